@@ -262,4 +262,7 @@ def _for_other_tools(form: str, runs: Sequence[str], selection: Selection, out: 
     if written.left_out:
         names = ", ".join(f"{count} {name}" for name, count in sorted(written.left_out.items()))
         sys.stderr.write(f"spawnsim: trace: Chakra has no node for these calls: {names}\n")
+    refused = ", ".join(f"{count} {name}" for name, count in sorted(written.refused.items()) if count)
+    if refused:
+        sys.stderr.write(f"spawnsim: trace: nodes that ASTRA-sim refuses, unlike Chakra: {refused}\n")
     return 0

@@ -80,8 +80,10 @@ def test_a_trace_of_a_run_is_a_program_that_takes_as_long(
     # Six ranks, three rounds: computing twice; five collectives; two messages among ranks 0 and 1.
     assert "90 COMM_COLL_NODE, 6 COMM_RECV_NODE, 6 COMM_SEND_NODE, 36 COMP_NODE" in told.out
     assert "no node for these calls: 6 Split" in told.err
+    assert "nodes that ASTRA-sim refuses, unlike Chakra: 18 Barrier\n" in told.err
     groups = json.loads((traced / "et/comm_group.json").read_text())
     assert sorted(groups.values()) == [[0, 1, 2, 3, 4, 5], [0, 2, 4], [1, 3, 5]]
+    assert min(map(int, groups)) > 0  # ASTRA-sim keeps 0 for all ranks
     files = [str(traced / f"et/trace.{rank}.et") for rank in range(6)]
     assert main(["import", "chakra", *files, "--out", str(traced / "again.py")]) == 0
     command = ["run", str(traced / "again.py"), "--ranks", "6", "--platform", str(traced / "platform.toml")]
