@@ -5,14 +5,15 @@ from __future__ import annotations
 import dataclasses
 import json
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from spawnsim import units
 from spawnsim.errors import ParameterError
-from spawnsim.fidelity.advising import POLICIES, Advice, Budget, Case, Choice, Failures, advise, report
+from spawnsim.fidelity.advising import Advice, Budget, advise, report
 from spawnsim.fidelity.converging import Need, by_time, converge
+from spawnsim.fidelity.goodput import POLICIES, Case, Choice, Failures
 from spawnsim.options import Parser
 from spawnsim.run.process_setup import stoppable
 from spawnsim.virtual.compute import Fixed, parse_stragglers
@@ -48,11 +49,11 @@ def main(argv: Sequence[str]) -> int:
     if options.seeds < 1:
         raise ParameterError(f"--seeds {options.seeds}: give at least 1")
     with stoppable():
-        found = advise(case, choices, seeds=range(options.seeds), target=options.target)
+        found = advise(case, choices, seeds=range(options.seeds), target=options.target, noted=_bar)
     needs = None
     if options.train:
         with stoppable():
-            needs = converge(case, choices, steps=options.train, seeds=range(options.seeds))
+            needs = converge(case, found, steps=options.train, seeds=range(options.seeds))
     budget = None
     if options.budget is not None:
         budget = Budget(options.budget, options.ranks_per_node, options.price)
@@ -64,6 +65,14 @@ def main(argv: Sequence[str]) -> int:
     if options.picture:
         draw(found, case, options.picture)
     return 0
+
+
+def _bar(choices: Sequence[Choice]) -> Iterable[Choice]:
+    """Go through the choices with a bar on a terminal: some take half a minute."""
+    from tqdm import tqdm
+
+    bar: Iterable[Choice] = tqdm(choices, unit=" choices", leave=False, dynamic_ncols=True, disable=None)
+    return bar
 
 
 def _step(step: object) -> float:
@@ -149,7 +158,8 @@ def document(found: Advice) -> dict[str, object]:
         name: [[str(now), str(before)] for now, before in found.changes(name)] for name in found.rows[0].worse
     }
     return {
-        "ranking": [row.pop("choice") | row for row in rows],
+        # "every" is what was asked for.
+        "ranking": [row.pop("choice") | {"every_in_effect": row.pop("every")} | row for row in rows],
         "break_even": found.break_even,
         "target": found.target,
         "changes": changes,
@@ -162,15 +172,14 @@ def draw(found: Advice, case: Case, picture: Path) -> None:
     """Draw goodput against cadence, a line for each policy."""
     from spawnsim.plots import fidelity, style
 
-    curves: dict[str, list[tuple[int, float, float, float]]] = {}
+    curves: dict[str, list[tuple[float, float, float, float]]] = {}
     for row in found.rows:
         ratio = f", {row.choice.ratio:g} x smaller" * (row.choice.ratio != 1)
-        curves.setdefault(row.choice.policy + ratio, []).append(
-            (row.choice.every, row.goodput, row.low, row.high)
-        )
+        curves.setdefault(row.choice.policy + ratio, []).append((row.every, row.goodput, row.low, row.high))
     size = f"{case.model_nbytes / 1e6:,.0f} MB · steps of {1e3 * case.step_s:g} ms"
     caption = f"{case.ranks} ranks · {case.platform.name} · {size} · bars: seeds and network models"
-    style.save_as(fidelity.advice_figure(curves, found.target, caption), picture)
+    asked = sorted({row.choice.every for row in found.rows})
+    style.save_as(fidelity.advice_figure(curves, asked, found.target, caption), picture)
 
 
 def parser() -> Parser:
@@ -217,7 +226,7 @@ def parser() -> Parser:
     add("--detection", default="30s", metavar="TIME", help="until a death is noticed; default: 30s")
     add("--restart", default="5min", metavar="TIME", help="until a rank is back; default: 5min")
     add("--seeds", type=int, default=3, metavar="N", help="default: 3")
-    add("--rounds", type=int, default=6, metavar="N", help="exchanges simulated for each choice; default: 6")
+    add("--rounds", type=int, default=4, metavar="N", help="exchanges simulated for each choice; default: 4")
     add(
         "--target",
         type=float,

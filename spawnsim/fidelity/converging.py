@@ -8,13 +8,15 @@ a large model's own curve it is not.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from statistics import median
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from spawnsim.errors import ParameterError
-from spawnsim.fidelity.advising import Advice, Case, Choice, policy_of
+from spawnsim.fidelity.advising import Advice
+from spawnsim.fidelity.goodput import Case, Choice, policy_of
 from spawnsim.run import run
 from spawnsim.virtual.network import Hockney, Switch
 
@@ -31,14 +33,13 @@ class Need(NamedTuple):
     most: float
 
 
-def converge(
-    case: Case, choices: Sequence[Choice], *, steps: int, seeds: Sequence[int]
-) -> dict[Choice, Need]:
+def converge(case: Case, advice: Advice, *, steps: int, seeds: Sequence[int]) -> dict[Choice, Need]:
     """Train under each choice, and say how many steps it needs until the accuracy that the worst one reaches.
 
     Args:
         case: the job; its ranks, eight at most, train.
-        choices: what to compare; compression is not applied.
+        advice: the choices to compare. Compression is not applied; who exchanged more rarely than asked for does so
+            here.
         steps: of each training, at least 25.
         seeds: of the trainings, shards included.
 
@@ -48,13 +49,14 @@ def converge(
     Raises:
         ParameterError: too few steps, or a choice whose cadence is longer than the training.
     """
+    choices = [row.choice for row in advice.rows]
     longest = max(choice.every for choice in choices)
     if steps < max(LOOKS, longest):
         raise ParameterError(
             f"--train {steps}: give at least {LOOKS} steps, and as many as the rarest exchange, {longest}"
         )
     known: dict[tuple[Choice, int], list[float]] = {}
-    plain = {choice: Choice(choice.policy, choice.every) for choice in choices}
+    plain = {row.choice: Choice(row.choice.policy, min(round(row.every), steps)) for row in advice.rows}
     for choice in dict.fromkeys(plain.values()):
         for seed in seeds:
             known[choice, seed] = _accuracies(case, choice, steps, seed)
@@ -84,12 +86,14 @@ def _accuracies(case: Case, choice: Choice, steps: int, seed: int) -> list[float
 
     looks = set(_looks(steps))
 
+    case = replace(case, step_s=1.0)
+
     def main(comm: Any) -> None:
         digits = Digits(comm.rng, comm.Get_rank(), comm.Get_size(), alpha=SKEW)
         model, optimizer = digits.build()
         policy = policy_of(choice, case)
         for step in range(steps):
-            with comm.compute(1.0):
+            with comm.compute(case.step_s):
                 loss = digits.step(model, optimizer)
             model, optimizer, _ = policy(step, model, optimizer, local_metric=loss, group=comm)
             if step + 1 in looks:

@@ -129,12 +129,12 @@ def validation_figure(errors: Errors, caption: str) -> Figure:
     return drawn
 
 
-Cadences = Mapping[str, Sequence[tuple[int, float, float, float]]]
-"""Policy -> (steps between exchanges, goodput, least and largest goodput) of each of its choices, in any order."""
+Cadences = Mapping[str, Sequence[tuple[float, float, float, float]]]
+"""Policy -> (steps between exchanges in effect, goodput, least and largest goodput) of each of its choices."""
 
 
-def draw_advice(curves: Cadences, target: float, ax: Axes | None = None) -> Axes:
-    """Draw a line for each policy, with bars from the least to the largest goodput."""
+def draw_advice(curves: Cadences, asked: Sequence[int], target: float, ax: Axes | None = None) -> Axes:
+    """Draw a line for each policy, with bars from the least to the largest goodput; ticks are what was asked for."""
     ax = style.axes_or_new(ax)
     looks = style.looks(list(curves))
     for name, points in curves.items():
@@ -142,23 +142,22 @@ def draw_advice(curves: Cadences, target: float, ax: Axes | None = None) -> Axes
         across = np.stack([middle - low, high - middle])
         ax.errorbar(places, middle, across, color=looks[name].colour, marker="o", ms=5, capsize=4, label=name)
     ax.axhline(target, color="#444444", lw=1.0, ls=":")
-    every = sorted({point[0] for points in curves.values() for point in points})
     ax.set_xscale("log")
-    ax.set_xticks(every, [f"{each}" for each in every], minor=False)
+    ax.set_xticks(asked, [f"{each}" for each in asked], minor=False)
     ax.minorticks_off()
     ax.set_ylim(0.0, 1.05)
     ax.yaxis.set_major_formatter(PercentFormatter(1.0))
-    ax.set_xlabel("steps between exchanges")
+    ax.set_xlabel("steps between exchanges, in effect")
     ax.set_ylabel("goodput")
     return ax
 
 
-def advice_figure(curves: Cadences, target: float, caption: str) -> Figure:
+def advice_figure(curves: Cadences, asked: Sequence[int], target: float, caption: str) -> Figure:
     """Return the figure of `spawnsim advise`."""
     with style.talk():
         drawn = Figure(figsize=(9.6, 5.2))
         ax = drawn.subplots()
-        draw_advice(curves, target, ax)
+        draw_advice(curves, asked, target, ax)
         drawn.legend(*ax.get_legend_handles_labels(), loc="outside right upper")
         style.frame(drawn, "What is left of perfect training", f"{caption} · dotted: target of {target:.0%}")
     return drawn

@@ -16,20 +16,10 @@ from spawnsim import columnar
 from spawnsim.cli import advise as advise_command
 from spawnsim.cli import main
 from spawnsim.errors import ParameterError
-from spawnsim.fidelity import advising
-from spawnsim.fidelity.advising import (
-    Budget,
-    Case,
-    Choice,
-    Failures,
-    Row,
-    Sample,
-    advise,
-    other_costs,
-    report,
-    simulate,
-)
+from spawnsim.fidelity import goodput
+from spawnsim.fidelity.advising import Advice, Budget, Row, advise, report
 from spawnsim.fidelity.converging import by_time, converge
+from spawnsim.fidelity.goodput import WORSE, Case, Choice, Failures, other_costs, simulate
 from spawnsim.policies import AverageAllPolicy
 from spawnsim.virtual.collectives import Selection
 from spawnsim.virtual.compute import Lognormal, Slow, Speed, parse_stragglers
@@ -135,9 +125,8 @@ def test_a_ranking_that_turns_is_told() -> None:
     """A pair that changes places under a worse setting is named; one within the error is not."""
 
     def row(every: int, goodput: float, worse: float) -> Row:
-        return Row(
-            Choice("average", every), goodput, goodput, goodput, 0.5, 0.1, 1.0, (), {"failures x 2": worse}
-        )
+        choice = Choice("average", every)
+        return Row(choice, goodput, goodput, goodput, 0.5, 0.1, 1.0, every, (), {"failures x 2": worse})
 
     found = advise(CASE, [Choice("average", 1)])
     turned = replace(found, rows=(row(8, 0.9, 0.5), row(1, 0.8, 0.7), row(2, 0.7, 0.502)))
@@ -156,6 +145,70 @@ def test_ranks_that_need_not_wait_do_not(tmp_path: Path) -> None:
     assert 0 < simulate(many, Choice("selective", 5), 0).utilisation <= 1
     with pytest.raises(ParameterError, match="at most 128 ranks"):
         simulate(many, Choice("groups", 5), 0)
+
+
+@pytest.mark.parametrize("policy", ["clock", "pairs", "selective"])
+def test_ranks_that_do_not_wait_exchange_as_often_as_the_link_allows(policy: str) -> None:
+    """A fast link: as often as asked, computing all the time. A slow one: more rarely, which costs at a death."""
+    fast = replace(CASE, platform=replace(SLOW_LINK, network=Switch(Hockney(1e-6, 1e12))))
+    found = simulate(fast, Choice(policy, 4), 0)
+    assert found.every == pytest.approx(4, rel=0.4)
+    assert found.goodput > 0.97
+    # A model takes two steps on the wire, and each exchange two messages.
+    slow, often = replace(CASE, model_nbytes=20_000_000, rounds=3), Choice(policy, 1)
+    seen = goodput.timed(slow, often, 0)
+    asked = goodput.judged(slow, often, seen)
+    assert asked.every > 1.5
+    assert 40 <= simulate(slow, Choice(policy, 40), 0).every < 60
+    # A death loses what was computed since the last exchange that took place, not since the last that was asked for.
+    failing = replace(slow, failures=Failures(mtbf_s=1e2, restart_s=0.0, detection_s=0.0))
+    between_s = asked.every * float(seen.ends_s.mean()) / seen.steps
+    left = goodput.judged(failing, often, seen).goodput
+    assert left == pytest.approx(asked.goodput / (1 + between_s / 2 / 1e2))
+
+
+def test_a_rank_that_fetches_by_windows_waits_for_its_donors() -> None:
+    """A donor serves its window when its step is over; so a rank waits on a fast link, and longer on a slow one."""
+    fast = replace(CASE, platform=replace(SLOW_LINK, network=Switch(Hockney(1e-6, 1e12))))
+    soon, late = (simulate(case, Choice("windows", 4), 0) for case in (fast, replace(CASE, rounds=2)))
+    assert soon.every == pytest.approx(4, rel=0.4)
+    assert 1.0 > soon.utilisation > 0.6 > late.utilisation
+
+
+def _row(policy: str, asked: int, every: float, goodput: float, utilisation: float) -> Row:
+    worse, often = dict.fromkeys(WORSE, goodput), dict.fromkeys(WORSE, every)
+    return Row(
+        Choice(policy, asked), goodput, goodput, goodput, utilisation, 0.1, 1.0, every, (), worse, often
+    )
+
+
+def test_exchanges_that_are_left_out_are_told() -> None:
+    """Who skips does not win by it: the careful choice is by exchanges that took place, and others are told."""
+    rows = (
+        _row("clock", 1, 61.0, 0.98, 0.99),
+        _row("average", 128, 128.0, 0.97, 0.98),
+        _row("clock", 128, 128.0, 0.97, 0.98),
+        _row("average", 32, 32.0, 0.94, 0.95),
+        _row("average", 8, 8.0, 0.7, 0.71),
+        _row("pairs", 8, 8.0, 0.6, 0.61),
+    )
+    rows[1].worse_every["half the bandwidth"] = 256.0
+    found = Advice(rows, {"clock": 1, "average": 20, "pairs": None}, 0.9, ("as given",), 1)
+    assert found.careful() == [0, 3]
+    text = report(found)
+    assert (
+        "clock: ranks do not wait for models; exchanges asked for more often than every 61 steps are left out"
+        in text
+    )
+    assert "average: computes 90% of the time every 20 steps or less often" in text
+    assert "pairs: ranks do not wait for models, and exchange as often as asked" in text
+    assert (
+        "most frequent exchanges that leave 90% for computing: clock, every 1 (in effect every 61); average, every 32"
+        in text
+    )
+    assert "least to largest of 1 seed x 1 network model" in text
+    assert "97.0%, every 256" in text
+    assert [row["every"] for row in advise_command.document(found)["ranking"]][:2] == [1, 128]  # type: ignore[index,attr-defined]
 
 
 def test_the_other_model_has_the_same_wire() -> None:
@@ -178,7 +231,7 @@ def test_links_that_change_are_halved_as_they_are() -> None:
         Hockney(1e-3, 1e8), BandwidthTrace(((0.0, 1e8, 1e-3), (9.0, 5e7, 2e-3))), (Constant(0.1),)
     )
     case = Case(Platform("t", Nodes(Tcp(1e-3, 1e8), link, 2)), 4, 1 << 20, 0.1)
-    slower = advising._slower_links(case).platform.network
+    slower = goodput._slower_links(case).platform.network
     assert isinstance(slower, Nodes)
     assert slower.intra == Tcp(1e-3, 5e7)
     assert slower.inter == link.farther(0.0, 0.5)
@@ -201,10 +254,10 @@ def test_a_budget_pays_steps() -> None:
 def test_a_small_training_tells_what_a_cadence_costs(capsys: pytest.CaptureFixture[str]) -> None:
     """On skewed shards rare averages need more steps; time is steps over goodput; a fast link lets the frequent win."""
     choices = [Choice("average", 1), Choice("average", 40, 4.0), Choice("average", 40)]
-    needs = converge(CASE, choices, steps=80, seeds=(0,))
+    advice = advise(CASE, choices, seeds=(0,))
+    needs = converge(CASE, advice, steps=80, seeds=(0,))
     assert needs[choices[1]] == needs[choices[2]]  # compression is not applied
     assert needs[choices[0]].steps < needs[choices[1]].steps == 80
-    advice = advise(CASE, choices, seeds=(0,))
     for choice, seconds, least, most in by_time(advice, needs, CASE.step_s):
         row = next(row for row in advice.rows if row.choice == choice)
         assert seconds == pytest.approx(0.1 * needs[choice].steps / row.goodput)
@@ -280,10 +333,7 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
 
 def test_worse_stragglers_are_worse() -> None:
     """Every straggler that a run can have is turned into one that spreads further."""
-    from spawnsim.fidelity.advising import WORSE
-
     kinds = parse_stragglers("lognormal:0.3+slow:0.02,5+gamma:0.2+pareto:3+bimodal:0.1,2+exponential:0.5")
     worse = WORSE["stragglers x 2"](replace(CASE, stragglers=tuple(kinds))).stragglers
     assert worse[:2] == (Lognormal(0.6), Slow(0.02, 9.0))
     assert all(now != before for now, before in zip(worse, kinds, strict=True))
-    assert Sample(1.0, 1.0, 0.0, 0.0).goodput == 1.0

@@ -1,0 +1,385 @@
+"""The goodput of a policy on a cluster: a few rounds in timing alone, and what failures cost in closed form.
+
+Averaging runs over columns, the others as ordinary ranks with models on torch's meta device: the policies themselves,
+which wait, skip and send as with data. Goodput is the share of perfect training that is left, all ranks computing at
+the nominal step without a break:
+
+    goodput = sum over ranks of steps · step_s / sum of their seconds / (1 + lost / mtbf)
+
+`lost` are the rank-seconds that the death of one rank costs: half the time between two exchanges of its own work, the
+restart, and the detection, in which all others stand still where the policy meets in step. A failure of the whole job
+costs as much work, the detection and the restart of all. This is a closed form, to first order in 1/mtbf, since a
+simulated minute has no failures.
+
+A policy that lets ranks go on while models travel leaves out exchanges for which the last one is not over. So that it
+does not win by doing nothing, each run also says how often ranks did exchange.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple, cast
+
+import numpy as np
+
+from spawnsim import columnar
+from spawnsim.errors import ParameterError
+from spawnsim.run.virtual import run
+from spawnsim.virtual.compute import (
+    Bimodal,
+    Exponential,
+    Gamma,
+    Lognormal,
+    Markov,
+    Pareto,
+    Slow,
+    SlowRank,
+    Speed,
+    Straggler,
+)
+from spawnsim.virtual.network import Changing, Hockney, HomeLinks, Link, LogGP, Network, Piecewise, Tcp
+from spawnsim.virtual.platform import Platform
+
+POLICIES = ("average", "selective", "groups", "clock", "pairs", "windows")
+IN_STEP = ("average",)  # all ranks meet: a death holds all of them up
+REPLACING = ("selective", "windows")  # an exchange is of the worst ranks alone
+REPLACED = 0.2
+WAITING = ("average", "groups", "windows")  # the others let ranks go on while models travel
+LIVE_RANKS = 128  # beyond, ordinary virtual ranks take minutes for each choice
+MOST_STEPS = 1000  # of a run that is made longer for exchanges that take many steps
+
+
+@dataclass(frozen=True)
+class Failures:
+    """How often ranks and jobs fail, and what a failure costs; seconds, inf: never.
+
+    Attributes:
+        mtbf_s: mean time between failures of one rank.
+        job_mtbf_s: of the job as a whole, whatever its size (software, storage).
+        detection_s: until the others go on without the rank.
+        restart_s: until the rank, or the job, is back.
+    """
+
+    mtbf_s: float = math.inf
+    job_mtbf_s: float = math.inf
+    detection_s: float = 30.0
+    restart_s: float = 300.0
+
+    def __post_init__(self) -> None:
+        if not (self.mtbf_s > 0 and self.job_mtbf_s > 0 and self.detection_s >= 0 and self.restart_s >= 0):
+            raise ParameterError(f"{self}: give times above 0 between failures, and costs of at least 0 s")
+
+    def share(self, ranks: int, round_s: float, *, in_step: bool) -> float:
+        """Return the share of goodput that failures leave.
+
+        Args:
+            ranks: of the job.
+            round_s: seconds from one exchange to the next.
+            in_step: whether all ranks wait while a death is noticed.
+
+        Returns:
+            From 0 to 1.
+        """
+        lost_s = round_s / 2 + self.restart_s + self.detection_s * (ranks if in_step else 1)
+        whole_s = round_s / 2 + self.restart_s + self.detection_s
+        return 1.0 / (1.0 + lost_s / self.mtbf_s + whole_s / self.job_mtbf_s)
+
+
+@dataclass(frozen=True)
+class Case:
+    """What is asked about: a job on a cluster.
+
+    Attributes:
+        platform: the cluster.
+        ranks: of the job.
+        model_nbytes: bytes of one model.
+        step_s: seconds of a compute step.
+        stragglers: what stretches steps.
+        failures: what is lost by failures.
+        rounds: simulated, of each choice.
+    """
+
+    platform: Platform
+    ranks: int
+    model_nbytes: int
+    step_s: float
+    stragglers: tuple[Straggler, ...] = ()
+    failures: Failures = field(default_factory=Failures)
+    rounds: int = 4
+
+    def __post_init__(self) -> None:
+        if self.ranks < 2 or self.model_nbytes < 4 or not 0 < self.step_s < math.inf or self.rounds < 2:
+            raise ParameterError(
+                f"{self.ranks} ranks, {self.model_nbytes} bytes, steps of {self.step_s} s, {self.rounds} rounds: "
+                "give at least 2 ranks, 4 bytes, a duration above 0 and 2 rounds"
+            )
+        self.platform.check(self.ranks)
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A policy, its cadence, and how many times shorter compression makes what travels."""
+
+    policy: str
+    every: int
+    ratio: float = 1.0
+
+    def __post_init__(self) -> None:
+        if self.policy not in POLICIES or self.every < 1 or not self.ratio >= 1:
+            raise ParameterError(
+                f"{self}: policies are {', '.join(POLICIES)}; exchange every 1 or more steps, compressed by 1 or more"
+            )
+
+    def __str__(self) -> str:
+        return f"{self.policy}, every {self.every}" + f", {self.ratio:g} x smaller" * (self.ratio != 1)
+
+
+class Timed(NamedTuple):
+    """A run: of each rank seconds computed and until it ended; bytes of all; steps; steps between exchanges."""
+
+    computed_s: np.ndarray[Any, np.dtype[np.float64]]
+    ends_s: np.ndarray[Any, np.dtype[np.float64]]
+    nbytes: float
+    steps: int
+    every: float
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One run, judged.
+
+    Attributes:
+        goodput: from 0 to 1.
+        utilisation: the share of time spent computing, failures aside.
+        exchange_s: what a round takes beyond its steps, on average of the ranks.
+        nbytes: sent by a rank for each step.
+        every: steps from one exchange of a rank to its next, as they came to pass.
+    """
+
+    goodput: float
+    utilisation: float
+    exchange_s: float
+    nbytes: float
+    every: float
+
+
+# ------------------------------------------------------------------------------------------------------- simulation
+def simulate(case: Case, choice: Choice, seed: int) -> Sample:
+    """Run a choice for the case's rounds, and say what was left of the time.
+
+    Args:
+        case: the job and its cluster.
+        choice: the policy and its cadence.
+        seed: of the run.
+
+    Returns:
+        What was measured, with the cost of failures added.
+
+    Raises:
+        ParameterError: more ranks than the policy's simulation can take.
+    """
+    return judged(case, choice, timed(case, choice, seed))
+
+
+def timed(case: Case, choice: Choice, seed: int) -> Timed:
+    """Run a choice; the case's failures play no part. Arguments and errors as of `simulate`."""
+    by_columns = choice.policy == "average" or (choice.policy == "selective" and case.ranks > LIVE_RANKS)
+    if not by_columns and case.ranks > LIVE_RANKS:
+        raise ParameterError(
+            f"policy {choice.policy!r} is simulated on at most {LIVE_RANKS} ranks: ask for fewer, or for average and "
+            "selective, which have a form over columns"
+        )
+    return (_over_columns if by_columns else _on_ranks)(case, choice, seed)
+
+
+def judged(case: Case, choice: Choice, seen: Timed) -> Sample:
+    """Return what a run came to, with the cost of the case's failures."""
+    speed = len(seen.ends_s) * seen.steps * case.step_s / float(seen.ends_s.sum())
+    wait_s = float(np.mean(seen.ends_s - seen.computed_s)) * choice.every / seen.steps
+    between_s = float(seen.ends_s.mean()) / seen.steps * seen.every
+    left = case.failures.share(case.ranks, between_s, in_step=choice.policy in IN_STEP)
+    used = float(seen.computed_s.sum() / seen.ends_s.sum())
+    return Sample(speed * left, used, wait_s, seen.nbytes / (case.ranks * seen.steps), seen.every)
+
+
+def policy_of(choice: Choice, case: Case) -> Any:
+    """Return a choice's policy."""
+    from spawnsim import policies
+    from spawnsim.policies.rules.cadence import When
+
+    every = choice.every
+    # A round ends with its last step, and a run with its last round.
+    cadence = When(lambda iteration: (iteration + 1) % every == 0)
+    if choice.policy == "average":
+        return policies.AverageAllPolicy(every, cadence=cadence)
+    if choice.policy == "selective":
+        return policies.AsyncSelectiveAveragingPolicy(
+            None, every, cadence=cadence, replacement_ratio=REPLACED, cooldown=0
+        )
+    if choice.policy == "windows":
+        return policies.OneSidedSelectiveAveragingPolicy(
+            None,
+            None,
+            every,
+            cadence=cadence,
+            replacement_mode="worst_ratio",
+            replacement_ratio=REPLACED,
+            cooldown=0,
+        )
+    if choice.policy == "groups":
+        return policies.DecentralizedAveragingPolicy(
+            every, cadence=cadence, target_group_size=min(4, case.ranks)
+        )
+    # By the clock, as often as so many nominal steps. No rank dies here: one that is slow is waited for.
+    peers = "all" if choice.policy == "clock" else "random"
+    return policies.AsyncModelAveragePolicy(peers, 1e3 * every * case.step_s, background=True, patience_s=1e6)
+
+
+def _travelling(case: Case, choice: Choice) -> int:
+    return max(round(case.model_nbytes / choice.ratio / 4) * 4, 4)
+
+
+def _over_columns(case: Case, choice: Choice, seed: int) -> Timed:
+    computed_s, left_s = np.zeros(case.ranks), np.zeros(case.ranks)
+    steps = case.rounds * choice.every
+
+    def note(told: columnar.Round) -> None:
+        computed_s[told.members] += told.entered_s - left_s[told.members]
+        left_s[told.members] = told.left_s
+
+    found = columnar.run(
+        policy_of(choice, case),
+        ranks=case.ranks,
+        iterations=steps,
+        model_nbytes=_travelling(case, choice),
+        platform=case.platform,
+        stragglers=case.stragglers,
+        compute=case.step_s,
+        seed=seed,
+        sample=0,
+        on_round=note,
+    )
+    return Timed(computed_s, left_s, float(found.totals["bytes"]), steps, float(choice.every))
+
+
+def _on_ranks(case: Case, choice: Choice, seed: int) -> Timed:
+    from spawnsim.policies.rules.selection import worst_count
+    from spawnsim.workloads.mlp import without_data
+
+    steps, numbers = _steps(case, choice), _travelling(case, choice) // 4
+
+    def main(comm: Any) -> None:
+        model, optimizer = without_data(numbers)
+        policy, computed_s, exchanges = policy_of(choice, case), 0.0, 0
+        for step in range(steps):
+            with comm.compute() as block:
+                metric = float(comm.rng("metric").normal())
+            computed_s += block.seconds
+            model, optimizer, info = policy(step, model, optimizer, local_metric=metric, group=comm)
+            exchanges += info["is_replaced"] or info["averaged_this_iteration"]
+        comm.record(computed_s=computed_s, end_s=comm.clock.now(), exchanges=exchanges)
+        # No shutdown: it would wait for models that are under way, and training went on for ever.
+
+    found = run(
+        main,
+        ranks=case.ranks,
+        platform=case.platform,
+        stragglers=case.stragglers,
+        compute=case.step_s,
+        seed=seed,
+        deadline_s=math.inf,
+    )
+    share = worst_count(case.ranks, REPLACED) / case.ranks if choice.policy in REPLACING else 1.0
+    # One more, which the end of the run may have cut off: of a rank that never exchanged it is known that
+    # its exchanges are as far apart as the run is long.
+    exchanges = float(np.mean(found.table["exchanges"])) / share + 1.0
+    every = max(steps / exchanges, float(choice.every))
+    computed_s, end_s = found.table["computed_s"], found.table["end_s"]
+    return Timed(computed_s, end_s, float(found.totals["bytes"]), steps, every)
+
+
+def _steps(case: Case, choice: Choice) -> int:
+    """Return how many steps a run has: the case's rounds, and as many exchanges where they take longer than a round."""
+    asked = case.rounds * choice.every
+    if choice.policy in WAITING:
+        return asked
+    cost = case.platform.network.cost(0, case.ranks - 1, _travelling(case, choice))
+    # A mean goes up and down a tree; models of some ranks pass one NIC one after the other.
+    exchange_s = 2 * math.log2(case.ranks) * (cost.flight_s + cost.receive_s)
+    return max(asked, min(math.ceil(case.rounds * exchange_s / case.step_s), MOST_STEPS))
+
+
+# ----------------------------------------------------------------------------------------------- other circumstances
+def other_costs(network: Network) -> Network | None:
+    """Return the network with the other cost model of the same wire, or None if it has no links of either model.
+
+    Hockney's latency becomes LogGP's L + 2o, in equal parts, and g is one of them; LogGP's L + 2o becomes Hockney's
+    latency, whose messages cost no processor.
+    """
+    found = _with_links(network, _other_model)
+    return None if found == network else found
+
+
+def _other_model(link: Link) -> Link:
+    if isinstance(link, Hockney):
+        third_s = link.latency_s / 3
+        return LogGP(L=third_s, o=third_s, g=third_s, G=1.0 / link.bandwidth_Bps)
+    return Hockney(link.L + 2 * link.o, 1.0 / link.G) if isinstance(link, LogGP) else link
+
+
+def _half_speed(link: Link) -> Link:
+    return link.farther(0.0, 0.5)
+
+
+def _with_links(value: Any, change: Callable[[Link], Link]) -> Any:
+    """Return a network, or a part of one, with each plain link changed."""
+    if isinstance(value, (Hockney, LogGP, Tcp, Changing)):
+        return change(cast("Link", value))
+    if isinstance(value, Piecewise):
+        return Piecewise(tuple((at, _with_links(step, change)) for at, step in value.steps))
+    if isinstance(value, tuple):
+        return tuple(_with_links(each, change) for each in value)
+    names = getattr(value, "__dataclass_fields__", {}) if isinstance(value, Network) else {}
+    old = {name: getattr(value, name) for name, each in names.items() if each.init}
+    new = {name: _with_links(each, change) for name, each in old.items()}
+    changed: Any = {name: each for name, each in new.items() if each != old[name]}
+    return replace(value, **changed) if changed else value
+
+
+def _slower_links(case: Case) -> Case:
+    network: Any = case.platform.network
+    if isinstance(network, HomeLinks):
+        up, down = (tuple(rate / 2 for rate in rates) for rates in (network.up_Bps, network.down_Bps))
+        slower: Any = replace(network, up_Bps=up, down_Bps=down)
+    else:
+        slower = _with_links(network, _half_speed)
+    return replace(case, platform=replace(case.platform, network=slower))
+
+
+def _worse_straggler(straggler: Straggler) -> Straggler:
+    """Return the straggler with twice the spread, or twice the time beyond the nominal step."""
+    if isinstance(straggler, (Lognormal, Speed)):
+        return replace(straggler, sigma=2 * straggler.sigma)
+    if isinstance(straggler, Gamma):
+        return Gamma(2 * straggler.variation)
+    if isinstance(straggler, Exponential):
+        return Exponential(min(2 * straggler.share, 1.0))
+    if isinstance(straggler, Pareto):
+        return Pareto(1 + (straggler.tail - 1) / 2)
+    if isinstance(straggler, (Bimodal, Slow, SlowRank, Markov)):
+        return replace(straggler, slowdown=1 + 2 * (straggler.slowdown - 1))
+    return straggler
+
+
+def _more_failures(case: Case) -> Case:
+    old = case.failures
+    return replace(case, failures=replace(old, mtbf_s=old.mtbf_s / 2, job_mtbf_s=old.job_mtbf_s / 2))
+
+
+WORSE: dict[str, Callable[[Case], Case]] = {
+    "half the bandwidth": _slower_links,
+    "stragglers x 2": lambda case: replace(case, stragglers=tuple(map(_worse_straggler, case.stragglers))),
+    "failures x 2": _more_failures,
+}
