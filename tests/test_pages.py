@@ -24,9 +24,6 @@ _TRAIN = next(block for block in PAGES["docs/tutorial/simulate.md"] if block.fil
 READ_ALONE = {
     "README.md": "tests/test_readme.py runs it",
     "docs/policies.md": "parts of programs; tests/policies has whole ones",
-    "docs/sweeps.md": "looks at a finished sweep; tests/study makes some",
-    "docs/live.md": "parts of programs",
-    "docs/torch.md": "parts of programs; tests/programs/torchrun has whole ones",
 }
 
 
