@@ -83,6 +83,10 @@ SYNCHRONISING = frozenset({"barrier", "allreduce", "allgather", "alltoall", "red
 """Operations whose every rank waits for every other."""
 
 
+OWN_BLOCK = frozenset({"gather", "scatter", "allgather", "alltoall"})
+"""Operations in which ranks (where there is a root, it alone) copy a block of their own."""
+
+
 def names(operation: str) -> tuple[str, ...]:
     """Return the names of an operation's algorithms."""
     special = {"bcast": ("chain",), "allreduce": ("two_level",), "neighbor": ("linear",)}

@@ -62,11 +62,14 @@ class Evaluation:
         alike = alike and not network.changes
         self.clock = arrivals[: 1 if alike else None].copy()
         self.out_free = np.full(len(self.clock), -np.inf) if out_free is None else out_free.copy()
+        self.eager_bytes, self.asks = network.eager_bytes, network.collective_rendezvous
         # Until when ranks stay. Where all NICs were idle at the beginning, until they are idle again, and the two
         # vectors are one; else what the NIC had to do before does not keep its rank, so the two have to be told apart.
-        self.stays = self.out_free if out_free is None else np.full(len(arrivals), -np.inf)
+        # So they have if messages ask first: a NIC can serve others meanwhile.
+        one = out_free is None and not self.asks
+        self.stays = self.out_free if one else np.full(len(self.clock), -np.inf)
+        self.posted = self.clock  # when each rank came to the round, and posted its receives
         self.in_free = np.full(len(self.clock), -np.inf)
-        self.eager_bytes = network.eager_bytes
         self.network, self.ranks = network, ranks
         self.gamma, self.changes = network.gamma_s_per_B, network.changes
         self.known: dict[tuple[Pattern, float], Costs] = {}
@@ -92,8 +95,10 @@ class Evaluation:
     def tell_apart(self) -> None:
         """Give each rank numbers of its own from here on."""
         if self.alike:
+            one = self.stays is self.out_free
             self.clock, self.in_free = np.repeat(self.clock, self.size), np.repeat(self.in_free, self.size)
-            self.out_free = self.stays = np.repeat(self.out_free, self.size)
+            self.out_free, stays = np.repeat(self.out_free, self.size), np.repeat(self.stays, self.size)
+            self.stays = self.out_free if one else stays
 
     def costs(self, pattern: Pattern, nbytes: Lengths) -> Costs:
         """Return the costs of a lane, in the order of its senders, and count its messages."""
@@ -159,13 +164,45 @@ class Evaluation:
         begin: Floats = np.maximum(self.clock[who], self.out_free[who])
         if self.changes:
             costs = self._later(pattern, nbytes, begin)
+        arrival, asking_s = self.asked(pattern, nbytes, costs, begin)
         left = self.out_free[who] = begin + costs.inject_s
         if self.stays is not self.out_free:
             alone = np.maximum(self.clock[who], self.stays[who]) + costs.inject_s
-            self.stays[who] = np.where(np.asarray(nbytes) > self.eager_bytes, left, alone)
+            self.stays[who] = np.where(np.asarray(nbytes) > self.eager_bytes, left + asking_s, alone)
         if _some(costs.send_s):
             self.clock[who] += costs.send_s
-        return begin + costs.flight_s, costs
+        return arrival, costs
+
+    def asked(
+        self, pattern: Pattern, nbytes: Lengths, costs: Costs, begin: Floats
+    ) -> tuple[Floats, Floats | float]:
+        """Return when messages of a lane arrive, and for how long their senders ask before: long ones, if any do.
+
+        An empty message goes there and, once its receiver has come to the round, one comes back; then the data leave
+        (`wire.Rendezvous`). A sender does not stay for a receiver that comes later: whose leaving depends on whom is
+        as without.
+        """
+        long = np.asarray(nbytes) > self.eager_bytes
+        if not (self.asks and long.any()):
+            return begin + costs.flight_s, 0.0
+        trip_s = self._ask(pattern, 0).flight_s
+        start = np.maximum(begin + trip_s, self._receivers(pattern)) + trip_s
+        return np.where(long, start, begin) + costs.flight_s, 2.0 * trip_s
+
+    def _receivers(self, pattern: Pattern) -> Floats:
+        """Return when the receivers of a lane came to the round, in the order of its senders."""
+        if self.alike or len(self.posted) == 1:
+            return self.posted
+        if self.wide is None:
+            return self.posted[pattern.dest]
+        posted = np.empty_like(self.posted)
+        posted[pattern.among_senders] = self.posted
+        return posted
+
+    def meet(self) -> None:
+        """Take note of when each rank comes to a round."""
+        if self.asks:
+            self.posted = self.clock.copy()
 
     def _later(self, pattern: Pattern, nbytes: Lengths, begin: Floats) -> Costs:
         """Return the costs of a lane on links that change with time, each message begun at its own."""
@@ -215,14 +252,15 @@ class Evaluation:
                 free_s = begin_s + cost.inject_s
             costs = self._later(pattern, nbytes, begin)
             inject_s = np.broadcast_to(costs.inject_s, count)
+        arrival, asking_s = self.asked(pattern, nbytes, costs, begin)
         left = begin + inject_s
         self.out_free[hub] = left[-1]
         if self.stays is not self.out_free:
             long = np.broadcast_to(np.asarray(nbytes) > self.eager_bytes, count)
-            for ready_s, inject, left_s, stay in zip(idle, inject_s, left, long, strict=True):
+            for ready_s, inject, left_s, stay in zip(idle, inject_s, left + asking_s, long, strict=True):
                 self.stays[hub] = left_s if stay else max(ready_s, self.stays[hub]) + inject
         self.clock[hub] += send_s.sum()
-        return begin + costs.flight_s, costs
+        return arrival, costs
 
     def fan_in(self, pattern: Pattern, costs: Costs, arrival: Floats, work_s: Floats | float) -> None:
         """Let one rank take all messages of a star, in order."""
@@ -241,6 +279,7 @@ class Evaluation:
     def star(self, star: Lane, amounts: MessageSizes, gamma: float) -> None:
         """Let the one round of a star go by."""
         self.tell_apart()
+        self.meet()
         pattern, nbytes = star.pattern, amounts.of(star)
         costs, work_s = self.costs(pattern, nbytes), np.multiply(nbytes, gamma)
         if pattern.source[0] == pattern.source[-1]:
@@ -260,6 +299,7 @@ class Evaluation:
             if self.alike and not (pattern.whole and _is_one(nbytes) and all(map(_is_one, costs))):
                 self.tell_apart()
             asked.append((pattern, nbytes, costs))
+        self.meet()
         sent = [self.send(pattern, costs, nbytes) for pattern, nbytes, costs in asked]
         for (pattern, nbytes, _), (arrival, costs) in zip(asked, sent, strict=True):
             self.take(pattern, costs, arrival, np.multiply(nbytes, gamma))

@@ -103,6 +103,7 @@ class FaultyEvaluation(Evaluation):
     def faulty_round(self, lanes: tuple[Lane, ...], amounts: MessageSizes, *, reduces: bool) -> None:
         """Let one round go by."""
         flying = []
+        self.meet()
         for lane in lanes:
             nbytes = amounts.of(lane)
             costs = self.costs(lane.pattern, nbytes)

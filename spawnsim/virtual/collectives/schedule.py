@@ -234,6 +234,15 @@ class MessageSizes:
         unequal: Ints = self._pairs[lane.pattern.source, lane.pattern.dest]
         return unequal
 
+    def own(self, root: int | None) -> Lengths:
+        """Return the bytes of the block of each rank that stays with it; of the root's alone, if there is one."""
+        blocks: Lengths = self.each or 0.0
+        if self._pairs is not None:
+            blocks = np.diagonal(self._pairs)
+        elif self._ends is not None:
+            blocks = np.diff(self._ends)[: self._count]
+        return blocks if root is None else np.where(np.arange(self._count) == root, blocks, 0.0)
+
     def share(self, block: int, place: float) -> float:
         """Return where in the whole, from 0 to 1, a place in a block lies. The blocks are of one size, or of any."""
         if self._ends is None:

@@ -61,7 +61,7 @@ class CollectivePlan:
         world = np.arange(self.schedule.size) if ranks is None and self.root else ranks
         turned, world, free = self._from_root(arrivals, world, out_free)
         found = run(self.schedule, self.amounts, turned, network, ranks=world, out_free=free)
-        return self._in_group(found)
+        return self._in_group(self._with_copies(found, network))
 
     def struck(
         self,
@@ -80,7 +80,14 @@ class CollectivePlan:
         found = run_struck(
             self.schedule, self.amounts, turned, network, ranks=world, judge=judge, out_free=free
         )
-        return found._replace(finish=self._in_group(found.finish))
+        return found._replace(finish=self._in_group(self._with_copies(found.finish, network)))
+
+    def _with_copies(self, found: Finish, network: Network) -> Finish:
+        """Let ranks copy their own blocks, from one buffer of the caller's to the other."""
+        if not network.copy_s_per_B or self.operation not in catalogue.OWN_BLOCK:
+            return found
+        nbytes = self.amounts.own(0 if self.operation in ("gather", "scatter") else None)
+        return found._replace(times=found.times + np.multiply(nbytes, network.copy_s_per_B))
 
     def _from_root(self, *values: Any) -> Any:
         """Return vectors in the order of the group from the root on; None stays."""

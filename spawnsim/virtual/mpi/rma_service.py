@@ -3,7 +3,8 @@
 Passive-target progress is a parameter of the platform. With "poll" a target that computes serves an access only when
 its block ends; with "async" or "hardware" at once. A rank that exposes memory does not run ahead: what it stores is
 stored at its own time. Data go through the sender's card, the wire and the receiver's card, and meet other traffic
-there as messages do; what one rank sends to one target arrives in the order sent, as on a reliable connection.
+there as messages do; what one rank sends to one target arrives in the order sent, as on a reliable connection. Where
+the network has a `window`, ranks of one node copy instead, each with its own processor.
 """
 
 from __future__ import annotations
@@ -128,11 +129,17 @@ class Connection:
         default_factory=list
     )  # few; a deque is ten times as large, even empty
 
-    def send(self, request: AccessRequest, nbytes: int, *, delay_s: float = 0.0) -> TransferTimes:
-        """Send a request with so many bytes, from the running task's clock on."""
+    def send(
+        self, request: AccessRequest, nbytes: int, *, copy_s: float | None, delay_s: float = 0.0
+    ) -> TransferTimes:
+        """Send a request with so many bytes, from the running task's clock on; `copy_s`: how long it copies instead."""
         world, origin, target = self.world, self.origin, self.target
         self.sent += 1
-        passage = inject(world, (origin, target), nbytes, world.kernel.current.clock)
+        now_s = world.kernel.current.clock
+        if copy_s is None:
+            passage = inject(world, (origin, target), nbytes, now_s)
+        else:  # what is there when the copy ends is what it has read
+            passage = TransferTimes(copy_s, now_s + copy_s, now_s + copy_s, 0.0)
         # A reliable connection hands nothing out behind what is lost, so what follows a lost request is lost with
         # it.
         request.lost = request.lost or (bool(self._coming) and self._coming[-1].lost)
@@ -141,7 +148,7 @@ class Connection:
         if request.lost:
             return passage
         arrival_s, drain_s = passage.arrival_s + delay_s, passage.drain_s
-        if world.contention is not None and nbytes:
+        if copy_s is None and world.contention is not None and nbytes:
             packet = Packet(origin, target, nbytes, lambda time_s: self._at(time_s, request))
             packet.drain_s = drain_s
             world.contention.stream(packet, passage.left_s, arrival_s)
@@ -231,7 +238,7 @@ class Target:
 class Access(RoundTrip):
     """One access under way; over when its answer is back at the origin."""
 
-    __slots__ = ("answer", "call", "data", "lock", "nbytes", "number", "serve", "target")
+    __slots__ = ("answer", "call", "copy_s", "data", "lock", "nbytes", "number", "serve", "target")
 
     def __init__(
         self,
@@ -248,6 +255,7 @@ class Access(RoundTrip):
         self.call, self.nbytes, self.serve, self.data, self.lock = call, nbytes, serve, data, lock
         self.number, self.answer = 0, None
         self.target: Target
+        self.copy_s: float | None = None
 
 
 @dataclass(eq=False)
@@ -303,7 +311,9 @@ class WindowState:
             now_s = self.world.kernel.current.clock
             verdict = self._judge((origin, connection.target), now_s, access, REQUEST)
         request = AccessRequest(then, lost=verdict.lost)
-        passage = connection.send(request, access.nbytes[0], delay_s=verdict.delay_s)
+        there, back = access.nbytes
+        access.copy_s = self.world.network.copy_s(origin.id, connection.target.id, there + back)
+        passage = connection.send(request, there, copy_s=access.copy_s, delay_s=verdict.delay_s)
         if request.lost:
             access.lose()
         kernel = self.world.kernel
@@ -350,6 +360,8 @@ class WindowState:
             verdict = self._judge((target, origin), self.world.kernel.env.now, access, ANSWER)
         if verdict.lost:
             access.lose()
+        elif access.copy_s is not None:
+            access.complete(self.world.kernel.env.now + verdict.delay_s)
         else:
             answer(self.world, target, origin, access.nbytes[1], delay_s=verdict.delay_s, to=access)
 

@@ -87,6 +87,11 @@ class Network(Protocol):
         ...
 
     @property
+    def collective_rendezvous(self) -> bool:
+        """Whether long messages of collectives ask the receiver first, too."""
+        ...
+
+    @property
     def contention(self) -> Contention:
         """What happens where messages between pairs of ranks meet: see `Contention`."""
         ...
@@ -103,6 +108,11 @@ class Network(Protocol):
     @property
     def gamma_s_per_B(self) -> float:
         """Seconds of arithmetic per byte that a reduction combines."""
+        ...
+
+    @property
+    def copy_s_per_B(self) -> float:
+        """Seconds per byte of a rank's own block that a collective copies."""
         ...
 
     def cost(self, source: int, dest: int, nbytes: int) -> Cost:
@@ -128,6 +138,10 @@ class Network(Protocol):
 
     def place(self, ranks: Ints) -> Ints:
         """Return the number of the node on which each world rank is."""
+        ...
+
+    def copy_s(self, source: int, dest: int, nbytes: int) -> float | None:
+        """Return how long a rank copies to or from another's window in memory that both map; None: by messages."""
         ...
 
     def check(self, ranks: int) -> None:

@@ -87,8 +87,13 @@ class Overheads:
     Args:
         call_overhead_s: Seconds that a probe or a test costs; above 0.
         eager_bytes: Longest message that leaves without asking the receiver.
+        collective_rendezvous: Whether longer messages of collectives ask first, too, as they do in MPI libraries;
+            False: they leave at once, as in the closed forms of textbooks.
         gamma_s_per_B: Seconds of arithmetic per reduced byte.
         contention: What happens where messages meet: "serial", "fifo", "fair" or "none": see `cost.Contention`.
+        copy_s_per_B: Seconds per byte to copy a rank's own block in gather, scatter, allgather and alltoall.
+        window: What an access to a window costs between ranks that map the same memory: the origin's processor copies,
+            and no message is sent. None: all accesses are messages.
 
     Raises:
         ParameterError: One of them is out of its range.
@@ -97,12 +102,16 @@ class Overheads:
     call_overhead_s: float = field(default=1e-6, kw_only=True)
     contention: Contention = field(default="serial", kw_only=True)
     eager_bytes: int = field(default=65536, kw_only=True)
+    collective_rendezvous: bool = field(default=False, kw_only=True)
     gamma_s_per_B: float = field(default=0.0, kw_only=True)  # noqa: N815
+    copy_s_per_B: float = field(default=0.0, kw_only=True)  # noqa: N815
+    window: Link | None = field(default=None, kw_only=True)
 
     def __post_init__(self) -> None:
         at_least(self.call_overhead_s, 0.0, "call_overhead_s", above=True)
         at_least(self.eager_bytes, 0, "eager_bytes")
         at_least(self.gamma_s_per_B, 0.0, "gamma_s_per_B")
+        at_least(self.copy_s_per_B, 0.0, "copy_s_per_B")
         if self.contention not in get_args(Contention):
             raise ParameterError(
                 f"contention={self.contention!r}: give one of {', '.join(get_args(Contention))}"
@@ -138,6 +147,16 @@ class Overheads:
     def place(self, ranks: Ints) -> Ints:
         """Return the number of the node on which each world rank is."""
         return self.node(ranks)
+
+    def maps(self, source: int, dest: int) -> bool:
+        """Return whether two ranks can map the same memory."""
+        return self.node(source) == self.node(dest)
+
+    def copy_s(self, source: int, dest: int, nbytes: int) -> float | None:
+        """Return how long a rank copies to or from another's window in memory that both map; None: by messages."""
+        if self.window is None or source == dest or not self.maps(source, dest):
+            return None
+        return float(evaluate(self.window.pieces(), nbytes).flight_s)
 
     def check(self, ranks: int) -> None:
         """Raise `ParameterError` if so many ranks do not fit."""
@@ -259,6 +278,10 @@ class Switch(Fabric):
     def links(self) -> tuple[Link, ...]:
         """Return the one link."""
         return (self.link,)
+
+    def maps(self, source: int, dest: int) -> bool:
+        """Return True: where `window` is given the switch stands for the memory of one node."""
+        return True
 
     def shared_links(self, ranks: int) -> SharedLinks:
         """Return an up and a down link for every rank."""

@@ -6,12 +6,18 @@
     [network]
     topology = "switch"                # or "nodes", …
     eager = "64 KiB"
+    collective_rendezvous = true       # messages of collectives beyond it ask the receiver first, too; left out: false
     call_overhead = "1 us"
     reduction = "4 GB/s"               # how fast a reduction adds; left out: no time at all
+    copy = "20 GB/s"                   # how fast a collective copies a rank's own block; left out: no time at all
     [network.link]
     latency = "25 us"
     bandwidth = "10 Gbit/s"
     background = "poisson:3,400ms"     # traffic of others; `trace` has a recorded bandwidth
+
+    [network.window]                   # accesses to windows within a node, where ranks map them; left out: messages
+    latency = "1 us"
+    bandwidth = "8 GB/s"
 
     [collectives]
     library = "mpich"                  # whose thresholds choose the algorithm; or "openmpi"
@@ -189,14 +195,23 @@ def read_network(section: Section) -> Network:
         "call_overhead_s": section.seconds("call_overhead", 1e-6),
         "eager_bytes": section.nbytes("eager", 65536),
         "contention": section.choice("contention", get_args(Contention), "serial"),
+        "collective_rendezvous": section.get("collective_rendezvous", _flag, False),
         "gamma_s_per_B": 1.0 / section.bytes_per_second("reduction") if section.has("reduction") else 0.0,
+        "copy_s_per_B": 1.0 / section.bytes_per_second("copy") if section.has("copy") else 0.0,
     }
-    section.asked.add(
-        "reduction"
-    )  # also where it is left out: it is a known key in the error about an unknown one
+    if section.has("window"):
+        overheads["window"] = read_link(section.section("window"))
+    # Also where they are left out: they are known keys in the error about an unknown one.
+    section.asked.update(("reduction", "copy", "window"))
     built = TOPOLOGIES[topology](section, overheads)
     section.close()
     return built
+
+
+def _flag(value: Any) -> bool:
+    if not isinstance(value, bool):
+        raise ParameterError(f"{value!r}: write true or false")
+    return value
 
 
 def _switch(section: Section, overheads: dict[str, Any]) -> Network:
@@ -490,8 +505,14 @@ def _network_lines(network: Network) -> Iterator[str]:
     yield f"eager = {quoted(f'{network.eager_bytes} B')}"
     if network.contention != "serial":
         yield f"contention = {quoted(network.contention)}"
+    if network.collective_rendezvous:
+        yield "collective_rendezvous = true"
     if network.gamma_s_per_B:
         yield f"reduction = {quoted(speed_text(1.0 / network.gamma_s_per_B))}"
+    if network.copy_s_per_B:
+        yield f"copy = {quoted(speed_text(1.0 / network.copy_s_per_B))}"
+    window = getattr(network, "window", None)
+    yield from () if window is None else link_lines("network.window", window)
     if isinstance(network, Switch):
         yield from link_lines("network.link", network.link)
     elif isinstance(network, Nodes):

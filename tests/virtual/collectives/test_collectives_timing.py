@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
-from support.collective_plans import ALPHA, BETA, GAMMA, SIZES, makespan, switch
+from support.collective_plans import ALPHA, BETA, GAMMA, SIZES, makespan, plan, switch
 
 from spawnsim.virtual.collectives import Edges, Selection, Timing, finish
 from spawnsim.virtual.network import Hockney, LogGP, Nodes, Switch
@@ -182,6 +184,28 @@ def test_together_is_remembered(time):
     assert (hot.times == direct.times).all() or time
     assert cold[1:3] == direct[1:3]
     assert hot.out_free == pytest.approx(direct.out_free, rel=1e-12)
+
+
+def test_long_messages_ask_first():
+    """α there and α back before each, once its receiver has come; short ones leave at once; own blocks are copied."""
+    network = replace(switch(gamma=0.0), eager_bytes=1000, collective_rendezvous=True, copy_s_per_B=1e-10)
+    for size, rounds in ((2, 1), (16, 4)):
+        for nbytes, trips in ((1000, 1), (1001, 3)):
+            took = makespan(network, "bcast", "binomial", size, nbytes)
+            assert took == pytest.approx(rounds * (trips * ALPHA + nbytes * BETA), rel=1e-9)
+            took = makespan(network, "allgather", "ring", size, nbytes)
+            assert took == pytest.approx(
+                (size - 1) * (trips * ALPHA + nbytes * BETA) + nbytes * 1e-10, rel=1e-9
+            )
+    one = plan(network, "bcast", "binomial", 2, 2000)
+    late = one.finish(np.array([0.0, 1.0]), network).times  # the root does not stay for who comes later
+    assert late == pytest.approx((2 * ALPHA + 2000 * BETA, 1.0 + 2 * ALPHA + 2000 * BETA))
+    early = one.finish(np.array([1.0, 0.0]), network).times
+    assert early[1] == pytest.approx(1.0 + 3 * ALPHA + 2000 * BETA)
+    plain = replace(network, copy_s_per_B=0.0)
+    gather = plan(network, "gather", "linear", 4, 100)
+    copies = gather.finish(np.zeros(4), network).times - gather.finish(np.zeros(4), plain).times
+    assert copies == pytest.approx([100e-10, 0.0, 0.0, 0.0], abs=1e-15)
 
 
 def test_counts():

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from support.effort import tried
+from support.virtual_run import run
 
 from spawnsim.errors import ParameterError
 from spawnsim.virtual.network import (
@@ -29,6 +30,7 @@ from spawnsim.virtual.network import (
     Torus,
     fair_share,
 )
+from spawnsim.virtual.platform import Platform
 
 SLOW, FAST = Hockney(1e-5, 1e9), Hockney(1e-6, 1e10)
 LOGGP = LogGP(L=2.5e-6, o=1.5e-6, g=1e-6, G=6e-9)
@@ -107,6 +109,49 @@ def test_a_known_cost_is_quick(network):
 def latency(network, source, dest):
     """Return the flight time of an empty message in microseconds."""
     return round(network.cost(source, dest, 0).flight_s * 1e6, 6)
+
+
+def test_a_window_in_mapped_memory_costs_its_copy():
+    """α + nβ of the origin's processor within a node, and no message; between nodes, a message there and one back."""
+    network = Nodes(FAST, SLOW, 2, window=Piecewise(((0, Hockney(1e-6, 1e9)), (4096, Hockney(2e-6, 4e9)))))
+
+    def program(comm):
+        window = comm.Win.Allocate(1 << 20, comm=comm)
+        window.Lock_all()
+        took = []
+        for rank, nbytes, call in [
+            (1, 1000, "Get"),
+            (1, 1 << 20, "Get"),
+            (1, 1 << 20, "Put"),
+            (2, 1 << 20, "Get"),
+        ]:
+            comm.Barrier()
+            if comm.rank == 0:
+                begun_s = comm.clock.now()
+                getattr(window, call)(np.zeros(nbytes, np.uint8), rank)
+                called_s = comm.clock.now()
+                window.Flush(rank)
+                took += [called_s - begun_s, comm.clock.now() - begun_s]
+        comm.Barrier()
+        window.Unlock_all()
+        window.Free()
+        comm.record(took=took)
+
+    how = {"platform": Platform("nodes", network, progress="hardware")}
+    (took, *_) = run(program, 4, **how)[1].column("took").values()
+    copies = (
+        2e-6,
+        2e-6,
+        2e-6 + (1 << 20) / 4e9,
+        2e-6 + (1 << 20) / 4e9,
+        2e-6 + (1 << 20) / 4e9,
+        2e-6 + (1 << 20) / 4e9,
+    )
+    assert took[:6] == pytest.approx(copies)
+    assert took[6:] == pytest.approx((0.0, 2e-5 + (1 << 20) / 1e9))
+    assert Switch(SLOW, window=FAST).copy_s(0, 1, 1000) == pytest.approx(1.1e-6)
+    assert Switch(SLOW, window=FAST).copy_s(1, 1, 1000) is None
+    assert Switch(SLOW).copy_s(0, 1, 1000) is None
 
 
 def test_nodes():

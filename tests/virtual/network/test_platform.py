@@ -250,7 +250,11 @@ def test_a_measured_platform_is_written_and_read_back(tmp_path: Path) -> None:
     link = Piecewise(((0, LogGP(1e-6, 2e-7, 3e-7, 1e-10)), (65536, Hockney(4e-6, 6e9))))
     platform = Platform(
         "here",
-        Switch(link, gamma_s_per_B=2.5e-10),
+        Switch(
+            link,
+            gamma_s_per_B=2.5e-10,
+            window=Piecewise(((0, Hockney(1e-6, 5e9)), (8192, Hockney(2e-6, 9e9)))),
+        ),
         collectives=Selection("mpich", (("bcast", "chain"),)),
         fitted=(("mpi", 'MPICH 5.0 "ch4"'),),
     )
@@ -258,6 +262,9 @@ def test_a_measured_platform_is_written_and_read_back(tmp_path: Path) -> None:
     assert read.fitted == platform.fitted
     for nbytes in (1, 65535, 65536, 10**7):
         assert read.network.cost(0, 1, nbytes) == pytest.approx(platform.network.cost(0, 1, nbytes), rel=1e-8)
+        assert read.network.copy_s(0, 1, nbytes) == pytest.approx(
+            platform.network.copy_s(0, 1, nbytes), rel=1e-8
+        )
 
 
 def test_what_no_file_can_hold_is_refused() -> None:
