@@ -19,6 +19,7 @@ from itertools import combinations, pairwise
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from spawnsim import random
 from spawnsim.errors import ParameterError, UnsupportedError
@@ -39,7 +40,7 @@ from spawnsim.virtual.compute import (
     Speed,
     Straggler,
 )
-from spawnsim.virtual.network import Fabric, Link, LogGP, Nodes, Piecewise, Switch
+from spawnsim.virtual.network import Fabric, Hockney, Link, LogGP, Nodes, Piecewise, Switch
 from spawnsim.virtual.platform import Cores, Platform
 
 MOST_PIECES = 4
@@ -162,14 +163,46 @@ def fit_link(points: Sequence[Point], *, eager_nbytes: int) -> Link:
     pings = sorted((p for p in points if p.operation == "p2p" and p.nbytes), key=lambda point: point.nbytes)
     nbytes = np.array([point.nbytes for point in pings], dtype=np.float64)
     seconds = np.array([point.seconds for point in pings])
-    # The model adds the handshake to what it is fitted to, so it is taken out first.
+    # The model adds the handshake to what it is fitted to, so it is taken out first; as much as leaves both overheads.
     handshake_s = 2.0 * max(seconds[0] - own.send_s, 0.0)
     asked = nbytes > eager_nbytes
-    # A fast network's handshake can be longer than what noise leaves of the time: never take more than half of it.
-    seconds = np.where(asked, np.maximum(seconds - handshake_s, 0.5 * seconds), seconds)
-    lines = fit_lines(nbytes, seconds)
+    seconds = np.where(asked, np.maximum(seconds - handshake_s, 2.0 * own.send_s), seconds)
+    lines = _protocols(nbytes, seconds, asked, eager_nbytes)
     steps = [(line.from_nbytes if i else 0, _loggp(line, own)) for i, line in enumerate(lines)]
     return steps[0][1] if len(steps) == 1 else Piecewise(tuple(steps))
+
+
+def copy_s_per_B(points: Sequence[Point]) -> float:
+    """Return what a byte takes that a rank copies to itself, by the times of "copy"; 0 where that took no time."""
+    copies = sorted((p for p in points if p.operation == "copy" and p.seconds > 0.0), key=lambda p: p.nbytes)
+    if len(copies) < 2:
+        return 0.0
+    line = fit_line(np.array([float(p.nbytes) for p in copies]), np.array([p.seconds for p in copies]))
+    return line.beta_s_per_B
+
+
+def fit_window(points: Sequence[Point]) -> Link:
+    """Return what copying from memory that two ranks map takes, by the times of "get"."""
+    gets = sorted((point for point in points if point.operation == "get"), key=lambda point: point.nbytes)
+    lines = fit_lines(np.array([float(p.nbytes) for p in gets]), np.array([p.seconds for p in gets]))
+    steps = [
+        (line.from_nbytes if i else 0, Hockney(line.alpha_s, 1.0 / line.beta_s_per_B))
+        for i, line in enumerate(lines)
+    ]
+    return steps[0][1] if len(steps) == 1 else Piecewise(tuple(steps))
+
+
+def _protocols(
+    nbytes: FloatArray, seconds: FloatArray, asked: NDArray[np.bool_], eager_nbytes: int
+) -> list[Line]:
+    """Return one line through all sizes if it is good, else lines through those that ask first by themselves."""
+    together = fit_lines(nbytes, seconds)
+    good = len(together) == 1 and _cost_of(together) < GOOD_LINE * len(nbytes)
+    if good or min(asked.sum(), (~asked).sum()) < 2:
+        return together
+    # A line through sizes of two protocols fits neither, and the second one begins where it does, at whatever size.
+    eager, long = (fit_lines(nbytes[kind], seconds[kind]) for kind in (~asked, asked))
+    return [*eager, replace(long[0], from_nbytes=eager_nbytes + 1), *long[1:]]
 
 
 def _loggp(line: Line, own: Overheads) -> LogGP:
@@ -182,6 +215,7 @@ def _loggp(line: Line, own: Overheads) -> LogGP:
     )
 
 
+BETWEEN_TWO = ("p2p", "stream", "post", "get")
 REDUCING = ("reduce", "allreduce")
 GAMMAS = (0.0, *np.geomspace(1e-12, 1e-8, 33).tolist())  # seconds per byte: 1,000 GB/s to 0.1 GB/s
 FINER = np.geomspace(0.75, 1.34, 25).tolist()
@@ -193,16 +227,16 @@ WORTH_FIXING = (
 
 
 def predicted_s(timing: Timing, operation: str, nbytes: int, ranks: int) -> float:
-    """Return what `sampling` would measure: the slowest rank, each time after a barrier whose ranks leave unequally."""
-    clocks, slowest_s = np.zeros(ranks), []
+    """Return what would be measured: from the last beginning to the last end, after a barrier left unequally."""
+    clocks, lasted_s = np.zeros(ranks), []
     size = 0 if operation == "barrier" else max(nbytes // 8, 1) * 8
     for _ in range(ROUNDS):
         begun = timing.finish("barrier", clocks, 0).times
         # The clocks go on from sample to sample: ranks leave a barrier at different times, and the next sample begins
         # so.
         clocks = timing.finish(operation, begun, size).times
-        slowest_s.append(float(np.max(clocks - begun)))
-    return float(np.median(slowest_s))
+        lasted_s.append(float(clocks.max() - begun.max()))
+    return float(np.median(lasted_s))
 
 
 def misfit(timing: Timing, points: Sequence[Point], ranks: int) -> float:
@@ -236,6 +270,18 @@ def _best_misfit(network: Fabric, reductions: Mapping[str, Sequence[Point]], ran
         min(misfit(Timing(network, fixed), points, ranks) for fixed in _fixed(operation))
         for operation, points in reductions.items()
     )
+
+
+def fit_collectives(network: Fabric, points: Sequence[Point], ranks: int) -> tuple[Fabric, Selection]:
+    """Return the network with what collectives add, and the algorithms; the pair that explains their times best."""
+    found = []
+    for asks in (True, False):
+        # In this order: algorithms are chosen by times that the speed of arithmetic is part of.
+        known = fit_gamma(replace(network, collective_rendezvous=asks), points, ranks)
+        selection = fit_selection(known, points, ranks)
+        found.append((misfit(Timing(known, selection), points, ranks), known, selection))
+    _, network, selection = min(found, key=lambda each: each[0])
+    return network, selection
 
 
 def fit_selection(network: Fabric, points: Sequence[Point], ranks: int) -> Selection:
@@ -401,11 +447,8 @@ LEAST_OVERHEAD_S = 1e-8  # an observation must cost something, or polling would 
 def fit(measured: Measured, name: str = "measured") -> Platform:
     """Return the platform that explains the measurements."""
     network = _network(measured)
-    collectives = [
-        point for point in _kept(measured.points) if point.operation not in ("p2p", "stream", "post", "get")
-    ]
-    # In this order: algorithms are chosen by times that the speed of arithmetic is part of.
-    network = fit_gamma(network, collectives, measured.ranks)
+    collectives = [point for point in _kept(measured.points) if point.operation not in (*BETWEEN_TWO, "copy")]
+    network, selection = fit_collectives(network, collectives, measured.ranks)
     # A platform is used with other numbers of ranks than it was measured with.
     steps = fit_stragglers(measured.steps_s, same_ranks=False)
     facts = dict(measured.facts)
@@ -413,12 +456,11 @@ def fit(measured: Measured, name: str = "measured") -> Platform:
     return Platform(
         name=name,
         network=network,
-        # All ranks computed at once: of a core to itself each step needs less, and simulated ranks share cores, too.
-        step=Fixed(steps.step_s / max(1.0, measured.ranks_per_node / cores)),
+        step=Fixed(steps.step_s),
         stragglers=steps.stragglers,
-        cores=Cores(cores, measured.ranks_per_node),
+        cores=Cores(cores, measured.sharing),
         progress="hardware" if measured.answers_busy else "poll",
-        collectives=fit_selection(network, collectives, measured.ranks),
+        collectives=selection,
         description=f"measured on {facts['ranks']} ranks, {facts['library']}, {facts['cores']} cores a node",
         fitted=measured.facts,
     )
@@ -434,6 +476,9 @@ def _network(measured: Measured) -> Fabric:
     common = {
         "call_overhead_s": max(probe.seconds, LEAST_OVERHEAD_S),
         "eager_bytes": measured.eager_nbytes,
+        "copy_s_per_B": copy_s_per_B(_kept(measured.points)),
+        # Memory that can be read without its owner's help, on one node, is mapped: the reader copies.
+        "window": fit_window(_kept(measured.points)) if measured.answers_busy else None,
     }
     if not measured.apart:
         return Switch(near, **common)  # type: ignore[arg-type]

@@ -6,7 +6,7 @@ import os
 import platform
 import socket
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib import metadata
 from typing import Any, TypeVar
@@ -15,11 +15,19 @@ import numpy as np
 
 from spawnsim.comm import UNDEFINED, Comm
 from spawnsim.errors import ParameterError
-from spawnsim.fidelity.microbenchmarks import COLLECTIVES, Effort, FloatArray, Point, measure_points
+from spawnsim.fidelity.microbenchmarks import (
+    COLLECTIVES,
+    PAGE_NBYTES,
+    Effort,
+    FloatArray,
+    Point,
+    measure_points,
+)
 
 STEPS = 200  # compute steps of each rank
 SIDE = 160  # of the matrices of a compute step: about a millisecond of one core
 READY = 7
+EAGER_NBYTES = 64  # how exactly the eager limit is found, or to 1/64
 BUSY_S = 0.02  # of the block during which a window is read
 T = TypeVar("T")
 
@@ -29,13 +37,15 @@ class Measured:
     """All that was measured. The same on all ranks.
 
     Attributes:
+        ranks: so many were measured.
         points: of the communicator of all ranks; "p2p", "stream", "post" and "get" are between two ranks of one node.
         apart: the latter four between two nodes; empty on one node.
         eager_nbytes: the longest message that a sender may forget before its receive is posted.
         answers_busy: whether a rank's window can be read while the rank computes, without its help.
         steps_s: durations of compute steps, a row for each rank.
-        ranks_per_node: how many ranks share a node.
+        ranks_per_node: how many of them share a node.
         facts: what it ran on, as (name, value) pairs.
+        sharing: how many ranks of the job share a node; more than were measured if it has fewer cores.
     """
 
     ranks: int
@@ -46,23 +56,49 @@ class Measured:
     steps_s: tuple[FloatArray, ...]
     ranks_per_node: int
     facts: tuple[tuple[str, str], ...]
+    sharing: int
 
 
-def measure(comm: Comm, effort: Effort | None = None, *, host: str | None = None) -> Measured:
+def measure(
+    comm: Comm, effort: Effort | None = None, *, host: str | None = None, cores: int | None = None
+) -> Measured:
     """Measure a communicator of at least two ranks, real or virtual. Collective; all ranks get the same.
+
+    On a node with more ranks than cores as many are measured as have a core each; the others sleep. Otherwise a
+    message would take as long as its receiver waits for a core, which is the scheduler's doing and not the network's.
 
     Args:
         comm: the communicator.
         effort: how much is measured.
         host: name of this rank's node, if not that of the machine.
+        cores: of this rank's node; None: as many as the machine has, or, of virtual ranks, one each.
 
     Raises:
         ParameterError: fewer than two ranks.
     """
     if comm.Get_size() < 2:
         raise ParameterError("a calibration needs at least 2 ranks: mpiexec -n 2 spawnsim calibrate")
-    effort = effort or Effort()
     hosts = comm.allgather(host or socket.gethostname())
+    rank, known = comm.Get_rank(), dict(facts(comm))
+    cores = int(known["cores"]) if cores is None else cores
+    known["cores"] = str(cores)
+    have_core = [hosts[:each].count(name) < max(cores, 2) for each, name in enumerate(hosts)]
+    if all(have_core):
+        return _measure(comm, effort or Effort(), hosts, known)
+    group: Any = comm.Split(0 if have_core[rank] else UNDEFINED, rank)
+    found = None
+    if have_core[rank]:
+        chosen = [name for name, has in zip(hosts, have_core, strict=True) if has]
+        found = _measure(group, effort or Effort(), chosen, known)
+        group.Free()
+    # A request is waited for with naps; a blocking call would poll, on a core that is being measured.
+    comm.Ibarrier().Wait()
+    measured: Measured = comm.bcast(found, 0)
+    return replace(measured, sharing=max(map(hosts.count, hosts)))
+
+
+def _measure(comm: Comm, effort: Effort, hosts: Sequence[str], known: Mapping[str, str]) -> Measured:
+    """Measure ranks that have a core each, on these hosts."""
     near, apart = points(comm, effort, hosts)
     peers = _peers(hosts)
     return Measured(
@@ -74,8 +110,9 @@ def measure(comm: Comm, effort: Effort | None = None, *, host: str | None = None
         ),
         answers_busy=all(_with(comm, peer, _answers_busy) for peer in peers.values()),
         steps_s=_steps(comm),
-        ranks_per_node=max(hosts.count(name) for name in hosts),
-        facts=facts(comm),
+        ranks_per_node=max(map(hosts.count, hosts)),
+        facts=tuple({**known, "ranks": str(len(hosts))}.items()),
+        sharing=max(map(hosts.count, hosts)),
     )
 
 
@@ -121,6 +158,7 @@ def _of_all(effort: Effort) -> list[tuple[str, int]]:
     return [
         ("probe", 0),
         ("barrier", 0),
+        *(("copy", nbytes) for nbytes in sizes if nbytes >= PAGE_NBYTES),
         *((operation, nbytes) for operation in COLLECTIVES for nbytes in sizes),
     ]
 
@@ -130,11 +168,19 @@ def _eager_nbytes(pair: Comm, effort: Effort) -> int:
     one_way_s = measure_points(pair, [("p2p", 1)], effort)[0].seconds
     # Long against a flight, or a slow network would look like a send that waits.
     asleep_s = max(5e-3, 50.0 * one_way_s)
-    eager = 0
-    for nbytes in effort.sizes():
+    eager, least, sizes = 0, 0, effort.sizes()
+    for nbytes in sizes:
         if _send_s(pair, nbytes, asleep_s) > 0.5 * asleep_s:
-            return eager
+            least = nbytes  # the shortest that waited
+            break
         eager = nbytes
+    # A limit is seldom a power of two, and collectives cut what they send into parts of any size.
+    while least - eager > max(EAGER_NBYTES, eager / 64):
+        middle = (eager + least) // 2
+        if _send_s(pair, middle, asleep_s) > 0.5 * asleep_s:
+            least = middle
+        else:
+            eager = middle
     return eager
 
 

@@ -1,16 +1,21 @@
 """The operations that a calibration times, and how: on a communicator, real or virtual alike.
 
 What is sent has just been written, as a model has after a training step: memory that was never written is one page of
-zeros that all caches hold, and looked four times faster. Each sample starts at a barrier and takes what the slowest
-rank took; a point is the lower quartile of its samples. A virtual platform measured by this module must give back
-what it was made of: that is how the module is tested.
+zeros that all caches hold, and looked four times faster. Each sample starts at a barrier and lasts from the last
+rank's beginning to the last one's end, by clocks that were compared before: ranks leave a barrier some microseconds
+apart, which is no part of what comes then (S. Hunold, A. Carpen-Amarie, IEEE TPDS 27 (2016) 3617-3630). What is sent is
+written before the barrier: lines that another rank has read take longer to write. A point is the lower quartile of its
+samples. A virtual platform measured by this module must give back what it was made of: so the module is tested.
 """
 
 from __future__ import annotations
 
+import math
+import mmap
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from itertools import count
 from types import MappingProxyType
 from typing import Any
 
@@ -21,10 +26,18 @@ from spawnsim.comm import Comm
 from spawnsim.errors import ParameterError
 
 STREAM = 16  # messages of a stream
+# Added to lengths from a page on. Two blocks of whole pages, one behind the other on a heap, begin 16 bytes apart
+# within their pages, and to copy between such places takes 2.5 times as long on some processors (AMD's Zen 3).
+ASIDE_NBYTES = 1000
+PAGE_NBYTES = 4096
+HUGE_NBYTES = 1 << 22  # numpy asks for huge pages from here on, torch does not
+ANSWERS = 20  # from which the difference of two clocks is known
 READY = 1  # tag of the message that starts a sample between two ranks
 
-Action = Callable[[], float]
-"""Does the operation once and returns how long it took on this rank, in seconds; 0 on a rank that does not count."""
+Span = tuple[float, float]
+Action = Callable[[], Span]
+"""Does the operation once and returns when it began and ended on this rank; `NOT_TIMED` on one that does not count."""
+NOT_TIMED: Span = (-math.inf, -math.inf)
 Prepare = Callable[[Any, int], AbstractContextManager[Action]]
 """`prepare(comm, nbytes)` holds what the action of a rank needs, such as a window, for a `with` statement."""
 
@@ -33,13 +46,13 @@ def _timed(comm: Comm, call: Callable[[], Any], sent: Sequence[Any] = ()) -> Act
     """Return an action that times a call; the arrays in `sent` are written before."""
     now = comm.clock.now
 
-    def action() -> float:
+    def action() -> Span:
         # Before the clock is read: writing is part of a training step, and not of the message.
         for array in sent:
             _write(array)
         began_s = now()
         call()
-        return now() - began_s
+        return began_s, now()
 
     return action
 
@@ -53,16 +66,16 @@ def _write(array: Any) -> None:
 
 def _pair(comm: Comm, first: Action, second: Callable[[], Any]) -> Action:
     """Return an action of ranks 0 and 1: rank 0's time counts, and starts when rank 1 says that it is ready."""
-    ready, rank, others = np.zeros(1, np.uint8), comm.Get_rank(), lambda: 0.0
+    ready, rank, others = np.zeros(1, np.uint8), comm.Get_rank(), lambda: NOT_TIMED
 
-    def zero() -> float:
+    def zero() -> Span:
         # Rank 1 has posted its part: otherwise its being late would count as the flight's time.
         comm.Recv(ready, 1, READY)
         return first()
 
-    def one() -> float:
+    def one() -> Span:
         second()
-        return 0.0
+        return NOT_TIMED
 
     return {0: zero, 1: one}.get(rank, others)
 
@@ -71,8 +84,26 @@ def _say_ready(comm: Comm) -> None:
     comm.Send(np.zeros(1, np.uint8), 0, READY)
 
 
+_places = count(0, 1088)  # of buffers within their pages: no two of an operation lie alike
+
+
+def _memory(nbytes: int) -> Any:
+    """Return uint8 memory of the operation's own, in pages as programs have them, and written.
+
+    A heap gives what was used before, in small or huge pages as it came: the same message took 1.5 times as long early
+    in a process as later.
+    """
+    pages = mmap.mmap(-1, nbytes + PAGE_NBYTES)
+    if nbytes >= HUGE_NBYTES and hasattr(mmap, "MADV_HUGEPAGE"):
+        pages.madvise(mmap.MADV_HUGEPAGE)
+    place = next(_places) % PAGE_NBYTES
+    memory = np.frombuffer(pages, np.uint8)[place : place + nbytes]
+    memory.fill(1)
+    return memory
+
+
 def _ping_pong(comm: Comm, nbytes: int) -> Action:
-    out, into = np.ones(nbytes, np.uint8), np.ones(nbytes, np.uint8)
+    out, into = _memory(nbytes), _memory(nbytes)
 
     def ping() -> None:
         comm.Send(out, 1)
@@ -100,7 +131,7 @@ def _take_stream(comm: Comm, buffers: list[Any]) -> Callable[[], None]:
 
 
 def _stream(comm: Comm, nbytes: int) -> Action:
-    buffers = [np.ones(nbytes, np.uint8) for _ in range(STREAM)]
+    buffers = [_memory(nbytes) for _ in range(STREAM)]
 
     def give() -> None:
         for request in [comm.Isend(buffer, 1) for buffer in buffers]:
@@ -112,7 +143,7 @@ def _stream(comm: Comm, nbytes: int) -> Action:
 
 def _post(comm: Comm, nbytes: int) -> Action:
     """Only what the sends cost the sender before it may go on."""
-    buffers = [np.ones(nbytes, np.uint8) for _ in range(STREAM)]
+    buffers = [_memory(nbytes) for _ in range(STREAM)]
     requests: list[Any] = []
 
     def start() -> None:
@@ -121,12 +152,12 @@ def _post(comm: Comm, nbytes: int) -> Action:
 
     timed = _timed(comm, start, buffers)
 
-    def give() -> float:
-        seconds = timed()
+    def give() -> Span:
+        span = timed()
         for request in requests:
             request.Wait()
         comm.Recv(buffers[0][:1], 1)
-        return seconds
+        return span
 
     return _pair(comm, give, _take_stream(comm, buffers))
 
@@ -134,7 +165,7 @@ def _post(comm: Comm, nbytes: int) -> Action:
 @contextmanager
 def _get(comm: Any, nbytes: int) -> Iterator[Action]:
     """Rank 0 reads rank 1's memory while rank 1 waits inside MPI."""
-    window, into = comm.Win.Allocate(nbytes, comm=comm), np.ones(nbytes, np.uint8)
+    window, into = comm.Win.Allocate(nbytes, comm=comm), _memory(nbytes)
     memory = np.frombuffer(window.tomemory(), np.uint8)
     window.Lock_all()
     done = np.zeros(1, np.uint8)
@@ -145,10 +176,10 @@ def _get(comm: Any, nbytes: int) -> Iterator[Action]:
 
     timed = _timed(comm, get)
 
-    def reader() -> float:
-        seconds = timed()
+    def reader() -> Span:
+        span = timed()
         comm.Send(done, 1)
-        return seconds
+        return span
 
     def owner() -> None:
         _write(memory)
@@ -164,52 +195,72 @@ def _get(comm: Any, nbytes: int) -> Iterator[Action]:
 # --------------------------------------------------------------------------------------------- of all ranks
 
 
+def _together(comm: Comm, call: Callable[[], Any], sent: Sequence[Any] = ()) -> Action:
+    """Return an action of all ranks that times a call which all begin together, after the arrays were written."""
+    timed = _timed(comm, call)
+
+    def action() -> Span:
+        for array in sent:
+            _write(array)
+        comm.Barrier()
+        return timed()
+
+    return action
+
+
 def _probe(comm: Comm, nbytes: int) -> Action:
     return _timed(comm, lambda: [comm.Iprobe() for _ in range(STREAM)])
 
 
 def _barrier(comm: Comm, nbytes: int) -> Action:
-    return _timed(comm, comm.Barrier)
+    return _together(comm, comm.Barrier)
 
 
 def _doubles(nbytes: int, ranks: int = 1) -> Any:
     """Return float64 numbers of at least so many bytes, a row for each rank."""
-    return np.ones((ranks, max(nbytes // 8, 1)))
+    length = max(nbytes // 8, 1)
+    return _memory(8 * length * ranks).view(np.float64).reshape(ranks, length)
+
+
+def _copy(comm: Comm, nbytes: int) -> Action:
+    """All ranks at once, as where each copies its own block."""
+    own, into = _doubles(nbytes), _doubles(nbytes)
+    return _together(comm, lambda: np.copyto(into, own), [own])
 
 
 def _bcast(comm: Comm, nbytes: int) -> Action:
     buffer = _doubles(nbytes)
-    return _timed(comm, lambda: comm.Bcast(buffer, 0), [buffer])
+    return _together(comm, lambda: comm.Bcast(buffer, 0), [buffer])
 
 
 def _reduce(comm: Comm, nbytes: int) -> Action:
     own, total = _doubles(nbytes), _doubles(nbytes)
-    return _timed(comm, lambda: comm.Reduce(own, total, root=0), [own])
+    return _together(comm, lambda: comm.Reduce(own, total, root=0), [own])
 
 
 def _allreduce(comm: Comm, nbytes: int) -> Action:
     own, total = _doubles(nbytes), _doubles(nbytes)
-    return _timed(comm, lambda: comm.Allreduce(own, total), [own])
+    return _together(comm, lambda: comm.Allreduce(own, total), [own])
 
 
 def _gather(comm: Comm, nbytes: int) -> Action:
     own, every = _doubles(nbytes), _doubles(nbytes, comm.Get_size())
-    return _timed(comm, lambda: comm.Gather(own, every, 0), [own])
+    return _together(comm, lambda: comm.Gather(own, every, 0), [own])
 
 
 def _scatter(comm: Comm, nbytes: int) -> Action:
     own, every = _doubles(nbytes), _doubles(nbytes, comm.Get_size())
-    return _timed(comm, lambda: comm.Scatter(every, own, 0), [every])
+    return _together(comm, lambda: comm.Scatter(every, own, 0), [every])
 
 
 def _allgather(comm: Comm, nbytes: int) -> Action:
     own, every = _doubles(nbytes), _doubles(nbytes, comm.Get_size())
-    return _timed(comm, lambda: comm.Allgather(own, every), [own])
+    return _together(comm, lambda: comm.Allgather(own, every), [own])
 
 
 def _alltoall(comm: Comm, nbytes: int) -> Action:
     own, every = _doubles(nbytes, comm.Get_size()), _doubles(nbytes, comm.Get_size())
-    return _timed(comm, lambda: comm.Alltoall(own, every), [own])
+    return _together(comm, lambda: comm.Alltoall(own, every), [own])
 
 
 def _plain(prepare: Callable[[Any, int], Action]) -> Prepare:
@@ -224,6 +275,7 @@ OPERATIONS: Mapping[str, tuple[Prepare, float]] = MappingProxyType(
         "get": (_get, 1.0),
         "probe": (_plain(_probe), 1.0 / STREAM),
         "barrier": (_plain(_barrier), 1.0),
+        "copy": (_plain(_copy), 1.0),
         "bcast": (_plain(_bcast), 1.0),
         "reduce": (_plain(_reduce), 1.0),
         "allreduce": (_plain(_allreduce), 1.0),
@@ -282,21 +334,33 @@ class Effort:
         return int(np.clip(self.budget_s / max(one_s, 1e-9), self.least, self.most))
 
     def sizes(self, least: int = 1) -> list[int]:
-        """Return the sizes to measure: powers of two. Every other one is held out of the fit; see `held_out`."""
-        return [1 << k for k in range(self.largest_nbytes.bit_length()) if 1 << k >= least]
+        """Return the sizes to measure: each about twice the last, and some between. Most are `held_out` of the fit."""
+        powers = [1 << k for k in range(self.largest_nbytes.bit_length()) if 1 << k >= least]
+        between = [nbytes for nbytes in BETWEEN_NBYTES if least <= nbytes <= self.largest_nbytes]
+        return sorted([_aside(power) for power in powers] + between)
+
+
+BETWEEN_NBYTES = (10_000, 20_000, 50_000, 100_000, 200_000)
+
+
+def _aside(power: int) -> int:
+    return power + ASIDE_NBYTES * (power >= PAGE_NBYTES)
 
 
 def held_out(nbytes: int) -> bool:
-    """Whether points of this size are kept for judging the fit."""
-    return nbytes.bit_length() % 2 == 0
+    """Whether points of this size are kept for judging the fit: all but every other power of two."""
+    # In the same passes as the others: a machine's state may change from one second to the next.
+    power = 1 << max(nbytes.bit_length() - 1, 0)
+    return nbytes.bit_length() % 2 == 0 or nbytes != _aside(power)
 
 
 def measure_points(comm: Comm, wanted: Sequence[tuple[str, int]], effort: Effort) -> tuple[Point, ...]:
     """Measure (operation, nbytes) pairs. Collective; all ranks get the same points."""
     taken: dict[tuple[str, int], list[FloatArray]] = {pair: [] for pair in wanted}
     for _ in range(effort.passes):
+        ahead_s = _ahead_s(comm)  # again in each pass, since clocks drift apart
         for operation, nbytes in taken:
-            taken[operation, nbytes].append(_sampled(comm, operation, nbytes, effort))
+            taken[operation, nbytes].append(_sampled(comm, operation, nbytes, effort=effort, ahead_s=ahead_s))
     return tuple(_point(*pair, np.concatenate(parts)) for pair, parts in taken.items())
 
 
@@ -305,22 +369,45 @@ def _point(operation: str, nbytes: int, samples_s: FloatArray) -> Point:
     return Point(operation, nbytes, float(quarter), float(three - quarter), samples_s.size)
 
 
-def _sampled(comm: Comm, operation: str, nbytes: int, effort: Effort) -> FloatArray:
+def _ahead_s(comm: Comm) -> float:
+    """Return how far this rank's clock is ahead of rank 0's: half way between a question and its answer."""
+    rank, mine = comm.Get_rank(), 0.0
+    for other in range(1, comm.Get_size()):
+        found: list[tuple[float, float]] = []
+        read = np.zeros(1)
+        for _ in range(ANSWERS):
+            if rank == 0:
+                asked_s = comm.clock.now()
+                comm.Send(read, other)
+                comm.Recv(read, other)
+                answered_s = comm.clock.now()
+                found.append((answered_s - asked_s, float(read[0]) - 0.5 * (asked_s + answered_s)))
+            elif rank == other:
+                comm.Recv(read, 0)
+                comm.Send(np.array([comm.clock.now()]), 0)
+        # The quickest answer leaves least room between the two readings.
+        ahead_s = comm.bcast(min(found)[1] if rank == 0 else 0.0)
+        mine = ahead_s if rank == other else mine
+    return mine
+
+
+def _sampled(comm: Comm, operation: str, nbytes: int, *, effort: Effort, ahead_s: float) -> FloatArray:
     prepare, share = OPERATIONS[operation]
     with prepare(comm, nbytes) as action:
         # Two samples warm caches and connections, and say how many fit into the budget.
-        warm_s = float(np.median(_samples(comm, action, 2)))
+        warm_s = float(np.median(_samples(comm, action, 2, ahead_s)))
         # Rank 0's number for all: ranks that measured differently would go through different numbers of barriers.
         count = effort.samples(comm.bcast(warm_s))
-        return _samples(comm, action, count) * share
+        return _samples(comm, action, count, ahead_s) * share
 
 
-def _samples(comm: Comm, action: Action, count: int) -> FloatArray:
-    """Return how long the slowest rank took, for each of `count` samples."""
-    own_s = np.empty(count)
+def _samples(comm: Comm, action: Action, count: int, ahead_s: float) -> FloatArray:
+    """Return the time from the last rank's beginning to the last one's end, for each of `count` samples."""
+    spans_s = np.empty((count, 2))
     for sample in range(count):
         comm.Barrier()
-        own_s[sample] = action()
+        spans_s[sample] = action()
     # Gathered after all samples: a collective between them would be part of the next one.
-    slowest_s: FloatArray = np.max(comm.allgather(own_s), axis=0)
-    return slowest_s
+    last_s = np.max(comm.allgather(spans_s - ahead_s), axis=0)
+    seconds: FloatArray = last_s[:, 1] - last_s[:, 0]
+    return seconds

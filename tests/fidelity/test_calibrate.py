@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -24,18 +25,19 @@ from spawnsim.fidelity import (
     score_table,
     scores,
 )
-from spawnsim.fidelity.fitting import fit_lines
+from spawnsim.fidelity.fitting import copy_s_per_B, fit_lines
 from spawnsim.fidelity.measuring import doubts
-from spawnsim.fidelity.microbenchmarks import Point, held_out
+from spawnsim.fidelity.microbenchmarks import Point, held_out, measure_points
 from spawnsim.fidelity.scoring import ALL, NullRecorder
 from spawnsim.scenario import Scenario
 from spawnsim.virtual import simulate
 from spawnsim.virtual.collectives import Selection
 from spawnsim.virtual.compute import Bimodal, Exponential, Fixed, Gamma, Lognormal, Noise, SlowRank, Speed
 from spawnsim.virtual.network import Hockney, LogGP, Nodes, Piecewise, Switch
-from spawnsim.virtual.platform import Cores, Platform, load_platform
+from spawnsim.virtual.platform import Cores, Platform, load_platform, to_toml
 
 EFFORT = Effort(least=3, most=3, passes=1, largest_nbytes=1 << 20)
+MEDIUM = Effort(least=3, most=3, passes=1, largest_nbytes=1 << 18)
 SMALL = Effort(least=2, most=2, passes=1, largest_nbytes=1 << 10)
 
 
@@ -45,11 +47,13 @@ def small_products(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(measuring, "SIDE", 2)
 
 
-def _measured(platform: Platform, ranks: int = 4, per_node: int = 64, effort: Effort = EFFORT) -> Measured:
+def _measured(
+    platform: Platform, ranks: int = 4, per_node: int = 64, effort: Effort = EFFORT, cores: int | None = None
+) -> Measured:
     found: list[Measured] = []
 
     def program(comm: Any) -> None:
-        found.append(measure(comm, effort, host=f"node {comm.Get_rank() // per_node}"))
+        found.append(measure(comm, effort, host=f"node {comm.Get_rank() // per_node}", cores=cores))
 
     simulate(program, Scenario(ranks, platform), recorder=NullRecorder())
     return found[0]
@@ -77,11 +81,11 @@ def test_a_switch_is_given_back() -> None:
 
 
 def test_ranks_that_share_cores_are_given_back(tmp_path: Path) -> None:
-    """Steps that were measured four to two cores are half as long on a core of one's own; the file says both."""
+    """Of four ranks on two cores two are measured, with a core each; the file says how many share them."""
     network = Switch(Hockney(20e-6, 1e9))
     truth = Platform("truth", network, step=Fixed(0.004), cores=Cores(2, 4))
-    measured = _measured(truth, effort=SMALL)
-    measured = dataclasses.replace(measured, facts=tuple({**dict(measured.facts), "cores": "2"}.items()))
+    measured = _measured(truth, effort=SMALL, cores=2)
+    assert (measured.ranks, measured.ranks_per_node, measured.sharing) == (2, 2, 4)
     found = fit(measured)
     assert found.cores == Cores(2, 4)
     assert isinstance(found.step, Fixed)
@@ -89,6 +93,49 @@ def test_ranks_that_share_cores_are_given_back(tmp_path: Path) -> None:
     path = tmp_path / "measured.toml"
     fidelity.write(path, found, scores(compare(measured, found)))
     assert load_platform(path).cores == found.cores
+
+
+def test_what_collectives_add_is_found(tmp_path: Path) -> None:
+    """Whether their long messages ask first, and what a window in mapped memory takes: from times, and on file."""
+    window = Piecewise(((0, Hockney(2e-6, 2e10)), (65536, Hockney(5e-6, 1e10))))
+    network = Switch(
+        LogGP(1e-6, 1e-6, 1e-6, 1e-10), eager_bytes=8100, collective_rendezvous=True, window=window
+    )
+    truth = Platform("truth", network, step=Fixed(0.001), progress="hardware")
+    measured = _measured(truth, ranks=3, effort=MEDIUM)
+    assert 8100 - 127 <= measured.eager_nbytes <= 8100
+    path = tmp_path / "measured.toml"
+    path.write_text(to_toml(fit(measured)), encoding="utf-8")
+    found = load_platform(path)
+    assert found.network.collective_rendezvous
+    for nbytes in (100, 30_000, 200_000):
+        assert found.network.copy_s(0, 1, nbytes) == pytest.approx(network.copy_s(0, 1, nbytes), rel=0.02)
+    by_name = {score.operation: score for score in scores(compare(measured, found))}
+    assert max(by_name[name].held_out for name in ("p2p", "get", "bcast", "allgather", ALL)) < 0.02
+
+
+CALLS = ("Get_rank", "Get_size", "Send", "Recv", "Barrier", "Allgather", "bcast", "allgather")
+
+
+def test_own_blocks_and_late_clocks() -> None:
+    """Made-up times: copies give a speed; a rank whose clock is ahead, and that comes late, changes no sample."""
+    times = [Point("copy", nbytes, 5e-7 + nbytes / 2e10, 0.0, 9) for nbytes in (5096, 17384, 66536, 263144)]
+    assert copy_s_per_B(times) == pytest.approx(1 / 2e10, rel=0.01)
+    assert copy_s_per_B([dataclasses.replace(each, seconds=0.0) for each in times]) == 0.0
+
+    def program(comm: Any) -> None:
+        late = comm.Get_rank() == 2
+        comm.clock.sleep(0.3 * late)
+        calls = {name: getattr(comm, name) for name in CALLS}
+        own: Any = SimpleNamespace(**calls, clock=SimpleNamespace(now=lambda: comm.clock.now() + 7.5 * late))
+        found.append(measure_points(own, [("allgather", 40_000)], SMALL))
+
+    found: list[tuple[Point, ...]] = []
+    platform = Platform(
+        "truth", Switch(Hockney(1e-5, 1e9)), collectives=Selection(fixed=(("allgather", "ring"),))
+    )
+    simulate(program, Scenario(3, platform), recorder=NullRecorder())
+    assert found[0][0].seconds == pytest.approx(2 * (1e-5 + 40_000 / 1e9), rel=1e-6)
 
 
 def test_overheads_pieces_and_algorithms_are_given_back() -> None:
