@@ -11,11 +11,12 @@ import json
 import os
 import socket
 import sys
+import time
 from collections.abc import Sequence
 from datetime import date
 from itertools import product
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from spawnsim.errors import ParameterError, SpawnsimError
 from spawnsim.fidelity import Effort, fit, measure
@@ -39,7 +40,7 @@ from spawnsim.fidelity.watching import Seen, watched
 from spawnsim.options import Parser, parameters
 from spawnsim.run.program import Program, program
 from spawnsim.scenario import Scenario
-from spawnsim.virtual.platform import Platform, load_platform, to_toml
+from spawnsim.virtual.platform import Cores, Platform, load_platform, to_toml
 
 QUICK = Effort(budget_s=0.002, most=10, passes=3, largest_nbytes=4 << 20)
 
@@ -91,7 +92,8 @@ def write(out: Path, platform: Platform, found: Sequence[Score]) -> None:
     errors = score_table(found).splitlines()
     comments = [
         f"Measured by `spawnsim calibrate` on {date.today().isoformat()}. Predicted against measured times, absolute",
-        "relative errors: the median over the sizes that were fitted, over those held out, and the largest.",
+        "relative errors: the median over the sizes that were fitted, over those held out, of these over 10 to 200 kB;",
+        "and the largest of all.",
         *errors,
         "",
     ]
@@ -160,11 +162,11 @@ def validate(argv: Sequence[str]) -> int:
         first = False
         if found is None:
             continue
-        platform = found[0]
+        platform = found.platform
         if not (options.vary or options.add):
-            judge(options, task, *found)
+            judge(options, task, found)
         else:
-            cases.append(validated(options, task, *found, name=name))
+            cases.append(validated(options, task, found, name))
     if cases:
         judge_all(options, [*earlier, *cases])
     return 0
@@ -194,9 +196,17 @@ def _values(word: str) -> list[str]:
     return found
 
 
+class Observed(NamedTuple):
+    """Runs of one program, rank by rank; the platform to predict them on; what their ranks shared (None: nothing)."""
+
+    platform: Platform
+    runs: list[list[Seen]]
+    cores: Cores | None
+
+
 def observe(
     task: Program, platform: Platform | None, *, repeats: int, seed: int, calibrated: bool
-) -> tuple[Platform, list[list[Seen]]] | None:
+) -> Observed | None:
     """Calibrate if need be, and run the program so many times. Collective; None on all ranks but 0."""
     from spawnsim.real.mpi import guarded, world
 
@@ -206,56 +216,67 @@ def observe(
     with guarded(comm):
         measured = None if calibrated else measure(comm, QUICK_EFFORT)
         here, hosts = facts(comm), comm.allgather(socket.gethostname())
+    shared = shared_cores(hosts)
     for _ in range(repeats):
         # A new world for each run, so that its streams begin anew and all repeats draw the same.
         comm = world(seed=seed)
         with guarded(comm):
-            seen = watched(task, comm)
+            seen = watched(task, comm, processor=time.thread_time)
             gathered = comm.gather(seen)
         runs.append(gathered)
     if comm.Get_rank() != 0:
         return None
     warn(max(map(hosts.count, hosts)), load)
     if measured is not None:
-        return fit(measured), runs
+        return Observed(fit(measured), runs, shared)
     assert platform is not None
     for difference in differences(platform, here):
         sys.stderr.write(f"spawnsim: warning: {platform.name} was measured elsewhere: {difference}\n")
-    return platform, runs
+    return Observed(platform, runs, shared)
 
 
-def judge(
-    options: argparse.Namespace, task: Program, platform: Platform, runs: Sequence[Sequence[Seen]]
-) -> None:
+def shared_cores(hosts: Sequence[str]) -> Cores | None:
+    """Return what the ranks on these hosts share; None: each has a core."""
+    count, ranks = os.cpu_count() or 1, max(map(hosts.count, hosts))
+    return Cores(count, ranks) if ranks > count else None
+
+
+def predicted(setting: Setting, found: Observed, seeds: int) -> list[Repeat]:
+    """Predict each run; drawn compute times with so many seeds."""
+    return [
+        Repeat(times(seen, setting.warmup), predict(setting, seen, found.platform, seeds=seeds))
+        for seen in found.runs
+    ]
+
+
+def setting_of(options: argparse.Namespace, task: Program, found: Observed) -> Setting:
+    """Return what is predicted."""
+    return Setting(task, Scenario(len(found.runs[0]), seed=options.seed), options.warmup, found.cores)
+
+
+def judge(options: argparse.Namespace, task: Program, found: Observed) -> None:
     """Predict each run, and print and draw how far off that is."""
-    setting = Setting(task, Scenario(len(runs[0]), seed=options.seed), options.warmup)
-    repeats = [Repeat(times(seen, setting.warmup), predict(setting, seen, platform)) for seen in runs]
+    setting, runs = setting_of(options, task, found), found.runs
+    repeats = predicted(setting, found, seeds=5)
     rows = summary(repeats)
-    stragglers = fitted(runs[0], setting.warmup)
+    stragglers = fitted(runs[0], setting)
     if options.json:
         document = {"rows": [dataclasses.asdict(row) for row in rows], "stragglers": str(stragglers)}
         sys.stdout.write(json.dumps(document) + "\n")
     else:
         facts_line = (
-            f"{len(runs[0])} ranks, {len(runs)} runs, platform {platform.name}, stragglers {stragglers}"
+            f"{len(runs[0])} ranks, {len(runs)} runs, platform {found.platform.name}, stragglers {stragglers}"
         )
         sys.stdout.write(f"{facts_line}\n{error_table(rows, len(runs))}\n")
     if options.picture:
         draw_prediction(rows, repeats, options.picture)
 
 
-def validated(
-    options: argparse.Namespace,
-    task: Program,
-    platform: Platform,
-    runs: Sequence[Sequence[Seen]],
-    *,
-    name: str,
-) -> Validated:
+def validated(options: argparse.Namespace, task: Program, found: Observed, name: str) -> Validated:
     """Predict the runs of one program, and say how far off that is."""
-    setting = Setting(task, Scenario(len(runs[0]), seed=options.seed), options.warmup)
-    repeats = [Repeat(times(seen, setting.warmup), predict(setting, seen, platform)) for seen in runs]
-    return Validated(f"{len(runs[0])} ranks, {name}" if name else f"{len(runs[0])} ranks", summary(repeats))
+    ranks, setting = f"{len(found.runs[0])} ranks", setting_of(options, task, found)
+    # Of several programs one seed each: they are many, and replayed times need none.
+    return Validated(f"{ranks}, {name}" if name else ranks, summary(predicted(setting, found, seeds=1)))
 
 
 def judge_all(options: argparse.Namespace, cases: Sequence[Validated]) -> None:

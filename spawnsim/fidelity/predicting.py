@@ -22,7 +22,7 @@ from spawnsim.scenario import Scenario
 from spawnsim.units import text_table
 from spawnsim.virtual import simulate
 from spawnsim.virtual.compute import Straggler, Trace
-from spawnsim.virtual.platform import Platform
+from spawnsim.virtual.platform import Cores, Platform
 
 MEASURES = ("iteration", "policy", "waiting share", "total")
 
@@ -78,11 +78,15 @@ class Prediction:
 
 @dataclass(frozen=True)
 class Setting:
-    """What is predicted: a program on so many ranks, from the scenario's seed on; `warmup` first blocks left aside."""
+    """What is predicted: a program on so many ranks, from the scenario's seed on; `warmup` first blocks left aside.
+
+    `cores`: what the ranks of the real run shared; None: each had a core.
+    """
 
     main: Callable[[Any], object]
     scenario: Scenario
     warmup: int
+    cores: Cores | None = None
 
 
 def predict(
@@ -90,7 +94,7 @@ def predict(
 ) -> tuple[Prediction, ...]:
     """Return the predictions by replayed, by fitted and by constant compute times."""
     # A program's own work between calls costs nothing on virtual ranks, so it is added to the block before it.
-    rows = [rank.blocks_s + rank.local_s for rank in seen]
+    rows = [work_s(rank, setting) for rank in seen]
     short = [rank for rank, row in enumerate(rows) if len(row) < setting.warmup + 2]
     if short:
         raise ParameterError(
@@ -116,9 +120,16 @@ def predict(
     return tuple(found)
 
 
-def fitted(seen: Sequence[Seen], warmup: int) -> Fit:
+def fitted(seen: Sequence[Seen], setting: Setting) -> Fit:
     """Return the straggler fit of a run's compute blocks."""
-    return fit_stragglers([(rank.blocks_s + rank.local_s)[warmup:] for rank in seen])
+    return fit_stragglers([work_s(rank, setting)[setting.warmup :] for rank in seen])
+
+
+def work_s(rank: Seen, setting: Setting) -> FloatArray:
+    """Return what a rank does from block to block, as long as it takes on a core of its own."""
+    # By the clock a block also holds the turns of others that share its core, which the prediction adds itself.
+    worked_s = None if setting.cores is None else rank.worked_s
+    return (rank.blocks_s if worked_s is None else worked_s) + rank.local_s
 
 
 def _models(rows: Sequence[FloatArray], warmup: int) -> Mapping[str, tuple[Trace, tuple[Straggler, ...]]]:
@@ -141,7 +152,7 @@ def _run(
     def program(comm: Any) -> None:
         found[comm.Get_rank()] = watched(setting.main, comm)
 
-    platform = replace(platform, cores=None)  # the times were measured while ranks shared them
+    platform = replace(platform, cores=setting.cores)
     scenario = replace(setting.scenario, platform=platform, stragglers=stragglers, compute=trace, seed=seed)
     simulate(program, scenario, recorder=NullRecorder())
     return [found[rank] for rank in range(scenario.ranks)]

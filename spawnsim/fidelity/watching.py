@@ -28,13 +28,17 @@ _UNTIMED = frozenset(
 class Seen:
     """What was seen of one rank: clock readings in seconds, entry by entry of its compute blocks.
 
-    `inside_s[i]` is the time inside communication calls after block i, before the next one or the end.
+    `inside_s[i]` is the time inside communication calls after block i, before the next one or the end. Of the
+    processor's time `worked_s[i]` was spent in block i, and `own_s[i]` after it, outside of those calls; None: not
+    known.
     """
 
     began_s: FloatArray
     ended_s: FloatArray
     inside_s: FloatArray
     end_s: float
+    worked_s: FloatArray | None = None
+    own_s: FloatArray | None = None
 
     @property
     def blocks_s(self) -> FloatArray:
@@ -49,7 +53,8 @@ class Seen:
     @property
     def local_s(self) -> FloatArray:
         """What is neither computing nor communicating: the program's own work outside of compute blocks."""
-        return np.maximum(self.gaps_s - self.inside_s, 0.0)
+        # By the processor's time where it is known: a program may also sleep, or wait for its background tasks.
+        return np.maximum(self.gaps_s - self.inside_s, 0.0) if self.own_s is None else self.own_s
 
 
 @dataclass
@@ -57,9 +62,13 @@ class Watch:
     """The notes of one rank while it runs."""
 
     now: Callable[[], float]
+    processor: Callable[[], float] | None = None
     began_s: list[float] = field(default_factory=list)
     ended_s: list[float] = field(default_factory=list)
     inside_s: list[float] = field(default_factory=list)
+    worked_s: list[float] = field(default_factory=list)
+    own_s: list[float] = field(default_factory=list)
+    _counted_s: float = 0.0  # on the processor's clock: so much has been counted, or left out
 
     @contextmanager
     def inside(self) -> Iterator[None]:
@@ -69,16 +78,44 @@ class Watch:
             yield
             return
         token, began_s = _WATCHED.set(False), self.now()
+        self._count(self.own_s)
         try:
             yield
         finally:
             self.inside_s[-1] += self.now() - began_s
+            self._count([])
             _WATCHED.reset(token)
+
+    def begin(self) -> None:
+        """Take note that a block begins."""
+        self._count(self.own_s)
+        self.began_s.append(self.now())
+        self.worked_s.append(0.0)
+
+    def end(self) -> None:
+        """Take note that a block has ended."""
+        self._count(self.worked_s)
+        self.ended_s.append(self.now())
+        self.inside_s.append(0.0)
+        self.own_s.append(0.0)
+
+    def _count(self, column: list[float]) -> None:
+        """Add what the processor has done since the last count to the last entry of a column."""
+        if self.processor is not None:
+            now_s = self.processor()
+            if column:
+                column[-1] += now_s - self._counted_s
+            self._counted_s = now_s
 
     def seen(self) -> Seen:
         """Return the notes at the end of the program."""
-        columns = [np.array(column) for column in (self.began_s, self.ended_s, self.inside_s)]
-        return Seen(columns[0], columns[1], columns[2], self.now())
+        end_s = self.now()
+        self._count(self.own_s)
+        clock = [np.array(column) for column in (self.began_s, self.ended_s, self.inside_s)]
+        processor = [
+            None if self.processor is None else np.array(column) for column in (self.worked_s, self.own_s)
+        ]
+        return Seen(clock[0], clock[1], clock[2], end_s, processor[0], processor[1])
 
 
 class Computing:
@@ -92,7 +129,7 @@ class Computing:
         return self
 
     def __enter__(self) -> Computing:
-        self._watch.began_s.append(self._watch.now())
+        self._watch.begin()
         self._block.__enter__()
         return self
 
@@ -100,8 +137,7 @@ class Computing:
         # The clock is read after the block has ended: on virtual ranks it is the end of the block that moves the
         # clock.
         self._block.__exit__(*error)
-        self._watch.ended_s.append(self._watch.now())
-        self._watch.inside_s.append(0.0)
+        self._watch.end()
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._compute, name)
@@ -140,9 +176,11 @@ class Timed:
         return Timed(value, self._watch) if communicates and not isinstance(value, Timed) else value
 
 
-def watched(main: Callable[[Any], object], comm: Any) -> Seen:
-    """Run a program on a rank and return what was seen of it."""
-    watch = Watch(comm.clock.now)
+def watched(
+    main: Callable[[Any], object], comm: Any, *, processor: Callable[[], float] | None = None
+) -> Seen:
+    """Run a program on a rank and return what was seen of it; `processor` reads the clock of its processor's time."""
+    watch = Watch(comm.clock.now, processor)
     token = _WATCHED.set(True)
     try:
         main(Timed(comm, watch))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +31,7 @@ from spawnsim.scenario import Scenario
 from spawnsim.virtual import simulate
 from spawnsim.virtual.compute import Fixed
 from spawnsim.virtual.network import Hockney, Switch
-from spawnsim.virtual.platform import Platform
+from spawnsim.virtual.platform import Cores, Platform
 
 TRUTH = Platform("truth", Switch(Hockney(50e-6, 1e9)), step=Fixed(0.002))
 
@@ -108,6 +109,42 @@ def test_a_run_is_predicted_from_its_own_compute_times() -> None:
     assert abs(repeat.error("fitted", "total")) < 0.05
     assert repeat.error("constant", "total") < -0.1
     assert repeat.error("constant", "waiting share") < -0.05
+
+
+def test_ranks_that_shared_cores_are_predicted_by_their_processors_time() -> None:
+    """Each needs 2 ms of a core for a step, which took 4 ms of four on two; what was slept after it is no work."""
+    began = np.arange(20) * 0.005
+    shared = Seen(began, began + 0.004, np.zeros(20), 0.1, np.full(20, 0.002), np.zeros(20))
+    setting = Setting(_lonely, Scenario(4), 5, Cores(2, 4))
+    assert predict(setting, [shared] * 4, TRUTH)[0].median()["iteration"] == pytest.approx(0.004)
+    assert predict(Setting(_lonely, Scenario(2), 5), [shared] * 2, TRUTH)[0].median()[
+        "iteration"
+    ] == pytest.approx(0.004)
+    assert command.shared_cores(["here"]) is None
+    many = ["here"] * ((os.cpu_count() or 1) + 1)
+    assert command.shared_cores([*many, "there"]) == Cores(os.cpu_count() or 1, len(many))
+
+
+def test_a_watch_tells_working_from_sleeping() -> None:
+    """By the processor's clock: in blocks, after them, and in calls, which do not count."""
+    ticks = iter(np.arange(100) * 1.0)
+
+    def program(comm: Any) -> None:
+        for _ in range(3):
+            with comm.compute(0.001):
+                pass
+            comm.Barrier()
+
+    found: dict[int, Seen] = {}
+
+    def watching(comm: Any) -> None:
+        found[comm.Get_rank()] = watched(program, comm, processor=lambda: next(ticks))
+
+    simulate(watching, Scenario(1, TRUTH), recorder=NullRecorder())
+    seen = found[0]
+    assert seen.worked_s is not None
+    assert seen.worked_s.tolist() == [1.0] * 3
+    assert seen.local_s.tolist() == [2.0] * 3
 
 
 def test_own_work_outside_of_blocks_is_part_of_the_prediction() -> None:
