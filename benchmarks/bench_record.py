@@ -1,10 +1,23 @@
-"""What recording costs: 1,000 ranks, 1,000 rows each, 8 values a row."""
+"""What recording costs: 1,000 ranks, 1,000 rows each, 8 values a row; and what memory the end of a long run takes.
+
+    python -m pytest benchmarks/bench_record.py
+    python benchmarks/bench_record.py 10000000
+
+The second writes so many rows of two shapes by 100 ranks to a journal, as a run does, puts them together, saves the
+folder, loads it and compares digests. Printed after each: processor seconds, and the most memory so far.
+"""
 
 from __future__ import annotations
 
+import resource
+import sys
+import tempfile
 import time
+from pathlib import Path
 
-from spawnsim.record import Recorder
+from spawnsim import Run
+from spawnsim.record import Journal, Recorder, journal, merge
+from spawnsim.run.result import totals_of
 
 RANKS, ROWS = 1_000, 1_000
 VALUES = {"iteration": 3, "loss": 0.5, "ok": True, "wait_s": 0.25, "stale": 1, "a": 1.5, "b": 2.5, "c": 3.5}
@@ -26,3 +39,40 @@ def test_recording_a_million_rows():
     )
     assert nbytes <= 84
     assert row_us < 4  # twice the promise: a busy machine
+
+
+def end_of_a_run(rows: int, ranks: int = 100) -> None:
+    """Record, put together, save and load; print what each took."""
+    with tempfile.TemporaryDirectory() as place:
+        folder = Path(place)
+        shard = Journal(journal.shard(folder), prompt=False)
+        for row in range(rows):
+            rank, iteration = row % ranks, row // ranks
+            values = {
+                "iteration": iteration,
+                "loss": rank + 0.5 * iteration,
+                "why": "age" if row % 3 else "no",
+            }
+            shard.row(
+                rank, 0.1 * iteration, values if rank % 10 else {"iteration": iteration, "loss": None, "n": 3}
+            )
+        shard.close()
+        told("recorded")
+        recorder = merge(folder).recorder
+        table = recorder.table()
+        told("put together")
+        Run({"file": "a.py"}, table, [], totals_of(table, [], {"digest": "x"})).save(folder)
+        told("saved, with its totals")
+        journal.discard(folder)
+        assert Run.load(folder).table.digest() == table.digest()
+        told("loaded, and compared")
+
+
+def told(what: str) -> None:
+    """Print what the process has used."""
+    most_mib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+    print(f"{what:24} {time.process_time():8.1f} s {most_mib:8.0f} MiB", flush=True)
+
+
+if __name__ == "__main__":
+    end_of_a_run(int(sys.argv[1]))

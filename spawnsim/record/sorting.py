@@ -20,7 +20,7 @@ from spawnsim.columns import Column, StoredColumns
 from spawnsim.errors import StorageError
 
 MERGED = 500_000  # rows in memory while parts are merged
-LEAST = 1_000  # of a part: many small reads would cost more than the memory that they save
+LEAST = 1_000  # of a part, which has some 100,000 and more: smaller reads would cost more time than they save memory
 
 
 @contextmanager

@@ -6,7 +6,9 @@ import csv
 import io
 import math
 import sys
+import tempfile
 import time
+import tracemalloc
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
@@ -22,7 +24,7 @@ from hypothesis import strategies as st
 from spawnsim.errors import ParameterError, StorageError
 from spawnsim.record import Journal, Recorder, Table, folder, journal, manifest, merge
 from spawnsim.run import Run
-from spawnsim.run.result import results_digest, shown
+from spawnsim.run.result import results_digest, shown, totals_of, warnings_of
 from spawnsim.virtual.compute import Trace as ComputeTrace
 
 
@@ -353,6 +355,94 @@ def test_journals_hold_what_one_recorder_would(rows: list[tuple[int, dict[str, o
     merged = journal.merge_frames([each.frames for each in journals]).recorder
     assert merged.rows == recorder.rows
     assert merged.table().digest() == recorder.table().digest()
+
+
+@given(st.lists(st.tuples(st.integers(0, 3), st.dictionaries(names, values)), min_size=1))
+def test_rows_that_do_not_fit_are_sorted_on_disk(rows: list[tuple[int, dict[str, object]]]) -> None:
+    """Whatever is recorded: a recorder that may hold no rows in memory gives the table of one that holds all."""
+    recorder, journals = Recorder(), {rank: Journal() for rank in range(4)}
+    with tempfile.TemporaryDirectory() as place, pytest.MonkeyPatch.context() as patch:
+        patch.setattr("spawnsim.record.recorder.HELD_B", 0)
+        patch.setattr("spawnsim.record.sorting.MERGED", 2)
+        patch.setattr("spawnsim.record.sorting.LEAST", 1)
+        filed = Recorder(Path(place))
+        for rank, row in rows:
+            recorder.row(rank, 0.5, row)
+            journals[rank].row(rank, 0.5, row)
+            journals[rank].flush()
+        for each in journals.values():
+            journal.replay(io.BytesIO(b"".join(each.frames)), filed)
+        found, expected = filed.table(), recorder.table()
+        assert found.digest() == expected.digest()
+        assert (found.rows, totals_of(found, [], {}), list(found)) == (
+            expected.rows, totals_of(expected, [], {}), list(filed.table()),
+        )  # fmt: skip
+        folder.write_table(Path(place), found)
+        patch.setattr("spawnsim.record.folder.HELD_B", 0)
+        patch.setattr("spawnsim.columns.PIECE", 3)
+        assert folder.read_table(Path(place)).digest() == expected.digest()
+
+
+def test_memory_does_not_grow_with_the_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a run's end and a reader take of four times the rows is what they take of one: counted, by tracemalloc."""
+    for module in ("recorder", "folder"):
+        monkeypatch.setattr(f"spawnsim.record.{module}.HELD_B", 400_000)
+    for name, rows in (
+        ("record.sorting.MERGED", 8_000),
+        ("record.sorting.LEAST", 10),
+        ("columns.PIECE", 8_000),
+    ):
+        monkeypatch.setattr(f"spawnsim.{name}", rows)
+    peaks = []
+    for rows in (40_000, 160_000):
+        each = Journal(journal.shard(tmp_path / str(rows)), prompt=False)
+        for row in range(rows):
+            each.row(row % 20, row * 0.1, {"iteration": row // 20, "local_metric": row * 0.5, "why": "age"})
+            if row % 1000 == 999:
+                each.flush()
+        each.close()
+        replaced = [
+            {"kind": "replacement", "rank": rank, "time_s": 1.0, "iteration": 10, "mode": "min"}
+            for rank in range(20)
+        ]
+        tracemalloc.start()
+        try:
+            table = merge(tmp_path / str(rows)).recorder.table()
+            totals = totals_of(table, [], {"digest": "x"})
+            assert "after 20 of 20 replacements" in str(warnings_of(table, replaced))
+            Run({"file": "a.py"}, table, [], totals).save(tmp_path / str(rows))
+            loaded = Run.load(tmp_path / str(rows))
+            assert (loaded.table.rows, loaded.totals["iterations"]) == (rows, rows // 20)
+            assert loaded.table.digest() == table.digest()
+            peaks.append(tracemalloc.get_traced_memory()[1])
+        finally:
+            tracemalloc.stop()
+        np.testing.assert_array_equal(loaded.table["iteration"], np.tile(np.arange(rows // 20), 20))
+    assert peaks[1] < 1.25 * peaks[0]
+    assert peaks[1] < 160_000 * (8 + 8 + 8 + 4 + 12) / 2  # of the columns alone
+
+
+def test_a_large_table_outlives_its_file_and_names_what_is_damaged(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Columns that are read late are those of the file that was loaded; a damaged one is told."""
+    monkeypatch.setattr("spawnsim.record.folder.HELD_B", 0)
+    _run().save(tmp_path)
+    loaded = Run.load(tmp_path)
+    (tmp_path / "metrics.npz").unlink()
+    assert loaded.table["why"].tolist() == ["age", ""]
+    assert "loss" in loaded.table and loaded.table.dtype("loss") == np.float64
+    assert loaded.table.of_rank(0)["loss"].tolist() == [1.0]
+    with zipfile.ZipFile(tmp_path / "metrics.npz", "w") as archive:
+        for name, column in _run().table.items():
+            data = io.BytesIO()
+            np.save(data, column)
+            archive.writestr(f"{name}.npy", data.getvalue())
+    data = bytearray((tmp_path / "metrics.npz").read_bytes())
+    data[data.index(np.float64(1.0).tobytes() + np.float64(np.inf).tobytes())] ^= 1
+    (tmp_path / "metrics.npz").write_bytes(data)
+    with pytest.raises(ParameterError, match=r"cannot read .*metrics.npz.*CRC"):
+        Run.load(tmp_path).table["loss"]
 
 
 def test_a_run_that_was_killed_loads_from_its_shards(tmp_path: Path) -> None:

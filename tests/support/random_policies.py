@@ -141,7 +141,7 @@ OUTER: dict[str, Callable[..., Any]] = {
     "eager": OneRoundLatePolicy.eager, "co2": OneRoundLatePolicy.co2,
     "decoupled": lambda every: DecoupledDiLoCoPolicy(2 * every, fragments=2),
     "edit": EDiTPolicy, "noloco": NoLoCoPolicy, "easgd": EASGDPolicy, "sparta": SPARTAPolicy,
-    "population": PopulationBasedTrainingPolicy, "papa": lambda every: AverageAllPolicy(every, momentum=0.99),
+    "papa": lambda every: AverageAllPolicy(every, momentum=0.99),
 }  # fmt: skip
 OUTER_DRAWN = ("fedavg", "slowmo", "diloco", "streaming", "eager", "edit", "noloco", "easgd")
 # Apart, so that a seed's run of the others stays what it is.

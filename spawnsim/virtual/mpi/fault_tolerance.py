@@ -100,6 +100,8 @@ class ClosedMailbox(Mailbox):
         """Forget a message whose receive was given up."""
 
 
+Ranks = tuple[int, ...]
+
 SILENT_S = 3.0  # a paused rank is given up after this time; real ranks, which must ask, take as long
 
 
@@ -305,15 +307,25 @@ def recover(comm: Member, step: int | None) -> Recovery:
         now = now.successor
     revoke(family(now))
     context, agreed = _regroup(comm, now, step)
-    places = context.places[0]
-    stay = {member for member in places if context.incarnation(member) == comm._context.incarnation(member)}
-    ranks = {old: places[member] for old, member in enumerate(comm._members) if member in stay}
-    dead = tuple(old for old in range(len(comm._members)) if old not in ranks)
+    ranks, dead, joined = _compared(context, comm, now)
     rank.outside = False
-    joined = tuple(
-        places[member] for member in places if context.incarnation(member) != now.incarnation(member)
-    )
-    return Recovery(comm._entered(context), ranks, agreed, dead, joined)
+    return Recovery(comm._entered(context), dict(ranks), agreed, dead, joined)
+
+
+def _compared(context: Context, comm: Member, now: Context) -> tuple[dict[int, int], Ranks, Ranks]:
+    """Return old ranks to new ones, the old ones that are gone, and the new ones that joined: once for all members."""
+    key = ("recovery", comm._context.number, comm._members, now.number)
+    found: tuple[dict[int, int], Ranks, Ranks] | None = context.notes.get(key)
+    if found is None:
+        places, before = context.places[0], comm._context
+        stay = {member for member in places if context.incarnation(member) == before.incarnation(member)}
+        ranks = {old: places[member] for old, member in enumerate(comm._members) if member in stay}
+        dead = tuple(old for old in range(len(comm._members)) if old not in ranks)
+        joined = tuple(
+            places[member] for member in places if context.incarnation(member) != now.incarnation(member)
+        )
+        found = context.notes[key] = ranks, dead, joined
+    return found
 
 
 def dead_members(comm: Member) -> list[int]:

@@ -5,6 +5,7 @@ import pytest
 from support.virtual_run import run
 
 from spawnsim.errors import RankFailed, Revoked
+from spawnsim.virtual.mpi.fault_tolerance import RecoveryAgreement
 
 
 def train(comm, steps=40):
@@ -119,3 +120,28 @@ def test_receives_from_anybody_go_on_once_the_dead_are_acknowledged():
     notes = run(main, 3, faults="crash:1@1s")[1]
     assert notes.column("got") == {0: "alive"}
     assert notes.column("at")[0] > 3.0
+
+
+def test_a_recovery_looks_at_each_rank_a_few_times(monkeypatch):
+    """Of twice as many ranks a recovery asks about twice as often whether one is still awaited: not for each that comes."""
+
+    def main(comm):
+        with comm.compute(0.001 * (comm.rank % 5)):  # they come in no order of their ranks
+            pass
+        with pytest.raises((RankFailed, Revoked)):
+            comm.Barrier()
+        comm.record(size=comm.recover(0).comm.size)
+
+    asked = []
+    known = RecoveryAgreement._gone_s
+    monkeypatch.setattr(
+        RecoveryAgreement, "_gone_s", lambda self, rank: asked.append(rank) or known(self, rank)
+    )
+    counts = []
+    for ranks in (60, 120):
+        asked.clear()
+        notes = run(main, ranks, faults="crash:7@0.0005s; crash:20@0.0005s")[1]
+        assert set(notes.column("size").values()) == {ranks - 2}
+        counts.append(len(asked))
+    assert counts[1] < 12 * 120  # each rank some times; it was 60 of 120
+    assert counts[1] < 3 * counts[0]
