@@ -58,6 +58,9 @@ class StoredColumns(Mapping[str, Column]):
     def __len__(self) -> int:
         return len(self.dtypes)
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        return dict, (dict(self),)  # to another process, which has not opened the file
+
 
 class ArchivedColumns(StoredColumns):
     """The columns of an archive, which stays open: its file may be replaced or removed meanwhile."""

@@ -83,7 +83,7 @@ class Steps:
 
 def _iterations(run: Run, rank: Any) -> Any:
     """Return the iteration of each row; where none was recorded, how many rows its rank had recorded before."""
-    if "iteration" in run.table and run.table["iteration"].dtype.kind in "if":
+    if "iteration" in run.table and run.table.dtype("iteration").kind in "if":
         return np.nan_to_num(run.table["iteration"], nan=-1).astype(np.int64)
     # Rows are ordered by rank, then as recorded.
     first = np.searchsorted(rank, rank)
@@ -91,7 +91,7 @@ def _iterations(run: Run, rank: Any) -> Any:
 
 
 def _is_number(run: Run, name: str) -> bool:
-    return run.table[name].dtype.kind in "biuf"
+    return run.table.dtype(name).kind in "biuf"
 
 
 def _quantiles(values: Any) -> Iterator[tuple[str, float]]:

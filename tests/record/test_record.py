@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import math
+import pickle
 import sys
 import tempfile
 import time
@@ -433,6 +434,7 @@ def test_a_large_table_outlives_its_file_and_names_what_is_damaged(
     assert loaded.table["why"].tolist() == ["age", ""]
     assert "loss" in loaded.table and loaded.table.dtype("loss") == np.float64
     assert loaded.table.of_rank(0)["loss"].tolist() == [1.0]
+    assert pickle.loads(pickle.dumps(loaded)).table.digest() == loaded.table.digest() == _run().table.digest()
     with zipfile.ZipFile(tmp_path / "metrics.npz", "w") as archive:
         for name, column in _run().table.items():
             data = io.BytesIO()
