@@ -26,7 +26,7 @@ def metrics_of(runs: Sequence[Recorded]) -> list[str]:
 
 
 def _holds_numbers(run: Recorded, name: str) -> bool:
-    return name in run.table and run.table.dtype(name).kind in "biuf"
+    return name in run.table and run.table[name].dtype.kind in "biuf"
 
 
 def with_rows(runs: Sequence[Recorded] | Groups, column: str = "rank") -> Groups:

@@ -123,7 +123,7 @@ def test_receives_from_anybody_go_on_once_the_dead_are_acknowledged():
 
 
 def test_a_recovery_looks_at_each_rank_a_few_times(monkeypatch):
-    """Of twice as many ranks a recovery asks about twice as often whether one is still awaited: not for each that comes."""
+    """Of twice as many ranks a recovery asks about twice as often who is still awaited: not all for each that comes."""
 
     def main(comm):
         with comm.compute(0.001 * (comm.rank % 5)):  # they come in no order of their ranks
