@@ -13,6 +13,7 @@ import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any, Literal, get_args
 
 import numpy as np
@@ -116,7 +117,7 @@ class Packer:
             raise Unreadable(f"a snapshot that cannot be decoded: {error}") from error
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Contribution:
     """What one donor gave: its state, taken whole at its `iteration`, and how much it weighs."""
 
@@ -125,16 +126,19 @@ class Contribution:
     weight: float
     tensors: Tensors
 
+    @cached_property
+    def row(self) -> torch.Tensor | None:
+        """All tensors as one flat view, if they lie end to end, as those of a snapshot do; else None."""
+        return as_one_view([*self.tensors.values()]) if self.tensors else None
+
 
 def normalized(contributions: Sequence[Contribution]) -> list[Contribution]:
     """Return the contributions that have arrived with weights that sum to 1."""
     # Donors that died or timed out have left a sum of less than 1, which would shrink the model.
     total = sum(each.weight for each in contributions)
-    return (
-        [replace(each, weight=each.weight / total) for each in contributions]
-        if total > 0
-        else list(contributions)
-    )
+    if total == 1 or not total > 0:
+        return list(contributions)
+    return [replace(each, weight=each.weight / total) for each in contributions]
 
 
 def nonfinite_donors(contributions: Sequence[Contribution], own: Tensors) -> list[int]:
@@ -142,14 +146,13 @@ def nonfinite_donors(contributions: Sequence[Contribution], own: Tensors) -> lis
     return [
         each.donor
         for each in contributions
-        if not _finite_as_one(each.tensors)
+        if not _finite_as_one(each.row)
         and not all(_is_usable(tensor, own.get(name)) for name, tensor in each.tensors.items())
     ]
 
 
-def _finite_as_one(tensors: Tensors) -> bool:
-    """Return whether tensors that lie end to end, as those of a snapshot do, are all finite: by one sum of all."""
-    row = as_one_view([*tensors.values()]) if tensors else None
+def _finite_as_one(row: torch.Tensor | None) -> bool:
+    """Return whether tensors that lie end to end are all finite: by one sum of all."""
     return row is not None and row.is_floating_point() and surely_finite(row)
 
 
@@ -318,7 +321,7 @@ Renewal = Replacement  # the name that it had first
 
 def _mixtures(live: Tensors, contributions: Sequence[Contribution]) -> Mapping[str, torch.Tensor | None]:
     """Return `mixture` of each tensor: in one go, to the same bits, if each donor has all of them end to end."""
-    rows = [_as_one(live, each.tensors) for each in contributions]
+    rows = [_as_one(live, each) for each in contributions]
     whole = [row for row in rows if row is not None]
     if not live or len(whole) < len(rows):
         return {name: mixture(name, target, contributions) for name, target in live.items()}
@@ -330,13 +333,16 @@ def _mixtures(live: Tensors, contributions: Sequence[Contribution]) -> Mapping[s
     }
 
 
-def _as_one(like: Tensors, tensors: Tensors) -> torch.Tensor | None:
-    """Return tensors of the same names and shapes as one flat view, if they are there and lie end to end."""
+def _as_one(like: Tensors, contribution: Contribution) -> torch.Tensor | None:
+    """Return a donor's tensors of the same names and shapes as one flat view, if they are there and lie end to end."""
+    tensors = contribution.tensors
     found = [tensor for name in like if (tensor := tensors.get(name)) is not None]
     if len(found) < len(like) or any(map(without_data, found)):
         return None
     if any(tensor.shape != other.shape for tensor, other in zip(found, like.values(), strict=True)):
         return None
+    if [*tensors] == [*like]:
+        return contribution.row
     return as_one_view(found) if found else None
 
 
