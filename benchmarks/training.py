@@ -1,20 +1,21 @@
 """Live models: a simulated run whose steps are carried out together, beside loops without a simulator.
 
-usage: python benchmarks/training.py [RANKS] [ITERATIONS]
+usage: python benchmarks/training.py [--ranks N] [--iterations N] [--widths N,N,…] [--momentum M] [--repeats N] [--lean]
 
 1,000 MLPs (64-64-64-10), batch 32, SGD with momentum 0.9, each rank its own batches. Processor time of a step of all
 ranks, start-up taken off (the slope between two numbers of iterations), medians of 5, all in turns. Peers: a
 hand-written loop that calls `vmap(grad_and_value)` on stacked parameters; plain torch, one model after the other.
 Asserts how many calls the batched steps take. OMP_NUM_THREADS=2 gives all of them two threads; wall times are printed,
-too.
+too. `--lean` runs the simulated ranks in lockstep alone: for models that would not fit into memory twice.
 """
 
 from __future__ import annotations
 
+import argparse
 import statistics
-import sys
 import time
 from collections.abc import Callable
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -26,13 +27,15 @@ import spawnsim
 from spawnsim import TrainingStep
 from spawnsim.training import batches
 
-BATCH, REPEATS, KINDS = 32, 5, 16  # so many different batches, in turn: drawing them is no part of a step
+BATCH, KINDS = 32, 16  # so many different batches, in turn: drawing them is no part of a step
+
+
+CHOSEN = argparse.Namespace(widths=[64, 64, 64, 10], momentum=0.9)
 
 
 def mlp() -> nn.Module:
-    return nn.Sequential(
-        nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 10)
-    )  # fmt: skip
+    layers = [each for sizes in pairwise(CHOSEN.widths) for each in (nn.Linear(*sizes), nn.ReLU())]
+    return nn.Sequential(*layers[:-1])
 
 
 def loss_of(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
@@ -42,7 +45,10 @@ def loss_of(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
 def data(ranks: int) -> list[tuple[Tensor, Tensor]]:
     generator = torch.Generator().manual_seed(0)
     return [
-        (torch.randn(BATCH, 64, generator=generator), torch.randint(0, 10, (BATCH,), generator=generator))
+        (
+            torch.randn(BATCH, CHOSEN.widths[0], generator=generator),
+            torch.randint(0, CHOSEN.widths[-1], (BATCH,), generator=generator),
+        )
         for _ in range(min(ranks, KINDS * 64))
     ]
 
@@ -53,7 +59,7 @@ def simulated(ranks: int, iterations: int, straggler: str | None, *, eager: bool
 
     def main(comm: Any) -> None:
         model = mlp()
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=CHOSEN.momentum)
         step = TrainingStep(loss_of)
         for iteration in range(iterations):
             x, y = examples[(comm.rank + iteration) % len(examples)]
@@ -79,7 +85,7 @@ def by_hand(ranks: int, iterations: int) -> None:
         gradients, _ = gradient(params, x, y)
         with torch.no_grad():
             for name, p in params.items():
-                velocity[name].mul_(0.9).add_(gradients[name])
+                velocity[name].mul_(CHOSEN.momentum).add_(gradients[name])
                 p.add_(velocity[name], alpha=-0.1)
 
 
@@ -87,7 +93,7 @@ def one_by_one(ranks: int, iterations: int) -> None:
     """Plain autograd and torch.optim.SGD."""
     examples = data(ranks)
     models = [mlp() for _ in range(ranks)]
-    optimizers = [torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9) for model in models]
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.1, momentum=CHOSEN.momentum) for model in models]
     for iteration in range(iterations):
         for rank, (model, optimizer) in enumerate(zip(models, optimizers, strict=True)):
             optimizer.zero_grad()
@@ -125,31 +131,51 @@ def assert_calls(ranks: int) -> None:
     assert len(sizes) <= 3 * -(-ranks // batches.CHUNK[0]), sizes
 
 
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--ranks", type=int, default=1000)
+    parser.add_argument("--iterations", type=int, default=10)
+    parser.add_argument("--widths", type=lambda text: [*map(int, text.split(","))], default=CHOSEN.widths)
+    parser.add_argument("--momentum", type=float, default=CHOSEN.momentum)
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--lean", action="store_true")
+    return parser.parse_args(namespace=CHOSEN)
+
+
 def main() -> None:
-    ranks = int(sys.argv[1]) if len(sys.argv) > 1 else 1000
-    iterations = int(sys.argv[2]) if len(sys.argv) > 2 else 10
-    assert_calls(ranks)
+    chosen = arguments()
+    ranks, iterations = chosen.ranks, chosen.iterations
     few = max(iterations // 5, 1)
+    hand, lockstep, alone = (
+        "vmapped by hand, no simulator",
+        "simulated, in lockstep",
+        "one by one, no simulator",
+    )
     contenders: dict[str, tuple[Callable[[int], None], int]] = {
-        "vmapped by hand, no simulator": (lambda n: by_hand(ranks, n), iterations),
-        "simulated, in lockstep": (lambda n: simulated(ranks, n, None), iterations),
+        hand: (lambda n: by_hand(ranks, n), iterations),
+        lockstep: (lambda n: simulated(ranks, n, None), iterations),
         "simulated, lognormal:0.3": (lambda n: simulated(ranks, n, "lognormal:0.3"), iterations),
-        "one by one, no simulator": (lambda n: one_by_one(ranks, n), few),
+        alone: (lambda n: one_by_one(ranks, n), few),
         "simulated, eager": (lambda n: simulated(ranks, n, None, eager=True), few),
     }
+    if chosen.lean:
+        contenders = {lockstep: contenders[lockstep]}
+    else:
+        assert_calls(ranks)
     seconds: dict[str, list[tuple[float, float]]] = {name: [] for name in contenders}
-    for _ in range(REPEATS):
+    for _ in range(chosen.repeats):
         for name, (call, number) in contenders.items():
             seconds[name].append(tuple(each / number for each in spent(call, number)))  # type: ignore[arg-type]
     medians = {name: statistics.median(cpu for cpu, _ in pairs) for name, pairs in seconds.items()}
-    print(f"{ranks} models, a step of all; medians of {REPEATS}, {torch.get_num_threads()} thread(s)")
-    hand, plain = medians["vmapped by hand, no simulator"], medians["one by one, no simulator"]
+    numbers = sum(p.numel() for p in mlp().parameters())
+    print(f"{ranks} models of {numbers} parameters, a step of all; medians of {chosen.repeats}, ", end="")
+    print(f"{torch.get_num_threads()} thread(s)")
     for name, cpu in medians.items():
         wall = statistics.median(each for _, each in seconds[name])
-        print(
-            f"{name:<32}{1e3 * cpu:8.1f} ms of processor, {1e3 * wall:8.1f} ms   {cpu / hand:5.2f} x by hand   "
-            f"{plain / cpu:5.1f} x faster than one by one"
-        )
+        against = [f"{cpu / medians[hand]:5.2f} x by hand"] if hand in medians else []
+        against += [f"{medians[alone] / cpu:5.1f} x faster than one by one"] if alone in medians else []
+        rate = f"{ranks * numbers / cpu:8.1e} rank·parameter·steps/s"
+        print(f"{name:<30}{1e3 * cpu:9.1f} ms of processor,{1e3 * wall:9.1f} ms ", rate, *against, sep="  ")
 
 
 if __name__ == "__main__":

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from spawnsim.training.optimizers import Rule
 
 ALIGN_NBYTES = 64  # each row begins on a cache line, so that results do not depend on which row it is
-_REQUIRES_GRADIENT = attrgetter("requires_grad")
+_REQUIRES_GRADIENT, _ADDRESS = attrgetter("requires_grad"), Tensor.data_ptr
 GRADIENT = "gradient"
 STEP = "step"
 
@@ -189,7 +189,7 @@ class Seat:
         state = self.optimizer.state
         if state is not self._state or (self._entries and len(state) < len(self.arena.plan.trained)):
             return False
-        if [*map(torch.Tensor.data_ptr, self.parameters)] != self._addresses:
+        if [*map(_ADDRESS, self.parameters)] != self._addresses:
             return False
         return all(map(is_, map(dict.get, *self._kept), self._entries))
 
@@ -276,6 +276,7 @@ class Arena:
             count = torch.empty(0, dtype=torch.promote_types(like.dtype, torch.float32))
             self._rows[STEP] = Rows(count, (capacity, max(len(plan.trained), 1)))
         self.rows = {name: rows.all for name, rows in self._rows.items()}
+        self._pieces: dict[tuple[str, int, int], tuple[Tensor, ...]] = {}
         self._free = list(range(capacity))
         self._kept: dict[int, dict[int, weakref.ref[Any]]] = {}
 
@@ -283,6 +284,13 @@ class Arena:
     def full(self) -> bool:
         """Whether no row is free."""
         return not self._free
+
+    def pieces(self, name: str, columns: slice) -> tuple[Tensor, ...]:
+        """Return some columns of a tensor row by row, (columns,) each: views, made once."""
+        key = name, columns.start, columns.stop
+        if key not in self._pieces:
+            self._pieces[key] = self.rows[name][:, columns].unbind()
+        return self._pieces[key]
 
     def seat(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> Seat:
         """Give a model a row: the first that is free."""

@@ -23,6 +23,9 @@ Rows = slice | Tensor
 FEW = 4  # rows below which one at a time is faster
 CACHE_NBYTES = 16 << 20  # of the weights of a chunk
 CHUNK = (32, 256)  # rows of a chunk, at least and at most
+# glibc gives freed memory back to the system, and the next call takes it anew, page by page: a quarter of the time of a
+# call of 64 rows. What it keeps is twice the largest block that was freed so far, of those of 32 MiB and less.
+LARGEST_NBYTES = (32 << 20) - (8 << 10)
 EVALUATE, TRAIN = 0, 1  # the stages of work: evaluations first, so that ranks meet at their steps
 
 
@@ -100,6 +103,7 @@ class _Batch:
     def __init__(self, deferred: Deferred, arena: Arena, objective: Objective) -> None:
         self.deferred, self.arena, self.objective = deferred, arena, objective
         self.results: list[Tensor] = []  # what results look like
+        torch.empty(LARGEST_NBYTES, dtype=torch.uint8)  # and freed at once
         nbytes = arena.rows["weights"].stride(0) * arena.rows["weights"].element_size()
         self.chunk = min(max(CACHE_NBYTES // nbytes, CHUNK[0]), CHUNK[1])
 
@@ -201,7 +205,7 @@ class StepBatch(_Batch):
         ]
         gradient, outputs = self.differentiate(weights, inputs)
         with torch.no_grad():
-            self._update(rows, weights, gradient, works)
+            self._update(rows, gradient, works)
         for seat in apart:
             seat.store()
         _tell(works, outputs)
@@ -222,33 +226,34 @@ class StepBatch(_Batch):
         gradients, (_, outputs) = self._gradient(trained, fixed, *own)
         return torch.cat([gradient.flatten() for gradient in gradients.values()]), list(outputs)
 
-    def _update(self, at: Rows, weights: Tensor, gradient: Tensor, works: Sequence[Put]) -> None:
+    def _update(self, at: Rows, gradient: Tensor, works: Sequence[Put]) -> None:
         arena, plan = self.arena, self.arena.plan
         if self._max_norm is not None:
             norms = torch.linalg.vector_norm(gradient, dim=1, keepdim=True)
             gradient.mul_((self._max_norm / (norms + 1e-6)).clamp_(max=1.0))
         if GRADIENT in arena.rows:
             arena.rows[GRADIENT][at, plan.columns] = gradient
-        # A slice gives views, which are updated in place; row numbers give copies, which go back.
-        state = {name: arena.rows[name][at] for name in arena.states}
         if STEP in arena.rows:
             arena.rows[STEP][at] += 1
         for group, (span, settings) in enumerate(zip(plan.spans, works[0].settings, strict=True)):
             if span.start == span.stop:
                 continue
-            own = {name: rows[:, span] for name, rows in state.items()}
+            pieces = {name: arena.pieces(name, span) for name in ("weights", *arena.states)}
+            gradients, counts = gradient[:, span].unbind(), ()
             if STEP in arena.rows:
                 first = next(i for i, place in enumerate(plan.trained) if place.group == group)
-                own[STEP] = arena.rows[STEP][at, first : first + 1].to(weights.device)
-            rates = {work.lr[group] for work in works}
-            rate = (
-                rates.pop() if len(rates) == 1 else weights.new_tensor([[work.lr[group]] for work in works])
-            )
-            arena.rule.update(weights[:, span], gradient[:, span], own, rate, settings)
-        if not isinstance(at, slice):
-            arena.rows["weights"][at] = weights
-            for name, rows in state.items():
-                arena.rows[name][at] = rows
+                # In main memory, as torch keeps them; the kernel wants them where the weights are.
+                counts = arena.rows[STEP][at, first].to(gradient.device).unbind()
+            at_rate: dict[float, list[int]] = {}
+            for number, work in enumerate(works):
+                at_rate.setdefault(work.lr[group], []).append(number)
+            for rate, numbers in at_rate.items():
+                own = {name: [of[works[i].seat.row] for i in numbers] for name, of in pieces.items()}
+                own |= {
+                    GRADIENT: [gradients[i] for i in numbers],
+                    STEP: [counts[i] for i in numbers if counts],
+                }
+                arena.rule.update(own, rate, settings)
 
 
 class EvaluationBatch(_Batch):

@@ -1,8 +1,8 @@
 """torch's optimizers, on many models at once: each row by its own learning rate and count of steps.
 
 SGD, Adam and AdamW are taken as they are: their settings are read at each step, and their state lies in rows beside
-the weights, where the optimizer itself finds it too. Formulas: torch.optim of 2.13. What a rule does not know is
-refused by name, and the model steps alone.
+the weights, where the optimizer itself finds it too. A row is updated by the fused kernels of torch.optim (2.13), which
+go through weights, gradient and state once. What a rule does not know is refused by name, and the model steps alone.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 Group = Mapping[str, Any]
-State = Mapping[str, Tensor]  # name -> (rows, width); "step": (rows, 1), counted before the update
+Rows = Mapping[str, list[Tensor]]
 
 
 @dataclass(frozen=True)
@@ -40,16 +40,12 @@ class Rule:
         """Return what decides how a group is updated, but for its learning rate."""
         raise NotImplementedError
 
-    def update(
-        self, weights: Tensor, gradient: Tensor, state: State, lr: Tensor | float, settings: Sequence[Any]
-    ) -> None:
-        """Update some columns of the rows in place; the gradient may be overwritten.
+    def update(self, rows: Rows, lr: float, settings: Sequence[Any]) -> None:
+        """Update some rows in place; the gradients may be overwritten.
 
         Args:
-            weights: (rows, columns).
-            gradient: (rows, columns).
-            state: of the same rows and columns.
-            lr: one number, or one for each row, (rows, 1).
+            rows: their "weights", "gradient" and each state, (columns,) each, and "step", 0-dim each, counted before.
+            lr: of all these rows.
             settings: as `settings` returned them.
         """
         raise NotImplementedError
@@ -62,23 +58,15 @@ class _SGD(Rule):
     def settings(self, group: Group) -> tuple[Hashable, ...]:
         return group["momentum"], group["weight_decay"], group["nesterov"], group["maximize"]
 
-    def update(
-        self, weights: Tensor, gradient: Tensor, state: State, lr: Tensor | float, settings: Sequence[Any]
-    ) -> None:
+    def update(self, rows: Rows, lr: float, settings: Sequence[Any]) -> None:
         momentum, decay, nesterov, maximize = settings
-        if maximize:
-            gradient.neg_()
-        if decay:
-            gradient.add_(weights, alpha=decay)
-        if momentum:
-            velocity = state["momentum_buffer"].mul_(momentum).add_(gradient)
-            gradient = gradient.add_(velocity, alpha=momentum) if nesterov else velocity
-        _descend(weights, gradient, lr)
+        torch._fused_sgd_(
+            rows["weights"], rows["gradient"], rows["momentum_buffer"] if momentum else [], lr=lr, momentum=momentum,
+            weight_decay=decay, dampening=0.0, nesterov=nesterov, maximize=maximize, is_first_step=False,
+        )  # fmt: skip
 
 
 class _Adam(Rule):
-    decoupled = False
-
     def states(self, settings: Sequence[Any]) -> tuple[str, ...]:
         return ("exp_avg", "exp_avg_sq", "max_exp_avg_sq") if settings[4] else ("exp_avg", "exp_avg_sq")
 
@@ -87,31 +75,14 @@ class _Adam(Rule):
         betas = tuple(float(beta) for beta in group["betas"])
         return *betas, group["eps"], (group["weight_decay"], decoupled), group["amsgrad"], group["maximize"]
 
-    def update(
-        self, weights: Tensor, gradient: Tensor, state: State, lr: Tensor | float, settings: Sequence[Any]
-    ) -> None:
+    def update(self, rows: Rows, lr: float, settings: Sequence[Any]) -> None:
         beta1, beta2, eps, (decay, decoupled), amsgrad, maximize = settings
-        if maximize:
-            gradient.neg_()
-        if decay and decoupled:
-            weights.mul_(1 - lr * decay)
-        elif decay:
-            gradient.add_(weights, alpha=decay)
-        mean, square, steps = state["exp_avg"], state["exp_avg_sq"], state["step"]
-        mean.lerp_(gradient, 1 - beta1)
-        square.mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
-        if amsgrad:
-            square = torch.maximum(state["max_exp_avg_sq"], square, out=state["max_exp_avg_sq"])
-        # The gradient is not needed any more, so its memory takes what is divided by.
-        below = torch.sqrt(square, out=gradient).div_((1 - beta2**steps).sqrt()).add_(eps)
-        _descend(weights, mean / below, lr / (1 - beta1**steps))
-
-
-def _descend(weights: Tensor, direction: Tensor, lr: Tensor | float) -> None:
-    if isinstance(lr, Tensor):
-        weights.addcmul_(direction, lr, value=-1)
-    else:
-        weights.add_(direction, alpha=-lr)
+        fused = torch._fused_adamw_ if decoupled else torch._fused_adam_
+        fused(
+            rows["weights"], rows["gradient"], rows["exp_avg"], rows["exp_avg_sq"],
+            rows["max_exp_avg_sq"] if amsgrad else [], rows["step"], lr=lr, beta1=beta1, beta2=beta2,
+            weight_decay=decay, eps=eps, amsgrad=amsgrad, maximize=maximize,
+        )  # fmt: skip
 
 
 _PLAIN = (("differentiable", False),)

@@ -82,8 +82,10 @@ class _OfModel:
     def _kind(self, inputs: Sequence[Any]) -> tuple[Any, ...]:
         """Return what two calls must have in common to be carried out at once."""
         return tuple(
-            (each.shape, each.dtype, each.device) if isinstance(each, Tensor) else _plain(each)
-            for each in inputs
+            [
+                (each.shape, each.dtype, each.device) if isinstance(each, Tensor) else _plain(each)
+                for each in inputs
+            ]
         )
 
     def _require_unchanged(self, ready: dict[Any, Any]) -> None:

@@ -31,40 +31,56 @@ METADATA = {
 } | {Tensor.dim, Tensor.numel, Tensor.stride, Tensor.is_floating_point, Tensor.__len__}
 
 
+def _of_classes(value: Any, classes: set[Any]) -> list[Tensor]:
+    """Return the tensors of some classes among the arguments of a call."""
+    if type(value) in classes:
+        return [value]
+    if isinstance(value, dict):
+        value = value.values()
+    elif not isinstance(value, (list, tuple)):
+        return []
+    return [found for each in value for found in _of_classes(each, classes)]
+
+
 class Watch:
     """The two classes, of parameters and of other tensors, whose looks one run is told of."""
 
     def __init__(self, deferred: Deferred) -> None:
+        def look(args: Any, kwargs: Any = None) -> None:
+            found = caller()
+            unknown = _of_classes(args, ours) + (_of_classes(kwargs, ours) if kwargs else [])
+            deferred.look(
+                found[1] if found is not None and found[0] is deferred else None,
+                lambda: not ours.isdisjoint(map(type, unknown)),
+            )
+            # Copies are made of the class of their original, and there is nothing to be carried out for them.
+            for each in unknown:
+                if type(each) in ours:
+                    each.__class__ = nn.Parameter if isinstance(each, nn.Parameter) else Tensor
+
         def looked(
             cls: type, function: Callable[..., Any], kinds: Any, args: Any = (), kwargs: Any = None
         ) -> Any:
             if function in METADATA:
                 with torch._C.DisableTorchFunctionSubclass():
                     return function(*args, **(kwargs or {}))
-            found = caller()
-            deferred.look(
-                found[1] if found is not None and found[0] is deferred else None,
-                lambda: bool(self._unknown((args, kwargs))),
-            )
-            # Copies are made of the class of their original, and there is nothing to be carried out for them.
-            for stray in self._unknown((args, kwargs)):
-                stray.__class__ = nn.Parameter if isinstance(stray, nn.Parameter) else Tensor
+            look(args, kwargs)
             return function(*args, **(kwargs or {}))
 
-        members: dict[str, Any] = {"__torch_function__": classmethod(looked)}
-        self.parameter: Any = type("PendingParameter", (nn.Parameter,), members)
-        self.tensor: Any = type("PendingTensor", (Tensor,), members)
-        deferred.unknown = self.tensor
+        def as_number(method: Callable[[Tensor], Any]) -> Callable[[Tensor], Any]:
+            def number(self: Tensor) -> Any:
+                look((self,))
+                return method(self)
 
-    def _unknown(self, value: Any) -> list[Any]:
-        """Return what among the arguments of a call is not known."""
-        if isinstance(value, Tensor):
-            return [value] if type(value) in (self.parameter, self.tensor) else []
-        if isinstance(value, dict):
-            value = value.values()
-        elif not isinstance(value, (list, tuple)):
-            return []
-        return [unknown for each in value for unknown in self._unknown(each)]
+            return number
+
+        members: dict[str, Any] = {"__torch_function__": classmethod(looked)}
+        # What losses are looked at by, as a rule, comes here directly: by way of torch it takes twice as long.
+        numbers = {name: as_number(getattr(Tensor, name)) for name in ("item", "__float__")}
+        self.parameter: Any = type("PendingParameter", (nn.Parameter,), members)
+        self.tensor: Any = type("PendingTensor", (Tensor,), members | numbers)
+        ours = {self.parameter, self.tensor}
+        deferred.unknown = self.tensor
 
     def watch(self, parameters: Iterable[nn.Parameter], tensors: Iterable[Tensor]) -> None:
         """Be told of looks from now on."""
