@@ -239,7 +239,8 @@ class StepBatch(_Batch):
             if span.start == span.stop:
                 continue
             pieces = {name: arena.pieces(name, span) for name in ("weights", *arena.states)}
-            gradients, counts = gradient[:, span].unbind(), ()
+            gradients = gradient[:, span].unbind()
+            counts: tuple[Tensor, ...] = ()
             if STEP in arena.rows:
                 first = next(i for i, place in enumerate(plan.trained) if place.group == group)
                 # In main memory, as torch keeps them; the kernel wants them where the weights are.
