@@ -113,7 +113,7 @@ class TrainingStep(_OfModel):
     >>> comm.record(loss=loss)
 
     On real ranks this is `zero_grad`, `backward`, `step`. On virtual ranks the step is put off and carried out together
-    with those of all ranks whose models are equal but for their weights, in one `torch.func.vmap` call: 5 to 10 times
+    with those of all ranks whose models are equal but for their weights, in one `torch.func.vmap` call: 3 to 4 times
     faster for small models. Whoever looks at the loss, a parameter, a gradient or the optimizer's state has it carried
     out first: ranks, policies, messages and windows see what they would see had it been carried out at once, up to
     rounding (1e-5 of a loss after 100 steps). Look at the loss after the `compute` block, not within it: only when time
