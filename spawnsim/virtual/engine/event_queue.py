@@ -62,6 +62,10 @@ class ScheduledCall:
         self.action = None
 
 
+# Of the heap: time in seconds, place among all that happens then, sequence, what happens.
+Entry = tuple[float, int, int, ScheduledCall]
+
+
 class EventQueue(simpy.Environment):
     """SimPy's environment with absolute times; equal times are ordered by (rank, sequence).
 
@@ -90,6 +94,24 @@ class EventQueue(simpy.Environment):
         if self.place is not None:
             rank = self.place(rank, time_s)
         heappush(self._queue, (time_s, rank, next(self._eid), scheduled_call))  # type: ignore[misc]
+
+    def entry(self, time_s: float, rank: int, scheduled_call: ScheduledCall) -> Entry:
+        """Return the next entry at a time that is not past, for `enter`, or for `reach` alone."""
+        if self.place is not None:
+            rank = self.place(rank, time_s)
+        return time_s, rank, next(self._eid), scheduled_call
+
+    def enter(self, entry: Entry) -> None:
+        """Put an entry into the heap."""
+        heappush(self._queue, entry)  # type: ignore[arg-type]
+
+    def reach(self, entry: Entry) -> bool:
+        """Set the clock forward if nothing in the heap comes before an entry; say whether it was done."""
+        if self._queue and self._queue[0] < entry:  # type: ignore[operator]
+            return False
+        if entry[0] > self._now:
+            self._now = entry[0]
+        return True
 
     def step(self) -> None:
         """Let the next event happen."""

@@ -36,7 +36,7 @@ from greenlet import GreenletExit, getcurrent
 
 from spawnsim.errors import Timeout, UsageError, WorldError
 from spawnsim.virtual.engine.carriers import CARRIERS, Carrier
-from spawnsim.virtual.engine.event_queue import LATE, EventQueue, ScheduledCall
+from spawnsim.virtual.engine.event_queue import LATE, Entry, EventQueue, ScheduledCall
 from spawnsim.virtual.interpreter import watched_collections
 
 # Effects that a task may queue before it waits for the others. Without a bound a rank that only sends would hold all
@@ -249,8 +249,7 @@ class Kernel:
             return
         if task.turn is None:
             task.turn = ScheduledCall(partial(self.ready.append, task))
-        env.put(task.clock, task.rank, task.turn)
-        self._leave(task)
+        self._leave(task, env.entry(task.clock, task.rank, task.turn))
         if task.thrown is not None:
             self._raise(task)
 
@@ -320,14 +319,14 @@ class Kernel:
             self.on_wake(task)
         raise error
 
-    def _leave(self, task: Task) -> None:
-        """Give the processor to the next ready task, or to the hub."""
+    def _leave(self, task: Task, turn: Entry | None = None) -> None:
+        """Give the processor to the next ready task, or to the hub; until a turn of its own, if there is one."""
         if self.closed:
             self._refuse(task)
         restore = self._carriers.suspend_modes()
         # From task to task directly, and events are let happen on this task's own stack: by way of the hub each wait
         # would cost two switches. The follower may be this task itself, whose event has come: then there is none.
-        follower = self._follower()
+        follower = self._follower(task, turn)
         if follower is None:
             self.hub.switch()
         elif follower is not task:
@@ -335,8 +334,9 @@ class Kernel:
             follower.carrier.switch()
         if restore is not None:
             restore()
-        for resumed in self.on_resume:
-            resumed(task)
+        if follower is not task:
+            for resumed in self.on_resume:
+                resumed(task)
         if self.closed:
             raise GreenletExit
 
@@ -351,23 +351,29 @@ class Kernel:
         if self.failure is None:
             error.__dict__["_task"], self.failure = task, error
 
-    def _follower(self) -> Task | None:
+    def _follower(self, task: Task, turn: Entry | None) -> Task | None:
         """Return the next task to run, having let events happen until there is one; None if that is up to the hub."""
         ready, env = self.ready, self.env
-        if self.failure is not None:
-            return None
-        while not ready:
-            if self.releases or env.scheduled() <= self._alarms:
+        while not ready and not self.releases and self.failure is None:
+            # The turn of a task that leaves goes to the heap only if others come before it: what a rank does to itself
+            # (a window's own part) then takes the event of the access, and neither one to go on nor a switch.
+            if turn is not None:
+                if env.reach(turn):
+                    return task
+            elif env.scheduled() <= self._alarms:
                 return None
             self.steps += 1
             try:
                 env.step()
             except Exception as error:  # noqa: BLE001 - no fault of the task that happens to run: the hub raises it
                 self._accident = error
-                return None
+                break
+        if turn is not None:
+            env.enter(turn)
         # A greenlet that has not begun inherits the recursion depth of the task that begins it: a chain of ranks, each
         # begun by the one before, would end in a RecursionError. So the hub begins them all.
-        return ready.popleft() if ready[0].carrier else None
+        hub = self.failure is not None or self._accident is not None or not ready or not ready[0].carrier
+        return None if hub else ready.popleft()
 
     # -- deadlines -----------------------------------------------------------------------------------------
 
