@@ -23,6 +23,7 @@ from spawnsim.comm.ops import NO_OP
 from spawnsim.comm.predefined import BYTE, DOUBLE
 from spawnsim.record import Recorder
 from spawnsim.scenario import Scenario
+from spawnsim.virtual import digest as digests
 from spawnsim.virtual.digest import SHORT_NBYTES, RankDigest, checksum
 from spawnsim.virtual.scripts import run_program
 
@@ -302,6 +303,15 @@ def test_the_library_sends_no_uninitialised_memory() -> None:
 
 
 # -- the checksum ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("nbytes", [0, 1, 28, 4096, SHORT_NBYTES])
+def test_another_library_makes_the_same_checksum(nbytes):
+    """Digests may not depend on whether `spawnsim[fast]` is installed."""
+    data = np.random.default_rng(nbytes).bytes(nbytes)
+    for start in (0, 1, 2**32 - 1):
+        assert digests.crc32(data, start) == crc32(data, start)
+    assert digests.crc32(np.frombuffer(data, np.uint8), 5) == crc32(data, 5)
 
 
 @pytest.mark.parametrize("nbytes", [1, 7, 8, SHORT_NBYTES, SHORT_NBYTES + 1, 3 * SHORT_NBYTES + 5, 70 * KIB])

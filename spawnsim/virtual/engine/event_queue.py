@@ -103,7 +103,7 @@ class EventQueue(simpy.Environment):
 
     def enter(self, entry: Entry) -> None:
         """Put an entry into the heap."""
-        heappush(self._queue, entry)  # type: ignore[arg-type]
+        heappush(self._queue, entry)  # type: ignore[misc]
 
     def reach(self, entry: Entry) -> bool:
         """Set the clock forward if nothing in the heap comes before an entry; say whether it was done."""

@@ -245,6 +245,7 @@ class Kernel:
         task.budget = RUN_AHEAD
         # If nothing can happen before this task's time, the clock is set forward without an event or a switch. So a
         # rank that polls alone costs no more than the call; with an event each, polling was twice as slow.
+        # Else something comes first, which `_follower` relies on.
         if not self.ready and not self.releases and env.jump(task.clock, task.rank):
             return
         if task.turn is None:
@@ -355,12 +356,7 @@ class Kernel:
         """Return the next task to run, having let events happen until there is one; None if that is up to the hub."""
         ready, env = self.ready, self.env
         while not ready and not self.releases and self.failure is None:
-            # The turn of a task that leaves goes to the heap only if others come before it: what a rank does to itself
-            # (a window's own part) then takes the event of the access, and neither one to go on nor a switch.
-            if turn is not None:
-                if env.reach(turn):
-                    return task
-            elif env.scheduled() <= self._alarms:
+            if turn is None and env.scheduled() <= self._alarms:
                 return None
             self.steps += 1
             try:
@@ -368,6 +364,10 @@ class Kernel:
             except Exception as error:  # noqa: BLE001 - no fault of the task that happens to run: the hub raises it
                 self._accident = error
                 break
+            # The turn of a task that leaves goes to the heap only if others come before it: what a rank does to itself
+            # (a window's own part) then takes the event of the access, and neither one to go on nor a switch.
+            if turn is not None and not ready and not self.releases and env.reach(turn):
+                return task
         if turn is not None:
             env.enter(turn)
         # A greenlet that has not begun inherits the recursion depth of the task that begins it: a chain of ranks, each

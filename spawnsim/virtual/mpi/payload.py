@@ -79,9 +79,13 @@ def unpack(into: Any, payload: Any) -> None:
     if WAITING:
         settle(wait=False)
     if type(into) is ndarray:
-        if type(payload) is bytes and len(payload) <= into.nbytes and into.flags.writeable:
-            BytesIO(payload).readinto(into)  # type: ignore[arg-type]  # half of the time that a memoryview takes
-            return
+        if type(payload) is bytes and len(payload) <= into.nbytes:
+            try:
+                BytesIO(payload).readinto(into)  # type: ignore[arg-type]  # half of the time that a memoryview takes
+            except TypeError:
+                pass  # it cannot be written to any more: told below
+            else:
+                return
         into = as_buffer(into)
     into.unpack(np.frombuffer(payload, np.uint8) if type(payload) is bytes else payload)
 

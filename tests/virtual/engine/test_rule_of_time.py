@@ -35,6 +35,49 @@ def test_a_ring_of_named_receives_needs_no_event_a_message(contention, events):
     assert (totals.scheduled, totals.messages) == (events, 2000)
 
 
+def test_an_access_to_a_ranks_own_part_takes_one_event():
+    """It is served before the rank's turn comes: that needs no event of its own, though others have theirs then."""
+    taken = []
+
+    def main(comm):
+        win = comm.Win.Allocate(8, comm=comm)
+        win.Lock_all()
+        for _ in range(3):
+            with comm.compute(0.01):
+                pass
+            before = comm._world.kernel.steps
+            win.Put(bytes(8), comm.rank)
+            win.Flush(comm.rank)
+            taken.append(comm._world.kernel.steps - before)
+        win.Unlock_all()
+        win.Free()
+
+    run(main, 12)
+    assert taken == [1] * 36
+
+
+def test_an_error_before_a_look_ends_the_run_and_not_the_call():
+    """An event happens on the stack of whoever waits, who is not to blame for it."""
+    caught = []
+
+    def fail():
+        raise ValueError("an event failed")
+
+    def main(comm):
+        if comm.rank == 0:
+            comm._world.kernel.env.at(0.005, 0, fail)
+        with comm.compute(0.01 * (comm.rank + 1)):
+            pass
+        try:
+            comm.Iprobe()
+        except ValueError as error:
+            caught.append(error)
+
+    with pytest.raises(ValueError, match="an event failed"):
+        run(main, 12)
+    assert not caught
+
+
 def test_wildcards_cost_one_event_a_message():
     """A coordinator that takes from anybody pays for ordering, once a message."""
 
