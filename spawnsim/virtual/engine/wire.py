@@ -129,8 +129,7 @@ def send(world: World, mailbox: Mailbox, message: Message, mode: Mode = STANDARD
         if world.cost_at is not None:
             _, inject_s, flight_s, _, drain_s = world.cost_at(sender, dest, onto_wire, begin_s)
         source.nic_free_s = begin_s + inject_s
-    message.envelope_s = begin_s + flight_s
-    message.receive_s, message.drain_s = receive_s, drain_s
+    message.envelope_s, message.receive_s, message.drain_s = begin_s + flight_s, receive_s, drain_s
     source.messages += 1
     source.nbytes += nbytes
     digest, payload = source.digest, message.payload
