@@ -14,7 +14,17 @@ from statistics import median
 import numpy as np
 
 from spawnsim.errors import ParameterError
-from spawnsim.fidelity.goodput import WAITING, WORSE, Case, Choice, Sample, judged, other_costs, timed
+from spawnsim.fidelity.goodput import (
+    LIVE_RANKS,
+    WAITING,
+    WORSE,
+    Case,
+    Choice,
+    Sample,
+    judged,
+    other_costs,
+    timed,
+)
 from spawnsim.units import text_table
 
 ALIKE = 0.01  # goodputs that differ by less are not told apart, whatever their intervals
@@ -60,7 +70,8 @@ class Advice:
 
     Attributes:
         rows: the choices.
-        break_even: for each policy the cadence from which on utilisation meets the target; None: none does.
+        break_even: for each policy under which ranks wait (over columns under all) the cadence from which on
+            utilisation meets the target; None: none does.
         target: that utilisation.
         models: names of the network models.
         seeds: how many of each.
@@ -136,11 +147,11 @@ def advise(
     cases = [replace(case, platform=replace(case.platform, network=network)) for network in networks.values()]
     settings = {name: make(case) for name, make in WORSE.items()}
     rows = [_judged(cases, choice, seeds, settings) for choice in noted(choices)]
+    policies = dict.fromkeys(each.policy for each in choices)
     rows.sort(key=lambda row: (-row.goodput, row.choice.every, row.choice.policy))
     rows = [replace(row, alike=_alike(rows, place)) for place, row in enumerate(rows)]
-    even = {
-        name: _break_even(case, rows, name, target) for name in dict.fromkeys(each.policy for each in choices)
-    }
+    waiting = [name for name in policies if name in WAITING or case.ranks > LIVE_RANKS]
+    even = {name: _break_even(case, rows, name, target) for name in waiting}
     return Advice(tuple(rows), even, target, tuple(networks), len(seeds))
 
 
@@ -290,8 +301,8 @@ def _sentences(advice: Advice) -> Iterator[str]:
     yield f"intervals: least to largest of {seeds} x {models}"
     for group in _groups(advice.rows):
         yield f"cannot be told apart: {', '.join(map(str, group))}"
-    for policy, even in advice.break_even.items():
-        yield f"{policy}: {_often(advice, policy, even)}"
+    for policy in sorted({row.choice.policy for row in advice.rows}):
+        yield f"{policy}: {_often(advice, policy)}"
     careful = [_in_effect(advice.rows[place]) for place in advice.careful()]
     if careful:
         yield f"most frequent exchanges that leave {advice.target:.0%} for computing: {'; '.join(careful)}"
@@ -306,9 +317,10 @@ def _in_effect(row: Row) -> str:
     return str(row.choice) + f" (in effect every {row.every:.0f})" * late
 
 
-def _often(advice: Advice, policy: str, even: int | None) -> str:
+def _often(advice: Advice, policy: str) -> str:
     """Say how often a policy may exchange, and how often it does."""
-    if policy in WAITING:
+    if policy in advice.break_even:
+        even = advice.break_even[policy]
         if even is None:
             return f"computes {advice.target:.0%} of the time at no cadence: ranks wait for the slow ones"
         return f"computes {advice.target:.0%} of the time every {even} steps or less often"

@@ -193,7 +193,7 @@ def test_exchanges_that_are_left_out_are_told() -> None:
         _row("pairs", 8, 8.0, 0.6, 0.61),
     )
     rows[1].worse_every["half the bandwidth"] = 256.0
-    found = Advice(rows, {"clock": 1, "average": 20, "pairs": None}, 0.9, ("as given",), 1)
+    found = Advice(rows, {"average": 20}, 0.9, ("as given",), 1)
     assert found.careful() == [0, 3]
     text = report(found)
     assert (
