@@ -171,6 +171,7 @@ class Sharing:
     def __init__(self, env: EventQueue, network: Network, ranks: int) -> None:
         links = network.shared_links(ranks)
         self._env, self._network, self._path = env, network, links.path
+        self._left = links.left
         self._flows = FlowNetwork(links.capacities, links.left)
         self._beginning: list[tuple[float, int, int, Flow]] = []  # a heap: when, sender, number
         self._numbers = count()
@@ -238,10 +239,11 @@ class Sharing:
         if not len(used) or not lasts_s > 0.0:
             return 0.0
         capacities = self._flows.capacities[used]
-        alone_s = min(float((loads[used] / capacities).max()), lasts_s)
-        flow = Flow(tuple(used.tolist()), alone_s * float(capacities.min()), over)
+        work_s = min(float((loads[used] / capacities).max()), lasts_s)
+        flow = Flow(tuple(used.tolist()), work_s * float(capacities.min()), over)
         self._start(begin_s, first, flow)
-        return alone_s
+        # On links that change it takes longer alone, too: only what it takes beyond that is the others' doing.
+        return work_s if self._left is None else self._left.lasts(begin_s, work_s)
 
     def _begin(self, begin_s: float, pair: tuple[int, int], nbytes: int, over: Over) -> None:
         self._start(begin_s, pair[0], Flow(self._path(*pair), float(nbytes), over))

@@ -42,6 +42,13 @@ class Transfer(Completion):
         """The world ranks of sender and receiver."""
         return self.source.id, self.dest.id
 
+    def answered_s(self, message: Message, posted_s: float) -> float:
+        """Return when an answer without data is back that starts when message and receive have met."""
+        world, met_s = self.world, max(message.envelope_s, posted_s)
+        if world.cost_at is None:
+            return met_s + world.cost(self.dest.id, self.source.id, 0)[2]
+        return met_s + world.cost_at(self.dest.id, self.source.id, 0, met_s)[2]
+
 
 class Acknowledged(Transfer):
     """An eager synchronous send: complete when the answer of the matching receive is back."""
@@ -50,8 +57,7 @@ class Acknowledged(Transfer):
 
     def matched(self, message: Message, posted_s: float) -> None:
         """The acknowledgement starts when message and receive have met."""
-        back = self.world.cost(self.dest.id, self.source.id, 0)
-        self.complete(max(message.envelope_s, posted_s) + back[2])
+        self.complete(self.answered_s(message, posted_s))
 
 
 class Rendezvous(Transfer):
@@ -67,8 +73,7 @@ class Rendezvous(Transfer):
 
     def matched(self, message: Message, posted_s: float) -> None:
         """Schedule the data: they start when the clear-to-send is back at the sender."""
-        back = self.world.cost(self.dest.id, self.source.id, 0)
-        start_s = max(message.envelope_s, posted_s) + back[2]
+        start_s = self.answered_s(message, posted_s)
         # Several rendezvous of one sender may be cleared for the same time, by receivers that ran in any order. They
         # start in the order sent, so the choice waits until all ranks have acted at that time (DECIDING).
         heappush(self.source.cleared, (start_s, self.number, self))

@@ -68,6 +68,10 @@ class Share(Protocol):
         """Return when the share changes next; inf if it does not."""
         ...
 
+    def lasts(self, begin_s: float, work_s: float) -> float:
+        """Return how long work takes that begins at a time and would take `work_s` on the whole link."""
+        ...
+
 
 FREE = Cost(0.0, 0.0, 0.0, 0.0, 0.0)  # a message to oneself
 

@@ -248,6 +248,33 @@ def test_random_flows_come_as_in_a_plain_simulation(seed):
     assert len(found) == len(messages)
 
 
+@pytest.mark.parametrize("eager_bytes", [1 << 30, 2000], ids=["eager", "rendezvous"])
+@pytest.mark.parametrize("contention", ["none", "serial", "fifo", "fair"])
+def test_half_of_a_link_is_a_link_of_half_the_bandwidth(contention, eager_bytes):
+    """Whatever takes the other half, or adds latency: for collectives and messages of ranks that come as they come."""
+
+    def program(comm):
+        comm.clock.sleep(float(np.random.default_rng(comm.rank).random()) * 0.02)
+        comm.Allreduce(np.ones(2000), np.zeros(2000))
+        comm.Bcast(np.ones(1000), 3)
+        comm.Sendrecv(np.ones(500), (comm.rank + 1) % 12, recvbuf=np.ones(500), source=(comm.rank - 1) % 12)
+        comm.Alltoall(np.ones(120), np.ones(120))
+        comm.record(at=comm.clock.now())
+
+    def ends(link):
+        there = on(link, contention=contention, eager_bytes=eager_bytes)
+        return run(program, 12, platform=there)[1].column("at")
+
+    trace, whole = BandwidthTrace(((0.0, BANDWIDTH / 2, LATENCY),)), Hockney(LATENCY, BANDWIDTH)
+    half = ends(Hockney(LATENCY, BANDWIDTH / 2))
+    for link in (
+        Changing(whole, background=(Constant(0.5),)),
+        Changing(whole, trace),
+        Changing(Hockney(LATENCY / 2, BANDWIDTH), trace),
+    ):
+        assert ends(link) == pytest.approx(half, rel=1e-9)
+
+
 def test_little_work_waits_like_more_while_nothing_passes():
     """Also where it is lost in the sum of what was done, and nothing passes in two steps one after the other."""
     steps = [(0.0, 1.0, 0.0), (1e6, 0.0, 0.0), (1e6 + 1, 0.0, 0.5), (1e6 + 2, 1.0, 0.0)]
