@@ -30,7 +30,7 @@ def _holds_numbers(run: Recorded, name: str) -> bool:
 
 
 def with_rows(runs: Sequence[Recorded] | Groups, column: str = "rank") -> Groups:
-    """Return those groups, and of them those runs, whose rows have a number in a column: of others there is no curve."""
+    """Return those groups, and of them those runs, whose rows have a number in a column: others have no curve."""
     found = grouped(runs)
     kept = [
         replace(group, runs=tuple(run for run in group.runs if not np.isnan(run.table[column]).all()))
