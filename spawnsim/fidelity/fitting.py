@@ -227,11 +227,12 @@ WORTH_FIXING = (
 
 
 def predicted_s(timing: Timing, operation: str, nbytes: int, ranks: int) -> float:
-    """Return what would be measured: from the last beginning to the last end, after a barrier left unequally."""
+    """Return what would be measured: from the last beginning to the last end, after barriers left unequally."""
     clocks, lasted_s = np.zeros(ranks), []
     size = 0 if operation == "barrier" else max(nbytes // 8, 1) * 8
     for _ in range(ROUNDS):
-        begun = timing.finish("barrier", clocks, 0).times
+        # Two barriers, one before and one behind the writing, as in a sample.
+        begun = timing.finish("barrier", timing.finish("barrier", clocks, 0).times, 0).times
         # The clocks go on from sample to sample: ranks leave a barrier at different times, and the next sample begins
         # so.
         clocks = timing.finish(operation, begun, size).times
