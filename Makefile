@@ -42,9 +42,9 @@ REAL := tests/real tests/testing/test_contract.py
 POLICIES := tests/policies
 VIRTUAL := $(addprefix tests/,virtual columnar checkpoints fuzzing rerun training workloads)
 
-# Two at a time, each with a core; what each says comes in one piece, when it ends; all end, also if one has failed.
+# Two at a time, each with a core, the longest first; what each says comes in one piece, when it ends; all end, also if one has failed.
 test: $(INSTALLED)
-	$(MAKE) --jobs 2 --keep-going --output-sync check-real lint check-policies check-virtual check-others
+	$(MAKE) --jobs 2 --keep-going --output-sync check-real check-others check-policies check-virtual lint
 
 lint: $(INSTALLED)
 	$(BIN)/ruff check .

@@ -217,6 +217,7 @@ def _loggp(line: Line, own: Overheads) -> LogGP:
 
 BETWEEN_TWO = ("p2p", "stream", "post", "get")
 REDUCING = ("reduce", "allreduce")
+LIBRARIES = (Selection("mpich"), Selection("openmpi"))
 GAMMAS = (0.0, *np.geomspace(1e-12, 1e-8, 33).tolist())  # seconds per byte: 1,000 GB/s to 0.1 GB/s
 FINER = np.geomspace(0.75, 1.34, 25).tolist()
 ROUNDS = 5
@@ -266,9 +267,9 @@ def _best_gamma(
 
 def _best_misfit(network: Fabric, reductions: Mapping[str, Sequence[Point]], ranks: int) -> float:
     return sum(
-        # The library's algorithm is not known yet, so each reduction takes the one that explains it best with this
-        # speed.
-        min(misfit(Timing(network, fixed), points, ranks) for fixed in _fixed(operation))
+        # The library's choice is not known yet, so each reduction takes the one that explains it best with this speed:
+        # one algorithm at all sizes, or those that a library changes with the size.
+        min(misfit(Timing(network, choice), points, ranks) for choice in (*LIBRARIES, *_fixed(operation)))
         for operation, points in reductions.items()
     )
 
@@ -291,10 +292,10 @@ def fit_selection(network: Fabric, points: Sequence[Point], ranks: int) -> Selec
         points, ("barrier", "bcast", *REDUCING, "gather", "scatter", "allgather", "alltoall")
     )
     rules = {
-        library: {
-            op: misfit(Timing(network, Selection(library)), own, ranks) for op, own in by_operation.items()
+        selection.library: {
+            op: misfit(Timing(network, selection), own, ranks) for op, own in by_operation.items()
         }
-        for library in ("mpich", "openmpi")
+        for selection in LIBRARIES
     }
     library = min(rules, key=lambda name: sum(rules[name].values()))
     fixed = []

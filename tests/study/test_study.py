@@ -278,7 +278,8 @@ def test_two_studies_at_once_agree(program: Path, tmp_path: Path):
         (folder / "mine").touch()
         store.folder(cell).mkdir()
         (store.folder(cell) / "run.json").write_text('{"what": {}, "totals": {}, "outcome": "finished"}')
-    assert [path.name for path in store.folder(cell).iterdir()] == ["run.json"]
+        cell_module.write_cost(store.folder(cell), Cost(1.0, 1, 0.0))
+    assert {path.name for path in store.folder(cell).iterdir()} == {"run.json", "cost.json"}
 
 
 def test_any_executor_carries_a_sweep(program: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
