@@ -229,28 +229,39 @@ WORTH_FIXING = (
 
 def predicted_s(timing: Timing, operation: str, nbytes: int, ranks: int) -> float:
     """Return what would be measured: from the last beginning to the last end, after barriers left unequally."""
-    clocks, lasted_s = np.zeros(ranks), []
+    clocks, before, lasted_s = np.zeros(ranks), np.zeros(0), list[float]()
     size = 0 if operation == "barrier" else max(nbytes // 8, 1) * 8
     for _ in range(ROUNDS):
         # Two barriers, one before and one behind the writing, as in a sample.
         begun = timing.finish("barrier", timing.finish("barrier", clocks, 0).times, 0).times
+        begun -= (
+            begun.max()
+        )  # a sample lasts as long whenever it is, and so what is equal is so to the last bit
+        if np.array_equal(begun, before):  # as it nearly always is: the samples to come are this one
+            break
         # The clocks go on from sample to sample: ranks leave a barrier at different times, and the next sample begins
         # so.
-        clocks = timing.finish(operation, begun, size).times
-        lasted_s.append(float(clocks.max() - begun.max()))
-    return float(np.median(lasted_s))
+        before, clocks = begun, timing.finish(operation, begun, size).times
+        lasted_s.append(float(clocks.max()))
+    return float(np.median(lasted_s + lasted_s[-1:] * (ROUNDS - len(lasted_s))))
 
 
-def misfit(timing: Timing, points: Sequence[Point], ranks: int) -> float:
-    """Return the mean absolute logarithm of predicted over measured."""
-    ratios = [predicted_s(timing, point.operation, point.nbytes, ranks) / point.seconds for point in points]
-    # Logarithms: half and twice the measured time are equally wrong.
-    return float(np.mean(np.abs(np.log(ratios))))
+def misfit(timing: Timing, points: Sequence[Point], ranks: int, limit: float = math.inf) -> float:
+    """Return the mean absolute logarithm of predicted over measured; infinity if it is not below a limit."""
+    found: list[float] = []
+    for point in points:
+        # Logarithms: half and twice the measured time are equally wrong.
+        ratio = predicted_s(timing, point.operation, point.nbytes, ranks) / point.seconds
+        found.append(abs(math.log(ratio)))
+        if sum(found) >= limit * len(points):
+            return math.inf
+    return sum(found) / len(points)
 
 
 def fit_gamma(network: Fabric, points: Sequence[Point], ranks: int) -> Fabric:
     """Return the network with the speed of arithmetic that explains the reductions best, whatever their algorithms."""
-    reductions = _by_operation(points, REDUCING)
+    # Long messages first: they show soonest that a speed is wrong.
+    reductions = _by_operation(sorted(points, key=lambda point: -point.nbytes), REDUCING)
     if not reductions:
         return network
     # A grid and not a solver: algorithms change with the sizes, so the misfit has steps and many local minima.
@@ -261,17 +272,27 @@ def fit_gamma(network: Fabric, points: Sequence[Point], ranks: int) -> Fabric:
 def _best_gamma(
     network: Fabric, reductions: Mapping[str, Sequence[Point]], ranks: int, gammas: Sequence[float]
 ) -> Fabric:
-    candidates = [replace(network, gamma_s_per_B=gamma) for gamma in dict.fromkeys(gammas)]
-    return min(candidates, key=lambda candidate: _best_misfit(candidate, reductions, ranks))
+    best, least = network, math.inf
+    for gamma in dict.fromkeys(gammas):
+        candidate = replace(network, gamma_s_per_B=gamma)
+        found = _best_misfit(candidate, reductions, ranks, least)
+        if found < least:
+            best, least = candidate, found
+    return best
 
 
-def _best_misfit(network: Fabric, reductions: Mapping[str, Sequence[Point]], ranks: int) -> float:
-    return sum(
+def _best_misfit(
+    network: Fabric, reductions: Mapping[str, Sequence[Point]], ranks: int, limit: float
+) -> float:
+    total = 0.0
+    for operation, points in reductions.items():
+        least = limit - total
         # The library's choice is not known yet, so each reduction takes the one that explains it best with this speed:
         # one algorithm at all sizes, or those that a library changes with the size.
-        min(misfit(Timing(network, choice), points, ranks) for choice in (*LIBRARIES, *_fixed(operation)))
-        for operation, points in reductions.items()
-    )
+        for choice in (*LIBRARIES, *_fixed(operation)):
+            least = min(least, misfit(Timing(network, choice), points, ranks, least))
+        total += least
+    return total
 
 
 def fit_collectives(network: Fabric, points: Sequence[Point], ranks: int) -> tuple[Fabric, Selection]:
