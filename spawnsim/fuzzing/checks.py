@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 from spawnsim.errors import CheckFailed
 from spawnsim.fuzzing.cases import Case
@@ -197,10 +197,10 @@ class Watch(Recorder):
         if not hasattr(given.get("model"), "named_parameters"):
             return call()
         self.has_policies = True
-        before = _numbers(given["model"])
+        before = _extents(given["model"])
         self.spoiled = self.spoiled or not _finite(before)
         self._enlarge(before)
-        key = self._enter(task, policy, given, before)
+        key = self._enter(task, policy, given)
         self._inside[task] = began_s = task.clock
         self._hold(
             began_s >= self._clocks.get(task, 0.0),
@@ -226,11 +226,11 @@ class Watch(Recorder):
             self._leave(task, policy, key, model)
         return model, optimizer, info
 
-    def _look(self, task: Task, policy: Any, model: Any, before: dict[str, Any]) -> None:
+    def _look(self, task: Task, policy: Any, model: Any, before: dict[str, Extent]) -> None:
         """Hold the model that a policy returns to what must be true of it."""
-        name, after = type(policy).__name__, _numbers(model)
-        shapes = {key: tuple(each.shape) for key, each in before.items()}
-        now = {key: tuple(each.shape) for key, each in after.items()}
+        name, after = type(policy).__name__, _extents(model)
+        shapes = {key: each.shape for key, each in before.items()}
+        now = {key: each.shape for key, each in after.items()}
         self._hold(
             shapes == now, "same shapes", f"{name} returned a model of other tensors: {now}, not {shapes}"
         )
@@ -241,16 +241,16 @@ class Watch(Recorder):
         if "range" in policy.promises:
             for key, each in after.items():
                 most = self._largest[key]
-                largest = _largest(each)
                 self._hold(
-                    largest <= most * (1 + COMPRESSED), "range of parameters",
-                    f"{name}: {key} has {largest:.6g}, and no rank ever had more than {most:.6g}: no mixture of models",
+                    each.largest <= most * (1 + COMPRESSED), "range of parameters",
+                    f"{name}: {key} has {each.largest:.6g}, and no rank ever had more than {most:.6g}: no mixture of "
+                    "models",
                 )  # fmt: skip
         self._enlarge(after)
 
-    def _enlarge(self, numbers: dict[str, Any]) -> None:
-        for key, each in numbers.items():
-            self._largest[key] = max(self._largest.get(key, 0.0), _largest(each))
+    def _enlarge(self, extents: dict[str, Extent]) -> None:
+        for key, each in extents.items():
+            self._largest[key] = max(self._largest.get(key, 0.0), each.largest)
 
     def _no_aliasing(self, rank: int, name: str, model: Any) -> None:
         """No memory of a rank's model is another's; models that ranks have let go of do not count."""
@@ -264,13 +264,13 @@ class Watch(Recorder):
             )
         self._models[rank] = held, own  # held, so that no other rank is given the same memory meanwhile
 
-    def _enter(self, task: Task, policy: Any, given: dict[str, Any], before: dict[str, Any]) -> Any:
+    def _enter(self, task: Task, policy: Any, given: dict[str, Any]) -> Any:
         """Note what a rank brings to an average whose mean must be kept; return what names the average."""
         group: Any = given.get("group")
         if not {"mean", "equal"} & set(policy.promises) or self.spoiled or not hasattr(group, "_context"):
             return None
         key = type(policy).__name__, group._context.number, given.get("iteration"), group.Get_size()
-        self._sums[key][task.rank] = before, None
+        self._sums[key][task.rank] = _numbers(given["model"]), None
         return key
 
     def _leave(self, task: Task, policy: Any, key: Any, model: Any) -> None:
@@ -375,6 +375,22 @@ def _limit_s(case: Case) -> float:
     return WAITS * (case.scenario().deadline_s + sum(late)) + sum(lasting) + case.quiet_s()
 
 
+class Extent(NamedTuple):
+    """A tensor's shape, and the largest absolute value in it: infinite or NaN if one of them is."""
+
+    shape: tuple[int, ...]
+    largest: float
+
+
+def _extents(model: Any) -> dict[str, Extent]:
+    """Return the extents of a model's floating-point parameters, by name."""
+    return {
+        name: Extent(tuple(each.shape), _largest(each.detach()))
+        for name, each in model.named_parameters()
+        if each.is_floating_point()
+    }
+
+
 def _numbers(model: Any) -> dict[str, Any]:
     """Return copies of a model's floating-point parameters, by name."""
     return {
@@ -382,8 +398,8 @@ def _numbers(model: Any) -> dict[str, Any]:
     }
 
 
-def _finite(numbers: Mapping[str, Any]) -> bool:
-    return all(bool(each.isfinite().all()) for each in numbers.values())
+def _finite(extents: Mapping[str, Extent]) -> bool:
+    return all(math.isfinite(each.largest) for each in extents.values())
 
 
 def _largest(tensor: Any) -> float:

@@ -19,7 +19,7 @@ import sysconfig
 import threading
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from traceback import walk_stack
 from types import CodeType, FrameType
@@ -134,6 +134,7 @@ def is_installed(file: str) -> bool:
     return file.startswith(PACKAGE) or any(folder in file for folder in INSTALLED)
 
 
+@cache  # each run asks about all loaded modules
 def is_program(file: str) -> bool:
     """Whether a file is a program's: not installed, not Python's, and not generated code (`<string>`)."""
     return not file.startswith((*STANDARD, "<")) and not is_installed(file)

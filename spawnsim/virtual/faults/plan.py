@@ -521,7 +521,9 @@ class FaultPlan:
         """Return the indices of those messages, of many, that meet any fault; NaN is never sent."""
         met = np.zeros(len(source), bool)
         for _, fault in self.links:
-            met |= fault.touches(source, dest) & (fault.at_s <= sent_s) & (sent_s < fault.at_s + fault.for_s)
+            during = (fault.at_s <= sent_s) & (sent_s < fault.at_s + fault.for_s)
+            if during.any():  # which faults are on is soon known, and most are not
+                met |= during & fault.touches(source, dest)
         return np.flatnonzero(met & (source != dest))
 
     def chance(self, *key: int) -> float:
