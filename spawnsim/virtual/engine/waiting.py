@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from collections.abc import Set as AbstractSet
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from typing import Any
@@ -19,8 +18,6 @@ from spawnsim.comm.status import Status
 from spawnsim.virtual.engine.completion import AllOf, Completion
 from spawnsim.virtual.engine.kernel import Task, timeout
 from spawnsim.virtual.engine.world import World
-
-Dead = AbstractSet[tuple[int, int]]  # incarnations known to have ended: (rank of the world, incarnation)
 
 
 @dataclass(slots=True)  # frozen would cost a microsecond a call
@@ -34,7 +31,7 @@ class Waiting:
     tag: int = 0
     keyword: str = "source"
     acknowledged: Collection[int] = ()  # world ranks whose death does not end a wait for anybody
-    context: Any = None  # that ends the wait when it is revoked, and knows its members' incarnations
+    context: Any = None  # that ends the wait when it is revoked, and knows which of its members are dead
 
     def describe(self) -> str:
         """Return the call with its peer and tag."""
@@ -58,12 +55,12 @@ class Waiting:
         """Return the ranks still awaited."""
         return () if self.peer == ANY_SOURCE else (self.peer,)
 
-    def doomed(self, dead: Dead) -> Sequence[int]:
-        """Return the dead that end this wait with `RankFailed`, as ranks of the communicator."""
-        peers, known = self.peers(), self.acknowledged if self.peer == ANY_SOURCE else ()
-        new = ((rank, incarnation) for rank, incarnation in dead if rank in peers and rank not in known)
-        gone = sorted(rank for rank, incarnation in new if self.context.incarnation(rank) == incarnation)
-        return [self.members.index(rank) for rank in gone]
+    def doomed(self, by_s: float) -> Sequence[int]:
+        """Return the dead, known by a time, that end this wait with `RankFailed`, as ranks of the communicator."""
+        if self.peer != ANY_SOURCE:
+            return (self.peer,) if self.context.death_known_s(self.members[self.peer]) <= by_s else ()
+        gone = [rank for rank in self.context.dead(by_s) if rank not in self.acknowledged]
+        return [self.members.index(rank) for rank in sorted(gone) if rank in self.members]
 
     def contexts(self) -> Sequence[Any]:
         """Return what ends the wait when it is revoked."""
@@ -79,7 +76,7 @@ class Unbroken:
 
     __slots__ = ()
 
-    def doomed(self, dead: Dead) -> Sequence[int]:
+    def doomed(self, by_s: float) -> Sequence[int]:
         """Return nobody."""
         return ()
 
@@ -96,7 +93,7 @@ class Unbroken:
 class Assured(Waiting):
     """A pending operation whose end is known: no death changes it any more, but a revocation does."""
 
-    def doomed(self, dead: Dead) -> Sequence[int]:
+    def doomed(self, by_s: float) -> Sequence[int]:
         """Return nobody."""
         return ()
 
@@ -122,9 +119,9 @@ class WaitingForAny:
         """Return the ranks still awaited."""
         return sorted({rank for part in self.parts for rank in part.missing(by_s)})
 
-    def doomed(self, dead: Dead) -> Sequence[int]:
-        """Return the dead that any part waits for."""
-        return sorted({rank for part in self.parts for rank in part.doomed(dead)})
+    def doomed(self, by_s: float) -> Sequence[int]:
+        """Return those known to be dead by a time that any part waits for."""
+        return sorted({rank for part in self.parts for rank in part.doomed(by_s)})
 
     def contexts(self) -> Sequence[Any]:
         """Return what ends any part when it is revoked."""
@@ -152,8 +149,7 @@ def check_alive(world: World, waiting: Any) -> None:
     if world.revoked:
         check_revoked(world, waiting)
     if world.failed:
-        dead = world.known_dead(world.kernel.current.clock)
-        doomed = waiting.doomed(dead) if dead else ()
+        doomed = waiting.doomed(world.kernel.current.clock)
         if doomed:
             raise rank_failed(world.kernel.current, waiting, doomed)
 

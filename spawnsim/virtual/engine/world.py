@@ -189,10 +189,6 @@ class World:
         """Return the rank whose task runs now."""
         return self.ranks[self.kernel.current.rank]
 
-    def known_dead(self, by_s: float) -> set[tuple[int, int]]:
-        """Return the (rank, incarnation) of all deaths that are known by a time."""
-        return {incarnation for incarnation, known_s in self.failed.items() if known_s <= by_s}
-
     def digest(self) -> str:
         """Return the digest of the whole run: that of all ranks' digests, in rank order."""
         whole = hashlib.blake2b(digest_size=16)

@@ -403,9 +403,8 @@ class Crashes:
         """Wake the tasks that wait for ranks that are now known to be dead."""
         self._check_agreements()
         kernel, now_s = self._world.kernel, self._world.kernel.env.now
-        dead = self._world.known_dead(now_s)
         for task in kernel.tasks:
-            doomed = task.wait.doomed(dead) if task.parked and task.wait is not None else ()  # type: ignore[attr-defined]
+            doomed = task.wait.doomed(now_s) if task.parked and task.wait is not None else ()  # type: ignore[attr-defined]
             if doomed:
                 task.clock = max(task.clock, now_s)  # the message says when
                 kernel.throw(task, rank_failed(task, task.wait, doomed))

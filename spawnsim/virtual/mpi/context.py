@@ -10,6 +10,7 @@ import math
 import pickle
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import islice
 from typing import Any, NoReturn, Self
 
 from numpy import ndarray
@@ -32,7 +33,7 @@ from spawnsim.phantoms import PhantomError
 from spawnsim.virtual.digest import COLLECTIVE, RECEIVE, packed
 from spawnsim.virtual.engine.completion import Message, Receive
 from spawnsim.virtual.engine.matching import Mailbox
-from spawnsim.virtual.engine.waiting import Dead, Waiting, await_one, check_alive
+from spawnsim.virtual.engine.waiting import Waiting, await_one, check_alive
 from spawnsim.virtual.engine.wire import Mode, Transfer, send
 from spawnsim.virtual.engine.world import Rank, World
 from spawnsim.virtual.mpi.instance import Call, CollectiveInstance, Departure
@@ -70,6 +71,10 @@ class Context:
     # By world rank, the last collective: each begins on a rank when the one before has ended there. None: at once.
     queue: dict[int, Any] | None = None
     name: str = ""  # if MPI or a member has given it one
+    _dead: list[int] = field(
+        default_factory=list
+    )  # members, by world rank, in the order in which they have died
+    _deaths_seen: int = 0  # of those that the world knows
 
     def __post_init__(self) -> None:
         self.number = self.number or self.world.next_context()
@@ -126,9 +131,17 @@ class Context:
         """Whether the present incarnation of a world rank is a member."""
         return self.incarnation(rank) == self.world.ranks[rank].incarnation
 
-    def is_dead(self, rank: int, dead: Dead) -> bool:
-        """Whether the incarnation of a world rank that is a member is among the dead."""
-        return (rank, self.incarnation(rank)) in dead
+    def dead(self, by_s: float) -> set[int]:
+        """Return the members that are known to have died by a time, as world ranks."""
+        # Of a thousand deaths in the world few are of members: most have been replaced or left out long ago. So each
+        # context looks at each death once.
+        failed = self.world.failed
+        if self._deaths_seen < len(failed):
+            for rank, incarnation in islice(failed, self._deaths_seen, None):
+                if self.incarnation(rank) == incarnation and any(rank in side for side in self.places):
+                    self._dead.append(rank)
+            self._deaths_seen = len(failed)
+        return {rank for rank in self._dead if self.death_known_s(rank) <= by_s}
 
     def death_known_s(self, rank: int) -> float:
         """Return when the others know of the death of a member, by world rank; inf: never."""

@@ -330,8 +330,8 @@ def _compared(context: Context, comm: Member, now: Context) -> tuple[dict[int, i
 
 def dead_members(comm: Member) -> list[int]:
     """Return the world ranks of the members that the running task knows to have died."""
-    dead = comm._world.known_dead(comm._world.kernel.current.clock)
-    return [rank for rank in comm._context.everyone if comm._context.is_dead(rank, dead)]
+    dead = comm._context.dead(comm._world.kernel.current.clock)
+    return [rank for rank in comm._context.everyone if rank in dead] if dead else []
 
 
 def look_for_dead(comm: Member) -> list[int]:

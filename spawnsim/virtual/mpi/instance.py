@@ -21,7 +21,6 @@ from spawnsim.errors import MismatchError
 from spawnsim.virtual.collectives import CollectivePlan, Edges, Finish
 from spawnsim.virtual.engine.completion import Uncertain
 from spawnsim.virtual.engine.contention import Sharing
-from spawnsim.virtual.engine.waiting import Dead
 from spawnsim.virtual.engine.world import Rank, World
 from spawnsim.virtual.faults.injection import CollectiveFaults
 
@@ -74,11 +73,9 @@ class Departure(Uncertain):
         """Return the world ranks that have not arrived, or cannot be heard."""
         return [self.instance.members[rank] for rank in self.missing()]
 
-    def doomed(self, dead: Dead) -> Sequence[int]:
-        """Return the dead who will never arrive, or be heard."""
-        members, context = self.instance.members, self.instance.context
-        # Few or none of the dead are members: of a thousand, most have been replaced or left out long ago.
-        gone = {rank for rank, incarnation in dead if context.incarnation(rank) == incarnation}
+    def doomed(self, by_s: float) -> Sequence[int]:
+        """Return those known to be dead by a time who will never arrive, or be heard."""
+        members, gone = self.instance.members, self.instance.context.dead(by_s)
         return [rank for rank in self.missing() if members[rank] in gone] if gone else ()
 
     def contexts(self) -> Sequence[Any]:

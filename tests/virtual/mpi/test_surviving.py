@@ -145,3 +145,38 @@ def test_a_recovery_looks_at_each_rank_a_few_times(monkeypatch):
         counts.append(len(asked))
     assert counts[1] < 12 * 120  # each rank some times; it was 60 of 120
     assert counts[1] < 3 * counts[0]
+
+
+def test_waits_for_anybody_do_not_look_through_all_deaths():
+    """Each communicator looks at each death once, not in each wait: of thousands, nearly all were left out long ago."""
+
+    class Deaths(dict):
+        looks = 0
+
+        def __iter__(self):
+            Deaths.looks += len(self)
+            return super().__iter__()
+
+        def items(self):
+            Deaths.looks += len(self)
+            return super().items()
+
+    def main(comm):
+        if comm.rank == 0:
+            comm._world.failed = Deaths(comm._world.failed)
+        with comm.compute(0.001):
+            pass
+        with pytest.raises((RankFailed, Revoked)):
+            comm.Barrier()
+        comm = comm.recover(0).comm
+        if comm.rank == 0:
+            comm.record(got=sum(comm.recv() for _ in range(50 * (comm.size - 1))))
+            return
+        for turn in range(50):
+            with comm.compute(0.01 * comm.rank):
+                pass
+            comm.send(turn, 0)
+
+    notes = run(main, 36, faults="; ".join(f"crash:{rank}@0.0005s" for rank in range(12, 36)))[1]
+    assert notes.column("got") == {0: 11 * sum(range(50))}
+    assert 0 < Deaths.looks <= 24 * 24  # some communicators, each once for each death
