@@ -192,6 +192,14 @@ def over_by_itself(world: World, completion: Completion) -> bool:
     return True
 
 
+def known_over(world: World, completion: Completion) -> bool:
+    """Whether a completion is over at the running task's time, and nothing that others still do can change that."""
+    task, plan = world.kernel.current, world.plan
+    if world.ranks[task.rank].observers or (plan is not None and plan.mortal):
+        return False
+    return completion.over(task.clock)
+
+
 def await_one(world: World, completion: Completion, waiting: Any) -> None:
     """Wait until `completion` is over; the running task's clock moves to its end."""
     kernel = world.kernel
