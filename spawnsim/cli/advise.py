@@ -14,11 +14,13 @@ from spawnsim.errors import ParameterError
 from spawnsim.fidelity.advising import Advice, Budget, advise, report
 from spawnsim.fidelity.converging import Need, by_time, converge
 from spawnsim.fidelity.goodput import POLICIES, Case, Choice, Failures
-from spawnsim.options import Parser
+from spawnsim.options import Parser, nearest
 from spawnsim.run.process_setup import stoppable
 from spawnsim.virtual.compute import Fixed, parse_stragglers
 from spawnsim.virtual.faults import rates
 from spawnsim.virtual.platform import load_platform
+
+ALL = "all"  # in place of policies' names
 
 
 def main(argv: Sequence[str]) -> int:
@@ -42,7 +44,7 @@ def main(argv: Sequence[str]) -> int:
     )
     choices = [
         Choice(policy, every, ratio)
-        for policy in options.policy or ["average"]
+        for policy in _policies(options.policy)
         for every in _numbers("--every", options.every, int)
         for ratio in _numbers("--compression", options.compression, float)
     ]
@@ -135,6 +137,18 @@ def _failures(text: str | None, per_node: int) -> Failures:
     return Failures(known.rank_mtbf_s(per_node), known.job_mtbf_s)
 
 
+def _policies(texts: Sequence[str]) -> list[str]:
+    """Return the policies that lists name, each once, in the order of their first mention."""
+    words = [word.strip() for text in texts or ["average"] for word in text.split(",")]
+    wrong = [word for word in words if word not in (*POLICIES, ALL)]
+    if wrong:
+        hint = nearest(wrong[0], (*POLICIES, ALL))
+        raise ParameterError(
+            f"--policy {wrong[0]!r}: give {', '.join(POLICIES)}, with commas between, or {ALL}; {hint}".rstrip("; ")
+        )
+    return list(dict.fromkeys(each for word in words for each in (POLICIES if word == ALL else (word,))))
+
+
 def _numbers(option: str, text: str, kind: Callable[[str], Any]) -> list[Any]:
     try:
         return list(dict.fromkeys(kind(word) for word in text.split(",")))
@@ -198,7 +212,13 @@ def parser() -> Parser:
     add("--platform", metavar="NAME|FILE", help="default: as of `spawnsim run`")
     add("--model", required=True, metavar="BYTES", help="one model, such as '123 MB'")
     add("--step", metavar="TIME", help="of a compute step, such as 300ms; default: the platform's")
-    add("--policy", action="append", choices=POLICIES, help="again for more; default: average")
+    add(
+        "--policy",
+        action="append",
+        default=[],
+        metavar="LIST",
+        help=f"{', '.join(POLICIES)}; or all; repeatable; default: average",
+    )
     add("--every", default="1,8,32,128", metavar="LIST", help="steps between exchanges; default: 1,8,32,128")
     add(
         "--compression",

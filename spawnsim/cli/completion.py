@@ -104,6 +104,12 @@ def _observers() -> list[str]:
     return list(OBSERVERS)
 
 
+def _policies() -> list[str]:
+    from spawnsim.fidelity.goodput import POLICIES
+
+    return [*POLICIES, "all"]
+
+
 NAMES: dict[str, Callable[[], list[str]]] = {
-    "platform": _platforms, "study": _studies, "what": _sections, "observe": _observers,
+    "platform": _platforms, "study": _studies, "what": _sections, "observe": _observers, "policy": _policies,
 }  # fmt: skip

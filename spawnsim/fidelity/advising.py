@@ -16,6 +16,7 @@ import numpy as np
 from spawnsim.errors import ParameterError
 from spawnsim.fidelity.goodput import (
     LIVE_RANKS,
+    STEADY,
     WAITING,
     WORSE,
     Case,
@@ -142,7 +143,7 @@ def advise(
     other = other_costs(case.platform.network)
     if other is not None:
         networks[MODELS[1]] = other
-    if not case.stragglers and all(choice.policy == "average" for choice in choices):
+    if not case.stragglers and all(choice.policy in STEADY for choice in choices):
         seeds = seeds[:1]  # nothing is drawn
     cases = [replace(case, platform=replace(case.platform, network=network)) for network in networks.values()]
     settings = {name: make(case) for name, make in WORSE.items()}

@@ -82,6 +82,7 @@ def _looks(steps: int) -> list[int]:
 
 def _accuracies(case: Case, choice: Choice, steps: int, seed: int) -> list[float]:
     """Return the mean held-out accuracy of all ranks at each look."""
+    from spawnsim.policies.rules.merging import blocks
     from spawnsim.workloads import Digits
 
     looks = set(_looks(steps))
@@ -91,13 +92,14 @@ def _accuracies(case: Case, choice: Choice, steps: int, seed: int) -> list[float
     def main(comm: Any) -> None:
         digits = Digits(comm.rng, comm.Get_rank(), comm.Get_size(), alpha=SKEW)
         model, optimizer = digits.build()
-        policy = policy_of(choice, case)
-        for step in range(steps):
+        count = len(blocks([name for name, _ in model.named_parameters()]))
+        policy = policy_of(choice, case, blocks=count)
+        for step in range(1, steps + 1):
             with comm.compute(case.step_s):
                 loss = digits.step(model, optimizer)
             model, optimizer, _ = policy(step, model, optimizer, local_metric=loss, group=comm)
-            if step + 1 in looks:
-                comm.record(step=step + 1, accuracy=digits.accuracy(model))
+            if step in looks:
+                comm.record(step=step, accuracy=digits.accuracy(model))
         policy.shutdown()
 
     # A network of no weight: steps are counted, not seconds.

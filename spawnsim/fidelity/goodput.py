@@ -1,15 +1,15 @@
 """The goodput of a policy on a cluster: a few rounds in timing alone, and what failures cost in closed form.
 
 Averaging runs over columns, the others as ordinary ranks with models on torch's meta device: the policies themselves,
-which wait, skip and send as with data. Goodput is the share of perfect training that is left, all ranks computing at
+which wait, skip and send as with data. Where ranks first come together, with a model of one of them, that is left out. Goodput is the share of perfect training that is left, all ranks computing at
 the nominal step without a break:
 
     goodput = sum over ranks of steps · step_s / sum of their seconds / (1 + lost / mtbf)
 
 `lost` are the rank-seconds that the death of one rank costs: half the time between two exchanges of its own work, the
-restart, and the detection, in which all others stand still where the policy meets in step. A failure of the whole job
-costs as much work, the detection and the restart of all. This is a closed form, to first order in 1/mtbf, since a
-simulated minute has no failures.
+restart, and the detection, in which all others stand still where the policy meets in step, or where it was the rank
+that serves. A failure of the whole job costs as much work, the detection and the restart of all. This is a closed form,
+to first order in 1/mtbf, since a simulated minute has no failures.
 
 A policy that lets ranks go on while models travel leaves out exchanges for which the last one is not over. So that it
 does not win by doing nothing, each run also says how often ranks did exchange.
@@ -42,11 +42,16 @@ from spawnsim.virtual.compute import (
 from spawnsim.virtual.network import Changing, Hockney, HomeLinks, Link, LogGP, Network, Piecewise, Tcp
 from spawnsim.virtual.platform import Platform
 
-POLICIES = ("average", "selective", "groups", "clock", "pairs", "windows")
-IN_STEP = ("average",)  # all ranks meet: a death holds all of them up
+POLICIES = ("average", "streaming", "gossip", "server", "selective", "groups", "clock", "pairs", "windows")
+# All ranks meet, or wait for one that waits for one that has died: a death holds all of them up.
+IN_STEP = ("average", "streaming", "gossip")
+STEADY = (*IN_STEP, "server")  # nothing is drawn
+JOINING = ("streaming", "gossip", "server")  # ranks come together in their first call
 REPLACING = ("selective", "windows")  # an exchange is of the worst ranks alone
 REPLACED = 0.2
-WAITING = ("average", "groups", "windows")  # the others let ranks go on while models travel
+FRAGMENTS, OVERLAP = 4, 5  # of streaming: in turn, and each used so many steps after it was sent, or at the next turn
+# The others let ranks go on while models travel.
+WAITING = ("average", "streaming", "gossip", "server", "groups", "windows")
 LIVE_RANKS = 128  # beyond, ordinary virtual ranks take minutes for each choice
 MOST_STEPS = 1000  # of a run that is made longer for exchanges that take many steps
 
@@ -71,18 +76,17 @@ class Failures:
         if not (self.mtbf_s > 0 and self.job_mtbf_s > 0 and self.detection_s >= 0 and self.restart_s >= 0):
             raise ParameterError(f"{self}: give times above 0 between failures, and costs of at least 0 s")
 
-    def share(self, ranks: int, round_s: float, *, in_step: bool) -> float:
+    def share(self, round_s: float, *, held: float) -> float:
         """Return the share of goodput that failures leave.
 
         Args:
-            ranks: of the job.
             round_s: seconds from one exchange to the next.
-            in_step: whether all ranks wait while a death is noticed.
+            held: ranks that stand still while a death is noticed, the dead one included; on average over who dies.
 
         Returns:
             From 0 to 1.
         """
-        lost_s = round_s / 2 + self.restart_s + self.detection_s * (ranks if in_step else 1)
+        lost_s = round_s / 2 + self.restart_s + self.detection_s * held
         whole_s = round_s / 2 + self.restart_s + self.detection_s
         return 1.0 / (1.0 + lost_s / self.mtbf_s + whole_s / self.job_mtbf_s)
 
@@ -137,7 +141,7 @@ class Choice:
 
 
 class Timed(NamedTuple):
-    """A run: of each rank seconds computed and until it ended; bytes of all; steps; steps between exchanges."""
+    """A run: of each rank seconds computed and in all; bytes of all ranks; steps; steps between exchanges."""
 
     computed_s: np.ndarray[Any, np.dtype[np.float64]]
     ends_s: np.ndarray[Any, np.dtype[np.float64]]
@@ -199,34 +203,49 @@ def judged(case: Case, choice: Choice, seen: Timed) -> Sample:
     speed = len(seen.ends_s) * seen.steps * case.step_s / float(seen.ends_s.sum())
     wait_s = float(np.mean(seen.ends_s - seen.computed_s)) * choice.every / seen.steps
     between_s = float(seen.ends_s.mean()) / seen.steps * seen.every
-    left = case.failures.share(case.ranks, between_s, in_step=choice.policy in IN_STEP)
+    left = case.failures.share(between_s, held=_held(choice, case.ranks))
     used = float(seen.computed_s.sum() / seen.ends_s.sum())
     return Sample(speed * left, used, wait_s, seen.nbytes / (case.ranks * seen.steps), seen.every)
 
 
-def policy_of(choice: Choice, case: Case) -> Any:
-    """Return a choice's policy."""
+def _held(choice: Choice, ranks: int) -> float:
+    if choice.policy in IN_STEP:
+        return ranks
+    # One death in as many is the server's, which all wait for.
+    return 2 - 1 / ranks if choice.policy == "server" else 1
+
+
+def policy_of(choice: Choice, case: Case, *, first: int = 1, blocks: int = FRAGMENTS) -> Any:
+    """Return a choice's policy.
+
+    Args:
+        choice: which, and how often.
+        case: the job.
+        first: iteration of the first step, from 0; a round ends with its last step, and a run with its last round.
+        blocks: of the model: it can be cut into as many fragments.
+    """
     from spawnsim import policies
     from spawnsim.policies.rules.cadence import When
 
     every = choice.every
-    # A round ends with its last step, and a run with its last round.
-    cadence = When(lambda iteration: (iteration + 1) % every == 0)
+    cadence = When(lambda iteration: (iteration + 1 - first) % every == 0)
     if choice.policy == "average":
         return policies.AverageAllPolicy(every, cadence=cadence)
-    if choice.policy == "selective":
-        return policies.AsyncSelectiveAveragingPolicy(
-            None, every, cadence=cadence, replacement_ratio=REPLACED, cooldown=0
-        )
-    if choice.policy == "windows":
+    if choice.policy == "streaming":
+        count = fragments(every, blocks)
+        overlap = min(every // count, OVERLAP, every - 1)
+        return policies.StreamingDiLoCoPolicy(every, fragments=count, overlap=overlap, compression=None)
+    if choice.policy == "gossip":
+        return policies.GossipPolicy(every, graph=policies.graphs.one_peer_exponential, cadence=cadence)
+    if choice.policy == "server":
+        rule = policies.ServerRule(size=case.ranks, delayed=True)
+        return policies.AsyncServerPolicy(policies.ServerOptions(rule), steps=every, patience_s=1e6)
+    if choice.policy in REPLACING:
+        how = {"cadence": cadence, "replacement_ratio": REPLACED, "cooldown": 0}
+        if choice.policy == "selective":
+            return policies.AsyncSelectiveAveragingPolicy(None, every, **how)
         return policies.OneSidedSelectiveAveragingPolicy(
-            None,
-            None,
-            every,
-            cadence=cadence,
-            replacement_mode="worst_ratio",
-            replacement_ratio=REPLACED,
-            cooldown=0,
+            None, None, every, replacement_mode="worst_ratio", **how
         )
     if choice.policy == "groups":
         return policies.DecentralizedAveragingPolicy(
@@ -235,6 +254,11 @@ def policy_of(choice: Choice, case: Case) -> Any:
     # By the clock, as often as so many nominal steps. No rank dies here: one that is slow is waited for.
     peers = "all" if choice.policy == "clock" else "random"
     return policies.AsyncModelAveragePolicy(peers, 1e3 * every * case.step_s, background=True, patience_s=1e6)
+
+
+def fragments(every: int, blocks: int) -> int:
+    """Return into how many fragments, of equal turns, streaming cuts a model of so many blocks."""
+    return next(count for count in range(min(FRAGMENTS, blocks), 0, -1) if every % count == 0)
 
 
 def _travelling(case: Case, choice: Choice) -> int:
@@ -250,7 +274,7 @@ def _over_columns(case: Case, choice: Choice, seed: int) -> Timed:
         left_s[told.members] = told.left_s
 
     found = columnar.run(
-        policy_of(choice, case),
+        policy_of(choice, case, first=0),
         ranks=case.ranks,
         iterations=steps,
         model_nbytes=_travelling(case, choice),
@@ -269,35 +293,50 @@ def _on_ranks(case: Case, choice: Choice, seed: int) -> Timed:
     from spawnsim.workloads.mlp import without_data
 
     steps, numbers = _steps(case, choice), _travelling(case, choice) // 4
+    count = fragments(choice.every, numbers) if choice.policy == "streaming" else 1
+    # A round before those that are timed: at the first, ranks of "server" all come at once, and streams have begun.
+    joins, lead = choice.policy in JOINING, choice.every * (choice.policy in JOINING)
 
-    def main(comm: Any) -> None:
-        model, optimizer = without_data(numbers)
-        policy, computed_s, exchanges = policy_of(choice, case), 0.0, 0
-        for step in range(steps):
+    def main(comm: Any, last: int) -> None:
+        model, optimizer = without_data(numbers, blocks=count)
+        policy, began_s, computed_s, exchanges = policy_of(choice, case, blocks=count), 0.0, 0.0, 0
+        if joins:
+            policy(0, model, optimizer, group=comm)
+        for step in range(1, last + 1):
             with comm.compute() as block:
                 metric = float(comm.rng("metric").normal())
             computed_s += block.seconds
             model, optimizer, info = policy(step, model, optimizer, local_metric=metric, group=comm)
             exchanges += info["is_replaced"] or info["averaged_this_iteration"]
-        comm.record(computed_s=computed_s, end_s=comm.clock.now(), exchanges=exchanges)
-        # No shutdown: it would wait for models that are under way, and training went on for ever.
+            if step == lead:
+                began_s, computed_s, exchanges = comm.clock.now(), 0.0, 0
+        comm.record(computed_s=computed_s, seconds=comm.clock.now() - began_s, exchanges=exchanges)
+        # No shutdown but of who is served: it would wait for models that are under way, and training went on for ever.
+        if choice.policy == "server":
+            policy.shutdown()
 
-    found = run(
-        main,
-        ranks=case.ranks,
-        platform=case.platform,
-        stragglers=case.stragglers,
-        compute=case.step_s,
-        seed=seed,
-        deadline_s=math.inf,
-    )
-    share = worst_count(case.ranks, REPLACED) / case.ranks if choice.policy in REPLACING else 1.0
+    def ran(last: int) -> Any:
+        return run(
+            main,
+            ranks=case.ranks,
+            platform=case.platform,
+            stragglers=case.stragglers,
+            compute=case.step_s,
+            seed=seed,
+            deadline_s=math.inf,
+            parameters={"last": last},
+        )
+
+    found = ran(lead + steps)
+    nbytes = float(found.totals["bytes"])
+    if joins:  # to come together is not training
+        nbytes = (nbytes - float(ran(0).totals["bytes"])) * steps / (lead + steps)
+    share = worst_count(case.ranks, REPLACED) / case.ranks if choice.policy in REPLACING else float(count)
     # One more, which the end of the run may have cut off: of a rank that never exchanged it is known that
     # its exchanges are as far apart as the run is long.
     exchanges = float(np.mean(found.table["exchanges"])) / share + 1.0
     every = max(steps / exchanges, float(choice.every))
-    computed_s, end_s = found.table["computed_s"], found.table["end_s"]
-    return Timed(computed_s, end_s, float(found.totals["bytes"]), steps, every)
+    return Timed(found.table["computed_s"], found.table["seconds"], nbytes, steps, every)
 
 
 def _steps(case: Case, choice: Choice) -> int:

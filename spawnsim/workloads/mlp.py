@@ -51,14 +51,16 @@ class MLP(nn.Module):
         return linear(x, last.weight, last.bias)
 
 
-def without_data(numbers: int) -> tuple[nn.Module, torch.optim.Optimizer]:
+def without_data(numbers: int, *, blocks: int = 1) -> tuple[nn.Module, torch.optim.Optimizer]:
     """Return a model that holds no memory, for timing alone, and an optimizer of it.
 
     Args:
-        numbers: float32 parameters, at least 1.
+        numbers: float32 parameters, at least as many as blocks.
+        blocks: linear layers of about as many parameters each, at least 1.
 
     Returns:
-        A linear layer on torch's meta device, and plain SGD.
+        The layers on torch's meta device, and plain SGD.
     """
-    model = nn.Linear(numbers, 1, bias=False, device="meta")
+    sizes = [numbers // blocks + (place < numbers % blocks) for place in range(blocks)]
+    model = nn.ModuleList(nn.Linear(size, 1, bias=False, device="meta") for size in sizes)
     return model, torch.optim.SGD(model.parameters(), lr=0.1)

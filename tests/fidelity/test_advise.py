@@ -77,7 +77,7 @@ def test_failures_agree_with_ranks_that_die() -> None:
     assert lost_s == pytest.approx(len(dead) * detection_s, rel=0.1)
     # By the closed form: so much of each rank's time, for as many deaths as there were.
     alone = Failures(mtbf_s=64 * ends[0] / len(dead), detection_s=detection_s, restart_s=0.0)
-    share = alone.share(64, 0.0, in_step=True)
+    share = alone.share(0.0, held=64)
     assert share == pytest.approx(1.0 - lost_s / ends[0], rel=0.01)
 
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from threading import Lock
 from typing import TYPE_CHECKING, Any, Protocol
@@ -83,6 +83,7 @@ class Endpoint:
         self._probe, self._status = comm.Iprobe, Status()
         self._to_self: deque[Message] = deque()
         self._tracked = tracked
+        self._wakes = 0  # sent by `wake` and not received
         self._sends: list[tuple[Request, Bytes]] = []
         self._receives: list[
             _Receive
@@ -195,20 +196,29 @@ class Endpoint:
         the protocols above rely on MPI's promise that messages do not overtake each other.
         """
         source, nbytes = self._status.Get_source(), self._status.Get_count()
+        if source == self.rank:  # by `wake`: all else to this rank does not travel
+            self._wakes -= 1
+            self.comm.Recv(new_memory(0), source, self.tag)
+            return
         self.counts["bytes_received"] += nbytes
         self.received += 1
-        if nbytes <= AT_ONCE_NBYTES:
-            # A phantom may be short, too.
-            make = phantom_memory if self.allocate is phantom_memory else new_memory
-            receive = _Receive(source, make(nbytes), None)
+        # Where large ones are coming in, a small one may have to wait for them at the card.
+        if nbytes <= AT_ONCE_NBYTES and not self._receives:
+            receive = _Receive(source, self._room(nbytes), None)
             self.comm.Recv(receive.buffer, source, self.tag)
         else:
-            buffer = self.allocate(nbytes)
+            buffer = self._room(nbytes)
             receive = _Receive(source, buffer, self.comm.Irecv(buffer, source, self.tag))
         if any(earlier.source == source for earlier in self._receives) or not self._is_complete(receive):
             self._receives.append(receive)
         elif receive.buffer.size:
             complete.append((source, receive.buffer))
+
+    def _room(self, nbytes: int) -> Bytes:
+        """Return memory for a message; a short one may be a phantom, too, and lies where a header can be read."""
+        if nbytes > AT_ONCE_NBYTES or self.allocate is phantom_memory:
+            return self.allocate(nbytes)
+        return new_memory(nbytes)
 
     def _finished(self) -> list[tuple[int, Bytes]]:
         """Return those receives that are complete, but none before an earlier one of the same source."""
@@ -258,6 +268,19 @@ class Endpoint:
             pass
         except RankFailed as error:
             self._note_failure(error)
+
+    def wake(self) -> None:
+        """End a `wait` of another task of this rank, by an empty message to itself."""
+        with suppress(WorldError):  # a communicator that has ended keeps nobody waiting
+            self.comm.Isend(new_memory(0), self.rank, self.tag)
+            self._wakes += 1
+
+    def take_wakes(self) -> None:
+        """Receive what `wake` has sent and no `poll` has taken; the other task has ended."""
+        with suppress(WorldError), self.comm.clock.deadline(PAUSE_S):
+            while self._wakes:
+                self._wakes -= 1
+                self.comm.Recv(new_memory(0), self.rank, self.tag)
 
     def _wait_for(self, receive: _Receive, seconds: float) -> None:
         if receive.request is not None:
@@ -392,4 +415,12 @@ class ProgressEngine:
     def stop(self, timeout_s: float = 0.0) -> bool:
         """End the background task, if there is one; return whether it ended in time. With no time it is not awaited."""
         self._stopping = True
-        return self._task is None or timeout_s <= 0 or self._task.join(timeout_s)
+        if self._task is None or timeout_s <= 0:
+            return True
+        if self._task.alive:
+            # It may have begun to wait for a message that nobody will send.
+            self.endpoint.wake()
+        ended = self._task.join(timeout_s)
+        if ended:
+            self.endpoint.take_wakes()
+        return ended

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pickle
 from collections import deque
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -14,6 +15,15 @@ from support.effort import tried
 
 import spawnsim
 from spawnsim.errors import RankFailed
+from spawnsim.policies import (
+    AsyncModelAveragePolicy,
+    AsyncServerPolicy,
+    DecoupledDiLoCoPolicy,
+    ServerOptions,
+    ServerRule,
+    SpawnPolicy,
+    WAGMAPolicy,
+)
 from spawnsim.policies.averaging.butterfly import Group, Member, Role
 from spawnsim.policies.averaging.download import chunks, rebuild
 from spawnsim.policies.averaging.matchmaking import Search, SearchTerms
@@ -28,6 +38,8 @@ from spawnsim.policies.exchange.messages import (
     decode,
     encode,
 )
+from spawnsim.virtual.network import Hockney, Switch
+from spawnsim.workloads.mlp import without_data
 
 LARGE = AT_ONCE_NBYTES + 1
 
@@ -284,3 +296,33 @@ def test_an_idle_poll_is_one_probe() -> None:
 
     spawnsim.run(main, ranks=1)
     assert len(probes) == 1
+
+
+BESIDE: dict[str, Callable[[], SpawnPolicy]] = {
+    "server": lambda: AsyncServerPolicy(ServerOptions(ServerRule(0.5, 0.0)), steps=6),
+    "wagma": lambda: WAGMAPolicy(6),
+    "decoupled": lambda: DecoupledDiLoCoPolicy(6, fragments=1),
+    "clock": lambda: AsyncModelAveragePolicy("all", 120.0, background=True),
+}
+
+
+@pytest.mark.parametrize("policy", BESIDE)
+def test_a_run_ends_with_its_last_exchange(policy: str) -> None:
+    """Tasks beside training wait for messages that nobody sends any more: to stop them takes no time."""
+    steps, step_s = 24, 0.02
+    last_s: dict[int, float] = {}
+
+    def main(comm: Any) -> None:
+        model, optimizer = without_data(1000)
+        chosen = BESIDE[policy]()
+        for iteration in range(steps):
+            with comm.compute(step_s):
+                pass
+            chosen(iteration, model, optimizer, group=comm)
+        last_s[comm.rank] = comm.clock.now()
+        chosen.shutdown()
+
+    run = spawnsim.run(main, ranks=5, platform=Switch(Hockney(1e-6, 1e10)))
+    assert max(last_s.values()) == pytest.approx(steps * step_s, abs=0.02)
+    assert run.totals["virtual_seconds"] == pytest.approx(max(last_s.values()), abs=0.002)
+    assert "warnings" not in run.what  # nothing is left unreceived
