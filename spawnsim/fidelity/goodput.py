@@ -294,8 +294,10 @@ def _on_ranks(case: Case, choice: Choice, seed: int) -> Timed:
 
     steps, numbers = _steps(case, choice), _travelling(case, choice) // 4
     count = fragments(choice.every, numbers) if choice.policy == "streaming" else 1
-    # A round before those that are timed: at the first, ranks of "server" all come at once, and streams have begun.
-    joins, lead = choice.policy in JOINING, choice.every * (choice.policy in JOINING)
+    # So many rounds before those that are timed: until a slow rank's delay has come to all neighbours, what streams may
+    # be late by is used up, and workers come to their server one by one, not all at once.
+    joins = choice.policy in JOINING
+    lead = choice.every * math.ceil(math.log2(case.ranks)) * joins
 
     def main(comm: Any, last: int) -> None:
         model, optimizer = without_data(numbers, blocks=count)

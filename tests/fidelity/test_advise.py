@@ -18,11 +18,11 @@ from spawnsim.cli import main
 from spawnsim.errors import ParameterError
 from spawnsim.fidelity import goodput
 from spawnsim.fidelity.advising import Advice, Budget, Row, advise, report
-from spawnsim.fidelity.converging import by_time, converge
-from spawnsim.fidelity.goodput import WORSE, Case, Choice, Failures, other_costs, simulate
+from spawnsim.fidelity.converging import _accuracies, by_time, converge
+from spawnsim.fidelity.goodput import STEADY, WORSE, Case, Choice, Failures, other_costs, simulate
 from spawnsim.policies import AverageAllPolicy
 from spawnsim.virtual.collectives import Selection
-from spawnsim.virtual.compute import Lognormal, Slow, Speed, parse_stragglers
+from spawnsim.virtual.compute import Lognormal, Slow, SlowRank, Speed, parse_stragglers
 from spawnsim.virtual.faults import rates
 from spawnsim.virtual.network import BandwidthTrace, Changing, Hockney, LogGP, Nodes, Switch, Tcp
 from spawnsim.virtual.network.changing import Constant
@@ -48,6 +48,54 @@ def test_averaging_follows_its_closed_form() -> None:
     round_s = 1.0 + exchange_s
     expected = 1.0 / round_s / (1 + (round_s / 2 + 50 + 12 * 20) / 1e5)
     assert simulate(failing, Choice("average", 10), 0).goodput == pytest.approx(expected, rel=0.01)
+
+
+@pytest.mark.parametrize("every", [1, 8, 32])
+def test_fragments_follow_their_closed_form(every: int) -> None:
+    """By a ring: each of 4 fragments' bytes over bandwidth, less the steps until it is used; every step there is one."""
+    found = simulate(CASE, Choice("streaming", every), 0)
+    ring_s = 2 * 11 / 12 * 1e8 / 1e8
+    count, overlap = {1: (1, 0), 8: (4, 2), 32: (4, 5)}[every]
+    assert found.exchange_s == pytest.approx(count * max(ring_s / count - overlap * 0.1, 0.0), rel=0.01, abs=1e-6)
+    assert found.goodput == pytest.approx(every * 0.1 / (every * 0.1 + found.exchange_s))
+    assert found.nbytes == pytest.approx(2 * 11 / 12 * 1e8 / every, rel=0.01)
+    assert found.every == every
+    assert [goodput.fragments(*each) for each in ((6, 9), (7, 9), (8, 2), (128, 1))] == [3, 1, 2, 1]
+
+
+def test_neighbours_follow_their_closed_form() -> None:
+    """A model to one rank and another from one, whatever their number: latency, and bytes over bandwidth."""
+    for ranks, ratio in ((12, 1.0), (33, 4.0)):
+        found = simulate(replace(CASE, ranks=ranks), Choice("gossip", 8, ratio), 0)
+        assert found.exchange_s == pytest.approx(1.0 / ratio, rel=1e-4)
+        assert found.nbytes == pytest.approx(1e8 / ratio / 8)
+        assert found.every == 8
+
+
+@pytest.mark.parametrize("every", [1, 32, 200])
+def test_a_server_follows_its_closed_form(every: int) -> None:
+    """Its card takes in 11 models and sends out 11 in a round, unless steps take longer; its own rank waits for none."""
+    seen = goodput.timed(CASE, Choice("server", every), 0)
+    found = goodput.judged(CASE, Choice("server", every), seen)
+    message_s, steps_s = 1e8 / 1e8, every * 0.1
+    assert found.exchange_s == pytest.approx(11 / 12 * max(11 * message_s - steps_s, 2 * message_s), rel=1e-3)
+    assert found.nbytes == pytest.approx(2 * 11 / 12 * 1e8 / every, rel=1e-3)
+    assert found.every == every
+    # One death in twelve is the server's, which all stand still for.
+    failing = replace(CASE, failures=Failures(mtbf_s=1e4, detection_s=20.0, restart_s=50.0))
+    round_s = float(seen.ends_s.mean()) * every / seen.steps
+    left = 1 / (1 + (round_s / 2 + 50 + 20 * (11 / 12 + 12 / 12)) / 1e4)
+    assert goodput.judged(failing, Choice("server", every), seen).goodput == pytest.approx(found.goodput * left)
+
+
+@pytest.mark.parametrize("every", [1, 8])
+def test_a_slow_rank_sets_the_pace_of_those_that_wait_for_it(every: int) -> None:
+    """On a fast link: of all by neighbours or in streams, as by a mean; under a server of itself alone."""
+    fast = replace(SLOW_LINK, network=Switch(Hockney(1e-6, 1e13)))
+    case = replace(CASE, platform=fast, stragglers=(SlowRank(5, 1.5),))
+    found = {name: simulate(case, Choice(name, every), 0).goodput for name in STEADY}
+    assert found.pop("server") == pytest.approx(12 / (11 + 1.5), rel=0.01)
+    assert found == pytest.approx(dict.fromkeys(found, 1 / 1.5), rel=0.01)
 
 
 def test_failures_agree_with_ranks_that_die() -> None:
@@ -279,6 +327,12 @@ def test_a_small_training_tells_what_a_cadence_costs(capsys: pytest.CaptureFixtu
         assert said in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("policy", ["streaming", "gossip", "server"])
+def test_policies_of_all_kinds_train(policy: str) -> None:
+    """Whose weights are global, neighbours' or a server's: digits are learnt, far better than one in ten."""
+    assert _accuracies(replace(CASE, ranks=4), Choice(policy, 4), 40, 0)[-1] > 0.3
+
+
 def test_published_rates() -> None:
     """Rates give the published times between failures; plans take whole nodes, and draw as often as they should."""
     hours = 3600.0
@@ -312,10 +366,13 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert main([*words.split(), "--straggler", "speed:0.04", "--picture", str(picture)]) == 0
     assert "average, every 4" in capsys.readouterr().out
     assert picture.stat().st_size > 10_000
-    assert main([*words.split(), "--json", "--compression", "1,4"]) == 0
+    assert main([*words.split(), "--json", "--compression", "1,4", "--policy", "gossip, average,gossip"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["ranking"][0]["every"] == 4
-    assert len(found["ranking"]) == 4
+    assert len(found["ranking"]) == 8
+    assert list(found["break_even"]) == ["gossip", "average"]
+    assert advise_command._policies(["clock", "all"])[:2] == ["clock", "average"]
+    assert sorted(advise_command._policies(["all"])) == sorted(goodput.POLICIES)
     for wrong, said in (
         (["--every", "1,x"], "--every '1,x'"),
         (["--every", "0"], "every 1 or more"),
@@ -324,6 +381,7 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
         (["--seeds", "0"], "--seeds 0"),
         (["--rounds", "1"], "2 rounds"),
         (["--policy", "none"], "average"),
+        (["--policy", "average,gosip"], "did you mean gossip?"),
         (["--detection=-5s"], "at least 0 s"),
         (["-n", "1"], "at least 2 ranks"),
     ):

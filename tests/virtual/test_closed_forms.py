@@ -53,6 +53,11 @@ HELD = {
     ),
     "goodput of an average under failures": ("fidelity/test_advise.py", "test_failures_agree_with_ranks_that_die"),
     "goodput of an average every H steps": ("fidelity/test_advise.py", "test_averaging_follows_its_closed_form"),
+    "goodput of fragments that are used later": ("fidelity/test_advise.py", "test_fragments_follow_their_closed_form"),
+    "goodput of averages with a neighbour": ("fidelity/test_advise.py", "test_neighbours_follow_their_closed_form"),
+    "goodput of a server whose card is full, or not": (
+        "fidelity/test_advise.py", "test_a_server_follows_its_closed_form"
+    ),
     "a pipeline, and what its stragglers cost": ("fidelity/test_whatif.py", "test_a_long_last_stage"),
 }  # fmt: skip
 
