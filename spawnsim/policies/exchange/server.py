@@ -82,7 +82,8 @@ def difference(now: Tensors, then: Tensors) -> Tensors:
         if without_data(tensor):  # torch takes long to find the shape of a result
             found[name] = torch.empty_like(tensor, dtype=wide)
             continue
-        found[name] = torch.where(tensor == then[name], 0, then[name].to(wide) - tensor.to(wide))
+        moved = then[name].to(wide) - tensor.to(wide)
+        found[name] = moved if all_finite(moved) else torch.where(tensor == then[name], 0, moved)
     return found
 
 

@@ -113,21 +113,28 @@ class ServerOptimizer:
         self.arrivals += 1
         fires = self.arrivals % self.rule.size == 0
         for place, change in enumerate(changes):
-            self._take(place, weight * change, fires)
+            self._take(place, change if weight == 1 else weight * change, fires)
 
     def _take(self, place: int, change: Any, fires: bool) -> None:
-        rule = self.rule
-        size, beta, step = rule.size, rule.momentum, 0
-        total = self.sums[place] + change
+        rule, step = self.rule, 0
+        # Nothing is computed that changes nothing: each intermediate result is fresh memory of a model's size.
+        mean = change
+        if rule.size > 1:
+            total = self.sums[place] + change
+            mean, self.sums[place] = (total / rule.size, 0 * total) if fires else (0, total)
         if fires:
-            mean, total = total / size, 0 * total
-            self.momenta[place] = beta * self.momenta[place] + mean
-            step = mean + beta * self.momenta[place] if rule.nesterov else self.momenta[place]
-        self.sums[place] = total
+            step = self._with_momentum(place, mean)
         if rule.delayed:
-            share = 1 - rule.activation * (size - 1) if fires else rule.activation
-            step = share * beta * self.momenta[place] + change / size
+            share = 1 - rule.activation * (rule.size - 1) if fires else rule.activation
+            step = share * rule.momentum * self.momenta[place] + change / rule.size
         self.weights[place] = self.weights[place] - rule.lr * step
+
+    def _with_momentum(self, place: int, mean: Any) -> Any:
+        beta = self.rule.momentum
+        if not beta:
+            return mean
+        self.momenta[place] = beta * self.momenta[place] + mean
+        return mean + beta * self.momenta[place] if self.rule.nesterov else self.momenta[place]
 
 
 def local_steps(steps: int, speed: float, fastest: float, *, least: int = 5) -> int:
