@@ -56,7 +56,7 @@ class Endpoint:
     """Sends and receives one rank's messages on one communicator and tag.
 
     Sends never wait, a wait for messages is bounded, the messages of one rank stay in order, and a message to this
-    rank itself does not travel: torch refuses such messages, and MPI may block.
+    rank itself does not travel, since MPI may block: only what `wake` sends does, which is empty.
 
     Args:
         comm: the communicator. It keeps the buffers of sends until they have completed (`Comm` promises it).
