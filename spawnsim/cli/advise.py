@@ -142,9 +142,9 @@ def _policies(texts: Sequence[str]) -> list[str]:
     words = [word.strip() for text in texts or ["average"] for word in text.split(",")]
     wrong = [word for word in words if word not in (*POLICIES, ALL)]
     if wrong:
-        hint = nearest(wrong[0], (*POLICIES, ALL))
+        hint = nearest(wrong[0], (*POLICIES, ALL)) or f"{ALL} is all of them"
         raise ParameterError(
-            f"--policy {wrong[0]!r}: give {', '.join(POLICIES)}, with commas between, or {ALL}; {hint}".rstrip("; ")
+            f"--policy {wrong[0]!r}: give {', '.join(POLICIES)}, with commas between; {hint}"
         )
     return list(dict.fromkeys(each for word in words for each in (POLICIES if word == ALL else (word,))))
 
@@ -212,13 +212,8 @@ def parser() -> Parser:
     add("--platform", metavar="NAME|FILE", help="default: as of `spawnsim run`")
     add("--model", required=True, metavar="BYTES", help="one model, such as '123 MB'")
     add("--step", metavar="TIME", help="of a compute step, such as 300ms; default: the platform's")
-    add(
-        "--policy",
-        action="append",
-        default=[],
-        metavar="LIST",
-        help=f"{', '.join(POLICIES)}; or all; repeatable; default: average",
-    )
+    policies = f"{', '.join(POLICIES)}; or all; repeatable; default: average"
+    add("--policy", action="append", default=[], metavar="LIST", help=policies)
     add("--every", default="1,8,32,128", metavar="LIST", help="steps between exchanges; default: 1,8,32,128")
     add(
         "--compression",

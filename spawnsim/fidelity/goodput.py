@@ -1,8 +1,8 @@
 """The goodput of a policy on a cluster: a few rounds in timing alone, and what failures cost in closed form.
 
 Averaging runs over columns, the others as ordinary ranks with models on torch's meta device: the policies themselves,
-which wait, skip and send as with data. Where ranks first come together, with a model of one of them, that is left out. Goodput is the share of perfect training that is left, all ranks computing at
-the nominal step without a break:
+which wait, skip and send as with data. Where ranks first come together, with a model of one of them, that is left out.
+Goodput is the share of perfect training that is left, all ranks computing at the nominal step without a break:
 
     goodput = sum over ranks of steps · step_s / sum of their seconds / (1 + lost / mtbf)
 
@@ -49,7 +49,8 @@ STEADY = (*IN_STEP, "server")  # nothing is drawn
 JOINING = ("streaming", "gossip", "server")  # ranks come together in their first call
 REPLACING = ("selective", "windows")  # an exchange is of the worst ranks alone
 REPLACED = 0.2
-FRAGMENTS, OVERLAP = 4, 5  # of streaming: in turn, and each used so many steps after it was sent, or at the next turn
+# Of streaming: fragments take turns, and each is used so many steps after it was sent, or at the next turn.
+FRAGMENTS, OVERLAP = 4, 5
 # The others let ranks go on while models travel.
 WAITING = ("average", "streaming", "gossip", "server", "groups", "windows")
 LIVE_RANKS = 128  # beyond, ordinary virtual ranks take minutes for each choice
@@ -241,7 +242,7 @@ def policy_of(choice: Choice, case: Case, *, first: int = 1, blocks: int = FRAGM
         rule = policies.ServerRule(size=case.ranks, delayed=True)
         return policies.AsyncServerPolicy(policies.ServerOptions(rule), steps=every, patience_s=1e6)
     if choice.policy in REPLACING:
-        how = {"cadence": cadence, "replacement_ratio": REPLACED, "cooldown": 0}
+        how: dict[str, Any] = {"cadence": cadence, "replacement_ratio": REPLACED, "cooldown": 0}
         if choice.policy == "selective":
             return policies.AsyncSelectiveAveragingPolicy(None, every, **how)
         return policies.OneSidedSelectiveAveragingPolicy(

@@ -52,11 +52,13 @@ def test_averaging_follows_its_closed_form() -> None:
 
 @pytest.mark.parametrize("every", [1, 8, 32])
 def test_fragments_follow_their_closed_form(every: int) -> None:
-    """By a ring: each of 4 fragments' bytes over bandwidth, less the steps until it is used; every step there is one."""
+    """By a ring: each of 4 fragments' bytes over bandwidth, less the steps until it is used."""
     found = simulate(CASE, Choice("streaming", every), 0)
     ring_s = 2 * 11 / 12 * 1e8 / 1e8
     count, overlap = {1: (1, 0), 8: (4, 2), 32: (4, 5)}[every]
-    assert found.exchange_s == pytest.approx(count * max(ring_s / count - overlap * 0.1, 0.0), rel=0.01, abs=1e-6)
+    assert found.exchange_s == pytest.approx(
+        count * max(ring_s / count - overlap * 0.1, 0.0), rel=0.01, abs=1e-6
+    )
     assert found.goodput == pytest.approx(every * 0.1 / (every * 0.1 + found.exchange_s))
     assert found.nbytes == pytest.approx(2 * 11 / 12 * 1e8 / every, rel=0.01)
     assert found.every == every
@@ -74,7 +76,7 @@ def test_neighbours_follow_their_closed_form() -> None:
 
 @pytest.mark.parametrize("every", [1, 32, 200])
 def test_a_server_follows_its_closed_form(every: int) -> None:
-    """Its card takes in 11 models and sends out 11 in a round, unless steps take longer; its own rank waits for none."""
+    """Its card takes in 11 models and sends out 11 in a round, unless steps take longer; rank 0 waits for none."""
     seen = goodput.timed(CASE, Choice("server", every), 0)
     found = goodput.judged(CASE, Choice("server", every), seen)
     message_s, steps_s = 1e8 / 1e8, every * 0.1
@@ -85,7 +87,9 @@ def test_a_server_follows_its_closed_form(every: int) -> None:
     failing = replace(CASE, failures=Failures(mtbf_s=1e4, detection_s=20.0, restart_s=50.0))
     round_s = float(seen.ends_s.mean()) * every / seen.steps
     left = 1 / (1 + (round_s / 2 + 50 + 20 * (11 / 12 + 12 / 12)) / 1e4)
-    assert goodput.judged(failing, Choice("server", every), seen).goodput == pytest.approx(found.goodput * left)
+    assert goodput.judged(failing, Choice("server", every), seen).goodput == pytest.approx(
+        found.goodput * left
+    )
 
 
 @pytest.mark.parametrize("every", [1, 8])

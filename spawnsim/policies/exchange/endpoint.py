@@ -215,10 +215,10 @@ class Endpoint:
             complete.append((source, receive.buffer))
 
     def _room(self, nbytes: int) -> Bytes:
-        """Return memory for a message; a short one may be a phantom, too, and lies where a header can be read."""
-        if nbytes > AT_ONCE_NBYTES or self.allocate is phantom_memory:
-            return self.allocate(nbytes)
-        return new_memory(nbytes)
+        """Return memory to receive a message into; a short one's is plain memory, where it is no phantom."""
+        phantom = self.allocate is phantom_memory
+        make = self.allocate if nbytes > AT_ONCE_NBYTES or phantom else new_memory
+        return make(nbytes)
 
     def _finished(self) -> list[tuple[int, Bytes]]:
         """Return those receives that are complete, but none before an earlier one of the same source."""
