@@ -11,6 +11,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from difflib import get_close_matches
+from pathlib import Path
 from typing import Any, ClassVar, NoReturn
 
 from spawnsim.errors import ParameterError
@@ -77,6 +78,14 @@ def nearest(word: str, known: Iterable[str]) -> str:
     """Return "did you mean ...?" if one of the known words is close, else nothing."""
     found = get_close_matches(word, [*known], n=1)
     return f"did you mean {found[0]}?" if found else ""
+
+
+def picture(text: str) -> Path:
+    """Return the file of `--picture`; a wrong ending is told before hours are spent on what it shows."""
+    found = Path(text)
+    if found.suffix not in ("", ".png", ".pdf", ".svg"):
+        raise argparse.ArgumentTypeError(f"{text}: figures are written as .png, .pdf or .svg")
+    return found
 
 
 def parameters(settings: Sequence[str]) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from spawnsim.errors import ParameterError
 from spawnsim.fidelity.advising import Advice, Budget, advise, report
 from spawnsim.fidelity.converging import Need, by_time, converge
 from spawnsim.fidelity.goodput import POLICIES, Case, Choice, Failures
-from spawnsim.options import Parser, nearest
+from spawnsim.options import Parser, nearest, picture
 from spawnsim.run.process_setup import stoppable
 from spawnsim.virtual.compute import Fixed, parse_stragglers
 from spawnsim.virtual.faults import rates
@@ -256,6 +256,6 @@ def parser() -> Parser:
         help="train a small model for so many steps under each choice, and rank by the time until all are as good; "
         "default: 0, none",
     )  # fmt: skip
-    add("--picture", type=Path, metavar="FILE", help="draw goodput against cadence: .png, .pdf or .svg")
+    add("--picture", type=picture, metavar="FILE", help="draw goodput against cadence: .png, .pdf or .svg")
     add("--json", action="store_true", help="print one JSON object")
     return parser

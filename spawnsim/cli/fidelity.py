@@ -37,7 +37,7 @@ from spawnsim.fidelity.predicting import (
 )
 from spawnsim.fidelity.scoring import Pair, Score, compare, require_fit, score_table, scores
 from spawnsim.fidelity.watching import Seen, watched
-from spawnsim.options import Parser, parameters
+from spawnsim.options import Parser, parameters, picture
 from spawnsim.run.program import Program, program
 from spawnsim.scenario import Scenario
 from spawnsim.virtual.platform import Cores, Platform, load_platform, to_toml
@@ -131,7 +131,7 @@ def calibrate_parser() -> Parser:
         "--out", type=Path, default=Path("measured.toml"), metavar="FILE", help="default: measured.toml"
     )
     parser.add_argument(
-        "--picture", type=Path, metavar="FILE", help="draw measured against fitted: .png, .pdf or .svg"
+        "--picture", type=picture, metavar="FILE", help="draw measured against fitted: .png, .pdf or .svg"
     )
     parser.add_argument(
         "--quick", action="store_true", help="seconds instead of half a minute; larger errors"
@@ -352,6 +352,6 @@ def validate_parser() -> Parser:
         "--add", action="append", type=Path, default=[], metavar="FILE",
         help="what --json printed of another job, of other ranks say: shown in the same table",
     )  # fmt: skip
-    add("--picture", type=Path, metavar="FILE", help="draw predicted against measured: .png, .pdf or .svg")
+    add("--picture", type=picture, metavar="FILE", help="draw predicted against measured: .png, .pdf or .svg")
     add("--json", action="store_true", help="print one JSON object")
     return parser

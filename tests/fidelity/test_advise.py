@@ -385,6 +385,7 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
         (["--seeds", "0"], "--seeds 0"),
         (["--rounds", "1"], "2 rounds"),
         (["--policy", "none"], "average"),
+        (["--picture", "advice.gif"], "--picture: advice.gif: figures are written as .png, .pdf or .svg"),
         (["--policy", "average,gosip"], "did you mean gossip?"),
         (["--detection=-5s"], "at least 0 s"),
         (["-n", "1"], "at least 2 ranks"),
