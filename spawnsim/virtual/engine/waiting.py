@@ -192,12 +192,19 @@ def over_by_itself(world: World, completion: Completion) -> bool:
     return True
 
 
-def known_over(world: World, completion: Completion) -> bool:
-    """Whether a completion is over at the running task's time, and nothing that others still do can change that."""
+def look_ahead(world: World, completion: Completion) -> bool:
+    """Look at a completion before the running task's time has come; return whether that has shown that it is over.
+
+    It is surely over if it is so now, and nothing that others still do can change that.
+    """
     task, plan = world.kernel.current, world.plan
     if world.ranks[task.rank].observers or (plan is not None and plan.mortal):
         return False
-    return completion.over(task.clock)
+    if not completion.over(task.clock):
+        return False
+    world.kernel.run_ahead()
+    world.charge_poll()
+    return True
 
 
 def await_one(world: World, completion: Completion, waiting: Any) -> None:
