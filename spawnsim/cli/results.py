@@ -81,6 +81,7 @@ def _plot_sweep(args: argparse.Namespace, out: Path) -> int:
     sys.stderr.write("".join(f"spawnsim: {line}\n" for line in drawing.missing(sweep).splitlines()))
     for each in asked:
         drawn = drawing.draw(sweep, each)
+        sys.stderr.write("".join(f"spawnsim: {line}\n" for line in drawn.blank.splitlines()))
         paths = drawing.save(drawn, out, args.formats, [whole.command, str(manifest.made()["command"])])
         sys.stdout.writelines(f"{path}\n" for path in paths)
     return 0

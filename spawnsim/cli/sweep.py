@@ -25,9 +25,9 @@ from spawnsim.run.program import is_unmodified, require_main, tree_of
 from spawnsim.run.virtual import require_possible
 from spawnsim.scenario import DEADLINE_S, Scenario
 from spawnsim.study import executors
-from spawnsim.study.results import Sweep
+from spawnsim.study.results import DONE, Sweep
 from spawnsim.study.store import Cell, grid
-from spawnsim.units import text_table
+from spawnsim.units import seconds, text_table
 
 QUOTING = """\
 Options with LIST take several values: --ranks 8,64 or --set ratio=0.1,0.2,0.4; all combinations are run. A value that
@@ -64,6 +64,7 @@ def main(argv: Sequence[str]) -> int:
         own, rest = own[: own.index("--")], own[own.index("--") + 1 :]
     options = parser().parse_args(own)
     require_jobs(options.jobs)
+    limit_s = None if options.run_limit is None else seconds(options.run_limit)
     cells = cells_of(options, rest)
     out = named(options.out) if options.out else Path("runs") / Path(options.file).stem
     if options.dry_run:
@@ -71,12 +72,25 @@ def main(argv: Sequence[str]) -> int:
     with stoppable():
         own_pool = options.executor == "processes"
         chosen = nullcontext() if own_pool else executors.named(options.executor, options.jobs, out / "jobs")
+        before = _finished(out)
         found = Sweep.plan(cells, out)
+        if left := before - {cell.folder for cell in found.cells}:
+            what = f"{counted(len(left), 'run')} of an earlier command, or of files that were edited since"
+            say(f"{what}: kept in {out / 'runs'}, no longer part of the sweep")
         say(f"{found.says()}, in {out}; figures at any time: spawnsim plot {shlex.quote(str(out))}")
         with chosen as carrier:
-            Sweep.run(cells, out, jobs=options.jobs, executor=carrier, say=say)
+            Sweep.run(cells, out, jobs=options.jobs, executor=carrier, limit_s=limit_s, say=say)
     say(f"{found.says()}; {_advice(found)}")
     return 0
+
+
+def _finished(out: Path) -> set[str]:
+    """Return the folders of the finished runs of the sweep that is there; none where no sweep is."""
+    try:
+        sweep = Sweep.load(out)
+    except ParameterError:
+        return set()
+    return {cell.folder for cell in sweep.of_state(DONE)}
 
 
 def cells_of(options: argparse.Namespace, argv: Sequence[str] = ()) -> list[Cell]:
@@ -265,6 +279,10 @@ def parser() -> Parser:
     add("--out", metavar="DIR", help="the sweep's folder; default: runs/NAME of the file")
     add("--dry-run", action="store_true", help="list the runs, and which are done")
     add_jobs(parser)
+    add(
+        "--run-limit", metavar="S",
+        help="how long one run may take here, such as '10 min'; one that takes longer is ended, and has failed",
+    )  # fmt: skip
     add(
         "--executor", default="processes", metavar="E",
         help="what carries the runs: processes (of this machine; default), dask[:ADDRESS], ray[:ADDRESS], mpi, "

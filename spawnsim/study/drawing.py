@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import compress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+import numpy as np
 
 from spawnsim.errors import ParameterError
 from spawnsim.options import listed, nearest, unquoted
@@ -35,6 +38,7 @@ class Drawn:
     stem: str
     figure: Figure
     data: Table
+    blank: str = ""  # lines of its caption: finished runs that have no number to show
 
 
 def where(sweep: Sweep, conditions: Sequence[str]) -> Sweep:
@@ -164,26 +168,39 @@ def draw(sweep: Sweep, asked: Asked) -> Drawn:
     done = sweep.keep(sweep.of_state(DONE))
     if not done.cells:
         raise ParameterError(f"{sweep.folder}: no run is done yet ({sweep.says()})")
-    caption = "\n".join(filter(None, [_setting(sweep), missing(sweep)]))
     stem = gallery.stem_of(asked.stem)
     if asked.kind == "curves":
-        found = _curves(done, asked)
+        found, without = _curves(done, asked)
+        blank = _line(without, sweep, f"have no number of {asked.y}")
         rows = list(panels.rows_of(found, asked))
         data = Table({name: column_of([row[name] for row in rows]) for name in rows[0]})
-        return Drawn(stem, panels.curves_figure(found, asked, caption), data)
-    data = done.table(*dict.fromkeys([asked.y, *([asked.x] if asked.kind == "front" else [])]))
+        return Drawn(stem, panels.curves_figure(found, asked, _caption(sweep, blank)), data, blank)
+    measures = list(dict.fromkeys([asked.y, *([asked.x] if asked.kind == "front" else [])]))
+    data = done.table(*measures)
+    lines = [
+        _line(compress(done.cells, np.isnan(data[name])), sweep, f"have no number of {name}")
+        for name in measures
+    ]
+    blank = "\n".join(filter(None, lines))
     table: Mapping[str, Any] = data
     if asked.kind == "paired":
         from spawnsim.plots.sweeps import differences
 
         table = differences(data, asked.y, hue=asked.hue, against=asked.against, by=asked.by)
-    figure = panels.figure(panels.panels(table, asked.facet), asked, caption)
-    return Drawn(stem, figure, data)
+    figure = panels.figure(panels.panels(table, asked.facet), asked, _caption(sweep, blank))
+    return Drawn(stem, figure, data, blank)
 
 
-def _curves(done: Sweep, asked: Asked) -> list[tuple[str, dict[str, list[convergence.Curve]]]]:
+def _caption(sweep: Sweep, blank: str) -> str:
+    return "\n".join(filter(None, [_setting(sweep), missing(sweep), blank]))
+
+
+def _curves(
+    done: Sweep, asked: Asked
+) -> tuple[list[tuple[str, dict[str, list[convergence.Curve]]]], list[Planned]]:
+    """Return panels of curves, by hue one for each seed, and the runs that have none."""
     found: dict[str, dict[str, list[convergence.Curve]]] = {}
-    lacking: list[ParameterError] = []
+    lacking: list[tuple[Planned, ParameterError]] = []
     for cell, run in done.runs():
         title = ", ".join(shown(name, cell.values.get(name)) for name in asked.facet)
         hue = _plain(cell.values.get(asked.hue)) if asked.hue else ""
@@ -194,12 +211,12 @@ def _curves(done: Sweep, asked: Asked) -> list[tuple[str, dict[str, list[converg
                 info = convergence.curve(convergence.since_start(run), asked.y, over=asked.x)
         # What one policy records another may not: what there is, is drawn.
         except ParameterError as error:
-            lacking.append(error)
+            lacking.append((cell, error))
             continue
         found.setdefault(title, {}).setdefault(hue, []).append(info)
     if not found:
-        raise lacking[0]
-    return list(found.items())
+        raise lacking[0][1]
+    return list(found.items()), [cell for cell, _ in lacking]
 
 
 def _setting(sweep: Sweep) -> str:
@@ -215,13 +232,15 @@ def _setting(sweep: Sweep) -> str:
 
 def missing(sweep: Sweep) -> str:
     """Return which runs are not there, a line at most two; nothing of a finished sweep."""
-    lines = []
-    for state, word in ((MISSING, "not done yet"), (FAILED, "failed")):
-        cells: list[Planned] = sweep.of_state(state)
-        if cells:
-            names = "; ".join(cell.label for cell in cells[:NAMED]) + " …" * (len(cells) > NAMED)
-            lines.append(f"{len(cells)} of {len(sweep.cells)} runs {word}: {names}")
-    return "\n".join(lines)
+    states = ((MISSING, "not done yet"), (FAILED, "failed"))
+    return "\n".join(filter(None, (_line(sweep.of_state(state), sweep, word) for state, word in states)))
+
+
+def _line(some: Iterable[Planned], sweep: Sweep, word: str) -> str:
+    """Return what is to be said of some runs of a sweep, with the names of the first; nothing of none."""
+    cells = list(some)
+    names = "; ".join(cell.label for cell in cells[:NAMED]) + " …" * (len(cells) > NAMED)
+    return f"{len(cells)} of {len(sweep.cells)} runs {word}: {names}" if cells else ""
 
 
 def defaults(sweep: Sweep) -> list[Asked]:

@@ -72,8 +72,8 @@ class Processes(Executor):
     Not a `ProcessPoolExecutor`, which breaks as a whole when one of its processes ends, such as for want of memory.
     """
 
-    def __init__(self, jobs: int) -> None:
-        self._context = _forkserver()
+    def __init__(self, jobs: int, limit_s: float | None = None) -> None:
+        self._context, self._limit_s = _forkserver(), limit_s
         self._threads = ThreadPoolExecutor(jobs)  # each waits for one process
         self._lock = Lock()
 
@@ -92,6 +92,12 @@ class Processes(Executor):
         with self._lock:
             process.start()
         sending.close()
+        in_time = receiving.poll(self._limit_s)
+        if not in_time:
+            process.terminate()
+            # In a library's own loop it hears nothing.
+            if not receiving.poll(STOPPING_S):
+                process.kill()
         try:
             succeeded, outcome = receiving.recv()
         except EOFError:
@@ -100,7 +106,16 @@ class Processes(Executor):
             process.join()
         if succeeded:
             return outcome
+        if not in_time:
+            raise out_of_time(self._limit_s)
         raise outcome if outcome is not None else WorldError(_ended(process.exitcode))
+
+
+def out_of_time(limit_s: float | None) -> WorldError:
+    """Return the error of a run that has taken longer than it may."""
+    return WorldError(
+        f"the run took longer than {limit_s:g} s, and was ended: a greater limit, or none, lets it go on"
+    )
 
 
 def _ended(status: int | None) -> str:
@@ -143,7 +158,7 @@ def _end_with_the_study() -> None:
 
 
 @contextmanager
-def pool(jobs: int, *, fresh: bool = True) -> Iterator[Executor]:
+def pool(jobs: int, *, fresh: bool = True, limit_s: float | None = None) -> Iterator[Executor]:
     """Give a pool of processes of one thread each: fresh ones, one per run, so that a run's peak memory is its own.
 
     They are forked from one that has loaded what runs need, which takes longer than a short run, and begun nothing.
@@ -153,6 +168,7 @@ def pool(jobs: int, *, fresh: bool = True) -> Iterator[Executor]:
     Args:
         jobs: how many runs may go on at once, at least 1.
         fresh: whether each run gets a process of its own; without, `jobs` processes carry out all of them.
+        limit_s: after which a fresh process is ended, and its run has failed.
 
     Returns:
         A context manager that gives the executor.
@@ -162,7 +178,7 @@ def pool(jobs: int, *, fresh: bool = True) -> Iterator[Executor]:
     with one_thread():  # libraries ask when they are loaded, which is before a run begins
         executor: Executor
         if fresh:
-            executor = Processes(jobs)
+            executor = Processes(jobs, limit_s)
         else:
             executor = ProcessPoolExecutor(jobs, mp_context=_forkserver(), initializer=prepare)
         try:

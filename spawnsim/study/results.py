@@ -6,11 +6,14 @@ missing. A folder is read without the program: it may have been moved, or edited
 
 from __future__ import annotations
 
+import fcntl
 import json
+import os
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Executor
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -78,26 +81,15 @@ class Sweep:
             The sweep.
 
         Raises:
-            ParameterError: the folder holds a run, or cannot be written.
+            ParameterError: the folder holds a run, cannot be written, or a sweep of other runs goes on there.
         """
-        place, names = Path(out), labels(cells)
-        require_free(place)
-        prepare(place)
-        distinct = {cell.key: cell for cell in cells}
-        found = cls(place, tuple(_planned(cell, names[key]) for key, cell in distinct.items()), _command())
-        text = json.dumps(
-            {"command": found.command, "cells": [asdict(each) for each in found.cells]}, indent=1
-        )
-        # Beside its place first: somebody may draw figures of the sweep while it goes on.
-        draft = place / f".{PLAN}"
-        draft.write_text(text + "\n", encoding="utf-8")
-        draft.replace(place / PLAN)
-        return found
+        with _held(Path(out), cells) as found:
+            return found
 
     @classmethod
     def run(
         cls, cells: Sequence[Cell], out: str | Path, *, jobs: int = 1, executor: Executor | None = None,
-        say: Callable[[str], None] = lambda _: None,
+        limit_s: float | None = None, say: Callable[[str], None] = lambda _: None,
     ) -> Sweep:  # fmt: skip
         """Carry out the cells that are not done yet.
 
@@ -106,6 +98,7 @@ class Sweep:
             out: the folder: `sweep.json`, and `runs` with a folder per cell.
             jobs: how many runs may go on at once; 0: one after another, in this process.
             executor: any `concurrent.futures.Executor` that carries them out instead; all its machines see `out`.
+            limit_s: wall seconds that one run may take; one that takes longer is ended, and has failed.
             say: takes one line of text per finished run.
 
         Returns:
@@ -114,9 +107,9 @@ class Sweep:
         Raises:
             StudyError: some runs failed; those that did not are kept, and the same call tries the others again.
         """
-        found = cls.plan(cells, out)
-        complete(cells, found.store, jobs=jobs, executor=executor, say=say)
-        return found
+        with _held(Path(out), cells) as found:
+            complete(cells, found.store, jobs=jobs, executor=executor, limit_s=limit_s, say=say)
+            return found
 
     @classmethod
     def load(cls, path: str | Path) -> Sweep:
@@ -266,6 +259,53 @@ def _value(measure: Measure, run: Run | None, totals: dict[str, Any]) -> float |
         return measure.value(run, totals)
     except ParameterError as error:
         return error
+
+
+@contextmanager
+def _held(place: Path, cells: Sequence[Cell]) -> Iterator[Sweep]:
+    """Write a folder's plan and give the sweep; while the block runs, no other process gives the folder other runs."""
+    require_free(place)
+    prepare(place)
+    names = labels(cells)
+    distinct = {cell.key: cell for cell in cells}
+    found = Sweep(place, tuple(_planned(cell, names[key]) for key, cell in distinct.items()), _command())
+    lock = os.open(place, os.O_RDONLY)
+    try:
+        # Alone for as long as the plan is written, then with all who have the same.
+        if _locks(lock, fcntl.LOCK_EX | fcntl.LOCK_NB):
+            _write_plan(found)
+        _locks(lock, fcntl.LOCK_SH)
+        there = Sweep.load(place)
+        if {each.folder for each in there.cells} != {each.folder for each in found.cells}:
+            raise ParameterError(
+                f"another sweep, of other runs, goes on in {place} ({there.command}): wait for its end, or give "
+                "another folder (--out)"
+            )
+        yield found
+    finally:
+        os.close(lock)
+        # Who removes the folder meanwhile loses the runs that were done: those made since need their plan.
+        if place.is_dir() and not (place / PLAN).exists():
+            _write_plan(found)
+
+
+def _locks(file: int, how: int) -> bool:
+    try:
+        fcntl.flock(file, how)
+    except BlockingIOError:
+        return False
+    # Some shared file systems lock no folders: there whoever comes last is obeyed.
+    except OSError:
+        return True
+    return True
+
+
+def _write_plan(sweep: Sweep) -> None:
+    text = json.dumps({"command": sweep.command, "cells": [asdict(each) for each in sweep.cells]}, indent=1)
+    # Beside its place first: somebody may draw figures of the sweep while it goes on.
+    draft = sweep.folder / f".{PLAN}"
+    draft.write_text(text + "\n", encoding="utf-8")
+    draft.replace(sweep.folder / PLAN)
 
 
 def _planned(cell: Cell, label: str) -> Planned:

@@ -19,12 +19,14 @@ from contextlib import nullcontext, redirect_stdout
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from spawnsim.errors import ParameterError, SpawnsimError, StudyError, WorldError
 from spawnsim.options import arguments_of
+from spawnsim.record.folder import prepare
 from spawnsim.run import process_setup, run
 from spawnsim.run.process_setup import stoppable
-from spawnsim.study.executors import Processes, pool
+from spawnsim.study.executors import STOPPING_S, Processes, out_of_time, pool
 from spawnsim.study.store import Cell, Cost, Store, labels, write_cost
 
 LAST_LINES = 12
@@ -51,19 +53,36 @@ def aside(cell: Cell, folder: Path) -> None:
         path.unlink()
 
 
-def by_command(cell: Cell, folder: Path) -> None:
+def by_command(cell: Cell, folder: Path, limit_s: float | None = None) -> None:
     """Carry out a cell by the command that a person would type; its failure is told with its last lines."""
     # A process of its own: MPI can be started once in a process, and an executor's may be threads, or serve for many.
-    done = subprocess.run(
-        command_line(cell, folder), check=False, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+    with subprocess.Popen(
+        command_line(cell, folder), text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
         env=dict.fromkeys(process_setup.VARIABLES, "1") | os.environ,
-    )  # fmt: skip
-    if done.returncode:
-        tail = "\n".join(done.stdout.splitlines()[-LAST_LINES:])
-        raise WorldError(f"{command_of(cell)} ended with status {done.returncode}:\n{tail}")
+    ) as command:  # fmt: skip
+        try:
+            told, _ = command.communicate(timeout=limit_s)
+        except BaseException as stop:
+            _end(command)
+            if isinstance(stop, subprocess.TimeoutExpired):
+                raise out_of_time(limit_s) from None
+            raise
+    if command.returncode:
+        tail = "\n".join(told.splitlines()[-LAST_LINES:])
+        raise WorldError(f"{command_of(cell)} ended with status {command.returncode}:\n{tail}")
 
 
-def execute(cell: Cell, root: Path, how: How = here) -> Cost:
+def _end(command: subprocess.Popen[str]) -> None:
+    """Tell a command to stop, so that it ends its ranks and keeps what they have recorded; end it if it does not."""
+    command.terminate()
+    try:
+        # Sooner than whoever stops this process ends it.
+        command.communicate(timeout=STOPPING_S / 2)
+    except subprocess.TimeoutExpired:
+        command.kill()
+
+
+def execute(cell: Cell, root: Path, how: How = here, limit_s: float | None = None) -> Cost:
     """Carry out `cell` into its place under `root`; a cell that is there already costs nothing more."""
     store = Store(root)
     # Asked again, since another study may have made the run while this one waited in the pool.
@@ -76,14 +95,18 @@ def execute(cell: Cell, root: Path, how: How = here) -> Cost:
             f"files that {cell.name} depends on were edited since the study began, or are others where it runs: "
             "start it again"
         )
-    how = how if cell.backend == "virtual" else by_command
+    commanded = how is by_command or cell.backend != "virtual"
     load, began_s = os.getloadavg()[0], time.monotonic()
     # Only here a signal raises: one that waits for work, in a pool that is told to stop, just ends.
-    with stoppable(), store.draft(cell) as folder:
-        how(cell, folder)
-        cost = Cost(round(time.monotonic() - began_s, 3), _peak_memory(how), round(load, 2))
-        # Within the draft: a run without its cost would look finished, and fail when it is read.
-        write_cost(folder, cost)
+    try:
+        with stoppable(), store.draft(cell) as folder:
+            by_command(cell, folder, limit_s) if commanded else how(cell, folder)
+            cost = Cost(round(time.monotonic() - began_s, 3), _peak_memory(commanded), round(load, 2))
+            # Within the draft: a run without its cost would look finished, and fail when it is read.
+            write_cost(folder, cost)
+    # What a program raises is told with its rank: this is of the store, such as a folder that was removed.
+    except OSError as error:
+        raise ParameterError(f"cannot write {error.filename or store.root}: {error.strerror}") from error
     return cost
 
 
@@ -130,9 +153,9 @@ def command_of(cell: Cell) -> str:
         return f"spawnsim.run({str(cell.file)!r}, ranks={cell.ranks}, seed={cell.seed}, …)"
 
 
-def _peak_memory(how: How) -> int:
+def _peak_memory(commanded: bool) -> int:
     """Return bytes: this process's, or, for launched ranks, the largest single process's."""
-    whose = resource.RUSAGE_CHILDREN if how is by_command else resource.RUSAGE_SELF
+    whose = resource.RUSAGE_CHILDREN if commanded else resource.RUSAGE_SELF
     # Linux counts in KiB, macOS in bytes.
     unit = 1 if sys.platform == "darwin" else 1024
     return resource.getrusage(whose).ru_maxrss * unit
@@ -185,7 +208,7 @@ Ended = Callable[[Cell], None]
 
 
 def sweep(
-    cells: Sequence[Cell], store: Store, *, executor: Executor | None = None, say: Say,
+    cells: Sequence[Cell], store: Store, *, executor: Executor | None = None, limit_s: float | None = None, say: Say,
     ended: Ended = lambda _: None,
 ) -> list[Path]:  # fmt: skip
     """Run what is not done yet.
@@ -195,6 +218,7 @@ def sweep(
         store: where finished runs lie.
         executor: anything that is a `concurrent.futures.Executor`; None runs one after another, in this process.
             But in processes of `pool` each run is a command of its own, in whatever carries it.
+        limit_s: after which such a command is ended, and its run has failed.
         say: takes one line of text per finished run.
         ended: is given each run, once, as soon as it is there; first those that were there before.
 
@@ -213,7 +237,7 @@ def sweep(
     # Failures are kept and told at the end, so that one bad cell does not cost a night's other runs.
     progress, failures = Progress(say, len(missing), time.monotonic()), []
     names = labels(cells)
-    outcomes = _outcomes(missing.values(), store.root.absolute(), executor)
+    outcomes = _outcomes(missing.values(), store.root.absolute(), executor, limit_s)
     for cell in {cell.key: cell for cell in cells if cell.key not in missing}.values():
         ended(cell)
     for done, (cell, outcome) in enumerate(outcomes, start=1):
@@ -249,8 +273,8 @@ def _failed(
 
 
 def complete(
-    cells: Sequence[Cell], store: Store, *, jobs: int = 1, executor: Executor | None = None, say: Say,
-    ended: Ended = lambda _: None,
+    cells: Sequence[Cell], store: Store, *, jobs: int = 1, executor: Executor | None = None,
+    limit_s: float | None = None, say: Say, ended: Ended = lambda _: None,
 ) -> list[Path]:  # fmt: skip
     """Run what is not done yet, in a pool of processes unless another executor is given; as `sweep`.
 
@@ -259,6 +283,7 @@ def complete(
         store: where finished runs lie.
         jobs: how many runs may go on at once; 0: one after another, in this process.
         executor: carries runs out; it is its owner's to end.
+        limit_s: wall seconds that one run may take; one that takes longer is ended, and has failed.
         say: takes one line of text per finished run.
         ended: as for `sweep`.
 
@@ -266,12 +291,18 @@ def complete(
         The run folders, in the order of `cells`.
 
     Raises:
+        ParameterError: a limit without processes, or the store's folder cannot be written.
         StudyError: some runs failed; those that did not are kept.
     """
     own_pool = executor is None and jobs > 0
+    if limit_s is not None and not (limit_s > 0 and (own_pool or executor)):
+        raise ParameterError(
+            f"a run's limit of {limit_s:g} s: give more than 0, and processes to end (--jobs 1)"
+        )
+    prepare(store.root)
     try:
-        with pool(jobs) if own_pool else nullcontext(executor) as carrier:
-            return sweep(cells, store, executor=carrier, say=say, ended=ended)
+        with pool(jobs, limit_s=limit_s) if own_pool else nullcontext(executor) as carrier:
+            return sweep(cells, store, executor=carrier, limit_s=limit_s, say=say, ended=ended)
     except KeyboardInterrupt as stop:
         # Counted on disk: processes may have finished runs after the interrupt.
         kept = f"{sum(map(store.done, cells))} of {len(cells)} runs are done and kept"
@@ -280,13 +311,14 @@ def complete(
 
 
 def _outcomes(
-    cells: Iterable[Cell], root: Path, executor: Executor | None
+    cells: Iterable[Cell], root: Path, executor: Executor | None, limit_s: float | None
 ) -> Iterator[tuple[Cell, Cost | Exception]]:
     if executor is None:
         yield from ((cell, _outcome(partial(execute, cell, root))) for cell in cells)
         return
-    how = aside if isinstance(executor, Processes) else by_command
-    pending: dict[Future[Cost], Cell] = {executor.submit(execute, cell, root, how): cell for cell in cells}
+    # Our own processes have the limit themselves.
+    given: tuple[Any, ...] = (aside,) if isinstance(executor, Processes) else (by_command, limit_s)
+    pending: dict[Future[Cost], Cell] = {executor.submit(execute, cell, root, *given): cell for cell in cells}
     # As they end: in the order of submission one long run would hold back the news of all others.
     for future in as_completed(pending):
         yield pending[future], _outcome(future.result)

@@ -28,7 +28,7 @@ from spawnsim.cli.run import parse
 from spawnsim.errors import ParameterError, StudyError, WorldError
 from spawnsim.options import choices, listed
 from spawnsim.record import Table
-from spawnsim.study import Cost, Store, Sweep, executors, grid, results
+from spawnsim.study import Cost, Store, Sweep, executors, grid, results, sweeping
 from spawnsim.study.store import write_cost
 
 PROGRAM = """
@@ -206,7 +206,68 @@ def test_failures_are_told_at_the_end_with_a_command_that_repeats_them(
     assert swept("--set", "policy=bad,none", "--set", "ratio=0.5", "--seeds", "2", "--out", "q") == 0
 
 
+def test_two_sweeps_of_one_folder_share_its_plan_or_the_second_is_refused(
+    program: Path, capsys: pytest.CaptureFixture[str]
+):
+    """While the first goes on; afterwards the plan is the last one's, and what is no longer in it is told."""
+    cells = grid("prog.py", ranks=[2], seeds=[0, 1])
+    told: list[str] = []
+
+    def meanwhile(line: str) -> None:
+        if line.startswith("[1/2]"):
+            assert Sweep.plan(cells, "q").says() == "2 runs: 1 done, 1 missing"
+            with pytest.raises(ParameterError, match=r"another sweep, of other runs, goes on in q .*--out"):
+                Sweep.run(cells[:1], "q", jobs=0)
+            told.append(Sweep.load("q").says())
+
+    Sweep.run(cells, "q", jobs=0, say=meanwhile)
+    assert told == ["2 runs: 1 done, 1 missing"] and Sweep.load("q").says() == "2 runs: 2 done"
+    assert cli.main(["sweep", "prog.py", "--ranks", "2", "--jobs", "0", "--out", "q"]) == 0
+    assert "1 run of an earlier command, or of files that were edited" in capsys.readouterr().out
+    assert Sweep.load("q").says() == "1 run: 1 done"
+
+
+def test_a_folder_that_is_removed_or_cannot_be_written_is_one_line(
+    program: Path, capsys: pytest.CaptureFixture[str]
+):
+    """The runs that are made after it has gone can be read."""
+    program.write_text("import shutil\ndef main(comm):\n    shutil.rmtree('q')\n    comm.record(loss=1.0)\n")
+    assert cli.main(["sweep", "prog.py", "--ranks", "1", "--jobs", "0", "--out", "q"]) == 0
+    assert Sweep.load("q").says() == "1 run: 1 done"
+    program.write_text(
+        "import shutil\ndef main(comm):\n    shutil.rmtree('q/runs')\n    open('q/runs', 'w')\n"
+    )
+    assert cli.main(["sweep", "prog.py", "--ranks", "1", "--jobs", "0", "--out", "q"]) == 1
+    assert cli.main(["sweep", "prog.py", "--ranks", "1", "--jobs", "0", "--out", "q"]) == 2
+    told = capsys.readouterr().err
+    assert "prog-n1-s0: cannot" in told and "cannot make the run folder q/runs: File exists" in told
+    assert "Traceback" not in told
+
+
 # ---------------------------------------------------------------------------------------------------- executors
+def test_a_run_that_takes_longer_than_its_limit_fails_alone(
+    program: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    """Its process is ended, and in other executors its command; without either it is refused."""
+    with executors.pool(1, limit_s=0.3) as pool:
+        late, fine = pool.submit(time.sleep, 600), pool.submit(pow, 2, 5)
+        with pytest.raises(WorldError, match=r"took longer than 0.3 s, and was ended"):
+            late.result(timeout=240)
+        assert fine.result(timeout=240) == 32
+    cells = grid("prog.py", ranks=[2], seeds=[0])
+    line = [sys.executable, "-S", "-c", "import time; time.sleep(600)"]
+    monkeypatch.setattr(sweeping, "command_line", lambda *_: line)
+    with (
+        ThreadPoolExecutor(1) as threads,
+        pytest.raises(StudyError, match=r"prog-n2-s0: the run took longer"),
+    ):
+        Sweep.run(cells, "q", executor=threads, limit_s=0.3)
+    assert swept("--run-limit", "10 min", "--out", "q") == 2
+    assert swept("--run-limit", "soon", "--out", "q") == 2
+    told = capsys.readouterr().err
+    assert "limit of 600 s: give more than 0, and processes" in told and "'soon' is not a duration" in told
+
+
 def test_a_process_that_is_killed_fails_its_own_task_alone():
     """Others go on; an error comes back with its traceback, whatever can be pickled of it."""
     with executors.pool(2) as pool:
@@ -471,10 +532,16 @@ def test_what_one_policy_alone_has_recorded_is_drawn_of_it(half: Path, capsys: p
     dataclasses.replace(run, table=Table(rows)).save(sweep.store.root / planned.folder)
     found = sweep.table("final:extra")["final:extra"]
     assert np.flatnonzero(~np.isnan(found)).tolist() == [3]
+    assert cli.main(["plot", str(half), "--y", "extra", "--x", "bytes", "--formats", "svg"]) == 0
     for x in ("ratio", "time_s"):
         assert cli.main(["plot", str(half), "--y", "extra", "--x", x, "--formats", "svg"]) == 0
+        # What is drawn blank is not what is missing, nor what has failed.
+        assert "21 of 24 runs have no number of extra: none, " in capsys.readouterr().err
+        assert (
+            "21 of 24 runs have no number of extra: none, " in Path(f"figures/extra-over-{x}.svg").read_text()
+        )
         assert cli.main(["plot", str(half), "--y", "extre", "--x", x, "--formats", "svg"]) == 2
-    assert "column 'extre' was not recorded" in capsys.readouterr().err
+        assert "column 'extre' was not recorded" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
