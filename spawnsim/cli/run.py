@@ -419,22 +419,29 @@ def resume(argv: Sequence[str]) -> int:
     parser.add_argument(
         "--program", type=Path, metavar="FILE", help="the program; default: the one kept in RUN"
     )
+    parser.add_argument("--backend", choices=BACKENDS, help="default: that of RUN")
     options, given = parser.parse_known_args(list(argv))
     what = read_manifest(options.run)["what"]
     found = checkpoints.newest(options.run)
     file = options.program or options.run / INPUTS / "program" / Path(str(what.get("file"))).name
     if not file.is_file():
         raise ParameterError(f"{options.run} keeps no program: give it, with --program FILE")
-    print(f"spawnsim: {options.run} goes on at iteration {found.iteration}", file=sys.stderr)
-    own = [part for name, flag in _CIRCUMSTANCES for part in _circumstance(options.run, what, (name, flag))]
+    # Who has mended the program since expects it to run, and not the one that is kept.
+    kept = "" if options.program else f", with the program that it keeps, {file}; another: --program FILE"
+    print(f"spawnsim: {options.run} goes on at iteration {found.iteration}{kept}", file=sys.stderr)
+    backend = options.backend or str(what.get("backend", "virtual"))
+    # Real ranks have no virtual circumstances: a run that goes on with them leaves its own behind.
+    fit = [
+        (name, flag) for name, flag in _CIRCUMSTANCES if backend == "virtual" or flag[2:] not in VIRTUAL_ONLY
+    ]
+    own = [part for each in fit for part in _circumstance(options.run, what, each)]
     given_by = what.get("parameters")
     set_ = (
         {name: each for name, each in given_by.items() if each is not None}
         if isinstance(given_by, dict)
         else {}
     )
-    own += ["--eager"] * bool(what.get("eager")) + arguments_of(set_)
-    backend = str(what.get("backend", "virtual"))
+    own += ["--eager"] * bool(what.get("eager") and backend == "virtual") + arguments_of(set_)
     return main([str(file), "--backend", backend, *own, "--out", str(options.run), "--resume", *given])
 
 

@@ -359,7 +359,9 @@ def read_spot(path: Path, *, ranks_per_node: int = 1) -> tuple[FaultPlan, int]:
     document = _json(path)
     gap_s = _above_zero(path, "metadata.gap_seconds", _field(path, document, "metadata", "gap_seconds"))
     counts = _field(path, document, "data")
-    for at, count in enumerate(counts if isinstance(counts, list) else [counts]):
+    if not isinstance(counts, list):
+        raise ParameterError(f"{path}: data is {counts!r}, no list of numbers of nodes")
+    for at, count in enumerate(counts):
         if isinstance(count, bool) or not isinstance(count, int) or not 0 <= count <= _MOST_NODES:
             raise ParameterError(
                 f"{path}: data[{at}] is {count!r}, no number of nodes from 0 to {_MOST_NODES:,}"

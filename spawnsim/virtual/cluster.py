@@ -242,8 +242,7 @@ class Cluster:
         if self.world.kernel.closed:  # it was ended, or left the rest undone
             return
         if task.error is not None and not self._left(rank, task):
-            self.world.kernel.failure = task.error
-            task.error.__dict__.setdefault("_task", task)
+            self._fails(task, task.error)
         else:
             self.crashes.ended(task)
         if task is rank.tasks[0]:
@@ -253,6 +252,20 @@ class Cluster:
                     self.world.kernel.throw(beside, GreenletExit())
             if self._progress is not None:
                 self._progress(task.clock, self._finished, len(self.world.ranks))
+
+    def _fails(self, task: Task, error: BaseException) -> None:
+        """Let the run end with a task's error, at its time: what others do, save or raise before it happens first."""
+        kernel = self.world.kernel
+        error.__dict__.setdefault("_task", task)
+
+        def end() -> None:
+            kernel.failure = kernel.failure or error
+
+        # Ranks run ahead of each other, and a run that is told to stop has no time.
+        if task.clock <= kernel.env.now or isinstance(error, KeyboardInterrupt):
+            end()
+        else:
+            kernel.env.at(task.clock, task.rank, end)
 
     def run(self, on_error: OnError = lambda error: None, on_note: OnNote | None = None) -> Totals:
         """Run to the end.

@@ -14,8 +14,8 @@ import numpy as np
 import pytest
 
 import spawnsim
-from spawnsim import checkpoints
-from spawnsim.errors import ParameterError, UsageError
+from spawnsim import checkpoints, cli
+from spawnsim.errors import ParameterError, RankError, UsageError
 from spawnsim.plots.experiments import ranks_of
 from spawnsim.virtual.faults import Crash, FaultPlan, Restart
 from spawnsim.virtual.faults.plan import Setting, from_toml
@@ -107,6 +107,42 @@ def test_a_killed_process_leaves_rows_and_goes_on_by_one_command(tmp_path: Path)
     # A second time: what was resumed can be resumed.
     checkpoints.discard(out, after=12)
     same(whole, run(out, resume=True, policy="selective", die=str(flag)))
+
+
+def test_a_checkpoint_before_the_first_error_is_there_and_the_earliest_error_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Ranks run ahead of each other: what comes before the error in virtual time has happened."""
+    monkeypatch.chdir(tmp_path)
+    text = (
+        "def main(comm):\n"
+        "    comm.restore()\n"
+        "    comm.checkpoint(iteration=1)\n"
+        "    for each in range(4):\n"
+        "        with comm.compute(0.1 if comm.Get_rank() == 10 else 0.5):\n            pass\n"
+        "        comm.record(each=each)\n"
+        "    raise ValueError('no luck')\n"
+    )
+    Path("prog.py").write_text(text)
+    with pytest.raises(RankError, match=r"rank 10 raised ValueError: no luck at 0\.4"):
+        spawnsim.run("prog.py", ranks=RANKS, out="part")
+    assert [found.iteration for found in checkpoints.whole(Path("part"))] == [1]
+    # The program is mended, which the folder's own is not.
+    Path("prog.py").write_text(text.replace("raise ", ""))
+    for words, says in (
+        (
+            [],
+            "goes on at iteration 1, with the program that it keeps, part/inputs/program/prog.py; another: --prog",
+        ),
+        (["--backend", "mpii"], "mpii"),
+        (["--backend", "mpi", "--straggler", "exponential:1"], "--straggler describes virtual ranks"),
+        (["--backend", "mpi", "-n", "0"], "0"),
+    ):
+        assert cli.main(["resume", "part", *words]) > 0
+        told = capsys.readouterr().err
+        assert says in told and "--ties" not in told
+    assert cli.main(["resume", "part", "--program", "prog.py"]) == 0
+    assert "with the program" not in capsys.readouterr().err
 
 
 def test_more_and_fewer_ranks_take_over_by_the_stated_rule(tmp_path: Path) -> None:

@@ -329,7 +329,8 @@ def test_spot_instances(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> N
         ({"metadata": {"gap_seconds": 0}, "data": [1]}, "metadata.gap_seconds is 0"),
         ({"metadata": {"gap_seconds": 60}, "data": [1, -1]}, r"data\[1\] is -1"),
         ({"metadata": {"gap_seconds": 60}, "data": [0]}, "data: there never is a node"),
-        ({"metadata": {"gap_seconds": 60}, "data": "x"}, r"data\[0\] is 'x'"),
+        ({"metadata": {"gap_seconds": 60}, "data": "x"}, "data is .x., no list of numbers of nodes"),
+        ({"metadata": {"gap_seconds": 60}, "data": 5}, "data is 5, no list"),
     ):
         with pytest.raises(ParameterError, match=f"spot.json: {said}"):
             inputs.read_spot(_written(tmp_path, document, "spot.json"))

@@ -142,10 +142,15 @@ def machines(where: str, ranks: int | None, network: Any = None) -> list[tuple[i
 
 def _numbers(words: str) -> Iterator[int]:
     for word in words.split(","):
-        first, _, last = word.partition("-")
-        if int(last or first) - int(first) > MOST:
+        first, dash, last = (part.strip() for part in word.partition("-"))
+        last = last if dash else first
+        if not (first.isdecimal() and last.isdecimal() and int(first) <= int(last)):
+            raise ParameterError(
+                f"{word.strip()!r} is no rank: write 3, 0-3,8 (from the lower to the higher) or *"
+            )
+        if int(last) - int(first) > MOST:
             raise ParameterError(f"{word}: more than {MOST:,} ranks")
-        yield from range(int(first), int(last or first) + 1)
+        yield from range(int(first), int(last) + 1)
 
 
 def _units(domain: str, ranks: int, network: Any) -> list[tuple[int, ...]]:

@@ -423,7 +423,8 @@ class Crashes:
         self._job.discard(rank.id)
         rank.incarnation, rank.dead, rank.outside, rank.evicted = rank.incarnation + 1, False, joins, False
         rank.observers, rank.busy, rank.cleared = world.observers_of(rank.id), (), []
-        rank.death_s = world.plan.death_s(rank.id, time_s)
+        # A spare may take over at once: the death that it makes good is past.
+        rank.death_s = world.plan.death_s(rank.id, math.nextafter(time_s, math.inf))
         rank.nic_free_s = rank.bulk_free_s = max(time_s, 0.0)
         rank.streams, rank.generators = Streams(world.seed, rank.id), None
         rank.attachments.clear()

@@ -339,6 +339,10 @@ class FaultPlan:
                     raise fault.refuse(
                         f"rank {rank} is {state} at {fault.at_s:g} s; crashes and restarts take turns"
                     )
+                if turn and isinstance(fault, Crash) and fault.at_s <= turns[turn - 1].at_s:
+                    raise fault.refuse(
+                        f"rank {rank} begins again at {fault.at_s:g} s: let it crash later than that"
+                    )
 
     @cached_property
     def _lives(self) -> dict[int, list[Crash | Restart]]:

@@ -148,7 +148,10 @@ def test_short_hands_expand() -> None:
     [
         ("crash", "KIND:WHERE@START"),
         ("crash:1", "KIND:WHERE@START"),
-        ("crash:x@1s", "invalid literal"),
+        ("crash:x@1s", "'x' is no rank"),
+        ("crash:-1@1s", "'-1' is no rank: write 3, 0-3,8"),
+        ("crash:5-2@1s", "'5-2' is no rank"),
+        ("crash:3@1s; restart:3@2s; crash:3@2s", "rank 3 begins again at 2 s: let it crash later"),
         ("crash:1@1parsec", "not a duration"),
         ("crash:1@-1s", "at least 0"),
         ("crash:1@1s+2s", "no length"),

@@ -324,3 +324,21 @@ def test_a_late_rank_may_show_that_others_could_have_left_before(ranks):
     notes = run(main, ranks, faults="crash:0@99s", platform=None)[1]
     assert len(notes.column("at")) == ranks
     assert max(notes.column("at").values()) >= 0.5
+
+
+@pytest.mark.parametrize("faults", ["crash:3@0.1s; restart:3@0.1s", "crash:3@0s; restart:3@0s"])
+def test_a_spare_may_take_over_at_the_time_of_the_death(faults):
+    """As one that is free, and needs no time to be swapped in: the next life does not die of the same crash."""
+
+    def main(comm):
+        for each in range(4):
+            with comm.compute(0.1):
+                pass
+            comm.record(each=each)
+
+    notes = run(main, RANKS, faults=faults)[1]
+    assert [kind for kind in kinds(notes) if kind[1] in ("crash", "restart")] == [
+        (3, "crash"),
+        (3, "restart"),
+    ]
+    assert notes.column("each") == dict.fromkeys(range(RANKS), 3)
