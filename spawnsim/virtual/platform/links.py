@@ -66,12 +66,17 @@ def _trace_rows(section: Section, value: Any, link: Link) -> tuple[tuple[float, 
     if isinstance(value, str):
         path = Path(section.file).parent / value
         try:
-            table = [*csv.reader(path.read_text(encoding="utf-8").splitlines())]
+            # With a byte order mark, as spreadsheets write it.
+            table = [*csv.reader(path.read_text(encoding="utf-8-sig").splitlines())]
         except (OSError, UnicodeDecodeError) as error:
             raise ParameterError(f"{path}: cannot be read ({error})") from error
         if not table or tuple(word.strip() for word in table[0]) not in (_TRACE[:2], _TRACE):
             raise ParameterError(f"{path}, line 1: the columns of a trace are time,bandwidth,latency")
         rows = [(f"{path}, line {at}", row) for at, row in enumerate(table[1:], start=2) if row]
+        if not rows:
+            raise ParameterError(
+                f"{path}: the trace has no rows: write 0 s and a bandwidth, or leave the trace out"
+            )
     elif isinstance(value, list):
         rows = [(f"row {at}", row) for at, row in enumerate(value)]
     else:

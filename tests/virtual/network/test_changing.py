@@ -405,6 +405,7 @@ background = "constant:0.5"
         ('trace = "none.csv"', "trace: {folder}/none.csv: cannot be read"),
         ('trace = "bad.csv"', "trace: {folder}/bad.csv, line 3: bandwidth: 'fast' is not a bandwidth"),
         ('trace = "head.csv"', "trace: {folder}/head.csv, line 1: the columns of a trace are time,bandwidth"),
+        ('trace = "rows.csv"', "trace: {folder}/rows.csv: the trace has no rows"),
         ("trace = 3", "trace: 3: write a list of rows"),
         ('trace = [["0 s"]]', "trace: row 0: ['0 s']: write"),
         ('trace = [["1 s", "8 Mbit/s"]]', "begin at 0 s and rise"),
@@ -423,6 +424,7 @@ def test_bad_files_are_told(tmp_path: Path, lines: str, words: str) -> None:
     """File, line and key."""
     write(tmp_path, "time,bandwidth\n0 s,8 Mbit/s\n1 s,fast\n", "bad.csv")
     write(tmp_path, "when,rate\n", "head.csv")
+    write(tmp_path, "\ufefftime,bandwidth\n\n", "rows.csv")  # with a byte order mark, as of a spreadsheet
     expected = words.replace("{folder}", str(tmp_path))
     with pytest.raises(ParameterError, match=r"mine.toml, line \d+: .*" + re.escape(expected)):
         load_platform(write(tmp_path, f"{SWITCH}{lines}\n"))
