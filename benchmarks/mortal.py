@@ -56,10 +56,11 @@ from spawnsim.policies import (  # noqa: E402
     WAGMAPolicy,
     Windows,
     Wiring,
+    graphs,
 )
 
 POLICIES = {
-    "average_all": lambda: AverageAllPolicy(2),
+    "average_all": lambda: AverageAllPolicy(2), "papa": lambda: AverageAllPolicy(2, momentum=0.99),
     "selective": lambda: AsyncSelectiveAveragingPolicy(
         None, 2, 0.3, cooldown=0, wiring=Wiring(deadline=1.0, shutdown_timeout_s=2.0)
     ),
@@ -72,10 +73,16 @@ POLICIES = {
         step_timeout=1.0, shutdown_timeout=1.0,
     ),
     "by_clock": lambda: AsyncModelAveragePolicy("all", 100, 0, patience_s=1.0),
+    "papa_by_clock": lambda: AsyncModelAveragePolicy("all", 100, 0, share=0.01, patience_s=1.0),
+    "ad_psgd": lambda: AsyncModelAveragePolicy("random", 30, 0, patience_s=1.0),
     "gossip": lambda: GossipPolicy(2),
+    "push_sum": lambda: GossipPolicy(2, graph=graphs.one_peer_exponential, push_sum=True, delay=1),
     "wagma": lambda: WAGMAPolicy(2, group_size=2, sync_every=3, patience_s=1.0),
     "server": lambda: AsyncServerPolicy(ServerOptions(ServerRule(0.5, 0.9)), steps=2, patience_s=1.0),
-    "diloco": lambda: OuterOptimizerPolicy.diloco(2), "sparseloco": lambda: OuterOptimizerPolicy.sparseloco(2),
+    "fedavg": lambda: OuterOptimizerPolicy.fedavg(2), "bmuf": lambda: OuterOptimizerPolicy.bmuf(2),
+    "slowmo": lambda: OuterOptimizerPolicy.slowmo(2), "diloco": lambda: OuterOptimizerPolicy.diloco(2),
+    "muloco": lambda: OuterOptimizerPolicy.muloco(2), "sparseloco": lambda: OuterOptimizerPolicy.sparseloco(2),
+    "demo": lambda: OuterOptimizerPolicy.demo(0.01),
     "streaming": lambda: StreamingDiLoCoPolicy(4, fragments=2),
     "eager": lambda: OneRoundLatePolicy.eager(2), "co2": lambda: OneRoundLatePolicy.co2(2),
     "decoupled": lambda: DecoupledDiLoCoPolicy(4, fragments=2),
