@@ -1,7 +1,7 @@
 """Kill ranks of real jobs with SIGKILL, at every stage, and judge how the jobs end.
 
-usage: python benchmarks/real_kills.py --out KILLS.jsonl [--trials 240] [--seed 1] [--openmpi PYTHON] [--only WORD …]
-       [--policy NAME …]
+usage: python benchmarks/real_kills.py --out KILLS.jsonl [--trials 240] [--seed 1] [--seconds S] [--openmpi PYTHON]
+       [--only WORD …] [--policy NAME …]
 
 Trials go round all combinations of transport (MPICH, Open MPI, gloo), job (plain, --survive), victim (rank 0, another)
 and stage, and round all policies in a drawn order; the number of ranks (2 to 4), victim and moment are drawn from
@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import random
 import re
@@ -288,6 +289,7 @@ def options() -> argparse.Namespace:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--trials", type=int, default=240)
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--seconds", type=float, default=math.inf, help="begin no trial after so long")
     parser.add_argument("--openmpi", default="", metavar="PYTHON")
     parser.add_argument(
         "--only", nargs="*", default=[], help="words of the settings to try: survive, end, gloo, …"
@@ -305,10 +307,13 @@ def main() -> None:
     )
     known = [json.loads(line) for line in chosen.out.read_text().splitlines()] if chosen.out.exists() else []
     done = {each["number"] for each in known}
+    end_s = time.monotonic() + chosen.seconds
     for number in range(chosen.trials):
         setting = SETTINGS[number % len(SETTINGS)]
         if number in done or setting[0] not in pythons or not set(chosen.only) <= set(setting):
             continue
+        if time.monotonic() > end_s:
+            break
         found = Trial(number, pythons, seed=chosen.seed, policies=chosen.policy).run()
         known.append(found)
         with chosen.out.open("a") as file:

@@ -146,9 +146,7 @@ def test_a_rank_that_nobody_keeps_is_missed_in_time(
         assert not job.doomed()
     assert job.ended(1).status == 1
     now_s[0] = 200.0 + supervisor.STARTING_S + 0.1
-    assert not job.doomed()  # from now on it is known
-    now_s[0] += supervisor.UNBEGUN_S + 0.1
-    assert job.doomed()
+    assert job.doomed()  # nobody has anything to save, and the launcher has had the time to end by itself
     for each in running:
         each.kill()
         each.wait()

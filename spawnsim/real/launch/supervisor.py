@@ -180,7 +180,8 @@ class JobState:
         """Whether the job has lost a rank, and its launcher has had the time to end it."""
         now_s = time.monotonic()
         if not self._lost_s and self._first() is not None:
-            self._lost_s = now_s
+            # Launchers have had more time than UNBEGUN_S when a rank without a monitor is missed.
+            self._lost_s = now_s if self._unmonitored is None else self._alone_s
         patience_s = DOOMED_S if len(self.registry.begun) >= self.ranks else UNBEGUN_S
         return self._lost_s > 0.0 and now_s - self._lost_s > patience_s
 
