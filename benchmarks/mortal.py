@@ -122,8 +122,9 @@ def main(comm, policy="average_all", iterations=30, meet=4):
                 group.Barrier()
             comm.record(iteration=iteration, size=group.size)
             iteration += 1
-        except FAILED:
+        except FAILED as error:
             reach("recovery")
+            comm.record.event("caught", error=repr(error)[:400])
             found = group.recover(iteration)
             group, iteration = found.comm, found.step
     reach("shutdown")

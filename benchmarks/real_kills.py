@@ -195,7 +195,12 @@ class Trial:
         if "fault above is ours" in found["err"] or "Traceback" in found["err"]:
             wrong.append("traceback")
         if self.job == "survive" and found["status"] == 0:
-            wrong += self._lacking()
+            run = Run.load(self.out)
+            wrong += self._lacking(run)
+            if found["end_s"] > PROMISED_S:  # to see what took so long
+                found["events"] = [
+                    each for each in run.events if each["kind"] in ("caught", "recovered", "done")
+                ]
         found["wrong"] = (
             wrong + (["left processes"] if found["left"] else []) + (["shm"] if found["shm"] else [])
         )
@@ -216,9 +221,8 @@ class Trial:
             return False
         return str(self.victims[0]) in re.findall(r"\d+", self.found["err"].partition("rank")[2])
 
-    def _lacking(self) -> list[str]:
+    def _lacking(self, run: Run) -> list[str]:
         """Return what the survivors have not recorded."""
-        run = Run.load(self.out)
         done = {event["rank"] for event in run.events if event["kind"] == "done" and event["whole"]}
         rows = dict(
             zip(run.table["rank"].tolist(), run.table["iteration"].tolist(), strict=True)
