@@ -27,6 +27,7 @@ from spawnsim.policies import (
     StreamingDiLoCoPolicy,
     TopK,
 )
+from spawnsim.policies.exchange import outer_group
 from spawnsim.policies.noloco import partner_of
 from spawnsim.policies.state.difference_codecs import LowBit, RandomMask
 from spawnsim.policies.state.outer import FlatFloats, radial_directional_mean
@@ -354,6 +355,30 @@ def test_sparseloco_remembers_what_it_leaves_out() -> None:
 
     found = walk(lambda _: OuterOptimizerPolicy.sparseloco(3, compression=TopK(9, 3)))
     np.testing.assert_allclose(found.last, recursion(round_of, 3), **CLOSE)
+
+
+@pytest.mark.parametrize("compression", [TopK(9, 3), LowBit(4)])
+def test_ranks_of_one_process_decode_what_all_decode_once(compression: Any, monkeypatch: Any) -> None:
+    """Codes of 20 ranks are decoded 20 times a round, not 400; models are what they were, to the last bit."""
+    decoded: list[int] = []
+    decode = type(compression).decode
+    monkeypatch.setattr(
+        type(compression),
+        "decode",
+        lambda codec, *codes: decoded.append(len(codes[0])) or decode(codec, *codes),
+    )
+    ends = []
+    for kept in (outer_group.LONGEST_KEPT_NBYTES, -1):
+        decoded.clear()
+        monkeypatch.setattr(outer_group, "LONGEST_KEPT_NBYTES", kept)
+        found = walk(
+            lambda _: OuterOptimizerPolicy.sparseloco(3, compression=compression), ranks=20, steps=9
+        )
+        ends.append(found.last)
+        # Each rank decodes its own once more, for what it leaves out.
+        assert len(decoded) == 3 * (20 + (20 if kept > 0 else 400))
+    assert (ends[0] == ends[1]).all()
+    assert len(np.unique(ends[0], axis=0)) == 1
 
 
 def test_demo_sends_cosine_coefficients_and_steps_by_signs() -> None:

@@ -8,7 +8,8 @@ round leaves no two ranks with different global weights.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Mapping
+from hashlib import blake2b
 from typing import Any
 
 import numpy as np
@@ -21,13 +22,18 @@ from spawnsim.phantoms import PhantomArray
 from spawnsim.policies.exchange.group_mean import check_same
 from spawnsim.policies.rules.merging import Fragmenter, blocks
 from spawnsim.policies.state.arithmetic import CPU, META, as_memory, new_buffer, new_memory, phantom_memory
+from spawnsim.policies.state.codecs import Codec
 from spawnsim.policies.state.difference_codecs import ErrorFeedback
 from spawnsim.policies.state.layout import Collector, Layout, StateScope, Tensors, assign, digest_of
 from spawnsim.policies.state.outer import FlatFloats, Fragment
 from spawnsim.policies.state.snapshot import device_of, laid_out, lay_out
 
 Split = Callable[[Tensors], list[Tensors]]
+KEPT, LONGEST_KEPT_NBYTES = 8, 4 << 20  # sums of what was decoded
 NEVER = -1  # outer steps of a rank that has met no group, and the iteration of its last round
+
+
+_sums: dict[Any, torch.Tensor] = {}  # by codec, dtype, length, and digest of the codes; the oldest first
 
 
 class Mean:
@@ -82,17 +88,29 @@ class Mean:
         size = self._comm.Get_size()
         for number, row in enumerate(self._vectors.rows):
             if self._feedback is not None:
-                self._decode(row, self._rooms[number], size)
+                if row.device != META:
+                    _take_sum(row, self._feedback.codec, self._rooms[number].reshape(size, -1))
                 self._feedback.commit((self._key, number))
             row.div_(size)
 
-    def _decode(self, row: torch.Tensor, room: Any, size: int) -> None:
-        assert self._feedback is not None
-        row.zero_()
-        if row.device == META:
+
+def _take_sum(row: torch.Tensor, codec: Codec, bodies: Any) -> None:
+    """Set a row to the sum of what all ranks have encoded, in the order of ranks."""
+    # All ranks decode the same codes: virtual ones, which share a process, do so once, or a thousand would decode a
+    # million. Long rows are not kept: then the memory counts, and a process that has them is a real rank.
+    key: Any = None
+    if row.nbytes <= LONGEST_KEPT_NBYTES and isinstance(codec, Hashable):
+        key = codec, row.dtype, row.numel(), blake2b(bodies, digest_size=16).digest()
+        if (known := _sums.get(key)) is not None:
+            row.copy_(known)
             return
-        for body in room.reshape(size, -1):
-            row.add_(torch.from_numpy(self._feedback.codec.decode(body, row.numel())))
+    row.zero_()
+    for body in bodies:
+        row.add_(torch.from_numpy(codec.decode(body, row.numel())))
+    if key is not None:
+        _sums[key] = row.clone()
+        for old in list(_sums)[:-KEPT]:
+            _sums.pop(old, None)
 
 
 def _array(row: torch.Tensor) -> Any:
