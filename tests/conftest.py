@@ -3,13 +3,24 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 
 # Before torch or numpy is imported: a pool of threads per rank would only fight over the cores.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("MPLBACKEND", "Agg")
 
+import pytest
 from hypothesis import settings
+
+from spawnsim.real.launch.supervisor import shared_memory_removed
 
 # An example that took long on a busy machine is no defect.
 settings.register_profile("patient", deadline=None)
 settings.load_profile("patient")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def no_shared_memory_is_left() -> Iterator[None]:
+    """Remove what MPICH leaves of jobs that tests start by a bare mpiexec and that abort: 4 MB each in /dev/shm."""
+    with shared_memory_removed():
+        yield

@@ -371,9 +371,7 @@ def test_ranks_of_one_process_decode_what_all_decode_once(compression: Any, monk
     for kept in (outer_group.LONGEST_KEPT_NBYTES, -1):
         decoded.clear()
         monkeypatch.setattr(outer_group, "LONGEST_KEPT_NBYTES", kept)
-        found = walk(
-            lambda _: OuterOptimizerPolicy.sparseloco(3, compression=compression), ranks=20, steps=9
-        )
+        found = walk(lambda _: OuterOptimizerPolicy.sparseloco(3, compression=compression), ranks=20, steps=9)
         ends.append(found.last)
         # Each rank decodes its own once more, for what it leaves out.
         assert len(decoded) == 3 * (20 + (20 if kept > 0 else 400))
