@@ -54,7 +54,7 @@ class Recorder:
         self.fails = fails
         monkeypatch.setattr(sweeping, "execute", self)
 
-    def __call__(self, cell: Cell, root: Path, how: Any = None) -> Cost:
+    def __call__(self, cell: Cell, root: Path, how: Any = None, limit_s: float | None = None) -> Cost:
         self.ran.append(cell.name)
         if cell.seed in self.fails:
             raise UsageError(f"seed {cell.seed} is not liked")

@@ -304,9 +304,9 @@ class Request(Handle):
 
     def test(self, status: Status | None = None) -> tuple[bool, Any]:
         """Return (over, object); an observation."""
-        completion, world = self._completion, self._world
+        completion = self._completion
         # Most tests are of sends, which are over: without the switch of ranks that an observation takes.
-        if completion is None or look_ahead(world, completion) or done_now(world, self):
+        if completion is None or look_ahead(self._world, completion) or done_now(self._world, self):
             return True, self._collect(status)
         return False, None
 
