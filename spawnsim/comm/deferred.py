@@ -7,6 +7,7 @@ each one's work and who looks; must not know what the work is.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
@@ -40,7 +41,9 @@ class Deferred:
 
     Args:
         ranks: how many ranks there are.
-        wait: lets the calling rank wait until the others have come to its time; does nothing outside ranks.
+        wait: lets the calling rank wait until the others have come to its time, unless they have passed the time that
+            is given; does nothing outside ranks.
+        clock: tells the time of the rank that runs.
         warn: records a warning of the calling rank.
         apart: makes the context in which work is carried out: that of no rank.
 
@@ -53,18 +56,22 @@ class Deferred:
     def __init__(
         self,
         ranks: int,
-        wait: Callable[[], None],
+        *,
+        wait: Callable[[float], None],
+        clock: Callable[[], float],
         warn: Callable[[str], None],
         apart: Callable[[], AbstractContextManager[None]],
     ) -> None:
-        self.ranks, self._wait, self._warn, self.apart = ranks, wait, warn, apart
+        self.ranks, self._wait, self._clock, self._warn, self.apart = ranks, wait, clock, warn, apart
         self.batched = False
         self.unknown: type = Deferred
         self.attachments: dict[Any, Any] = {}
         self._held: list[tuple[Any, Callable[[], None]]] = []
         self._holders: set[Any] = set()
         self._work: dict[int, list[Work]] = {}
+        self._put_s: dict[int, float] = {}  # when each last put off, by its clock
         self._errors: dict[int, Exception] = {}
+        self._left: set[int] = set()  # ranks that have come to their end
         self._told: set[str] = set()
 
     def put_off(self, work: Work) -> None:
@@ -72,6 +79,7 @@ class Deferred:
         if self not in WAITING:
             WAITING.append(self)
         self.batched = True
+        self._put_s[work.rank] = self._clock()
         self._work.setdefault(work.rank, []).append(work)
 
     def settle(self, rank: int, *, wait: bool = True) -> None:
@@ -85,7 +93,8 @@ class Deferred:
             Exception: what the rank's own work raised, if it may wait.
         """
         if rank in self._work and wait:
-            self._wait()  # meanwhile another may look, and carry out ours with its own
+            # Once time has passed since, the others have put off what they do meanwhile: to wait again brings no more.
+            self._wait(self._put_s[rank])  # meanwhile another may look, and carry out ours with its own
         if rank in self._work:
             self.carry_out()
         if wait and rank in self._errors:
@@ -102,7 +111,7 @@ class Deferred:
             Exception: what the rank's own work raised.
         """
         if rank is not None:
-            self._wait()
+            self._wait(self._put_s.get(rank, math.inf))
         if unknown():  # while this rank waited, another may have looked
             self.carry_out()
         if rank in self._errors:
@@ -121,11 +130,28 @@ class Deferred:
         if not self._work and not self._errors and self in WAITING:
             WAITING.remove(self)
 
-    def close(self) -> None:
-        """Carry out what is left when the run is over; errors of ranks that did not come to their end are theirs."""
+    def leave(self, rank: int) -> None:
+        """Let a rank come to its end: what it has put off is carried out when another looks, or the run is over.
+
+        Raises:
+            Exception: what its work has raised so far.
+        """
+        # Carried out now, the last steps of ranks that end at different times would be done one by one.
+        if rank in self._errors:
+            raise self._error(rank)
+        self._left.add(rank)
+
+    def close(self) -> dict[int, Exception]:
+        """Carry out what is left when the run is over.
+
+        Returns:
+            What the work of ranks that had come to their end has raised. Errors of others are theirs.
+        """
         self.carry_out()
+        found = {rank: error for rank, error in self._errors.items() if rank in self._left}
         self._errors.clear()
         self._rest()
+        return found
 
     def holds(self, holder: Any, values: Iterable[Any]) -> bool:
         """Return whether values are to be kept until they are known, or others of their holder are, before them."""

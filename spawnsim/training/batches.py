@@ -223,8 +223,12 @@ class StepBatch(_Batch):
     def _one(self, weights: Tensor, inputs: Sequence[Any], i: int) -> tuple[Tensor, list[Tensor]]:
         trained, fixed = ({name: p[0] for name, p in part.items()} for part in self.parameters(weights))
         own = [each if staged is None else each[i] for each, staged in zip(inputs, self._staged, strict=True)]
-        gradients, (_, outputs) = self._gradient(trained, fixed, *own)
-        return torch.cat([gradient.flatten() for gradient in gradients.values()]), list(outputs)
+        for p in trained.values():  # views made here
+            p.requires_grad_()
+        loss, more = as_outputs(functional_call(self.objective, {**trained, **fixed}, tuple(own)))
+        # Plain autograd, which takes a third of the time of `grad_and_value`.
+        gradients = torch.autograd.grad(loss, tuple(trained.values()))
+        return torch.cat([each.flatten() for each in gradients]), [each.detach() for each in (loss, *more)]
 
     def _update(self, at: Rows, gradient: Tensor, works: Sequence[Put]) -> None:
         arena, plan = self.arena, self.arena.plan

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from greenlet import GreenletExit
 
 from spawnsim.comm.backends import register_world
-from spawnsim.comm.deferred import WAITING, Caller, Deferred, register_callers, settle
+from spawnsim.comm.deferred import WAITING, Caller, Deferred, register_callers
 from spawnsim.errors import Livelock, RankError, RankFailed, SpawnsimError, UsageError, WorldError
 from spawnsim.random import Streams
 from spawnsim.scenario import Scenario
@@ -126,7 +126,10 @@ class Cluster:
         if plan.links:
             self.world.links = FaultyLinks(self.world)
         if not scenario.eager:
-            self.world.deferred = Deferred(scenario.ranks, self._others_come, self._warn, self._apart)
+            self.world.deferred = Deferred(
+                scenario.ranks, wait=self._others_come, clock=lambda: kernel.current.clock, warn=self._warn,
+                apart=self._apart,
+            )  # fmt: skip
         for disturbed in plan.disturbed:
             ranks[disturbed].awake = partial(plan.awake_s, disturbed)
         self._untold: list[Pause | SlowDown | Skew] = []
@@ -199,9 +202,14 @@ class Cluster:
 
     # -- work that is put off --------------------------------------------------------------------------------
 
-    def _others_come(self) -> None:
-        """Let the calling rank wait for its own time. What an event does, or a rank that has ended, cannot wait."""
+    def _others_come(self, since_s: float) -> None:
+        """Let the calling rank wait for its own time, unless SimPy's clock has passed a time.
+
+        What an event does, or a rank that has ended, cannot wait.
+        """
         kernel, task = self.world.kernel, current_task()
+        if kernel.env.now > since_s:
+            return
         if task is not None and task is kernel.current and not kernel.env.happening and not kernel.closed:
             kernel.observe()
 
@@ -303,7 +311,7 @@ class Cluster:
     def _judge(self) -> None:
         """Count, and tell what is wrong with how the run ended, if anything."""
         if self.world.deferred is not None:
-            self.world.deferred.close()  # of ranks that did not come to their end
+            self._tell_late(self.world.deferred.close())
         for fault in [*self._untold]:  # ranks that ran ahead have ended before these were due
             if fault.at_s <= max((task.clock for task in self.world.ranks[fault.rank].tasks), default=0.0):
                 self._tell(fault)
@@ -319,6 +327,13 @@ class Cluster:
             for mistake in self._counted.mistakes:
                 self._error.add_note(f"warning: {mistake}")
             self._on_error(self._error)
+
+    def _tell_late(self, errors: Mapping[int, Exception]) -> None:
+        """Let the run end with what a rank's work has raised after its end: the rank that ended first."""
+        tasks = [self.world.ranks[rank].tasks[0] for rank in sorted(errors)]
+        if tasks:
+            first = min(tasks, key=lambda task: task.clock)
+            self.world.kernel.fail(errors[first.rank], first)
 
     def _wrong(self) -> BaseException | None:
         """Return what is wrong with how the run ended, if anything."""
@@ -472,8 +487,8 @@ def simulate(
             """Run the program of a rank. A restarted one holds a world of which it is no member until it recovers."""
             main(cluster.comm_world(rank))
             join_all()
-            if WAITING:
-                settle()  # what the program has put off and never looked at, with its errors
+            if WAITING and cluster.world.deferred is not None:
+                cluster.world.deferred.leave(rank)  # what the program has put off and never looked at
 
         for rank in range(scenario.ranks):
             cluster.start(rank, program)

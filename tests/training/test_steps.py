@@ -214,6 +214,24 @@ def test_whoever_looks_sees_the_step(look):
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
 
 
+def test_a_rank_that_has_come_to_its_time_waits_for_nobody_again(sizes):
+    """Once the clock has passed a step, the others have put off theirs: the next step takes no turn of its own."""
+
+    def main(comm):
+        model = build(comm.rank)
+        optimizer, step = sgd(model), TrainingStep(loss_of)
+        for iteration in range(10):
+            with comm.compute(0.01):
+                step(model, optimizer, *batch(comm.rank, iteration))
+            comm.Iprobe()  # its turn; what follows is a microsecond later
+        steps.append(comm._world.kernel.steps)
+
+    steps = []
+    run(main, stragglers=None)
+    assert max(steps) <= RANKS * 10
+    assert sizes[-9:] == [RANKS] * 9  # together all the same
+
+
 def test_parameters_are_ordinary_after_a_look():
     """Classes, identities and `is_leaf`: nobody is left with a strange object."""
 
@@ -641,6 +659,37 @@ def test_an_error_that_nobody_looks_for_ends_the_run(last):
 
     with pytest.raises(RankError, match=r"rank 7 .*out of bounds"):
         run(main)
+
+
+def test_last_steps_are_carried_out_together(sizes):
+    """Ranks end one after the other, and nobody looks at their last losses: one call, and the rows are complete."""
+
+    def main(comm):
+        model = build(comm.rank)
+        with comm.compute(0.01 * (comm.rank + 1)):
+            loss = TrainingStep(loss_of)(model, sgd(model), *batch(comm.rank, 0))
+        comm.record(loss=loss)
+
+    _, result = run(main, stragglers=None)
+    assert sizes == [RANKS]
+    assert np.isfinite(result.table["loss"]).all()
+
+
+def test_of_errors_found_after_the_end_the_first_rank_to_end_is_told(tmp_path):
+    """What was put off fails for two ranks, both at their ends; the others' rows are kept."""
+
+    def main(comm):
+        model, (x, y) = build(comm.rank), batch(comm.rank, 0)
+        if comm.rank in (3, 9):
+            y[2] = 5
+        with comm.compute(0.01 * (RANKS - comm.rank)):
+            loss = TrainingStep(loss_of)(model, sgd(model), x, y)
+        comm.record(loss=loss)
+
+    with pytest.raises(RankError, match=r"rank 9 raised IndexError.* at 0\.03 s"):
+        run(main, stragglers=None, out=tmp_path / "run")
+    losses = spawnsim.Run.load(tmp_path / "run").table["loss"]
+    assert len(losses) == RANKS and np.isnan(losses).sum() == 2
 
 
 def test_a_wrong_shape_is_told_at_the_call():

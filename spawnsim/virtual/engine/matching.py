@@ -148,6 +148,10 @@ class Mailbox:
             self._catch_up()
         return _first(self.unexpected.get(source, ()), tag)
 
+    def is_settled(self, time_s: float) -> bool:
+        """Return whether `find` tells now what has come by a time, if nothing more is sent until then."""
+        return self._flying is not None and not (self._flying and self._flying[0][0] <= time_s)
+
     def earliest(self, source: int, tag: int) -> float | None:
         """Return when the first message that fits and is on its way becomes visible, or None."""
         wanted = Receive(self.kernel, source, tag, 0.0)

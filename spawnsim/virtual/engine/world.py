@@ -152,6 +152,10 @@ class World:
             self.network.lookahead_s == 0.0
         )  # a send can be seen at the time of the send: none runs ahead
         self.kernel.in_turn = self.instant
+        # How far ahead of SimPy's clock what a rank sees is settled: nothing that is sent from now on is there earlier.
+        # Times are sums, which are rounded: hence a little less.
+        settled = self.plan is None and self.contention is None and self.cost_at is None
+        self._horizon_s = self.network.lookahead_s * (1.0 - 1e-9) if settled else 0.0
         serial = self.network.contention == "serial"
         self._nics: dict[int, ReceivingNic] | None = {} if serial else None
 
@@ -171,6 +175,13 @@ class World:
         if found is None:
             found = nics[rank] = ReceivingNic()
         return found
+
+    def is_settled(self) -> bool:
+        """Return whether nothing that others still do can be seen at the running task's time."""
+        # All that may still run stands at SimPy's clock or later, and so do their sends. A communicator that a program
+        # itself revokes meanwhile is then found at the rank's next call.
+        task = self.kernel.current
+        return task.clock < self.kernel.env.now + self._horizon_s and not self.ranks[task.rank].observers
 
     def charge_poll(self) -> None:
         """Let a look cost the running task the call overhead."""

@@ -78,6 +78,19 @@ def test_an_error_before_a_look_ends_the_run_and_not_the_call():
     assert not caught
 
 
+def test_looks_in_a_row_take_one_turn():
+    """After the first, nothing that others still do can be seen by a look that comes within the latency."""
+
+    def main(comm):
+        for _ in range(20):
+            with comm.compute(0.01):
+                pass
+            for _ in range(5):
+                assert not comm.Iprobe()
+
+    assert run(main, 50)[0].scheduled <= 50 * 20
+
+
 def test_wildcards_cost_one_event_a_message():
     """A coordinator that takes from anybody pays for ordering, once a message."""
 
