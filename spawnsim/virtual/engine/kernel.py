@@ -237,20 +237,24 @@ class Kernel:
 
     # -- waiting -------------------------------------------------------------------------------------------
 
-    def observe(self) -> None:
-        """Wait until SimPy's clock has reached the running task's: what it sees then can no longer change."""
+    def observe(self, kind: int = 0) -> None:
+        """Wait until SimPy's clock has reached the running task's: what it sees then can no longer change.
+
+        Its place among what happens then is that of ranks, or of another `kind`: LATE for one that meets a deadline.
+        """
         task, env = self.current, self.env
+        place = task.rank + kind
         if self.closed:
             self._refuse(task)
         task.budget = RUN_AHEAD
         # If nothing can happen before this task's time, the clock is set forward without an event or a switch. So a
         # rank that polls alone costs no more than the call; with an event each, polling was twice as slow.
         # Else something comes first, which `_follower` relies on.
-        if not self.ready and not self.releases and env.jump(task.clock, task.rank):
+        if not self.ready and not self.releases and env.jump(task.clock, place):
             return
         if task.turn is None:
             task.turn = ScheduledCall(partial(self.ready.append, task))
-        self._leave(task, env.entry(task.clock, task.rank, task.turn))
+        self._leave(task, env.entry(task.clock, place, task.turn))
         if task.thrown is not None:
             self._raise(task)
 

@@ -16,6 +16,7 @@ from spawnsim.comm.constants import ANY_SOURCE, ANY_TAG
 from spawnsim.comm.failures import RankFailed, Revoked
 from spawnsim.comm.status import Status
 from spawnsim.virtual.engine.completion import AllOf, Completion
+from spawnsim.virtual.engine.event_queue import LATE
 from spawnsim.virtual.engine.kernel import Task, timeout
 from spawnsim.virtual.engine.world import World
 
@@ -237,7 +238,7 @@ def await_one(world: World, completion: Completion, waiting: Any) -> None:
     if finish_s > task.clock:
         rank.advance_to(task, min(finish_s, due_s))
         if rank.observers:  # its memory is exposed: what it does next must be done at its own time
-            kernel.observe()
+            kernel.observe(LATE if finish_s > due_s else 0)
         if finish_s > due_s:
             raise timeout(task, waiting)
 
@@ -292,7 +293,7 @@ def _park_until_any(
         rank = world.ranks[task.rank]
         rank.advance_to(task, due_s)
         if rank.observers:
-            kernel.observe()
+            kernel.observe(LATE)
         raise timeout(task, waiting)
     alarm = kernel.env.at(first_s, task.rank, lambda: kernel.resume(task)) if math.isfinite(first_s) else None
     for each in pending:
