@@ -156,7 +156,8 @@ class TrainingStep(_OfModel):
             The loss before the update, 0-dim and detached; with whatever else `loss` returns, as a tuple.
 
         Raises:
-            Exception: what `loss` raised; on virtual ranks perhaps in a later look or call of this rank, or from the run.
+            Exception: what `loss` raised; on virtual ranks perhaps in a later look or call of this rank, or from the
+                run.
         """
         found = caller()
         if found is None or torch.is_autocast_enabled("cpu") or not torch.is_grad_enabled():

@@ -115,6 +115,8 @@ def watched(world: World, buf: Any, payload: Any, call: tuple[str, int]) -> Call
     if type(payload) is bytes:
         if not payload or type(buf) is not ndarray:
             return None
+        if len(payload) <= SHORT_NBYTES:
+            return partial(_compare_whole, world, buf, payload, call)
         step = len(payload) // SAMPLES | 1
         return partial(_compare, world, buf, (step, payload[::step], *call))
     buf = as_buffer(buf)
@@ -124,20 +126,24 @@ def watched(world: World, buf: Any, payload: Any, call: tuple[str, int]) -> Call
     return partial(_compare, world, buf, (step, as_bytes(payload)[::step].tobytes(), *call))
 
 
+def _compare_whole(world: World, buf: Any, payload: bytes, call: tuple[str, int], _status: Status) -> None:
+    if buf.tobytes() != payload:
+        _warn_of_change(world, *call)
+
+
 def _compare(world: World, buf: Any, sent: tuple[int, bytes, str, int], _status: Status) -> None:
     step, before, operation, dest = sent
-    # A strided copy costs Python more than a copy of a short buffer as a whole.
-    if type(buf) is ndarray and buf.nbytes <= SHORT_NBYTES:
-        now = buf.tobytes()[::step]
-    else:
-        memory: Any = memoryview(buf.data) if type(buf) is ndarray else as_bytes(buf.array).data
-        now = memory.cast("B")[::step].tobytes()
-    if now != before:
-        _warn(
-            world,
-            f"changed the buffer of its {operation} to rank {dest} before its Wait or Test: real ranks may send the "
-            "new values, or a mixture; here the old ones were sent",
-        )
+    memory: Any = memoryview(buf.data) if type(buf) is ndarray else as_bytes(buf.array).data
+    if memory.cast("B")[::step].tobytes() != before:
+        _warn_of_change(world, operation, dest)
+
+
+def _warn_of_change(world: World, operation: str, dest: int) -> None:
+    _warn(
+        world,
+        f"changed the buffer of its {operation} to rank {dest} before its Wait or Test: real ranks may send the "
+        "new values, or a mixture; here the old ones were sent",
+    )
 
 
 def _warn(world: World, what: str) -> None:

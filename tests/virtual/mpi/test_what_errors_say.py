@@ -311,6 +311,20 @@ def test_a_buffer_that_changes_while_it_is_sent_is_told(call, nbytes, of):
     assert all((array == 1).all() for array in got.values())
 
 
+@pytest.mark.parametrize("place", [0, 1, 4097, 65_535])
+def test_each_byte_of_a_short_buffer_is_watched(place):
+    """Not a sample of them: programs change what belongs to one neighbour."""
+
+    def main(comm):
+        array = np.zeros(1 << 16, np.uint8)
+        request = comm.Isend(array, comm.rank)
+        array[place] = 1
+        comm.Recv(np.empty_like(array), comm.rank)
+        request.Wait()
+
+    assert len(mistakes(main, 1)) == 1
+
+
 def test_buffers_that_are_left_alone_are_not_told():
     """Nor those that the call itself fills, nor gaps."""
 
