@@ -46,14 +46,17 @@ from spawnsim.run.virtual import carry_out
 from spawnsim.study.executors import pool
 from spawnsim.virtual import diagnosis
 
-LIMIT_S = 60.0  # on the wall, for one case
+LIMIT_S = 60.0  # of processor time, for one case
+STARVED = (
+    10  # times as long on the wall, for a case that the machine gives little of it, or that waits for real
+)
 PORTION = 8  # cases that a process is given at once
 SHRINKING = 200  # cases at most that are tried to make a failing one smaller
 DIFFERENT = 8  # failures of different kinds after which a campaign ends
 
 
 class Overdue(BaseException):
-    """A case takes too long on the wall."""
+    """A case takes too long."""
 
 
 @dataclass(frozen=True)
@@ -253,13 +256,23 @@ def _silent() -> Iterator[None]:
 
 @contextmanager
 def _overdue(limit_s: float) -> Iterator[None]:
-    """Raise `Overdue` in the block after so many seconds, and again, where a signal can be taken."""
+    """Raise `Overdue` in the block after so many seconds of processor time, and again, where a signal can be taken."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
 
+    began_s, processor_s = time.monotonic(), time.process_time()
+
     def ring(*_: object) -> None:
-        raise Overdue(f"still running after {limit_s:g} s on the wall: an endless loop without a call?")
+        took_s, spent_s = time.monotonic() - began_s, time.process_time() - processor_s
+        if spent_s >= limit_s:
+            raise Overdue(
+                f"still running after {spent_s:.0f} s of processor time: an endless loop without a call?"
+            )
+        if took_s >= STARVED * limit_s:
+            raise Overdue(
+                f"still running after {took_s:.0f} s: does it wait for something outside of the simulation?"
+            )
 
     before = signal.signal(signal.SIGALRM, ring)
     signal.setitimer(signal.ITIMER_REAL, limit_s, 1.0)

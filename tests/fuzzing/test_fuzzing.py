@@ -1,6 +1,7 @@
 """`spawnsim fuzz`: planted bugs are found, made small and replayed; what is right is left alone; each fault strikes."""
 
 import json
+import select
 import shlex
 from pathlib import Path
 
@@ -277,7 +278,21 @@ def test_an_endless_loop_is_told(monkeypatch):
         while comm.rank == 0:
             pass
 
-    assert attempt(Target(main), Case(seed=0, ranks=2))[0].what == "Overdue"
+    failure = attempt(Target(main), Case(seed=0, ranks=2))[0]
+    assert failure.what == "Overdue" and "an endless loop without a call?" in failure.message
+
+
+def test_a_case_that_waits_for_the_machine_is_given_time(monkeypatch):
+    """Ten times as long; then it is told that it waits, not that it computes."""
+    monkeypatch.setattr(campaigns, "LIMIT_S", 1.0)
+
+    def main(comm):
+        for _ in range(8):
+            select.select([], [], [], 0.25)  # no virtual time
+
+    assert attempt(Target(main), Case(seed=0, ranks=1))[0] is None
+    monkeypatch.setattr(campaigns, "STARVED", 1)
+    assert "outside of the simulation" in attempt(Target(main), Case(seed=0, ranks=1))[0].message
 
 
 def test_check_of_a_file_looks_at_each_run(tmp_path, capsys):
