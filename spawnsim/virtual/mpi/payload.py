@@ -116,7 +116,7 @@ def watched(world: World, buf: Any, payload: Any, call: tuple[str, int]) -> Call
         if not payload or type(buf) is not ndarray:
             return None
         if len(payload) <= SHORT_NBYTES:
-            return partial(_compare_whole, world, buf, payload, call)
+            return partial(_compare_whole, world, buf, (payload, *call))
         step = len(payload) // SAMPLES | 1
         return partial(_compare, world, buf, (step, payload[::step], *call))
     buf = as_buffer(buf)
@@ -126,9 +126,10 @@ def watched(world: World, buf: Any, payload: Any, call: tuple[str, int]) -> Call
     return partial(_compare, world, buf, (step, as_bytes(payload)[::step].tobytes(), *call))
 
 
-def _compare_whole(world: World, buf: Any, payload: bytes, call: tuple[str, int], _status: Status) -> None:
-    if buf.tobytes() != payload:
-        _warn_of_change(world, *call)
+def _compare_whole(world: World, buf: Any, sent: tuple[bytes, str, int], _status: Status) -> None:
+    before, operation, dest = sent
+    if buf.tobytes() != before:
+        _warn_of_change(world, operation, dest)
 
 
 def _compare(world: World, buf: Any, sent: tuple[int, bytes, str, int], _status: Status) -> None:
