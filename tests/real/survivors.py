@@ -321,6 +321,7 @@ def hopeless(comm):
     step = 3
     while True:
         try:
+            comm.Barrier()  # nobody is on the way here any more
             raise Timeout((), "Barrier", 7)
         except FAILED:
             comm = comm.recover(step).comm

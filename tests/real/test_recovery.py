@@ -90,19 +90,68 @@ def test_a_library_that_makes_no_communicator_any_more_ends_the_recovery(ranks):
     """MPICH makes none after two deaths in makings of others: ranks tried again, 16 times 6 s, and then once more."""
     ranks(
         """
-        survival = comm.runtime.survival
-        began_s, tried = time.perf_counter(), []
+        from spawnsim.real.mpi import agreement, recovery
+        agreement.MAKING_S, recovery.ALONE_S, usual = 0.4, 0.1, (agreement.MAKING_S, recovery.ALONE_S)
+        survival, tried = comm.runtime.survival, []
         survival._make = lambda *_: (tried.append(1), time.sleep(600))
-        survival.agreement._missing = lambda meeting, awaited, began_s: time.perf_counter() - began_s > 0.5
         try:
             comm.recover(1)
         except WorldError as error:
             assert "no communicator of the survivors after 3 rounds" in str(error) and type(error) is WorldError, error
         else:
             raise AssertionError("recovered")
+        finally:
+            agreement.MAKING_S, recovery.ALONE_S = usual
+            del survival._make
         assert len(tried) == 3
         """,
         options="Options(survive=True, fingerprints=True)",  # a world of its own
+    )
+
+
+def test_a_making_that_hangs_is_given_up_and_tried_again_by_all(ranks):
+    """Open MPI may hang in it though all live: they waited for a deadline (30 s), which has nothing to do with it.
+
+    And it hung because other threads called the library meanwhile: no polls do.
+    """
+    ranks(
+        """
+        from spawnsim.real.mpi import agreement, recovery
+        survival, channel = comm.runtime.survival, comm.runtime.channel
+        made, make, receive = survival._made, survival._make, channel.receive
+        first, usual = survival.agreement.lineages[comm.label].done + 1, (agreement.MAKING_S, recovery.ALONE_S)
+        tried, making, meanwhile = [], [], []
+
+        def limited(meeting, decision):
+            agreement.MAKING_S = recovery.ALONE_S = 0.2 if meeting.number == first else 60.0
+            return made(meeting, decision)
+
+        def stand_in(meeting, decision):
+            tried.append(meeting.number)
+            if meeting.number == first:
+                return time.sleep(600 if rank == 1 else 0)  # it hangs on one rank, the others have theirs
+            making.append(1)
+            time.sleep(0.1)
+            comm.runtime.poll()  # as a thread of the program may
+            new = make(meeting, decision)
+            making.clear()
+            return new
+
+        survival._made, survival._make = limited, stand_in
+        channel.receive = lambda: (meanwhile.extend(making), receive())[1]
+        comm.runtime.probe_by(lambda *_: meanwhile.extend(making))
+        try:
+            with comm.clock.deadline(600.0):
+                found = comm.recover(1)
+        finally:
+            agreement.MAKING_S, recovery.ALONE_S = usual
+            del survival._made, survival._make, channel.receive
+        assert (found.comm.size, found.step, found.dead) == (size, 1, ()), found
+        everyone = found.comm.allgather(tried)
+        assert first in sum(everyone, []) and {each[-1] for each in everyone} == {tried[-1]} != {first}, everyone
+        assert meanwhile == []
+        """,
+        options="Options(survive=True, fingerprints=True)",
     )
 
 

@@ -42,6 +42,7 @@ BEAT_S = 0.3  # how often ranks that wait say that they live
 LOOK_S = 2e-3
 # to give up a rank that lives is worse than to wait: on a busy machine some answer late
 SILENT_S = 2 * GRACE_S
+MAKING_S = SILENT_S  # for members that all live and make their communicator: no call of the program's, so no deadline
 
 AGREED, MADE = "agreed", "made"
 
@@ -199,16 +200,23 @@ class Agreement:
 
     def agreed(self, meeting: Round, decision: Decision) -> bool:
         """Wait until all decided members know of the decision, and live; return whether they do."""
-        return self._all_say(AGREED, meeting, decision, lambda: True)
+        limit_s = max(meeting.limit_s, 2 * SILENT_S)
+        return self._all_say(AGREED, meeting, decision, ready=lambda: True, limit_s=limit_s)
 
     def confirm(self, meeting: Round, decision: Decision, ready: Callable[[], bool]) -> bool:
-        """Wait until all decided members have made their communicator, this rank too when `ready()`."""
-        made = self._all_say(MADE, meeting, decision, ready)
+        """Wait until all decided members have made their communicator, this rank too when `ready()`.
+
+        One that waits for longer than `MAKING_S`, or for a rank that is silent, gives this round up and begins the
+        next, which draws in all others: so they all try again together.
+        """
+        made = self._all_say(MADE, meeting, decision, ready=ready, limit_s=MAKING_S)
         if made:
             self.lineages[meeting.lineage].done = meeting.number
         return made
 
-    def _all_say(self, stage: str, meeting: Round, decision: Decision, ready: Callable[[], bool]) -> bool:
+    def _all_say(
+        self, stage: str, meeting: Round, decision: Decision, *, ready: Callable[[], bool], limit_s: float
+    ) -> bool:
         state, number = self.lineages[meeting.lineage], meeting.number
         began_s = time.perf_counter()
         beat = Heartbeat(self, meeting, {"kind": "alive", "lineage": meeting.lineage})
@@ -223,17 +231,13 @@ class Agreement:
             if said >= set(decision.members):
                 return True
             beat()
-            if self._missing(meeting, set(decision.members) - said - {self._me}, began_s):
+            awaited, now_s = set(decision.members) - said - {self._me}, time.perf_counter()
+            silent = any(self._silent(state, member, began_s, now_s) for member in awaited)
+            if silent or now_s - began_s > limit_s:
                 state.highest = number + 1
             self._watchdog.serve()
             time.sleep(LOOK_S)
         return False
-
-    def _missing(self, meeting: Round, awaited: set[int], began_s: float) -> bool:
-        """Whether a rank that is awaited is silent, or all of it takes too long."""
-        state, now_s = self.lineages[meeting.lineage], time.perf_counter()
-        late = now_s - began_s > max(meeting.limit_s, 2 * SILENT_S)
-        return late or any(self._silent(state, member, began_s, now_s) for member in awaited)
 
     def _tell(self, members: tuple[int, ...], message: dict[str, Any]) -> None:
         for member in members:

@@ -158,6 +158,7 @@ class Revocation:
 T = TypeVar("T")
 ROUNDS = 16  # of one recovery, before it is given up
 TRIES = 3  # failures in a row, without another death, to make its communicator: the library can make none any more
+ALONE_S = 1.0  # how long at most its making is the rank's only call of the library; silence takes longer
 LEFT_S = 1.0  # how long a last message may take to leave
 FUTILE = 5  # recoveries in a row from one step, without a death
 NOWHERE = np.iinfo(np.int64).max  # the step of a rank that gives none
@@ -274,10 +275,8 @@ class Survival:
             decision = self._watched(partial(self.agreement.meet, meeting))
             if decision is not None and self._watched(partial(self.agreement.agreed, meeting, decision)):
                 tries, gone = tries * (gone == self._gone()) + 1, self._gone()
-                made = DetachedCall(partial(self._make, decision, lineage, number))
-                if self._watched(partial(self.agreement.confirm, meeting, decision, made.well)):
+                if (made := self._watched(partial(self._made, meeting, decision))) is not None:
                     return made.result(), decision
-                self.kept.append(made)
             number += decision is not None
             self.fence()
             if tries == TRIES and gone == self._gone():
@@ -291,10 +290,25 @@ class Survival:
     def _gone(self) -> set[int]:
         return self.agreement.lost | self.dead()
 
-    def _make(self, decision: Decision, lineage: str, number: int) -> Any:
-        """Make the communicator. A rank that dies meanwhile leaves the others in this call: hence `DetachedCall`."""
+    def _made(self, meeting: Round, decision: Decision) -> DetachedCall[Any] | None:
+        """Return the call that has made the communicator on all members, None if it was given up.
+
+        In the watchdog's thread, which calls nothing of the library meanwhile, nor do polls of others. Open MPI 5 loses
+        a message on a communicator that a rank is about to have if another thread of the rank receives it: it is kept
+        with the long header that `Create_from_group` needs, and so matches no receive (`mca_pml_ob1_add_comm`).
+        """
+        known = self._recorded()
+        with self._runtime.unpolled():
+            made = DetachedCall(partial(self._make, meeting, decision))  # a death leaves others in it
+            wait_until(lambda: made.over() or self._recorded() != known, ALONE_S)
+        if self.agreement.confirm(meeting, decision, made.well):
+            return made
+        self.kept.append(made)
+        return None
+
+    def _make(self, meeting: Round, decision: Decision) -> Any:
         group = self._base.Get_group().Incl(list(decision.members))
-        name = f"spawnsim {lineage} {number} {decision.by}"
+        name = f"spawnsim {meeting.lineage} {meeting.number} {decision.by}"  # another one in each try
         if ulfm():  # Open MPI refuses to make a group of a communicator with dead members
             self.settle()
             return MPI.Intracomm.Create_from_group(group, name, errhandler=MPI.ERRORS_RETURN)
@@ -305,7 +319,12 @@ class Survival:
 
         Its failure handler walks all communicators, and crashes on one that is half made.
         """
-        wait_until(lambda: self._recorded() <= set(failed_ranks(self._base)), DETECTED_S)
+
+        def known() -> bool:
+            MPI.COMM_SELF.Iprobe()  # it learns of them while it makes progress, and this may be its only caller
+            return self._recorded() <= set(failed_ranks(self._base))
+
+        wait_until(known, DETECTED_S)
 
     def _watched(self, job: Callable[[], T]) -> T:
         """Run a part of the agreement in the watchdog's thread, which owns the channel."""

@@ -10,7 +10,8 @@ import array
 import os
 import time
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from threading import Timer, get_ident
 from typing import Any, NoReturn, cast
 
@@ -95,6 +96,15 @@ class MPIRuntime(RankRuntime):
     def probe_by(self, probe: Any) -> None:
         """From now on poll by this call, of source and tag: a probe on a communicator with dead members fails."""
         self._iprobe = probe
+
+    @contextmanager
+    def unpolled(self) -> Iterator[None]:
+        """Call nothing of the library at polls of this rank's threads, for a call that bears no other beside it."""
+        probe, self._iprobe = self._iprobe, lambda _source, _tag: False
+        try:
+            yield
+        finally:
+            self._iprobe = probe
 
     def serve(self) -> None:
         """Poll at the end of a compute block; where windows need it, often enough to serve some hundred kB."""
