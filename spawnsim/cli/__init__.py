@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import select
 import sys
 import traceback
 from collections.abc import Sequence
@@ -36,6 +37,7 @@ from spawnsim.run.process_setup import use_one_thread
 from spawnsim.run.progress_bar import beside_the_bar
 from spawnsim.units import text_table
 
+UNREAD = 128 + 13  # as of a process that SIGPIPE ends
 RAISERS = (RankError, ProgramError)  # their cause is an exception of the program's own
 _PACKAGE = str(Path(spawnsim.__file__).parent)
 
@@ -221,10 +223,23 @@ def main(argv: Sequence[str] | None = None) -> int:
         return report_error(error)
     except KeyboardInterrupt as stop:
         return report_interrupt(stop)
+    except BrokenPipeError as error:
+        return UNREAD if _is_unread() else report_refusal(error)
     except OSError as error:
         return report_refusal(error)
     except Exception as error:  # noqa: BLE001  what arrives here is a bug of ours
         return report_internal_error(error)
+
+
+def _is_unread() -> bool:
+    """Return whether the reader of standard output has gone, such as `head`; then what is left goes nowhere."""
+    asked = select.poll()
+    asked.register(sys.stdout.fileno(), select.POLLOUT)
+    unread = any(state & (select.POLLERR | select.POLLHUP) for _, state in asked.poll(0))
+    if unread:
+        # Else the interpreter writes what is left at its end, and complains.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return unread
 
 
 def entry() -> None:

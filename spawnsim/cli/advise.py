@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -191,7 +192,10 @@ def draw(found: Advice, case: Case, picture: Path) -> None:
         ratio = f", {row.choice.ratio:g} x smaller" * (row.choice.ratio != 1)
         curves.setdefault(row.choice.policy + ratio, []).append((row.every, row.goodput, row.low, row.high))
     size = f"{case.model_nbytes / 1e6:,.0f} MB · steps of {1e3 * case.step_s:g} ms"
-    caption = f"{case.ranks} ranks · {case.platform.name} · {size} · bars: seeds and network models"
+    around = [f"stragglers {'+'.join(map(str, case.stragglers))}"] * bool(case.stragglers)
+    around += ["failures"] * (min(case.failures.mtbf_s, case.failures.job_mtbf_s) < math.inf)
+    parts = [f"{case.ranks} ranks", case.platform.name, size, *around, "bars: seeds and network models"]
+    caption = " · ".join(parts)
     asked = sorted({row.choice.every for row in found.rows})
     style.save_as(fidelity.advice_figure(curves, asked, found.target, caption), picture)
 

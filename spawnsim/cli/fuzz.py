@@ -117,7 +117,8 @@ def report(found: Found, file: str) -> str:
     rate = f", {found.runs / found.seconds * 60:,.0f} a minute" if found.seconds > 1 else ""
     ended = f"; {found.ended:,} were ended by their faults, as MPI lets them" if found.ended else ""
     broken = sum(found.counts.values())
-    told = f"{broken:,} broke something, in {len(found.failures)} ways" if broken else "nothing broke"
+    ways = len(found.failures)
+    told = f"{broken:,} broke something, in {ways} way{'s' * (ways != 1)}" if broken else "nothing broke"
     parts.append(f"{found.runs:,} cases in {found.seconds:.1f} s{rate}: {told}{ended}")
     return "\n\n".join(parts)
 

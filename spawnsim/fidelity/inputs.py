@@ -31,6 +31,8 @@ Intervals = list[tuple[float, float]]
 # ------------------------------------------------------------------------------------------------------------ reading
 def _text(path: Path) -> str:
     """Return a file's text; the PyTorch profiler packs its own (.gz), spreadsheets begin with a byte order mark."""
+    if path.is_dir():
+        raise ParameterError(f"{path} is a folder: give its files, such as {path}/*")
     try:
         data = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
         return data.decode("utf-8-sig")

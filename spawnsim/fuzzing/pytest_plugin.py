@@ -148,7 +148,8 @@ def _told(failure: Any) -> str:
     """Return what broke, in which case, and where the ranks stood."""
     case = failure.case
     facts = [
-        f"{case.ranks} ranks", f"seed {case.seed}", f"ties {case.ties}", f"faults {case.faults or 'none'}",
+        f"{case.ranks} rank{'s' * (case.ranks != 1)}",
+        f"seed {case.seed}", f"ties {case.ties}", f"faults {case.faults or 'none'}",
         *([f"straggler {case.straggler}"] if case.straggler else []),
         *(f"{name}={value!r}" for name, value in case.parameters.items()),
     ]  # fmt: skip

@@ -6,6 +6,7 @@ block. Tables, runs and statistics are not known here.
 
 from __future__ import annotations
 
+import re
 import textwrap
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -139,7 +140,7 @@ def label_ends(ax: Axes, ends: Mapping[str, float], styles: Mapping[str, Look]) 
     to_axes = ax.transAxes.inverted()
     # In the coordinates of the axes, where a gap between names is the same on linear and logarithmic scales.
     heights = [float(to_axes.transform(ax.transData.transform((0.0, y)))[1]) for y in ends.values()]
-    texts = ["\n".join(textwrap.wrap(name, LABEL_WIDTH)) for name in ends]
+    texts = [in_lines(name) for name in ends]
     # Never more than an equal share of the height, or the names would run beyond the axes.
     gap = min(0.075 * max(text.count("\n") + 1 for text in texts), 1.0 / len(texts))
     size = 12.0 if gap >= 0.055 * max(text.count("\n") + 1 for text in texts) else 9.0
@@ -232,8 +233,15 @@ def save(figure: Figure, stem: str | Path, formats: Sequence[str] = FORMATS) -> 
 
 
 def in_lines(text: str, width: int = LABEL_WIDTH) -> str:
-    """Return a text in lines of so many characters at most."""
-    return "\n".join(textwrap.wrap(text, width)) or text
+    r"""Return a text in lines of so many characters at most; a longer name in mixed case is broken before a capital.
+
+    >>> in_lines("AsyncSelectiveAveragingPolicy", 24)
+    'AsyncSelective\nAveragingPolicy'
+    """
+    # A vertical tab is white space to textwrap: where a line may end, and else nothing.
+    words = re.sub(rf"\S{{{width + 1},}}", lambda found: re.sub("(?<=[a-z])(?=[A-Z])", "\v", found[0]), text)
+    lines = textwrap.wrap(words, width, replace_whitespace=False)
+    return "\n".join(line.replace("\v", "") for line in lines) or text
 
 
 def short(number: float) -> str:

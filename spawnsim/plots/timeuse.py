@@ -6,7 +6,6 @@ not used: an asynchronous one counts time there in which its rank goes on comput
 
 from __future__ import annotations
 
-import textwrap
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -114,7 +113,7 @@ def figure(runs: Sequence[Recorded] | Groups) -> Figure | None:
         panels = drawn.subplots(rows, columns, sharey=True, squeeze=False)
         for ax, (name, info) in zip(panels.ravel(), known, strict=False):
             draw(info, ax)
-            ax.set_title("\n".join(textwrap.wrap(name, 30)), weight="bold", pad=24)
+            ax.set_title(style.in_lines(name), weight="bold", pad=24)
             ax.text(0, 1.02, _shares(info), transform=ax.transAxes, fontsize=11, color="#555555")
             ax.set_xlabel("rank, busiest first")
         panels[0, 0].set_ylim(
@@ -124,7 +123,9 @@ def figure(runs: Sequence[Recorded] | Groups) -> Figure | None:
             ax.set_visible(False)
         for ax in panels[:, 0]:
             ax.set_ylabel("time per rank (s)")
-        drawn.legend(*panels[0, 0].get_legend_handles_labels(), loc="outside right upper")
+        drawn.legend(
+            *panels[0, 0].get_legend_handles_labels(), loc="outside right center"
+        )  # at the top it would meet the title
         caption = f"{found.caption()}\nshares are of all ranks' time{alone}"
         style.frame(drawn, "What the ranks do with their time", caption)
     return drawn

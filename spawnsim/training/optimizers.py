@@ -97,7 +97,7 @@ def rule_of(optimizer: torch.optim.Optimizer) -> Rule | str:
     """Return the rule of an optimizer, or why there is none."""
     rule = RULES.get(type(optimizer))
     if rule is None:
-        return f"{type(optimizer).__name__} is none of {', '.join(kind.__name__ for kind in RULES)}"
+        return f"its optimizer is {type(optimizer).__name__}, none of {', '.join(kind.__name__ for kind in RULES)}"
     for group in optimizer.param_groups:
         for name, fine in rule.refused:
             if group.get(name, fine) != fine:

@@ -290,6 +290,10 @@ class TrainingStep(_OfModel):
             )
             trial(batch, batch._gradient, inputs)
         except Exception as error:  # noqa: BLE001 - the program's own error, if it is one, comes when it steps alone
+            if "random operation" in str(
+                error
+            ):  # vmap's own text names flags of a call that is not the user's
+                return "it draws random numbers, as dropout does, and each rank has a generator of its own"
             return f"{type(error).__name__}: {error}".splitlines()[0]
         unused, outcome = self._differentiate(seat, inputs)
         if unused:

@@ -47,8 +47,9 @@ def deadlock(tasks: Sequence[Task], ended: Sequence[int]) -> Deadlock:
         reason = "a cycle of waits: " + " → ".join(f"rank {rank}" for rank in [*ring, ring[0]])
     else:
         reason = _dead_end(tasks, ended)
+    wait = "waits" if len(tasks) == 1 else "wait"
     return Deadlock(
-        f"deadlock: {len(tasks)} of {len(tasks) + len(ended)} ranks wait and nothing can end it; {reason}\n"
+        f"deadlock: {len(tasks)} of {len(tasks) + len(ended)} ranks {wait} and nothing can end it; {reason}\n"
         + standing(tasks, ring)
     )
 
@@ -66,7 +67,9 @@ def standing(tasks: Sequence[Task], first: Collection[int] = (), below: FrameTyp
     shown = sorted(tasks, key=lambda task: (task.rank not in first, task.rank))[:SHOWN]
     rows = [(task.name, f"{task.clock:.6g} s", _call(task, below), where(task, below)) for task in shown]
     more = f"\n  … and {len(tasks) - SHOWN} more" if len(tasks) > SHOWN else ""
-    return text_table(("rank", "since", "call", "at"), rows, left=4, indent="  ") + more
+    # The clock of a rank that waits says since when; at the debugger's prompt, that of one that computes is ahead.
+    since = "since" if below is None else "clock"
+    return text_table(("rank", since, "call", "at"), rows, left=4, indent="  ") + more
 
 
 def doing(world: World) -> list[tuple[str, str]]:
@@ -97,8 +100,8 @@ def _dead_end(tasks: Sequence[Task], ended: Sequence[int]) -> str:
         if peers and gone.issuperset(peers):
             names = ", ".join(map(str, peers[:8]))
             more = f" and {len(peers) - 8} more" if len(peers) > 8 else ""
-            program = "program has" if len(peers) == 1 else "programs have"
-            return f"{task.name} waits for rank {names}{more}, whose {program} ended"
+            ranks, program = ("rank", "program has") if len(peers) == 1 else ("ranks", "programs have")
+            return f"{task.name} waits for {ranks} {names}{more}, whose {program} ended"
     return "no rank is left that could act"
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Callable
@@ -555,6 +557,29 @@ def test_the_module_is_the_command() -> None:
         timeout=60,
     )
     assert done.stdout == f"spawnsim {spawnsim.__version__}\n"
+
+
+def test_a_reader_that_has_gone_is_no_error() -> None:
+    """`spawnsim list | head -1` ends as a process that SIGPIPE ends, without a word."""
+    reading, writing = os.pipe()
+    os.close(reading)
+    command = [sys.executable, "-m", "spawnsim", "list", "platforms"]
+    done = subprocess.run(command, stdout=writing, stderr=subprocess.PIPE, check=False, timeout=60)
+    os.close(writing)
+    assert (done.returncode, done.stderr) == (141, b"")
+
+
+def test_a_broken_pipe_elsewhere_is_told(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Such as that to a process of the run's."""
+
+    def serve(*_: object) -> int:
+        raise BrokenPipeError(errno.EPIPE, "Broken pipe")
+
+    monkeypatch.setattr(cli, "_serve", serve)
+    assert cli.main(["list"]) == 2
+    assert capfd.readouterr().err == "spawnsim: Broken pipe\n"
 
 
 def test_list_prints_names_that_other_commands_take(capsys: pytest.CaptureFixture[str]) -> None:

@@ -135,7 +135,9 @@ def test_reports_that_lack_something(
 
 @pytest.mark.parametrize("read", [inputs.read_nccl, inputs.read_iperf3, inputs.read_wan, inputs.read_sacct])
 def test_files_that_cannot_be_read(tmp_path: Path, read: Callable[[Path], Any]) -> None:
-    """No file, no text, nothing in it."""
+    """No file, no text, nothing in it; a folder."""
+    with pytest.raises(ParameterError, match="is a folder: give its files"):
+        read(tmp_path)
     with pytest.raises(ParameterError, match="cannot be read"):
         read(tmp_path / "none")
     (tmp_path / "bytes").write_bytes(b"\xff\xfe\x00")

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from support import synthetic
 
@@ -411,6 +412,20 @@ def test_no_panel_of_time_use_is_cropped():
     used = timeuse.time_use(slow.table)
     assert used is not None
     assert drawn.axes[0].get_ylim()[1] > (used.compute_s + used.exchange_s).max()
+
+
+def test_the_legend_of_time_use_covers_no_title():
+    """One run makes the narrowest figure; a class's long name takes two lines there, and is broken between words."""
+    ran = made(parameters={"policy": "AsyncSelectiveAveragingPolicy"})
+    drawn = timeuse.figure([ran])
+    assert drawn is not None
+    FigureCanvasAgg(drawn).draw()
+    heading = drawn.axes[
+        0
+    ]._left_title  # the title that is drawn; `ax.title` is the centred one, which is empty
+    assert heading.get_text() == "AsyncSelective\nAveragingPolicy"
+    legend = drawn.legends[0].get_window_extent()
+    assert not any(legend.overlaps(each.get_window_extent()) for each in (drawn._suptitle, heading))
 
 
 def test_time_use_of_many_runs_is_a_page():

@@ -167,7 +167,8 @@ def check_revoked(world: World, waiting: Any, finish_s: float = math.inf) -> Non
 def rank_failed(task: Task, waiting: Any, doomed: Sequence[int]) -> RankFailed:
     """Return the error of a wait that the dead have ended."""
     names = ", ".join(map(str, doomed))
-    message = f"{task.name} was in {waiting.describe()} at {task.clock:.6g} s, and rank {names} has failed"
+    dead = f"rank {names} has" if len(doomed) == 1 else f"ranks {names} have"
+    message = f"{task.name} was in {waiting.describe()} at {task.clock:.6g} s, and {dead} failed"
     return RankFailed(doomed, message)
 
 

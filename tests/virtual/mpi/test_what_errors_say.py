@@ -134,7 +134,7 @@ def test_a_receive_from_anybody_is_no_cycle():
     """All who could send have ended; the rank itself is among those who could, and no cycle."""
     text = stuck(lambda comm: comm.recv() if comm.rank == 0 else None, 4)
     assert "cycle" not in text
-    assert "rank 0 waits for rank 1, 2, 3, whose programs have ended" in text
+    assert "rank 0 waits for ranks 1, 2, 3, whose programs have ended" in text
 
 
 def test_a_rank_may_wait_for_itself():
