@@ -290,9 +290,8 @@ class TrainingStep(_OfModel):
             )
             trial(batch, batch._gradient, inputs)
         except Exception as error:  # noqa: BLE001 - the program's own error, if it is one, comes when it steps alone
-            if "random operation" in str(
-                error
-            ):  # vmap's own text names flags of a call that is not the user's
+            # vmap's own text names flags of a call that is not the program's.
+            if "random operation" in str(error):
                 return "it draws random numbers, as dropout does, and each rank has a generator of its own"
             return f"{type(error).__name__}: {error}".splitlines()[0]
         unused, outcome = self._differentiate(seat, inputs)
