@@ -132,7 +132,9 @@ def assert_calls(ranks: int) -> None:
 
 
 def arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser()
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, usage=argparse.SUPPRESS
+    )
     parser.add_argument("--ranks", type=int, default=1000)
     parser.add_argument("--iterations", type=int, default=10)
     parser.add_argument("--widths", type=lambda text: [*map(int, text.split(","))], default=CHOSEN.widths)
