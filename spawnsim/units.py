@@ -31,6 +31,30 @@ def _parse(text: str | float, units: dict[str, float], what: str) -> float:
     return float(match[1]) * units[match[2]]
 
 
+def number(text: str) -> float:
+    """Return a number without a unit.
+
+    Raises:
+        ParameterError: the text is none.
+    """
+    try:
+        return float(text)
+    except ValueError:
+        raise ParameterError(f"{text!r} is not a number") from None
+
+
+def whole(text: str) -> int:
+    """Return a whole number without a unit.
+
+    Raises:
+        ParameterError: the text is none.
+    """
+    try:
+        return int(text)
+    except ValueError:
+        raise ParameterError(f"{text!r} is not a whole number") from None
+
+
 def seconds(text: str | float) -> float:
     """Return a duration in seconds; a bare number is seconds already.
 

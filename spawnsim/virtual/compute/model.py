@@ -263,16 +263,16 @@ _Form = tuple[str, Callable[..., Straggler], tuple[Callable[[str], float], ...]]
 
 FORMS: tuple[_Form, ...] = (
     ("constant", Constant, ()),
-    ("constant:FACTOR", Constant, (float,)),
-    ("lognormal:SIGMA", Lognormal, (float,)),
-    ("exponential:SHARE", Exponential, (float,)),
-    ("pareto:TAIL", Pareto, (float,)),
-    ("gamma:VARIATION", Gamma, (float,)),
-    ("bimodal:SHARE,SLOWDOWN", Bimodal, (float, float)),
-    ("speed:SIGMA", Speed, (float,)),
-    ("slow:SHARE,SLOWDOWN", Slow, (float, float)),
-    ("rank:RANK,SLOWDOWN", SlowRank, (int, float)),
-    ("markov:FAST,SLOW,SLOWDOWN", Markov, (units.seconds, units.seconds, float)),
+    ("constant:FACTOR", Constant, (units.number,)),
+    ("lognormal:SIGMA", Lognormal, (units.number,)),
+    ("exponential:SHARE", Exponential, (units.number,)),
+    ("pareto:TAIL", Pareto, (units.number,)),
+    ("gamma:VARIATION", Gamma, (units.number,)),
+    ("bimodal:SHARE,SLOWDOWN", Bimodal, (units.number, units.number)),
+    ("speed:SIGMA", Speed, (units.number,)),
+    ("slow:SHARE,SLOWDOWN", Slow, (units.number, units.number)),
+    ("rank:RANK,SLOWDOWN", SlowRank, (units.whole, units.number)),
+    ("markov:FAST,SLOW,SLOWDOWN", Markov, (units.seconds, units.seconds, units.number)),
 )
 """Pattern, class and the readers of its parameters."""
 

@@ -7,8 +7,11 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass, fields
-from typing import ClassVar, NamedTuple
+from functools import cache
+from numbers import Integral, Real
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -59,11 +62,59 @@ LOST = Verdict(lost=True)
 Bools = NDArray[np.bool_]
 
 
+def _whole(value: Any) -> int:
+    if isinstance(value, bool) or not isinstance(value, Integral):
+        raise TypeError
+    return int(value)
+
+
+def _real(value: Any) -> float:
+    if isinstance(value, bool) or not isinstance(value, Real):
+        raise TypeError
+    try:
+        return float(value)
+    except OverflowError:  # a whole number of hundreds of digits
+        return math.inf if value > 0 else -math.inf
+
+
+_HELD: dict[str, tuple[Callable[[Any], Any], str]] = {
+    "int": (_whole, "a whole number"),
+    "int | None": (lambda value: None if value is None else _whole(value), "a rank, or None for any"),
+    "tuple[int, ...]": (lambda value: tuple(map(_whole, value)), "ranks, such as (0, 1)"),
+    "float": (_real, "a number"),
+    "str": (str, "a text"),
+}
+
+
+@cache
+def _fields(kind: type) -> list[tuple[str, Callable[[Any], Any], str]]:
+    return [(part.name, *_HELD[str(part.type)]) for part in fields(kind)]
+
+
+def hold(item: Any) -> None:
+    """Let each field of a fault hold a value as it is declared, of whatever type of numbers it was given.
+
+    Raises:
+        ParameterError: a value is no such thing.
+    """
+    for name, read, what in _fields(type(item)):
+        try:
+            value = read(getattr(item, name))
+        except TypeError:
+            raise ParameterError(f"fault {item!r}: {name} must be {what}") from None
+        object.__setattr__(item, name, value)
+
+
 @dataclass(frozen=True)
 class Fault(ABC):
     """One fault. `kind` is its name in texts and JSON."""
 
     kind: ClassVar[str]
+
+    def __post_init__(self) -> None:
+        hold(self)
+        window = vars(self)
+        self.check_window(window["at_s"], window.get("for_s", math.inf))
 
     @property
     def ranks(self) -> tuple[int, ...]:
@@ -73,8 +124,7 @@ class Fault(ABC):
 
     def refuse(self, why: str) -> ParameterError:
         """Return the error that says what is wrong with this fault."""
-        values = ", ".join(f"{part.name}={getattr(self, part.name)!r}" for part in fields(self))
-        return ParameterError(f"fault {type(self).__name__}({values}): {why}")
+        return ParameterError(f"fault {self!r}: {why}")
 
     def check_window(self, at_s: float, for_s: float) -> None:
         """Raise ParameterError unless the window starts at a finite time of at least 0 and lasts."""
@@ -94,9 +144,6 @@ class Crash(Fault):
     at_s: float
     kind: ClassVar[str] = "crash"
 
-    def __post_init__(self) -> None:
-        self.check_window(self.at_s, math.inf)
-
 
 @dataclass(frozen=True)
 class Restart(Fault):
@@ -105,9 +152,6 @@ class Restart(Fault):
     rank: int
     at_s: float
     kind: ClassVar[str] = "restart"
-
-    def __post_init__(self) -> None:
-        self.check_window(self.at_s, math.inf)
 
 
 @dataclass(frozen=True)
@@ -118,9 +162,6 @@ class Pause(Fault):
     at_s: float
     for_s: float
     kind: ClassVar[str] = "pause"
-
-    def __post_init__(self) -> None:
-        self.check_window(self.at_s, self.for_s)
 
     @property
     def speed(self) -> float:
@@ -139,8 +180,8 @@ class SlowDown(Fault):
     kind: ClassVar[str] = "slow"
 
     def __post_init__(self) -> None:
-        self.check_window(self.at_s, self.for_s)
-        if not 0.0 < self.factor < math.inf:
+        super().__post_init__()
+        if not (0.0 < self.factor < math.inf and self.speed < math.inf):
             raise self.refuse("factor must be a finite number above 0; a rank that stands still is a pause")
 
     @property
@@ -165,7 +206,7 @@ class Skew(Fault):
     kind: ClassVar[str] = "skew"
 
     def __post_init__(self) -> None:
-        self.check_window(self.at_s, self.for_s)
+        super().__post_init__()
         if not (math.isfinite(self.offset_s) and math.isfinite(self.drift)):
             raise self.refuse("offset_s and drift must be finite")
 
@@ -186,7 +227,7 @@ class LinkFault(Fault):
     for_s: float
 
     def __post_init__(self) -> None:
-        self.check_window(self.at_s, self.for_s)
+        super().__post_init__()
         if self.source is not None and self.source == self.dest:
             raise self.refuse("a rank has no link to itself: its messages to itself never leave its memory")
 
@@ -330,8 +371,8 @@ class Partition(Fault):
     kind: ClassVar[str] = "partition"
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         object.__setattr__(self, "members", tuple(sorted(set(self.members))))
-        self.check_window(self.at_s, self.for_s)
         if not self.members:
             raise self.refuse("members must name at least one rank")
 

@@ -9,15 +9,16 @@ from __future__ import annotations
 
 import csv
 import math
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from heapq import heapify, heappop, heappush
 from io import StringIO
 from typing import Any
 
-from spawnsim import random
+from spawnsim import random, units
 from spawnsim.errors import ParameterError
-from spawnsim.virtual.faults.events import Crash, Fault, Restart
+from spawnsim.virtual.faults.events import Crash, Fault, Restart, hold
 
 MOST = 10**6  # faults in a plan: more were a mistyped number
 DOMAINS = ("node", "rack", "region")
@@ -48,14 +49,13 @@ class Failures:
     swap_s: float = 0.0
 
     def __post_init__(self) -> None:
+        hold(self)
         if not (0.0 <= self.at_s < math.inf and 0.0 < self.for_s < math.inf):
             raise ParameterError(f"{self}: give a begin of at least 0 s and a length above 0 s, which ends")
-        if not (
-            self.mtbf_s > 0.0 and self.repair_s > 0.0 and 0.0 <= self.swap_s < math.inf and self.spares >= 0
-        ):
-            raise ParameterError(
-                f"{self}: give mtbf_s and repair_s above 0 s, swap_s and spares of at least 0"
-            )
+        if not (self.mtbf_s > 0.0 and self.repair_s > 0.0 and 0.0 <= self.swap_s < math.inf):
+            raise ParameterError(f"{self}: give mtbf_s and repair_s above 0 s, a swap_s of at least 0 s")
+        if not 0 <= self.spares <= MOST:
+            raise ParameterError(f"{self}: give from 0 to {MOST:,} spares")
 
     def faults(
         self, machines: Sequence[Sequence[int]], seed: int = 0, *, job: Sequence[int] = ()
@@ -137,7 +137,11 @@ def machines(where: str, ranks: int | None, network: Any = None) -> list[tuple[i
         if chosen != "*" and not (chosen.isdecimal() and int(chosen) < len(units)):
             raise ParameterError(f"{where!r}: give {domain}0 to {domain}{len(units) - 1}, or {domain}*")
         return units if chosen == "*" else [units[int(chosen)]]
-    return [(rank,) for rank in _numbers(word)]
+    found = list(_numbers(word))
+    twice = [rank for rank, times in Counter(found).items() if times > 1]
+    if twice:
+        raise ParameterError(f"{where!r} names rank {twice[0]} more than once")
+    return [(rank,) for rank in found]
 
 
 def _numbers(words: str) -> Iterator[int]:
@@ -201,9 +205,13 @@ def recorded(text: str, source: str) -> tuple[Fault, ...]:
         for words in lines:
             if not words:
                 continue
+            if len(words) != len(head):
+                raise ParameterError(
+                    "write a rank, when it went down, and when it was up again (empty: never)"
+                )
             rank, down, up = (word.strip() for word in words)
-            found.append(Crash(int(rank), float(down)))
-            found += [Restart(int(rank), float(up))] if up else []
+            found.append(Crash(units.whole(rank), units.seconds(down)))
+            found += [Restart(units.whole(rank), units.seconds(up))] if up else []
             if len(found) > MOST:
                 raise ParameterError(f"more than {MOST:,} failures")
     except (ValueError, csv.Error) as error:

@@ -119,7 +119,8 @@ def _failures(part: str, match: re.Match[str], setting: Setting) -> tuple[Fault,
         if not match["length"] or not match["rest"]:
             raise ParameterError(f"write {form}")
         words = [word.strip() for word in match["rest"].split(",")]
-        readers: tuple[Callable[[str], float], ...] = (units.seconds, units.seconds, int, units.seconds)
+        times, count = units.seconds, units.whole
+        readers: tuple[Callable[[str], float], ...] = (times, times, count, times)
         if len(words) > len(readers):
             raise ParameterError(f"write {form}")
         given: list[Any] = [read(word) for read, word in zip(readers, words, strict=False)]
@@ -151,7 +152,11 @@ def _values(kind: type[Fault], match: re.Match[str]) -> dict[str, Any]:
     if not len(required) <= len(given) <= len(own):
         raise ParameterError(f"a {kind.kind} takes {', '.join(own) or 'no parameters'}; {len(given)} given")
     for name, word in zip(own, given, strict=False):
-        values[name] = units.seconds(word) if name.endswith("_s") else word if name in _WORDS else float(word)
+        read = units.seconds if name.endswith("_s") else str if name in _WORDS else units.number
+        try:
+            values[name] = read(word)
+        except ParameterError as error:
+            raise ParameterError(f"{name}: {error}") from error
     return values
 
 
@@ -167,12 +172,12 @@ def _places(kind: type[Fault], where: str, setting: Setting) -> Iterator[dict[st
         else:
             yield from ({"rank": rank} for rank in ranks)
         return
-    source, arrow, dest = re.fullmatch(r"([^<>]*?)\s*(<>|>|)\s*([^<>]*)", where).groups()  # type: ignore[union-attr]
-    if not arrow:
-        raise ParameterError(f"a {kind.kind} needs a link, such as 0>1, 2<>* or *>3")
-    ends = [None if end == "*" else int(end) for end in (source, dest)]
+    link = re.fullmatch(r"(\d+|\*)\s*(<>|>)\s*(\d+|\*)", where)
+    if link is None:
+        raise ParameterError(f"{where!r}: a {kind.kind} needs a link, such as 0>1, 2<>* or *>3")
+    ends = [None if end == "*" else int(end) for end in (link[1], link[3])]
     yield {"source": ends[0], "dest": ends[1]}
-    if arrow == "<>":
+    if link[2] == "<>":
         yield {"source": ends[1], "dest": ends[0]}
 
 
@@ -215,7 +220,7 @@ def read(path: Path) -> str:
     try:
         if path.stat().st_size > MOST_NBYTES:
             raise ParameterError(f"fault plan {path}: it is longer than {MOST_NBYTES:,} bytes")
-        return path.read_text(encoding="utf-8").strip()
+        return path.read_text(encoding="utf-8-sig").strip()
     except (OSError, UnicodeDecodeError) as error:
         raise ParameterError(
             f"fault plan: cannot read {path}: {getattr(error, 'strerror', None) or error}"
@@ -269,48 +274,25 @@ def _entry(number: int, entry: Any, setting: Setting) -> Iterator[Fault]:
         raise ParameterError(f'fault {number} is {shown}: write {{"kind": one of {", ".join(known)}, ...}}')
     what = f"fault {number} ({entry['kind']})"
     values = {name: value for name, value in entry.items() if name not in ("kind", "where")}
-    for name, value in values.items():
-        values[name] = _value(f"{what}: {name}", name, value)
-    where = entry.get("where")
-    if where is not None and not isinstance(where, str):
-        _refuse(f"{what}: where", where)
+    if values.get("for_s", 0.0) is None:  # JSON has no infinity
+        values["for_s"] = math.inf
+    drawn, where = entry["kind"] in (MTBF, REQUEUE), entry.get("where")
+    named: Any = Failures if drawn else KINDS[entry["kind"]]
     try:
-        if entry["kind"] in (MTBF, REQUEUE):
+        if not isinstance(where, (str, type(None))):
+            raise ParameterError(f"where is {where!r}: give a text, such as '0-3' or 'node2'")
+        if drawn:
             yield from _drawn(entry["kind"], where or "*", Failures(**values), setting)
             return
-        kind = KINDS[entry["kind"]]
-        for place in [{}] if where is None else _places(kind, where, setting):
-            yield kind(**place, **values)
-    except ParameterError:
-        raise
+        for place in [{}] if where is None else _places(named, where.strip(), setting):
+            yield named(**place, **values)
     except ValueError as error:
         raise ParameterError(f"{what}: {error}") from error
     except TypeError:
-        named: Any = Failures if entry["kind"] in (MTBF, REQUEUE) else KINDS[entry["kind"]]
+        given = ", ".join(name for name in entry if name != "kind")
         names = ", ".join(part.name for part in fields(named))
-        raise ParameterError(f"{what} has {', '.join(values)}: give {names}") from None
-
-
-def _value(what: str, name: str, value: Any) -> Any:
-    """Return a JSON value as its field wants it."""
-    if value is None:
-        return math.inf if name == "for_s" else None
-    if name in _WORDS and isinstance(value, str):
-        return value
-    if name == "members":
-        return (
-            tuple(_value(what, "rank", rank) for rank in value)
-            if isinstance(value, list)
-            else _refuse(what, value)
-        )
-    integer = name in ("rank", "source", "dest", "spares")
-    if isinstance(value, bool) or not isinstance(value, int if integer else (int, float)):
-        _refuse(what, value)
-    return value
-
-
-def _refuse(what: str, value: Any) -> Any:
-    raise ParameterError(f"{what} is {value!r}: give numbers (ranks: integers; members: a list of ranks)")
+        where = "and where" if drawn else "where may take the place of ranks"
+        raise ParameterError(f"{what} has {given}: give {names}; {where}") from None
 
 
 # MPI's connections are reliable because TCP's (or the NIC's) are: what a link drops is sent again at Linux's times. The
@@ -320,6 +302,7 @@ RETRANSMIT_S = 0.2
 RETRANSMIT_MOST_S = 120.0
 TRIES = 16
 
+_OBJECTS = "FaultPlan((Crash(3, 5.0), …)), or FaultPlan.parse of a text"
 _Speeds = tuple[list[float], list[float]]  # ascending times, and the speed from each of them on
 
 
@@ -331,7 +314,14 @@ class FaultPlan:
     seed: int = 0
 
     def __post_init__(self) -> None:
+        if not isinstance(self.faults, Iterable) or isinstance(self.faults, str):
+            raise ParameterError(f"a fault plan of {self.faults!r}: write {_OBJECTS}")
         object.__setattr__(self, "faults", tuple(self.faults))
+        other = [each for each in self.faults if not isinstance(each, Fault)]
+        if other:
+            raise ParameterError(f"a fault plan with {other[0]!r}: write {_OBJECTS}")
+        if not isinstance(self.seed, int) or self.seed < 0:
+            raise ParameterError(f"a fault plan of seed {self.seed!r}: give an integer of at least 0")
         for rank, turns in self._lives.items():
             for turn, fault in enumerate(turns):
                 if isinstance(fault, Restart) != bool(turn % 2):
@@ -363,6 +353,8 @@ class FaultPlan:
         """
         if isinstance(source, FaultPlan):
             return source
+        if not isinstance(source, (str, type(None))):
+            raise ParameterError(f"faults={source!r}: give a text, a file's name, or {_OBJECTS}")
         words, setting = (source or "").strip(), Setting(ranks, network, seed)
         if words.endswith(".csv"):
             return cls(recorded(read(Path(words)), words), seed)
@@ -553,5 +545,5 @@ def _chance(*key: int) -> float:
     """Return a uniform number from [0, 1) that is a function of the key."""
     # A hash and not a stream: a stream would give each question the next number, so that one message more, or another
     # order of ranks, would change the fate of all that follow. 53 of the 64 bits are what a float holds.
-    words = b"".join(number.to_bytes(8, "little") for number in key)
+    words = b"".join(number.to_bytes(max(8, number.bit_length() + 7 >> 3), "little") for number in key)
     return (int.from_bytes(hashlib.blake2b(words, digest_size=8).digest(), "little") >> 11) * 2.0**-53

@@ -156,9 +156,9 @@ class PoissonFlows:
 
 _Form = tuple[str, Callable[..., Source], tuple[Callable[[str], float], ...]]
 FORMS: tuple[_Form, ...] = (
-    ("constant:SHARE", Constant, (float,)),
-    ("onoff:BURST,PAUSE,SHARE", OnOff, (units.seconds, units.seconds, float)),
-    ("poisson:FLOWS,STAY", PoissonFlows, (float, units.seconds)),
+    ("constant:SHARE", Constant, (units.number,)),
+    ("onoff:BURST,PAUSE,SHARE", OnOff, (units.seconds, units.seconds, units.number)),
+    ("poisson:FLOWS,STAY", PoissonFlows, (units.number, units.seconds)),
 )
 """Pattern, class and the readers of its parameters, for background traffic."""
 

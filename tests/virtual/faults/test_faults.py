@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -17,6 +19,7 @@ from spawnsim.virtual.faults import (
     Delay,
     Drop,
     Duplicate,
+    Failures,
     FaultPlan,
     LinkDown,
     Partition,
@@ -166,18 +169,70 @@ def test_short_hands_expand() -> None:
         ("restart:1@1s", "alive at 1 s"),
         ("partition:@1s", "KIND"),
         ('[{"kind": "crash"}]', "give rank, at_s"),
-        ('[{"kind": "crash", "rank": "1", "at_s": 1}]', "fault 0.*rank is '1'"),
+        ('[{"kind": "crash", "rank": "1", "at_s": 1}]', "fault 0.*rank='1'.*rank must be a whole number"),
         ('[{"kind": "nosuch"}]', "one of crash"),
         ('{"faults": 3}', "write"),
         ('{"faults": [], "sed": 1}', "write"),
         ("[", "not valid JSON"),
         ("nosuch.json", "cannot read nosuch.json: No such file"),
+        ("slow:3@0s+1s,x", "factor: 'x' is not a number"),
+        ("slow:3@0s+1s,1e-320", "factor must be"),
+        ("drop:0>1@1s,10%", "probability: '10%' is not a number"),
+        ("delay:0>1@1s,5,x", "spread_s: 'x' is not a duration"),
+        ("skew:3@1s,1s,fast", "drift: 'fast' is not a number"),
+        ("mtbf:0@0s+1s,5s,1s,1.5", "'1.5' is not a whole number"),
+        ("mtbf:0@0s+1s,5s,1s,1000000000", "from 0 to 1,000,000 spares"),
+        ("down:0>1>2@1s", "'0>1>2': a down needs a link"),
+        ("down:0<1@1s", "needs a link"),
+        ("down:0>@1s", "needs a link"),
+        ("down:0-3>1@1s", "needs a link"),
+        ("slow:0-3,2@0s+1s,2", "names rank 2 more than once"),
+        (f'[{{"kind": "crash", "rank": 1, "at_s": 1{400 * "0"}}}]', "fault 0.*a finite time"),
+        ('[{"kind": "slow", "rank": 1, "at_s": 1, "for_s": 1, "factor": null}]', "factor must be a number"),
+        ('[{"kind": "slow", "rank": null, "at_s": 1, "for_s": 1, "factor": 2}]', "rank must be a whole"),
+        ('[{"kind": "slow", "where": "", "at_s": 1, "for_s": 1, "factor": 2}]', "fault 0.*is no rank"),
+        ('[{"kind": "drop", "where": "0>x", "at_s": 1, "for_s": 1}]', "fault 0.*needs a link"),
+        ('[{"kind": "crash", "rank": 1, "where": "1", "at_s": 1}]', "where may take the place"),
     ],
 )
 def test_bad_plans_are_one_clear_error(text: str, match: str) -> None:
     """The part that is wrong, and what to write."""
     with pytest.raises(ParameterError, match=match):
         FaultPlan.parse(text)
+
+
+@pytest.mark.parametrize(
+    ("build", "match"),
+    [
+        (lambda: Crash("3", 1.0), "rank must be a whole number"),  # type: ignore[arg-type]
+        (lambda: Crash(1, "1s"), "at_s must be a number"),  # type: ignore[arg-type]
+        (lambda: Crash(True, 1.0), "rank must be a whole number"),
+        (lambda: Pause(3, 1.0, None), "for_s must be a number"),  # type: ignore[arg-type]
+        (lambda: Delay(0, 1, 0.0, 1.0, "5ms"), "delay_s must be a number"),  # type: ignore[arg-type]
+        (lambda: Partition("0-3", 0.0, 1.0), "members must be ranks"),  # type: ignore[arg-type]
+        (lambda: Failures(0.0, 1.0, 1.0, 1.0, 1.5), "spares must be a whole"),  # type: ignore[arg-type]
+        (lambda: FaultPlan("crash:3@1s"), "FaultPlan.parse of a text"),  # type: ignore[arg-type]
+        (lambda: FaultPlan(Crash(3, 1.0)), "a fault plan of Crash"),  # type: ignore[arg-type]
+        (lambda: FaultPlan((3,)), "a fault plan with 3"),  # type: ignore[arg-type]
+        (lambda: FaultPlan((), seed=-1), "seed -1: give an integer"),
+        (lambda: FaultPlan.parse([Crash(3, 1.0)]), "give a text, a file's name"),  # type: ignore[arg-type]
+    ],
+)
+def test_bad_objects_are_one_clear_error(build: Callable[[], object], match: str) -> None:
+    """As bad texts are: what is wrong, and what to write."""
+    with pytest.raises(ParameterError, match=match):
+        build()
+
+
+def test_numbers_of_any_type_make_the_same_plan() -> None:
+    """Those of numpy are kept as Python's, which JSON holds; seeds may be longer than a machine's word."""
+    plan = FaultPlan((Crash(np.int64(3), np.float32(1)), Partition(np.arange(2), 0, 1)), seed=2**70)  # type: ignore[arg-type]
+    assert (
+        FaultPlan.parse(plan.to_json())
+        == plan
+        == FaultPlan((Crash(3, 1.0), Partition((0, 1), 0.0, 1.0)), 2**70)
+    )
+    assert 0.0 <= plan.chance(1, 2) < 1.0
 
 
 def test_a_plan_is_checked_against_the_run() -> None:
