@@ -27,6 +27,7 @@ from spawnsim.scenario import DEADLINE_S, Scenario
 from spawnsim.study import executors
 from spawnsim.study.results import DONE, Sweep
 from spawnsim.study.store import Cell, grid
+from spawnsim.study.sweeping import require_limit
 from spawnsim.units import seconds, text_table
 
 QUOTING = """\
@@ -65,12 +66,13 @@ def main(argv: Sequence[str]) -> int:
     options = parser().parse_args(own)
     require_jobs(options.jobs)
     limit_s = None if options.run_limit is None else seconds(options.run_limit)
+    own_pool = options.executor == "processes"
+    require_limit(limit_s, options.jobs, None if own_pool else options.executor)
     cells = cells_of(options, rest)
     out = named(options.out) if options.out else Path("runs") / Path(options.file).stem
     if options.dry_run:
         return _list(cells, out)
     with stoppable():
-        own_pool = options.executor == "processes"
         chosen = nullcontext() if own_pool else executors.named(options.executor, options.jobs, out / "jobs")
         before = _finished(out)
         found = Sweep.plan(cells, out)

@@ -29,7 +29,7 @@ from spawnsim.record.folder import prepare, read_manifest, require_free
 from spawnsim.run import Run
 from spawnsim.run.result import shown
 from spawnsim.study.store import COST, Cell, Store, labels, read_cost
-from spawnsim.study.sweeping import command_of, complete
+from spawnsim.study.sweeping import command_of, complete, require_limit
 
 PLAN = "sweep.json"
 DONE, FAILED, MISSING = "done", "failed", "missing"
@@ -105,8 +105,10 @@ class Sweep:
             The sweep, finished.
 
         Raises:
+            ParameterError: a limit that cannot be held; nothing is written.
             StudyError: some runs failed; those that did not are kept, and the same call tries the others again.
         """
+        require_limit(limit_s, jobs, executor)
         with _held(Path(out), cells) as found:
             complete(cells, found.store, jobs=jobs, executor=executor, limit_s=limit_s, say=say)
             return found

@@ -30,6 +30,7 @@ from spawnsim.study.executors import STOPPING_S, Processes, out_of_time, pool
 from spawnsim.study.store import Cell, Cost, Store, labels, write_cost
 
 LAST_LINES = 12
+MOST_S = 24 * 86_400.0  # the longest limit of a run: the system counts a wait in milliseconds of 31 bits
 WHOLE = 3  # failures of which all lines are told
 PRINTED = "output.txt"  # of a run's folder: what its ranks have printed
 How = Callable[[Cell, Path], None]
@@ -272,6 +273,15 @@ def _failed(
     return whole
 
 
+def require_limit(limit_s: float | None, jobs: int, executor: object) -> None:
+    """Raise `ParameterError` unless a limit of a run (wall seconds) can be held: it needs processes to end."""
+    if limit_s is not None and not (0 < limit_s <= MOST_S and (jobs > 0 or executor is not None)):
+        raise ParameterError(
+            f"a run's limit of {limit_s:g} s: give more than 0 and at most {MOST_S / 3600:g} h, and processes to end "
+            "(--jobs 1)"
+        )
+
+
 def complete(
     cells: Sequence[Cell], store: Store, *, jobs: int = 1, executor: Executor | None = None,
     limit_s: float | None = None, say: Say, ended: Ended = lambda _: None,
@@ -291,14 +301,11 @@ def complete(
         The run folders, in the order of `cells`.
 
     Raises:
-        ParameterError: a limit without processes, or the store's folder cannot be written.
+        ParameterError: a limit that cannot be held, or the store's folder cannot be written.
         StudyError: some runs failed; those that did not are kept.
     """
+    require_limit(limit_s, jobs, executor)
     own_pool = executor is None and jobs > 0
-    if limit_s is not None and not (limit_s > 0 and (own_pool or executor)):
-        raise ParameterError(
-            f"a run's limit of {limit_s:g} s: give more than 0, and processes to end (--jobs 1)"
-        )
     prepare(store.root)
     try:
         with pool(jobs, limit_s=limit_s) if own_pool else nullcontext(executor) as carrier:

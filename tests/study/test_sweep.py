@@ -245,10 +245,8 @@ def test_a_folder_that_is_removed_or_cannot_be_written_is_one_line(
 
 
 # ---------------------------------------------------------------------------------------------------- executors
-def test_a_run_that_takes_longer_than_its_limit_fails_alone(
-    program: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-):
-    """Its process is ended, and in other executors its command; without either it is refused."""
+def test_a_run_that_takes_longer_than_its_limit_fails_alone(program: Path, monkeypatch: pytest.MonkeyPatch):
+    """Its process is ended, and in other executors its command."""
     with executors.pool(1, limit_s=0.3) as pool:
         late, fine = pool.submit(time.sleep, 600), pool.submit(pow, 2, 5)
         with pytest.raises(WorldError, match=r"took longer than 0.3 s, and was ended"):
@@ -262,10 +260,21 @@ def test_a_run_that_takes_longer_than_its_limit_fails_alone(
         pytest.raises(StudyError, match=r"prog-n2-s0: the run took longer"),
     ):
         Sweep.run(cells, "q", executor=threads, limit_s=0.3)
-    assert swept("--run-limit", "10 min", "--out", "q") == 2
+
+
+def test_a_limit_that_cannot_be_held_is_refused_before_anything_is_written(
+    program: Path, capsys: pytest.CaptureFixture[str]
+):
+    """Without processes to end, and for longer than the system waits: a run of such a limit failed when it began."""
+    assert swept("--run-limit", "10 min", "--out", "q") == 2  # in this process
     assert swept("--run-limit", "soon", "--out", "q") == 2
+    assert swept("--run-limit", "1000h", "--jobs", "1", "--out", "q") == 2
     told = capsys.readouterr().err
-    assert "limit of 600 s: give more than 0, and processes" in told and "'soon' is not a duration" in told
+    assert "limit of 600 s: give more than 0 and at most 576 h, and processes" in told
+    assert "'soon' is not a duration" in told and "limit of 3.6e+06 s" in told
+    with pytest.raises(ParameterError, match="limit of 5 s"):
+        Sweep.run(grid("prog.py", ranks=[2], seeds=[0]), "q", jobs=0, limit_s=5)
+    assert not Path("q").exists()
 
 
 def test_a_process_that_is_killed_fails_its_own_task_alone():
