@@ -74,7 +74,7 @@ def _real(value: Any) -> float:
     try:
         return float(value)
     except OverflowError:  # a whole number of hundreds of digits
-        return math.inf if value > 0 else -math.inf
+        return math.inf if value.__ceil__() > 0 else -math.inf
 
 
 _HELD: dict[str, tuple[Callable[[Any], Any], str]] = {
@@ -87,11 +87,11 @@ _HELD: dict[str, tuple[Callable[[Any], Any], str]] = {
 
 
 @cache
-def _fields(kind: type) -> list[tuple[str, Callable[[Any], Any], str]]:
+def _fields(kind: Any) -> list[tuple[str, Callable[[Any], Any], str]]:
     return [(part.name, *_HELD[str(part.type)]) for part in fields(kind)]
 
 
-def hold(item: Any) -> None:
+def hold(item: object) -> None:
     """Let each field of a fault hold a value as it is declared, of whatever type of numbers it was given.
 
     Raises:

@@ -22,6 +22,9 @@ from spawnsim.errors import ParameterError
 from spawnsim.virtual.network.cost import Floats
 from spawnsim.virtual.network.links import Link, Piece, at_least
 
+MOST_CHANGES = (
+    1e4  # of a link in a second: beyond, 100 links take longer to simulate than what they pass lasts
+)
 Key = tuple[int, int, str]  # of a stream: seed, number of the link, purpose
 Step = tuple[float, float, float]  # from when (s), share of the bandwidth, latency that is added (s)
 
@@ -58,6 +61,10 @@ class BandwidthTrace:
             at_least(latency_s, 0.0, f"latency at {at_s:g} s")
         if self.repeat_s is not None and not times[-1] < self.repeat_s < math.inf:
             raise ParameterError(f"repeat={self.repeat_s:g} s: must be after the last row, {times[-1]:g} s")
+        if self.repeat_s is not None and len(times) > MOST_CHANGES * self.repeat_s:
+            raise ParameterError(
+                f"repeat={self.repeat_s:g} s: {len(times)} rows are more than {MOST_CHANGES:,.0f} changes a second"
+            )
         # A link that is down for ever would leave messages under way for ever.
         if not (self.rows[-1][1] if self.repeat_s is None else max(row[1] for row in self.rows)):
             raise ParameterError("the bandwidth ends at 0: let the last row have some")
@@ -79,6 +86,15 @@ class _Relative:
                 yield begin_s, bandwidth / self.bandwidth_Bps, latency_s - self.latency_s
             if self.trace.repeat_s is None:
                 return
+
+
+def _require_few(changes: float, share: float) -> None:
+    """Refuse traffic that changes a link too often to be followed; `share`: what it takes in the mean."""
+    if changes > MOST_CHANGES:
+        raise ParameterError(
+            f"that changes the link {changes:.3g} times a second, and at most {MOST_CHANGES:,.0f} are simulated: give "
+            f"fewer that last longer, or what they take in the mean, constant:{share:.9g}"
+        )
 
 
 @dataclass(frozen=True)
@@ -111,6 +127,8 @@ class OnOff:
         at_least(self.on_s, 0.0, "mean burst (s)", above=True)
         at_least(self.off_s, 0.0, "mean pause (s)", above=True)
         Constant(self.share)
+        both_s = self.on_s + self.off_s
+        _require_few(2.0 / both_s, self.share * self.on_s / both_s)
 
     def steps(self, key: Key) -> Iterator[Step]:
         """Yield pauses and bursts."""
@@ -135,6 +153,8 @@ class PoissonFlows:
     def __post_init__(self) -> None:
         at_least(self.rate, 0.0, "flows a second", above=True)
         at_least(self.stay_s, 0.0, "mean stay (s)", above=True)
+        flows = self.rate * self.stay_s  # at a time, Poisson: the mean of 1/(1 + flows) is (1 - exp(-m)) / m
+        _require_few(2.0 * self.rate, min(1.0 + math.expm1(-flows) / flows, 1.0 - 1e-9))
 
     def steps(self, key: Key) -> Iterator[Step]:
         """Yield each coming and going."""
