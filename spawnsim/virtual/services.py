@@ -142,8 +142,8 @@ class Compute:
         begin_s = task.clock
         duration_s = self.sampler(stated_s, begin_s)
         end_s = world.plan.stretch(rank.id, begin_s, duration_s) if world.plan else begin_s + duration_s
-        if world.cores is not None and begin_s < end_s < math.inf:
-            end_s = world.cores.spend(rank, end_s - begin_s)
+        if world.cores is not None and begin_s < end_s:
+            end_s = world.cores.spend(rank, duration_s)
         self.seconds = seconds = end_s - begin_s
         # A rank that is paused for ever in the middle of a block leaves it at no time: its clock becomes inf, which no
         # sum and no integer of nanoseconds may see.

@@ -1,14 +1,17 @@
 """Cores that the ranks of a node share: with k blocks of computing on c cores each goes on at min(1, c/k) of its speed.
 
 A rank that waits computes nothing, and leaves its core to others. When a block ends is known only when it ends, since
-others may begin one; so on a node with more ranks than cores the end of a block is an event.
+others may begin one; so on a node with more ranks than cores the end of a block is an event. A paused rank leaves its
+core to others; a slowed one keeps its share, and does less with it.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from heapq import heapify, heappop, heappush
+from typing import Any
 
 from spawnsim.virtual.engine.completion import Completion
 from spawnsim.virtual.engine.event_queue import UNDER_WAY, WAITED
@@ -33,65 +36,106 @@ class Computing(Unbroken):
         return ()
 
 
+@dataclass(slots=True, eq=False)
+class Block:
+    """A block under way: `work_s` of a core at its rank's full speed were left when it took up this speed."""
+
+    rank: Rank
+    over: Completion
+    work_s: float
+    speed: float
+    until_s: float
+
+
 class Node:
     """The blocks under way on one node. `done_s` is how far a block would be that had begun at 0."""
 
-    def __init__(self, kernel: Kernel, cores: int) -> None:
-        self._kernel, self._cores = kernel, cores
+    def __init__(self, kernel: Kernel, cores: int, plan: Any) -> None:
+        self._kernel, self._cores, self._plan = kernel, cores, plan
         self._done_s = self._since_s = 0.0
-        self._blocks: list[
-            tuple[float, int, Rank, Completion]
-        ] = []  # a heap: `_done_s` at the end, number, who
+        self._blocks: list[tuple[float, int, Block]] = []  # a heap: `_done_s` at the end, number
+        self._paused: list[Block] = []
         self._begun = 0
         self._alarm_s = math.inf
 
     def begin(self, rank: Rank, work_s: float) -> Completion:
-        """Begin a block now; it is over when it has had `work_s` of a core."""
+        """Begin a block now; it is over when it has had `work_s` of a core, more if its rank is slowed."""
         self._advance()
         over = Completion(self._kernel)
-        self._begun += 1
-        heappush(self._blocks, (self._done_s + work_s, self._begun, rank, over))
+        self._go_on(rank, over, work_s)
         self._set_alarm()
         return over
 
     def leave(self, over: Completion) -> None:
         """Give up a block that has not ended, since its rank has died: its core is for the others from now on."""
         self._advance()
-        self._blocks = [block for block in self._blocks if block[3] is not over]
-        heapify(self._blocks)
+        self._take_out([block for block in self._under_way() if block.over is over])
         self._set_alarm()
 
-    def _speed(self) -> float:
+    def _go_on(self, rank: Rank, over: Completion, work_s: float) -> None:
+        """Let a block go on from now at the speed of its rank."""
+        speed, until_s = self._plan.speed(rank.id, self._since_s) if self._plan else (1.0, math.inf)
+        block = Block(rank, over, work_s, speed, until_s)
+        if speed:
+            self._begun += 1
+            heappush(self._blocks, (self._done_s + work_s / speed, self._begun, block))
+        elif until_s < math.inf:
+            self._paused.append(block)
+        else:
+            over.complete(math.inf)
+
+    def _under_way(self) -> list[Block]:
+        return [*(block for *_, block in self._blocks), *self._paused]
+
+    def _take_out(self, gone: Sequence[Block]) -> None:
+        self._blocks = [each for each in self._blocks if each[2] not in gone]
+        heapify(self._blocks)
+        self._paused = [block for block in self._paused if block not in gone]
+
+    def _share(self) -> float:
         return min(1.0, self._cores / len(self._blocks)) if self._blocks else 1.0
 
     def _advance(self) -> None:
         now_s = self._kernel.env.now
-        self._done_s += (now_s - self._since_s) * self._speed()
+        self._done_s += (now_s - self._since_s) * self._share()
         self._since_s = now_s
 
     def _set_alarm(self) -> None:
-        if not self._blocks:
-            self._alarm_s = math.inf
-            return
-        left_s = max(self._blocks[0][0] - self._done_s, 0.0)
-        self._alarm_s = alarm_s = self._since_s + left_s / self._speed()
-        self._kernel.env.at(alarm_s, UNDER_WAY, lambda: self._ring(alarm_s))
+        left_s = max(self._blocks[0][0] - self._done_s, 0.0) if self._blocks else math.inf
+        end_s = self._since_s + left_s / self._share()
+        change_s = (
+            min((block.until_s for block in self._under_way()), default=math.inf) if self._plan else math.inf
+        )
+        self._alarm_s = alarm_s = min(end_s, change_s)
+        if alarm_s < math.inf:
+            self._kernel.env.at(alarm_s, UNDER_WAY, lambda: self._ring(alarm_s, ends=end_s <= change_s))
 
-    def _ring(self, alarm_s: float) -> None:
-        if alarm_s != self._alarm_s or not self._blocks:
+    def _ring(self, alarm_s: float, *, ends: bool) -> None:
+        if alarm_s != self._alarm_s:
             return  # a block has begun or ended since
-        env = self._kernel.env
         self._advance()
+        if ends:
+            self._end()
+        changed = {block.over: block for block in self._under_way() if block.until_s <= self._since_s}
+        left_s = {block.over: (done_s - self._done_s) * block.speed for done_s, _, block in self._blocks}
+        self._take_out([*changed.values()])
+        for over, block in changed.items():
+            self._go_on(block.rank, over, max(left_s.get(over, block.work_s), 0.0))
+        self._set_alarm()
+
+    def _end(self) -> None:
+        """End the blocks that are over."""
+        env = self._kernel.env
         # Equal blocks that began together end together, whatever their sums were rounded to.
         last_s = max(self._blocks[0][0], self._done_s)
         while self._blocks and self._blocks[0][0] <= last_s * (1 + 1e-14):
-            *_, rank, over = heappop(self._blocks)
+            *_, block = heappop(self._blocks)
+            rank = block.rank
             rank.busy = [interval for interval in rank.busy if interval[1] < math.inf]
             waited, rank.waited = rank.waited, ()
             for serve in waited:
                 env.at(env.now, WAITED, serve)
-            over.complete(env.now)
-        self._set_alarm()
+            block.over.complete(env.now)
 
 
 class Cores:
@@ -105,10 +149,10 @@ class Cores:
 
     def __init__(self, world: World, places: Sequence[int], count: int) -> None:
         self._world, self._places = world, places
-        self._nodes = {place: Node(world.kernel, count) for place in dict.fromkeys(places)}
+        self._nodes = {place: Node(world.kernel, count, world.plan) for place in dict.fromkeys(places)}
 
     def spend(self, rank: Rank, work_s: float) -> float:
-        """Let the running task compute for `work_s` of a core. Returns when that is over."""
+        """Let the running task compute for `work_s` of a core at its rank's full speed. Returns when that is over."""
         kernel = self._world.kernel
         kernel.observe()
         task = kernel.current

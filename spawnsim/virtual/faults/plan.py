@@ -314,14 +314,7 @@ class FaultPlan:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        if not isinstance(self.faults, Iterable) or isinstance(self.faults, str):
-            raise ParameterError(f"a fault plan of {self.faults!r}: write {_OBJECTS}")
-        object.__setattr__(self, "faults", tuple(self.faults))
-        other = [each for each in self.faults if not isinstance(each, Fault)]
-        if other:
-            raise ParameterError(f"a fault plan with {other[0]!r}: write {_OBJECTS}")
-        if not isinstance(self.seed, int) or self.seed < 0:
-            raise ParameterError(f"a fault plan of seed {self.seed!r}: give an integer of at least 0")
+        object.__setattr__(self, "faults", _held(self.faults, self.seed))
         for rank, turns in self._lives.items():
             for turn, fault in enumerate(turns):
                 if isinstance(fault, Restart) != bool(turn % 2):
@@ -440,6 +433,12 @@ class FaultPlan:
             at_s = end_s
         return math.inf
 
+    def speed(self, rank: int, time_s: float) -> tuple[float, float]:
+        """Return how fast the rank computes at a time (1: undisturbed), and until when; inf: for ever."""
+        times_s, speeds = self._speeds.get(rank, ([0.0], [1.0]))
+        index = bisect_right(times_s, time_s) - 1
+        return speeds[index], times_s[index + 1] if index + 1 < len(times_s) else math.inf
+
     def awake_s(self, rank: int, time_s: float) -> float:
         """Return the first time at or after `time_s` at which the rank is not paused."""
         timeline = self._speeds.get(rank)
@@ -529,6 +528,19 @@ class FaultPlan:
     def quiet(self, begin_s: float, end_s: float) -> bool:
         """Whether no link has a fault from one time to another."""
         return all(fault.at_s > end_s or fault.at_s + fault.for_s <= begin_s for _, fault in self.links)
+
+
+def _held(faults: Any, seed: Any) -> tuple[Fault, ...]:
+    """Return the faults of a plan, if they are such."""
+    if not isinstance(faults, Iterable) or isinstance(faults, str):
+        raise ParameterError(f"a fault plan of {faults!r}: write {_OBJECTS}")
+    held = tuple(faults)
+    for each in held:
+        if not isinstance(each, Fault):
+            raise ParameterError(f"a fault plan with {each!r}: write {_OBJECTS}")
+    if not isinstance(seed, int) or isinstance(seed, bool) or seed < 0:
+        raise ParameterError(f"a fault plan of seed {seed!r}: give an integer of at least 0")
+    return held
 
 
 def _speeds(faults: list[Pause | SlowDown]) -> _Speeds:

@@ -125,6 +125,35 @@ def test_who_dies_amid_a_block_leaves_its_core_to_others():
     assert again == [[pytest.approx(2.25)], [pytest.approx(1.5)]]
 
 
+def test_a_paused_rank_leaves_its_core_and_a_slowed_one_keeps_its_share():
+    """One core, two ranks of one second each, by hand; and far more ranks than cores, twice with one digest."""
+    two = [[(0.0, 1.0)]] * 2
+    # Alone from 0.5 to 1.0 s: 0.25 + 0.5 done, the last quarter shared; then the paused one is alone.
+    assert ends(two, 1, faults="pause:0@0.5s+0.5s") == [[2.0], [1.5]]
+    assert ends(two, 1, faults="pause:0@0.5s+9s") == [[10.25], [1.25]]
+    assert ends(two, 1, faults="pause:0@0s+0.5s; pause:0@0.25s+0.75s") == [[2.0], [1.0]]
+    # Half of the core, and half as fast on it: half done when the other ends, the rest alone at half speed.
+    assert ends(two, 1, faults="slow:0@0s,2") == [[3.0], [2.0]]
+    assert ends(two, 1, faults="slow:0@0s+1s,2") == [[pytest.approx(2.0 + 0.25)], [2.0]]
+    assert ends(two, 1, faults="slow:0@0s,2; slow:0@0s+1s,2") == [[pytest.approx(3.25)], [2.0]]
+    # Cores for all: as without.
+    assert ends(two, 2, faults="pause:0@0.5s+0.5s; slow:1@0.5s,2") == [[1.5], [1.5]]
+    # Paused for ever, and dead amid a pause.
+    assert ends(two, 1, faults="pause:0@0.5s") == [[], [1.25]]
+    assert ends(two, 1, faults="pause:0@0.5s+9s; crash:0@1s") == [[], [1.25]]
+
+    def program(comm):
+        for _ in range(3):
+            with comm.compute(1.0):
+                pass
+            comm.Barrier()
+        comm.record(at=comm.clock.now())
+
+    faults = "pause:3@0.5s+1s; slow:0-5@0.7s+3s,3; pause:11@2s+0.1s; slow:11@2s+0.1s,5"
+    (totals, notes), (again, _) = (run(program, 12, platform=crowded(3, 12), faults=faults) for _ in "ab")
+    assert totals.digest == again.digest and max(notes.column("at").values()) > 12.0
+
+
 @pytest.mark.parametrize(("progress", "served_s"), [("poll", 2.0), ("async", 0.0)])
 def test_accesses_wait_for_the_end_of_a_shared_block(progress, served_s):
     """Whose end nobody knows as they come: the target computes for one second, with three others on its two cores."""
