@@ -4,6 +4,7 @@ bytes/s); rows of values become a table of text.
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Sequence
 
@@ -66,7 +67,10 @@ def seconds(text: str | float) -> float:
 
 def nbytes(text: str | float) -> int:
     """Return a size in bytes; a bare number is bytes already."""
-    return round(_parse(text, BYTES | {"": 1.0}, "size"))
+    size = _parse(text, BYTES | {"": 1.0}, "size")
+    if not math.isfinite(size):
+        raise ParameterError(f"{text!r} is not a size: give a finite one")
+    return round(size)
 
 
 def bytes_per_second(text: str | float) -> float:

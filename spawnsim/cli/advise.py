@@ -21,6 +21,7 @@ from spawnsim.virtual.compute import Fixed, parse_stragglers
 from spawnsim.virtual.faults import rates
 from spawnsim.virtual.platform import load_platform
 
+MOST_SEEDS = 10_000
 ALL = "all"  # in place of policies' names
 
 
@@ -49,8 +50,8 @@ def main(argv: Sequence[str]) -> int:
         for every in _numbers("--every", options.every, int)
         for ratio in _numbers("--compression", options.compression, float)
     ]
-    if options.seeds < 1:
-        raise ParameterError(f"--seeds {options.seeds}: give at least 1")
+    if not 1 <= options.seeds <= MOST_SEEDS:
+        raise ParameterError(f"--seeds {options.seeds}: give at least 1, at most {MOST_SEEDS:,}")
     with stoppable():
         found = advise(case, choices, seeds=range(options.seeds), target=options.target, noted=_bar)
     needs = None

@@ -27,6 +27,7 @@ from spawnsim.record import folder, manifest
 from spawnsim.record.recorder import Recorder, document
 from spawnsim.record.table import Table
 from spawnsim.run.result import TOTALS, Run
+from spawnsim.scenario import memory_B
 from spawnsim.virtual.digest import checksum
 from spawnsim.virtual.faults import Crash, FaultPlan, Pause, SlowDown
 from spawnsim.virtual.network.cost import Floats, Ints
@@ -66,6 +67,7 @@ class Round:
     nbytes: int
 
 
+LEAST_B = 500  # bytes that a rank takes
 OnRound = Callable[[Round], None]
 
 
@@ -91,6 +93,11 @@ class _Circumstances:
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool) or value < least:
                 raise ParameterError(f"{name}={value!r}: give an integer of at least {least}")
+        if self.ranks * LEAST_B > memory_B():
+            raise ParameterError(
+                f"ranks={self.ranks:,}: columns take about {LEAST_B} bytes a rank, "
+                f"{self.ranks * LEAST_B / 1e9:,.0f} GB; this machine has {memory_B() / 1e9:,.0f} GB"
+            )
         if self.streams not in STREAMS:
             raise ParameterError(f"streams={self.streams!r}: choose one of {', '.join(STREAMS)}")
         if self.mtbf_s is not None and not self.mtbf_s > 0:

@@ -24,6 +24,7 @@ from spawnsim.fidelity.goodput import (
     Sample,
     judged,
     other_costs,
+    takes_s,
     timed,
 )
 from spawnsim.units import text_table
@@ -31,6 +32,7 @@ from spawnsim.units import text_table
 ALIKE = 0.01  # goodputs that differ by less are not told apart, whatever their intervals
 LATE = 1.5  # exchanges that are so many times rarer than asked for are told
 MODELS = ("as given", "other costs")
+MOST_S = 7200.0  # of a core, that all runs may take: beyond, a number was mistyped, or another question asked
 
 
 @dataclass(frozen=True)
@@ -133,7 +135,8 @@ def advise(
         The ranking.
 
     Raises:
-        ParameterError: no choices, a target that is no share, or more ranks than a policy's simulation can take.
+        ParameterError: no choices, a target that is no share, more ranks than a policy's simulation can take, or runs
+            that would take hours; nothing ran.
     """
     if not choices or not 0 < target < 1:
         raise ParameterError(
@@ -147,6 +150,11 @@ def advise(
         seeds = seeds[:1]  # nothing is drawn
     cases = [replace(case, platform=replace(case.platform, network=network)) for network in networks.values()]
     settings = {name: make(case) for name, make in WORSE.items()}
+    require_short(
+        {choice: takes_s(case, choice) for choice in choices},
+        len(cases) * len(seeds) + len(settings),
+        case.ranks,
+    )
     rows = [_judged(cases, choice, seeds, settings) for choice in noted(choices)]
     policies = dict.fromkeys(each.policy for each in choices)
     rows.sort(key=lambda row: (-row.goodput, row.choice.every, row.choice.policy))
@@ -154,6 +162,27 @@ def advise(
     waiting = [name for name in policies if name in WAITING or case.ranks > LIVE_RANKS]
     even = {name: _break_even(case, rows, name, target) for name in waiting}
     return Advice(tuple(rows), even, target, tuple(networks), len(seeds))
+
+
+def require_short(takes: Mapping[Choice, float], runs: int, ranks: int) -> None:
+    """Refuse what would take hours.
+
+    Args:
+        takes: seconds of a core that a run of each choice takes.
+        runs: of each choice.
+        ranks: of a run.
+
+    Raises:
+        ParameterError: all runs take longer than `MOST_S`; it names the choice that takes longest.
+    """
+    whole_s = runs * sum(takes.values())
+    if whole_s > MOST_S:
+        longest = max(takes, key=lambda choice: takes[choice])
+        raise ParameterError(
+            f"{longest}: its runs of {ranks:,} ranks ({runs:,}) would take about {runs * takes[longest] / 3600:,.3g} h "
+            f"of a core, those of all choices {whole_s / 3600:,.3g} h; advice takes {MOST_S / 3600:g} h at most: ask "
+            "for fewer steps (every x rounds), seeds or ranks, or a smaller model, or leave this policy out"
+        )
 
 
 def _judged(cases: Sequence[Case], choice: Choice, seeds: Sequence[int], settings: Mapping[str, Case]) -> Row:

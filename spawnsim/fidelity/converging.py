@@ -15,12 +15,13 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from spawnsim.errors import ParameterError
-from spawnsim.fidelity.advising import Advice
+from spawnsim.fidelity.advising import Advice, require_short
 from spawnsim.fidelity.goodput import Case, Choice, policy_of
 from spawnsim.run import run
 from spawnsim.virtual.network import Hockney, Switch
 
 RANKS = 8
+STEP_S = 4e-4  # of a core, that a step of one rank takes
 SKEW = 0.3
 LOOKS = 25  # how often accuracy is looked at, in a run
 
@@ -47,7 +48,8 @@ def converge(case: Case, advice: Advice, *, steps: int, seeds: Sequence[int]) ->
         For each choice what it needs.
 
     Raises:
-        ParameterError: too few steps, or a choice whose cadence is longer than the training.
+        ParameterError: too few steps, or so many that they take hours, or a choice whose cadence is longer than the
+            training.
     """
     choices = [row.choice for row in advice.rows]
     longest = max(choice.every for choice in choices)
@@ -55,6 +57,8 @@ def converge(case: Case, advice: Advice, *, steps: int, seeds: Sequence[int]) ->
         raise ParameterError(
             f"--train {steps}: give at least {LOOKS} steps, and as many as the rarest exchange, {longest}"
         )
+    ranks = min(case.ranks, RANKS)
+    require_short(dict.fromkeys(choices, ranks * steps * STEP_S), len(seeds), ranks)
     known: dict[tuple[Choice, int], list[float]] = {}
     plain = {row.choice: Choice(row.choice.policy, min(round(row.every), steps)) for row in advice.rows}
     for choice in dict.fromkeys(plain.values()):

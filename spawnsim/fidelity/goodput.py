@@ -54,7 +54,13 @@ FRAGMENTS, OVERLAP = 4, 5
 # The others let ranks go on while models travel.
 WAITING = ("average", "streaming", "gossip", "server", "groups", "windows")
 LIVE_RANKS = 128  # beyond, ordinary virtual ranks take minutes for each choice
+MOST_NBYTES = 10**18  # of a model
 MOST_STEPS = 1000  # of a run that is made longer for exchanges that take many steps
+# Seconds of a core that a simulation takes, measured, right to a factor of three.
+RANK_STEP_S, RANK_ROUND_S = 2e-5, 5e-3  # of a rank's step and exchange
+COLUMN_STEP_S, COLUMN_DRAWN_S, COLUMN_ROUND_S = 3e-9, 1e-7, 2e-6  # the same over columns; of a step's draw
+PART_S, PART_NBYTES = 4e-4, 2**19  # of a part that a group sends
+SERVED_S = 5e-3  # of a virtual second in which ranks wait for their server, and look for its answer
 
 
 @dataclass(frozen=True)
@@ -120,6 +126,8 @@ class Case:
                 f"{self.ranks} ranks, {self.model_nbytes} bytes, steps of {self.step_s} s, {self.rounds} rounds: "
                 "give at least 2 ranks, 4 bytes, a duration above 0 and 2 rounds"
             )
+        if self.model_nbytes > MOST_NBYTES:
+            raise ParameterError(f"a model of {self.model_nbytes:.3g} bytes: give at most {MOST_NBYTES:.0g}")
         self.platform.check(self.ranks)
 
 
@@ -190,13 +198,7 @@ def simulate(case: Case, choice: Choice, seed: int) -> Sample:
 
 def timed(case: Case, choice: Choice, seed: int) -> Timed:
     """Run a choice; the case's failures play no part. Arguments and errors as of `simulate`."""
-    by_columns = choice.policy == "average" or (choice.policy == "selective" and case.ranks > LIVE_RANKS)
-    if not by_columns and case.ranks > LIVE_RANKS:
-        raise ParameterError(
-            f"policy {choice.policy!r} is simulated on at most {LIVE_RANKS} ranks: ask for fewer, or for average and "
-            "selective, which have a form over columns"
-        )
-    return (_over_columns if by_columns else _on_ranks)(case, choice, seed)
+    return (_over_columns if _by_columns(case, choice) else _on_ranks)(case, choice, seed)
 
 
 def judged(case: Case, choice: Choice, seen: Timed) -> Sample:
@@ -260,6 +262,32 @@ def policy_of(choice: Choice, case: Case, *, first: int = 1, blocks: int = FRAGM
 def fragments(every: int, blocks: int) -> int:
     """Return into how many fragments, of equal turns, streaming cuts a model of so many blocks."""
     return next(count for count in range(min(FRAGMENTS, blocks), 0, -1) if every % count == 0)
+
+
+def takes_s(case: Case, choice: Choice) -> float:
+    """Return about how many seconds of a core `timed` takes, to a factor of three."""
+    rounds, nbytes = case.rounds, _travelling(case, choice)
+    if _by_columns(case, choice):
+        step_s = COLUMN_STEP_S + COLUMN_DRAWN_S * len(case.stragglers)
+        return rounds * (case.ranks * COLUMN_ROUND_S + choice.every * (COLUMN_ROUND_S + case.ranks * step_s))
+    lead = math.ceil(math.log2(case.ranks)) * (choice.policy in JOINING)
+    steps, each_s = _steps(case, choice) + lead * choice.every, RANK_ROUND_S
+    if choice.policy == "groups":
+        each_s += 2 * nbytes / PART_NBYTES * PART_S
+    if choice.policy == "server":  # all models pass one card
+        each_s += case.platform.network.cost(0, case.ranks - 1, nbytes).flight_s * SERVED_S
+    return case.ranks * (steps * RANK_STEP_S + (rounds + lead) * each_s)
+
+
+def _by_columns(case: Case, choice: Choice) -> bool:
+    if choice.policy == "average" or (choice.policy == "selective" and case.ranks > LIVE_RANKS):
+        return True
+    if case.ranks > LIVE_RANKS:
+        raise ParameterError(
+            f"policy {choice.policy!r} is simulated on at most {LIVE_RANKS} ranks: ask for fewer, or for average and "
+            "selective, which have a form over columns"
+        )
+    return False
 
 
 def _travelling(case: Case, choice: Choice) -> int:

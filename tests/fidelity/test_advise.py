@@ -389,9 +389,42 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
         (["--policy", "average,gosip"], "did you mean gossip?"),
         (["--detection=-5s"], "at least 0 s"),
         (["-n", "1"], "at least 2 ranks"),
+        (["--seeds", "100000"], "at most 10,000"),
+        (["--model", "1e300GB"], "'1e300GB' is not a size"),
+        (["--model", "1e290GB"], "a model of 1e+299 bytes: give at most 1e+18"),
+        (["--train", "100000000"], "would take about 178 h of a core"),
     ):
         assert main([*words.split(), *wrong]) == 2
         assert said in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("change", "policy", "every"),
+    [
+        ({"ranks": 128}, "streaming", 100_000),
+        ({"model_nbytes": 10**15}, "server", 8),
+        ({"model_nbytes": 10**13}, "groups", 8),
+        ({"rounds": 10**8}, "gossip", 8),
+        ({"ranks": 10**6}, "average", 10**6),
+    ],
+)
+def test_what_would_take_hours_is_refused_before_anything_runs(
+    monkeypatch: pytest.MonkeyPatch, change: dict[str, Any], policy: str, every: int
+) -> None:
+    """One line says what it would take, of the choice that takes longest, and what to do."""
+    monkeypatch.setattr(goodput, "run", None)
+    monkeypatch.setattr(goodput.columnar, "run", None)
+    choices = [Choice("average", 1), Choice(policy, every)]
+    with pytest.raises(
+        ParameterError, match=f"^{policy}, every {every}: .* h of a core, .* ask for fewer steps"
+    ):
+        advise(replace(CASE, **change), choices)
+
+
+def test_columns_that_no_memory_holds_are_refused() -> None:
+    """Before the system ends the process."""
+    with pytest.raises(ParameterError, match=r"columns take about 500 bytes a rank, 50,000 GB; this machine"):
+        columnar.run(AverageAllPolicy(1), ranks=10**11, iterations=1, model_nbytes=8)
 
 
 def test_worse_stragglers_are_worse() -> None:
