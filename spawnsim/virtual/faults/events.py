@@ -69,12 +69,13 @@ def _whole(value: Any) -> int:
 
 
 def _real(value: Any) -> float:
+    number = value
     if isinstance(value, bool) or not isinstance(value, Real):
         raise TypeError
     try:
         return float(value)
     except OverflowError:  # a whole number of hundreds of digits
-        return math.inf if value.__ceil__() > 0 else -math.inf
+        return math.inf if number > 0 else -math.inf
 
 
 _HELD: dict[str, tuple[Callable[[Any], Any], str]] = {
@@ -97,7 +98,8 @@ def hold(item: object) -> None:
     Raises:
         ParameterError: a value is no such thing.
     """
-    for name, read, what in _fields(type(item)):
+    kind: Any = type(item)
+    for name, read, what in _fields(kind):
         try:
             value = read(getattr(item, name))
         except TypeError:
