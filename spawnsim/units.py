@@ -6,7 +6,8 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import TypeVar
 
 from spawnsim.errors import ParameterError
 
@@ -18,6 +19,7 @@ BYTES_PER_SECOND = {f"{unit}/s": factor for unit, factor in BYTES.items()} | {
 
 FLOP_PER_SECOND = {"GFLOP/s": 1e9, "TFLOP/s": 1e12, "PFLOP/s": 1e15}
 
+_N = TypeVar("_N")
 _QUANTITY = re.compile(r"\s*([-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?)\s*([A-Za-zµ/]*)\s*")
 
 
@@ -33,27 +35,20 @@ def _parse(text: str | float, units: dict[str, float], what: str) -> float:
 
 
 def number(text: str) -> float:
-    """Return a number without a unit.
-
-    Raises:
-        ParameterError: the text is none.
-    """
-    try:
-        return float(text)
-    except ValueError:
-        raise ParameterError(f"{text!r} is not a number") from None
+    """Return a number without a unit; ParameterError if the text is none."""
+    return _plain(text, float, "number")
 
 
 def whole(text: str) -> int:
-    """Return a whole number without a unit.
+    """Return a whole number without a unit; ParameterError if the text is none."""
+    return _plain(text, int, "whole number")
 
-    Raises:
-        ParameterError: the text is none.
-    """
+
+def _plain(text: str, read: Callable[[str], _N], what: str) -> _N:
     try:
-        return int(text)
+        return read(text)
     except ValueError:
-        raise ParameterError(f"{text!r} is not a whole number") from None
+        raise ParameterError(f"{text!r} is not a {what}") from None
 
 
 def seconds(text: str | float) -> float:
