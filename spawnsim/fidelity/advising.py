@@ -32,7 +32,9 @@ from spawnsim.units import text_table
 ALIKE = 0.01  # goodputs that differ by less are not told apart, whatever their intervals
 LATE = 1.5  # exchanges that are so many times rarer than asked for are told
 MODELS = ("as given", "other costs")
-MOST_S = 7200.0  # of a core, that all runs may take: beyond, a number was mistyped, or another question asked
+MOST_S = (
+    86_400.0  # of a core, that all runs may take: beyond, a number was mistyped, or another question asked
+)
 
 
 @dataclass(frozen=True)
