@@ -32,9 +32,7 @@ from spawnsim.units import text_table
 ALIKE = 0.01  # goodputs that differ by less are not told apart, whatever their intervals
 LATE = 1.5  # exchanges that are so many times rarer than asked for are told
 MODELS = ("as given", "other costs")
-MOST_S = (
-    86_400.0  # of a core, that all runs may take: beyond, a number was mistyped, or another question asked
-)
+MOST_S = 86_400.0  # of a core, that all runs may take: beyond, a number was mistyped
 
 
 @dataclass(frozen=True)
@@ -138,7 +136,7 @@ def advise(
 
     Raises:
         ParameterError: no choices, a target that is no share, more ranks than a policy's simulation can take, or runs
-            that would take hours; nothing ran.
+            that would take more than a day; nothing ran.
     """
     if not choices or not 0 < target < 1:
         raise ParameterError(
@@ -167,7 +165,7 @@ def advise(
 
 
 def require_short(takes: Mapping[Choice, float], runs: int, ranks: int) -> None:
-    """Refuse what would take hours.
+    """Refuse what would take more than a day.
 
     Args:
         takes: seconds of a core that a run of each choice takes.
