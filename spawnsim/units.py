@@ -86,6 +86,17 @@ def flop_per_second(text: str | float) -> float:
     return _parse(text, FLOP_PER_SECOND, "rate of operations")
 
 
+def counted(number: float, noun: str = "") -> str:
+    """Return a whole number with thousands separated, and what is counted: one, or many of them.
+
+    >>> counted(12345)
+    '12,345'
+    >>> counted(1, "replacement")
+    '1 replacement'
+    """
+    return f"{int(number):,}" + (f" {noun}{'s' * (number != 1)}" if noun else "")
+
+
 def text_table(head: Sequence[str], rows: Sequence[Sequence[str]], *, left: int = 1, indent: str = "") -> str:
     """Return aligned columns: the first `left` ones to the left, the others, which hold numbers, to the right.
 

@@ -40,6 +40,7 @@ from spawnsim.torchgfn.spawn_policy import (
     AsyncSelectiveAveragingPolicympi4pyFast,
     AverageAllPolicy,
 )
+from spawnsim.units import counted
 
 
 def builder(comm, env, hidden):
@@ -232,7 +233,7 @@ def modes_figure(runs, iterations):
         right.set_ylim(0)
         caption = (
             f"torchgfn, trajectory balance, HyperGrid 2 x {HEIGHT} x {HEIGHT}, 4 mode states · median and range of "
-            f"{style.counted(len(seeds), 'seed')}"
+            f"{counted(len(seeds), 'seed')}"
         )
         return style.frame(drawn, "Modes of a HyperGrid: how soon, under which policy", caption)
 

@@ -27,6 +27,7 @@ import spawnsim
 from spawnsim.plots import genealogy, series, style, sweeps
 from spawnsim.policies import AsyncSelectiveAveragingPolicy, PopulationBasedTrainingPolicy
 from spawnsim.study import Context
+from spawnsim.units import counted
 from spawnsim.virtual.network import Hockney, Switch
 from spawnsim.workloads import Digits
 
@@ -149,7 +150,7 @@ def heat_figure(rows, axes_of, nothing, seeds):
         axes[0].set_ylabel("iterations between rounds")
         caption = (
             f"accuracy of the median rank · digits, learning rates differ (σ {SPREAD:g}) · {ITERATIONS} iterations · "
-            f"median of {style.counted(len(seeds), 'seed')}, below it {nothing['kind']} · no exchange: {told(nothing)}"
+            f"median of {counted(len(seeds), 'seed')}, below it {nothing['kind']} · no exchange: {told(nothing)}"
         )
         return style.frame(drawn, "How often, how many, from whom", caption)
 
@@ -175,6 +176,6 @@ def age_figure(rows, nothing, seeds):
         ax.legend(frameon=False)
         caption = (
             f"digits, learning rates differ · {ITERATIONS} iterations, a quarter replaced every 5 · median of "
-            f"{style.counted(len(seeds), 'seed')}, {nothing['kind']}"
+            f"{counted(len(seeds), 'seed')}, {nothing['kind']}"
         )
         return style.frame(drawn, "How old may the weights be?", caption)

@@ -22,7 +22,7 @@ from spawnsim.fuzzing.cases import DEADLINE_S, DEFAULT_FAULTS, SURVIVED, Space
 from spawnsim.options import Parser, parameters
 from spawnsim.run.process_setup import stoppable
 from spawnsim.run.program import is_unmodified, refuse_arguments, tree_of
-from spawnsim.units import seconds, text_table
+from spawnsim.units import counted, seconds, text_table
 
 RUNS = 1000
 PAIRS = 40  # pairs of call and fault that are shown
@@ -117,8 +117,9 @@ def report(found: Found, file: str) -> str:
     rate = f", {found.runs / found.seconds * 60:,.0f} a minute" if found.seconds > 1 else ""
     ended = f"; {found.ended:,} were ended by their faults, as MPI lets them" if found.ended else ""
     broken = sum(found.counts.values())
-    ways = len(found.failures)
-    told = f"{broken:,} broke something, in {ways} way{'s' * (ways != 1)}" if broken else "nothing broke"
+    told = (
+        f"{broken:,} broke something, in {counted(len(found.failures), 'way')}" if broken else "nothing broke"
+    )
     parts.append(f"{found.runs:,} cases in {found.seconds:.1f} s{rate}: {told}{ended}")
     return "\n\n".join(parts)
 

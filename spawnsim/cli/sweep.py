@@ -18,7 +18,6 @@ from spawnsim.backends import BACKENDS
 from spawnsim.cli.study import add_jobs, find, require_jobs, say
 from spawnsim.errors import ParameterError
 from spawnsim.options import Parser, choices, listed, nearest, unquoted
-from spawnsim.plots.style import counted
 from spawnsim.record.folder import named
 from spawnsim.run.process_setup import stoppable
 from spawnsim.run.program import is_unmodified, require_main, tree_of
@@ -28,7 +27,7 @@ from spawnsim.study import executors
 from spawnsim.study.results import DONE, Sweep
 from spawnsim.study.store import Cell, grid
 from spawnsim.study.sweeping import require_limit
-from spawnsim.units import seconds, text_table
+from spawnsim.units import counted, seconds, text_table
 
 QUOTING = """\
 Options with LIST take several values: --ranks 8,64 or --set ratio=0.1,0.2,0.4; all combinations are run. A value that

@@ -27,7 +27,7 @@ from spawnsim.fidelity.goodput import (
     takes_s,
     timed,
 )
-from spawnsim.units import text_table
+from spawnsim.units import counted, text_table
 
 ALIKE = 0.01  # goodputs that differ by less are not told apart, whatever their intervals
 LATE = 1.5  # exchanges that are so many times rarer than asked for are told
@@ -326,8 +326,7 @@ def _worse(row: Row, setting: str) -> str:
 
 
 def _sentences(advice: Advice) -> Iterator[str]:
-    seeds = f"{advice.seeds} seed{'s' * (advice.seeds > 1)}"
-    models = f"{len(advice.models)} network model{'s' * (len(advice.models) > 1)}"
+    seeds, models = counted(advice.seeds, "seed"), counted(len(advice.models), "network model")
     yield f"intervals: least to largest of {seeds} x {models}"
     for group in _groups(advice.rows):
         yield f"cannot be told apart: {', '.join(map(str, group))}"

@@ -47,9 +47,7 @@ from spawnsim.study.executors import pool
 from spawnsim.virtual import diagnosis
 
 LIMIT_S = 60.0  # of processor time, for one case
-STARVED = (
-    10  # times as long on the wall, for a case that the machine gives little of it, or that waits for real
-)
+STARVED = 10  # times as long on the wall: for a case on a busy machine, or one that waits for real
 PORTION = 8  # cases that a process is given at once
 SHRINKING = 200  # cases at most that are tried to make a failing one smaller
 DIFFERENT = 8  # failures of different kinds after which a campaign ends

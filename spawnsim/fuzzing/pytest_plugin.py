@@ -146,9 +146,11 @@ def _hold(target: Any, space: Any, seeds: int, request: Any, *, shrink: bool) ->
 
 def _told(failure: Any) -> str:
     """Return what broke, in which case, and where the ranks stood."""
+    from spawnsim.units import counted
+
     case = failure.case
     facts = [
-        f"{case.ranks} rank{'s' * (case.ranks != 1)}",
+        counted(case.ranks, "rank"),
         f"seed {case.seed}", f"ties {case.ties}", f"faults {case.faults or 'none'}",
         *([f"straggler {case.straggler}"] if case.straggler else []),
         *(f"{name}={value!r}" for name, value in case.parameters.items()),

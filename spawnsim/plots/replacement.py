@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from spawnsim.plots import style
 from spawnsim.plots.experiments import Recorded, clock_of, donors_of, grouped, label, ranks_of
 from spawnsim.plots.series import Floats, per_rank_last
+from spawnsim.units import counted
 
 Ints = NDArray[np.int64]
 
@@ -218,7 +219,7 @@ def raster_figure(run: Recorded, title: str = "", *, name: str = "") -> Figure:
         _draw_rate(info, grid[0, 0], colour)
         _draw_margin(info, grid[1, 1], colour)
         style.plain_seconds(grid[1, 0])
-        caption = f"{found.caption()}\n{style.counted(len(info.rank), 'replacement')}"
+        caption = f"{found.caption()}\n{counted(len(info.rank), 'replacement')}"
         default = f"Which rank was replaced, and when{f': {name}' if name else ''}"
         style.frame(drawn, title or default, caption)
     return drawn
@@ -295,7 +296,7 @@ def draw_never(info: Replacements, ax: Axes | None = None) -> Axes:
 
 def _lineage_caption(run: Recorded, info: Replacements) -> str:
     replaced, pairs = len(info.rank), len(info.donor)
-    facts = f"{style.counted(replaced, 'replacement')}, {style.counted(pairs, 'donor → replaced pair')}"
+    facts = f"{counted(replaced, 'replacement')}, {counted(pairs, 'donor → replaced pair')}"
     top = (
         f"the busiest tenth of donors gave {top_share(donations(info)):.0%}"
         if len(info.donor)

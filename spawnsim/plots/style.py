@@ -20,6 +20,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import EngFormatter, FuncFormatter
 
 from spawnsim.errors import ParameterError
+from spawnsim.units import counted
 
 SHEET = "spawnsim.plots.talk"
 FORMATS = ("png", "pdf")
@@ -176,17 +177,6 @@ def plain_seconds(ax: Axes) -> None:
     )
     ax.xaxis.set_major_formatter(FuncFormatter(lambda x, _: f"{x * scale:,.4g}"))
     ax.set_xlabel(ax.get_xlabel().replace("(s)", f"({unit})"))
-
-
-def counted(number: float, noun: str = "") -> str:
-    """Return a whole number with thousands separated, and what is counted: one, or many of them.
-
-    >>> counted(12345)
-    '12,345'
-    >>> counted(1, "replacement")
-    '1 replacement'
-    """
-    return f"{int(number):,}" + (f" {noun}{'s' * (number != 1)}" if noun else "")
 
 
 def in_thousands(ax: Axes, which: str) -> None:

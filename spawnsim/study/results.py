@@ -23,13 +23,13 @@ from numpy.typing import NDArray
 
 from spawnsim.errors import ParameterError
 from spawnsim.plots.measures import Measure
-from spawnsim.plots.style import counted
 from spawnsim.record import Table, manifest
 from spawnsim.record.folder import prepare, read_manifest, require_free
 from spawnsim.run import Run
 from spawnsim.run.result import shown
 from spawnsim.study.store import COST, Cell, Store, labels, read_cost
 from spawnsim.study.sweeping import command_of, complete, require_limit
+from spawnsim.units import counted
 
 PLAN = "sweep.json"
 DONE, FAILED, MISSING = "done", "failed", "missing"

@@ -115,36 +115,29 @@ def watched(world: World, buf: Any, payload: Any, call: tuple[str, int]) -> Call
     if type(payload) is bytes:
         if not payload or type(buf) is not ndarray:
             return None
-        if len(payload) <= SHORT_NBYTES:
-            return partial(_compare_whole, world, buf, (payload, *call))
-        step = len(payload) // SAMPLES | 1
+        step = _distance(len(payload))
         return partial(_compare, world, buf, (step, payload[::step], *call))
     buf = as_buffer(buf)
     if not payload.nbytes or not buf.datatype.is_predefined or is_phantom(payload):
         return None
-    step = payload.nbytes // SAMPLES | 1
+    step = _distance(payload.nbytes)
     return partial(_compare, world, buf, (step, as_bytes(payload)[::step].tobytes(), *call))
 
 
-def _compare_whole(world: World, buf: Any, sent: tuple[bytes, str, int], _status: Status) -> None:
-    before, operation, dest = sent
-    if buf.tobytes() != before:
-        _warn_of_change(world, operation, dest)
+def _distance(nbytes: int) -> int:
+    """Return how far apart the bytes of a buffer are that are compared: of a short one all are."""
+    return 1 if nbytes <= SHORT_NBYTES else nbytes // SAMPLES | 1
 
 
 def _compare(world: World, buf: Any, sent: tuple[int, bytes, str, int], _status: Status) -> None:
     step, before, operation, dest = sent
     memory: Any = memoryview(buf.data) if type(buf) is ndarray else as_bytes(buf.array).data
     if memory.cast("B")[::step].tobytes() != before:
-        _warn_of_change(world, operation, dest)
-
-
-def _warn_of_change(world: World, operation: str, dest: int) -> None:
-    _warn(
-        world,
-        f"changed the buffer of its {operation} to rank {dest} before its Wait or Test: real ranks may send the "
-        "new values, or a mixture; here the old ones were sent",
-    )
+        _warn(
+            world,
+            f"changed the buffer of its {operation} to rank {dest} before its Wait or Test: real ranks may send the "
+            "new values, or a mixture; here the old ones were sent",
+        )
 
 
 def _warn(world: World, what: str) -> None:

@@ -356,15 +356,14 @@ class PointToPoint(Member):
     def _visible(self, source: int, tag: int) -> QueuedMessage | None:
         """Return the message that the running task sees at its time."""
         world = self._world
-        clock_s = world.kernel.current.clock
         # What has just been polled, and costs a microsecond each time, need not wait for all others each time.
-        if world.is_settled() and self._mailbox.is_settled(clock_s):
+        if world.is_settled() and self._mailbox.is_settled(world.kernel.current.clock):
             world.kernel.run_ahead()
         else:
             world.kernel.observe()
         self._check_source(source, tag)  # as of now: it may have been revoked meanwhile
         message = self._mailbox.find(source, tag)
-        return None if message is None or message.envelope_s > clock_s else message
+        return None if message is None or message.envelope_s > world.kernel.current.clock else message
 
     def _await_message(self, source: int, tag: int, operation: str) -> None:
         """Wait until the first message known to come has come, or until a new one is sent."""

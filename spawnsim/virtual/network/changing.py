@@ -22,9 +22,7 @@ from spawnsim.errors import ParameterError
 from spawnsim.virtual.network.cost import Floats
 from spawnsim.virtual.network.links import Link, Piece, at_least
 
-MOST_CHANGES = (
-    1e4  # of a link in a second: beyond, 100 links take longer to simulate than what they pass lasts
-)
+MOST_CHANGES = 1e4  # of a link in a second: beyond, 100 links take longer to simulate than it lasts
 Key = tuple[int, int, str]  # of a stream: seed, number of the link, purpose
 Step = tuple[float, float, float]  # from when (s), share of the bandwidth, latency that is added (s)
 
