@@ -53,8 +53,10 @@ def data(ranks: int) -> list[tuple[Tensor, Tensor]]:
     ]
 
 
-def simulated(ranks: int, iterations: int, straggler: str | None, *, eager: bool = False) -> None:
-    """Run as a user would: a loss looked at in each iteration, and recorded."""
+def simulated(
+    ranks: int, iterations: int, straggler: str | None = None, *, looks: bool = False, eager: bool = False
+) -> None:
+    """Run as a user would: a loss recorded in each iteration; with `looks`, needed at once."""
     examples = data(ranks)
 
     def main(comm: Any) -> None:
@@ -65,7 +67,7 @@ def simulated(ranks: int, iterations: int, straggler: str | None, *, eager: bool
             x, y = examples[(comm.rank + iteration) % len(examples)]
             with comm.compute(0.01):
                 loss = step(model, optimizer, x, y)
-            comm.record(iteration=iteration, loss=float(loss))
+            comm.record(iteration=iteration, loss=float(loss) if looks else loss)
 
     run = spawnsim.run(main, ranks=ranks, stragglers=straggler, eager=eager)
     assert run.table.rows == ranks * iterations
@@ -124,7 +126,7 @@ def assert_calls(ranks: int) -> None:
 
     batches.StepBatch.compute = counted  # type: ignore[method-assign]
     try:
-        simulated(ranks, 3, None)
+        simulated(ranks, 3)
     finally:
         batches.StepBatch.compute = compute  # type: ignore[method-assign]
     assert sum(sizes) == 3 * ranks
@@ -155,10 +157,15 @@ def main() -> None:
     )
     contenders: dict[str, tuple[Callable[[int], None], int]] = {
         hand: (lambda n: by_hand(ranks, n), iterations),
-        lockstep: (lambda n: simulated(ranks, n, None), iterations),
+        lockstep: (lambda n: simulated(ranks, n), iterations),
+        "losses looked at": (lambda n: simulated(ranks, n, looks=True), iterations),
         "simulated, lognormal:0.3": (lambda n: simulated(ranks, n, "lognormal:0.3"), iterations),
+        "losses looked at, lognormal": (
+            lambda n: simulated(ranks, n, "lognormal:0.3", looks=True),
+            iterations,
+        ),
         alone: (lambda n: one_by_one(ranks, n), few),
-        "simulated, eager": (lambda n: simulated(ranks, n, None, eager=True), few),
+        "simulated, eager": (lambda n: simulated(ranks, n, eager=True), few),
     }
     if chosen.lean:
         contenders = {lockstep: contenders[lockstep]}

@@ -77,10 +77,10 @@ def main(
             loss = digits.step(model, optimizer)
             if judged is not None and iteration % average_every == 0:
                 metric = digits.accuracy(model, judged)
-        if judged is None:
-            metric = -loss
         info = {}
         if exchange is not None:
+            if judged is None:
+                metric = -loss
             model, optimizer, info = exchange(iteration, model, optimizer, local_metric=metric, group=comm)
             info.pop("missing", None)  # of "groups": who did not come, which is no number
         if consensus is not None:

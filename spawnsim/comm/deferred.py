@@ -22,9 +22,14 @@ class Work(Protocol):
     rank: int
     stage: int  # of what is due on several ranks, lower stages are carried out first
     batch: Batch  # what can be carried out together has the same
+    put_s: float  # when it was put off, by its rank's clock
 
-    def fail(self, error: Exception) -> None:
+    def fail(self) -> None:
         """Leave everything as it would be after a call that raised."""
+        ...
+
+    def drop(self) -> None:
+        """Leave everything as it is: the program would not have come to it."""
         ...
 
 
@@ -79,7 +84,7 @@ class Deferred:
         if self not in WAITING:
             WAITING.append(self)
         self.batched = True
-        self._put_s[work.rank] = self._clock()
+        self._put_s[work.rank] = work.put_s = self._clock()
         self._work.setdefault(work.rank, []).append(work)
 
     def settle(self, rank: int, *, wait: bool = True) -> None:
@@ -182,8 +187,7 @@ class Deferred:
                 if self not in WAITING:
                     WAITING.append(self)
 
-    @staticmethod
-    def _in_stages(queues: list[list[Work]]) -> None:
+    def _in_stages(self, queues: list[list[Work]]) -> None:
         """Carry out each rank's work in order: what fits together at once."""
         while queues:
             # Ranks have several things to do here and there: an evaluation, then a step. If those with an evaluation do
@@ -196,11 +200,21 @@ class Deferred:
                     together.setdefault(work.batch, []).append(work)
             for batch, works in together.items():
                 batch.carry_out(works)
+            if self._errors:
+                self._drop(queues)
             queues = [queue for queue in queues if queue]
+
+    def _drop(self, queues: list[list[Work]]) -> None:
+        """Take back what ranks have put off behind what has failed."""
+        for queue in queues:
+            if queue and queue[0].rank in self._errors:
+                for work in queue:
+                    work.drop()
+                queue.clear()
 
     def failed(self, work: Work, error: Exception) -> None:
         """Keep an error for the rank whose work it is: it is raised in its next look or call."""
-        work.fail(error)
+        work.fail()
         self._errors.setdefault(work.rank, error)
 
     def warn(self, sentence: str) -> None:

@@ -124,13 +124,13 @@ class Seat:
         apart: row and parameter, where the parameter has a memory of its own.
         rank: whose step was put off last.
         settings: of the optimizer's groups, at the last step.
-        steps: how many training steps of it are put off, 0 or 1.
+        steps: how many training steps of it are put off, `most` at most.
         pending: how much is put off of it in all, evaluations too.
         watched: optimizer state and gradients in the row.
     """
 
     __slots__ = (
-        "__weakref__", "_addresses", "_entries", "_kept", "_model", "_state", "apart", "arena", "optimizer",
+        "__weakref__", "_addresses", "_entries", "_kept", "_model", "_state", "apart", "arena", "most", "optimizer",
         "parameters", "pending", "rank", "row", "settings", "steps", "watched",
     )  # fmt: skip
 
@@ -142,6 +142,7 @@ class Seat:
         self.watched: list[Tensor] = []
         self.settings: tuple[Any, ...] = ()
         self.steps = self.pending = 0
+        self.most = 1
         self.rank = -1
         self._take()
 
@@ -158,10 +159,19 @@ class Seat:
     @property
     def trains(self) -> bool:
         """Whether the parameters that require gradients, and the optimizer's groups, are still those of the plan."""
-        plan = self.arena.plan
-        if [len(group["params"]) for group in self.optimizer.param_groups] != plan.counts:
+        if not self._counts:
             return False
-        return [*map(_REQUIRES_GRADIENT, self.parameters)] == plan.wanted
+        return [*map(_REQUIRES_GRADIENT, self.parameters)] == self.arena.plan.wanted
+
+    @property
+    def _counts(self) -> bool:
+        """Whether the optimizer's groups are as large as in the plan."""
+        return [len(group["params"]) for group in self.optimizer.param_groups] == self.arena.plan.counts
+
+    @property
+    def goes_on(self) -> bool:
+        """Whether its optimizer is as it was when its last step was put off. Its parameters are: to ask is a look."""
+        return self._counts and self._keeps_state()
 
     def fetch(self) -> None:
         """Copy into the row what lies apart."""
@@ -186,10 +196,11 @@ class Seat:
         return True
 
     def _holds(self) -> bool:
+        return [*map(_ADDRESS, self.parameters)] == self._addresses and self._keeps_state()
+
+    def _keeps_state(self) -> bool:
         state = self.optimizer.state
         if state is not self._state or (self._entries and len(state) < len(self.arena.plan.trained)):
-            return False
-        if [*map(_ADDRESS, self.parameters)] != self._addresses:
             return False
         return all(map(is_, map(dict.get, *self._kept), self._entries))
 

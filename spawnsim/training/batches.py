@@ -26,6 +26,10 @@ CHUNK = (32, 256)  # rows of a chunk, at least and at most
 # glibc gives freed memory back to the system, and the next call takes it anew, page by page: a quarter of the time of a
 # call of 64 rows. What it keeps is twice the largest block that was freed so far, of those of 32 MiB and less.
 LARGEST_NBYTES = (32 << 20) - (8 << 10)
+MOST_STEPS = 8  # of one model that may be put off at once
+STAGED_NBYTES = (
+    256 << 20
+)  # of the inputs of all steps that are put off, at most, unless one of each model takes more
 EVALUATE, TRAIN = 0, 1  # the stages of work: evaluations first, so that ranks meet at their steps
 
 
@@ -55,16 +59,23 @@ def as_outputs(outcome: Any) -> tuple[Tensor, tuple[Tensor, ...]]:
 class Put:
     """A step or an evaluation that a rank has put off."""
 
-    __slots__ = ("batch", "inputs", "lr", "outs", "rank", "seat", "settings", "stage")
+    __slots__ = ("batch", "depth", "inputs", "lr", "outs", "put_s", "rank", "seat", "settings", "stage")
 
     def __init__(self, rank: int, seat: Seat, batch: Any, outs: list[Tensor]) -> None:
         self.rank, self.seat, self.batch, self.outs = rank, seat, batch, outs
         self.stage: int = batch.stage
+        self.put_s: float = 0.0
+        self.depth = 0  # how many steps of its model were put off before it, and not carried out
         self.lr: tuple[float, ...] = ()
         self.settings: tuple[Any, ...] = ()
         self.inputs: tuple[Any, ...] = ()
 
-    def fail(self, error: Exception) -> None:
+    def drop(self) -> None:
+        """Take it back: work of its rank that comes before it has failed."""
+        _take([self])
+        self.fail()
+
+    def fail(self) -> None:
         """Leave results that are NaN, or 0, and weights as they were."""
         watching.known(self.outs, [torch.zeros_like(out) for out in self.outs])
         for out in self.outs:
@@ -134,7 +145,7 @@ class _Batch:
         try:
             self.compute([work])
         except Exception as error:  # noqa: BLE001 - raised in the rank whose it is
-            error.add_note(f"in work of rank {work.rank} that was put off")
+            error.add_note(f"in work that rank {work.rank} put off at {work.put_s:.6g} s")
             self.deferred.failed(work, error)
             return False
         return True
@@ -161,8 +172,11 @@ class StepBatch(_Batch):
     ) -> None:
         super().__init__(deferred, arena, objective)
         self._max_norm = max_norm
-        self._staged: list[Tensor | None] = []  # by input: those of all rows; None: the same for all
+        # By depth and input: those of all rows; None: the same for all.
+        self._staged: list[list[Tensor | None]] = []
         self._fixed_inputs: list[Any] = []
+        self._like: list[Tensor | None] = []  # by input: one row's
+        self.most = 1  # steps of one model that may be put off at once
 
         def outcome(trained: Any, fixed: Any, *inputs: Any) -> Any:
             loss, more = as_outputs(functional_call(objective, {**trained, **fixed}, inputs))
@@ -172,26 +186,31 @@ class StepBatch(_Batch):
         self._vmapped: Any = None
 
     def carry_out(self, works: Sequence[Put]) -> None:
-        # Momentum and decay are numbers for all rows of an update; a schedule gives ranks in step the same ones.
+        # Momentum and decay are numbers for all rows of an update; a schedule gives ranks in step the same ones. Ranks
+        # that are as many steps ahead have their inputs in one tensor.
         alike: dict[tuple[Any, ...], list[Put]] = {}
         for work in works:
-            alike.setdefault(work.settings, []).append(work)
+            alike.setdefault((work.depth, work.settings), []).append(work)
         for each in alike.values():
             super().carry_out(each)
 
     def open(self, inputs: Sequence[Any]) -> None:
         """Make room for the inputs of all rows; what is no tensor is part of the function."""
-        rows = len(self.arena.rows["weights"])
         self._fixed_inputs = list(inputs)
-        self._staged = [
-            each.new_empty((rows, *each.shape)) if isinstance(each, Tensor) else None for each in inputs
-        ]
-        dims = tuple(None if each is None else 0 for each in self._staged)
+        self._like = [torch.empty_like(each) if isinstance(each, Tensor) else None for each in inputs]
+        nbytes = self.deferred.ranks * sum(each.nbytes for each in self._like if each is not None)
+        self.most = max(1, min(MOST_STEPS, STAGED_NBYTES // max(nbytes, 1)))
+        dims = tuple(None if each is None else 0 for each in self._like)
         self._vmapped = vmap(self._gradient, in_dims=(0, 0, *dims))
 
-    def slots(self, row: int) -> list[tuple[int, Tensor]]:
-        """Return where a row's inputs go, by their number."""
-        return [(i, staged[row]) for i, staged in enumerate(self._staged) if staged is not None]
+    def slots(self, row: int, depth: int) -> list[tuple[int, Tensor]]:
+        """Return where a row's inputs go, by their number, if so many steps are put off before."""
+        if depth == len(self._staged):  # asked for in turn
+            rows = len(self.arena.rows["weights"])
+            self._staged.append(
+                [None if each is None else each.new_empty((rows, *each.shape)) for each in self._like]
+            )
+        return [(i, staged[row]) for i, staged in enumerate(self._staged[depth]) if staged is not None]
 
     def compute(self, works: Sequence[Put]) -> None:
         apart = [work.seat for work in works if work.seat.apart]
@@ -201,7 +220,7 @@ class StepBatch(_Batch):
         weights = self.arena.rows["weights"][rows]
         inputs = [
             fixed if staged is None else staged[rows]
-            for fixed, staged in zip(self._fixed_inputs, self._staged, strict=True)
+            for fixed, staged in zip(self._fixed_inputs, self._staged[works[0].depth], strict=True)
         ]
         gradient, outputs = self.differentiate(weights, inputs)
         with torch.no_grad():
@@ -222,7 +241,7 @@ class StepBatch(_Batch):
 
     def _one(self, weights: Tensor, inputs: Sequence[Any], i: int) -> tuple[Tensor, list[Tensor]]:
         trained, fixed = ({name: p[0] for name, p in part.items()} for part in self.parameters(weights))
-        own = [each if staged is None else each[i] for each, staged in zip(inputs, self._staged, strict=True)]
+        own = [each if like is None else each[i] for each, like in zip(inputs, self._like, strict=True)]
         for p in trained.values():  # views made here
             p.requires_grad_()
         loss, more = as_outputs(functional_call(self.objective, {**trained, **fixed}, tuple(own)))

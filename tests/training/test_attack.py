@@ -246,9 +246,67 @@ def look_by_vmap(comm):
     return train(comm, model, sgd(model), TrainingStep(loss_of), between=look), torch.stack(seen)
 
 
+def optimizer_that_loads_in_between(comm):
+    """The state of momentum is exchanged after the second step, which nobody has looked at."""
+    model = build(comm.rank)
+    optimizer = sgd(model)
+    other_model = build(comm.rank + 100)
+    other = sgd(other_model)
+    loss_of(other_model, *batch(comm.rank, 100)).backward()
+    other.step()
+    saved = other.state_dict()
+
+    def load(iteration, loss):
+        if iteration == 2:
+            optimizer.load_state_dict(saved)
+
+    return train(comm, model, optimizer, TrainingStep(loss_of), between=load, iterations=9)
+
+
+def batches_of_two_sizes(comm):
+    """A short one now and then, on other ranks at other times."""
+
+    def some(rank, iteration):
+        x, y = batch(rank, iteration)
+        return (x[:5], y[:5]) if (rank + iteration) % 3 == 0 else (x, y)
+
+    model = build(comm.rank)
+    return train(comm, model, sgd(model), TrainingStep(loss_of), inputs=some, iterations=20)
+
+
+def two_losses_in_turn(comm):
+    """Two step objects train one model, under one optimizer or under two."""
+    model, steps = (
+        build(comm.rank),
+        (TrainingStep(loss_of), TrainingStep(lambda m, x, y: m(x).square().mean())),
+    )
+    optimizers = [sgd(model), sgd(model, lr=0.01)]
+    losses = []
+    for iteration in range(20):
+        with comm.compute(0.01):
+            step, optimizer = steps[iteration % 2], optimizers[iteration >= 10 and iteration % 2]
+            losses.append(step(model, optimizer, *batch(comm.rank, iteration)))
+    return weights(model), torch.stack(losses)
+
+
+def more_steps_than_are_put_off(comm):
+    """With Adam and a schedule; ranks look at different times."""
+    model = build(comm.rank)
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 2, gamma=0.8)
+
+    def look(iteration, loss):
+        schedule.step()
+        if iteration % 11 == comm.rank % 11:
+            float(loss)
+
+    return train(comm, model, optimizer, TrainingStep(loss_of), between=look, iterations=30)
+
+
 PROGRAMS = [
     keyword_defaults, variable_that_changes, values_equal_but_for_their_type, tensors_in_a_tuple,
     teacher_that_is_an_input, one_step_object_for_all_ranks, momentum_later, group_added_later, converted_to_double,
+    optimizer_that_loads_in_between, batches_of_two_sizes, two_losses_in_turn, more_steps_than_are_put_off,
     evaluated_in_inference_mode, tied_parameters, outputs_kept_in_an_attribute, steps_in_another_mode, look_by_vmap,
 ]  # fmt: skip
 

@@ -16,7 +16,8 @@ import spawnsim
 from spawnsim import AverageAllPolicy, Evaluation, TrainingStep
 from spawnsim.comm.backends import world
 from spawnsim.errors import ParameterError, RankError
-from spawnsim.training.batches import StepBatch
+from spawnsim.training import batches
+from spawnsim.training.batches import MOST_STEPS, StepBatch
 
 RANKS = 12
 WIDTHS = (20, 24, 5)
@@ -230,6 +231,46 @@ def test_a_rank_that_has_come_to_its_time_waits_for_nobody_again(sizes):
     run(main, stragglers=None)
     assert max(steps) <= RANKS * 10
     assert sizes[-9:] == [RANKS] * 9  # together all the same
+
+
+@pytest.mark.parametrize("straggler", [None, "lognormal:0.3"])
+def test_several_steps_of_a_model_are_put_off(sizes, straggler):
+    """Nobody looks at a loss: ranks take turns once in `MOST_STEPS` steps, and the calls are as large as ever."""
+
+    def main(comm):
+        model = build(comm.rank)
+        optimizer, step = sgd(model), TrainingStep(loss_of)
+        for iteration in range(1 + 3 * MOST_STEPS):
+            with comm.compute(0.01):
+                loss = step(model, optimizer, *batch(comm.rank, iteration))
+            comm.record(iteration=iteration, loss=loss)
+        steps.append(comm._world.kernel.steps)
+        return weights(model)
+
+    steps = []
+    found, result = run(main, stragglers=straggler)
+    assert max(steps) <= RANKS * 5
+    assert straggler or sizes == [RANKS] * (1 + 3 * MOST_STEPS)
+    eager, plain = run(main, eager=True, stragglers=straggler)
+    torch.testing.assert_close(found, eager, rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(result.table["loss"], plain.table["loss"], rtol=1e-4)
+
+
+def test_inputs_that_take_much_memory_are_not_put_off_often(sizes, monkeypatch):
+    """Of all steps that are put off the inputs are kept; room for those of three."""
+    monkeypatch.setattr(batches, "STAGED_NBYTES", 3 * RANKS * (8 * WIDTHS[0] * 4 + 8 * 8) + 10)
+
+    def main(comm):
+        model = build(comm.rank)
+        optimizer, step = sgd(model), TrainingStep(loss_of)
+        for iteration in range(7):
+            with comm.compute(0.01):
+                step(model, optimizer, *batch(comm.rank, iteration))
+            pending.append(step._seat.steps)
+
+    pending = []
+    run(main, stragglers=None)
+    assert max(pending) == 3 and sizes == [RANKS] * 7
 
 
 def test_parameters_are_ordinary_after_a_look():
@@ -644,6 +685,47 @@ def test_an_error_of_one_rank_is_that_ranks():
 
     with pytest.raises(RankError, match=r"rank 7 .*out of bounds"):
         run(main, stragglers=None)
+
+
+@pytest.mark.parametrize("caught", [True, False])
+def test_what_was_put_off_behind_an_error_is_dropped(caught, tmp_path):
+    """Rank 7's third step of six fails: its weights stay those of the second, and the note says when it was."""
+
+    def main(comm):
+        model = build(comm.rank)
+        optimizer, step, evaluate = sgd(model), TrainingStep(loss_of), Evaluation(accuracy_of)
+        losses = []
+        for iteration in range(6):
+            x, y = batch(comm.rank, iteration)
+            if comm.rank == 7 and iteration == 2:
+                y[2] = 5
+            with comm.compute(0.01):
+                losses.append(step(model, optimizer, x, y))
+            comm.record(
+                iteration=iteration, loss=losses[-1], accuracy=evaluate(model, *batch(comm.rank, iteration))
+            )
+        if caught and comm.rank == 7:
+            with pytest.raises(IndexError, match="out of bounds") as error:
+                float(losses[-1])
+            assert error.value.__notes__ == ["in work that rank 7 put off at 0.02 s"]
+        return weights(model), losses
+
+    if not caught:
+        with pytest.raises(RankError, match=r"rank 7 raised IndexError.*out of bounds"):
+            run(main, stragglers=None, out=tmp_path / "run")
+        table = spawnsim.Run.load(tmp_path / "run").table
+        losses = table["loss"][table["rank"] == 7]
+        assert np.isnan(losses[2:]).all() and np.isfinite(losses[:2]).all()
+        return
+    found, result = run(main, stragglers=None)
+    model = build(7)
+    optimizer = sgd(model)
+    for iteration in range(2):
+        TrainingStep(loss_of)(model, optimizer, *batch(7, iteration))
+    torch.testing.assert_close(found[7][0], weights(model), rtol=1e-5, atol=1e-6)
+    assert torch.isfinite(torch.stack(found[6][1])).all()
+    assert torch.isnan(torch.stack(found[7][1])).tolist() == [False] * 2 + [True] * 4
+    assert np.isnan(result.table["accuracy"]).sum() == 4
 
 
 @pytest.mark.parametrize("last", [True, False])

@@ -42,7 +42,8 @@ from spawnsim.policies.state.arithmetic import (
     surely_finite,
     without_data,
 )
-from spawnsim.policies.state.layout import Collector, Entry, Layout, StateScope, Tensors, collect
+from spawnsim.policies.state.layout import Entry, Layout, StateScope, Tensors, as_real, collect
+from spawnsim.training import Evaluation
 
 FEW, HEAD = 8, 16  # tensors that are looked at first, and numbers of each
 
@@ -498,8 +499,9 @@ class Consensus:
         if not every_s > 0:
             raise ParameterError(f"every_s={every_s!r}: give seconds above 0")
         self._comm, self._every_s, self._model = comm, every_s, model
-        self._collect = Collector(StateScope())
-        self._held = self._weights(model)
+        # Put off, as training steps are: copied at once in each iteration, the weights would be looked at in each.
+        self._weights = Evaluation(_weights)
+        self._held: Any = _weights(model)
         self._kept: list[Tensor] = []
 
     def passed(self, model: torch.nn.Module) -> None:
@@ -537,11 +539,12 @@ class Consensus:
                     _set_weights(found, weights)
                     yield tick * self._every_s, found
 
-    def _weights(self, model: torch.nn.Module) -> Tensor:
-        """Return all weights as one vector of the widest type, float32 at least."""
-        live = self._collect(model, None).values()
-        floating = [each.reshape(-1) for each in live if each.is_floating_point()]
-        return torch.cat([torch.empty(0, dtype=torch.float32), *floating])
+
+def _weights(model: torch.nn.Module) -> Tensor:
+    """Return all weights as one vector of the widest type, float32 at least."""
+    live = as_real(collect(model, None, StateScope())).values()
+    floating = [each.reshape(-1) for each in live if each.is_floating_point()]
+    return torch.cat([torch.empty(0, dtype=torch.float32), *floating])
 
 
 def _set_weights(model: torch.nn.Module, weights: Tensor) -> None:
