@@ -117,9 +117,9 @@ class TrainingStep(_OfModel):
     faster for small models, and 7 times if nobody looks at each loss, for then several steps of a model are put off.
     Whoever looks at the loss, a parameter, a gradient or the optimizer's state has them carried out first: ranks,
     policies, messages and windows see what they would see had they been carried out at once, up to rounding (1e-5 of a
-    loss after 100 steps). Look at the loss after the `compute` block, not within it: only when time has passed have others
-    steps to share the call with. An array or a view taken of a parameter before, and read by something else than a
-    communication call, is not watched: look at the loss first.
+    loss after 100 steps). Look at the loss after the `compute` block, not within it: only when time has passed do
+    others have steps to share the call with. An array or a view taken of a parameter before, and read by something
+    else than a communication call, is not watched: look at the loss first.
 
     Models that differ in anything but weights form groups. SGD, Adam and AdamW of torch.optim are taken as they are,
     with momentum, weight decay, groups of parameters, and a learning rate for each rank. A model steps alone, and the
