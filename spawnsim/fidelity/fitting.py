@@ -227,16 +227,31 @@ WORTH_FIXING = (
 )
 
 
-def predicted_s(timing: Timing, operation: str, nbytes: int, ranks: int) -> float:
-    """Return what would be measured: from the last beginning to the last end, after barriers left unequally."""
+Begun = dict[bytes, FloatArray]
+"""By the clocks before them, the clocks after the two barriers of a sample."""
+
+
+def _begun(timing: Timing, clocks: FloatArray, known: Begun) -> FloatArray:
+    """Return when ranks begin a sample, the last one at 0: after two barriers, before and behind the writing."""
+    # A sample lasts as long whenever it is: all begin from the last clock, and so what is equal is so to the last bit.
+    clocks = clocks - clocks.max()
+    key = clocks.tobytes()
+    begun = known.get(key)
+    if begun is None:
+        begun = timing.finish("barrier", timing.finish("barrier", clocks, 0).times, 0).times
+        known[key] = begun = begun - begun.max()
+    return begun
+
+
+def predicted_s(timing: Timing, operation: str, nbytes: int, ranks: int, *, known: Begun) -> float:
+    """Return what would be measured: from the last beginning to the last end, after barriers left unequally.
+
+    `known` is kept from call to call with what makes no difference to a barrier.
+    """
     clocks, before, lasted_s = np.zeros(ranks), np.zeros(0), list[float]()
     size = 0 if operation == "barrier" else max(nbytes // 8, 1) * 8
     for _ in range(ROUNDS):
-        # Two barriers, one before and one behind the writing, as in a sample.
-        begun = timing.finish("barrier", timing.finish("barrier", clocks, 0).times, 0).times
-        begun -= (
-            begun.max()
-        )  # a sample lasts as long whenever it is, and so what is equal is so to the last bit
+        begun = _begun(timing, clocks, known)
         if np.array_equal(begun, before):  # as it nearly always is: the samples to come are this one
             break
         # The clocks go on from sample to sample: ranks leave a barrier at different times, and the next sample begins
@@ -246,12 +261,20 @@ def predicted_s(timing: Timing, operation: str, nbytes: int, ranks: int) -> floa
     return float(np.median(lasted_s + lasted_s[-1:] * (ROUNDS - len(lasted_s))))
 
 
-def misfit(timing: Timing, points: Sequence[Point], ranks: int, limit: float = math.inf) -> float:
+def misfit(
+    timing: Timing,
+    points: Sequence[Point],
+    ranks: int,
+    limit: float = math.inf,
+    *,
+    known: Begun | None = None,
+) -> float:
     """Return the mean absolute logarithm of predicted over measured; infinity if it is not below a limit."""
     found: list[float] = []
+    known = {} if known is None else known
     for point in points:
         # Logarithms: half and twice the measured time are equally wrong.
-        ratio = predicted_s(timing, point.operation, point.nbytes, ranks) / point.seconds
+        ratio = predicted_s(timing, point.operation, point.nbytes, ranks, known=known) / point.seconds
         found.append(abs(math.log(ratio)))
         if sum(found) >= limit * len(points):
             return math.inf
@@ -273,16 +296,22 @@ def _best_gamma(
     network: Fabric, reductions: Mapping[str, Sequence[Point]], ranks: int, gammas: Sequence[float]
 ) -> Fabric:
     best, least = network, math.inf
+    known: dict[Selection, Begun] = {}  # barriers reduce nothing
     for gamma in dict.fromkeys(gammas):
         candidate = replace(network, gamma_s_per_B=gamma)
-        found = _best_misfit(candidate, reductions, ranks, least)
+        found = _best_misfit(candidate, reductions, ranks, limit=least, known=known)
         if found < least:
             best, least = candidate, found
     return best
 
 
 def _best_misfit(
-    network: Fabric, reductions: Mapping[str, Sequence[Point]], ranks: int, limit: float
+    network: Fabric,
+    reductions: Mapping[str, Sequence[Point]],
+    ranks: int,
+    *,
+    limit: float,
+    known: dict[Selection, Begun],
 ) -> float:
     total = 0.0
     for operation, points in reductions.items():
@@ -290,7 +319,8 @@ def _best_misfit(
         # The library's choice is not known yet, so each reduction takes the one that explains it best with this speed:
         # one algorithm at all sizes, or those that a library changes with the size.
         for choice in (*LIBRARIES, *_fixed(operation)):
-            least = min(least, misfit(Timing(network, choice), points, ranks, least))
+            barriers = known.setdefault(choice, {})
+            least = min(least, misfit(Timing(network, choice), points, ranks, least, known=barriers))
         total += least
     return total
 
