@@ -42,6 +42,8 @@ def main(
     given, in_turn = dict(locals()), policy.split("+")
     if not {*in_turn} <= {*POLICIES}:
         raise ParameterError(f"policy={policy!r}: choose {', '.join(POLICIES)}")
+    if judge not in ("loss", "accuracy"):
+        raise ParameterError(f"judge={judge!r}: choose loss or accuracy")
     if len(in_turn) > 1:  # in one job, for real ranks take longer to start than to train
         for each in in_turn:
             main(**given | {"policy": each})

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from importlib.util import find_spec
+from numbers import Real
 from pathlib import Path
 
 import numpy as np
@@ -35,8 +36,8 @@ def check_shard(rank: int, size: int, minimum: int, alpha: float | None) -> None
         raise ParameterError(f"rank={rank}, size={size}: rank must be in 0..size-1")
     if minimum < 1:
         raise ParameterError(f"minimum={minimum}: give at least 1 sample for each rank")
-    if alpha is not None and not 0 < alpha < np.inf:
-        raise ParameterError(f"alpha={alpha}: give a positive number, or None for an even split")
+    if alpha is not None and not (isinstance(alpha, Real) and 0 < alpha < np.inf):
+        raise ParameterError(f"alpha={alpha!r}: give a positive number, or None for an even split")
 
 
 def mixture(labels: Indices, seed: int, rank: int, alpha: float | None) -> Floats:

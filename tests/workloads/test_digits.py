@@ -138,6 +138,7 @@ def test_one_rank_learns_to_read():
         {"device": "nonsense"},
         {"rank": 4},
         {"alpha": 0.0},
+        {"alpha": "none"},
         {"alpha": float("nan")},
         {"minimum": 0},
         {"batch": 0},
