@@ -8,7 +8,7 @@ each one's work and who looks; must not know what the work is.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
@@ -146,14 +146,17 @@ class Deferred:
             raise self._error(rank)
         self._left.add(rank)
 
-    def close(self) -> dict[int, Exception]:
+    def close(self, dead: Collection[int] = ()) -> dict[int, Exception]:
         """Carry out what is left when the run is over.
 
+        Args:
+            dead: ranks that have died, perhaps before anybody looked.
+
         Returns:
-            What the work of ranks that had come to their end has raised. Errors of others are theirs.
+            What the work of ranks that had come to their end, or have died, has raised. Errors of others are theirs.
         """
         self.carry_out()
-        found = {rank: error for rank, error in self._errors.items() if rank in self._left}
+        found = {rank: error for rank, error in self._errors.items() if rank in self._left or rank in dead}
         self._errors.clear()
         self._rest()
         return found

@@ -1,4 +1,4 @@
-"""Many equal models as the rows of one tensor: parameters, optimizer state and, where asked for, gradients.
+"""Many equal models as the rows of one tensor: parameters and optimizer state.
 
 A model that takes a seat keeps working by itself: its parameters become views of its row, so that what it writes the
 arena sees, and the reverse; its optimizer finds its state there too. Knows rows and who sits on them; must not know
@@ -8,9 +8,11 @@ losses, or when a step is due.
 from __future__ import annotations
 
 import heapq
+import sys
 import weakref
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from operator import attrgetter, is_
 from typing import Any
 
@@ -24,6 +26,7 @@ ALIGN_NBYTES = 64  # each row begins on a cache line, so that results do not dep
 _REQUIRES_GRADIENT, _ADDRESS = attrgetter("requires_grad"), Tensor.data_ptr
 GRADIENT = "gradient"
 STEP = "step"
+ENTRY_REFERENCES = 3  # to state that nobody but the optimizer holds: its entry, and two of the call that asks
 
 
 @dataclass(frozen=True)
@@ -35,10 +38,14 @@ class Place:
     shape: torch.Size
     group: int
 
+    @property
+    def columns(self) -> slice:
+        """Its columns."""
+        return slice(self.start, self.start + self.shape.numel())
+
     def of(self, rows: Tensor) -> Tensor:
         """Return this parameter of all rows, (rows, *shape), as a view."""
-        count = self.shape.numel()
-        return rows[:, self.start : self.start + count].view(len(rows), *self.shape)
+        return rows[:, self.columns].view(len(rows), *self.shape)
 
 
 class Plan:
@@ -117,33 +124,80 @@ class Rows:
         return row
 
 
+class _Made:
+    """How a model and its optimizer are made: which object is where, so that an exchanged one is noticed.
+
+    Args:
+        model: looked at as it is now.
+        optimizer: its groups and its hooks, not its state.
+    """
+
+    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        modules = list(model.modules())
+        self._places: list[dict[str, Any]] = [
+            part for each in modules for part in (each._modules, each._parameters)
+        ]
+        self._held = [*chain.from_iterable(map(dict.values, self._places))]
+        # Of these the model has none: buffers, and hooks, which may do anything.
+        self._empty = [
+            kept
+            for each in modules
+            for name, kept in vars(each).items()
+            if name == "_buffers" or "hooks" in name
+        ]
+        self._optimizer = optimizer
+        self._trained = [p for group in optimizer.param_groups for p in group["params"]]
+        self._counts = [len(group["params"]) for group in optimizer.param_groups]
+
+    @property
+    def model(self) -> bool:
+        """Whether the model is as it was. No values are looked at."""
+        return not any(self._empty) and _same(self._held, chain.from_iterable(map(dict.values, self._places)))
+
+    @property
+    def optimizer(self) -> bool:
+        """Whether the optimizer's groups are."""
+        of = self._optimizer
+        if of._optimizer_step_pre_hooks or of._optimizer_step_post_hooks:
+            return False
+        groups = [group["params"] for group in of.param_groups]
+        return [*map(len, groups)] == self._counts and _same(self._trained, chain.from_iterable(groups))
+
+
+def _same(before: Sequence[Any], now: Iterable[Any]) -> bool:
+    """Return whether they are the same objects."""
+    found = [*now]
+    return len(before) == len(found) and all(map(is_, before, found))
+
+
 class Seat:
     """A model and its optimizer in a row of an arena.
 
     Attributes:
-        apart: row and parameter, where the parameter has a memory of its own.
-        rank: whose step was put off last.
+        apart: row and tensor, of parameters and state that have a memory of their own.
+        rank: whose work is put off; -1: that of several ranks.
         settings: of the optimizer's groups, at the last step.
-        steps: how many training steps of it are put off, `most` at most.
+        steps: how many training steps of it are put off.
         pending: how much is put off of it in all, evaluations too.
-        watched: optimizer state and gradients in the row.
+        watched: the optimizer's state.
     """
 
     __slots__ = (
-        "__weakref__", "_addresses", "_entries", "_kept", "_model", "_state", "apart", "arena", "most", "optimizer",
-        "parameters", "pending", "rank", "row", "settings", "steps", "watched",
+        "__weakref__", "_addresses", "_entries", "_kept", "_made", "_model", "_of", "_state", "apart", "arena",
+        "optimizer", "parameters", "pending", "rank", "row", "settings", "steps", "watched",
     )  # fmt: skip
 
     def __init__(self, arena: Arena, row: int, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         self.arena, self.row, self.optimizer = arena, row, optimizer
-        self._model = weakref.ref(model)  # whoever holds the seat must not keep a model that was replaced
+        self._model: Callable[[], nn.Module | None] = weakref.ref(
+            model
+        )  # whoever holds the seat must not keep a model that was replaced
         named = dict(model.named_parameters())
         self.parameters = [named[place.name] for place in arena.plan.places]
-        self.watched: list[Tensor] = []
         self.settings: tuple[Any, ...] = ()
         self.steps = self.pending = 0
-        self.most = 1
         self.rank = -1
+        self._made = _Made(model, optimizer)
         self._take()
 
     def of(self, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> bool:
@@ -157,98 +211,95 @@ class Seat:
         return model
 
     @property
+    def goes_on(self) -> bool:
+        """Whether model and optimizer are made as they were when the last step was put off. Looks at no values."""
+        return self._made.model and self._made.optimizer and self._keeps_state()
+
+    @property
     def trains(self) -> bool:
-        """Whether the parameters that require gradients, and the optimizer's groups, are still those of the plan."""
-        if not self._counts:
+        """Whether all is still in the row, and the parameters that require gradients are those of the plan."""
+        if not (self.goes_on and self.holds):
             return False
         return [*map(_REQUIRES_GRADIENT, self.parameters)] == self.arena.plan.wanted
 
     @property
-    def _counts(self) -> bool:
-        """Whether the optimizer's groups are as large as in the plan."""
-        return [len(group["params"]) for group in self.optimizer.param_groups] == self.arena.plan.counts
+    def holds(self) -> bool:
+        """Whether the model's parameters are still in the row: not after `parameter.data = ...`."""
+        return self._made.model and [*map(_ADDRESS, self.parameters)] == self._addresses
 
-    @property
-    def goes_on(self) -> bool:
-        """Whether its optimizer is as it was when its last step was put off. Its parameters are: to ask is a look."""
-        return self._counts and self._keeps_state()
+    def join(self, rank: int) -> None:
+        """Take note of whose work is put off."""
+        self.rank = rank if not self.pending or self.rank == rank else -1
+        self.pending += 1
 
     def fetch(self) -> None:
         """Copy into the row what lies apart."""
-        torch._foreach_copy_([view for view, _ in self.apart], [p.detach() for _, p in self.apart])
+        torch._foreach_copy_([view for view, _ in self.apart], [each.detach() for _, each in self.apart])
 
     def store(self) -> None:
         """Copy the row to what lies apart."""
-        torch._foreach_copy_([p.detach() for _, p in self.apart], [view for view, _ in self.apart])
+        torch._foreach_copy_([each.detach() for _, each in self.apart], [view for view, _ in self.apart])
 
-    def settle_in(self) -> bool:
-        """Move into the row what has left it: `parameter.data = ...`, or an optimizer that loaded another state.
-
-        Returns:
-            Whether it fits there: not what has another shape or dtype now, or is on another device.
-        """
-        if not self._holds():
-            like = self.arena.rows["weights"]
-            for place, p in zip(self.arena.plan.places, self.parameters, strict=True):
-                if (p.shape, p.dtype, p.device) != (place.shape, like.dtype, like.device):
-                    return False
-            self._take()
-        return True
-
-    def _holds(self) -> bool:
-        return [*map(_ADDRESS, self.parameters)] == self._addresses and self._keeps_state()
+    def leave(self) -> None:
+        """Give up a model and state that another seat takes over: whoever holds this one asks for that one then."""
+        self._model = _nobody
+        held: tuple[list[Any], ...] = (self._entries, *self._kept, self._of, self.watched, self.apart)
+        for each in held:
+            each.clear()
 
     def _keeps_state(self) -> bool:
         state = self.optimizer.state
-        if state is not self._state or (self._entries and len(state) < len(self.arena.plan.trained)):
+        if state is not self._state or not all(map(is_, map(state.get, self._of), self._kept[0])):
             return False
         return all(map(is_, map(dict.get, *self._kept), self._entries))
 
     def _take(self) -> None:
-        """Take the row: move parameters, state and gradients there, with their present values."""
+        """Take the row: move parameters and state there, with their present values."""
         rows, plan = self.arena.of(self.row), self.arena.plan
         views = [place.of(rows["weights"])[0] for place in plan.places]
         # Whoever has a view of a parameter would look at its old memory for ever: so it stays where it is, and is
         # copied into the row for each step, and back.
-        self.apart = []
+        self.apart: list[tuple[Tensor, Tensor]] = []
         move = not _shared(self.parameters)
         for view, parameter in zip(views, self.parameters, strict=True):
-            if view.data_ptr() == parameter.data_ptr():
-                continue
             view.copy_(parameter.detach())
             if move:
                 parameter.data = view
             else:
                 self.apart.append((view, parameter))
         self._addresses = [parameter.data_ptr() for parameter in self.parameters]
-        trained = list(zip(plan.trained, self.parameters, strict=False))
-        self.watched = []
-        if GRADIENT in rows:
-            for place, parameter in trained:
-                parameter.grad = place.of(rows[GRADIENT])[0]
-                self.watched.append(parameter.grad)
         self._state = self.optimizer.state
-        self._entries: list[Tensor] = []  # the state in the row, and where the optimizer keeps each of it
+        self._entries: list[Tensor] = []  # the state, and where the optimizer keeps each of it
         self._kept: tuple[list[dict[str, Any]], list[str]] = ([], [])
+        self._of: list[Tensor] = []
         if self.arena.states:
-            for number, (place, parameter) in enumerate(trained):
+            for number, (place, parameter) in enumerate(zip(plan.trained, self.parameters, strict=False)):
                 kept = {} if STEP not in rows else {STEP: rows[STEP][0, number]}
-                kept |= {name: place.of(rows[name])[0] for name in self.arena.states}
-                self._keep(self._state[parameter], kept)
-        self.watched += self._entries
+                self._keep(parameter, kept | {name: place.of(rows[name])[0] for name in self.arena.states})
+        self.watched = [*self._entries]
 
-    def _keep(self, entry: dict[str, Any], views: Mapping[str, Tensor]) -> None:
+    def _keep(self, parameter: Tensor, views: Mapping[str, Tensor]) -> None:
         """Put one parameter's state into its places; state that it has not got yet is zero."""
+        entry = self._state[parameter]
         for name, view in views.items():
             before = entry.get(name)
             if before is None:
                 view.zero_()
-            elif before is not view:
+            else:
                 view.copy_(torch.as_tensor(before))
-            entry[name] = view
-            self._entries.append(view)
+            # What was loaded and is kept elsewhere, as a state to go back to or by another optimizer, changes with it.
+            if isinstance(before, Tensor) and sys.getrefcount(before) > ENTRY_REFERENCES:
+                self.apart.append((view, before))
+            else:
+                entry[name] = view
+            self._entries.append(entry[name])
             self._kept[0].append(entry)
             self._kept[1].append(name)
+            self._of.append(parameter)
+
+
+def _nobody() -> None:
+    """Refer to no model."""
 
 
 def _shared(parameters: Sequence[nn.Parameter]) -> bool:
@@ -270,21 +321,18 @@ class Arena:
         rule: of the optimizers.
         states: the names of their state, counts of steps apart.
         capacity: how many rows.
-        gradients: whether gradients are kept.
 
     Attributes:
-        rows: "weights", each state, the "step"s of each parameter and the "gradient": (capacity, columns) each.
+        rows: "weights", each state and the "step"s of each parameter: (capacity, columns) each.
     """
 
-    def __init__(
-        self, plan: Plan, like: Tensor, rule: Rule, *, states: Sequence[str], capacity: int, gradients: bool
-    ) -> None:
+    def __init__(self, plan: Plan, like: Tensor, rule: Rule, *, states: Sequence[str], capacity: int) -> None:
         self.plan, self.rule, self.states = plan, rule, tuple(states)
-        names = ["weights", *states, *([GRADIENT] if gradients else [])]
+        names = ["weights", *states]
         self._rows = {name: Rows(like, (capacity, plan.width)) for name in names}
         if rule.counts:
-            # As torch counts: in main memory, in float32, or in float64 where the weights are.
-            count = torch.empty(0, dtype=torch.promote_types(like.dtype, torch.float32))
+            # As torch counts: in main memory, in float32, or in float64 where that is the default.
+            count = torch.empty(0, dtype=torch.promote_types(torch.get_default_dtype(), torch.float32))
             self._rows[STEP] = Rows(count, (capacity, max(len(plan.trained), 1)))
         self.rows = {name: rows.all for name, rows in self._rows.items()}
         self._pieces: dict[tuple[str, int, int], tuple[Tensor, ...]] = {}

@@ -163,15 +163,22 @@ class StepBatch(_Batch):
         arena: where the models are.
         objective: the loss.
         max_norm: of a row's gradient, None: any.
+        gradients: whether `parameter.grad` is to hold it afterwards.
     """
 
     stage = TRAIN
 
     def __init__(
-        self, deferred: Deferred, arena: Arena, objective: Objective, *, max_norm: float | None
+        self,
+        deferred: Deferred,
+        arena: Arena,
+        objective: Objective,
+        *,
+        max_norm: float | None,
+        gradients: bool,
     ) -> None:
         super().__init__(deferred, arena, objective)
-        self._max_norm = max_norm
+        self._max_norm, self._gradients = max_norm, gradients
         # By depth and input: those of all rows; None: the same for all.
         self._staged: list[list[Tensor | None]] = []
         self._fixed_inputs: list[Any] = []
@@ -254,30 +261,48 @@ class StepBatch(_Batch):
         if self._max_norm is not None:
             norms = torch.linalg.vector_norm(gradient, dim=1, keepdim=True)
             gradient.mul_((self._max_norm / (norms + 1e-6)).clamp_(max=1.0))
-        if GRADIENT in arena.rows:
-            arena.rows[GRADIENT][at, plan.columns] = gradient
+        if self._gradients:
+            for row, work in zip(gradient, works, strict=True):
+                row = row.clone()[
+                    None
+                ]  # memory of its own, as after `backward`: the program may keep the last one
+                for place, parameter in zip(plan.trained, work.seat.parameters, strict=False):
+                    parameter.grad = place.of(row)[0]
         if STEP in arena.rows:
             arena.rows[STEP][at] += 1
-        for group, (span, settings) in enumerate(zip(plan.spans, works[0].settings, strict=True)):
-            if span.start == span.stop:
-                continue
-            pieces = {name: arena.pieces(name, span) for name in ("weights", *arena.states)}
-            gradients = gradient[:, span].unbind()
-            counts: tuple[Tensor, ...] = ()
-            if STEP in arena.rows:
-                first = next(i for i, place in enumerate(plan.trained) if place.group == group)
-                # In main memory, as torch keeps them; the kernel wants them where the weights are.
-                counts = arena.rows[STEP][at, first].to(gradient.device).unbind()
-            at_rate: dict[float, list[int]] = {}
-            for number, work in enumerate(works):
-                at_rate.setdefault(work.lr[group], []).append(number)
-            for rate, numbers in at_rate.items():
-                own = {name: [of[works[i].seat.row] for i in numbers] for name, of in pieces.items()}
-                own |= {
-                    GRADIENT: [gradients[i] for i in numbers],
-                    STEP: [counts[i] for i in numbers if counts],
-                }
-                arena.rule.update(own, rate, settings)
+        for group, settings in enumerate(works[0].settings):
+            for span, first in self._spans(at, group):
+                self._update_span(at, gradient[:, span].unbind(), works, (group, span, first, settings))
+
+    def _spans(self, at: Rows, group: int) -> list[tuple[slice, int]]:
+        """Return the columns of a group, and which parameter tells their count of steps."""
+        arena, plan = self.arena, self.arena.plan
+        own = [i for i, place in enumerate(plan.trained) if place.group == group]
+        if STEP in arena.rows and own:
+            counts = arena.rows[STEP][at, own[0] : own[-1] + 1]
+            if (counts != counts[:, :1]).any():  # a layer was thawed, or begins anew
+                return [(plan.trained[i].columns, i) for i in own]
+        return [(plan.spans[group], own[0])] if own else []
+
+    def _update_span(
+        self, at: Rows, gradients: Sequence[Tensor], works: Sequence[Put], of: tuple[int, slice, int, Any]
+    ) -> None:
+        arena, (group, span, first, settings) = self.arena, of
+        pieces = {name: arena.pieces(name, span) for name in ("weights", *arena.states)}
+        counts: tuple[Tensor, ...] = ()
+        if STEP in arena.rows:
+            # In main memory, as torch keeps them; the kernel wants them where the weights are.
+            counts = arena.rows[STEP][at, first].to(gradients[0].device).unbind()
+        at_rate: dict[float, list[int]] = {}
+        for number, work in enumerate(works):
+            at_rate.setdefault(work.lr[group], []).append(number)
+        for rate, numbers in at_rate.items():
+            own = {name: [of[works[i].seat.row] for i in numbers] for name, of in pieces.items()}
+            own |= {
+                GRADIENT: [gradients[i] for i in numbers],
+                STEP: [counts[i] for i in numbers if counts],
+            }
+            arena.rule.update(own, rate, settings)
 
 
 class EvaluationBatch(_Batch):

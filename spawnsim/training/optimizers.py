@@ -40,6 +40,10 @@ class Rule:
         """Return what decides how a group is updated, but for its learning rate."""
         raise NotImplementedError
 
+    def others(self, group: Group) -> tuple[tuple[str, Any], ...]:
+        """Return the settings of a group that it may not have."""
+        return tuple([(name, group[name]) for name, fine in self.refused if group.get(name, fine) != fine])
+
     def update(self, rows: Rows, lr: float, settings: Sequence[Any]) -> None:
         """Update some rows in place; the gradients may be overwritten.
 
@@ -56,10 +60,16 @@ class _SGD(Rule):
         return ("momentum_buffer",) if settings[0] else ()
 
     def settings(self, group: Group) -> tuple[Hashable, ...]:
-        return group["momentum"], group["weight_decay"], group["nesterov"], group["maximize"]
+        return (
+            group["momentum"],
+            group["weight_decay"],
+            group["nesterov"],
+            group["maximize"],
+            self.others(group),
+        )
 
     def update(self, rows: Rows, lr: float, settings: Sequence[Any]) -> None:
-        momentum, decay, nesterov, maximize = settings
+        momentum, decay, nesterov, maximize, _ = settings
         torch._fused_sgd_(
             rows["weights"], rows["gradient"], rows["momentum_buffer"] if momentum else [], lr=lr, momentum=momentum,
             weight_decay=decay, dampening=0.0, nesterov=nesterov, maximize=maximize, is_first_step=False,
@@ -73,10 +83,17 @@ class _Adam(Rule):
     def settings(self, group: Group) -> tuple[Hashable, ...]:
         decoupled = group.get("decoupled_weight_decay", False)
         betas = tuple(float(beta) for beta in group["betas"])
-        return *betas, group["eps"], (group["weight_decay"], decoupled), group["amsgrad"], group["maximize"]
+        return (
+            *betas,
+            group["eps"],
+            (group["weight_decay"], decoupled),
+            group["amsgrad"],
+            group["maximize"],
+            self.others(group),
+        )
 
     def update(self, rows: Rows, lr: float, settings: Sequence[Any]) -> None:
-        beta1, beta2, eps, (decay, decoupled), amsgrad, maximize = settings
+        beta1, beta2, eps, (decay, decoupled), amsgrad, maximize, _ = settings
         fused = torch._fused_adamw_ if decoupled else torch._fused_adam_
         fused(
             rows["weights"], rows["gradient"], rows["exp_avg"], rows["exp_avg_sq"],
@@ -99,9 +116,8 @@ def rule_of(optimizer: torch.optim.Optimizer) -> Rule | str:
     if rule is None:
         return f"its optimizer is {type(optimizer).__name__}, none of {', '.join(kind.__name__ for kind in RULES)}"
     for group in optimizer.param_groups:
-        for name, fine in rule.refused:
-            if group.get(name, fine) != fine:
-                return f"{type(optimizer).__name__} has {name}={group[name]}"
+        for name, value in rule.others(group):
+            return f"{type(optimizer).__name__} has {name}={value}"
     if optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks:
         return "its optimizer has hooks"
     return rule

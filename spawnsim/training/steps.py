@@ -18,7 +18,15 @@ from spawnsim.comm.deferred import Deferred, caller
 from spawnsim.errors import ParameterError
 from spawnsim.training import structure
 from spawnsim.training.arena import Arena, Plan, Seat
-from spawnsim.training.batches import EvaluationBatch, Objective, Put, StepBatch, as_outputs, trial
+from spawnsim.training.batches import (
+    MOST_STEPS,
+    EvaluationBatch,
+    Objective,
+    Put,
+    StepBatch,
+    as_outputs,
+    trial,
+)
 from spawnsim.training.optimizers import Rule, rule_of
 from spawnsim.training.watching import Watch
 
@@ -164,6 +172,9 @@ class TrainingStep(_OfModel):
         if found is None or torch.is_autocast_enabled("cpu") or not torch.is_grad_enabled():
             return self._at_once(model, optimizer, batch)
         deferred, rank = found
+        _Run.of(deferred).watch.look(
+            batch
+        )  # before anything is counted: others may act while this rank waits
         seat = self._seat
         if deferred is not self._deferred or seat is None or not seat.of(model, optimizer):
             self._forget(deferred)
@@ -174,18 +185,18 @@ class TrainingStep(_OfModel):
             deferred.settle(rank)
             if seat.pending:  # another rank's, of a model that ranks share
                 deferred.carry_out()
-        if not (
-            seat.pending or (seat.trains and seat.settle_in())
-        ):  # frozen, thawed, converted: another arena
-            del _Run.of(deferred).seats[model]
+        if not (seat.pending or seat.trains):  # frozen, converted, memory or state exchanged: another row
             self._seat = None
+            if _Run.of(deferred).seats.get(model) is seat:  # whoever keeps what was in this one, keeps it
+                seat.leave()
+                del _Run.of(deferred).seats[model]
             return self(model, optimizer, *batch)
         return self._put_off(deferred, rank, seat, batch)
 
     @staticmethod
     def _may_wait(seat: Seat, rank: int) -> bool:
         """Return whether one more step of a model may be put off, behind what is put off of it already."""
-        return seat.steps < seat.most and (not seat.steps or seat.rank == rank) and seat.goes_on
+        return seat.steps < MOST_STEPS and seat.rank == rank and seat.goes_on
 
     def _put_off(self, deferred: Deferred, rank: int, seat: Seat, inputs: Sequence[Any]) -> Outcome:
         rule, groups = seat.arena.rule, seat.optimizer.param_groups
@@ -204,6 +215,9 @@ class TrainingStep(_OfModel):
             self._explain(deferred, model, why)
             return outcome
         batch, slots = ready[key]
+        if seat.steps >= batch.most:
+            deferred.settle(rank)
+            return self(model, seat.optimizer, *inputs)  # meanwhile others may have come to the model
         while seat.steps >= len(slots):
             slots.append(batch.slots(seat.row, len(slots)))
         for number, slot in slots[seat.steps]:
@@ -213,11 +227,13 @@ class TrainingStep(_OfModel):
         outs = [watch.result(each) for each in batch.results]
         work = Put(rank, seat, batch, outs)
         work.settings, work.lr = settings, tuple(float(group["lr"]) for group in groups)
-        work.depth, seat.most, seat.rank = seat.steps, batch.most, rank
+        work.depth = seat.steps
         if not seat.pending:
+            if any(p.grad is not None for p in seat.parameters):
+                seat.optimizer.zero_grad()
             watch.watch(seat.parameters, seat.watched)
+        seat.join(rank)
         seat.steps += 1
-        seat.pending += 1
         # lr schedulers warn where the optimizer never made a step.
         seat.optimizer._opt_called = True  # type: ignore[attr-defined]
         deferred.put_off(work)
@@ -235,6 +251,11 @@ class TrainingStep(_OfModel):
         if seat is None or not seat.of(model, optimizer):
             try:
                 deferred.settle(rank)
+                if seat is not None:  # of another optimizer
+                    if seat.pending:
+                        deferred.carry_out()
+                    seat.leave()
+                    del _Run.of(deferred).seats[model]
                 seat = _Run.of(deferred).seats[model] = self._arena(deferred, model, optimizer).seat(
                     model, optimizer
                 )
@@ -261,7 +282,6 @@ class TrainingStep(_OfModel):
             like.device,
             rule.kind,
             states,
-            self.gradients,
         )
         arenas = _Run.of(deferred).arenas.setdefault(key, [])
         for arena in arenas:
@@ -269,7 +289,7 @@ class TrainingStep(_OfModel):
                 return arena
         # More rows than ranks, for a rank whose model is replaced has two for a while. Rows not used take no memory.
         capacity = deferred.ranks + deferred.ranks // SPARE + 1
-        arena = Arena(plan, like, rule, states=states, capacity=capacity, gradients=self.gradients)
+        arena = Arena(plan, like, rule, states=states, capacity=capacity)
         arenas.append(arena)
         _Run.of(deferred).keys[arena] = (key, len(arenas))
         return arena
@@ -277,13 +297,23 @@ class TrainingStep(_OfModel):
     @staticmethod
     def _require_state(seat: Seat, settings: tuple[Any, ...]) -> None:
         """Take note of new settings, such as a scheduled momentum: there must be rows for the state that they need."""
+        rule = rule_of(seat.optimizer)
+        if isinstance(rule, str):
+            raise _Alone(rule)
         if any(not set(seat.arena.rule.states(each)) <= set(seat.arena.states) for each in settings):
             raise _Alone("its optimizer keeps state that it did not keep at first")
         seat.settings = settings
 
     def _open(self, deferred: Deferred, seat: Seat, key: Any, inputs: Sequence[Any]) -> Any:
         run = _Run.of(deferred)
-        whole = ("step", run.keys[seat.arena], _function_key(self.function), self.max_norm, key)
+        whole = (
+            "step",
+            run.keys[seat.arena],
+            _function_key(self.function),
+            self.max_norm,
+            self.gradients,
+            key,
+        )
         batch = run.batches.get(whole)
         if batch is None:
             with deferred.apart():
@@ -296,7 +326,11 @@ class TrainingStep(_OfModel):
         """Return a new batch, or why there can be none."""
         try:
             batch = StepBatch(
-                deferred, seat.arena, Objective(seat.module(), self.function), max_norm=self.max_norm
+                deferred,
+                seat.arena,
+                Objective(seat.module(), self.function),
+                max_norm=self.max_norm,
+                gradients=self.gradients,
             )
             trial(batch, batch._gradient, inputs)
         except Exception as error:  # noqa: BLE001 - the program's own error, if it is one, comes when it steps alone
@@ -371,6 +405,7 @@ class Evaluation(_OfModel):
             with torch.inference_mode(False):
                 return self(model, *batch)
         deferred, rank = found
+        _Run.of(deferred).watch.look(batch)
         seat = self._seat
         if deferred is not self._deferred or seat is None or not seat.of(model, None):
             self._forget(deferred)
@@ -381,7 +416,7 @@ class Evaluation(_OfModel):
             deferred.settle(rank)
         if seat.steps and seat.rank != rank:  # a model that ranks share
             deferred.carry_out()
-        if not seat.pending and not seat.settle_in():
+        if not (seat.goes_on if seat.pending else seat.holds):
             return self._at_once(model, batch)
         ready = self._ready_for(seat)
         try:
@@ -401,7 +436,7 @@ class Evaluation(_OfModel):
         work.inputs = batch
         if not seat.pending:
             watch.watch(seat.parameters, seat.watched)
-        seat.pending += 1
+        seat.join(rank)
         deferred.put_off(work)
         return outs[0] if len(outs) == 1 else tuple(outs)
 

@@ -47,8 +47,10 @@ class Watch:
 
     def __init__(self, deferred: Deferred) -> None:
         def look(args: Any, kwargs: Any = None) -> None:
-            found = caller()
             unknown = _of_classes(args, ours) + (_of_classes(kwargs, ours) if kwargs else [])
+            if not unknown:
+                return
+            found = caller()
             deferred.look(
                 found[1] if found is not None and found[0] is deferred else None,
                 lambda: not ours.isdisjoint(map(type, unknown)),
@@ -74,13 +76,18 @@ class Watch:
 
             return number
 
-        members: dict[str, Any] = {"__torch_function__": classmethod(looked)}
+        def copied(self: Tensor, memo: dict[int, Any]) -> Tensor:
+            look((self,))  # before torch takes the class, which the copy would have
+            copy: Tensor = type(self).__deepcopy__(self, memo)  # type: ignore[no-untyped-call]
+            return copy
+
+        members: dict[str, Any] = {"__torch_function__": classmethod(looked), "__deepcopy__": copied}
         # What losses are looked at by, as a rule, comes here directly: by way of torch it takes twice as long.
         numbers = {name: as_number(getattr(Tensor, name)) for name in ("item", "__float__")}
         self.parameter: Any = type("PendingParameter", (nn.Parameter,), members)
         self.tensor: Any = type("PendingTensor", (Tensor,), members | numbers)
         ours = {self.parameter, self.tensor}
-        deferred.unknown = self.tensor
+        deferred.unknown, self.look = self.tensor, look
 
     def watch(self, parameters: Iterable[nn.Parameter], tensors: Iterable[Tensor]) -> None:
         """Be told of looks from now on."""

@@ -311,7 +311,8 @@ class Cluster:
     def _judge(self) -> None:
         """Count, and tell what is wrong with how the run ended, if anything."""
         if self.world.deferred is not None:
-            self._tell_late(self.world.deferred.close())
+            dead = [rank.id for rank in self.world.ranks if rank.dead]
+            self._tell_late(self.world.deferred.close(dead))
         for fault in [*self._untold]:  # ranks that ran ahead have ended before these were due
             if fault.at_s <= max((task.clock for task in self.world.ranks[fault.rank].tasks), default=0.0):
                 self._tell(fault)
@@ -329,7 +330,7 @@ class Cluster:
             self._on_error(self._error)
 
     def _tell_late(self, errors: Mapping[int, Exception]) -> None:
-        """Let the run end with what a rank's work has raised after its end: the rank that ended first."""
+        """Let the run end with what a rank's work has raised after its end or death: the rank that ended first."""
         tasks = [self.world.ranks[rank].tasks[0] for rank in sorted(errors)]
         if tasks:
             first = min(tasks, key=lambda task: task.clock)

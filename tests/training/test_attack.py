@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 from torch import nn
@@ -303,7 +305,128 @@ def more_steps_than_are_put_off(comm):
     return train(comm, model, optimizer, TrainingStep(loss_of), between=look, iterations=30)
 
 
+def outcomes_that_are_inputs(comm):
+    """The loss and the output before, another model's weight, and the momentum: none has been looked at."""
+    model, other = build(comm.rank), build(comm.rank + 50)
+    optimizer, of_other = sgd(model), sgd(other)
+
+    def loss(model, x, y, before, output, weight):
+        found = model(x)
+        return loss_of(model, x, y) + 0.1 * before + mse_loss(found, output) + (
+            model[0].weight * weight
+        ).mean(), found
+
+    step, plain, evaluate = (
+        TrainingStep(loss),
+        TrainingStep(loss_of),
+        Evaluation(lambda m, w: (m[0].weight * w).sum()),
+    )
+    before, output, seen = torch.tensor(0.5), torch.zeros(8, 5), []
+    for iteration in range(7):
+        x, y = batch(comm.rank, iteration)
+        with comm.compute(0.01):
+            plain(other, of_other, x, y)
+            momentum = of_other.state[other[0].weight]["momentum_buffer"]
+            given = other[0].weight if iteration % 2 else momentum
+            plain(model, optimizer, x, y)
+            before, output = step(model, optimizer, x, y, before, output, given)
+        seen += [before, evaluate(model, given)]
+    return weights(model), weights(other), torch.stack(seen)
+
+
+def weights_exchanged_for_an_evaluation(comm):
+    """By `parameter.data`, and back, as programs that keep a moving average do; two models exchange a layer, too."""
+    models = [build(comm.rank), build(comm.rank + 50)]
+    optimizers, step, evaluate, seen = (
+        [sgd(m) for m in models],
+        TrainingStep(loss_of),
+        Evaluation(accuracy_of),
+        [],
+    )
+    for iteration in range(6):
+        for model, optimizer in zip(models, optimizers, strict=True):
+            with comm.compute(0.01):
+                step(model, optimizer, *batch(comm.rank, iteration))
+        kept = [p.data for p in models[0].parameters()]
+        for p in models[0].parameters():
+            p.data = torch.full_like(p, 0.1)
+        seen.append(evaluate(models[0], *batch(99, 0)))
+        if iteration % 2:  # trained as well
+            seen.append(step(models[0], optimizers[0], *batch(comm.rank, 50 + iteration)))
+        for p, data in zip(models[0].parameters(), kept, strict=True):
+            p.data = data
+        one, other = models[0][2].weight, models[1][2].weight
+        one.data, other.data = other.data, one.data
+    return [weights(model) for model in models], torch.stack(seen)
+
+
+def state_that_begins_anew(comm):
+    """Of one parameter, under Adam; and a saved state, loaded twice, which torch goes on changing. Two losses."""
+    model = build(comm.rank)
+    optimizer, steps = (
+        torch.optim.Adam(model.parameters(), lr=0.01),
+        (TrainingStep(loss_of), TrainingStep(loss_of)),
+    )
+    losses, saved = [], {}
+    for iteration in range(12):
+        with comm.compute(0.01):
+            losses.append(steps[iteration % 2](model, optimizer, *batch(comm.rank, iteration)))
+        if iteration == 2 + comm.rank % 2:
+            optimizer.state[model[2].weight] = {}
+        if iteration == 5:
+            saved = copy.deepcopy(optimizer.state_dict())
+        if iteration in (7, 10):
+            optimizer.load_state_dict(saved)
+    return weights(model), torch.stack(losses), [dict(each) for each in optimizer.state.values()]
+
+
+def model_that_is_rebuilt(comm):
+    """A new head, a hook and a setting that the rows do not know; a copy that trains on."""
+    model = build(comm.rank)
+    optimizer, step, losses, calls = sgd(model), TrainingStep(loss_of), [], []
+    for iteration in range(12):
+        with comm.compute(0.01):
+            losses.append(step(model, optimizer, *batch(comm.rank, iteration)))
+        if iteration == 2:
+            optimizer.param_groups[0]["dampening"] = 0.5
+        if iteration == 4:
+            model, optimizer = copy.deepcopy((model, optimizer))
+            assert all(type(p) is nn.Parameter for p in model.parameters())
+            optimizer.param_groups[0]["dampening"] = 0
+        if iteration == 6:
+            model[2] = build(comm.rank + 50)[2]
+            optimizer.param_groups[0]["params"] = list(model.parameters())
+        if iteration == 8:
+            hook = model.register_forward_hook(lambda module, given, output: output * 2)
+        if iteration == 9:
+            hook.remove()
+            optimizer.register_step_post_hook(lambda *_: calls.append(1))
+    return weights(model), torch.stack(losses), torch.tensor(calls)
+
+
+def gradients_that_are_kept(comm):
+    """Those of the step before, beside the new ones; set to None between; and none where they are not asked for."""
+    model, seen = build(comm.rank), []
+    optimizer, kept, last = sgd(model), TrainingStep(loss_of, gradients=True), None
+    plain, weight = TrainingStep(loss_of), model[0].weight
+    for iteration in range(8):
+        with comm.compute(0.01):
+            kept(model, optimizer, *batch(comm.rank, iteration))
+        if iteration % 3 == 1:
+            seen += [weight.grad.sum(), torch.zeros(()) if last is None else last.sum()]
+            last = weight.grad
+        if iteration % 3 == 2:
+            optimizer.zero_grad()
+        if iteration > 5:
+            loss_of(model, *batch(comm.rank, 9)).backward()
+            plain(model, optimizer, *batch(comm.rank, 9))
+            seen.append(torch.tensor(float(weight.grad is None)))
+    return weights(model), torch.stack(seen)
+
+
 PROGRAMS = [
+    outcomes_that_are_inputs, weights_exchanged_for_an_evaluation, state_that_begins_anew, model_that_is_rebuilt,
+    gradients_that_are_kept,
     keyword_defaults, variable_that_changes, values_equal_but_for_their_type, tensors_in_a_tuple,
     teacher_that_is_an_input, one_step_object_for_all_ranks, momentum_later, group_added_later, converted_to_double,
     optimizer_that_loads_in_between, batches_of_two_sizes, two_losses_in_turn, more_steps_than_are_put_off,
@@ -332,6 +455,33 @@ def test_a_model_that_ranks_share_makes_each_ranks_step():
 
     run(main, ranks=RANKS)
     torch.testing.assert_close(weights(model), start - 4 * RANKS * 0.01)
+
+
+def test_a_model_of_another_rank_is_evaluated_as_it_was():
+    """Rank 1 has put off its evaluation behind a step of its own when rank 0 trains the model on."""
+    shared = build()
+
+    def main(comm):
+        own, optimizer = build(comm.rank), sgd(shared)
+        mine, step, evaluate = (
+            sgd(own),
+            TrainingStep(loss_of),
+            Evaluation(lambda model: model[0].weight.sum()),
+        )
+        found = []
+        for iteration in range(4):
+            if comm.rank == 0:
+                step(shared, optimizer, *batch(0, iteration))
+            comm.barrier()
+            if comm.rank == 1:
+                step(own, mine, *batch(1, iteration))
+            found.append(evaluate(shared))
+            comm.barrier()
+        return torch.stack(found)
+
+    batched = run(main, ranks=3)[0]
+    shared = build()
+    torch.testing.assert_close(batched, run(main, ranks=3, eager=True)[0], rtol=1e-4, atol=1e-5)
 
 
 def test_no_gradients_no_step():
@@ -389,4 +539,21 @@ def test_an_error_reaches_its_rank_though_others_had_it_carried_out(then):
 
     with pytest.raises((RankError, ParameterError), match=r"rank 7 .*out of bounds|record arrays"):
         run(main, stragglers=None)
+    assert not WAITING
+
+
+def test_an_error_of_a_rank_that_died_ends_the_run():
+    """Rank 3's third step fails, and the rank dies before anybody has looked."""
+
+    def main(comm):
+        model = build(comm.rank)
+        optimizer, step = sgd(model), TrainingStep(loss_of)
+        for iteration in range(7):
+            x, y = batch(comm.rank, iteration)
+            y[0] = 7 if comm.rank == 3 and iteration == 2 else 0
+            with comm.compute(0.01):
+                step(model, optimizer, x, y)
+
+    with pytest.raises(RankError, match=r"rank 3 raised IndexError.*out of bounds"):
+        run(main, stragglers=None, faults="crash:3@0.055s")
     assert not WAITING
