@@ -26,6 +26,7 @@ ALIGN_NBYTES = 64  # each row begins on a cache line, so that results do not dep
 _REQUIRES_GRADIENT, _ADDRESS = attrgetter("requires_grad"), Tensor.data_ptr
 GRADIENT = "gradient"
 STEP = "step"
+WITHOUT = ("_buffers", "_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 ENTRY_REFERENCES = 3  # to state that nobody but the optimizer holds: its entry, and two of the call that asks
 
 
@@ -135,16 +136,11 @@ class _Made:
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         modules = list(model.modules())
         self._places: list[dict[str, Any]] = [
-            part for each in modules for part in (each._modules, each._parameters)
+            part for each in modules for part in (each._modules, each._parameters) if part
         ]
         self._held = [*chain.from_iterable(map(dict.values, self._places))]
         # Of these the model has none: buffers, and hooks, which may do anything.
-        self._empty = [
-            kept
-            for each in modules
-            for name, kept in vars(each).items()
-            if name == "_buffers" or "hooks" in name
-        ]
+        self._empty = [getattr(each, name) for each in modules for name in WITHOUT]
         self._optimizer = optimizer
         self._trained = [p for group in optimizer.param_groups for p in group["params"]]
         self._counts = [len(group["params"]) for group in optimizer.param_groups]
@@ -183,15 +179,14 @@ class Seat:
     """
 
     __slots__ = (
-        "__weakref__", "_addresses", "_entries", "_kept", "_made", "_model", "_of", "_state", "apart", "arena",
+        "__weakref__", "_addresses", "_entries", "_kept", "_made", "_model", "_state", "_states", "apart", "arena",
         "optimizer", "parameters", "pending", "rank", "row", "settings", "steps", "watched",
     )  # fmt: skip
 
     def __init__(self, arena: Arena, row: int, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         self.arena, self.row, self.optimizer = arena, row, optimizer
-        self._model: Callable[[], nn.Module | None] = weakref.ref(
-            model
-        )  # whoever holds the seat must not keep a model that was replaced
+        # Whoever holds the seat must not keep a model that was replaced.
+        self._model: Callable[[], nn.Module | None] = weakref.ref(model)
         named = dict(model.named_parameters())
         self.parameters = [named[place.name] for place in arena.plan.places]
         self.settings: tuple[Any, ...] = ()
@@ -218,7 +213,7 @@ class Seat:
     @property
     def trains(self) -> bool:
         """Whether all is still in the row, and the parameters that require gradients are those of the plan."""
-        if not (self.goes_on and self.holds):
+        if not (self._made.optimizer and self._keeps_state() and self.holds):
             return False
         return [*map(_REQUIRES_GRADIENT, self.parameters)] == self.arena.plan.wanted
 
@@ -243,13 +238,13 @@ class Seat:
     def leave(self) -> None:
         """Give up a model and state that another seat takes over: whoever holds this one asks for that one then."""
         self._model = _nobody
-        held: tuple[list[Any], ...] = (self._entries, *self._kept, self._of, self.watched, self.apart)
+        held: tuple[list[Any], ...] = (self._entries, *self._kept, self._states, self.watched, self.apart)
         for each in held:
             each.clear()
 
     def _keeps_state(self) -> bool:
         state = self.optimizer.state
-        if state is not self._state or not all(map(is_, map(state.get, self._of), self._kept[0])):
+        if state is not self._state or not _same(self._states, state.values()):
             return False
         return all(map(is_, map(dict.get, *self._kept), self._entries))
 
@@ -271,11 +266,11 @@ class Seat:
         self._state = self.optimizer.state
         self._entries: list[Tensor] = []  # the state, and where the optimizer keeps each of it
         self._kept: tuple[list[dict[str, Any]], list[str]] = ([], [])
-        self._of: list[Tensor] = []
         if self.arena.states:
             for number, (place, parameter) in enumerate(zip(plan.trained, self.parameters, strict=False)):
                 kept = {} if STEP not in rows else {STEP: rows[STEP][0, number]}
                 self._keep(parameter, kept | {name: place.of(rows[name])[0] for name in self.arena.states})
+        self._states = [*self._state.values()]  # of each parameter
         self.watched = [*self._entries]
 
     def _keep(self, parameter: Tensor, views: Mapping[str, Tensor]) -> None:
@@ -295,7 +290,6 @@ class Seat:
             self._entries.append(entry[name])
             self._kept[0].append(entry)
             self._kept[1].append(name)
-            self._of.append(parameter)
 
 
 def _nobody() -> None:

@@ -37,12 +37,8 @@ class Rule:
         raise NotImplementedError
 
     def settings(self, group: Group) -> tuple[Hashable, ...]:
-        """Return what decides how a group is updated, but for its learning rate."""
+        """Return what decides how a group is updated, but for its learning rate; what is refused, too."""
         raise NotImplementedError
-
-    def others(self, group: Group) -> tuple[tuple[str, Any], ...]:
-        """Return the settings of a group that it may not have."""
-        return tuple([(name, group[name]) for name, fine in self.refused if group.get(name, fine) != fine])
 
     def update(self, rows: Rows, lr: float, settings: Sequence[Any]) -> None:
         """Update some rows in place; the gradients may be overwritten.
@@ -60,13 +56,8 @@ class _SGD(Rule):
         return ("momentum_buffer",) if settings[0] else ()
 
     def settings(self, group: Group) -> tuple[Hashable, ...]:
-        return (
-            group["momentum"],
-            group["weight_decay"],
-            group["nesterov"],
-            group["maximize"],
-            self.others(group),
-        )
+        refused = group["dampening"], group["differentiable"]
+        return group["momentum"], group["weight_decay"], group["nesterov"], group["maximize"], refused
 
     def update(self, rows: Rows, lr: float, settings: Sequence[Any]) -> None:
         momentum, decay, nesterov, maximize, _ = settings
@@ -83,14 +74,8 @@ class _Adam(Rule):
     def settings(self, group: Group) -> tuple[Hashable, ...]:
         decoupled = group.get("decoupled_weight_decay", False)
         betas = tuple(float(beta) for beta in group["betas"])
-        return (
-            *betas,
-            group["eps"],
-            (group["weight_decay"], decoupled),
-            group["amsgrad"],
-            group["maximize"],
-            self.others(group),
-        )
+        decay, refused = (group["weight_decay"], decoupled), group["differentiable"]
+        return *betas, group["eps"], decay, group["amsgrad"], group["maximize"], refused
 
     def update(self, rows: Rows, lr: float, settings: Sequence[Any]) -> None:
         beta1, beta2, eps, (decay, decoupled), amsgrad, maximize, _ = settings
@@ -116,8 +101,9 @@ def rule_of(optimizer: torch.optim.Optimizer) -> Rule | str:
     if rule is None:
         return f"its optimizer is {type(optimizer).__name__}, none of {', '.join(kind.__name__ for kind in RULES)}"
     for group in optimizer.param_groups:
-        for name, value in rule.others(group):
-            return f"{type(optimizer).__name__} has {name}={value}"
+        for name, fine in rule.refused:
+            if group.get(name, fine) != fine:
+                return f"{type(optimizer).__name__} has {name}={group[name]}"
     if optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks:
         return "its optimizer has hooks"
     return rule

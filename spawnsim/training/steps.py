@@ -32,6 +32,7 @@ from spawnsim.training.watching import Watch
 
 DTYPES = (torch.float32, torch.float64)
 PLAIN = (bool, int, float, complex, str, bytes, Enum, torch.dtype, torch.device, torch.Size)
+KNOWN = {Tensor, bool, int, float, str, type(None)}  # inputs that are not put off themselves
 SPARE = 2  # a row to spare for so many ranks
 MOST_PENDING = 8  # evaluations of one model that may be put off at once
 
@@ -172,9 +173,9 @@ class TrainingStep(_OfModel):
         if found is None or torch.is_autocast_enabled("cpu") or not torch.is_grad_enabled():
             return self._at_once(model, optimizer, batch)
         deferred, rank = found
-        _Run.of(deferred).watch.look(
-            batch
-        )  # before anything is counted: others may act while this rank waits
+        # Before anything is counted: others may act while this rank waits.
+        if not KNOWN.issuperset(map(type, batch)):
+            _Run.of(deferred).watch.look(batch)
         seat = self._seat
         if deferred is not self._deferred or seat is None or not seat.of(model, optimizer):
             self._forget(deferred)
@@ -185,9 +186,10 @@ class TrainingStep(_OfModel):
             deferred.settle(rank)
             if seat.pending:  # another rank's, of a model that ranks share
                 deferred.carry_out()
-        if not (seat.pending or seat.trains):  # frozen, converted, memory or state exchanged: another row
+        # Frozen, converted, or memory or state exchanged: another row. Whoever keeps what was in this one, keeps it.
+        if not (seat.pending or seat.trains):
             self._seat = None
-            if _Run.of(deferred).seats.get(model) is seat:  # whoever keeps what was in this one, keeps it
+            if _Run.of(deferred).seats.get(model) is seat:
                 seat.leave()
                 del _Run.of(deferred).seats[model]
             return self(model, optimizer, *batch)
@@ -405,7 +407,9 @@ class Evaluation(_OfModel):
             with torch.inference_mode(False):
                 return self(model, *batch)
         deferred, rank = found
-        _Run.of(deferred).watch.look(batch)
+        # Before anything is counted: others may act while this rank waits.
+        if not KNOWN.issuperset(map(type, batch)):
+            _Run.of(deferred).watch.look(batch)
         seat = self._seat
         if deferred is not self._deferred or seat is None or not seat.of(model, None):
             self._forget(deferred)
