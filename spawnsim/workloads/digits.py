@@ -14,6 +14,7 @@ from functools import lru_cache
 from importlib.util import find_spec
 from numbers import Real
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -30,7 +31,7 @@ Indices = NDArray[np.int64]
 Floats = NDArray[np.float64]
 
 
-def check_shard(rank: int, size: int, minimum: int, alpha: float | None) -> None:
+def check_shard(rank: int, size: int, minimum: int, alpha: Any) -> None:
     """Raise `ParameterError` unless these describe a rank's shard."""
     if not 0 <= rank < size:
         raise ParameterError(f"rank={rank}, size={size}: rank must be in 0..size-1")
