@@ -242,8 +242,33 @@ class Seat:
         for each in held:
             each.clear()
 
+    def renews(self) -> bool:
+        """Take state that the optimizer has begun anew into the same row, as a reset does.
+
+        Returns:
+            Whether it did: not if more has changed, nor if somebody holds the state that was there.
+        """
+        if self.apart or not (self._made.optimizer and self.holds):
+            return False
+        if self._state is not self.optimizer.state and sys.getrefcount(self._state) > 2:  # one is the call's
+            return False
+        self.watched.clear()
+        # To each parameter's state refer this seat, once for each name, and the optimizer's, if it is still there.
+        there, names = (
+            {id(each) for each in self._state.values()},
+            len(self.arena.states) + self.arena.rule.counts,
+        )
+        if any(sys.getrefcount(each) > ENTRY_REFERENCES + 1 for each in self._entries) or any(
+            sys.getrefcount(each) > ENTRY_REFERENCES + names + (id(each) in there) for each in self._states
+        ):
+            return False
+        self._take_state(self.arena.of(self.row))
+        return True
+
     def _keeps_state(self) -> bool:
         state = self.optimizer.state
+        if not self._entries:  # there is none, as of SGD without momentum
+            return True
         if state is not self._state or not _same(self._states, state.values()):
             return False
         return all(map(is_, map(dict.get, *self._kept), self._entries))
@@ -263,6 +288,10 @@ class Seat:
             else:
                 self.apart.append((view, parameter))
         self._addresses = [parameter.data_ptr() for parameter in self.parameters]
+        self._take_state(rows)
+
+    def _take_state(self, rows: Mapping[str, Tensor]) -> None:
+        plan = self.arena.plan
         self._state = self.optimizer.state
         self._entries: list[Tensor] = []  # the state, and where the optimizer keeps each of it
         self._kept: tuple[list[dict[str, Any]], list[str]] = ([], [])

@@ -187,7 +187,7 @@ class TrainingStep(_OfModel):
             if seat.pending:  # another rank's, of a model that ranks share
                 deferred.carry_out()
         # Frozen, converted, or memory or state exchanged: another row. Whoever keeps what was in this one, keeps it.
-        if not (seat.pending or seat.trains):
+        if not (seat.pending or seat.trains or (seat.renews() and seat.trains)):
             self._seat = None
             if _Run.of(deferred).seats.get(model) is seat:
                 seat.leave()

@@ -37,7 +37,7 @@ def check_shard(rank: int, size: int, minimum: int, alpha: Any) -> None:
         raise ParameterError(f"rank={rank}, size={size}: rank must be in 0..size-1")
     if minimum < 1:
         raise ParameterError(f"minimum={minimum}: give at least 1 sample for each rank")
-    if alpha is not None and not (isinstance(alpha, Real) and 0 < alpha < np.inf):
+    if alpha is not None and not (isinstance(alpha, Real) and 0 < float(alpha) < np.inf):
         raise ParameterError(f"alpha={alpha!r}: give a positive number, or None for an even split")
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import copy
 import pickle
 from itertools import pairwise
@@ -17,6 +18,7 @@ from spawnsim import AverageAllPolicy, Evaluation, TrainingStep
 from spawnsim.comm.backends import world
 from spawnsim.errors import ParameterError, RankError
 from spawnsim.training import batches
+from spawnsim.training.arena import Seat
 from spawnsim.training.batches import MOST_STEPS, StepBatch
 
 RANKS = 12
@@ -575,6 +577,32 @@ def test_an_optimizer_that_forgets_or_loads():
 
     batched, eager = (run(main, eager=e)[0] for e in (False, True))
     torch.testing.assert_close(batched, eager, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("kept", [False, True])
+@pytest.mark.parametrize("again", ["clear", "new"])
+def test_state_that_begins_anew_takes_the_row_it_had(again, kept, monkeypatch):
+    """As policies and programs reset it: a row is dear to make. One whose state somebody keeps is left alone."""
+    made, init = [], Seat.__init__
+    monkeypatch.setattr(Seat, "__init__", lambda *given: (made.append(given[0]), init(*given))[1])
+
+    def main(comm):
+        model, states = build(comm.rank), []
+        optimizer, step = torch.optim.Adam(model.parameters(), lr=0.01), TrainingStep(loss_of)
+        for iteration in range(20):
+            with comm.compute(0.01):
+                step(model, optimizer, *batch(comm.rank, iteration))
+            if iteration % 5 == 4:
+                states += [optimizer.state_dict()["state"]] if kept else []
+                if again == "clear":
+                    optimizer.state.clear()
+                else:
+                    optimizer.state = collections.defaultdict(dict)
+        return weights(model), [each for state in states for some in state.values() for each in some.values()]
+
+    batched, _ = run(main)
+    assert len(made) == (4 * RANKS if kept else RANKS)
+    torch.testing.assert_close(batched, run(main, eager=True)[0], rtol=1e-4, atol=1e-5)
 
 
 def test_eager_steps_of_the_program_take_turns():
