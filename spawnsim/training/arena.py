@@ -24,7 +24,6 @@ from spawnsim.training.optimizers import Rule
 
 ALIGN_NBYTES = 64  # each row begins on a cache line, so that results do not depend on which row it is
 _REQUIRES_GRADIENT, _ADDRESS = attrgetter("requires_grad"), Tensor.data_ptr
-GRADIENT = "gradient"
 STEP = "step"
 WITHOUT = ("_buffers", "_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 ENTRY_REFERENCES = 3  # to state that nobody but the optimizer holds: its entry, and two of the call that asks
@@ -175,12 +174,12 @@ class Seat:
         settings: of the optimizer's groups, at the last step.
         steps: how many training steps of it are put off.
         pending: how much is put off of it in all, evaluations too.
-        watched: the optimizer's state.
+        watched: the optimizer's state, each tensor where the optimizer keeps it.
     """
 
     __slots__ = (
-        "__weakref__", "_addresses", "_entries", "_kept", "_made", "_model", "_state", "_states", "apart", "arena",
-        "optimizer", "parameters", "pending", "rank", "row", "settings", "steps", "watched",
+        "__weakref__", "_addresses", "_kept", "_made", "_model", "_state", "_states", "apart", "arena", "optimizer",
+        "parameters", "pending", "rank", "row", "settings", "steps", "watched",
     )  # fmt: skip
 
     def __init__(self, arena: Arena, row: int, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
@@ -238,7 +237,7 @@ class Seat:
     def leave(self) -> None:
         """Give up a model and state that another seat takes over: whoever holds this one asks for that one then."""
         self._model = _nobody
-        held: tuple[list[Any], ...] = (self._entries, *self._kept, self._states, self.watched, self.apart)
+        held: tuple[list[Any], ...] = (self.watched, *self._kept, self._states, self.apart)
         for each in held:
             each.clear()
 
@@ -252,13 +251,10 @@ class Seat:
             return False
         if self._state is not self.optimizer.state and sys.getrefcount(self._state) > 2:  # one is the call's
             return False
-        self.watched.clear()
         # To each parameter's state refer this seat, once for each name, and the optimizer's, if it is still there.
-        there, names = (
-            {id(each) for each in self._state.values()},
-            len(self.arena.states) + self.arena.rule.counts,
-        )
-        if any(sys.getrefcount(each) > ENTRY_REFERENCES + 1 for each in self._entries) or any(
+        there = {id(each) for each in self._state.values()}
+        names = len(self.arena.states) + self.arena.rule.counts
+        if any(sys.getrefcount(each) > ENTRY_REFERENCES + 1 for each in self.watched) or any(
             sys.getrefcount(each) > ENTRY_REFERENCES + names + (id(each) in there) for each in self._states
         ):
             return False
@@ -267,11 +263,11 @@ class Seat:
 
     def _keeps_state(self) -> bool:
         state = self.optimizer.state
-        if not self._entries:  # there is none, as of SGD without momentum
+        if not self.watched:  # there is none, as of SGD without momentum
             return True
         if state is not self._state or not _same(self._states, state.values()):
             return False
-        return all(map(is_, map(dict.get, *self._kept), self._entries))
+        return all(map(is_, map(dict.get, *self._kept), self.watched))
 
     def _take(self) -> None:
         """Take the row: move parameters and state there, with their present values."""
@@ -293,14 +289,13 @@ class Seat:
     def _take_state(self, rows: Mapping[str, Tensor]) -> None:
         plan = self.arena.plan
         self._state = self.optimizer.state
-        self._entries: list[Tensor] = []  # the state, and where the optimizer keeps each of it
-        self._kept: tuple[list[dict[str, Any]], list[str]] = ([], [])
+        self.watched: list[Tensor] = []
+        self._kept: tuple[list[dict[str, Any]], list[str]] = ([], [])  # where the optimizer keeps each of it
         if self.arena.states:
             for number, (place, parameter) in enumerate(zip(plan.trained, self.parameters, strict=False)):
                 kept = {} if STEP not in rows else {STEP: rows[STEP][0, number]}
                 self._keep(parameter, kept | {name: place.of(rows[name])[0] for name in self.arena.states})
         self._states = [*self._state.values()]  # of each parameter
-        self.watched = [*self._entries]
 
     def _keep(self, parameter: Tensor, views: Mapping[str, Tensor]) -> None:
         """Put one parameter's state into its places; state that it has not got yet is zero."""
@@ -316,7 +311,7 @@ class Seat:
                 self.apart.append((view, before))
             else:
                 entry[name] = view
-            self._entries.append(entry[name])
+            self.watched.append(entry[name])
             self._kept[0].append(entry)
             self._kept[1].append(name)
 

@@ -17,7 +17,7 @@ from torch.func import functional_call, grad_and_value, vmap
 
 from spawnsim.comm.deferred import Deferred
 from spawnsim.training import structure, watching
-from spawnsim.training.arena import GRADIENT, STEP, Arena, Seat
+from spawnsim.training.arena import STEP, Arena, Seat
 
 Rows = slice | Tensor
 FEW = 4  # rows below which one at a time is faster
@@ -27,9 +27,8 @@ CHUNK = (32, 256)  # rows of a chunk, at least and at most
 # call of 64 rows. What it keeps is twice the largest block that was freed so far, of those of 32 MiB and less.
 LARGEST_NBYTES = (32 << 20) - (8 << 10)
 MOST_STEPS = 8  # of one model that may be put off at once
-STAGED_NBYTES = (
-    256 << 20
-)  # of the inputs of all steps that are put off, at most, unless one of each model takes more
+STAGED_NBYTES = 256 << 20  # of the inputs of all steps that are put off; one of each model may take more
+GRADIENT = "gradient"
 EVALUATE, TRAIN = 0, 1  # the stages of work: evaluations first, so that ranks meet at their steps
 
 
@@ -269,9 +268,9 @@ class StepBatch(_Batch):
                     parameter.grad = place.of(row)[0]
         if STEP in arena.rows:
             arena.rows[STEP][at] += 1
-        for group, settings in enumerate(works[0].settings):
+        for group in range(len(works[0].settings)):
             for span, first in self._spans(at, group):
-                self._update_span(at, gradient[:, span].unbind(), works, (group, span, first, settings))
+                self._update_span(at, gradient, works, group=group, span=span, first=first)
 
     def _spans(self, at: Rows, group: int) -> list[tuple[slice, int]]:
         """Return the columns of a group, and which parameter tells their count of steps."""
@@ -284,14 +283,15 @@ class StepBatch(_Batch):
         return [(plan.spans[group], own[0])] if own else []
 
     def _update_span(
-        self, at: Rows, gradients: Sequence[Tensor], works: Sequence[Put], of: tuple[int, slice, int, Any]
+        self, at: Rows, gradient: Tensor, works: Sequence[Put], *, group: int, span: slice, first: int
     ) -> None:
-        arena, (group, span, first, settings) = self.arena, of
+        """Update some columns, which one group trains; `first` tells their count of steps."""
+        arena, gradients = self.arena, gradient[:, span].unbind()
         pieces = {name: arena.pieces(name, span) for name in ("weights", *arena.states)}
         counts: tuple[Tensor, ...] = ()
         if STEP in arena.rows:
             # In main memory, as torch keeps them; the kernel wants them where the weights are.
-            counts = arena.rows[STEP][at, first].to(gradients[0].device).unbind()
+            counts = arena.rows[STEP][at, first].to(gradient.device).unbind()
         at_rate: dict[float, list[int]] = {}
         for number, work in enumerate(works):
             at_rate.setdefault(work.lr[group], []).append(number)
@@ -301,7 +301,7 @@ class StepBatch(_Batch):
                 GRADIENT: [gradients[i] for i in numbers],
                 STEP: [counts[i] for i in numbers if counts],
             }
-            arena.rule.update(own, rate, settings)
+            arena.rule.update(own, rate, works[0].settings[group])
 
 
 class EvaluationBatch(_Batch):

@@ -88,6 +88,22 @@ class _OfModel:
             self._seat = self._alone = None
             self._ready, self._latest = weakref.WeakKeyDictionary(), (None, {})
 
+    @staticmethod
+    def _settle_inputs(deferred: Deferred, inputs: Sequence[Any]) -> None:
+        """Have inputs carried out that are put off themselves. Before anything is counted: others may act meanwhile."""
+        if not KNOWN.issuperset(map(type, inputs)):
+            _Run.of(deferred).watch.look(inputs)
+
+    @staticmethod
+    def _put(deferred: Deferred, work: Put) -> Outcome:
+        """Put off some work; return its results, which are not known yet."""
+        seat, outs = work.seat, work.outs
+        if not seat.pending:
+            _Run.of(deferred).watch.watch(seat.parameters, seat.watched)
+        seat.join(work.rank)
+        deferred.put_off(work)
+        return outs[0] if len(outs) == 1 else tuple(outs)
+
     def _kind(self, inputs: Sequence[Any]) -> tuple[Any, ...]:
         """Return what two calls must have in common to be carried out at once."""
         return tuple(
@@ -173,9 +189,7 @@ class TrainingStep(_OfModel):
         if found is None or torch.is_autocast_enabled("cpu") or not torch.is_grad_enabled():
             return self._at_once(model, optimizer, batch)
         deferred, rank = found
-        # Before anything is counted: others may act while this rank waits.
-        if not KNOWN.issuperset(map(type, batch)):
-            _Run.of(deferred).watch.look(batch)
+        self._settle_inputs(deferred, batch)
         seat = self._seat
         if deferred is not self._deferred or seat is None or not seat.of(model, optimizer):
             self._forget(deferred)
@@ -230,16 +244,12 @@ class TrainingStep(_OfModel):
         work = Put(rank, seat, batch, outs)
         work.settings, work.lr = settings, tuple(float(group["lr"]) for group in groups)
         work.depth = seat.steps
-        if not seat.pending:
-            if any(p.grad is not None for p in seat.parameters):
-                seat.optimizer.zero_grad()
-            watch.watch(seat.parameters, seat.watched)
-        seat.join(rank)
+        if not seat.pending and any(p.grad is not None for p in seat.parameters):
+            seat.optimizer.zero_grad()
         seat.steps += 1
         # lr schedulers warn where the optimizer never made a step.
         seat.optimizer._opt_called = True  # type: ignore[attr-defined]
-        deferred.put_off(work)
-        return outs[0] if len(outs) == 1 else tuple(outs)
+        return self._put(deferred, work)
 
     # -- seats and batches --------------------------------------------------------------------------------------
 
@@ -407,9 +417,7 @@ class Evaluation(_OfModel):
             with torch.inference_mode(False):
                 return self(model, *batch)
         deferred, rank = found
-        # Before anything is counted: others may act while this rank waits.
-        if not KNOWN.issuperset(map(type, batch)):
-            _Run.of(deferred).watch.look(batch)
+        self._settle_inputs(deferred, batch)
         seat = self._seat
         if deferred is not self._deferred or seat is None or not seat.of(model, None):
             self._forget(deferred)
@@ -438,11 +446,7 @@ class Evaluation(_OfModel):
         outs = [watch.result(each) for each in batch_or_why.results]
         work = Put(rank, seat, batch_or_why, outs)
         work.inputs = batch
-        if not seat.pending:
-            watch.watch(seat.parameters, seat.watched)
-        seat.join(rank)
-        deferred.put_off(work)
-        return outs[0] if len(outs) == 1 else tuple(outs)
+        return self._put(deferred, work)
 
     def _open(self, deferred: Deferred, seat: Seat, key: Any, inputs: Sequence[Any]) -> EvaluationBatch | str:
         run = _Run.of(deferred)

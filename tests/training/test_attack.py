@@ -278,10 +278,8 @@ def batches_of_two_sizes(comm):
 
 def two_losses_in_turn(comm):
     """Two step objects train one model, under one optimizer or under two."""
-    model, steps = (
-        build(comm.rank),
-        (TrainingStep(loss_of), TrainingStep(lambda m, x, y: m(x).square().mean())),
-    )
+    model = build(comm.rank)
+    steps = TrainingStep(loss_of), TrainingStep(lambda m, x, y: m(x).square().mean())
     optimizers = [sgd(model), sgd(model, lr=0.01)]
     losses = []
     for iteration in range(20):
@@ -316,11 +314,8 @@ def outcomes_that_are_inputs(comm):
             model[0].weight * weight
         ).mean(), found
 
-    step, plain, evaluate = (
-        TrainingStep(loss),
-        TrainingStep(loss_of),
-        Evaluation(lambda m, w: (m[0].weight * w).sum()),
-    )
+    step, plain = TrainingStep(loss), TrainingStep(loss_of)
+    evaluate = Evaluation(lambda m, w: (m[0].weight * w).sum())
     before, output, seen = torch.tensor(0.5), torch.zeros(8, 5), []
     for iteration in range(7):
         x, y = batch(comm.rank, iteration)
@@ -337,12 +332,8 @@ def outcomes_that_are_inputs(comm):
 def weights_exchanged_for_an_evaluation(comm):
     """By `parameter.data`, and back, as programs that keep a moving average do; two models exchange a layer, too."""
     models = [build(comm.rank), build(comm.rank + 50)]
-    optimizers, step, evaluate, seen = (
-        [sgd(m) for m in models],
-        TrainingStep(loss_of),
-        Evaluation(accuracy_of),
-        [],
-    )
+    optimizers, seen = [sgd(m) for m in models], []
+    step, evaluate = TrainingStep(loss_of), Evaluation(accuracy_of)
     for iteration in range(6):
         for model, optimizer in zip(models, optimizers, strict=True):
             with comm.compute(0.01):
@@ -363,10 +354,8 @@ def weights_exchanged_for_an_evaluation(comm):
 def state_that_begins_anew(comm):
     """Of one parameter, under Adam; and a saved state, loaded twice, which torch goes on changing. Two losses."""
     model = build(comm.rank)
-    optimizer, steps = (
-        torch.optim.Adam(model.parameters(), lr=0.01),
-        (TrainingStep(loss_of), TrainingStep(loss_of)),
-    )
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+    steps = TrainingStep(loss_of), TrainingStep(loss_of)
     losses, saved = [], {}
     for iteration in range(12):
         with comm.compute(0.01):
@@ -463,11 +452,8 @@ def test_a_model_of_another_rank_is_evaluated_as_it_was():
 
     def main(comm):
         own, optimizer = build(comm.rank), sgd(shared)
-        mine, step, evaluate = (
-            sgd(own),
-            TrainingStep(loss_of),
-            Evaluation(lambda model: model[0].weight.sum()),
-        )
+        mine, step = sgd(own), TrainingStep(loss_of)
+        evaluate = Evaluation(lambda model: model[0].weight.sum())
         found = []
         for iteration in range(4):
             if comm.rank == 0:
