@@ -98,30 +98,39 @@ class Plan:
 
 
 class Rows:
-    """Zeros, (rows, width), of which each row can also be had as a tensor with a memory of its own."""
+    """Zeros, (rows, width), of which some columns of a row can also be had as a tensor with a storage of its own."""
 
     def __init__(self, like: Tensor, shape: tuple[int, int]) -> None:
-        self._dtype, (count, width) = like.dtype, shape
-        self._nbytes = width * like.dtype.itemsize
+        self._dtype, (count, self._width) = like.dtype, shape
+        nbytes = count * self._width * like.dtype.itemsize
         self._memory: np.ndarray[Any, np.dtype[np.uint8]] | None = None
         if like.device.type == "cpu":
             # Zeros that nobody has touched take no memory: there may be many more rows than models.
-            memory = np.zeros(count * self._nbytes + ALIGN_NBYTES, np.uint8)
+            memory = np.zeros(nbytes + ALIGN_NBYTES, np.uint8)
             skip = -memory.ctypes.data % ALIGN_NBYTES
-            self._memory = memory[skip : skip + count * self._nbytes]
-            self.all = torch.from_numpy(self._memory).view(like.dtype).view(count, width)
+            self._memory = memory[skip : skip + nbytes]
+            self.all = torch.from_numpy(self._memory).view(like.dtype).view(shape)
         else:
-            self.all = torch.zeros(count, width, dtype=like.dtype, device=like.device)
+            self.all = torch.zeros(shape, dtype=like.dtype, device=like.device)
 
-    def row(self, number: int, keep: Callable[[Any], None]) -> Tensor:
-        """Return one row, (1, width); `keep` is given the memory that lives as long as a tensor refers to it."""
-        if self._memory is None:
-            return self.all[number : number + 1]  # on an accelerator rows are not given to others
-        # A storage of its own, for the storage of all cannot tell which of its rows are in use.
-        memory = self._memory[number * self._nbytes : (number + 1) * self._nbytes]
-        row = torch.from_numpy(memory).view(self._dtype).view(1, -1)
-        keep(memory)
-        return row
+    def part(self, row: int, columns: slice) -> tuple[Tensor, Any]:
+        """Return some columns of a row, (columns,), and the memory that lives as long as any tensor refers to it.
+
+        What pickles a tensor writes its whole storage, and what counts who uses a row counts those of a storage.
+        """
+        at, size = row * self._width, self._dtype.itemsize
+        nbytes = slice((at + columns.start) * size, (at + columns.stop) * size)
+        if self._memory is None:  # on an accelerator rows are not given to others
+            return self.all.new_empty(0).set_(self.all.untyped_storage()[nbytes]), None
+        memory = self._memory[nbytes]
+        return torch.from_numpy(memory).view(self._dtype), memory
+
+
+class _Held(weakref.ref[Any]):
+    """A reference to memory of a row, as long as anybody else has one."""
+
+    __slots__ = ("row",)
+    row: int
 
 
 class _Made:
@@ -258,7 +267,7 @@ class Seat:
             sys.getrefcount(each) > ENTRY_REFERENCES + names + (id(each) in there) for each in self._states
         ):
             return False
-        self._take_state(self.arena.of(self.row))
+        self._take_state()
         return True
 
     def _keeps_state(self) -> bool:
@@ -271,8 +280,7 @@ class Seat:
 
     def _take(self) -> None:
         """Take the row: move parameters and state there, with their present values."""
-        rows, plan = self.arena.of(self.row), self.arena.plan
-        views = [place.of(rows["weights"])[0] for place in plan.places]
+        views = self._weights()
         # Whoever has a view of a parameter would look at its old memory for ever: so it stays where it is, and is
         # copied into the row for each step, and back.
         self.apart: list[tuple[Tensor, Tensor]] = []
@@ -284,17 +292,32 @@ class Seat:
             else:
                 self.apart.append((view, parameter))
         self._addresses = [parameter.data_ptr() for parameter in self.parameters]
-        self._take_state(rows)
+        self._take_state()
 
-    def _take_state(self, rows: Mapping[str, Tensor]) -> None:
-        plan = self.arena.plan
+    def _weights(self) -> list[Tensor]:
+        """Return the places of the parameters, in one storage where they lie in one as they do in a row."""
+        arena, row, places = self.arena, self.row, self.arena.plan.places
+        offsets = [place.start for place in places]
+        storages = {parameter.untyped_storage()._cdata for parameter in self.parameters}
+        if len(storages) == 1 and offsets == [*map(Tensor.storage_offset, self.parameters)]:
+            part = arena.part(row, "weights", slice(0, arena.plan.used))
+            return [part[place.columns].view(place.shape) for place in places]
+        return [arena.part(row, "weights", place.columns).view(place.shape) for place in places]
+
+    def _take_state(self) -> None:
+        arena, row = self.arena, self.row
         self._state = self.optimizer.state
         self.watched: list[Tensor] = []
         self._kept: tuple[list[dict[str, Any]], list[str]] = ([], [])  # where the optimizer keeps each of it
-        if self.arena.states:
-            for number, (place, parameter) in enumerate(zip(plan.trained, self.parameters, strict=False)):
-                kept = {} if STEP not in rows else {STEP: rows[STEP][0, number]}
-                self._keep(parameter, kept | {name: place.of(rows[name])[0] for name in self.arena.states})
+        if arena.states:
+            trained = zip(arena.plan.trained, self.parameters, strict=False)
+            for number, (place, parameter) in enumerate(trained):
+                kept = {}
+                if STEP in arena.rows:  # first, as torch has it
+                    kept[STEP] = arena.part(row, STEP, slice(number, number + 1)).view(())
+                for name in arena.states:
+                    kept[name] = arena.part(row, name, place.columns).view(place.shape)
+                self._keep(parameter, kept)
         self._states = [*self._state.values()]  # of each parameter
 
     def _keep(self, parameter: Tensor, views: Mapping[str, Tensor]) -> None:
@@ -355,7 +378,7 @@ class Arena:
         self.rows = {name: rows.all for name, rows in self._rows.items()}
         self._pieces: dict[tuple[str, int, int], tuple[Tensor, ...]] = {}
         self._free = list(range(capacity))
-        self._kept: dict[int, dict[int, weakref.ref[Any]]] = {}
+        self._held: dict[int, dict[int, _Held]] = {}
 
     @property
     def full(self) -> bool:
@@ -373,17 +396,21 @@ class Arena:
         """Give a model a row: the first that is free."""
         return Seat(self, heapq.heappop(self._free), model, optimizer)
 
-    def of(self, row: int) -> dict[str, Tensor]:
-        """Return a row of each tensor, (1, columns), which is not given to another model while a part of it is held."""
-        kept = self._kept.setdefault(row, {})
+    def part(self, row: int, name: str, columns: slice) -> Tensor:
+        """Return some columns of a row of one tensor, (columns,), with a storage of their own.
 
-        def gone(ref: weakref.ref[Any]) -> None:
-            del kept[id(ref)]
-            if not kept:
-                heapq.heappush(self._free, row)
+        The row is not given to another model while that, or another part of it, is held.
+        """
+        part, memory = self._rows[name].part(row, columns)
+        if memory is not None:
+            held = _Held(memory, self._let_go)
+            held.row = row
+            self._held.setdefault(row, {})[id(held)] = held
+        return part
 
-        def keep(memory: Any) -> None:
-            ref = weakref.ref(memory, gone)
-            kept[id(ref)] = ref
-
-        return {name: rows.row(row, keep) for name, rows in self._rows.items()}
+    def _let_go(self, held: weakref.ref[Any]) -> None:
+        assert isinstance(held, _Held)
+        others = self._held[held.row]
+        del others[id(held)]
+        if not others:
+            heapq.heappush(self._free, held.row)

@@ -262,10 +262,9 @@ class StepBatch(_Batch):
             gradient.mul_((self._max_norm / (norms + 1e-6)).clamp_(max=1.0))
         if self._gradients:
             for row, work in zip(gradient, works, strict=True):
-                # Memory of its own, as after `backward`: the program may keep the last one.
-                row = row.clone()[None]
                 for place, parameter in zip(plan.trained, work.seat.parameters, strict=False):
-                    parameter.grad = place.of(row)[0]
+                    # Memory of its own, as after `backward`: the program may keep the last one.
+                    parameter.grad = row[place.columns].view(place.shape).clone()
         if STEP in arena.rows:
             arena.rows[STEP][at] += 1
         for group in range(len(works[0].settings)):

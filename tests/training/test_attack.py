@@ -12,6 +12,8 @@ from torch.nn.functional import mse_loss
 from spawnsim import Evaluation, TrainingStep
 from spawnsim.comm.deferred import WAITING
 from spawnsim.errors import ParameterError, RankError
+from spawnsim.policies import one_storage
+from spawnsim.virtual.mpi.payload import dumps
 from tests.training.test_steps import accuracy_of, batch, build, loss_of, run, sgd, weights
 
 RANKS = 13
@@ -413,7 +415,30 @@ def gradients_that_are_kept(comm):
     return weights(model), torch.stack(seen)
 
 
+def pickled(comm):
+    """Models, parameters, states and results of calls, sent to another rank; one model lies in one storage."""
+    sizes, made = [], [build(comm.rank), build(comm.rank + 50), build(comm.rank + 90)]
+    one_storage(made[2])
+    optimizers = [sgd(made[0]), torch.optim.AdamW(made[1].parameters(), lr=0.01), sgd(made[2])]
+    for model, optimizer in zip(made, optimizers, strict=True):
+        step = TrainingStep(lambda m, x, y: (loss_of(m, x, y), m(x)), gradients=model is not made[1])
+        for iteration in range(3):
+            with comm.compute(0.01):
+                loss, output = step(model, optimizer, *batch(comm.rank, iteration))
+        accuracy = Evaluation(accuracy_of)(model, *batch(comm.rank, 7))
+        grads = [p.grad for p in model.parameters()]
+        weight, states = model[0].weight, [model.state_dict(), optimizer.state_dict()]
+        sent = [model, optimizer, *states, weight, weight.data, weight[1], grads, loss, output, accuracy]
+        for each in sent:
+            sizes.append(len(dumps(each)))
+            comm.send(each, (comm.rank + 1) % comm.size)
+            comm.recv()
+    root = comm.bcast(made[0] if comm.rank == 3 else None, 3)
+    return weights(root), torch.tensor(sizes), torch.tensor(comm.clock.now())
+
+
 PROGRAMS = [
+    pickled,
     outcomes_that_are_inputs, weights_exchanged_for_an_evaluation, state_that_begins_anew, model_that_is_rebuilt,
     gradients_that_are_kept,
     keyword_defaults, variable_that_changes, values_equal_but_for_their_type, tensors_in_a_tuple,

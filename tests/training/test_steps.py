@@ -18,7 +18,7 @@ from spawnsim import AverageAllPolicy, Evaluation, TrainingStep
 from spawnsim.comm.backends import world
 from spawnsim.errors import ParameterError, RankError
 from spawnsim.training import batches
-from spawnsim.training.arena import Seat
+from spawnsim.training.arena import Rows, Seat
 from spawnsim.training.batches import MOST_STEPS, StepBatch
 
 RANKS = 12
@@ -921,3 +921,18 @@ def test_outside_of_virtual_ranks_it_is_plain_training():
         other.step()
         assert torch.equal(loss, expected.detach()) and evaluate(model, x, y) == accuracy_of(twin, x, y)
     assert torch.equal(weights(model), weights(twin))
+
+
+@pytest.mark.parametrize("numpy", [True, False], ids=["main memory", "accelerator"])
+def test_a_part_of_a_row_has_a_storage_of_its_own(numpy):
+    """As long as the part, and in the memory of the row: on an accelerator, where it cannot be numpy's, too."""
+    rows = Rows(torch.zeros(0, dtype=torch.float64), (4, 16))
+    if not numpy:
+        rows._memory = None
+    part, _ = rows.part(2, slice(3, 10))
+    part += torch.arange(7)
+    assert part.untyped_storage().nbytes() == 7 * 8
+    assert rows.all[2].tolist() == [0, 0, 0, *range(7), *[0] * 6]
+    assert rows.all.sum() == 21
+    del rows
+    assert part.tolist() == [*range(7)]  # it keeps the memory alive
