@@ -39,7 +39,7 @@ docs: $(INSTALLED)
 
 # A quarter of the work each, with what is left. The first start many processes, and what they time suffers if much else runs beside them.
 REAL := tests/real tests/testing/test_contract.py
-POLICIES := tests/policies
+POLICIES := tests/policies tests/torchgfn
 VIRTUAL := $(addprefix tests/,virtual columnar checkpoints fuzzing rerun training workloads)
 
 # Two at a time, each with a core, the longest first; what each says comes in one piece, when it ends; all end, also if one has failed.

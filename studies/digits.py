@@ -10,6 +10,7 @@ and nobody waits); "clock" (everybody, by the clock, beside training). `pip inst
 """
 
 from contextlib import nullcontext
+from typing import Literal
 
 from spawnsim import AsyncSelectiveAveragingPolicy, AverageAllPolicy
 from spawnsim.errors import ParameterError
@@ -22,28 +23,31 @@ POLICIES = ("none", "average", "selective", "groups", "clock")
 
 def main(
     comm,
-    policy="selective",  # one of the five, or several in turn: "none+average"
-    iterations=200,
-    alpha=0.3,  # Dirichlet split of the classes over ranks; 0.1: one or two digits each; None: even
-    spread=0.0,  # of the ranks' learning rates: 0.1 · exp(spread · N(0, 1))
-    average_every=10,
-    replacement_ratio=0.2,  # of the ranks, the worst ones; "selective" alone
-    cooldown=0,  # iterations between two rounds of replacements, at least; likewise
-    compression=None,  # of the models that "selective" sends: "float16", "bfloat16", "blockwise8", …; None: none
-    group_size=16,  # of "groups"
-    interval_ms=50.0,  # of "clock"
-    accuracy_every=10,
-    consensus_every_s=None,  # seconds between judgements of the mean of all models; None: never
-    hidden=(32,),  # widths of the hidden layers
-    device="cpu",  # where the models are: "cpu", "cuda"
-    judge="loss",  # selection goes by "loss" (of the own batch) or "accuracy" (on the held-out images not reported)
+    policy: str = "selective",  # one of the five, or several in turn: "none+average"
+    iterations: int = 200,
+    alpha: float
+    | None = 0.3,  # Dirichlet split of the classes over ranks; 0.1: one or two digits each; None: even
+    spread: float = 0.0,  # of the ranks' learning rates: 0.1 · exp(spread · N(0, 1))
+    average_every: int = 10,
+    replacement_ratio: float = 0.2,  # of the ranks, the worst ones; "selective" alone
+    cooldown: int = 0,  # iterations between two rounds of replacements, at least; likewise
+    compression: str
+    | None = None,  # of the models that "selective" sends: "float16", "bfloat16", "blockwise8", …
+    group_size: int = 16,  # of "groups"
+    interval_ms: float = 50.0,  # of "clock"
+    accuracy_every: int = 10,
+    consensus_every_s: float
+    | None = None,  # seconds between judgements of the mean of all models; None: never
+    hidden: tuple[int, ...] = (32,),  # widths of the hidden layers
+    device: str = "cpu",  # where the models are: "cpu", "cuda"
+    judge: Literal[
+        "loss", "accuracy"
+    ] = "loss",  # selection goes by the own batch, or by held-out images not reported
 ):
     """Train on this rank's shard, and exchange models with the others."""
     given, in_turn = dict(locals()), policy.split("+")
     if not {*in_turn} <= {*POLICIES}:
         raise ParameterError(f"policy={policy!r}: choose {', '.join(POLICIES)}")
-    if judge not in ("loss", "accuracy"):
-        raise ParameterError(f"judge={judge!r}: choose loss or accuracy")
     if len(in_turn) > 1:  # in one job, for real ranks take longer to start than to train
         for each in in_turn:
             main(**given | {"policy": each})

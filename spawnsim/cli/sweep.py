@@ -20,7 +20,7 @@ from spawnsim.errors import ParameterError
 from spawnsim.options import Parser, choices, listed, nearest, unquoted
 from spawnsim.record.folder import named
 from spawnsim.run.process_setup import stoppable
-from spawnsim.run.program import is_unmodified, require_main, tree_of
+from spawnsim.run.program import is_unmodified, require_kind, require_main, tree_of, written_parameters
 from spawnsim.run.virtual import require_possible
 from spawnsim.scenario import DEADLINE_S, Scenario
 from spawnsim.study import executors
@@ -174,12 +174,15 @@ def seeds_of(first: Sequence[str], count: int | None) -> list[int]:
 
 
 def _require_parameters(file: Path, over: dict[str, list[Any]]) -> None:
-    """Raise `ParameterError` for names that `main` does not take; read of its text, since loading it may take long."""
+    """Raise `ParameterError` for what `main` does not take; read of its text, since loading it may take long."""
     for node in tree_of(file).body:
-        if isinstance(node, ast.FunctionDef) and node.name == "main" and node.args.kwarg is None:
-            known = [each.arg for each in [*node.args.args[1:], *node.args.kwonlyargs]]
-            for name in over:
-                if name not in known:
+        if isinstance(node, ast.FunctionDef) and node.name == "main":
+            known = written_parameters(node)
+            for name, values in over.items():
+                if name in known:
+                    for value in values:
+                        require_kind(value, known[name])
+                elif node.args.kwarg is None:
                     hint = nearest(name, known) or f"its parameters: {', '.join(known) or 'none'}"
                     raise ParameterError(f"--set {name}: main takes no parameter {name}; {hint}")
 

@@ -10,6 +10,8 @@ import importlib.util
 import inspect
 import re
 import sys
+import types
+import typing
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from functools import cache
@@ -82,14 +84,24 @@ def program(main: Main | str | Path, parameters: Mapping[str, Any] | None = None
     missing = [name for name in takes.names if name not in takes.defaults and name not in given]
     if missing:
         raise ParameterError(f"main needs a value for {', '.join(missing)}: give --set {missing[0]}=VALUE")
+    for name, parameter in takes.named.items():
+        if name in given:
+            require_kind(given[name], parameter)
     return Program(function, takes.defaults | given, given)
 
 
 @dataclass(frozen=True)
 class _Takes:
-    names: tuple[str, ...]
-    defaults: dict[str, Any]
+    named: dict[str, inspect.Parameter]
     anything: bool
+
+    @property
+    def names(self) -> list[str]:
+        return list(self.named)
+
+    @property
+    def defaults(self) -> dict[str, Any]:
+        return {name: each.default for name, each in self.named.items() if each.default is not each.empty}
 
 
 def _parameters(function: Main) -> _Takes:
@@ -105,11 +117,89 @@ def _parameters(function: Main) -> _Takes:
         )
     # Positional-only parameters cannot be given by name, so they are none of the run's.
     named = [each for each in parameters[1:] if each.kind in (positional[1], inspect.Parameter.KEYWORD_ONLY)]
+    names = getattr(function, "__globals__", {})
     return _Takes(
-        names=tuple(each.name for each in named),
-        defaults={each.name: each.default for each in named if each.default is not inspect.Parameter.empty},
+        named={each.name: each.replace(annotation=_hint(each.annotation, names)) for each in named},
         anything=any(each.kind is inspect.Parameter.VAR_KEYWORD for each in parameters),
     )
+
+
+def written_parameters(function: ast.FunctionDef) -> dict[str, inspect.Parameter]:
+    """Return what a `main` that is not loaded takes by name, as far as its text tells: without the communicator."""
+    own, names, named = function.args, vars(typing), {}
+    positional = [*own.posonlyargs, *own.args]
+    defaults = [None] * (len(positional) - len(own.defaults)) + [*own.defaults, *own.kw_defaults]
+    for arg, default in [*zip([*positional, *own.kwonlyargs], defaults, strict=True)][1:]:
+        if arg not in own.posonlyargs:
+            try:
+                value = inspect.Parameter.empty if default is None else ast.literal_eval(default)
+            except ValueError:  # it is no literal
+                value = inspect.Parameter.empty
+            hint = (
+                inspect.Parameter.empty
+                if arg.annotation is None
+                else _hint(ast.unparse(arg.annotation), names)
+            )
+            named[arg.arg] = inspect.Parameter(
+                arg.arg, inspect.Parameter.KEYWORD_ONLY, default=value, annotation=hint
+            )
+    return named
+
+
+def _hint(annotation: Any, names: Mapping[str, Any]) -> Any:
+    """Return the type that an annotation names, which may be text; none if the names in it are not known."""
+    try:
+        return eval(annotation, dict(names)) if isinstance(annotation, str) else annotation
+    except (AttributeError, NameError, SyntaxError, TypeError):
+        return inspect.Parameter.empty
+
+
+# What can be written after --set: the types of values that are taken for each type that is named, in words.
+KINDS: dict[Any, tuple[tuple[type, ...], str]] = {
+    bool: ((bool,), "true or false"),
+    int: ((int,), "a whole number"),
+    float: ((int, float), "a number"),
+    str: ((str,), "text"),
+    tuple: ((tuple, list), "values in brackets, as (64,)"),
+    list: ((tuple, list), "values in brackets, as [64]"),
+    None: ((type(None),), "None"),
+    type(None): ((type(None),), "None"),
+}
+WRITTEN = {kind for kinds, _ in KINDS.values() for kind in kinds}
+
+
+def require_kind(value: Any, parameter: inspect.Parameter) -> None:
+    """Raise `ParameterError` if a parameter's value is not of the type that `main` says it takes.
+
+    Its annotation says so. Without one, a default that is a number, true or false says that one thing alone is taken.
+    """
+    name, default, also, hint = parameter.name, parameter.default, "", parameter.annotation
+    if hint is parameter.empty and type(default) in (bool, int, float) and type(value) in (str, tuple, list):
+        hint = float if type(default) is int else type(default)
+        also = (
+            f"; if main takes more, say so there: {name}: {type(default).__name__} | {type(value).__name__}"
+        )
+    if (
+        hint is parameter.empty
+        or type(value) not in WRITTEN
+        or (type(default) in WRITTEN and value == default)
+    ):
+        return
+    union = typing.get_origin(hint) in (typing.Union, types.UnionType)
+    takes: list[str] = []
+    for each in typing.get_args(hint) if union else [hint]:
+        kind = typing.get_origin(each) or each
+        if kind is typing.Literal:
+            fits, words = value in typing.get_args(each), [*map(str, typing.get_args(each))]
+        elif kind in KINDS:
+            fits, words = type(value) in KINDS[kind][0], [KINDS[kind][1]]
+        else:  # what it may be is not told here
+            return
+        if fits:
+            return
+        takes += words
+    given = " or ".join(filter(None, [", ".join(takes[:-1]), takes[-1]]))
+    raise ParameterError(f"{name}={value!r}: give {given}{also}")
 
 
 def load(path: Path) -> Main:

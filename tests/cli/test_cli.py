@@ -537,6 +537,65 @@ def test_a_wrong_option_is_told_in_one_line(
     assert captured.err.count("\n") == 1
 
 
+TYPED = """
+from __future__ import annotations
+from typing import TYPE_CHECKING, Literal
+if TYPE_CHECKING:
+    from elsewhere import Thing
+
+def main(comm, n=3, lr=0.1, flag=False, k: int = 2, x: float | None = 0.3, h: tuple[int, ...] = (32,),
+         how: Literal["mean", "best", "worst"] = "mean", thing: Thing = None, any: int | str = 3, *, name: str = "a"):
+    comm.record(n=1)
+"""
+
+
+@pytest.mark.parametrize(
+    ("setting", "said"),
+    [
+        ("n=ten", "n='ten': give a number; if main takes more, say so there: n: int | str"),
+        ("lr=0,1", "lr=(0, 1): give a number; if main takes more, say so there: lr: float | tuple"),
+        ("flag=no", "flag='no': give true or false; if main takes more, say so there: flag: bool | str"),
+        ("k=1e3", "k=1000.0: give a whole number"),
+        ("x=a", "x='a': give a number or None"),
+        ("h=64", "h=64: give values in brackets, as (64,)"),
+        ("how=average", "how='average': give mean, best or worst"),
+        ("any=3.5", "any=3.5: give a whole number or text"),
+        ("name=7", "name=7: give text"),
+    ],
+)
+def test_a_value_of_another_type_is_told_before_anything_runs(
+    setting: str, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It ended as a TypeError on each rank, or `flag=no` was taken for true."""
+    path = tmp_path / "train.py"
+    path.write_text(TYPED)
+    assert cli.main(["run", str(path), "-n", "2", "--set", setting]) == 2
+    assert capsys.readouterr().err == f"spawnsim: {said}\n"
+    # A sweep does not load the program, and says the same; a comma separates its values.
+    setting = setting.replace("0,1", "(0,1)")
+    assert cli.main(["sweep", str(path), "-n", "2", "--set", setting, "--out", str(tmp_path / "sweep")]) == 2
+    assert capsys.readouterr().err == f"spawnsim: {said}\n"
+
+
+def test_values_of_the_type_that_main_names_are_taken(tmp_path: Path) -> None:
+    """Also a whole number for a float, a list for a tuple, None for a default of None, and what no annotation tells."""
+    path = tmp_path / "train.py"
+    path.write_text(TYPED)
+    settings = [
+        "n=4.5",
+        "lr=1",
+        "flag=true",
+        "k=4",
+        "x=None",
+        "h=[1,2]",
+        "how=best",
+        "thing=5",
+        "any=auto",
+        "name=b",
+    ]
+    assert cli.main(["run", str(path), "-n", "2", *(each for s in settings for each in ("--set", s))]) == 0
+
+
 def test_a_main_without_its_argument_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """It ran as an mpi4py program on every rank, recorded nothing and ended with 0; one that speaks MPI still does."""
     path = tmp_path / "train.py"
