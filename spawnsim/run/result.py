@@ -161,9 +161,26 @@ def warned(what: Mapping[str, Any], table: Table, events: Sequence[Event]) -> di
 
 
 def warnings_of(table: Table, events: Sequence[Event]) -> list[str]:
-    """Return what a run's own rows and events say against it: events "warning", and metrics that mislead."""
+    """Return what a run's own rows and events say against it.
+
+    That is events "warning", ranks that were started again and ended without the others, and metrics that mislead.
+    """
     told = [str(event["text"]) for event in events if event["kind"] == "warning" and "text" in event]
-    return [*dict.fromkeys(told), *_metrics_that_mislead(table, events)]
+    return [*dict.fromkeys(told), *_never_joined(events), *_metrics_that_mislead(table, events)]
+
+
+def _never_joined(events: Sequence[Event]) -> list[str]:
+    """Return a warning that names the first rank which ended so, and counts the others."""
+    found = [event for event in events if event["kind"] == "not_joined"]
+    if not found:
+        return []
+    first, more = found[0], len(found) - 1
+    why = str(first.get("error", "")).removeprefix(f"rank {first['rank']}: ")
+    others = f"; and {more} more: events.jsonl names them" if more else ""
+    return [
+        f"rank {first['rank']} was started again after its death, did not join the others, and ended at "
+        f"{first['time_s']:.6g} s: {why}{others}"
+    ]
 
 
 def _metrics_that_mislead(table: Table, events: Sequence[Event]) -> list[str]:

@@ -7,6 +7,7 @@ import pytest
 import torch
 from support.virtual_run import run
 
+import spawnsim
 from spawnsim import AverageAllPolicy
 from spawnsim.errors import RankFailed, Revoked, Timeout
 from spawnsim.virtual.mpi.module import MPI
@@ -234,6 +235,23 @@ def test_who_does_not_join_leaves_alone():
     assert kinds(notes) == [(3, "crash"), (3, "restart"), (3, "not_joined")]
     assert "earlier incarnation" in notes.events[-1][3]["error"]
     assert "recover()" in notes.events[-1][3]["error"]
+
+
+def test_who_was_left_behind_is_told():
+    """The run ends well, for the others do; its program has not recovered, which nothing else says."""
+
+    def main(comm):
+        comm.clock.sleep(0.2)
+        if comm.rank in (3, 5):
+            comm.recv(source=0)
+
+    found = spawnsim.run(main, ranks=RANKS, faults="crash:3,5@0.1s; restart:3,5@0.15s")
+    assert found.outcome == "finished"
+    (only,) = found.what["warnings"]
+    assert only.startswith(
+        "rank 3 was started again after its death, did not join the others, and ended at 0.35 s: "
+    )
+    assert only.endswith("recover() to join the others; and 1 more: events.jsonl names them")
 
 
 def test_a_healthy_majority_is_not_fenced():
