@@ -159,7 +159,7 @@ KINDS: dict[Any, tuple[tuple[type, ...], str]] = {
     bool: ((bool,), "true or false"),
     int: ((int,), "a whole number"),
     float: ((int, float), "a number"),
-    str: ((str,), "text"),
+    str: ((str,), "text (in quotes, if it reads as a number)"),
     tuple: ((tuple, list), "values in brackets, as (64,)"),
     list: ((tuple, list), "values in brackets, as [64]"),
     None: ((type(None),), "None"),

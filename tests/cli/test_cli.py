@@ -559,8 +559,8 @@ def main(comm, n=3, lr=0.1, flag=False, k: int = 2, x: float | None = 0.3, h: tu
         ("x=a", "x='a': give a number or None"),
         ("h=64", "h=64: give values in brackets, as (64,)"),
         ("how=average", "how='average': give mean, best or worst"),
-        ("any=3.5", "any=3.5: give a whole number or text"),
-        ("name=7", "name=7: give text"),
+        ("any=3.5", "any=3.5: give a whole number or text (in quotes, if it reads as a number)"),
+        ("name=7", "name=7: give text (in quotes, if it reads as a number)"),
     ],
 )
 def test_a_value_of_another_type_is_told_before_anything_runs(
