@@ -8,6 +8,7 @@ whoever asks for them (`on_round`).
 from __future__ import annotations
 
 import hashlib
+import inspect
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
@@ -303,11 +304,13 @@ class _Running:
         return Run(what, table, recorder.events(), {name: known[name] for name in TOTALS})
 
     def _described(self) -> dict[str, Any]:
-        plain = (bool, int, float, str, type(None))
-        own = {name: value for name, value in vars(self.policy).items() if not name.startswith("_")}
-        own = {name: value for name, value in own.items() if isinstance(value, plain)}
-        own["columns"] = f"rows of {len(self.kept.ranks):,} of {self.where.ranks:,} ranks"  # figures tell it
-        about: dict[str, Any] = {"file": None, "main": type(self.policy).__name__, "parameters": own}
+        kind, plain = type(self.policy), (bool, int, float, str, type(None))
+        # What the policy was made of: it counts, too, and that is no parameter.
+        own: dict[str, Any] = {"policy": kind.__name__.removesuffix("Policy")}
+        for name in inspect.signature(kind).parameters:
+            if isinstance(value := getattr(self.policy, name, self), plain):
+                own[name] = value
+        about: dict[str, Any] = {"file": None, "main": "columnar", "parameters": own}
         about |= {"backend": "virtual", "columnar": True, "quality": document(self.model)}
         about |= self.where.described() | {"notes": list(self.turn.notes), "reproducible": True, "leaks": []}
         return about | {"versions": manifest.versions(), "made": manifest.made()}

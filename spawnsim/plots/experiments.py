@@ -109,7 +109,8 @@ def facts(run: Recorded) -> dict[str, Fact]:
     for name, value in _mapping(what, "parameters").items():
         # A parameter may be called "seed" or "platform": it must not replace the run's own.
         found[name if name not in found or name == "policy" else f"main's {name}"] = _parameter(name, value)
-    if not what.get("file"):  # of a function without a file the names of its parameters are all that is known
+    # Of a function without a file the names of its parameters are all that is known.
+    if not (what.get("file") or what.get("columnar")):
         names = ", ".join(_mapping(what, "parameters"))
         found["parameters"] = Fact(f"parameters {names}", names)
     files = {f"program/{what.get('file')}": what.get("file_digest")} if what.get("file_digest") else {}
@@ -381,6 +382,11 @@ def setting(runs: Sequence[Recorded]) -> str:
         sizes = sorted({ranks_of(run) for run in runs if str(run.what.get("backend") or "virtual") == kind})
         name = "virtual ranks" if kind == "virtual" else f"{REAL.get(kind, kind).strip(' ()')} ranks"
         parts.append(" and ".join(f"{size:,}" for size in sizes) + f" {name}")
+    # Of very many ranks only some have rows; of each of them the totals tell.
+    columnar = [run for run in runs if run.what.get("columnar")]
+    sampled = {size: None for run in columnar if (size := int(run.what["sample"])) < ranks_of(run)}
+    if sampled:
+        parts.append(f"rows of {' and '.join(f'{size:,}' for size in sampled)} of them")
     virtual = [run for run in runs if not is_real(run)]
     for name, word in (("platform", ""), ("stragglers", "stragglers "), ("faults", "")):
         values = _distinct(virtual, name)

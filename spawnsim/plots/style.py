@@ -26,6 +26,7 @@ SHEET = "spawnsim.plots.talk"
 FORMATS = ("png", "pdf")
 CHARACTERS_PER_INCH = 13  # of a caption
 LABEL_WIDTH = 24  # characters of a label beside its line
+MOST_LINES = 5  # of a name: more would leave the axes no room
 
 
 class Look(NamedTuple):
@@ -223,7 +224,7 @@ def save(figure: Figure, stem: str | Path, formats: Sequence[str] = FORMATS) -> 
 
 
 def in_lines(text: str, width: int = LABEL_WIDTH) -> str:
-    r"""Return a text in lines of so many characters at most; a longer name in mixed case is broken before a capital.
+    r"""Return a text in a few lines of so many characters at most; a name in mixed case is broken before a capital.
 
     >>> in_lines("AsyncSelectiveAveragingPolicy", 24)
     'AsyncSelective\nAveragingPolicy'
@@ -231,6 +232,8 @@ def in_lines(text: str, width: int = LABEL_WIDTH) -> str:
     # A vertical tab is white space to textwrap: where a line may end, and else nothing.
     words = re.sub(rf"\S{{{width + 1},}}", lambda found: re.sub("(?<=[a-z])(?=[A-Z])", "\v", found[0]), text)
     lines = textwrap.wrap(words, width, replace_whitespace=False)
+    if len(lines) > MOST_LINES:  # both ends, for the last words may be all that tells two names apart
+        lines[MOST_LINES - 2 : -1] = ["…"]
     return "\n".join(line.replace("\v", "") for line in lines) or text
 
 

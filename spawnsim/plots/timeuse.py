@@ -126,6 +126,6 @@ def figure(runs: Sequence[Recorded] | Groups) -> Figure | None:
         drawn.legend(
             *panels[0, 0].get_legend_handles_labels(), loc="outside right center"
         )  # at the top it would meet the title
-        caption = f"{found.caption()}\nshares are of all ranks' time{alone}"
+        caption = f"{found.caption()}\nshares are of the time of all ranks shown{alone}"
         style.frame(drawn, "What the ranks do with their time", caption)
     return drawn

@@ -75,7 +75,7 @@ def _named(value: Any) -> Any:
     """Return an object's repr; where that is an address, its type and its attributes, as far as they are plain."""
     text = repr(value)
     # Addresses differ from run to run: the digest of a study's key, and of the run, would too.
-    if f" at {hex(id(value))}" not in text:
+    if f" at {hex(id(value))}" not in text.lower():  # numpy writes it in capitals
         return text
     name = getattr(value, "__qualname__", type(value).__qualname__)
     own = getattr(value, "__dict__", {}) if not hasattr(value, "__qualname__") else {}
@@ -84,8 +84,8 @@ def _named(value: Any) -> Any:
 
 
 def vars_of(value: Any) -> dict[str, Any]:
-    """Return a dataclass's fields, one level deep, in the order of their definition."""
-    return {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
+    """Return what a dataclass was made of, one level deep, in the order of its definition."""
+    return {field.name: getattr(value, field.name) for field in dataclasses.fields(value) if field.init}
 
 
 OWN = ("rank", "time_s")  # added by the recorder: a row cannot have them too

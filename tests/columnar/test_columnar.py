@@ -12,6 +12,7 @@ from spawnsim.cli import main as command
 from spawnsim.columnar import decisions, durations, meetings, transfers
 from spawnsim.columnar.decisions import Reports
 from spawnsim.errors import ParameterError, UnsupportedError
+from spawnsim.plots import experiments
 from spawnsim.policies import (
     AsyncSelectiveAveragingPolicy,
     AverageAllPolicy,
@@ -474,6 +475,26 @@ def test_a_run_folder_can_be_read_and_drawn(tmp_path, capsys):
     whole = columns(Selective(1), 60, iterations=4, model_nbytes=99)
     assert len(decided(whole)[0]) == whole.totals["replacements"] > 0
     assert command(given) == 2  # the folder is not lost by accident
+
+
+def test_a_run_says_what_its_policy_was_made_of():
+    """Neither counters nor addresses: equal runs say the same. Figures name the policy, not all that it has."""
+    policies = Selective(2), AverageAllPolicy(2), Selective(2)
+    circumstances = {"ranks": 60, "iterations": 4, "model_nbytes": 99, "sample": 20}
+    *runs, again = [columnar.run(policy, **circumstances) for policy in policies]
+    assert {**runs[0].what, "made": 0} == {**again.what, "made": 0}
+    assert runs[0].what["quality"] == {"type": "RandomWalk", "spread": 1.0, "gain": 0.01, "drift": 0.05}
+    assert runs[1].what["parameters"] == {
+        "policy": "AverageAll",
+        "average_every": 2,
+        "momentum": 0.0,
+        "guard": True,
+    }
+    found = experiments.grouped(runs)
+    assert [group.label for group in found] == ["AsyncSelectiveAveraging", "AverageAll"]
+    assert (found.by, found.caption().split("\n")[0]) == (
+        " by policy", "columnar · 60 virtual ranks · rows of 20 of them · seed 0"
+    )  # fmt: skip
 
 
 def test_equal_seeds_give_equal_runs():

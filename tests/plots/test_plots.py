@@ -428,6 +428,17 @@ def test_the_legend_of_time_use_covers_no_title():
     assert not any(legend.overlaps(each.get_window_extent()) for each in (drawn._suptitle, heading))
 
 
+def test_runs_that_differ_in_much_leave_room_for_what_is_drawn():
+    """A name of twenty parameters took the place of the axes; both ends of it are kept."""
+    many = [{f"parameter_{number}": number + which for number in range(20)} for which in (0, 1)]
+    drawn = timeuse.figure([made(parameters=each) for each in many])
+    assert drawn is not None
+    FigureCanvasAgg(drawn).draw()
+    assert drawn.axes[0].get_position().height > 0.3
+    lines = drawn.axes[0].get_title(loc="left").split("\n")
+    assert (lines[0], lines[-2], lines[-1]) == ("parameter_0 0,", "…", "parameter_19 19")
+
+
 def test_time_use_of_many_runs_is_a_page():
     """Rows of four panels; beyond eight runs one of each curve."""
     drawn = timeuse.figure([made(seed, parameters={"every": every}) for every in range(5) for seed in (0, 1)])
