@@ -87,7 +87,7 @@ def _platforms() -> list[str]:
 
 
 def _studies() -> list[str]:
-    from spawnsim.cli.study import names
+    from spawnsim.cli.listing import names
 
     return names()
 

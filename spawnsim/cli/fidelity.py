@@ -18,6 +18,7 @@ from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from spawnsim.cli.listing import program_file
 from spawnsim.errors import ParameterError, SpawnsimError
 from spawnsim.fidelity import Effort, fit, measure
 from spawnsim.fidelity.measuring import Measured, doubts, facts
@@ -149,6 +150,7 @@ def validate(argv: Sequence[str]) -> int:
     options = validate_parser().parse_args(argv)
     here = detect_launcher()
     try:
+        options.file = program_file(options.file)
         tasks, platform = _asked(options, here.size)
         earlier = [case for path in options.add for case in read_cases(path)]
     except SpawnsimError:  # all ranks find the same fault before they meet: one of them says so

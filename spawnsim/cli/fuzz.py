@@ -16,6 +16,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from spawnsim.cli.listing import program_file
 from spawnsim.errors import ParameterError
 from spawnsim.fuzzing.campaign import Failure, Found, Target, campaign
 from spawnsim.fuzzing.cases import DEADLINE_S, DEFAULT_FAULTS, SURVIVED, Space
@@ -35,6 +36,7 @@ def main(argv: Sequence[str]) -> int:
     if "--" in own:
         own, own_arguments = own[: own.index("--")], own[own.index("--") + 1 :]
     options = _parser().parse_args(own)
+    options.file = program_file(options.file)
     tree_of(options.file)  # raises if it cannot be read
     unmodified = options.whole or is_unmodified(options.file)
     if own_arguments and not unmodified:
@@ -120,7 +122,7 @@ def report(found: Found, file: str) -> str:
     told = (
         f"{broken:,} broke something, in {counted(len(found.failures), 'way')}" if broken else "nothing broke"
     )
-    parts.append(f"{found.runs:,} cases in {found.seconds:.1f} s{rate}: {told}{ended}")
+    parts.append(f"{counted(found.runs, 'case')} in {found.seconds:.1f} s{rate}: {told}{ended}")
     return "\n\n".join(parts)
 
 
@@ -194,7 +196,7 @@ def _parser() -> Parser:
         "after --.",
     )
     add = parser.add_argument
-    add("file", type=Path, help="Python file that defines main(comm), or an unmodified program")
+    add("file", type=Path, help="file with main(comm), unmodified program, or name (`spawnsim list studies`)")
     add("--runs", type=int, default=RUNS, metavar="N", help="cases (default: %(default)s)")
     add(
         "--seed",

@@ -1,4 +1,7 @@
-"""`spawnsim list [WHAT]`: the names that other commands take, with one line each. Loads only what it is asked about."""
+"""`spawnsim list [WHAT]`: the names that other commands take, with one line each. Loads only what it is asked about.
+
+Also what a name of a study, or of a program that studies run, stands for.
+"""
 
 from __future__ import annotations
 
@@ -8,8 +11,9 @@ from collections.abc import Callable, Iterator, Sequence
 from importlib import import_module
 from pathlib import Path
 
-from spawnsim.cli.study import folders
-from spawnsim.options import Parser
+import spawnsim
+from spawnsim.errors import ParameterError
+from spawnsim.options import Parser, nearest
 from spawnsim.units import text_table
 
 Line = tuple[str, str]
@@ -27,6 +31,52 @@ def main(argv: Sequence[str]) -> int:
         print(f"{name}:")
         print(text_table((), list(SECTIONS[name]()), left=2, indent="  ") or "  none here")
     return 0
+
+
+def find(name: str, defines: str = "study") -> Path:
+    """Return the path of a study: a path to a file, or a name in one of `folders()`.
+
+    Args:
+        name: the path or name.
+        defines: the function that it defines: "study", or "main" of a program that studies run.
+
+    Returns:
+        The path of a file that exists.
+
+    Raises:
+        ParameterError: there is none.
+    """
+    candidates = [Path(name), *(folder / f"{name}.py" for folder in folders())]
+    for path in candidates:
+        if path.suffix == ".py" and path.is_file():
+            return path
+    known = names(defines)
+    what, whose = ("study", "studies") if defines == "study" else ("file", "programs of studies")
+    hint = nearest(name, known) or f"{whose} here: {', '.join(known) or 'none'}"
+    raise ParameterError(f"no {what} {name!r}; {hint}")
+
+
+def program_file(given: Path) -> Path:
+    """Return a program's path: as it is given, or that of a program that studies run, of which only the name is."""
+    is_name = not given.suffix and len(given.parts) == 1 and not given.exists()
+    return find(str(given), "main") if is_name else given
+
+
+def names(defines: str = "study") -> list[str]:
+    """Return the names of the files in `folders()` that define a function."""
+    files = {path.stem: path for folder in folders() for path in folder.glob("*.py")}
+    # By their text: importing all of them would load torch.
+    return sorted(
+        stem for stem, path in files.items() if f"def {defines}(" in path.read_text(encoding="utf-8")
+    )
+
+
+def folders() -> list[Path]:
+    """Return where studies lie: `studies/` here, and those that come along, in a checkout or installed."""
+    package = Path(spawnsim.__file__).parent
+    return [
+        each for each in (Path("studies"), package.parent / "studies", package / "studies") if each.is_dir()
+    ]
 
 
 def platforms() -> Iterator[Line]:

@@ -25,6 +25,7 @@ from spawnsim.cli import (
     report_error,
     report_internal_error,
 )
+from spawnsim.cli.listing import program_file
 from spawnsim.errors import InternalError, ParameterError, SpawnsimError
 from spawnsim.options import Parser, parameters
 from spawnsim.run import Run, run
@@ -115,6 +116,7 @@ def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
         # Split by hand: argparse would take arguments after the dashes for its own positionals.
         own, rest = own[: own.index("--")], own[own.index("--") + 1 :]
     options, unknown = parser().parse_known_args(own)
+    options.file = program_file(options.file)
     # On real ranks the caller refuses them, in words of its own.
     takes_any = BACKENDS[options.backend].is_real or (
         options.file.is_file() and (options.whole or is_unmodified(options.file))
@@ -154,7 +156,7 @@ def parser() -> Parser:
         "unmodified program of mpi4py or torch.distributed. What is not an option here, and all after --, is its own.",
     )
     add = parser.add_argument
-    add("file", type=Path, help="Python file that defines main(comm), or an unmodified program")
+    add("file", type=Path, help="file with main(comm), unmodified program, or name (`spawnsim list studies`)")
     add("-n", "--ranks", type=int, metavar="N", help="how many ranks; real ones are started with mpiexec")
     add("--backend", choices=tuple(BACKENDS), default="virtual", help="default: virtual")
     add("--platform", metavar="P", help="virtual network: a name (see `spawnsim list`) or a TOML file")

@@ -8,9 +8,9 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-import spawnsim
+from spawnsim.cli.listing import find
 from spawnsim.errors import ParameterError
-from spawnsim.options import Parser, nearest
+from spawnsim.options import Parser
 from spawnsim.record.folder import named, require_free
 from spawnsim.run.process_setup import stoppable
 from spawnsim.study.context import Context
@@ -65,46 +65,6 @@ def say(line: str) -> None:
     """Print a line at once, also into a pipe."""
     sys.stdout.write(f"{line}\n")
     sys.stdout.flush()
-
-
-def find(name: str, defines: str = "study") -> Path:
-    """Return the path of a study: a path to a file, or a name in one of `folders()`.
-
-    Args:
-        name: the path or name.
-        defines: the function that it defines: "study", or "main" of a program that studies run.
-
-    Returns:
-        The path of a file that exists.
-
-    Raises:
-        ParameterError: there is none.
-    """
-    candidates = [Path(name), *(folder / f"{name}.py" for folder in folders())]
-    for path in candidates:
-        if path.suffix == ".py" and path.is_file():
-            return path
-    known = names(defines)
-    what, whose = ("study", "studies") if defines == "study" else ("file", "programs of studies")
-    hint = nearest(name, known) or f"{whose} here: {', '.join(known) or 'none'}"
-    raise ParameterError(f"no {what} {name!r}; {hint}")
-
-
-def names(defines: str = "study") -> list[str]:
-    """Return the names of the files in `folders()` that define a function."""
-    files = {path.stem: path for folder in folders() for path in folder.glob("*.py")}
-    # By their text: importing all of them would load torch.
-    return sorted(
-        stem for stem, path in files.items() if f"def {defines}(" in path.read_text(encoding="utf-8")
-    )
-
-
-def folders() -> list[Path]:
-    """Return where studies lie: `studies/` here, and those that come along, in a checkout or installed."""
-    package = Path(spawnsim.__file__).parent
-    return [
-        each for each in (Path("studies"), package.parent / "studies", package / "studies") if each.is_dir()
-    ]
 
 
 def load(path: Path) -> Callable[[Context], None]:

@@ -15,7 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from spawnsim.backends import BACKENDS
-from spawnsim.cli.study import add_jobs, find, require_jobs, say
+from spawnsim.cli.listing import find
+from spawnsim.cli.study import add_jobs, require_jobs, say
 from spawnsim.errors import ParameterError
 from spawnsim.options import Parser, choices, listed, nearest, unquoted
 from spawnsim.record.folder import named

@@ -516,6 +516,7 @@ def test_a_setting_needs_a_name_and_a_value(setting: str) -> None:
             "run FILE -n 3 -- --steps 4",
             "arguments: --steps 4; main(comm) has parameters: give --set NAME=VALUE",
         ),
+        ("run digitz -n 3", "no file 'digitz'; did you mean digits?"),
         ("run FILE -n 100000000", "1,000 GB in all; this machine has"),
         (
             "advise -n 4 --model 1MB --step -3s",
@@ -594,6 +595,12 @@ def test_values_of_the_type_that_main_names_are_taken(tmp_path: Path) -> None:
         "name=b",
     ]
     assert cli.main(["run", str(path), "-n", "2", *(each for s in settings for each in ("--set", s))]) == 0
+
+
+def test_a_program_of_the_studies_is_run_by_name(capsys: pytest.CaptureFixture[str]) -> None:
+    """As `sweep` has always found it, and `list` tells it."""
+    assert cli.main(["run", "digits", "-n", "2", "--set", "policy=none", "--set", "iterations=1"]) == 0
+    assert "digest " in capsys.readouterr().out
 
 
 def test_a_main_without_its_argument_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -13,6 +13,7 @@ import pytest
 from support import synthetic
 
 from spawnsim import study
+from spawnsim.cli import listing
 from spawnsim.cli import study as commands
 from spawnsim.errors import ParameterError, StudyError, UsageError
 from spawnsim.record import manifest
@@ -359,7 +360,7 @@ def test_the_user_says_how_many_seeds(tmp_path: Path, capsys: pytest.CaptureFixt
 def test_an_unknown_study_is_answered_with_those_there_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """The names are listed; a file without `study` is no study."""
     with pytest.raises(ParameterError, match=r"no study 'nonsense'; studies here: .*demo"):
-        commands.find("nonsense")
+        listing.find("nonsense")
     path = tmp_path / "empty.py"
     path.touch()
     with pytest.raises(ParameterError, match=r"no function `study\(context\)`$"):
