@@ -232,7 +232,8 @@ class AsyncSelectiveAveragingPolicy(SpawnPolicy):
         self._warn_if_idle(exchange, self._latest[0])
         if not ShutdownDrain(exchange, *self._latest)():
             logger.warning(
-                "rank %d: shut down with %d messages under way", exchange.comm.rank, exchange.endpoint.unfinished
+                "rank %d: shut down with %d messages under way: a rank has died, or answers no more",
+                exchange.comm.rank, exchange.endpoint.unfinished,
             )
         self._latest = None
 

@@ -7,7 +7,9 @@ mpi4py program: it runs whole on every rank. Of the simulator two functions are 
 
 from __future__ import annotations
 
+import logging
 import math
+from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
@@ -187,12 +189,51 @@ def _run_main(task: Program, scenario: Scenario, keeping: _Keeping) -> Run:
     iterations = task.parameters.get("iterations")
     # The bar is the inner block: its thread reads the recorder, so it must have ended before the writer closes it.
     bar = listener(keeping.progress, writer.recorder, scenario.ranks, iterations)
-    with keeping.watched(), writer, bar as told, keeping.looking(writer) as prepare:
+    with keeping.watched(), writer, _logged(writer), bar as told, keeping.looking(writer) as prepare:
         writer.counted = _simulate(
             task, scenario, recorder=writer.sink, progress=told, on_error=writer.tell, on_note=keeping.on_note,
             trace=writer.trace, saving=writer.saving, prepare=prepare,
         )  # fmt: skip
     return writer.run
+
+
+class _Logged(logging.Handler):
+    """Takes what spawnsim logs as a warning: the first of each kind, and how many there were."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self._first: dict[str, str] = {}
+        self._count = Counter[str]()
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Take one record."""
+        self._first.setdefault(str(record.msg), record.getMessage())
+        self._count[str(record.msg)] += 1
+
+    def sentences(self) -> list[str]:
+        """Return a sentence for each kind."""
+        more = {kind: count - 1 for kind, count in self._count.items()}
+        return [
+            text + (f" (and {more[kind]:,} more like it)" if more[kind] else "")
+            for kind, text in self._first.items()
+        ]
+
+
+@contextmanager
+def _logged(writer: RunWriter) -> Iterator[None]:
+    """Put what is logged in a block among the run's warnings: of 1,000 ranks, each would say the same."""
+    handler, logger = _Logged(), logging.getLogger("spawnsim")
+    logger.addHandler(handler)
+    try:
+        yield
+    except BaseException as error:
+        for sentence in handler.sentences():
+            error.add_note(f"warning: {sentence}")
+        raise
+    finally:
+        logger.removeHandler(handler)
+        if found := handler.sentences():
+            writer.what["warnings"] = [*writer.what.get("warnings", ()), *found]
 
 
 def require_possible(scenario: Scenario) -> None:
@@ -307,7 +348,10 @@ def _run_unmodified(
         )  # there it is a cost of calls, which is checked above
     writer = keeping.writer(what, inputs)
     bar = listener(keeping.progress, writer.recorder, scenario.ranks)
-    with keeping.watched(), writer, bar as told, keeping.looking(writer) as prepare, _abort_as_error():
+    with (
+        keeping.watched(), writer, _logged(writer), bar as told, keeping.looking(writer) as prepare,
+        _abort_as_error(),
+    ):  # fmt: skip
         writer.counted = run_program(
             path, argv, scenario, recorder=writer.sink, progress=told, warn=what["warnings"],
             on_error=writer.tell, on_note=keeping.on_note, trace=writer.trace, prepare=prepare, **options,

@@ -324,6 +324,33 @@ def test_json_prints_the_totals_alone(train: Path, capsys: pytest.CaptureFixture
     assert captured.err == "hello\nhello\n"
 
 
+def test_what_all_ranks_log_is_one_line(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """Of 12 ranks that shut down while one is dead each said so; also where the run fails, and there as a note."""
+    path = tmp_path / "train.py"
+    path.write_text(
+        "import logging\n"
+        "def main(comm, fails=False):\n"
+        "    logging.getLogger('spawnsim.policies').warning('rank %d: odd', comm.rank)\n"
+        "    logging.getLogger('spawnsim.policies').info('rank %d: even', comm.rank)\n"
+        "    if comm.rank == 11:\n"
+        "        logging.getLogger('spawnsim.policies').warning('the last one')\n"
+        "        assert not fails\n"
+    )
+    said = ["rank 0: odd (and 11 more like it)", "the last one"]
+    for fails, status in (("false", 0), ("true", 1)):
+        out = tmp_path / fails
+        assert (
+            cli.main(["run", str(path), "-n", "12", "--set", f"fails={fails}", "--out", str(out)]) == status
+        )
+        told = [
+            line.partition("warning: ")[2]
+            for line in capfd.readouterr().err.splitlines()
+            if "warning:" in line
+        ]
+        assert told == said
+        assert spawnsim.Run.load(out).what["warnings"] == said
+
+
 def test_warnings_of_a_run_are_printed_once_and_kept(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
