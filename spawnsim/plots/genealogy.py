@@ -13,6 +13,7 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.collections import LineCollection
 from matplotlib.figure import Figure
+from matplotlib.ticker import LogLocator
 from numpy.typing import NDArray
 
 from spawnsim.plots import style
@@ -224,6 +225,8 @@ def draw_founders(info: Genealogy, ax: Axes | None = None) -> Axes:
             label=name,
         )
     ax.set_yscale("log", base=2)
+    few = info.founders.max() < 8 * info.founders.min()  # powers of two alone would be one number, or none
+    ax.yaxis.set_major_locator(LogLocator(2, subs=(1.0, 1.5) if few else (1.0,), numticks=6))
     ax.set_xlim(0, info.end_s or 1)
     ax.set_ylabel("founders, effective")
     ax.yaxis.set_major_formatter(lambda value, _: f"{value:,.3g}")
@@ -246,7 +249,7 @@ def figure(runs: Mapping[str, Recorded], title: str = "") -> Figure:
         drawn = Figure(figsize=(max(4.6 * len(runs), 8), 7.2))
         axes = drawn.subplots(2, len(runs), sharex="col", sharey="row", height_ratios=(2.2, 1), squeeze=False)
         for (above, below), (name, info) in zip(axes.T, found.items(), strict=True):
-            draw_tree(info, above).set_title(name)
+            draw_tree(info, above).set_title(style.in_lines(name, 70 if len(runs) == 1 else 38))
             draw_founders(info, below).set_xlabel(clock_of([*runs.values()]))
         for ax in axes[:, 1:].ravel():
             ax.set_ylabel("")

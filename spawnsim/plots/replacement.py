@@ -198,6 +198,7 @@ def _draw_margin(info: Replacements, ax: Axes, colour: str) -> None:
     )
     mean = f",\nmean of {most}" if (most := int(held.max(initial=1))) > 1 else ""
     ax.set_xlabel(f"times\nreplaced{mean}", fontsize=11)
+    ax.xaxis.set_major_locator(MaxNLocator(2, integer=not mean))
     ax.set_xlim(left=0)
     ax.tick_params(labelleft=False)
 

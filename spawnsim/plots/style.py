@@ -25,6 +25,7 @@ from spawnsim.units import counted
 SHEET = "spawnsim.plots.talk"
 FORMATS = ("png", "pdf")
 CHARACTERS_PER_INCH = 13  # of a caption
+TITLE_PER_INCH = 6.5  # characters of a title
 LABEL_WIDTH = 24  # characters of a label beside its line
 MOST_LINES = 5  # of a name: more would leave the axes no room
 
@@ -95,7 +96,7 @@ def axes_or_new(ax: Axes | None) -> Axes:
 
 def frame(figure: Figure, title: str, caption: str) -> Figure:
     """Put the title above and the caption (who ran, where, what the bands are) below; return the figure."""
-    figure.suptitle(title, x=0.012, ha="left")
+    figure.suptitle(in_lines(title, int(TITLE_PER_INCH * figure.get_figwidth())), x=0.012, ha="left")
     # Wrapped here, as matplotlib's own wrapping needs a drawn figure, and cuts at the edge of the axes.
     width = int(CHARACTERS_PER_INCH * figure.get_figwidth())
     lines = [part for line in caption.split("\n") for part in textwrap.wrap(line, width)]

@@ -439,6 +439,15 @@ def test_runs_that_differ_in_much_leave_room_for_what_is_drawn():
     assert (lines[0], lines[-2], lines[-1]) == ("parameter_0 0,", "…", "parameter_19 19")
 
 
+@pytest.mark.parametrize("of", [replacement.raster_figure, replacement.lineage_figure])
+def test_a_long_title_takes_two_lines(of: Any):
+    """A run whose name tells four parameters went beyond the edge."""
+    drawn = of(made(), name="selective, faults crash:3@0.3s, replacement_ratio 0.2, judge accuracy")
+    FigureCanvasAgg(drawn).draw()
+    assert drawn._suptitle.get_window_extent().x1 < drawn.bbox.x1
+    assert drawn._suptitle.get_text().count("\n") == 1
+
+
 def test_time_use_of_many_runs_is_a_page():
     """Rows of four panels; beyond eight runs one of each curve."""
     drawn = timeuse.figure([made(seed, parameters={"every": every}) for every in range(5) for seed in (0, 1)])
