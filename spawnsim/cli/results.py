@@ -70,14 +70,11 @@ def _plot_sweep(args: argparse.Namespace, out: Path) -> int:
         "heat": args.heat,
         "band": args.band,
     }
-    wanted = args.y or [f"final:{name}" if args.x not in CLOCKS else name for name in args.column]
-    asked = [drawing.ask(sweep, y, **how) for y in wanted]
-    if not wanted:
-        if any(getattr(args, name) for name in OF_SWEEPS if name != "where"):
-            raise ParameterError(
-                "what is to be drawn? Give --y, such as --y accuracy or --y 'time_to:accuracy>0.8'"
-            )
-        asked = drawing.defaults(sweep)
+    columns, wanted = args.column, args.y
+    if not (columns or wanted) and any(getattr(args, name) for name in OF_SWEEPS if name != "where"):
+        columns = [drawing.metric_of(sweep)]
+    wanted = wanted or [f"final:{name}" if args.x not in CLOCKS else name for name in columns]
+    asked = [drawing.ask(sweep, y, **how) for y in wanted] or drawing.defaults(sweep)
     sys.stderr.write("".join(f"spawnsim: {line}\n" for line in drawing.missing(sweep).splitlines()))
     for each in asked:
         drawn = drawing.draw(sweep, each)

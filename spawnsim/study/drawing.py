@@ -255,6 +255,23 @@ def defaults(sweep: Sweep) -> list[Asked]:
     Raises:
         ParameterError: no run is done, or none has recorded numbers.
     """
+    metric = metric_of(sweep)
+    found = [ask(sweep, metric, x="time_s")]
+    return found + ([ask(sweep, f"final:{metric}")] if sweep.varied else [])
+
+
+def metric_of(sweep: Sweep) -> str:
+    """Return the column that figures show of which none is named.
+
+    Args:
+        sweep: the sweep.
+
+    Returns:
+        Its name, such as "accuracy".
+
+    Raises:
+        ParameterError: no run is done, or none has recorded numbers.
+    """
     run = next(iter(sweep.runs()), None)
     if run is None:
         raise ParameterError(f"{sweep.folder}: no run is done yet ({sweep.says()})")
@@ -263,8 +280,7 @@ def defaults(sweep: Sweep) -> list[Asked]:
         raise ParameterError(
             f"{sweep.folder}: no column of numbers was recorded, so there is nothing to draw"
         )
-    found = [ask(sweep, metrics[0], x="time_s")]
-    return found + ([ask(sweep, f"final:{metrics[0]}")] if sweep.varied else [])
+    return metrics[0]
 
 
 def save(drawn: Drawn, out: Path, formats: Sequence[str], commands: Sequence[str]) -> list[Path]:

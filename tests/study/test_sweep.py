@@ -510,6 +510,8 @@ def half(built: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
             ["--x", "ratio", "--y", "time_to:accuracy>0.7", "--hue", "policy"],
             "time_to-accuracy-0.7-over-ratio",
         ),
+        (["--x", "ratio"], "final-accuracy-over-ratio"),
+        (["--x", "time_s", "--hue", "ratio"], "accuracy-over-time_s"),
         (["--x", "straggler", "--y", "accuracy", "--where", "ratio=0.1"], "accuracy-over-stragglers"),
         (["--x", "ratio", "--y", "accuracy", "--against", "none"], "accuracy-against-none-over-ratio"),
         (["--x", "bytes", "--y", "highest:accuracy"], "highest-accuracy-over-bytes"),
@@ -556,7 +558,6 @@ def test_what_one_policy_alone_has_recorded_is_drawn_of_it(half: Path, capsys: p
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        (["--x", "ratio"], "Give --y"),
         (["--y", "time_to:accuracy"], "in quotes, or the shell takes the >"),
         (["--y", "accuracy>0.8"], "Write time_to:accuracy>0.8"),
         (["--y", "first:accuracy"], "it begins with one of final"),
