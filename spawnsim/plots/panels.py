@@ -163,7 +163,8 @@ def figure(found: Panels, asked: Asked, caption: str = "") -> Figure:
             ax.set_title(_title(title, len(found)), fontsize=13)
         _label(axes, asked, rows=asked.hue.replace("_", " ") if asked.kind == "heat" else asked.label)
         if asked.kind != "heat" and asked.hue and asked.hue != asked.x:
-            _legend(drawn, looks, joined=asked.kind != "front" and whole[asked.x].dtype.kind in "if")
+            joined = asked.kind != "front" and whole[asked.x].dtype.kind in "if"
+            _legend(drawn, asked.hue, looks, joined=joined)
         return style.frame(drawn, asked.title(), "\n".join(filter(None, [caption, _marks(found, asked)])))
 
 
@@ -251,7 +252,7 @@ def curves_figure(found: Sequence[tuple[str, Lines]], asked: Asked, caption: str
         for ax in axes if asked.x == "time_s" else ():
             style.plain_seconds(ax)
         if asked.hue:
-            _legend(drawn, looks, joined=True, marked=False)
+            _legend(drawn, asked.hue, looks, joined=True, marked=False)
         told = _bands(asked, [len(seeds) for _, lines in found for seeds in lines.values()])
         return style.frame(drawn, asked.title(), "\n".join(filter(None, [caption, told])))
 
@@ -311,7 +312,9 @@ def _label(axes: Sequence[Axes], asked: Asked, *, rows: str) -> None:
             ax.tick_params(labelbottom=True)
 
 
-def _legend(drawn: Figure, looks: Mapping[str, style.Look], *, joined: bool, marked: bool = True) -> None:
+def _legend(
+    drawn: Figure, hue: str, looks: Mapping[str, style.Look], *, joined: bool, marked: bool = True
+) -> None:
     from matplotlib.lines import Line2D
 
     handles = [
@@ -320,7 +323,7 @@ def _legend(drawn: Figure, looks: Mapping[str, style.Look], *, joined: bool, mar
             [],
             color=look.colour,
             linestyle=look.dashes if joined else "",
-            label=style.in_lines(name),
+            label=style.in_lines(shown(hue, name)),
             marker=look.marker if marked or look.marked else "",
             markerfacecolor="white" if look.marked else look.colour,
             markersize=7,

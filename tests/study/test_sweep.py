@@ -247,9 +247,10 @@ def test_a_folder_that_is_removed_or_cannot_be_written_is_one_line(
 # ---------------------------------------------------------------------------------------------------- executors
 def test_a_run_that_takes_longer_than_its_limit_fails_alone(program: Path, monkeypatch: pytest.MonkeyPatch):
     """Its process is ended, and in other executors its command."""
-    with executors.pool(1, limit_s=0.3) as pool:
+    # Of a machine that does much else, a process may take half a second to begin.
+    with executors.pool(1, limit_s=4) as pool:
         late, fine = pool.submit(time.sleep, 600), pool.submit(pow, 2, 5)
-        with pytest.raises(WorldError, match=r"took longer than 0.3 s, and was ended"):
+        with pytest.raises(WorldError, match=r"took longer than 4 s, and was ended"):
             late.result(timeout=240)
         assert fine.result(timeout=240) == 32
     cells = grid("prog.py", ranks=[2], seeds=[0])
