@@ -8,9 +8,12 @@ waiting, and so on virtual times alone.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+import random
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call, grad_and_value, vmap
@@ -29,6 +32,7 @@ LARGEST_NBYTES = (32 << 20) - (8 << 10)
 MOST_STEPS = 8  # of one model that may be put off at once
 STAGED_NBYTES = 256 << 20  # of the inputs of all steps that are put off; one of each model may take more
 GRADIENT = "gradient"
+RANDOM = "random operation"  # part of what vmap raises, too
 EVALUATE, TRAIN = 0, 1  # the stages of work: evaluations first, so that ranks meet at their steps
 
 
@@ -356,6 +360,23 @@ def trial(batch: _Batch, call: Callable[..., Any], inputs: Sequence[Any]) -> Non
     two = [each.unsqueeze(0).expand(2, *each.shape) if isinstance(each, Tensor) else each for each in inputs]
     dims = tuple(0 if isinstance(each, Tensor) else None for each in inputs)
     before = structure.of_model(batch.objective.model)
-    vmap(call, in_dims=(0, 0, *dims))(trained, fixed, *two)
+    with _drawing_nothing():
+        vmap(call, in_dims=(0, 0, *dims))(trained, fixed, *two)
     if structure.of_model(batch.objective.model) != before:
         raise structure.Unequal("a forward pass changes its attributes")
+
+
+@contextmanager
+def _drawing_nothing() -> Iterator[None]:
+    """Refuse what draws from a generator of Python, numpy or torch, all of which stay as they are."""
+    python, of_numpy, of_torch = random.getstate(), np.random.get_state(), torch.get_rng_state()
+    try:
+        yield
+        now = zip(np.random.get_state(), of_numpy, strict=True)
+        drawn = random.getstate() != python or any(np.any(a != b) for a, b in now)
+        if drawn or not torch.equal(torch.get_rng_state(), of_torch):
+            raise RuntimeError(RANDOM)
+    finally:
+        random.setstate(python)
+        np.random.set_state(of_numpy)
+        torch.set_rng_state(of_torch)

@@ -20,6 +20,7 @@ from spawnsim.training import structure
 from spawnsim.training.arena import Arena, Plan, Seat
 from spawnsim.training.batches import (
     MOST_STEPS,
+    RANDOM,
     EvaluationBatch,
     Objective,
     Put,
@@ -347,7 +348,7 @@ class TrainingStep(_OfModel):
             trial(batch, batch._gradient, inputs)
         except Exception as error:  # noqa: BLE001 - the program's own error, if it is one, comes when it steps alone
             # vmap's own text names flags of a call that is not the program's.
-            if "random operation" in str(error):
+            if RANDOM in str(error):
                 return "it draws random numbers, as dropout does, and each rank has a generator of its own"
             return f"{type(error).__name__}: {error}".splitlines()[0]
         unused, outcome = self._differentiate(seat, inputs)
@@ -462,14 +463,13 @@ class Evaluation(_OfModel):
 
     def _try(self, deferred: Deferred, seat: Seat, inputs: Sequence[Any]) -> EvaluationBatch | str:
         model = seat.module()
-        outcome = self._at_once(model, inputs)
         try:
             batch = EvaluationBatch(deferred, seat.arena, Objective(model, self.function))
             with torch.no_grad():
                 trial(batch, batch.function, inputs)
         except Exception as error:  # noqa: BLE001 - vmap's refusals are of many classes
             return f"{type(error).__name__}: {error}"
-        first, more = as_outputs(outcome)
+        first, more = as_outputs(self._at_once(model, inputs))  # which draws no random numbers
         batch.results = [torch.empty_like(each.detach()) for each in (first, *more)]
         return batch
 

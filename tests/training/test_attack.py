@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import random
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -437,8 +439,31 @@ def pickled(comm):
     return weights(root), torch.tensor(sizes), torch.tensor(comm.clock.now())
 
 
+def dropout_in_an_evaluation(comm):
+    """Draws of the first evaluation of a run count as those of the others."""
+    torch.manual_seed(comm.rank)
+    model, evaluate, found = nn.Sequential(nn.Dropout(0.3), build(comm.rank)), Evaluation(loss_of), []
+
+    def look(iteration, loss):
+        found.append(evaluate(model, *batch(99, 0)))
+
+    return train(comm, model, sgd(model), TrainingStep(loss_of), between=look), torch.stack(found)
+
+
+def _noisy(model, x, y):
+    return loss_of(model, x, y) * random.random() * np.random.rand()  # noqa: NPY002 - as programs do
+
+
+def random_numbers_that_are_not_torchs(comm):
+    """Each rank draws them from generators of its own, in a loss and in an evaluation."""
+    model, plain, evaluate = build(comm.rank), build(comm.rank), Evaluation(_noisy)
+    found = train(comm, model, sgd(model), TrainingStep(_noisy))
+    train(comm, plain, sgd(plain), TrainingStep(loss_of))
+    return found, [float(evaluate(plain, *batch(99, 0))) for _ in range(3)], random.random()
+
+
 PROGRAMS = [
-    pickled,
+    pickled, dropout_in_an_evaluation, random_numbers_that_are_not_torchs,
     outcomes_that_are_inputs, weights_exchanged_for_an_evaluation, state_that_begins_anew, model_that_is_rebuilt,
     gradients_that_are_kept,
     keyword_defaults, variable_that_changes, values_equal_but_for_their_type, tensors_in_a_tuple,
