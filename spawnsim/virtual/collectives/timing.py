@@ -209,7 +209,8 @@ def _frozen(values: Ints) -> bytes:
 class Timing(Planner):
     """A planner that remembers: ranks that arrive together on the same call leave alike.
 
-    Where all arrive at one time t, the leaving times are t plus those of an arrival at 0, computed once.
+    Where all arrive at one time t, and each waits for all, the leaving times are t plus those of an arrival at 0,
+    computed once.
     """
 
     _ROOM = 1024  # collectives remembered; a program with more different ones pays for them anew
@@ -230,9 +231,12 @@ class Timing(Planner):
     ) -> Finish:
         """Return when each rank leaves: see the function `finish`."""
         # Ranks in step, the commonest case by far, arrive at one time, and then a collective takes as long as any other
-        # of its kind. Where the sizes or the state of the NICs differ, equal calls are too rare to be worth a key.
+        # of its kind. Where the sizes or the state of the NICs differ, equal calls are too rare to be worth a key. From a
+        # collective that ranks leave early they may have left before it is known that all come together: their times
+        # must not depend on that, nor differ by the rounding of a sum from those of ranks that leave when all are there.
         size, sizes = len(arrivals), _even(sizes)
         together = out_free is None and size and (arrivals == arrivals[0]).all()
+        together = together and base_name(operation) in catalogue.SYNCHRONISING
         if self.network.changes or not together or isinstance(sizes, (np.ndarray, Edges)):
             plan = self.plan(operation, size, sizes, root, ranks=ranks)
             return plan.finish(arrivals, self.network, ranks, out_free=out_free)

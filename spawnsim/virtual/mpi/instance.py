@@ -329,9 +329,10 @@ class CollectiveInstance:
         first, timing = self._first(), self.world.timing
         members = np.asarray(self.members)
         root, out_free, sizes = max(first.root, 0), self._out_free(), self._sizes(first)
-        found = timing.finish(first.timing, self.arrivals, sizes, root, ranks=members, out_free=out_free)
-        if self.strikes is None or self.world.plan.quiet(self.arrivals.min(), found.times.max()):
-            return found
+        if self.strikes is None or first.timing not in EARLY:  # `_release` cannot tell whether faults will strike
+            found = timing.finish(first.timing, self.arrivals, sizes, root, ranks=members, out_free=out_free)
+            if self.strikes is None or self.world.plan.quiet(self.arrivals.min(), found.times.max()):
+                return found
         return self._struck(timing.plan(first.timing, len(members), sizes, root, ranks=members), out_free)
 
     def _struck(self, plan: CollectivePlan, out_free: Any) -> Finish:

@@ -224,3 +224,23 @@ def test_two_levels_cross_the_wire_once():
     inner = 6 * (1e-6 + 1e6 / 1e11) + 3 * (1e-5 + 1e6 / 1e9)
     assert makespan(network, "allreduce", "two_level", 64, 10**6) == pytest.approx(inner)
     assert makespan(network, "allreduce", "two_level", 1, 10**6) == 0.0
+
+
+@pytest.mark.parametrize("operation", ["bcast", "reduce", "gather", "scatter", "scan", "exscan"])
+def test_who_leaves_early_leaves_at_the_same_time_to_the_last_bit(operation):
+    """Whether the others have come at that time too, come later, or are not known to come."""
+    rng, network, left = np.random.default_rng(1), switch(), 0
+    for size in (2, 5, 13, 31):
+        for nbytes in (8, 3000, 100_000):
+            timing, root = Timing(network), int(rng.integers(size))
+            arrivals = np.full(size, rng.random())
+            some = rng.random(size) < 0.7
+            found = timing.plan(operation, size, nbytes, root).finish(
+                np.where(some, arrivals, np.nan), network
+            )
+            early = ~np.isnan(found.times)
+            left += early.sum()
+            for others in (arrivals, np.where(some, arrivals, arrivals + 1.0)):
+                whole = timing.finish(operation, others, nbytes, root)
+                assert np.array_equal(whole.times[early], found.times[early])
+    assert left
