@@ -282,12 +282,12 @@ class Seat:
         """Take the row: move parameters and state there, with their present values."""
         views = self._weights()
         # Whoever has a view of a parameter would look at its old memory for ever: so it stays where it is, and is
-        # copied into the row for each step, and back.
+        # copied into the row for each step, and back. So does one in part of a storage, all of which is pickled.
         self.apart: list[tuple[Tensor, Tensor]] = []
         move = not _shared(self.parameters)
         for view, parameter in zip(views, self.parameters, strict=True):
             view.copy_(parameter.detach())
-            if move:
+            if move and _lies_alike(view, parameter):
                 parameter.data = view
             else:
                 self.apart.append((view, parameter))
@@ -330,7 +330,9 @@ class Seat:
             else:
                 view.copy_(torch.as_tensor(before))
             # What was loaded and is kept elsewhere, as a state to go back to or by another optimizer, changes with it.
-            if isinstance(before, Tensor) and sys.getrefcount(before) > ENTRY_REFERENCES:
+            if isinstance(before, Tensor) and (
+                sys.getrefcount(before) > ENTRY_REFERENCES or not _lies_alike(view, before)
+            ):
                 self.apart.append((view, before))
             else:
                 entry[name] = view
@@ -341,6 +343,15 @@ class Seat:
 
 def _nobody() -> None:
     """Refer to no model."""
+
+
+def _lies_alike(one: Tensor, other: Tensor) -> bool:
+    """Return whether two tensors lie alike in storages of one size."""
+    return (
+        one.untyped_storage().nbytes() == other.untyped_storage().nbytes()
+        and one.storage_offset() == other.storage_offset()
+        and one.stride() == other.stride()
+    )
 
 
 def _shared(parameters: Sequence[nn.Parameter]) -> bool:
