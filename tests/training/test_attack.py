@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from torch.nn.functional import mse_loss
 
+import spawnsim
 from spawnsim import Evaluation, TrainingStep
 from spawnsim.comm.deferred import WAITING
 from spawnsim.errors import ParameterError, RankError
@@ -462,8 +463,28 @@ def random_numbers_that_are_not_torchs(comm):
     return found, [float(evaluate(plain, *batch(99, 0))) for _ in range(3)], random.random()
 
 
+def parameters_in_part_of_a_storage(comm):
+    """What is pickled of them is all of the storage, also where others have left it; the same of their state."""
+    sizes, models = [], [build(comm.rank) for _ in range(3)]
+    one_storage(models[0])
+    one_storage(models[1])
+    models[1][0].weight.data = models[1][0].weight.detach().clone()
+    models[2][0].bias.data = torch.zeros(9, 50).t()[3:27, 2]
+    optimizers = [sgd(model) for model in models]
+    saved = optimizers[0].state_dict()
+    saved["state"] = {i: {"momentum_buffer": torch.ones(2, *p.shape)[1]} for i, p in enumerate(models[0].parameters())}
+    for optimizer in optimizers:
+        optimizer.load_state_dict(saved)
+    for model, optimizer in zip(models, optimizers, strict=True):
+        before = [(p.stride(), p.storage_offset()) for p in model.parameters()]
+        found = train(comm, model, optimizer, TrainingStep(loss_of))
+        assert [(p.stride(), p.storage_offset()) for p in model.parameters()] == before
+        sizes += [found, *(len(dumps(each)) for each in (model, optimizer.state_dict(), *model.parameters()))]
+    return sizes
+
+
 PROGRAMS = [
-    pickled, dropout_in_an_evaluation, random_numbers_that_are_not_torchs,
+    parameters_in_part_of_a_storage, pickled, dropout_in_an_evaluation, random_numbers_that_are_not_torchs,
     outcomes_that_are_inputs, weights_exchanged_for_an_evaluation, state_that_begins_anew, model_that_is_rebuilt,
     gradients_that_are_kept,
     keyword_defaults, variable_that_changes, values_equal_but_for_their_type, tensors_in_a_tuple,
@@ -479,6 +500,51 @@ def test_batched_ends_as_eager(program):
     (batched, one), (eager, other) = (run(program, ranks=RANKS, eager=e) for e in (False, True))
     torch.testing.assert_close(batched, eager, rtol=1e-4, atol=1e-5)
     assert one.totals["virtual_seconds"] == other.totals["virtual_seconds"]
+
+
+DISTRIBUTED = """
+import torch
+import torch.distributed as dist
+from spawnsim import TrainingStep
+from spawnsim.virtual.engine.kernel import current_task
+from tests.training.test_steps import batch, build, loss_of, sgd, weights
+dist.init_process_group("gloo")
+rank = dist.get_rank()
+model, step = build(rank), TrainingStep(loss_of)
+optimizer = sgd(model)
+for iteration in range(5):
+    views = [p.data for p in model.parameters()]
+    received = [torch.empty_like(view) for view in views]
+    step(model, optimizer, *batch(rank, iteration))
+    dist.all_reduce(views[0])
+    views[0] /= dist.get_world_size()
+    step(model, optimizer, *batch(rank, iteration))
+    dist.isend(views[1], rank ^ 1)
+    dist.recv(received[1], rank ^ 1)
+    step(model, optimizer, *batch(rank, iteration))
+    dist.broadcast(views[2], 3)
+    step(model, optimizer, *batch(rank, iteration))
+    dist.recv(views[3], 0) if rank else [dist.send(views[3], to) for to in range(1, 10)]
+    torch.save((weights(model), received[1], current_task().clock), f"{rank}.pt")
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.parametrize("compute", ["5us", "counted:l40s"])
+def test_memory_that_is_handed_to_torch_distributed(compute, tmp_path, monkeypatch):
+    """Views of weights that were taken before the step; computing that is counted takes its time at the call."""
+    script, found = tmp_path / "train.py", []
+    script.write_text(DISTRIBUTED)
+    monkeypatch.chdir(tmp_path)
+    for eager in (False, True):
+        result = spawnsim.run(script, ranks=10, compute=compute, eager=eager)
+        found.append(([torch.load(tmp_path / f"{rank}.pt") for rank in range(10)], result.totals))
+    (batched, one), (eagerly, other) = found
+    torch.testing.assert_close(batched, eagerly, rtol=1e-4, atol=1e-5)
+    assert [each[-1] for each in batched] == [each[-1] for each in eagerly]
+    assert [one[key] for key in ("virtual_seconds", "messages", "bytes", "events")] == [
+        other[key] for key in ("virtual_seconds", "messages", "bytes", "events")
+    ]
 
 
 def test_a_model_that_ranks_share_makes_each_ranks_step():
