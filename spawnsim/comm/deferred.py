@@ -77,7 +77,7 @@ class Deferred:
         self._put_s: dict[int, float] = {}  # when each last put off, by its clock
         self._errors: dict[int, Exception] = {}
         self._left: set[int] = set()  # ranks that have come to their end
-        self._told: set[str] = set()
+        self._told: dict[str, int] = {}
 
     def put_off(self, work: Work) -> None:
         """Add to what its rank has put off."""
@@ -223,8 +223,18 @@ class Deferred:
     def warn(self, sentence: str) -> None:
         """Record a warning, once a run."""
         if sentence not in self._told:
-            self._told.add(sentence)
+            found = caller()
+            self._told[sentence] = -1 if found is None else found[1]
             self._warn(sentence)
+
+    def told(self, rank: int) -> list[str]:
+        """Return the warnings that a rank has recorded."""
+        return [sentence for sentence, teller in self._told.items() if teller == rank]
+
+    def resume(self, rank: int, *, batched: bool, told: Iterable[str]) -> None:
+        """Go on with what a rank of an earlier part of this run has put off, and recorded."""
+        self.batched = self.batched or batched
+        self._told |= dict.fromkeys(told, rank)
 
 
 Caller = tuple[Deferred, int]

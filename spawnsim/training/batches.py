@@ -41,9 +41,10 @@ class Objective(nn.Module):
 
     def __init__(self, model: nn.Module, function: Callable[..., Any]) -> None:
         super().__init__()
-        # A copy without data, for the parameters of this one are exchanged, call by call. Tied ones stay tied.
+        # A copy without data, for the parameters of this one are exchanged, call by call. Tied ones stay tied. Of shapes:
+        # `empty_like` would be a look.
         empty: dict[int, Any] = {
-            id(p): nn.Parameter(torch.empty_like(p, device="meta"), p.requires_grad)
+            id(p): nn.Parameter(torch.empty(p.shape, dtype=p.dtype, device="meta"), p.requires_grad)
             for p in model.parameters()
         }
         self.model = copy.deepcopy(model, empty)
@@ -129,6 +130,22 @@ class _Batch:
             {f"model.{place.name}": place.of(rows) for place in plan.fixed},
         )
 
+    def open(self, row: int, inputs: Sequence[Any]) -> str:
+        """Take note of what inputs and results look like.
+
+        Returns:
+            The first parameter that is trained and on which the function does not depend; "" for none.
+        """
+        raise NotImplementedError
+
+    def _outcome(self, weights: Tensor, inputs: Sequence[Any]) -> tuple[tuple[Tensor, ...], list[Tensor]]:
+        """Return the trained parameters of one row, (1, columns), and what the function returns for it."""
+        trained, fixed = ({name: p[0] for name, p in part.items()} for part in self.parameters(weights))
+        for p in trained.values():  # views made here
+            p.requires_grad_()
+        loss, more = as_outputs(functional_call(self.objective, {**trained, **fixed}, tuple(inputs)))
+        return tuple(trained.values()), [loss, *more]
+
     def carry_out(self, works: Sequence[Put]) -> None:
         """Carry out one piece of work of each of some ranks."""
         _take(works)
@@ -204,14 +221,19 @@ class StepBatch(_Batch):
         for each in alike.values():
             super().carry_out(each)
 
-    def open(self, inputs: Sequence[Any]) -> None:
-        """Make room for the inputs of all rows; what is no tensor is part of the function."""
+    def open(self, row: int, inputs: Sequence[Any]) -> str:
+        trained, outputs = self._outcome(self.arena.rows["weights"][row : row + 1], inputs)
+        found = torch.autograd.grad(outputs[0], trained, allow_unused=True)
+        self.results = [torch.empty_like(each.detach()) for each in outputs]
+        # Room for the inputs of all rows; what is no tensor is part of the function.
         self._fixed_inputs = list(inputs)
         self._like = [torch.empty_like(each) if isinstance(each, Tensor) else None for each in inputs]
         nbytes = self.deferred.ranks * sum(each.nbytes for each in self._like if each is not None)
         self.most = max(1, min(MOST_STEPS, STAGED_NBYTES // max(nbytes, 1)))
         dims = tuple(None if each is None else 0 for each in self._like)
         self._vmapped = vmap(self._gradient, in_dims=(0, 0, *dims))
+        unused = (place.name for place, each in zip(self.arena.plan.trained, found, strict=True) if each is None)
+        return next(unused, "")
 
     def slots(self, row: int, depth: int) -> list[tuple[int, Tensor]]:
         """Return where a row's inputs go, by their number, if so many steps are put off before."""
@@ -250,14 +272,11 @@ class StepBatch(_Batch):
         return torch.cat([each.reshape(len(weights), -1) for each in gradients.values()], 1), list(outputs)
 
     def _one(self, weights: Tensor, inputs: Sequence[Any], i: int) -> tuple[Tensor, list[Tensor]]:
-        trained, fixed = ({name: p[0] for name, p in part.items()} for part in self.parameters(weights))
         own = [each if like is None else each[i] for each, like in zip(inputs, self._like, strict=True)]
-        for p in trained.values():  # views made here
-            p.requires_grad_()
-        loss, more = as_outputs(functional_call(self.objective, {**trained, **fixed}, tuple(own)))
+        trained, outputs = self._outcome(weights, own)
         # Plain autograd, which takes a third of the time of `grad_and_value`.
-        gradients = torch.autograd.grad(loss, tuple(trained.values()))
-        return torch.cat([each.flatten() for each in gradients]), [each.detach() for each in (loss, *more)]
+        gradients = torch.autograd.grad(outputs[0], trained)
+        return torch.cat([each.flatten() for each in gradients]), [each.detach() for each in outputs]
 
     def _update(self, at: Rows, gradient: Tensor, works: Sequence[Put]) -> None:
         arena, plan = self.arena, self.arena.plan
@@ -318,6 +337,11 @@ class EvaluationBatch(_Batch):
             return loss, *more
 
         self.function = outcome
+
+    def open(self, row: int, inputs: Sequence[Any]) -> str:
+        _, outputs = self._outcome(self.arena.rows["weights"][row : row + 1], inputs)
+        self.results = [torch.empty_like(each.detach()) for each in outputs]
+        return ""
 
     def compute(self, works: Sequence[Put]) -> None:
         apart = [work.seat for work in works if work.seat.apart]

@@ -351,23 +351,9 @@ class TrainingStep(_OfModel):
             if RANDOM in str(error):
                 return "it draws random numbers, as dropout does, and each rank has a generator of its own"
             return f"{type(error).__name__}: {error}".splitlines()[0]
-        unused, outcome = self._differentiate(seat, inputs)
-        if unused:
-            return f"the loss does not depend on {unused}: exclude it from the optimizer"
-        loss, more = as_outputs(outcome)
-        batch.results = [torch.empty_like(each.detach()) for each in (loss, *more)]
-        batch.open(inputs)
-        return batch
-
-    def _differentiate(self, seat: Seat, inputs: Sequence[Any]) -> tuple[str, Any]:
-        """Return the first parameter on which the loss does not depend, "" for none, and what the function returns."""
-        outcome = self.function(seat.module(), *inputs)
-        loss = as_outputs(outcome)[0]
-        trained = seat.arena.plan.trained
-        found = torch.autograd.grad(loss, seat.parameters[: len(trained)], allow_unused=True)
-        return next(
-            (p.name for p, each in zip(trained, map(_given, found), strict=True) if not each), ""
-        ), outcome
+        # Of the row, and not of the model: what is put off of that is not carried out for it.
+        unused = batch.open(seat.row, inputs)
+        return f"the loss does not depend on {unused}: exclude it from the optimizer" if unused else batch
 
     # -- at once ------------------------------------------------------------------------------------------------
 
@@ -438,7 +424,6 @@ class Evaluation(_OfModel):
         except (_Alone, structure.Unequal):
             return self._at_once(model, batch)
         if key not in ready:
-            deferred.settle(rank)
             ready[key] = self._open(deferred, seat, key, batch)
         batch_or_why = ready[key]
         if isinstance(batch_or_why, str):
@@ -467,10 +452,9 @@ class Evaluation(_OfModel):
             batch = EvaluationBatch(deferred, seat.arena, Objective(model, self.function))
             with torch.no_grad():
                 trial(batch, batch.function, inputs)
+                batch.open(seat.row, inputs)
         except Exception as error:  # noqa: BLE001 - vmap's refusals are of many classes
             return f"{type(error).__name__}: {error}"
-        first, more = as_outputs(self._at_once(model, inputs))  # which draws no random numbers
-        batch.results = [torch.empty_like(each.detach()) for each in (first, *more)]
         return batch
 
     @torch.no_grad()
@@ -486,10 +470,6 @@ def _plain(value: Any) -> Any:
     if value is not None and not isinstance(value, PLAIN):
         raise _Alone(f"an input is a {type(value).__name__}: give tensors one by one, numbers and texts")
     return type(value), value
-
-
-def _given(gradient: Tensor | None) -> bool:
-    return gradient is not None
 
 
 def _function_key(function: Callable[..., Any]) -> Any:

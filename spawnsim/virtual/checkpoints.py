@@ -143,7 +143,7 @@ def restore(comm: Member, **whose: Any) -> Saved | None:
 def _rank_state(comm: Member) -> dict[str, Any]:
     """Return what a rank is beside its program's states, at the end of a checkpoint."""
     world, rank = comm._world, comm._rank
-    links = world.links
+    links, deferred = world.links, world.deferred
     return {
         "clock_s": world.kernel.current.clock,
         "digest": rank.digest.cut(),
@@ -156,7 +156,8 @@ def _rank_state(comm: Member) -> dict[str, Any]:
         "calls": comm._context.calls.get(rank.id, 0),
         "contexts": world.contexts,
         "links": None if links is None else links.sent_by(rank.id),
-        "batched": world.deferred is not None and world.deferred.batched,
+        "batched": deferred is not None and deferred.batched,
+        "told": [] if deferred is None else deferred.told(rank.id),
     }
 
 
@@ -181,8 +182,8 @@ def _set_rank(comm: Member, state: Mapping[str, Any], messages: list[Any]) -> No
     world.contexts = max(world.contexts, int(state["contexts"]))
     if world.links is not None and state["links"] is not None:
         world.links.go_on(rank.id, state["links"])
-    if state["batched"] and world.deferred is not None:
-        world.deferred.batched = True
+    if world.deferred is not None:
+        world.deferred.resume(rank.id, batched=bool(state["batched"]), told=state.get("told", ()))
     for number, each in messages:
         _deliver(world, rank, int(number), each)
     world.crashes.skip(rank, clock_s)  # deaths of before the cut are past

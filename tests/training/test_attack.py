@@ -547,6 +547,38 @@ def test_memory_that_is_handed_to_torch_distributed(compute, tmp_path, monkeypat
     ]
 
 
+def test_a_resumed_run_is_the_one_that_was_not_stopped(tmp_path):
+    """Its steps go on together as they did, though batches and evaluations begin anew; it warns where that one did."""
+
+    def main(comm, stop=0):
+        model, dropping = build(comm.rank), nn.Sequential(nn.Dropout(0.2), build(comm.rank + 50))
+        both = nn.ModuleList([model, dropping])
+        optimizers = [sgd(model), sgd(dropping)]
+        saved = comm.restore(model=both, optimizer=optimizers[0])
+        step, evaluate, short = TrainingStep(loss_of), Evaluation(accuracy_of), TrainingStep(loss_of)
+        for iteration in range(saved.iteration if saved else 0, 11):
+            for number in range(2 + (iteration % 5 == 4)):
+                x, y = batch(comm.rank, iteration)
+                with comm.compute(0.01 + 0.001 * comm.rank):
+                    loss = (short if number else step)(model, optimizers[0], x[number:], y[number:])
+            with comm.compute(0.01):
+                step(dropping, optimizers[1], *batch(comm.rank, iteration))
+            comm.record(iteration=iteration, loss=loss, accuracy=evaluate(model, *batch(99, 0)))
+            if iteration == 3:
+                optimizers[1].state.clear()
+                comm.checkpoint(iteration=4, model=both, optimizer=optimizers[0])
+            if iteration + 1 == stop and comm.rank == 3:
+                raise KeyboardInterrupt
+
+    how = {"ranks": RANKS, "stragglers": "lognormal:0.3"}
+    whole = spawnsim.run(main, out=tmp_path / "whole", **how)
+    with pytest.raises(KeyboardInterrupt):
+        spawnsim.run(main, out=tmp_path / "again", parameters={"stop": 8}, **how)
+    again = spawnsim.run(main, out=tmp_path / "again", resume=True, **how)
+    assert again.totals["digest"] == whole.totals["digest"]
+    assert again.what["warnings"] == whole.what["warnings"] != []
+
+
 def test_a_model_that_ranks_share_makes_each_ranks_step():
     """Gradients that do not depend on the weights, so that the order of the ranks does not count."""
     model = build()
