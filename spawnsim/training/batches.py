@@ -41,8 +41,8 @@ class Objective(nn.Module):
 
     def __init__(self, model: nn.Module, function: Callable[..., Any]) -> None:
         super().__init__()
-        # A copy without data, for the parameters of this one are exchanged, call by call. Tied ones stay tied. Of shapes:
-        # `empty_like` would be a look.
+        # A copy without data, for the parameters of this one are exchanged, call by call. Tied ones stay tied. Of
+        # shapes: `empty_like` would be a look.
         empty: dict[int, Any] = {
             id(p): nn.Parameter(torch.empty(p.shape, dtype=p.dtype, device="meta"), p.requires_grad)
             for p in model.parameters()
@@ -223,7 +223,7 @@ class StepBatch(_Batch):
 
     def open(self, row: int, inputs: Sequence[Any]) -> str:
         trained, outputs = self._outcome(self.arena.rows["weights"][row : row + 1], inputs)
-        found = torch.autograd.grad(outputs[0], trained, allow_unused=True)
+        found: Sequence[Tensor | None] = torch.autograd.grad(outputs[0], trained, allow_unused=True)
         self.results = [torch.empty_like(each.detach()) for each in outputs]
         # Room for the inputs of all rows; what is no tensor is part of the function.
         self._fixed_inputs = list(inputs)
@@ -232,8 +232,8 @@ class StepBatch(_Batch):
         self.most = max(1, min(MOST_STEPS, STAGED_NBYTES // max(nbytes, 1)))
         dims = tuple(None if each is None else 0 for each in self._like)
         self._vmapped = vmap(self._gradient, in_dims=(0, 0, *dims))
-        unused = (place.name for place, each in zip(self.arena.plan.trained, found, strict=True) if each is None)
-        return next(unused, "")
+        places = zip(self.arena.plan.trained, found, strict=True)
+        return next((place.name for place, each in places if each is None), "")
 
     def slots(self, row: int, depth: int) -> list[tuple[int, Tensor]]:
         """Return where a row's inputs go, by their number, if so many steps are put off before."""

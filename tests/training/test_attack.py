@@ -452,7 +452,7 @@ def dropout_in_an_evaluation(comm):
 
 
 def _noisy(model, x, y):
-    return loss_of(model, x, y) * random.random() * np.random.rand()  # noqa: NPY002 - as programs do
+    return loss_of(model, x, y) * random.random() * np.random.rand()
 
 
 def random_numbers_that_are_not_torchs(comm):
@@ -472,7 +472,8 @@ def parameters_in_part_of_a_storage(comm):
     models[2][0].bias.data = torch.zeros(9, 50).t()[3:27, 2]
     optimizers = [sgd(model) for model in models]
     saved = optimizers[0].state_dict()
-    saved["state"] = {i: {"momentum_buffer": torch.ones(2, *p.shape)[1]} for i, p in enumerate(models[0].parameters())}
+    shapes = [p.shape for p in models[0].parameters()]
+    saved["state"] = {i: {"momentum_buffer": torch.ones(2, *shape)[1]} for i, shape in enumerate(shapes)}
     for optimizer in optimizers:
         optimizer.load_state_dict(saved)
     for model, optimizer in zip(models, optimizers, strict=True):

@@ -231,9 +231,9 @@ class Timing(Planner):
     ) -> Finish:
         """Return when each rank leaves: see the function `finish`."""
         # Ranks in step, the commonest case by far, arrive at one time, and then a collective takes as long as any other
-        # of its kind. Where the sizes or the state of the NICs differ, equal calls are too rare to be worth a key. From a
-        # collective that ranks leave early they may have left before it is known that all come together: their times
-        # must not depend on that, nor differ by the rounding of a sum from those of ranks that leave when all are there.
+        # of its kind. Where the sizes or the state of the NICs differ, equal calls are too rare to be worth a key.
+        # Where ranks leave early, they may have left before it is known that all come together: their times must not
+        # depend on that, nor differ from those of ranks that leave when all are there, by the rounding of a sum.
         size, sizes = len(arrivals), _even(sizes)
         together = out_free is None and size and (arrivals == arrivals[0]).all()
         together = together and base_name(operation) in catalogue.SYNCHRONISING

@@ -329,7 +329,7 @@ class CollectiveInstance:
         first, timing = self._first(), self.world.timing
         members = np.asarray(self.members)
         root, out_free, sizes = max(first.root, 0), self._out_free(), self._sizes(first)
-        if self.strikes is None or first.timing not in EARLY:  # `_release` cannot tell whether faults will strike
+        if self.strikes is None or first.timing not in EARLY:  # `_release` cannot tell what will strike
             found = timing.finish(first.timing, self.arrivals, sizes, root, ranks=members, out_free=out_free)
             if self.strikes is None or self.world.plan.quiet(self.arrivals.min(), found.times.max()):
                 return found
