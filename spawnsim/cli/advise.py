@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from spawnsim import units
+from spawnsim.cli import print_note_beside_bar
 from spawnsim.errors import ParameterError
 from spawnsim.fidelity.advising import Advice, Budget, advise, report
 from spawnsim.fidelity.converging import Need, by_time, converge
@@ -53,7 +54,10 @@ def main(argv: Sequence[str]) -> int:
     if not 1 <= options.seeds <= MOST_SEEDS:
         raise ParameterError(f"--seeds {options.seeds}: give at least 1, at most {MOST_SEEDS:,}")
     with stoppable():
-        found = advise(case, choices, seeds=range(options.seeds), target=options.target, noted=_bar)
+        seeds = range(options.seeds)
+        found = advise(
+            case, choices, seeds=seeds, target=options.target, noted=_bar, say=print_note_beside_bar
+        )
     needs = None
     if options.train:
         with stoppable():

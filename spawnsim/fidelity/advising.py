@@ -32,6 +32,7 @@ from spawnsim.units import counted, text_table
 ALIKE = 0.01  # goodputs that differ by less are not told apart, whatever their intervals
 LATE = 1.5  # exchanges that are so many times rarer than asked for are told
 MODELS = ("as given", "other costs")
+LONG_S = 60.0  # of all runs: beyond that it is said
 MOST_S = 86_400.0  # of a core, that all runs may take: beyond, a number was mistyped
 
 
@@ -121,6 +122,7 @@ def advise(
     seeds: Sequence[int] = (0, 1, 2),
     target: float = 0.9,
     noted: Callable[[Sequence[Choice]], Iterable[Choice]] = iter,
+    say: Callable[[str], None] = lambda _: None,
 ) -> Advice:
     """Simulate each choice over seeds and two network models, and rank them.
 
@@ -130,6 +132,7 @@ def advise(
         seeds: of the runs; without stragglers one is enough, and one is run.
         target: utilisation that a break-even cadence must reach, between 0 and 1.
         noted: goes through the choices, and may tell how far it is.
+        say: is told, before anything runs, what will take minutes.
 
     Returns:
         The ranking.
@@ -150,11 +153,13 @@ def advise(
         seeds = seeds[:1]  # nothing is drawn
     cases = [replace(case, platform=replace(case.platform, network=network)) for network in networks.values()]
     settings = {name: make(case) for name, make in WORSE.items()}
-    require_short(
+    takes, runs = (
         {choice: takes_s(case, choice) for choice in choices},
         len(cases) * len(seeds) + len(settings),
-        case.ranks,
     )
+    require_short(takes, runs, case.ranks)
+    if runs * sum(takes.values()) > LONG_S:
+        say(_told_long(takes, runs))
     rows = [_judged(cases, choice, seeds, settings) for choice in noted(choices)]
     policies = dict.fromkeys(each.policy for each in choices)
     rows.sort(key=lambda row: (-row.goodput, row.choice.every, row.choice.policy))
@@ -162,6 +167,16 @@ def advise(
     waiting = [name for name in policies if name in WAITING or case.ranks > LIVE_RANKS]
     even = {name: _break_even(case, rows, name, target) for name in waiting}
     return Advice(tuple(rows), even, target, tuple(networks), len(seeds))
+
+
+def _told_long(takes: Mapping[Choice, float], runs: int) -> str:
+    """Return how long all runs will take, and which policies' take most of it."""
+    whole_s, shares = runs * sum(takes.values()), dict[str, float]()
+    for choice, each_s in takes.items():
+        shares[choice.policy] = shares.get(choice.policy, 0.0) + runs * each_s / whole_s
+    told = sorted(shares.items(), key=lambda item: -item[1])
+    most = ", ".join(f"{name} {share:.0%}" for name, share in told if share > 0.1)
+    return f"about {whole_s / 60:.0f} min of a core: {most}; --seeds 1, or fewer of --every or --policy, take less"
 
 
 def require_short(takes: Mapping[Choice, float], runs: int, ranks: int) -> None:

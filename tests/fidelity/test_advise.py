@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import math
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -433,3 +434,23 @@ def test_worse_stragglers_are_worse() -> None:
     worse = WORSE["stragglers x 2"](replace(CASE, stragglers=tuple(kinds))).stragglers
     assert worse[:2] == (Lognormal(0.6), Slow(0.02, 9.0))
     assert all(now != before for now, before in zip(worse, kinds, strict=True))
+
+
+def test_what_takes_minutes_is_told_before_it_runs():
+    """Which policies' runs take it, and what to leave out; what is quick says nothing."""
+
+    def stops(choices):
+        raise InterruptedError
+
+    said = []
+    choices = [Choice(policy, every) for policy in ("average", "groups", "server") for every in (1, 8)]
+    case = Case(SLOW_LINK, 64, 100_000_000, 0.1)
+    with pytest.raises(InterruptedError):
+        advise(case, choices, noted=stops, say=said.append)
+    (only,) = said
+    assert re.match(
+        r"about \d+ min of a core: (groups|server) \d+%, (groups|server) \d+%; --seeds 1, or fewer", only
+    )
+    with pytest.raises(InterruptedError):
+        advise(case, choices[:2], noted=stops, say=said.append)
+    assert len(said) == 1
