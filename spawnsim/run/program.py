@@ -51,6 +51,13 @@ class Program:
         except SystemExit as leaving:
             if leaving.code not in (None, 0):
                 raise
+        except (TypeError, ValueError) as error:
+            for name, default in _parameters(self.main).defaults.items():
+                value = self.parameters[name]
+                # Not refused before: a program may well take a text, or several numbers, for one.
+                if type(default) in (int, float) and isinstance(value, (str, tuple, list)):
+                    error.add_note(f"{name} was given {value!r}; its default is {default!r}")
+            raise
 
 
 def program(main: Main | str | Path, parameters: Mapping[str, Any] | None = None) -> Program:
@@ -171,14 +178,11 @@ WRITTEN = {kind for kinds, _ in KINDS.values() for kind in kinds}
 def require_kind(value: Any, parameter: inspect.Parameter) -> None:
     """Raise `ParameterError` if a parameter's value is not of the type that `main` says it takes.
 
-    Its annotation says so. Without one, a default that is a number, true or false says that one thing alone is taken.
+    Its annotation says so. Without one, a default of true or false says that a text is none: each would count as true.
     """
     name, default, also, hint = parameter.name, parameter.default, "", parameter.annotation
-    if hint is parameter.empty and type(default) in (bool, int, float) and type(value) in (str, tuple, list):
-        hint = float if type(default) is int else type(default)
-        also = (
-            f"; if main takes more, say so there: {name}: {type(default).__name__} | {type(value).__name__}"
-        )
+    if hint is parameter.empty and isinstance(default, bool) and isinstance(value, str):
+        hint, also = bool, f"; if main takes text as well, say so there: {name}: bool | str"
     if (
         hint is parameter.empty
         or type(value) not in WRITTEN
