@@ -25,24 +25,22 @@ def main(
     comm,
     policy: str = "selective",  # one of the five, or several in turn: "none+average"
     iterations: int = 200,
-    alpha: float
-    | None = 0.3,  # Dirichlet split of the classes over ranks; 0.1: one or two digits each; None: even
+    # Dirichlet split of the classes over ranks; 0.1: one or two digits each; None: even
+    alpha: float | None = 0.3,
     spread: float = 0.0,  # of the ranks' learning rates: 0.1 · exp(spread · N(0, 1))
     average_every: int = 10,
     replacement_ratio: float = 0.2,  # of the ranks, the worst ones; "selective" alone
     cooldown: int = 0,  # iterations between two rounds of replacements, at least; likewise
-    compression: str
-    | None = None,  # of the models that "selective" sends: "float16", "bfloat16", "blockwise8", …
+    # of the models that "selective" sends: "float16", "bfloat16", "blockwise8", …; None: none
+    compression: str | None = None,
     group_size: int = 16,  # of "groups"
     interval_ms: float = 50.0,  # of "clock"
     accuracy_every: int = 10,
-    consensus_every_s: float
-    | None = None,  # seconds between judgements of the mean of all models; None: never
+    consensus_every_s: float | None = None,  # between judgements of the mean of all models; None: never
     hidden: tuple[int, ...] = (32,),  # widths of the hidden layers
     device: str = "cpu",  # where the models are: "cpu", "cuda"
-    judge: Literal[
-        "loss", "accuracy"
-    ] = "loss",  # selection goes by the own batch, or by held-out images not reported
+    # Selection goes by "loss" (of the own batch) or "accuracy" (on the held-out images not reported).
+    judge: Literal["loss", "accuracy"] = "loss",
 ):
     """Train on this rank's shard, and exchange models with the others."""
     given, in_turn = dict(locals()), policy.split("+")

@@ -306,10 +306,13 @@ class _Running:
     def _described(self) -> dict[str, Any]:
         kind, plain = type(self.policy), (bool, int, float, str, type(None))
         # What the policy was made of: it counts, too, and that is no parameter.
+        made_of = inspect.signature(kind).parameters
         own: dict[str, Any] = {"policy": kind.__name__.removesuffix("Policy")}
-        for name in inspect.signature(kind).parameters:
-            if isinstance(value := getattr(self.policy, name, self), plain):
-                own[name] = value
+        own |= {
+            name: value
+            for name, value in vars(self.policy).items()
+            if name in made_of and isinstance(value, plain)
+        }
         about: dict[str, Any] = {"file": None, "main": "columnar", "parameters": own}
         about |= {"backend": "virtual", "columnar": True, "quality": document(self.model)}
         about |= self.where.described() | {"notes": list(self.turn.notes), "reproducible": True, "leaks": []}

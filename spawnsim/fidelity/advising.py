@@ -153,10 +153,8 @@ def advise(
         seeds = seeds[:1]  # nothing is drawn
     cases = [replace(case, platform=replace(case.platform, network=network)) for network in networks.values()]
     settings = {name: make(case) for name, make in WORSE.items()}
-    takes, runs = (
-        {choice: takes_s(case, choice) for choice in choices},
-        len(cases) * len(seeds) + len(settings),
-    )
+    takes = {choice: takes_s(case, choice) for choice in choices}
+    runs = len(cases) * len(seeds) + len(settings)
     require_short(takes, runs, case.ranks)
     if runs * sum(takes.values()) > LONG_S:
         say(_told_long(takes, runs))

@@ -133,23 +133,19 @@ def _parameters(function: Main) -> _Takes:
 
 def written_parameters(function: ast.FunctionDef) -> dict[str, inspect.Parameter]:
     """Return what a `main` that is not loaded takes by name, as far as its text tells: without the communicator."""
-    own, names, named = function.args, vars(typing), {}
+    own, empty, named = function.args, inspect.Parameter.empty, {}
     positional = [*own.posonlyargs, *own.args]
     defaults = [None] * (len(positional) - len(own.defaults)) + [*own.defaults, *own.kw_defaults]
     for arg, default in [*zip([*positional, *own.kwonlyargs], defaults, strict=True)][1:]:
-        if arg not in own.posonlyargs:
-            try:
-                value = inspect.Parameter.empty if default is None else ast.literal_eval(default)
-            except ValueError:  # it is no literal
-                value = inspect.Parameter.empty
-            hint = (
-                inspect.Parameter.empty
-                if arg.annotation is None
-                else _hint(ast.unparse(arg.annotation), names)
-            )
-            named[arg.arg] = inspect.Parameter(
-                arg.arg, inspect.Parameter.KEYWORD_ONLY, default=value, annotation=hint
-            )
+        if arg in own.posonlyargs:  # as in `_parameters`
+            continue
+        try:
+            value = empty if default is None else ast.literal_eval(default)
+        except ValueError:  # it is no literal
+            value = empty
+        hint = empty if arg.annotation is None else _hint(ast.unparse(arg.annotation), vars(typing))
+        kind = inspect.Parameter.KEYWORD_ONLY
+        named[arg.arg] = inspect.Parameter(arg.arg, kind, default=value, annotation=hint)
     return named
 
 
