@@ -352,8 +352,14 @@ class AsyncModelAveragePolicy(SpawnPolicy):
             settled = engine.drive(lambda: exchanges.settled, exchanges.pace.patience_s)
             if not settled:
                 exchanges.forget()
-            # Others may be about to leave as well: then there is nothing to hand over.
-            engine.drive(lambda: not exchanges.relied_on, min(2 * self.pace.interval_s, self.pace.patience_s))
+            if self._draining:
+                # All leave together, and answer until all have what they wait for: who found another gone would wait
+                # for all of its patience, and all others for it.
+                everyone = comm.Ibarrier()
+                engine.drive(everyone.Test, exchanges.pace.patience_s, polling=True)
+                everyone.Wait()
+            else:  # others may be about to leave as well: then there is nothing to hand over
+                engine.drive(lambda: not exchanges.relied_on, min(2 * self.pace.interval_s, self.pace.patience_s))
             exchanges.leave()
             engine.progress()
         except WorldError:  # the communicator has ended, and with it all that was under way

@@ -27,7 +27,11 @@ from spawnsim.policies.state.outer import FlatFloats, Fragment, OuterSGD, radial
 
 POLL_S = 1e-3  # between two attempts while another task of the rank merges
 LOOK_S = 0.25  # the longest time between two looks for deaths, and at whether to stop
-STEPS = 9  # the latest steps, from which a rank knows how long its own take
+ANSWER_S = 5.0  # how long a checkpoint waits for answers to pushes that all have sent: they may be lost
+STEPS = 9  # so many of the latest steps tell a rank how long its own take
+# Who leaves tells so many of the lowest ranks: the next one to merge is among them, and tells all others. If each told
+# all, 1,000 ranks that end together would send a million messages. More than share a node, which may die as one.
+HEIRS = 32
 
 
 @dataclass(slots=True)
@@ -154,9 +158,11 @@ class DecoupledDiLoCoPolicy(GlobalWeightsPolicy):
         self.quorum, self.grace, self.overlap, self.tokens = int(quorum), grace, overlap, float(tokens)
         self.plain, self.tag = plain, tag
         self._learner: Learner | None = None
-        self.merged: list[
-            Fragment
-        ] = []  # what this rank has merged, if it was the one, on communicators of before
+        # What this rank has merged, if it was the one, on communicators of before.
+        self.merged: list[Fragment] = []
+        self.pushed: dict[int, int] = {}  # by fragment, the iteration of its latest push
+        self.steps_s: list[float] = []  # how long the latest steps took
+        self.arrived: dict[int, int] = {}  # fragments that the model is to take over; of how many learners
 
     def _join(self, comm: Comm, model: torch.nn.Module) -> bool:
         self._leave()
@@ -174,15 +180,15 @@ class DecoupledDiLoCoPolicy(GlobalWeightsPolicy):
         assert learner is not None
         before = learner.nbytes
         learner.step()
+        self._take_over(learner)
         healed = 0
-        if learner.inbox or self.due(iteration):
+        if self.arrived or self.due(iteration):
             live = group.live(model)
-            for place, (body, donors) in sorted(learner.take().items()):
-                fragment = group.fragments[place]
-                fragment.weights.memory.copy_(as_tensor(body))
-                assign(live, fragment.weights.tensors())
+            for place, donors in sorted(self.arrived.items()):
+                assign(live, group.fragments[place].weights.tensors())
                 self.stepped(iteration - 1, info, 0)  # a push may be due in this very call
-                info.update(donors=donors, staleness=iteration - learner.pushed[place])
+                info.update(donors=donors, staleness=iteration - self.pushed.get(place, 0))
+            self.arrived = {}
             if self.due(iteration):
                 place = self.place_at(iteration)
                 healed = group.fragments[place].read_difference(live)
@@ -190,21 +196,44 @@ class DecoupledDiLoCoPolicy(GlobalWeightsPolicy):
         info["bytes"] = learner.nbytes - before
         return healed
 
+    def _take_over(self, learner: Learner) -> None:
+        """Take over global weights that have come back; the model follows in the policy's next turn."""
+        for place, (body, donors) in learner.take().items():
+            self._group_of.fragments[place].weights.memory.copy_(as_tensor(body))
+            self.arrived[place] = donors
+
     def due(self, iteration: int) -> bool:
         """Return whether a push is due: nobody waits for it, so one may come twice after a recovery."""
         return self.cadence.due(iteration)
 
     def _leave(self) -> None:
         if self._learner is not None:
-            self.merged = self._learner.leave()
+            # Nobody leaves for a checkpoint. Who was told so would leave all others out when they go on.
+            self.merged = self._learner.leave(tell=not self._draining)
             self._learner = None
 
     def state_dict(self) -> dict[str, Any]:
-        return {**super().state_dict(), "merged": [fragment.state() for fragment in self.merged]}
+        merged = [fragment.state() for fragment in self.merged]
+        known = {"pushed": sorted(self.pushed.items()), "arrived": sorted(self.arrived.items())}
+        return {**super().state_dict(), **known, "merged": merged, "steps_s": [*self.steps_s]}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         super().load_state_dict(state)
         self.merged = [Fragment.from_state(each) for each in state["merged"]]
+        self.pushed = {int(place): int(iteration) for place, iteration in state.get("pushed", ())}
+        self.arrived = {int(place): int(donors) for place, donors in state.get("arrived", ())}
+        self.steps_s = [float(each) for each in state.get("steps_s", ())]
+
+    def drain(self) -> None:
+        """Wait for the answers to what all have pushed, and leave; see `SpawnPolicy.drain`."""
+        learner = self._learner
+        if learner is not None:
+            with suppress(WorldError):  # a rank has died: the checkpoint's own calls say so
+                learner.comm.Barrier()  # all have pushed
+                learner.settle(ANSWER_S)
+                self._take_over(learner)
+                learner.comm.Barrier()  # who merges, in the background, does so until all have their answers
+        super().drain()
 
     def shutdown(self) -> None:
         """Tell the others that this rank gives and merges no more. Waits for nobody; may be called twice."""
@@ -226,7 +255,8 @@ class Learner:
         )
         self._unanswered: set[int] = set()  # fragments
         self.inbox: dict[int, tuple[Any, int]] = {}  # by fragment: new weights; how many learners were merged
-        self.pushed, self._steps_s = dict.fromkeys(range(len(fragments)), 0), [comm.clock.now()]
+        self._stepped_s = math.nan  # when the latest step was over
+        self._left: set[int] = set()  # who has told that it leaves
         self._syncer: Syncer | None = None
         self._elect()
 
@@ -244,14 +274,28 @@ class Learner:
                 own, policy.rule, quorum=policy.quorum, window_s=self._window_s, plain=policy.plain
             )
             self.engine.run_in_background()
+            if self._left:  # not all know
+                handover = Message(Kind.HANDOVER, 0, meta=sorted(self._left))
+                self.endpoint.send_all((rank, handover) for rank in self._others())
+
+    def _others(self) -> list[int]:
+        return sorted(self.present - {self.rank})
+
+    def _without(self, left: set[int]) -> None:
+        """Count on ranks no more that have said that they leave."""
+        self._left |= left - {self.rank}
+        self.present -= self._left
 
     def _window_s(self, quorum_s: float) -> float:
-        gaps = [after - before for before, after in zip(self._steps_s, self._steps_s[1:], strict=False)]
-        return self._policy.grace * (self._policy.overlap * (median(gaps) if gaps else 0.0) - quorum_s)
+        steps_s = self._policy.steps_s
+        return self._policy.grace * (self._policy.overlap * (median(steps_s) if steps_s else 0.0) - quorum_s)
 
     def step(self) -> None:
         """Take note of a step, and of what has come."""
-        self._steps_s = [*self._steps_s[-STEPS:], self.comm.clock.now()]
+        now_s, before_s = self.comm.clock.now(), self._stepped_s
+        if before_s == before_s:
+            self._policy.steps_s = [*self._policy.steps_s[1 - STEPS :], now_s - before_s]
+        self._stepped_s = now_s
         self.engine.progress()
 
     def take(self) -> dict[int, tuple[Any, int]]:
@@ -261,14 +305,18 @@ class Learner:
         self._unanswered -= set(taken)
         return taken
 
+    def settle(self, timeout_s: float) -> None:
+        """Wait until what this rank has pushed has come back, for a time at most."""
+        self.engine.drive(lambda: self._unanswered <= self.inbox.keys(), timeout_s)
+
     def push(self, place: int, iteration: int, tokens: float) -> None:
         """Send a fragment's difference to the rank that merges; not again while its answer may be on its way."""
         if place in self._unanswered:  # once: the answer may be lost with the rank that merged
             self._unanswered.discard(place)
             return
         self._unanswered.add(place)
-        steps = max(iteration - self.pushed[place], 1)
-        self.pushed[place] = iteration
+        steps = max(iteration - self._policy.pushed.get(place, 0), 1)
+        self._policy.pushed[place] = iteration
         delta = self._fragments[place].delta.memory
         body = as_memory(delta.clone()) if delta.device != META else phantom_memory(delta.numel())
         weight = (tokens * steps) ** 2 / steps
@@ -282,7 +330,9 @@ class Learner:
         self.present -= dead
         for source, message in arrived:
             if message.kind is Kind.LEAVE:
-                self.present.discard(source)
+                self._without({source})
+            elif message.kind is Kind.HANDOVER:
+                self._without(set(message.meta))
             elif message.kind is Kind.DOWN and not message.damaged:
                 self.inbox[message.part] = message.body, int(message.value)
             elif message.kind is Kind.PART and not message.damaged and self._syncer is not None:
@@ -305,12 +355,11 @@ class Learner:
         """Return when `advance` is next needed. The engine calls this."""
         return math.inf if self._syncer is None else self._syncer.wake_s()
 
-    def leave(self) -> list[Fragment]:
-        """Tell all others, and stop; return what this rank has merged, if it was the one."""
+    def leave(self, *, tell: bool) -> list[Fragment]:
+        """Stop, and tell those who must know, if wanted; return what this rank has merged, if it was the one."""
+        told = self._others()[:HEIRS] if tell else []
         # Revoked: the communicator has ended, and all who live know.
         with suppress(WorldError), self.engine.hold():
-            self.endpoint.send_all(
-                (rank, Message(Kind.LEAVE, 0)) for rank in sorted(self.present - {self.rank})
-            )
+            self.endpoint.send_all((rank, Message(Kind.LEAVE, 0)) for rank in told)
         self.engine.stop(1.0)
         return [] if self._syncer is None else self._syncer.fragments

@@ -126,3 +126,46 @@ def test_a_replay_refuses_to_be_cut() -> None:
     """What it has given is taken at later iterations."""
     with pytest.raises(UsageError, match="replay"):
         replay([]).drain()
+
+
+def activity(comm: Any, name: str, every: int) -> None:
+    """Train in step, with a drain every few iterations, or without (0)."""
+    model, optimizer = build(comm)
+    policy = POLICIES[name](comm)
+    for iteration in range(48):
+        with comm.compute(0.01):
+            pass
+        model, optimizer, info = policy(iteration, model, optimizer, local_metric=0.0, group=comm)
+        comm.record(iteration=iteration, staleness=info.get("staleness", -1))
+        if every and (iteration + 1) % every == 0:
+            policy.drain()
+            comm.Barrier()
+
+
+def test_who_goes_on_after_a_checkpoint_counts_on_all_others() -> None:
+    """Decoupled learners merge the same, whether they are drained meanwhile or not: by one rank, of all, as late."""
+    bare, drained = (
+        spawnsim.run(activity, ranks=RANKS, parameters={"name": "decoupled", "every": every})
+        for every in (0, 11)
+    )
+    merges, others = (
+        [
+            (event["rank"], event["fragment"], event["learners"])
+            for event in run.events
+            if event["kind"] == "merge"
+        ]
+        for run in (bare, drained)
+    )
+    assert len(merges) > 10
+    assert others == merges
+    assert {(rank, len(learners)) for rank, _, learners in others} == {(0, RANKS)}
+    assert {*drained.table["staleness"]} == {*bare.table["staleness"]}
+
+
+@pytest.mark.parametrize("name", ["clock", "pairs", "background"])
+def test_a_drain_does_not_wait_for_who_has_left(name: str) -> None:
+    """Whatever is under way ends at once: none waits for the answer of a rank that was drained before it."""
+    run = spawnsim.run(
+        activity, ranks=RANKS, stragglers="lognormal:0.1", parameters={"name": name, "every": 6}, seed=3
+    )
+    assert run.totals["virtual_seconds"] < 1.5, "of which training takes 0.6; a wait would last 5"

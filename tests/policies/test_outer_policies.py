@@ -26,6 +26,7 @@ from spawnsim.policies import (
     SPARTAPolicy,
     StreamingDiLoCoPolicy,
     TopK,
+    decoupled,
 )
 from spawnsim.policies.exchange import outer_group
 from spawnsim.policies.noloco import partner_of
@@ -526,6 +527,31 @@ def test_nobody_waits_for_a_learner_that_is_gone(faults: str) -> None:
     assert all(len(found.weights[rank]) == 60 for rank in set(range(11)) - gone)
     assert all(info["wait_s"] < 5e-3 for info in found.infos.values())
     assert abs(np.stack([found.weights[rank][-1] for rank in set(range(11)) - gone])).max() < 20
+
+
+def leaving(comm: Any) -> None:
+    """Train until it is this rank's time to leave."""
+    model = torch.nn.Linear(4, 4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    policy = DecoupledDiLoCoPolicy(4, fragments=2, quorum=12)
+    for iteration in range({1: 10, 0: 20, 2: 30}.get(comm.Get_rank(), 60)):
+        with comm.compute(0.01):
+            pass
+        policy(iteration, model, optimizer, local_metric=0.0, group=comm)
+    policy.shutdown()
+
+
+def test_few_are_told_who_leaves_and_the_next_to_merge_tells_the_others(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Rank 1 leaves, then those that merge: the others follow, and wait for none that has gone."""
+    monkeypatch.setattr(decoupled, "HEIRS", 2)
+    run = spawnsim.run(leaving, ranks=15)
+    merges = [event for event in run.events if event["kind"] == "merge"]
+    for begin_s, rank, learners in ((0.12, 0, 14), (0.24, 2, 13), (0.34, 3, 12)):
+        found = [event for event in merges if begin_s < event["time_s"] < begin_s + 0.07]
+        assert len(found) >= 3
+        assert {(event["rank"], len(event["learners"])) for event in found} == {(rank, learners)}
 
 
 def test_the_radial_mean_keeps_its_length_whatever_the_number_of_learners() -> None:

@@ -364,8 +364,11 @@ class ProgressEngine:
         finally:
             self._lock.release()
 
-    def drive(self, done: Callable[[], bool], timeout_s: float) -> bool:
-        """Make progress until `done()`, for `timeout_s` at most; return whether it is done."""
+    def drive(self, done: Callable[[], bool], timeout_s: float, *, polling: bool = False) -> bool:
+        """Make progress until `done()`, for `timeout_s` at most; return whether it is done.
+
+        `polling`: `done` is looked at in intervals, since no message to the endpoint tells of it.
+        """
         end_s = self._clock.now() + timeout_s
         while True:
             self.progress()
@@ -375,7 +378,7 @@ class ProgressEngine:
             if now_s >= end_s:
                 return False
             left_s = min(end_s - now_s, LONGEST_WAIT_S)
-            if self._task is not None and self._task.alive:
+            if polling or (self._task is not None and self._task.alive):
                 self._clock.sleep(min(self.poll_interval_s, left_s))
             else:
                 self._wait(now_s, left_s)

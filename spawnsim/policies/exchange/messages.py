@@ -54,6 +54,15 @@ A server (`server`); `part` is the tier, 0 between workers and their server, 1 b
 | PULL | server → worker | weights of version `number`; `value`: steps a second of the fastest; `settled`: staleness |
 | LEAVE | worker → server | nothing: this worker has ended |
 
+Decoupled learners (`decoupled`):
+
+| kind | from → to | carries |
+|---|---|---|
+| PART | learner → who merges | the difference of fragment `part`; `value` is its weight |
+| DOWN | who merges → learner | new weights of fragment `part`; `value`: how many learners were merged |
+| LEAVE | learner → the lowest ranks | nothing: this learner has ended |
+| HANDOVER | who merges → learners | the ranks that have left: send to me from now on |
+
 Sums that wait for nobody (`wait_avoiding`):
 
 | kind | from → to | carries |
