@@ -129,7 +129,7 @@ class OneSidedSelectiveAveragingPolicy(SpawnPolicy):
         self._age: Age | None = None
         self._resume: dict[str, Any] = {}
         self._last_replaced = -math.inf
-        self._rounds = ReportRounds(self.average_every)
+        self._rounds, self._again = ReportRounds(self.average_every), False  # a round that a checkpoint has cut
         self._expose = True
         self.idle_info["replacement_mode"] = replacement_mode
         if not self._by_board:  # a rank that is judged by itself is judged in each call
@@ -209,7 +209,8 @@ class OneSidedSelectiveAveragingPolicy(SpawnPolicy):
         first = not opened.board.reports
         due = first or self.cadence.due(iteration)
         if first or (due and not self._by_board):
-            self._report(opened, iteration, metric, judged=self.cadence.due(iteration))
+            self._report(opened, iteration, metric, judged=self._again or self.cadence.due(iteration))
+            self._again = False
         seen = self._verdict(opened, iteration, metric, due=due)
         if seen is not None:
             model, optimizer = self._replace(opened, iteration, (model, optimizer), info, *seen)
@@ -354,13 +355,14 @@ class OneSidedSelectiveAveragingPolicy(SpawnPolicy):
     def state_dict(self) -> dict[str, Any]:
         age = (self.age, self.max_age) if self._age else self._resume.get("age")
         last = self._last_replaced if math.isfinite(self._last_replaced) else None
-        return {**super().state_dict(), "total_iterations": self.total_iterations, "age": age, "last_replaced": last}
+        own = {"total_iterations": self.total_iterations, "age": age, "last_replaced": last}
+        return {**super().state_dict(), **own, "again": self._again or (self._opened is None and self._rounds.open)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         super().load_state_dict(state)
         self._last_replaced = -math.inf if state["last_replaced"] is None else state["last_replaced"]
         self.total_iterations = int(state["total_iterations"])
         self._resume = {"age": tuple(state["age"])} if state["age"] else {}
-        self._rounds = ReportRounds(self.average_every)
+        self._rounds, self._again = ReportRounds(self.average_every), bool(state.get("again", False))
         if self._age is not None and self._resume:
             self._age.age, self._age.max_age = self._resume["age"]

@@ -161,8 +161,11 @@ class AsyncSelectiveAveragingPolicy(SpawnPolicy):
         expired = self._age.tick() if self._age is not None else False
         if metric is not None:
             self._judged = True
+            cut = self._resume.pop("cut", None)  # the round that a checkpoint has cut
             if self.cadence.due(iteration):
-                exchange.report(iteration, metric, expired=expired)
+                exchange.report(iteration, iteration, metric, expired=expired)
+            elif cut is not None:
+                exchange.report(cut, iteration, metric, expired=expired)
         outcome = exchange.serve(iteration, model, optimizer)
         if exchange.assigned is not None:  # the donors have just been asked: later steps are this rank's own
             self._reference = (iteration, self.replacement.reference(model))
@@ -230,7 +233,14 @@ class AsyncSelectiveAveragingPolicy(SpawnPolicy):
             return
         self._resume = self._progress(exchange)
         self._warn_if_idle(exchange, self._latest[0])
-        if not ShutdownDrain(exchange, *self._latest)():
+        books, leave = exchange.coordinator, ShutdownDrain(exchange, *self._latest)
+        whole = leave(together=self._draining)
+        if leave.unfinished.open or leave.unfinished.cut:
+            # Held again in the next call: else, with a checkpoint at each decision, no rank would ever be replaced.
+            self._resume["cut"] = exchange.reported
+            if leave.unfinished.cut and books is not None:
+                self._resume["last_trigger"] = books.trigger_before  # no cooldown for what was not carried out
+        if not whole:
             logger.warning(
                 "rank %d: shut down with %d messages under way: a rank has died, or answers no more",
                 exchange.comm.rank, exchange.endpoint.unfinished,
@@ -273,7 +283,7 @@ class AsyncSelectiveAveragingPolicy(SpawnPolicy):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         super().load_state_dict(state)
-        names = ("settled", "last_trigger", "age", "call_s")
+        names = ("settled", "last_trigger", "age", "call_s", "cut")
         self._resume = {name: state[name] for name in names if name in state}
         self._exchange = self._age = None
         self._reference = (-1, {})

@@ -70,11 +70,18 @@ class StreamingDiLoCoPolicy(GlobalWeightsPolicy):
         if not 0 <= blend <= 1:
             raise ParameterError(f"blend={blend!r}: give a number from 0 to 1")
         self.overlap, self.blend = int(overlap), float(blend)
-        self._under_way: deque[tuple[int, int, Mean]] = deque()  # place, iteration in which it was sent, mean
+        # Place, iteration in which it was sent, mean; None: it has come, and is the fragment's `delta`.
+        self._under_way: deque[tuple[int, int, Mean | None]] = deque()
 
     def _join(self, comm: Comm, model: torch.nn.Module) -> bool:
-        self._under_way.clear()  # of a group that has ended: its global weights have not moved
-        return super()._join(comm, model)
+        # What was under way in a group that has ended is lost, and its global weights have not moved. What had come,
+        # before a checkpoint, has come to all that have taken as many steps.
+        self._under_way = deque(each for each in self._under_way if each[2] is None)
+        before = self._group_of.steps
+        fresh = super()._join(comm, model)
+        if self._group_of.steps != before:
+            self._under_way.clear()
+        return fresh
 
     def wanted(self, iteration: int) -> bool:
         return self._arrives(iteration) or self.due(iteration)
@@ -101,7 +108,8 @@ class StreamingDiLoCoPolicy(GlobalWeightsPolicy):
 
     def _apply(self, live: Tensors, info: Info) -> None:
         place, sent_at, mean = self._under_way[0]
-        mean.wait()
+        if mean is not None:
+            mean.wait()
         self._under_way.popleft()
         fragment = self._group_of.fragments[place]
         self.rule.step(fragment.weights.rows, fragment.momentum.rows, fragment.delta.rows)
@@ -118,11 +126,31 @@ class StreamingDiLoCoPolicy(GlobalWeightsPolicy):
         return fragment.delta.tensors()
 
     def shutdown(self) -> None:
-        """Wait for what is under way, which nobody uses any more."""
+        """Wait for what is under way, which nobody uses any more, but behind a checkpoint."""
         super().shutdown()
-        while self._under_way:
+        under_way, self._under_way = self._under_way, deque()
+        for place, sent_at, mean in under_way:
             with suppress(WorldError):
-                self._under_way.popleft()[2].wait()
+                if mean is not None:
+                    mean.wait()
+                if self._draining:
+                    self._under_way.append((place, sent_at, None))
+
+    def state_dict(self) -> dict[str, Any]:
+        fragments = self._group_of.fragments
+        come = [
+            [place, sent_at, fragments[place].delta.copies()]
+            for place, sent_at, mean in self._under_way
+            if mean is None
+        ]
+        return {**super().state_dict(), "means": come}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        super().load_state_dict(state)
+        self._under_way.clear()
+        for place, sent_at, mean in state.get("means", ()):
+            self._group_of.fragments[place].delta.read(mean)
+            self._under_way.append((int(place), int(sent_at), None))
 
 
 class OneRoundLatePolicy(GlobalWeightsPolicy):
@@ -166,9 +194,8 @@ class OneRoundLatePolicy(GlobalWeightsPolicy):
         if not penalty > 0:
             raise ParameterError(f"penalty={penalty!r}: give a number above 0")
         self.own_fresh, self.penalty = own_fresh, float(penalty)
-        self._late: dict[
-            int, tuple[Mean, FlatFloats, FlatFloats]
-        ] = {}  # by place: on its way; own part as sent
+        # By place: on its way, or None where it has come; what it is in the place of; own part as sent.
+        self._late: dict[int, tuple[Mean | None, FlatFloats, FlatFloats]] = {}
 
     @classmethod
     def eager(cls, average_every: int = 30, **how: Any) -> Self:
@@ -181,8 +208,13 @@ class OneRoundLatePolicy(GlobalWeightsPolicy):
         return cls(average_every, **{"lr": 1.0, "momentum": 0.5, "nesterov": False, "own_fresh": False} | how)
 
     def _join(self, comm: Comm, model: torch.nn.Module) -> bool:
-        self._late.clear()
-        return super()._join(comm, model)
+        # As for `StreamingDiLoCoPolicy`: only what has come stays, on ranks that go on where they were.
+        self._late = {place: late for place, late in self._late.items() if late[0] is None}
+        before = self._group_of.steps
+        fresh = super()._join(comm, model)
+        if self._group_of.steps != before:
+            self._late.clear()
+        return fresh
 
     def turn(
         self, iteration: int, model: torch.nn.Module, optimizer: torch.optim.Optimizer, info: Info
@@ -190,7 +222,7 @@ class OneRoundLatePolicy(GlobalWeightsPolicy):
         group, place = self._group_of, self.place_at(iteration)
         live, fragment = group.live(model), group.fragments[place]
         late = self._late.get(place)
-        if late is not None:  # before anything is changed: the group may have ended
+        if late is not None and late[0] is not None:  # before anything is changed: the group may have ended
             late[0].wait()
         healed = fragment.read_difference(live)
         mine, sent = fragment.weights.zeros(), fragment.weights.zeros()
@@ -205,7 +237,9 @@ class OneRoundLatePolicy(GlobalWeightsPolicy):
         info["staleness"] = 0 if late is None else self.average_every
         return healed
 
-    def _outer_gradient(self, fragment: Fragment, late: tuple[Mean, FlatFloats, FlatFloats] | None) -> None:
+    def _outer_gradient(
+        self, fragment: Fragment, late: tuple[Mean | None, FlatFloats, FlatFloats] | None
+    ) -> None:
         """Make of `delta`, this rank's newest difference, what the outer optimizer takes for its gradient."""
         assert self._group_of.comm is not None
         size = self._group_of.comm.Get_size()
@@ -218,8 +252,27 @@ class OneRoundLatePolicy(GlobalWeightsPolicy):
             delta.div_(self.penalty)
 
     def shutdown(self) -> None:
-        """Wait for what is under way, which nobody uses any more."""
+        """Wait for what is under way, which nobody uses any more, but behind a checkpoint."""
         super().shutdown()
-        while self._late:
+        under_way, self._late = self._late, {}
+        for place, (mean, sent, mine) in under_way.items():
             with suppress(WorldError):
-                self._late.popitem()[1][0].wait()
+                if mean is not None:
+                    mean.wait()
+                if self._draining:
+                    self._late[place] = (None, sent, mine)
+
+    def state_dict(self) -> dict[str, Any]:
+        come = [
+            [place, sent.copies(), mine.copies()]
+            for place, (mean, sent, mine) in self._late.items()
+            if mean is None
+        ]
+        return {**super().state_dict(), "means": come}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        super().load_state_dict(state)
+        self._late = {
+            int(place): (None, FlatFloats.of(mean), FlatFloats.of(mine))
+            for place, mean, mine in state.get("means", ())
+        }

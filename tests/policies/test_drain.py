@@ -18,6 +18,7 @@ from spawnsim.policies import (
     DecentralizedAveragingPolicy,
     DecoupledDiLoCoPolicy,
     GossipPolicy,
+    OneRoundLatePolicy,
     OneSidedSelectiveAveragingPolicy,
     OuterOptimizerPolicy,
     PopulationBasedTrainingPolicy,
@@ -169,3 +170,65 @@ def test_a_drain_does_not_wait_for_who_has_left(name: str) -> None:
         activity, ranks=RANKS, stragglers="lognormal:0.1", parameters={"name": name, "every": 6}, seed=3
     )
     assert run.totals["virtual_seconds"] < 1.5, "of which training takes 0.6; a wait would last 5"
+
+
+ALIGNED: dict[str, Callable[[], SpawnPolicy]] = {
+    "selective": lambda: AsyncSelectiveAveragingPolicy(None, 10, 0.3),
+    "selective after a rest": lambda: AsyncSelectiveAveragingPolicy(None, 10, 0.3, cooldown=10),
+    "population": lambda: PopulationBasedTrainingPolicy(10),
+    "one-sided": lambda: OneSidedSelectiveAveragingPolicy(
+        None, None, 10, replacement_ratio=0.3, replacement_mode="worst_ratio"
+    ),
+}
+LATE: dict[str, Callable[[], SpawnPolicy]] = {
+    "streaming": lambda: StreamingDiLoCoPolicy(20, fragments=2, compression=None),
+    "streaming in four bits": lambda: StreamingDiLoCoPolicy(20, fragments=2, overlap=3),
+    "eager": lambda: OneRoundLatePolicy.eager(10),
+    "eager fragments": lambda: OneRoundLatePolicy.eager(10, fragments=2),
+    "co2": lambda: OneRoundLatePolicy.co2(10),
+}
+
+
+def aligned(comm: Any, name: str, after: tuple[int, ...]) -> None:
+    """Train; drain behind iterations whose number ends so: at 0, all decide, or send what they have learnt."""
+    model, optimizer = build(comm)
+    policy = {**ALIGNED, **LATE}[name]()
+    for iteration in range(100):
+        with comm.compute(0.01):
+            for parameter in model.parameters():
+                parameter.grad = torch.full_like(parameter, 0.001 * (comm.rank + 1))
+            optimizer.step()
+        metric = float(comm.rng("metric").normal())
+        model, optimizer, _ = policy(iteration, model, optimizer, local_metric=metric, group=comm)
+        if iteration % 10 in after:
+            policy.drain()
+            comm.Barrier()
+    comm.record(weights=next(model.parameters()).detach().double().sum().item())
+    policy.shutdown()
+
+
+@pytest.mark.parametrize("after", [(0,), (1,), (2,)])
+@pytest.mark.parametrize("name", ALIGNED)
+def test_a_checkpoint_right_behind_a_decision_costs_no_replacement(name: str, after: tuple[int, ...]) -> None:
+    """The round that it has cut is held again: else a program with a checkpoint at each would have none."""
+    bare, cut = (
+        sum(event["kind"] == "replacement" for event in run.events)
+        for run in (
+            spawnsim.run(
+                aligned, ranks=RANKS, stragglers="lognormal:0.1", parameters={"name": name, "after": each}
+            )
+            for each in ((), after)
+        )
+    )
+    assert bare > 10
+    assert 0.8 * bare <= cut <= 1.3 * bare
+
+
+@pytest.mark.parametrize("name", LATE)
+def test_a_mean_that_is_under_way_at_a_checkpoint_is_taken(name: str) -> None:
+    """At its iteration, as without a checkpoint: the weights are the same to the last bit."""
+    bare, cut = (
+        spawnsim.run(aligned, ranks=RANKS, parameters={"name": name, "after": each}).table["weights"][-1]
+        for each in ((), (0, 4))
+    )
+    assert cut == bare

@@ -60,7 +60,9 @@ class Coordinator:
         self.quorum, self.cooldown = check_quorum(quorum), cooldown
         self.counts: Counter[str] = Counter()
         self.closed = -1
-        self.last_trigger = -cooldown
+        self.last_trigger = (
+            self.trigger_before
+        ) = -cooldown  # the last two rounds in which ranks were replaced
         self._rng = rng
         self._open: dict[int, _Round] = {}
         self._late: dict[int, Report] = {}  # by rank, since the latest decision
@@ -73,13 +75,19 @@ class Coordinator:
         """Whether any round is open."""
         return bool(self._open)
 
+    @property
+    def assigned(self) -> dict[int, int]:
+        """By rank that is not known to be through with its replacement, the round of that."""
+        return {rank: round_ for rank, (round_, _) in self._assigned.items()}
+
     def report(self, round_: int, report: Report, now_s: float, settled: int = -1) -> None:
         """Take a rank's report; `settled` is the last round whose replacement it finished or gave up."""
         # A replaced rank says in its next report that it is through. Until then it is busy: replaced again, it would be
         # judged by weights that are gone. Should that report be lost, `_busy` gives it up after four deadlines.
         if settled >= self._assigned.get(report.rank, (math.inf, 0))[0]:
             del self._assigned[report.rank]
-        if settled >= 0:  # a successor learns of the rounds before its time
+        # A successor learns of the rounds before its time. Not of this one, where it is held again: it was cut short.
+        if 0 <= settled < round_:
             self.last_trigger = max(self.last_trigger, settled)
         if round_ <= self.closed:
             self.counts["late"] += 1
@@ -143,7 +151,7 @@ class Coordinator:
             return Decision(round_, len(reports))
         decision = decide(round_, reports, self.rules, self._rng, busy=self._busy(now_s))
         if decision.assignments:
-            self.last_trigger = round_
+            self.trigger_before, self.last_trigger = self.last_trigger, round_
             # Four deadlines: the replaced rank itself waits for one, and its report comes a round later.
             give_up_s = now_s + 4 * self.deadline.limit_s(share=1.0)
             self._assigned.update((rank, (round_, give_up_s)) for rank in decision.assignments)

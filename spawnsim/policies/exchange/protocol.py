@@ -15,6 +15,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 import torch
 
@@ -53,6 +54,7 @@ class Exchange:
         self.coordinator = self._new_coordinator() if comm.Get_rank() == self.leader else None
         self.assigned: Assignment | None = None  # taken in the latest `serve`: the time to take a reference
         self.leaving = False  # nothing is sent any more
+        self.reported = -1  # the round of the latest report
         self.call_s = math.inf  # time from call to call, as of late
         self.counts: Counter[str] = Counter()
         self._calls, self._reported_s = 0, 0.0  # since the last report
@@ -68,14 +70,14 @@ class Exchange:
             quorum=self.wiring.quorum, cooldown=self.cooldown,
         )  # fmt: skip
 
-    def report(self, iteration: int, metric: float, *, expired: bool) -> None:
-        """Tell the coordinator this rank's metric of the round `iteration`."""
+    def report(self, round_: int, iteration: int, metric: float, *, expired: bool) -> None:
+        """Tell the coordinator this rank's metric of a round: `iteration`, or an earlier one that is held again."""
         # Finished sends are let go before another begins: their memory is used again for the next snapshot.
         self.endpoint.reap()
         self._pace(self.comm.clock.now())
-        settled = self.inbox.settled
+        settled, self.reported = self.inbox.settled, round_
         # `settled` travels in each report, so that a report that is lost costs no more than one round.
-        message = Message(Kind.REPORT, iteration, iteration, value=metric, settled=settled, expired=expired)
+        message = Message(Kind.REPORT, round_, iteration, value=metric, settled=settled, expired=expired)
         self.tell_leader(message)
 
     def tell_leader(self, message: Message) -> None:
@@ -213,6 +215,36 @@ class Exchange:
         return total + self.coordinator.counts if self.coordinator else total
 
 
+@dataclass(frozen=True, slots=True)
+class Unfinished:
+    """What a drain finds under way: rounds that are `open`, and decisions not all of which were carried out.
+
+    `settled` is the last round that this rank was through with, `assigned` the coordinator's rounds by replaced rank.
+    """
+
+    open: bool = False
+    cut: bool = False
+    settled: int = -1
+    assigned: Mapping[int, int] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, exchange: Exchange) -> Unfinished:
+        """Return what one rank knows."""
+        books = exchange.coordinator
+        assigned = {} if books is None else books.assigned
+        return cls(books is not None and books.waiting, settled=exchange.inbox.settled, assigned=assigned)
+
+    @classmethod
+    def all_of(cls, comm: Comm, own: Unfinished) -> Unfinished:
+        """Return what holds of all ranks; collective."""
+        told = comm.gather((own.open, own.settled, dict(own.assigned)), root=0)
+        found = None
+        if told is not None:
+            assigned = [pair for _, _, each in told for pair in each.items()]
+            found = any(each[0] for each in told), any(told[rank][1] < round_ for rank, round_ in assigned)
+        return cls(*comm.bcast(found, root=0))
+
+
 PATIENCE_CALLS = 4  # others answer once a call
 PATIENCE_POLLS = 10
 
@@ -225,20 +257,31 @@ class ShutdownDrain:
     ) -> None:
         self.exchange, self._latest = exchange, (iteration, model, optimizer)
         self._clock, self._wiring = exchange.comm.clock, exchange.wiring
+        self.unfinished = Unfinished()
 
-    def __call__(self) -> bool:
-        """Leave; return whether nothing was left behind."""
+    def __call__(self, *, together: bool = False) -> bool:
+        """Leave; return whether nothing was left behind.
+
+        `together`: all do so now, for a checkpoint. Rounds that are under way end at once, and `unfinished` says so.
+        """
         exchange = self.exchange
         end_s = self._clock.now() + self._wiring.shutdown_timeout_s
         try:
-            exchange.tell_leader(Message(Kind.LEAVE, self._latest[0], self._latest[0]))
-            self._finish(min(end_s, self._clock.now() + PATIENCE_CALLS * exchange.call_s))
-            while exchange.coordinator and not self._alone() and self._clock.now() < end_s:
+            if together:
+                self.unfinished = Unfinished.of(exchange)
+                exchange.inbox.give_up()
+            else:
+                exchange.tell_leader(Message(Kind.LEAVE, self._latest[0], self._latest[0]))
+                self._finish(min(end_s, self._clock.now() + PATIENCE_CALLS * exchange.call_s))
+            while not together and exchange.coordinator and not self._alone() and self._clock.now() < end_s:
                 self._rest()
             # The coordinator stops before the sends are counted: a decision after the count would be a message that
             # nobody expects.
             exchange.coordinator, exchange.leaving = None, True
-            return self._receive(self._expected(end_s), end_s)
+            expected = self._expected(end_s)
+            if together:
+                self.unfinished = Unfinished.all_of(exchange.comm, self.unfinished)
+            return self._receive(expected, end_s)
         except (RankFailed, Revoked, Timeout):
             return False
 

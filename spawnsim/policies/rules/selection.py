@@ -404,6 +404,11 @@ class ReportRounds:
         if judged:
             self._open = (*self._open, iteration)
 
+    @property
+    def open(self) -> bool:
+        """Whether a report is still to be judged."""
+        return bool(self._open)
+
     def close(self) -> None:
         """Judge no report that was made so far."""
         self._open = ()

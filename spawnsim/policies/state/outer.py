@@ -59,6 +59,10 @@ class FlatFloats:
         """Return the values by name, where the model's tensors lie; in main memory as views."""
         return laid_out(self.layout, self.memory, self.device)
 
+    def copies(self) -> Tensors:
+        """Return copies of the values by name."""
+        return {name: each.clone() for name, each in self.tensors().items()}
+
     def set_difference(self, weights: FlatFloats) -> int:
         """Replace these values by `weights` − these; 0 where one is not finite. Return how many are not."""
         found = 0
@@ -148,10 +152,7 @@ class Fragment:
 
     def state(self) -> dict[str, Tensors]:
         """Return weights and momentum by name, copied, for a checkpoint."""
-        both = {"weights": self.weights, "momentum": self.momentum}
-        return {
-            key: {name: each.clone() for name, each in kept.tensors().items()} for key, kept in both.items()
-        }
+        return {"weights": self.weights.copies(), "momentum": self.momentum.copies()}
 
     @classmethod
     def from_state(cls, state: Mapping[str, Tensors]) -> Fragment:
