@@ -15,11 +15,10 @@ from contextlib import contextmanager
 from dataclasses import fields
 from threading import Lock
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 
-from spawnsim.comm import Comm, as_comm
+from spawnsim.comm import as_comm
 from spawnsim.comm.deferred import WAITING, settle
 from spawnsim.errors import ParameterError, Timeout, UsageError
 from spawnsim.policies.averaging.butterfly import Group
@@ -51,10 +50,6 @@ from spawnsim.policies.state.codecs import (
     codecs_for,
     infos_by_place,
 )
-
-# Prefixes of the peers that have not been shut down, by rank (its clock; virtual ranks' communicators are equal),
-# communicator and tag: two would take each other's messages. A communicator lives as long as its peers do.
-_LIVE: WeakKeyDictionary[Any, WeakKeyDictionary[Comm, dict[int, str]]] = WeakKeyDictionary()
 
 
 class DecentralizedAverager:
@@ -129,8 +124,9 @@ class DecentralizedAverager:
         self.residuals: list[Values] | None = self.vector.zeros() if error_feedback else None
         self.rank, self.size, self.round = self.comm.Get_rank(), self.comm.Get_size(), 0
         self.bits = initial_group_bits
-        self._register()
-        self.endpoint = Endpoint(self.comm, settings.tag_or_default, channel=settings.channel)
+        self.endpoint = Endpoint(
+            self.comm, settings.tag_or_default, channel=settings.channel, prefix=settings.prefix
+        )
         self.endpoint.allocate = self.vector.allocate
         self.engine = ProgressEngine(self.endpoint, self)
         self.directory = DirectoryClient(self.rank, self.size, request_timeout)
@@ -338,7 +334,6 @@ class DecentralizedAverager:
         # cancelled steps tell their groups (ABSENT, LEAVE), so that no member waits for this rank until a time-out.
         if not self._closed:
             self._closed = True
-            self._live().pop(self.settings.tag_or_default, None)  # the prefix is free again
             with self.engine.hold():
                 self.steps.cancel_all()
             self.progress()
@@ -361,26 +356,6 @@ class DecentralizedAverager:
         if self.settings.tensor_infos is not None:
             check_infos(self.settings.tensor_infos, tensors)
         return codecs_for(self.settings.compression, self.settings.tensor_infos or infos_by_place(tensors))
-
-    def _register(self) -> None:
-        """Refuse to take the messages of another averager of this rank."""
-        live, tag = self._live(), self.settings.tag_or_default
-        other = live.get(tag)
-        if other == self.settings.prefix:
-            raise UsageError(
-                f"rank {self.rank}: there is an averager with prefix={other!r} on this communicator already: "
-                "shutdown() that one first, or give this one another prefix"
-            )
-        if other is not None:
-            raise UsageError(
-                f"rank {self.rank}: the averagers with prefix={other!r} and prefix={self.settings.prefix!r} have the "
-                f"tag {tag} in common: give one of them another, tag=..., on all ranks"
-            )
-        live[tag] = self.settings.prefix
-
-    def _live(self) -> dict[int, str]:
-        """Return this rank's prefixes on this communicator, by tag."""
-        return _LIVE.setdefault(self.comm.clock, WeakKeyDictionary()).setdefault(self.comm, {})
 
     # --------------------------------------------------------------------------------------------- the tensors
     def acquire_tensors(self) -> bool:

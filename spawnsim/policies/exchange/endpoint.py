@@ -9,6 +9,7 @@ named donors in the recorded order, where polling for anything from any rank wou
 
 from __future__ import annotations
 
+import gc
 import math
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator
@@ -16,9 +17,10 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from threading import Lock
 from typing import TYPE_CHECKING, Any, Protocol
+from weakref import WeakKeyDictionary, WeakValueDictionary
 
 from spawnsim.comm import ANY_SOURCE, Comm, Status, Task
-from spawnsim.errors import RankFailed, Timeout, WorldError
+from spawnsim.errors import RankFailed, Timeout, UsageError, WorldError
 from spawnsim.policies.exchange.messages import (
     Bytes,
     Foreign,
@@ -42,6 +44,12 @@ PAUSE_S = (
 LEAST_WAIT_S = 1e-3  # a deadline that its owner does not act upon must not become a busy loop
 LONGEST_WAIT_S = 1.0  # the longest wait between two looks at the time
 
+# Endpoints that are not closed, by rank (its clock; virtual ranks' communicators are equal), communicator and tag. A
+# communicator lives as long as its endpoints do.
+_OPEN: WeakKeyDictionary[Any, WeakKeyDictionary[Comm, WeakValueDictionary[int, Endpoint]]] = (
+    WeakKeyDictionary()
+)
+
 
 @dataclass(slots=True)
 class _Receive:
@@ -64,6 +72,7 @@ class Endpoint:
         channel: 32 bits; messages of another channel are dropped and counted as "foreign".
         tracked: remember the requests of sends, for callers that send from memory which they use again, or that must
             know when everything has been delivered (`reap`, `is_sending`, `unfinished`).
+        prefix: of the averager that it belongs to; None for a policy's.
 
     Attributes:
         failed: ranks found to be dead, when sending to them, receiving from them, or by `look_for_failed`.
@@ -71,10 +80,18 @@ class Endpoint:
             its body ("damaged").
         sent, received: messages put on the wire, by destination; and taken from it.
         allocate: makes the memory that large messages are received into.
+
+    Raises:
+        UsageError: this rank has an endpoint of this tag on this communicator that is not closed: the two would take
+            each other's messages.
     """
 
-    def __init__(self, comm: Comm, tag: int, *, channel: int = 0, tracked: bool = False) -> None:
+    def __init__(
+        self, comm: Comm, tag: int, *, channel: int = 0, tracked: bool = False, prefix: str | None = None
+    ) -> None:
         self.comm, self.tag, self.rank, self.channel = comm, tag, comm.Get_rank(), channel
+        self.prefix = prefix
+        self._register()
         self.counts: Counter[str] = Counter()
         self.failed: set[int] = set()
         self.sent: Counter[int] = Counter()
@@ -91,6 +108,41 @@ class Endpoint:
         self._any: Any = (
             comm  # `Comm` lists what every backend has; Probe, Get_failed and Ack_failed are MPI's
         )
+
+    def _open(self) -> WeakValueDictionary[int, Endpoint]:
+        """Return this rank's endpoints on this communicator, by tag."""
+        of_rank = _OPEN.setdefault(self.comm.clock, WeakKeyDictionary())
+        return of_rank.setdefault(self.comm, WeakValueDictionary())
+
+    def _register(self) -> None:
+        """Refuse to take the messages of another endpoint of this rank."""
+        if self.tag in self._open():
+            gc.collect()  # perhaps of a policy that nobody holds any more, but that refers to itself
+        other = self._open().setdefault(self.tag, self)
+        if other is not self:
+            raise UsageError(self._refused(other.prefix))
+
+    def _refused(self, other: str | None) -> str:
+        begin = f"rank {self.rank}: there is "
+        if self.prefix is None or other is None:
+            return (
+                f"{begin}a policy on this communicator already whose messages have the tag {self.tag}: shutdown() that "
+                "one first, or give each a communicator of its own, made before the training loop: group=comm.Dup()"
+            )
+        if other == self.prefix:
+            return (
+                f"{begin}an averager with prefix={other!r} on this communicator already: shutdown() that one first, or "
+                "give this one another prefix"
+            )
+        return (
+            f"rank {self.rank}: the averagers with prefix={other!r} and prefix={self.prefix!r} have the tag {self.tag} "
+            "in common: give one of them another, tag=..., on all ranks"
+        )
+
+    def close(self) -> None:
+        """Let another endpoint take what comes with this tag. May be called twice."""
+        if self._open().get(self.tag) is self:
+            del self._open()[self.tag]
 
     # ------------------------------------------------------------------------------------------------ sending
     def send(self, rank: int, message: Message) -> bool:
@@ -416,8 +468,12 @@ class ProgressEngine:
             self._stopping = True
 
     def stop(self, timeout_s: float = 0.0) -> bool:
-        """End the background task, if there is one; return whether it ended in time. With no time it is not awaited."""
+        """End the background task, if there is one; return whether it ended in time. With no time it is not awaited.
+
+        The tag is then free for another endpoint.
+        """
         self._stopping = True
+        self.endpoint.close()
         if self._task is None or timeout_s <= 0:
             return True
         if self._task.alive:

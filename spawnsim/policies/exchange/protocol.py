@@ -284,6 +284,8 @@ class ShutdownDrain:
             return self._receive(expected, end_s)
         except (RankFailed, Revoked, Timeout):
             return False
+        finally:
+            exchange.endpoint.close()
 
     def _alone(self) -> bool:
         """Whether all others have said goodbye to this coordinating rank, or have died."""

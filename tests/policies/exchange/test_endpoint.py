@@ -64,7 +64,7 @@ class Wire:
     def __init__(self, messages: list[tuple[int, np.ndarray, int]] = [], dead: tuple[int, ...] = ()) -> None:  # noqa: B006
         self.arrived, self.dead = deque(messages), dead
         self.calls: list[str] = []
-        self.acknowledged = False
+        self.acknowledged, self.clock = False, type("Clock", (), {})()
 
     def Get_rank(self) -> int:
         return 0
