@@ -14,7 +14,7 @@ from support.walks import WIDTH, drift, model_of, move, recursion, start, vector
 
 import spawnsim
 from spawnsim import TrainingStep
-from spawnsim.errors import MismatchError, ParameterError, RankFailed, Revoked, Timeout
+from spawnsim.errors import MismatchError, ParameterError, RankFailed, Revoked, Timeout, UsageError
 from spawnsim.policies import (
     DecoupledDiLoCoPolicy,
     EASGDPolicy,
@@ -24,6 +24,7 @@ from spawnsim.policies import (
     OuterOptimizerPolicy,
     OutlierFilter,
     SPARTAPolicy,
+    StateScope,
     StreamingDiLoCoPolicy,
     TopK,
     decoupled,
@@ -445,6 +446,36 @@ def test_more_fragments_than_blocks_are_refused() -> None:
     """With the number of blocks."""
     with pytest.raises(ParameterError, match="give 1 to 2"):
         walk(lambda _: StreamingDiLoCoPolicy(12, fragments=3))
+
+
+@pytest.mark.parametrize("travels", [None, StateScope()])
+def test_layers_that_are_unfrozen_later(travels: StateScope | None) -> None:
+    """Without global weights they would stay each rank's own: one clear error; with them from the start, all is one."""
+
+    def main(comm: Any) -> None:
+        torch.manual_seed(0)
+        model = torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.Linear(3, 1))
+        model[0].requires_grad_(False)
+        optimizer, policy = (
+            torch.optim.SGD(model.parameters(), lr=0.1),
+            OuterOptimizerPolicy.diloco(3, travels=travels),
+        )
+        for iteration in range(10):
+            if iteration == 5:
+                model[0].requires_grad_(True)
+            with comm.compute(0.01):
+                optimizer.zero_grad()
+                model(torch.tensor(comm.rng("x").normal(size=(4, 4)), dtype=torch.float32)).sum().backward()
+                optimizer.step()
+            model, optimizer, _ = policy(iteration, model, optimizer, group=comm)
+        sums = comm.allgather(sum(float(p.detach().sum()) for p in model.parameters()))
+        assert len(set(sums)) == 1
+
+    if travels is None:
+        with pytest.raises(UsageError, match=r"2 tensors were frozen or unfrozen.*travels"):
+            spawnsim.run(main, ranks=10)
+    else:
+        spawnsim.run(main, ranks=10)
 
 
 def test_a_number_that_is_not_finite_is_the_others() -> None:

@@ -17,7 +17,7 @@ import torch
 
 from spawnsim.comm import IN_PLACE, Comm
 from spawnsim.comm.deferred import WAITING, settle
-from spawnsim.errors import MismatchError, ParameterError
+from spawnsim.errors import MismatchError, ParameterError, UsageError
 from spawnsim.phantoms import PhantomArray
 from spawnsim.policies.exchange.group_mean import check_same
 from spawnsim.policies.rules.merging import Fragmenter, blocks
@@ -163,12 +163,28 @@ class OuterGroup:
             }
 
     def live(self, model: torch.nn.Module) -> Tensors:
-        """Return the model's tensors that have global weights."""
+        """Return the model's tensors that have global weights.
+
+        Args:
+            model: of this rank.
+
+        Raises:
+            ParameterError: it has none.
+            UsageError: they are others than those that have: layers were frozen or unfrozen.
+        """
         if WAITING:
             settle()
         found = {name: each for name, each in self._collect(model, None).items() if each.is_floating_point()}
         if not found:
             raise ParameterError("the model has no floating-point parameters: there is nothing to average")
+        held = [name for fragment in self.fragments for name in fragment.names]
+        if self.fragments and found.keys() != set(held):  # each rank's own would be left as they are, unseen
+            other = sorted(found.keys() ^ set(held))
+            raise UsageError(
+                f"{len(other)} tensors were frozen or unfrozen since the policy began ({other[0]}, …): take "
+                "travels=StateScope() from the beginning, by which frozen ones move as well, or a new policy from "
+                "here on"
+            )
         return found
 
     def meet(self, comm: Comm, model: torch.nn.Module, *, newcomers_only: bool = False) -> bool:
