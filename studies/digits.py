@@ -86,7 +86,6 @@ def main(
             if judged is None:
                 metric = -loss
             model, optimizer, info = exchange(iteration, model, optimizer, local_metric=metric, group=comm)
-            info.pop("missing", None)  # of "groups": who did not come, which is no number
         if consensus is not None:
             consensus.passed(model)
         # Outside of compute(): free on virtual ranks. Last: what nobody looks at now is one call for all ranks later.

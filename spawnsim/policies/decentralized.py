@@ -86,8 +86,8 @@ class DecentralizedAveragingPolicy(SpawnPolicy):
 
     `info` says besides the usual: "group_size", ranks that were averaged, this one included; "complete", whether all
     of the group were, in all elements; "received", the share of this rank's elements that came back averaged;
-    "missing", ranks whose values are not in all of them, with the share in which they are not. "donors" are those that
-    are in all of them.
+    "missing", how many ranks' values are not in all of them (the event "partial_average" names these, with the share
+    in which they are not). "donors" are those that are in all of them.
     """
 
     paper = "arXiv 2103.03239"
@@ -115,7 +115,7 @@ class DecentralizedAveragingPolicy(SpawnPolicy):
         self._control: tuple[StepControl, float, int] | None = None  # step, when it began, bytes sent before
         self._latest: tuple[int, torch.nn.Module, torch.optim.Optimizer] | None = None
         self._resumed = False  # a checkpoint was taken up, so nothing is to be downloaded
-        self.idle_info |= {"group_size": 0, "received": 0.0, "complete": False, "missing": {}}
+        self.idle_info |= {"group_size": 0, "received": 0.0, "complete": False, "missing": 0}
 
     def act(
         self,
@@ -235,7 +235,7 @@ class DecentralizedAveragingPolicy(SpawnPolicy):
                 group_size=len(result),
                 received=result.received,
                 complete=result.complete,
-                missing=result.missing,
+                missing=len(result.missing),
             )
         info.update(
             bytes=averager.endpoint.counts["bytes_sent"] - sent,

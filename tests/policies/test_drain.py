@@ -87,7 +87,6 @@ def trained(comm: Any, make: Callable[[Any], SpawnPolicy], *, anew: bool) -> Non
             optimizer.step()
         metric = float(comm.rng("metric").normal())
         model, optimizer, info = policy(iteration, model, optimizer, local_metric=metric, group=comm)
-        info.pop("missing", None)
         comm.record(iteration=iteration, weight=next(model.parameters()).sum().item(), **info)
         if iteration == CUT:
             policy.drain()

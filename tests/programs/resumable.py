@@ -87,7 +87,6 @@ def main(
                 loss = step(model, optimizer, x)
         total += random.random() + float(np.random.rand()) + float(torch.rand(()))
         model, optimizer, info = acting(iteration, model, optimizer, local_metric=-loss, group=comm)
-        info.pop("missing", None)
         if greets and iteration == 5:  # a message that is on its way, or has not been taken, at the cut
             ring.send(("hello", comm.rank), (ring.rank + 1) % ring.size, tag=7)
         if greets and iteration == 7:
