@@ -268,7 +268,7 @@ class StepBatch(_Batch):
             each = [self._one(weights[i : i + 1], inputs, i) for i in range(len(weights))]
             flat = torch.stack([gradient for gradient, _ in each])
             return flat, [torch.stack(parts) for parts in zip(*(outputs for _, outputs in each), strict=True)]
-        gradients, (_, outputs) = self._vmapped(trained, fixed, *inputs)
+        gradients, (_, outputs) = _quietly(self._vmapped, trained, fixed, *inputs)
         return torch.cat([each.reshape(len(weights), -1) for each in gradients.values()], 1), list(outputs)
 
     def _one(self, weights: Tensor, inputs: Sequence[Any], i: int) -> tuple[Tensor, list[Tensor]]:
@@ -359,7 +359,7 @@ class EvaluationBatch(_Batch):
                 return
             dims = tuple(dim for _, dim in together)
             call = vmap(self.function, in_dims=(0, 0, *dims))
-            outputs = call(trained, fixed, *(each for each, _ in together))
+            outputs = _quietly(call, trained, fixed, *(each for each, _ in together))
         _tell(works, outputs)
 
 
@@ -385,9 +385,21 @@ def trial(batch: _Batch, call: Callable[..., Any], inputs: Sequence[Any]) -> Non
     dims = tuple(0 if isinstance(each, Tensor) else None for each in inputs)
     before = structure.of_model(batch.objective.model)
     with _drawing_nothing():
-        vmap(call, in_dims=(0, 0, *dims))(trained, fixed, *two)
+        _quietly(vmap(call, in_dims=(0, 0, *dims)), trained, fixed, *two)
     if structure.of_model(batch.objective.model) != before:
         raise structure.Unequal("a forward pass changes its attributes")
+
+
+def _quietly(call: Callable[..., Any], *args: Any) -> Any:
+    """Return what a vmapped function returns; torch does not warn of what it computes model by model in it."""
+    # Its warnings ask the program's author, who has not called vmap, for reports to torch.
+    of_torch: Any = torch._C
+    before = of_torch._debug_only_are_vmap_fallback_warnings_enabled()
+    of_torch._functorch._set_vmap_fallback_warning_enabled(False)
+    try:
+        return call(*args)
+    finally:
+        of_torch._functorch._set_vmap_fallback_warning_enabled(before)
 
 
 @contextmanager

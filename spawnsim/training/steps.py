@@ -219,6 +219,7 @@ class TrainingStep(_OfModel):
         rule, groups = seat.arena.rule, seat.optimizer.param_groups
         settings = tuple(rule.settings(group) for group in groups)
         model, ready = seat.module(), self._ready_for(seat)
+        alone: Exception | None = None
         try:
             self._require_unchanged(ready)
             if settings != seat.settings:
@@ -227,9 +228,12 @@ class TrainingStep(_OfModel):
             if key not in ready:
                 ready[key] = self._open(deferred, seat, key, inputs)
         except (_Alone, structure.Unequal) as why:
+            alone = why
+        if alone is not None:
             deferred.settle(rank)
-            outcome = self._at_once(model, seat.optimizer, inputs)  # or the program's own error
-            self._explain(deferred, model, why)
+            # Perhaps the program's own error, which would show ours above it if it were raised while ours is handled.
+            outcome = self._at_once(model, seat.optimizer, inputs)
+            self._explain(deferred, model, alone)
             return outcome
         batch, slots = ready[key]
         if seat.steps >= batch.most:
@@ -350,7 +354,10 @@ class TrainingStep(_OfModel):
             # vmap's own text names flags of a call that is not the program's.
             if RANDOM in str(error):
                 return "it draws random numbers, as dropout does, and each rank has a generator of its own"
-            return f"{type(error).__name__}: {error}".splitlines()[0]
+            if isinstance(error, structure.Unequal):
+                return str(error)
+            # The first sentence: the next ones ask for reports to torch.
+            return f"{type(error).__name__}: {error}".splitlines()[0].partition(". ")[0]
         # Of the row, and not of the model: what is put off of that is not carried out for it.
         unused = batch.open(seat.row, inputs)
         return f"the loss does not depend on {unused}: exclude it from the optimizer" if unused else batch

@@ -17,6 +17,10 @@ from torch import nn
 
 # What nn.Module keeps of itself. Tensors are compared by shape, modules by name; hooks may do anything.
 _OWN = {"_parameters", "_buffers", "_modules", "_non_persistent_buffers_set", "_is_full_backward_hook"}
+_OF_RNN = {
+    "_flat_weights",
+    "_flat_weight_refs",
+}  # its parameters again, brought up to date in each forward pass
 _HOOKS = {name for name in vars(nn.Module()) if "hook" in name} - _OWN
 
 
@@ -35,9 +39,12 @@ def of_model(model: nn.Module) -> Hashable:
         own = vars(module)
         if any(own.get(hooks) for hooks in _HOOKS):
             raise Unequal(f"it has hooks ({name or type(model).__name__})")
+        if isinstance(module, nn.LSTM):
+            raise Unequal("it has an LSTM, which torch computes for one model at a time")
         if module._buffers:
             raise Unequal(f"it has buffers ({'.'.join(filter(None, [name, next(iter(module._buffers))]))})")
-        kept = {key: value for key, value in own.items() if key not in _OWN and key not in _HOOKS}
+        apart = _OWN | _HOOKS | (_OF_RNN if isinstance(module, nn.RNNBase) else set())
+        kept = {key: value for key, value in own.items() if key not in apart}
         parts.append((name, type(module), of_value(kept)))
     shapes = [(name, tuple(p.shape), p.requires_grad) for name, p in model.named_parameters()]
     return tuple(parts), tuple(shapes)

@@ -482,6 +482,57 @@ def test_an_attribute_that_differs_is_no_weight():
     torch.testing.assert_close(batched, eager, rtol=1e-4, atol=1e-5)
 
 
+class Recurrent(nn.Module):
+    """The inputs as a sequence of 5, and what the last one comes to."""
+
+    def __init__(self, cell):
+        super().__init__()
+        self.cell, self.head = cell(4, 8, 2, batch_first=True), nn.Linear(8, WIDTHS[-1])
+
+    def forward(self, x):
+        return self.head(self.cell(x.unflatten(1, (5, 4)))[0][:, -1])
+
+
+@pytest.mark.parametrize("cell", [nn.GRU, nn.RNN])
+def test_recurrent_models_are_computed_together(cell, sizes):
+    """They keep their parameters in a list as well, which a forward pass renews; looked at by a pass, and copied."""
+
+    def main(comm):
+        torch.manual_seed(comm.rank)
+        model = Recurrent(cell)
+        optimizer, step, seen = sgd(model), TrainingStep(loss_of), []
+        for iteration in range(4):
+            with comm.compute(0.01):
+                step(model, optimizer, *batch(comm.rank, iteration))
+            with torch.no_grad():
+                seen.append(model(batch(0, 0)[0]).sum() + copy.deepcopy(model)(batch(0, 1)[0]).sum())
+        return torch.cat([weights(model), torch.stack(seen)])
+
+    (batched, result), (eager, _) = (run(main, stragglers=None, eager=e) for e in (False, True))
+    assert set(sizes) == {RANKS} and not result.what.get("warnings")
+    torch.testing.assert_close(batched, eager, rtol=1e-4, atol=1e-5)
+
+
+def test_attention_is_computed_together_without_a_word(recwarn):
+    """There is no kernel of several models for it, and torch would warn that it goes one by one."""
+
+    def main(comm):
+        torch.manual_seed(comm.rank)
+        layer = nn.TransformerEncoderLayer(4, 2, 8, dropout=0.0, batch_first=True)
+        model = nn.Sequential(nn.Unflatten(1, (5, 4)), layer, nn.Flatten())
+        optimizer, step = sgd(model), TrainingStep(loss_of)
+        for iteration in range(2):
+            with comm.compute(0.01):
+                step(model, optimizer, *batch(comm.rank, iteration))
+        return weights(model)
+
+    (batched, result), (eager, _) = (run(main, stragglers=None, eager=e) for e in (False, True))
+    torch.testing.assert_close(batched, eager, rtol=1e-3, atol=1e-4)
+    assert not result.what.get("warnings") and not [
+        str(each.message) for each in recwarn if "batching" in str(each)
+    ]
+
+
 class Branching(nn.Module):
     def __init__(self):
         super().__init__()
@@ -500,6 +551,7 @@ ALONE = {
     "dampening": (build, lambda m: sgd(m, dampening=0.1)),
     "RMSprop": (build, lambda m: torch.optim.RMSprop(m.parameters(), lr=0.01)),
     "hooks": (lambda: _hooked(build()), sgd),
+    "LSTM": (lambda: Recurrent(nn.LSTM), sgd),
     "not in its optimizer": (build, lambda m: torch.optim.SGD(m[0].parameters(), lr=0.1)),
 }
 
@@ -811,8 +863,9 @@ def test_a_wrong_shape_is_told_at_the_call():
     def main(comm):
         model = build(comm.rank)
         step = TrainingStep(loss_of)
-        with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
+        with pytest.raises(RuntimeError, match="shapes cannot be multiplied") as caught:
             step(model, sgd(model), torch.ones(8, 3), torch.zeros(8, dtype=torch.int64))
+        assert caught.value.__context__ is None, "ours is shown above it"
         return float(step(model, sgd(model), *batch(comm.rank, 0)))
 
     assert all(run(main)[0])
