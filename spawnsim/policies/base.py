@@ -10,6 +10,7 @@ from typing import Any, ClassVar, Self
 import torch
 
 from spawnsim.comm import Comm, as_comm
+from spawnsim.errors import ParameterError
 from spawnsim.policies.rules.cadence import Cadence, Every
 from spawnsim.policies.state.layout import ModelAndOptimizer
 
@@ -48,7 +49,13 @@ def blank_info(mode: str, check_every: int) -> Info:
 
 def as_metric(value: float | torch.Tensor) -> float:
     """Return a metric as a number, also where it is a tensor that carries a gradient."""
-    return float(value.detach() if isinstance(value, torch.Tensor) else value)
+    try:
+        return float(value.detach() if isinstance(value, torch.Tensor) else value)
+    except (TypeError, ValueError, RuntimeError) as error:  # torch has raised each of the last two
+        shape = f" of shape {tuple(value.shape)}" if hasattr(value, "shape") else ""
+        raise ParameterError(
+            f"local_metric is a {type(value).__name__}{shape}: give one number, or a tensor of one element"
+        ) from error
 
 
 class SpawnPolicy:
@@ -119,8 +126,13 @@ class SpawnPolicy:
             The model and the optimizer to go on with, and what happened (`blank_info` lists the keys).
 
         Raises:
-            ParameterError: `group` is not a communicator.
+            ParameterError: `model` is not a module, `local_metric` not a number, `group` not a communicator.
         """
+        if not isinstance(model, torch.nn.Module):
+            raise ParameterError(
+                f"model is a {type(model).__name__}: call policy(iteration, model, optimizer, local_metric=..., "
+                "group=comm)"
+            )
         info = self.idle_info.copy()
         if local_metric is not None:
             info["local_metric"] = local_metric = as_metric(local_metric)

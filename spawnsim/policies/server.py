@@ -87,6 +87,11 @@ class AsyncServerPolicy(SpawnPolicy):
         tag: int = 7501,
     ) -> None:
         super().__init__(steps, timing=timing)
+        if not isinstance(options, ServerOptions):
+            raise ParameterError(
+                f"options={options!r}: give ServerOptions(ServerRule(lr, momentum)); how often ranks exchange is "
+                "steps=..."
+            )
         self.options, self.tier, self.dylu, self.tag = options, tier, bool(dylu), tag
         self.least_steps, self.server, self.patience_s = least_steps, server, patience_s
         self.travels = travels or StateScope()

@@ -12,7 +12,15 @@ from support.policy_ranks import Line, Steps, line, numbers, walk
 
 import spawnsim
 from spawnsim.errors import ParameterError
-from spawnsim.policies import AsyncSelectiveAveragingPolicy, Best, ExchangeOptions, StateScope, replay
+from spawnsim.policies import (
+    AsyncSelectiveAveragingPolicy,
+    AsyncServerPolicy,
+    AverageAllPolicy,
+    Best,
+    ExchangeOptions,
+    StateScope,
+    replay,
+)
 
 
 def selective(comm: Any, strategy: str = "mean", every: int = 3, **how: Any) -> AsyncSelectiveAveragingPolicy:
@@ -470,6 +478,26 @@ def test_bad_parameters_are_refused_in_the_constructor(bad: dict[str, Any]) -> N
     """Before any run, with a message that names the parameter."""
     with pytest.raises(ParameterError):
         AsyncSelectiveAveragingPolicy(**{"model_builder": None, "average_every": 5, **bad})
+
+
+def call(*args: Any, **how: Any) -> Any:
+    """Call a policy of two ranks, on both."""
+    return spawnsim.run(lambda comm: AverageAllPolicy(1)(*args, group=comm, **how), ranks=2)
+
+
+def test_a_call_that_makes_no_sense_is_refused() -> None:
+    """Arguments in another order; metrics that are no number; a model for its builder; steps for a server's options."""
+    model = torch.nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises(ParameterError, match=r"model is a SGD: call policy\(iteration, model"):
+        call(model, optimizer, 3)
+    for metric in (torch.ones(3), "good", [1.0]):
+        with pytest.raises(ParameterError, match=f"local_metric is a {type(metric).__name__}.*one number"):
+            call(3, model, optimizer, local_metric=metric)
+    with pytest.raises(ParameterError, match="model_builder is a tuple: give a function"):
+        AsyncSelectiveAveragingPolicy((model, optimizer), 5)  # type: ignore[arg-type]
+    with pytest.raises(ParameterError, match=r"options=5: give ServerOptions.*steps="):
+        AsyncServerPolicy(5)  # type: ignore[arg-type]
 
 
 def test_unknown_parameters_are_refused() -> None:

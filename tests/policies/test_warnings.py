@@ -106,6 +106,33 @@ def test_a_policy_that_acts_is_not_warned_of(make: Any) -> None:
     assert warned(make) == []
 
 
+@pytest.mark.parametrize("keeps", [True, False])
+def test_a_scheduler_that_a_replacement_leaves_behind_is_noticed(keeps: bool) -> None:
+    """It moves the optimizer that the rank had before; one whose values alone are replaced stays under it."""
+
+    def build() -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+        model = torch.nn.Linear(8, 4)
+        return model, torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def main(comm: Any) -> None:
+        model, optimizer = build()
+        scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+        policy = AsyncSelectiveAveragingPolicy(None if keeps else build, 5)
+        for iteration in range(ITERATIONS):
+            with comm.compute(0.01):
+                optimizer.step()
+                scheduler.step()
+            model, optimizer, info = policy(iteration, model, optimizer, float(comm.rank), comm)
+            comm.record(lr=optimizer.param_groups[0]["lr"], **info)
+        policy.shutdown()
+
+    run = spawnsim.run(main, ranks=RANKS)
+    told = run.what.get("warnings", [])
+    assert run.totals["replacements"] > 0
+    assert bool((run.table["lr"] == 0.1).any()) != keeps
+    assert ["model_builder=None" in each for each in told] == [True] * (not keeps)
+
+
 @pytest.mark.parametrize("how", [{}, {"mode": "min"}])
 @pytest.mark.parametrize("own_data", [True, False])
 def test_a_metric_of_a_ranks_own_data_is_noticed(own_data: bool, how: dict[str, Any]) -> None:

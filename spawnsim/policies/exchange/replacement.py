@@ -209,7 +209,7 @@ class Replacement:
             )
         if self.builder is not None and not callable(self.builder):
             raise ParameterError(
-                f"model_builder={self.builder!r}: give a function that returns (model, optimizer)"
+                f"model_builder is a {type(self.builder).__name__}: give a function that returns (model, optimizer)"
             )
 
     def reference(self, model: torch.nn.Module) -> Tensors:
@@ -248,6 +248,11 @@ class Replacement:
             The model and optimizer to go on with, and the names of tensors that no donor had: they keep their values.
         """
         fresh, fresh_optimizer = self.builder() if self.builder else (model, optimizer)
+        if _is_scheduled(optimizer) and not _is_scheduled(fresh_optimizer):
+            logger.warning(
+                "a replaced rank goes on with a new optimizer, whose learning rate the scheduler of the old one does "
+                "not move: give model_builder=None, by which a rank keeps its model and optimizer, with new values"
+            )
         plain = StateScope(self.travels.frozen, self.travels.buffers)
         own, live = collect(model, None, plain), collect(fresh, None, plain)
         values, unmatched = self._values(own, live, contributions, reference)
@@ -314,6 +319,11 @@ class Replacement:
             mixed = {name: mixture(name, tensor, contributions) for name, tensor in first.items()}
             found = {name: value for name, value in mixed.items() if value is not None}
             assign_optimizer(fresh, fresh_optimizer, found)
+
+
+def _is_scheduled(optimizer: torch.optim.Optimizer) -> bool:
+    """Return whether a scheduler of torch's moves the learning rate: it has replaced the optimizer's `step`."""
+    return hasattr(optimizer.step, "_wrapped_by_lr_sched")
 
 
 Renewal = Replacement  # the name that it had first
