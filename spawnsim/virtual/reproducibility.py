@@ -7,6 +7,7 @@ rank, purpose). A generator that a rank makes without a seed takes its seed from
 from __future__ import annotations
 
 import ctypes
+import logging
 import os
 import random
 import sys
@@ -310,12 +311,12 @@ def _noticed(original: Callable[..., Any], what: str) -> Callable[..., Any]:
 def _program_line(frame: FrameType | None) -> str | None:
     """Return the file and line of a program that calls, maybe through the standard library; None: a library does.
 
-    What a library reads for itself (a time stamp for its log) seldom comes back to the program, and a note about each
-    would drown the one that matters.
+    What a library reads for itself, and `logging` for its records, seldom comes back to the program, and a note about
+    each would drown the one that matters.
     """
     for each, number in walk_stack(frame):
         file = each.f_code.co_filename
-        if is_installed(file):
+        if is_installed(file) or file == logging.__file__:
             return None
         if not file.startswith((*STANDARD, "<frozen")):
             return f"{Path(file).name}:{number}"

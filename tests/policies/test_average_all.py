@@ -223,6 +223,20 @@ def test_an_arena_row_is_averaged_in_place() -> None:
     assert arena.tolist() == [[0.5] * 4] * 2
 
 
+def test_torchscript_models_are_averaged() -> None:
+    """They keep their modules in no dictionary."""
+
+    def main(comm: Any) -> None:
+        torch.manual_seed(comm.rank)
+        model = torch.jit.script(torch.nn.Sequential(torch.nn.Linear(3, 2), torch.nn.Linear(2, 1)))
+        policy, optimizer = AverageAllPolicy(1), torch.optim.SGD(model.parameters(), lr=0.1)
+        for iteration in range(2):
+            policy(iteration, model, optimizer, group=comm)
+        assert len(set(comm.allgather(float(sum(p.detach().sum() for p in model.parameters()))))) == 1
+
+    spawnsim.run(main, ranks=10)
+
+
 def test_a_single_rank_averages_with_itself() -> None:
     """A group of one is no special case for the caller."""
     found = walk(lambda _: AverageAllPolicy(1), ranks=1, steps=1)

@@ -156,7 +156,8 @@ def test_what_libraries_read_is_their_business(tmp_path):
     """Torch and spawnsim look at clocks; a program that does not is reproducible."""
     program = tmp_path / "train.py"
     program.write_text(
-        "import torch, tempfile, random\n\ndef main(comm):\n"
+        "import logging, torch, tempfile, random\n\ndef main(comm):\n"
+        "    logging.getLogger('train').error('of rank %d', comm.rank)\n"
         "    with comm.compute(1.0), tempfile.TemporaryDirectory():\n"
         "        torch.nn.Linear(3, 3)(torch.rand(3)).sum().backward()\n"
     )

@@ -323,7 +323,8 @@ class Collector:
 
     def __call__(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer | None) -> Tensors:
         """Return what travels, by name."""
-        if self._travels.with_optimizer:  # state comes and goes
+        # State comes and goes; what TorchScript keeps of its modules is in C++, and cannot be compared.
+        if self._travels.with_optimizer or isinstance(model, torch.jit.ScriptModule):
             return as_real(collect(model, optimizer, self._travels))
         if not (self._same_modules(model) and self._read() == self._memory):
             self._walk(model)
