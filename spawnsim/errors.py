@@ -11,8 +11,13 @@ rebuilt from its own `args`, because SimPy and pickle rebuild exceptions that wa
 
 from __future__ import annotations
 
+import os
+import traceback
 from collections.abc import Iterable
+from pathlib import Path
 from typing import ClassVar
+
+_PACKAGE = str(Path(__file__).parent) + os.sep
 
 
 class SpawnsimError(Exception):
@@ -130,6 +135,30 @@ class InternalError(SpawnsimError):
     """A promise that spawnsim makes to itself was broken: please report it with the seed and the command."""
 
     exit_status = 123
+
+
+def program_traceback(error: BaseException) -> str:
+    """Return an exception's traceback from where the program begins: spawnsim's frames above it are left out.
+
+    Of spawnsim's own errors, whose message says what happened, the frames below the program's last one go, too.
+    """
+    trace = error.__traceback__
+    # Never the last frame: an exception that is all ours still needs a place.
+    while trace is not None and trace.tb_next is not None and _is_ours(trace.tb_frame.f_code.co_filename):
+        trace = trace.tb_next
+    shown = traceback.TracebackException(type(error), error, trace)
+    if isinstance(error, SpawnsimError):
+        dataclass = ("<string>", "__init__")  # the constructor that Python has made
+        while len(shown.stack) > 1 and (
+            _is_ours(shown.stack[-1].filename)
+            or (shown.stack[-1].filename, shown.stack[-1].name) == dataclass
+        ):
+            shown.stack.pop()
+    return "".join(shown.format()).rstrip()
+
+
+def _is_ours(filename: str) -> bool:
+    return filename.startswith((_PACKAGE, "<frozen importlib"))
 
 
 def exit_status_of(error: BaseException) -> int:

@@ -15,9 +15,7 @@ import sys
 import traceback
 from collections.abc import Sequence
 from importlib import import_module
-from pathlib import Path
 
-import spawnsim
 from spawnsim import __version__
 from spawnsim.errors import (
     Deadlock,
@@ -30,6 +28,7 @@ from spawnsim.errors import (
     UsageError,
     WorldError,
     exit_status_of,
+    program_traceback,
 )
 from spawnsim.options import Parser
 from spawnsim.run import process_setup
@@ -39,7 +38,6 @@ from spawnsim.units import text_table
 
 UNREAD = 128 + 13  # as of a process that SIGPIPE ends
 RAISERS = (RankError, ProgramError)  # their cause is an exception of the program's own
-_PACKAGE = str(Path(spawnsim.__file__).parent)
 
 
 def exit_code(error: BaseException) -> int:
@@ -108,26 +106,6 @@ def report_internal_error(error: Exception) -> int:
     fault = "spawnsim: the fault above is ours; please report it with the command and the seed"
     sys.stderr.write(f"{text}\n{fault}\n")  # in one piece: ranks write side by side
     return InternalError.exit_status
-
-
-def program_traceback(error: BaseException) -> str:
-    """Return an exception's traceback from where the program begins: spawnsim's frames above it are left out.
-
-    Of spawnsim's own errors, whose message says what happened, the frames below the program's last one go, too.
-    """
-    trace = error.__traceback__
-    # Never the last frame: an exception that is all ours still needs a place.
-    while trace is not None and trace.tb_next is not None and _is_ours(trace.tb_frame.f_code.co_filename):
-        trace = trace.tb_next
-    shown = traceback.TracebackException(type(error), error, trace)
-    if isinstance(error, SpawnsimError):
-        while len(shown.stack) > 1 and _is_ours(shown.stack[-1].filename):
-            shown.stack.pop()
-    return "".join(shown.format()).rstrip()
-
-
-def _is_ours(filename: str) -> bool:
-    return filename.startswith((_PACKAGE, "<frozen importlib"))
 
 
 COMMANDS = {

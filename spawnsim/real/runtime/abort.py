@@ -13,15 +13,13 @@ import signal
 import sys
 import threading
 import time
-import traceback
 from collections.abc import Callable, Iterator
 from collections.abc import Set as AbstractSet
 from contextlib import contextmanager
-from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn
 
-from spawnsim.errors import Timeout, UnsupportedError, WorldError, exit_status_of
+from spawnsim.errors import Timeout, UnsupportedError, WorldError, exit_status_of, program_traceback
 from spawnsim.real.launch.processes import (
     KNOWN_S,
     REGISTRY,
@@ -32,7 +30,6 @@ from spawnsim.real.launch.processes import (
 )
 from spawnsim.real.runtime.watchdog import Call, Channel, Watchdog, Where, verdict
 
-PACKAGE = str(Path(__file__).parents[2]) + os.sep  # where files of this package lie
 GRANT_S = 1.0  # how long the lowest rank may take to answer a request
 SAVE_S = 3.0  # how long all ranks together may take to save what they have
 SILENT_S = 8.0  # a rank that may not report leaves by itself after this long
@@ -73,7 +70,7 @@ class AbortProtocol:
     def fail(self, error: BaseException, context: str = "") -> None:
         """End the job because of an exception of this rank: report, save, abort. Does not return."""
         self.end(
-            f"{_traceback_of(error)}\n{context or self._who()}",
+            f"{program_traceback(error)}\n{context or self._who()}",
             summary=f"{type(error).__name__}: {error}",
             status=exit_status_of(error),
         )
@@ -200,14 +197,6 @@ def refuse_recovery(why: str) -> NoReturn:
         raise UnsupportedError(why)
     failed.add_note(why)
     raise failed
-
-
-def _traceback_of(error: BaseException) -> str:
-    """Return the traceback from the program's first line on, without the frames that have started it."""
-    trace = error.__traceback__
-    while trace is not None and trace.tb_frame.f_code.co_filename.startswith(PACKAGE):
-        trace = trace.tb_next
-    return "".join(traceback.format_exception(type(error), error, trace or error.__traceback__)).rstrip()
 
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
