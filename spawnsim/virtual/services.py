@@ -12,7 +12,7 @@ from contextlib import contextmanager, nullcontext
 from typing import Any
 
 from spawnsim.comm.deferred import WAITING
-from spawnsim.errors import CheckFailed, ParameterError, Timeout
+from spawnsim.errors import CheckFailed, ParameterError, Timeout, UsageError
 from spawnsim.random import Streams
 from spawnsim.virtual import diagnosis
 from spawnsim.virtual.compute import Sampler
@@ -93,11 +93,12 @@ class Clock:
 class Compute:
     """`comm.compute(...)`: a block whose duration the compute model gives, or the program states."""
 
-    __slots__ = ("_rank", "_stated_s", "_world", "sampler", "seconds")
+    __slots__ = ("_called", "_rank", "_stated_s", "_world", "sampler", "seconds")
 
     def __init__(self, world: World, rank: Rank, sampler: Sampler) -> None:
         self._world, self._rank, self.sampler = world, rank, sampler
         self._stated_s: float | None = None
+        self._called = False  # and no block begun since
         self.seconds = 0.0  # what the last block took
 
     def __call__(self, seconds: float | None = None) -> Compute:
@@ -112,13 +113,21 @@ class Compute:
 
         Raises:
             ParameterError: A negative time, or NaN.
+            UsageError: The call before this one began no block: it took no time.
         """
         if seconds is not None and not seconds >= 0:
             raise ParameterError(f"compute({seconds}): give a time of at least 0 s")
-        self._stated_s = seconds
+        if self._called:
+            task = self._world.kernel.current
+            raise UsageError(
+                f"{task.name} at {task.clock:.6g} s: the comm.compute() before this one began no block, so it took no "
+                "time: write `with comm.compute(...):`"
+            )
+        self._stated_s, self._called = seconds, True
         return self
 
     def __enter__(self) -> Compute:
+        self._called = False
         return self
 
     def __exit__(self, kind: Any, error: Any, trace: Any) -> None:

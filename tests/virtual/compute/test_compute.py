@@ -8,9 +8,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from support.virtual_run import run
 
 from spawnsim import random
-from spawnsim.errors import ParameterError
+from spawnsim.errors import ParameterError, UsageError
 from spawnsim.virtual.compute import (
     Bimodal,
     ComputeModel,
@@ -272,3 +273,19 @@ def test_a_compute_text_is_a_duration_or_a_run() -> None:
     assert parse_base(0.01) == Fixed(0.01)
     with pytest.raises(ParameterError, match=r"neither a duration .* nor a run folder"):
         parse_base("fifty")
+
+
+def test_computing_that_is_no_block_is_refused():
+    """`comm.compute(0.01)` alone would take no time, without a word."""
+
+    def main(comm):
+        with comm.compute(0.01):
+            comm.Barrier()
+        block = comm.compute(0.02)
+        with block:
+            pass
+        comm.compute(0.03)
+        comm.compute(0.03)
+
+    with pytest.raises(UsageError, match=r"rank 0 at 0.03\d* s: .* began no block.*write `with"):
+        run(main, 3)
