@@ -167,7 +167,7 @@ def test_more_and_fewer_ranks_take_over_by_the_stated_rule(tmp_path: Path) -> No
 
 @pytest.mark.parametrize("ranks", [3, 4])
 def test_what_survivors_have_saved_is_taken_once(ranks: int, tmp_path: Path) -> None:
-    """As many ranks as have survived take all states, more ranks those of their own numbers first; all draw otherwise."""
+    """As many ranks as have survived take all states, more ranks first those of their numbers; draws differ."""
     found: dict[int, tuple[int, float]] = {}
 
     def main(comm: Any, stop: bool = False) -> None:
