@@ -346,12 +346,15 @@ def newest(folder: Path) -> Found:
 
 
 class Part(NamedTuple):
-    """What a checkpoint of so many `ranks` holds of one: `place` begins its names in the shard, `donor` is whose."""
+    """What a checkpoint holds of a rank: `place` begins its names in the shard, `donor` is whose.
+
+    `same` says whether it is one of all ranks of this run, and of no others.
+    """
 
     shard: Shard
     place: str
     donor: int
-    ranks: int
+    same: bool
 
     def get(self, name: str) -> Tree:
         """Return one of its states.
@@ -378,9 +381,10 @@ class Part(NamedTuple):
         return sum(len(each[2]) for name, each in self.shard.tensors.items() if name.startswith(self.place))
 
 
-def part_of(found: Found, rank: int, shard: tuple[Shard, dict[str, Any]] | None = None) -> Part:
-    """Return what a checkpoint holds of a rank: its own, or that of its number modulo those that were saved.
+def part_of(found: Found, rank: int, shard: tuple[Shard, dict[str, Any]] | None = None, *, size: int) -> Part:
+    """Return what a checkpoint holds of one of `size` ranks: its own, or that of its number modulo those saved.
 
+    Of ranks that have outlived others, one of a number that there is no more, they are taken in their order.
     `shard` is the one of all ranks, where it has been read already.
 
     Raises:
@@ -392,9 +396,9 @@ def part_of(found: Found, rank: int, shard: tuple[Shard, dict[str, Any]] | None 
     if not isinstance(ranks, list) or not ranks or not all(type(each) is int and each >= 0 for each in ranks):
         raise ParameterError(f"{found.files[0]} is damaged: it does not say whose states it holds")
     if not together:
-        return Part(states, "", ranks[0], found.ranks)
-    donor = rank if rank in ranks else ranks[rank % len(ranks)]
-    return Part(states, f"{donor}/", donor, len(ranks))
+        return Part(states, "", ranks[0], found.ranks == size)
+    donor = rank if rank in ranks and max(ranks) < size else ranks[rank % len(ranks)]
+    return Part(states, f"{donor}/", donor, sorted(ranks) == list(range(size)))
 
 
 def clocks_s(found: Found) -> dict[int, float]:

@@ -55,7 +55,7 @@ class Deferred:
     Attributes:
         batched: whether anything was put off in this run.
         unknown: the class of values that are put off.
-        attachments: what belongs to this run of those that put off.
+        attachments: what those that put off share in this run, until they begin anew.
     """
 
     def __init__(
@@ -230,6 +230,16 @@ class Deferred:
     def told(self, rank: int) -> list[str]:
         """Return the warnings that a rank has recorded."""
         return [sentence for sentence, teller in self._told.items() if teller == rank]
+
+    def begin_anew(self, rank: int) -> None:
+        """Have all carried out, and those who put off begin as in a run that is resumed, which knows nothing of them.
+
+        Raises:
+            Exception: what the rank's own work raised.
+        """
+        self.settle(rank)
+        self.carry_out()
+        self.attachments.clear()
 
     def resume(self, rank: int, *, batched: bool, told: Iterable[str]) -> None:
         """Go on with what a rank of an earlier part of this run has put off, and recorded."""

@@ -41,7 +41,7 @@ Outcome = Tensor | tuple[Tensor, ...]
 
 
 class _Run:
-    """What the training steps of one run share: arenas, batches, seats, and which models step alone."""
+    """What the training steps of one run share, from one checkpoint to the next: arenas, batches and seats."""
 
     def __init__(self, deferred: Deferred) -> None:
         self.watch = Watch(deferred)
@@ -70,7 +70,7 @@ class _OfModel:
         if not callable(function):
             raise ParameterError(f"{function!r}: give a function of a model and a batch")
         self.function = function
-        self._deferred: Deferred | None = None
+        self._run: _Run | None = None
         self._seat: Seat | None = None
         self._alone: weakref.ref[nn.Module] | None = None  # the last model that steps alone
         # Batches, by inputs and settings. Of each seat its own: ranks may share this object, and take turns in a look.
@@ -83,9 +83,9 @@ class _OfModel:
             self._latest = seat, self._ready.setdefault(seat, {})
         return self._latest[1]
 
-    def _forget(self, deferred: Deferred) -> None:
-        if self._deferred is not deferred:
-            self._deferred = deferred
+    def _forget(self, run: _Run) -> None:
+        if self._run is not run:
+            self._run = run
             self._seat = self._alone = None
             self._ready, self._latest = weakref.WeakKeyDictionary(), (None, {})
 
@@ -191,9 +191,9 @@ class TrainingStep(_OfModel):
             return self._at_once(model, optimizer, batch)
         deferred, rank = found
         self._settle_inputs(deferred, batch)
-        seat = self._seat
-        if deferred is not self._deferred or seat is None or not seat.of(model, optimizer):
-            self._forget(deferred)
+        seat, run = self._seat, _Run.of(deferred)
+        if run is not self._run or seat is None or not seat.of(model, optimizer):
+            self._forget(run)
             seat = self._find_seat(deferred, rank, model, optimizer)
             if seat is None:
                 return self._at_once(model, optimizer, batch)
@@ -412,10 +412,10 @@ class Evaluation(_OfModel):
                 return self(model, *batch)
         deferred, rank = found
         self._settle_inputs(deferred, batch)
-        seat = self._seat
-        if deferred is not self._deferred or seat is None or not seat.of(model, None):
-            self._forget(deferred)
-            seat = self._seat = _Run.of(deferred).seats.get(model)
+        seat, run = self._seat, _Run.of(deferred)
+        if run is not self._run or seat is None or not seat.of(model, None):
+            self._forget(run)
+            seat = self._seat = run.seats.get(model)
             if seat is None:  # it has made no step
                 return self._at_once(model, batch)
         if seat.pending - seat.steps >= MOST_PENDING:

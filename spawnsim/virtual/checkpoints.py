@@ -71,10 +71,10 @@ class Checkpoints:
         if self.again:
             self._latest |= parts
 
-    def latest(self, rank: int, incarnation: int) -> Part | None:
-        """Return what a rank is to begin with: None if there is nothing."""
+    def latest(self, rank: int, incarnation: int, ranks: int) -> Part | None:
+        """Return what a rank of so many is to begin with: None if there is nothing."""
         if incarnation and rank in self._latest:
-            return Part(self._latest[rank], f"{rank}/", rank, 1)
+            return Part(self._latest[rank], f"{rank}/", rank, False)
         if not self.resumed:
             return None
         assert self.folder is not None
@@ -82,7 +82,7 @@ class Checkpoints:
             self._found = checkpoints.newest(self.folder)
             if len(self._found.files) == 1:
                 self._whole = checkpoints.read(self._found.files[0])
-        return checkpoints.part_of(self._found, rank, self._whole)
+        return checkpoints.part_of(self._found, rank, self._whole, size=ranks)
 
 
 # ------------------------------------------------------------------------------------------------------------- calls
@@ -94,6 +94,8 @@ def checkpoint(comm: Member, iteration: int, *, policy: Any, **states: Any) -> N
         policy.drain()
     meet: Any = comm
     meet.Barrier()  # whatever was sent before the cut is on its way
+    if world.deferred is not None:  # a step that fails is told before anything is kept
+        world.deferred.begin_anew(rank.id)
     shard = Shard()
     place = f"{rank.id}/"
     states = checkpoints.states_of(**states, policy=policy)
@@ -114,8 +116,10 @@ def restore(comm: Member, **whose: Any) -> Saved | None:
     world, rank = comm._world, comm._rank
     meet: Any = comm
     if world.checkpoints.resumed and not rank.incarnation:
+        if world.deferred is not None:
+            world.deferred.begin_anew(rank.id)
         meet.Barrier()  # nobody is where the cut was before all have come so far
-    part: Part | None = world.checkpoints.latest(rank.id, rank.incarnation)
+    part: Part | None = world.checkpoints.latest(rank.id, rank.incarnation, len(world.ranks))
     if part is None:
         return None
     saved, own = part.saved(), part.get("rank")
@@ -124,9 +128,9 @@ def restore(comm: Member, **whose: Any) -> Saved | None:
             # A rank that was restarted has lost its memory, and not the others' time: it reads what it had saved.
             checkpoints.set_streams(rank.streams, own["streams"])
             comm._own.clock.sleep(world.platform.storage.seconds(part.nbytes))
-        elif part.ranks == len(world.ranks) and "digest" in own:
+        elif part.same and "digest" in own:
             _set_rank(comm, own, part.get("messages"))
-        else:  # another number of ranks, or a checkpoint of real ones: it is another run from here on
+        else:  # other ranks, or a checkpoint of real ones: it is another run from here on
             if part.donor == rank.id:
                 checkpoints.set_streams(rank.streams, own["streams"])
             rank.advance_to(world.kernel.current, float(own["clock_s"]))

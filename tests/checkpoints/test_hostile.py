@@ -95,7 +95,7 @@ def read_checkpoint(path: Path) -> None:
     """Read all that a checkpoint holds."""
     found = checkpoints.newest(path)
     for rank in range(3):
-        checkpoints.part_of(found, rank).saved()
+        checkpoints.part_of(found, rank, size=3).saved()
 
 
 def plan_of(path: Path) -> None:

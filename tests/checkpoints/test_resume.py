@@ -15,7 +15,7 @@ import pytest
 
 import spawnsim
 from spawnsim import checkpoints, cli
-from spawnsim.errors import ParameterError, RankError, UsageError
+from spawnsim.errors import ParameterError, RankError, RankFailed, Revoked, UsageError
 from spawnsim.plots.experiments import ranks_of
 from spawnsim.virtual.faults import Crash, FaultPlan, Restart
 from spawnsim.virtual.faults.plan import Setting, from_toml
@@ -163,6 +163,39 @@ def test_more_and_fewer_ranks_take_over_by_the_stated_rule(tmp_path: Path) -> No
         read = spawnsim.Run.load(part)  # also with rows of ranks that are no more
         assert (read.table.rows, read.totals["ranks"]) == (found.table.rows, ranks)
         assert ranks_of(read) == max(RANKS, ranks)
+
+
+@pytest.mark.parametrize("ranks", [3, 4])
+def test_what_survivors_have_saved_is_taken_once(ranks: int, tmp_path: Path) -> None:
+    """As many ranks as have survived take all states, more ranks first those of their numbers; draws differ."""
+    found: dict[int, tuple[int, float]] = {}
+
+    def main(comm: Any, stop: bool = False) -> None:
+        saved = comm.restore()
+        if saved:
+            found[comm.rank] = saved.extra, comm.rng("draws").random()
+        comm.rng("draws").random()
+        group, iteration = comm, saved.iteration if saved else 0
+        while iteration < 6:
+            try:
+                with comm.compute(1.0):
+                    pass
+                group.Barrier()
+                iteration += 1
+                if iteration == 4:
+                    group.checkpoint(iteration=4, extra=comm.rank)
+                if stop and iteration == 5:
+                    raise KeyboardInterrupt
+            except (RankFailed, Revoked):
+                recovery = group.recover(iteration)
+                group, iteration = recovery.comm, recovery.step
+
+    with pytest.raises(KeyboardInterrupt):
+        spawnsim.run(main, ranks=4, out=tmp_path, faults="crash:1@1.5s", parameters={"stop": True})
+    spawnsim.run(main, ranks=ranks, out=tmp_path, resume=True)
+    donors = {3: [0, 2, 3], 4: [0, 2, 2, 3]}[ranks]
+    assert [found[rank][0] for rank in range(ranks)] == donors
+    assert len({draw for _, draw in found.values()}) == ranks
 
 
 def test_what_cannot_be_saved_or_resumed_is_said(tmp_path: Path) -> None:

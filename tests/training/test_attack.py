@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn.functional import mse_loss
 
 import spawnsim
-from spawnsim import Evaluation, TrainingStep
+from spawnsim import Evaluation, TrainingStep, checkpoints
 from spawnsim.comm.deferred import WAITING
 from spawnsim.errors import ParameterError, RankError
 from spawnsim.policies import one_storage
@@ -578,6 +578,65 @@ def test_a_resumed_run_is_the_one_that_was_not_stopped(tmp_path):
     again = spawnsim.run(main, out=tmp_path / "again", resume=True, **how)
     assert again.totals["digest"] == whole.totals["digest"]
     assert again.what["warnings"] == whole.what["warnings"] != []
+
+
+@pytest.mark.parametrize("first", ["evaluation", "step"])
+def test_a_resumed_run_begins_anew_as_the_one_that_was_not_stopped(first, tmp_path):
+    """A model that is evaluated before its first step, and two whose first steps do not come at the same time."""
+
+    def main(comm, stop=0):
+        models = nn.ModuleList([build(comm.rank), build(comm.rank + 50, (20, 9, 5))])
+        optimizers = [torch.optim.Adam(model.parameters(), lr=0.01) for model in models]
+        saved = comm.restore(model=models)
+        for optimizer, state in zip(optimizers, saved.extra if saved else (), strict=False):
+            optimizer.load_state_dict(state)
+        steps, evaluate = [TrainingStep(loss_of), TrainingStep(loss_of)], Evaluation(loss_of)
+        for iteration in range(saved.iteration if saved else 0, 9):
+            x, y = batch(comm.rank, iteration)
+            if first == "evaluation":
+                comm.allgather(float(evaluate(models[0], x, y)))
+            for step, model, optimizer in zip(steps, models, optimizers, strict=True):
+                with comm.compute(0.01):
+                    loss = step(model, optimizer, x, y)
+            if iteration % 3 == comm.rank % 3:
+                float(loss)
+            if iteration == 3:
+                states = [optimizer.state_dict() for optimizer in optimizers]
+                comm.checkpoint(iteration=4, model=models, extra=states)
+            if iteration + 1 == stop and comm.rank == 3:
+                raise KeyboardInterrupt
+        comm.allgather([weights(model) for model in models])
+
+    how = {"ranks": 9, "stragglers": "lognormal:0.5"}
+    whole = spawnsim.run(main, **how)
+    with pytest.raises(KeyboardInterrupt):
+        spawnsim.run(main, out=tmp_path, parameters={"stop": 6}, **how)
+    again = spawnsim.run(main, out=tmp_path, resume=True, **how)
+    assert again.totals["digest"] == whole.totals["digest"]
+
+
+def test_a_checkpoint_keeps_nothing_of_a_rank_whose_step_has_failed(tmp_path):
+    """The last rank's step fails, and is carried out because others look; it has not looked itself."""
+
+    def main(comm):
+        model, last = build(comm.rank), comm.rank == comm.size - 1
+        optimizer, step = sgd(model), TrainingStep(loss_of)
+        x, y = batch(comm.rank, 0)
+        y[2] = 5 if last else 0
+        with comm.compute(0.01):
+            loss = step(model, optimizer, x, y)
+        with comm.compute(0.1 if last else 0.0):
+            pass
+        if not last:
+            float(loss)
+        comm.checkpoint(iteration=1, model=model, optimizer=optimizer)
+        with comm.compute(1.0):
+            pass
+        step(model, optimizer, *batch(comm.rank, 1))
+
+    with pytest.raises(RankError, match="out of bounds"):
+        run(main, stragglers=None, out=tmp_path)
+    assert not checkpoints.whole(tmp_path)
 
 
 def test_a_model_that_ranks_share_makes_each_ranks_step():

@@ -104,7 +104,7 @@ def restore(comm: Any, *, model: Any = None, optimizer: Any = None, policy: Any 
     # Rank 0 chooses: another may look at a moment in which a file system shows it more, or less.
     iteration, ranks = comm.bcast((found.iteration, found.ranks), root=0)
     found = next(each for each in checkpoints.whole(saving.folder) if each[:2] == (iteration, ranks))
-    part = checkpoints.part_of(found, comm.rank)
+    part = checkpoints.part_of(found, comm.rank, size=comm.size)
     saved = part.saved()
     own = part.get("rank")
     if part.donor == comm.rank:
