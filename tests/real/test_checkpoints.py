@@ -6,11 +6,13 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 
 import spawnsim
 from spawnsim import checkpoints
+from spawnsim.real.runtime.checkpoints import Checkpoints
 
 PROGRAM = """
 import os, signal, time
@@ -48,6 +50,17 @@ def spawn(*words: str) -> subprocess.CompletedProcess[str]:
         check=False,
         timeout=300,
     )
+
+
+def test_survivors_are_known_by_their_ranks_in_the_world(tmp_path: Path) -> None:
+    """Rows are: a run that goes on keeps those of each rank until its own clock at the checkpoint."""
+    for rank, world in enumerate((0, 2, 3)):
+        clock = SimpleNamespace(now=lambda world=world: 1.0 + world)
+        comm = SimpleNamespace(rank=rank, size=3, members=(0, 2, 3), clock=clock)
+        saving = Checkpoints(tmp_path)
+        saving.write(comm, 10, checkpoints.Shard())
+        saving.finish()
+    assert checkpoints.clocks_s(checkpoints.newest(tmp_path)) == {0: 1.0, 2: 3.0, 3: 4.0}
 
 
 def test_a_killed_job_resumes_to_the_bit_and_on_other_numbers_of_ranks(tmp_path: Path) -> None:

@@ -38,7 +38,9 @@ class Checkpoints:
         """Write this rank's shard in a thread, after the one before."""
         self.finish()
         assert self.folder is not None
-        about = {"iteration": iteration, "ranks": [comm.rank], "clocks_s": [comm.clock.now()]}
+        # Survivors have other numbers among themselves; their rows have those of the world.
+        world = comm.members[comm.rank]
+        about = {"iteration": iteration, "ranks": [world], "clocks_s": [comm.clock.now()]}
         path = checkpoints.shard_path(self.folder, iteration, comm.size, comm.rank)
         self._writer = threading.Thread(
             target=self._written, args=(path, shard, about, comm.rank == 0), name="checkpoint"
