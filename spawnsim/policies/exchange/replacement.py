@@ -323,7 +323,7 @@ class Replacement:
 
 def _is_scheduled(optimizer: torch.optim.Optimizer) -> bool:
     """Return whether a scheduler of torch's moves the learning rate: it has replaced the optimizer's `step`."""
-    return hasattr(optimizer.step, "_wrapped_by_lr_sched")
+    return hasattr(getattr(optimizer, "step", None), "_wrapped_by_lr_sched")
 
 
 Renewal = Replacement  # the name that it had first
