@@ -126,7 +126,17 @@ class GlobalWeightsPolicy(SpawnPolicy):
         return model, optimizer
 
     def _join(self, comm: Comm, model: torch.nn.Module) -> bool:
-        return self._group_of.meet(comm, model, newcomers_only=self.newcomers_only)
+        # What was under way in a group that has ended is lost, and its global weights have not moved. What had come,
+        # before a checkpoint, has come to all that have taken as many steps.
+        before = self._group_of.steps
+        self._drop_means(come=False)
+        fresh = self._group_of.meet(comm, model, newcomers_only=self.newcomers_only)
+        if self._group_of.steps != before:
+            self._drop_means(come=True)
+        return fresh
+
+    def _drop_means(self, *, come: bool) -> None:
+        """Forget the means that are under way, and those that have `come` as well; for a policy that keeps any."""
 
     def wanted(self, iteration: int) -> bool:
         """Return whether `turn` is to be called: for a round that is due, or other work of a subclass."""

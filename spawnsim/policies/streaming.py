@@ -11,7 +11,6 @@ from typing import Any, Self
 
 import torch
 
-from spawnsim.comm import Comm
 from spawnsim.errors import ParameterError, WorldError
 from spawnsim.policies.base import Info
 from spawnsim.policies.exchange.outer_group import Mean
@@ -73,15 +72,8 @@ class StreamingDiLoCoPolicy(GlobalWeightsPolicy):
         # Place, iteration in which it was sent, mean; None: it has come, and is the fragment's `delta`.
         self._under_way: deque[tuple[int, int, Mean | None]] = deque()
 
-    def _join(self, comm: Comm, model: torch.nn.Module) -> bool:
-        # What was under way in a group that has ended is lost, and its global weights have not moved. What had come,
-        # before a checkpoint, has come to all that have taken as many steps.
-        self._under_way = deque(each for each in self._under_way if each[2] is None)
-        before = self._group_of.steps
-        fresh = super()._join(comm, model)
-        if self._group_of.steps != before:
-            self._under_way.clear()
-        return fresh
+    def _drop_means(self, *, come: bool) -> None:
+        self._under_way = deque(each for each in self._under_way if each[2] is None and not come)
 
     def wanted(self, iteration: int) -> bool:
         return self._arrives(iteration) or self.due(iteration)
@@ -207,14 +199,8 @@ class OneRoundLatePolicy(GlobalWeightsPolicy):
         """Return CO2 (Sun et al. 2024)."""
         return cls(average_every, **{"lr": 1.0, "momentum": 0.5, "nesterov": False, "own_fresh": False} | how)
 
-    def _join(self, comm: Comm, model: torch.nn.Module) -> bool:
-        # As for `StreamingDiLoCoPolicy`: only what has come stays, on ranks that go on where they were.
-        self._late = {place: late for place, late in self._late.items() if late[0] is None}
-        before = self._group_of.steps
-        fresh = super()._join(comm, model)
-        if self._group_of.steps != before:
-            self._late.clear()
-        return fresh
+    def _drop_means(self, *, come: bool) -> None:
+        self._late = {place: late for place, late in self._late.items() if late[0] is None and not come}
 
     def turn(
         self, iteration: int, model: torch.nn.Module, optimizer: torch.optim.Optimizer, info: Info

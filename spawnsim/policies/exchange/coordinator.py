@@ -60,9 +60,8 @@ class Coordinator:
         self.quorum, self.cooldown = check_quorum(quorum), cooldown
         self.counts: Counter[str] = Counter()
         self.closed = -1
-        self.last_trigger = (
-            self.trigger_before
-        ) = -cooldown  # the last two rounds in which ranks were replaced
+        # The last two rounds in which ranks were replaced.
+        self.last_trigger = self.trigger_before = -cooldown
         self._rng = rng
         self._open: dict[int, _Round] = {}
         self._late: dict[int, Report] = {}  # by rank, since the latest decision

@@ -237,7 +237,7 @@ class Unfinished:
     @classmethod
     def all_of(cls, comm: Comm, own: Unfinished) -> Unfinished:
         """Return what holds of all ranks; collective."""
-        told = comm.gather((own.open, own.settled, dict(own.assigned)), root=0)
+        told = comm.gather((own.open, own.settled, own.assigned), root=0)
         found = None
         if told is not None:
             assigned = [pair for _, _, each in told for pair in each.items()]
@@ -273,8 +273,8 @@ class ShutdownDrain:
             else:
                 exchange.tell_leader(Message(Kind.LEAVE, self._latest[0], self._latest[0]))
                 self._finish(min(end_s, self._clock.now() + PATIENCE_CALLS * exchange.call_s))
-            while not together and exchange.coordinator and not self._alone() and self._clock.now() < end_s:
-                self._rest()
+                while exchange.coordinator and not self._alone() and self._clock.now() < end_s:
+                    self._rest()
             # The coordinator stops before the sends are counted: a decision after the count would be a message that
             # nobody expects.
             exchange.coordinator, exchange.leaving = None, True
