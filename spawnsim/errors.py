@@ -161,6 +161,12 @@ def _is_ours(filename: str) -> bool:
     return filename.startswith((_PACKAGE, "<frozen importlib"))
 
 
-def exit_status_of(error: BaseException) -> int:
-    """Return the exit status of a command, or of a real job, that ends by an error; 1 for other exceptions."""
-    return getattr(error, "exit_status", 1)
+def exit_status_of(error: BaseException, *, of_program: bool = False) -> int:
+    """Return the exit status of a command, or of a real job, that ends by an error; 1 for other exceptions.
+
+    `of_program`: a rank's call has raised it. What is then wrong with a value is an error as any other of the program,
+    and not one of the command's options.
+    """
+    status: int = getattr(error, "exit_status", 1)
+    own = of_program and isinstance(error, UsageError) and status == UsageError.exit_status
+    return SpawnsimError.exit_status if own else status

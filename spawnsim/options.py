@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, ClassVar, NoReturn
 
 from spawnsim.errors import ParameterError
+from spawnsim.units import limit
 
 WORDS = {"true": True, "false": False, "null": None}
 
@@ -86,6 +87,14 @@ def picture(text: str) -> Path:
     if found.suffix not in ("", ".png", ".pdf", ".svg"):
         raise argparse.ArgumentTypeError(f"{text}: figures are written as .png, .pdf or .svg")
     return found
+
+
+def time_limit(text: str) -> float:
+    """Return the seconds that an option allows, such as 5, "5 s", 200ms or inf."""
+    try:
+        return limit(text)
+    except ParameterError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
 
 
 def parameters(settings: Sequence[str]) -> dict[str, Any]:

@@ -60,6 +60,11 @@ def seconds(text: str | float) -> float:
     return _parse(text, SECONDS | {"": 1.0}, "duration")
 
 
+def limit(text: str | float) -> float:
+    """Return how long something may take in seconds, as `seconds` does, or "inf" for no limit."""
+    return math.inf if text == "inf" else seconds(text)
+
+
 def nbytes(text: str | float) -> int:
     """Return a size in bytes; a bare number is bytes already."""
     size = _parse(text, BYTES | {"": 1.0}, "size")

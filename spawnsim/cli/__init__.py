@@ -48,9 +48,7 @@ def exit_code(error: BaseException) -> int:
             return exit_code(cause)
         status = cause.code if isinstance(cause, SystemExit) else status  # sys.exit(3), comm.Abort(3)
         return status if isinstance(status, int) and 0 < status < 256 else error.exit_status
-    if isinstance(error, UsageError) and error.exit_status == 2 and getattr(error, "placed", False):
-        return SpawnsimError.exit_status  # a rank's call, no option of ours
-    return exit_status_of(error)
+    return exit_status_of(error, of_program=getattr(error, "placed", False))
 
 
 def report_error(error: SpawnsimError, *, quiet: bool = False) -> int:

@@ -20,7 +20,7 @@ from spawnsim.cli.listing import program_file
 from spawnsim.errors import ParameterError
 from spawnsim.fuzzing.campaign import Failure, Found, Target, campaign
 from spawnsim.fuzzing.cases import DEADLINE_S, DEFAULT_FAULTS, SURVIVED, Space
-from spawnsim.options import Parser, parameters
+from spawnsim.options import Parser, parameters, time_limit
 from spawnsim.run.process_setup import stoppable
 from spawnsim.run.program import is_unmodified, refuse_arguments, tree_of
 from spawnsim.units import counted, seconds, text_table
@@ -65,7 +65,7 @@ def _space(options: Any, argv: Sequence[str], *, unmodified: bool) -> Space:
         name: getattr(options, name) for name in ("platform", "compute") if getattr(options, name) is not None
     }
     if options.deadline is not None:
-        world["deadline_s"] = seconds(options.deadline)
+        world["deadline_s"] = options.deadline
     elif unmodified:  # written for an MPI that knows no deadlines
         world["deadline_s"] = math.inf
     if argv:
@@ -237,6 +237,7 @@ def _add_dimensions(parser: Parser) -> None:
     add("--compute", metavar="S", help="seconds of a comm.compute() that states none, as for `spawnsim run`")
     add(
         "--deadline",
+        type=time_limit,
         metavar="S",
         help=f"seconds that one call may wait (default: {DEADLINE_S:g}; unmodified: no limit)",
     )

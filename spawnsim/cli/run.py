@@ -27,7 +27,7 @@ from spawnsim.cli import (
 )
 from spawnsim.cli.listing import program_file
 from spawnsim.errors import InternalError, ParameterError, SpawnsimError
-from spawnsim.options import Parser, parameters
+from spawnsim.options import Parser, parameters, time_limit
 from spawnsim.run import Run, run
 from spawnsim.run.process_setup import stoppable
 from spawnsim.run.program import is_unmodified, program, refuse_arguments, require_main
@@ -179,7 +179,7 @@ def parser() -> Parser:
     add("--seed", type=int, default=0, metavar="K", help="of every random stream; default: 0")
     add(
         "--deadline",
-        type=float,
+        type=time_limit,
         metavar="S",
         help="seconds that one call may wait; default: 30; of an mpi4py program on virtual ranks: no limit",
     )

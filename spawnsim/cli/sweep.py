@@ -28,7 +28,7 @@ from spawnsim.study import executors
 from spawnsim.study.results import DONE, Sweep
 from spawnsim.study.store import Cell, grid
 from spawnsim.study.sweeping import require_limit
-from spawnsim.units import counted, seconds, text_table
+from spawnsim.units import counted, limit, seconds, text_table
 
 QUOTING = """\
 Options with LIST take several values: --ranks 8,64 or --set ratio=0.1,0.2,0.4; all combinations are run. A value that
@@ -54,7 +54,7 @@ AROUND = {
     "backend": ("--backend", "B", f"{', '.join(BACKENDS)}; default: virtual. Real ranks: with --jobs 1"),
 }
 """Keyword argument of `spawnsim.run` → its option, as `spawnsim run` calls it, and what it is."""
-NUMBERS = ("deadline_s",)
+TIME_LIMITS = ("deadline_s",)
 
 
 def main(argv: Sequence[str]) -> int:
@@ -139,9 +139,9 @@ def _around(name: str, given: Sequence[str]) -> list[Any]:
     if name == "backend" and (wrong := [each for each in texts if each not in BACKENDS]):
         raise ParameterError(f"{option} {wrong[0]}: choose {', '.join(BACKENDS)}")
     try:
-        values = [float(each) if name in NUMBERS else each for each in texts]
-    except ValueError as error:
-        raise ParameterError(f"{option} {','.join(texts)}: give seconds") from error
+        values = [limit(each) if name in TIME_LIMITS else each for each in texts]
+    except ParameterError as error:
+        raise ParameterError(f"{option}: {error}") from error
     return [_circumstance(name, each) for each in values]
 
 

@@ -58,7 +58,7 @@ Prepare = Callable[[World], None]  # is given a world that is built, before its 
 class Totals:
     """What a run amounted to. `events` counts what ranks did (sends, receives, collectives, computing);
     `scheduled` counts the events that SimPy had to process for it; `leaks` says what was read that no seed repeats,
-    `mistakes` what was done that MPI leaves undefined.
+    `mistakes` what was done that MPI leaves undefined, and faults that came too late.
     """
 
     virtual_seconds: float
@@ -319,7 +319,10 @@ class Cluster:
         clocks = [
             task.clock for task in self.world.kernel.tasks if task.clock < math.inf
         ]  # inf: paused for ever
-        self._counted = self._totals(max(clocks, default=0.0), time.perf_counter() - self._began_s)
+        end_s = max(clocks, default=0.0)
+        if self.world.plan is not None and (missed := _missed(self.world.plan, end_s)):
+            self.world.mistakes["faults", ""] = missed
+        self._counted = self._totals(end_s, time.perf_counter() - self._began_s)
         if self._timeline:
             self._timeline.finish(self._counted.virtual_seconds)
         self._error = self._wrong()
@@ -394,6 +397,15 @@ class Cluster:
             leaks=tuple(self.world.leaks.values()),
             mistakes=tuple(self.world.mistakes.values()),
         )
+
+
+def _missed(plan: FaultPlan, end_s: float) -> str:
+    """Return a sentence about a plan of which nothing has begun by the end of a run; "" if something has."""
+    first: Any = min(plan.faults, key=lambda fault: vars(fault)["at_s"], default=None)
+    if first is None or first.at_s <= end_s:
+        return ""
+    rest = "" if len(plan.faults) == 1 else f", the first of {len(plan.faults)} faults,"
+    return f"no fault has struck: {FaultPlan((first,))}{rest} begins later than the run has ended, at {end_s:.6g} s"
 
 
 def _timeline(world: World, trace: Recorder | None) -> Timeline | None:

@@ -480,6 +480,36 @@ def test_wrong_usage_exits_with_2(command: list[str], capsys: pytest.CaptureFixt
     assert "ee `spawnsim" in capsys.readouterr().err
 
 
+def _barrier(folder: Path) -> Path:
+    """Write a program that only computes and meets."""
+    file = folder / "meets.py"
+    file.write_text("def main(comm):\n    with comm.compute(0.5):\n        pass\n    comm.Barrier()\n")
+    return file
+
+
+def test_a_deadline_is_a_duration_everywhere(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """With a unit or without, or none at all; a wrong one names the option."""
+    train = _barrier(tmp_path)
+    for text in ("200ms", "5", "2 min", "inf"):
+        assert cli.main(["run", str(train), "-n", "2", "--deadline", text]) == 0
+    capsys.readouterr()
+    for command in (["run", "-n", "2"], ["fuzz", "--runs", "1"], ["sweep", "--ranks", "2"]):
+        assert cli.main([command[0], str(train), *command[1:], "--deadline", "5x"]) == 2
+        assert "--deadline: '5x' is not a duration: write a number and one of ns," in capsys.readouterr().err
+
+
+def test_faults_that_come_after_the_end_are_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A plan of which nothing has struck is a mistake; one of which some has, is none."""
+    train = _barrier(tmp_path)
+    late = (
+        "no fault has struck: crash:1@100s, the first of 2 faults, begins later than the run has ended, at "
+    )
+    assert cli.main(["run", str(train), "-n", "2", "--faults", "crash:1@100s; pause:0@200s+1s"]) == 0
+    assert late in capsys.readouterr().err
+    assert cli.main(["run", str(train), "-n", "2", "--faults", "pause:0@0s+1s; crash:1@100s"]) == 0
+    assert "no fault has struck" not in capsys.readouterr().err
+
+
 def test_run_without_ranks_says_what_to_give(train: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Virtual ranks have no default number."""
     assert cli.main(["run", str(train)]) == 2

@@ -72,7 +72,7 @@ class AbortProtocol:
         self.end(
             f"{program_traceback(error)}\n{context or self._who()}",
             summary=f"{type(error).__name__}: {error}",
-            status=exit_status_of(error),
+            status=exit_status_of(error, of_program=True),
         )
 
     def end(self, text: str, *, status: int = 1, summary: str = "") -> None:

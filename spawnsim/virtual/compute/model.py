@@ -22,6 +22,7 @@ from numpy.typing import ArrayLike, NDArray
 from spawnsim import units
 from spawnsim.columns import read_columns, require_ranks
 from spawnsim.errors import ParameterError
+from spawnsim.options import nearest
 from spawnsim.virtual.compute.stragglers import (
     Bimodal,
     Constant,
@@ -305,8 +306,15 @@ def _straggler(part: str, whole: str) -> Straggler:
             except ValueError as error:  # ParameterError is one as well
                 raise ParameterError(f"straggler {part!r}: {error}") from error
     where = f" in {whole!r}" if part != whole else ""
-    forms = ", ".join(pattern for pattern, _, _ in FORMS)
-    raise ParameterError(f"straggler {part!r}{where} is not of a known form. Forms, joined by +: {forms}")
+    own = [pattern for pattern, _, _ in FORMS if pattern.partition(":")[0] == name]
+    if own:
+        raise ParameterError(f"straggler {part!r}{where}: write {' or '.join(own)}")
+    forms = [pattern for pattern, _, _ in FORMS]
+    hint = nearest(name, (pattern.partition(":")[0] for pattern in forms))
+    raise ParameterError(
+        f"straggler {part!r}{where} is not of a known form{f'; {hint}' if hint else '.'} "
+        f"Forms, joined by +: {', '.join(forms)}"
+    )
 
 
 def parse_base(text: str | float | Fixed | Trace) -> Fixed | Trace:

@@ -1,5 +1,4 @@
-"""Faults of virtual ranks and links: as data (`events`, `plan`, `swarm`), and carried out on a run (`injection`,
-`crashes`).
+"""Faults of virtual ranks and links: as data (`events`, `plan`, `swarm`), and carried out on a run (`injection`).
 
 Only the data are exported: what goes wrong, where and when.
 """

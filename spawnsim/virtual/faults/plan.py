@@ -35,6 +35,7 @@ import numpy as np
 
 from spawnsim import units
 from spawnsim.errors import ParameterError
+from spawnsim.options import nearest
 from spawnsim.virtual.faults.events import (
     DELIVERED,
     KINDS,
@@ -103,7 +104,8 @@ def _faults(part: str, setting: Setting) -> Iterator[Fault]:
         return
     kind = KINDS.get(match["kind"])
     if kind is None:
-        raise ParameterError(f"fault {part!r}: no kind {match['kind']!r}. Kinds: {', '.join(KINDS)}")
+        hint = nearest(match["kind"], KINDS) or f"kinds: {', '.join(KINDS)}"
+        raise ParameterError(f"fault {part!r}: no kind {match['kind']!r}; {hint}")
     try:
         values = _values(kind, match)
         for where in _places(kind, match["where"].strip(), setting):
@@ -383,9 +385,7 @@ class FaultPlan:
             if beyond:
                 raise fault.refuse(f"the run has ranks 0 to {ranks - 1}, and no rank {beyond[0]}")
             if type(fault) is Partition and len(fault.members) == ranks:
-                raise fault.refuse(
-                    f"all {ranks} ranks are on one side, so no rank is cut off: leave some out of members"
-                )
+                raise fault.refuse(f"all {ranks} ranks are on one side: leave some out of members")
 
     # ------------------------------------------------------------------------------------------- ranks
 

@@ -265,6 +265,12 @@ def test_an_unknown_form_lists_the_forms() -> None:
     """So that nobody has to look them up."""
     with pytest.raises(ParameterError, match=r"constant, .*markov:FAST,SLOW,SLOWDOWN"):
         parse_stragglers("nosuch:1")
+    with pytest.raises(ParameterError, match=r"did you mean lognormal\? Forms"):
+        parse_stragglers("lognorml:0.3")
+    with pytest.raises(
+        ParameterError, match=r"'slow:0.3' in 'constant\+slow:0.3': write slow:SHARE,SLOWDOWN$"
+    ):
+        parse_stragglers("constant+slow:0.3")
 
 
 def test_a_compute_text_is_a_duration_or_a_run() -> None:
