@@ -11,6 +11,8 @@ import pytest
 import torch
 from support.virtual_run import run
 
+import spawnsim
+from spawnsim import TrainingStep
 from spawnsim.comm import IN_PLACE, ops
 from spawnsim.comm.layouts import BF16
 from spawnsim.comm.predefined import BY_DTYPE, DOUBLE_INT
@@ -74,6 +76,32 @@ def test_a_collective_is_no_work_for_the_collector():
     finally:
         gc.callbacks.remove(note)
     assert len(looks) <= 4  # two looks, each with its beginning and its end
+
+
+def test_steps_that_are_put_off_are_no_work_for_the_collector():
+    """Eight steps of each rank wait together: looking through their tensors took a tenth of a run."""
+    looks, seen = [], []
+
+    def main(comm):
+        model = torch.nn.Linear(4, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        step = TrainingStep(lambda model, x: model(x).mean())
+        for iteration in range(33):
+            if comm.rank == 0 and iteration in (9, 32):
+                seen.append(len(looks))
+            with comm.compute(0.01):
+                loss = step(model, optimizer, torch.ones(2, 4))
+            comm.record(loss=loss)
+
+    def note(phase, _):
+        looks.append(phase)
+
+    gc.callbacks.append(note)
+    try:
+        spawnsim.run(main, ranks=600)
+    finally:
+        gc.callbacks.remove(note)
+    assert seen[1] - seen[0] <= 2  # one look, with its beginning and its end
 
 
 def test_a_collective_that_is_over_is_gone_without_the_collector():
