@@ -183,12 +183,13 @@ class Seat:
         settings: of the optimizer's groups, at the last step.
         steps: how many training steps of it are put off.
         pending: how much is put off of it in all, evaluations too.
+        unknown: whether parameters and state are watched, since work is put off of which nothing was carried out yet.
         watched: the optimizer's state, each tensor where the optimizer keeps it.
     """
 
     __slots__ = (
         "__weakref__", "_addresses", "_kept", "_made", "_model", "_state", "_states", "apart", "arena", "optimizer",
-        "parameters", "pending", "rank", "row", "settings", "steps", "watched",
+        "parameters", "pending", "rank", "row", "settings", "steps", "unknown", "watched",
     )  # fmt: skip
 
     def __init__(self, arena: Arena, row: int, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
@@ -199,6 +200,7 @@ class Seat:
         self.parameters = [named[place.name] for place in arena.plan.places]
         self.settings: tuple[Any, ...] = ()
         self.steps = self.pending = 0
+        self.unknown = False
         self.rank = -1
         self._made = _Made(model, optimizer)
         self._take()

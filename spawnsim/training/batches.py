@@ -90,7 +90,9 @@ class Put:
 def _take(works: Sequence[Put]) -> None:
     for work in works:
         seat = work.seat
-        watching.release(seat.parameters, seat.watched)
+        if seat.unknown:  # not again for each of several steps
+            watching.release(seat.parameters, seat.watched)
+            seat.unknown = False
         watching.release((), work.outs)
         seat.pending -= 1
         seat.steps -= work.stage

@@ -101,6 +101,7 @@ class _OfModel:
         seat, outs = work.seat, work.outs
         if not seat.pending:
             _Run.of(deferred).watch.watch(seat.parameters, seat.watched)
+            seat.unknown = True
         seat.join(work.rank)
         deferred.put_off(work)
         return outs[0] if len(outs) == 1 else tuple(outs)
