@@ -386,6 +386,7 @@ class Datatype(Constructors):
     @classmethod
     def Get_value_index(cls, value: Datatype, index: Datatype) -> Datatype:
         """Return the pair type for `MINLOC` and `MAXLOC`, or `DATATYPE_NULL`."""
+        value.live(), index.live()
         return VALUE_INDEX.get((value, index), BY_NAME["DATATYPE_NULL"])
 
     @classmethod

@@ -7,7 +7,6 @@ error codes that a program adds carry their own class and text.
 
 from __future__ import annotations
 
-import itertools
 import pickle
 from collections.abc import Iterable
 from typing import Final
@@ -112,7 +111,7 @@ def _texts() -> dict[int, str]:
 
 
 TEXTS: Final = _texts()
-_fresh = itertools.count(0x10000001)
+_used = [ERR_LASTCODE]  # the code that was added last
 
 
 class ErrorCode(int):
@@ -121,18 +120,29 @@ class ErrorCode(int):
     error_class: int
     text: str
 
+    @classmethod
+    def next(cls) -> ErrorCode:
+        """Return a new one, above all others."""
+        _used[0] += 1
+        code = cls(_used[0])
+        code.error_class, code.text = code, ""
+        return code
+
+
+def last_used_code() -> int:
+    """Return the largest error class or code (`LASTUSEDCODE`)."""
+    return _used[0]
+
 
 def Add_error_class() -> int:
     """Return a new error class."""
-    code = ErrorCode(next(_fresh))
-    code.error_class, code.text = code, ""
-    return code
+    return ErrorCode.next()
 
 
 def Add_error_code(errorclass: int) -> int:
     """Return a new error code of an error class."""
-    code = ErrorCode(next(_fresh))
-    code.error_class, code.text = errorclass, ""
+    code = ErrorCode.next()
+    code.error_class = errorclass
     return code
 
 
@@ -227,6 +237,8 @@ class MPIException(RuntimeError):
         return self.Get_error_string()
 
     def __repr__(self) -> str:
+        if type(self) is MPIException and not self.message:
+            return f"MPI.Exception({int(self)})"
         return f"{type(self).__name__}({int(self)}, {self.message!r})"
 
 

@@ -6,7 +6,7 @@ from typing import Any, Self
 
 from spawnsim.comm.constants import ANY_SOURCE, ANY_TAG, UNDEFINED
 from spawnsim.comm.datatypes import Datatype
-from spawnsim.comm.failures import ERR_ARG, SUCCESS, CallError
+from spawnsim.comm.failures import ERR_ARG, SUCCESS, CallError, SpecTypeError
 from spawnsim.comm.handles import integer
 from spawnsim.comm.predefined import BYTE
 
@@ -20,6 +20,8 @@ class Status:
         self.source, self.tag, self.error = ANY_SOURCE, ANY_TAG, SUCCESS
         self.nbytes, self.cancelled = 0, False
         if status is not None:
+            if not isinstance(status, Status):
+                raise SpecTypeError(f"Status({status!r}): give another status, or nothing")
             self.copy_from(status)
 
     def copy_from(self, status: Status) -> None:

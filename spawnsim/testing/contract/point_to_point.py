@@ -107,6 +107,20 @@ def read_only_memory_cannot_receive(MPI: Any, comm: Any) -> None:
             comm.Irecv(target, source=comm.Get_rank())
 
 
+def a_foreign_byte_order_is_refused(MPI: Any, comm: Any) -> None:
+    """An array in another byte order than the machine's has no datatype: sent as it is, it would be other numbers."""
+    rank = comm.Get_rank()
+    native, foreign = np.zeros(3, "i4"), np.arange(3).astype(np.dtype("i4").newbyteorder())
+    with refused(BufferError):
+        comm.Isend(foreign, dest=rank)
+    with refused(BufferError):
+        comm.Irecv(foreign, source=rank)
+    with refused(BufferError):
+        comm.Allreduce(native, foreign)
+    shifted(comm, foreign.astype("i4"), native)
+    same(native.tolist(), [0, 1, 2])
+
+
 def things_that_are_no_buffers(MPI: Any, comm: Any) -> None:
     """Numbers, text and lists of the wrong length are refused with the type of error that mpi4py raises."""
     rank = comm.Get_rank()

@@ -30,7 +30,7 @@ from spawnsim.comm.constants import (
     UNIVERSE_SIZE,
     WTIME_IS_GLOBAL,
 )  # fmt: skip
-from spawnsim.comm.failures import ERR_ARG, ERR_COMM, ERR_GROUP, ERR_LASTCODE, CallError
+from spawnsim.comm.failures import ERR_ARG, ERR_COMM, ERR_GROUP, CallError, last_used_code
 from spawnsim.comm.group import Group
 from spawnsim.comm.handles import INFO_NULL, Info, Named, integer
 from spawnsim.comm.protocols import Capabilities, Recovery
@@ -174,7 +174,7 @@ class Comm(PointToPoint, Collectives):
         self._exist()
         own = {
             TAG_UB: TAG_UB_VALUE, IO: PROC_NULL, WTIME_IS_GLOBAL: True,
-            UNIVERSE_SIZE: len(self._world.ranks), LASTUSEDCODE: ERR_LASTCODE,
+            UNIVERSE_SIZE: len(self._world.ranks), LASTUSEDCODE: last_used_code(),
         }  # fmt: skip
         return own[keyval] if keyval in own else super().Get_attr(keyval)
 

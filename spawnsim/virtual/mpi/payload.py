@@ -28,7 +28,8 @@ from spawnsim.virtual.diagnosis import place
 from spawnsim.virtual.engine.completion import Message
 from spawnsim.virtual.engine.world import World
 
-PLAIN = "?bBhHiIlLqQefdFD"  # dtypes without padding: not long double
+# Dtypes without padding (not long double) in the byte order of the machine.
+PLAIN = frozenset(map(np.dtype, "?bBhHiIlLqQefdFD"))
 pickler = Pickle()  # MPI.pickle: a program may give it other functions, as in mpi4py
 
 
@@ -48,7 +49,7 @@ def pack(spec: Any, dest: int = 0) -> Any:
     """Return a snapshot of a buffer: `bytes`, or an array for the types that need one."""
     if WAITING:
         settle()
-    if type(spec) is ndarray and spec.flags.c_contiguous and spec.dtype.char in PLAIN:
+    if type(spec) is ndarray and spec.flags.c_contiguous and spec.dtype in PLAIN:
         return spec.tobytes()
     _check_given(spec, dest)
     return as_buffer(spec).pack()
@@ -62,7 +63,7 @@ def target(spec: Any, source: int = 0) -> Any:
     """
     if WAITING:
         settle()
-    if type(spec) is ndarray and spec.flags.carray and spec.dtype.char in PLAIN:
+    if type(spec) is ndarray and spec.flags.carray and spec.dtype in PLAIN:
         return spec
     _check_given(spec, source)
     return as_buffer(spec, writable=True)
