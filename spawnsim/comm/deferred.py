@@ -55,7 +55,7 @@ class Deferred:
     Attributes:
         batched: whether anything was put off in this run.
         unknown: the class of values that are put off.
-        attachments: what those that put off share in this run, until they begin anew.
+        attachments: what those that put off share in this run, until they begin anew; closed then, and at the end.
     """
 
     def __init__(
@@ -159,7 +159,13 @@ class Deferred:
         found = {rank: error for rank, error in self._errors.items() if rank in self._left or rank in dead}
         self._errors.clear()
         self._rest()
+        self._close_attachments()
         return found
+
+    def _close_attachments(self) -> None:
+        for each in self.attachments.values():
+            each.close()
+        self.attachments.clear()
 
     def holds(self, holder: Any, values: Iterable[Any]) -> bool:
         """Return whether values are to be kept until they are known, or others of their holder are, before them."""
@@ -239,7 +245,7 @@ class Deferred:
         """
         self.settle(rank)
         self.carry_out()
-        self.attachments.clear()
+        self._close_attachments()
 
     def resume(self, rank: int, *, batched: bool, told: Iterable[str]) -> None:
         """Go on with what a rank of an earlier part of this run has put off, and recorded."""

@@ -129,7 +129,9 @@ class Rows:
 class _Held(weakref.ref[Any]):
     """A reference to memory of a row, as long as anybody else has one."""
 
-    __slots__ = ("row",)
+    __slots__ = ("arena", "row")
+    # Weak: an arena that referred to itself would keep its memory, gigabytes perhaps, until Python's collector looks.
+    arena: weakref.ref[Arena]
     row: int
 
 
@@ -392,6 +394,7 @@ class Arena:
         self._pieces: dict[tuple[str, int, int], tuple[Tensor, ...]] = {}
         self._free = list(range(capacity))
         self._held: dict[int, dict[int, _Held]] = {}
+        self._reference = weakref.ref(self)
 
     @property
     def full(self) -> bool:
@@ -416,14 +419,21 @@ class Arena:
         """
         part, memory = self._rows[name].part(row, columns)
         if memory is not None:
-            held = _Held(memory, self._let_go)
-            held.row = row
+            held = _Held(memory, _let_go)
+            held.arena, held.row = self._reference, row
             self._held.setdefault(row, {})[id(held)] = held
         return part
 
-    def _let_go(self, held: weakref.ref[Any]) -> None:
-        assert isinstance(held, _Held)
+    def let_go(self, held: _Held) -> None:
+        """Take note that memory of a row is no longer held: with its last part the row is free."""
         others = self._held[held.row]
         del others[id(held)]
         if not others:
             heapq.heappush(self._free, held.row)
+
+
+def _let_go(held: weakref.ref[Any]) -> None:
+    assert isinstance(held, _Held)
+    arena = held.arena()
+    if arena is not None:
+        arena.let_go(held)

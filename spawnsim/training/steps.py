@@ -49,6 +49,7 @@ class _Run:
         self.arenas: dict[Any, list[Arena]] = {}
         self.keys: dict[Arena, Any] = {}
         self.batches: dict[Any, Any] = {}  # by key: a batch, or why there is none
+        self.users: weakref.WeakSet[_OfModel] = weakref.WeakSet()
 
     @classmethod
     def of(cls, deferred: Deferred) -> _Run:
@@ -57,6 +58,11 @@ class _Run:
             deferred.attachments[cls] = cls(deferred)
         run: _Run = deferred.attachments[cls]
         return run
+
+    def close(self) -> None:
+        """Let go of rows and inputs; models keep theirs. A step that a module holds may outlive the run."""
+        for each in [*self.users]:
+            each._forget(None)
 
 
 class _Alone(Exception):
@@ -83,9 +89,11 @@ class _OfModel:
             self._latest = seat, self._ready.setdefault(seat, {})
         return self._latest[1]
 
-    def _forget(self, run: _Run) -> None:
+    def _forget(self, run: _Run | None) -> None:
         if self._run is not run:
             self._run = run
+            if run is not None:
+                run.users.add(self)
             self._seat = self._alone = None
             self._ready, self._latest = weakref.WeakKeyDictionary(), (None, {})
 

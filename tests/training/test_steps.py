@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import collections
 import copy
+import gc
 import pickle
+import weakref
 from itertools import pairwise
 
 import numpy as np
@@ -700,6 +702,52 @@ def test_rows_of_models_that_are_gone_are_used_again(monkeypatch):
 
     run(main)
     assert len(made) <= 3  # 19 rows in a block; each rank has two models at a time, and keeps a third
+
+
+@pytest.mark.parametrize("step_of", ["each rank's", "all ranks'"])
+def test_memory_of_rows_is_given_back_without_the_collector(step_of, monkeypatch):
+    """At each checkpoint, after which models take other rows, and when the run is over: it may be gigabytes."""
+    memories, alive = [], []
+    init = Rows.__init__
+
+    def remembered(self, *args):
+        init(self, *args)
+        memories.append(weakref.ref(self._memory.base))
+
+    def living():
+        return sum(each() is not None for each in memories)
+
+    monkeypatch.setattr(Rows, "__init__", remembered)
+    shared = TrainingStep(loss_of), Evaluation(accuracy_of)
+
+    def main(comm):
+        model = build(comm.rank)
+        optimizer = sgd(model)
+        step, evaluate = (
+            (TrainingStep(loss_of), Evaluation(accuracy_of)) if step_of == "each rank's" else shared
+        )
+        for iteration in range(9):
+            with comm.compute(0.01):
+                loss = step(model, optimizer, *batch(comm.rank, iteration))
+            comm.record(iteration=iteration, loss=loss, accuracy=evaluate(model, *batch(99, 0)))
+            if iteration % 3 == 2:
+                comm.checkpoint(iteration=iteration + 1, model=model, optimizer=optimizer)
+        float(loss)
+        comm.Barrier()
+        alive.append(living())
+
+    sgd(build())  # what torch loads for a first optimizer keeps the frames that it was loaded in
+    gc.collect()
+    gc.disable()
+    try:
+        run(main)
+        assert len(memories) > 2 * max(
+            alive
+        )  # weights and momentum of several arenas, of which the last is there
+        assert alive[0] == 2
+        assert living() == 0
+    finally:
+        gc.enable()
 
 
 def _counting(init, made):
