@@ -62,7 +62,8 @@ class _Run:
     def close(self) -> None:
         """Let go of rows and inputs; models keep theirs. A step that a module holds may outlive the run."""
         for each in [*self.users]:
-            each._forget(None)
+            if each._run is self:
+                each._forget(None)
 
 
 class _Alone(Exception):
