@@ -12,10 +12,12 @@ imported here.
 from __future__ import annotations
 
 import gc
+import resource
 import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from pathlib import Path
 from typing import Any
 
 Put = Callable[[Any, str, Any], None]  # put(owner, name, value), until the end
@@ -65,29 +67,41 @@ class Patches:
 # of a step.
 YOUNG_OBJECTS = 20_000  # new objects between two looks, at least
 YOUNG_PER_RANK = 200  # and for each rank of the run
-FEW_BLOCKS = 400_000  # blocks of memory below which old runs are not worth a collection
-_blocks_after: list[
-    int
-] = []  # how many there were after the last whole collection: a fact about this process
+# Below which growth old runs are not worth a collection: blocks of memory, and bytes. Tensors are few blocks.
+FEW_BLOCKS, FEW_NBYTES = 400_000, 256 << 20
+_after: list[
+    tuple[int, int]
+] = []  # blocks and bytes after the last whole collection: a fact about this process
 
 
 @contextmanager
 def rare_collections(ranks: int) -> Iterator[None]:
     """Let the collector look less often while a run of so many ranks is built and goes on."""
     before = gc.get_threshold()
-    # Python knows how many blocks it has handed out; to count what is frozen takes it longer than many a run.
-    blocks = sys.getallocatedblocks()
-    if before[0] and _blocks_after and blocks > _blocks_after[0] * 3 // 2 + FEW_BLOCKS:
-        gc.collect()
-        blocks, _blocks_after[:] = sys.getallocatedblocks(), []
-    if not _blocks_after:
-        _blocks_after.append(blocks)
+    now = _memory()
+    if before[0] and _after:
+        (blocks, nbytes), (blocks_then, nbytes_then) = now, _after[0]
+        if blocks > blocks_then * 3 // 2 + FEW_BLOCKS or nbytes > nbytes_then * 3 // 2 + FEW_NBYTES:
+            gc.collect()
+            now, _after[:] = _memory(), []
+    if not _after:
+        _after.append(now)
     if before[0]:
         gc.set_threshold(max(before[0], YOUNG_OBJECTS, YOUNG_PER_RANK * ranks), *before[1:])
     try:
         yield
     finally:
         gc.set_threshold(*before)
+
+
+def _memory() -> tuple[int, int]:
+    """Return how many blocks Python has handed out, and the bytes that this process has: 0 where nothing tells it."""
+    # To count objects, those that are frozen too, takes longer than many a run.
+    try:
+        pages = int(Path("/proc/self/statm").read_text().split()[1])
+    except OSError:
+        pages = 0
+    return sys.getallocatedblocks(), pages * resource.getpagesize()
 
 
 @contextmanager

@@ -325,8 +325,31 @@ assert min(counts[len(counts) // 3 :]) < counts[0] * 11 // 10, counts
 """
 
 
-def test_many_runs_in_one_process_leave_nothing_behind():
+LARGE_RUNS = """
+import weakref
+import numpy as np
+from support.virtual_run import run
+
+class Holder:
+    pass
+
+def main(comm):
+    holder = Holder()
+    holder.itself, holder.weights = holder, np.ones(1 << 20)  # a cycle of few objects and 8 MiB
+    held.append(weakref.ref(holder))
+
+held, most = [], 0
+for _ in range(12):
+    run(main, 12)
+    most = max(most, sum(each() is not None for each in held))
+assert most < 7 * 12, most
+"""
+
+
+@pytest.mark.parametrize("runs", ["many", "large"])
+def test_runs_in_one_process_leave_nothing_behind(runs):
     """Each run is a cycle of a thousand objects and more, frozen while the next one runs; in time all are collected."""
     # A process of its own: how much may gather before all is collected depends on what a process has done before.
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
-    subprocess.run([sys.executable, "-c", MANY_RUNS], env=environment, check=True)
+    program = MANY_RUNS if runs == "many" else LARGE_RUNS
+    subprocess.run([sys.executable, "-c", program], env=environment, check=True)
