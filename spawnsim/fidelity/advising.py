@@ -325,12 +325,17 @@ def report(advice: Advice) -> str:
             f"every {row.every:.0f}",
             f"{row.utilisation:.1%}",
             f"{row.exchange_s:.3g} s",
-            f"{row.nbytes / 1e6:.3g} MB",
+            _size(row.nbytes),
             *(_worse(row, name) for name in WORSE),
         )
         for place, row in enumerate(advice.rows, start=1)
     ]
     return "\n".join([text_table(head, lines, left=2), *_sentences(advice)])
+
+
+def _size(nbytes: float) -> str:
+    """Return three digits of a number of bytes, and never an exponent of ten."""
+    return f"{nbytes / 1e6:,.0f} MB" if nbytes >= 999.5e6 else f"{nbytes / 1e6:.3g} MB"
 
 
 def _worse(row: Row, setting: str) -> str:

@@ -137,8 +137,10 @@ class Overheads:
 
 
 def overheads(points: Sequence[Point]) -> Overheads:
-    """Return o and g from the smallest posts, streams and ping-pongs."""
-    post, stream, ping = (_smallest(points, operation) for operation in ("post", "stream", "p2p"))
+    """Return o and g from the smallest post, and from the quickest stream and ping-pong."""
+    # More bytes take no less time, and what disturbs a measurement only adds to it: so no size is quicker than the
+    # smallest one would be undisturbed, and a single disturbed point does not make every message slow.
+    post, stream, ping = (_quickest(points, operation) for operation in ("post", "stream", "p2p"))
     one_way_s = ping.seconds
     # A post may cost as much as the whole flight on a machine with more ranks than cores; L would then vanish.
     send_s = min(post.seconds, 0.4 * one_way_s)
@@ -147,11 +149,11 @@ def overheads(points: Sequence[Point]) -> Overheads:
     return Overheads(send_s, max(gap_s, send_s))
 
 
-def _smallest(points: Sequence[Point], operation: str) -> Point:
+def _quickest(points: Sequence[Point], operation: str) -> Point:
     found = [point for point in points if point.operation == operation]
     if not found:
         raise ParameterError(f"no times of {operation!r} among the points: measure it too")
-    return min(found, key=lambda point: point.nbytes)
+    return min(found, key=lambda point: point.seconds)
 
 
 def fit_link(points: Sequence[Point], *, eager_nbytes: int) -> Link:

@@ -224,7 +224,10 @@ class Groups:
     @property
     def by(self) -> str:
         """What tells curves apart, for a title: " by policy and ratio"; nothing where there is one curve."""
-        names = [name.replace("_", " ") for name in self.differ if name != "backend"]
+        names = [
+            "number of ranks" if name == "ranks" else name.replace("_", " ")
+            for name in self.differ if name != "backend"
+        ]  # fmt: skip
         # More than three names make a title that nobody reads; the legend has them.
         if len(self.groups) == 1 or not 0 < len(names) <= 3:
             return ""

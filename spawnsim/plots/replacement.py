@@ -233,12 +233,13 @@ FEW_RANKS = 16
 def draw_matrix(info: Replacements, ax: Axes | None = None) -> Axes:
     """Draw donor (down) against replaced (across) as a density; up to 16 ranks the numbers are written in."""
     ax = style.axes_or_new(ax)
-    counts, edges = matrix(info)
+    few = info.ranks <= FEW_RANKS
+    counts, edges = matrix(info, info.ranks if few else 0)  # where numbers are written in, a cell is one pair
     mesh = ax.pcolormesh(edges - 0.5, edges - 0.5, counts, cmap="Blues", vmin=0, rasterized=True)
     ax.grid(visible=False)
     ax.set_aspect("equal")
     ax.set(xlabel="replaced rank", ylabel="donor rank", title="who replaced whom")
-    if info.ranks <= FEW_RANKS:
+    if few:
         _write_numbers(counts, ax)
     else:
         name = f"pairs per cell of {edges[1]:.0f} × {edges[1]:.0f} ranks"

@@ -151,7 +151,8 @@ def _first_row(table: Any, rows: list[list[Any]]) -> tuple[int, float, str] | No
         for name in names:
             was = table[name][at].item()
             is_now = values.get(name, was)
-            if was != is_now and not (was != was and is_now is None):
+            # A column holds NaN where a row has no number: what is missing, None or NaN now is the same.
+            if was != is_now and not (was != was and (is_now is None or is_now != is_now)):
                 found.append((time_s, rank, name))
                 break
     if not found:

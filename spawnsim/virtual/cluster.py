@@ -58,7 +58,7 @@ Prepare = Callable[[World], None]  # is given a world that is built, before its 
 class Totals:
     """What a run amounted to. `events` counts what ranks did (sends, receives, collectives, computing);
     `scheduled` counts the events that SimPy had to process for it; `leaks` says what was read that no seed repeats,
-    `mistakes` what was done that MPI leaves undefined, and faults that came too late.
+    `mistakes` what was done that MPI leaves undefined, faults that came too late, and the death of all.
     """
 
     virtual_seconds: float
@@ -322,6 +322,10 @@ class Cluster:
         end_s = max(clocks, default=0.0)
         if self.world.plan is not None and (missed := _missed(self.world.plan, end_s)):
             self.world.mistakes["faults", ""] = missed
+        if all(rank.dead and rank.ended_s == math.inf for rank in self.world.ranks):
+            self.world.mistakes["dead", ""] = (
+                f"no rank came to the end of its program: all were dead at {end_s:.6g} s"
+            )
         self._counted = self._totals(end_s, time.perf_counter() - self._began_s)
         if self._timeline:
             self._timeline.finish(self._counted.virtual_seconds)

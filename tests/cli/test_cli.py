@@ -510,6 +510,23 @@ def test_faults_that_come_after_the_end_are_told(tmp_path: Path, capsys: pytest.
     assert "no fault has struck" not in capsys.readouterr().err
 
 
+def test_a_run_that_nobody_outlives_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Nothing raises where all ranks die; a run of which one has ended, or that begins again, is no such run."""
+    train, ends_late = _barrier(tmp_path), tmp_path / "late.py"
+    ends_late.write_text("def main(comm):\n    with comm.compute(0.5 + comm.rank):\n        pass\n")
+    nobody = "no rank came to the end of its program: all were dead at 0.2 s"
+    for file, faults, dead in (
+        (train, "crash:*@0.2s", True),
+        (train, "crash:0@0.1s; crash:1@0.2s", True),
+        (train, "crash:*@0.2s; restart:*@1s", False),
+        (ends_late, "crash:*@0.8s", False),
+    ):
+        assert cli.main(["run", str(file), "-n", "2", "--faults", faults]) == 0
+        told = capsys.readouterr().err
+        assert (nobody in told) == dead
+        assert ("no rank came" in told) == dead
+
+
 def test_run_without_ranks_says_what_to_give(train: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Virtual ranks have no default number."""
     assert cli.main(["run", str(train)]) == 2

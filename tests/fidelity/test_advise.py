@@ -264,6 +264,18 @@ def test_exchanges_that_are_left_out_are_told() -> None:
     assert [row["every"] for row in advise_command.document(found)["ranking"]][:2] == [1, 128]  # type: ignore[index,attr-defined]
 
 
+def test_large_models_have_no_exponents() -> None:
+    """Bytes of a step are read by people, at 12 MB as at 3,750."""
+    rows = [replace(_row("average", 8, 8.0, 0.9, 0.9), nbytes=n) for n in (12.34e6, 999.7e6, 3.75e9)]
+    text = report(Advice(tuple(rows), {}, 0.9, ("as given",), 1))
+    assert [size in text for size in (" 12.3 MB ", " 1,000 MB ", " 3,750 MB ", "e+")] == [
+        True,
+        True,
+        True,
+        False,
+    ]
+
+
 def test_the_other_model_has_the_same_wire() -> None:
     """Hockney and LogGP turn into each other; a message takes as long, through every kind of link."""
     network = Nodes(Hockney(3e-6, 1e10), LogGP(L=1e-5, o=2e-6, g=1e-6, G=1e-9), ranks_per_node=4)

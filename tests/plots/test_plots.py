@@ -165,6 +165,12 @@ def test_runs_that_differ_in_anything_but_their_seed_are_other_experiments(
     assert names(found) == [(shown[0], 3), (shown[1], 1)]
 
 
+def test_a_title_names_the_number_of_ranks():
+    """Not "by ranks", which each figure of ranks is."""
+    assert grouped([made(ranks=12), made(ranks=1000)]).by == " by number of ranks"
+    assert grouped([made(ranks=12), made(ranks=12, stragglers="pareto:2")]).by == " by stragglers"
+
+
 def test_the_caption_tells_what_all_curves_have_in_common():
     """Program, circumstances and parameters; what is nothing is left out, and what differs stands in the legend."""
     common = {"alpha": 0.3, "hidden": [256, 64], "compression": None, "guard": True}
@@ -353,6 +359,18 @@ def test_the_matrix_loses_no_pair(ranks: int, bins: int):
     counts, edges = replacement.matrix(replacement.replacements(events(*who), ranks), bins)
     assert counts.sum() == 60
     assert set(np.diff(edges)) == {edges[1]}
+
+
+@pytest.mark.parametrize("ranks", [4, 11, 16])
+def test_numbers_are_written_for_single_pairs(ranks: int):
+    """Up to 16 ranks a cell is one donor and one replaced rank, and its number stands in it."""
+    ax = replacement.draw_matrix(replacement.replacements(events((ranks - 1, 1.0, [1, 2])), ranks))
+    assert len(ax.texts) == ranks**2
+    assert {text.get_position() for text in ax.texts if text.get_text() == "1"} == {
+        (ranks - 1, 1),
+        (ranks - 1, 2),
+    }
+    assert ax.get_xlim() == ax.get_ylim() == (-0.5, ranks - 0.5)
 
 
 def test_donors_are_ranks_whatever_a_program_records():

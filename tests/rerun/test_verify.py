@@ -67,6 +67,22 @@ def test_a_run_that_kept_some_rows_repeats(tmp_path):
     assert verify([str(tmp_path / "leaking")]) == 1
 
 
+def test_what_is_not_a_number_is_no_difference(tmp_path, capsys):
+    """NaN, recorded as such or for a row without the value, is equal to itself: the value that changed is named."""
+    program, read = tmp_path / "train.py", tmp_path / "read.txt"
+    program.write_text(
+        "from pathlib import Path\n\ndef main(comm, read):\n    for iteration in range(4):\n"
+        "        with comm.compute(0.1):\n            pass\n"
+        "        late = {'value': float(Path(read).read_text())} if iteration == 3 else {}\n"
+        "        comm.record(iteration=iteration, metric=float('nan'), **late)\n"
+    )
+    read.write_text("1.0")
+    spawnsim.run(program, ranks=2, out=tmp_path / "run", parameters={"read": str(read)})
+    read.write_text("2.0")
+    assert verify([str(tmp_path / "run")]) == 1
+    assert "First recorded value that differs: value of rank 0 at 0.4 s" in capsys.readouterr().out
+
+
 def test_a_run_that_went_on_with_other_ranks_is_said_to_be_resumed(tmp_path, capsys):
     """It cannot be run again from its beginning as the run that it has become."""
     (tmp_path / "train.py").write_text(

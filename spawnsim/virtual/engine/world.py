@@ -127,7 +127,8 @@ class World:
     )  # agreements of survivors, to be checked again
     revoked: bool = False  # whether any communicator ever was: only then need waits look
     leaks: dict[str, str] = field(default_factory=dict)  # what no seed repeats: kind -> a sentence
-    # Kind and line -> a sentence, of what MPI leaves undefined and the program has done, and of faults that came late.
+    # Kind and line -> a sentence, of what MPI leaves undefined and the program has done, and of faults that came late
+    # or left nobody.
     mistakes: dict[tuple[str, str], str] = field(default_factory=dict)
     contexts: int = 0  # communicators made so far
     open_contexts: weakref.WeakSet[Any] = field(default_factory=weakref.WeakSet)

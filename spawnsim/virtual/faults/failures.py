@@ -26,7 +26,7 @@ DOMAINS = ("node", "rack", "region")
 
 @dataclass(frozen=True)
 class Failures:
-    """When machines fail, and what becomes of their ranks.
+    """Machines fail at random; their ranks begin again after a repair, or on a spare.
 
     Attributes:
         at_s: begin of the time in which they fail, virtual seconds.
