@@ -95,8 +95,7 @@ class Buffer:
     def pack(self) -> Array:
         """Return an owned 1-D snapshot, all blocks in a row: typed for predefined datatypes, else bytes."""
         if self.datatype.dtype is not None and self.datatype.is_predefined:
-            # `flatten` copies always, `ravel` only where it must: a snapshot must not change with the program's
-            # memory.
+            # `flatten` copies always, `ravel` only where it must: a snapshot must not change with the program's memory.
             return self._source.flatten()
         return self.datatype.wire(self._source, self.count * self.blocks, self.origin)
 
@@ -129,8 +128,7 @@ class Buffer:
         if self.datatype.is_predefined and data.dtype == self._source.dtype:
             self.array[: data.size] = data
         elif self.datatype.dense:
-            # `origin` is the place of the memory's first byte, counted from the message's start, so it is
-            # subtracted.
+            # `origin` is the place of the memory's first byte, counted from the message's start, so it is subtracted.
             as_bytes(self.array)[-self.origin : nbytes - self.origin] = _wire(data)
         elif not is_phantom(source):
             self.datatype.layout.scatter(as_bytes(self.array), _wire(data), self.origin)

@@ -330,8 +330,7 @@ def _torch(tensor: Any) -> NDArray[Any]:
     if str(tensor.dtype) != "torch.bfloat16":
         array: NDArray[Any] = tensor.numpy().reshape(-1)
         return array
-    # numpy has no bfloat16, so torch refuses `numpy()`; the bytes are taken by address, and the view keeps the
-    # tensor.
+    # numpy has no bfloat16, so torch refuses `numpy()`; the bytes are taken by address, and the view keeps the tensor.
     return at_address(tensor.data_ptr(), 2 * tensor.numel(), tensor).view(BF16)
 
 

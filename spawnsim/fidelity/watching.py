@@ -134,8 +134,7 @@ class Computing:
         return self
 
     def __exit__(self, *error: Any) -> None:
-        # The clock is read after the block has ended: on virtual ranks it is the end of the block that moves the
-        # clock.
+        # The clock is read after the block has ended: on virtual ranks it is the end of the block that moves the clock.
         self._block.__exit__(*error)
         self._watch.end()
 

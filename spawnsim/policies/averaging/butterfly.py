@@ -233,8 +233,7 @@ def shares(group: Group, length: int, min_size: int) -> list[int]:
     """Return how many elements each member reduces; all 0 if no member can."""
     rates = [0.0 if member.role is Role.CLIENT else member.bandwidth for member in group.members]
     if not any(rate is None or rate > 0 for rate in rates):
-        # If no member that may reduce has bandwidth, all share the work equally: a group that nobody serves would
-        # fail.
+        # If no member that may reduce has bandwidth, all share the work equally: a group that nobody serves would fail.
         rates = [0.0 if member.role is Role.CLIENT else 1.0 for member in group.members]
     return element_counts(length, rates, min_size) if any(rates) or None in rates else [0] * len(rates)
 

@@ -226,8 +226,7 @@ class PairwiseGossip:
         return self._approach(vector, message.body, asked.sent, self._gain)
 
     def _swap(self, source: int, message: Message, vector: Vector) -> bool:
-        # Read before they change: the answer holds the weights as they were, or the sum over both would not be
-        # kept.
+        # Read before they change: the answer holds the weights as they were, or the sum over both would not be kept.
         own = vector.read()
         if (
             not self.active

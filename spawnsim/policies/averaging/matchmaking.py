@@ -356,8 +356,7 @@ class Search:
         """Form the group of this rank and its followers, and tell them."""
         if self._request is not None:
             self.out.append((self._request.leader, Message(Kind.LEAVE, self._request.number)))
-            # The open request is withdrawn first: an acceptance that came later would put this rank into two
-            # groups.
+            # The open request is withdrawn first: an acceptance that came later would put this rank into two groups.
             self._request = None
         members = self.terms.shuffle([self.terms.member, *(f.member for f in self.followers.values())])
         self.group, self.led = Group(self.terms.number(), tuple(members), self.terms.key), True

@@ -341,8 +341,7 @@ class TreeAverage:
         epoch = epoch_of(message.number)
         if epoch < self._leadership.epoch:
             self.counts["late"] += 1
-            # A sender that still lives in an earlier epoch must be told, or it waits for a coordinator that is
-            # gone.
+            # A sender that still lives in an earlier epoch must be told, or it waits for a coordinator that is gone.
             if message.kind in (Kind.PRESENT, Kind.OPEN, Kind.HANDOVER):  # its sender has missed an epoch
                 self.out.append((source, self._epoch_message()))
             return False
