@@ -380,9 +380,8 @@ def _operation(path: Path, node: Node) -> dict[str, Any]:
     kept = {
         name: node.attr[name] for name in ("comm_tag", "pg_name", "root") if node.attr.get(name) is not None
     }
-    kind = (
-        node.kind if node.kind in KINDS else COMP
-    )  # memory, storage and metadata pass as computing of their length
+    # Memory, storage and metadata pass as computing of their length.
+    kind = node.kind if node.kind in KINDS else COMP
     if kind == COLL and attr["comm_type"] >= len(COLLECTIVES):
         raise ParameterError(
             f"{path}: node {node.id} ({node.name}): comm_type {attr['comm_type']} is not known"

@@ -92,9 +92,8 @@ def fit_line(nbytes: FloatArray, seconds: FloatArray) -> Line:
         return errors
 
     alpha_s, beta = least_squares(residuals, (max(float(seconds[0]), 1e-9), float(slope)))
-    beta = max(
-        beta, LEAST_S_PER_B
-    )  # times that do not grow over the sizes of a piece have no bandwidth to write down
+    # Times that do not grow over the sizes of a piece have no bandwidth to write down.
+    beta = max(beta, LEAST_S_PER_B)
     error = residuals(np.array([alpha_s, beta])) / ROBUST_SCALE
     return Line(int(nbytes[0]), float(alpha_s), float(beta), float(np.sum(np.sqrt(1.0 + error**2) - 1.0)))
 
@@ -456,9 +455,8 @@ def _without_far(ratios: FloatArray) -> tuple[FloatArray, tuple[Noise, ...]]:
     # deviation until none of them is far.
     deviation = 1.4826 * float(np.median(np.abs(ratios - middle)))
     far = ratios > max(middle + FAR * deviation, 1.25 * middle)
-    if (
-        not far.any() or far.mean() > 0.2
-    ):  # an outlier seen in more than 20 % of the blocks is the distribution
+    # An outlier seen in more than 20 % of the blocks is the distribution.
+    if not far.any() or far.mean() > 0.2:
         return ratios, ()
     slowdown = float(ratios[far].mean() / ratios[~far].mean())
     return ratios[~far], (Bimodal(_round(far.mean()), _round(slowdown)),)

@@ -16,9 +16,8 @@ import numpy as np
 
 from spawnsim.fidelity.microbenchmarks import FloatArray
 
-_WATCHED: ContextVar[bool] = ContextVar(
-    "watched", default=False
-)  # False again in threads and greenlets of their own
+# A context variable, so that it is False again in other threads and greenlets.
+_WATCHED: ContextVar[bool] = ContextVar("watched", default=False)
 _UNTIMED = frozenset(
     {"clock", "rng", "record", "rank", "size", "Get_rank", "Get_size", "Get_group", "Get_name"}
 )

@@ -341,9 +341,8 @@ def _run_unmodified(
     what |= {"notes": [NO_COST] if scenario.compute in (None, "none") else [], "warnings": []}
     if keeping.out is not None:
         Cost.of(scenario.compute, load_platform(scenario.platform).device)
-        require_possible(
-            replace(scenario, compute=0.0)
-        )  # there it is a cost of calls, which is checked above
+        # Without `compute`: there it is a cost of calls, which is checked above.
+        require_possible(replace(scenario, compute=0.0))
     writer = keeping.writer(what, inputs)
     bar = listener(keeping.progress, writer.recorder, scenario.ranks)
     with (

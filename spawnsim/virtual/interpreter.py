@@ -19,13 +19,8 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 
 Put = Callable[[Any, str, Any], None]  # put(owner, name, value), until the end
-CLOCKS = (
-    "time",
-    "perf_counter",
-    "monotonic",
-    "process_time",
-    "thread_time",
-)  # of `time`; each has a twin in _ns
+# Of `time`; each has a twin in _ns.
+CLOCKS = ("time", "perf_counter", "monotonic", "process_time", "thread_time")
 
 
 class Patches:
@@ -66,9 +61,8 @@ class Patches:
 YOUNG_OBJECTS = 20_000  # new objects between two looks, at least
 YOUNG_PER_RANK = 200  # and for each rank of the run
 FEW_BLOCKS = 400_000  # blocks of memory below which old runs are not worth a collection
-_blocks_after: list[
-    int
-] = []  # how many there were after the last whole collection: a fact about this process
+# How many there were after the last whole collection: a fact about this process.
+_blocks_after: list[int] = []
 
 
 @contextmanager

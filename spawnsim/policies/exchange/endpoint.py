@@ -102,9 +102,8 @@ class Endpoint:
         self._tracked = tracked
         self._wakes = 0  # sent by `wake` and not received
         self._sends: list[tuple[Request, Bytes]] = []
-        self._receives: list[
-            _Receive
-        ] = []  # large messages under way, and those they hold up, as they were matched
+        # Large messages under way, and those they hold up, as they were matched.
+        self._receives: list[_Receive] = []
         self._any: Any = (
             comm  # `Comm` lists what every backend has; Probe, Get_failed and Ack_failed are MPI's
         )

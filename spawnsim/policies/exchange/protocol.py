@@ -148,9 +148,8 @@ class Exchange:
         if self.coordinator is None:
             if self.leaving:
                 return
-            self.coordinator = (
-                self._new_coordinator()
-            )  # the ranks before this one are dead: it is the leader now
+            # The ranks before this one are dead: it is the leader now.
+            self.coordinator = self._new_coordinator()
         report = Report(source, message.value, message.expired)
         self.coordinator.report(message.number, report, now_s, message.settled)
 

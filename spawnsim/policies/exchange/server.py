@@ -256,10 +256,8 @@ class ServerNode:
         for place, server in self.servers.items():
             if place in kept:
                 server.load(kept[place])
-        self._base, self._merged = (
-            begun,
-            (0, int(version[0])),
-        )  # of a region's server: weights and versions when it merged last
+        # Of a region's server: weights, and both servers' versions, when it merged last.
+        self._base, self._merged = begun, (0, int(version[0]))
         if "base" in kept.get(0, {}):
             self._base, self._merged = kept[0]["base"], tuple(kept[0]["merged"])
         self._begun_with, self._lifting = begun, False

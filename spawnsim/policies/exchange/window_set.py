@@ -289,9 +289,8 @@ class OpenWindows:
                 return False
             if self.board.agree(FREE if self._all_come(timeout_s) else KEEP) != FREE:
                 return False
-            with self.comm.clock.deadline(
-                self.comm.clock.limit_s()
-            ):  # stated, for a verdict may be lost on its way
+            # Stated, for a verdict may be lost on its way.
+            with self.comm.clock.deadline(self.comm.clock.limit_s()):
                 self.snapshots.free()
                 self.board.free()
         except (Timeout, RankFailed, Revoked):  # also of a rank that dies while all free

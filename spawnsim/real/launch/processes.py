@@ -244,9 +244,8 @@ def children(process: int) -> list[int]:
 SPOKEN = (
     "[spawnsim monitor]"  # begins what a monitor writes to stderr for a launcher whose folder it cannot reach
 )
-ORPHANED = (
-    signal.SIGALRM
-)  # the system sends it when the launcher's thread that has started the monitor has ended
+# The system sends it when the launcher's thread that has started the monitor has ended.
+ORPHANED = signal.SIGALRM
 STOP_S = 2  # how long a rank whose launcher has died may take to save what it has
 HEARD_S = 0.2  # until the launcher has read what a rank has written
 FORWARDED = (
@@ -321,9 +320,8 @@ class RankMonitor:
             if number == ORPHANED:
                 self._orphaned()
             elif number in FORWARDED and not (number == signal.SIGUSR1 and SURVIVE in self.environ):
-                self._forward(
-                    number
-                )  # SIGUSR1 is MPICH's, about the death of another rank: it would kill this one
+                # SIGUSR1 is MPICH's, about the death of another rank: it would kill this one.
+                self._forward(number)
         return os.waitstatus_to_exitcode(ended[1])
 
     def _forward(self, number: int) -> None:

@@ -192,9 +192,8 @@ class JobState:
         # exception: a rank that was told to stop by SIGTERM may have been told by the launcher, because of a death that
         # only the launcher has seen (on another node, or of a rank without a monitor).
         first, found = self._first(), max(self.filters, key=lambda each: each.signal)
-        stopped = (
-            first is not None and first.status == 128 + signal.SIGTERM
-        )  # which may be the launcher's work
+        # SIGTERM may be the launcher's work.
+        stopped = first is not None and first.status == 128 + signal.SIGTERM
         if first is not None and not (stopped and found.rank >= 0 and found.signal):
             return first
         if found.signal:
@@ -362,9 +361,8 @@ def _prepared(*, survive: bool) -> Callable[[], None] | None:
 
     def prepare() -> None:
         die_with_parent()
-        if (
-            survive
-        ):  # by which MPICH tells all ranks of a death, also those that do not ignore it by themselves yet
+        # MPICH tells all ranks of a death by this signal, also those that do not ignore it by themselves yet.
+        if survive:
             signal.signal(signal.SIGUSR1, signal.SIG_IGN)
 
     return prepare

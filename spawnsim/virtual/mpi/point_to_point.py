@@ -327,9 +327,8 @@ class PointToPoint(Member):
         else:
             message = self._visible(source, tag)
             if hold and message is not None:
-                self._mailbox.remove(
-                    message
-                )  # now: while this task pays for the look, another of its rank may look
+                # Now: while this task pays for the look, another of its rank may look.
+                self._mailbox.remove(message)
         self._world.charge_poll()
         if message is None:
             self._world.kernel.fruitless()

@@ -40,9 +40,8 @@ from spawnsim.virtual.mpi.rma_service import Access, Serve, WindowState
 from spawnsim.virtual.mpi.semantics import agree
 
 POST, COMPLETE = 1, 2  # tags of the active-target epochs
-PendingAccess = tuple[
-    int, Access, Callable[[Any], Any]
-]  # an access to a target, and what delivers the answer
+# An access to a target, and what delivers the answer.
+PendingAccess = tuple[int, Access, Callable[[Any], Any]]
 
 
 class Epochs(Attributes):

@@ -125,9 +125,8 @@ class Connection:
     origin: Rank
     target: Rank
     sent: int = 0
-    _coming: list[AccessRequest] = field(
-        default_factory=list
-    )  # few; a deque is ten times as large, even empty
+    # A list, as there are few: a deque is ten times as large, even empty.
+    _coming: list[AccessRequest] = field(default_factory=list)
 
     def send(
         self, request: AccessRequest, nbytes: int, *, copy_s: float | None, delay_s: float = 0.0
