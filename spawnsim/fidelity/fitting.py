@@ -221,9 +221,8 @@ GAMMAS = (0.0, *np.geomspace(1e-12, 1e-8, 33).tolist())  # seconds per byte: 1,0
 FINER = np.geomspace(0.75, 1.34, 25).tolist()
 ROUNDS = 5
 GOOD_RULES = 0.05  # a mean error of 5 %: no fixed algorithm for less
-WORTH_FIXING = (
-    0.8  # a fixed algorithm must bring the error below this share of that of the library's own choice
-)
+# A fixed algorithm must bring the error below this share of that of the library's own choice.
+WORTH_FIXING = 0.8
 
 
 Begun = dict[bytes, FloatArray]

@@ -38,9 +38,8 @@ if TYPE_CHECKING:
 
 AT_ONCE_NBYTES = 4096  # every MPI delivers so little with the envelope: a receive after a probe does not wait
 SLICE_S = 0.05  # how long a wait looks at one large message before it looks at the others again
-PAUSE_S = (
-    0.01  # between two looks where no wait for messages is possible, or another thread makes the progress
-)
+# Between two looks where no wait for messages is possible, or another thread makes the progress.
+PAUSE_S = 0.01
 LEAST_WAIT_S = 1e-3  # a deadline that its owner does not act upon must not become a busy loop
 LONGEST_WAIT_S = 1.0  # the longest wait between two looks at the time
 
@@ -104,9 +103,8 @@ class Endpoint:
         self._sends: list[tuple[Request, Bytes]] = []
         # Large messages under way, and those they hold up, as they were matched.
         self._receives: list[_Receive] = []
-        self._any: Any = (
-            comm  # `Comm` lists what every backend has; Probe, Get_failed and Ack_failed are MPI's
-        )
+        # `Comm` lists what every backend has; Probe, Get_failed and Ack_failed are MPI's.
+        self._any: Any = comm
 
     def _open(self) -> WeakValueDictionary[int, Endpoint]:
         """Return this rank's endpoints on this communicator, by tag."""

@@ -25,9 +25,8 @@ REGISTRY = "SPAWNSIM_REGISTRY"
 """Names the folder. Each process writes a file: its process id is the name, its rank the content, if it has one."""
 SURVIVE = "SPAWNSIM_SURVIVE"
 """Set where the launcher lets the others live when a rank dies."""
-BEGUN = (
-    "begun"  # the rank has met all others, and its program begins: from here on others may survive its death
-)
+# The rank has met all others, and its program begins: from here on others may survive its death.
+BEGUN = "begun"
 ENDED = "ended"  # its program has ended, and nothing is left to do
 DEAD = "dead"  # it has ended in any other way
 FIRST_END = "first end"  # of a rank, by which the job ends: status and sentence
@@ -241,9 +240,8 @@ def children(process: int) -> list[int]:
     return found
 
 
-SPOKEN = (
-    "[spawnsim monitor]"  # begins what a monitor writes to stderr for a launcher whose folder it cannot reach
-)
+# Begins what a monitor writes to stderr for a launcher whose folder it cannot reach.
+SPOKEN = "[spawnsim monitor]"
 # The system sends it when the launcher's thread that has started the monitor has ended.
 ORPHANED = signal.SIGALRM
 STOP_S = 2  # how long a rank whose launcher has died may take to save what it has

@@ -154,9 +154,8 @@ def _may_be_own(tail: bytes) -> bool:
     return any(own.startswith(tail) or tail.startswith(own) for own in _OWN_LINES)
 
 
-DOOMED_S = (
-    6.0  # for a launcher whose job has lost a rank: most end the job themselves, once ranks have saved theirs
-)
+# For a launcher whose job has lost a rank: most end the job themselves, once ranks have saved theirs.
+DOOMED_S = 6.0
 UNBEGUN_S = 1.0  # the same where not all programs have begun, so that no rank has anything to save
 UNSURVIVED = ": no job survives that"
 STARTING_S = 3.0  # how much later than the first rank's program a launcher may start the last rank
