@@ -80,7 +80,7 @@ class WarmUp:
             if parameter.requires_grad:
                 # Parameters without a gradient take part with zeros: collectives must match on all ranks, and a
                 # branch may be unused on one alone.
-                if parameter.grad is None:  # another rank may have one
+                if parameter.grad is None:
                     parameter.grad = torch.zeros_like(parameter)
                 live[f"gradient/{name}"] = parameter.grad
         try:

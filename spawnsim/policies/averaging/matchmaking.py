@@ -181,7 +181,7 @@ class Search:
         if self.ended:
             self._too_late(source, message)
         elif message.kind is Kind.JOIN:
-            self._join(source, message, now_s)
+            self._join(source, message)
         elif message.kind is Kind.CALL:
             self._called(message.meta[0], now_s)
         elif message.kind is Kind.REPLY and isinstance(message.meta, tuple):
@@ -212,7 +212,7 @@ class Search:
         else:
             self.out.extend(declined(self.rank, source, message))
 
-    def _join(self, source: int, message: Message, now_s: float) -> None:
+    def _join(self, source: int, message: Message) -> None:
         reply, meta = self._judge(source, message.meta)
         self.counts[reply.name] += 1
         if reply is Reply.ACCEPTED:

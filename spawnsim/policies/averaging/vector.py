@@ -53,13 +53,6 @@ def fractions(bandwidths: Sequence[float] | Floats) -> Floats:
     return np.asarray(found / found.sum())
 
 
-def slowest_time(parts: Sequence[float] | Floats, bandwidths: Sequence[float] | Floats) -> float:
-    """Return the time of the slowest peer with bandwidth, for a vector of length 1: max (1 + (n − 2)·w_i)/b_i."""
-    rates = np.asarray(bandwidths, dtype=np.float64)
-    load = 1 + (rates.size - 2) * np.asarray(parts, dtype=np.float64)
-    return float(np.max(load[rates > 0] / rates[rates > 0]))
-
-
 def whole_shares(length: int, scores: Floats) -> list[int]:
     """Return whole numbers that sum to `length`, in proportion to scores (the Hagenbach-Bischoff method)."""
     # A little below the quota, so that rounding never hands out more than there is.
