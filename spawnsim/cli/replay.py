@@ -117,7 +117,8 @@ def _compared(again: Again, found: Any) -> str:
         if name not in ("rank", "time_s", "iteration") and column.dtype.kind in "if" and name in was.table:
             told = [each[name][~np.isnan(each[name])] for each in (was.table, now.table)]
             if all(map(len, told)):
-                rows.append((f"last {name}", *(shown(float(values[-1])) for values in told)))
+                before, after = (shown(float(values[-1])) for values in told)
+                rows.append((f"last {name}", before, after))
     return text_table(("", "recorded", "what if"), rows)
 
 
