@@ -2,9 +2,9 @@
 
 `Endpoint` sends without waiting and receives what has arrived; `ProgressEngine` calls its owner whenever there may be
 something to do: in a call of the rank's program, while that program waits, or from a background task. What messages
-mean, and what is due when, is the owner's business. Nothing here waits without bound. Only this module and `protocol`
-send and receive for the policies that exchange messages; `replay` alone receives by itself, because it waits for
-named donors in the recorded order, where polling for anything from any rank would make its times depend on arrivals.
+mean, and what is due when, is the owner's business. Nothing here waits without bound. Policies that wait for ranks that
+they know (`replay`, `noloco`, and `gossip` by `neighbours`) send and receive without an endpoint: polling for anything
+from any rank would make their times depend on arrivals.
 """
 
 from __future__ import annotations
