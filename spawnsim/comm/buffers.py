@@ -32,13 +32,6 @@ from spawnsim.comm.predefined import BY_DTYPE, BY_NAME, BYTE, DATATYPE_NULL
 from spawnsim.errors import ParameterError
 from spawnsim.phantoms import is_phantom
 
-__all__ = [
-    "Buffer",
-    "Vector",
-    "as_buffer",
-]
-
-
 Array = NDArray[Any]
 _PAIRS: Final = {
     datatype.dtype: datatype for datatype in BY_NAME.values() if datatype and datatype.family == "pair"
@@ -87,10 +80,6 @@ class Buffer:
     def address(self) -> int:
         """Where the message starts in memory: two buffers with one address are the same argument."""
         return int(self._source.ctypes.data) - self.origin
-
-    def element(self, dtype: Any) -> Array:
-        """Return the user's memory as a 1-D array of another dtype."""
-        return as_bytes(self.array).view(dtype)
 
     def pack(self) -> Array:
         """Return an owned 1-D snapshot, all blocks in a row: typed for predefined datatypes, else bytes."""
@@ -543,7 +532,7 @@ def as_buffer(
 def as_buffer(
     spec: Any, *, vector: bool = False, blocks: int = 1, types: bool = False, writable: bool = False
 ) -> Buffer | Vector:
-    """Return the `Buffer` of a specification, or with `vector` the `vectors.Vector` of `blocks` blocks.
+    """Return the `Buffer` of a specification, or with `vector` the `Vector` of `blocks` blocks.
 
     A specification is memory (numpy array, torch CPU tensor, bytes, memoryview, array.array), or [memory, count],
     [memory, type], [memory, count, type], [memory, (count, displacement), type], [memory, count, displacement, type];

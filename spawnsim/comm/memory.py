@@ -353,6 +353,3 @@ def address(obj: Any) -> int:
     if isinstance(obj, int) or obj is None:
         return int(obj or 0)
     return int(flat(obj).ctypes.data)
-
-
-POINTER_NBYTES = ctypes.sizeof(ctypes.c_void_p)

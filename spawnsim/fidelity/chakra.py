@@ -262,7 +262,7 @@ def _nodes(
     number = 0
     for row in calls:
         made = []
-        for node in _of_call(rank, row, messages.get((rank, row["number"]), ())):
+        for node in _of_call(row, messages.get((rank, row["number"]), ())):
             number += 1
             node.id, node.deps = number, list(before)
             found.nodes[KINDS[node.kind]] += 1
@@ -283,9 +283,7 @@ def _nodes(
             found.left_out[row["call"]] += 1
 
 
-def _of_call(
-    rank: int, row: Mapping[str, Any], messages: Sequence[tuple[int, Mapping[str, Any]]]
-) -> Iterator[Node]:
+def _of_call(row: Mapping[str, Any], messages: Sequence[tuple[int, Mapping[str, Any]]]) -> Iterator[Node]:
     start_us = round(1e6 * row["time_s"])
     lasts_us = max(round(1e6 * row["end_s"]) - start_us, 0) if row["end_s"] < float("inf") else 0
     common = {"start_us": start_us, "lasts_us": lasts_us, "name": row["call"]}
