@@ -28,9 +28,8 @@ NETWORKS: dict[str, Network] = {
     "LogGP": Switch(LogGP(5e-6, 1e-6, 1e-6, 1e-9)),
     "nodes of 16": Nodes(Hockney(1e-6, 1e10), Hockney(1e-5, 1.25e9), 16),
 }
-MESSAGES: dict[
-    tuple[str, str, int], Callable[[int], int]
-] = {  # operation, algorithm, bytes -> messages of P ranks
+# Operation, algorithm, bytes -> messages of P ranks.
+MESSAGES: dict[tuple[str, str, int], Callable[[int], int]] = {
     ("barrier", "dissemination", 0): lambda size: size * (size - 1).bit_length(),
     ("bcast", "binomial", 40_000): lambda size: size - 1,
     ("allreduce", "recursive_doubling", 40_000): lambda size: (

@@ -11,11 +11,8 @@ import signal
 import time
 from pathlib import Path
 
-RANKS = (
-    "OMPI_COMM_WORLD_RANK",
-    "PMI_RANK",
-    "RANK",
-)  # the innermost launcher first, as mpiexec inherits torchrun's
+# The innermost launcher first, as mpiexec inherits torchrun's.
+RANKS = ("OMPI_COMM_WORLD_RANK", "PMI_RANK", "RANK")
 RANK = next((os.environ[name] for name in RANKS if name in os.environ), "0")
 MARKS = os.environ.get("MORTAL_MARKS", "")
 

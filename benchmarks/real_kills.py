@@ -224,9 +224,8 @@ class Trial:
     def _lacking(self, run: Run) -> list[str]:
         """Return what the survivors have not recorded."""
         done = {event["rank"] for event in run.events if event["kind"] == "done" and event["whole"]}
-        rows = dict(
-            zip(run.table["rank"].tolist(), run.table["iteration"].tolist(), strict=True)
-        )  # the last ones
+        # The last ones.
+        rows = dict(zip(run.table["rank"].tolist(), run.table["iteration"].tolist(), strict=True))
         survivors = set(range(self.ranks)) - set(self.victims)
         lacking = [f"rank {rank} not done" for rank in sorted(survivors - done)]
         return lacking + [f"rows of {rank}" for rank in sorted(survivors) if rows.get(rank) != ITERATIONS - 1]

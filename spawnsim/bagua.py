@@ -47,9 +47,8 @@ class AsyncModelAverageAlgorithm:
     ) -> None:
         self.peer_selection_mode, self.sync_interval_ms = peer_selection_mode, sync_interval_ms
         self.warmup_steps, self.more = warmup_steps, more
-        AsyncModelAveragePolicy(
-            peer_selection_mode, sync_interval_ms, warmup_steps, **more
-        )  # checks its arguments
+        # Made so that its arguments are checked.
+        AsyncModelAveragePolicy(peer_selection_mode, sync_interval_ms, warmup_steps, **more)
 
     def reify(self, process_group: Any = None) -> AsyncModelAverageAlgorithmImpl:
         """Return the algorithm at work over a group, for one model."""

@@ -130,6 +130,17 @@ def _text(value: Any) -> str:
     return value if plain else repr(value)
 
 
+def split_at_dashes(argv: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Return the arguments before and behind `--`: argparse would take those behind for its own positionals.
+
+    >>> split_at_dashes(["train.py", "--", "--lr", "0.1"])
+    (['train.py'], ['--lr', '0.1'])
+    """
+    own = list(argv)
+    at = own.index("--") if "--" in own else len(own)
+    return own[:at], own[at + 1 :]
+
+
 def listed(text: str) -> list[str]:
     """Return the values of a list with commas between them; those within quotes or brackets separate nothing.
 

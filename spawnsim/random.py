@@ -122,9 +122,8 @@ class Streams:
 
     def __init__(self, seed: int, rank: int) -> None:
         self.key = (seed, rank)
-        self._open: dict[str, np.random.Generator] | None = (
-            None  # a rank of 100,000 that draws nothing stays small
-        )
+        # None until something is drawn: of 100,000 ranks most draw nothing.
+        self._open: dict[str, np.random.Generator] | None = None
 
     def __call__(self, purpose: str) -> np.random.Generator:
         """Return the (continuing) generator of a purpose."""

@@ -29,11 +29,8 @@ MEASURED = {"consensus_every_s": 0.1}  # as a round begins, like the accuracy: j
 CLUSTER = {"platform": "ethernet-10g", "stragglers": "slow:0.05,10", "compute": "10 ms"}
 SEEDS = (7, 8, 9)
 TARGET = 0.8
-REAL = {
-    "alpha": 1.0,
-    "hidden": (256, 256),
-    "iterations": 400,
-}  # there a step takes a millisecond rather than 0.1
+# There a step takes a millisecond rather than 0.1.
+REAL = {"alpha": 1.0, "hidden": (256, 256), "iterations": 400}
 ON_REAL_RANKS = ("none", "average", "selective")  # in turn, in one job
 
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from spawnsim import columnar, units
-from spawnsim.cli.run import print_notes, print_totals
+from spawnsim.cli.run import print_result
 from spawnsim.columnar.durations import STREAMS
 from spawnsim.columnar.running import SAMPLE
 from spawnsim.errors import ParameterError
@@ -42,9 +42,7 @@ def main(argv: Sequence[str]) -> int:
             out=options.out,
             overwrite=options.overwrite,
         )
-    if not options.quiet:
-        print_notes(run.what)
-    print_totals(run, as_json=options.json, quiet=options.quiet, out=options.out)
+    print_result(run, options)
     return 0
 
 

@@ -140,7 +140,7 @@ def calibrate_parser() -> Parser:
     return parser
 
 
-QUICK_EFFORT = Effort(budget_s=0.004, most=15, passes=4, largest_nbytes=4 << 20)
+BEFORE_A_RUN = Effort(budget_s=0.004, most=15, passes=4, largest_nbytes=4 << 20)
 
 
 def validate(argv: Sequence[str]) -> int:
@@ -216,7 +216,7 @@ def observe(
     load = os.getloadavg()[0]
     comm: Any = world(seed=seed)
     with guarded(comm):
-        measured = None if calibrated else measure(comm, QUICK_EFFORT)
+        measured = None if calibrated else measure(comm, BEFORE_A_RUN)
         here, hosts = facts(comm), comm.allgather(socket.gethostname())
     shared = shared_cores(hosts)
     for _ in range(repeats):

@@ -20,7 +20,7 @@ from spawnsim.cli.listing import program_file
 from spawnsim.errors import ParameterError
 from spawnsim.fuzzing.campaign import Failure, Found, Target, campaign
 from spawnsim.fuzzing.cases import DEADLINE_S, DEFAULT_FAULTS, SURVIVED, Space
-from spawnsim.options import Parser, parameters, time_limit
+from spawnsim.options import Parser, parameters, split_at_dashes, time_limit
 from spawnsim.run.process_setup import stoppable
 from spawnsim.run.program import is_unmodified, refuse_arguments, tree_of
 from spawnsim.units import counted, seconds, text_table
@@ -32,9 +32,7 @@ NONE = ("none", "")
 
 def main(argv: Sequence[str]) -> int:
     """Run the subcommand; 1 if anything broke."""
-    own, own_arguments = list(argv), []
-    if "--" in own:
-        own, own_arguments = own[: own.index("--")], own[own.index("--") + 1 :]
+    own, own_arguments = split_at_dashes(argv)
     options = _parser().parse_args(own)
     options.file = program_file(options.file)
     tree_of(options.file)  # raises if it cannot be read

@@ -10,6 +10,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from spawnsim.errors import ParameterError
 from spawnsim.options import Parser, parameters
 from spawnsim.rerun.again import Again
@@ -113,13 +115,10 @@ def _compared(again: Again, found: Any) -> str:
     for name in now.table:
         column = now.table[name]
         if name not in ("rank", "time_s", "iteration") and column.dtype.kind in "if" and name in was.table:
-            pair = [
-                float(each[name][~(each[name] != each[name])][-1])
-                for each in (was.table, now.table)
-                if each.rows
-            ]
-            if len(pair) == 2:
-                rows.append((f"last {name}", shown(pair[0]), shown(pair[1])))
+            told = [each[name][~np.isnan(each[name])] for each in (was.table, now.table)]
+            if all(map(len, told)):
+                before, after = (shown(float(values[-1])) for values in told)
+                rows.append((f"last {name}", before, after))
     return text_table(("", "recorded", "what if"), rows)
 
 

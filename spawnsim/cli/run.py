@@ -27,7 +27,7 @@ from spawnsim.cli import (
 )
 from spawnsim.cli.listing import program_file
 from spawnsim.errors import InternalError, ParameterError, SpawnsimError
-from spawnsim.options import Parser, parameters, time_limit
+from spawnsim.options import Parser, parameters, split_at_dashes, time_limit
 from spawnsim.run import Run, run
 from spawnsim.run.process_setup import stoppable
 from spawnsim.run.program import is_unmodified, program, refuse_arguments, require_main
@@ -71,7 +71,7 @@ def main(argv: Sequence[str]) -> int:
             whole=options.whole,
             compute=options.compute,
             deadline_s=options.deadline,
-            progress=options.progress or (sys.stderr.isatty() and not options.quiet),
+            progress=_wants_bar(options),
             trace=options.trace,
             observe=observers(options),
             eager=options.eager,
@@ -82,9 +82,7 @@ def main(argv: Sequence[str]) -> int:
             on_error=print_error_beside_bar,
             on_note=None if options.quiet else print_note_beside_bar,
         )
-    if not options.quiet:
-        print_notes(result.what)
-    print_totals(result, as_json=options.json, quiet=options.quiet, out=options.out)
+    print_result(result, options)
     return 0
 
 
@@ -93,12 +91,14 @@ def observers(options: argparse.Namespace) -> list[str]:
     return list(dict.fromkeys([*(["live"] if options.live else []), *options.observe]))
 
 
-def print_totals(result: Run, *, as_json: bool, quiet: bool, out: str | Path | None) -> None:
-    """Print the totals of a run that has finished."""
-    if as_json:
+def print_result(result: Run, options: argparse.Namespace) -> None:
+    """Print what was noticed of a run that has finished, and its totals, as `--json` and `--quiet` say."""
+    if not options.quiet:
+        _print_notes(result.what)
+    if options.json:
         print(json.dumps(dict(result.totals)))
-    elif not quiet:
-        facts = {**result.totals} | ({} if out is None else {"folder": out})
+    elif not options.quiet:
+        facts = {**result.totals} | ({} if options.out is None else {"folder": options.out})
         if "reproducible" in result.what:
             facts["reproducible"] = (
                 f"no: {'; '.join(result.what['leaks'])}" if result.what["leaks"] else "yes"
@@ -111,10 +111,7 @@ def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
 
     A file with a `main(comm)` takes none.
     """
-    own, dashes, rest = list(argv), "--" in argv, []
-    if dashes:
-        # Split by hand: argparse would take arguments after the dashes for its own positionals.
-        own, rest = own[: own.index("--")], own[own.index("--") + 1 :]
+    own, rest = split_at_dashes(argv)
     options, unknown = parser().parse_known_args(own)
     options.file = program_file(options.file)
     # On real ranks the caller refuses them, in words of its own.
@@ -136,7 +133,7 @@ def program_options(options: argparse.Namespace) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def print_notes(what: Mapping[str, Any]) -> None:
+def _print_notes(what: Mapping[str, Any]) -> None:
     """Print what was noticed of a run, a line each."""
     for kind in ("note", "warning"):
         for sentence in what.get(f"{kind}s", ()):
@@ -356,7 +353,7 @@ def _be_a_rank(options: argparse.Namespace, parameters: Mapping[str, Any], here:
     if options.survive:
         os.environ[SURVIVE] = "1"
     write_whole_lines(sys.stdout, sys.stderr)
-    with contextlib.redirect_stdout(sys.stderr) if options.json else contextlib.nullcontext():
+    with _stdout_for_the_totals(options.json):
         try:
             if BACKENDS[options.backend].launcher == "mpiexec":
                 require_fit(here)
@@ -372,14 +369,11 @@ def _be_a_rank(options: argparse.Namespace, parameters: Mapping[str, Any], here:
             own = [] if here.rank or REGISTRY in os.environ else observers(options)
             with watched(options.out, own):
                 result = run_rank(job)
-        except (
-            SpawnsimError
-        ) as error:  # before its program began; one of the program itself does not come here
+        # Before its program began: an error of the program itself does not come here.
+        except SpawnsimError as error:
             return _never_began(error, here)
     if result is not None:
-        if not options.quiet:
-            print_notes(result.what)
-        print_totals(result, as_json=options.json, quiet=options.quiet, out=options.out)
+        print_result(result, options)
     # Last: the launcher takes what happens from here on for the end of a rank that is through.
     register_stage(ENDED, here.rank, os.environ)
     return 0
@@ -437,13 +431,10 @@ def resume(argv: Sequence[str]) -> int:
         (name, flag) for name, flag in _CIRCUMSTANCES if backend == "virtual" or flag[2:] not in VIRTUAL_ONLY
     ]
     own = [part for each in fit for part in _circumstance(options.run, what, each)]
-    given_by = what.get("parameters")
-    set_ = (
-        {name: each for name, each in given_by.items() if each is not None}
-        if isinstance(given_by, dict)
-        else {}
-    )
-    own += ["--eager"] * bool(what.get("eager") and backend == "virtual") + arguments_of(set_)
+    recorded = what.get("parameters")
+    if isinstance(recorded, dict):
+        own += arguments_of({name: each for name, each in recorded.items() if each is not None})
+    own += ["--eager"] * bool(what.get("eager") and backend == "virtual")
     return main([str(file), "--backend", backend, *own, "--out", str(options.run), "--resume", *given])
 
 

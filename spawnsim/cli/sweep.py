@@ -18,7 +18,7 @@ from spawnsim.backends import BACKENDS
 from spawnsim.cli.listing import find
 from spawnsim.cli.study import add_jobs, require_jobs, say
 from spawnsim.errors import ParameterError
-from spawnsim.options import Parser, choices, listed, nearest, unquoted
+from spawnsim.options import Parser, choices, listed, nearest, split_at_dashes, unquoted
 from spawnsim.record.folder import named
 from spawnsim.run.process_setup import stoppable
 from spawnsim.run.program import is_unmodified, require_kind, require_main, tree_of, written_parameters
@@ -59,10 +59,7 @@ TIME_LIMITS = ("deadline_s",)
 
 def main(argv: Sequence[str]) -> int:
     """Run the subcommand."""
-    own, rest = list(argv), []
-    if "--" in own:
-        # Split by hand: argparse would take arguments after the dashes for its own positionals.
-        own, rest = own[: own.index("--")], own[own.index("--") + 1 :]
+    own, rest = split_at_dashes(argv)
     options = parser().parse_args(own)
     require_jobs(options.jobs)
     limit_s = None if options.run_limit is None else seconds(options.run_limit)

@@ -119,9 +119,8 @@ class Durations:
             end = min(first + SOME, ranks)
             for row in range(end - first):
                 some[row] = noise.draw(next(streams), self._blocks)
-            factors[:, first:end] = some[
-                : end - first
-            ].T  # rank by rank each factor would be a page of its own
+            # Rank by rank each factor would be a page of its own.
+            factors[:, first:end] = some[: end - first].T
         return iter(factors)
 
     # -------------------------------------------------------------------------------------------------- bulk streams

@@ -32,13 +32,6 @@ from spawnsim.comm.predefined import BY_DTYPE, BY_NAME, BYTE, DATATYPE_NULL
 from spawnsim.errors import ParameterError
 from spawnsim.phantoms import is_phantom
 
-__all__ = [
-    "Buffer",
-    "Vector",
-    "as_buffer",
-]
-
-
 Array = NDArray[Any]
 _PAIRS: Final = {
     datatype.dtype: datatype for datatype in BY_NAME.values() if datatype and datatype.family == "pair"
@@ -88,15 +81,10 @@ class Buffer:
         """Where the message starts in memory: two buffers with one address are the same argument."""
         return int(self._source.ctypes.data) - self.origin
 
-    def element(self, dtype: Any) -> Array:
-        """Return the user's memory as a 1-D array of another dtype."""
-        return as_bytes(self.array).view(dtype)
-
     def pack(self) -> Array:
         """Return an owned 1-D snapshot, all blocks in a row: typed for predefined datatypes, else bytes."""
         if self.datatype.dtype is not None and self.datatype.is_predefined:
-            # `flatten` copies always, `ravel` only where it must: a snapshot must not change with the program's
-            # memory.
+            # `flatten` copies always, `ravel` only where it must: a snapshot must not change with the program's memory.
             return self._source.flatten()
         return self.datatype.wire(self._source, self.count * self.blocks, self.origin)
 
@@ -129,8 +117,7 @@ class Buffer:
         if self.datatype.is_predefined and data.dtype == self._source.dtype:
             self.array[: data.size] = data
         elif self.datatype.dense:
-            # `origin` is the place of the memory's first byte, counted from the message's start, so it is
-            # subtracted.
+            # `origin` is the place of the memory's first byte, counted from the message's start, so it is subtracted.
             as_bytes(self.array)[-self.origin : nbytes - self.origin] = _wire(data)
         elif not is_phantom(source):
             self.datatype.layout.scatter(as_bytes(self.array), _wire(data), self.origin)
@@ -545,7 +532,7 @@ def as_buffer(
 def as_buffer(
     spec: Any, *, vector: bool = False, blocks: int = 1, types: bool = False, writable: bool = False
 ) -> Buffer | Vector:
-    """Return the `Buffer` of a specification, or with `vector` the `vectors.Vector` of `blocks` blocks.
+    """Return the `Buffer` of a specification, or with `vector` the `Vector` of `blocks` blocks.
 
     A specification is memory (numpy array, torch CPU tensor, bytes, memoryview, array.array), or [memory, count],
     [memory, type], [memory, count, type], [memory, (count, displacement), type], [memory, count, displacement, type];

@@ -63,8 +63,7 @@ class Constructors(Attributed):
     def Create_hvector(self, count: int, blocklength: int, stride: int) -> Self:
         """Return `count` blocks of `blocklength` elements whose starts are `stride` bytes apart."""
         count, blocklength, stride = _count(count), _count(blocklength), integer(stride, AINT)
-        # The stride of an hvector is in bytes and travels unchanged, while a vector's counts extents of the base
-        # type.
+        # The stride of an hvector is in bytes and travels unchanged, while a vector's counts extents of the base type.
         layout = self._strided(count, blocklength, stride)
         return self._derive(layout, "HVECTOR", count=count, blocklength=blocklength, stride=stride)
 
@@ -76,8 +75,7 @@ class Constructors(Attributed):
         lengths, starts = integers(blocklengths), integers(displacements)
         if len(lengths) != len(starts):
             raise CallError(ERR_ARG, f"{len(lengths)} blocklengths but {len(starts)} displacements")
-        # Checked for all before a layout is made: a negative length would shift the blocks behind it without an
-        # error.
+        # Checked for all before a layout is made: a negative length would shift the blocks behind it without an error.
         if (lengths < 0).any():
             raise CallError(ERR_COUNT, f"negative blocklength {lengths.min()}")
         return repeat(self.live(), lengths, starts * unit_nbytes)

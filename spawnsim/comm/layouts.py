@@ -47,8 +47,7 @@ def spread(starts: Ints, lengths: Ints) -> Ints:
     """Return start, start + 1, … of every block, one after the other."""
     if not len(starts):
         return starts
-    # Ranges by one cumulative sum: a Python loop over blocks took most of the time for types with many short
-    # blocks.
+    # Ranges by one cumulative sum: a Python loop over blocks took most of the time for types with many short blocks.
     before = np.cumsum(lengths) - lengths
     every: Ints = np.arange(int(lengths.sum())) + np.repeat(starts - before, lengths)
     return every
@@ -91,8 +90,7 @@ class Layout:
         """Whether elements lie in memory just as they travel: no gaps, in order, from the start."""
         if not len(self.offsets):
             return True
-        # One block is not enough: with another bound or extent the second element would not follow the first
-        # directly.
+        # One block is not enough: with another bound or extent the second element would not follow the first directly.
         return len(self.offsets) == 1 and self.offsets[0] == 0 == self.lb and self.extent == self.size
 
     @cached_property
@@ -269,8 +267,7 @@ class Recipe:
         if "ndims" in plain:
             numbers = self._with_dimensions(numbers)
         if self.name in _LISTS_WITH_LENGTH:
-            # MPI's contents begin with the number of blocks, which the constructors here take from the list's
-            # length.
+            # MPI's contents begin with the number of blocks, which the constructors here take from the list's length.
             numbers = {"count": len(numbers["displacements"])} | numbers
         integers = _flat(value for key, value in numbers.items() if key in plain)
         return integers, [], _flat(value for key, value in numbers.items() if key not in plain), types

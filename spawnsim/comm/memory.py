@@ -330,8 +330,7 @@ def _torch(tensor: Any) -> NDArray[Any]:
     if str(tensor.dtype) != "torch.bfloat16":
         array: NDArray[Any] = tensor.numpy().reshape(-1)
         return array
-    # numpy has no bfloat16, so torch refuses `numpy()`; the bytes are taken by address, and the view keeps the
-    # tensor.
+    # numpy has no bfloat16, so torch refuses `numpy()`; the bytes are taken by address, and the view keeps the tensor.
     return at_address(tensor.data_ptr(), 2 * tensor.numel(), tensor).view(BF16)
 
 
@@ -354,6 +353,3 @@ def address(obj: Any) -> int:
     if isinstance(obj, int) or obj is None:
         return int(obj or 0)
     return int(flat(obj).ctypes.data)
-
-
-POINTER_NBYTES = ctypes.sizeof(ctypes.c_void_p)

@@ -248,8 +248,7 @@ class Op(Handle):
         """Lay the elements out with their gaps, as the program's function expects, and take them back."""
         layout, count = datatype.live(), len(inoutvec) // datatype.size
         low, high = layout.span(count)
-        # A program's function may walk whole extents, also behind the last byte of data, so that room must be
-        # there.
+        # A program's function may walk whole extents, also behind the last byte of data, so that room must be there.
         high = max(high, layout.lb + count * layout.extent)
         first, inout = np.zeros(high - low, np.uint8), np.zeros(high - low, np.uint8)
         layout.scatter(first, as_bytes(invec), low)

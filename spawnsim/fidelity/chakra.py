@@ -262,7 +262,7 @@ def _nodes(
     number = 0
     for row in calls:
         made = []
-        for node in _of_call(rank, row, messages.get((rank, row["number"]), ())):
+        for node in _of_call(row, messages.get((rank, row["number"]), ())):
             number += 1
             node.id, node.deps = number, list(before)
             found.nodes[KINDS[node.kind]] += 1
@@ -283,9 +283,7 @@ def _nodes(
             found.left_out[row["call"]] += 1
 
 
-def _of_call(
-    rank: int, row: Mapping[str, Any], messages: Sequence[tuple[int, Mapping[str, Any]]]
-) -> Iterator[Node]:
+def _of_call(row: Mapping[str, Any], messages: Sequence[tuple[int, Mapping[str, Any]]]) -> Iterator[Node]:
     start_us = round(1e6 * row["time_s"])
     lasts_us = max(round(1e6 * row["end_s"]) - start_us, 0) if row["end_s"] < float("inf") else 0
     common = {"start_us": start_us, "lasts_us": lasts_us, "name": row["call"]}
@@ -380,9 +378,8 @@ def _operation(path: Path, node: Node) -> dict[str, Any]:
     kept = {
         name: node.attr[name] for name in ("comm_tag", "pg_name", "root") if node.attr.get(name) is not None
     }
-    kind = (
-        node.kind if node.kind in KINDS else COMP
-    )  # memory, storage and metadata pass as computing of their length
+    # Memory, storage and metadata pass as computing of their length.
+    kind = node.kind if node.kind in KINDS else COMP
     if kind == COLL and attr["comm_type"] >= len(COLLECTIVES):
         raise ParameterError(
             f"{path}: node {node.id} ({node.name}): comm_type {attr['comm_type']} is not known"

@@ -92,9 +92,8 @@ def fit_line(nbytes: FloatArray, seconds: FloatArray) -> Line:
         return errors
 
     alpha_s, beta = least_squares(residuals, (max(float(seconds[0]), 1e-9), float(slope)))
-    beta = max(
-        beta, LEAST_S_PER_B
-    )  # times that do not grow over the sizes of a piece have no bandwidth to write down
+    # Times that do not grow over the sizes of a piece have no bandwidth to write down.
+    beta = max(beta, LEAST_S_PER_B)
     error = residuals(np.array([alpha_s, beta])) / ROBUST_SCALE
     return Line(int(nbytes[0]), float(alpha_s), float(beta), float(np.sum(np.sqrt(1.0 + error**2) - 1.0)))
 
@@ -224,9 +223,8 @@ GAMMAS = (0.0, *np.geomspace(1e-12, 1e-8, 33).tolist())  # seconds per byte: 1,0
 FINER = np.geomspace(0.75, 1.34, 25).tolist()
 ROUNDS = 5
 GOOD_RULES = 0.05  # a mean error of 5 %: no fixed algorithm for less
-WORTH_FIXING = (
-    0.8  # a fixed algorithm must bring the error below this share of that of the library's own choice
-)
+# A fixed algorithm must bring the error below this share of that of the library's own choice.
+WORTH_FIXING = 0.8
 
 
 Begun = dict[bytes, FloatArray]
@@ -458,9 +456,8 @@ def _without_far(ratios: FloatArray) -> tuple[FloatArray, tuple[Noise, ...]]:
     # deviation until none of them is far.
     deviation = 1.4826 * float(np.median(np.abs(ratios - middle)))
     far = ratios > max(middle + FAR * deviation, 1.25 * middle)
-    if (
-        not far.any() or far.mean() > 0.2
-    ):  # an outlier seen in more than 20 % of the blocks is the distribution
+    # An outlier seen in more than 20 % of the blocks is the distribution.
+    if not far.any() or far.mean() > 0.2:
         return ratios, ()
     slowdown = float(ratios[far].mean() / ratios[~far].mean())
     return ratios[~far], (Bimodal(_round(far.mean()), _round(slowdown)),)

@@ -16,9 +16,8 @@ import numpy as np
 
 from spawnsim.fidelity.microbenchmarks import FloatArray
 
-_WATCHED: ContextVar[bool] = ContextVar(
-    "watched", default=False
-)  # False again in threads and greenlets of their own
+# A context variable, so that it is False again in other threads and greenlets.
+_WATCHED: ContextVar[bool] = ContextVar("watched", default=False)
 _UNTIMED = frozenset(
     {"clock", "rng", "record", "rank", "size", "Get_rank", "Get_size", "Get_group", "Get_name"}
 )
@@ -134,8 +133,7 @@ class Computing:
         return self
 
     def __exit__(self, *error: Any) -> None:
-        # The clock is read after the block has ended: on virtual ranks it is the end of the block that moves the
-        # clock.
+        # The clock is read after the block has ended: on virtual ranks it is the end of the block that moves the clock.
         self._block.__exit__(*error)
         self._watch.end()
 

@@ -111,13 +111,11 @@ class Watch(Recorder):
         self.progress_s: defaultdict[int, list[float]] = defaultdict(list)  # by rank: when it got on
         self.struck: Counter[tuple[str, str]] = Counter()  # crashes, restarts and skewed clocks, with where
         self.lost = False  # whether a message was lost for good
-        self.spoiled = any(
-            fault.kind == DAMAGE for fault in self.plan.faults
-        )  # whether numbers may be anything
+        # Whether numbers may be anything.
+        self.spoiled = any(fault.kind == DAMAGE for fault in self.plan.faults)
         self.table_of_ranks = ""  # where they stood when the run failed
-        self.has_policies = (
-            False  # whether any was called: then their averages are the progress, and else rows
-        )
+        # Whether any was called: then their averages are the progress, and else rows.
+        self.has_policies = False
         self._inside: dict[Task, float] = {}
         self._clocks: dict[Task, float] = {}
         self._models: dict[int, tuple[Any, set[int]]] = {}  # of each rank: what it holds, and where

@@ -18,14 +18,8 @@ from spawnsim.run import Run
 from spawnsim.run.result import FINISHED
 
 REAL = {"mpi": " (real MPI)", "torch": " (real torch)"}  # ends the label of runs on real processes
-NO_EXPERIMENT = {
-    "made",
-    "processes",
-    "reproducible",
-    "leaks",
-    "notes",
-    "warnings",
-}  # how it was made, what was noticed
+# How it was made, what was noticed.
+NO_EXPERIMENT = {"made", "processes", "reproducible", "leaks", "notes", "warnings"}
 APART = {"parameters", "inputs", "versions", "file_digest"}  # these hold several facts each
 KNOWN_ENDINGS = ("running", "interrupted", "stopped by ")  # of outcomes that are no errors
 LONGEST = 28  # characters of one value in a label
@@ -98,9 +92,8 @@ class Fact(NamedTuple):
 def facts(run: Recorded) -> dict[str, Fact]:
     """Return all that makes a run the experiment that it is, and its seed, by name."""
     what = run.what
-    found = (
-        {"policy": Fact("", "")} if "policy" in _mapping(what, "parameters") else {}
-    )  # labels begin with it
+    # Labels begin with it.
+    found = {"policy": Fact("", "")} if "policy" in _mapping(what, "parameters") else {}
     for name, value in what.items():
         if name not in NO_EXPERIMENT | APART:
             found[name] = _circumstance(name, value)

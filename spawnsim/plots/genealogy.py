@@ -23,9 +23,8 @@ from spawnsim.random import WORLD, generator
 
 Ints = NDArray[np.int64]
 NEUTRAL_DRAWS = 10
-MOST_RANKS = (
-    512  # of which a tree is drawn without being asked for: more lines than that cannot be told apart
-)
+# Of which a tree is drawn without being asked for: more lines than that cannot be told apart.
+MOST_RANKS = 512
 OTHERS = "#C8C8C8"
 
 

@@ -81,8 +81,7 @@ def carried_forward(table: Table, name: str, over: str = "time_s", points: int =
 
 
 def _grid(position: Floats, points: int) -> Floats:
-    # Few positions, such as iterations, are the grid themselves: points between them would show steps that nobody
-    # took.
+    # Few positions, such as iterations, are the grid themselves: points between them would show steps that nobody took.
     distinct = np.unique(position)
     if len(distinct) <= points:
         return distinct

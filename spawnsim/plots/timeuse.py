@@ -116,16 +116,14 @@ def figure(runs: Sequence[Recorded] | Groups) -> Figure | None:
             ax.set_title(style.in_lines(name), weight="bold", pad=24)
             ax.text(0, 1.02, _shares(info), transform=ax.transAxes, fontsize=11, color="#555555")
             ax.set_xlabel("rank, busiest first")
-        panels[0, 0].set_ylim(
-            0, 1.02 * highest_s or 1
-        )  # they share it: the last panel's own would cut others off
+        # The panels share it: the last panel's own would cut others off.
+        panels[0, 0].set_ylim(0, 1.02 * highest_s or 1)
         for ax in panels.ravel()[len(known) :]:
             ax.set_visible(False)
         for ax in panels[:, 0]:
             ax.set_ylabel("time per rank (s)")
-        drawn.legend(
-            *panels[0, 0].get_legend_handles_labels(), loc="outside right center"
-        )  # at the top it would meet the title
+        # At the top it would meet the title.
+        drawn.legend(*panels[0, 0].get_legend_handles_labels(), loc="outside right center")
         caption = f"{found.caption()}\nshares are of the time of all ranks shown{alone}"
         style.frame(drawn, "What the ranks do with their time", caption)
     return drawn

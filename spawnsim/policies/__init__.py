@@ -1,12 +1,13 @@
 """Policies: when, who, from whom, how much, and how weights travel between ranks.
 
 Open this folder and see the policies: `average_all` (one collective), `selective` (asynchronous messages), `one_sided`
-(windows), `decentralized` (small groups that find each other), `asynchronous` (exchanges while training goes on),
-`outer_optimizer` (FedAvg to DiLoCo), `streaming` (its fragments and late rounds), `decoupled` (by quorum), `edit`,
-`noloco`, `easgd`, `sparta`, `wagma` (groups that wait for nobody), and `replay` (a recorded run's decisions). `base` is
-the call that they share. What they are made of: `rules` (pure decisions: neither communicator nor torch), `state` (a
-model as bytes: no communicator), `exchange` (all that a rank tells others), and `averaging` (groups, pairs and trees of
-ranks that average). Policies know `spawnsim.comm`, torch and numpy, and no backend.
+(windows), `population` (PBT and soups), `decentralized` (small groups that find each other), `gossip` (neighbours on a
+graph), `asynchronous` (exchanges while training goes on), `server` (workers and servers), `outer_optimizer` (FedAvg to
+DiLoCo), `streaming` (its fragments and late rounds), `decoupled` (by quorum), `edit`, `noloco`, `easgd`, `sparta`,
+`wagma` (groups that wait for nobody), and `replay` (a recorded run's decisions). `base` is the call that they share.
+What they are made of: `rules` (pure decisions: neither communicator nor torch), `state` (a model as bytes: no
+communicator), `exchange` (all that a rank tells others), and `averaging` (groups, pairs and trees of ranks that
+average). Policies know `spawnsim.comm`, torch and numpy, and no backend.
 """
 
 from __future__ import annotations

@@ -80,7 +80,7 @@ class WarmUp:
             if parameter.requires_grad:
                 # Parameters without a gradient take part with zeros: collectives must match on all ranks, and a
                 # branch may be unused on one alone.
-                if parameter.grad is None:  # another rank may have one
+                if parameter.grad is None:
                     parameter.grad = torch.zeros_like(parameter)
                 live[f"gradient/{name}"] = parameter.grad
         try:
@@ -438,25 +438,18 @@ class AsyncModelAveragePolicy(SpawnPolicy):
     @property
     def stats(self) -> dict[str, float]:
         """Averagings, and what the exchanges met."""
-        met = self._before + (self._averaging.counts if self._averaging is not None else Counter())
-        return {"num_averagings": self.num_averagings, **met}
+        return {"num_averagings": self.num_averagings, **self._met}
+
+    @property
+    def _met(self) -> Counter[str]:
+        return self._before + (self._averaging.counts if self._averaging is not None else Counter())
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what a checkpoint needs.
-
-        Returns:
-            The counters, whether averaging is wanted, and the steps of warm-up that are left.
-        """
-        met = self._before + (self._averaging.counts if self._averaging is not None else Counter())
+        # The counters, whether averaging is wanted, and the steps of warm-up that are left.
         own = {"num_averagings": self.num_averagings, "wanted": self._wanted, "warm_up_left": self._warm_up.left}
-        return {**super().state_dict(), **own, "met": dict(met)}
+        return {**super().state_dict(), **own, "met": dict(self._met)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take up a checkpoint, before the first call of the policy or after `drain`.
-
-        Args:
-            state: what `state_dict` returned.
-        """
         super().load_state_dict(state)
         self._averagings = self._told = int(state["num_averagings"])
         self._wanted, self._before = bool(state["wanted"]), Counter(state.get("met", {}))

@@ -96,9 +96,8 @@ class AverageAllPolicy(SpawnPolicy):
         if self.travels.optimizer_state == "reset":
             reset_optimizer(optimizer)
         elif self.travels.optimizer_state == "average":
-            assign_optimizer(
-                model, optimizer, live
-            )  # plain numbers among the state are not averaged in place
+            # Plain numbers among the state are not averaged in place.
+            assign_optimizer(model, optimizer, live)
         self.num_averagings += 1
         wait_s = comm.clock.now() - began_s
         self.note("average", wait_s)

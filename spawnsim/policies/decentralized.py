@@ -237,10 +237,7 @@ class DecentralizedAveragingPolicy(SpawnPolicy):
                 complete=result.complete,
                 missing=len(result.missing),
             )
-        info.update(
-            bytes=averager.endpoint.counts["bytes_sent"] - sent,
-            wait_s=wait_s,
-        )
+        info.update(bytes=averager.endpoint.counts["bytes_sent"] - sent, wait_s=wait_s)
 
     def shutdown(self) -> None:
         """Leave: cancel what is under way and take back declarations. Not collective; may be called twice."""
@@ -265,11 +262,7 @@ class DecentralizedAveragingPolicy(SpawnPolicy):
         return own | (self.averager.stats if self.averager is not None else {})
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what a checkpoint needs.
-
-        Returns:
-            The counters, and the bits of the group key.
-        """
+        # The counters, and the bits of the group key.
         bits = (
             self._parameters.get("initial_group_bits") if self.averager is None else self.averager.bits
         )
@@ -277,11 +270,6 @@ class DecentralizedAveragingPolicy(SpawnPolicy):
         return state if bits is None else state | {"bits": bits}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take up a checkpoint, before the first call of the policy or after `drain`.
-
-        Args:
-            state: what `state_dict` returned.
-        """
         super().load_state_dict(state)
         self.num_averagings, self.num_partial = int(state["num_averagings"]), int(state.get("num_partial", 0))
         self.averager, self._resumed = None, True

@@ -293,7 +293,7 @@ class Learner:
     def step(self) -> None:
         """Take note of a step, and of what has come."""
         now_s, before_s = self.comm.clock.now(), self._stepped_s
-        if before_s == before_s:
+        if not math.isnan(before_s):
             self._policy.steps_s = [*self._policy.steps_s[1 - STEPS :], now_s - before_s]
         self._stepped_s = now_s
         self.engine.progress()

@@ -96,9 +96,8 @@ class GossipPolicy(SpawnPolicy):
             raise ParameterError(
                 f"global_every={global_every!r}: give rounds of at least 1, without push_sum"
             )
-        if (
-            self.push_sum
-        ):  # a step counts for x, and so by 1/w for z: it may be larger than what the optimizer has made
+        # A step counts for x, and so by 1/w for z: it may be larger than what the optimizer has made.
+        if self.push_sum:
             self.promises = ("progress",)
         self.num_averagings = 0
         self._collect = Collector(self.travels)

@@ -25,7 +25,7 @@ from spawnsim.policies.exchange.replacement import (
     ReplacementRecord,
     usable,
 )
-from spawnsim.policies.exchange.window_set import OpenWindows, WindowOptions, metric_range
+from spawnsim.policies.exchange.window_set import OpenWindows, WindowOptions
 from spawnsim.policies.rules.cadence import Cadence, Every
 from spawnsim.policies.rules.donors import (
     MOST_DONORS,
@@ -49,6 +49,7 @@ from spawnsim.policies.rules.selection import (
     behind,
     check_age_range,
     check_cooldown,
+    metric_range,
     selection_for,
     spare_the_best,
 )

@@ -173,8 +173,9 @@ def greedy_soup(
     taken: list[int] = []
     best, kept = -math.inf, mine
     for rank in order:
-        # What one rank holds goes to all: each then has the same soup, and no rank needs more than two models.
-        given = {name: tensor.clone() for name, tensor in mine.items()}
+        # What one rank holds goes to all: each then has the same soup, and no rank needs more than two models. Laid out
+        # in a row, or the bytes that arrive would be those of a copy.
+        given = {name: tensor.clone(memory_format=torch.contiguous_format) for name, tensor in mine.items()}
         for tensor in given.values():
             comm.Bcast(_bytes(tensor), rank)
         mixed = given if not taken else _mixed(kept, given, len(taken))

@@ -53,17 +53,13 @@ class RecordedReplacement:
         """Return the replacement of one event, carried out as it says, with the given builder and explorer."""
         try:
             travels = replace(replacement.travels, optimizer_state=event["optimizer_state"])
-            replacement = replace(
-                replacement,
-                strategy=event["strategy"],
-                momentum=event["momentum"],
-                rule=event["rule"],
-                travels=travels,
-            )
-            donors, weights, versions = (tuple(event[name]) for name in ("donors", "weights", "versions"))
-            iteration, round_, replaced = (int(event[name]) for name in ("iteration", "round", "replaced"))
-            asked, served = int(event["asked"]), event["served"]
-            return cls(iteration, round_, replaced, donors, weights, versions, asked, served, replacement)
+            how: dict[str, Any] = {name: event[name] for name in ("strategy", "momentum", "rule")}
+            numbers: dict[str, Any] = {
+                name: int(event[name]) for name in ("iteration", "round", "replaced", "asked")
+            }
+            lists: dict[str, Any] = {name: tuple(event[name]) for name in ("donors", "weights", "versions")}
+            replacement = replace(replacement, travels=travels, **how)
+            return cls(**numbers, **lists, served=event["served"], replacement=replacement)
         except KeyError as missing:
             raise UsageError(
                 f"a recorded replacement has no {missing}: was it recorded by spawnsim's policies?"

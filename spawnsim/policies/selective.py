@@ -1,7 +1,7 @@
 """`AsyncSelectiveAveragingPolicy`: the worst ranks take over what better ones have learnt, and no rank waits.
 
 It puts a cadence, rules (selection, donors, mixing), a replacement and an exchange together; the protocol is
-`exchange/endpoint.py`, what a replacement does to a model is `exchange/replacement.py`.
+`exchange/protocol.py`, what a replacement does to a model is `exchange/replacement.py`.
 """
 
 from __future__ import annotations

@@ -244,6 +244,5 @@ class AsyncServerPolicy(SpawnPolicy):
         self._states = {int(tier): each for tier, each in state["servers"].items()}
 
 
-HALOS = ServerOptions(
-    ServerRule(3.2, 0.9, 16, delayed=True)
-)  # of the regions' servers, as its authors' example has them
+# The options of regions' servers, as in the authors' example.
+HALOS = ServerOptions(ServerRule(3.2, 0.9, 16, delayed=True))

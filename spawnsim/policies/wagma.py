@@ -119,9 +119,8 @@ class WAGMAPolicy(SpawnPolicy):
             self._sums.engine.stop()
         self._mean = GroupMean(comm, live)
         rounds = np.asarray([self.num_averagings])
-        comm.Allreduce(
-            IN_PLACE, rounds, MAX
-        )  # all must be in the same round, those too that have just joined
+        # All must be in the same round, those too that have just joined.
+        comm.Allreduce(IN_PLACE, rounds, MAX)
         self.num_averagings, self._met, size = int(rounds[0]), comm, comm.Get_size()
         wanted = self.group_size or max(2, 1 << (size.bit_length() - 1) // 2)
         groups = partial(butterfly_group, comm.Get_rank(), size, wanted, seed=comm.rng.key[0])

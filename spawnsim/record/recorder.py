@@ -94,12 +94,8 @@ OWN_OF_EVENTS = ("kind", "time_s", "rank")
 Event = dict[str, Any]
 
 _FORMATS = {float: "d", int: "q", bool: "?", str: "i"}
-_DTYPES = {
-    float: "<f8",
-    int: "<i8",
-    bool: "?",
-    str: "<i4",
-}  # a text is a number in the recorder's list of words
+# A text is a number in the recorder's list of words.
+_DTYPES = {float: "<f8", int: "<i8", bool: "?", str: "<i4"}
 
 
 class Sink(Protocol):

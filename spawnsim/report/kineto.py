@@ -41,7 +41,7 @@ def write(run: Recorded, timeline: Timeline, selection: Selection, out: Path) ->
     out.mkdir(parents=True, exist_ok=True)
     paths, ranks = [], ranks_of(run)
     for rank in sorted(calls):
-        events = [*_names(rank), *_kernels(calls[rank], selection), *_steps(run, rank, selection)]
+        events = [*_names(rank), *_kernels(calls[rank]), *_steps(run, rank, selection)]
         document = {
             "schemaVersion": 1,
             "distributedInfo": {"backend": "spawnsim", "rank": rank, "world_size": ranks},
@@ -58,7 +58,7 @@ def _names(rank: int) -> Iterator[dict[str, Any]]:
         yield {"ph": "M", "name": "process_name", "pid": process, "tid": 0, "ts": 0, "args": {"name": label}}
 
 
-def _kernels(rows: Sequence[Row], selection: Selection) -> Iterator[dict[str, Any]]:
+def _kernels(rows: Sequence[Row]) -> Iterator[dict[str, Any]]:
     """Yield each call as a launch and a kernel."""
     for number, row in enumerate(sorted(rows, key=lambda row: int(row["number"]))):
         if row["call"] in OWN - {"compute"} or not row["end_s"] < float("inf"):

@@ -192,8 +192,7 @@ def fitting(run: Recorded, timeline: Timeline | None, asked: Selection, limit: i
     room = int(np.searchsorted(np.cumsum(counts), limit, side="right"))
     chosen = heard[order][: max(room, FEWEST)]
     shown = replace(asked, ranks=frozenset(chosen.tolist()))
-    # Whole ranks give way before time does; short calls are never left out, as that would draw idle time that was
-    # none.
+    # Whole ranks give way before time does; short calls are never left out, as that would draw idle time that was none.
     if len(chosen) > room:
         shown = _shorter(shown, amounts.where(np.isin(amounts.rank, chosen)), limit, run.outcome != FINISHED)
     return shown, _left_out(run, asked, shown, len(heard))

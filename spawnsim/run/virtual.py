@@ -302,8 +302,7 @@ def _abort_as_error() -> Iterator[None]:
     except ProgramAbort as abort:
         text = f"rank {abort.rank} called Abort({abort.errorcode}) at {abort.time_s:.6g} s"
         error = RankError(abort.rank, abort.time_s, text)
-        # Errors of the simulator carry `totals`, from which the writer takes the counts; an Abort has to look the
-        # same.
+        # Errors of the simulator carry `totals`, from which the writer takes the counts; an Abort has to look the same.
         error.__dict__ |= {"totals": getattr(abort, "totals", None), "status": abort.errorcode}
         # The Abort itself says nothing that the error does not, and a chained traceback would end in our lines.
         raise error from None
@@ -338,14 +337,12 @@ def _run_unmodified(
     named: dict[str, Any] = {"file": path.name, "main": None, "file_digest": manifest.file_digest(path)}
     named |= {"parameters": {"argv": list(argv), **options}, "backend": "virtual"}
     what, inputs = describe_named(named, path, scenario.described() | keeping.described())
-    # One list that the run appends to while it lasts: the simulator is given it as `warn`, and `what` is saved with
-    # it.
+    # One list that the run appends to while it lasts: the simulator is given it as `warn`, and `what` is saved with it.
     what |= {"notes": [NO_COST] if scenario.compute in (None, "none") else [], "warnings": []}
     if keeping.out is not None:
         Cost.of(scenario.compute, load_platform(scenario.platform).device)
-        require_possible(
-            replace(scenario, compute=0.0)
-        )  # there it is a cost of calls, which is checked above
+        # Without `compute`: there it is a cost of calls, which is checked above.
+        require_possible(replace(scenario, compute=0.0))
     writer = keeping.writer(what, inputs)
     bar = listener(keeping.progress, writer.recorder, scenario.ranks)
     with (

@@ -22,11 +22,8 @@ from spawnsim.study.results import DONE, FAILED, MISSING, Planned, Sweep, column
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-ALIASES = {
-    "straggler": "stragglers",
-    "deadline": "deadline_s",
-    "time": "time_s",
-}  # as the command line calls them
+# As the command line calls them.
+ALIASES = {"straggler": "stragglers", "deadline": "deadline_s", "time": "time_s"}
 MOST_HUES = 8
 NAMED = 3  # runs that a caption names of those that are missing
 

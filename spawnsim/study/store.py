@@ -279,8 +279,7 @@ class Store:
             True if it need not be made again.
         """
         place = self.folder(cell)
-        # A folder of the right name is no proof: modules of computed names are in no key, but in what the run
-        # recorded.
+        # A folder of the right name is no proof: modules of computed names are in no key, but in what the run recorded.
         return place.is_dir() and _as_recorded(cell, place)
 
     def cost(self, cell: Cell) -> Cost:

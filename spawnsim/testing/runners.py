@@ -192,8 +192,7 @@ def run_virtual(cases: Iterable[Case], ranks: int, **cluster: Any) -> Iterator[O
     from spawnsim.virtual.mpi.module import MPI
 
     scenario = Scenario(ranks, **cluster)
-    # A cluster for each case: what one leaves behind, such as a message or an attached buffer, must not reach the
-    # next.
+    # A cluster for each case: what one leaves behind, such as a message or an attached buffer, must not reach the next.
     for case in cases:
         main = functools.partial(_on_a_duplicate, case, MPI)
         yield outcome_of(case, functools.partial(simulate, main, scenario, recorder=Recorder()))

@@ -156,9 +156,8 @@ class _Batch:
             try:
                 self.compute(chunk)
             except Exception as error:  # noqa: BLE001 - whose it is shows when each is computed alone
-                succeeded = [
-                    self._succeeds(work) for work in chunk
-                ]  # each of them, also after one that fails
+                # Each of them, also after one that fails.
+                succeeded = [self._succeeds(work) for work in chunk]
                 if all(succeeded):
                     name = type(self.objective.model).__name__
                     self.deferred.warn(f"{name} models failed together, and not alone: {error}")

@@ -17,10 +17,8 @@ from torch import nn
 
 # What nn.Module keeps of itself. Tensors are compared by shape, modules by name; hooks may do anything.
 _OWN = {"_parameters", "_buffers", "_modules", "_non_persistent_buffers_set", "_is_full_backward_hook"}
-_OF_RNN = {
-    "_flat_weights",
-    "_flat_weight_refs",
-}  # its parameters again, brought up to date in each forward pass
+# Its parameters again, brought up to date in each forward pass.
+_OF_RNN = {"_flat_weights", "_flat_weight_refs"}
 _HOOKS = {name for name in vars(nn.Module()) if "hook" in name} - _OWN
 
 

@@ -316,9 +316,8 @@ class Cluster:
         for fault in [*self._untold]:  # ranks that ran ahead have ended before these were due
             if fault.at_s <= max((task.clock for task in self.world.ranks[fault.rank].tasks), default=0.0):
                 self._tell(fault)
-        clocks = [
-            task.clock for task in self.world.kernel.tasks if task.clock < math.inf
-        ]  # inf: paused for ever
+        # A clock at infinity: the rank is paused for ever.
+        clocks = [task.clock for task in self.world.kernel.tasks if task.clock < math.inf]
         end_s = max(clocks, default=0.0)
         if self.world.plan is not None and (missed := _missed(self.world.plan, end_s)):
             self.world.mistakes["faults", ""] = missed

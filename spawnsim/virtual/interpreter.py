@@ -21,13 +21,8 @@ from pathlib import Path
 from typing import Any
 
 Put = Callable[[Any, str, Any], None]  # put(owner, name, value), until the end
-CLOCKS = (
-    "time",
-    "perf_counter",
-    "monotonic",
-    "process_time",
-    "thread_time",
-)  # of `time`; each has a twin in _ns
+# Of `time`; each has a twin in _ns.
+CLOCKS = ("time", "perf_counter", "monotonic", "process_time", "thread_time")
 
 
 class Patches:
@@ -69,9 +64,8 @@ YOUNG_OBJECTS = 20_000  # new objects between two looks, at least
 YOUNG_PER_RANK = 200  # and for each rank of the run
 # Below which growth old runs are not worth a collection: blocks of memory, and bytes. Tensors are few blocks.
 FEW_BLOCKS, FEW_NBYTES = 400_000, 256 << 20
-_after: list[
-    tuple[int, int]
-] = []  # blocks and bytes after the last whole collection: a fact about this process
+# Blocks and bytes after the last whole collection: a fact about this process.
+_after: list[tuple[int, int]] = []
 
 
 @contextmanager

@@ -188,3 +188,18 @@ def test_soups() -> None:
 
     spawnsim.run(main, ranks=11)
     assert set(map(str, found.values())) == {"([4, 5], {4.5}, {5.0})"}
+
+
+def test_a_greedy_soup_reaches_tensors_of_any_strides() -> None:
+    """Weights that lie channels-last are shared as well."""
+    found: dict[int, Any] = {}
+
+    def main(comm: Any) -> None:
+        model = torch.nn.Conv2d(2, 3, 2).to(memory_format=torch.channels_last)
+        for parameter in model.parameters():
+            parameter.detach().fill_(comm.rank)
+        greedy_soup(model, comm, lambda model: 0.0)
+        found[comm.rank] = [numbers(model), model.weight.is_contiguous(memory_format=torch.channels_last)]
+
+    spawnsim.run(main, ranks=3)
+    assert list(found.values()) == [[{1.0}, True]] * 3

@@ -1,9 +1,9 @@
 """Averaging among ranks that find each other: in groups by hivemind's protocol or by a rule, in pairs, over a tree.
 
 Pure first: `grouping` (who may form a group), `vector` (the averaged tensors, cut into parts), `butterfly` (the
-all-reduce of a group), `matchmaking` (finding one), `gossip` and `tree` (averaging at intervals of the clock). `steps`,
-`download` and `averager` tie them together; `interface` is what a caller gives and gets. Messages travel by
-`exchange.endpoint`.
+all-reduce of a group), `matchmaking` (finding one), `gossip` and `tree` (averaging at intervals of the clock),
+`leadership` (which rank coordinates a tree). `steps`, `download` and `averager` tie them together; `interface` is what
+a caller gives and gets. Messages travel by `exchange.endpoint`.
 """
 
 from __future__ import annotations

@@ -396,8 +396,7 @@ class DecentralizedAverager:
         if self.loading is not None and not self.loading.done():
             self.loading.tick(now_s, dead)
         self.donor.declare(now_s)
-        # Only if a newcomer waits, and the tensors are free: a snapshot in the middle of a step would mix two
-        # states.
+        # Only if a newcomer waits, and the tensors are free: a snapshot in the middle of a step would mix two states.
         if self.donor.waiting and self.acquire_tensors():
             try:
                 self.donor.answer(self.get_current_state)

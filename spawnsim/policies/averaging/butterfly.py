@@ -152,9 +152,8 @@ class PartReducer:
 
     def _reduce(self, index: int) -> ReducedPart:
         came, self._came[index] = self._came[index], {}
-        present = [
-            sender for sender in self.senders if sender in came
-        ]  # sums are taken in the members' order
+        # Sums are taken in the members' order.
+        present = [sender for sender in self.senders if sender in came]
         missing = tuple(sender for sender in self.senders if sender not in came)
         if not present:
             return ReducedPart(index, {}, 0.0, missing)
@@ -233,8 +232,7 @@ def shares(group: Group, length: int, min_size: int) -> list[int]:
     """Return how many elements each member reduces; all 0 if no member can."""
     rates = [0.0 if member.role is Role.CLIENT else member.bandwidth for member in group.members]
     if not any(rate is None or rate > 0 for rate in rates):
-        # If no member that may reduce has bandwidth, all share the work equally: a group that nobody serves would
-        # fail.
+        # If no member that may reduce has bandwidth, all share the work equally: a group that nobody serves would fail.
         rates = [0.0 if member.role is Role.CLIENT else 1.0 for member in group.members]
     return element_counts(length, rates, min_size) if any(rates) or None in rates else [0] * len(rates)
 
@@ -272,10 +270,8 @@ class Butterfly:
         self._lost: set[int] = set()
         self._heard_s = dict.fromkeys(group.ranks, now_s)
         self._reduced_s = now_s  # when the last part was averaged
-        self._returned, self._lacking = (
-            0,
-            Counter[int](),
-        )  # elements that came back, and those without a sender
+        # How many elements came back; and of these, by sender, how many are without its values.
+        self._returned, self._lacking = 0, Counter[int]()
         self._reduce(now_s)  # without senders there is nothing to wait for
 
     # ------------------------------------------------------------------------------------------------ sending

@@ -140,9 +140,8 @@ class Download:
             or message.part < len(self.messages)
         ):
             return
-        if (
-            not message.parts or message.damaged or message.part > len(self.messages)
-        ):  # no parts: it shares no state any more
+        # No parts: it shares no state any more.
+        if not message.parts or message.damaged or message.part > len(self.messages):
             self.lost(source, now_s)
             return
         self.messages.append(message)

@@ -52,18 +52,6 @@ def partner(mode: Mode, rank: int, size: int, *, round_: int, rng: np.random.Gen
     return int(others[rng.integers(len(others))]) if others else None
 
 
-def tree(members: tuple[int, ...], rank: int, fanout: int) -> tuple[int | None, tuple[int, ...]]:
-    """Return (parent, children) of a rank in the tree of the given fan-out over `members`; the first is the root.
-
-    >>> tree((3, 5, 7, 9), 5, 2)
-    (3, (9,))
-    """
-    place = members.index(rank)
-    parent = members[(place - 1) // fanout] if place else None
-    first = place * fanout + 1
-    return parent, members[first : first + fanout]
-
-
 STEPS = 4  # a message may wait for a step of its receiver, and so may the answer; steps are not equally long
 DOUBLINGS = 4  # how often the time for which a silent rank is left out doubles
 
@@ -203,44 +191,42 @@ class PairwiseGossip:
         if self._asked is not None and self._asked.peer == rank:
             self._asked = None
 
-    def handle(self, source: int, message: Message, now_s: float, vector: Vector) -> bool:
-        """Take a message; return whether the weights have changed."""
+    def handle(self, source: int, message: Message, now_s: float, vector: Vector) -> None:
+        """Take a message."""
         self._silences[source] = 0
         if message.kind is Kind.SWAP:
             self._absent.pop(source, None)
             # Asking ranks are remembered, so that leaving can be told to those who would ask again.
             self._requesters.add(source)
-            return self._swap(source, message, vector)
+            self._swap(source, message, vector)
+            return
         if message.kind is Kind.DECLINED and message.part:  # it has left for good
             self.lost(source, now_s)
-            return False
+            return
         asked = self._asked
         if asked is None or (source, message.number) != (asked.peer, asked.number):
             self.counts["late"] += 1
-            return False
+            return
         self._asked = None
         if message.kind is Kind.DECLINED:
             self.counts["declined"] += 1
             self._leave_out(source, now_s)
-            return False
-        return self._approach(vector, message.body, asked.sent, self._gain)
+        else:
+            self._approach(vector, message.body, asked.sent, self._gain)
 
-    def _swap(self, source: int, message: Message, vector: Vector) -> bool:
-        # Read before they change: the answer holds the weights as they were, or the sum over both would not be
-        # kept.
+    def _swap(self, source: int, message: Message, vector: Vector) -> None:
+        # Read before they change: the answer holds the weights as they were, or the sum over both would not be kept.
         own = vector.read()
-        if (
-            not self.active
-            # A gain above one half would overshoot; it can only come from damage or another version.
-            or not 0 < message.value <= 0.5
-            or not self._approach(vector, message.body, own, message.value)
-        ):
-            self.out.append((source, Message(Kind.DECLINED, message.number)))
-            return False
-        self.out.append((source, Message(Kind.SWAPPED, message.number, body=as_body(own))))
-        return True
+        # A gain above one half would overshoot; it can only come from damage or another version.
+        fair = self.active and 0 < message.value <= 0.5
+        if fair and self._approach(vector, message.body, own, message.value):
+            answer = Message(Kind.SWAPPED, message.number, body=as_body(own))
+        else:
+            answer = Message(Kind.DECLINED, message.number)
+        self.out.append((source, answer))
 
     def _approach(self, vector: Vector, body: Bytes, own: list[Values], gain: float) -> bool:
+        """Go some of the way towards the weights in a body; return whether it holds such weights."""
         theirs = from_body(body, vector)
         if theirs is None:
             self.counts["other shapes"] += 1

@@ -181,7 +181,7 @@ class Search:
         if self.ended:
             self._too_late(source, message)
         elif message.kind is Kind.JOIN:
-            self._join(source, message, now_s)
+            self._join(source, message)
         elif message.kind is Kind.CALL:
             self._called(message.meta[0], now_s)
         elif message.kind is Kind.REPLY and isinstance(message.meta, tuple):
@@ -212,7 +212,7 @@ class Search:
         else:
             self.out.extend(declined(self.rank, source, message))
 
-    def _join(self, source: int, message: Message, now_s: float) -> None:
+    def _join(self, source: int, message: Message) -> None:
         reply, meta = self._judge(source, message.meta)
         self.counts[reply.name] += 1
         if reply is Reply.ACCEPTED:
@@ -356,8 +356,7 @@ class Search:
         """Form the group of this rank and its followers, and tell them."""
         if self._request is not None:
             self.out.append((self._request.leader, Message(Kind.LEAVE, self._request.number)))
-            # The open request is withdrawn first: an acceptance that came later would put this rank into two
-            # groups.
+            # The open request is withdrawn first: an acceptance that came later would put this rank into two groups.
             self._request = None
         members = self.terms.shuffle([self.terms.member, *(f.member for f in self.followers.values())])
         self.group, self.led = Group(self.terms.number(), tuple(members), self.terms.key), True

@@ -131,9 +131,8 @@ class Step:
         if message.kind is Kind.BEGIN and Group.of(message.meta).number == group.number:
             return True  # it came twice
         if message.kind is Kind.JOIN and self.led and source in group.ranks and message.meta[1] == group.key:
-            self.out.append(
-                (source, Message(Kind.BEGIN, message.number, meta=group.plain()))
-            )  # the first was lost
+            # The first BEGIN was lost.
+            self.out.append((source, Message(Kind.BEGIN, message.number, meta=group.plain())))
             return True
         if message.number != group.number or message.kind not in (Kind.PART, Kind.DELTA, Kind.ABSENT):
             return False
@@ -294,9 +293,8 @@ class StepQueue:
         self.counts: Counter[str] = Counter()
         self._step: Step | None = None
         self._waiting: deque[tuple[StepControl, StepRequest]] = deque()
-        self._early: deque[tuple[int, Message, float]] = deque(
-            maxlen=EARLY_AT_MOST
-        )  # source, message, when it came
+        # Source, message, when it came.
+        self._early: deque[tuple[int, Message, float]] = deque(maxlen=EARLY_AT_MOST)
         self._groups: deque[int] = deque(maxlen=GROUPS_AT_MOST)  # numbers of the latest groups
         self._missed: set[int] = set()  # ranks that asked for the next static round, and did not wait
         self._formed = -1  # the last static round in which this rank was in a group
@@ -390,10 +388,8 @@ class StepQueue:
         elif message.kind in (Kind.PART, Kind.ABSENT, Kind.BEGIN) and self._is_over(message):
             if message.kind is Kind.PART:  # its sender may still wait for an answer, if one was lost
                 self.averager.endpoint.send(source, Message(Kind.ABSENT, message.number))
-        elif message.kind in (
-            Kind.PART,
-            Kind.ABSENT,
-        ):  # others of the group may begin before its BEGIN is here
+        # Others of the group may begin before its BEGIN is here.
+        elif message.kind in (Kind.PART, Kind.ABSENT):
             self._early.append((source, message, now_s))
         else:
             self.averager.endpoint.send_all(declined(self.averager.rank, source, message))

@@ -12,7 +12,7 @@ import math
 from collections import Counter, deque
 from collections.abc import Iterator
 
-from spawnsim.policies.averaging.gossip import Pace, as_body, from_body, scaled, tree
+from spawnsim.policies.averaging.gossip import Pace, as_body, from_body, scaled
 from spawnsim.policies.averaging.leadership import Leadership, Roster, epoch_of, first_of, is_no_round
 from spawnsim.policies.averaging.vector import Values, Vector, average, difference
 from spawnsim.policies.exchange.messages import Kind, Message, Outgoing
@@ -20,6 +20,18 @@ from spawnsim.policies.exchange.messages import Kind, Message, Outgoing
 FANOUT = 4
 
 Mean = tuple[list[Values], float]  # each segment's, and how many ranks are in it
+
+
+def tree(members: tuple[int, ...], rank: int, fanout: int) -> tuple[int | None, tuple[int, ...]]:
+    """Return (parent, children) of a rank in the tree of the given fan-out over `members`; the first is the root.
+
+    >>> tree((3, 5, 7, 9), 5, 2)
+    (3, (9,))
+    """
+    place = members.index(rank)
+    parent = members[(place - 1) // fanout] if place else None
+    first = place * fanout + 1
+    return parent, members[first : first + fanout]
 
 
 class TreeRound:
@@ -292,36 +304,33 @@ class TreeAverage:
         self.out.extend(self._round.opening())
         self._rise(now_s, vector)
 
-    def _rise(self, now_s: float, vector: Vector) -> bool:
+    def _rise(self, now_s: float, vector: Vector) -> None:
         """Pass the branch's mean on, if it is time."""
         here = self._round
         if here is None or not here.is_ready(now_s):
-            return False
+            return
         self.counts["silent branches"] += len(here.awaited)
         mean = here.rise(now_s)
         if self._roster is None:
             assert here.parent is not None
             self.out.append((here.parent, here.rising(mean, self._step_s)))
-            return False
+            return
         self.pace.step_s = max(self._step_s, here.step_s)
         self._roster.drop(here.silent, now_s)
         self._roster.close(now_s)
-        return self._fall(mean, vector)
+        self._fall(mean, vector)
 
-    def _fall(self, mean: Mean, vector: Vector) -> bool:
+    def _fall(self, mean: Mean, vector: Vector) -> None:
         """Take the mean of all, and pass it on."""
         here, self._round = self._round, None
         assert here is not None
         self.rounds = here.number
-        if not mean[1] > 1:  # no other rank's weights are in it
-            # A mean of this rank alone would come back as it was sent.
-            return False
-        self.out.extend(here.falling(mean))
-        here.apply(mean, vector, self._share)
-        self.counts["exchanges"] += 1
-        return True
+        if mean[1] > 1:  # else it is a mean of this rank alone, as it was sent
+            self.out.extend(here.falling(mean))
+            here.apply(mean, vector, self._share)
+            self.counts["exchanges"] += 1
 
-    def _take(self, source: int, message: Message, now_s: float, vector: Vector) -> bool:
+    def _take(self, source: int, message: Message, now_s: float, vector: Vector) -> None:
         """Take the mean of a branch, or of all."""
         here = self._round
         values = from_body(message.body, vector)
@@ -330,22 +339,20 @@ class TreeAverage:
             self.counts["late"] += 1
         elif message.kind is Kind.UP and source in here.awaited and not here.risen:
             here.give(source, message, values)
-            return self._rise(now_s, vector)
+            self._rise(now_s, vector)
         elif message.kind is Kind.DOWN and source == here.parent and values is not None:
-            return self._fall((values, message.value), vector)
-        return False
+            self._fall((values, message.value), vector)
 
     # ------------------------------------------------------------------------------------------ messages, time
-    def handle(self, source: int, message: Message, now_s: float, vector: Vector) -> bool:
-        """Take a message; return whether the weights have changed."""
+    def handle(self, source: int, message: Message, now_s: float, vector: Vector) -> None:
+        """Take a message."""
         epoch = epoch_of(message.number)
         if epoch < self._leadership.epoch:
             self.counts["late"] += 1
-            # A sender that still lives in an earlier epoch must be told, or it waits for a coordinator that is
-            # gone.
-            if message.kind in (Kind.PRESENT, Kind.OPEN, Kind.HANDOVER):  # its sender has missed an epoch
+            # A sender that still lives in an earlier epoch must be told, or it waits for a coordinator that is gone.
+            if message.kind in (Kind.PRESENT, Kind.OPEN, Kind.HANDOVER):
                 self.out.append((source, self._epoch_message()))
-            return False
+            return
         if epoch > self._leadership.epoch:
             self._adopt(epoch, now_s)
         if source == self._leadership.coordinator or message.kind in (Kind.OPEN, Kind.DOWN):
@@ -359,11 +366,10 @@ class TreeAverage:
         elif message.kind is Kind.HANDOVER:
             self._inherit(source, message, now_s)
         else:
-            return self._take(source, message, now_s, vector)
-        return False
+            self._take(source, message, now_s, vector)
 
-    def tick(self, now_s: float, vector: Vector) -> bool:
-        """Do what is due; return whether the weights have changed."""
+    def tick(self, now_s: float, vector: Vector) -> None:
+        """Do what is due."""
         if self._roster is not None:
             self._coordinate(self._roster, now_s, vector)
         elif self._takes_part:
@@ -372,7 +378,7 @@ class TreeAverage:
         if here is not None and here.risen and now_s >= here.until_s:
             self.counts["rounds without answer"] += 1
             self.rounds, self._round = here.number, None
-        return self._rise(now_s, vector)
+        self._rise(now_s, vector)
 
     def lost(self, rank: int, now_s: float) -> None:
         """Note that a rank is dead."""

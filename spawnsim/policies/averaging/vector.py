@@ -46,19 +46,11 @@ def fractions(bandwidths: Sequence[float] | Floats) -> Floats:
     order = np.argsort(-given, kind="stable")
     fastest = given[order]
     levels = (peers - 2 + np.arange(1, peers + 1)) / np.cumsum(fastest)
-    filled = (
-        int(np.flatnonzero(levels * fastest > 1)[-1]) + 1
-    )  # the largest set whose slowest peer still gets some
+    # The largest set whose slowest peer still gets some.
+    filled = int(np.flatnonzero(levels * fastest > 1)[-1]) + 1
     found = np.zeros(peers)
     found[order[:filled]] = (levels[filled - 1] * fastest[:filled] - 1) / (peers - 2)
     return np.asarray(found / found.sum())
-
-
-def slowest_time(parts: Sequence[float] | Floats, bandwidths: Sequence[float] | Floats) -> float:
-    """Return the time of the slowest peer with bandwidth, for a vector of length 1: max (1 + (n − 2)·w_i)/b_i."""
-    rates = np.asarray(bandwidths, dtype=np.float64)
-    load = 1 + (rates.size - 2) * np.asarray(parts, dtype=np.float64)
-    return float(np.max(load[rates > 0] / rates[rates > 0]))
 
 
 def whole_shares(length: int, scores: Floats) -> list[int]:
@@ -88,9 +80,8 @@ def element_counts(length: int, bandwidths: Sequence[float | None], min_size: in
 
 Values = NDArray[Any]
 VALUE_BY_VALUE = (NoCompression, Float16)  # codecs to which it is all the same what lies beside a value
-HALF = (
-    0.5 + 1e-6
-)  # a little more: a mean of exactly a half is the same on all ranks, whichever way it was summed
+# A little more: a mean of exactly a half is the same on all ranks, whichever way it was summed.
+HALF = 0.5 + 1e-6
 
 
 @dataclass(frozen=True, slots=True)

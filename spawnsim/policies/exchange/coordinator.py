@@ -305,15 +305,15 @@ class Inbox:
         if missing and wait_s < self.deadline.limit_s(len(given) / asked):
             return None
         self.counts["missing"] += missing
-        return self._end(Outcome(pending.assignment, given, wait_s))
+        self._end(pending)
+        return Outcome(pending.assignment, given, wait_s)
 
     def give_up(self) -> None:
         """Close the open assignment without result."""
         if self._pending is not None:
             self.counts["given up"] += 1
-            self._end(Outcome(self._pending.assignment, {}, 0.0))
+            self._end(self._pending)
 
-    def _end(self, outcome: Outcome) -> Outcome:
+    def _end(self, pending: _OpenAssignment) -> None:
         # Settled even without a result, or the coordinator would take this rank for busy.
-        self.settled, self._pending = outcome.assignment.round, None
-        return outcome
+        self.settled, self._pending = pending.assignment.round, None

@@ -2,9 +2,9 @@
 
 `Endpoint` sends without waiting and receives what has arrived; `ProgressEngine` calls its owner whenever there may be
 something to do: in a call of the rank's program, while that program waits, or from a background task. What messages
-mean, and what is due when, is the owner's business. Nothing here waits without bound. Only this module and `protocol`
-send and receive for the policies that exchange messages; `replay` alone receives by itself, because it waits for
-named donors in the recorded order, where polling for anything from any rank would make its times depend on arrivals.
+mean, and what is due when, is the owner's business. Nothing here waits without bound. Policies that wait for ranks that
+they know (`replay`, `noloco`, and `gossip` by `neighbours`) send and receive without an endpoint: polling for anything
+from any rank would make their times depend on arrivals.
 """
 
 from __future__ import annotations
@@ -38,9 +38,8 @@ if TYPE_CHECKING:
 
 AT_ONCE_NBYTES = 4096  # every MPI delivers so little with the envelope: a receive after a probe does not wait
 SLICE_S = 0.05  # how long a wait looks at one large message before it looks at the others again
-PAUSE_S = (
-    0.01  # between two looks where no wait for messages is possible, or another thread makes the progress
-)
+# Between two looks where no wait for messages is possible, or another thread makes the progress.
+PAUSE_S = 0.01
 LEAST_WAIT_S = 1e-3  # a deadline that its owner does not act upon must not become a busy loop
 LONGEST_WAIT_S = 1.0  # the longest wait between two looks at the time
 
@@ -102,12 +101,10 @@ class Endpoint:
         self._tracked = tracked
         self._wakes = 0  # sent by `wake` and not received
         self._sends: list[tuple[Request, Bytes]] = []
-        self._receives: list[
-            _Receive
-        ] = []  # large messages under way, and those they hold up, as they were matched
-        self._any: Any = (
-            comm  # `Comm` lists what every backend has; Probe, Get_failed and Ack_failed are MPI's
-        )
+        # Large messages under way, and those they hold up, as they were matched.
+        self._receives: list[_Receive] = []
+        # `Comm` lists what every backend has; Probe, Get_failed and Ack_failed are MPI's.
+        self._any: Any = comm
 
     def _open(self) -> WeakValueDictionary[int, Endpoint]:
         """Return this rank's endpoints on this communicator, by tag."""

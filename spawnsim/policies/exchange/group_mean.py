@@ -430,9 +430,7 @@ def _record_healed(comm: Comm, healed: Healed) -> None:
 
 def _agree_on_place(comm: Comm, tensors: Sequence[torch.Tensor]) -> tuple[bool, bool]:
     """Return whether on all ranks of the group the tensors lie end to end, and whether in main memory."""
-    near = all(
-        tensor.device.type == "cpu" or without_data(tensor) for tensor in tensors
-    )  # the pieces of data in main memory
+    near = all(tensor.device.type == "cpu" or without_data(tensor) for tensor in tensors)
     words = np.asarray([as_one_view(tensors) is not None, near], np.int32)
     comm.Allreduce(IN_PLACE, words, MIN)
     return bool(words[0]), bool(words[1])
@@ -443,9 +441,7 @@ def check_same(comm: Comm, layout: Layout, *, guard: bool) -> None:
     digest = np.uint64(layout.digest)
     # Digest and its complement: a link that damages one of them shows, since collectives carry no checksums.
     rows = np.empty((comm.Get_size(), 2), np.uint64)
-    comm.Allgather(
-        np.asarray([digest, ~digest ^ np.uint64(guard)]), rows
-    )  # the second shows whether both are whole
+    comm.Allgather(np.asarray([digest, ~digest ^ np.uint64(guard)]), rows)
     told = rows[:, 0] ^ ~rows[:, 1]
     if (rows == rows[0]).all() and told[0] <= 1:
         return

@@ -248,9 +248,8 @@ def encode(message: Message, channel: int = 0) -> Bytes:
     """
     body = message.body
     head = _head(message, channel, checksum(body) if body.size else 0)
-    if body.size < _SMALL_NBYTES and not is_phantom(
-        body
-    ):  # a third of the time that numpy takes for two arrays
+    # A third of the time that numpy takes for two arrays.
+    if body.size < _SMALL_NBYTES and not is_phantom(body):
         return np.frombuffer(bytearray(head + body.data), np.uint8)
     return np.concatenate((np.frombuffer(head, np.uint8), body))
 

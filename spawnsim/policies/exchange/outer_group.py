@@ -31,8 +31,6 @@ from spawnsim.policies.state.snapshot import device_of, laid_out, lay_out
 Split = Callable[[Tensors], list[Tensors]]
 KEPT, LONGEST_KEPT_NBYTES = 8, 4 << 20  # sums of what was decoded
 NEVER = -1  # outer steps of a rank that has met no group, and the iteration of its last round
-
-
 _sums: dict[Any, torch.Tensor] = {}  # by codec, dtype, length, and digest of the codes; the oldest first
 
 
@@ -274,13 +272,11 @@ def fragments_of(count: int, fragmenter: Fragmenter, live: Tensors) -> list[Tens
     # Without what kind of tensor it is: blocks are told apart by a module's name.
     short = [name.partition("/")[2] for name in names]
     sizes = [live[name].numel() for name in names]
-    cut = (
-        fragmenter(short, sizes, count)
-        if count > 1
-        else blocks(short)
-        if count == 0
-        else [[*range(len(names))]]
-    )
-    if sorted(place for part in cut for place in part) != [*range(len(names))] or not all(cut):
+    everything = [*range(len(names))]
+    if count == 1:
+        cut = [everything]
+    else:
+        cut = fragmenter(short, sizes, count) if count else blocks(short)
+    if sorted(place for part in cut for place in part) != everything or not all(cut):
         raise ParameterError("fragmenter: put each tensor into exactly one fragment, and leave none empty")
     return [{names[place]: live[names[place]] for place in part} for part in cut]

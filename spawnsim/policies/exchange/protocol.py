@@ -91,8 +91,7 @@ class Exchange:
     def _pace(self, now_s: float) -> None:
         """Learn the time from call to call, from report to report."""
         if self._calls:
-            # Averaged over all calls between two reports: a single gap (an evaluation, a checkpoint) is not the
-            # pace.
+            # Averaged over all calls between two reports: a single gap (an evaluation, a checkpoint) is not the pace.
             self.call_s = (now_s - self._reported_s) / self._calls
         self._reported_s, self._calls = now_s, 0
 
@@ -149,17 +148,15 @@ class Exchange:
         if self.coordinator is None:
             if self.leaving:
                 return
-            self.coordinator = (
-                self._new_coordinator()
-            )  # the ranks before this one are dead: it is the leader now
+            # The ranks before this one are dead: it is the leader now.
+            self.coordinator = self._new_coordinator()
         report = Report(source, message.value, message.expired)
         self.coordinator.report(message.number, report, now_s, message.settled)
 
     def _give(
         self, replaced: int, round_: int, iteration: int, whose: tuple[torch.nn.Module, torch.optim.Optimizer]
     ) -> None:
-        # One packing serves all replaced ranks of a round that ask in one call: under "best_only" that is all of
-        # them.
+        # One packing serves all replaced ranks of a round that ask in one call: under "best_only" that is all of them.
         messages = self._packed.get(round_)
         if messages is None:
             live = collect(*whose, self.travels)
@@ -326,8 +323,7 @@ class ShutdownDrain:
             now_s = self._clock.now()
             if box.received != before:
                 moved_s, before = now_s, box.received
-            # Silence ends the wait only while no message is unfinished: a large part may take longer than the
-            # patience.
+            # Silence ends the wait only while no message is unfinished: a large part may take longer than the patience.
             elif now_s > end_s or (now_s > moved_s + patience_s and not box.unfinished):
                 return False
             self._rest()

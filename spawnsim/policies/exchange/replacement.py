@@ -321,12 +321,12 @@ class Replacement:
             assign_optimizer(fresh, fresh_optimizer, found)
 
 
+Renewal = Replacement  # the name that it had first
+
+
 def _is_scheduled(optimizer: torch.optim.Optimizer) -> bool:
     """Return whether a scheduler of torch's moves the learning rate: it has replaced the optimizer's `step`."""
     return hasattr(getattr(optimizer, "step", None), "_wrapped_by_lr_sched")
-
-
-Renewal = Replacement  # the name that it had first
 
 
 def _mixtures(live: Tensors, contributions: Sequence[Contribution]) -> Mapping[str, torch.Tensor | None]:

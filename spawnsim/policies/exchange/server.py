@@ -13,6 +13,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from operator import not_
 from typing import Any
 
 import numpy as np
@@ -227,6 +228,9 @@ class ServerNode:
         tier: regions' servers between workers and the top, if there are any.
         kept: states of this rank's servers by tier, to go on from: the top's own after a recovery, all after a drain.
         working: whether this rank trains as well.
+
+    Attributes:
+        begun: the weights that all begin with.
     """
 
     def __init__(
@@ -240,7 +244,7 @@ class ServerNode:
         check_same(comm, self.form.weights, guard=False)
         homes = tier.homes(size) if tier is not None else [top] * size
         self.home, self.working = homes[rank], working
-        begun = self._begun(live, kept.get(int(tier is not None)))
+        begun = self.begun = self._begun(live, kept.get(int(tier is not None)))
         # A server that goes on has a version; regions' servers begin with a new one.
         version = np.asarray([kept.get(int(tier is not None), {}).get("version", 0)])
         comm.Bcast(version, top)
@@ -256,13 +260,11 @@ class ServerNode:
         for place, server in self.servers.items():
             if place in kept:
                 server.load(kept[place])
-        self._base, self._merged = (
-            begun,
-            (0, int(version[0])),
-        )  # of a region's server: weights and versions when it merged last
+        # Of a region's server: weights, and both servers' versions, when it merged last.
+        self._base, self._merged = begun, (0, int(version[0]))
         if "base" in kept.get(0, {}):
             self._base, self._merged = kept[0]["base"], tuple(kept[0]["merged"])
-        self._begun_with, self._lifting = begun, False
+        self._lifting = False
         self._pulled: Message | None = None
         self._requests = [0, 0]  # of the worker, and of the region's server
         self._out: deque[Outgoing] = deque()
@@ -297,11 +299,6 @@ class ServerNode:
         if 0 in found and self.tier is not None:
             found[0] |= {"base": self._base, "merged": list(self._merged)}
         return found
-
-    @property
-    def begun(self) -> Tensors:
-        """The weights that all begin with."""
-        return self._begun_with
 
     # ---------------------------------------------------------------------------------------------- for the engine
     def advance(self, arrived: list[tuple[int, Message]], now_s: float, dead: set[int]) -> None:
@@ -392,10 +389,7 @@ class ServerNode:
                 self._members[0].discard(self.comm.Get_rank())
             self._heard_s = self.comm.clock.now()
             while self._members[tier] and (left_s := self._heard_s + patience_s - self.comm.clock.now()) > 0:
-                self.engine.drive(partial(self._is_alone, tier), left_s)
+                self.engine.drive(partial(not_, self._members[tier]), left_s)
             if tier == 0 and self.tier is not None:
                 self._out.append((self.top, Message(Kind.LEAVE, 0, part=1)))
         self.engine.progress()
-
-    def _is_alone(self, tier: int) -> bool:
-        return not self._members[tier]

@@ -132,15 +132,14 @@ class SlottedWindow:
         self._put_header()
         if not fits:
             return -1
-        slot = self._slots[version % int(self.header["count"][0]) * self.slot_nbytes :][
-            : start + layout.nbytes
-        ]
+        place = version % int(self.header["count"][0])
+        slot = self._slots[place * self.slot_nbytes :][: start + layout.nbytes]
         slot[: len(layout.text)] = np.frombuffer(layout.text, np.uint8)
         lay_out(layout, as_tensor(slot[start:]), encoded.sources, device_of(live))
         self.win.Sync()
         sum_ = checksum(slot[start:]) if self._checksum else 0
         told = (iteration, len(layout.text), sum_, layout.nbytes, layout.digest)
-        self.header["slots"][0, version % int(self.header["count"][0])] = told
+        self.header["slots"][0, place] = told
         self.header["done"] = version
         self._put_header()
         return layout.nbytes

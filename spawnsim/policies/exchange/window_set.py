@@ -10,7 +10,6 @@ is left the board reads as empty: its loss costs the metrics, not the training.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal, cast, get_args
@@ -22,7 +21,7 @@ from spawnsim.comm import BYTE, Comm, Request
 from spawnsim.errors import ParameterError, RankFailed, Revoked, Timeout
 from spawnsim.policies.exchange.snapshot_window import MOST_SLOTS, SnapshotWindow
 from spawnsim.policies.rules.cadence import Deadline, Every, Fixed, as_deadline
-from spawnsim.policies.rules.selection import NEVER, Report, ReportTable, check_choice
+from spawnsim.policies.rules.selection import NEVER, ReportTable, check_choice
 from spawnsim.policies.state.codecs import Codec
 from spawnsim.policies.state.layout import Tensors
 from spawnsim.policies.state.snapshot import Compression
@@ -267,9 +266,9 @@ class OpenWindows:
     snapshots: SnapshotWindow
     board: MetricsBoard
 
-    # A nonblocking barrier: a blocking one cannot be left when its deadline has passed.
     def _all_come(self, timeout_s: float) -> bool:
         try:
+            # A nonblocking barrier: a blocking one cannot be left when its deadline has passed.
             with self.comm.clock.deadline(timeout_s):
                 return self.comm.Ibarrier().Wait()
         except (Timeout, RankFailed):
@@ -289,17 +288,10 @@ class OpenWindows:
                 return False
             if self.board.agree(FREE if self._all_come(timeout_s) else KEEP) != FREE:
                 return False
-            with self.comm.clock.deadline(
-                self.comm.clock.limit_s()
-            ):  # stated, for a verdict may be lost on its way
+            # Stated, for a verdict may be lost on its way.
+            with self.comm.clock.deadline(self.comm.clock.limit_s()):
                 self.snapshots.free()
                 self.board.free()
         except (Timeout, RankFailed, Revoked):  # also of a rank that dies while all free
             return False
         return True
-
-
-def metric_range(reports: list[Report]) -> tuple[float, float]:
-    """Return the lowest and highest finite metric; NaN if there is none."""
-    finite = [report.metric for report in reports if math.isfinite(report.metric)]
-    return (min(finite), max(finite)) if finite else (math.nan, math.nan)

@@ -27,6 +27,7 @@ from spawnsim.policies.rules.selection import (
     check_mode,
     goodness,
     goodness_of,
+    metric_range,
     spare_the_best,
     worst_first,
     worst_of,
@@ -409,8 +410,7 @@ def decide(
     """
     taking = admitted(reports, rules.nan_policy)
     # The range is of all finite reports, those that do not take part included: it describes the round.
-    finite = [report.metric for report in reports if math.isfinite(report.metric)]
-    low, high = (min(finite), max(finite)) if finite else (math.nan, math.nan)
+    low, high = metric_range(reports)
     decision = Decision(round_, len(reports), low, high)
     # Selections are users' objects: what they name is held to the ranks that reported, and one is always left.
     known = {report.rank for report in taking}

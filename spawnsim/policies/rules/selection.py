@@ -84,6 +84,12 @@ def admitted(reports: Iterable[Report], nan_policy: NanPolicy) -> list[Report]:
     return finite
 
 
+def metric_range(reports: Iterable[Report]) -> tuple[float, float]:
+    """Return the lowest and highest finite metric; NaN if there is none."""
+    finite = [report.metric for report in reports if math.isfinite(report.metric)]
+    return (min(finite), max(finite)) if finite else (math.nan, math.nan)
+
+
 def worst_count(size: int, ratio: float) -> int:
     """Return how many of `size` ranks a ratio replaces: at least 1 unless the ratio is 0, and never all.
 
@@ -436,11 +442,8 @@ class ReportRounds:
         known, ranks = alive.of(~late).near(iteration), alive.ranks[late].tolist()
         # The verdict is known early where it is the same however the reports that are still to come turn out. The two
         # extremes are enough: for this rank a selection that compares metrics only gets stricter as others improve.
-        cases = (
-            {replaces(_with_reports(known, ranks, metric)) for metric in (-EXTREME, EXTREME)}
-            if ranks
-            else {replaces(known)}
-        )
+        extremes = (-EXTREME, EXTREME) if ranks else (0.0,)
+        cases = {replaces(_with_reports(known, ranks, metric)) for metric in extremes}
         if len(cases) > 1:
             return None
         self._open = self._open[1:]

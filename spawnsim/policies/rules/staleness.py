@@ -106,9 +106,8 @@ class ServerOptimizer:
             changes: Δ, shaped as the weights.
             weight: of this arrival.
         """
-        if (
-            not self.arrivals
-        ):  # zeros of the changes, which are finite: a mask of infinities has weights that are not
+        # Zeros of the changes, which are finite: a mask of infinities has weights that are not.
+        if not self.arrivals:
             self.momenta, self.sums = ([0 * each for each in changes] for _ in range(2))
         self.arrivals += 1
         fires = self.arrivals % self.rule.size == 0

@@ -203,10 +203,8 @@ class Layout:
     """
 
     def __init__(self, entries: Iterable[Entry]) -> None:
-        # By the dtype's name: dtypes have no order of their own.
-        self.entries = tuple(
-            sorted(entries, key=lambda entry: str(entry.dtype))
-        )  # stable: keeps order within a dtype
+        # By the dtype's name, as dtypes have no order of their own; stable, so that each dtype's tensors keep theirs.
+        self.entries = tuple(sorted(entries, key=lambda entry: str(entry.dtype)))
         self.text = json.dumps([[e.name, str(e.dtype)[6:], e.shape] for e in self.entries]).encode()
         self.digest = digest_of(self.text)
         self.segments: dict[torch.dtype, tuple[int, int]] = {}  # dtype → (first byte, elements)

@@ -25,9 +25,8 @@ REGISTRY = "SPAWNSIM_REGISTRY"
 """Names the folder. Each process writes a file: its process id is the name, its rank the content, if it has one."""
 SURVIVE = "SPAWNSIM_SURVIVE"
 """Set where the launcher lets the others live when a rank dies."""
-BEGUN = (
-    "begun"  # the rank has met all others, and its program begins: from here on others may survive its death
-)
+# The rank has met all others, and its program begins: from here on others may survive its death.
+BEGUN = "begun"
 ENDED = "ended"  # its program has ended, and nothing is left to do
 DEAD = "dead"  # it has ended in any other way
 FIRST_END = "first end"  # of a rank, by which the job ends: status and sentence
@@ -241,12 +240,10 @@ def children(process: int) -> list[int]:
     return found
 
 
-SPOKEN = (
-    "[spawnsim monitor]"  # begins what a monitor writes to stderr for a launcher whose folder it cannot reach
-)
-ORPHANED = (
-    signal.SIGALRM
-)  # the system sends it when the launcher's thread that has started the monitor has ended
+# Begins what a monitor writes to stderr for a launcher whose folder it cannot reach.
+SPOKEN = "[spawnsim monitor]"
+# The system sends it when the launcher's thread that has started the monitor has ended.
+ORPHANED = signal.SIGALRM
 STOP_S = 2  # how long a rank whose launcher has died may take to save what it has
 HEARD_S = 0.2  # until the launcher has read what a rank has written
 FORWARDED = (
@@ -321,9 +318,8 @@ class RankMonitor:
             if number == ORPHANED:
                 self._orphaned()
             elif number in FORWARDED and not (number == signal.SIGUSR1 and SURVIVE in self.environ):
-                self._forward(
-                    number
-                )  # SIGUSR1 is MPICH's, about the death of another rank: it would kill this one
+                # SIGUSR1 is MPICH's, about the death of another rank: it would kill this one.
+                self._forward(number)
         return os.waitstatus_to_exitcode(ended[1])
 
     def _forward(self, number: int) -> None:

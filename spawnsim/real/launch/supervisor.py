@@ -154,9 +154,8 @@ def _may_be_own(tail: bytes) -> bool:
     return any(own.startswith(tail) or tail.startswith(own) for own in _OWN_LINES)
 
 
-DOOMED_S = (
-    6.0  # for a launcher whose job has lost a rank: most end the job themselves, once ranks have saved theirs
-)
+# For a launcher whose job has lost a rank: most end the job themselves, once ranks have saved theirs.
+DOOMED_S = 6.0
 UNBEGUN_S = 1.0  # the same where not all programs have begun, so that no rank has anything to save
 UNSURVIVED = ": no job survives that"
 STARTING_S = 3.0  # how much later than the first rank's program a launcher may start the last rank
@@ -192,9 +191,8 @@ class JobState:
         # exception: a rank that was told to stop by SIGTERM may have been told by the launcher, because of a death that
         # only the launcher has seen (on another node, or of a rank without a monitor).
         first, found = self._first(), max(self.filters, key=lambda each: each.signal)
-        stopped = (
-            first is not None and first.status == 128 + signal.SIGTERM
-        )  # which may be the launcher's work
+        # SIGTERM may be the launcher's work.
+        stopped = first is not None and first.status == 128 + signal.SIGTERM
         if first is not None and not (stopped and found.rank >= 0 and found.signal):
             return first
         if found.signal:
@@ -362,9 +360,8 @@ def _prepared(*, survive: bool) -> Callable[[], None] | None:
 
     def prepare() -> None:
         die_with_parent()
-        if (
-            survive
-        ):  # by which MPICH tells all ranks of a death, also those that do not ignore it by themselves yet
+        # MPICH tells all ranks of a death by this signal, also those that do not ignore it by themselves yet.
+        if survive:
             signal.signal(signal.SIGUSR1, signal.SIG_IGN)
 
     return prepare

@@ -259,9 +259,8 @@ class Survival:
     def fence(self) -> None:
         """Raise if the others have given this rank up."""
         if self.agreement.fenced:
-            raise Revoked(
-                f"rank {self._runtime.services.rank}: {FENCED}"
-            ) from None  # the one error of this rank
+            # The one error of this rank.
+            raise Revoked(f"rank {self._runtime.services.rank}: {FENCED}") from None
 
     def regroup(self, comm: CommCore, step: int | None) -> tuple[Any, Decision]:
         """Return a library's communicator of the survivors, and what they have decided."""

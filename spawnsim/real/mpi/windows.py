@@ -45,9 +45,8 @@ class MPIWin(WindowSync):
 
     def __init__(self, raw: MPI.Win, comm: CommCore) -> None:
         self._raw, self._comm, self._runtime = raw, comm, comm.runtime
-        self._words: Any = make_collectively(
-            comm, MPI.Win.Allocate, 8, 8, MPI.INFO_NULL
-        )  # a lock word per rank
+        # A lock word per rank.
+        self._words: Any = make_collectively(comm, MPI.Win.Allocate, 8, 8, MPI.INFO_NULL)
         # of epochs, so that no receive of the program takes one
         self._tokens = make_collectively(comm, MPI.Intracomm.Dup)
         word: Any = self._words.tomemory()

@@ -51,9 +51,8 @@ class AbortProtocol:
         self.watchdog.handlers |= {
             "request": self._on_request, "grant": self._on_grant, "save": self._on_save, "saved": self._on_saved,
         }  # fmt: skip
-        self.saves: list[
-            Callable[[str], object]
-        ] = []  # each is called once, with one line on why the job ends
+        # Each is called once, with one line on why the job ends.
+        self.saves: list[Callable[[str], object]] = []
         self.program_ended = self.begun = False
         self.remote = False  # another rank ends the job
         self.lost: set[int] = set()  # ranks that the others have given up, in a job that survives them

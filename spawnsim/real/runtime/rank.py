@@ -105,9 +105,8 @@ class RankRuntime:
         # library afterwards, since MPICH aborts in `Finalize` when it still holds any.
         self.barrier()
         cancelled = self._cancel_receives()
-        if (
-            self.give_up is None
-        ):  # a job that survives deaths does not finalize MPI, and must not wait for the dead
+        # A job that survives deaths does not finalize MPI, and must not wait for the dead.
+        if self.give_up is None:
             self._drain()
         for kind, count in (
             ("leftover_requests", cancelled + len(self.registry)),

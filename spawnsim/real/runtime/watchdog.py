@@ -53,9 +53,8 @@ class Where:
     """What one rank answered: the calls it is in, else what it did last."""
 
     rank: int
-    calls: tuple[
-        tuple[str, int, str, float], ...
-    ] = ()  # operation, sequence, communicator's name, seconds in it
+    # Operation, sequence, communicator's name, seconds in it.
+    calls: tuple[tuple[str, int, str, float], ...] = ()
     note: str = "no answer: dead, stopped, or busy in code that holds the interpreter"
     answered: bool = False
 

@@ -256,9 +256,8 @@ def world(
     services = RankServices(dist.get_rank(), recorder=recorder, seed=seed, deadline_s=deadline_s)
     comm = _enter(dist.group.WORLD, services, options or Options())
     comm.runtime.leaves_torch = entered
-    _WRAPPED[comm.runtime.group] = (
-        comm  # to wrap it during the run means this run: its seed, recorder and deadline
-    )
+    # To wrap it during the run means this run: its seed, recorder and deadline.
+    _WRAPPED[comm.runtime.group] = comm
     if entered:
         atexit.register(_finalize, comm.runtime)
     return comm

@@ -34,9 +34,8 @@ MEET_S = 300.0  # torch's own patience: at the start of a job, nodes read Python
 PORTS = range(20000, 32000)  # below those that systems give to outgoing connections
 USUAL_PORT = 29500  # torch's, for jobs that have no name
 LOCAL_SIZES = ("OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS", "MV2_COMM_WORLD_LOCAL_SIZE")
-_ENTRIES = (
-    itertools.count()
-)  # into torch.distributed, by this process: what is left of one must not meet the next
+# Into torch.distributed, by this process: what is left of one must not meet the next.
+_ENTRIES = itertools.count()
 PACKAGES = {"ccl": "oneccl_bindings_for_pytorch"}
 PROXIES = ("hydra", "mpiexec", "mpirun", "prte", "orted")
 

@@ -208,9 +208,8 @@ class Wire:
         # not be destroyed before, since a thread that is inside of gloo then ends the process by `terminate`.
         self.closing = True
         if self.size > 1 and not self.fault:
-            with suppress(
-                RankFailed
-            ):  # it was killed at its very end: it hears nothing, and its monitor tells of it
+            # It was killed at its very end: it hears nothing, and its monitor tells of it.
+            with suppress(RankFailed):
                 self.send((self.rank + 1) % self.size, Parcel(STOP))
         self._reap.release()
         for thread in self._threads:

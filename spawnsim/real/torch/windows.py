@@ -439,9 +439,8 @@ class Windows:
 
     def __init__(self, comm: NativeCollectives) -> None:
         self._comm, self._made = comm, 0
-        WindowServer.of(
-            comm.runtime
-        )  # before the first window: an access may come as soon as its maker has met all
+        # Before the first window: an access may come as soon as its maker has met all.
+        WindowServer.of(comm.runtime)
 
     def _make(self, memory: Bytes, disp_unit: int) -> TorchWin:
         self._made += 1

@@ -348,9 +348,8 @@ def a_stencil(MPI: Any, comm: Any) -> None:
     mine, halo = whole[4 * rank : 4 * rank + 4].copy(), np.zeros(2)
     for _ in range(10):
         cart.Neighbor_alltoall(mine[[0, -1]], halo)
-        if (
-            size < 3
-        ):  # with two ranks both neighbours are the same rank, and the edges of a pair are ambiguous
+        # With two ranks both neighbours are the same rank, and the edges of a pair are ambiguous.
+        if size < 3:
             halo[:] = whole[(4 * rank - 1) % len(whole)], whole[(4 * rank + 4) % len(whole)]
         padded = np.concatenate([halo[:1], mine, halo[1:]])
         mine = padded[1:-1] + 0.1 * (padded[2:] - 2 * padded[1:-1] + padded[:-2])

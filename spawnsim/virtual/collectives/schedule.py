@@ -133,9 +133,8 @@ class Schedule:
         # One vector for all ranks. A table of who depends on whom was first: 10 GB at 100,000 ranks.
         free = here.copy()
         for each in self.rounds:
-            if (
-                each.star is not None
-            ):  # one lane for each of its messages would make a gather of P ranks quadratic
+            # One lane for each of its messages would make a gather of P ranks quadratic.
+            if each.star is not None:
                 pattern = each.star.pattern
                 if pattern.source[0] == pattern.source[-1]:
                     free[pattern.dest] &= free[pattern.source[0]]

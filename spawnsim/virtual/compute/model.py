@@ -215,9 +215,8 @@ class Durations:
     ) -> None:
         self._rank, self._stretches, self._replays = key.rank, stretches, isinstance(base, Trace)
         self._own = base.open(key) if base is not None else None
-        self._by_clock = (
-            by_clock  # so many stretches, the last ones, depend on the clock and not on the block's number
-        )
+        # How many stretches, the last ones, depend on the clock and not on the block's number.
+        self._by_clock = by_clock
         self.counts = (0, 0)  # blocks, and those whose duration came from the base
 
     def skip(self, taken: int, from_base: int) -> None:

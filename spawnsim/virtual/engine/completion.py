@@ -98,12 +98,10 @@ class Message:
         self.sequence = 0  # in the order sent; kept by `contention.Ingress` alone
         self.dtype: Any = None  # numpy's, of the sender's numbers, where that is known
         self.queued = False  # waits, unexpected, for its receive
-        self.sender: Sender | None = (
-            None  # that waits for the match; None: none does, or it has learned of it
-        )
-        self.receive: Receive | None = (
-            None  # with which it is paired, as long as there is something to tell it
-        )
+        # The sender that waits for the match; None: none does, or it has learned of it.
+        self.sender: Sender | None = None
+        # The receive with which it is paired, as long as there is something to tell it.
+        self.receive: Receive | None = None
 
     def hold_back(self, envelope_s: float) -> None:
         """Let it arrive at `envelope_s` at the earliest: with the one that was sent before it."""

@@ -208,9 +208,8 @@ class Kernel:
         self.on_wake: Callable[[Task], None] | None = None  # called when a task is to take note of an error
         self.failure: BaseException | None = None
         self.closed = False
-        self.in_turn = (
-            False  # whether tasks that are woken together go on in the order of ranks: see `resume`
-        )
+        # Whether tasks that are woken together go on in the order of ranks: see `resume`.
+        self.in_turn = False
         self.idle = 0  # polls that found nothing since something last happened
         self.fruitless: Callable[[], None] = lambda: None  # to be called by polls that found nothing
         self.steps = 0  # events taken from the heap

@@ -51,13 +51,11 @@ class Mailbox:
         self._numbers = 0
         self._open = 0  # receives posted and not paired
         self._latest: dict[int, float] = {}  # by source: its last envelope, which the next may not overtake
-        self._early: dict[
-            int, list[Receive]
-        ] = {}  # by source: paired with messages that may still be on their way
+        # By source: paired with messages that may still be on their way.
+        self._early: dict[int, list[Receive]] = {}
         self._flying: list[tuple[float, int, int, Message]] | None = None  # a heap; not None: timed
-        self._arrived: deque[Message] = (
-            deque()
-        )  # while timed: unexpected, in order of arrival; some were taken
+        # While timed: unexpected, in order of arrival; some were taken.
+        self._arrived: deque[Message] = deque()
         self._alarm_s = math.inf
 
     # -- the two sides -------------------------------------------------------------------------------------
@@ -204,9 +202,8 @@ class Mailbox:
             early = self._early.get(message.source)
             if early is None:
                 early = self._early[message.source] = []
-            elif len(early) >= KEPT and not len(early) & (
-                len(early) - 1
-            ):  # at powers of two: a constant cost each
+            # At powers of two: a constant cost each.
+            elif len(early) >= KEPT and not len(early) & (len(early) - 1):
                 now_s = self.kernel.env.now
                 early[:] = [each for each in early if each.message and each.matched_s > now_s]
             early.append(receive)

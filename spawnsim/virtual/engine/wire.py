@@ -67,9 +67,8 @@ class Rendezvous(Transfer):
 
     def __init__(self, world: World, source: Rank, dest: Rank) -> None:
         super().__init__(world, source, dest)
-        self.number = (
-            source.messages
-        )  # of the sender's messages: the order of those that may start at one time
+        # Of the sender's messages: the order of those that may start at one time.
+        self.number = source.messages
 
     def matched(self, message: Message, posted_s: float) -> None:
         """Schedule the data: they start when the clear-to-send is back at the sender."""

@@ -48,9 +48,8 @@ class Rank:
     ended_s: float = math.inf  # when its program came to its end
     nic_free_s: float = 0.0  # when its NIC can start the next message
     bulk_free_s: float = 0.0  # the same for rendezvous data, which do not queue behind small messages
-    cleared: list[Any] = field(
-        default_factory=list
-    )  # a heap of rendezvous data that may start: when, number, what
+    # A heap of rendezvous data that may start: when, number, what.
+    cleared: list[Any] = field(default_factory=list)
     # How many could see what this rank does between two calls: background tasks, exposed windows, and one for all if
     # the plan has deaths or pauses. With any, a rank does not run ahead, for what it stores next must be stored at its
     # own time: one event a block, the price of exact one-sided access.
@@ -122,9 +121,8 @@ class World:
     # (rank, incarnation) -> when the others know of its death. A dead incarnation never comes back: a restarted rank is
     # another member, which no communicator made before takes.
     failed: dict[tuple[int, int], float] = field(default_factory=dict)
-    on_death: list[Callable[[], None]] = field(
-        default_factory=list
-    )  # agreements of survivors, to be checked again
+    # Agreements of survivors, to be checked again.
+    on_death: list[Callable[[], None]] = field(default_factory=list)
     revoked: bool = False  # whether any communicator ever was: only then need waits look
     leaks: dict[str, str] = field(default_factory=dict)  # what no seed repeats: kind -> a sentence
     # Kind and line -> a sentence, of what MPI leaves undefined and the program has done, and of faults that came late
@@ -149,9 +147,8 @@ class World:
         # None on links that do not change: then what was asked before holds.
         changing = self.network if self.contention is None else self.contention
         self.cost_at = changing.cost_at if self.network.changes else None
-        self.instant = (
-            self.network.lookahead_s == 0.0
-        )  # a send can be seen at the time of the send: none runs ahead
+        # A send can be seen at the time of the send: none runs ahead.
+        self.instant = self.network.lookahead_s == 0.0
         self.kernel.in_turn = self.instant
         # How far ahead of SimPy's clock what a rank sees is settled: nothing that is sent from now on is there earlier.
         # Times are sums, which are rounded: hence a little less.

@@ -290,9 +290,8 @@ class Comm(PointToPoint, Collectives):
         guided = split_type in (COMM_TYPE_HW_GUIDED, COMM_TYPE_RESOURCE_GUIDED)
         if guided and info and info.Get("mpi_hw_resource_type") == "mpi_shared_memory":
             split_type = COMM_TYPE_SHARED
-        if (
-            split_type != COMM_TYPE_SHARED
-        ):  # the virtual hardware has no other parts that a program could name
+        # The virtual hardware has no other parts that a program could name.
+        if split_type != COMM_TYPE_SHARED:
             return self._split("Split_type", UNDEFINED, key)
         node = int(self._world.network.place(np.array([self._rank.id]))[0])
         return self._split("Split_type", ("node", node), key)

@@ -176,8 +176,7 @@ class CurrentComm(Intracomm):
     @classmethod
     def called(cls, which: str) -> Self:
         """Return the stand-in for one of the rank's predefined communicators."""
-        # Not `cls()`: __new__ and __setattr__ go to the calling rank's communicator, and at import no rank is
-        # calling.
+        # Not `cls()`: __new__ and __setattr__ go to the calling rank's communicator, and at import no rank is calling.
         self = object.__new__(cls)
         object.__setattr__(self, "_which", which)
         return self

@@ -60,9 +60,8 @@ class Context:
     mailboxes: dict[int, Mailbox] = field(default_factory=dict)  # by world rank
     notes: dict[Any, Any] = field(default_factory=dict)  # agreements of the members, made in collectives
     revoked_s: float | None = None  # inf: only for members that were given up
-    incarnations: dict[int, int] = field(
-        default_factory=dict
-    )  # of members that had begun again when they joined
+    # Of members that had begun again when they joined.
+    incarnations: dict[int, int] = field(default_factory=dict)
     origin: Context | None = None  # whose recoveries have led to this one; None: itself
     regrouping: Any = None  # the recovery under way
     successor: Context | None = None  # what the last recovery has made of it
@@ -71,9 +70,8 @@ class Context:
     # By world rank, the last collective: each begins on a rank when the one before has ended there. None: at once.
     queue: dict[int, Any] | None = None
     name: str = ""  # if MPI or a member has given it one
-    _dead: list[int] = field(
-        default_factory=list
-    )  # members, by world rank, in the order in which they have died
+    # Members, by world rank, in the order in which they have died.
+    _dead: list[int] = field(default_factory=list)
     _deaths_seen: int = 0  # of those that the world knows
 
     def __post_init__(self) -> None:

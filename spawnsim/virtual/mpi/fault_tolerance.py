@@ -67,9 +67,8 @@ def close(contexts: Sequence[Context], survivors: set[int], time_s: float) -> No
         for rank in sorted(survivors.intersection(context.everyone)):
             side = next(side for side, places in enumerate(context.places) if rank in places)
             senders = context.groups[-1 - side] if len(context.groups) > 1 else context.groups[0]
-            mailbox = context.mailbox(
-                rank
-            )  # made here at the latest: what is still to come must find it closed
+            # Made here at the latest: what is still to come must find it closed.
+            mailbox = context.mailbox(rank)
             mailbox.__class__ = ClosedMailbox  # whoever sends has it already, and need not look
             assert isinstance(mailbox, ClosedMailbox)
             mailbox.close(context.world, () if context.inner else senders, time_s)
@@ -169,9 +168,8 @@ class RecoveryAgreement(Agreement):
 
     make: Callable[[dict[int, Any]], Any] = field(init=False)
     incarnations: dict[int, int] = field(default_factory=dict)  # by world rank, of those who have come
-    limits: dict[int, tuple[float, float]] = field(
-        default_factory=dict
-    )  # by world rank: (came, gives others up)
+    # By world rank: (came, gives others up).
+    limits: dict[int, tuple[float, float]] = field(default_factory=dict)
     _alarm_s: float = math.inf
     # Who decides, and one who is awaited without an end: while both stand, nobody else need be looked at.
     _decides: int | None = None

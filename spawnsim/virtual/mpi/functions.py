@@ -29,11 +29,8 @@ from spawnsim.virtual.mpi.requests import Request
 TICK_S = 1e-9
 SPIN_S = 1e-6  # what a look at the clock costs a program that does nothing but look
 PATIENCE = 64  # looks in a row before the program counts as spinning
-STATE, LOOKS, OPTIONS = (
-    "MPI.state",
-    "MPI.looks",
-    "mpi4py.rc",
-)  # under which a rank keeps what this file stores
+# Names under which a rank keeps what this file stores.
+STATE, LOOKS, OPTIONS = "MPI.state", "MPI.looks", "mpi4py.rc"
 
 
 def _world() -> World:

@@ -87,15 +87,8 @@ class Departure(Uncertain):
         return self.instance.number
 
 
-EARLY = {
-    "bcast",
-    "reduce",
-    "gather",
-    "gatherv",
-    "scatter",
-    "scan",
-    "exscan",
-}  # some ranks may leave before all arrive
+# Some ranks may leave before all arrive.
+EARLY = {"bcast", "reduce", "gather", "gatherv", "scatter", "scan", "exscan"}
 
 
 def nothing(instance: CollectiveInstance, me: int) -> None:
@@ -154,9 +147,8 @@ class CollectiveInstance:
     gone: list[Departure | None] = field(init=False)
     strikes: CollectiveFaults | None = field(init=False, default=None)  # if links have faults
     busy: dict[int, float] = field(default_factory=dict)  # whose cards were busy as they came, until when
-    after: dict[int, Departure] = field(
-        default_factory=dict
-    )  # what must end on a member before this one begins there
+    # What must end on a member before this one begins there.
+    after: dict[int, Departure] = field(default_factory=dict)
     here: int = 0
     opening: int = -1  # who came first
     _shared: dict[bool, Any] = field(default_factory=dict)  # by group
@@ -419,9 +411,8 @@ class CollectiveInstance:
 
     def _let_go(self, plan: CollectivePlan) -> list[int]:
         """Return who waits although all have arrived on whom its leaving depends."""
-        if (
-            self._first().needs is not None
-        ):  # a neighbour exchange: ranks that are still to come have edges, too
+        # A neighbour exchange: ranks that are still to come have edges, too.
+        if self._first().needs is not None:
             return [
                 rank for rank, call in enumerate(self.calls) if self._waits(rank) and self._has_needed(call)
             ]

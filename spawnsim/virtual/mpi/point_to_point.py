@@ -189,8 +189,7 @@ class PointToPoint(Member):
         """Start to send one buffer and to receive into another."""
         dest, source = integer(dest), integer(source)
         target(recvbuf, source)
-        # With one buffer for both, its change is the receive's doing, and no reason for the warning about sent
-        # buffers.
+        # With one buffer for both, its change is the receive's doing, and no reason for the warning about sent buffers.
         watched = None if sendbuf is recvbuf else sendbuf
         outgoing = self._isend(
             pack(sendbuf, dest), dest, sendtag, STANDARD, operation="Isendrecv", buf=watched
@@ -328,9 +327,8 @@ class PointToPoint(Member):
         else:
             message = self._visible(source, tag)
             if hold and message is not None:
-                self._mailbox.remove(
-                    message
-                )  # now: while this task pays for the look, another of its rank may look
+                # Now: while this task pays for the look, another of its rank may look.
+                self._mailbox.remove(message)
         self._world.charge_poll()
         if message is None:
             self._world.kernel.fruitless()
@@ -367,8 +365,7 @@ class PointToPoint(Member):
 
     def _await_message(self, source: int, tag: int, operation: str) -> None:
         """Wait until the first message known to come has come, or until a new one is sent."""
-        # A completion of its own per wait: it is woken by any new message, which may come earlier than the ones
-        # known.
+        # A completion of its own per wait: it is woken by any new message, which may come earlier than the ones known.
         world, watcher = self._world, Completion(self._world.kernel)
         waiting = self._waiting(operation, source, tag)
         check_alive(world, waiting)

@@ -52,8 +52,7 @@ def collect_all(
             # The first error is the one told, as MPI leaves the others to the statuses.
             failed = failed or error
     if failed is not None:
-        # `type(failed)`, so that a program that catches TruncationError on one receive catches it from Waitall,
-        # too.
+        # `type(failed)`, so that a program that catches TruncationError on one receive catches it from Waitall, too.
         raise type(failed)(ERR_IN_STATUS, f"a request of {len(requests)} failed: {failed}") from failed
     return found
 
@@ -156,8 +155,7 @@ def _await_some(requests: Sequence[Request], operation: str) -> list[int]:
     active = [request for request in requests if request._completion is not None]
     if not active:
         return []
-    # Revocation is looked for before the wait: an operation that the revocation has ended would never wake this
-    # rank.
+    # Revocation is looked for before the wait: an operation that the revocation has ended would never wake this rank.
     if active[0]._world.revoked:
         for request in active:
             request._check_revoked()
@@ -210,8 +208,7 @@ class Delivered:
         self._outcome = deliver(self.status)
 
     def __call__(self, status: Status) -> Any:
-        # A copy: MPI's Get_status may be called many times, each with a status of its own, but data are delivered
-        # once.
+        # A copy: MPI's Get_status may be called many times, each with a status of its own, but data are delivered once.
         status.copy_from(self.status)
         return self._outcome
 
@@ -346,8 +343,7 @@ class Request(Handle):
         self._need()
         self._close()
         completion, self._identity, self._completion = self._completion, None, None
-        # MPI: a freed receive still completes and fills its buffer. Nobody will collect it, so a watcher must
-        # deliver.
+        # MPI: a freed receive still completes and fills its buffer. Nobody will collect it, so a watcher must deliver.
         if completion is not None and self._writes and not isinstance(self._deliver, Delivered):
             FreedOperation(self._world, completion, self._deliver)
 

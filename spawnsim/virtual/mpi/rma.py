@@ -40,9 +40,8 @@ from spawnsim.virtual.mpi.rma_service import Access, Serve, WindowState
 from spawnsim.virtual.mpi.semantics import agree
 
 POST, COMPLETE = 1, 2  # tags of the active-target epochs
-PendingAccess = tuple[
-    int, Access, Callable[[Any], Any]
-]  # an access to a target, and what delivers the answer
+# An access to a target, and what delivers the answer.
+PendingAccess = tuple[int, Access, Callable[[Any], Any]]
 
 
 class Epochs(Attributes):
@@ -189,8 +188,7 @@ class Epochs(Attributes):
         for each in begun:
             try:
                 self._wait(each[1], operation, each[0])
-            # A Timeout is left out: a flush that met its deadline may be tried again, so the access stays under
-            # way.
+            # A Timeout is left out: a flush that met its deadline may be tried again, so the access stays under way.
             except (RankFailed, Revoked):
                 self._under_way.remove(each)  # it will never be over; one that is late may yet be
                 raise
@@ -242,8 +240,7 @@ class Epochs(Attributes):
         self._need()
         places = self._places(group)
         for rank in places:
-            # MPI lets Start wait or not; waiting here means that no access can come to a part that is not exposed
-            # yet.
+            # MPI lets Start wait or not; waiting here means that no access can come to a part that is not exposed yet.
             self._comm._accept(rank, POST, "Start")
         self._started = set(places)
 

@@ -125,9 +125,8 @@ class Connection:
     origin: Rank
     target: Rank
     sent: int = 0
-    _coming: list[AccessRequest] = field(
-        default_factory=list
-    )  # few; a deque is ten times as large, even empty
+    # A list, as there are few: a deque is ten times as large, even empty.
+    _coming: list[AccessRequest] = field(default_factory=list)
 
     def send(
         self, request: AccessRequest, nbytes: int, *, copy_s: float | None, delay_s: float = 0.0
@@ -140,8 +139,7 @@ class Connection:
             passage = inject(world, (origin, target), nbytes, now_s)
         else:  # what is there when the copy ends is what it has read
             passage = TransferTimes(copy_s, now_s + copy_s, now_s + copy_s, 0.0)
-        # A reliable connection hands nothing out behind what is lost, so what follows a lost request is lost with
-        # it.
+        # A reliable connection hands nothing out behind what is lost, so what follows a lost request is lost with it.
         request.lost = request.lost or (bool(self._coming) and self._coming[-1].lost)
         # Queued although it is lost, for the next ones to see. It never arrives, so nothing behind it is served.
         self._coming.append(request)

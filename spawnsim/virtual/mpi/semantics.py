@@ -187,8 +187,7 @@ def agree(call: str, sent: Buffer, target: Buffer) -> None:
     ours, theirs = sent.datatype, target.datatype
     if ours is theirs:
         return
-    # MPI matches type signatures: MPI.INT and MPI.INT32_T are one type to numpy, and a reduction may mix their
-    # names.
+    # MPI matches type signatures: MPI.INT and MPI.INT32_T are one type to numpy, and a reduction may mix their names.
     plain = ours.is_predefined and theirs.is_predefined and ours.dtype is not None
     if ours != theirs and not (plain and ours.dtype == theirs.dtype):
         names = ours.Get_name() or "a derived type", theirs.Get_name() or "a derived type"

@@ -301,9 +301,8 @@ class ResourceLeaks:
             yield f"{_count(left.total(), 'message')} never received: {_list(shown)}"
 
     def _left_communicators(self, world: World) -> Iterator[str]:
-        own = [
-            each for each in self._contexts if each.number > len(world.ranks) + 1
-        ]  # no COMM_WORLD, no COMM_SELF
+        # No COMM_WORLD, no COMM_SELF.
+        own = [each for each in self._contexts if each.number > len(world.ranks) + 1]
         outer = [context for context in own if not context.inner and not context.lasting]
         left = [context for context in outer if not self._freed[context]]
         partly = [context for context in outer if 0 < self._freed[context] < len(context.everyone)]

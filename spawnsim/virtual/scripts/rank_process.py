@@ -104,15 +104,8 @@ def _origin(module: Any) -> str:
     return getattr(getattr(module, "__spec__", None), "origin", None) or ""
 
 
-ATTRIBUTES = (
-    "argv",
-    "path",
-    "stdin",
-    "stdout",
-    "stderr",
-    "excepthook",
-    "displayhook",
-)  # of sys, one each a rank
+# Of sys, one each a rank.
+ATTRIBUTES = ("argv", "path", "stdin", "stdout", "stderr", "excepthook", "displayhook")
 
 
 _environ: Any = os.environ  # whose stub knows nothing of how it keeps them

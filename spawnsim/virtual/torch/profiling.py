@@ -156,9 +156,8 @@ class Profile(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._open.pop().end_s = self._now()
         if name.startswith("profiler::"):
             return func(*args, **kwargs)
-        tensors = [
-            isinstance(each, torch.Tensor) for each in args
-        ]  # what is none counts as one without a shape
+        # What is none counts as one without a shape.
+        tensors = [isinstance(each, torch.Tensor) for each in args]
         shapes = [list(each.shape) if is_one else [] for each, is_one in zip(args, tensors, strict=True)]
         dtypes = [str(each.dtype) if is_one else "" for each, is_one in zip(args, tensors, strict=True)]
         event = self.begun(name, OPERATION, shapes, dtypes)

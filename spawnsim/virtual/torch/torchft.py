@@ -139,10 +139,8 @@ class Manager:
         self._step = self._committed = 0
         self._quorum: Quorum | None = None
         self._group: Any = None
-        self._part: tuple[int | None, int] = (
-            None,
-            0,
-        )  # this replica's number among those that take part, and theirs
+        # This replica's number among those that take part, and theirs.
+        self._part: tuple[int | None, int] = None, 0
         self._errored: BaseException | None = None
         self._crashed: BaseException | None = None  # the quorum, beside the program
         self._beside: Any = None

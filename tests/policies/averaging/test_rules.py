@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -11,9 +13,10 @@ from support.effort import tried
 
 from spawnsim.errors import ParameterError
 from spawnsim.policies.averaging import Everyone, Exponential, Grid, Pairs, RandomGroups
-from spawnsim.policies.averaging.gossip import partner, tree
+from spawnsim.policies.averaging.gossip import partner
 from spawnsim.policies.averaging.grouping import next_bits, replicas
-from spawnsim.policies.averaging.vector import element_counts, fractions, slowest_time, whole_shares
+from spawnsim.policies.averaging.tree import tree
+from spawnsim.policies.averaging.vector import element_counts, fractions, whole_shares
 
 RULES = [
     Everyone(),
@@ -121,6 +124,13 @@ def by_linear_programme(bandwidths: np.ndarray) -> float:
     found = linprog(np.append(np.zeros(n), 1), rows, -np.ones(works.sum()), total, [1.0], free)
     assert found.success
     return float(found.x[-1])
+
+
+def slowest_time(parts: Sequence[float], bandwidths: Sequence[float]) -> float:
+    """Return the time of the slowest peer with bandwidth, for a vector of length 1: max (1 + (n − 2)·w_i)/b_i."""
+    rates = np.asarray(bandwidths)
+    load = 1 + (rates.size - 2) * np.asarray(parts)
+    return float(np.max(load[rates > 0] / rates[rates > 0]))
 
 
 @tried(60)
