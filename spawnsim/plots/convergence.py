@@ -228,7 +228,9 @@ def lines_caption(found: Groups, curves: Sequence[Curve], one: str) -> str:
         made = [run.what.get("made") for group in found if group.real for run in group.runs]
         machines = {str(each["machine"]) for each in made if isinstance(each, Mapping) and "machine" in each}
         where = f" on {machines.pop()}" if len(machines) == 1 else ""
-        parts.append(f"markers: real ranks{where}, median, seconds since each rank's first row")
+        # Without `one` a figure draws no median over ranks.
+        of_ranks = ", median, seconds since each rank's first row" if one else ""
+        parts.append(f"markers: real ranks{where}{of_ranks}")
     return "; ".join(parts)
 
 

@@ -58,8 +58,11 @@ def figure(runs: Sequence[Recorded] | Groups, name: str = "accuracy", over: str 
         panels = drawn.subplots(1, 3)
         for ax, measure in zip(panels, MEASURES, strict=True):
             curves = {which: _of_seeds(each, measure) for which, each in spreads.items()}
-            for which, info in curves.items():
-                convergence.draw(info, ax, look=styles[which])
+            for (
+                group
+            ) in found:  # real runs wear the colour of virtual ones, so their curves must look otherwise
+                draw_one = convergence.draw_measured if group.real else convergence.draw
+                draw_one(curves[group.label], ax, look=styles[group.label])
             ax.set_title(MEASURES[measure])
             ax.set_xlabel(clock_of(found.runs) if over == "time_s" else over)
             ax.set_ylim(bottom=0)

@@ -16,6 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
+from matplotlib.text import Text
 from support import synthetic
 
 from spawnsim import plots
@@ -402,6 +403,18 @@ def test_no_replacement_at_all_is_no_error():
 
 
 # --------------------------------------------------------------------------------- diversity and time use
+
+
+def test_diversity_of_real_ranks_is_drawn_as_its_caption_says():
+    """Markers, where virtual ranks of the same colour have lines; neither seconds nor a median over ranks."""
+    drawn = diversity.figure([made(), made(real=True)], "loss")
+    for ax in drawn.axes[:3]:
+        assert [(line.get_linestyle() == "None", line.get_marker() == "") for line in ax.lines] == [
+            (False, True), (True, False),
+        ]  # fmt: skip
+    told = " ".join(text.get_text() for text in drawn.findobj(Text))
+    assert "markers: real ranks" in told
+    assert "first row" not in told
 
 
 def test_diversity_is_the_spread_over_ranks():
