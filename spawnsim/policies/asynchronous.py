@@ -29,7 +29,7 @@ from spawnsim.policies.base import Info, SpawnPolicy
 from spawnsim.policies.exchange.endpoint import Endpoint, ProgressEngine
 from spawnsim.policies.exchange.group_mean import GroupMean
 from spawnsim.policies.exchange.messages import Message
-from spawnsim.policies.state.layout import ModelAndOptimizer, Tensors, Travels, as_real, collect
+from spawnsim.policies.state.layout import ModelAndOptimizer, StateScope, Tensors, as_real, collect
 
 POLL_S = 1e-3  # between two attempts while another task holds the weights
 BACKGROUND_WAIT_S = 0.25  # the longest wait of the background task
@@ -45,7 +45,7 @@ class WarmUp:
     the mean of their weights.
     """
 
-    def __init__(self, steps: int, travels: Travels) -> None:
+    def __init__(self, steps: int, travels: StateScope) -> None:
         self.steps, self.left, self.travels = steps, steps, travels
         self._mean: GroupMean | None = None
         self._hook: Any = None
@@ -207,7 +207,7 @@ class AsyncModelAveragePolicy(SpawnPolicy):
     # fmt: off
     def __init__(
         self, peer_selection_mode: str = "all", sync_interval_ms: float = 500, warmup_steps: int = 0, *,
-        background: bool = False, patience_s: float = 5.0, travels: Travels | None = None, tag: int = 7201,
+        background: bool = False, patience_s: float = 5.0, travels: StateScope | None = None, tag: int = 7201,
         share: float = 1.0, timing: dict[str, list[float]] | None = None,
     ) -> None:
         # fmt: on
@@ -220,7 +220,7 @@ class AsyncModelAveragePolicy(SpawnPolicy):
             raise ParameterError(f"share={share!r}: give a number above 0, at most 1")
         if int(warmup_steps) != warmup_steps or warmup_steps < 0:
             raise ParameterError(f"warmup_steps={warmup_steps!r}: give a whole number of at least 0")
-        self.travels = travels if travels is not None else Travels()
+        self.travels = travels if travels is not None else StateScope()
         if self.travels.optimizer_state != "keep":
             raise ParameterError("optimizer_state: averaging by the clock keeps each rank's own; give 'keep'")
         self.warmup_steps, self.tag, self.share = int(warmup_steps), tag, float(share)

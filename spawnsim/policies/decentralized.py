@@ -29,8 +29,8 @@ from spawnsim.policies.state.codecs import (
 )
 from spawnsim.policies.state.layout import (
     ModelAndOptimizer,
+    StateScope,
     Tensors,
-    Travels,
     assign,
     assign_optimizer,
     collect,
@@ -98,12 +98,12 @@ class DecentralizedAveragingPolicy(SpawnPolicy):
     # fmt: off
     def __init__(
         self, average_every: int = 1, *, prefix: str = "policy", asynchronous: bool = False, load_state: bool = False,
-        travels: Travels | None = None, weight: float = 1.0, cadence: Cadence | None = None,
+        travels: StateScope | None = None, weight: float = 1.0, cadence: Cadence | None = None,
         timing: dict[str, list[float]] | None = None, **averager: Any,
     ) -> None:
         # fmt: on
         super().__init__(average_every, cadence=cadence, timing=timing)
-        self.travels = travels if travels is not None else Travels()
+        self.travels = travels if travels is not None else StateScope()
         if self.travels.optimizer_state in ("copy", "reset"):
             raise ParameterError(
                 f"optimizer_state={self.travels.optimizer_state!r}: averaging in groups keeps or averages it"
@@ -182,7 +182,7 @@ class DecentralizedAveragingPolicy(SpawnPolicy):
         if any(name in values and values[name].shape != tensor.shape for name, tensor in live.items()):
             raise UsageError(f"rank {averager.rank}: the donor's model has other shapes than this one")
         _, model, optimizer = self._latest
-        assign(collect(model, None, Travels()), values)
+        assign(collect(model, None, StateScope()), values)
         assign_optimizer(model, optimizer, values)
         return True
 
@@ -194,7 +194,7 @@ class DecentralizedAveragingPolicy(SpawnPolicy):
         """
         assert self._latest is not None
         iteration, model, optimizer = self._latest
-        tensors = collect(model, optimizer, Travels(optimizer_state="copy"))
+        tensors = collect(model, optimizer, StateScope(optimizer_state="copy"))
         return (iteration, list(tensors)), list(tensors.values()), infos_by_name(tensors)
 
     def _start(self, averager: DecentralizedAverager) -> None:

@@ -8,13 +8,12 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
 import torch
 
-from spawnsim.comm import IN_PLACE, MAX, Comm
+from spawnsim.comm import Comm
 from spawnsim.errors import ParameterError
 from spawnsim.policies.base import Info, SpawnPolicy
-from spawnsim.policies.exchange.group_mean import GroupMean, check_same
+from spawnsim.policies.exchange.group_mean import GroupMean, check_same, latest_round
 from spawnsim.policies.exchange.neighbours import NeighbourRounds
 from spawnsim.policies.rules.cadence import Cadence
 from spawnsim.policies.rules.graphs import Graph, Mixing, mixing, ring
@@ -143,10 +142,7 @@ class GossipPolicy(SpawnPolicy):
             self._mean = GroupMean(comm, live)
         else:
             check_same(comm, Layout.of(live), guard=False)
-        # Graphs that change with the round: all must be in the same one, those too that have just joined.
-        rounds = np.asarray([self.num_averagings])
-        comm.Allreduce(IN_PLACE, rounds, MAX)
-        self.num_averagings = int(rounds[0])
+        self.num_averagings = latest_round(comm, self.num_averagings)  # graphs may change with the round
         self._device = device_of(live)
         allocate = allocator_for(self._device)
         self._rounds = NeighbourRounds(comm, self.tag, nbytes=self._layout.nbytes, allocate=allocate)

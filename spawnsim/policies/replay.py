@@ -17,7 +17,7 @@ import torch
 from spawnsim.comm import Comm, Status
 from spawnsim.errors import UsageError
 from spawnsim.policies.base import Info, SpawnPolicy
-from spawnsim.policies.exchange.messages import Bytes, Message, decode
+from spawnsim.policies.exchange.messages import Message, decode
 from spawnsim.policies.exchange.replacement import (
     Contribution,
     Explore,
@@ -27,7 +27,7 @@ from spawnsim.policies.exchange.replacement import (
     ReplacementRecord,
     Served,
 )
-from spawnsim.policies.state.codecs import Codec
+from spawnsim.policies.state.codecs import Bytes, Codec
 from spawnsim.policies.state.layout import ModelAndOptimizer, StateScope, Tensors, collect
 from spawnsim.policies.state.snapshot import Compression
 

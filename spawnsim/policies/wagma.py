@@ -9,13 +9,12 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
-import numpy as np
 import torch
 
-from spawnsim.comm import IN_PLACE, MAX, Comm
+from spawnsim.comm import Comm
 from spawnsim.errors import ParameterError
 from spawnsim.policies.base import Info, SpawnPolicy
-from spawnsim.policies.exchange.group_mean import GroupMean
+from spawnsim.policies.exchange.group_mean import GroupMean, latest_round
 from spawnsim.policies.exchange.wait_avoiding import WaitAvoidingSums
 from spawnsim.policies.rules.cadence import Cadence
 from spawnsim.policies.rules.graphs import butterfly_group
@@ -118,10 +117,8 @@ class WAGMAPolicy(SpawnPolicy):
         if self._sums is not None:
             self._sums.engine.stop()
         self._mean = GroupMean(comm, live)
-        rounds = np.asarray([self.num_averagings])
-        # All must be in the same round, those too that have just joined.
-        comm.Allreduce(IN_PLACE, rounds, MAX)
-        self.num_averagings, self._met, size = int(rounds[0]), comm, comm.Get_size()
+        self.num_averagings = latest_round(comm, self.num_averagings)
+        self._met, size = comm, comm.Get_size()
         wanted = self.group_size or max(2, 1 << (size.bit_length() - 1) // 2)
         groups = partial(butterfly_group, comm.Get_rank(), size, wanted, seed=comm.rng.key[0])
         return WaitAvoidingSums(comm, self.tag, (self.num_averagings, _wide(live)), groups)

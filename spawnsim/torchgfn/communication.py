@@ -22,7 +22,7 @@ from spawnsim.comm import ANY_SOURCE, BYTE, MAX, MIN, SUM, Comm, Status, as_comm
 from spawnsim.comm.backends import virtual_world, world
 from spawnsim.errors import MismatchError, ParameterError, UsageError
 from spawnsim.policies.exchange.group_mean import GroupMean
-from spawnsim.policies.state.layout import Tensors, Travels, as_real, collect
+from spawnsim.policies.state.layout import StateScope, Tensors, as_real, collect
 
 default_backend = "mpi"
 
@@ -323,7 +323,7 @@ def average_models(
     model: torch.nn.Module,
     training_group: Group = None,
     *,
-    travels: Travels | None = None,
+    travels: StateScope | None = None,
     backend: str = default_backend,
     guard: bool = True,
 ) -> None:
@@ -334,6 +334,6 @@ def average_models(
     Raises `MismatchError` on every rank if the models differ.
     """
     comm = comm_of(training_group, backend)
-    live = as_real(collect(model, None, travels or Travels()))
+    live = as_real(collect(model, None, travels or StateScope()))
     if live:
         GroupMean(comm, live, guard=guard)(comm, live)

@@ -21,7 +21,8 @@ import torch
 
 from spawnsim.errors import ParameterError
 from spawnsim.policies.averaging.vector import Values, Vector, difference
-from spawnsim.policies.exchange.messages import Bytes, Kind, Message, Outgoing
+from spawnsim.policies.exchange.messages import Kind, Message, Outgoing
+from spawnsim.policies.state.codecs import Bytes
 
 Mode = Literal["all", "ring", "shift_one", "random"]
 GAIN = {"ring": 1 / 3, "shift_one": 1 / 2, "random": 1 / 2}

@@ -24,9 +24,8 @@ from spawnsim.comm.deferred import WAITING, settle
 from spawnsim.errors import ParameterError
 from spawnsim.phantoms import PhantomArray
 from spawnsim.policies.averaging.grouping import digest
-from spawnsim.policies.exchange.messages import Bytes
 from spawnsim.policies.state.arithmetic import add, new_memory, phantom_memory, sum_dtype, without_data
-from spawnsim.policies.state.codecs import Codec, Float16, NoCompression, unpack
+from spawnsim.policies.state.codecs import Bytes, Codec, Float16, NoCompression, unpack
 
 Floats = NDArray[np.float64]
 

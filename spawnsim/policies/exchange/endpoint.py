@@ -21,16 +21,9 @@ from weakref import WeakKeyDictionary, WeakValueDictionary
 
 from spawnsim.comm import ANY_SOURCE, Comm, Status, Task
 from spawnsim.errors import RankFailed, Timeout, UsageError, WorldError
-from spawnsim.policies.exchange.messages import (
-    Bytes,
-    Foreign,
-    Message,
-    Outgoing,
-    Unreadable,
-    decode,
-    encode,
-)
+from spawnsim.policies.exchange.messages import Foreign, Message, Outgoing, Unreadable, decode, encode
 from spawnsim.policies.state.arithmetic import new_memory, phantom_memory
+from spawnsim.policies.state.codecs import Bytes
 
 if TYPE_CHECKING:
     from spawnsim.comm import Request

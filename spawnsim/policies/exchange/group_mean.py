@@ -436,6 +436,13 @@ def _agree_on_place(comm: Comm, tensors: Sequence[torch.Tensor]) -> tuple[bool, 
     return bool(words[0]), bool(words[1])
 
 
+def latest_round(comm: Comm, own: int) -> int:
+    """Return the latest round of any rank, which those take over that have just joined; collective."""
+    rounds = np.asarray([own])
+    comm.Allreduce(IN_PLACE, rounds, MAX)
+    return int(rounds[0])
+
+
 def check_same(comm: Comm, layout: Layout, *, guard: bool) -> None:
     """Raise `MismatchError` on every rank of the group unless all have the same layout, and the same guard."""
     digest = np.uint64(layout.digest)

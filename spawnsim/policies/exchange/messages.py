@@ -80,12 +80,11 @@ from enum import IntEnum
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from spawnsim.phantoms import is_phantom
 from spawnsim.policies.rules.donors import Assignment
+from spawnsim.policies.state.codecs import Bytes
 
-Bytes = NDArray[np.uint8]
 Outgoing = tuple[int, "Message"]  # (destination, message)
 
 # One header for all policies, although none uses every field: the 16 bytes or so that a kind leaves unused cost its

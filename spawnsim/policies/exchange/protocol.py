@@ -21,21 +21,15 @@ import torch
 
 from spawnsim.comm import Comm
 from spawnsim.errors import RankFailed, Revoked, Timeout
-from spawnsim.policies.exchange.coordinator import Coordinator, Inbox, Outcome, Wiring
+from spawnsim.policies.exchange.coordinator import Coordinator, ExchangeOptions, Inbox, Outcome
 from spawnsim.policies.exchange.endpoint import Endpoint
-from spawnsim.policies.exchange.messages import (
-    Bytes,
-    Kind,
-    Message,
-    Unreadable,
-    assign_message,
-    assignment_of,
-)
+from spawnsim.policies.exchange.messages import Kind, Message, Unreadable, assign_message, assignment_of
 from spawnsim.policies.exchange.replacement import Packer
 from spawnsim.policies.rules.donors import Assignment, Decision, Rules
 from spawnsim.policies.rules.selection import Report
 from spawnsim.policies.state.arithmetic import CPU
-from spawnsim.policies.state.layout import Travels, collect
+from spawnsim.policies.state.codecs import Bytes
+from spawnsim.policies.state.layout import StateScope, collect
 from spawnsim.policies.state.snapshot import Compression, allocator_for, model_device
 
 
@@ -43,7 +37,7 @@ class Exchange:
     """One rank's side of the protocol; on the coordinating rank, the coordinator's as well."""
 
     def __init__(
-        self, comm: Comm, rules: Rules, wiring: Wiring, *, travels: Travels, cooldown: int,
+        self, comm: Comm, rules: Rules, wiring: ExchangeOptions, *, travels: StateScope, cooldown: int,
         compression: Compression | None = None,
     ) -> None:  # fmt: skip
         self.comm, self.wiring, self.travels = comm, wiring, travels

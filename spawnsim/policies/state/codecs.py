@@ -291,7 +291,7 @@ def _is_codec(choice: object) -> bool:
     return all(hasattr(choice, name) for name in ("encode", "decode", "nbytes_per_value"))
 
 
-def check_choice(choice: object) -> None:
+def check_codec(choice: object) -> None:
     """Raise `ParameterError` if this does not name or describe a codec."""
     if choice is None or isinstance(choice, str):
         as_codec(choice)
@@ -310,8 +310,8 @@ class SizeAdaptiveCompression:
     greater_equal: Choice
 
     def __post_init__(self) -> None:
-        check_choice(self.less)
-        check_choice(self.greater_equal)
+        check_codec(self.less)
+        check_codec(self.greater_equal)
 
     def codec_for(self, info: CompressionInfo) -> Codec:
         """Return the codec for a tensor of this size."""
@@ -330,7 +330,7 @@ class RoleAdaptiveCompression:
 
     def __post_init__(self) -> None:
         for choice in (self.activation, self.parameter, self.gradient, self.optimizer, self.default):
-            check_choice(choice)
+            check_codec(choice)
 
     def codec_for(self, info: CompressionInfo) -> Codec:
         """Return the codec for a tensor of this role."""
@@ -347,7 +347,7 @@ class PerTensorCompression:
     def __post_init__(self) -> None:
         given = self.tensor_compressions
         for choice in given.values() if isinstance(given, Mapping) else given:
-            check_choice(choice)
+            check_codec(choice)
 
     def codec_for(self, info: CompressionInfo) -> Codec:
         """Return the codec for the tensor of this key."""
@@ -361,7 +361,7 @@ def as_compression(given: Choices) -> Choice:
     """Return one object for what a user gave: sequences and mappings are taken tensor by tensor."""
     if isinstance(given, (list, tuple, Mapping)):
         return PerTensorCompression(given)
-    check_choice(given)
+    check_codec(given)
     return given  # type: ignore[return-value]
 
 
