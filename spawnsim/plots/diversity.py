@@ -58,9 +58,8 @@ def figure(runs: Sequence[Recorded] | Groups, name: str = "accuracy", over: str 
         panels = drawn.subplots(1, 3)
         for ax, measure in zip(panels, MEASURES, strict=True):
             curves = {which: _of_seeds(each, measure) for which, each in spreads.items()}
-            for (
-                group
-            ) in found:  # real runs wear the colour of virtual ones, so their curves must look otherwise
+            for group in found:
+                # Real runs have the colour of virtual ones, so their curves must look otherwise.
                 draw_one = convergence.draw_measured if group.real else convergence.draw
                 draw_one(curves[group.label], ax, look=styles[group.label])
             ax.set_title(MEASURES[measure])
