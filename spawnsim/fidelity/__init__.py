@@ -1,7 +1,10 @@
 """How faithful the simulator is: calibrate it by measurements of a cluster, and validate it by real runs.
 
-Calibration measures a communicator, fits a platform to it, and says how well it fits. Validation watches a real run,
-predicts the same run on virtual ranks of a calibrated platform, and compares.
+Calibration measures a communicator (`microbenchmarks`, `measuring`), fits a platform to it (`fitting`), and says how
+well it fits (`scoring`). Validation watches a real run (`watching`), predicts the same run on virtual ranks of a
+calibrated platform, and compares (`predicting`). Advice ranks policies on a platform (`goodput`, `advising`,
+`converging`). `inputs` and `chakra` read and write the files of other tools; `whatif` says what stragglers cost a
+traced job.
 """
 
 from __future__ import annotations

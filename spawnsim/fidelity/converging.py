@@ -90,7 +90,6 @@ def _accuracies(case: Case, choice: Choice, steps: int, seed: int) -> list[float
     from spawnsim.workloads import Digits
 
     looks = set(_looks(steps))
-
     case = replace(case, step_s=1.0)
 
     def main(comm: Any) -> None:

@@ -13,7 +13,7 @@ function is nearest (Kolmogorov and Smirnov's distance).
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import combinations, pairwise
 from typing import Any
@@ -155,42 +155,42 @@ def _quickest(points: Sequence[Point], operation: str) -> Point:
     return min(found, key=lambda point: point.seconds)
 
 
+def _curve(points: Sequence[Point], operation: str) -> tuple[FloatArray, FloatArray]:
+    """Return the sizes of an operation's points, rising, and their seconds."""
+    own = sorted((point for point in points if point.operation == operation), key=lambda point: point.nbytes)
+    return np.array([float(point.nbytes) for point in own]), np.array([point.seconds for point in own])
+
+
+def _stepwise(lines: Sequence[Line], link: Callable[[Line], Link]) -> Link:
+    """Return the link of each line, from the size on at which it begins."""
+    steps = [(line.from_nbytes if i else 0, link(line)) for i, line in enumerate(lines)]
+    return steps[0][1] if len(steps) == 1 else Piecewise(tuple(steps))
+
+
 def fit_link(points: Sequence[Point], *, eager_nbytes: int) -> Link:
     """Return the link that explains the point-to-point times.
 
     `points` hold "p2p", "stream" and "post" at sizes from 1 byte; beyond `eager_nbytes` a message asks first.
     """
     own = overheads(points)
-    pings = sorted((p for p in points if p.operation == "p2p" and p.nbytes), key=lambda point: point.nbytes)
-    nbytes = np.array([point.nbytes for point in pings], dtype=np.float64)
-    seconds = np.array([point.seconds for point in pings])
+    nbytes, seconds = _curve([point for point in points if point.nbytes], "p2p")
     # The model adds the handshake to what it is fitted to, so it is taken out first; as much as leaves both overheads.
     handshake_s = 2.0 * max(seconds[0] - own.send_s, 0.0)
     asked = nbytes > eager_nbytes
     seconds = np.where(asked, np.maximum(seconds - handshake_s, 2.0 * own.send_s), seconds)
-    lines = _protocols(nbytes, seconds, asked, eager_nbytes)
-    steps = [(line.from_nbytes if i else 0, _loggp(line, own)) for i, line in enumerate(lines)]
-    return steps[0][1] if len(steps) == 1 else Piecewise(tuple(steps))
+    return _stepwise(_protocols(nbytes, seconds, asked, eager_nbytes), lambda line: _loggp(line, own))
 
 
 def copy_s_per_B(points: Sequence[Point]) -> float:
     """Return what a byte takes that a rank copies to itself, by the times of "copy"; 0 where that took no time."""
-    copies = sorted((p for p in points if p.operation == "copy" and p.seconds > 0.0), key=lambda p: p.nbytes)
-    if len(copies) < 2:
-        return 0.0
-    line = fit_line(np.array([float(p.nbytes) for p in copies]), np.array([p.seconds for p in copies]))
-    return line.beta_s_per_B
+    nbytes, seconds = _curve([point for point in points if point.seconds > 0.0], "copy")
+    return fit_line(nbytes, seconds).beta_s_per_B if len(nbytes) > 1 else 0.0
 
 
 def fit_window(points: Sequence[Point]) -> Link:
     """Return what copying from memory that two ranks map takes, by the times of "get"."""
-    gets = sorted((point for point in points if point.operation == "get"), key=lambda point: point.nbytes)
-    lines = fit_lines(np.array([float(p.nbytes) for p in gets]), np.array([p.seconds for p in gets]))
-    steps = [
-        (line.from_nbytes if i else 0, Hockney(line.alpha_s, 1.0 / line.beta_s_per_B))
-        for i, line in enumerate(lines)
-    ]
-    return steps[0][1] if len(steps) == 1 else Piecewise(tuple(steps))
+    lines = fit_lines(*_curve(points, "get"))
+    return _stepwise(lines, lambda line: Hockney(line.alpha_s, 1.0 / line.beta_s_per_B))
 
 
 def _protocols(
@@ -225,7 +225,6 @@ ROUNDS = 5
 GOOD_RULES = 0.05  # a mean error of 5 %: no fixed algorithm for less
 # A fixed algorithm must bring the error below this share of that of the library's own choice.
 WORTH_FIXING = 0.8
-
 
 Begun = dict[bytes, FloatArray]
 """By the clocks before them, the clocks after the two barriers of a sample."""

@@ -50,7 +50,7 @@ class EASGDPolicy(GlobalWeightsPolicy):
             torch.sub(weight, delta, alpha=1 - share, out=row)  # θ + α·(c − θ), where Δ is c − θ
         mean = group.mean(0, fragment.delta)
         mean.wait()
-        self.rule.step(fragment.weights.rows, fragment.momentum.rows, fragment.delta.rows)
+        fragment.step(self.rule)
         assign(live, own.tensors())
         self.stepped(iteration, info, mean.nbytes)
         return healed

@@ -142,7 +142,7 @@ class EDiTPolicy(GlobalWeightsPolicy):
         scale = clip_scale(fragment.delta.norm(), self.clip)
         for row in fragment.delta.rows:
             row.mul_(scale)
-        self.rule.step(fragment.weights.rows, fragment.momentum.rows, fragment.delta.rows)
+        fragment.step(self.rule)
 
     @property
     def stats(self) -> dict[str, float]:

@@ -286,17 +286,14 @@ class OneSidedSelectiveAveragingPolicy(SpawnPolicy):
                 iteration, compared if self._by_board else iteration, iteration, info["local_metric"], contributions,
                 low, high, nbytes, wait_s, new.unmatched, self.mode,
             )
-            self._count(iteration, wait_s)
+            self.count_replacement()
+            self._last_replaced = iteration
+            self.reset_age()
+            self.note("replace", wait_s)
             self._rounds.close()
             record.publish(comm, info, self.num_replacements, self.replacement, served="after")
         opened.board.mark(busy=False)
         return whose
-
-    def _count(self, iteration: int, wait_s: float) -> None:
-        self.count_replacement()
-        self._last_replaced = iteration
-        self.reset_age()
-        self.note("replace", wait_s)
 
     def _take(
         self, opened: OpenWindows, whose: ModelAndOptimizer, lines: ReportTable, reports: list[Report]

@@ -26,7 +26,7 @@ from spawnsim.policies.state.layout import (
     reset_if_not_finite,
     reset_optimizer,
 )
-from spawnsim.policies.state.outer import Fragment, OuterSGD
+from spawnsim.policies.state.outer import OuterSGD
 from spawnsim.policies.state.snapshot import name_of
 
 
@@ -236,14 +236,10 @@ class OuterOptimizerPolicy(GlobalWeightsPolicy):
         healed = fragment.read_difference(live)
         mean = self._group_of.mean(0, fragment.delta)
         mean.wait()
-        self._step(fragment, optimizer)
+        fragment.step(self.rule, float(optimizer.param_groups[0]["lr"]) if self.inner_lr else 1.0)
         assign(live, fragment.weights.tensors())
         self.stepped(iteration, info, mean.nbytes)
         return healed
-
-    def _step(self, fragment: Fragment, optimizer: torch.optim.Optimizer) -> None:
-        scale = float(optimizer.param_groups[0]["lr"]) if self.inner_lr else 1.0
-        self.rule.step(fragment.weights.rows, fragment.momentum.rows, fragment.delta.rows, scale)
 
     # ------------------------------------------------------------------------------------------ published constants
     @classmethod

@@ -104,7 +104,7 @@ class StreamingDiLoCoPolicy(GlobalWeightsPolicy):
             mean.wait()
         self._under_way.popleft()
         fragment = self._group_of.fragments[place]
-        self.rule.step(fragment.weights.rows, fragment.momentum.rows, fragment.delta.rows)
+        fragment.step(self.rule)
         assign(live, self._blended(fragment, live))
         self.stepped(sent_at, info, 0)
         info["staleness"] = self.overlap
@@ -217,7 +217,7 @@ class OneRoundLatePolicy(GlobalWeightsPolicy):
         mean = group.mean(place, sent, later=True)
         self._late[place] = (mean, sent, mine)
         self._outer_gradient(fragment, late)
-        self.rule.step(fragment.weights.rows, fragment.momentum.rows, fragment.delta.rows)
+        fragment.step(self.rule)
         assign(live, fragment.weights.tensors())
         self.stepped(iteration, info, mean.nbytes)
         info["staleness"] = 0 if late is None else self.average_every

@@ -34,7 +34,7 @@ from spawnsim.virtual.engine.kernel import RankDied, Task, current_task
 from spawnsim.virtual.engine.world import Rank, Recorder, World
 from spawnsim.virtual.faults.events import Pause
 from spawnsim.virtual.interpreter import Patches, Put
-from spawnsim.virtual.mpi import context as transport
+from spawnsim.virtual.mpi import context as members
 from spawnsim.virtual.mpi.communicators import CurrentComm
 from spawnsim.virtual.mpi.context import Member, total
 from spawnsim.virtual.mpi.instance import Call as Collective
@@ -342,8 +342,8 @@ def _asked(timeline: Timeline, task: Task, given: tuple[WindowState, Rank, int, 
 def _note_moves(put: Put) -> None:
     for owner, name, called in OWN:
         put(owner, name, _followed(called, getattr(owner, name)))
-    # The six functions in which something moves. `send` is replaced where `Transport` looks it up.
-    put(transport, "send", _noted(wire.send, _sent))
+    # The functions in which something moves. `send` is replaced where `Member` looks it up.
+    put(members, "send", _noted(wire.send, _sent))
     put(Member, "_accept", _noted(Member._accept, _received, after=True))
     put(Member, "_taken", _noted(Member._taken, _received))
     put(Member, "_join", _noted(Member._join, _joined))

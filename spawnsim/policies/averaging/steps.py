@@ -395,9 +395,8 @@ class StepQueue:
             self.averager.endpoint.send_all(declined(self.averager.rank, source, message))
 
     def _is_over(self, message: Message) -> bool:
-        return (
-            Group.of(message.meta).number if message.kind is Kind.BEGIN else message.number
-        ) in self._groups
+        number = Group.of(message.meta).number if message.kind is Kind.BEGIN else message.number
+        return number in self._groups
 
     def _left(self, source: int, message: Message) -> bool:
         """Forget a request that was kept, if there is one: its rank has waited long enough."""
@@ -420,17 +419,14 @@ class StepQueue:
         for rank in sorted(dead):
             step.lost(rank, now_s)
         step.tick(now_s)
-        self._send(step)
+        self.averager.endpoint.send_queue(step.out)
         if step.control.done():
             self._end(step)
             self._begin_next(now_s)
 
-    def _send(self, step: Step) -> None:
-        self.averager.endpoint.send_queue(step.out)
-
     def _end(self, step: Step) -> None:
         """Keep what a step leaves behind, and drop what came for its groups."""
-        self._send(step)
+        self.averager.endpoint.send_queue(step.out)
         self.averager.round = step.next_round
         self._early = deque(
             (item for item in self._early if item[1].number not in self._groups), maxlen=EARLY_AT_MOST

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from operator import not_
 from typing import Any
@@ -174,15 +174,8 @@ class Server:
         """Return an answer to each that waits."""
         waiting, self._waiting, self._first_s = self._waiting, [], math.inf
         body = self.form.pack(self.form.weights, self.weights)
-        return [
-            (
-                rank,
-                Message(
-                    Kind.PULL, self.version, request, self.tier, value=self.fastest, settled=old, body=body
-                ),
-            )
-            for rank, request, old in waiting
-        ]
+        answer = Message(Kind.PULL, self.version, part=self.tier, value=self.fastest, body=body)
+        return [(rank, replace(answer, iteration=request, settled=old)) for rank, request, old in waiting]
 
 
 @dataclass(frozen=True, slots=True)

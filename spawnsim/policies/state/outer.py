@@ -161,14 +161,14 @@ class Fragment:
         found.momentum.read(state["momentum"])
         return found
 
-    def part(self, live: Tensors) -> Tensors:
-        """Return this fragment's tensors of a model."""
-        return {name: live[name] for name in self.names}
-
     def read_difference(self, live: Tensors) -> int:
         """Set `delta` to Θ − θ; return how many numbers were not finite: they count as not moved."""
-        self.delta.read(self.part(live))
+        self.delta.read({name: live[name] for name in self.names})
         return self.delta.set_difference(self.weights)
+
+    def step(self, rule: OuterSGD, scale: float = 1.0) -> None:
+        """Move the weights by `delta`, which it spoils; `scale` as in `OuterSGD.step`."""
+        rule.step(self.weights.rows, self.momentum.rows, self.delta.rows, scale)
 
 
 def radial_directional_mean(

@@ -1,7 +1,7 @@
 """What the members of a communicator share (`Context`), and what one member holds of it (`Member`).
 
-A context has the members, their numbering, their mailboxes and the collectives in progress. `Transport` is what all
-calls between two ranks are made of: one message out, one message in, waiting or not.
+A context has the members, their numbering, their mailboxes and the collectives in progress. A member has what all calls
+between two ranks are made of: one message out, one message in, waiting or not.
 """
 
 from __future__ import annotations
