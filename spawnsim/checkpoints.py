@@ -402,14 +402,21 @@ def part_of(found: Found, rank: int, shard: tuple[Shard, dict[str, Any]] | None 
 
 
 def clocks_s(found: Found) -> dict[int, float]:
-    """Return the times of the ranks' clocks at a checkpoint.
+    """Return the times of the ranks' clocks at a checkpoint, all of whose files are read.
 
     Raises:
-        ParameterError: a file is damaged.
+        ParameterError: a file is damaged, is another rank's, or was saved at another time than the others.
     """
     times: dict[int, float] = {}
-    for path in found.files:
+    saves = set()
+    for place, path in enumerate(found.files):
         about = read(path)[1]
+        saves.add(_save_of(found, place, about))
+        if len(saves) > 1:
+            raise ParameterError(
+                f"{path} and {found.files[0].name} were not saved together: remove {path.parent} to go on from the "
+                "checkpoint before"
+            )
         try:
             times |= {
                 int(rank): float(time_s)
@@ -418,6 +425,17 @@ def clocks_s(found: Found) -> dict[int, float]:
         except (KeyError, TypeError, ValueError) as error:
             raise ParameterError(f"{path} is damaged: it does not say when it was made") from error
     return times
+
+
+def _save_of(found: Found, place: int, about: Mapping[str, Any]) -> Any:
+    """Return by which call of all ranks a shard was saved, None if it does not say so, as that of all ranks."""
+    path = found.files[place]
+    own = {"iteration": found.iteration, "rank": place}
+    for name, expected in own.items():
+        if name in about and about[name] != expected:
+            raise ParameterError(f"{path} is of {name} {str(about[name])[:20]}, and not of {expected}")
+    save = about.get("save")
+    return save if save is None else str(save)
 
 
 def prune(folder: Path) -> None:

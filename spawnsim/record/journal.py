@@ -220,13 +220,29 @@ def merge_frames(parts: list[list[bytes]]) -> Merged:
 def begin_after(folder: Path, before: Iterable[Portion]) -> None:
     """Put a journal of what was recorded before, of one recorder, in place of all shards."""
     fresh = folder / NEW
+    draft = fresh / f".{BEFORE}"
     shutil.rmtree(fresh, ignore_errors=True)
     with storing(fresh):
         fresh.mkdir()
-        with (fresh / BEFORE).open("wb") as file:
+        with draft.open("wb") as file:
             file.writelines(packed(portion, {}) for portion in before)
-    discard(folder)
-    fresh.rename(folder / FOLDER)
+        draft.rename(fresh / BEFORE)  # by this name it is known as whole
+    _put_in_place(folder)
+
+
+def _put_in_place(folder: Path) -> None:
+    """Move what was recorded before to the place of all shards; these are removed once nothing needs them."""
+    shutil.rmtree(folder / OLD, ignore_errors=True)
+    with suppress(FileNotFoundError):
+        (folder / FOLDER).rename(folder / OLD)
+    (folder / NEW).rename(folder / FOLDER)
+    shutil.rmtree(folder / OLD, ignore_errors=True)
+
+
+def mend(folder: Path) -> None:
+    """End what `begin_after` has begun in a process that was killed between its two moves: else all rows are lost."""
+    if (folder / NEW / BEFORE).exists() and not (folder / FOLDER).exists():
+        _put_in_place(folder)
 
 
 def has_shards(folder: Path) -> bool:
@@ -242,6 +258,8 @@ def discard(folder: Path) -> None:
         # run.
         (folder / FOLDER).rename(folder / OLD)
     shutil.rmtree(folder / OLD, ignore_errors=True)
+    # Of a resumption that was cut short: a later one must not take it.
+    shutil.rmtree(folder / NEW, ignore_errors=True)
 
 
 class RankStates(NamedTuple):

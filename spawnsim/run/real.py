@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from spawnsim.backends import BACKENDS
-from spawnsim.errors import ParameterError, WorldError
+from spawnsim.errors import ParameterError, SpawnsimError, WorldError
 from spawnsim.run.program import Program
 from spawnsim.run.progress_bar import Steps
 from spawnsim.run.result import FINISHED, Run, results_digest, totals_of, warned
@@ -93,14 +93,15 @@ class Shards:
         journal.counted = self._counted
         self._ranks = comm.Get_size()
         if job.out is not None:
-            resumed = job.resume and bool(checkpoints.whole(job.out))
             comm.Barrier()  # all have seen that the folder is free
-            # One rank begins the folder, as beginning it removes shards; the barrier after it keeps the others from
-            # opening theirs before that.
+            resumed = False
+            # One rank begins the folder, as beginning it removes shards; its word keeps the others from opening theirs
+            # before that, and from another view of what the folder holds.
             if comm.Get_rank() == 0:
-                before = begin_folder(job.out, self.what, self._inputs, resume=job.resume)
+                resumed = job.resume and bool(checkpoints.whole(job.out))
+                before = self._begin(job)
                 self._ranks = max(self._ranks, len(before))
-            comm.Barrier()
+            resumed = comm.bcast(resumed, root=0)
             if job.keep:
                 comm.runtime.checkpoints = Checkpoints(job.out, resumed=resumed)
             journal.open(shards.shard(job.out, comm.Get_rank()))
@@ -110,6 +111,15 @@ class Shards:
         journal.flush()  # from now on the shard says which process this rank is
         self._began_s = time.perf_counter()
         self._due_s = 0.0
+
+    def _begin(self, job: Job) -> dict[int, float]:
+        """Begin the run folder, or end the job with the reason why it cannot begin: no program has failed."""
+        assert job.out is not None
+        try:
+            return begin_folder(job.out, self.what, self._inputs, resume=job.resume)
+        except SpawnsimError as error:
+            self._comm.runtime.abort.refuse(error)
+            raise
 
     def _look(self) -> None:
         """Keep the shard up to date; in the watchdog's thread, ten times a second."""

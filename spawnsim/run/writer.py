@@ -198,25 +198,15 @@ def begin_folder(out: Path, what: dict[str, Any], inputs: Files, *, resume: bool
     import numpy as np
 
     from spawnsim import checkpoints
-    from spawnsim.record import folder
-    from spawnsim.record.table import Table
+    from spawnsim.record import folder, journal
 
     if not (resume and checkpoints.whole(out)):
         folder.begin(out, what, inputs)
         return {}
     found = checkpoints.newest(out)
     clocks_s = checkpoints.clocks_s(found)
-    try:
-        old = Run.load(out)
-    except ParameterError:
-        if not (out / folder.MANIFEST).exists():
-            raise
-        old = Run(
-            folder.read_manifest(out)["what"],
-            Table({"rank": np.empty(0, np.int32), "time_s": np.empty(0)}),
-            [],
-            {},
-        )
+    journal.mend(out)
+    old, warnings = _recorded_before(out)
     if old.what.get("seed") != what["seed"]:
         raise ParameterError(
             f"{out}: the run has seed {old.what.get('seed')}, and cannot go on with {what['seed']}"
@@ -233,13 +223,32 @@ def begin_folder(out: Path, what: dict[str, Any], inputs: Files, *, resume: bool
         "most_ranks": most,  # earlier rows may be of ranks that this run no longer has
     }
     if edited := _edited(old.what, what):
-        what["warnings"] = [
+        warnings.append(
             f"resumed at iteration {found.iteration} with another program than before: {', '.join(edited)} has been "
             "edited since; what was recorded until then is the old one's"
-        ]
+        )
+    if warnings:
+        what["warnings"] = warnings
     folder.begin_again(out, what, inputs, before=(tables, events))
     checkpoints.discard(out, after=found.iteration)
     return dict(enumerate(until_s.tolist()))
+
+
+def _recorded_before(out: Path) -> tuple[Run, list[str]]:
+    """Return what a run folder holds, and a sentence if its rows or events cannot be read: a checkpoint needs none."""
+    import numpy as np
+
+    from spawnsim.record import folder
+    from spawnsim.record.table import Table
+
+    what = folder.read_manifest(out)["what"]
+    try:
+        return Run.load(out), []
+    except ParameterError as error:
+        nothing = Table({"rank": np.empty(0, np.int32), "time_s": np.empty(0)})
+        return Run(what, nothing, [], {}), [
+            f"nothing is left of what was recorded before the run was resumed: {error}"
+        ]
 
 
 def _edited(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:

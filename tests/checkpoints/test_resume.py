@@ -246,6 +246,66 @@ def test_a_run_that_goes_on_with_an_edited_program_says_so(tmp_path: Path) -> No
     assert "iteration 3 with another program than before: train.py has been edited" in told[0]
 
 
+KILLED = """
+import os, signal, sys
+from pathlib import Path
+import spawnsim
+
+def main(comm):
+    saved = comm.restore()
+    for i in range(saved.iteration if saved else 0, 8):
+        if sys.argv[2] == "step" and i == 6:
+            os.kill(os.getpid(), signal.SIGKILL)
+        with comm.compute(0.4):
+            comm.record(iteration=i)
+        if i % 4 == 3:
+            comm.checkpoint(iteration=i + 1)
+
+if sys.argv[2].isdigit():
+    moves = iter(range(100))
+    rename = Path.rename
+    def dying(path, target):
+        if "shards" in path.name and next(moves) == int(sys.argv[2]):
+            os.kill(os.getpid(), signal.SIGKILL)
+        return rename(path, target)
+    Path.rename = dying
+spawnsim.run(main, ranks=2, out=Path(sys.argv[1]), resume=sys.argv[2] != "step")
+"""
+
+
+@pytest.mark.parametrize("move", [0, 1])
+def test_a_resumption_that_is_killed_keeps_what_was_recorded(move: int, tmp_path: Path) -> None:
+    """SIGKILL before it moves the old rows away, and before it moves what is kept of them to their place."""
+    (tmp_path / "killed.py").write_text(KILLED)
+    for when in ("step", str(move), "no"):
+        ended = subprocess.run(
+            [sys.executable, str(tmp_path / "killed.py"), str(tmp_path / "a"), when],
+            env=os.environ, capture_output=True, text=True, check=False,
+        )  # fmt: skip
+        assert ended.returncode == (0 if when == "no" else -9), ended.stderr
+    found = spawnsim.Run.load(tmp_path / "a")
+    assert found.table.of_rank(1)["iteration"].tolist() == list(range(8))
+    assert "warnings" not in found.what and not list((tmp_path / "a").glob(".*"))
+
+
+@pytest.mark.parametrize("name", ["metrics.npz", "events.jsonl"])
+def test_a_run_that_goes_on_without_its_earlier_rows_says_so(name: str, tmp_path: Path) -> None:
+    """A damaged file of rows or events ends no training, and is not passed over in silence."""
+
+    def main(comm: Any) -> None:
+        saved = comm.restore()
+        for i in range(saved.iteration if saved else 0, 4):
+            comm.record(iteration=i)
+            comm.checkpoint(iteration=i + 1)
+
+    spawnsim.run(main, ranks=2, out=tmp_path / "a")
+    checkpoints.discard(tmp_path / "a", after=3)
+    (tmp_path / "a" / name).write_bytes(b"damaged")
+    found = spawnsim.run(main, ranks=2, out=tmp_path / "a", resume=True)
+    assert found.table["iteration"].tolist() == [3, 3]
+    assert "nothing is left" in found.what["warnings"][0] and name in found.what["warnings"][0]
+
+
 def test_a_checkpoint_costs_what_the_platform_says(tmp_path: Path) -> None:
     """Latency, and bytes by bandwidth."""
     platform = tmp_path / "slow.toml"

@@ -58,7 +58,7 @@ def test_survivors_are_known_by_their_ranks_in_the_world(tmp_path: Path) -> None
         clock = SimpleNamespace(now=lambda world=world: 1.0 + world)
         comm = SimpleNamespace(rank=rank, size=3, members=(0, 2, 3), clock=clock)
         saving = Checkpoints(tmp_path)
-        saving.write(comm, 10, checkpoints.Shard())
+        saving.write(comm, 10, checkpoints.Shard(), save="a")
         saving.finish()
     assert checkpoints.clocks_s(checkpoints.newest(tmp_path)) == {0: 1.0, 2: 3.0, 3: 4.0}
 
@@ -86,3 +86,39 @@ def test_a_killed_job_resumes_to_the_bit_and_on_other_numbers_of_ranks(tmp_path:
         (0, 0), (0, 0), (1, 1), (1, 1), (2, 2), (2, 2), (3, 0), (3, 0),
     ]  # fmt: skip
     assert run.what["made"]["resumed_at"] == [20, 30] and run.table.rows == 98
+
+
+SAVING = """
+def main(comm):
+    comm.restore()
+    for iteration in (1, 2):
+        comm.checkpoint(iteration=iteration, extra=comm.rank)
+"""
+
+
+def test_shards_that_were_not_saved_together_are_refused_in_one_line(tmp_path: Path) -> None:
+    """Another rank's, iteration's or job's, a damaged one, another seed; and the folder stays as it is."""
+    (tmp_path / "saving.py").write_text(SAVING)
+    out, other = tmp_path / "a", tmp_path / "b"
+    for folder in (out, other):
+        own = (str(tmp_path / "saving.py"), "--backend", "mpi", "-n", "2", "--out", str(folder))
+        assert spawn("run", *own).returncode == 0
+    shard = checkpoints.shard_path(out, 2, 2, 1)
+    whole, manifest = shard.read_bytes(), (out / "run.json").read_bytes()
+    foreign = {
+        "is of rank 0, and not of 1": checkpoints.shard_path(out, 2, 2, 0),
+        "is of iteration 1, and not of 2": checkpoints.shard_path(out, 1, 2, 1),
+        "were not saved together": checkpoints.shard_path(other, 2, 2, 1),
+    }
+    cases = [(why, path.read_bytes(), ()) for why, path in foreign.items()]
+    cases += [("its checksum is wrong", whole[:-1] + bytes([whole[-1] ^ 1]), ())]
+    cases += [("cannot go on with 9", whole, ("--seed", "9"))]
+    for why, data, words in cases:
+        shard.write_bytes(data)
+        refused = spawn("resume", str(out), "--quiet", *words)
+        assert refused.returncode == 2, refused.stderr
+        _, *told = refused.stderr.splitlines()
+        assert len(told) == 1 and why in told[0], refused.stderr
+        assert (out / "run.json").read_bytes() == manifest
+    shard.write_bytes(whole)
+    assert spawn("resume", str(out), "--quiet").returncode == 0

@@ -19,7 +19,14 @@ from contextlib import contextmanager
 from types import FrameType
 from typing import Any, NoReturn
 
-from spawnsim.errors import Timeout, UnsupportedError, WorldError, exit_status_of, program_traceback
+from spawnsim.errors import (
+    SpawnsimError,
+    Timeout,
+    UnsupportedError,
+    WorldError,
+    exit_status_of,
+    program_traceback,
+)
 from spawnsim.real.launch.processes import (
     KNOWN_S,
     REGISTRY,
@@ -72,6 +79,12 @@ class AbortProtocol:
             f"{program_traceback(error)}\n{context or self._who()}",
             summary=f"{type(error).__name__}: {error}",
             status=exit_status_of(error, of_program=True),
+        )
+
+    def refuse(self, error: SpawnsimError) -> None:
+        """End the job, whose programs have not begun, in one line: it cannot begin. Does not return."""
+        self.end(
+            f"spawnsim: {error}", summary=f"{type(error).__name__}: {error}", status=exit_status_of(error)
         )
 
     def end(self, text: str, *, status: int = 1, summary: str = "") -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import random
 import sys
 import threading
+import uuid
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -34,13 +35,14 @@ class Checkpoints:
         self._writer: threading.Thread | None = None
         self._error: Exception | None = None
 
-    def write(self, comm: Any, iteration: int, shard: Shard) -> None:
-        """Write this rank's shard in a thread, after the one before."""
+    def write(self, comm: Any, iteration: int, shard: Shard, *, save: str) -> None:
+        """Write this rank's shard in a thread, after the one before; `save` tells this checkpoint from all others."""
         self.finish()
         assert self.folder is not None
         # Survivors have other numbers among themselves; their rows have those of the world.
         world = comm.members[comm.rank]
-        about = {"iteration": iteration, "ranks": [world], "clocks_s": [comm.clock.now()]}
+        about = {"iteration": iteration, "rank": comm.rank, "save": save}
+        about |= {"ranks": [world], "clocks_s": [comm.clock.now()]}
         path = checkpoints.shard_path(self.folder, iteration, comm.size, comm.rank)
         self._writer = threading.Thread(
             target=self._written, args=(path, shard, about, comm.rank == 0), name="checkpoint"
@@ -88,13 +90,16 @@ def checkpoint(
         raise ParameterError("checkpoint(): where to? Give the run a folder (--out DIR)")
     if policy is not None and hasattr(policy, "drain"):
         policy.drain()
+    # An iteration may be saved again (after a recovery, or by a second job in the folder) and be cut short: the shards
+    # that are there then are of two saves, which nothing else would tell.
+    save = comm.bcast(uuid.uuid4().hex if comm.rank == 0 else None, root=0)
     comm.Barrier()  # from here on no rank is at an earlier iteration
     shard = Shard()
     states = checkpoints.states_of(model=model, optimizer=optimizer, policy=policy, extra=extra)
     for name, state in {"iteration": iteration, **states, "rank": _rank_state(comm)}.items():
         shard.put(name, state)
     comm.record.event("checkpoint", iteration=iteration, nbytes=shard.nbytes)
-    saving.write(comm, iteration, shard)
+    saving.write(comm, iteration, shard, save=save)
 
 
 def restore(comm: Any, *, model: Any = None, optimizer: Any = None, policy: Any = None) -> Saved | None:
@@ -102,10 +107,16 @@ def restore(comm: Any, *, model: Any = None, optimizer: Any = None, policy: Any 
     saving: Checkpoints = comm.runtime.checkpoints
     if not saving.resumed or saving.folder is None:
         return None
-    found = checkpoints.newest(saving.folder)
     # Rank 0 chooses: another may look at a moment in which a file system shows it more, or less.
-    iteration, ranks = comm.bcast((found.iteration, found.ranks), root=0)
-    found = next(each for each in checkpoints.whole(saving.folder) if each[:2] == (iteration, ranks))
+    chosen = checkpoints.newest(saving.folder)[:2] if comm.rank == 0 else None
+    iteration, ranks = comm.bcast(chosen, root=0)
+    seen = (each for each in checkpoints.whole(saving.folder) if each[:2] == (iteration, ranks))
+    found = next(seen, None)
+    if found is None:
+        raise ParameterError(
+            f"{saving.folder}: rank {comm.rank} does not see the checkpoint of iteration {iteration}: the folder must "
+            "be the same for all ranks, on a file system that they share"
+        )
     part = checkpoints.part_of(found, comm.rank, size=comm.size)
     saved = part.saved()
     own = part.get("rank")
