@@ -12,8 +12,10 @@ from __future__ import annotations
 import fcntl
 import io
 import json
+import os
 import shutil
 import threading
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from io import FileIO
@@ -21,7 +23,7 @@ from pathlib import Path
 from time import monotonic  # the real one: ranks that record may have a virtual `time.monotonic`
 from typing import Any, BinaryIO, NamedTuple
 
-from spawnsim.errors import StorageError
+from spawnsim.errors import ParameterError, StorageError
 from spawnsim.record.recorder import Portion, Recorder
 from spawnsim.record.sorting import storing
 
@@ -293,6 +295,41 @@ def read_states(folder: Path, rank: int | None = None) -> RankStates | None:
 
 def _states(folder: Path, rank: int | None) -> Path:
     return folder / FOLDER / (STATES if rank is None else f"{STATES}-{rank:05d}")
+
+
+class Hold:
+    """A run folder that a run writes: no other may begin there until `release`, or until the process has ended.
+
+    Raises:
+        ParameterError: another run holds it.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        # The folder itself, so that no file need lie there, and no lock can outlive its holder.
+        number = os.open(folder, os.O_RDONLY)
+        self.release = weakref.finalize(self, os.close, number)
+        _holds.add(self)
+        try:
+            fcntl.flock(number, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            self.release()
+            raise ParameterError(
+                f"{folder}: a run is writing there now; wait for its end, stop it, or choose another folder"
+            ) from None
+        except OSError:  # a file system without locks: there two runs in one folder are not noticed
+            self.release()
+
+
+_holds = weakref.WeakSet[Hold]()
+
+
+def _let_go() -> None:
+    for hold in list(_holds):
+        hold.release()
+
+
+# A process that a program has forked and that outlives it (a loader's worker) writes no folder, and must not hold it.
+os.register_at_fork(after_in_child=_let_go)
 
 
 @contextmanager

@@ -115,7 +115,12 @@ class Shards:
     def _begin(self, job: Job) -> dict[int, float]:
         """Begin the run folder, or end the job with the reason why it cannot begin: no program has failed."""
         assert job.out is not None
+        from spawnsim.record import folder
+        from spawnsim.record import journal as shards
+
         try:
+            folder.prepare(job.out)
+            self._hold = shards.Hold(job.out)  # until the process ends
             return begin_folder(job.out, self.what, self._inputs, resume=job.resume)
         except SpawnsimError as error:
             self._comm.runtime.abort.refuse(error)
@@ -220,6 +225,19 @@ def tidy(out: Path, status: int, cause: str = "") -> bool:
 
     `cause` is why it ended, where its ranks could not say it.
     """
+    from spawnsim.record import journal as shards
+
+    try:
+        hold = shards.Hold(out)
+    except (ParameterError, OSError):  # there is none, or another job has begun there: the shards are its own
+        return False
+    try:
+        return _tidied(out, status, cause)
+    finally:
+        hold.release()
+
+
+def _tidied(out: Path, status: int, cause: str) -> bool:
     from spawnsim.record import folder
     from spawnsim.record import journal as shards
 

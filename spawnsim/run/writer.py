@@ -65,7 +65,7 @@ class RunWriter:
         resume: bool = False,
         thin: tuple[int, Any] = (1, None),
     ) -> None:
-        from spawnsim.record import Journal, Recorder, journal
+        from spawnsim.record import Journal, Recorder, folder, journal
 
         self.what, self.out, self._inputs = dict(what), out, inputs or {}
         self.recorder: Recorder | Journal = Recorder()
@@ -79,7 +79,13 @@ class RunWriter:
         if out is not None:
             # The folder says "running" before the first row, so a run that is killed at once is told from a folder of
             # no run.
-            self._after_s = begin_folder(out, self.what, self._inputs, resume=resume)
+            folder.prepare(out)
+            self._hold = journal.Hold(out)
+            try:
+                self._after_s = begin_folder(out, self.what, self._inputs, resume=resume)
+            except BaseException:
+                self._hold.release()  # the error's traceback may keep this object
+                raise
             # Not written at each event: all ranks are one process here, so half a second is lost with it and no order
             # among ranks is.
             self.recorder = Journal(journal.shard(out), prompt=False)
@@ -148,10 +154,17 @@ class RunWriter:
         return self
 
     def __exit__(self, _kind: object, error: BaseException | None, _trace: object) -> None:
-        from spawnsim.record import Journal, folder, journal
-
         # The journal is discarded last: until the folder's own files are whole, it is the only copy of what was
         # recorded, and `Run.load` reads it of a run that was killed in between.
+        try:
+            self._end(error)
+        finally:
+            if self.out is not None:
+                self._hold.release()
+
+    def _end(self, error: BaseException | None) -> None:
+        from spawnsim.record import Journal, folder, journal
+
         self._save(error)
         if self.out is not None and isinstance(self.recorder, Journal):
             # Closed after saving: while the files cannot be written, rows must still be able to reach the journal.

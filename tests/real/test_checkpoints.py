@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -122,3 +124,53 @@ def test_shards_that_were_not_saved_together_are_refused_in_one_line(tmp_path: P
         assert (out / "run.json").read_bytes() == manifest
     shard.write_bytes(whole)
     assert spawn("resume", str(out), "--quiet").returncode == 0
+
+
+LONG = """
+import time
+def main(comm, limit_s=60.0):
+    comm.restore()
+    comm.checkpoint(iteration=1, extra=comm.rank)
+    comm.record(iteration=0)
+    comm.runtime.checkpoints.finish()
+    comm.Barrier()
+    time.sleep(limit_s)
+"""
+
+
+def test_a_folder_in_use_is_refused_and_a_signal_before_the_end_of_the_time_is_told(tmp_path: Path) -> None:
+    """A second job in the folder of one that runs would destroy both; SIGUSR1 stops a job as SIGTERM does."""
+    (tmp_path / "long.py").write_text(LONG)
+    out = tmp_path / "a"
+    command = [
+        sys.executable,
+        "-m",
+        "spawnsim",
+        "run",
+        str(tmp_path / "long.py"),
+        "--backend",
+        "mpi",
+        "-n",
+        "2",
+    ]
+    first = subprocess.Popen(
+        [*command, "--quiet", "--out", str(out)], stderr=subprocess.PIPE, text=True, env=os.environ
+    )
+    try:
+        limit_s = time.monotonic() + 60
+        while not checkpoints.whole(out):
+            assert first.poll() is None and time.monotonic() < limit_s
+            time.sleep(0.05)
+        for words in (("--backend", "mpi", "-n", "2"), ("--backend", "virtual", "--ranks", "2")):
+            second = spawn("resume", str(out), *words, "--quiet", "--set", "limit_s=0.0")
+            assert second.returncode == 2 and "a run is writing there now" in second.stderr, second.stderr
+            assert "Traceback" not in second.stderr
+        first.send_signal(signal.SIGUSR1)
+        _, told = first.communicate(timeout=30)
+    finally:
+        first.kill()
+        first.wait()
+    assert first.returncode == 128 + signal.SIGUSR1
+    assert told.count("\n") == 1 and "stopped by SIGUSR1" in told
+    assert spawnsim.Run.load(out).table.rows == 2
+    assert spawn("resume", str(out), "--quiet", "--set", "limit_s=0.0").returncode == 0

@@ -315,7 +315,8 @@ def _mapped_shared_memory() -> set[str]:
 
 STOP_S = 6.0  # a launcher that is told to stop gets this long for its ranks to save what they have before it is killed
 LOOK_S = 0.2  # how soon at the latest a signal is acted upon
-STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+# Batch systems send SIGUSR1 or SIGUSR2 before the time is up, if asked to; these would end this process alone.
+STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 
 
 def supervise(
