@@ -391,14 +391,20 @@ def part_of(found: Found, rank: int, shard: tuple[Shard, dict[str, Any]] | None 
         ParameterError: a file is damaged.
     """
     together = found.files[0].name.startswith(ALL)
-    states, about = shard or read(found.files[0 if together else rank % found.ranks])
-    ranks = about.get("ranks")
-    if not isinstance(ranks, list) or not ranks or not all(type(each) is int and each >= 0 for each in ranks):
-        raise ParameterError(f"{found.files[0]} is damaged: it does not say whose states it holds")
-    if not together:
-        return Part(states, "", ranks[0], found.ranks == size)
-    donor = rank if rank in ranks and max(ranks) < size else ranks[rank % len(ranks)]
-    return Part(states, f"{donor}/", donor, sorted(ranks) == list(range(size)))
+    place = 0 if together else rank % found.ranks
+    states, about = shard or read(found.files[place])
+    # Shards that do not name the ranks of all are older: they are taken as those of ranks that have all lived.
+    saved = about.get("ranks" if together else "members", list(range(found.ranks)))
+    whole = isinstance(saved, list) and all(type(each) is int and each >= 0 for each in saved)
+    if not whole or len(set(saved)) != found.ranks:
+        raise ParameterError(f"{found.files[place]} is damaged: it does not say whose states it holds")
+    donor = rank if rank in saved and max(saved) < size else saved[rank % len(saved)]
+    same = sorted(saved) == list(range(size))
+    if together:
+        return Part(states, f"{donor}/", donor, same)
+    if saved.index(donor) != place:
+        states, _ = read(found.files[saved.index(donor)])
+    return Part(states, "", donor, same)
 
 
 def clocks_s(found: Found) -> dict[int, float]:

@@ -226,8 +226,10 @@ def begin_folder(out: Path, what: dict[str, Any], inputs: Files, *, resume: bool
         )
     of_rows = (int(piece["rank"].max()) for piece in old.table.pieces("rank"))
     most: int = 1 + max((*clocks_s, *of_rows, *(event["rank"] for event in old.events)))
-    until_s = np.zeros(most)
-    until_s[list(clocks_s)] = list(clocks_s.values())
+    # Who has not saved had died by then, or was a rank before the run went on with fewer: its rows count until the
+    # clock of the rank whose state it would take up, and those of a rank that has joined since the checkpoint do not.
+    saved = list(clocks_s)
+    until_s = np.array([clocks_s.get(rank, clocks_s[saved[rank % len(saved)]]) for rank in range(most)])
     # Piece by piece, and read until the last of them is written: what was recorded may be more than memory holds.
     tables = (piece.where(piece["time_s"] < until_s[piece["rank"]]) for piece in old.table.pieces())
     events = [event for event in old.events if event["time_s"] < until_s[event["rank"]]]

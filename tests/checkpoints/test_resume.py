@@ -165,6 +165,28 @@ def test_more_and_fewer_ranks_take_over_by_the_stated_rule(tmp_path: Path) -> No
         assert ranks_of(read) == max(RANKS, ranks)
 
 
+def test_rows_of_ranks_that_are_no_more_outlive_every_resumption(tmp_path: Path) -> None:
+    """The second resumption with fewer ranks dropped them; those behind the checkpoint go, whoever's they are."""
+
+    def main(comm: Any, until: int) -> None:
+        saved = comm.restore()
+        for iteration in range(saved.iteration if saved else 0, until):
+            comm.clock.sleep(1.0)
+            comm.record(iteration=iteration)
+            comm.record.event("mark", iteration=iteration)
+            if (iteration + 1) % 4 == 0:
+                comm.checkpoint(iteration=iteration + 1)
+
+    steps = ((4, 4, (4, 4, 4, 4)), (2, 8, (8, 8, 4, 4)), (2, 12, (12, 12, 4, 4)), (4, 15, (15, 15, 7, 7)))
+    again = ((4, 16, (16, 16, 8, 8)), (1, 20, (20, 16, 8, 8)), (3, 23, (23, 19, 11, 8)))
+    for ranks, until, rows in (*steps, *again):
+        run = spawnsim.run(main, ranks=ranks, out=tmp_path, resume=True, parameters={"until": until})
+        marks = [event["rank"] for event in run.events if event["kind"] == "mark"]
+        for rank, count in enumerate(rows):
+            iterations = run.table.of_rank(rank)["iteration"].tolist()
+            assert len(iterations) == len(set(iterations)) == marks.count(rank) == count, (ranks, until, rank)
+
+
 @pytest.mark.parametrize("ranks", [3, 4])
 def test_what_survivors_have_saved_is_taken_once(ranks: int, tmp_path: Path) -> None:
     """As many ranks as have survived take all states, more ranks first those of their numbers; draws differ."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -11,6 +12,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
+import pytest
 
 import spawnsim
 from spawnsim import checkpoints
@@ -57,12 +59,87 @@ def spawn(*words: str) -> subprocess.CompletedProcess[str]:
 def test_survivors_are_known_by_their_ranks_in_the_world(tmp_path: Path) -> None:
     """Rows are: a run that goes on keeps those of each rank until its own clock at the checkpoint."""
     for rank, world in enumerate((0, 2, 3)):
-        clock = SimpleNamespace(now=lambda world=world: 1.0 + world)
-        comm = SimpleNamespace(rank=rank, size=3, members=(0, 2, 3), clock=clock)
+        comm = SimpleNamespace(rank=rank, size=3, members=(0, 2, 3))
         saving = Checkpoints(tmp_path)
-        saving.write(comm, 10, checkpoints.Shard(), save="a")
+        saving.write(comm, 10, checkpoints.Shard(), save="a", clock_s=1.0 + world)
         saving.finish()
     assert checkpoints.clocks_s(checkpoints.newest(tmp_path)) == {0: 1.0, 2: 3.0, 3: 4.0}
+
+
+@pytest.mark.parametrize("error", [MemoryError("none left"), ValueError("too long")])
+def test_whatever_keeps_a_shard_from_being_written_is_told(
+    error: Exception, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The thread that writes has nobody to raise to: the job ended well, with a checkpoint that misses a shard."""
+
+    def refuse(*_: object) -> None:
+        raise error
+
+    monkeypatch.setattr(checkpoints, "write", refuse)
+    saving = Checkpoints(tmp_path)
+    comm = SimpleNamespace(rank=0, size=1, members=(0,))
+    saving.write(comm, 10, checkpoints.Shard(), save="a", clock_s=1.0)
+    with pytest.raises(type(error), match=str(error)):
+        saving.finish()
+    saving.finish()  # told once
+
+
+DYING = """
+import os, signal
+from spawnsim.errors import RankFailed, Revoked, Timeout
+
+def main(comm, iterations=10):
+    saved, me = comm.restore(), comm.rank
+    value, iteration = (saved.extra, saved.iteration) if saved else (me, 0)
+    comm.record.event("took", value=value, donor=saved.donor if saved else -1)
+    while iteration < iterations:
+        try:
+            if me == 1 and iteration == 3 and not saved:
+                comm.clock.sleep(0.6)  # its rows are on the disk by then
+                os.kill(os.getpid(), signal.SIGKILL)
+            comm.allreduce(1)
+            comm.record(iteration=iteration)
+            iteration += 1
+            if iteration % 5 == 0:
+                comm.checkpoint(iteration=iteration, extra=value)
+        except (RankFailed, Revoked, Timeout):
+            found = comm.recover(iteration)
+            comm, iteration = found.comm, found.step
+"""
+
+
+@pytest.mark.parametrize(("words", "donors"), [
+    (("-n", "4"), [0, 2, 2, 3]),
+    (("-n", "3"), [0, 2, 3]),
+    (("-n", "6", "--backend", "virtual"), [0, 2, 2, 3, 2, 3]),
+])  # fmt: skip
+def test_survivors_keep_their_states_and_the_dead_their_rows(
+    words: tuple[str, ...], donors: list[int], survived: Path, tmp_path: Path
+) -> None:
+    """By the rule of virtual ranks: each takes its own state, and not that of its place among the survivors."""
+    out = tmp_path / "run"
+    shutil.copytree(survived, out)
+    resumed = spawn("resume", str(out), *words, "--set", "iterations=12", "--quiet")
+    assert resumed.returncode == 0, resumed.stderr
+    run = spawnsim.Run.load(out)
+    taken = {event["rank"]: event for event in run.events if event["kind"] == "took" and event["donor"] >= 0}
+    assert [taken[rank]["donor"] for rank in range(len(donors))] == donors
+    assert [taken[rank]["value"] for rank in range(len(donors))] == donors
+    for rank in range(4):
+        first = range(3 if rank == 1 else 10)
+        last = range(10, 12 if rank < len(donors) else 10)
+        assert run.table.of_rank(rank)["iteration"].tolist() == [*first, *last], rank
+
+
+@pytest.fixture(scope="module")
+def survived(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return the folder of a job whose rank 1 of 4 has died, and whose survivors have saved."""
+    folder = tmp_path_factory.mktemp("survived")
+    (folder / "dying.py").write_text(DYING)
+    own = (str(folder / "dying.py"), "--backend", "mpi", "-n", "4", "--survive", "--quiet")
+    ended = spawn("run", *own, "--out", str(folder / "run"))
+    assert ended.returncode == 0, ended.stderr
+    return folder / "run"
 
 
 def test_a_killed_job_resumes_to_the_bit_and_on_other_numbers_of_ranks(tmp_path: Path) -> None:
@@ -142,20 +219,8 @@ def test_a_folder_in_use_is_refused_and_a_signal_before_the_end_of_the_time_is_t
     """A second job in the folder of one that runs would destroy both; SIGUSR1 stops a job as SIGTERM does."""
     (tmp_path / "long.py").write_text(LONG)
     out = tmp_path / "a"
-    command = [
-        sys.executable,
-        "-m",
-        "spawnsim",
-        "run",
-        str(tmp_path / "long.py"),
-        "--backend",
-        "mpi",
-        "-n",
-        "2",
-    ]
-    first = subprocess.Popen(
-        [*command, "--quiet", "--out", str(out)], stderr=subprocess.PIPE, text=True, env=os.environ
-    )
+    words = ("run", str(tmp_path / "long.py"), "--backend", "mpi", "-n", "2", "--quiet", "--out", str(out))
+    first = subprocess.Popen([sys.executable, "-m", "spawnsim", *words], stderr=subprocess.PIPE, text=True)
     try:
         limit_s = time.monotonic() + 60
         while not checkpoints.whole(out):

@@ -19,7 +19,7 @@ import numpy as np
 
 from spawnsim import checkpoints
 from spawnsim.checkpoints import Saved, Shard
-from spawnsim.errors import ParameterError, SpawnsimError
+from spawnsim.errors import ParameterError
 
 
 class Checkpoints:
@@ -35,14 +35,14 @@ class Checkpoints:
         self._writer: threading.Thread | None = None
         self._error: Exception | None = None
 
-    def write(self, comm: Any, iteration: int, shard: Shard, *, save: str) -> None:
+    def write(self, comm: Any, iteration: int, shard: Shard, *, save: str, clock_s: float) -> None:
         """Write this rank's shard in a thread, after the one before; `save` tells this checkpoint from all others."""
         self.finish()
         assert self.folder is not None
         # Survivors have other numbers among themselves; their rows have those of the world.
         world = comm.members[comm.rank]
         about = {"iteration": iteration, "rank": comm.rank, "save": save}
-        about |= {"ranks": [world], "clocks_s": [comm.clock.now()]}
+        about |= {"ranks": [world], "members": list(comm.members), "clocks_s": [clock_s]}
         path = checkpoints.shard_path(self.folder, iteration, comm.size, comm.rank)
         self._writer = threading.Thread(
             target=self._written, args=(path, shard, about, comm.rank == 0), name="checkpoint"
@@ -54,17 +54,15 @@ class Checkpoints:
             checkpoints.write(path, shard, about)
             if prunes and self.folder is not None:
                 checkpoints.prune(self.folder)
-        except (
-            SpawnsimError,
-            OSError,
-        ) as error:  # told by the next call of the rank, which has a place to raise it
+        except Exception as error:  # noqa: BLE001  told by the rank's next call: here nobody hears it, MemoryError included
             self._error = error
 
     def finish(self) -> None:
         """Wait for what is being written.
 
         Raises:
-            StorageError: it could not be written.
+            StorageError: the file system has refused it.
+            Exception: what else has kept it from being written (no memory, a number too long for JSON).
         """
         if self._writer is not None:
             self._writer.join()
@@ -96,10 +94,13 @@ def checkpoint(
     comm.Barrier()  # from here on no rank is at an earlier iteration
     shard = Shard()
     states = checkpoints.states_of(model=model, optimizer=optimizer, policy=policy, extra=extra)
-    for name, state in {"iteration": iteration, **states, "rank": _rank_state(comm)}.items():
+    for name, state in {"iteration": iteration, **states}.items():
         shard.put(name, state)
     comm.record.event("checkpoint", iteration=iteration, nbytes=shard.nbytes)
-    saving.write(comm, iteration, shard, save=save)
+    # One reading of the clock, behind the event: a run that goes on takes what is earlier for recorded already.
+    own = _rank_state(comm)
+    shard.put("rank", own)
+    saving.write(comm, iteration, shard, save=save, clock_s=own["clock_s"])
 
 
 def restore(comm: Any, *, model: Any = None, optimizer: Any = None, policy: Any = None) -> Saved | None:
