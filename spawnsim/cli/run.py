@@ -27,7 +27,7 @@ from spawnsim.cli import (
 )
 from spawnsim.cli.listing import program_file
 from spawnsim.errors import InternalError, ParameterError, SpawnsimError
-from spawnsim.options import Parser, parameters, split_at_dashes, time_limit
+from spawnsim.options import OPTIONS, VIRTUAL_ONLY, Parser, parameters, split_at_dashes, time_limit
 from spawnsim.run import Run, run
 from spawnsim.run.process_setup import stoppable
 from spawnsim.run.program import is_unmodified, program, refuse_arguments, require_main
@@ -266,7 +266,6 @@ def _add_program_options(parser: Parser) -> None:
     )  # fmt: skip
 
 
-VIRTUAL_ONLY = ("platform", "straggler", "faults", "compute", "ties")
 TURN_S = 0.5  # how long ranks other than 0 leave it to rank 0 to speak
 
 
@@ -275,10 +274,10 @@ def run_real(options: argparse.Namespace, parameters: Mapping[str, Any]) -> int:
     from spawnsim.real.launch.launchers import detect_launcher
     from spawnsim.record.folder import named
 
-    unfit = [name for name in VIRTUAL_ONLY if getattr(options, name) is not None]
+    unfit = [OPTIONS[name] for name in VIRTUAL_ONLY if getattr(options, OPTIONS[name][2:]) is not None]
     if unfit:
         raise ParameterError(
-            f"--{unfit[0]} describes virtual ranks; --backend {options.backend} takes real time"
+            f"{unfit[0]} describes virtual ranks; --backend {options.backend} takes real time"
         )
     require_observers(observers(options), options.out)
     if options.out is not None:
@@ -427,9 +426,7 @@ def resume(argv: Sequence[str]) -> int:
     print(f"spawnsim: {options.run} goes on at iteration {found.iteration}{kept}", file=sys.stderr)
     backend = options.backend or str(what.get("backend", "virtual"))
     # Real ranks have no virtual circumstances: a run that goes on with them leaves its own behind.
-    fit = [
-        (name, flag) for name, flag in _CIRCUMSTANCES if backend == "virtual" or flag[2:] not in VIRTUAL_ONLY
-    ]
+    fit = [name for name in _CIRCUMSTANCES if backend == "virtual" or name not in VIRTUAL_ONLY]
     own = [part for each in fit for part in _circumstance(options.run, what, each)]
     recorded = what.get("parameters")
     if isinstance(recorded, dict):
@@ -439,27 +436,25 @@ def resume(argv: Sequence[str]) -> int:
 
 
 _CIRCUMSTANCES = (
-    ("ranks", "--ranks"), ("seed", "--seed"), ("deadline_s", "--deadline"), ("platform", "--platform"),
-    ("stragglers", "--straggler"), ("faults", "--faults"), ("compute", "--compute"),
-    ("ties", "--ties"), ("record_every", "--record-every"), ("record_ranks", "--record-ranks"),
+    "ranks", "seed", "deadline_s", "platform", "stragglers", "faults", "compute", "ties", "record_every",
+    "record_ranks",
 )  # fmt: skip
 
 
-def _circumstance(folder: Path, what: Mapping[str, Any], names: tuple[str, str]) -> list[str]:
+def _circumstance(folder: Path, what: Mapping[str, Any], name: str) -> list[str]:
     """Return the option that gives a circumstance again; a file is the one that the folder keeps."""
     from spawnsim.record.manifest import INPUTS
 
-    name, flag = names
     value = what.get(name)
     if value is None:
         return []
     if isinstance(value, (dict, list)):
         raise ParameterError(
-            f"{folder}: its {name} was an object of Python. Give {flag}, or go on in Python: "
+            f"{folder}: its {name} was an object of Python. Give {OPTIONS[name]}, or go on in Python: "
             "spawnsim.run(..., out=DIR, resume=True)"
         )
     kept = folder / INPUTS / name / Path(str(value)).name
-    return [flag, str(kept if kept.is_file() else value)]
+    return [OPTIONS[name], str(kept if kept.is_file() else value)]
 
 
 def write_whole_lines(*streams: Any) -> None:

@@ -18,7 +18,16 @@ from spawnsim.backends import BACKENDS
 from spawnsim.cli.listing import find
 from spawnsim.cli.study import add_jobs, require_jobs, say
 from spawnsim.errors import ParameterError
-from spawnsim.options import Parser, choices, listed, nearest, split_at_dashes, unquoted
+from spawnsim.options import (
+    OPTIONS,
+    VIRTUAL_ONLY,
+    Parser,
+    choices,
+    listed,
+    nearest,
+    split_at_dashes,
+    unquoted,
+)
 from spawnsim.record.folder import named
 from spawnsim.run.process_setup import stoppable
 from spawnsim.run.program import is_unmodified, require_kind, require_main, tree_of, written_parameters
@@ -41,19 +50,15 @@ a tuple needs none: --set "hidden=(32,),(64,64)". The same option again adds val
 The same command goes on with a sweep that was stopped or killed, and tries again what failed. See docs/sweeps.md.
 """
 AROUND = {
-    "platform": ("--platform", "P", "virtual network: a name or a TOML file; default: the default platform"),
-    "stragglers": ("--straggler", "S", "virtual compute times, such as none,lognormal:0.3"),
-    "faults": ("--faults", "F", "virtual fault plans: texts, or files"),
-    "compute": ("--compute", "S", "seconds of a comm.compute() that states none, such as '5 ms'"),
-    "deadline_s": ("--deadline", "S", "seconds that one call may wait; default: 30"),
-    "ties": (
-        "--ties",
-        "ORDER",
-        "order of virtual ranks at one time: fifo, reverse, random:SEED; default: fifo",
-    ),
-    "backend": ("--backend", "B", f"{', '.join(BACKENDS)}; default: virtual. Real ranks: with --jobs 1"),
+    "platform": "virtual network: a name or a TOML file; default: the default platform",
+    "stragglers": "virtual compute times, such as none,lognormal:0.3",
+    "faults": "virtual fault plans: texts, or files",
+    "compute": "seconds of a comm.compute() that states none, such as '5 ms'",
+    "deadline_s": "seconds that one call may wait; default: 30",
+    "ties": "order of virtual ranks at one time: fifo, reverse, random:SEED; default: fifo",
+    "backend": f"{', '.join(BACKENDS)}; default: virtual. Real ranks: with --jobs 1",
 }
-"""Keyword argument of `spawnsim.run` → its option, as `spawnsim run` calls it, and what it is."""
+"""Keyword argument of `spawnsim.run` → what its option is."""
 TIME_LIMITS = ("deadline_s",)
 
 
@@ -131,7 +136,7 @@ def cells_of(options: argparse.Namespace, argv: Sequence[str] = ()) -> list[Cell
 
 
 def _around(name: str, given: Sequence[str]) -> list[Any]:
-    option = AROUND[name][0]
+    option = OPTIONS[name]
     texts = [unquoted(each) for text in given for each in listed(text)]
     if name == "backend" and (wrong := [each for each in texts if each not in BACKENDS]):
         raise ParameterError(f"{option} {wrong[0]}: choose {', '.join(BACKENDS)}")
@@ -187,11 +192,7 @@ def _require_parameters(file: Path, over: dict[str, list[Any]]) -> None:
 
 def _require_possible(cell: Cell, whole: bool) -> None:
     if BACKENDS[cell.backend].is_real:
-        told = [
-            AROUND[name][0]
-            for name in ("platform", "stragglers", "faults", "compute", "ties")
-            if cell.world.get(name)
-        ]
+        told = [OPTIONS[name] for name in VIRTUAL_ONLY if cell.world.get(name)]
         if told:
             raise ParameterError(
                 f"{told[0]} describes virtual ranks; --backend {cell.backend} takes real time"
@@ -257,9 +258,9 @@ def parser() -> Parser:
         metavar="NAME=LIST",
         help="values of a keyword argument of main; repeatable",
     )
-    for name, (option, _, text) in AROUND.items():
+    for name, text in AROUND.items():
         others = ["--stragglers"] if name == "stragglers" else []
-        add(option, *others, dest=name, action="append", default=[], metavar="LIST", help=text)
+        add(OPTIONS[name], *others, dest=name, action="append", default=[], metavar="LIST", help=text)
     add(
         "--seed",
         action="append",

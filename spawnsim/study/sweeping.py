@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from spawnsim.errors import ParameterError, SpawnsimError, StudyError, WorldError
-from spawnsim.options import arguments_of
+from spawnsim.options import OPTIONS, arguments_of
 from spawnsim.record.folder import prepare
 from spawnsim.run import process_setup, run
 from spawnsim.run.process_setup import stoppable
@@ -109,14 +109,6 @@ def execute(cell: Cell, root: Path, how: How = here, limit_s: float | None = Non
     except OSError as error:
         raise ParameterError(f"cannot write {error.filename or store.root}: {error.strerror}") from error
     return cost
-
-
-OPTIONS = {
-    "platform": "--platform", "stragglers": "--straggler", "faults": "--faults", "compute": "--compute",
-    "deadline_s": "--deadline", "ties": "--ties", "record_every": "--record-every", "record_ranks": "--record-ranks",
-    "eager": "--eager", "whole": "--whole",
-}  # fmt: skip
-"""Keyword argument of `spawnsim.run` → option of the command; those that are True are options alone."""
 
 
 def arguments(cell: Cell) -> list[str]:

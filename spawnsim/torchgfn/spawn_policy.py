@@ -8,7 +8,7 @@ Three defaults are the originals' where `spawnsim.policies` has others, for the 
 replaced rank holds at once, grow with the group: give `donors=8` from some dozens of ranks on. The one-sided policies
 take half of the group (there: 8 at most), and lay their model out in every call (there: at the cadence), in four slots
 so that readers are not overtaken: a pass over the model each time, and four times its memory;
-`windows=Windows("flat", publish_every=10)` lays it out in every tenth, in two.
+`windows=WindowOptions("flat", publish_every=10)` lays it out in every tenth, in two.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 from spawnsim import policies
 from spawnsim.comm import Comm, as_comm
 from spawnsim.comm.backends import world
-from spawnsim.policies import SpawnPolicy, Windows
+from spawnsim.policies import SpawnPolicy, WindowOptions
 from spawnsim.policies.rules.selection import compute_worst_ranks_by_ratio
 
 if TYPE_CHECKING:
@@ -150,9 +150,9 @@ class AsyncSelectiveAveragingPolicympi4pyGeneral(_OneSided):
         self.poll_interval_s = float(poll_interval_s)  # one-sided access polls nothing
 
 
-def _published_in_each(layout: WindowLayout) -> Windows:
+def _published_in_each(layout: WindowLayout) -> WindowOptions:
     """Return windows into which a model is laid out in each call, as the originals do, without overtaking readers."""
-    return Windows(layout, publish_every=1, slots=4)
+    return WindowOptions(layout, publish_every=1, slots=4)
 
 
 def _compute_worst_ranks_by_ratio(metrics: Sequence[float], replacement_ratio: float) -> set[int]:

@@ -232,7 +232,6 @@ class StepControl:
         self.triggered = triggered
         self.began_allreduce = False
         self.cancel_requested = False
-        self.rank_count = 0  # members of the group, once formed
         self._drive = drive
         self._weight, self._scheduled_s = weight, scheduled_s
         self._result: Averaged | None = None

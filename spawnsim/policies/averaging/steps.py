@@ -108,7 +108,6 @@ class Step:
 
     def _joined(self, group: Group, led: bool) -> None:
         self.group, self.led = group, led
-        self.control.rank_count = len(group.members)
         self.control.stage = Stage.AWAITING_TRIGGER
         self.next_round = self.averager.round + 1
         self.averager.formed(group, led)
