@@ -36,8 +36,8 @@ class Work(Protocol):
 class Batch(Hashable, Protocol):
     """What carries out the work of many ranks at once."""
 
-    def carry_out(self, works: Sequence[Any]) -> None:
-        """Carry out work of different ranks, given in the order of ranks."""
+    def carry_out(self, queues: Sequence[Sequence[Any]]) -> None:
+        """Carry out work of different ranks, given in the order of ranks: as much of each, one after the other."""
         ...
 
 
@@ -202,13 +202,16 @@ class Deferred:
             # Ranks have several things to do here and there: an evaluation, then a step. If those with an evaluation do
             # it first, all are at their steps together.
             stage = min(queue[0].stage for queue in queues)
-            together: dict[Batch, list[Work]] = {}
+            together: dict[Batch, list[list[Work]]] = {}
             for queue in queues:
                 if queue[0].stage == stage:
-                    work = queue.pop(0)
-                    together.setdefault(work.batch, []).append(work)
-            for batch, works in together.items():
-                batch.carry_out(works)
+                    together.setdefault(queue[0].batch, []).append(queue)
+            for batch, some in together.items():
+                # As much of each rank as all of them have in a row, so that what they do next finds them together.
+                count = min(map(_in_a_row, some))
+                batch.carry_out([queue[:count] for queue in some])
+                for queue in some:
+                    del queue[:count]
             if self._errors:
                 self._drop(queues)
             queues = [queue for queue in queues if queue]
@@ -251,6 +254,12 @@ class Deferred:
         """Go on with what a rank of an earlier part of this run has put off, and recorded."""
         self.batched = self.batched or batched
         self._told |= dict.fromkeys(told, rank)
+
+
+def _in_a_row(queue: list[Work]) -> int:
+    """Return how much a rank has put off that begins with one batch, before another one comes."""
+    batch = queue[0].batch
+    return next((number for number, work in enumerate(queue) if work.batch is not batch), len(queue))
 
 
 Caller = tuple[Deferred, int]

@@ -1,8 +1,9 @@
 """What carries out the steps, or the evaluations, that many ranks have put off: a few vmapped calls over rows.
 
-Rows are taken in the order of ranks, in chunks whose weights, gradients and state fit the cache. A chunk of few rows is
-computed row by row, for a vmapped call costs as much as four plain ones. Results depend on which ranks had work
-waiting, and so on virtual times alone.
+Rows are taken in the order of ranks, in chunks whose weights, gradients and state fit the cache: all that is put off of
+one chunk before the next. A chunk of few rows is computed row by row where vmapped calls cannot be repeated from a
+record (`tracing`), for one costs as much as four plain ones. Results depend on which ranks had work waiting, and so on
+virtual times alone.
 """
 
 from __future__ import annotations
@@ -21,11 +22,12 @@ from torch.func import functional_call, grad_and_value, vmap
 from spawnsim.comm.deferred import Deferred
 from spawnsim.training import structure, watching
 from spawnsim.training.arena import STEP, Arena, Seat
+from spawnsim.training.tracing import Traced
 
 Rows = slice | Tensor
-FEW = 4  # rows below which one at a time is faster
+FEW = 4  # rows below which one at a time is faster than a vmapped call
 CACHE_NBYTES = 16 << 20  # of the weights of a chunk
-CHUNK = (32, 256)  # rows of a chunk, at least and at most
+CHUNK = (32, 64)  # rows of a chunk, at least and at most
 # glibc gives freed memory back to the system, and the next call takes it anew, page by page: a quarter of the time of a
 # call of 64 rows. What it keeps is twice the largest block that was freed so far, of those of 32 MiB and less.
 LARGEST_NBYTES = (32 << 20) - (8 << 10)
@@ -148,19 +150,31 @@ class _Batch:
         loss, more = as_outputs(functional_call(self.objective, {**trained, **fixed}, tuple(inputs)))
         return tuple(trained.values()), [loss, *more]
 
-    def carry_out(self, works: Sequence[Put]) -> None:
-        """Carry out one piece of work of each of some ranks."""
-        _take(works)
-        for at in range(0, len(works), self.chunk):
-            chunk = works[at : at + self.chunk]
-            try:
-                self.compute(chunk)
-            except Exception as error:  # noqa: BLE001 - whose it is shows when each is computed alone
-                # Each of them, also after one that fails.
-                succeeded = [self._succeeds(work) for work in chunk]
-                if all(succeeded):
-                    name = type(self.objective.model).__name__
-                    self.deferred.warn(f"{name} models failed together, and not alone: {error}")
+    def carry_out(self, queues: Sequence[Sequence[Put]]) -> None:
+        """Carry out as much work of each of some ranks, one after the other."""
+        # All of a chunk, whose weights and state are in the cache then, before the next one.
+        for at in range(0, len(queues), self.chunk):
+            for works in zip(*queues[at : at + self.chunk], strict=True):
+                self._carry_out(works)
+
+    def _carry_out(self, works: Sequence[Put]) -> None:
+        """Carry out one piece of work of each of some ranks, unless what a rank put off before it has failed."""
+        going_on = [work for work in works if not self.deferred.owes(work.rank)]
+        if len(going_on) < len(works):
+            for work in works:
+                if self.deferred.owes(work.rank):
+                    work.drop()
+            if not going_on:
+                return
+        _take(going_on)
+        try:
+            self.compute(going_on)
+        except Exception as error:  # noqa: BLE001 - whose it is shows when each is computed alone
+            # Each of them, also after one that fails.
+            succeeded = [self._succeeds(work) for work in going_on]
+            if all(succeeded):
+                name = type(self.objective.model).__name__
+                self.deferred.warn(f"{name} models failed together, and not alone: {error}")
 
     def _succeeds(self, work: Put) -> bool:
         try:
@@ -211,14 +225,15 @@ class StepBatch(_Batch):
             return loss, (loss, *more)
 
         self._gradient = grad_and_value(outcome, has_aux=True)
-        self._vmapped: Any = None
+        self._traced: Traced
 
-    def carry_out(self, works: Sequence[Put]) -> None:
+    def carry_out(self, queues: Sequence[Sequence[Put]]) -> None:
         # Momentum and decay are numbers for all rows of an update; a schedule gives ranks in step the same ones. Ranks
         # that are as many steps ahead have their inputs in one tensor.
-        alike: dict[tuple[Any, ...], list[Put]] = {}
-        for work in works:
-            alike.setdefault((work.depth, work.settings), []).append(work)
+        alike: dict[tuple[Any, ...], list[Sequence[Put]]] = {}
+        for queue in queues:
+            key = tuple([(work.depth, work.settings) for work in queue])
+            alike.setdefault(key, []).append(queue)
         for each in alike.values():
             super().carry_out(each)
 
@@ -231,10 +246,30 @@ class StepBatch(_Batch):
         self._like = [torch.empty_like(each) if isinstance(each, Tensor) else None for each in inputs]
         nbytes = self.deferred.ranks * sum(each.nbytes for each in self._like if each is not None)
         self.most = max(1, min(MOST_STEPS, STAGED_NBYTES // max(nbytes, 1)))
-        dims = tuple(None if each is None else 0 for each in self._like)
-        self._vmapped = vmap(self._gradient, in_dims=(0, 0, *dims))
+        self._traced = self._trace()
         places = zip(self.arena.plan.trained, found, strict=True)
         return next((place.name for place, each in places if each is None), "")
+
+    def _trace(self) -> Traced:
+        """Return the function of all that differs among rows: parameters, then inputs that are tensors."""
+        plan, like, fixed_inputs = self.arena.plan, self._like, self._fixed_inputs
+        names = [[f"model.{each.name}" for each in part] for part in (plan.trained, plan.fixed)]
+        vmapped = vmap(self._gradient, in_dims=(0, 0, *(None if each is None else 0 for each in like)))
+
+        def call(*given: Tensor) -> list[Tensor]:
+            rest = iter(given)
+            trained, fixed = ({name: next(rest) for name in part} for part in names)
+            inputs = [
+                other if each is None else next(rest) for each, other in zip(like, fixed_inputs, strict=True)
+            ]
+            gradients, (_, outputs) = _quietly(vmapped, trained, fixed, *inputs)
+            return [*gradients.values(), *outputs]
+
+        try:
+            reads = structure.Globals(self.objective.function, self.objective.model)
+        except structure.Unequal:
+            reads = None
+        return Traced(call, reads)
 
     def slots(self, row: int, depth: int) -> list[tuple[int, Tensor]]:
         """Return where a row's inputs go, by their number, if so many steps are put off before."""
@@ -264,13 +299,17 @@ class StepBatch(_Batch):
 
     def differentiate(self, weights: Tensor, inputs: Sequence[Any]) -> tuple[Tensor, list[Tensor]]:
         """Return the gradients of some rows, (rows, columns), and their outputs, (rows, ...) each."""
-        trained, fixed = self.parameters(weights)
-        if len(weights) < FEW:
+        few = FEW if not self._traced.recorded else 2
+        if len(weights) < few:
             each = [self._one(weights[i : i + 1], inputs, i) for i in range(len(weights))]
             flat = torch.stack([gradient for gradient, _ in each])
             return flat, [torch.stack(parts) for parts in zip(*(outputs for _, outputs in each), strict=True)]
-        gradients, (_, outputs) = _quietly(self._vmapped, trained, fixed, *inputs)
-        return torch.cat([each.reshape(len(weights), -1) for each in gradients.values()], 1), list(outputs)
+        trained, fixed = self.parameters(weights)
+        given = [each for each, like in zip(inputs, self._like, strict=True) if like is not None]
+        with torch.no_grad():
+            found = self._traced(*trained.values(), *fixed.values(), *given)
+            gradients, outputs = found[: len(trained)], found[len(trained) :]
+            return torch.cat([each.reshape(len(weights), -1) for each in gradients], 1), list(outputs)
 
     def _one(self, weights: Tensor, inputs: Sequence[Any], i: int) -> tuple[Tensor, list[Tensor]]:
         own = [each if like is None else each[i] for each, like in zip(inputs, self._like, strict=True)]

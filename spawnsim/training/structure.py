@@ -6,10 +6,12 @@ from equal tensors. Where that cannot be told, the reason is given, and the mode
 
 from __future__ import annotations
 
+import dis
 import functools
 import pickle
 import types
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping
+from enum import Enum
 from typing import Any
 
 import torch
@@ -20,6 +22,20 @@ _OWN = {"_parameters", "_buffers", "_modules", "_non_persistent_buffers_set", "_
 # Its parameters again, brought up to date in each forward pass.
 _OF_RNN = {"_flat_weights", "_flat_weight_refs"}
 _HOOKS = {name for name in vars(nn.Module()) if "hook" in name} - _OWN
+# What these packages define is taken to compute the same at each call.
+_LIBRARIES = {
+    "torch",
+    "spawnsim",
+    "math",
+    "numpy",
+    "builtins",
+    "functools",
+    "itertools",
+    "operator",
+    "typing",
+    "enum",
+}
+_CONSTANTS = (bool, int, float, complex, str, bytes, Enum, torch.dtype, torch.device, torch.Size, type(None))
 
 
 class Unequal(Exception):
@@ -90,6 +106,118 @@ def frozen(function: Callable[..., Any]) -> Callable[..., Any]:
     )
     copy.__kwdefaults__ = function.__kwdefaults__
     return copy
+
+
+class Globals:
+    """The variables outside of a function and of a model's classes that they read, and what these held at first.
+
+    Those of the functions that they call are among them, and so are values that others may change. A record of a call
+    is right as long as they are `unchanged`, besides what the call is given.
+
+    Raises:
+        Unequal: one of them holds something that may change unnoticed, such as a list.
+    """
+
+    def __init__(self, function: Callable[..., Any], model: nn.Module) -> None:
+        self._variables: dict[tuple[int, str], tuple[Callable[[], Any], Any, int]] = {}
+        self._seen: set[Any] = set()
+        self._visit(function)
+        for module in model.modules():
+            self._visit_class(type(module))
+            for value in vars(module).values():
+                # The model is a copy, whose values nobody else changes; but what their classes read is not.
+                self._visit_class(type(value))
+
+    def unchanged(self) -> bool:
+        """Return whether all hold what they held."""
+        return all(
+            read() is value and (version < 0 or value._version == version)
+            for read, value, version in self._variables.values()
+        )
+
+    def _visit(self, value: Any) -> None:
+        if isinstance(value, types.FunctionType):
+            self._visit_function(value)
+        elif isinstance(value, types.MethodType):
+            self._visit(value.__func__)
+            self._visit(value.__self__)
+        elif isinstance(value, functools.partial):
+            for each in (value.func, *value.args, *value.keywords.values()):
+                self._visit(each)
+        elif isinstance(value, type):
+            self._visit_class(value)
+        elif isinstance(value, tuple):
+            for each in value:
+                self._visit(each)
+        elif isinstance(value, nn.Module):
+            for each in value.modules():
+                self._require(_of_library(type(each)), type(each))
+        else:
+            fixed = isinstance(value, _CONSTANTS) or _is_watched(value)
+            called = callable(value) or isinstance(value, types.ModuleType)
+            self._require(fixed or (called and _of_library(value)), type(value))
+
+    @staticmethod
+    def _require(stays: bool, kind: type) -> None:
+        if not stays:
+            raise Unequal(f"it refers to a {kind.__name__}, which may change")
+
+    def _visit_class(self, kind: type) -> None:
+        """Visit the methods of a class and of its bases. How its objects are made does not matter: they are there."""
+        for each in kind.__mro__:
+            if each in self._seen or _of_library(each):
+                continue
+            self._seen.add(each)
+            for name, value in vars(each).items():
+                method = value.fget if isinstance(value, property) else getattr(value, "__func__", value)
+                if isinstance(method, types.FunctionType) and name != "__init__":
+                    self._visit_function(method)
+
+    def _visit_function(self, function: types.FunctionType) -> None:
+        if function in self._seen or _of_library(function):
+            return
+        self._seen.add(function)
+        for each in (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()):
+            self._visit(each)
+        references(function)  # each has a value
+        for number, cell in enumerate(function.__closure__ or ()):
+            self._note((id(function), str(number)), functools.partial(getattr, cell, "cell_contents", None))
+        where = function.__globals__
+        for each in _instructions(function.__code__):
+            if each.opname == "IMPORT_NAME":
+                self._require(_library(each.argval), types.ModuleType)
+            elif each.opname == "LOAD_GLOBAL" and each.argval in where:
+                self._note((id(where), each.argval), functools.partial(where.get, each.argval))
+
+    def _note(self, key: tuple[int, str], read: Callable[[], Any]) -> None:
+        if key not in self._variables:
+            value = read()
+            self._variables[key] = read, value, value._version if _is_watched(value) else -1
+            self._visit(value)
+
+
+def _is_watched(value: Any) -> bool:
+    """Return whether a value is a tensor that counts how often it was changed."""
+    return type(value) in (torch.Tensor, nn.Parameter) and not value.is_inference()
+
+
+def _instructions(code: types.CodeType) -> Iterator[dis.Instruction]:
+    """Yield what some code does, and what the functions do that it makes."""
+    yield from dis.get_instructions(code)
+    for each in code.co_consts:
+        if isinstance(each, types.CodeType):
+            yield from _instructions(each)
+
+
+def _of_library(value: Any) -> bool:
+    """Return whether a module, a class or a function is one of a library's."""
+    if isinstance(value, types.ModuleType):
+        return _library(value.__name__)
+    return _library(getattr(value, "__module__", None) or type(value).__module__)
+
+
+def _library(module: str) -> bool:
+    return module.partition(".")[0] in _LIBRARIES
 
 
 def of_value(value: Any) -> Hashable:

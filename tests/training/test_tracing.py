@@ -1,0 +1,308 @@
+"""Vmapped calls that are repeated from a record: the same bits, and only as long as the function is still the same."""
+
+from __future__ import annotations
+
+import functools
+import math
+from dataclasses import dataclass
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.functional import cross_entropy, mse_loss, scaled_dot_product_attention
+
+import spawnsim
+from spawnsim import TrainingStep
+from spawnsim.training import tracing
+from spawnsim.training.structure import Globals, Unequal
+from spawnsim.training.tracing import Traced
+from tests.training.test_steps import RANKS, batch, build, loss_of, run, sgd, weights
+
+SCALE = 1.0
+SHIFT = torch.zeros(())
+SETTINGS = {"scale": 1.0}
+criterion = nn.CrossEntropyLoss()
+
+
+@pytest.fixture
+def recorded(monkeypatch):
+    """Record at the second call with a number of rows; the numbers of rows of all repeated and of all other calls."""
+    repeated, others = [], []
+    monkeypatch.setattr(tracing, "CALLS_BEFORE", 1)
+    call = Traced.__call__
+
+    def counted(self, *given):
+        there = self.recorded and len(given[0]) in self._graphs
+        outcome = call(self, *given)
+        (repeated if there and self.recorded else others).append(len(given[0]))
+        return outcome
+
+    monkeypatch.setattr(Traced, "__call__", counted)
+    return repeated, others
+
+
+def train(loss, model_of=build, iterations=12, change=None, batch_of=batch, **how):
+    """Train all ranks; return their weights, and the run. Rank 0 calls `change` in each iteration."""
+
+    def main(comm):
+        model = model_of(comm.rank)
+        optimizer, step = sgd(model), TrainingStep(loss)
+        for iteration in range(iterations):
+            if change is not None and comm.rank == 0:
+                change(iteration)
+            with comm.compute(0.01):
+                value = step(model, optimizer, *batch_of(comm.rank, iteration))
+            comm.record(loss=float(value))
+        return weights(model)
+
+    return run(main, **({"stragglers": None} | how))
+
+
+class Attention(nn.Module):
+    """One block with all that transformers have."""
+
+    def __init__(self, seed):
+        super().__init__()
+        torch.manual_seed(seed)
+        self.embed, self.norm = nn.Embedding(11, 16), nn.LayerNorm(16)
+        self.heads, self.out = nn.Linear(16, 48), nn.Linear(16, 5)
+
+    def forward(self, x):
+        x = self.embed(x)
+        q, k, v = (
+            each.unflatten(-1, (2, 8)).transpose(1, 2) for each in self.heads(self.norm(x)).chunk(3, -1)
+        )
+        x = x + scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(-2)
+        return self.out(nn.functional.gelu(x)).mean(1)
+
+
+class Convolutions(nn.Module):
+    """Convolutions and a pool."""
+
+    def __init__(self, seed):
+        super().__init__()
+        torch.manual_seed(seed)
+        self.first, self.out = nn.Conv2d(1, 4, 3), nn.Linear(4 * 3 * 3, 5)
+
+    def forward(self, x):
+        return self.out(nn.functional.max_pool2d(self.first(x).relu(), 2).flatten(1))
+
+
+class Recurrent(nn.Module):
+    """A GRU."""
+
+    def __init__(self, seed):
+        super().__init__()
+        torch.manual_seed(seed)
+        self.cell, self.out = nn.GRU(4, 8, batch_first=True), nn.Linear(8, 5)
+
+    def forward(self, x):
+        return self.out(self.cell(x)[0][:, -1])
+
+
+def tokens(rank, iteration):
+    """Inputs and classes of a rank in an iteration."""
+    generator = torch.Generator().manual_seed(1000 * rank + iteration)
+    return torch.randint(0, 11, (6, 7), generator=generator), torch.randint(0, 5, (6,), generator=generator)
+
+
+def images(rank, iteration):
+    """Likewise."""
+    generator = torch.Generator().manual_seed(1000 * rank + iteration)
+    return torch.randn(6, 1, 8, 8, generator=generator), torch.randint(0, 5, (6,), generator=generator)
+
+
+def series(rank, iteration):
+    """Likewise."""
+    generator = torch.Generator().manual_seed(1000 * rank + iteration)
+    return torch.randn(6, 5, 4, generator=generator), torch.randint(0, 5, (6,), generator=generator)
+
+
+MODELS = {
+    "network": (build, batch),
+    "attention": (Attention, tokens),
+    "convolutions": (Convolutions, images),
+    "recurrent": (Recurrent, series),
+}
+
+
+@pytest.mark.parametrize("kind", MODELS)
+@pytest.mark.parametrize("stragglers", [None, "lognormal:0.3"])
+def test_repeated_calls_give_the_same_bits(kind, stragglers, recorded, monkeypatch):
+    """Weights and digests are those of a run in which nothing is repeated, to the bit."""
+    model_of, batch_of = MODELS[kind]
+    how = {"model_of": model_of, "batch_of": batch_of, "stragglers": stragglers, "ranks": 17}
+    some, result = train(loss_of, **how)
+    repeated, _ = recorded
+    assert len(repeated) >= 3
+    monkeypatch.setattr(tracing, "CALLS_BEFORE", math.inf)
+    before = len(repeated)
+    plain, other = train(loss_of, **how)
+    assert len(repeated) == before
+    assert all(map(torch.equal, some, plain))
+    assert result.totals["digest"] == other.totals["digest"]
+
+
+def scaled(model, x, y):
+    """A loss that reads a number."""
+    return SCALE * cross_entropy(model(x), y)
+
+
+def inner():
+    """What it calls."""
+    return SCALE
+
+
+def scaled_within(model, x, y):
+    """A loss whose helper does."""
+    return (lambda: inner() * cross_entropy(model(x), y))()
+
+
+def shifted(model, x, y):
+    """A loss that reads a tensor."""
+    return cross_entropy(model(x) * (1 + SHIFT), y)
+
+
+def rescale(iteration):
+    """Exchange a global number."""
+    global SCALE
+    SCALE = 0.1 if iteration >= 6 else 1.0
+
+
+def reshift(iteration):
+    """Change a global tensor where it is."""
+    if iteration == 6:
+        SHIFT.fill_(1.0)
+
+
+def exchange_shift(iteration):
+    """Exchange a global tensor."""
+    global SHIFT
+    SHIFT = torch.ones(()) if iteration >= 6 else SHIFT
+
+
+@pytest.mark.parametrize(
+    ("loss", "change"),
+    [(scaled, rescale), (scaled_within, rescale), (shifted, reshift), (shifted, exchange_shift)],
+)
+def test_a_variable_that_changes_ends_the_repeating(loss, change, recorded, monkeypatch):
+    """What a loss reads counts from the step on before which it was changed, as if nothing were repeated."""
+    monkeypatch.setitem(globals(), "SHIFT", torch.zeros(()))
+    some, _ = train(loss, change=change)
+    repeated, _ = recorded
+    assert repeated.count(RANKS) >= 3
+    change(0)
+    monkeypatch.setitem(globals(), "SHIFT", torch.zeros(()))
+    monkeypatch.setattr(tracing, "CALLS_BEFORE", math.inf)
+    plain, _ = train(loss, change=change)
+    change(0)
+    assert all(map(torch.equal, some, plain))
+
+
+@dataclass
+class Settings:
+    """What a program may keep its numbers in."""
+
+    scale: float = 1.0
+
+
+kept = Settings()
+
+
+def from_dictionary(model, x, y):
+    """A loss that reads what a dictionary holds."""
+    return SETTINGS["scale"] * cross_entropy(model(x), y)
+
+
+def from_object(model, x, y):
+    """One that reads an attribute."""
+    return kept.scale * cross_entropy(model(x), y)
+
+
+def by_import(model, x, y):
+    """One that imports what it reads."""
+    from tests.training.test_steps import RANKS
+
+    return RANKS * cross_entropy(model(x), y)
+
+
+def as_number(model, x, y):
+    """One that makes a number of a tensor."""
+    return cross_entropy(model(x), y) * (1 + SHIFT.item())
+
+
+class Reading(nn.Module):
+    """A model whose forward pass reads what may change."""
+
+    def __init__(self, seed):
+        super().__init__()
+        self.inner = build(seed)
+
+    def forward(self, x):
+        return self.inner(x) * SETTINGS["scale"]
+
+
+@pytest.mark.parametrize("loss", [from_dictionary, from_object, by_import, as_number, "model"])
+def test_what_reads_something_that_may_change_unnoticed_is_not_repeated(loss, recorded):
+    """It is called each time."""
+    model_of, loss = (Reading, loss_of) if loss == "model" else (build, loss)
+    train(loss, model_of=model_of, iterations=6)
+    repeated, others = recorded
+    assert not repeated and others.count(RANKS) == 6
+
+
+def test_what_losses_usually_refer_to_is_known_to_stay():
+    """Numbers, tensors, functions of libraries, modules of torch; but no list."""
+    closed_over, weighting = 3, torch.ones(5)
+
+    def loss(model, x, y, power=2.0):
+        return criterion(model(x), y) + mse_loss(x, x) * closed_over + weighting.sum() ** power
+
+    Globals(loss, build())
+    Globals(functools.partial(loss, power=1.0), build())
+    values = []
+    with pytest.raises(Unequal, match="list"):
+        Globals(lambda model, x, y: values and model(x), build())
+
+
+def test_an_error_of_a_repeated_call_is_that_ranks(recorded):
+    """An error in a repeated call is raised in the rank whose input caused it."""
+
+    def main(comm):
+        model = Attention(comm.rank)
+        optimizer, step = sgd(model), TrainingStep(loss_of)
+        for iteration in range(6):
+            x, y = tokens(comm.rank, iteration)
+            if comm.rank == 3 and iteration == 5:
+                x = x + 100  # no such token
+            with comm.compute(0.01):
+                loss = step(model, optimizer, x, y)
+            comm.record(loss=float(loss))
+
+    with pytest.raises(spawnsim.errors.RankError, match="rank 3"):
+        spawnsim.run(main, ranks=RANKS)
+    assert recorded[0].count(RANKS) >= 3
+
+
+def test_what_changes_what_it_was_given_is_called_once():
+    """To try a record would change it once more."""
+    given = torch.zeros(3, 2)
+    traced = Traced(lambda x: [x.add_(1) * 2], Globals(loss_of, build()))
+    for number in range(1, tracing.CALLS_BEFORE + 4):
+        assert float(traced(given)[0][0, 0]) == 2 * number
+    assert not traced.recorded
+
+
+def test_what_was_made_within_may_be_changed():
+    """Changes in place, through views too, are repeated as they were."""
+
+    def call(x):
+        y = x * 2
+        y.t()[0] += 1
+        return [y.relu_(), y.t().t()]
+
+    traced = Traced(call, Globals(loss_of, build()))
+    for number in range(tracing.CALLS_BEFORE + 4):
+        given = torch.full((3, 2), float(number))
+        assert all(map(torch.equal, traced(given), call(given)))
+    assert traced.recorded
