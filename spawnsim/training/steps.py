@@ -227,7 +227,7 @@ class TrainingStep(_OfModel):
 
     def _put_off(self, deferred: Deferred, rank: int, seat: Seat, inputs: Sequence[Any]) -> Outcome:
         rule, groups = seat.arena.rule, seat.optimizer.param_groups
-        settings = tuple(rule.settings(group) for group in groups)
+        settings = tuple([rule.settings(group) for group in groups])
         model, ready = seat.module(), self._ready_for(seat)
         alone: Exception | None = None
         try:
@@ -257,7 +257,7 @@ class TrainingStep(_OfModel):
         watch = _Run.of(deferred).watch
         outs = [watch.result(each) for each in batch.results]
         work = Put(rank, seat, batch, outs)
-        work.settings, work.lr = settings, tuple(float(group["lr"]) for group in groups)
+        work.settings, work.lr = settings, tuple([float(group["lr"]) for group in groups])
         work.depth = seat.steps
         if not seat.pending and any(p.grad is not None for p in seat.parameters):
             seat.optimizer.zero_grad()

@@ -9,6 +9,7 @@ import math
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 from spawnsim.comm.deferred import WAITING
@@ -194,9 +195,16 @@ class Record:
                 name: each if type(each) in known or not _one(each) else each.item()
                 for name, each in values.items()
             }
-            deferred.hold(self._rank.id, lambda: self._world.recorder.row(self._rank.id, clock, values))
+            deferred.hold(self._rank.id, partial(self._keep, clock, values))
         else:
             self._world.recorder.row(self._rank.id, clock, values)
+
+    def _keep(self, clock: float, values: dict[str, Any]) -> None:
+        """Add a row whose values are known by now."""
+        for name, each in values.items():
+            if type(each) not in PLAIN and getattr(each, "ndim", 1) == 0:
+                values[name] = each.item()
+        self._world.recorder.row(self._rank.id, clock, values)
 
     def event(self, kind: str, **fields: Any) -> None:
         """Add one event to the run's events, such as a replacement.
@@ -208,7 +216,7 @@ class Record:
         self._world.recorder.event(self._rank.id, self._world.kernel.current.clock, kind, fields)
 
 
-PLAIN = (float, int, bool, str, type(None))  # values that nobody can change
+PLAIN = (float, int, bool, str, type(None))  # what nobody can change, and a row can hold
 
 
 def _one(value: Any) -> bool:
