@@ -98,7 +98,7 @@ class Buffer:
         # dtypes are mostly one object.
         same = data.dtype is source.dtype and data.nbytes == self.nbytes
         if same and self.datatype.is_predefined and source.flags.writeable:
-            self.array[:] = data
+            self.array[...] = data  # not [:], which takes twice as long where little is copied
             return self.nbytes
         if is_phantom(data) and not is_phantom(source):
             data = np.asarray(data)  # what was stored; refused where nothing was
