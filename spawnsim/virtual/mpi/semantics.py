@@ -90,7 +90,8 @@ def gather(sendbuf: Any, recvbuf: Any, root: int, place: tuple[int, int], vector
 def scatter(sendbuf: Any, recvbuf: Any, root: int, place: tuple[int, int], vector: bool = False) -> Call:
     """Every rank gets its block of the root's buffer."""
     me, size = place
-    part, nbytes = None, np.zeros(size, np.int64)
+    part: list[Any] | None = None
+    nbytes: Any = 0  # how much the others get, the root alone tells
     if me == root:
         blocks = [block.pack() for block in as_buffer(sendbuf, vector=vector, blocks=size)]
         part, nbytes = blocks, np.array([block.nbytes for block in blocks])
