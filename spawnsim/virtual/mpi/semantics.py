@@ -157,27 +157,31 @@ def combiner(op: Op, own: Buffer) -> Combine:
     return lambda a, b: merge(a, b, np.empty_like(b))
 
 
-def _reducing(name: str, buffers: tuple[Any, Any], op: Op, lend: bool = False) -> tuple[Call, Buffer]:
-    """Return the call of a reduction of (what is sent, what is received), still without outcome, and what it sends."""
+def _reducing(name: str, buffers: tuple[Any, Any], op: Op, for_all: bool = False) -> tuple[Call, Buffer]:
+    """Return the call of a reduction of (what is sent, what is received), still without outcome, and what it sends.
+
+    `for_all` says that every rank gets the combination, so that none leaves before all have come.
+    """
     sendbuf, recvbuf = buffers
     own = as_buffer(recvbuf if _in_place(sendbuf) else sendbuf)
-    datatype = own.datatype
-    op.check(datatype)
+    op.check(own.datatype)
     call = Call(name, name.lower(), None, own.nbytes)
     # What all ranks must agree on is kept apart from the data, so that a mismatch is told with both values instead
     # of as a wrong sum.
     kind = f"phantom {own.type_name}" if is_phantom(own.array) else own.type_name
-    call.agree = (op.name or "user-defined", own.count * own.blocks, kind)
-    call.op, call.datatype = op, datatype
-    call.part, call.lent = _lent(own) if lend else (own.pack(), False)
+    call.agree = (op.name or "user-defined", own.count, kind)
+    if for_all:
+        call.op, call.datatype = op, own.datatype
+        call.part, call.lent = _lent(own)
+    else:
+        call.part = own.pack()
     return call, own
 
 
-def _receiving(name: str, own: Buffer, buffers: tuple[Any, Any]) -> Outcome:
-    """Return what unpacks into the receiving buffer of (sent, received), which must hold what the sending one does."""
-    target = as_buffer(buffers[1], writable=True)
-    if not _in_place(buffers[0]):
-        agree(name, own, target)
+def _receiving(name: str, own: Buffer, recvbuf: Any) -> Outcome:
+    """Return what unpacks into the receiving buffer, which must hold what is sent."""
+    target = as_buffer(recvbuf, writable=True)
+    agree(name, own, target)
     return target.unpack
 
 
@@ -210,30 +214,30 @@ def _lent(own: Buffer) -> tuple[Any, bool]:
 def reduce(sendbuf: Any, recvbuf: Any, op: Op, *, root: int, me: int) -> Call:
     """The root gets the combination of all contributions, in the order of a binomial tree."""
     call, own = _reducing("Reduce", (sendbuf, recvbuf), op)
-    combine = combiner(op, own)
+    datatype = own.datatype
     # Commutative: the tree is rooted at the root, as libraries do it. Otherwise it begins at rank 0, so that
     # operands stay in rank order.
     first = root if op.Is_commutative() else 0
 
     def outcome(instance: CollectiveInstance, rank: int) -> Any:
-        return ops.reduce_binomial(instance.parts(rank), combine, first) if rank == root else None
+        return ops.reduce_to_root(instance.parts(rank), op.merging(datatype), first) if rank == root else None
 
     call.root, call.outcome = root, outcome
     if me == root:
-        call.collect = _receiving("Reduce", own, (sendbuf, recvbuf))
+        call.collect = _receiving("Reduce", own, recvbuf)
     return call
 
 
 def allreduce(sendbuf: Any, recvbuf: Any, op: Op) -> Call:
     """Every rank gets the combination, in the order of recursive doubling: bit for bit what both MPI wheels return."""
-    call, own = _reducing("Allreduce", (sendbuf, recvbuf), op, lend=True)
-    call.outcome, call.collect = CollectiveInstance.combined, _receiving("Allreduce", own, (sendbuf, recvbuf))
+    call, own = _reducing("Allreduce", (sendbuf, recvbuf), op, for_all=True)
+    call.outcome, call.collect = CollectiveInstance.combined, _receiving("Allreduce", own, recvbuf)
     return call
 
 
 def counts(count: int) -> Call:
     """Every rank learns how many elements each rank receives."""
-    return Call("Reduce_scatter", "allgather", count, 8, outcome=lambda instance, rank: instance.parts(rank))
+    return Call("Reduce_scatter", "allgather", count, 8, outcome=_all_parts)
 
 
 def reduce_scatter(
@@ -245,28 +249,26 @@ def reduce_scatter(
     place: tuple[int, int],
 ) -> Call:
     """Every rank gets its block of the combination; `counts` are the elements per rank, None: equal blocks."""
-    size = place[1]
-    call, own = _reducing("Reduce_scatter", (sendbuf, recvbuf), op, lend=True)
+    me, size = place
+    call, own = _reducing("Reduce_scatter", (sendbuf, recvbuf), op, for_all=True)
     elements = len(call.part)
+    # The time counts what each rank receives. With the whole vector as size, every block was timed as if it were
+    # all of it.
     if counts is None:
         if elements % size:
             raise ArgumentError(ERR_COUNT, f"{elements} elements do not divide into blocks for {size} ranks")
-        counts = [elements // size] * size
-    ends = np.cumsum(counts)
-    if ends[-1] != elements:
-        raise ArgumentError(
-            ERR_COUNT, f"recvcounts add up to {ends[-1]}, but each rank contributes {elements} elements"
-        )
-
-    def outcome(instance: CollectiveInstance, rank: int) -> Any:
-        whole = instance.combined(rank)
-        place = instance.place(rank)
-        return whole[ends[place] - counts[place] : ends[place]]
-
-    call.outcome = outcome
-    # The time counts what each rank receives. With the whole vector as size, every block was timed as if it were
-    # all of it.
-    call.nbytes, call.sizes = np.array(counts, np.int64) * (own.nbytes // max(elements, 1)), "same"
+        start, end = me * elements // size, (me + 1) * elements // size
+        call.sizes = "blocks"  # and no list of them: each of a thousand ranks would make one
+    else:
+        lengths = np.array(counts, np.int64)
+        whole = lengths.sum()
+        if whole != elements:
+            raise ArgumentError(
+                ERR_COUNT, f"recvcounts add up to {whole}, but each rank contributes {elements} elements"
+            )
+        start, end = lengths[:me].sum(), lengths[: me + 1].sum()
+        call.nbytes, call.sizes = lengths * (own.nbytes // max(elements, 1)), "same"
+    call.outcome = lambda instance, rank: instance.combined(rank)[start:end]
     call.collect = as_buffer(recvbuf, writable=True).unpack
     return call
 
@@ -288,6 +290,6 @@ def scan(sendbuf: Any, recvbuf: Any, op: Op, inclusive: bool) -> Call:
         # All have come: every prefix is made in one pass for all ranks. One pass each would be quadratic.
         return instance.shared(rank, lambda: list(ops.scan_prefixes(instance.parts(rank), combine)))[last]
 
-    unpack, call.outcome = _receiving(name, own, (sendbuf, recvbuf)), outcome
+    unpack, call.outcome = _receiving(name, own, recvbuf), outcome
     call.collect = lambda data: None if data is None else unpack(data)
     return call

@@ -265,11 +265,12 @@ def plain_tree(parts):
     return level[0]
 
 
+@pytest.mark.parametrize("length", [0, 1, 5, 300])  # 300: too long to be copied into one array
 @pytest.mark.parametrize("size", [*range(1, 18), 63, 64, 100])
-def test_depth_first_sums_like_level_by_level(size):
+def test_depth_first_sums_like_level_by_level(size, length):
     """The order in which memory is visited does not change the order of the additions, bit for bit."""
     rng = np.random.default_rng(size)
-    parts = [rng.normal(size=5).astype(np.float32) for _ in range(size)]
+    parts = [rng.normal(size=length).astype(np.float32) for _ in range(size)]
     kept = [part.copy() for part in parts]
     found = ops.reduce_tree(parts, np.add)
     assert found.tobytes() == plain_tree(parts).tobytes()
@@ -277,11 +278,12 @@ def test_depth_first_sums_like_level_by_level(size):
     assert not any(np.shares_memory(found, part) for part in parts)
 
 
-def test_a_rank_that_gives_up_a_collective_may_write_what_it_lent():
+@pytest.mark.parametrize("length", [3, 300])
+def test_a_rank_that_gives_up_a_collective_may_write_what_it_lent(length):
     """The others get what it contributed when it came, although it left by its deadline and wrote to the buffer."""
 
     def main(comm):
-        mine, total = np.full(3, comm.rank + 1.0), np.zeros(3)
+        mine, total = np.full(length, comm.rank + 1.0), np.zeros(length)
         if comm.rank == 1:
             with comm.compute(1.0):
                 pass
