@@ -281,6 +281,10 @@ class CollectiveInstance:
 
     def _end(self) -> None:
         """Everybody is here: fix all departures."""
+        # Nobody is left to let go; and ranks in step, which wait for no event, would keep it for long.
+        if self._dirty:
+            self._dirty = False
+            self.world.kernel.releases.remove(self._release)
         # All have come to those before, since they come in one order: so their ends are known.
         for me, before in self.after.items():
             if before.finish_s is not None and before.finish_s > self.arrivals[me]:
