@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from spawnsim.comm import ops
-from spawnsim.comm.buffers import Buffer, as_buffer
+from spawnsim.comm.buffers import Buffer, Vector, as_buffer
 from spawnsim.comm.constants import is_in_place
 from spawnsim.comm.failures import ERR_COUNT, ERR_TYPE, ArgumentError
 from spawnsim.comm.memory import as_bytes
@@ -33,13 +33,35 @@ def _fill(spec: Any, **how: Any) -> Outcome:
     target = as_buffer(spec, writable=True, **how)
 
     def unpack(blocks: Sequence[Any] | None) -> None:
-        if blocks is not None:
-            for block, data in zip(target, blocks, strict=True):
-                # A missing block is the root's own, which IN_PLACE left where it was.
-                if data is not None:
-                    block.unpack(data)
+        if blocks is None or _fill_row(target, blocks):
+            return
+        for block, data in zip(target, blocks, strict=True):
+            # A missing block is the root's own, which IN_PLACE left where it was.
+            if data is not None:
+                block.unpack(data)
 
     return unpack
+
+
+def _fill_row(target: Buffer | Vector, blocks: Sequence[Any]) -> bool:
+    """Copy blocks to memory in which they lie one behind the other; False if it is none, or they do not fit exactly."""
+    # One call for all: a thousand ranks that get a block of each other have a million blocks.
+    row = target.row()
+    if row is None or any(type(data) is not np.ndarray or data.dtype is not row.dtype for data in blocks):
+        return False
+    counts = target.counts if isinstance(target, Vector) else [target.count] * target.blocks
+    if [*map(len, blocks)] != counts:
+        return False
+    np.concatenate(blocks, out=row)
+    return True
+
+
+def _taken_apart(spec: Any, size: int, **how: Any) -> list[Any]:
+    """Return snapshots of the blocks of a buffer specification, one for each of `size` ranks."""
+    source = as_buffer(spec, blocks=size, **how)
+    if isinstance(source, Vector) or source.blocks != size or is_phantom(source.array):
+        return [block.pack() for block in source]
+    return list(source.pack().reshape(size, -1))
 
 
 def _row(recvbuf: Any, size: int) -> Outcome:
@@ -93,7 +115,7 @@ def scatter(sendbuf: Any, recvbuf: Any, root: int, place: tuple[int, int], vecto
     part: list[Any] | None = None
     nbytes: Any = 0  # how much the others get, the root alone tells
     if me == root:
-        blocks = [block.pack() for block in as_buffer(sendbuf, vector=vector, blocks=size)]
+        blocks = _taken_apart(sendbuf, size, vector=vector)
         part, nbytes = blocks, np.array([block.nbytes for block in blocks])
     outcome = lambda instance, rank: instance.calls[root].part[rank]  # noqa: E731
     collect: Outcome = drop if _in_place(recvbuf) and me == root else as_buffer(recvbuf, writable=True).unpack
@@ -133,7 +155,7 @@ def alltoall(
     _, size = place
     # In place, what is sent lies where it will be received, so it is packed (copied) before anything is written.
     source = recvbuf if _in_place(sendbuf) else sendbuf
-    blocks = [block.pack() for block in as_buffer(source, vector=vector, blocks=size, types=types)]
+    blocks = _taken_apart(source, size, vector=vector, types=types)
     return Call(
         "Alltoall", "alltoall", blocks, np.array([block.nbytes for block in blocks]), sizes="matrix",
         outcome=lambda instance, rank: [part[instance.place(rank)] for part in instance.parts(rank)],

@@ -14,6 +14,7 @@ from support.virtual_run import run
 import spawnsim
 from spawnsim import TrainingStep
 from spawnsim.comm import IN_PLACE, ops
+from spawnsim.comm.buffers import Buffer
 from spawnsim.comm.layouts import BF16
 from spawnsim.comm.predefined import BY_DTYPE, DOUBLE_INT
 from spawnsim.errors import Timeout
@@ -209,6 +210,40 @@ def test_contributions_are_listed_once_for_all_ranks(monkeypatch, call):
 
     run(main, 50)
     assert len(listed) == 1
+
+
+@pytest.mark.parametrize("call", ["Gather", "Gatherv", "Allgatherv", "Alltoall", "Alltoallv"])
+def test_blocks_in_a_row_are_copied_by_one_call(monkeypatch, call):
+    """A copy for each block of each rank would be a million among 1,000; blocks with gaps still need one each."""
+    unpacked, unpack = [], Buffer.unpack
+
+    def counted(self, data):
+        unpacked.append(len(data))
+        return unpack(self, data)
+
+    monkeypatch.setattr(Buffer, "unpack", counted)
+
+    def among(ranks, gap):
+        def main(comm):
+            mine = np.arange(2.0 * comm.size) if call.startswith("Alltoall") else np.full(2, float(comm.rank))
+            found = np.full((comm.size, 2 + gap), -1.0)
+            places = [found, [2] * comm.size, [(2 + gap) * rank for rank in range(comm.size)], MPI.DOUBLE]
+            getattr(comm, call)(mine, places if call.endswith("v") else found)
+            if call.startswith("Alltoall"):
+                expected = np.tile(mine.reshape(-1, 2)[comm.rank], (comm.size, 1))
+            else:
+                expected = np.repeat(np.arange(float(comm.size)), 2).reshape(-1, 2)
+            if comm.rank == 0 or not call.startswith("Gather"):
+                assert found[:, :2].tolist() == expected.tolist()
+                assert (found[:, 2:] == -1.0).all()
+
+        unpacked.clear()
+        run(main, ranks)
+        return len(unpacked)
+
+    assert among(20, gap=0) == 0
+    if call.endswith("v"):
+        assert among(20, gap=1) == (20 if call == "Gatherv" else 400)
 
 
 def test_ranks_that_never_look_at_the_board_hold_no_table_of_all_ranks():
