@@ -98,7 +98,7 @@ class Buffer:
         # dtypes are mostly one object.
         same = data.dtype is source.dtype and data.nbytes == self.nbytes
         if same and self.datatype.is_predefined and source.flags.writeable:
-            self.array[:] = data
+            self.array[...] = data  # not [:], which takes twice as long where little is copied
             return self.nbytes
         if is_phantom(data) and not is_phantom(source):
             data = np.asarray(data)  # what was stored; refused where nothing was
@@ -122,6 +122,14 @@ class Buffer:
         elif not is_phantom(source):
             self.datatype.layout.scatter(as_bytes(self.array), _wire(data), self.origin)
         return nbytes
+
+    def row(self) -> Array | None:
+        """Return the elements of all blocks as one array of numbers that can be written to; None if they are not."""
+        array = self.array
+        plain = (
+            self.datatype.is_predefined and array.dtype is self.datatype.dtype and array.dtype.names is None
+        )
+        return array if plain and array.flags.writeable and not is_phantom(array) else None
 
     def block(self, i: int) -> Buffer:
         """Return the i-th block as a buffer of its own."""
@@ -365,6 +373,18 @@ class Vector:
     def address(self) -> int:
         """Where the memory starts."""
         return 0 if self._memory is None else int(self._memory.ctypes.data)
+
+    def row(self) -> NDArray[Any] | None:
+        """Return the elements of all blocks as one array, if they lie one behind the other: see `Buffer.row`."""
+        total, memory, kind = sum(self.counts), self._memory, self.datatype
+        if not total or memory is None or self.datatypes.count(kind) < len(self.datatypes):
+            return None
+        if [*accumulate(self.counts, initial=self.displs[0])][:-1] != self.displs:
+            return None
+        start = self.starts[0]
+        if start < 0 or start + total * kind.Get_extent()[1] > memory.nbytes:
+            return None  # refused where the block is asked for
+        return locate(memory, kind, start, (total, 1)).row()
 
     def block(self, i: int) -> Buffer:
         """Return the i-th block."""

@@ -280,6 +280,7 @@ MAXLOC, MINLOC, REPLACE, NO_OP = (BY_NAME[name] for name in ("MAXLOC", "MINLOC",
 
 T = TypeVar("T")
 Combine = Callable[[T, T], T]
+SHORT_NBYTES = 1024  # of arrays that are copied into one to be added up
 
 
 def _pairs(parts: list[T], combine: Combine[T]) -> list[T]:
@@ -289,57 +290,106 @@ def _pairs(parts: list[T], combine: Combine[T]) -> list[T]:
 def reduce_tree(parts: list[Array], merge: Merge) -> Array:
     """Combine arrays in the order of recursive doubling: fold to a power of two, then pairs, pairs of pairs, and so on.
 
-    For `merge` see `Op.merging`. `parts` stay as they are. The tree is walked depth first: a thousand contributions
-    pass once through a handful of accumulators, which stay in the processor's cache.
+    For `merge` see `Op.merging`. `parts` stay as they are.
     """
-    # Surplus ranks fold into their neighbours first, as MPICH does it: any other shape gives other bits.
-    extra = len(parts) - (1 << (len(parts).bit_length() - 1))
-    accumulators, spare = _Accumulators(merge), 2 * extra
-    for i in range(0, spare, 2):
-        accumulators.push(accumulators.fresh(parts[i], parts[i + 1]), owned=True)
-    for part in parts[spare:]:
-        accumulators.push(part, owned=False)
-    return accumulators.result()
+    if merge is np.add and parts[0].nbytes <= SHORT_NBYTES and not is_phantom(parts[0]):
+        return _sum_by_levels(parts)
+    tree = ReductionTree(merge, surplus(len(parts)))
+    for part in parts:
+        tree.add(part)
+    return tree.result()
+
+
+def reduce_to_root(parts: list[Array], merge: Merge, root: int) -> Array:
+    """Combine arrays as `reduce_binomial` does. For `merge` see `Op.merging`; `parts` stay as they are."""
+    tree = ReductionTree(merge, in_place=False)
+    for part in parts[root:] + parts[:root]:
+        tree.add(part)
+    return tree.result()
+
+
+def _sum_by_levels(parts: list[Array]) -> Array:
+    """Add short arrays as `reduce_tree` does, but a whole level at a time."""
+    # A call for each level and not for each pair: of a thousand arrays of a few numbers the calls are all that costs.
+    # The bits are the same, since a sum of two is rounded alike wherever it lies. (Complex products are not.)
+    level: Array = np.concatenate(parts, dtype=parts[0].dtype, casting="no").reshape(len(parts), -1)
+    first = surplus(len(parts))
+    if first:
+        level = np.concatenate([level[:first:2] + level[1:first:2], level[first:]])
+    while len(level) > 1:
+        level = level[::2] + level[1::2]
+    total: Array = level[0]
+    return total
+
+
+def surplus(size: int) -> int:
+    """Return how many ranks, the first ones, fold into pairs in recursive doubling, so that a power of two is left."""
+    # As MPICH does it: any other shape gives other bits.
+    return 2 * (size - (1 << (size.bit_length() - 1)))
 
 
 def reduce_tree_in_place(parts: list[Array], merge: Combine[Array]) -> Array:
     """Combine as `reduce_tree` does, in the memory of the parts themselves; the result lies in the last one."""
-    extra = len(parts) - (1 << (len(parts).bit_length() - 1))
-    level = _pairs(parts[: 2 * extra], merge) + parts[2 * extra :]
+    first = surplus(len(parts))
+    level = _pairs(parts[:first], merge) + parts[first:]
     while len(level) > 1:
         level = _pairs(level, merge)
     return level[0]
 
 
-class _Accumulators:
-    """Subtrees that are complete, the highest first: a binary counter. Those that are `owned` may be written."""
+class ReductionTree:
+    """Arrays that are combined as they come: in pairs, pairs of pairs, and so on.
 
-    def __init__(self, merge: Merge) -> None:
-        self._merge = merge
+    The tree is walked depth first: a thousand contributions pass once through a handful of accumulators, which stay in
+    the processor's cache.
+
+    Args:
+        merge: See `Op.merging`.
+        surplus: How many arrays, the first ones, are folded into pairs before.
+        in_place: Whether sums are made in the memory of one of the two. numpy rounds the product of two complex
+            numbers, if it is only one, otherwise there than elsewhere.
+
+    Attributes:
+        count: How many have come.
+    """
+
+    __slots__ = ("_in_place", "_merge", "_spare", "_stack", "_surplus", "count")
+
+    def __init__(self, merge: Merge, surplus: int = 0, *, in_place: bool = True) -> None:
+        self._merge, self._surplus, self._in_place, self.count = merge, surplus, in_place, 0
+        # Subtrees that are complete, the highest first: a binary counter. Those that are owned may be written.
         self._stack: list[tuple[int, Array, bool]] = []  # height, array, owned
         self._spare: list[Array] = []
 
-    def fresh(self, a: Array, b: Array) -> Array:
-        """Return the combination of two arrays in memory of its own."""
-        # Accumulators are used again: fresh memory for each step would leave the cache.
-        return self._merge(a, b, self._spare.pop() if self._spare else np.empty_like(b))
-
-    def push(self, value: Array, owned: bool) -> None:
-        """Add a leaf, and combine what has become as high as its neighbour."""
-        height, stack = 0, self._stack
+    def add(self, value: Array) -> None:
+        """Take the next array, and combine what has become as high as its neighbour."""
+        height, owned, stack = 0 if self.count >= self._surplus else -1, False, self._stack
+        self.count += 1
         while stack and stack[-1][0] == height:
-            _, before, own = stack.pop()
-            # A leaf is the program's own memory (contributions are lent), so it may be read and never written.
-            value = self._merge(before, value, value) if owned else self.fresh(before, value)
-            if own:
-                self._spare.append(before)
+            value = self._merged(value, owned)
             height, owned = height + 1, True
         stack.append((height, value, owned))
 
+    def _merged(self, value: Array, owned: bool) -> Array:
+        """Return the combination of the lowest subtree, which is taken off, and what follows it."""
+        _, before, own = self._stack.pop()
+        # What came is the program's own memory (contributions are lent), so it may be read and never written.
+        if owned and self._in_place:
+            out = value
+        else:  # accumulators are used again: fresh memory for each step would leave the cache
+            out = self._spare.pop() if self._spare else np.empty_like(value)
+            if owned:
+                self._spare.append(value)
+        if own:
+            self._spare.append(before)
+        return self._merge(before, value, out)
+
     def result(self) -> Array:
-        """Return the whole tree, in memory of its own."""
-        ((_, value, owned),) = self._stack
-        # The caller writes to the result, and with one part the tree is that part itself.
+        """Return the combination of all, in memory of its own; if no power of two have come, the last are lower."""
+        _, value, owned = self._stack.pop()
+        while self._stack:
+            value, owned = self._merged(value, owned), True
+        # The caller writes to the result, and with one array the tree is that array itself.
         return value if owned else value.copy()
 
 

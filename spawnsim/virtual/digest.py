@@ -31,6 +31,7 @@ CRASH, RESTART, LINK_FAULT = 8, 9, 10
 # apart.
 SHORT_NBYTES = 8192
 _LANES = 251  # a prime, so that no power of two is a multiple of it
+_WORD, _BYTE = np.dtype(np.uint64), np.dtype(np.uint8)
 _WHOLE = "?bBhHiIlLqQefdFD"  # dtypes of numpy all of whose bytes count
 _EXTENDED = np.finfo(np.longdouble).nmant == 63  # 10 bytes of 16 count; the others are undefined
 
@@ -45,9 +46,8 @@ def checksum(payload: Any, start: int = 0) -> int:
     """
     if isinstance(payload, np.ndarray):
         if payload.dtype.char in _WHOLE and payload.flags.c_contiguous:
-            if payload.nbytes <= SHORT_NBYTES:
-                return crc32(payload, start)
-            return _of_bytes(payload, start)
+            nbytes = payload.nbytes
+            return crc32(payload, start) if nbytes <= SHORT_NBYTES else _of_many(payload, nbytes, start)
         return _of_array(payload, start)
     if isinstance(payload, (bytes, bytearray, memoryview)):
         return _of_bytes(payload, start)
@@ -80,13 +80,15 @@ def _of_array(data: Any, start: int) -> int:
 
 def _of_bytes(data: Any, start: int) -> int:
     nbytes = memoryview(data).nbytes
-    if nbytes <= SHORT_NBYTES:
-        return crc32(data, start)
+    return crc32(data, start) if nbytes <= SHORT_NBYTES else _of_many(data, nbytes, start)
+
+
+def _of_many(data: Any, nbytes: int, start: int) -> int:
     rows = nbytes // (8 * _LANES)
     end = rows * 8 * _LANES
-    lanes = np.add.reduce(np.frombuffer(data, np.uint64, rows * _LANES).reshape(rows, _LANES), axis=0)
-    sofar = crc32(lanes, start)
-    return crc32(np.frombuffer(data, np.uint8, offset=end), sofar) if end < nbytes else sofar
+    # `ndarray` itself: `frombuffer` and `reshape` take twice as long, a tenth of all this for 40 kB.
+    sofar = crc32(np.add.reduce(np.ndarray((rows, _LANES), _WORD, data), axis=0), start)
+    return crc32(np.ndarray(nbytes - end, _BYTE, data, end), sofar) if end < nbytes else sofar
 
 
 # Each event goes into the hash at once. To keep 64 of them and pack them together was the first way: no quicker, and

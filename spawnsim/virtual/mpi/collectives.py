@@ -239,10 +239,10 @@ class Collectives(Member):
 
     def scatter(self, sendobj: Sequence[Any] | None, root: int = 0) -> Any:
         """Return this rank's item of the root's sequence."""
-        size, parts, root = len(self._peers), None, self._root(root)
+        parts, root = None, self._root(root)
         if self._me == root:
             parts = self._one_each(sendobj)
-        nbytes = np.array([len(part) for part in parts]) if parts else np.zeros(size, np.int64)
+        nbytes = np.array([len(part) for part in parts]) if parts else 0
         outcome = lambda m, rank: m.calls[root].part[rank]  # noqa: E731
         return loads(
             self._meet(Call("scatter", "scatter", parts, nbytes, root, sizes="root", outcome=outcome))

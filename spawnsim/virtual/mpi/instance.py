@@ -105,8 +105,8 @@ class Call:
 
     `agree` holds what must be equal on all ranks; `terms` names each. `nbytes` is what this rank contributes: a
     number, or an array with a size per destination. `sizes` says how the ranks' `nbytes` are put together for the
-    cost model: "root", "all" (the largest), "same" (all bring the same), "each" (an array by rank), "matrix" (rows by
-    rank), "edges" (each rank tells its neighbours and their sizes).
+    cost model: "root", "all" (the largest), "same" (all bring the same), "blocks" (so they do, a block for each rank),
+    "each" (an array by rank), "matrix" (rows by rank), "edges" (each rank tells its neighbours and their sizes).
     """
 
     name: str
@@ -120,7 +120,7 @@ class Call:
     needs: tuple[int, ...] | None = None  # on whom a neighbour exchange waits; elsewhere the algorithm tells
     outcome: Callable[[CollectiveInstance, int], Any] = nothing
     collect: Callable[[Any], object] = drop
-    # Of a reduction. Kept here and not in closures of `outcome`: each rank makes a call, but one combines for all.
+    # Of a reduction whose result all get: contributions are combined once for all, in the order of `ops.reduce_tree`.
     op: Any = None
     datatype: Any = None
     terms: tuple[str, ...] = ("op", "count", "datatype")
@@ -152,6 +152,7 @@ class CollectiveInstance:
     here: int = 0
     opening: int = -1  # who came first
     _shared: dict[bool, Any] = field(default_factory=dict)  # by group
+    _tree: ops.ReductionTree | None = None  # of contributions that are combined as they come
     _dirty: bool = False
 
     def __post_init__(self) -> None:
@@ -176,10 +177,14 @@ class CollectiveInstance:
         task = kernel.current
         if self.opening < 0:
             self.opening = me
+            if call.op is not None:
+                self._tree = self._begin_tree(call)
         else:
             self._compare(me, call)
         self.calls[me], self.arrivals[me] = call, task.clock
         rank = world.ranks[task.rank]
+        if self._tree is not None:
+            self._combine(self._tree, rank)
         if rank.nic_free_s > task.clock:
             self.busy[me] = rank.nic_free_s
         departure = self.gone[me] = Departure(self, me, rank)
@@ -194,6 +199,27 @@ class CollectiveInstance:
         elif call.timing in EARLY or call.needs is not None:
             self._expect_release()
         return departure
+
+    def _begin_tree(self, call: Call) -> ops.ReductionTree | None:
+        """Return what combines contributions as they come; None where they are looked at when all are there."""
+        # Short ones stay in the cache. A program's own function is to be called, and to fail, in a rank that asks for
+        # the result. Two groups have two results, and over faulty links each rank may have another one.
+        one_result = self.first == len(self.members) and self.strikes is None
+        if not one_result or call.op.function is not None or call.part.nbytes <= ops.SHORT_NBYTES:
+            return None
+        return ops.ReductionTree(call.op.merging(call.datatype), ops.surplus(len(self.members)))
+
+    def _combine(self, tree: ops.ReductionTree, arrived: Rank) -> None:
+        """Combine what has come, in the order of ranks: the digest has just read the last one, it is in the cache."""
+        if arrived.observers:  # others may write to its memory while it waits
+            self._tree = None
+            return
+        calls = self.calls
+        try:
+            while tree.count < len(calls) and (call := calls[tree.count]) is not None:
+                tree.add(call.part)
+        except Exception:  # noqa: BLE001 - whatever it is, it is raised again where the result is asked for
+            self._tree = None
 
     def parts(self, me: int) -> list[Any]:
         """Return the contributions that member `me` hears: all, or those of the other group; None if not here yet."""
@@ -225,16 +251,20 @@ class CollectiveInstance:
         """Return the combination of all contributions, made once for all members of a group."""
         group = me < self.first
         if group not in self._shared:
-            call = self.calls[me]
-            assert call is not None
-            self._shared[group] = ops.reduce_tree(self.parts(me), call.op.merging(call.datatype))
+            self._shared[group] = self._reduced(me) if self._tree is None else self._tree.result()
         return self._shared[group]
+
+    def _reduced(self, me: int) -> Any:
+        call = self.calls[me]
+        assert call is not None
+        return ops.reduce_tree(self.parts(me), call.op.merging(call.datatype))
 
     def keep(self, me: int) -> None:
         """Take a snapshot of what a rank has lent: it leaves before the collective is over, and may go on to write."""
         call = self.calls[me]
         if call is not None and call.lent:
             call.part, call.lent = call.part.copy(), False
+            self._tree = None  # its leaves are what was lent
 
     def _compare(self, me: int, call: Call) -> None:
         """Refuse a call that does not fit those already here."""
@@ -251,6 +281,10 @@ class CollectiveInstance:
 
     def _end(self) -> None:
         """Everybody is here: fix all departures."""
+        # Nobody is left to let go; and ranks in step, which wait for no event, would keep it for long.
+        if self._dirty:
+            self._dirty = False
+            self.world.kernel.releases.remove(self._release)
         # All have come to those before, since they come in one order: so their ends are known.
         for me, before in self.after.items():
             if before.finish_s is not None and before.finish_s > self.arrivals[me]:
@@ -350,6 +384,8 @@ class CollectiveInstance:
             return max(here)
         if first.sizes == "same":
             return first.nbytes
+        if first.sizes == "blocks":
+            return first.nbytes // len(self.members)
         if first.sizes == "edges":
             return self._edges()
         if first.sizes == "each":

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from spawnsim.comm import ops
-from spawnsim.comm.buffers import Buffer, as_buffer
+from spawnsim.comm.buffers import Buffer, Vector, as_buffer
 from spawnsim.comm.constants import is_in_place
 from spawnsim.comm.failures import ERR_COUNT, ERR_TYPE, ArgumentError
 from spawnsim.comm.memory import as_bytes
@@ -33,13 +33,35 @@ def _fill(spec: Any, **how: Any) -> Outcome:
     target = as_buffer(spec, writable=True, **how)
 
     def unpack(blocks: Sequence[Any] | None) -> None:
-        if blocks is not None:
-            for block, data in zip(target, blocks, strict=True):
-                # A missing block is the root's own, which IN_PLACE left where it was.
-                if data is not None:
-                    block.unpack(data)
+        if blocks is None or _fill_row(target, blocks):
+            return
+        for block, data in zip(target, blocks, strict=True):
+            # A missing block is the root's own, which IN_PLACE left where it was.
+            if data is not None:
+                block.unpack(data)
 
     return unpack
+
+
+def _fill_row(target: Buffer | Vector, blocks: Sequence[Any]) -> bool:
+    """Copy blocks to memory in which they lie one behind the other; False if it is none, or they do not fit exactly."""
+    # One call for all: a thousand ranks that get a block of each other have a million blocks.
+    row = target.row()
+    if row is None or any(type(data) is not np.ndarray or data.dtype is not row.dtype for data in blocks):
+        return False
+    counts = target.counts if isinstance(target, Vector) else [target.count] * target.blocks
+    if [*map(len, blocks)] != counts:
+        return False
+    np.concatenate(blocks, out=row)
+    return True
+
+
+def _taken_apart(spec: Any, size: int, **how: Any) -> list[Any]:
+    """Return snapshots of the blocks of a buffer specification, one for each of `size` ranks."""
+    source = as_buffer(spec, blocks=size, **how)
+    if isinstance(source, Vector) or source.blocks != size or is_phantom(source.array):
+        return [block.pack() for block in source]
+    return list(source.pack().reshape(size, -1))
 
 
 def _row(recvbuf: Any, size: int) -> Outcome:
@@ -90,9 +112,10 @@ def gather(sendbuf: Any, recvbuf: Any, root: int, place: tuple[int, int], vector
 def scatter(sendbuf: Any, recvbuf: Any, root: int, place: tuple[int, int], vector: bool = False) -> Call:
     """Every rank gets its block of the root's buffer."""
     me, size = place
-    part, nbytes = None, np.zeros(size, np.int64)
+    part: list[Any] | None = None
+    nbytes: Any = 0  # how much the others get, the root alone tells
     if me == root:
-        blocks = [block.pack() for block in as_buffer(sendbuf, vector=vector, blocks=size)]
+        blocks = _taken_apart(sendbuf, size, vector=vector)
         part, nbytes = blocks, np.array([block.nbytes for block in blocks])
     outcome = lambda instance, rank: instance.calls[root].part[rank]  # noqa: E731
     collect: Outcome = drop if _in_place(recvbuf) and me == root else as_buffer(recvbuf, writable=True).unpack
@@ -132,7 +155,7 @@ def alltoall(
     _, size = place
     # In place, what is sent lies where it will be received, so it is packed (copied) before anything is written.
     source = recvbuf if _in_place(sendbuf) else sendbuf
-    blocks = [block.pack() for block in as_buffer(source, vector=vector, blocks=size, types=types)]
+    blocks = _taken_apart(source, size, vector=vector, types=types)
     return Call(
         "Alltoall", "alltoall", blocks, np.array([block.nbytes for block in blocks]), sizes="matrix",
         outcome=lambda instance, rank: [part[instance.place(rank)] for part in instance.parts(rank)],
@@ -156,27 +179,31 @@ def combiner(op: Op, own: Buffer) -> Combine:
     return lambda a, b: merge(a, b, np.empty_like(b))
 
 
-def _reducing(name: str, buffers: tuple[Any, Any], op: Op, lend: bool = False) -> tuple[Call, Buffer]:
-    """Return the call of a reduction of (what is sent, what is received), still without outcome, and what it sends."""
+def _reducing(name: str, buffers: tuple[Any, Any], op: Op, for_all: bool = False) -> tuple[Call, Buffer]:
+    """Return the call of a reduction of (what is sent, what is received), still without outcome, and what it sends.
+
+    `for_all` says that every rank gets the combination, so that none leaves before all have come.
+    """
     sendbuf, recvbuf = buffers
     own = as_buffer(recvbuf if _in_place(sendbuf) else sendbuf)
-    datatype = own.datatype
-    op.check(datatype)
+    op.check(own.datatype)
     call = Call(name, name.lower(), None, own.nbytes)
     # What all ranks must agree on is kept apart from the data, so that a mismatch is told with both values instead
     # of as a wrong sum.
     kind = f"phantom {own.type_name}" if is_phantom(own.array) else own.type_name
-    call.agree = (op.name or "user-defined", own.count * own.blocks, kind)
-    call.op, call.datatype = op, datatype
-    call.part, call.lent = _lent(own) if lend else (own.pack(), False)
+    call.agree = (op.name or "user-defined", own.count, kind)
+    if for_all:
+        call.op, call.datatype = op, own.datatype
+        call.part, call.lent = _lent(own)
+    else:
+        call.part = own.pack()
     return call, own
 
 
-def _receiving(name: str, own: Buffer, buffers: tuple[Any, Any]) -> Outcome:
-    """Return what unpacks into the receiving buffer of (sent, received), which must hold what the sending one does."""
-    target = as_buffer(buffers[1], writable=True)
-    if not _in_place(buffers[0]):
-        agree(name, own, target)
+def _receiving(name: str, own: Buffer, recvbuf: Any) -> Outcome:
+    """Return what unpacks into the receiving buffer, which must hold what is sent."""
+    target = as_buffer(recvbuf, writable=True)
+    agree(name, own, target)
     return target.unpack
 
 
@@ -209,30 +236,30 @@ def _lent(own: Buffer) -> tuple[Any, bool]:
 def reduce(sendbuf: Any, recvbuf: Any, op: Op, *, root: int, me: int) -> Call:
     """The root gets the combination of all contributions, in the order of a binomial tree."""
     call, own = _reducing("Reduce", (sendbuf, recvbuf), op)
-    combine = combiner(op, own)
+    datatype = own.datatype
     # Commutative: the tree is rooted at the root, as libraries do it. Otherwise it begins at rank 0, so that
     # operands stay in rank order.
     first = root if op.Is_commutative() else 0
 
     def outcome(instance: CollectiveInstance, rank: int) -> Any:
-        return ops.reduce_binomial(instance.parts(rank), combine, first) if rank == root else None
+        return ops.reduce_to_root(instance.parts(rank), op.merging(datatype), first) if rank == root else None
 
     call.root, call.outcome = root, outcome
     if me == root:
-        call.collect = _receiving("Reduce", own, (sendbuf, recvbuf))
+        call.collect = _receiving("Reduce", own, recvbuf)
     return call
 
 
 def allreduce(sendbuf: Any, recvbuf: Any, op: Op) -> Call:
     """Every rank gets the combination, in the order of recursive doubling: bit for bit what both MPI wheels return."""
-    call, own = _reducing("Allreduce", (sendbuf, recvbuf), op, lend=True)
-    call.outcome, call.collect = CollectiveInstance.combined, _receiving("Allreduce", own, (sendbuf, recvbuf))
+    call, own = _reducing("Allreduce", (sendbuf, recvbuf), op, for_all=True)
+    call.outcome, call.collect = CollectiveInstance.combined, _receiving("Allreduce", own, recvbuf)
     return call
 
 
 def counts(count: int) -> Call:
     """Every rank learns how many elements each rank receives."""
-    return Call("Reduce_scatter", "allgather", count, 8, outcome=lambda instance, rank: instance.parts(rank))
+    return Call("Reduce_scatter", "allgather", count, 8, outcome=_all_parts)
 
 
 def reduce_scatter(
@@ -244,28 +271,26 @@ def reduce_scatter(
     place: tuple[int, int],
 ) -> Call:
     """Every rank gets its block of the combination; `counts` are the elements per rank, None: equal blocks."""
-    size = place[1]
-    call, own = _reducing("Reduce_scatter", (sendbuf, recvbuf), op, lend=True)
+    me, size = place
+    call, own = _reducing("Reduce_scatter", (sendbuf, recvbuf), op, for_all=True)
     elements = len(call.part)
+    # The time counts what each rank receives. With the whole vector as size, every block was timed as if it were
+    # all of it.
     if counts is None:
         if elements % size:
             raise ArgumentError(ERR_COUNT, f"{elements} elements do not divide into blocks for {size} ranks")
-        counts = [elements // size] * size
-    ends = np.cumsum(counts)
-    if ends[-1] != elements:
-        raise ArgumentError(
-            ERR_COUNT, f"recvcounts add up to {ends[-1]}, but each rank contributes {elements} elements"
-        )
-
-    def outcome(instance: CollectiveInstance, rank: int) -> Any:
-        whole = instance.combined(rank)
-        place = instance.place(rank)
-        return whole[ends[place] - counts[place] : ends[place]]
-
-    call.outcome = outcome
-    # The time counts what each rank receives. With the whole vector as size, every block was timed as if it were
-    # all of it.
-    call.nbytes, call.sizes = np.array(counts, np.int64) * (own.nbytes // max(elements, 1)), "same"
+        start, end = me * elements // size, (me + 1) * elements // size
+        call.sizes = "blocks"  # and no list of them: each of a thousand ranks would make one
+    else:
+        lengths = np.array(counts, np.int64)
+        whole = lengths.sum()
+        if whole != elements:
+            raise ArgumentError(
+                ERR_COUNT, f"recvcounts add up to {whole}, but each rank contributes {elements} elements"
+            )
+        start, end = lengths[:me].sum(), lengths[: me + 1].sum()
+        call.nbytes, call.sizes = lengths * (own.nbytes // max(elements, 1)), "same"
+    call.outcome = lambda instance, rank: instance.combined(rank)[start:end]
     call.collect = as_buffer(recvbuf, writable=True).unpack
     return call
 
@@ -287,6 +312,6 @@ def scan(sendbuf: Any, recvbuf: Any, op: Op, inclusive: bool) -> Call:
         # All have come: every prefix is made in one pass for all ranks. One pass each would be quadratic.
         return instance.shared(rank, lambda: list(ops.scan_prefixes(instance.parts(rank), combine)))[last]
 
-    unpack, call.outcome = _receiving(name, own, (sendbuf, recvbuf)), outcome
+    unpack, call.outcome = _receiving(name, own, recvbuf), outcome
     call.collect = lambda data: None if data is None else unpack(data)
     return call

@@ -14,6 +14,7 @@ from support.virtual_run import run
 import spawnsim
 from spawnsim import TrainingStep
 from spawnsim.comm import IN_PLACE, ops
+from spawnsim.comm.buffers import Buffer
 from spawnsim.comm.layouts import BF16
 from spawnsim.comm.predefined import BY_DTYPE, DOUBLE_INT
 from spawnsim.errors import Timeout
@@ -104,14 +105,18 @@ def test_steps_that_are_put_off_are_no_work_for_the_collector():
     assert seen[1] - seen[0] <= 2  # one look, with its beginning and its end
 
 
-def test_a_collective_that_is_over_is_gone_without_the_collector():
-    """A rank's departure knows the collective; were it known in turn, each collective would be a cycle."""
+@pytest.mark.parametrize("call", ["Allreduce", "Reduce", "Gather"])
+def test_a_collective_that_is_over_is_gone_without_the_collector(call):
+    """A rank's departure knows the collective; were it known in turn, each collective would be a cycle.
+
+    Nor is one kept in which some might have left early, where all are in step and no event is ever due.
+    """
     left = []
 
     def main(comm):
-        total = np.zeros(1)
+        total = np.zeros(12 if call == "Gather" else 1)
         for _ in range(20):
-            comm.Allreduce(np.ones(1), total)
+            getattr(comm, call)(np.ones(1), total)
         if comm.rank == 11:
             left.append(sum(type(each) is CollectiveInstance for each in gc.get_objects()))
 
@@ -207,6 +212,40 @@ def test_contributions_are_listed_once_for_all_ranks(monkeypatch, call):
     assert len(listed) == 1
 
 
+@pytest.mark.parametrize("call", ["Gather", "Gatherv", "Allgatherv", "Alltoall", "Alltoallv"])
+def test_blocks_in_a_row_are_copied_by_one_call(monkeypatch, call):
+    """A copy for each block of each rank would be a million among 1,000; blocks with gaps still need one each."""
+    unpacked, unpack = [], Buffer.unpack
+
+    def counted(self, data):
+        unpacked.append(len(data))
+        return unpack(self, data)
+
+    monkeypatch.setattr(Buffer, "unpack", counted)
+
+    def among(ranks, gap):
+        def main(comm):
+            mine = np.arange(2.0 * comm.size) if call.startswith("Alltoall") else np.full(2, float(comm.rank))
+            found = np.full((comm.size, 2 + gap), -1.0)
+            places = [found, [2] * comm.size, [(2 + gap) * rank for rank in range(comm.size)], MPI.DOUBLE]
+            getattr(comm, call)(mine, places if call.endswith("v") else found)
+            if call.startswith("Alltoall"):
+                expected = np.tile(mine.reshape(-1, 2)[comm.rank], (comm.size, 1))
+            else:
+                expected = np.repeat(np.arange(float(comm.size)), 2).reshape(-1, 2)
+            if comm.rank == 0 or not call.startswith("Gather"):
+                assert found[:, :2].tolist() == expected.tolist()
+                assert (found[:, 2:] == -1.0).all()
+
+        unpacked.clear()
+        run(main, ranks)
+        return len(unpacked)
+
+    assert among(20, gap=0) == 0
+    if call.endswith("v"):
+        assert among(20, gap=1) == (20 if call == "Gatherv" else 400)
+
+
 def test_ranks_that_never_look_at_the_board_hold_no_table_of_all_ranks():
     """In mode "age" a rank reads the board when it is replaced; before, it knows nothing of the others."""
     known = {}
@@ -265,11 +304,12 @@ def plain_tree(parts):
     return level[0]
 
 
+@pytest.mark.parametrize("length", [0, 1, 5, 300])  # 300: too long to be copied into one array
 @pytest.mark.parametrize("size", [*range(1, 18), 63, 64, 100])
-def test_depth_first_sums_like_level_by_level(size):
+def test_depth_first_sums_like_level_by_level(size, length):
     """The order in which memory is visited does not change the order of the additions, bit for bit."""
     rng = np.random.default_rng(size)
-    parts = [rng.normal(size=5).astype(np.float32) for _ in range(size)]
+    parts = [rng.normal(size=length).astype(np.float32) for _ in range(size)]
     kept = [part.copy() for part in parts]
     found = ops.reduce_tree(parts, np.add)
     assert found.tobytes() == plain_tree(parts).tobytes()
@@ -277,11 +317,12 @@ def test_depth_first_sums_like_level_by_level(size):
     assert not any(np.shares_memory(found, part) for part in parts)
 
 
-def test_a_rank_that_gives_up_a_collective_may_write_what_it_lent():
+@pytest.mark.parametrize("length", [3, 300])
+def test_a_rank_that_gives_up_a_collective_may_write_what_it_lent(length):
     """The others get what it contributed when it came, although it left by its deadline and wrote to the buffer."""
 
     def main(comm):
-        mine, total = np.full(3, comm.rank + 1.0), np.zeros(3)
+        mine, total = np.full(length, comm.rank + 1.0), np.zeros(length)
         if comm.rank == 1:
             with comm.compute(1.0):
                 pass
