@@ -87,21 +87,26 @@ class Mailbox:
         self._numbers = receive.number = self._numbers + 1
         receive.nic = self.nic
         source, tag = receive.source, receive.tag
-        message = self.ready(source, tag)
-        if message is not None:
-            self.unexpected[source].popleft()
+        queue = self.unexpected.get(source)
+        if queue and self._flying is None and tag in (queue[0].tag, ANY_TAG):  # the short way of most
+            message = queue.popleft()
             message.queued = False
         else:
-            message = self.find(source, tag)
-            if message is None:
-                queue = self.posted.get(source)
-                if queue is None:
-                    queue = self.posted[source] = deque()
-                queue.append(receive)
-                self._open += 1
+            found = self.find(source, tag)
+            if found is None:
+                self._await(receive)
                 return
+            message = found
             self.remove(message)
         self._pair(receive, message)
+
+    def _await(self, receive: Receive) -> None:
+        """Queue a receive whose message has not been sent yet."""
+        queue = self.posted.get(receive.source)
+        if queue is None:
+            queue = self.posted[receive.source] = deque()
+        queue.append(receive)
+        self._open += 1
 
     def withdraw(self, receive: Receive, now_s: float) -> bool:
         """Take back a receive at a time of its rank's clock; False if it has matched by then."""
@@ -202,8 +207,10 @@ class Mailbox:
             early = self._early.get(message.source)
             if early is None:
                 early = self._early[message.source] = []
-            # At powers of two: a constant cost each.
-            elif len(early) >= KEPT and not len(early) & (len(early) - 1):
+            # Those that were collected since go first. All are looked through at powers of two: a constant cost each.
+            while early and early[-1].message is None:
+                early.pop()
+            if len(early) >= KEPT and not len(early) & (len(early) - 1):
                 now_s = self.kernel.env.now
                 early[:] = [each for each in early if each.message and each.matched_s > now_s]
             early.append(receive)

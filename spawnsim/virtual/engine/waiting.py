@@ -177,19 +177,24 @@ def over_by_itself(world: World, completion: Completion) -> bool:
 
     Then the task's clock moves to the end: no wait, and most waits of a ring are none.
     """
-    if completion.finish_s is None:
+    finish_s = completion.finish_s
+    if finish_s is None:
         return False
     task = world.kernel.current
-    rank, now_s = world.ranks[task.rank], task.clock
-    if rank.observers:
-        return completion.over(now_s)
-    due_s = now_s + task.deadline_s
-    if completion.finish_s > due_s:
+    now_s = task.clock
+    if finish_s <= now_s:
+        finish_s = completion.final()
+        if finish_s <= now_s:
+            return True
+    rank, due_s = world.ranks[task.rank], now_s + task.deadline_s
+    if rank.observers or finish_s > due_s:
         return False
     finish_s = completion.final()
-    if finish_s > now_s:
-        if finish_s > due_s:
-            return False
+    if finish_s > due_s:
+        return False
+    if rank.awake is None and finish_s < rank.death_s:  # `advance_to`, without the call
+        task.clock = finish_s
+    else:
         rank.advance_to(task, finish_s)
     return True
 

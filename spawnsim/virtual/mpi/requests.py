@@ -171,13 +171,11 @@ def _collect_each(requests: Sequence[Request], over: list[int], statuses: list[S
 
 
 Deliver = Callable[[Status], Any]
+Withdraw = Callable[[Any, float], None]
 
 
-def _nothing(status: Status) -> None:
-    """Deliver nothing: a send, or a barrier."""
-
-
-_UNSEEN = Status()  # written to where nobody asks for a status
+_UNSEEN = Status()  # where nobody asks for a status
+_new = object.__new__
 
 
 class Reception(Receive):
@@ -196,7 +194,8 @@ class Reception(Receive):
         if message is None:  # cancelled
             status.Set_cancelled(True)
             return None
-        fill(status, message.source, message.tag, message.nbytes)
+        if status is not _UNSEEN:
+            fill(status, message.source, message.tag, message.nbytes)
         return self.owner._taken(message, self.into)
 
 
@@ -222,9 +221,9 @@ class Request(Handle):
     __slots__ = ("_about", "_completion", "_deliver", "_withdraw", "_world", "_writes")
     _about: Any  # what `_waiting` returns, or what it is made of
     _completion: Completion | None
-    _deliver: Deliver
+    _deliver: Deliver | None  # None: nothing, as a send and a barrier
     _writes: bool  # to memory of the program: what is delivered is there although nobody collects it
-    _withdraw: Callable[[Any, float], None] | None
+    _withdraw: Withdraw | None
     _world: World
 
     def __new__(cls, request: Request | None = None) -> Self:
@@ -237,32 +236,6 @@ class Request(Handle):
                 setattr(self, name, getattr(request, name, None))
         return self
 
-    @classmethod
-    def start(
-        cls,
-        world: World,
-        completion: Completion,
-        about: Any,
-        deliver: Deliver | None = None,
-        *,
-        writes: bool = True,
-    ) -> Self:
-        """Return a request over a completion. `deliver(status)` runs when it is collected, or known to be over.
-
-        `about` is what a wait for it is told as; or a tuple of the arguments of `Member._waiting`, its member first.
-        `writes`: it fills a buffer, and runs also if the request is freed; else it makes the object of the request.
-        """
-        self = object.__new__(cls)
-        self._identity = self._completion = completion
-        self._world, self._about, self._withdraw = world, about, None
-        if deliver is None:
-            self._deliver, self._writes = _nothing, False
-        else:
-            self._deliver, self._writes = deliver, writes
-        if world.resource_leaks is not None:
-            world.resource_leaks.opened(completion, world.kernel.current.rank, self._waiting)
-        return self
-
     @property
     def _waiting(self) -> Any:
         """What a wait for it is told as. Most requests are over when they are waited for, and none is made."""
@@ -270,14 +243,6 @@ class Request(Handle):
         if type(about) is tuple:
             about = self._about = about[0]._waiting(*about[1:])
         return about
-
-    @classmethod
-    def over(cls, world: World, deliver: Deliver | None = None, *, writes: bool = True) -> Self:
-        """Return a request that is complete already: an eager send, or a call to PROC_NULL."""
-        # A finished completion instead of a special case, so that waits and tests take one path for all requests.
-        completion = Completion(world.kernel)
-        completion.finish_s = world.kernel.current.clock
-        return cls.start(world, completion, None, deliver, writes=writes)
 
     # -- one -------------------------------------------------------------------------------------------------
 
@@ -319,8 +284,9 @@ class Request(Handle):
         done = bool(done_now(self._world, self))
         # MPI: once Get_status says true, the buffer holds the data, although the request stays. What makes an
         # object waits for the collection instead, so that no object is made twice.
-        if done and self._writes and not isinstance(self._deliver, Delivered):
-            self._deliver = Delivered(self._deliver)
+        fills = self._undelivered() if done else None
+        if fills is not None:
+            self._deliver = Delivered(fills)
         if done and status is not None:
             self._preview(status)
         return done
@@ -344,8 +310,9 @@ class Request(Handle):
         self._close()
         completion, self._identity, self._completion = self._completion, None, None
         # MPI: a freed receive still completes and fills its buffer. Nobody will collect it, so a watcher must deliver.
-        if completion is not None and self._writes and not isinstance(self._deliver, Delivered):
-            FreedOperation(self._world, completion, self._deliver)
+        fills = None if completion is None else self._undelivered()
+        if completion is not None and fills is not None:
+            FreedOperation(self._world, completion, fills)
 
     def __reduce__(self) -> str | tuple[Any, ...]:
         if self._identity is not None:
@@ -360,7 +327,7 @@ class Request(Handle):
         self._close()
         other._close()
         parts = (self._completion, other._completion)
-        return Request.start(self._world, AllOf(self._world.kernel, parts), self._waiting, self._deliver)
+        return request_for(self._world, AllOf(self._world.kernel, parts), self._waiting, self._deliver)
 
     # -- several -------------------------------------------------------------------------------------------------
 
@@ -374,7 +341,8 @@ class Request(Handle):
     @classmethod
     def Waitall(cls, requests: Sequence[Request], statuses: list[Status] | None = None) -> bool:
         """Wait until all are over."""
-        Request.waitall(requests, statuses)
+        _check(requests)
+        collect_all(requests, _lend(statuses, len(requests)), Request.wait)
         return True
 
     @classmethod
@@ -490,6 +458,11 @@ class Request(Handle):
 
     # -- how ----
 
+    def _undelivered(self) -> Deliver | None:
+        """Return what fills the program's memory; None if nothing does, or has done it already."""
+        deliver = self._deliver
+        return deliver if self._writes and not isinstance(deliver, Delivered) else None
+
     def _close(self) -> None:
         """Tell the ledger, if there is one, that nobody need wait any more."""
         if self._completion is not None and self._world.resource_leaks is not None:
@@ -538,10 +511,37 @@ class Request(Handle):
         # Emptied before the delivery: if that raises (a truncation), the operation is nevertheless over.
         deliver, self._completion = self._deliver, None
         self._retire()
-        return None if deliver is _nothing else deliver(_UNSEEN if status is None else status)
+        return None if deliver is None else deliver(_UNSEEN if status is None else status)
 
     def _retire(self) -> None:
         self._identity = None
+
+
+# Functions, and not methods of the class: of those, and of calls with keywords, Python (3.11) makes the slow kind.
+def request_for(
+    world: World, completion: Completion, about: Any, deliver: Deliver | None = None, writes: bool = True,
+    withdraw: Withdraw | None = None,
+) -> Request:  # fmt: skip
+    """Return a request over a completion. `deliver(status)` runs when it is collected, or known to be over.
+
+    `about` is what a wait for it is told as; or a tuple of the arguments of `Member._waiting`, its member first.
+    `writes`: it fills a buffer, and runs also if the request is freed; else it makes the object of the request.
+    `withdraw(request, now_s)` cancels it; without, Cancel does nothing.
+    """
+    request = _new(Request)
+    request._identity = request._completion = completion
+    request._world, request._about, request._withdraw = world, about, withdraw
+    request._deliver, request._writes = deliver, writes
+    if world.resource_leaks is not None:
+        world.resource_leaks.opened(completion, world.kernel.current.rank, request._waiting)
+    return request
+
+
+def request_over(world: World, deliver: Deliver | None = None, writes: bool = True) -> Request:
+    """Return a request that is complete already: an eager send, or a call to PROC_NULL."""
+    # A finished completion instead of a special case, so that waits and tests take one path for all requests.
+    kernel = world.kernel
+    return request_for(world, Completion(kernel, kernel.current.clock), None, deliver, writes)
 
 
 @refusing
