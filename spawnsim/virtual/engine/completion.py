@@ -142,6 +142,10 @@ class Completion:
         assert self.finish_s is not None
         return self.finish_s
 
+    def is_settled(self, time_s: float) -> bool:
+        """Whether it is known now if it is over by a time, should nothing that is sent from now on come until then."""
+        return self.finish_s is not None
+
     def over(self, now_s: float) -> bool:
         """Whether it is over at a time of its rank's clock; if so, what it takes is taken in."""
         return self.finish_s is not None and self.finish_s <= now_s and self.final() <= now_s

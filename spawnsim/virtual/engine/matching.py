@@ -151,9 +151,14 @@ class Mailbox:
             self._catch_up()
         return _first(self.unexpected.get(source, ()), tag)
 
-    def is_settled(self, time_s: float) -> bool:
-        """Return whether `find` tells now what has come by a time, if nothing more is sent until then."""
-        return self._flying is not None and not (self._flying and self._flying[0][0] <= time_s)
+    def is_settled(self, source: int, time_s: float) -> bool:
+        """Return whether what has come from a source by a time is known now, if nothing more is sent until then.
+
+        It is if no event is to match it: a named source's messages are queued, or matched, when they are sent.
+        """
+        if self._flying is None:
+            return source != ANY_SOURCE
+        return not (self._flying and self._flying[0][0] <= time_s)
 
     def earliest(self, source: int, tag: int) -> float | None:
         """Return when the first message that fits and is on its way becomes visible, or None."""

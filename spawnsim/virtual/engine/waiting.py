@@ -214,6 +214,17 @@ def look_ahead(world: World, completion: Completion) -> bool:
     return True
 
 
+def settled(world: World, completions: Iterable[Completion | None]) -> bool:
+    """Whether nothing that others still do can change which of these are over at the running task's time."""
+    if not world.is_settled():
+        return False
+    time_s = world.kernel.current.clock
+    for each in completions:  # noqa: SIM110 - half of the time that `all` takes
+        if each is not None and not each.is_settled(time_s):
+            return False
+    return True
+
+
 def await_one(world: World, completion: Completion, waiting: Any) -> None:
     """Wait until `completion` is over; the running task's clock moves to its end."""
     kernel = world.kernel
@@ -262,12 +273,14 @@ def _await_end(world: World, finish_s: float, waiting: Waiting) -> None:
 
 def finished(completions: Sequence[Completion | None], now_s: float) -> list[int]:
     """Return the positions of those that are over by `now_s`, the earliest first."""
-    known = sorted(
+    known = [
         (each.finish_s, index)
         for index, each in enumerate(completions)
         if each is not None and each.finish_s is not None and each.finish_s <= now_s
-    )
-    over = [(completions[index].final(), index) for _, index in known]  # type: ignore[union-attr]
+    ]
+    if not known:  # as in most polls
+        return []
+    over = [(completions[index].final(), index) for _, index in sorted(known)]  # type: ignore[union-attr]
     return [index for finish_s, index in sorted(over) if finish_s <= now_s]
 
 

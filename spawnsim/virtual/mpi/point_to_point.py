@@ -353,7 +353,7 @@ class PointToPoint(Member):
         """Return the message that the running task sees at its time."""
         world = self._world
         # What has just been polled, and costs a microsecond each time, need not wait for all others each time.
-        if world.is_settled() and self._mailbox.is_settled(world.kernel.current.clock):
+        if world.is_settled() and self._mailbox.is_settled(source, world.kernel.current.clock):
             world.kernel.run_ahead()
         else:
             world.kernel.observe()
