@@ -166,6 +166,15 @@ def torch_settings(torch: Any) -> TorchSettings:
     return torch.get_default_dtype(), torch.get_deterministic_debug_mode(), options
 
 
+def torch_settings_differ(torch: Any, known: TorchSettings) -> bool:
+    """Whether the process has set other than what is known."""
+    return (
+        torch.get_default_dtype() is not known[0]
+        or torch.get_deterministic_debug_mode() != known[1]
+        or vars(torch._tensor_str.PRINT_OPTS) != known[2]
+    )
+
+
 def set_torch_settings(torch: Any, wanted: TorchSettings, now: TorchSettings) -> None:
     """Set what differs."""
     if wanted[0] is not now[0]:

@@ -33,11 +33,15 @@ from spawnsim.virtual.interpreter import (
     TorchSettings,
     set_torch_settings,
     torch_settings,
+    torch_settings_differ,
 )
 
 _bits: Any = np.random.bit_generator  # whose stub lacks the source of seeds
 _hidden: Any = np.random.mtrand
 HEAD = 24  # bytes of torch's state that every draw changes: seed, how many are left, which is next
+GENERATOR_NBYTES = (
+    2624  # of torch's generator: its head, 624 words and their position, and normal numbers kept
+)
 
 
 TORCHS_OWN = 67280421310721  # the seed of torch's generator in a process that sets none
@@ -122,6 +126,25 @@ def _head(state: Any) -> bytes:
     return ctypes.string_at(state.data_ptr(), HEAD)
 
 
+def _memory_of_generator(torch: Any) -> Any:
+    """Return the memory in which torch's default generator lies, to be looked at: each draw changes something in it.
+
+    None if that is not so: the layout of torch's objects is torch's own. So it is tried on another generator.
+    """
+    other = torch.Generator()
+    memory = (ctypes.c_char * GENERATOR_NBYTES).from_address(other._cdata)
+    for draw in (
+        torch.rand,
+        torch.randn,
+        torch.randn,
+    ):  # of two normal numbers the second is kept for the next draw
+        before = memory.raw
+        draw(1, dtype=torch.float64, device="cpu", generator=other)
+        if memory.raw == before:
+            return None
+    return (ctypes.c_char * GENERATOR_NBYTES).from_address(torch.default_generator._cdata)
+
+
 def generators_of_caller() -> Generators | None:
     """Return the generators of the rank that runs, or None outside virtual ranks."""
     task = current_task()
@@ -144,7 +167,8 @@ class TorchStates:
     """Swaps the state of torch's default generator, and its settings, when another rank comes to run."""
 
     # torch's default generator is an object in C++ that cannot be replaced, so its state is swapped: 1 to 3 µs a switch
-    # of ranks, and only once torch is loaded. It is never loaded here: a run that does without it starts sooner.
+    # of ranks, and only once torch is loaded. It is never loaded here: a run that does without it starts sooner. To ask
+    # torch for the state is half of that. Most ranks have drawn nothing since they came to run, and have set nothing.
 
     def __init__(self, kernel: Kernel) -> None:
         self._kernel = kernel
@@ -152,24 +176,36 @@ class TorchStates:
         self._here: Generators | None = None
         self._outside: Any = None
         self._settings: Any = None  # torch's, that stood outside
+        self._standing: Any = None  # torch's, since the rank that runs came to run
+        self._memory: Any = None  # that of torch's generator, to be looked at, if it was found
+        self._seen = b""  # what it held when the rank that runs came to run
 
     def enter(self, task: Task) -> None:
         """Put the state of a task's rank in place."""
         generators = generators_of(task)
         if generators is not self._here:
-            now = torch_settings(self._torch)
             if self._here is not None:
-                self._here.suspend(self._torch)
-                self._here.settings = None if now == self._settings else now
+                self._leave(self._here)
             self._here = generators
             generators.resume(self._torch)
-            self._set(generators.settings, now)
+            self._set(generators.settings)
+            if self._memory is not None:
+                self._seen = self._memory.raw
 
-    def _set(self, wanted: TorchSettings | None, now: TorchSettings) -> None:
+    def _leave(self, generators: Generators) -> None:
+        """Keep what the rank that has run until now has changed."""
+        if self._memory is None or self._memory.raw != self._seen:
+            generators.suspend(self._torch)
+        if torch_settings_differ(self._torch, self._standing):
+            self._standing = now = torch_settings(self._torch)
+            generators.settings = None if now == self._settings else now
+
+    def _set(self, wanted: TorchSettings | None) -> None:
         """Set what a rank has set; None: what stood outside."""
         wanted = self._settings if wanted is None else wanted
-        if wanted != now:
-            set_torch_settings(self._torch, wanted, now)
+        if wanted is not self._standing:
+            set_torch_settings(self._torch, wanted, self._standing)
+            self._standing = wanted
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
@@ -181,13 +217,15 @@ class TorchStates:
                 if self._torch is not None:
                     self._kernel.on_resume.remove(self.enter)
                     self._torch.default_generator.set_state(self._outside)
-                    self._set(None, torch_settings(self._torch))
+                    self._standing = torch_settings(self._torch)
+                    self._set(None)
 
     def _loaded(self) -> None:
         """Begin, now that torch is there."""
         self._torch = sys.modules["torch"]
         self._outside = self._torch.default_generator.get_state()
-        self._settings = torch_settings(self._torch)
+        self._settings = self._standing = torch_settings(self._torch)
+        self._memory = _memory_of_generator(self._torch)
         self._kernel.on_resume.append(self.enter)
         task = current_task()
         if task is not None and task.kernel is self._kernel:

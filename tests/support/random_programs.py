@@ -47,6 +47,10 @@ EVERYTHING = (
     "compute compute sleep send send isend isend isend ssend issend rsend recv recv irecv irecv irecv iprobe probe "
     "mprobe wait waitall waitany waitsome test test cancel timed_recv timed_wait timed_send timed_ssend"
 )
+POLLS = (
+    "compute send send isend isend issend irecv irecv irecv test test test test iprobe iprobe iprobe waitany waitsome "
+    "cancel wait"
+)
 LOCKS = "locked locked locked shared shared store load load sync compute"
 RENDEZVOUS = Net(eager_bytes=1000)
 CELLS = (512,) * 7 + (8,) * 3  # what each rank exposes: long numbers for Put, Get and Accumulate; counters
@@ -69,6 +73,8 @@ MIXTURES = {
     "several serial": Mixture(
         MESSAGES + " isend irecv irecv test waitany waitsome waitall", Net(contention="serial")
     ),
+    "polls serial": Mixture(POLLS, replace(RENDEZVOUS, contention="serial"), comms=2, to_self=0.1),
+    "polls ties": Mixture(POLLS, EXACT, comms=2, grid=2.0**-12, to_self=0.05),
     "cancel": Mixture(MESSAGES + " irecv irecv cancel cancel test", RENDEZVOUS),
     "deadlines": Mixture(
         MESSAGES + " timed_recv timed_recv timed_wait timed_send timed_ssend ssend", RENDEZVOUS

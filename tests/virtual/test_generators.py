@@ -13,6 +13,7 @@ from numpy.random import rand as rand_by_name
 from support.virtual_run import run
 
 import spawnsim
+from spawnsim.virtual import reproducibility
 
 RANKS = 10
 
@@ -70,6 +71,41 @@ def test_a_rank_that_seeds_its_generators_draws_what_a_process_draws():
         half = len(alone) // 2
         for part in (0, half):
             assert [found[rank][part + i] for i in seeded] == [alone[part + i] for i in seeded]
+
+
+SMALL_DRAWS = {  # between two turns: what a generator keeps of a pair of normal numbers, and all of its words
+    "one of a pair of normal numbers": lambda own: torch.randn(1, dtype=torch.float64, generator=own),
+    "one of a pair of short ones": lambda own: torch.randn(1, generator=own),
+    "all words": lambda own: torch.rand(624, generator=own)[-1:],
+    "a seed": lambda own: torch.tensor([0.5]) if (own or torch).manual_seed(5) else None,
+}
+
+
+@pytest.mark.parametrize("looked_at", [True, False], ids=["in memory", "by torch"])
+@pytest.mark.parametrize("draw", SMALL_DRAWS)
+def test_no_draw_between_two_turns_is_missed(draw, looked_at, monkeypatch):
+    """Who has drawn nothing since its turn came is known by the memory of torch's generator, if that is found."""
+    found, memory_of = {}, reproducibility._memory_of_generator
+    assert memory_of(torch) is not None
+    if not looked_at:
+        monkeypatch.setattr(reproducibility, "_memory_of_generator", lambda torch: None)
+
+    def main(comm):
+        torch.manual_seed(comm.rank)
+        torch.rand(1)
+        own = []
+        for turn in range(6):
+            comm.Barrier()
+            if turn % 3 != comm.rank % 3:
+                own.append(float(SMALL_DRAWS[draw](None)))
+        found[comm.rank] = (*own, float(torch.rand(1)))
+
+    run(main, 6)
+    for rank in range(6):
+        own = torch.Generator().manual_seed(rank)
+        torch.rand(1, generator=own)
+        alone = [float(SMALL_DRAWS[draw](own)) for turn in range(6) if turn % 3 != rank % 3]
+        assert found[rank] == (*alone, float(torch.rand(1, generator=own)))
 
 
 def test_a_run_leaves_the_generators_as_they_were():

@@ -123,7 +123,7 @@ class Message:
         self.arrival_s = arrival_s
         receive, self.receive = self.receive, None
         if receive is not None:
-            receive.settle()
+            receive.settle(self, arrival_s)
 
 
 class Completion:
@@ -132,9 +132,8 @@ class Completion:
     __slots__ = ("dependents", "finish_s", "kernel", "waiter")
     lost: bool = False  # whether it is known that only a deadline ends a wait for it
 
-    def __init__(self, kernel: Kernel) -> None:
-        self.kernel = kernel
-        self.finish_s: float | None = None
+    def __init__(self, kernel: Kernel, finish_s: float | None = None) -> None:
+        self.kernel, self.finish_s = kernel, finish_s
         self.waiter: Task | None = None
         self.dependents: list[AllOf] | None = None
 
@@ -142,6 +141,10 @@ class Completion:
         """Return the end of a completion whose end is known. A receive takes its message in now, if it has not yet."""
         assert self.finish_s is not None
         return self.finish_s
+
+    def is_settled(self, time_s: float) -> bool:
+        """Whether it is known now if it is over by a time, should nothing that is sent from now on come until then."""
+        return self.finish_s is not None
 
     def over(self, now_s: float) -> bool:
         """Whether it is over at a time of its rank's clock; if so, what it takes is taken in."""
@@ -231,13 +234,11 @@ class Receive(Completion):
 
     def take(self, message: Message) -> None:
         """Pair with a message: for good, once the two have met."""
-        self.message = message
-        if message.arrival_s is None:
+        self.message, arrival_s = message, message.arrival_s
+        if arrival_s is None or message.sender is not None:
             message.receive = self
-        else:
-            if message.sender is not None:
-                message.receive = self
-            self.settle()
+        if arrival_s is not None:
+            self.settle(message, arrival_s)
 
     def release(self) -> Message:
         """Undo the pair; return the message."""
@@ -247,30 +248,26 @@ class Receive(Completion):
         self.reopen()
         return message
 
-    def settle(self) -> None:
-        """Complete, now that the arrival of the data is known."""
-        message = self.message
-        assert message is not None and message.arrival_s is not None
+    def settle(self, message: Message, arrival_s: float) -> None:
+        """Complete, now that the arrival of its message's data is known."""
         if self.finish_s is None:
-            self.complete(max(self.posted_s, message.arrival_s) + message.receive_s)
+            posted_s = self.posted_s
+            finish_s = (arrival_s if arrival_s > posted_s else posted_s) + message.receive_s
+            if self.waiter is None and self.dependents is None:  # `complete`, with nobody to be told
+                self.finish_s = finish_s
+            else:
+                self.complete(finish_s)
 
     def final(self) -> float:
         """Return when the data are in the program's hands; the NIC is booked for them."""
-        message = self.message
-        assert self.finish_s is not None
+        finish_s, message = self.finish_s, self.message
         # Not when the message arrives but when the program takes it: the order among messages that overlap is the
         # receiving program's own. So no event is needed to decide it, and the rank may still run ahead.
         if message is not None and message.drain_s and self.nic is not None:
-            arrival_s = take_in(message, self.nic)
-            posted_s = self.posted_s
-            self.finish_s = (arrival_s if arrival_s > posted_s else posted_s) + message.receive_s
-        return self.finish_s
-
-
-def take_in(message: Message, nic: ReceivingNic) -> float:
-    """Book a NIC for a message, once. Return its final arrival."""
-    assert message.arrival_s is not None
-    if message.drain_s:
-        message.arrival_s = nic.admit(message.arrival_s, message.drain_s)
-        message.drain_s = 0.0
-    return message.arrival_s
+            arrival_s, posted_s = message.arrival_s, self.posted_s
+            assert arrival_s is not None
+            message.arrival_s = arrival_s = self.nic.admit(arrival_s, message.drain_s)
+            message.drain_s = 0.0
+            self.finish_s = finish_s = (arrival_s if arrival_s > posted_s else posted_s) + message.receive_s
+        assert finish_s is not None
+        return finish_s

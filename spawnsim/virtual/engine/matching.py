@@ -87,21 +87,26 @@ class Mailbox:
         self._numbers = receive.number = self._numbers + 1
         receive.nic = self.nic
         source, tag = receive.source, receive.tag
-        message = self.ready(source, tag)
-        if message is not None:
-            self.unexpected[source].popleft()
+        queue = self.unexpected.get(source)
+        if queue and self._flying is None and tag in (queue[0].tag, ANY_TAG):  # the short way of most
+            message = queue.popleft()
             message.queued = False
         else:
-            message = self.find(source, tag)
-            if message is None:
-                queue = self.posted.get(source)
-                if queue is None:
-                    queue = self.posted[source] = deque()
-                queue.append(receive)
-                self._open += 1
+            found = self.find(source, tag)
+            if found is None:
+                self._await(receive)
                 return
+            message = found
             self.remove(message)
         self._pair(receive, message)
+
+    def _await(self, receive: Receive) -> None:
+        """Queue a receive whose message has not been sent yet."""
+        queue = self.posted.get(receive.source)
+        if queue is None:
+            queue = self.posted[receive.source] = deque()
+        queue.append(receive)
+        self._open += 1
 
     def withdraw(self, receive: Receive, now_s: float) -> bool:
         """Take back a receive at a time of its rank's clock; False if it has matched by then."""
@@ -146,9 +151,14 @@ class Mailbox:
             self._catch_up()
         return _first(self.unexpected.get(source, ()), tag)
 
-    def is_settled(self, time_s: float) -> bool:
-        """Return whether `find` tells now what has come by a time, if nothing more is sent until then."""
-        return self._flying is not None and not (self._flying and self._flying[0][0] <= time_s)
+    def is_settled(self, source: int, time_s: float) -> bool:
+        """Return whether what has come from a source by a time is known now, if nothing more is sent until then.
+
+        It is if no event is to match it: a named source's messages are queued, or matched, when they are sent.
+        """
+        if self._flying is None:
+            return source != ANY_SOURCE
+        return not (self._flying and self._flying[0][0] <= time_s)
 
     def earliest(self, source: int, tag: int) -> float | None:
         """Return when the first message that fits and is on its way becomes visible, or None."""
@@ -202,8 +212,10 @@ class Mailbox:
             early = self._early.get(message.source)
             if early is None:
                 early = self._early[message.source] = []
-            # At powers of two: a constant cost each.
-            elif len(early) >= KEPT and not len(early) & (len(early) - 1):
+            # Those that were collected since go first. All are looked through at powers of two: a constant cost each.
+            while early and early[-1].message is None:
+                early.pop()
+            if len(early) >= KEPT and not len(early) & (len(early) - 1):
                 now_s = self.kernel.env.now
                 early[:] = [each for each in early if each.message and each.matched_s > now_s]
             early.append(receive)

@@ -26,7 +26,7 @@ from spawnsim.virtual.mpi import semantics
 from spawnsim.virtual.mpi.context import Member
 from spawnsim.virtual.mpi.instance import Call, CollectiveInstance
 from spawnsim.virtual.mpi.payload import dumps, loads
-from spawnsim.virtual.mpi.requests import Prequest, Request
+from spawnsim.virtual.mpi.requests import Prequest, Request, request_for
 from spawnsim.virtual.mpi.semantics import Outcome
 
 
@@ -134,7 +134,7 @@ class Collectives(Member):
         def deliver(_: Any) -> None:
             self._take(call, departure.instance.outcome(departure.me))
 
-        return Request.start(self._world, departure, departure, deliver)
+        return request_for(self._world, departure, departure, deliver)
 
     # -- of buffers --------------------------------------------------------------------------------------------
 

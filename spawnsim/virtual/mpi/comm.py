@@ -40,7 +40,7 @@ from spawnsim.virtual.mpi.collectives import Collectives
 from spawnsim.virtual.mpi.context import KINDS, NOWHERE, Context, Member
 from spawnsim.virtual.mpi.instance import Call
 from spawnsim.virtual.mpi.point_to_point import PointToPoint
-from spawnsim.virtual.mpi.requests import Request
+from spawnsim.virtual.mpi.requests import Request, request_for
 from spawnsim.virtual.services import Background, Clock, Compute, Record
 
 
@@ -238,7 +238,7 @@ class Comm(PointToPoint, Collectives):
         outcome = lambda m, rank: None  # noqa: E731
         departure = self._join(Call("Idup", "allgather", None, 8, outcome=outcome))
         context = departure.instance.agreed(self._copy)
-        return self._duplicate(context, info), Request.start(self._world, departure, departure)
+        return self._duplicate(context, info), request_for(self._world, departure, departure)
 
     def Idup_with_info(self, info: Info) -> tuple[Self, Request]:
         """Start Dup_with_info."""

@@ -38,7 +38,7 @@ from spawnsim.virtual.engine.wire import Mode, Transfer, send
 from spawnsim.virtual.engine.world import Rank, World
 from spawnsim.virtual.mpi.instance import Call, CollectiveInstance, Departure
 from spawnsim.virtual.mpi.payload import check_type, loads, unpack, watched
-from spawnsim.virtual.mpi.requests import Reception, Request, fill
+from spawnsim.virtual.mpi.requests import Reception, Request, fill, request_for, request_over
 
 GIVEN_UP = (
     "the others have given this rank up, because it was silent for too long (paused, or it did not come to their "
@@ -361,7 +361,7 @@ class Member(Named):
 
     # -- messages --------------------------------------------------------------------------------------------
 
-    def _dispatch(self, payload: Any, dest: int, tag: int, mode: Mode, *, buf: Any = None) -> Transfer | None:
+    def _dispatch(self, payload: Any, dest: int, tag: int, mode: Mode, buf: Any = None) -> Transfer | None:
         """Send a payload (bytes, or anything with `nbytes`), made of `buf`. Returns what to wait for, if anything."""
         peers, context, world = self._peers, self._context, self._world
         fits = 0 <= dest < len(peers) and 0 <= tag <= TAG_UB_VALUE  # `_check_peer`, without the call
@@ -384,12 +384,12 @@ class Member(Named):
         return send(world, mailbox, message, mode)
 
     def _deliver(
-        self, payload: Any, dest: int, tag: int, mode: Mode, *, operation: str, buf: Any = None
+        self, payload: Any, dest: int, tag: int, mode: Mode, operation: str, buf: Any = None
     ) -> None:
         """Send and wait until the program may go on."""
         if type(dest) is not int or type(tag) is not int:
             dest, tag = integer(dest), integer(tag)
-        transfer = self._dispatch(payload, dest, tag, mode, buf=buf)
+        transfer = self._dispatch(payload, dest, tag, mode, buf)
         if transfer is not None:
             await_one(self._world, transfer, self._waiting(operation, dest, tag, "dest"))
 
@@ -419,7 +419,7 @@ class Member(Named):
         if nic is not None:
             if rank.observers and arrival_s > now_s:  # its card may let in requests to a window first
                 return False
-            if message.drain_s:  # `take_in`, without the call
+            if message.drain_s:  # as in `Receive.final`
                 message.arrival_s = arrival_s = nic.admit(arrival_s, message.drain_s)
                 message.drain_s = 0.0
                 if arrival_s + receive_s > due_s:
@@ -465,17 +465,17 @@ class Member(Named):
         return Waiting(operation, self._label, self._peers, peer, tag, keyword, acknowledged, context)
 
     def _isend(
-        self, payload: Any, dest: int, tag: int, mode: Mode, *, operation: str, buf: Any = None
+        self, payload: Any, dest: int, tag: int, mode: Mode, operation: str, buf: Any = None
     ) -> Request:
         """Start a send; if it is one of a buffer that the program must leave alone, that is watched."""
         if type(dest) is not int or type(tag) is not int:
             dest, tag = integer(dest), integer(tag)
-        transfer = self._dispatch(payload, dest, tag, mode, buf=buf)
-        collected = None if buf is None else watched(self._world, buf, payload, (operation, dest))
+        transfer = self._dispatch(payload, dest, tag, mode, buf)
+        collected = None if buf is None else watched(self._world, buf, payload, operation, dest)
         if transfer is None:
-            return Request.over(self._world, collected, writes=False)
+            return request_over(self._world, collected, False)
         about = (self, operation, dest, tag, "dest")
-        return Request.start(self._world, transfer, about, collected, writes=False)
+        return request_for(self._world, transfer, about, collected, False)
 
     def _irecv(self, source: int, tag: int, operation: str, into: Any = None) -> Request:
         """Post a receive into a `payload.target`; without one, of an object."""
@@ -483,19 +483,19 @@ class Member(Named):
             source, tag = integer(source), integer(tag)
         if source == PROC_NULL:
             self._need()
-            return Request.over(self._world, receive_nothing)
-        self._check_source(source, tag)
+            return request_over(self._world, receive_nothing)
+        fits = 0 <= source < len(self._peers) and ANY_TAG <= tag <= TAG_UB_VALUE  # as in `_accept`
+        if not fits or self._context.revoked_s is not None or self._identity is None:
+            self._check_source(source, tag)
         world = self._world
         kernel = world.kernel
         if source == ANY_SOURCE:  # a wildcard is an observation
             kernel.observe()
         receive = Reception(kernel, source, tag, kernel.current.clock)
         receive.owner, receive.into = self, into
-        self._mailbox.post(receive)
+        (self._box or self._mailbox).post(receive)
         about = (self, operation, source, tag)
-        request = Request.start(world, receive, about, receive.deliver, writes=into is not None)
-        request._withdraw = self._withdraw
-        return request
+        return request_for(world, receive, about, receive.deliver, into is not None, self._withdraw)
 
     def _withdraw(self, request: Request, now_s: float) -> None:
         receive = request._completion

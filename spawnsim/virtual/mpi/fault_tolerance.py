@@ -24,7 +24,7 @@ from spawnsim.virtual.engine.matching import Mailbox, undelivered
 from spawnsim.virtual.engine.waiting import Unbroken, await_one
 from spawnsim.virtual.engine.world import World
 from spawnsim.virtual.mpi.context import GIVEN_UP, Context, Member
-from spawnsim.virtual.mpi.requests import Request
+from spawnsim.virtual.mpi.requests import Request, request_for
 
 
 def family(context: Context) -> list[Context]:
@@ -358,7 +358,7 @@ def start_agree(comm: Member, flag: Any) -> Request:
         own.unpack(np.array([agreement.result], own.dtype))
 
     waiting = WaitingForLiving("Iagree", comm._label, agreement)
-    return Request.start(comm._world, completion, waiting, deliver)
+    return request_for(comm._world, completion, waiting, deliver)
 
 
 def shrink(comm: Member) -> Context:

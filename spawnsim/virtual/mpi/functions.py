@@ -24,7 +24,7 @@ from spawnsim.virtual.engine.kernel import current_task, current_world
 from spawnsim.virtual.engine.world import Rank, World
 from spawnsim.virtual.mpi import point_to_point, topology
 from spawnsim.virtual.mpi.communicators import Intercomm, Intracomm
-from spawnsim.virtual.mpi.requests import Request
+from spawnsim.virtual.mpi.requests import Request, request_over
 
 TICK_S = 1e-9
 SPIN_S = 1e-6  # what a look at the clock costs a program that does nothing but look
@@ -169,7 +169,7 @@ def Flush_buffer() -> None:
 
 def Iflush_buffer() -> Request:
     """Start Flush_buffer."""
-    return Request.over(_world())
+    return request_over(_world())
 
 
 # -- names ---------------------------------------------------------------------------------------------------

@@ -24,7 +24,7 @@ from spawnsim.virtual.mpi.comm import COMM_NULL, Comm
 from spawnsim.virtual.mpi.communicators import COMM_SELF, COMM_WORLD, Intercomm, Intracomm
 from spawnsim.virtual.mpi.payload import pickler
 from spawnsim.virtual.mpi.point_to_point import MESSAGE_NO_PROC, MESSAGE_NULL, Message
-from spawnsim.virtual.mpi.requests import Prequest, Request
+from spawnsim.virtual.mpi.requests import Prequest, Request, request_for
 from spawnsim.virtual.mpi.topology import Cartcomm, Distgraphcomm, Graphcomm, Topocomm
 from spawnsim.virtual.mpi.windows import Win
 
@@ -53,7 +53,8 @@ class Grequest(Request):
                 free_fn(*more, **named)
             return held[0]
 
-        self = cls.start(world, completion, WaitingForAny("generalized request", ()), deliver, writes=False)
+        about = WaitingForAny("generalized request", ())
+        self = cls(request_for(world, completion, about, deliver, False))
         self._over = completion, held
         if cancel_fn is not None:
             self._withdraw = lambda request, now_s: cancel_fn(completion.finish_s is not None, *more, **named)

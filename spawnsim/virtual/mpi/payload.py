@@ -108,32 +108,38 @@ def check_type(world: World, label: str, buf: Any, message: Message) -> None:
         )
 
 
-def watched(world: World, buf: Any, payload: Any, call: tuple[str, int]) -> Callable[[Status], None] | None:
+def watched(
+    world: World, buf: Any, payload: Any, operation: str, dest: int
+) -> Callable[[Status], None] | None:
     """Return what warns, when a send is collected, if the buffer differs from the payload that was made of it.
 
-    `call` is its name and its destination. None if there is nothing in the buffer, or it has gaps.
+    None if there is nothing in the buffer, or it has gaps.
     """
     if type(payload) is bytes:
         if not payload or type(buf) is not ndarray:
             return None
-        step = _distance(len(payload))
-        return partial(_compare, world, buf, (step, payload[::step], *call))
+        before = payload if len(payload) <= SHORT_NBYTES else _samples(payload)
+        return partial(_compare, world, buf, before, operation, dest)
     buf = as_buffer(buf)
     if not payload.nbytes or not buf.datatype.is_predefined or is_phantom(payload):
         return None
-    step = _distance(payload.nbytes)
-    return partial(_compare, world, buf, (step, as_bytes(payload)[::step].tobytes(), *call))
+    return partial(_compare, world, buf, _samples(as_bytes(payload).data), operation, dest)
 
 
-def _distance(nbytes: int) -> int:
-    """Return how far apart the bytes of a buffer are that are compared: of a short one all are."""
-    return 1 if nbytes <= SHORT_NBYTES else nbytes // SAMPLES | 1
+def _samples(memory: Any) -> bytes:
+    """Return the bytes of some memory that are compared: of a short one all are."""
+    step = 1 if len(memory) <= SHORT_NBYTES else len(memory) // SAMPLES | 1
+    return bytes(memory[::step])
 
 
-def _compare(world: World, buf: Any, sent: tuple[int, bytes, str, int], _status: Status) -> None:
-    step, before, operation, dest = sent
-    memory: Any = memoryview(buf.data) if type(buf) is ndarray else as_bytes(buf.array).data
-    if memory.cast("B")[::step].tobytes() != before:
+def _compare(world: World, buf: Any, before: bytes, operation: str, dest: int, _status: Status) -> None:
+    if type(buf) is not ndarray:
+        now = _samples(as_bytes(buf.array).data)
+    elif buf.nbytes <= SHORT_NBYTES:  # the short way of most
+        now = buf.tobytes()
+    else:
+        now = _samples(memoryview(buf.data).cast("B"))
+    if now != before:
         _warn(
             world,
             f"changed the buffer of its {operation} to rank {dest} before its Wait or Test: real ranks may send the "

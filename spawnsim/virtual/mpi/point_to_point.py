@@ -21,7 +21,7 @@ from spawnsim.virtual.engine.waiting import await_one, check_alive
 from spawnsim.virtual.engine.wire import LOCAL, STANDARD, SYNCHRONOUS
 from spawnsim.virtual.mpi.context import Member, receive_nothing
 from spawnsim.virtual.mpi.payload import dumps, pack, target
-from spawnsim.virtual.mpi.requests import Prequest, Reception, Request, fill
+from spawnsim.virtual.mpi.requests import Prequest, Reception, Request, fill, request_for, request_over
 
 
 def attach(held: dict[Any, Any], owner: Any, buf: Any) -> None:
@@ -47,19 +47,19 @@ class PointToPoint(Member):
 
     def send(self, obj: Any, dest: int, tag: int = 0) -> None:
         """Send an object."""
-        self._deliver(dumps(obj), dest, tag, STANDARD, operation="send")
+        self._deliver(dumps(obj), dest, tag, STANDARD, "send")
 
     def ssend(self, obj: Any, dest: int, tag: int = 0) -> None:
         """Send an object; return when its receive has started."""
-        self._deliver(dumps(obj), dest, tag, SYNCHRONOUS, operation="ssend")
+        self._deliver(dumps(obj), dest, tag, SYNCHRONOUS, "ssend")
 
     def isend(self, obj: Any, dest: int, tag: int = 0) -> Request:
         """Start to send an object."""
-        return self._isend(dumps(obj), dest, tag, STANDARD, operation="isend")
+        return self._isend(dumps(obj), dest, tag, STANDARD, "isend")
 
     def issend(self, obj: Any, dest: int, tag: int = 0) -> Request:
         """Start to send an object; the request is over when its receive has started."""
-        return self._isend(dumps(obj), dest, tag, SYNCHRONOUS, operation="issend")
+        return self._isend(dumps(obj), dest, tag, SYNCHRONOUS, "issend")
 
     def recv(
         self, buf: Any = None, source: int = ANY_SOURCE, tag: int = ANY_TAG, status: Status | None = None
@@ -103,27 +103,27 @@ class PointToPoint(Member):
 
     def Send(self, buf: Any, dest: int, tag: int = 0) -> None:
         """Send a buffer. Above the eager threshold it returns when its receive has started and the data have left."""
-        self._deliver(pack(buf, dest), dest, tag, STANDARD, operation="Send", buf=buf)
+        self._deliver(pack(buf, dest), dest, tag, STANDARD, "Send", buf)
 
     def Ssend(self, buf: Any, dest: int, tag: int = 0) -> None:
         """Send a buffer; return when its receive has started."""
-        self._deliver(pack(buf, dest), dest, tag, SYNCHRONOUS, operation="Ssend", buf=buf)
+        self._deliver(pack(buf, dest), dest, tag, SYNCHRONOUS, "Ssend", buf)
 
     def Rsend(self, buf: Any, dest: int, tag: int = 0) -> None:
         """Send a buffer whose receive the program knows to be posted."""
-        self._deliver(pack(buf, dest), dest, tag, LOCAL, operation="Rsend", buf=buf)
+        self._deliver(pack(buf, dest), dest, tag, LOCAL, "Rsend", buf)
 
     def Isend(self, buf: Any, dest: int, tag: int = 0) -> Request:
         """Start to send a buffer. Its content is taken now; a program that changes it before the end is warned."""
-        return self._isend(pack(buf, dest), dest, tag, STANDARD, operation="Isend", buf=buf)
+        return self._isend(pack(buf, dest), dest, tag, STANDARD, "Isend", buf)
 
     def Issend(self, buf: Any, dest: int, tag: int = 0) -> Request:
         """Start to send a buffer; the request is over when its receive has started."""
-        return self._isend(pack(buf, dest), dest, tag, SYNCHRONOUS, operation="Issend", buf=buf)
+        return self._isend(pack(buf, dest), dest, tag, SYNCHRONOUS, "Issend", buf)
 
     def Irsend(self, buf: Any, dest: int, tag: int = 0) -> Request:
         """Start to send a buffer whose receive the program knows to be posted."""
-        return self._isend(pack(buf, dest), dest, tag, LOCAL, operation="Irsend", buf=buf)
+        return self._isend(pack(buf, dest), dest, tag, LOCAL, "Irsend", buf)
 
     def Recv(
         self, buf: Any, source: int = ANY_SOURCE, tag: int = ANY_TAG, status: Status | None = None
@@ -163,7 +163,7 @@ class PointToPoint(Member):
         # Checked before the send: a wrong receive buffer must not leave a message behind that nobody takes.
         into = target(recvbuf, source)
         # Packed now, so that Sendrecv_replace may receive into the same memory.
-        transfer = self._dispatch(pack(sendbuf, dest), dest, sendtag, STANDARD, buf=sendbuf)
+        transfer = self._dispatch(pack(sendbuf, dest), dest, sendtag, STANDARD, sendbuf)
         if source == PROC_NULL:
             self.Recv(recvbuf, source, recvtag, status)
         else:
@@ -191,9 +191,7 @@ class PointToPoint(Member):
         target(recvbuf, source)
         # With one buffer for both, its change is the receive's doing, and no reason for the warning about sent buffers.
         watched = None if sendbuf is recvbuf else sendbuf
-        outgoing = self._isend(
-            pack(sendbuf, dest), dest, sendtag, STANDARD, operation="Isendrecv", buf=watched
-        )
+        outgoing = self._isend(pack(sendbuf, dest), dest, sendtag, STANDARD, "Isendrecv", watched)
         incoming = self.Irecv(recvbuf, source, recvtag)
         return incoming.together(outgoing)
 
@@ -218,23 +216,23 @@ class PointToPoint(Member):
 
     def Iflush_buffer(self) -> Request:
         """Start Flush_buffer."""
-        return Request.over(self._world)
+        return request_over(self._world)
 
     def Bsend(self, buf: Any, dest: int, tag: int = 0) -> None:
         """Send a buffer from the attached one: returns at once."""
-        self._deliver(self._room_for(pack(buf, dest)), dest, tag, LOCAL, operation="Bsend")
+        self._deliver(self._room_for(pack(buf, dest)), dest, tag, LOCAL, "Bsend")
 
     def Ibsend(self, buf: Any, dest: int, tag: int = 0) -> Request:
         """Start to send a buffer from the attached one."""
-        return self._isend(self._room_for(pack(buf, dest)), dest, tag, LOCAL, operation="Ibsend")
+        return self._isend(self._room_for(pack(buf, dest)), dest, tag, LOCAL, "Ibsend")
 
     def bsend(self, obj: Any, dest: int, tag: int = 0) -> None:
         """Send an object from the attached buffer: returns at once."""
-        self._deliver(self._room_for(dumps(obj)), dest, tag, LOCAL, operation="bsend")
+        self._deliver(self._room_for(dumps(obj)), dest, tag, LOCAL, "bsend")
 
     def ibsend(self, obj: Any, dest: int, tag: int = 0) -> Request:
         """Start to send an object from the attached buffer."""
-        return self._isend(self._room_for(dumps(obj)), dest, tag, LOCAL, operation="ibsend")
+        return self._isend(self._room_for(dumps(obj)), dest, tag, LOCAL, "ibsend")
 
     def _room_for(self, payload: Any) -> Any:
         held: dict[Any, Any] = self._rank.attachments
@@ -355,7 +353,7 @@ class PointToPoint(Member):
         """Return the message that the running task sees at its time."""
         world = self._world
         # What has just been polled, and costs a microsecond each time, need not wait for all others each time.
-        if world.is_settled() and self._mailbox.is_settled(world.kernel.current.clock):
+        if world.is_settled() and self._mailbox.is_settled(source, world.kernel.current.clock):
             world.kernel.run_ahead()
         else:
             world.kernel.observe()
@@ -464,7 +462,7 @@ class Message(Handle):
             # The constant is shared by all ranks: MPI keeps MESSAGE_NO_PROC usable, while a handle becomes null.
             if self is not MESSAGE_NO_PROC:
                 self._identity = None
-            return Request.over(current_world(), receive_nothing)
+            return request_over(current_world(), receive_nothing)
         if message is None or owner is None:
             raise CallError(ERR_REQUEST, "the message is null: it was received before")
         self._identity = self._message = self._owner = None
@@ -476,7 +474,7 @@ class Message(Handle):
         # A rendezvous sender waits for the match, which is now and not when the probe found the message.
         message.meet()
         about = (owner, "Mrecv", message.source, message.tag)
-        return Request.start(owner._world, receive, about, receive.deliver, writes=into is not None)
+        return request_for(owner._world, receive, about, receive.deliver, into is not None)
 
 
 MESSAGE_NULL = Message()

@@ -27,6 +27,7 @@ from spawnsim.virtual.engine.waiting import (
     finished,
     look_ahead,
     over_by_itself,
+    settled,
 )
 from spawnsim.virtual.engine.world import World
 
@@ -110,32 +111,38 @@ def _lend(statuses: Sequence[Status] | None, count: int) -> Sequence[Status | No
     return statuses
 
 
-def look(world: World, *requests: Request) -> float:
-    """Observe; return the time of the look. The caller charges for it once it has looked.
+def look(world: World, requests: Sequence[Request]) -> list[Completion | None]:
+    """Observe; return what the requests are over, as of now. The caller charges for the look once it has looked.
 
     Raises `Revoked` if one of the requests was open when its communicator was revoked.
     """
-    world.kernel.observe()
+    completions = [request._completion for request in requests]
+    # The second look in a row need not wait for all others: what they send from now on cannot be there yet.
+    if settled(world, completions):
+        world.kernel.run_ahead()
+    else:
+        world.kernel.observe()
+        completions = [request._completion for request in requests]
     # Revocation is asked for after it, since it may have come while this rank was parked.
     if world.revoked:
         for request in requests:
             request._check_revoked()
-    return world.kernel.current.clock
+    return completions
 
 
-def done_now(world: World, *requests: Request, every: bool = False) -> list[int]:
+def done_now(world: World, requests: Sequence[Request], *, every: bool = False) -> list[int]:
     """Observe; return the positions of the requests that are over.
 
     The kernel is told of a look in vain: none is over (or not `every` one), and of no other the end is known.
     """
-    now_s = look(world, *requests)
-    completions = [request._completion for request in requests if request._completion is not None]
-    done = finished([request._completion for request in requests], now_s)
-    known = sum(each.finish_s is not None for each in completions)
-    # Only a look without any news is fruitless. If the end of one that is still open is known, time will bring it,
-    # and a loop of polls is no livelock.
-    if known == len(done) < len(completions) and (every or not done):
-        world.kernel.fruitless()
+    completions = look(world, requests)
+    done = finished(completions, world.kernel.current.clock)
+    if every or not done:
+        ends = [each.finish_s for each in completions if each is not None]
+        # Only a look without any news is fruitless. If the end of one that is still open is known, time will bring it,
+        # and a loop of polls is no livelock.
+        if len(ends) - ends.count(None) == len(done) < len(ends):
+            world.kernel.fruitless()
     # Charged after the look: charged before, a poll would see what arrives during its own overhead.
     world.charge_poll()
     return done
@@ -144,10 +151,10 @@ def done_now(world: World, *requests: Request, every: bool = False) -> list[int]
 def _look_at(requests: Sequence[Request]) -> list[int] | None:
     """Return the positions of the requests that are over; None if none is active."""
     _check(requests)
-    world = next((request._world for request in requests if request._completion is not None), None)
-    if world is None:
-        return None
-    return done_now(world, *requests)
+    for request in requests:
+        if request._completion is not None:
+            return done_now(request._world, requests)
+    return None
 
 
 def _await_some(requests: Sequence[Request], operation: str) -> list[int]:
@@ -155,14 +162,20 @@ def _await_some(requests: Sequence[Request], operation: str) -> list[int]:
     active = [request for request in requests if request._completion is not None]
     if not active:
         return []
+    world, completions = active[0]._world, [request._completion for request in requests]
     # Revocation is looked for before the wait: an operation that the revocation has ended would never wake this rank.
-    if active[0]._world.revoked:
+    if world.revoked:
         for request in active:
             request._check_revoked()
+    if settled(world, completions):  # as in `look`
+        over = finished(completions, world.kernel.current.clock)
+        if over:
+            world.kernel.run_ahead()
+            return over
     parts = [request._waiting for request in active if request._waiting is not None]
     waiting = WaitingForAny(operation, parts)
     # Flush_local may do more than it must: a Get is complete at the origin only when its answer is there.
-    return await_any(active[0]._world, [request._completion for request in requests], waiting)
+    return await_any(world, completions, waiting)
 
 
 def _collect_each(requests: Sequence[Request], over: list[int], statuses: list[Status] | None) -> list[Any]:
@@ -171,13 +184,11 @@ def _collect_each(requests: Sequence[Request], over: list[int], statuses: list[S
 
 
 Deliver = Callable[[Status], Any]
+Withdraw = Callable[[Any, float], None]
 
 
-def _nothing(status: Status) -> None:
-    """Deliver nothing: a send, or a barrier."""
-
-
-_UNSEEN = Status()  # written to where nobody asks for a status
+_UNSEEN = Status()  # where nobody asks for a status
+_new = object.__new__
 
 
 class Reception(Receive):
@@ -190,13 +201,21 @@ class Reception(Receive):
     into: Any
     owner: Any
 
+    def is_settled(self, time_s: float) -> bool:
+        """Whether it is known now if it is over by a time, should nothing that is sent from now on come until then."""
+        # Not if its message is there and the data of a rendezvous are to come: a rank's own come at once.
+        if self.finish_s is None and self.message is None:
+            return bool(self.owner._mailbox.is_settled(self.source, time_s))
+        return self.finish_s is not None
+
     def deliver(self, status: Status) -> Any:
         """Put the message where it belongs; return its object, if it is one."""
         message, self.message = self.message, None  # the mailbox may still know of the receive
         if message is None:  # cancelled
             status.Set_cancelled(True)
             return None
-        fill(status, message.source, message.tag, message.nbytes)
+        if status is not _UNSEEN:
+            fill(status, message.source, message.tag, message.nbytes)
         return self.owner._taken(message, self.into)
 
 
@@ -222,9 +241,9 @@ class Request(Handle):
     __slots__ = ("_about", "_completion", "_deliver", "_withdraw", "_world", "_writes")
     _about: Any  # what `_waiting` returns, or what it is made of
     _completion: Completion | None
-    _deliver: Deliver
+    _deliver: Deliver | None  # None: nothing, as a send and a barrier
     _writes: bool  # to memory of the program: what is delivered is there although nobody collects it
-    _withdraw: Callable[[Any, float], None] | None
+    _withdraw: Withdraw | None
     _world: World
 
     def __new__(cls, request: Request | None = None) -> Self:
@@ -237,32 +256,6 @@ class Request(Handle):
                 setattr(self, name, getattr(request, name, None))
         return self
 
-    @classmethod
-    def start(
-        cls,
-        world: World,
-        completion: Completion,
-        about: Any,
-        deliver: Deliver | None = None,
-        *,
-        writes: bool = True,
-    ) -> Self:
-        """Return a request over a completion. `deliver(status)` runs when it is collected, or known to be over.
-
-        `about` is what a wait for it is told as; or a tuple of the arguments of `Member._waiting`, its member first.
-        `writes`: it fills a buffer, and runs also if the request is freed; else it makes the object of the request.
-        """
-        self = object.__new__(cls)
-        self._identity = self._completion = completion
-        self._world, self._about, self._withdraw = world, about, None
-        if deliver is None:
-            self._deliver, self._writes = _nothing, False
-        else:
-            self._deliver, self._writes = deliver, writes
-        if world.resource_leaks is not None:
-            world.resource_leaks.opened(completion, world.kernel.current.rank, self._waiting)
-        return self
-
     @property
     def _waiting(self) -> Any:
         """What a wait for it is told as. Most requests are over when they are waited for, and none is made."""
@@ -270,14 +263,6 @@ class Request(Handle):
         if type(about) is tuple:
             about = self._about = about[0]._waiting(*about[1:])
         return about
-
-    @classmethod
-    def over(cls, world: World, deliver: Deliver | None = None, *, writes: bool = True) -> Self:
-        """Return a request that is complete already: an eager send, or a call to PROC_NULL."""
-        # A finished completion instead of a special case, so that waits and tests take one path for all requests.
-        completion = Completion(world.kernel)
-        completion.finish_s = world.kernel.current.clock
-        return cls.start(world, completion, None, deliver, writes=writes)
 
     # -- one -------------------------------------------------------------------------------------------------
 
@@ -303,7 +288,7 @@ class Request(Handle):
         """Return (over, object); an observation."""
         completion = self._completion
         # Most tests are of sends, which are over: without the switch of ranks that an observation takes.
-        if completion is None or look_ahead(self._world, completion) or done_now(self._world, self):
+        if completion is None or look_ahead(self._world, completion) or self._over_now():
             return True, self._collect(status)
         return False, None
 
@@ -316,11 +301,12 @@ class Request(Handle):
         if self._completion is None:
             fill_empty(status)
             return True
-        done = bool(done_now(self._world, self))
+        done = self._over_now()
         # MPI: once Get_status says true, the buffer holds the data, although the request stays. What makes an
         # object waits for the collection instead, so that no object is made twice.
-        if done and self._writes and not isinstance(self._deliver, Delivered):
-            self._deliver = Delivered(self._deliver)
+        fills = self._undelivered() if done else None
+        if fills is not None:
+            self._deliver = Delivered(fills)
         if done and status is not None:
             self._preview(status)
         return done
@@ -333,7 +319,9 @@ class Request(Handle):
         """Withdraw a receive that has not matched; anything else goes on."""
         self._need()
         if self._withdraw is not None:
-            self._withdraw(self, look(self._world))
+            kernel = self._world.kernel
+            kernel.observe()
+            self._withdraw(self, kernel.current.clock)
             self._world.charge_poll()
 
     cancel = Cancel
@@ -344,8 +332,9 @@ class Request(Handle):
         self._close()
         completion, self._identity, self._completion = self._completion, None, None
         # MPI: a freed receive still completes and fills its buffer. Nobody will collect it, so a watcher must deliver.
-        if completion is not None and self._writes and not isinstance(self._deliver, Delivered):
-            FreedOperation(self._world, completion, self._deliver)
+        fills = None if completion is None else self._undelivered()
+        if completion is not None and fills is not None:
+            FreedOperation(self._world, completion, fills)
 
     def __reduce__(self) -> str | tuple[Any, ...]:
         if self._identity is not None:
@@ -360,7 +349,7 @@ class Request(Handle):
         self._close()
         other._close()
         parts = (self._completion, other._completion)
-        return Request.start(self._world, AllOf(self._world.kernel, parts), self._waiting, self._deliver)
+        return request_for(self._world, AllOf(self._world.kernel, parts), self._waiting, self._deliver)
 
     # -- several -------------------------------------------------------------------------------------------------
 
@@ -374,7 +363,8 @@ class Request(Handle):
     @classmethod
     def Waitall(cls, requests: Sequence[Request], statuses: list[Status] | None = None) -> bool:
         """Wait until all are over."""
-        Request.waitall(requests, statuses)
+        _check(requests)
+        collect_all(requests, _lend(statuses, len(requests)), Request.wait)
         return True
 
     @classmethod
@@ -384,7 +374,7 @@ class Request(Handle):
         """Return (all are over, their objects)."""
         _check(requests)
         active = [request for request in requests if request._completion is not None]
-        if active and len(done_now(active[0]._world, *active, every=True)) < len(active):
+        if active and len(done_now(active[0]._world, active, every=True)) < len(active):
             return False, None
         return True, Request.waitall(requests, statuses)
 
@@ -448,7 +438,7 @@ class Request(Handle):
         over = _look_at(requests)
         if over is None:
             return None, None
-        return over, _collect_each(requests, over, statuses)
+        return over, _collect_each(requests, over, statuses) if over else []
 
     @classmethod
     def Testsome(cls, requests: Sequence[Request], statuses: list[Status] | None = None) -> list[int] | None:
@@ -489,6 +479,21 @@ class Request(Handle):
     Get_status_all, Get_status_any, Get_status_some = get_status_all, get_status_any, get_status_some
 
     # -- how ----
+
+    def _over_now(self) -> bool:
+        """Look at this one, as `done_now` looks at several; return whether it is over."""
+        world = self._world
+        (completion,) = look(world, (self,))
+        over = completion is not None and completion.over(world.kernel.current.clock)
+        if completion is not None and completion.finish_s is None:
+            world.kernel.fruitless()
+        world.charge_poll()
+        return over
+
+    def _undelivered(self) -> Deliver | None:
+        """Return what fills the program's memory; None if nothing does, or has done it already."""
+        deliver = self._deliver
+        return deliver if self._writes and not isinstance(deliver, Delivered) else None
 
     def _close(self) -> None:
         """Tell the ledger, if there is one, that nobody need wait any more."""
@@ -538,10 +543,37 @@ class Request(Handle):
         # Emptied before the delivery: if that raises (a truncation), the operation is nevertheless over.
         deliver, self._completion = self._deliver, None
         self._retire()
-        return None if deliver is _nothing else deliver(_UNSEEN if status is None else status)
+        return None if deliver is None else deliver(_UNSEEN if status is None else status)
 
     def _retire(self) -> None:
         self._identity = None
+
+
+# Functions, and not methods of the class: of those, and of calls with keywords, Python (3.11) makes the slow kind.
+def request_for(
+    world: World, completion: Completion, about: Any, deliver: Deliver | None = None, writes: bool = True,
+    withdraw: Withdraw | None = None,
+) -> Request:  # fmt: skip
+    """Return a request over a completion. `deliver(status)` runs when it is collected, or known to be over.
+
+    `about` is what a wait for it is told as; or a tuple of the arguments of `Member._waiting`, its member first.
+    `writes`: it fills a buffer, and runs also if the request is freed; else it makes the object of the request.
+    `withdraw(request, now_s)` cancels it; without, Cancel does nothing.
+    """
+    request = _new(Request)
+    request._identity = request._completion = completion
+    request._world, request._about, request._withdraw = world, about, withdraw
+    request._deliver, request._writes = deliver, writes
+    if world.resource_leaks is not None:
+        world.resource_leaks.opened(completion, world.kernel.current.rank, request._waiting)
+    return request
+
+
+def request_over(world: World, deliver: Deliver | None = None, writes: bool = True) -> Request:
+    """Return a request that is complete already: an eager send, or a call to PROC_NULL."""
+    # A finished completion instead of a special case, so that waits and tests take one path for all requests.
+    kernel = world.kernel
+    return request_for(world, Completion(kernel, kernel.current.clock), None, deliver, writes)
 
 
 @refusing

@@ -35,7 +35,7 @@ from spawnsim.virtual.engine.completion import Completion
 from spawnsim.virtual.engine.waiting import Waiting, await_one
 from spawnsim.virtual.engine.wire import STANDARD
 from spawnsim.virtual.mpi.instance import Call
-from spawnsim.virtual.mpi.requests import Request
+from spawnsim.virtual.mpi.requests import Request, request_for, request_over
 from spawnsim.virtual.mpi.rma_service import Access, Serve, WindowState
 from spawnsim.virtual.mpi.semantics import agree
 
@@ -232,7 +232,7 @@ class Epochs(Attributes):
         self._need()
         self._exposed = self._places(group)
         for rank in self._exposed:
-            self._comm._deliver(b"", rank, POST, STANDARD, operation="Post")
+            self._comm._deliver(b"", rank, POST, STANDARD, "Post")
         self._tokens = [self._comm._irecv(rank, COMPLETE, "Wait") for rank in self._exposed]
 
     def Start(self, group: Group, assertion: int = 0) -> None:
@@ -251,7 +251,7 @@ class Epochs(Attributes):
         for rank in sorted(self._started):
             # The flush comes before the token: the target may read its memory as soon as the token is there.
             self._flush(rank, "Complete")
-            self._comm._deliver(b"", rank, COMPLETE, STANDARD, operation="Complete")
+            self._comm._deliver(b"", rank, COMPLETE, STANDARD, "Complete")
         self._started = set()
 
     def Wait(self) -> bool:
@@ -416,12 +416,10 @@ class Accesses(Epochs):
     def _request(self, operation: str, access: Any, rank: int) -> Request:
         world, rank = self._windows.world, integer(rank)
         if access is None:
-            return Request.over(world)
+            return request_over(world)
         self._later(access, rank)
         begun = self._under_way[-1]
-        return Request.start(
-            world, access[0], self._waiting(operation, rank), lambda status: self._take(begun)
-        )
+        return request_for(world, access[0], self._waiting(operation, rank), lambda status: self._take(begun))
 
 
 def _no_answer(answer: Any) -> None:

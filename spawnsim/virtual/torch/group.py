@@ -23,7 +23,7 @@ from spawnsim.errors import Timeout, UnsupportedError, UsageError
 from spawnsim.virtual.diagnosis import place
 from spawnsim.virtual.engine.wire import SYNCHRONOUS
 from spawnsim.virtual.mpi.instance import CollectiveInstance
-from spawnsim.virtual.mpi.requests import Request
+from spawnsim.virtual.mpi.requests import request_for
 from spawnsim.virtual.timeline import watched
 from spawnsim.virtual.torch.collectives import (
     Bytes,
@@ -159,7 +159,7 @@ class VirtualProcessGroup(Base):  # type: ignore[misc]
         departure = self.comm._join(call)
         instance, me = departure.instance, departure.me
         deliver = lambda _: collect(instance.outcome(me))  # noqa: E731
-        request = Request.start(self.comm._world, departure, departure, deliver)
+        request = request_for(self.comm._world, departure, departure, deliver)
         work = VirtualWork(request, outputs, self._limit_of(opts), lambda: instance.keep(me))
         return self._kept(work, call.name, call.shapes)
 
@@ -455,7 +455,7 @@ class VirtualProcessGroup(Base):  # type: ignore[misc]
     def send(self, tensors: Any, dst: int, tag: int = 0) -> VirtualWork:
         """Send a tensor. As over gloo, it is over when the receiver has come to its receive, whatever the size."""
         (tensor,) = _listed(tensors)
-        request = self.comm._isend(raw(tensor), dst, tag, SYNCHRONOUS, operation="send")
+        request = self.comm._isend(raw(tensor), dst, tag, SYNCHRONOUS, "send")
         return self._kept(VirtualWork(request, [tensor], self._limit), "send", [list(tensor.shape)])
 
     def recv(self, tensors: Any, src: int, tag: int = 0) -> VirtualWork:

@@ -5,6 +5,7 @@ from support.random_programs import MIXTURES, differing
 from support.virtual_run import LATENCY, platform, run
 
 from spawnsim.errors import Livelock
+from spawnsim.virtual.mpi.module import MPI
 
 PROGRAMS = 60
 
@@ -17,11 +18,17 @@ def test_random_programs_log_what_a_plain_engine_logs(mixture):
 
 
 @pytest.mark.parametrize(
-    ("mixture", "seed"), [("rendezvous fifo", 855), ("no latency", 2672), ("no latency", 10107)]
+    ("mixture", "seed"),
+    [
+        ("rendezvous fifo", 855),
+        ("no latency", 2672),
+        ("no latency", 10107),
+        ("polls ties", 235),
+    ],
 )
 def test_programs_that_once_differed(mixture, seed):
     """Ties: on a card that takes one message after the other, of two requests of which either may end first, and of two
-    deadlines, after one of which something is sent.
+    deadlines, after one of which something is sent. And tests, in a row, of a long message of the rank to itself.
     """
     assert not differing([seed], mixture)
 
@@ -82,17 +89,30 @@ def test_an_error_before_a_look_ends_the_run_and_not_the_call():
     assert not caught
 
 
-def test_looks_in_a_row_take_one_turn():
+LOOKS = {
+    "Iprobe": lambda comm, request: comm.Iprobe(),
+    "Iprobe of a rank": lambda comm, request: comm.Iprobe(0),
+    "Test": lambda comm, request: request.Test(),
+    "Testall": lambda comm, request: MPI.Request.Testall([request, comm.isend(None, comm.rank)]),
+    "Testany": lambda comm, request: MPI.Request.Testany([request])[1],
+}
+
+
+@pytest.mark.parametrize("look", LOOKS)
+def test_looks_in_a_row_take_one_turn(look):
     """After the first, nothing that others still do can be seen by a look that comes within the latency."""
 
     def main(comm):
+        request = comm.irecv(source=(comm.rank + 1) % comm.size, tag=1)
         for _ in range(20):
             with comm.compute(0.01):
                 pass
             for _ in range(5):
-                assert not comm.Iprobe()
+                assert not LOOKS[look](comm, request)
+        comm.isend(None, comm.rank - 1 if comm.rank else comm.size - 1, tag=1)
+        request.wait()
 
-    assert run(main, 50)[0].scheduled <= 50 * 20
+    assert run(main, 50)[0].scheduled <= 50 * (20 + 1)  # and the message's arrival, behind a wildcard
 
 
 def test_wildcards_cost_one_event_a_message():
