@@ -186,8 +186,10 @@ class Epochs(Attributes):
 
     def _complete(self, begun: list[PendingAccess], operation: str) -> None:
         for each in begun:
+            rank, access, _ = each
             try:
-                self._wait(each[1], operation, each[0])
+                if not access.over(self._windows.world.kernel.current.clock):
+                    self._wait(access, operation, rank)
             # A Timeout is left out: a flush that met its deadline may be tried again, so the access stays under way.
             except (RankFailed, Revoked):
                 self._under_way.remove(each)  # it will never be over; one that is late may yet be
@@ -206,7 +208,8 @@ class Epochs(Attributes):
             rank, access, deliver = begun
             # Covered when taken, not when served: plain stores of the target may have written the memory that it
             # comes from.
-            self._comm._rank.digest.cover(access.answer)
+            if access.answer is not None:
+                self._comm._rank.digest.cover(access.answer)
             try:
                 deliver(access.answer)
             except PhantomError as error:
@@ -400,7 +403,11 @@ class Accesses(Epochs):
         # MPI: in a dynamic window the displacement is an absolute address, not an offset in units.
         if self._windows.flavor == constants.WIN_FLAVOR_DYNAMIC:
             memory, start = _region(part.regions, displacement)
-        return _located(memory, datatype, start, count, what=f"{operation} to rank {rank} of {self._label}")
+        try:
+            return locate(memory, datatype, start, (count, 1))
+        except ParameterError as error:
+            what = f"{operation} to rank {rank} of {self._label}"
+            raise CallError(ERR_RMA_RANGE, f"{what}: {error}") from None
 
     def _access(self, call: str, nbytes: tuple[int, int], serve: Serve, data: Any = None) -> Access:
         return Access(self._windows.world, call, nbytes, serve, data=data)
@@ -419,9 +426,7 @@ class Accesses(Epochs):
             return Request.over(world)
         self._later(access, rank)
         begun = self._under_way[-1]
-        return Request.start(
-            world, access[0], self._waiting(operation, rank), lambda status: self._take(begun)
-        )
+        return Request.start(world, access[0], (self, operation, rank), lambda status: self._take(begun))
 
 
 def _no_answer(answer: Any) -> None:
@@ -471,13 +476,6 @@ def _elements(data: Any, basic: Datatype) -> Any:
     found = np.zeros(len(data) // basic.size, basic.dtype)  # a pair travels without its padding
     basic.layout.scatter(as_bytes(found), data)
     return found
-
-
-def _located(memory: Any, datatype: Datatype, start: int, count: int, *, what: str) -> Buffer:
-    try:
-        return locate(memory, datatype, start, (count, 1))
-    except ParameterError as error:
-        raise CallError(ERR_RMA_RANGE, f"{what}: {error}") from None
 
 
 def _region(regions: Sequence[Any], place: int) -> tuple[Any, int]:

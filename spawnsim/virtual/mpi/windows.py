@@ -118,7 +118,8 @@ class Win(Accesses, Named, np.ndarray[Any, np.dtype[np.uint8]]):  # type: ignore
     def Attach(self, memory: Any) -> None:
         """Add memory to a dynamic window."""
         self._need()
-        self._windows.targets[self._place].regions.append(as_bytes(flat(memory)))
+        part = self._windows.targets[self._place]
+        part.regions = [*part.regions, as_bytes(flat(memory))]
 
     def Detach(self, memory: Any) -> None:
         """Take memory out of a dynamic window."""
