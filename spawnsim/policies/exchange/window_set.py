@@ -17,7 +17,7 @@ from typing import Any, Literal, cast, get_args
 import numpy as np
 from numpy.typing import NDArray
 
-from spawnsim.comm import BYTE, Comm, Request
+from spawnsim.comm import Comm, Request
 from spawnsim.errors import ParameterError, RankFailed, Revoked, Timeout
 from spawnsim.policies.exchange.snapshot_window import MOST_SLOTS, SnapshotWindow
 from spawnsim.policies.rules.cadence import Deadline, Every, Fixed, as_deadline
@@ -134,13 +134,11 @@ class MetricsBoard:
         if self._sent is not None:
             # One access at a time keeps the order: a newer report must not be overwritten by an older one.
             self._sent.Wait()  # the line before this one arrived long ago, unless the holder is gone
-        target = [at, line.nbytes, BYTE]
-        self._sent = self._win.Rput([line.view(np.uint8), line.nbytes, BYTE], self.holder, target)
+        self._sent = self._win.Rput(line.view(np.uint8), self.holder, at)
 
     def _read(self) -> None:
         lines = self._lines = np.zeros_like(self._lines)  # not the last ones: a late answer goes there
-        target = [0, lines.nbytes, BYTE]
-        self._win.Rget([lines.view(np.uint8), lines.nbytes, BYTE], self.holder, target).Wait()
+        self._win.Rget(lines.view(np.uint8), self.holder, 0).Wait()
 
     def _try(self, access: Callable[[], None]) -> bool:
         """Carry out an access; move to the next board if its holder does not answer. False when none is left."""
