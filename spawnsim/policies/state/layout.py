@@ -12,6 +12,7 @@ import hashlib
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import chain
 from operator import is_
 from typing import Any, Literal, get_args
@@ -223,14 +224,18 @@ class Layout:
     @classmethod
     def of(cls, tensors: Mapping[str, torch.Tensor]) -> Layout:
         """Return the layout of these tensors."""
-        return cls(Entry(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items())
+        return layout_of(
+            tuple(Entry(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items())
+        )
 
     @classmethod
     def parse(cls, text: bytes) -> Layout:
         """Return the layout that another rank described with `text`."""
         try:
             rows = json.loads(text)
-            return cls(Entry(str(name), _dtype(dtype), tuple(map(int, shape))) for name, dtype, shape in rows)
+            return layout_of(
+                tuple(Entry(str(name), _dtype(dtype), tuple(map(int, shape))) for name, dtype, shape in rows)
+            )
         except (ValueError, TypeError) as error:
             raise UsageError(
                 f"a rank sent a description of its model that cannot be read: {error}"
@@ -247,7 +252,8 @@ class Layout:
 
     def views(self, buffer: torch.Tensor) -> Tensors:
         """Return each tensor as a view into a uint8 buffer of `nbytes`."""
-        rows = (torch.split(row, self._counts[dtype]) for dtype, row in self.flat(buffer).items())
+        # Not `torch.split`, two functions of Python around the same call.
+        rows = (row.split_with_sizes(self._counts[dtype]) for dtype, row in self.flat(buffer).items())
         pieces = zip(self.entries, chain.from_iterable(rows), strict=True)
         return {entry.name: piece.view(entry.shape) for entry, piece in pieces}
 
@@ -280,6 +286,12 @@ class Layout:
             if mine.get(name) != theirs.get(name):
                 return f"{name} is {_shown(mine.get(name))} here and {_shown(theirs.get(name))} there"
         return "they hold the same tensors in another order"
+
+
+@lru_cache(maxsize=256)
+def layout_of(entries: tuple[Entry, ...]) -> Layout:
+    """Return the layout of tensors: the same object for the same entries, since models of virtual ranks are alike."""
+    return Layout(entries)
 
 
 def digest_of(text: bytes) -> int:

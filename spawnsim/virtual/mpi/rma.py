@@ -7,6 +7,7 @@ target serves it is decided in `rma_service`.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -36,7 +37,7 @@ from spawnsim.virtual.engine.waiting import Waiting, await_one
 from spawnsim.virtual.engine.wire import STANDARD
 from spawnsim.virtual.mpi.instance import Call
 from spawnsim.virtual.mpi.requests import Request
-from spawnsim.virtual.mpi.rma_service import Access, Serve, WindowState
+from spawnsim.virtual.mpi.rma_service import NOBODY, Access, Serve, WindowState
 from spawnsim.virtual.mpi.semantics import agree
 
 POST, COMPLETE = 1, 2  # tags of the active-target epochs
@@ -44,22 +45,30 @@ POST, COMPLETE = 1, 2  # tags of the active-target epochs
 PendingAccess = tuple[int, Access, Callable[[Any], Any]]
 
 
+@dataclass(eq=False, slots=True)
+class Epoch:
+    """What one rank has begun on a window: who may be accessed, and what is under way. All its handles share it."""
+
+    locked: set[int] = NOBODY
+    started: frozenset[int] = frozenset()
+    locked_all: bool = False
+    fenced: bool = False
+    under_way: list[PendingAccess] = field(default_factory=list)
+    tokens: Sequence[Request] = ()  # of those whom Post has let in
+
+
 class Epochs(Attributes):
-    """The state of one rank's window handle: who may be accessed, and what is under way."""
+    """The calls of one rank's window handle that begin and end epochs."""
+
+    __slots__ = ()
 
     _comm: Any
     _windows: WindowState
     _name: str
     _place: int
-    _locked: set[int]
-    _started: set[int]
-    _locked_all: bool
-    _fenced: bool
-    _under_way: list[PendingAccess]
-    _tokens: list[Request]
-    _exposed: list[int]
+    _epoch: Epoch
     _errhandler: Any
-    _info: Info
+    _info: Info | None
 
     def _exist(self) -> None:
         if self._identity is None:
@@ -89,7 +98,8 @@ class Epochs(Attributes):
             raise CallError(ERR_RANK, f"{operation}: rank {rank} is not in {self._label}")
         # MPI: accesses are allowed inside an access epoch only; a fence, a lock or a Start opens one. Real
         # libraries often accept them, and the program then fails on the next machine.
-        if not (self._fenced or self._locked_all or rank in self._locked or rank in self._started):
+        epoch = self._epoch
+        if not (epoch.locked_all or epoch.fenced or rank in epoch.locked or rank in epoch.started):
             raise CallError(
                 ERR_RMA_SYNC,
                 f"{operation} to rank {rank} of {self._label} outside an epoch: Lock, Fence or Start first",
@@ -104,7 +114,7 @@ class Epochs(Attributes):
         if rank == PROC_NULL:
             return
         # MPI: a rank may hold one lock per target and window. A second one would wait for the first for ever.
-        if rank in self._locked:
+        if rank in self._epoch.locked:
             raise CallError(ERR_RMA_SYNC, f"Lock: {self._label} holds a lock on rank {rank} already")
         if not 0 <= rank < len(self._windows.targets):
             raise CallError(ERR_RANK, f"Lock: rank {rank} is not in {self._label}")
@@ -113,7 +123,8 @@ class Epochs(Attributes):
         windows.world.kernel.observe()
         access = Access(windows.world, "Lock", (0, 0), lambda data: None, lock=lock_type)
         self._wait(windows.request(origin, rank, access), "Lock", rank)
-        self._locked.add(rank)
+        self._epoch.locked = self._epoch.locked or set()
+        self._epoch.locked.add(rank)
 
     def Unlock(self, rank: int) -> None:
         """End the access: all calls to that rank are then complete there."""
@@ -121,12 +132,12 @@ class Epochs(Attributes):
         rank = integer(rank)
         if rank == PROC_NULL:
             return
-        if rank not in self._locked:
+        if rank not in self._epoch.locked:
             raise CallError(ERR_RMA_SYNC, f"Unlock: {self._label} holds no lock on rank {rank}")
         # MPI: all operations of the epoch are complete at the target when Unlock returns, so they are flushed
         # before the lock goes.
         self._flush(rank, "Unlock")
-        self._locked.discard(rank)
+        self._epoch.locked.discard(rank)
         # The release is not waited for: nothing of this rank depends on it, and Unlock costs what a send does.
         self._windows.release(self._comm._rank, rank)
         self._windows.world.kernel.observe()
@@ -134,19 +145,19 @@ class Epochs(Attributes):
     def Lock_all(self, assertion: int = 0) -> None:
         """Begin to access all parts, shared. A part locked alone by another is waited for when it is accessed."""
         self._need()
-        if self._locked_all:
+        if self._epoch.locked_all:
             raise CallError(ERR_RMA_SYNC, f"Lock_all: {self._label} is locked already")
         # No message: MPI allows a lock to be acquired lazily. Asking each of 1,000 targets would cost 1,000 round
         # trips.
-        self._locked_all = True
+        self._epoch.locked_all = True
 
     def Unlock_all(self) -> None:
         """End the access to all parts."""
         self._need()
-        if not self._locked_all:
+        if not self._epoch.locked_all:
             raise CallError(ERR_RMA_SYNC, f"Unlock_all: {self._label} is not locked")
         self._flush_all("Unlock_all")
-        self._locked_all = False
+        self._epoch.locked_all = False
 
     def Flush(self, rank: int) -> None:
         """Complete all calls to one rank."""
@@ -179,10 +190,10 @@ class Epochs(Attributes):
         world.kernel.fruitless()
 
     def _flush(self, rank: int, operation: str) -> None:
-        self._complete([each for each in self._under_way if each[0] == rank], operation)
+        self._complete([each for each in self._epoch.under_way if each[0] == rank], operation)
 
     def _flush_all(self, operation: str) -> None:
-        self._complete(self._under_way[:], operation)
+        self._complete(self._epoch.under_way[:], operation)
 
     def _complete(self, begun: list[PendingAccess], operation: str) -> None:
         for each in begun:
@@ -192,7 +203,7 @@ class Epochs(Attributes):
                     self._wait(access, operation, rank)
             # A Timeout is left out: a flush that met its deadline may be tried again, so the access stays under way.
             except (RankFailed, Revoked):
-                self._under_way.remove(each)  # it will never be over; one that is late may yet be
+                self._epoch.under_way.remove(each)  # it will never be over; one that is late may yet be
                 raise
             self._take(each)
 
@@ -203,8 +214,9 @@ class Epochs(Attributes):
         """
         # An access can be collected twice, by a flush and by its request. Delivering twice would overwrite what the
         # program has stored since.
-        if begun in self._under_way:
-            self._under_way.remove(begun)
+        under_way = self._epoch.under_way
+        if begun in under_way:
+            under_way.remove(begun)
             rank, access, deliver = begun
             # Covered when taken, not when served: plain stores of the target may have written the memory that it
             # comes from.
@@ -228,15 +240,15 @@ class Epochs(Attributes):
         self._comm._meet(Call("Fence", "barrier"))
         self._windows.world.kernel.observe()
         # MPI: MODE_NOSUCCEED says that no epoch follows, so later accesses without a lock are errors.
-        self._fenced = not assertion & constants.MODE_NOSUCCEED
+        self._epoch.fenced = not assertion & constants.MODE_NOSUCCEED
 
     def Post(self, group: Group, assertion: int = 0) -> None:
         """Let the ranks of a group access this rank's part."""
         self._need()
-        self._exposed = self._places(group)
-        for rank in self._exposed:
+        exposed = self._places(group)
+        for rank in exposed:
             self._comm._deliver(b"", rank, POST, STANDARD, operation="Post")
-        self._tokens = [self._comm._irecv(rank, COMPLETE, "Wait") for rank in self._exposed]
+        self._epoch.tokens = [self._comm._irecv(rank, COMPLETE, "Wait") for rank in exposed]
 
     def Start(self, group: Group, assertion: int = 0) -> None:
         """Begin to access the parts of a group's ranks; waits until they have posted."""
@@ -245,31 +257,31 @@ class Epochs(Attributes):
         for rank in places:
             # MPI lets Start wait or not; waiting here means that no access can come to a part that is not exposed yet.
             self._comm._accept(rank, POST, "Start")
-        self._started = set(places)
+        self._epoch.started = frozenset(places)
 
     def Complete(self) -> None:
         """End the access that Start began."""
         self._need()
         # Sorted: sets have no order that a run may depend on.
-        for rank in sorted(self._started):
+        for rank in sorted(self._epoch.started):
             # The flush comes before the token: the target may read its memory as soon as the token is there.
             self._flush(rank, "Complete")
             self._comm._deliver(b"", rank, COMPLETE, STANDARD, operation="Complete")
-        self._started = set()
+        self._epoch.started = frozenset()
 
     def Wait(self) -> bool:
         """Wait until all ranks of Post's group have completed."""
         self._need()
-        Request.waitall(self._tokens)
-        self._tokens = []
+        Request.waitall(self._epoch.tokens)
+        self._epoch.tokens = ()
         return True
 
     def Test(self) -> bool:
         """Return whether all ranks of Post's group have completed."""
         self._need()
-        over = Request.Testall(self._tokens)
+        over = Request.Testall(self._epoch.tokens)
         if over:
-            self._tokens = []
+            self._epoch.tokens = ()
         return over
 
     def _places(self, group: Group) -> list[int]:
@@ -278,6 +290,8 @@ class Epochs(Attributes):
 
 class Accesses(Epochs):
     """Put, Get and the atomic calls."""
+
+    __slots__ = ()
 
     def Put(self, origin: Any, target_rank: int, target: Any = None) -> None:
         """Write to a part. The origin's buffer is free again at once."""
@@ -417,7 +431,7 @@ class Accesses(Epochs):
 
     def _later(self, access: Any, rank: int) -> None:
         if access is not None:
-            self._under_way.append((integer(rank), *access))
+            self._epoch.under_way.append((integer(rank), *access))
 
     # `_later` first: the access must also be completed by Flush, Unlock and Fence (MPI), not by its request alone.
     def _request(self, operation: str, access: Any, rank: int) -> Request:
@@ -425,7 +439,7 @@ class Accesses(Epochs):
         if access is None:
             return Request.over(world)
         self._later(access, rank)
-        begun = self._under_way[-1]
+        begun = self._epoch.under_way[-1]
         return Request.start(world, access[0], (self, operation, rank), lambda status: self._take(begun))
 
 

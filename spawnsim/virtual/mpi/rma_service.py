@@ -241,6 +241,7 @@ class Access(RoundTrip):
     )
     connection: Connection  # on which it was sent
     answer: Any
+    serve: Any  # None: it was served
 
     def __init__(
         self,
@@ -372,6 +373,7 @@ class WindowState:
             self.world.deferred.settle(target.id, wait=False)  # the window may be over its weights
         # Served before the link is judged, since the memory is changed even if the answer is then lost.
         access.answer, verdict = access.serve(access.data), DELIVERED
+        access.serve = access.data = None  # a program may keep the request for long
         if self.world.links is not None:
             verdict = self._judge((target, origin), self.world.kernel.env.now, access, ANSWER)
         if verdict.lost:
