@@ -210,7 +210,8 @@ class SnapshotWindow:
     ) -> None:  # fmt: skip
         self.comm = comm
         # Headers come in microseconds, and must not teach patience with models, which wait for each other on the wire.
-        self._headers_in, self._slots_in = deadline, deepcopy(deadline)
+        self._headers_in = deadline
+        self._slots_in: Deadline | None = None  # a copy, made when this rank first reads: few ranks do
         self._compression = Compression(compression)
         self.counts: Counter[str] = Counter()
         self.version = 0
@@ -264,6 +265,8 @@ class SnapshotWindow:
         The tensors are on `device`, and stay valid until the next call.
         """
         self._device = device
+        if self._slots_in is None:
+            self._slots_in = deepcopy(self._headers_in)
         taken: dict[int, RemoteSnapshot] = {}
         self._reclaim()
         waiting = list(donors)
@@ -332,6 +335,7 @@ class SnapshotWindow:
                 for key, header in heads[donor].items()
             }
 
+        assert self._slots_in is not None
         return self._arrived(self._asked(heads, ask), self._slots_in)
 
     def _asked(self, donors: Iterable[int], ask: Callable[[int], T]) -> dict[int, T]:

@@ -93,7 +93,8 @@ class Epochs(Attributes):
 
     def _check(self, rank: int, operation: str) -> None:
         """Refuse an access outside any epoch."""
-        self._need()
+        if self._identity is None or self._comm._context.revoked_s is not None:
+            self._need()
         if not 0 <= rank < len(self._windows.targets):
             raise CallError(ERR_RANK, f"{operation}: rank {rank} is not in {self._label}")
         # MPI: accesses are allowed inside an access epoch only; a fence, a lock or a Start opens one. Real
@@ -295,41 +296,39 @@ class Accesses(Epochs):
 
     def Put(self, origin: Any, target_rank: int, target: Any = None) -> None:
         """Write to a part. The origin's buffer is free again at once."""
-        self._later(self._put(origin, target_rank, target, REPLACE), target_rank)
+        self._put(origin, target_rank, target, REPLACE)
 
     def Get(self, origin: Any, target_rank: int, target: Any = None) -> None:
         """Read from a part. The data are in the origin's buffer after the next flush, unlock, fence or complete."""
-        self._later(self._get(origin, target_rank, target), target_rank)
+        self._get(origin, target_rank, target)
 
     def Accumulate(self, origin: Any, target_rank: int, target: Any = None, op: Op = SUM) -> None:
         """Combine with a part, atomically."""
-        self._later(self._put(origin, target_rank, target, op), target_rank)
+        self._put(origin, target_rank, target, op)
 
     def Get_accumulate(
         self, origin: Any, result: Any, target_rank: int, target: Any = None, op: Op = SUM
     ) -> None:
         """Combine with a part and return what was there, atomically."""
-        self._later(self._swap(origin, result, target_rank, target, op=op), target_rank)
+        self._swap(origin, result, target_rank, target, op=op)
 
     def Rput(self, origin: Any, target_rank: int, target: Any = None) -> Request:
         """Start Put; the request is over when the data are written."""
-        return self._request("Rput", self._put(origin, target_rank, target, REPLACE), target_rank)
+        return self._request("Rput", self._put(origin, target_rank, target, REPLACE))
 
     def Rget(self, origin: Any, target_rank: int, target: Any = None) -> Request:
         """Start Get; the request is over when the data are there."""
-        return self._request("Rget", self._get(origin, target_rank, target), target_rank)
+        return self._request("Rget", self._get(origin, target_rank, target))
 
     def Raccumulate(self, origin: Any, target_rank: int, target: Any = None, op: Op = SUM) -> Request:
         """Start Accumulate."""
-        return self._request("Raccumulate", self._put(origin, target_rank, target, op), target_rank)
+        return self._request("Raccumulate", self._put(origin, target_rank, target, op))
 
     def Rget_accumulate(
         self, origin: Any, result: Any, target_rank: int, target: Any = None, op: Op = SUM
     ) -> Request:
         """Start Get_accumulate."""
-        return self._request(
-            "Rget_accumulate", self._swap(origin, result, target_rank, target, op=op), target_rank
-        )
+        return self._request("Rget_accumulate", self._swap(origin, result, target_rank, target, op=op))
 
     def Fetch_and_op(
         self, origin: Any, result: Any, target_rank: int, target_disp: int = 0, op: Op = SUM
@@ -337,9 +336,7 @@ class Accesses(Epochs):
         """Combine one element and return what was there, atomically."""
         # With NO_OP the origin's buffer is ignored in MPI and may be None, so it is not checked.
         _check_single("Fetch_and_op", result, *([] if op == NO_OP else [origin]))
-        self._later(
-            self._swap(origin, result, target_rank, [integer(target_disp, AINT), 1], op=op), target_rank
-        )
+        self._swap(origin, result, target_rank, [integer(target_disp, AINT), 1], op=op)
 
     def Compare_and_swap(
         self, origin: Any, compare: Any, result: Any, target_rank: int, target_disp: int = 0
@@ -361,12 +358,11 @@ class Accesses(Epochs):
             return there
 
         sizes = new.nbytes + expected.nbytes, new.nbytes
-        access = self._access("Compare_and_swap", sizes, serve, [new, expected])
-        self._later((self._send(target_rank, access), found.unpack), target_rank)
+        self._begin(target_rank, "Compare_and_swap", sizes, serve, found.unpack, data=[new, expected])
 
     # -- how they are made -----------------------------------------------------------------------------------
 
-    def _put(self, origin: Any, rank: int, target: Any, op: Op) -> Any:
+    def _put(self, origin: Any, rank: int, target: Any, op: Op) -> PendingAccess | None:
         rank = integer(rank)
         if rank == PROC_NULL:
             return None
@@ -375,20 +371,19 @@ class Accesses(Epochs):
         _check_op(op, own, part)
         call = "Put" if op == REPLACE else "Accumulate"
         # `pack` copies: the target serves later, and the origin's buffer may have changed by then.
-        access = self._access(call, (own.nbytes, 0), lambda data: _apply(op, part, data), own.pack())
-        return self._send(rank, access), _no_answer
+        sizes, data = (own.nbytes, 0), own.pack()
+        return self._begin(rank, call, sizes, lambda data: _apply(op, part, data), _no_answer, data=data)
 
-    def _get(self, origin: Any, rank: int, target: Any) -> Any:
+    def _get(self, origin: Any, rank: int, target: Any) -> PendingAccess | None:
         rank = integer(rank)
         if rank == PROC_NULL:
             return None
         own = as_buffer(origin, writable=True)
         part = self._part(rank, target, own, "Get")
         # Packed when the target serves, not now: a Get returns what is there at that time.
-        access = self._access("Get", (0, part.nbytes), lambda data: part.pack())
-        return self._send(rank, access), own.unpack
+        return self._begin(rank, "Get", (0, part.nbytes), lambda data: part.pack(), own.unpack)
 
-    def _swap(self, origin: Any, result: Any, rank: int, target: Any, *, op: Op) -> Any:
+    def _swap(self, origin: Any, result: Any, rank: int, target: Any, *, op: Op) -> PendingAccess | None:
         rank = integer(rank)
         if rank == PROC_NULL:
             return None
@@ -405,8 +400,7 @@ class Accesses(Epochs):
             return there
 
         sizes = 0 if data is None else data.nbytes, found.nbytes
-        access = self._access("Get_accumulate", sizes, serve, data)
-        return self._send(rank, access), found.unpack
+        return self._begin(rank, "Get_accumulate", sizes, serve, found.unpack, data=data)
 
     def _part(self, rank: int, target: Any, own: Buffer, operation: str) -> Buffer:
         """Return the buffer in the target's memory that an access means."""
@@ -423,24 +417,31 @@ class Accesses(Epochs):
             what = f"{operation} to rank {rank} of {self._label}"
             raise CallError(ERR_RMA_RANGE, f"{what}: {error}") from None
 
-    def _access(self, call: str, nbytes: tuple[int, int], serve: Serve, data: Any = None) -> Access:
-        return Access(self._windows.world, call, nbytes, serve, data=data)
+    def _begin(
+        self,
+        rank: int,
+        call: str,
+        nbytes: tuple[int, int],
+        serve: Serve,
+        deliver: Callable[[Any], Any],
+        *,
+        data: Any = None,
+    ) -> PendingAccess:
+        """Send an access of so many bytes (there, back). `deliver` gets the answer when the access is completed."""
+        windows = self._windows
+        access = Access(windows.world, call, nbytes, serve, data=data)
+        windows.request(self._comm._rank, rank, access)
+        begun = rank, access, deliver
+        self._epoch.under_way.append(begun)
+        return begun
 
-    def _send(self, rank: int, access: Access) -> Access:
-        return self._windows.request(self._comm._rank, rank, access)
-
-    def _later(self, access: Any, rank: int) -> None:
-        if access is not None:
-            self._epoch.under_way.append((integer(rank), *access))
-
-    # `_later` first: the access must also be completed by Flush, Unlock and Fence (MPI), not by its request alone.
-    def _request(self, operation: str, access: Any, rank: int) -> Request:
-        world, rank = self._windows.world, integer(rank)
-        if access is None:
+    # The access stays among those under way: it is also completed by Flush, Unlock and Fence (MPI).
+    def _request(self, operation: str, begun: PendingAccess | None) -> Request:
+        world = self._windows.world
+        if begun is None:
             return Request.over(world)
-        self._later(access, rank)
-        begun = self._epoch.under_way[-1]
-        return Request.start(world, access[0], (self, operation, rank), lambda status: self._take(begun))
+        rank, access, _ = begun
+        return Request.start(world, access, (self, operation, rank), lambda status: self._take(begun))
 
 
 def _no_answer(answer: Any) -> None:

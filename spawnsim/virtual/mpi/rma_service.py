@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 from spawnsim.comm.constants import LOCK_EXCLUSIVE
 from spawnsim.comm.deferred import WAITING
@@ -43,13 +43,8 @@ class Packet(Message):
         self._landed(arrival_s)
 
 
-class TransferTimes(NamedTuple):
-    """What it takes to send data from a time on: see `network.cost`."""
-
-    send_s: float
-    left_s: float
-    arrival_s: float
-    drain_s: float
+# How long data keep the sender, when they have left it, when they arrive, how long they then keep the receiver's NIC.
+TransferTimes = tuple[float, float, float, float]
 
 
 def inject(world: World, link: tuple[Rank, Rank], nbytes: int, now_s: float) -> TransferTimes:
@@ -71,7 +66,7 @@ def inject(world: World, link: tuple[Rank, Rank], nbytes: int, now_s: float) -> 
             source.bulk_free_s = begin_s + inject_s
         else:
             source.nic_free_s = begin_s + inject_s
-    return TransferTimes(send_s, begin_s + inject_s, begin_s + flight_s, drain_s)
+    return send_s, begin_s + inject_s, begin_s + flight_s, drain_s
 
 
 class RoundTrip(Uncertain):
@@ -254,7 +249,10 @@ class Access(RoundTrip):
         lock: int = 0,
     ) -> None:
         """Prepare an access of so many bytes (there, back); `serve(data)` returns the answer's payload."""
-        super().__init__(world.kernel)
+        # As `RoundTrip` does it, without three calls.
+        self.kernel, self.nic, self.drain_s = world.kernel, None, 0.0
+        self.finish_s = self.waiter = self.dependents = None
+        self.lost = False
         self.call, self.nbytes, self.serve, self.data, self.lock = call, nbytes, serve, data, lock
         self.number, self.answer = 0, None
         self.here = False  # at its target, maybe before others that were sent earlier
