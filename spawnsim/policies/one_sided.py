@@ -54,7 +54,7 @@ from spawnsim.policies.rules.selection import (
     spare_the_best,
 )
 from spawnsim.policies.state.codecs import Codec
-from spawnsim.policies.state.layout import ModelAndOptimizer, StateScope, collect
+from spawnsim.policies.state.layout import Collector, ModelAndOptimizer, StateScope
 from spawnsim.policies.state.snapshot import Compression, model_device
 
 logger = logging.getLogger(__name__)
@@ -117,6 +117,7 @@ class OneSidedSelectiveAveragingPolicy(SpawnPolicy):
         )  # fmt: skip
         self._by_board = selection is not None or replacement_mode == "worst_ratio"
         travels = travels if travels is not None else StateScope(optimizer_state="reset")
+        self._collect = Collector(travels, real=False)
         self.replacement = Replacement(model_builder, averaging_strategy, float(momentum), "replace", travels, explore)
         Compression(compression)  # refuses what it does not know
         self.compression, self.guard = compression, bool(guard)
@@ -124,7 +125,7 @@ class OneSidedSelectiveAveragingPolicy(SpawnPolicy):
         self.publishing = Every(self.windows.publish_every or self.average_every)
         self.cooldown = check_cooldown(self.average_every if cooldown is None else cooldown)
         self.threshold_metric, self.replacement_ratio = float(threshold_metric), float(replacement_ratio)
-        self.replacement_mode, self.age_range = replacement_mode, check_age_range(age_range)
+        self.age_range = check_age_range(age_range)
         self.total_iterations = 0
         self._donors = donors
         self._group = group  # the one that a call without a group means
@@ -158,7 +159,7 @@ class OneSidedSelectiveAveragingPolicy(SpawnPolicy):
         self._age = Age(self.age_range, comm.rng("age"))
         if self._resumed_age is not None:
             self._age.age, self._age.max_age = self._resumed_age
-        opened = self.windows.open(comm, collect(model, optimizer, self.replacement.travels), self.compression)
+        opened = self.windows.open(comm, self._collect(model, optimizer), self.compression)
         self._opened = opened
         self._rounds.close()
         return opened
@@ -221,7 +222,7 @@ class OneSidedSelectiveAveragingPolicy(SpawnPolicy):
         if due and self._by_board and not first:
             self._report(opened, iteration, metric, judged=not info["is_replaced"])
         if self._expose and (first or info["is_replaced"] or self.publishing.due(iteration)):
-            info["bytes"] += opened.snapshots.publish(collect(model, optimizer, self.replacement.travels), iteration)
+            info["bytes"] += opened.snapshots.publish(self._collect(model, optimizer), iteration)
         return model, optimizer
 
     def _report(self, opened: OpenWindows, iteration: int, metric: float, *, judged: bool) -> None:
@@ -316,6 +317,11 @@ class OneSidedSelectiveAveragingPolicy(SpawnPolicy):
         contributions = [Contribution(donor, got.iteration, share[donor], got.tensors) for donor, got in taken.items()]
         kept = usable(opened.comm, contributions, whose, self.replacement.travels, guard=self.guard)
         return kept, sum(got.nbytes for got in taken.values())
+
+    @property
+    def replacement_mode(self) -> str:
+        """As given."""
+        return str(self.idle_info["replacement_mode"])
 
     @property
     def averaging_strategy(self) -> str:

@@ -255,7 +255,9 @@ class Layout:
         # Not `torch.split`, two functions of Python around the same call.
         rows = (row.split_with_sizes(self._counts[dtype]) for dtype, row in self.flat(buffer).items())
         pieces = zip(self.entries, chain.from_iterable(rows), strict=True)
-        return {entry.name: piece.view(entry.shape) for entry, piece in pieces}
+        return {
+            entry.name: piece if len(entry.shape) == 1 else piece.view(entry.shape) for entry, piece in pieces
+        }
 
     def flat(self, buffer: torch.Tensor) -> dict[torch.dtype, torch.Tensor]:
         """Return each dtype's segment of a uint8 buffer as one flat tensor."""
@@ -311,9 +313,10 @@ def _shown(entry: Entry | None) -> str:
 
 
 class Collector:
-    """Collects live tensors as real ones, and gives the same mapping again as long as they are the same memory.
+    """Collects live tensors, and gives the same mapping again as long as they are the same memory.
 
-    What was collected keeps that memory alive, so another tensor cannot have come to lie at the same address.
+    Complex ones are seen as `real`, unless told otherwise. What was collected keeps that memory alive, so another
+    tensor cannot have come to lie at the same address.
     """
 
     # Walking the modules of a model by `named_parameters` takes longer than summing its small tensors. What it would
@@ -322,8 +325,8 @@ class Collector:
     # how long it is, and, where frozen ones are left out, whether it is trained. Identity of the tensor objects would
     # not do: `tensor.data = other` keeps the object and changes its memory.
 
-    def __init__(self, travels: StateScope) -> None:
-        self._travels = travels
+    def __init__(self, travels: StateScope, *, real: bool = True) -> None:
+        self._travels, self._real = travels, real
         self._live: Tensors = {}
         self._root: object = None  # the dictionary of the model's own children
         self._children: list[dict[str, Any]] = []  # of each module
@@ -335,11 +338,15 @@ class Collector:
         """Return what travels, by name."""
         # State comes and goes; what TorchScript keeps of its modules is in C++, and cannot be compared.
         if self._travels.with_optimizer or isinstance(model, torch.jit.ScriptModule):
-            return as_real(collect(model, optimizer, self._travels))
+            return self._collect(model, optimizer)
         if not (self._same_modules(model) and self._read() == self._memory):
             self._walk(model)
-            self._live = as_real(collect(model, None, self._travels))
+            self._live = self._collect(model, None)
         return self._live
+
+    def _collect(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer | None) -> Tensors:
+        live = collect(model, optimizer, self._travels)
+        return as_real(live) if self._real else live
 
     def _same_modules(self, model: torch.nn.Module) -> bool:
         """Whether there are the same modules: one that comes or goes does so among the children of a known one."""
