@@ -315,8 +315,8 @@ def _shown(entry: Entry | None) -> str:
 class Collector:
     """Collects live tensors, and gives the same mapping again as long as they are the same memory.
 
-    Complex ones are seen as `real`, unless told otherwise. What was collected keeps that memory alive, so another
-    tensor cannot have come to lie at the same address.
+    For sums, complex ones are seen as `real` and shapes do not count; else all are as they are. What was collected
+    keeps that memory alive, so another tensor cannot have come to lie at the same address.
     """
 
     # Walking the modules of a model by `named_parameters` takes longer than summing its small tensors. What it would
@@ -332,7 +332,7 @@ class Collector:
         self._children: list[dict[str, Any]] = []  # of each module
         self._modules: list[object] = []  # what is in these
         self._tensors: list[dict[str, Any]] = []  # parameters and buffers of each module
-        self._memory: tuple[Sequence[int], ...] = ()
+        self._memory: tuple[Sequence[Any], ...] = ()
 
     def __call__(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer | None) -> Tensors:
         """Return what travels, by name."""
@@ -355,12 +355,15 @@ class Collector:
             return False
         return all(map(is_, chain.from_iterable(map(dict.values, self._children)), self._modules))
 
-    def _read(self) -> tuple[Sequence[int], ...]:
+    def _read(self) -> tuple[Sequence[Any], ...]:
         """Return where the tensors lie, and what else decides what is collected."""
         values = chain.from_iterable(map(dict.values, self._tensors))
         held = [each for each in values if each is not None]
         trained = [] if self._travels.frozen else [each.requires_grad for each in held]
-        return [*map(torch.Tensor.data_ptr, held)], [*map(torch.Tensor.numel, held)], trained
+        places = [*map(torch.Tensor.data_ptr, held)]
+        if self._real:  # sums go along the memory: there a tensor has a length alone
+            return places, [*map(torch.Tensor.numel, held)], trained
+        return places, [*map(torch.Tensor.size, held)], [*map(torch.Tensor.stride, held)], trained
 
     def _walk(self, model: torch.nn.Module) -> None:
         self._root, modules = model._modules, list(model.modules())
