@@ -90,6 +90,9 @@ class Clock:
         Args:
             seconds: Virtual seconds for each call, above 0; math.inf waits for ever.
 
+        Returns:
+            The context manager.
+
         Raises:
             ParameterError: A time that is not above 0.
         """

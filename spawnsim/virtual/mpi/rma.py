@@ -358,7 +358,7 @@ class Accesses(Epochs):
             return there
 
         sizes = new.nbytes + expected.nbytes, new.nbytes
-        self._begin(target_rank, "Compare_and_swap", sizes, serve, found.unpack, data=[new, expected])
+        self._begin(target_rank, "Compare_and_swap", sizes, serve, deliver=found.unpack, data=[new, expected])
 
     # -- how they are made -----------------------------------------------------------------------------------
 
@@ -372,7 +372,9 @@ class Accesses(Epochs):
         call = "Put" if op == REPLACE else "Accumulate"
         # `pack` copies: the target serves later, and the origin's buffer may have changed by then.
         sizes, data = (own.nbytes, 0), own.pack()
-        return self._begin(rank, call, sizes, lambda data: _apply(op, part, data), _no_answer, data=data)
+        return self._begin(
+            rank, call, sizes, lambda data: _apply(op, part, data), deliver=_no_answer, data=data
+        )
 
     def _get(self, origin: Any, rank: int, target: Any) -> PendingAccess | None:
         rank = integer(rank)
@@ -381,7 +383,7 @@ class Accesses(Epochs):
         own = as_buffer(origin, writable=True)
         part = self._part(rank, target, own, "Get")
         # Packed when the target serves, not now: a Get returns what is there at that time.
-        return self._begin(rank, "Get", (0, part.nbytes), lambda data: part.pack(), own.unpack)
+        return self._begin(rank, "Get", (0, part.nbytes), lambda data: part.pack(), deliver=own.unpack)
 
     def _swap(self, origin: Any, result: Any, rank: int, target: Any, *, op: Op) -> PendingAccess | None:
         rank = integer(rank)
@@ -400,7 +402,7 @@ class Accesses(Epochs):
             return there
 
         sizes = 0 if data is None else data.nbytes, found.nbytes
-        return self._begin(rank, "Get_accumulate", sizes, serve, found.unpack, data=data)
+        return self._begin(rank, "Get_accumulate", sizes, serve, deliver=found.unpack, data=data)
 
     def _part(self, rank: int, target: Any, own: Buffer, operation: str) -> Buffer:
         """Return the buffer in the target's memory that an access means."""
@@ -418,15 +420,9 @@ class Accesses(Epochs):
             raise CallError(ERR_RMA_RANGE, f"{what}: {error}") from None
 
     def _begin(
-        self,
-        rank: int,
-        call: str,
-        nbytes: tuple[int, int],
-        serve: Serve,
-        deliver: Callable[[Any], Any],
-        *,
+        self, rank: int, call: str, nbytes: tuple[int, int], serve: Serve, *, deliver: Callable[[Any], Any],
         data: Any = None,
-    ) -> PendingAccess:
+    ) -> PendingAccess:  # fmt: skip
         """Send an access of so many bytes (there, back). `deliver` gets the answer when the access is completed."""
         windows = self._windows
         access = Access(windows.world, call, nbytes, serve, data=data)

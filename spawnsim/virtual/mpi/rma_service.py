@@ -105,9 +105,8 @@ def answer(world: World, source: Rank, dest: Rank, nbytes: int, *, delay_s: floa
 
 Action = Callable[[], None]
 Serve = Callable[[Any], Any]  # from the data that came to those of the answer
-NOBODY: Any = (
-    frozenset()
-)  # the sharers of a part that was never locked, as most are: a set takes 0.2 kB, even empty
+# Who shares the lock of a part that was never locked, as most are: a set takes 0.2 kB, even empty.
+NOBODY: Any = frozenset()
 
 
 @dataclass(eq=False, slots=True)
@@ -223,17 +222,8 @@ class Access(RoundTrip):
     """One access under way, there and back; over when its answer is back at the origin."""
 
     __slots__ = (
-        "answer",
-        "call",
-        "connection",
-        "copy_s",
-        "data",
-        "here",
-        "lock",
-        "nbytes",
-        "number",
-        "serve",
-    )
+        "answer", "call", "connection", "copy_s", "data", "here", "lock", "nbytes", "number", "serve",
+    )  # fmt: skip
     connection: Connection  # on which it was sent
     answer: Any
     serve: Any  # None: it was served
@@ -263,13 +253,12 @@ class Access(RoundTrip):
         self.here = True
         # MPI: accumulates of one origin to one target are ordered. A small request may be complete before a large
         # one that was sent earlier, so it is held back here.
-        coming = self.connection.coming
+        connection = self.connection
+        coming = connection.coming
         while coming and coming[0].here:
-            access = coming.pop(0)
             # Two steps: the target must look first, then the lock must let the access in. The lock taken at arrival
             # would be held for a block of computing.
-            connection = access.connection
-            connection.windows.when_looking(connection.target, access.ask)
+            connection.windows.when_looking(connection.target, coming.pop(0).ask)
 
     def ask(self) -> None:
         """Ask the target's lock to let it in."""
