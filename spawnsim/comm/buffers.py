@@ -293,10 +293,8 @@ def locate(memory: Array, datatype: Datatype, start: int, shape: tuple[int, int]
     layout = datatype.live()
     if not layout.size:  # it touches nothing, wherever it lies
         return Buffer(_empty(datatype), datatype, count, blocks)
-    low, high = layout.span(total)
     # Pair types may end in padding, and the slices below must be of whole elements.
-    if datatype.is_predefined:
-        high = total * layout.extent
+    low, high = (0, total * layout.extent) if datatype.is_predefined else layout.span(total)
     # The address is the caller's word (mpi4py): the memory reaches as far as the count and type say, also before
     # the start.
     if isinstance(memory, Unbounded):
@@ -522,7 +520,9 @@ def _typed(spec: Any, blocks: int) -> Vector:
 
 def as_target(target: Any, origin: Buffer) -> tuple[int, int, Datatype]:
     """Return (displacement, count, datatype) of a one-sided target: None, a displacement, or a list of up to three."""
-    parts = [] if target is None else list(target) if isinstance(target, (list, tuple)) else [target]
+    if target is None or type(target) is int:
+        return target or 0, origin.count, origin.datatype
+    parts = list(target) if isinstance(target, (list, tuple)) else [target]
     if len(parts) > 3:
         raise ParameterError("target: expecting 3 items at most (displacement, count, type)")
     displacement = index(parts[0]) if parts else 0

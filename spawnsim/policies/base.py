@@ -86,6 +86,7 @@ class SpawnPolicy:
     acts_in_every_call: ClassVar[bool] = False
     paper: ClassVar[str] = ""  # where the rule was published, for `spawnsim list policies`
     promises: tuple[str, ...] = ()
+    _draining = False
 
     def __init__(
         self,
@@ -103,7 +104,6 @@ class SpawnPolicy:
         self._group: Any = None
         self._comm: Comm | None = None
         self._last: tuple[int, Any] | None = None  # iteration and group of the latest call
-        self._draining = False
 
     def __call__(
         self,

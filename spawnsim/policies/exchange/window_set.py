@@ -17,7 +17,7 @@ from typing import Any, Literal, cast, get_args
 import numpy as np
 from numpy.typing import NDArray
 
-from spawnsim.comm import BYTE, Comm, Request
+from spawnsim.comm import Comm, Request
 from spawnsim.errors import ParameterError, RankFailed, Revoked, Timeout
 from spawnsim.policies.exchange.snapshot_window import MOST_SLOTS, SnapshotWindow
 from spawnsim.policies.rules.cadence import Deadline, Every, Fixed, as_deadline
@@ -54,9 +54,11 @@ class MetricsBoard:
         # What this rank knows of the others, as long as there are ranks: made when it first looks, for of 100,000 ranks
         # hardly any ever does. A board that moved begins empty: what was read before (`_known`) still counts until
         # its owner writes again.
-        self._lines = self._known = np.zeros((0, self._mine.size))
+        self._lines: NDArray[np.float64]
+        self._known: NDArray[np.float64] | None = None
         # As of the latest look, and how many reports of this rank ago it changed.
-        self._newest = self._since = np.zeros(0, np.int64)
+        self._newest: NDArray[np.int64]
+        self._since: NDArray[np.int64]
         nbytes = self._nbytes + 8 if holding else 0  # the lines, and the verdict
         self._win: Any = cast("Any", comm).Win.Allocate(nbytes, 1, comm=comm)
         # One epoch for the board's whole life: Lock and Unlock around each report would cost two round trips.
@@ -92,7 +94,7 @@ class MetricsBoard:
 
     def read(self) -> ReportTable:
         """Return the lines of the ranks that have written one; this rank's as it is here."""
-        if not self._known.size:
+        if self._known is None:
             shape = (self._size, self._mine.size)
             self._lines, self._known = np.zeros(shape), np.zeros(shape)
             self._newest, self._since = np.full(self._size, NEVER), np.zeros(self._size, np.int64)
@@ -134,13 +136,11 @@ class MetricsBoard:
         if self._sent is not None:
             # One access at a time keeps the order: a newer report must not be overwritten by an older one.
             self._sent.Wait()  # the line before this one arrived long ago, unless the holder is gone
-        target = [at, line.nbytes, BYTE]
-        self._sent = self._win.Rput([line.view(np.uint8), line.nbytes, BYTE], self.holder, target)
+        self._sent = self._win.Rput(line.view(np.uint8), self.holder, at)
 
     def _read(self) -> None:
         lines = self._lines = np.zeros_like(self._lines)  # not the last ones: a late answer goes there
-        target = [0, lines.nbytes, BYTE]
-        self._win.Rget([lines.view(np.uint8), lines.nbytes, BYTE], self.holder, target).Wait()
+        self._win.Rget(lines.view(np.uint8), self.holder, 0).Wait()
 
     def _try(self, access: Callable[[], None]) -> bool:
         """Carry out an access; move to the next board if its holder does not answer. False when none is left."""

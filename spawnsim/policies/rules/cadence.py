@@ -168,6 +168,8 @@ class Adaptive(Deadline):
         ParameterError: an argument is out of range.
     """
 
+    __slots__ = ("_limit_s", "_periods", "_seen", "enough", "initial_s", "k", "slack")
+
     def __init__(
         self, k: float = 6.0, *, initial_s: float = 30.0, slack: float = 2.0, enough: int = 8
     ) -> None:

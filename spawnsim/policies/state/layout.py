@@ -12,6 +12,7 @@ import hashlib
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import chain
 from operator import is_
 from typing import Any, Literal, get_args
@@ -223,14 +224,18 @@ class Layout:
     @classmethod
     def of(cls, tensors: Mapping[str, torch.Tensor]) -> Layout:
         """Return the layout of these tensors."""
-        return cls(Entry(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items())
+        return layout_of(
+            tuple(Entry(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items())
+        )
 
     @classmethod
     def parse(cls, text: bytes) -> Layout:
         """Return the layout that another rank described with `text`."""
         try:
             rows = json.loads(text)
-            return cls(Entry(str(name), _dtype(dtype), tuple(map(int, shape))) for name, dtype, shape in rows)
+            return layout_of(
+                tuple(Entry(str(name), _dtype(dtype), tuple(map(int, shape))) for name, dtype, shape in rows)
+            )
         except (ValueError, TypeError) as error:
             raise UsageError(
                 f"a rank sent a description of its model that cannot be read: {error}"
@@ -247,9 +252,12 @@ class Layout:
 
     def views(self, buffer: torch.Tensor) -> Tensors:
         """Return each tensor as a view into a uint8 buffer of `nbytes`."""
-        rows = (torch.split(row, self._counts[dtype]) for dtype, row in self.flat(buffer).items())
+        # Not `torch.split`, two functions of Python around the same call.
+        rows = (row.split_with_sizes(self._counts[dtype]) for dtype, row in self.flat(buffer).items())
         pieces = zip(self.entries, chain.from_iterable(rows), strict=True)
-        return {entry.name: piece.view(entry.shape) for entry, piece in pieces}
+        return {
+            entry.name: piece if len(entry.shape) == 1 else piece.view(entry.shape) for entry, piece in pieces
+        }
 
     def flat(self, buffer: torch.Tensor) -> dict[torch.dtype, torch.Tensor]:
         """Return each dtype's segment of a uint8 buffer as one flat tensor."""
@@ -282,6 +290,12 @@ class Layout:
         return "they hold the same tensors in another order"
 
 
+@lru_cache(maxsize=256)
+def layout_of(entries: tuple[Entry, ...]) -> Layout:
+    """Return the layout of tensors: the same object for the same entries, since models of virtual ranks are alike."""
+    return Layout(entries)
+
+
 def digest_of(text: bytes) -> int:
     """Return 64 bits by which the description of a layout is known."""
     return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little")
@@ -299,9 +313,10 @@ def _shown(entry: Entry | None) -> str:
 
 
 class Collector:
-    """Collects live tensors as real ones, and gives the same mapping again as long as they are the same memory.
+    """Collects live tensors, and gives the same mapping again as long as they are the same memory.
 
-    What was collected keeps that memory alive, so another tensor cannot have come to lie at the same address.
+    For sums, complex ones are seen as `real` and shapes do not count; else all are as they are. What was collected
+    keeps that memory alive, so another tensor cannot have come to lie at the same address.
     """
 
     # Walking the modules of a model by `named_parameters` takes longer than summing its small tensors. What it would
@@ -310,24 +325,28 @@ class Collector:
     # how long it is, and, where frozen ones are left out, whether it is trained. Identity of the tensor objects would
     # not do: `tensor.data = other` keeps the object and changes its memory.
 
-    def __init__(self, travels: StateScope) -> None:
-        self._travels = travels
+    def __init__(self, travels: StateScope, *, real: bool = True) -> None:
+        self._travels, self._real = travels, real
         self._live: Tensors = {}
         self._root: object = None  # the dictionary of the model's own children
         self._children: list[dict[str, Any]] = []  # of each module
         self._modules: list[object] = []  # what is in these
         self._tensors: list[dict[str, Any]] = []  # parameters and buffers of each module
-        self._memory: tuple[Sequence[int], ...] = ()
+        self._memory: tuple[Sequence[Any], ...] = ()
 
     def __call__(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer | None) -> Tensors:
         """Return what travels, by name."""
         # State comes and goes; what TorchScript keeps of its modules is in C++, and cannot be compared.
         if self._travels.with_optimizer or isinstance(model, torch.jit.ScriptModule):
-            return as_real(collect(model, optimizer, self._travels))
+            return self._collect(model, optimizer)
         if not (self._same_modules(model) and self._read() == self._memory):
             self._walk(model)
-            self._live = as_real(collect(model, None, self._travels))
+            self._live = self._collect(model, None)
         return self._live
+
+    def _collect(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer | None) -> Tensors:
+        live = collect(model, optimizer, self._travels)
+        return as_real(live) if self._real else live
 
     def _same_modules(self, model: torch.nn.Module) -> bool:
         """Whether there are the same modules: one that comes or goes does so among the children of a known one."""
@@ -336,12 +355,15 @@ class Collector:
             return False
         return all(map(is_, chain.from_iterable(map(dict.values, self._children)), self._modules))
 
-    def _read(self) -> tuple[Sequence[int], ...]:
+    def _read(self) -> tuple[Sequence[Any], ...]:
         """Return where the tensors lie, and what else decides what is collected."""
         values = chain.from_iterable(map(dict.values, self._tensors))
         held = [each for each in values if each is not None]
         trained = [] if self._travels.frozen else [each.requires_grad for each in held]
-        return [*map(torch.Tensor.data_ptr, held)], [*map(torch.Tensor.numel, held)], trained
+        places = [*map(torch.Tensor.data_ptr, held)]
+        if self._real:  # sums go along the memory: there a tensor has a length alone
+            return places, [*map(torch.Tensor.numel, held)], trained
+        return places, [*map(torch.Tensor.size, held)], [*map(torch.Tensor.stride, held)], trained
 
     def _walk(self, model: torch.nn.Module) -> None:
         self._root, modules = model._modules, list(model.modules())

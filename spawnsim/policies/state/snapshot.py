@@ -31,7 +31,7 @@ from spawnsim.policies.state.arithmetic import (
     without_data,
 )
 from spawnsim.policies.state.codecs import NAMED, Bytes, Codec, Float16, NoCompression, encoded_nbytes, unpack
-from spawnsim.policies.state.layout import ALIGN_NBYTES, Entry, Layout, Tensors, assign
+from spawnsim.policies.state.layout import ALIGN_NBYTES, Entry, Layout, Tensors, assign, layout_of
 
 MARK = "\x1f"  # the unit separator: no name of a parameter has it
 SMALLER = {"float16": torch.float16, "bfloat16": torch.bfloat16}
@@ -53,6 +53,8 @@ class EncodedState:
 class Compression:
     """One rank's setting: None, "float16", "bfloat16", another codec's name, or a codec. Remembers its layout."""
 
+    __slots__ = ("_layout", "codec", "name", "small")
+
     def __init__(self, how: str | Codec | None = None) -> None:
         codec = _known_codec(how)
         self.small = SMALLER.get(codec) if isinstance(codec, str) else None
@@ -65,7 +67,7 @@ class Compression:
         if self.name:
             sources, entries = self._changed(live)
             if self._layout is None or set(self._layout.entries) != set(entries):
-                self._layout = Layout(entries)
+                self._layout = layout_of(tuple(entries))
             return EncodedState(self._layout, sources)
         if self._layout is None or not self._layout.matches(live):
             self._layout = Layout.of(live)

@@ -95,7 +95,9 @@ class Rank:
     def compute_from(self, begin_s: float, end_s: float) -> None:
         """Keep a computing interval while others may ask for it; forget those that are past."""
         now_s = self.kernel.env.now
-        self.busy = [*(interval for interval in self.busy if interval[1] > now_s), (begin_s, end_s)]
+        busy = [interval for interval in self.busy if interval[1] > now_s]
+        busy.append((begin_s, end_s))
+        self.busy = busy
 
     def answers_at(self, time_s: float) -> float:
         """Return when the rank next enters MPI, at or after `time_s`: at once, unless that is amid a block."""

@@ -556,7 +556,7 @@ def request_for(
 ) -> Request:  # fmt: skip
     """Return a request over a completion. `deliver(status)` runs when it is collected, or known to be over.
 
-    `about` is what a wait for it is told as; or a tuple of the arguments of `Member._waiting`, its member first.
+    `about` is what a wait for it is told as; or a tuple: a member or a window, and the arguments of its `_waiting`.
     `writes`: it fills a buffer, and runs also if the request is freed; else it makes the object of the request.
     `withdraw(request, now_s)` cancels it; without, Cancel does nothing.
     """

@@ -7,6 +7,7 @@ target serves it is decided in `rma_service`.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -36,7 +37,7 @@ from spawnsim.virtual.engine.waiting import Waiting, await_one
 from spawnsim.virtual.engine.wire import STANDARD
 from spawnsim.virtual.mpi.instance import Call
 from spawnsim.virtual.mpi.requests import Request, request_for, request_over
-from spawnsim.virtual.mpi.rma_service import Access, Serve, WindowState
+from spawnsim.virtual.mpi.rma_service import NOBODY, Access, Serve, WindowState
 from spawnsim.virtual.mpi.semantics import agree
 
 POST, COMPLETE = 1, 2  # tags of the active-target epochs
@@ -44,22 +45,30 @@ POST, COMPLETE = 1, 2  # tags of the active-target epochs
 PendingAccess = tuple[int, Access, Callable[[Any], Any]]
 
 
+@dataclass(eq=False, slots=True)
+class Epoch:
+    """What one rank has begun on a window: who may be accessed, and what is under way. All its handles share it."""
+
+    locked: set[int] = NOBODY
+    started: frozenset[int] = frozenset()
+    locked_all: bool = False
+    fenced: bool = False
+    under_way: list[PendingAccess] = field(default_factory=list)
+    tokens: Sequence[Request] = ()  # of those whom Post has let in
+
+
 class Epochs(Attributes):
-    """The state of one rank's window handle: who may be accessed, and what is under way."""
+    """The calls of one rank's window handle that begin and end epochs."""
+
+    __slots__ = ()
 
     _comm: Any
     _windows: WindowState
     _name: str
     _place: int
-    _locked: set[int]
-    _started: set[int]
-    _locked_all: bool
-    _fenced: bool
-    _under_way: list[PendingAccess]
-    _tokens: list[Request]
-    _exposed: list[int]
+    _epoch: Epoch
     _errhandler: Any
-    _info: Info
+    _info: Info | None
 
     def _exist(self) -> None:
         if self._identity is None:
@@ -84,12 +93,14 @@ class Epochs(Attributes):
 
     def _check(self, rank: int, operation: str) -> None:
         """Refuse an access outside any epoch."""
-        self._need()
+        if self._identity is None or self._comm._context.revoked_s is not None:
+            self._need()
         if not 0 <= rank < len(self._windows.targets):
             raise CallError(ERR_RANK, f"{operation}: rank {rank} is not in {self._label}")
         # MPI: accesses are allowed inside an access epoch only; a fence, a lock or a Start opens one. Real
         # libraries often accept them, and the program then fails on the next machine.
-        if not (self._fenced or self._locked_all or rank in self._locked or rank in self._started):
+        epoch = self._epoch
+        if not (epoch.locked_all or epoch.fenced or rank in epoch.locked or rank in epoch.started):
             raise CallError(
                 ERR_RMA_SYNC,
                 f"{operation} to rank {rank} of {self._label} outside an epoch: Lock, Fence or Start first",
@@ -104,7 +115,7 @@ class Epochs(Attributes):
         if rank == PROC_NULL:
             return
         # MPI: a rank may hold one lock per target and window. A second one would wait for the first for ever.
-        if rank in self._locked:
+        if rank in self._epoch.locked:
             raise CallError(ERR_RMA_SYNC, f"Lock: {self._label} holds a lock on rank {rank} already")
         if not 0 <= rank < len(self._windows.targets):
             raise CallError(ERR_RANK, f"Lock: rank {rank} is not in {self._label}")
@@ -113,7 +124,8 @@ class Epochs(Attributes):
         windows.world.kernel.observe()
         access = Access(windows.world, "Lock", (0, 0), lambda data: None, lock=lock_type)
         self._wait(windows.request(origin, rank, access), "Lock", rank)
-        self._locked.add(rank)
+        self._epoch.locked = self._epoch.locked or set()
+        self._epoch.locked.add(rank)
 
     def Unlock(self, rank: int) -> None:
         """End the access: all calls to that rank are then complete there."""
@@ -121,12 +133,12 @@ class Epochs(Attributes):
         rank = integer(rank)
         if rank == PROC_NULL:
             return
-        if rank not in self._locked:
+        if rank not in self._epoch.locked:
             raise CallError(ERR_RMA_SYNC, f"Unlock: {self._label} holds no lock on rank {rank}")
         # MPI: all operations of the epoch are complete at the target when Unlock returns, so they are flushed
         # before the lock goes.
         self._flush(rank, "Unlock")
-        self._locked.discard(rank)
+        self._epoch.locked.discard(rank)
         # The release is not waited for: nothing of this rank depends on it, and Unlock costs what a send does.
         self._windows.release(self._comm._rank, rank)
         self._windows.world.kernel.observe()
@@ -134,19 +146,19 @@ class Epochs(Attributes):
     def Lock_all(self, assertion: int = 0) -> None:
         """Begin to access all parts, shared. A part locked alone by another is waited for when it is accessed."""
         self._need()
-        if self._locked_all:
+        if self._epoch.locked_all:
             raise CallError(ERR_RMA_SYNC, f"Lock_all: {self._label} is locked already")
         # No message: MPI allows a lock to be acquired lazily. Asking each of 1,000 targets would cost 1,000 round
         # trips.
-        self._locked_all = True
+        self._epoch.locked_all = True
 
     def Unlock_all(self) -> None:
         """End the access to all parts."""
         self._need()
-        if not self._locked_all:
+        if not self._epoch.locked_all:
             raise CallError(ERR_RMA_SYNC, f"Unlock_all: {self._label} is not locked")
         self._flush_all("Unlock_all")
-        self._locked_all = False
+        self._epoch.locked_all = False
 
     def Flush(self, rank: int) -> None:
         """Complete all calls to one rank."""
@@ -179,18 +191,20 @@ class Epochs(Attributes):
         world.kernel.fruitless()
 
     def _flush(self, rank: int, operation: str) -> None:
-        self._complete([each for each in self._under_way if each[0] == rank], operation)
+        self._complete([each for each in self._epoch.under_way if each[0] == rank], operation)
 
     def _flush_all(self, operation: str) -> None:
-        self._complete(self._under_way[:], operation)
+        self._complete(self._epoch.under_way[:], operation)
 
     def _complete(self, begun: list[PendingAccess], operation: str) -> None:
         for each in begun:
+            rank, access, _ = each
             try:
-                self._wait(each[1], operation, each[0])
+                if not access.over(self._windows.world.kernel.current.clock):
+                    self._wait(access, operation, rank)
             # A Timeout is left out: a flush that met its deadline may be tried again, so the access stays under way.
             except (RankFailed, Revoked):
-                self._under_way.remove(each)  # it will never be over; one that is late may yet be
+                self._epoch.under_way.remove(each)  # it will never be over; one that is late may yet be
                 raise
             self._take(each)
 
@@ -201,12 +215,14 @@ class Epochs(Attributes):
         """
         # An access can be collected twice, by a flush and by its request. Delivering twice would overwrite what the
         # program has stored since.
-        if begun in self._under_way:
-            self._under_way.remove(begun)
+        under_way = self._epoch.under_way
+        if begun in under_way:
+            under_way.remove(begun)
             rank, access, deliver = begun
             # Covered when taken, not when served: plain stores of the target may have written the memory that it
             # comes from.
-            self._comm._rank.digest.cover(access.answer)
+            if access.answer is not None:
+                self._comm._rank.digest.cover(access.answer)
             try:
                 deliver(access.answer)
             except PhantomError as error:
@@ -225,15 +241,15 @@ class Epochs(Attributes):
         self._comm._meet(Call("Fence", "barrier"))
         self._windows.world.kernel.observe()
         # MPI: MODE_NOSUCCEED says that no epoch follows, so later accesses without a lock are errors.
-        self._fenced = not assertion & constants.MODE_NOSUCCEED
+        self._epoch.fenced = not assertion & constants.MODE_NOSUCCEED
 
     def Post(self, group: Group, assertion: int = 0) -> None:
         """Let the ranks of a group access this rank's part."""
         self._need()
-        self._exposed = self._places(group)
-        for rank in self._exposed:
+        exposed = self._places(group)
+        for rank in exposed:
             self._comm._deliver(b"", rank, POST, STANDARD, "Post")
-        self._tokens = [self._comm._irecv(rank, COMPLETE, "Wait") for rank in self._exposed]
+        self._epoch.tokens = [self._comm._irecv(rank, COMPLETE, "Wait") for rank in exposed]
 
     def Start(self, group: Group, assertion: int = 0) -> None:
         """Begin to access the parts of a group's ranks; waits until they have posted."""
@@ -242,31 +258,31 @@ class Epochs(Attributes):
         for rank in places:
             # MPI lets Start wait or not; waiting here means that no access can come to a part that is not exposed yet.
             self._comm._accept(rank, POST, "Start")
-        self._started = set(places)
+        self._epoch.started = frozenset(places)
 
     def Complete(self) -> None:
         """End the access that Start began."""
         self._need()
         # Sorted: sets have no order that a run may depend on.
-        for rank in sorted(self._started):
+        for rank in sorted(self._epoch.started):
             # The flush comes before the token: the target may read its memory as soon as the token is there.
             self._flush(rank, "Complete")
             self._comm._deliver(b"", rank, COMPLETE, STANDARD, "Complete")
-        self._started = set()
+        self._epoch.started = frozenset()
 
     def Wait(self) -> bool:
         """Wait until all ranks of Post's group have completed."""
         self._need()
-        Request.waitall(self._tokens)
-        self._tokens = []
+        Request.waitall(self._epoch.tokens)
+        self._epoch.tokens = ()
         return True
 
     def Test(self) -> bool:
         """Return whether all ranks of Post's group have completed."""
         self._need()
-        over = Request.Testall(self._tokens)
+        over = Request.Testall(self._epoch.tokens)
         if over:
-            self._tokens = []
+            self._epoch.tokens = ()
         return over
 
     def _places(self, group: Group) -> list[int]:
@@ -276,43 +292,43 @@ class Epochs(Attributes):
 class Accesses(Epochs):
     """Put, Get and the atomic calls."""
 
+    __slots__ = ()
+
     def Put(self, origin: Any, target_rank: int, target: Any = None) -> None:
         """Write to a part. The origin's buffer is free again at once."""
-        self._later(self._put(origin, target_rank, target, REPLACE), target_rank)
+        self._put(origin, target_rank, target, REPLACE)
 
     def Get(self, origin: Any, target_rank: int, target: Any = None) -> None:
         """Read from a part. The data are in the origin's buffer after the next flush, unlock, fence or complete."""
-        self._later(self._get(origin, target_rank, target), target_rank)
+        self._get(origin, target_rank, target)
 
     def Accumulate(self, origin: Any, target_rank: int, target: Any = None, op: Op = SUM) -> None:
         """Combine with a part, atomically."""
-        self._later(self._put(origin, target_rank, target, op), target_rank)
+        self._put(origin, target_rank, target, op)
 
     def Get_accumulate(
         self, origin: Any, result: Any, target_rank: int, target: Any = None, op: Op = SUM
     ) -> None:
         """Combine with a part and return what was there, atomically."""
-        self._later(self._swap(origin, result, target_rank, target, op=op), target_rank)
+        self._swap(origin, result, target_rank, target, op=op)
 
     def Rput(self, origin: Any, target_rank: int, target: Any = None) -> Request:
         """Start Put; the request is over when the data are written."""
-        return self._request("Rput", self._put(origin, target_rank, target, REPLACE), target_rank)
+        return self._request("Rput", self._put(origin, target_rank, target, REPLACE))
 
     def Rget(self, origin: Any, target_rank: int, target: Any = None) -> Request:
         """Start Get; the request is over when the data are there."""
-        return self._request("Rget", self._get(origin, target_rank, target), target_rank)
+        return self._request("Rget", self._get(origin, target_rank, target))
 
     def Raccumulate(self, origin: Any, target_rank: int, target: Any = None, op: Op = SUM) -> Request:
         """Start Accumulate."""
-        return self._request("Raccumulate", self._put(origin, target_rank, target, op), target_rank)
+        return self._request("Raccumulate", self._put(origin, target_rank, target, op))
 
     def Rget_accumulate(
         self, origin: Any, result: Any, target_rank: int, target: Any = None, op: Op = SUM
     ) -> Request:
         """Start Get_accumulate."""
-        return self._request(
-            "Rget_accumulate", self._swap(origin, result, target_rank, target, op=op), target_rank
-        )
+        return self._request("Rget_accumulate", self._swap(origin, result, target_rank, target, op=op))
 
     def Fetch_and_op(
         self, origin: Any, result: Any, target_rank: int, target_disp: int = 0, op: Op = SUM
@@ -320,9 +336,7 @@ class Accesses(Epochs):
         """Combine one element and return what was there, atomically."""
         # With NO_OP the origin's buffer is ignored in MPI and may be None, so it is not checked.
         _check_single("Fetch_and_op", result, *([] if op == NO_OP else [origin]))
-        self._later(
-            self._swap(origin, result, target_rank, [integer(target_disp, AINT), 1], op=op), target_rank
-        )
+        self._swap(origin, result, target_rank, [integer(target_disp, AINT), 1], op=op)
 
     def Compare_and_swap(
         self, origin: Any, compare: Any, result: Any, target_rank: int, target_disp: int = 0
@@ -344,12 +358,11 @@ class Accesses(Epochs):
             return there
 
         sizes = new.nbytes + expected.nbytes, new.nbytes
-        access = self._access("Compare_and_swap", sizes, serve, [new, expected])
-        self._later((self._send(target_rank, access), found.unpack), target_rank)
+        self._begin(target_rank, "Compare_and_swap", sizes, serve, deliver=found.unpack, data=[new, expected])
 
     # -- how they are made -----------------------------------------------------------------------------------
 
-    def _put(self, origin: Any, rank: int, target: Any, op: Op) -> Any:
+    def _put(self, origin: Any, rank: int, target: Any, op: Op) -> PendingAccess | None:
         rank = integer(rank)
         if rank == PROC_NULL:
             return None
@@ -358,20 +371,21 @@ class Accesses(Epochs):
         _check_op(op, own, part)
         call = "Put" if op == REPLACE else "Accumulate"
         # `pack` copies: the target serves later, and the origin's buffer may have changed by then.
-        access = self._access(call, (own.nbytes, 0), lambda data: _apply(op, part, data), own.pack())
-        return self._send(rank, access), _no_answer
+        sizes, data = (own.nbytes, 0), own.pack()
+        return self._begin(
+            rank, call, sizes, lambda data: _apply(op, part, data), deliver=_no_answer, data=data
+        )
 
-    def _get(self, origin: Any, rank: int, target: Any) -> Any:
+    def _get(self, origin: Any, rank: int, target: Any) -> PendingAccess | None:
         rank = integer(rank)
         if rank == PROC_NULL:
             return None
         own = as_buffer(origin, writable=True)
         part = self._part(rank, target, own, "Get")
         # Packed when the target serves, not now: a Get returns what is there at that time.
-        access = self._access("Get", (0, part.nbytes), lambda data: part.pack())
-        return self._send(rank, access), own.unpack
+        return self._begin(rank, "Get", (0, part.nbytes), lambda data: part.pack(), deliver=own.unpack)
 
-    def _swap(self, origin: Any, result: Any, rank: int, target: Any, *, op: Op) -> Any:
+    def _swap(self, origin: Any, result: Any, rank: int, target: Any, *, op: Op) -> PendingAccess | None:
         rank = integer(rank)
         if rank == PROC_NULL:
             return None
@@ -388,8 +402,7 @@ class Accesses(Epochs):
             return there
 
         sizes = 0 if data is None else data.nbytes, found.nbytes
-        access = self._access("Get_accumulate", sizes, serve, data)
-        return self._send(rank, access), found.unpack
+        return self._begin(rank, "Get_accumulate", sizes, serve, deliver=found.unpack, data=data)
 
     def _part(self, rank: int, target: Any, own: Buffer, operation: str) -> Buffer:
         """Return the buffer in the target's memory that an access means."""
@@ -400,26 +413,31 @@ class Accesses(Epochs):
         # MPI: in a dynamic window the displacement is an absolute address, not an offset in units.
         if self._windows.flavor == constants.WIN_FLAVOR_DYNAMIC:
             memory, start = _region(part.regions, displacement)
-        return _located(memory, datatype, start, count, what=f"{operation} to rank {rank} of {self._label}")
+        try:
+            return locate(memory, datatype, start, (count, 1))
+        except ParameterError as error:
+            what = f"{operation} to rank {rank} of {self._label}"
+            raise CallError(ERR_RMA_RANGE, f"{what}: {error}") from None
 
-    def _access(self, call: str, nbytes: tuple[int, int], serve: Serve, data: Any = None) -> Access:
-        return Access(self._windows.world, call, nbytes, serve, data=data)
+    def _begin(
+        self, rank: int, call: str, nbytes: tuple[int, int], serve: Serve, *, deliver: Callable[[Any], Any],
+        data: Any = None,
+    ) -> PendingAccess:  # fmt: skip
+        """Send an access of so many bytes (there, back). `deliver` gets the answer when the access is completed."""
+        windows = self._windows
+        access = Access(windows.world, call, nbytes, serve, data=data)
+        windows.request(self._comm._rank, rank, access)
+        begun = rank, access, deliver
+        self._epoch.under_way.append(begun)
+        return begun
 
-    def _send(self, rank: int, access: Access) -> Access:
-        return self._windows.request(self._comm._rank, rank, access)
-
-    def _later(self, access: Any, rank: int) -> None:
-        if access is not None:
-            self._under_way.append((integer(rank), *access))
-
-    # `_later` first: the access must also be completed by Flush, Unlock and Fence (MPI), not by its request alone.
-    def _request(self, operation: str, access: Any, rank: int) -> Request:
-        world, rank = self._windows.world, integer(rank)
-        if access is None:
+    # The access stays among those under way: it is also completed by Flush, Unlock and Fence (MPI).
+    def _request(self, operation: str, begun: PendingAccess | None) -> Request:
+        world = self._windows.world
+        if begun is None:
             return request_over(world)
-        self._later(access, rank)
-        begun = self._under_way[-1]
-        return request_for(world, access[0], self._waiting(operation, rank), lambda status: self._take(begun))
+        rank, access, _ = begun
+        return request_for(world, access, (self, operation, rank), lambda status: self._take(begun))
 
 
 def _no_answer(answer: Any) -> None:
@@ -469,13 +487,6 @@ def _elements(data: Any, basic: Datatype) -> Any:
     found = np.zeros(len(data) // basic.size, basic.dtype)  # a pair travels without its padding
     basic.layout.scatter(as_bytes(found), data)
     return found
-
-
-def _located(memory: Any, datatype: Datatype, start: int, count: int, *, what: str) -> Buffer:
-    try:
-        return locate(memory, datatype, start, (count, 1))
-    except ParameterError as error:
-        raise CallError(ERR_RMA_RANGE, f"{what}: {error}") from None
 
 
 def _region(regions: Sequence[Any], place: int) -> tuple[Any, int]:

@@ -10,9 +10,9 @@ the network has a `window`, ranks of one node copy instead, each with its own pr
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 from spawnsim.comm.constants import LOCK_EXCLUSIVE
 from spawnsim.comm.deferred import WAITING
@@ -43,13 +43,8 @@ class Packet(Message):
         self._landed(arrival_s)
 
 
-class TransferTimes(NamedTuple):
-    """What it takes to send data from a time on: see `network.cost`."""
-
-    send_s: float
-    left_s: float
-    arrival_s: float
-    drain_s: float
+# How long data keep the sender, when they have left it, when they arrive, how long they then keep the receiver's NIC.
+TransferTimes = tuple[float, float, float, float]
 
 
 def inject(world: World, link: tuple[Rank, Rank], nbytes: int, now_s: float) -> TransferTimes:
@@ -71,7 +66,7 @@ def inject(world: World, link: tuple[Rank, Rank], nbytes: int, now_s: float) -> 
             source.bulk_free_s = begin_s + inject_s
         else:
             source.nic_free_s = begin_s + inject_s
-    return TransferTimes(send_s, begin_s + inject_s, begin_s + flight_s, drain_s)
+    return send_s, begin_s + inject_s, begin_s + flight_s, drain_s
 
 
 class RoundTrip(Uncertain):
@@ -108,84 +103,10 @@ def answer(world: World, source: Rank, dest: Rank, nbytes: int, *, delay_s: floa
         to.complete(arrival_s + delay_s)
 
 
-@dataclass(eq=False, slots=True)
-class AccessRequest:
-    """A request under way to a target. `then` is called when it is there, and all sent before it are."""
-
-    then: Callable[[], Any]
-    here: bool = False
-    lost: bool = False
-
-
-@dataclass(eq=False, slots=True)
-class Connection:
-    """From one origin to one target."""
-
-    world: World
-    origin: Rank
-    target: Rank
-    sent: int = 0
-    # A list, as there are few: a deque is ten times as large, even empty.
-    _coming: list[AccessRequest] = field(default_factory=list)
-
-    def send(
-        self, request: AccessRequest, nbytes: int, *, copy_s: float | None, delay_s: float = 0.0
-    ) -> TransferTimes:
-        """Send a request with so many bytes, from the running task's clock on; `copy_s`: how long it copies instead."""
-        world, origin, target = self.world, self.origin, self.target
-        self.sent += 1
-        now_s = world.kernel.current.clock
-        if copy_s is None:
-            passage = inject(world, (origin, target), nbytes, now_s)
-        else:  # what is there when the copy ends is what it has read
-            passage = TransferTimes(copy_s, now_s + copy_s, now_s + copy_s, 0.0)
-        # A reliable connection hands nothing out behind what is lost, so what follows a lost request is lost with it.
-        request.lost = request.lost or (bool(self._coming) and self._coming[-1].lost)
-        # Queued although it is lost, for the next ones to see. It never arrives, so nothing behind it is served.
-        self._coming.append(request)
-        if request.lost:
-            return passage
-        arrival_s, drain_s = passage.arrival_s + delay_s, passage.drain_s
-        if copy_s is None and world.contention is not None and nbytes:
-            packet = Packet(origin, target, nbytes, lambda time_s: self._at(time_s, request))
-            packet.drain_s = drain_s
-            world.contention.stream(packet, passage.left_s, arrival_s)
-        # An event, not a booking at once: requests are taken by no program, so the NIC lets them in in the order of
-        # time.
-        elif drain_s and world.nic(target.id) is not None:
-            self._event(arrival_s, lambda: self._let_in(arrival_s, drain_s, request))
-        else:
-            self._at(arrival_s, request)
-        return passage
-
-    def _event(self, time_s: float, action: Callable[[], None]) -> None:
-        env = self.world.kernel.env
-        env.at(max(time_s, env.now), ARRIVING + self.origin.id, action)
-
-    def _at(self, time_s: float, request: AccessRequest) -> None:
-        self._event(time_s, lambda: self._arrive(request))
-
-    def _let_in(self, arrival_s: float, drain_s: float, request: AccessRequest) -> None:
-        """The last byte would be there if the NIC had nothing else to let in."""
-        # Asked at the time of the event: requests of other ranks that came meanwhile have been booked before.
-        nic = self.world.nic(self.target.id)
-        assert nic is not None
-        let_in_s = nic.admit(arrival_s, drain_s)
-        if let_in_s > arrival_s:
-            self._at(let_in_s, request)
-        else:
-            self._arrive(request)
-
-    def _arrive(self, request: AccessRequest) -> None:
-        request.here = True
-        # MPI: accumulates of one origin to one target are ordered. A small request may be complete before a large
-        # one that was sent earlier, so it is held back here.
-        while self._coming and self._coming[0].here:
-            self._coming.pop(0).then()
-
-
 Action = Callable[[], None]
 Serve = Callable[[Any], Any]  # from the data that came to those of the answer
+# Who shares the lock of a part that was never locked, as most are: a set takes 0.2 kB, even empty.
+NOBODY: Any = frozenset()
 
 
 @dataclass(eq=False, slots=True)
@@ -195,48 +116,117 @@ class Target:
     rank: Rank
     memory: Any  # flat uint8 array
     disp_unit: int
-    regions: list[Any] = field(default_factory=list)  # attached memory of a dynamic window
+    regions: Sequence[Any] = ()  # attached memory of a dynamic window
     exclusive: int | None = None  # who holds the lock alone, as a world rank
-    sharers: set[int] = field(default_factory=set)
-    queue: list[tuple[int, bool, bool, Action]] = field(default_factory=list)  # (who, alone, keep, then)
+    sharers: set[int] = NOBODY
+    queue: list[Access] = field(default_factory=list)  # those that the lock has not let in yet
 
-    def free_for(self, who: int, alone: bool) -> bool:
-        """Whether an access of `who` can be served now."""
+    def free_for(self, access: Access) -> bool:
+        """Whether an access can be served now."""
+        who = access.connection.origin.id
         if self.exclusive is not None:
             return self.exclusive == who
-        return not (alone and self.sharers - {who})
+        return not (access.lock == LOCK_EXCLUSIVE and self.sharers - {who})
 
-    def acquire(self, who: int, alone: bool, keep: bool, then: Action) -> None:
-        """Serve `then` as soon as the lock lets `who` in, first come, first served; `keep` holds the lock after it."""
+    def acquire(self, access: Access) -> None:
+        """Serve an access as soon as the lock lets its origin in, first come, first served."""
         # Behind a queue only holders of the lock get in: letting new sharers pass would starve a waiting exclusive
         # lock, and queueing a holder's access behind it would deadlock both.
-        if self.free_for(who, alone) and (not self.queue or who in self.sharers or who == self.exclusive):
-            self._admit(who, alone, keep, then)
+        if (self.queue and not self._is_held_by(access.connection.origin.id)) or not self.free_for(access):
+            self.queue.append(access)
         else:
-            self.queue.append((who, alone, keep, then))
+            self._admit(access)
 
-    def _admit(self, who: int, alone: bool, keep: bool, then: Action) -> None:
-        if keep and alone:
+    def _is_held_by(self, who: int) -> bool:
+        return who in self.sharers or who == self.exclusive
+
+    def _admit(self, access: Access) -> None:
+        who = access.connection.origin.id
+        if access.lock == LOCK_EXCLUSIVE:
             self.exclusive = who
-        elif keep:
+        elif access.lock:
+            self.sharers = self.sharers or set()
             self.sharers.add(who)
-        # The lock is noted before the action runs, since that may send an answer and so let others ask.
-        then()
+        # The lock is noted before the access is served, since that may send an answer and so let others ask.
+        access.connection.windows.serve(access)
 
     def release(self, who: int) -> None:
         """Give up the lock and let the next ones in."""
         if self.exclusive == who:
             self.exclusive = None
-        self.sharers.discard(who)
+        if who in self.sharers:
+            self.sharers.remove(who)
         # In order, and only as long as the head fits: skipping a waiting exclusive lock would starve it.
-        while self.queue and self.free_for(self.queue[0][0], self.queue[0][1]):
-            self._admit(*self.queue.pop(0))
+        while self.queue and self.free_for(self.queue[0]):
+            self._admit(self.queue.pop(0))
+
+
+@dataclass(eq=False, slots=True)
+class Connection:
+    """From one origin to one target."""
+
+    windows: WindowState
+    origin: Rank
+    target: Target
+    sent: int = 0
+    # A list, as there are few: a deque is ten times as large, even empty.
+    coming: list[Access] = field(default_factory=list)
+
+    def send(self, access: Access, *, copy_s: float | None, delay_s: float) -> float:
+        """Send an access, from the running task's clock on; `copy_s`: how long it copies instead.
+
+        Returns how long that takes the task.
+        """
+        world, origin, target = self.windows.world, self.origin, self.target.rank
+        self.sent += 1
+        now_s, nbytes = world.kernel.current.clock, access.nbytes[0]
+        if copy_s is None:
+            send_s, left_s, arrival_s, drain_s = inject(world, (origin, target), nbytes, now_s)
+        else:  # what is there when the copy ends is what it has read
+            send_s, left_s, arrival_s, drain_s = copy_s, now_s + copy_s, now_s + copy_s, 0.0
+        # A reliable connection hands nothing out behind what is lost, so what follows a lost request is lost with it.
+        if self.coming and self.coming[-1].lost:
+            access.lose()
+        # Queued although it is lost, for the next ones to see. It never arrives, so nothing behind it is served.
+        self.coming.append(access)
+        if access.lost:
+            return send_s
+        arrival_s += delay_s
+        if copy_s is None and world.contention is not None and nbytes:
+            packet = Packet(origin, target, nbytes, lambda time_s: self._at(time_s, access.arrive))
+            packet.drain_s = drain_s
+            world.contention.stream(packet, left_s, arrival_s)
+        # An event, not a booking at once: requests are taken by no program, so the NIC lets them in in the order of
+        # time.
+        elif drain_s and (nic := world.nic(target.id)) is not None:
+            self._at(arrival_s, lambda: self._let_in(nic, arrival_s, drain_s, access))
+        else:
+            self._at(arrival_s, access.arrive)
+        return send_s
+
+    def _at(self, time_s: float, action: Action) -> None:
+        env = self.windows.world.kernel.env
+        env.at(max(time_s, env.now), ARRIVING + self.origin.id, action)
+
+    def _let_in(self, nic: ReceivingNic, arrival_s: float, drain_s: float, access: Access) -> None:
+        """The last byte would be there if the NIC had nothing else to let in."""
+        # Asked at the time of the event: requests of other ranks that came meanwhile have been booked before.
+        let_in_s = nic.admit(arrival_s, drain_s)
+        if let_in_s > arrival_s:
+            self._at(let_in_s, access.arrive)
+        else:
+            access.arrive()
 
 
 class Access(RoundTrip):
-    """One access under way; over when its answer is back at the origin."""
+    """One access under way, there and back; over when its answer is back at the origin."""
 
-    __slots__ = ("answer", "call", "copy_s", "data", "lock", "nbytes", "number", "serve", "target")
+    __slots__ = (
+        "answer", "call", "connection", "copy_s", "data", "here", "lock", "nbytes", "number", "serve",
+    )  # fmt: skip
+    connection: Connection  # on which it was sent
+    answer: Any
+    serve: Any  # None: it was served
 
     def __init__(
         self,
@@ -249,11 +239,40 @@ class Access(RoundTrip):
         lock: int = 0,
     ) -> None:
         """Prepare an access of so many bytes (there, back); `serve(data)` returns the answer's payload."""
-        super().__init__(world.kernel)
+        # As `RoundTrip` does it, without three calls.
+        self.kernel, self.nic, self.drain_s = world.kernel, None, 0.0
+        self.finish_s = self.waiter = self.dependents = None
+        self.lost = False
         self.call, self.nbytes, self.serve, self.data, self.lock = call, nbytes, serve, data, lock
         self.number, self.answer = 0, None
-        self.target: Target
+        self.here = False  # at its target, maybe before others that were sent earlier
         self.copy_s: float | None = None
+
+    def arrive(self) -> None:
+        """Take note that it is there, and go on with those before which none is under way any more."""
+        self.here = True
+        # MPI: accumulates of one origin to one target are ordered. A small request may be complete before a large
+        # one that was sent earlier, so it is held back here.
+        connection = self.connection
+        coming = connection.coming
+        while coming and coming[0].here:
+            # Two steps: the target must look first, then the lock must let the access in. The lock taken at arrival
+            # would be held for a block of computing.
+            connection.windows.when_looking(connection.target, coming.pop(0).ask)
+
+    def ask(self) -> None:
+        """Ask the target's lock to let it in."""
+        self.connection.target.acquire(self)
+
+
+class Release(Access):
+    """The end of a lock, on its way to the target; no answer comes back."""
+
+    __slots__ = ()
+
+    def ask(self) -> None:
+        """Give up the lock."""
+        self.connection.target.release(self.connection.origin.id)
 
 
 @dataclass(eq=False)
@@ -275,49 +294,45 @@ class WindowState:
 
     def request(self, origin: Rank, place: int, access: Access) -> Access:
         """Send an access from the running task. It is over when its answer is back at the origin."""
-        access.target = self.targets[place]
         there, back = access.nbytes
         origin.messages += 1
         origin.nbytes += there + back
         origin.digest.note(
-            (self.world.kernel.current.clock, ONE_SIDED, access.target.rank.id, there + back, 0)
+            (self.world.kernel.current.clock, ONE_SIDED, self.targets[place].rank.id, there + back, 0)
         )
         # The origin's data count when they leave it, like a send's. The answer counts when it is taken.
-        origin.digest.cover(access.data)
-        self._send(origin, place, access, lambda: self._arrived(origin, access))
+        if access.data is not None:
+            origin.digest.cover(access.data)
+        self._send(origin, place, access)
         return access
 
     def release(self, origin: Rank, place: int) -> None:
         """Send the end of a lock."""
-        target = self.targets[place]
-        end = Access(self.world, "Unlock", (0, 0), lambda data: None)
         # Through the same connection: a release that overtook the accesses before it would let the next holder in
         # too soon.
-        self._send(origin, place, end, lambda: self._soon(target, lambda: target.release(origin.id)))
+        self._send(origin, place, Release(self.world, "Unlock", (0, 0), lambda data: None))
 
-    def _send(self, origin: Rank, place: int, access: Access, then: Action) -> None:
-        """Send a request."""
+    def _send(self, origin: Rank, place: int, access: Access) -> None:
         # Made when first used: a window of 1,000 ranks has a million pairs, most of which never meet.
         connection = self._connections.get((origin.id, place))
         if connection is None:
-            connection = Connection(self.world, origin, self.targets[place].rank)
+            connection = Connection(self, origin, self.targets[place])
             self._connections[origin.id, place] = connection
+        access.connection, target = connection, connection.target.rank
         # Numbered per connection: the draw of a fault is keyed by it and does not depend on what other ranks do.
         access.number = connection.sent
         verdict = DELIVERED
         if self.world.links is not None:
-            now_s = self.world.kernel.current.clock
-            verdict = self._judge((origin, connection.target), now_s, access, REQUEST)
-        request = AccessRequest(then, lost=verdict.lost)
+            verdict = self._judge((origin, target), self.world.kernel.current.clock, access, REQUEST)
+            if verdict.lost:
+                access.lose()
         there, back = access.nbytes
-        access.copy_s = self.world.network.copy_s(origin.id, connection.target.id, there + back)
-        passage = connection.send(request, there, copy_s=access.copy_s, delay_s=verdict.delay_s)
-        if request.lost:
-            access.lose()
+        access.copy_s = self.world.network.copy_s(origin.id, target.id, there + back)
+        send_s = connection.send(access, copy_s=access.copy_s, delay_s=verdict.delay_s)
         kernel = self.world.kernel
         kernel.effect()
-        origin.advance_to(kernel.current, kernel.current.clock + passage.send_s)
-        if passage.send_s or connection.target is origin:  # what it stores next comes behind
+        origin.advance_to(kernel.current, kernel.current.clock + send_s)
+        if send_s or target is origin:  # what it stores next comes behind
             kernel.observe()
 
     def _judge(self, link: tuple[Rank, Rank], now_s: float, access: Access, kind: int) -> Verdict:
@@ -338,22 +353,14 @@ class WindowState:
         links.tell(verdict, source, dest, now_s, call=access.call, number=access.number)
         return verdict
 
-    def _arrived(self, origin: Rank, access: Access) -> None:
-        target, alone = access.target, access.lock == LOCK_EXCLUSIVE
-        # Two steps: the target must look first, then the lock must let the access in. The lock taken at arrival
-        # would be held for a block of computing.
-        self._soon(
-            target,
-            lambda: target.acquire(
-                origin.id, alone, access.lock != 0, lambda: self._serve(target.rank, origin, access)
-            ),
-        )
-
-    def _serve(self, target: Rank, origin: Rank, access: Access) -> None:
+    def serve(self, access: Access) -> None:
+        """Carry out an access at its target, and send the answer."""
+        target, origin = access.connection.target.rank, access.connection.origin
         if WAITING and self.world.deferred is not None:
             self.world.deferred.settle(target.id, wait=False)  # the window may be over its weights
         # Served before the link is judged, since the memory is changed even if the answer is then lost.
         access.answer, verdict = access.serve(access.data), DELIVERED
+        access.serve = access.data = None  # a program may keep the request for long
         if self.world.links is not None:
             verdict = self._judge((target, origin), self.world.kernel.env.now, access, ANSWER)
         if verdict.lost:
@@ -363,7 +370,7 @@ class WindowState:
         else:
             answer(self.world, target, origin, access.nbytes[1], delay_s=verdict.delay_s, to=access)
 
-    def _soon(self, target: Target, then: Action) -> None:
+    def when_looking(self, target: Target, then: Action) -> None:
         """Call `then` when the target serves what has reached it now."""
         env = self.world.kernel.env
         serve_s = self.answers_at(target, env.now)

@@ -17,7 +17,7 @@ from spawnsim.virtual.mpi.comm import ProgramAbort
 from spawnsim.virtual.mpi.communicators import COMM_SELF
 from spawnsim.virtual.mpi.context import KINDS, Context, Member
 from spawnsim.virtual.mpi.instance import Call
-from spawnsim.virtual.mpi.rma import Accesses
+from spawnsim.virtual.mpi.rma import Accesses, Epoch
 from spawnsim.virtual.mpi.rma_service import Target, WindowState
 
 
@@ -27,13 +27,19 @@ class Win(Accesses, Named, np.ndarray[Any, np.dtype[np.uint8]]):  # type: ignore
     It is an array of this rank's part, so that `memoryview(win)` and `np.frombuffer(win)` work, as with mpi4py.
     """
 
+    __slots__ = (
+        "_attributes", "_comm", "_epoch", "_errhandler", "_identity", "_info", "_name", "_place", "_windows",
+    )  # fmt: skip
     _kind = "WIN"
 
     def __new__(cls, win: Win | None = None) -> Self:
         """Return a null window, or a copy of the handle of another."""
         live = win is not None and win._identity is not None
         self = cls._over(win._windows.targets[win._place].memory if live else None)  # type: ignore[union-attr]
-        self.__dict__.update(win.__dict__ if live else {"_identity": None, "_attributes": {}})
+        self._identity, self._attributes = None, {}
+        if live:
+            for slot in Win.__slots__:
+                setattr(self, slot, getattr(win, slot))
         return self
 
     @classmethod
@@ -41,7 +47,7 @@ class Win(Accesses, Named, np.ndarray[Any, np.dtype[np.uint8]]):  # type: ignore
         """Return a handle that shows memory; its state is still to be set."""
         if memory is None or not memory.nbytes or is_phantom(memory):
             return np.ndarray.__new__(cls, (0,), np.uint8)
-        return np.ndarray.__new__(cls, (memory.nbytes,), np.uint8, memory)
+        return memory.view(cls)  # type: ignore[no-any-return]
 
     def __repr__(self) -> str:
         return f"Win({self._label})" if self._identity is not None else "Win(null)"
@@ -107,9 +113,8 @@ class Win(Accesses, Named, np.ndarray[Any, np.dtype[np.uint8]]):  # type: ignore
         self._comm = comm._entered(context, Member)
         self._comm._name = comm._label
         self._place, self._name, self._errhandler = comm._me, "", None
-        self._info = Info.Create(info if info else None)
-        self._locked, self._started, self._locked_all, self._fenced = set(), set(), False, False
-        self._under_way, self._tokens, self._exposed = [], [], []
+        self._info = Info.Create(info) if info else None
+        self._epoch = Epoch()
         comm._rank.observers += 1
         comm._world.kernel.observe()
         comm._rank.attachments.setdefault("windows", []).append(self)
@@ -118,7 +123,8 @@ class Win(Accesses, Named, np.ndarray[Any, np.dtype[np.uint8]]):  # type: ignore
     def Attach(self, memory: Any) -> None:
         """Add memory to a dynamic window."""
         self._need()
-        self._windows.targets[self._place].regions.append(as_bytes(flat(memory)))
+        part = self._windows.targets[self._place]
+        part.regions = [*part.regions, as_bytes(flat(memory))]
 
     def Detach(self, memory: Any) -> None:
         """Take memory out of a dynamic window."""

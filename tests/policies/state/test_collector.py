@@ -68,3 +68,26 @@ def test_a_collector_knows_models_apart() -> None:
     collector, one, other = Collector(StateScope()), Nested(), Nested()
     assert collector(one, None)["parameter/scale"].data_ptr() == one.scale.data_ptr()
     assert collector(other, None)["parameter/scale"].data_ptr() == other.scale.data_ptr()
+
+
+def _reshape(model: Nested) -> None:
+    model.wide.weight.data = model.wide.weight.data.view(3, 2)
+
+
+def _turn(model: Nested) -> None:
+    model.square.data = model.square.data.t()
+
+
+@pytest.mark.parametrize("change", [_grow, _exchange, _move, _shorten, _reshape, _turn])
+def test_tensors_that_are_collected_as_they_are_keep_type_and_shape(change: Callable[[Nested], None]) -> None:
+    """Complex ones too; and a change of the shape alone, or of the order in memory, is seen."""
+    model, travels = Nested(), StateScope()
+    model.phase = torch.nn.Parameter(torch.ones(2, dtype=torch.complex64))
+    model.square = torch.nn.Parameter(torch.arange(4.0).view(2, 2))
+    collector = Collector(travels, real=False)
+    assert collector(model, None) is collector(model, None)
+    change(model)
+    found, fresh = collector(model, None), collect(model, None, travels)
+    assert list(found) == list(fresh)
+    assert all(torch.equal(found[name], tensor) for name, tensor in fresh.items())
+    assert all(found[name].dtype == tensor.dtype for name, tensor in fresh.items())

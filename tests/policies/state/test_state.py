@@ -114,6 +114,7 @@ def test_layouts_are_known_by_names_dtypes_and_shapes() -> None:
     assert here.digest != there.digest
     assert "parameter/wide.weight is float32[2, 3] here and float32[2, 4] there" in here.difference(there)
     assert Layout.parse(here.text).digest == here.digest
+    assert here is Layout.of(collect(Mixed(), None, StateScope()))  # all ranks share it
 
 
 @pytest.mark.parametrize("text", [b"", b"{}", b"[[1]]", b'[["a", "save", [1]]]', b"\xff"])
