@@ -232,7 +232,7 @@ class Epochs(Attributes):
         self._need()
         self._exposed = self._places(group)
         for rank in self._exposed:
-            self._comm._deliver(b"", rank, POST, STANDARD, "Post")
+            self._comm._deliver(b"", rank, POST, STANDARD, operation="Post")
         self._tokens = [self._comm._irecv(rank, COMPLETE, "Wait") for rank in self._exposed]
 
     def Start(self, group: Group, assertion: int = 0) -> None:
@@ -251,7 +251,7 @@ class Epochs(Attributes):
         for rank in sorted(self._started):
             # The flush comes before the token: the target may read its memory as soon as the token is there.
             self._flush(rank, "Complete")
-            self._comm._deliver(b"", rank, COMPLETE, STANDARD, "Complete")
+            self._comm._deliver(b"", rank, COMPLETE, STANDARD, operation="Complete")
         self._started = set()
 
     def Wait(self) -> bool:
