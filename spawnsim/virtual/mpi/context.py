@@ -361,7 +361,7 @@ class Member(Named):
 
     # -- messages --------------------------------------------------------------------------------------------
 
-    def _dispatch(self, payload: Any, dest: int, tag: int, mode: Mode, buf: Any = None) -> Transfer | None:
+    def _dispatch(self, payload: Any, dest: int, tag: int, mode: Mode, *, buf: Any = None) -> Transfer | None:
         """Send a payload (bytes, or anything with `nbytes`), made of `buf`. Returns what to wait for, if anything."""
         peers, context, world = self._peers, self._context, self._world
         fits = 0 <= dest < len(peers) and 0 <= tag <= TAG_UB_VALUE  # `_check_peer`, without the call
@@ -384,12 +384,12 @@ class Member(Named):
         return send(world, mailbox, message, mode)
 
     def _deliver(
-        self, payload: Any, dest: int, tag: int, mode: Mode, operation: str, buf: Any = None
+        self, payload: Any, dest: int, tag: int, mode: Mode, *, operation: str, buf: Any = None
     ) -> None:
         """Send and wait until the program may go on."""
         if type(dest) is not int or type(tag) is not int:
             dest, tag = integer(dest), integer(tag)
-        transfer = self._dispatch(payload, dest, tag, mode, buf)
+        transfer = self._dispatch(payload, dest, tag, mode, buf=buf)
         if transfer is not None:
             await_one(self._world, transfer, self._waiting(operation, dest, tag, "dest"))
 
@@ -465,17 +465,17 @@ class Member(Named):
         return Waiting(operation, self._label, self._peers, peer, tag, keyword, acknowledged, context)
 
     def _isend(
-        self, payload: Any, dest: int, tag: int, mode: Mode, operation: str, buf: Any = None
+        self, payload: Any, dest: int, tag: int, mode: Mode, *, operation: str, buf: Any = None
     ) -> Request:
         """Start a send; if it is one of a buffer that the program must leave alone, that is watched."""
         if type(dest) is not int or type(tag) is not int:
             dest, tag = integer(dest), integer(tag)
-        transfer = self._dispatch(payload, dest, tag, mode, buf)
-        collected = None if buf is None else watched(self._world, buf, payload, operation, dest)
+        transfer = self._dispatch(payload, dest, tag, mode, buf=buf)
+        collected = None if buf is None else watched(self._world, buf, payload, (operation, dest))
         if transfer is None:
-            return request_over(self._world, collected, False)
+            return request_over(self._world, collected, writes=False)
         about = (self, operation, dest, tag, "dest")
-        return request_for(self._world, transfer, about, collected, False)
+        return request_for(self._world, transfer, about, collected, writes=False)
 
     def _irecv(self, source: int, tag: int, operation: str, into: Any = None) -> Request:
         """Post a receive into a `payload.target`; without one, of an object."""
@@ -495,7 +495,9 @@ class Member(Named):
         receive.owner, receive.into = self, into
         (self._box or self._mailbox).post(receive)
         about = (self, operation, source, tag)
-        return request_for(world, receive, about, receive.deliver, into is not None, self._withdraw)
+        return request_for(
+            world, receive, about, receive.deliver, writes=into is not None, withdraw=self._withdraw
+        )
 
     def _withdraw(self, request: Request, now_s: float) -> None:
         receive = request._completion

@@ -54,7 +54,7 @@ class Grequest(Request):
             return held[0]
 
         about = WaitingForAny("generalized request", ())
-        self = cls(request_for(world, completion, about, deliver, False))
+        self = cls(request_for(world, completion, about, deliver, writes=False))
         self._over = completion, held
         if cancel_fn is not None:
             self._withdraw = lambda request, now_s: cancel_fn(completion.finish_s is not None, *more, **named)

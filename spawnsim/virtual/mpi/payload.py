@@ -108,22 +108,20 @@ def check_type(world: World, label: str, buf: Any, message: Message) -> None:
         )
 
 
-def watched(
-    world: World, buf: Any, payload: Any, operation: str, dest: int
-) -> Callable[[Status], None] | None:
+def watched(world: World, buf: Any, payload: Any, call: tuple[str, int]) -> Callable[[Status], None] | None:
     """Return what warns, when a send is collected, if the buffer differs from the payload that was made of it.
 
-    None if there is nothing in the buffer, or it has gaps.
+    `call` is its name and its destination. None if there is nothing in the buffer, or it has gaps.
     """
     if type(payload) is bytes:
         if not payload or type(buf) is not ndarray:
             return None
         before = payload if len(payload) <= SHORT_NBYTES else _samples(payload)
-        return partial(_compare, world, buf, before, operation, dest)
+        return partial(_compare, world, buf, (before, *call))
     buf = as_buffer(buf)
     if not payload.nbytes or not buf.datatype.is_predefined or is_phantom(payload):
         return None
-    return partial(_compare, world, buf, _samples(as_bytes(payload).data), operation, dest)
+    return partial(_compare, world, buf, (_samples(as_bytes(payload).data), *call))
 
 
 def _samples(memory: Any) -> bytes:
@@ -132,7 +130,8 @@ def _samples(memory: Any) -> bytes:
     return bytes(memory[::step])
 
 
-def _compare(world: World, buf: Any, before: bytes, operation: str, dest: int, _status: Status) -> None:
+def _compare(world: World, buf: Any, sent: tuple[bytes, str, int], _status: Status) -> None:
+    before, operation, dest = sent
     if type(buf) is not ndarray:
         now = _samples(as_bytes(buf.array).data)
     elif buf.nbytes <= SHORT_NBYTES:  # the short way of most

@@ -47,19 +47,19 @@ class PointToPoint(Member):
 
     def send(self, obj: Any, dest: int, tag: int = 0) -> None:
         """Send an object."""
-        self._deliver(dumps(obj), dest, tag, STANDARD, "send")
+        self._deliver(dumps(obj), dest, tag, STANDARD, operation="send")
 
     def ssend(self, obj: Any, dest: int, tag: int = 0) -> None:
         """Send an object; return when its receive has started."""
-        self._deliver(dumps(obj), dest, tag, SYNCHRONOUS, "ssend")
+        self._deliver(dumps(obj), dest, tag, SYNCHRONOUS, operation="ssend")
 
     def isend(self, obj: Any, dest: int, tag: int = 0) -> Request:
         """Start to send an object."""
-        return self._isend(dumps(obj), dest, tag, STANDARD, "isend")
+        return self._isend(dumps(obj), dest, tag, STANDARD, operation="isend")
 
     def issend(self, obj: Any, dest: int, tag: int = 0) -> Request:
         """Start to send an object; the request is over when its receive has started."""
-        return self._isend(dumps(obj), dest, tag, SYNCHRONOUS, "issend")
+        return self._isend(dumps(obj), dest, tag, SYNCHRONOUS, operation="issend")
 
     def recv(
         self, buf: Any = None, source: int = ANY_SOURCE, tag: int = ANY_TAG, status: Status | None = None
@@ -103,27 +103,27 @@ class PointToPoint(Member):
 
     def Send(self, buf: Any, dest: int, tag: int = 0) -> None:
         """Send a buffer. Above the eager threshold it returns when its receive has started and the data have left."""
-        self._deliver(pack(buf, dest), dest, tag, STANDARD, "Send", buf)
+        self._deliver(pack(buf, dest), dest, tag, STANDARD, operation="Send", buf=buf)
 
     def Ssend(self, buf: Any, dest: int, tag: int = 0) -> None:
         """Send a buffer; return when its receive has started."""
-        self._deliver(pack(buf, dest), dest, tag, SYNCHRONOUS, "Ssend", buf)
+        self._deliver(pack(buf, dest), dest, tag, SYNCHRONOUS, operation="Ssend", buf=buf)
 
     def Rsend(self, buf: Any, dest: int, tag: int = 0) -> None:
         """Send a buffer whose receive the program knows to be posted."""
-        self._deliver(pack(buf, dest), dest, tag, LOCAL, "Rsend", buf)
+        self._deliver(pack(buf, dest), dest, tag, LOCAL, operation="Rsend", buf=buf)
 
     def Isend(self, buf: Any, dest: int, tag: int = 0) -> Request:
         """Start to send a buffer. Its content is taken now; a program that changes it before the end is warned."""
-        return self._isend(pack(buf, dest), dest, tag, STANDARD, "Isend", buf)
+        return self._isend(pack(buf, dest), dest, tag, STANDARD, operation="Isend", buf=buf)
 
     def Issend(self, buf: Any, dest: int, tag: int = 0) -> Request:
         """Start to send a buffer; the request is over when its receive has started."""
-        return self._isend(pack(buf, dest), dest, tag, SYNCHRONOUS, "Issend", buf)
+        return self._isend(pack(buf, dest), dest, tag, SYNCHRONOUS, operation="Issend", buf=buf)
 
     def Irsend(self, buf: Any, dest: int, tag: int = 0) -> Request:
         """Start to send a buffer whose receive the program knows to be posted."""
-        return self._isend(pack(buf, dest), dest, tag, LOCAL, "Irsend", buf)
+        return self._isend(pack(buf, dest), dest, tag, LOCAL, operation="Irsend", buf=buf)
 
     def Recv(
         self, buf: Any, source: int = ANY_SOURCE, tag: int = ANY_TAG, status: Status | None = None
@@ -163,7 +163,7 @@ class PointToPoint(Member):
         # Checked before the send: a wrong receive buffer must not leave a message behind that nobody takes.
         into = target(recvbuf, source)
         # Packed now, so that Sendrecv_replace may receive into the same memory.
-        transfer = self._dispatch(pack(sendbuf, dest), dest, sendtag, STANDARD, sendbuf)
+        transfer = self._dispatch(pack(sendbuf, dest), dest, sendtag, STANDARD, buf=sendbuf)
         if source == PROC_NULL:
             self.Recv(recvbuf, source, recvtag, status)
         else:
@@ -191,7 +191,9 @@ class PointToPoint(Member):
         target(recvbuf, source)
         # With one buffer for both, its change is the receive's doing, and no reason for the warning about sent buffers.
         watched = None if sendbuf is recvbuf else sendbuf
-        outgoing = self._isend(pack(sendbuf, dest), dest, sendtag, STANDARD, "Isendrecv", watched)
+        outgoing = self._isend(
+            pack(sendbuf, dest), dest, sendtag, STANDARD, operation="Isendrecv", buf=watched
+        )
         incoming = self.Irecv(recvbuf, source, recvtag)
         return incoming.together(outgoing)
 
@@ -220,19 +222,19 @@ class PointToPoint(Member):
 
     def Bsend(self, buf: Any, dest: int, tag: int = 0) -> None:
         """Send a buffer from the attached one: returns at once."""
-        self._deliver(self._room_for(pack(buf, dest)), dest, tag, LOCAL, "Bsend")
+        self._deliver(self._room_for(pack(buf, dest)), dest, tag, LOCAL, operation="Bsend")
 
     def Ibsend(self, buf: Any, dest: int, tag: int = 0) -> Request:
         """Start to send a buffer from the attached one."""
-        return self._isend(self._room_for(pack(buf, dest)), dest, tag, LOCAL, "Ibsend")
+        return self._isend(self._room_for(pack(buf, dest)), dest, tag, LOCAL, operation="Ibsend")
 
     def bsend(self, obj: Any, dest: int, tag: int = 0) -> None:
         """Send an object from the attached buffer: returns at once."""
-        self._deliver(self._room_for(dumps(obj)), dest, tag, LOCAL, "bsend")
+        self._deliver(self._room_for(dumps(obj)), dest, tag, LOCAL, operation="bsend")
 
     def ibsend(self, obj: Any, dest: int, tag: int = 0) -> Request:
         """Start to send an object from the attached buffer."""
-        return self._isend(self._room_for(dumps(obj)), dest, tag, LOCAL, "ibsend")
+        return self._isend(self._room_for(dumps(obj)), dest, tag, LOCAL, operation="ibsend")
 
     def _room_for(self, payload: Any) -> Any:
         held: dict[Any, Any] = self._rank.attachments
@@ -474,7 +476,7 @@ class Message(Handle):
         # A rendezvous sender waits for the match, which is now and not when the probe found the message.
         message.meet()
         about = (owner, "Mrecv", message.source, message.tag)
-        return request_for(owner._world, receive, about, receive.deliver, into is not None)
+        return request_for(owner._world, receive, about, receive.deliver, writes=into is not None)
 
 
 MESSAGE_NULL = Message()

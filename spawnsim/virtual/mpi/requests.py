@@ -30,6 +30,7 @@ from spawnsim.virtual.engine.waiting import (
     settled,
 )
 from spawnsim.virtual.engine.world import World
+from spawnsim.virtual.mpi.looks import done_now, over_now
 
 
 def collect_all(
@@ -109,43 +110,6 @@ def _lend(statuses: Sequence[Status] | None, count: int) -> Sequence[Status | No
     assert isinstance(statuses, list)
     statuses.extend(Status() for _ in range(count - len(statuses)))
     return statuses
-
-
-def look(world: World, requests: Sequence[Request]) -> list[Completion | None]:
-    """Observe; return what the requests are over, as of now. The caller charges for the look once it has looked.
-
-    Raises `Revoked` if one of the requests was open when its communicator was revoked.
-    """
-    completions = [request._completion for request in requests]
-    # The second look in a row need not wait for all others: what they send from now on cannot be there yet.
-    if settled(world, completions):
-        world.kernel.run_ahead()
-    else:
-        world.kernel.observe()
-        completions = [request._completion for request in requests]
-    # Revocation is asked for after it, since it may have come while this rank was parked.
-    if world.revoked:
-        for request in requests:
-            request._check_revoked()
-    return completions
-
-
-def done_now(world: World, requests: Sequence[Request], *, every: bool = False) -> list[int]:
-    """Observe; return the positions of the requests that are over.
-
-    The kernel is told of a look in vain: none is over (or not `every` one), and of no other the end is known.
-    """
-    completions = look(world, requests)
-    done = finished(completions, world.kernel.current.clock)
-    if every or not done:
-        ends = [each.finish_s for each in completions if each is not None]
-        # Only a look without any news is fruitless. If the end of one that is still open is known, time will bring it,
-        # and a loop of polls is no livelock.
-        if len(ends) - ends.count(None) == len(done) < len(ends):
-            world.kernel.fruitless()
-    # Charged after the look: charged before, a poll would see what arrives during its own overhead.
-    world.charge_poll()
-    return done
 
 
 def _look_at(requests: Sequence[Request]) -> list[int] | None:
@@ -288,7 +252,7 @@ class Request(Handle):
         """Return (over, object); an observation."""
         completion = self._completion
         # Most tests are of sends, which are over: without the switch of ranks that an observation takes.
-        if completion is None or look_ahead(self._world, completion) or self._over_now():
+        if completion is None or look_ahead(self._world, completion) or over_now(self._world, self):
             return True, self._collect(status)
         return False, None
 
@@ -301,7 +265,7 @@ class Request(Handle):
         if self._completion is None:
             fill_empty(status)
             return True
-        done = self._over_now()
+        done = over_now(self._world, self)
         # MPI: once Get_status says true, the buffer holds the data, although the request stays. What makes an
         # object waits for the collection instead, so that no object is made twice.
         fills = self._undelivered() if done else None
@@ -480,16 +444,6 @@ class Request(Handle):
 
     # -- how ----
 
-    def _over_now(self) -> bool:
-        """Look at this one, as `done_now` looks at several; return whether it is over."""
-        world = self._world
-        (completion,) = look(world, (self,))
-        over = completion is not None and completion.over(world.kernel.current.clock)
-        if completion is not None and completion.finish_s is None:
-            world.kernel.fruitless()
-        world.charge_poll()
-        return over
-
     def _undelivered(self) -> Deliver | None:
         """Return what fills the program's memory; None if nothing does, or has done it already."""
         deliver = self._deliver
@@ -549,9 +503,9 @@ class Request(Handle):
         self._identity = None
 
 
-# Functions, and not methods of the class: of those, and of calls with keywords, Python (3.11) makes the slow kind.
+# Functions, and not class methods, whose calls Python (3.11) cannot specialize.
 def request_for(
-    world: World, completion: Completion, about: Any, deliver: Deliver | None = None, writes: bool = True,
+    world: World, completion: Completion, about: Any, deliver: Deliver | None = None, *, writes: bool = True,
     withdraw: Withdraw | None = None,
 ) -> Request:  # fmt: skip
     """Return a request over a completion. `deliver(status)` runs when it is collected, or known to be over.
@@ -569,11 +523,11 @@ def request_for(
     return request
 
 
-def request_over(world: World, deliver: Deliver | None = None, writes: bool = True) -> Request:
+def request_over(world: World, deliver: Deliver | None = None, *, writes: bool = True) -> Request:
     """Return a request that is complete already: an eager send, or a call to PROC_NULL."""
     # A finished completion instead of a special case, so that waits and tests take one path for all requests.
     kernel = world.kernel
-    return request_for(world, Completion(kernel, kernel.current.clock), None, deliver, writes)
+    return request_for(world, Completion(kernel, kernel.current.clock), None, deliver, writes=writes)
 
 
 @refusing

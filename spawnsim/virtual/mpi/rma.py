@@ -248,7 +248,7 @@ class Epochs(Attributes):
         self._need()
         exposed = self._places(group)
         for rank in exposed:
-            self._comm._deliver(b"", rank, POST, STANDARD, "Post")
+            self._comm._deliver(b"", rank, POST, STANDARD, operation="Post")
         self._epoch.tokens = [self._comm._irecv(rank, COMPLETE, "Wait") for rank in exposed]
 
     def Start(self, group: Group, assertion: int = 0) -> None:
@@ -267,7 +267,7 @@ class Epochs(Attributes):
         for rank in sorted(self._epoch.started):
             # The flush comes before the token: the target may read its memory as soon as the token is there.
             self._flush(rank, "Complete")
-            self._comm._deliver(b"", rank, COMPLETE, STANDARD, "Complete")
+            self._comm._deliver(b"", rank, COMPLETE, STANDARD, operation="Complete")
         self._epoch.started = frozenset()
 
     def Wait(self) -> bool:

@@ -455,7 +455,7 @@ class VirtualProcessGroup(Base):  # type: ignore[misc]
     def send(self, tensors: Any, dst: int, tag: int = 0) -> VirtualWork:
         """Send a tensor. As over gloo, it is over when the receiver has come to its receive, whatever the size."""
         (tensor,) = _listed(tensors)
-        request = self.comm._isend(raw(tensor), dst, tag, SYNCHRONOUS, "send")
+        request = self.comm._isend(raw(tensor), dst, tag, SYNCHRONOUS, operation="send")
         return self._kept(VirtualWork(request, [tensor], self._limit), "send", [list(tensor.shape)])
 
     def recv(self, tensors: Any, src: int, tag: int = 0) -> VirtualWork:
