@@ -23,8 +23,10 @@ Call = Callable[..., Sequence[Tensor]]
 # saves half of a call of a few rows.
 CALLS_BEFORE = 32
 MOST_OPERATIONS = 5_000  # what vmap computes row by row comes to operations for each row
-# A number of Python's that comes of a tensor; what follows from it is not recorded.
-AS_NUMBER = torch.ops.aten._local_scalar_dense.default
+# Of operations that give Python a number of a tensor's, or a comparison of two; what follows from it is not recorded.
+TELLING = torch.Tag.data_dependent_output
+# With an offset it tells a place in memory: of other rows another one.
+PLACED = torch.ops.aten.as_strided.default
 
 
 class _Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -41,8 +43,8 @@ class _Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._note(each, self.graph.placeholder(f"given_{number}"))
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is AS_NUMBER:
-            raise Unequal("it asks for a tensor's number")
+        if TELLING in func.tags or (func is PLACED and args[3:] not in ((), (None,))):
+            raise Unequal("it asks for a tensor's values, or for a place in memory")
         if func._schema.is_mutable:
             self._require_own(func._schema, args, kwargs or {})
         outcome = func(*args, **(kwargs or {}))
