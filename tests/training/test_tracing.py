@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import functools
+import gc
+import linecache
 import math
 import sys
+import weakref
 from dataclasses import dataclass
 from enum import Enum
 
@@ -15,7 +18,7 @@ from torch.nn.functional import cross_entropy, mse_loss, scaled_dot_product_atte
 
 import spawnsim
 from spawnsim import TrainingStep
-from spawnsim.training import tracing
+from spawnsim.training import batches, tracing
 from spawnsim.training.structure import Globals, Unequal
 from spawnsim.training.tracing import Traced
 from tests.training.test_steps import RANKS, batch, build, loss_of, run, sgd, weights
@@ -133,6 +136,9 @@ MODELS = {
 def test_repeated_calls_give_the_same_bits(kind, stragglers, recorded, monkeypatch):
     """Weights and digests are those of a run in which nothing is repeated, to the bit."""
     model_of, batch_of = MODELS[kind]
+    monkeypatch.setattr(
+        batches, "FEW", 2
+    )  # of others bits differ: those of one row at a time from those of a record
     how = {"model_of": model_of, "batch_of": batch_of, "stragglers": stragglers, "ranks": 17}
     some, result = train(loss_of, **how)
     repeated, _ = recorded
@@ -486,6 +492,38 @@ def test_an_error_of_a_repeated_call_is_that_ranks(recorded):
     with pytest.raises(spawnsim.errors.RankError, match="rank 3"):
         spawnsim.run(main, ranks=RANKS)
     assert recorded[0].count(RANKS) >= 3
+
+
+def test_few_models_are_computed_one_by_one_until_a_record_pays(monkeypatch):
+    """A vmapped call of two rows that is not repeated takes as long as four rows by themselves."""
+    ranks, calls, call = 3, [], Traced.__call__
+    monkeypatch.setattr(
+        Traced, "__call__", lambda self, *given: calls.append(len(given[0])) or call(self, *given)
+    )
+    iterations = tracing.CALLS_BEFORE + 5
+    train(loss_of, iterations=iterations, ranks=ranks)
+    assert calls == [ranks] * 5
+
+
+def test_nothing_is_left_of_records(recorded):
+    """Neither rows nor text, of which torch keeps that of its own graphs."""
+    graphs = weakref.WeakSet()
+    record = tracing._Recording.finish
+
+    def finish(self, outcomes):
+        graph = record(self, outcomes)
+        graphs.add(graph.func)
+        return graph
+
+    gc.disable()
+    try:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(tracing._Recording, "finish", finish)
+            train(loss_of)
+        assert recorded[0] and not graphs
+    finally:
+        gc.enable()
+    assert not [name for name in linecache.cache if "eval_with_key" in name]
 
 
 def test_what_changes_what_it_was_given_is_called_once():
