@@ -291,11 +291,11 @@ class StepBatch(_Batch):
             for fixed, staged in zip(self._fixed_inputs, self._staged[works[0].depth], strict=True)
         ]
         gradient, outputs = self.differentiate(weights, inputs)
+        _tell(works, outputs)  # of which some may be weights
         with torch.no_grad():
             self._update(rows, gradient, works)
         for seat in apart:
             seat.store()
-        _tell(works, outputs)
 
     def differentiate(self, weights: Tensor, inputs: Sequence[Any]) -> tuple[Tensor, list[Tensor]]:
         """Return the gradients of some rows, (rows, columns), and their outputs, (rows, ...) each."""
