@@ -1,7 +1,7 @@
 """What carries out the steps, or the evaluations, that many ranks have put off: a few vmapped calls over rows.
 
 Rows are taken in the order of ranks, in chunks whose weights, gradients and state fit the cache: all that is put off of
-one chunk before the next. A chunk of few rows is computed row by row where vmapped calls cannot be repeated from a
+one chunk before the next. A chunk of few rows is computed row by row as long as vmapped calls are not repeated from a
 record (`tracing`), for one costs as much as four plain ones. Results depend on which ranks had work waiting, and so on
 virtual times alone.
 """
@@ -25,7 +25,7 @@ from spawnsim.training.arena import STEP, Arena, Seat
 from spawnsim.training.tracing import Traced
 
 Rows = slice | Tensor
-FEW = 4  # rows below which one at a time is faster than a vmapped call
+FEW = 4  # rows below which one at a time is faster than a vmapped call that is not repeated from a record
 CACHE_NBYTES = 16 << 20  # of the weights of a chunk
 CHUNK = (32, 64)  # rows of a chunk, at least and at most
 # glibc gives freed memory back to the system, and the next call takes it anew, page by page: a quarter of the time of a
@@ -291,16 +291,15 @@ class StepBatch(_Batch):
             for fixed, staged in zip(self._fixed_inputs, self._staged[works[0].depth], strict=True)
         ]
         gradient, outputs = self.differentiate(weights, inputs)
+        _tell(works, outputs)  # of which some may be weights
         with torch.no_grad():
             self._update(rows, gradient, works)
         for seat in apart:
             seat.store()
-        _tell(works, outputs)
 
     def differentiate(self, weights: Tensor, inputs: Sequence[Any]) -> tuple[Tensor, list[Tensor]]:
         """Return the gradients of some rows, (rows, columns), and their outputs, (rows, ...) each."""
-        few = FEW if not self._traced.recorded else 2
-        if len(weights) < few:
+        if len(weights) == 1 or (len(weights) < FEW and not self._traced.repeats(len(weights))):
             each = [self._one(weights[i : i + 1], inputs, i) for i in range(len(weights))]
             flat = torch.stack([gradient for gradient, _ in each])
             return flat, [torch.stack(parts) for parts in zip(*(outputs for _, outputs in each), strict=True)]

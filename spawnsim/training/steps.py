@@ -7,7 +7,7 @@ many models at once steps alone, and the run has a warning that says why.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from enum import Enum
 from typing import Any
 
@@ -377,13 +377,13 @@ class TrainingStep(_OfModel):
     def _at_once(self, model: nn.Module, optimizer: torch.optim.Optimizer, batch: Sequence[Any]) -> Outcome:
         optimizer.zero_grad()
         loss, more = as_outputs(self.function(model, *batch))
+        outs = (loss.detach(), *_apart(more, (*model.parameters(), *batch)))
         loss.backward()  # type: ignore[no-untyped-call]
         if self.max_norm is not None:
             nn.utils.clip_grad_norm_(model.parameters(), self.max_norm)
         optimizer.step()
         if not self.gradients:
             optimizer.zero_grad()
-        outs = tuple(each.detach() for each in (loss, *more))
         return outs[0] if len(outs) == 1 else outs
 
 
@@ -478,6 +478,13 @@ class Evaluation(_OfModel):
     def _at_once(self, model: nn.Module, batch: Sequence[Any]) -> Outcome:
         outcome: Outcome = self.function(model, *batch)
         return outcome
+
+
+def _apart(outputs: Sequence[Tensor], given: Iterable[Any]) -> tuple[Tensor, ...]:
+    """Return outputs, detached; copies of those that share memory with weights or inputs, which will change."""
+    memory = {each.untyped_storage().data_ptr() for each in given if outputs and isinstance(each, Tensor)}
+    found = [each.detach() for each in outputs]
+    return tuple(each.clone() if each.untyped_storage().data_ptr() in memory else each for each in found)
 
 
 def _plain(value: Any) -> Any:

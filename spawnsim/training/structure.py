@@ -8,12 +8,15 @@ from __future__ import annotations
 
 import dis
 import functools
+import operator
 import pickle
 import types
-from collections.abc import Callable, Hashable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from enum import Enum
+from itertools import chain
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -34,8 +37,21 @@ _LIBRARIES = {
     "operator",
     "typing",
     "enum",
+    "abc",
+    "dataclasses",
 }
-_CONSTANTS = (bool, int, float, complex, str, bytes, Enum, torch.dtype, torch.device, torch.Size, type(None))
+# Of these classes alone: objects of those that inherit from them have attributes.
+_CONSTANTS = {bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size, type(None)}
+_METHODS = (types.MethodType, types.BuiltinMethodType, types.MethodWrapperType)
+# What a deep copy does not copy.
+_SHARED = (type, types.FunctionType, types.BuiltinFunctionType, functools.partial)
+_GROUPS = (list, tuple, set, frozenset)
+_MAKERS = {"__init__", "__new__"}
+# By which a function reads what is not seen in it: of Python, and of tensors.
+_READERS = {"eval", "exec", "globals", "open", "__import__"}
+_TENSOR_READERS = {"data_ptr", "numpy", "storage_offset", "tolist"}
+_LOADS = {"LOAD_GLOBAL", "LOAD_NAME", "LOAD_FROM_DICT_OR_GLOBALS"}
+_LOADS_OF_OBJECTS = {"LOAD_ATTR", "LOAD_METHOD"}
 
 
 class Unequal(Exception):
@@ -109,96 +125,152 @@ def frozen(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class Globals:
-    """The variables outside of a function and of a model's classes that they read, and what these held at first.
+    """What a function and a model's classes read besides what they are given, and what all this was at first.
 
-    Those of the functions that they call are among them, and so are values that others may change. A record of a call
-    is right as long as they are `unchanged`, besides what the call is given.
+    Variables outside of them, attributes of classes and of functions, and those of the functions that they call. A
+    record of a call is right as long as all are `unchanged`.
 
     Raises:
-        Unequal: one of them holds something that may change unnoticed, such as a list.
+        Unequal: one of them is something that may change unnoticed, such as a list.
     """
 
     def __init__(self, function: Callable[..., Any], model: nn.Module) -> None:
-        self._variables: dict[tuple[int, str], tuple[Callable[[], Any], Any, int]] = {}
-        self._seen: set[Any] = set()
+        self._reads: list[Callable[[], Iterable[Any]]] = []
+        self._versions: list[tuple[torch.Tensor, int]] = []
+        self._seen: dict[tuple[str, int], Any] = {}  # kept, so that no identity comes again
+        self._watch(lambda: (torch.get_default_dtype(),))
         self._visit(function)
-        for module in model.modules():
-            self._visit_class(type(module))
-            for value in vars(module).values():
-                # The model is a copy, whose values nobody else changes; but what their classes read is not.
-                self._visit_class(type(value))
+        self._visit_copy(model)
+        self._held = self._now()
 
     def unchanged(self) -> bool:
-        """Return whether all hold what they held."""
-        return all(
-            read() is value and (version < 0 or value._version == version)
-            for read, value, version in self._variables.values()
-        )
+        """Return whether all are what they were."""
+        try:
+            now = self._now()
+        except Unequal:  # a variable has no value any more
+            return False
+        same = len(now) == len(self._held) and all(map(operator.is_, now, self._held))
+        return same and all(tensor._version == version for tensor, version in self._versions)
+
+    def _now(self) -> list[Any]:
+        return [*chain.from_iterable([read() for read in self._reads])]
+
+    def _watch(self, read: Callable[[], Iterable[Any]]) -> None:
+        """Compare what is read from now on, and visit it."""
+        self._reads.append(read)
+        for value in read():
+            self._visit(value)
+
+    def _is_new(self, value: Any, how: str) -> bool:
+        """Return whether a value was not yet seen in this way."""
+        known = (how, id(value)) in self._seen
+        self._seen[how, id(value)] = value
+        return not known
 
     def _visit(self, value: Any) -> None:
+        """Visit what others may change, too."""
+        if type(value) in _CONSTANTS or not self._is_new(value, "value"):
+            return
         if isinstance(value, types.FunctionType):
             self._visit_function(value)
-        elif isinstance(value, types.MethodType):
-            self._visit(value.__func__)
-            self._visit(value.__self__)
         elif isinstance(value, functools.partial):
-            for each in (value.func, *value.args, *value.keywords.values()):
-                self._visit(each)
+            self._watch(lambda: (value.func, *value.args, *value.keywords.values()))
         elif isinstance(value, type):
             self._visit_class(value)
+            for kind in value.__mro__:  # it may be called
+                self._visit_attributes(kind, _MAKERS)
+            for member in value if issubclass(value, Enum) else ():
+                self._visit(member)
+        elif isinstance(value, Enum):
+            self._visit_class(type(value))
+            self._watch(vars(value).values)
+        elif type(value) in (torch.Tensor, nn.Parameter) and not value.is_inference():
+            self._versions.append((value, value._version))
         elif isinstance(value, tuple):
+            self._visit_class(type(value))
             for each in value:
                 self._visit(each)
         elif isinstance(value, nn.Module):
-            for each in value.modules():
-                self._require(_of_library(type(each)), type(each))
+            self._require(_of_library(type(value)), value)
+            self._reads.append(functools.partial(_contents, value))
+            for each in filter(callable, _contents(value)):
+                self._visit(each)
+        elif isinstance(value, _METHODS):
+            self._visit(getattr(value, "__func__", None))
+            self._visit(value.__self__)
         else:
-            fixed = isinstance(value, _CONSTANTS) or _is_watched(value)
-            called = callable(value) or isinstance(value, types.ModuleType)
-            self._require(fixed or (called and _of_library(value)), type(value))
+            self._require(
+                (callable(value) or isinstance(value, types.ModuleType)) and _of_library(value), value
+            )
+
+    def _visit_copy(self, value: Any) -> None:
+        """Visit what only the copy of the model has: nobody changes it, but functions and classes are not its own."""
+        if isinstance(value, (torch.Tensor, np.ndarray)) or not self._is_new(value, "copy"):
+            return
+        if isinstance(value, _SHARED) or hasattr(type(value), "__deepcopy__"):
+            self._visit(value)
+        elif isinstance(value, types.MethodType):
+            self._visit(value.__func__)
+            self._visit_copy(value.__self__)
+        else:
+            self._visit_class(type(value))
+            inner = value.values() if isinstance(value, dict) else value if isinstance(value, _GROUPS) else ()
+            for each in (*inner, *getattr(value, "__dict__", {}).values()):
+                self._visit_copy(each)
 
     @staticmethod
-    def _require(stays: bool, kind: type) -> None:
+    def _require(stays: bool, value: Any) -> None:
         if not stays:
-            raise Unequal(f"it refers to a {kind.__name__}, which may change")
+            raise Unequal(f"it refers to a {type(value).__name__}, which may change")
 
     def _visit_class(self, kind: type) -> None:
-        """Visit the methods of a class and of its bases. How its objects are made does not matter: they are there."""
-        for each in kind.__mro__:
-            if each in self._seen or _of_library(each):
-                continue
-            self._seen.add(each)
-            for name, value in vars(each).items():
-                method = value.fget if isinstance(value, property) else getattr(value, "__func__", value)
-                if isinstance(method, types.FunctionType) and name != "__init__":
-                    self._visit_function(method)
+        """Visit the attributes of a class, of its bases and of its class, but for how objects are made of it."""
+        for each in (*kind.__mro__, type(kind)):
+            if not _of_library(each) and self._is_new(each, "class"):
+                self._reads.append(vars(each).values)
+                self._visit_attributes(each, vars(each).keys() - _MAKERS)
+
+    def _visit_attributes(self, kind: type, names: Iterable[str]) -> None:
+        for name in () if _of_library(kind) else names:
+            value = vars(kind).get(name)
+            if isinstance(value, (staticmethod, classmethod)):
+                value = value.__func__
+            if isinstance(value, property):
+                for each in (value.fget, value.fset, value.fdel):
+                    self._visit(each)
+            # What Python keeps of a class, beside its methods, is compared, and computes nothing.
+            elif isinstance(value, types.FunctionType) or not (
+                name[0] == name[-1] == "_" or name == "_abc_impl"
+            ):
+                self._visit(value)
 
     def _visit_function(self, function: types.FunctionType) -> None:
-        if function in self._seen or _of_library(function):
+        if _of_library(function):  # perhaps one that calls what it was given, as decorators return
+            for each in filter(callable, references(function)):
+                self._visit(each)
             return
-        self._seen.add(function)
-        for each in (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()):
-            self._visit(each)
-        references(function)  # each has a value
-        for number, cell in enumerate(function.__closure__ or ()):
-            self._note((id(function), str(number)), functools.partial(getattr, cell, "cell_contents", None))
-        where = function.__globals__
-        for each in _instructions(function.__code__):
-            if each.opname == "IMPORT_NAME":
-                self._require(_library(each.argval), types.ModuleType)
-            elif each.opname == "LOAD_GLOBAL" and each.argval in where:
-                self._note((id(where), each.argval), functools.partial(where.get, each.argval))
-
-    def _note(self, key: tuple[int, str], read: Callable[[], Any]) -> None:
-        if key not in self._variables:
-            value = read()
-            self._variables[key] = read, value, value._version if _is_watched(value) else -1
-            self._visit(value)
+        self._reads.append(lambda: (function.__code__,))
+        self._watch(lambda: (function.__defaults__, *(function.__kwdefaults__ or {}).values()))
+        self._watch(vars(function).values)
+        self._watch(functools.partial(references, function))
+        names = set()
+        for step in _instructions(function.__code__):
+            if step.opname == "IMPORT_NAME":
+                self._require(_library(step.argval), types)
+            elif step.opname in _LOADS:
+                names.add(step.argval)
+            elif step.opname in _LOADS_OF_OBJECTS and step.argval in _TENSOR_READERS:
+                raise Unequal(f"it calls {step.argval}")
+        if names & _READERS:
+            raise Unequal(f"it calls {min(names & _READERS)}")
+        # Those of a builtin are None, unless it is replaced.
+        self._watch(functools.partial(map, function.__globals__.get, sorted(names)))
 
 
-def _is_watched(value: Any) -> bool:
-    """Return whether a value is a tensor that counts how often it was changed."""
-    return type(value) in (torch.Tensor, nn.Parameter) and not value.is_inference()
+def _contents(module: nn.Module) -> Iterable[Any]:
+    """Return what a module of a library holds: settings, parameters, buffers, hooks and modules."""
+    inner = [each.values() for each in vars(module).values() if isinstance(each, dict)]
+    return chain(vars(module).values(), *inner)
 
 
 def _instructions(code: types.CodeType) -> Iterator[dis.Instruction]:
@@ -213,6 +285,8 @@ def _of_library(value: Any) -> bool:
     """Return whether a module, a class or a function is one of a library's."""
     if isinstance(value, types.ModuleType):
         return _library(value.__name__)
+    if isinstance(value, types.FunctionType):  # whose `__module__` may be that of another one, which it wraps
+        return _library(value.__globals__.get("__name__", ""))
     return _library(getattr(value, "__module__", None) or type(value).__module__)
 
 

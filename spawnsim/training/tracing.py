@@ -7,6 +7,7 @@ that hangs on. Knows tensors and operations; must not know models in rows, or op
 
 from __future__ import annotations
 
+import functools
 from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -15,6 +16,7 @@ import torch
 from torch import Tensor, fx
 from torch.fx.node import map_aggregate
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from spawnsim.training.structure import Globals, Unequal
 
@@ -23,8 +25,10 @@ Call = Callable[..., Sequence[Tensor]]
 # saves half of a call of a few rows.
 CALLS_BEFORE = 32
 MOST_OPERATIONS = 5_000  # what vmap computes row by row comes to operations for each row
-# A number of Python's that comes of a tensor; what follows from it is not recorded.
-AS_NUMBER = torch.ops.aten._local_scalar_dense.default
+# Of operations that give Python a number of a tensor's, or a comparison of two; what follows from it is not recorded.
+TELLING = torch.Tag.data_dependent_output
+# With an offset it tells a place in memory: of other rows another one.
+PLACED = torch.ops.aten.as_strided.default
 
 
 class _Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -41,8 +45,8 @@ class _Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._note(each, self.graph.placeholder(f"given_{number}"))
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is AS_NUMBER:
-            raise Unequal("it asks for a tensor's number")
+        if TELLING in func.tags or (func is PLACED and args[3:] not in ((), (None,))):
+            raise Unequal("it asks for a tensor's values, or for a place in memory")
         if func._schema.is_mutable:
             self._require_own(func._schema, args, kwargs or {})
         outcome = func(*args, **(kwargs or {}))
@@ -58,19 +62,23 @@ class _Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]
                     self._note(each, self.graph.call_function(_item, (node, number)))
         return outcome
 
-    def finish(self, outcomes: Sequence[Tensor]) -> fx.GraphModule:
+    def finish(self, outcomes: Sequence[Tensor]) -> Call:
         """Return what gives these outcomes again, of other tensors in the place of those that were given."""
         self.graph.output([self._of(each) for each in outcomes])
         if len(self.graph.nodes) > MOST_OPERATIONS:
             raise Unequal("it comes to too many operations")
         self.graph.eliminate_dead_code()
-        return fx.GraphModule(self.constants, self.graph)
+        # Of an `fx.GraphModule` torch keeps the text for as long as the process lives.
+        code = self.graph.python_code("self")
+        names = dict(code.globals)
+        exec(code.src, names)
+        return functools.partial(names.pop("forward"), self.constants)
 
     def _require_own(self, schema: Any, args: Any, kwargs: Any) -> None:
         """Refuse to record what changes a tensor that was not made here: to try the record would change it again."""
         named = dict(zip((each.name for each in schema.arguments), args, strict=False)) | kwargs
         changed = [each.name for each in schema.arguments if each.alias_info and each.alias_info.is_write]
-        for each in (named.get(name) for name in changed):
+        for each in tree_leaves([named.get(name) for name in changed]):
             if isinstance(each, Tensor) and (
                 id(each) not in self._nodes or each.untyped_storage()._cdata in self._foreign
             ):
@@ -142,10 +150,16 @@ class Traced:
         graph = self._graphs.get(rows)
         if graph is not None:
             return graph(*given)
+        return self._record(rows, given) if self.repeats(rows) else self._call(*given)
+
+    def repeats(self, rows: int) -> bool:
+        """Return whether a call of so many rows is recorded, or repeated; if not, count it."""
+        if not self.recorded:
+            return False
+        if self._calls[rows] >= CALLS_BEFORE:
+            return True
         self._calls[rows] += 1
-        if self._calls[rows] <= CALLS_BEFORE:
-            return self._call(*given)
-        return self._record(rows, given)
+        return False
 
     def _record(self, rows: int, given: Sequence[Tensor]) -> Sequence[Tensor]:
         try:
@@ -159,7 +173,7 @@ class Traced:
         if not all(map(_equal, outcomes, again)):
             self._stop()
         else:
-            self._graphs[rows] = graph.forward
+            self._graphs[rows] = graph
         return outcomes
 
     def _stop(self) -> None:

@@ -484,7 +484,30 @@ def parameters_in_part_of_a_storage(comm):
     return sizes
 
 
+def outputs_that_are_weights_and_inputs(comm):
+    """As they were before the update, also where the program uses one buffer for all batches."""
+    x, y, seen = torch.empty(8, 20), torch.empty(8, dtype=torch.int64), []
+
+    def filled(rank, iteration):
+        for buffer, values in zip((x, y), batch(rank, iteration), strict=True):
+            buffer.copy_(values)
+        return x, y
+
+    def loss(model, x, y):
+        return loss_of(model, x, y), model[0].weight, model[2].bias[1:], x.t(), y
+
+    model = build(comm.rank)
+    optimizer, step = sgd(model), TrainingStep(loss)
+    for iteration in range(9):
+        with comm.compute(0.01):
+            seen.append(step(model, optimizer, *filled(comm.rank, iteration)))
+        if (iteration + comm.rank) % 4 == 0:
+            float(seen[-1][0])
+    return weights(model), seen
+
+
 PROGRAMS = [
+    outputs_that_are_weights_and_inputs,
     parameters_in_part_of_a_storage, pickled, dropout_in_an_evaluation, random_numbers_that_are_not_torchs,
     outcomes_that_are_inputs, weights_exchanged_for_an_evaluation, state_that_begins_anew, model_that_is_rebuilt,
     gradients_that_are_kept,

@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import functools
+import gc
+import linecache
 import math
+import sys
+import weakref
 from dataclasses import dataclass
+from enum import Enum
 
 import pytest
 import torch
@@ -13,7 +18,7 @@ from torch.nn.functional import cross_entropy, mse_loss, scaled_dot_product_atte
 
 import spawnsim
 from spawnsim import TrainingStep
-from spawnsim.training import tracing
+from spawnsim.training import batches, tracing
 from spawnsim.training.structure import Globals, Unequal
 from spawnsim.training.tracing import Traced
 from tests.training.test_steps import RANKS, batch, build, loss_of, run, sgd, weights
@@ -131,6 +136,9 @@ MODELS = {
 def test_repeated_calls_give_the_same_bits(kind, stragglers, recorded, monkeypatch):
     """Weights and digests are those of a run in which nothing is repeated, to the bit."""
     model_of, batch_of = MODELS[kind]
+    monkeypatch.setattr(
+        batches, "FEW", 2
+    )  # of others bits differ: those of one row at a time from those of a record
     how = {"model_of": model_of, "batch_of": batch_of, "stragglers": stragglers, "ranks": 17}
     some, result = train(loss_of, **how)
     repeated, _ = recorded
@@ -199,6 +207,149 @@ def test_a_variable_that_changes_ends_the_repeating(loss, change, recorded, monk
     assert all(map(torch.equal, some, plain))
 
 
+def wider(model, x, y):
+    """A loss with an attribute, and two helpers: one with a default, one that is said to be torch's."""
+    return (
+        wider.scale
+        * abs(cross_entropy(helped(model(x)), y))
+        * Inner(DEFAULT).scale()
+        * MODE.scale()
+        * defaulted()
+    )
+
+
+wider.scale = 1.0
+DEFAULT = 1.0
+
+
+def defaulted(*, scale=1.0):
+    """Its default may be exchanged."""
+    return scale
+
+
+@functools.wraps(torch.relu)
+def helped(x):
+    """Not torch's, whose name it has."""
+    return x * SCALE
+
+
+class Inner:
+    """Made within the loss."""
+
+    factor = 1.0
+
+    def __init__(self, scale):
+        self._scale = scale * SCALE
+
+    def scale(self):
+        return self._scale * self.factor
+
+
+class Mode(Enum):
+    """A member, of which a global is one."""
+
+    PLAIN = 1
+
+    def scale(self):
+        return DEFAULT
+
+
+MODE = Mode.PLAIN
+
+
+def by_criterion(model, x, y):
+    """A loss that is a module of torch, and a global teacher."""
+    return criterion(model(x) + teacher(x).detach(), y)
+
+
+teacher = build(7)
+
+
+def activation(x):
+    """Not the model's own, though the model has it."""
+    return x.tanh() * SCALE
+
+
+class Composed(nn.Module):
+    """A model whose forward pass reads attributes of classes, and calls what its attributes are."""
+
+    scale = 1.0
+
+    def __init__(self, seed):
+        super().__init__()
+        self.inner, self.activations, self.settings = build(seed), [activation], Inner
+
+    def halve(self, x):
+        return x / 2
+
+    def forward(self, x):
+        return self.halve(self.activations[0](self.inner(x)) * self.scale * self.settings.factor)
+
+
+HERE = sys.modules[__name__]
+EXCHANGED = {
+    "attribute of a function": (wider, build, wider, "scale", 3.0),
+    "wrapped as a library's, and __init__": (wider, build, HERE, "SCALE", 3.0),
+    "attribute of a class": (wider, build, Inner, "factor", 3.0),
+    "method of an enumeration": (wider, build, HERE, "DEFAULT", 3.0),
+    "default": (wider, build, defaulted, "__kwdefaults__", {"scale": 3.0}),
+    "builtin": (wider, build, HERE, "abs", lambda x: 3 * x),
+    "code": (wider, build, Mode.scale, "__code__", (lambda self: 3.0).__code__),
+    "setting of a criterion": (by_criterion, build, criterion, "label_smoothing", 0.5),
+    "method of a criterion": (
+        by_criterion,
+        build,
+        criterion,
+        "forward",
+        lambda x, y: 3 * cross_entropy(x, y),
+    ),
+    "method of a teacher's layer": (by_criterion, build, teacher[1], "forward", torch.relu),
+    "attribute of a model's class": (loss_of, Composed, Composed, "scale", 3.0),
+    "method of a model's class": (loss_of, Composed, Composed, "halve", lambda self, x: x * 3),
+    "method that comes": (loss_of, Composed, Composed, "__call__", lambda self, x: 3 * self.forward(x)),
+    "function in an attribute": (loss_of, Composed, HERE, "SCALE", 3.0),
+    "class in an attribute": (loss_of, Composed, Inner, "factor", 3.0),
+}
+
+
+@pytest.mark.parametrize("kind", EXCHANGED)
+def test_what_is_exchanged_ends_the_repeating(kind, recorded, monkeypatch):
+    """Whatever the loss or the model's classes reach: it counts from the next step on, as if nothing were repeated."""
+    loss, model_of, owner, name, value = EXCHANGED[kind]
+
+    def trained():
+        with monkeypatch.context() as patch:
+            return train(
+                loss,
+                model_of,
+                change=lambda iteration: iteration == 6 and patch.setattr(owner, name, value, raising=False),
+            )[0]
+
+    some = trained()
+    repeated, others = recorded
+    assert repeated.count(RANKS) >= 3 and others.count(RANKS) >= 6
+    monkeypatch.setattr(tracing, "CALLS_BEFORE", math.inf)
+    assert all(map(torch.equal, some, trained()))
+
+
+def test_the_default_dtype_ends_the_repeating(recorded, monkeypatch):
+    """It decides of what dtype a constant is that a loss makes."""
+
+    def loss(model, x, y):
+        return cross_entropy(model(x), y) * (1 + 1 / torch.full((1,), 3.0).sum())
+
+    def trained():
+        try:
+            return train(loss, change=lambda at: at == 6 and torch.set_default_dtype(torch.float64))[0]
+        finally:
+            torch.set_default_dtype(torch.float32)
+
+    some = trained()
+    assert recorded[0].count(RANKS) >= 3
+    monkeypatch.setattr(tracing, "CALLS_BEFORE", math.inf)
+    assert all(map(torch.equal, some, trained()))
+
+
 @dataclass
 class Settings:
     """What a program may keep its numbers in."""
@@ -242,10 +393,69 @@ class Reading(nn.Module):
         return self.inner(x) * SETTINGS["scale"]
 
 
-@pytest.mark.parametrize("loss", [from_dictionary, from_object, by_import, as_number, "model"])
+def by_name(model, x, y):
+    """One that finds it by its name."""
+    return globals()["SCALE"] * cross_entropy(model(x), y)
+
+
+def by_comparison(model, x, y):
+    """One that compares tensors."""
+    return cross_entropy(model(x), y) * (2.0 if torch.equal(SHIFT, torch.ones(())) else 1.0)
+
+
+def by_list_of_tensor(model, x, y):
+    """One that makes numbers of a tensor, of which torch tells nothing."""
+    return cross_entropy(model(x), y) * (1 + SHIFT.tolist())
+
+
+def by_place(model, x, y):
+    """One that tells where in memory to read."""
+    return cross_entropy(model(x), y) + x.as_strided((2,), (1,), x.storage_offset()).mean()
+
+
+class OfClass(nn.Module):
+    """A model whose class has a dictionary."""
+
+    table = SETTINGS
+
+    def __init__(self, seed):
+        super().__init__()
+        self.inner = build(seed)
+
+    def forward(self, x):
+        return self.inner(x) * self.table["scale"]
+
+
+class Own:
+    """Whose copies are itself."""
+
+    scale = 1.0
+
+    def __deepcopy__(self, memo):
+        return self
+
+
+class Sharing(nn.Module):
+    """A model whose copies share something."""
+
+    def __init__(self, seed):
+        super().__init__()
+        self.inner, self.shared = build(seed), Own()
+
+    def forward(self, x):
+        return self.inner(x) * self.shared.scale
+
+
+@pytest.mark.parametrize(
+    "loss",
+    [
+        from_dictionary, from_object, by_import, as_number, by_name, by_comparison, by_list_of_tensor, by_place,
+        Reading, OfClass, Sharing,
+    ],
+)  # fmt: skip
 def test_what_reads_something_that_may_change_unnoticed_is_not_repeated(loss, recorded):
     """It is called each time."""
-    model_of, loss = (Reading, loss_of) if loss == "model" else (build, loss)
+    model_of, loss = (loss, loss_of) if isinstance(loss, type) else (build, loss)
     train(loss, model_of=model_of, iterations=6)
     repeated, others = recorded
     assert not repeated and others.count(RANKS) == 6
@@ -282,6 +492,38 @@ def test_an_error_of_a_repeated_call_is_that_ranks(recorded):
     with pytest.raises(spawnsim.errors.RankError, match="rank 3"):
         spawnsim.run(main, ranks=RANKS)
     assert recorded[0].count(RANKS) >= 3
+
+
+def test_few_models_are_computed_one_by_one_until_a_record_pays(monkeypatch):
+    """A vmapped call of two rows that is not repeated takes as long as four rows by themselves."""
+    ranks, calls, call = 3, [], Traced.__call__
+    monkeypatch.setattr(
+        Traced, "__call__", lambda self, *given: calls.append(len(given[0])) or call(self, *given)
+    )
+    iterations = tracing.CALLS_BEFORE + 5
+    train(loss_of, iterations=iterations, ranks=ranks)
+    assert calls == [ranks] * 5
+
+
+def test_nothing_is_left_of_records(recorded):
+    """Neither rows nor text, of which torch keeps that of its own graphs."""
+    graphs = weakref.WeakSet()
+    record = tracing._Recording.finish
+
+    def finish(self, outcomes):
+        graph = record(self, outcomes)
+        graphs.add(graph.func)
+        return graph
+
+    gc.disable()
+    try:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(tracing._Recording, "finish", finish)
+            train(loss_of)
+        assert recorded[0] and not graphs
+    finally:
+        gc.enable()
+    assert not [name for name in linecache.cache if "eval_with_key" in name]
 
 
 def test_what_changes_what_it_was_given_is_called_once():
