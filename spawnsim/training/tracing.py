@@ -27,8 +27,7 @@ CALLS_BEFORE = 32
 MOST_OPERATIONS = 5_000  # what vmap computes row by row comes to operations for each row
 # Of operations that give Python a number of a tensor's, or a comparison of two; what follows from it is not recorded.
 TELLING = torch.Tag.data_dependent_output
-# With an offset it tells a place in memory: of other rows another one.
-PLACED = torch.ops.aten.as_strided.default
+PLACED = torch.ops.aten.as_strided.default  # at an offset from where the memory begins, if it is given one
 
 
 class _Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -45,8 +44,10 @@ class _Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._note(each, self.graph.placeholder(f"given_{number}"))
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if TELLING in func.tags or (func is PLACED and args[3:] not in ((), (None,))):
-            raise Unequal("it asks for a tensor's values, or for a place in memory")
+        if TELLING in func.tags:
+            raise Unequal("it asks for a tensor's values")
+        if func is PLACED and args[3:] not in ((), (None,)) and self._foreign_memory(args[0]):
+            raise Unequal("it tells where in memory it reads, which is elsewhere for other rows")
         if func._schema.is_mutable:
             self._require_own(func._schema, args, kwargs or {})
         outcome = func(*args, **(kwargs or {}))
@@ -79,10 +80,11 @@ class _Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]
         named = dict(zip((each.name for each in schema.arguments), args, strict=False)) | kwargs
         changed = [each.name for each in schema.arguments if each.alias_info and each.alias_info.is_write]
         for each in tree_leaves([named.get(name) for name in changed]):
-            if isinstance(each, Tensor) and (
-                id(each) not in self._nodes or each.untyped_storage()._cdata in self._foreign
-            ):
+            if isinstance(each, Tensor) and (id(each) not in self._nodes or self._foreign_memory(each)):
                 raise Unequal("it changes a tensor that it was given")
+
+    def _foreign_memory(self, tensor: Tensor) -> bool:
+        return tensor.untyped_storage()._cdata in self._foreign
 
     def _known(self, view: Tensor) -> bool:
         """Whether a view lies as a tensor that is known already: turned twice, or expanded to the shape that it has."""

@@ -535,6 +535,24 @@ def test_what_changes_what_it_was_given_is_called_once():
     assert not traced.recorded
 
 
+def test_a_place_in_memory_is_not_recorded():
+    """Other rows lie elsewhere; what is made within lies where it lay."""
+    numbers = torch.arange(20.0).view(10, 2)
+
+    def elsewhere(x):
+        return [x.as_strided((3,), (2,), x.storage_offset() + 1)]
+
+    def within(x):
+        return [(x * 2).as_strided((3,), (2,), 1)]
+
+    for call in (elsewhere, within):
+        traced = Traced(call, Globals(loss_of, build()))
+        for number in range(tracing.CALLS_BEFORE + 4):
+            given = numbers[number % 7 :][:3]
+            assert torch.equal(traced(given)[0], call(given)[0])
+        assert traced.recorded == (call is within)
+
+
 def test_what_was_made_within_may_be_changed():
     """Changes in place, through views too, are repeated as they were."""
 
