@@ -125,10 +125,8 @@ class Buffer:
 
     def row(self) -> Array | None:
         """Return the elements of all blocks as one array of numbers that can be written to; None if they are not."""
-        array = self.array
-        plain = (
-            self.datatype.is_predefined and array.dtype is self.datatype.dtype and array.dtype.names is None
-        )
+        array, kind = self.array, self.datatype
+        plain = kind.is_predefined and array.dtype is kind.dtype and array.dtype.names is None
         return array if plain and array.flags.writeable and not is_phantom(array) else None
 
     def block(self, i: int) -> Buffer:
