@@ -149,8 +149,8 @@ class TrainingStep(_OfModel):
     >>> comm.record(loss=loss)
 
     On real ranks this is `zero_grad`, `backward`, `step`. On virtual ranks the step is put off and carried out together
-    with those of all ranks whose models are equal but for their weights, in one `torch.func.vmap` call: 3 to 4 times
-    faster for small models, and 5 to 6 times if nobody looks at each loss: several steps of a model are put off then.
+    with those of all ranks whose models are equal but for their weights, in one `torch.func.vmap` call: 2 to 4 times
+    faster for small models, and 4 to 6 times if nobody looks at each loss: several steps of a model are put off then.
     Whoever looks at the loss, a parameter, a gradient or the optimizer's state has them carried out first: ranks,
     policies, messages and windows see what they would see had they been carried out at once, up to rounding (1e-5 of a
     loss after 100 steps). Look at the loss after the `compute` block, not within it: only when time has passed do
