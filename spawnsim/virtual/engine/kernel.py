@@ -419,7 +419,8 @@ class Kernel:
         self._alarms -= 1
         task = heappop(self._timers)[3]
         task.timer = Timer.NONE
-        if task.parked and not task.explicit:
+        # A wait without one (of members in `recover`) leaves none: at no time, it would stand for those of later waits.
+        if task.parked and not task.explicit and task.deadline_s != math.inf:
             due_s = task.clock + task.deadline_s
             if due_s <= self.env.now:
                 self._expire(task, task.wait, due_s)

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from support.virtual_run import run
 
-from spawnsim.errors import RankFailed, Revoked
+from spawnsim.errors import RankFailed, Revoked, Timeout
 from spawnsim.virtual.mpi.fault_tolerance import RecoveryAgreement
 
 
@@ -145,6 +145,30 @@ def test_a_recovery_looks_at_each_rank_a_few_times(monkeypatch):
         counts.append(len(asked))
     assert counts[1] < 12 * 120  # each rank some times; it was 60 of 120
     assert counts[1] < 3 * counts[0]
+
+
+def test_default_deadlines_hold_behind_a_recovery_in_which_one_has_passed():
+    """Rank 0's first wait would have met its deadline in the recovery, where members have none; a later wait does."""
+
+    def main(comm):
+        if comm.rank:
+            with comm.compute(0.11 if comm.rank == 1 else 0.05):
+                pass
+        else:
+            with pytest.raises(RankFailed):
+                comm.Recv(np.empty(1), source=5)
+        group = comm.recover(0).comm
+        if group.rank == 0:
+            begun_s = comm.clock.now()
+            with pytest.raises(Timeout):
+                group.Recv(np.empty(1), source=1)
+            assert comm.clock.now() - begun_s == pytest.approx(0.105)
+        else:
+            with comm.compute(0.5):
+                pass
+            group.Send(np.ones(1), 0)
+
+    run(main, 11, faults="crash:5@0.01s", deadline_s=0.105)
 
 
 def test_waits_for_anybody_do_not_look_through_all_deaths():
