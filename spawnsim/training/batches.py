@@ -159,13 +159,14 @@ class _Batch:
 
     def _carry_out(self, works: Sequence[Put]) -> None:
         """Carry out one piece of work of each of some ranks, unless what a rank put off before it has failed."""
-        going_on = [work for work in works if not self.deferred.owes(work.rank)]
-        if len(going_on) < len(works):
-            for work in works:
-                if self.deferred.owes(work.rank):
-                    work.drop()
-            if not going_on:
-                return
+        going_on = []
+        for work in works:
+            if self.deferred.owes(work.rank):
+                work.drop()
+            else:
+                going_on.append(work)
+        if not going_on:
+            return
         _take(going_on)
         try:
             self.compute(going_on)

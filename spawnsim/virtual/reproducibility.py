@@ -39,9 +39,8 @@ from spawnsim.virtual.interpreter import (
 _bits: Any = np.random.bit_generator  # whose stub lacks the source of seeds
 _hidden: Any = np.random.mtrand
 HEAD = 24  # bytes of torch's state that every draw changes: seed, how many are left, which is next
-GENERATOR_NBYTES = (
-    2624  # of torch's generator: its head, 624 words and their position, and normal numbers kept
-)
+# Of torch's generator: its head, 624 words and their position, and normal numbers that are kept.
+GENERATOR_NBYTES = 2624
 
 
 TORCHS_OWN = 67280421310721  # the seed of torch's generator in a process that sets none
@@ -133,11 +132,8 @@ def _memory_of_generator(torch: Any) -> Any:
     """
     other = torch.Generator()
     memory = (ctypes.c_char * GENERATOR_NBYTES).from_address(other._cdata)
-    for draw in (
-        torch.rand,
-        torch.randn,
-        torch.randn,
-    ):  # of two normal numbers the second is kept for the next draw
+    # Of two normal numbers the second is kept for the next draw.
+    for draw in (torch.rand, torch.randn, torch.randn):
         before = memory.raw
         draw(1, dtype=torch.float64, device="cpu", generator=other)
         if memory.raw == before:
