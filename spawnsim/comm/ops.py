@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from spawnsim.comm.buffers import as_buffer
 from spawnsim.comm.datatypes import Datatype
 from spawnsim.comm.failures import ERR_OP, CallError
-from spawnsim.comm.handles import Handle, reduced
+from spawnsim.comm.handles import Handle, reduced, same_kind
 from spawnsim.comm.layouts import BF16
 from spawnsim.comm.memory import as_bytes, buffer
 from spawnsim.comm.predefined import BY_DTYPE, BYTE
@@ -141,6 +141,7 @@ class Op(Handle):
         self = super().__new__(cls)
         self._identity, self.name, self.function, self.commute = None, "OP_NULL", None, False
         if op is not None:
+            same_kind(Op, op)
             for slot in ("_identity", "_combine", "name", "function", "commute"):
                 if hasattr(op, slot):
                     setattr(self, slot, getattr(op, slot))
