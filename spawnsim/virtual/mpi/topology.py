@@ -389,7 +389,13 @@ class Distgraphcomm(Topocomm):
     ) -> Any:  # fmt: skip
         """Return a graph of which each rank tells its own edges."""
         edges = each_integer(sources or ()), each_integer(destinations or ())
-        part = (edges[0], _weights(weights[0]), edges[1], _weights(weights[1]))
+        given = _weights(weights[0]), _weights(weights[1])
+        for ends, weighed in zip(edges, given, strict=True):
+            if weighed is not None and len(weighed) != len(ends):
+                raise ParameterError(
+                    f"Create_dist_graph_adjacent: {len(weighed)} weights for {len(ends)} neighbours"
+                )
+        part = (edges[0], given[0], edges[1], given[1])
 
         def make(parts: list[Any]) -> Context:
             incoming = {rank: (each[0], each[1]) for rank, each in enumerate(parts)}
