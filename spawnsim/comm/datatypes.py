@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from spawnsim.comm import constants as c
 from spawnsim.comm import packing
 from spawnsim.comm.failures import ERR_ARG, ERR_COUNT, ERR_TYPE, CallError, UnknownTypeError
-from spawnsim.comm.handles import AINT, Attributed, each_integer, integer
+from spawnsim.comm.handles import AINT, Attributed, each_integer, integer, same_kind
 from spawnsim.comm.layouts import (
     Bytes,
     Layout,
@@ -214,6 +214,7 @@ class Datatype(Constructors):
         self._name, self.size, self.dense, self.dtype, self.code = "", 0, False, None, ""
         self.committed = self.is_predefined = False
         if datatype is not None:
+            same_kind(Datatype, datatype)
             for slot in (*Datatype.__slots__, "_identity", "_attributes"):
                 if hasattr(datatype, slot):
                     setattr(self, slot, getattr(datatype, slot))

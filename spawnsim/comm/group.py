@@ -10,7 +10,7 @@ from typing import Any, Final, Self
 
 from spawnsim.comm.constants import IDENT, PROC_NULL, SIMILAR, UNDEFINED, UNEQUAL
 from spawnsim.comm.failures import ERR_ARG, ERR_GROUP, ERR_RANK, CallError
-from spawnsim.comm.handles import Handle, each_integer, reduced
+from spawnsim.comm.handles import Handle, each_integer, reduced, same_kind
 from spawnsim.errors import UnsupportedError
 
 
@@ -31,6 +31,7 @@ class Group(Handle):
         self._identity = self._places = self.me = None
         self.members = ()
         if group is not None:
+            same_kind(Group, group)
             self._identity, self.members, self.me = group._identity, group.members, group.me
         return self
 

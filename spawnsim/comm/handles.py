@@ -133,6 +133,12 @@ class Identity:
             getattr(self, "Free", lambda: None)()
 
 
+def same_kind(kind: type[Identity], given: Any) -> None:
+    """Refuse what a handle of this kind cannot be made of: anything but another one. Raises `SpecTypeError`."""
+    if not isinstance(given, kind):
+        raise SpecTypeError(f"{kind.__name__}({given!r}): give another {kind.__name__}, or nothing")
+
+
 # Number -> one of the objects that have it. Each virtual rank has its own, for ranks share what makes objects equal.
 _given_out: ContextVar[WeakValueDictionary[int, Any] | None] = ContextVar("spawnsim_handles", default=None)
 
@@ -263,6 +269,8 @@ class Errhandler(Handle):
 
     def __new__(cls, errhandler: Errhandler | None = None) -> Self:
         self = super().__new__(cls)
+        if errhandler is not None:
+            same_kind(Errhandler, errhandler)
         self._identity = errhandler._identity if errhandler is not None else None
         self.function = errhandler.function if errhandler is not None else None
         self.name = errhandler.name if errhandler is not None else "ERRHANDLER_NULL"
@@ -316,6 +324,8 @@ class Info(Handle):
 
     def __new__(cls, info: Info | None = None) -> Self:
         self = super().__new__(cls)
+        if info is not None:
+            same_kind(Info, info)
         self._identity = info._identity if info is not None else None
         # The dictionary is shared by copies of a handle, as two handles of one info object are in C.
         self._items = info._items if info is not None else {}

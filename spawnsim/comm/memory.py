@@ -9,6 +9,7 @@ the memory is used (numpy's own reader takes it over, and knows fewer types). `b
 from __future__ import annotations
 
 import ctypes
+import math
 from dataclasses import dataclass
 from typing import Any, Final, Self
 
@@ -111,7 +112,7 @@ def _described(tensor: DLTensor, readonly: bool, owner: Any, *, bf16: np.dtype[A
     if strides is not None and not _dense(shape, strides) and not _dense(shape[::-1], strides[::-1]):
         raise SpecBufferError(f"the buffer is not contiguous (shape {shape}, strides {strides}): pass a copy")
     dtype = _dtype(tensor, bf16)
-    nbytes = int(np.prod(shape, dtype=np.int64)) * ((tensor.bits * tensor.lanes + 7) // 8)
+    nbytes = math.prod(shape) * ((tensor.bits * tensor.lanes + 7) // 8)
     return Borrowed((tensor.data or 0) + tensor.byte_offset, nbytes // dtype.itemsize, dtype, readonly, owner)
 
 

@@ -8,6 +8,8 @@ two), bit for bit. All backends combine by these functions, which know neither t
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextvars import copy_context
+from functools import partial
 from itertools import accumulate
 from typing import Any, Final, Self, TypeVar
 
@@ -17,7 +19,7 @@ from numpy.typing import NDArray
 from spawnsim.comm.buffers import as_buffer
 from spawnsim.comm.datatypes import Datatype
 from spawnsim.comm.failures import ERR_OP, CallError
-from spawnsim.comm.handles import Handle, reduced
+from spawnsim.comm.handles import Handle, reduced, same_kind
 from spawnsim.comm.layouts import BF16
 from spawnsim.comm.memory import as_bytes, buffer
 from spawnsim.comm.predefined import BY_DTYPE, BYTE
@@ -141,6 +143,7 @@ class Op(Handle):
         self = super().__new__(cls)
         self._identity, self.name, self.function, self.commute = None, "OP_NULL", None, False
         if op is not None:
+            same_kind(Op, op)
             for slot in ("_identity", "_combine", "name", "function", "commute"):
                 if hasattr(op, slot):
                     setattr(self, slot, getattr(op, slot))
@@ -221,7 +224,11 @@ class Op(Handle):
         if is_phantom(invec, inoutvec):
             return inoutvec
         if self.function is None:
-            self._combine(invec, inoutvec)
+            if inoutvec.dtype.kind in "iub":
+                self._combine(invec, inoutvec)
+            else:
+                with np.errstate(all="ignore"):  # see `quiet`
+                    self._combine(invec, inoutvec)
         elif datatype is None or datatype.dense or datatype.dtype is not None:
             told = datatype or BY_DTYPE.get(inoutvec.dtype, BYTE)
             self.function(as_bytes(invec).view(buffer), as_bytes(inoutvec).view(buffer), told)
@@ -278,6 +285,17 @@ BAND, BOR, BXOR = (BY_NAME[name] for name in ("BAND", "BOR", "BXOR"))
 MAXLOC, MINLOC, REPLACE, NO_OP = (BY_NAME[name] for name in ("MAXLOC", "MINLOC", "REPLACE", "NO_OP"))
 
 
+def quiet(merge: Merge) -> Merge:
+    """Return a predefined `merge` that does not speak of overflow; a program's own function as it is."""
+    # MPI libraries add without a word, whatever the program has told numpy (`np.seterr(all="raise")`), and ranks that
+    # have told it other things share the result. In a context of its own, since `np.errstate` costs as much as a sum.
+    if not isinstance(merge, np.ufunc):
+        return merge
+    context = copy_context()
+    context.run(np.seterr, all="ignore")
+    return partial(context.run, merge)
+
+
 T = TypeVar("T")
 Combine = Callable[[T, T], T]
 SHORT_NBYTES = 1024  # of arrays that are copied into one to be added up
@@ -293,7 +311,8 @@ def reduce_tree(parts: list[Array], merge: Merge) -> Array:
     For `merge` see `Op.merging`. `parts` stay as they are.
     """
     if merge is np.add and parts[0].nbytes <= SHORT_NBYTES and not is_phantom(parts[0]):
-        return _sum_by_levels(parts)
+        with np.errstate(all="ignore"):  # see `quiet`
+            return _sum_by_levels(parts)
     tree = ReductionTree(merge, surplus(len(parts)))
     for part in parts:
         tree.add(part)
@@ -356,7 +375,7 @@ class ReductionTree:
     __slots__ = ("_in_place", "_merge", "_spare", "_stack", "_surplus", "count")
 
     def __init__(self, merge: Merge, surplus: int = 0, *, in_place: bool = True) -> None:
-        self._merge, self._surplus, self._in_place, self.count = merge, surplus, in_place, 0
+        self._merge, self._surplus, self._in_place, self.count = quiet(merge), surplus, in_place, 0
         # Subtrees that are complete, the highest first: a binary counter. Those that are owned may be written.
         self._stack: list[tuple[int, Array, bool]] = []  # height, array, owned
         self._spare: list[Array] = []

@@ -32,7 +32,7 @@ from spawnsim.comm.constants import (
 )  # fmt: skip
 from spawnsim.comm.failures import ERR_ARG, ERR_COMM, ERR_GROUP, CallError, last_used_code
 from spawnsim.comm.group import Group
-from spawnsim.comm.handles import INFO_NULL, Info, Named, integer
+from spawnsim.comm.handles import INFO_NULL, Info, Named, integer, same_kind
 from spawnsim.comm.protocols import Capabilities, Recovery
 from spawnsim.virtual import checkpoints
 from spawnsim.virtual.mpi import fault_tolerance
@@ -65,10 +65,17 @@ class Comm(PointToPoint, Collectives):
         self._identity, self._attributes, self._name, self._side, self._me = None, {}, "", 0, 0
         self._context = self._world = self._rank = self._peers = self._own = NOWHERE
         self._errhandler = self._info = self._box = None
-        if comm is not None and comm._identity is not None:
-            for slot in Member.__annotations__:
-                setattr(self, slot, getattr(comm, slot))
+        if comm is not None:
+            same_kind(Comm, comm)
+            if comm._identity is not None:
+                cls._check_context(comm._context)
+                for slot in Member.__annotations__:
+                    setattr(self, slot, getattr(comm, slot))
         return self
+
+    @classmethod
+    def _check_context(cls, context: Context) -> None:
+        """Refuse a communicator that has not what this class asks of it. Raises `SpecTypeError`."""
 
     @property
     def clock(self) -> Clock:

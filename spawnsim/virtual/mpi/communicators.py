@@ -15,7 +15,7 @@ from spawnsim.comm import ops
 from spawnsim.comm.buffers import as_buffer
 from spawnsim.comm.calls import refusing
 from spawnsim.comm.constants import PROC_NULL, ROOT
-from spawnsim.comm.failures import ERR_COMM, CallError
+from spawnsim.comm.failures import ERR_COMM, CallError, SpecTypeError
 from spawnsim.comm.group import Group
 from spawnsim.comm.handles import INFO_NULL, Info, integer
 from spawnsim.comm.ops import SUM, Op
@@ -45,6 +45,11 @@ class Intracomm(Comm):
     """A communicator with one group."""
 
     __slots__ = ()
+
+    @classmethod
+    def _check_context(cls, context: Context) -> None:
+        if len(context.groups) > 1:
+            raise SpecTypeError(f"{cls.__name__}(): expecting an intracommunicator")
 
     def Create_group(self, group: Group, tag: int = 0) -> Any:
         """Return a communicator of a group's members; they alone call."""
@@ -240,6 +245,11 @@ class Intercomm(Comm):
     """A communicator with two groups. Ranks in its calls are ranks of the *other* group."""
 
     __slots__ = ()
+
+    @classmethod
+    def _check_context(cls, context: Context) -> None:
+        if len(context.groups) == 1:
+            raise SpecTypeError(f"{cls.__name__}(): expecting an intercommunicator")
 
     def Get_remote_group(self) -> Group:
         """Return the other group."""

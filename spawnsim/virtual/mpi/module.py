@@ -14,7 +14,7 @@ from typing import Any, NoReturn, Self
 from spawnsim import comm as words
 from spawnsim.comm.calls import refused
 from spawnsim.comm.failures import ERR_FILE, CallError
-from spawnsim.comm.handles import Attributed, Handle
+from spawnsim.comm.handles import Attributed, Handle, same_kind
 from spawnsim.comm.status import Status
 from spawnsim.virtual.engine.completion import Completion
 from spawnsim.virtual.engine.kernel import current_world
@@ -35,6 +35,15 @@ class Grequest(Request):
     __slots__ = ("_over",)
     _over: tuple[Completion, list[Any]]
 
+    def __new__(cls, request: Request | None = None) -> Self:
+        """Return a null request, or a copy of the handle of another generalized one."""
+        self = super().__new__(cls, request)
+        # A null handle of any class may become one of another, as in mpi4py.
+        if request:
+            same_kind(Grequest, request)
+            self._over = request._over  # type: ignore[attr-defined]
+        return self
+
     @classmethod
     def Start(
         cls, query_fn: Callable[..., None] | None = None, free_fn: Callable[..., None] | None = None,
@@ -54,7 +63,7 @@ class Grequest(Request):
             return held[0]
 
         about = WaitingForAny("generalized request", ())
-        self = cls(request_for(world, completion, about, deliver, writes=False))
+        self = Request.__new__(cls, request_for(world, completion, about, deliver, writes=False))
         self._over = completion, held
         if cancel_fn is not None:
             self._withdraw = lambda request, now_s: cancel_fn(completion.finish_s is not None, *more, **named)
@@ -82,18 +91,20 @@ def _null(owner: str, code: int) -> property:
     return property(refuse)
 
 
-def _new(cls: Any, other: Any = None) -> Any:
+def _new(cls: Any, kind: Any, other: Any) -> Any:
+    if other is not None:
+        same_kind(kind, other)
     self = object.__new__(cls)
     self._identity = None
     return self
 
 
 def _file_new(cls: Any, file: Any = None) -> Any:
-    return _new(cls)
+    return _new(cls, File, file)
 
 
 def _session_new(cls: Any, session: Any = None) -> Any:
-    return _new(cls)
+    return _new(cls, Session, session)
 
 
 File: Any = type(

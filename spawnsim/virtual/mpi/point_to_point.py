@@ -11,7 +11,7 @@ from typing import Any, Self
 
 from spawnsim.comm.constants import ANY_SOURCE, ANY_TAG, BSEND_OVERHEAD, BUFFER_AUTOMATIC, PROC_NULL
 from spawnsim.comm.failures import ERR_BUFFER, ERR_REQUEST, CallError, SpecBufferError
-from spawnsim.comm.handles import Handle, integer
+from spawnsim.comm.handles import Handle, integer, same_kind
 from spawnsim.comm.memory import flat
 from spawnsim.comm.status import Status
 from spawnsim.virtual.engine.completion import Completion
@@ -406,6 +406,8 @@ class Message(Handle):
     def __new__(cls, message: Message | None = None) -> Self:
         """Return a null message, or a copy of the handle of another."""
         self = super().__new__(cls)
+        if message is not None:
+            same_kind(Message, message)
         self._identity = None if message is None else message._identity
         self._message = None if message is None else message._message
         self._owner = None if message is None else message._owner

@@ -14,7 +14,7 @@ from typing import Any, Self
 from spawnsim.comm.calls import refusing
 from spawnsim.comm.constants import ANY_SOURCE, ANY_TAG, UNDEFINED
 from spawnsim.comm.failures import ERR_IN_STATUS, ERR_PENDING, ERR_REQUEST, CallError, SpecTypeError
-from spawnsim.comm.handles import Handle
+from spawnsim.comm.handles import Handle, same_kind
 from spawnsim.comm.status import Status
 from spawnsim.errors import Revoked
 from spawnsim.virtual.engine.completion import AllOf, Completion, Receive
@@ -215,6 +215,7 @@ class Request(Handle):
         self = super().__new__(cls)
         self._identity = self._completion = self._withdraw = None
         if request is not None:
+            same_kind(Request, request)
             self._identity = request._identity
             for name in Request.__slots__:
                 setattr(self, name, getattr(request, name, None))
@@ -536,6 +537,15 @@ class Prequest(Request):
 
     __slots__ = ("_begin",)
     _begin: Callable[[], Request]
+
+    def __new__(cls, request: Request | None = None) -> Self:
+        """Return a null request, or a copy of the handle of another persistent one."""
+        self = super().__new__(cls, request)
+        # A null handle of any class may become one of another, as in mpi4py.
+        if request:
+            same_kind(Prequest, request)
+            self._begin = request._begin  # type: ignore[attr-defined]
+        return self
 
     @classmethod
     def prepare(cls, begin: Callable[[], Request]) -> Self:

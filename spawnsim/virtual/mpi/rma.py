@@ -334,8 +334,8 @@ class Accesses(Epochs):
         self, origin: Any, result: Any, target_rank: int, target_disp: int = 0, op: Op = SUM
     ) -> None:
         """Combine one element and return what was there, atomically."""
-        # With NO_OP the origin's buffer is ignored in MPI and may be None, so it is not checked.
-        _check_single("Fetch_and_op", result, *([] if op == NO_OP else [origin]))
+        # With NO_OP the origin's buffer is ignored in MPI and may be None; one that is given is checked, as in mpi4py.
+        _check_single("Fetch_and_op", result, *([] if op == NO_OP and origin is None else [origin]))
         self._swap(origin, result, target_rank, [integer(target_disp, AINT), 1], op=op)
 
     def Compare_and_swap(

@@ -174,7 +174,7 @@ def merger(op: Op, own: Buffer) -> Merge:
 
 def combiner(op: Op, own: Buffer) -> Combine:
     """Return `combine(a, b)` for arrays of a buffer's datatype; it leaves `a` and `b` as they are."""
-    merge = merger(op, own)
+    merge = ops.quiet(merger(op, own))
     # Into fresh memory: prefixes and rooted results are made from parts that other ranks still need.
     return lambda a, b: merge(a, b, np.empty_like(b))
 

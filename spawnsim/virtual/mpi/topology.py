@@ -14,7 +14,7 @@ from operator import index
 from typing import Any, ClassVar
 
 from spawnsim.comm.constants import CART, DIST_GRAPH, GRAPH, PROC_NULL, UNDEFINED, WEIGHTS_EMPTY
-from spawnsim.comm.failures import ERR_ARG, ERR_DIMS, ERR_RANK, CallError
+from spawnsim.comm.failures import ERR_ARG, ERR_DIMS, ERR_RANK, CallError, SpecTypeError
 from spawnsim.comm.handles import each_integer, integer
 from spawnsim.errors import ParameterError
 from spawnsim.virtual.mpi.collectives import NeighborCollectives
@@ -157,6 +157,12 @@ class Topocomm(Intracomm, NeighborCollectives):
     """A communicator with neighbours."""
 
     __slots__ = ()
+    _shapes: ClassVar[tuple[type, ...]] = (Cartesian, Graph, DistGraph)
+
+    @classmethod
+    def _check_context(cls, context: Context) -> None:
+        if not isinstance(context.topology, cls._shapes):
+            raise SpecTypeError(f"{cls.__name__}(): the communicator has another topology, or none")
 
     @property
     def degrees(self) -> tuple[int, int]:
@@ -193,6 +199,7 @@ class Cartcomm(Topocomm):
     """A Cartesian grid of ranks."""
 
     __slots__ = ()
+    _shapes = (Cartesian,)
 
     @classmethod
     def _create(cls, comm: Intracomm, dims: Sequence[int], periods: Sequence[bool] | None = None) -> Any:
@@ -289,6 +296,7 @@ class Graphcomm(Topocomm):
     """A graph of ranks that every rank knows whole."""
 
     __slots__ = ()
+    _shapes = (Graph,)
 
     @classmethod
     def _create(cls, comm: Intracomm, index: Sequence[int], edges: Sequence[int]) -> Any:
@@ -372,6 +380,7 @@ class Distgraphcomm(Topocomm):
     """A directed graph of which each rank knows its own part."""
 
     __slots__ = ()
+    _shapes = (DistGraph,)
 
     @classmethod
     def _create_adjacent(
@@ -380,7 +389,13 @@ class Distgraphcomm(Topocomm):
     ) -> Any:  # fmt: skip
         """Return a graph of which each rank tells its own edges."""
         edges = each_integer(sources or ()), each_integer(destinations or ())
-        part = (edges[0], _weights(weights[0]), edges[1], _weights(weights[1]))
+        given = _weights(weights[0]), _weights(weights[1])
+        for ends, weighed in zip(edges, given, strict=True):
+            if weighed is not None and len(weighed) != len(ends):
+                raise ParameterError(
+                    f"Create_dist_graph_adjacent: {len(weighed)} weights for {len(ends)} neighbours"
+                )
+        part = (edges[0], given[0], edges[1], given[1])
 
         def make(parts: list[Any]) -> Context:
             incoming = {rank: (each[0], each[1]) for rank, each in enumerate(parts)}

@@ -10,7 +10,7 @@ from spawnsim.comm import constants
 from spawnsim.comm.constants import BOTTOM, PROC_NULL
 from spawnsim.comm.failures import ERR_DISP, CallError
 from spawnsim.comm.group import Group
-from spawnsim.comm.handles import AINT, INFO_NULL, Info, Named, integer
+from spawnsim.comm.handles import AINT, INFO_NULL, Info, Named, integer, same_kind
 from spawnsim.comm.memory import address, as_bytes, buffer, flat
 from spawnsim.phantoms import is_phantom
 from spawnsim.virtual.mpi.comm import ProgramAbort
@@ -34,6 +34,8 @@ class Win(Accesses, Named, np.ndarray[Any, np.dtype[np.uint8]]):  # type: ignore
 
     def __new__(cls, win: Win | None = None) -> Self:
         """Return a null window, or a copy of the handle of another."""
+        if win is not None:
+            same_kind(Win, win)
         live = win is not None and win._identity is not None
         self = cls._over(win._windows.targets[win._place].memory if live else None)  # type: ignore[union-attr]
         self._identity, self._attributes = None, {}

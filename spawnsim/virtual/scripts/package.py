@@ -163,7 +163,27 @@ def _settle(future: Future, well: bool, value: Any, trace: str) -> None:
         future.set_exception(value)
 
 
-class Executor(base.Executor):
+class _Mapping(base.Executor):
+    """What mpi4py's executors have beyond `submit`: results over iterables, also unordered, and over arguments."""
+
+    def map(self, fn: Callable[..., Any], *iterables: Iterable[Any], **options: Any) -> Iterator[Any]:
+        """Return the results of `fn` over iterables, in order; `unordered=True`: as they come."""
+        return self.starmap(fn, zip(*iterables, strict=False), **options)
+
+    def starmap(
+        self, fn: Callable[..., Any], iterable: Iterable[Any], timeout: float | None = None, chunksize: int = 1,
+        buffersize: int | None = None, unordered: bool = False,
+    ) -> Iterator[Any]:  # fmt: skip
+        """Return the results of `fn(*args)` for each args."""
+        if chunksize < 1:
+            raise ValueError("chunksize must be >= 1.")
+        items = [tuple(args) for args in iterable]
+        chunks = [items[first : first + chunksize] for first in range(0, len(items), chunksize)]
+        futures = [self.submit(_each, fn, chunk) for chunk in chunks]
+        return _results(as_completed(futures) if unordered else iter(futures))
+
+
+class Executor(_Mapping):
     """The executor of a pool."""
 
     def __init__(self, pool: Pool) -> None:
@@ -190,22 +210,6 @@ class Executor(base.Executor):
         """Queue a call."""
         return self._open().submit((fn, args, kwargs))
 
-    def map(self, fn: Callable[..., Any], *iterables: Iterable[Any], **options: Any) -> Iterator[Any]:
-        """Return the results of `fn` over iterables, in order; `unordered=True`: as they come."""
-        return self.starmap(fn, zip(*iterables, strict=False), **options)
-
-    def starmap(
-        self, fn: Callable[..., Any], iterable: Iterable[Any], timeout: float | None = None, chunksize: int = 1,
-        buffersize: int | None = None, unordered: bool = False,
-    ) -> Iterator[Any]:  # fmt: skip
-        """Return the results of `fn(*args)` for each args."""
-        if chunksize < 1:
-            raise ValueError("chunksize must be >= 1.")
-        items = [tuple(args) for args in iterable]
-        chunks = [items[first : first + chunksize] for first in range(0, len(items), chunksize)]
-        futures = [self.submit(_each, fn, chunk) for chunk in chunks]
-        return _results(as_completed(futures) if unordered else iter(futures))
-
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
         """Wait for all calls; no more are taken."""
         if self._pool is not None:
@@ -220,6 +224,21 @@ def _each(function: Callable[..., Any], chunk: list[tuple[Any, ...]]) -> list[An
 def _results(futures: Iterator[Any]) -> Iterator[Any]:
     for future in futures:
         yield from future.result()
+
+
+class ThreadPoolExecutor(_Mapping, base.ThreadPoolExecutor):
+    """Threads of the program, under the names that mpi4py gives to its executors' calls."""
+
+    @property
+    def num_workers(self) -> int:
+        """The number of threads."""
+        return 0 if self._shutdown else self._max_workers
+
+    def bootup(self, wait: bool = True) -> ThreadPoolExecutor:
+        """Return the executor: its threads start when there is work."""
+        if self._shutdown:
+            raise RuntimeError("cannot bootup after shutdown")
+        return self
 
 
 class MPIPoolExecutor(Executor):
@@ -312,10 +331,11 @@ def get_comm_workers() -> Any:
 def build_futures() -> Any:
     """Return the module `mpi4py.futures`."""
     module: Any = ModuleType("mpi4py.futures", "Executors over virtual ranks.")
-    own = (Future, Executor, MPIPoolExecutor, MPICommExecutor, as_completed, wait, get_comm_workers)
+    own = (
+        Future, Executor, MPIPoolExecutor, MPICommExecutor, ThreadPoolExecutor, as_completed, wait, get_comm_workers,
+    )  # fmt: skip
     vars(module).update({each.__name__: each for each in own})
-    module.BrokenExecutor, module.ThreadPoolExecutor = base.BrokenExecutor, base.ThreadPoolExecutor
-    module.ProcessPoolExecutor = base.ProcessPoolExecutor
+    module.BrokenExecutor, module.ProcessPoolExecutor = base.BrokenExecutor, base.ProcessPoolExecutor
     for name in ("FIRST_COMPLETED", "FIRST_EXCEPTION", "ALL_COMPLETED", "CancelledError", "TimeoutError",
                  "InvalidStateError"):  # fmt: skip
         setattr(module, name, getattr(base, name))

@@ -43,6 +43,11 @@ for index in (ends, ends[1:]):
 graph = comm.Create_dist_graph_adjacent([], [], MPI.WEIGHTS_EMPTY, MPI.WEIGHTS_EMPTY)
 assert graph.Get_dist_neighbors_count() == (0, 0, True)
 try:
+    MPI.COMM_SELF.Create_dist_graph_adjacent([0], [0], MPI.WEIGHTS_EMPTY, MPI.WEIGHTS_EMPTY)
+except ValueError:
+    graph.Free()
+assert not graph, "weights of no edges were taken for one"
+try:
     comm.Create_cart([comm.size], [])
 except ValueError:
     refused = comm.reduce(1)

@@ -1,5 +1,7 @@
 """Contributions that are combined as they come have the same bits as if all were looked at in the end."""
 
+import warnings
+
 import numpy as np
 import pytest
 from support.virtual_run import run
@@ -94,16 +96,38 @@ def test_a_function_of_the_program_is_called_where_the_result_is_asked_for():
     assert min(clocks) > 2.0
 
 
-def test_an_error_of_the_arithmetic_is_raised_where_the_result_is_asked_for():
-    """Each rank gets it as it leaves, and all have come by then."""
+@pytest.mark.parametrize("length", [3, LONG])
+def test_overflow_is_no_error_of_a_reduction_whatever_numpy_was_told(length):
+    """MPI libraries add without a word, and ranks that have told numpy other things share the result."""
 
     def main(comm):
         with comm.compute(comm.rank):
             pass
+        found = np.zeros(length)
+        with np.errstate(over="raise" if comm.rank % 2 else "warn"), warnings.catch_warnings():
+            warnings.simplefilter("error")
+            comm.Allreduce(np.full(length, 1e308), found)
+        assert np.isinf(found).all()
         with np.errstate(over="raise"), pytest.raises(FloatingPointError):
-            comm.Allreduce(np.full(LONG, 1e308), np.zeros(LONG))
+            found[:] = np.full(length, 1e308) * 2  # of its own arithmetic the program is told
+
+    run(main, 4)
+
+
+def test_an_error_of_what_combines_is_raised_where_the_result_is_asked_for(monkeypatch):
+    """Each rank gets it as it leaves, and all have come by then."""
+
+    def refuse(*_):
+        raise MemoryError
+
+    def main(comm):
+        with comm.compute(comm.rank):
+            pass
+        with pytest.raises(MemoryError):
+            comm.Allreduce(np.ones(LONG), np.zeros(LONG))
         comm.record(clock=comm.clock.now())
 
+    monkeypatch.setattr(ops.ReductionTree, "_merged", refuse)
     clocks = run(main, 4)[1].column("clock").values()
     assert min(clocks) > 3.0
 
