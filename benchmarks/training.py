@@ -5,8 +5,8 @@ usage: python benchmarks/training.py [--ranks N] [--iterations N] [--widths N,N,
 1,000 MLPs (64-64-64-10), batch 32, SGD with momentum 0.9, each rank its own batches. Processor time of a step of all
 ranks, start-up taken off (the slope between two numbers of iterations), medians of 5, all in turns. Peers: a
 hand-written loop that calls `vmap(grad_and_value)` on stacked parameters; plain torch, one model after the other.
-Asserts how many calls the batched steps take. OMP_NUM_THREADS=2 gives all of them two threads; wall times are printed,
-too. `--lean` runs the simulated ranks in lockstep alone: for models that would not fit into memory twice.
+Asserts how many calls the batched steps take. OMP_NUM_THREADS=2 gives all of them two threads, and compares wall times.
+`--lean` runs the simulated ranks in lockstep alone: for models that would not fit into memory twice.
 """
 
 from __future__ import annotations
@@ -175,15 +175,17 @@ def main() -> None:
     for _ in range(chosen.repeats):
         for name, (call, number) in contenders.items():
             seconds[name].append(tuple(each / number for each in spent(call, number)))  # type: ignore[arg-type]
-    medians = {name: statistics.median(cpu for cpu, _ in pairs) for name, pairs in seconds.items()}
     numbers = sum(p.numel() for p in mlp().parameters())
+    threads = torch.get_num_threads()
+    compared = 0 if threads == 1 else 1
+    medians = {name: statistics.median(pair[compared] for pair in pairs) for name, pairs in seconds.items()}
     print(f"{ranks} models of {numbers} parameters, a step of all; medians of {chosen.repeats}, ", end="")
-    print(f"{torch.get_num_threads()} thread(s)")
-    for name, cpu in medians.items():
-        wall = statistics.median(each for _, each in seconds[name])
-        against = [f"{cpu / medians[hand]:5.2f} x by hand"] if hand in medians else []
-        against += [f"{medians[alone] / cpu:5.1f} x faster than one by one"] if alone in medians else []
-        rate = f"{ranks * numbers / cpu:8.1e} rank·parameter·steps/s"
+    print(f"{threads} thread(s); {('processor', 'wall')[compared]} times compared")
+    for name, time_s in medians.items():
+        cpu, wall = (statistics.median(each) for each in zip(*seconds[name], strict=True))
+        against = [f"{time_s / medians[hand]:5.2f} x by hand"] if hand in medians else []
+        against += [f"{medians[alone] / time_s:5.1f} x faster than one by one"] if alone in medians else []
+        rate = f"{ranks * numbers / time_s:8.1e} rank·parameter·steps/s"
         print(f"{name:<30}{1e3 * cpu:9.1f} ms of processor,{1e3 * wall:9.1f} ms ", rate, *against, sep="  ")
 
 

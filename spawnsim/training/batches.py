@@ -12,6 +12,7 @@ import copy
 import random
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import compress
 from typing import Any
 
 import numpy as np
@@ -21,15 +22,17 @@ from torch.func import functional_call, grad_and_value, vmap
 
 from spawnsim.comm.deferred import Deferred
 from spawnsim.training import structure, watching
-from spawnsim.training.arena import STEP, Arena, Seat
+from spawnsim.training.arena import STEP, Arena, Plan, Seat
+from spawnsim.training.threads import Threads
 from spawnsim.training.tracing import Traced
 
 Rows = slice | Tensor
+Chunk = Sequence[Sequence["Put"]]  # work of some ranks, one after the other
 FEW = 4  # rows below which one at a time is faster than a vmapped call that is not repeated from a record
 CACHE_NBYTES = 16 << 20  # of the weights of a chunk
-CHUNK = (32, 64)  # rows of a chunk, at least and at most
+CHUNK = (16, 32)  # rows of a chunk, at least and at most
 # glibc gives freed memory back to the system, and the next call takes it anew, page by page: a quarter of the time of a
-# call of 64 rows. What it keeps is twice the largest block that was freed so far, of those of 32 MiB and less.
+# call of 32 rows. What it keeps is twice the largest block that was freed so far, of those of 32 MiB and less.
 LARGEST_NBYTES = (32 << 20) - (8 << 10)
 MOST_STEPS = 8  # of one model that may be put off at once
 STAGED_NBYTES = 256 << 20  # of the inputs of all steps that are put off; one of each model may take more
@@ -114,6 +117,14 @@ def _rows(works: Sequence[Put]) -> Rows:
     return torch.tensor(rows)
 
 
+def _parameters(plan: Plan, rows: Tensor) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Return trained and fixed parameters of some rows, by their names in an objective."""
+    return (
+        {f"model.{place.name}": place.of(rows) for place in plan.trained},
+        {f"model.{place.name}": place.of(rows) for place in plan.fixed},
+    )
+
+
 class _Batch:
     """Work of one function on models of one arena, with inputs of one kind."""
 
@@ -126,14 +137,6 @@ class _Batch:
         nbytes = arena.rows["weights"].stride(0) * arena.rows["weights"].element_size()
         self.chunk = min(max(CACHE_NBYTES // nbytes, CHUNK[0]), CHUNK[1])
 
-    def parameters(self, rows: Tensor) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-        """Return trained and fixed parameters of some rows by name."""
-        plan = self.arena.plan
-        return (
-            {f"model.{place.name}": place.of(rows) for place in plan.trained},
-            {f"model.{place.name}": place.of(rows) for place in plan.fixed},
-        )
-
     def open(self, row: int, inputs: Sequence[Any]) -> str:
         """Take note of what inputs and results look like.
 
@@ -144,7 +147,9 @@ class _Batch:
 
     def _outcome(self, weights: Tensor, inputs: Sequence[Any]) -> tuple[tuple[Tensor, ...], list[Tensor]]:
         """Return the trained parameters of one row, (1, columns), and what the function returns for it."""
-        trained, fixed = ({name: p[0] for name, p in part.items()} for part in self.parameters(weights))
+        trained, fixed = (
+            {name: p[0] for name, p in part.items()} for part in _parameters(self.arena.plan, weights)
+        )
         for p in trained.values():  # views made here
             p.requires_grad_()
         loss, more = as_outputs(functional_call(self.objective, {**trained, **fixed}, tuple(inputs)))
@@ -153,9 +158,37 @@ class _Batch:
     def carry_out(self, queues: Sequence[Sequence[Put]]) -> None:
         """Carry out as much work of each of some ranks, one after the other."""
         # All of a chunk, whose weights and state are in the cache then, before the next one.
-        for at in range(0, len(queues), self.chunk):
-            for works in zip(*queues[at : at + self.chunk], strict=True):
+        chunks = [
+            [*zip(*queues[at : at + self.chunk], strict=True)] for at in range(0, len(queues), self.chunk)
+        ]
+        for chunk in self._side_by_side(chunks):
+            for works in chunk:
                 self._carry_out(works)
+
+    def _side_by_side(self, chunks: Sequence[Chunk]) -> Sequence[Chunk]:
+        """Compute chunks at the same time, where there are threads for it; return what is left of each."""
+        count = torch.get_num_threads()
+        if count == 1 or len(chunks) == 1:
+            return chunks
+        fit = [self.independent(chunk) for chunk in chunks]
+        if sum(fit) < 2:
+            return chunks
+        left = iter(Threads.of(self.deferred, count).map(self._ahead, [*compress(chunks, fit)]))
+        return [next(left) if each else chunk for each, chunk in zip(fit, chunks, strict=True)]
+
+    def independent(self, chunk: Chunk) -> bool:
+        """Return whether a chunk may be computed beside others: it shares nothing with them that changes."""
+        return False
+
+    def _ahead(self, chunk: Chunk) -> Chunk:
+        """Compute a chunk while others are computed; return what is left of it, from the first that fails."""
+        for at, works in enumerate(chunk):
+            _take(works)
+            try:
+                self.compute(works)
+            except Exception:  # noqa: BLE001 - it comes again, in turn
+                return chunk[at:]
+        return []
 
     def _carry_out(self, works: Sequence[Put]) -> None:
         """Carry out one piece of work of each of some ranks, unless what a rank put off before it has failed."""
@@ -235,8 +268,16 @@ class StepBatch(_Batch):
         for queue in queues:
             key = tuple([(work.depth, work.settings) for work in queue])
             alike.setdefault(key, []).append(queue)
-        for each in alike.values():
-            super().carry_out(each)
+        with self._traced.repeating():
+            for each in alike.values():
+                super().carry_out(each)
+
+    def independent(self, chunk: Chunk) -> bool:
+        return self._traced.ready(len(chunk[0])) and all(
+            work.seat.rank == work.rank and not work.seat.apart and not self.deferred.owes(work.rank)
+            for works in chunk
+            for work in works
+        )
 
     def open(self, row: int, inputs: Sequence[Any]) -> str:
         trained, outputs = self._outcome(self.arena.rows["weights"][row : row + 1], inputs)
@@ -252,19 +293,21 @@ class StepBatch(_Batch):
         return next((place.name for place, each in places if each is None), "")
 
     def _trace(self) -> Traced:
-        """Return the function of all that differs among rows: parameters, then inputs that are tensors."""
+        """Return the function from weights, (rows, width), and inputs that are tensors to gradients and outputs.
+
+        Gradients are (rows, columns), outputs (rows, ...) each.
+        """
         plan, like, fixed_inputs = self.arena.plan, self._like, self._fixed_inputs
-        names = [[f"model.{each.name}" for each in part] for part in (plan.trained, plan.fixed)]
         vmapped = vmap(self._gradient, in_dims=(0, 0, *(None if each is None else 0 for each in like)))
 
-        def call(*given: Tensor) -> list[Tensor]:
+        def call(weights: Tensor, *given: Tensor) -> list[Tensor]:
+            trained, fixed = _parameters(plan, weights)
             rest = iter(given)
-            trained, fixed = ({name: next(rest) for name in part} for part in names)
             inputs = [
                 other if each is None else next(rest) for each, other in zip(like, fixed_inputs, strict=True)
             ]
             gradients, (_, outputs) = _quietly(vmapped, trained, fixed, *inputs)
-            return [*gradients.values(), *outputs]
+            return [torch.cat([each.flatten(1) for each in gradients.values()], 1), *outputs]
 
         try:
             reads = structure.Globals(self.objective.function, self.objective.model)
@@ -304,12 +347,10 @@ class StepBatch(_Batch):
             each = [self._one(weights[i : i + 1], inputs, i) for i in range(len(weights))]
             flat = torch.stack([gradient for gradient, _ in each])
             return flat, [torch.stack(parts) for parts in zip(*(outputs for _, outputs in each), strict=True)]
-        trained, fixed = self.parameters(weights)
         given = [each for each, like in zip(inputs, self._like, strict=True) if like is not None]
         with torch.no_grad():
-            found = self._traced(*trained.values(), *fixed.values(), *given)
-            gradients, outputs = found[: len(trained)], found[len(trained) :]
-            return torch.cat([each.reshape(len(weights), -1) for each in gradients], 1), list(outputs)
+            gradients, *outputs = self._traced(weights, *given)
+            return gradients, outputs
 
     def _one(self, weights: Tensor, inputs: Sequence[Any], i: int) -> tuple[Tensor, list[Tensor]]:
         own = [each if like is None else each[i] for each, like in zip(inputs, self._like, strict=True)]
@@ -348,22 +389,20 @@ class StepBatch(_Batch):
         self, at: Rows, gradient: Tensor, works: Sequence[Put], *, group: int, span: slice, first: int
     ) -> None:
         """Update some columns, which one group trains; `first` tells their count of steps."""
-        arena, gradients = self.arena, gradient[:, span].unbind()
+        arena = self.arena
+        rows = [work.seat.row for work in works]
         pieces = {name: arena.pieces(name, span) for name in ("weights", *arena.states)}
-        counts: tuple[Tensor, ...] = ()
+        own: dict[str, Sequence[Tensor]] = {name: [of[row] for row in rows] for name, of in pieces.items()}
+        own[GRADIENT] = gradient[:, span].unbind()
         if STEP in arena.rows:
             # In main memory, as torch keeps them; the kernel wants them where the weights are.
-            counts = arena.rows[STEP][at, first].to(gradient.device).unbind()
-        at_rate: dict[float, list[int]] = {}
-        for number, work in enumerate(works):
-            at_rate.setdefault(work.lr[group], []).append(number)
-        for rate, numbers in at_rate.items():
-            own = {name: [of[works[i].seat.row] for i in numbers] for name, of in pieces.items()}
-            own |= {
-                GRADIENT: [gradients[i] for i in numbers],
-                STEP: [counts[i] for i in numbers if counts],
-            }
-            arena.rule.update(own, rate, works[0].settings[group])
+            own[STEP] = arena.rows[STEP][at, first].to(gradient.device).unbind()
+        rates = [work.lr[group] for work in works]
+        for rate in dict.fromkeys(rates):
+            chosen = [each == rate for each in rates]
+            arena.rule.update(
+                {name: [*compress(of, chosen)] for name, of in own.items()}, rate, works[0].settings[group]
+            )
 
 
 class EvaluationBatch(_Batch):
@@ -389,7 +428,7 @@ class EvaluationBatch(_Batch):
             seat.fetch()
         with torch.no_grad():
             weights = self.arena.rows["weights"][_rows(works)]
-            trained, fixed = self.parameters(weights)
+            trained, fixed = _parameters(self.arena.plan, weights)
             together = [_together(column) for column in zip(*(work.inputs for work in works), strict=True)]
             if len(works) < FEW:
                 for i, work in enumerate(works):
@@ -420,7 +459,7 @@ def _same_memory(one: Tensor, other: Tensor) -> bool:
 def trial(batch: _Batch, call: Callable[..., Any], inputs: Sequence[Any]) -> None:
     """Raise what vmap has against a function: it is tried on two rows."""
     weights = batch.arena.rows["weights"][:1].expand(2, -1)
-    trained, fixed = batch.parameters(weights)
+    trained, fixed = _parameters(batch.arena.plan, weights)
     two = [each.unsqueeze(0).expand(2, *each.shape) if isinstance(each, Tensor) else each for each in inputs]
     dims = tuple(0 if isinstance(each, Tensor) else None for each in inputs)
     before = structure.of_model(batch.objective.model)

@@ -8,8 +8,10 @@ that hangs on. Knows tensors and operations; must not know models in rows, or op
 from __future__ import annotations
 
 import functools
+import math
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -27,6 +29,20 @@ CALLS_BEFORE = 32
 MOST_OPERATIONS = 5_000  # what vmap computes row by row comes to operations for each row
 # Of operations that give Python a number of a tensor's, or a comparison of two; what follows from it is not recorded.
 TELLING = torch.Tag.data_dependent_output
+# What TorchScript does itself, between operations.
+_GLUE = {
+    "prim::Constant",
+    "prim::ListConstruct",
+    "prim::TupleIndex",
+    "prim::TupleUnpack",
+    "prim::ListUnpack",
+    "aten::__getitem__",
+}
+_COPY = torch.ops.aten._to_copy.default
+_OF_TENSORS = {
+    getattr(torch.ops.aten, name).Tensor
+    for name in ("add", "add_", "sub", "sub_", "mul", "mul_", "div", "div_")
+}
 PLACED = torch.ops.aten.as_strided.default  # at an offset from where the memory begins, if it is given one
 
 
@@ -35,13 +51,15 @@ class _Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __init__(self, given: Sequence[Tensor]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.graph, self.constants = fx.Graph(), torch.nn.Module()
+        self.graph = fx.Graph()
+        self._constants: list[Tensor] = []  # the first arguments of the graph
         self._nodes: dict[int, fx.Node] = {}
         self._places: dict[Any, fx.Node] = {}
         self._foreign = {each.untyped_storage()._cdata for each in given}  # memory that was not made here
         self._kept: list[Any] = []  # all tensors, so that neither identities nor memory come again
         for number, each in enumerate(given):
             self._note(each, self.graph.placeholder(f"given_{number}"))
+        self._given = next(iter(self.graph.nodes))
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if TELLING in func.tags:
@@ -69,11 +87,7 @@ class _Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if len(self.graph.nodes) > MOST_OPERATIONS:
             raise Unequal("it comes to too many operations")
         self.graph.eliminate_dead_code()
-        # Of an `fx.GraphModule` torch keeps the text for as long as the process lives.
-        code = self.graph.python_code("self")
-        names = dict(code.globals)
-        exec(code.src, names)
-        return functools.partial(names.pop("forward"), self.constants)
+        return functools.partial(_compiled(self.graph) or _interpreted(self.graph), *self._constants)
 
     def _require_own(self, schema: Any, args: Any, kwargs: Any) -> None:
         """Refuse to record what changes a tensor that was not made here: to try the record would change it again."""
@@ -105,10 +119,11 @@ class _Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if not isinstance(value, Tensor):
             return value
         if id(value) not in self._nodes:
-            name = f"constant_{len(self._nodes)}"
-            self.constants.register_buffer(name, value)
+            with self.graph.inserting_before(self._given):
+                node = self.graph.placeholder(f"constant_{len(self._constants)}")
+            self._constants.append(value)
             self._foreign.add(value.untyped_storage()._cdata)
-            self._note(value, self.graph.get_attr(name))
+            self._note(value, node)
         return self._nodes[id(value)]
 
 
@@ -116,11 +131,78 @@ def _item(of: Sequence[Any], number: int) -> Any:
     return of[number]
 
 
+def _interpreted(graph: fx.Graph) -> Call:
+    """Return a graph as a function of Python."""
+    # Of an `fx.GraphModule` torch keeps the text for as long as the process lives.
+    code = graph.python_code("self")
+    names = dict(code.globals)
+    exec(code.src, names)
+    return functools.partial(names.pop("forward"), None)
+
+
+def _compiled(graph: fx.Graph) -> Call | None:
+    """Return a graph as a function of TorchScript, or None if that would not call the same operations.
+
+    Python is not needed between its operations: calls of four rows take half of the time, of 32 three quarters, and
+    threads do not wait for each other. torch keeps TorchScript, and develops it no further; without it graphs are
+    `_interpreted`.
+    """
+    lines, called = [], []
+    for node in graph.nodes:
+        given = [*map(_text, node.args), *(f"{name}={_text(value)}" for name, value in node.kwargs.items())]
+        if node.op == "output":
+            lines.append(f"return {given[0]}")
+        elif node.target is _item:
+            lines.append(f"{node} = {given[0]}[{given[1]}]")
+        elif node.op == "call_function":
+            schema = _of_numbers(node)._schema
+            called.append(str(schema))
+            lines.append(f"{node} = torch.ops.{schema.name.replace('::', '.')}({', '.join(given)})")
+    arguments = ", ".join(str(node) for node in graph.nodes if node.op == "placeholder")
+    try:
+        function = torch.jit.CompilationUnit(
+            "\n    ".join([f"def forward({arguments}):", *lines]) + "\n"
+        ).forward
+    except Exception:  # noqa: BLE001 - what it cannot express is of many kinds
+        return None
+    # Of several operations of one name it has chosen one by its arguments.
+    chosen = [node.schema() for node in function.graph.nodes() if node.kind() not in _GLUE]
+    return function if chosen == called else None
+
+
+def _of_numbers(node: fx.Node) -> Any:
+    """Return the operation of a node; where a number stands for a tensor, the same one of numbers, to the bit."""
+    operation: Any = node.target
+    number = [isinstance(each, (bool, int, float)) for each in node.args]
+    if operation is _COPY and number[0] and "dtype" in node.kwargs:
+        return torch.ops.aten.scalar_tensor.default
+    if number == [False, True] and operation in _OF_TENSORS:
+        return operation.overloadpacket.Scalar
+    return operation
+
+
+def _text(value: Any) -> str:
+    """Return an argument as TorchScript writes it."""
+    if isinstance(value, (list, tuple)):
+        return f"[{', '.join(map(_text, value))}]"
+    if isinstance(value, torch.device):
+        return f"torch.device({str(value)!r})"
+    if isinstance(value, float) and not math.isfinite(value):
+        return f"float('{value}')"
+    return str(value) if isinstance(value, fx.Node) else repr(value)
+
+
 def _place(tensor: Tensor) -> Any:
     """Return what two tensors have in common that are the same numbers in the same memory."""
     storage = tensor.untyped_storage()._cdata
     seen_as = tensor.dtype, tensor.is_conj(), tensor.is_neg()
     return storage, seen_as, tensor.storage_offset(), tensor.shape, tensor.stride()
+
+
+def as_recorded() -> AbstractContextManager[None]:
+    """Have this thread repeat records as they are: not first with notes taken, then with operations joined."""
+    made: AbstractContextManager[None] = torch.jit.optimized_execution(False)  # type: ignore[attr-defined]
+    return made
 
 
 class Traced:
@@ -141,17 +223,23 @@ class Traced:
         """Whether calls are recorded at all."""
         return self._reads is not None
 
-    def __call__(self, *given: Tensor) -> Sequence[Tensor]:
-        """Call it."""
-        if self._reads is None:
-            return self._call(*given)
-        if not self._reads.unchanged():
+    @contextmanager
+    def repeating(self) -> Iterator[None]:
+        """Let calls be repeated in this block, in which nothing changes that their outcome hangs on."""
+        if self._reads is not None and not self._reads.unchanged():
             self._stop()
-            return self._call(*given)
+        with as_recorded():
+            yield
+
+    def ready(self, rows: int) -> bool:
+        """Return whether a call of so many rows is repeated from a record."""
+        return rows in self._graphs
+
+    def __call__(self, *given: Tensor) -> Sequence[Tensor]:
+        """Call it: where calls of so many rows are `ready`, from any thread."""
         rows = len(given[0])
-        graph = self._graphs.get(rows)
-        if graph is not None:
-            return graph(*given)
+        if rows in self._graphs:
+            return self._graphs[rows](*given)
         return self._record(rows, given) if self.repeats(rows) else self._call(*given)
 
     def repeats(self, rows: int) -> bool:

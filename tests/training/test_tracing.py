@@ -566,3 +566,86 @@ def test_what_was_made_within_may_be_changed():
         given = torch.full((3, 2), float(number))
         assert all(map(torch.equal, traced(given), call(given)))
     assert traced.recorded
+
+
+def numbers(x):
+    """Operations of tensors and numbers, of several outcomes, and without end."""
+    low, high = (x * 0.1 + 3).split(1, -1)
+    kept = torch.where(x > 0.3, x, -math.inf).amax(-1, keepdim=True).clamp(min=-1.0)
+    top, _ = (1 - x / 3 - 2).sort(-1)
+    whole = (x > 0).long() * 0.3 + (x < 0.5)
+    return [low - high, kept, top, whole, torch.nn.functional.gelu(x, approximate="tanh"), x.double() * 0.1]
+
+
+@pytest.mark.parametrize("model_of", ["numbers", *MODELS])
+def test_records_call_the_same_operations_in_both_languages(model_of, monkeypatch):
+    """TorchScript and Python, to the bit, where TorchScript has to choose among operations of one name."""
+    if model_of == "numbers":
+        given = [torch.randn(5, 2)]
+        with tracing._Recording(given) as recording:
+            outcomes = numbers(*given)
+        graphs = [(recording.graph, given, outcomes)]
+        recording.finish(outcomes)
+    else:
+        graphs, finish = [], tracing._Recording.finish
+        monkeypatch.setattr(tracing, "CALLS_BEFORE", 1)
+        monkeypatch.setattr(
+            tracing._Recording,
+            "finish",
+            lambda self, outcomes: graphs.append((self.graph, None, None)) or finish(self, outcomes),
+        )
+        kind, batch_of = MODELS[model_of]
+        train(loss_of, model_of=kind, batch_of=batch_of, ranks=5, iterations=4)
+    for graph, given, outcomes in graphs:
+        compiled = tracing._compiled(graph)
+        assert compiled is not None
+        if given is not None:
+            with tracing.as_recorded():
+                found = compiled(*given)
+            python = tracing._interpreted(graph)(*given)
+            for each, other, first in zip(found, python, outcomes, strict=True):
+                assert each.dtype == other.dtype == first.dtype
+                assert torch.equal(each, first)
+                assert torch.equal(other, first)
+
+
+def test_without_torchscript_records_are_repeated_by_python(recorded, monkeypatch):
+    """As on a torch that has left it out: the same bits."""
+    some, result = train(loss_of)
+    compiled = len(recorded[0])
+
+    def gone(text):
+        raise RuntimeError("no TorchScript")
+
+    monkeypatch.setattr(torch.jit, "CompilationUnit", gone)
+    plain, other = train(loss_of)
+    assert len(recorded[0]) == 2 * compiled > 0
+    assert all(map(torch.equal, some, plain))
+    assert result.totals["digest"] == other.totals["digest"]
+
+
+def test_a_record_that_would_call_another_operation_is_left_to_python():
+    """A number where a tensor is expected, of an operation whose namesake for numbers is another one."""
+    given = torch.randn(3, 2)
+    with tracing._Recording([given]) as recording:
+        outcome = torch.ops.aten.pow.Tensor_Tensor(given, given.abs())
+    recording.graph.output([recording._of(outcome)])
+    node = next(each for each in recording.graph.nodes if each.target is torch.ops.aten.pow.Tensor_Tensor)
+    node.args = (node.args[0], 2)
+    assert tracing._compiled(recording.graph) is None
+
+
+def test_programs_keep_their_own_torchscript_as_it_was():
+    """Records are repeated without rewriting; what else runs in the process is not touched."""
+
+    def main(comm):
+        model = build(comm.rank)
+        optimizer, step = sgd(model), TrainingStep(loss_of)
+        for iteration in range(3):
+            with comm.compute(0.01):
+                loss = step(model, optimizer, *batch(comm.rank, iteration))
+            float(loss)
+            assert torch._C._get_graph_executor_optimize()
+
+    run(main)
+    assert torch._C._get_graph_executor_optimize()
