@@ -68,7 +68,19 @@ def as_outputs(outcome: Any) -> tuple[Tensor, tuple[Tensor, ...]]:
 class Put:
     """A step or an evaluation that a rank has put off."""
 
-    __slots__ = ("batch", "depth", "inputs", "lr", "outs", "put_s", "rank", "seat", "settings", "stage")
+    __slots__ = (
+        "batch",
+        "depth",
+        "inputs",
+        "lr",
+        "outs",
+        "put_s",
+        "rank",
+        "seat",
+        "settings",
+        "stage",
+        "taken",
+    )
 
     def __init__(self, rank: int, seat: Seat, batch: Any, outs: list[Tensor]) -> None:
         self.rank, self.seat, self.batch, self.outs = rank, seat, batch, outs
@@ -78,6 +90,9 @@ class Put:
         self.lr: tuple[float, ...] = ()
         self.settings: tuple[Any, ...] = ()
         self.inputs: tuple[Any, ...] = ()
+        self.taken = (
+            False  # from what waits, though perhaps it has failed beside others and comes again, in turn
+        )
 
     def drop(self) -> None:
         """Take it back: work of its rank that comes before it has failed."""
@@ -94,7 +109,9 @@ class Put:
 
 def _take(works: Sequence[Put]) -> None:
     for work in works:
-        seat = work.seat
+        if work.taken:
+            continue
+        work.taken, seat = True, work.seat
         if seat.unknown:  # not again for each of several steps
             watching.release(seat.parameters, seat.watched)
             seat.unknown = False

@@ -119,16 +119,17 @@ def test_an_error_is_its_ranks_and_all_others_go_on(looks, chunks):
                 told = str(error.__notes__)
                 break
         try:
-            return weights(model), told
+            return weights(model), told, step._seat.pending, step._seat.steps
         except IndexError as error:
-            return weights(model), str(error.__notes__)
+            return weights(model), str(error.__notes__), step._seat.pending, step._seat.steps
 
     chunks(1)
     one, _ = run(main, ranks=RANKS, stragglers=None)
     found = chunks(2)
     some, _ = run(main, ranks=RANKS, stragglers=None)
     assert found
-    for rank, ((w, told), (w1, told1)) in enumerate(zip(some, one, strict=True)):
+    assert all(waiting == [0, 0] for _, _, *waiting in some)
+    for rank, ((w, told, *_), (w1, told1, *_)) in enumerate(zip(some, one, strict=True)):
         assert torch.equal(w, w1), rank
         assert told == told1
         assert (told is not None) == (rank in failing), rank
