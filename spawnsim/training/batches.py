@@ -69,18 +69,8 @@ class Put:
     """A step or an evaluation that a rank has put off."""
 
     __slots__ = (
-        "batch",
-        "depth",
-        "inputs",
-        "lr",
-        "outs",
-        "put_s",
-        "rank",
-        "seat",
-        "settings",
-        "stage",
-        "taken",
-    )
+        "batch", "depth", "inputs", "lr", "outs", "put_s", "rank", "seat", "settings", "stage", "taken",
+    )  # fmt: skip
 
     def __init__(self, rank: int, seat: Seat, batch: Any, outs: list[Tensor]) -> None:
         self.rank, self.seat, self.batch, self.outs = rank, seat, batch, outs
@@ -90,9 +80,8 @@ class Put:
         self.lr: tuple[float, ...] = ()
         self.settings: tuple[Any, ...] = ()
         self.inputs: tuple[Any, ...] = ()
-        self.taken = (
-            False  # from what waits, though perhaps it has failed beside others and comes again, in turn
-        )
+        # Whether it waits no longer; if it fails beside others, it comes again, in turn.
+        self.taken = False
 
     def drop(self) -> None:
         """Take it back: work of its rank that comes before it has failed."""
