@@ -23,8 +23,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 
 import spawnsim
+from spawnsim import PhantomArray
 from spawnsim.virtual.mpi.requests import Request
 from spawnsim.virtual.platform import Platform, load_platform
 
@@ -68,10 +70,19 @@ int main(int argc, char **argv) {
 }"""
 
 
-def sendrecv(comm: Any, rounds: int) -> None:
-    out, into, right, left = _ring(comm)
+def sendrecv(comm: Any, rounds: int, make: Callable[[], Any] = lambda: np.zeros(NBYTES, np.uint8)) -> None:
+    _, _, right, left = _ring(comm)
+    out, into = make(), make()
     for _ in range(rounds):
         comm.Sendrecv(out, right, 0, into, left, 0)
+
+
+def without_data(comm: Any, rounds: int) -> None:
+    sendrecv(comm, rounds, lambda: PhantomArray(NBYTES, np.uint8))
+
+
+def tensors(comm: Any, rounds: int) -> None:
+    sendrecv(comm, rounds, lambda: torch.zeros(NBYTES // 4))
 
 
 def send_recv(comm: Any, rounds: int) -> None:
@@ -149,6 +160,8 @@ def main() -> None:
     rounds = int(sys.argv[2]) if len(sys.argv) > 2 else 50
     contenders: dict[str, Callable[[int], float]] = {
         "Sendrecv": lambda n: ours(sendrecv, ranks, n),
+        "Sendrecv, no data": lambda n: ours(without_data, ranks, n),
+        "Sendrecv, tensors": lambda n: ours(tensors, ranks, n),
         "Send, Recv": lambda n: ours(send_recv, ranks, n),
         "Irecv, Isend, Waitall": lambda n: ours(isend_irecv, ranks, n),
         "sendrecv (pickled)": lambda n: ours(objects, ranks, n),

@@ -37,10 +37,13 @@ class PhantomArray(NDArrayOperatorsMixin):
     Args:
         count: Number of elements.
         dtype: Their dtype in numpy.
+
+    Attributes:
+        nbytes: Bytes that data would take.
     """
 
     # Views share what was stored: first byte in the whole → real bytes. Nearly always nothing, or one header.
-    __slots__ = ("_start", "_stored", "dtype", "size")
+    __slots__ = ("_start", "_stored", "dtype", "nbytes", "size")
     ndim = 1
     flags = np.zeros(1, np.uint8).flags
 
@@ -51,11 +54,7 @@ class PhantomArray(NDArrayOperatorsMixin):
             raise ParameterError(
                 f"PhantomArray({count}, {dtype}): give a count of at least 0, and a plain dtype"
             )
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes that data would take."""
-        return self.size * int(self.dtype.itemsize)
+        self.nbytes = self.size * self.dtype.itemsize
 
     @property
     def shape(self) -> tuple[int]:
@@ -77,7 +76,8 @@ class PhantomArray(NDArrayOperatorsMixin):
 
     def _piece(self, first: int, size: int, dtype: np.dtype[Any]) -> PhantomArray:
         new = PhantomArray.__new__(PhantomArray)
-        new.size, new.dtype, new._start, new._stored = size, dtype, first, self._stored
+        new.size, new.dtype, new.nbytes = size, dtype, size * dtype.itemsize
+        new._start, new._stored = first, self._stored
         return new
 
     def __getitem__(self, item: Any) -> PhantomArray:
@@ -88,7 +88,13 @@ class PhantomArray(NDArrayOperatorsMixin):
         return self._piece(self._start + start * self.itemsize, max(stop - start, 0), self.dtype)
 
     def __setitem__(self, item: Any, value: Any) -> None:
-        part = self[item]
+        part = self if item is Ellipsis else self[item]
+        if (
+            type(value) is PhantomArray
+            and value.nbytes == part.nbytes
+            and not (part._stored or value._stored)
+        ):
+            return  # most messages
         if isinstance(value, PhantomArray) and value.nbytes <= part.nbytes:
             held, shift = value.stored(), part._start - value._start
         elif not isinstance(value, PhantomArray) and value.nbytes <= part.nbytes:
@@ -138,8 +144,10 @@ class PhantomArray(NDArrayOperatorsMixin):
 
     def copy(self) -> PhantomArray:
         """Return a phantom of its own, with what was stored."""
-        new = PhantomArray(self.size, self.dtype)
-        new._stored.update({first - self._start: data for first, data in self.stored().items()})
+        new = self._piece(0, self.size, self.dtype)
+        new._stored = (
+            {first - self._start: data for first, data in self.stored().items()} if self._stored else {}
+        )
         return new
 
     flatten = copy

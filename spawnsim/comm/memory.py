@@ -267,6 +267,17 @@ class Unbounded(np.ndarray[Any, np.dtype[Any]]):
         return found
 
 
+def of_tensor(obj: Any) -> NDArray[Any] | None:
+    """Return the array that shares a torch CPU tensor's memory; None of anything else, for `flat` to judge."""
+    if not getattr(obj, "is_cpu", False):  # by name, as in `flat`
+        return None
+    try:
+        array: NDArray[Any] = obj.numpy()
+    except (RuntimeError, TypeError):  # it requires a gradient, or is of a dtype that numpy lacks
+        return None
+    return array
+
+
 def flat(obj: Any) -> NDArray[Any]:
     """Return a 1-D array over an object's memory, in memory order.
 

@@ -50,7 +50,7 @@ def blank_info(mode: str, check_every: int) -> Info:
 def as_metric(value: float | torch.Tensor) -> float:
     """Return a metric as a number, also where it is a tensor that carries a gradient."""
     try:
-        return float(value.detach() if isinstance(value, torch.Tensor) else value)
+        return float(value.detach() if isinstance(value, torch.Tensor) and value.requires_grad else value)
     except (TypeError, ValueError, RuntimeError) as error:  # torch has raised each of the last two
         shape = f" of shape {tuple(value.shape)}" if hasattr(value, "shape") else ""
         raise ParameterError(

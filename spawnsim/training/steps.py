@@ -105,11 +105,11 @@ class _OfModel:
             _Run.of(deferred).watch.look(inputs)
 
     @staticmethod
-    def _put(deferred: Deferred, work: Put) -> Outcome:
+    def _put(deferred: Deferred, work: Put, watch: Watch) -> Outcome:
         """Put off some work; return its results, which are not known yet."""
         seat, outs = work.seat, work.outs
         if not seat.pending:
-            _Run.of(deferred).watch.watch(seat.parameters, seat.watched)
+            watch.watch(seat.parameters, seat.watched)
             seat.unknown = True
         seat.join(work.rank)
         deferred.put_off(work)
@@ -197,7 +197,7 @@ class TrainingStep(_OfModel):
                 run. What was put off after that step is dropped.
         """
         found = caller()
-        if found is None or torch.is_autocast_enabled("cpu") or not torch.is_grad_enabled():
+        if found is None or torch._C._is_any_autocast_enabled() or not torch.is_grad_enabled():
             return self._at_once(model, optimizer, batch)
         deferred, rank = found
         self._settle_inputs(deferred, batch)
@@ -214,9 +214,9 @@ class TrainingStep(_OfModel):
         # Frozen, converted, or memory or state exchanged: another row. Whoever keeps what was in this one, keeps it.
         if not (seat.pending or seat.trains or (seat.renews() and seat.trains)):
             self._seat = None
-            if _Run.of(deferred).seats.get(model) is seat:
+            if run.seats.get(model) is seat:
                 seat.leave()
-                del _Run.of(deferred).seats[model]
+                del run.seats[model]
             return self(model, optimizer, *batch)
         return self._put_off(deferred, rank, seat, batch)
 
@@ -235,8 +235,9 @@ class TrainingStep(_OfModel):
             if settings != seat.settings:
                 self._require_state(seat, settings)
             key = (self._kind(inputs), model.training)
-            if key not in ready:
-                ready[key] = self._open(deferred, seat, key, inputs)
+            found: Any = ready.get(key)
+            if found is None:
+                found = ready[key] = self._open(deferred, seat, key, inputs)
         except (_Alone, structure.Unequal) as why:
             alone = why
         if alone is not None:
@@ -245,7 +246,7 @@ class TrainingStep(_OfModel):
             outcome = self._at_once(model, seat.optimizer, inputs)
             self._explain(deferred, model, alone)
             return outcome
-        batch, slots = ready[key]
+        batch, slots = found
         if seat.steps >= batch.most:
             deferred.settle(rank)
             return self(model, seat.optimizer, *inputs)  # meanwhile others may have come to the model
@@ -255,8 +256,7 @@ class TrainingStep(_OfModel):
             given = inputs[number]
             slot.copy_(given.detach() if given.requires_grad else given)
         watch = _Run.of(deferred).watch
-        outs = [watch.result(each) for each in batch.results]
-        work = Put(rank, seat, batch, outs)
+        work = Put(rank, seat, batch, [watch.result(each) for each in batch.results])
         work.settings, work.lr = settings, tuple([float(group["lr"]) for group in groups])
         work.depth = seat.steps
         if not seat.pending and any(p.grad is not None for p in seat.parameters):
@@ -264,7 +264,7 @@ class TrainingStep(_OfModel):
         seat.steps += 1
         # lr schedulers warn where the optimizer never made a step.
         seat.optimizer._opt_called = True  # type: ignore[attr-defined]
-        return self._put(deferred, work)
+        return self._put(deferred, work, watch)
 
     # -- seats and batches --------------------------------------------------------------------------------------
 
@@ -415,7 +415,7 @@ class Evaluation(_OfModel):
                 the run.
         """
         found = caller()
-        if found is None or torch.is_autocast_enabled("cpu"):
+        if found is None or torch._C._is_any_autocast_enabled():
             return self._at_once(model, batch)
         if torch.is_inference_mode_enabled():  # whose tensors nobody could give their values later
             with torch.inference_mode(False):
@@ -449,7 +449,7 @@ class Evaluation(_OfModel):
         outs = [watch.result(each) for each in batch_or_why.results]
         work = Put(rank, seat, batch_or_why, outs)
         work.inputs = batch
-        return self._put(deferred, work)
+        return self._put(deferred, work, watch)
 
     def _open(self, deferred: Deferred, seat: Seat, key: Any, inputs: Sequence[Any]) -> EvaluationBatch | str:
         run = _Run.of(deferred)

@@ -205,11 +205,9 @@ class Record:
         # A loss that is put off is not looked at to be recorded: its row waits for it, and later rows for that one.
         if WAITING and deferred is not None and deferred.holds(self._rank.id, values.values()):
             # What is known already counts as it is now: the program may change an array before the row is kept.
-            known = (*PLAIN, deferred.unknown)
-            values = {
-                name: each if type(each) in known or not _one(each) else each.item()
-                for name, each in values.items()
-            }
+            for name, each in values.items():
+                if type(each) not in PLAIN and type(each) is not deferred.unknown and _one(each):
+                    values[name] = each.item()
             deferred.hold(self._rank.id, partial(self._keep, clock, values))
         else:
             self._world.recorder.row(self._rank.id, clock, values)
@@ -231,7 +229,7 @@ class Record:
         self._world.recorder.event(self._rank.id, self._world.kernel.current.clock, kind, fields)
 
 
-PLAIN = (float, int, bool, str, type(None))  # what nobody can change, and a row can hold
+PLAIN = {float, int, bool, str, type(None)}  # what nobody can change, and a row can hold
 
 
 def _one(value: Any) -> bool:

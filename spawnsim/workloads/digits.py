@@ -239,21 +239,20 @@ class Digits:
         return model, torch.optim.SGD(model.parameters(), lr=self.lr, momentum=self.momentum)
 
     def indices(self) -> Tensor:
-        """Return the training images of the next batch, (batch,) int64."""
+        """Return the training images of the next batch, (batch,) int64, on the models' device."""
         if not self._ahead:
             passes = -(-BATCHES_AHEAD * self._batch // len(self.shard))
             # Whole passes in one call of the generator: a call for each batch costs as much as a training step of
             # this model.
             order = self._orders.permuted(np.tile(self.shard, (passes, 1)), axis=1).ravel()
-            whole = torch.from_numpy(order[: BATCHES_AHEAD * self._batch])
+            whole = torch.from_numpy(order[: BATCHES_AHEAD * self._batch]).to(self._device)
             # Turned round, since `pop` takes the last: batches come in the order drawn.
             self._ahead = list(whole.view(BATCHES_AHEAD, self._batch).flip(0).unbind())
         return self._ahead.pop()
 
     def step(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> Tensor:
         """Train on the next batch; return its mean cross-entropy (natural logarithm) before the update, 0-dim."""
-        chosen = self.indices().to(self._device)
-        loss: Tensor = self._train(model, optimizer, chosen, self._device)  # type: ignore[assignment]  # one output
+        loss: Tensor = self._train(model, optimizer, self.indices(), self._device)  # type: ignore[assignment]  # one output
         return loss
 
     def accuracy(self, model: nn.Module, part: slice = slice(None)) -> Tensor:

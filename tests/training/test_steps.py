@@ -944,6 +944,26 @@ def test_what_makes_no_sense_is_refused(wrong):
         TrainingStep(**wrong)
 
 
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_under_autocast_steps_are_made_at_once(device, sizes):
+    """Of any device: elsewhere, where work is carried out, another rank's would be in force, or none."""
+
+    def main(comm):
+        model = build(comm.rank)
+        optimizer, step = sgd(model), TrainingStep(loss_of)
+        for iteration in range(3):
+            torch.set_autocast_enabled(device, True)
+            try:
+                loss = step(model, optimizer, *batch(comm.rank, iteration))
+            finally:
+                torch.set_autocast_enabled(device, False)
+            assert type(loss) is torch.Tensor
+            comm.barrier()
+
+    run(main)
+    assert not sizes
+
+
 def test_a_rank_that_dies_leaves_the_others_training():
     """Crashes with steps put off: the rest go on, and a restarted rank trains again."""
 

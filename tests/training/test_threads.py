@@ -66,6 +66,16 @@ def test_threads_end_as_one_thread(optimizer, looks, chunks):
         assert not [each for each in threading.enumerate() if "spawnsim-training" in each.name]
 
 
+def test_each_has_one_thread_of_torch(chunks):
+    """Also when it is asked for the first time, which may be in an operation."""
+    chunks(3)
+    own = threads.Threads(3)
+    found = own.map(lambda _: torch.get_num_threads(), range(30))
+    own.close()
+    assert found == [1] * 30
+    assert torch.get_num_threads() == 3
+
+
 def test_gradients_and_clipping(chunks):
     """Each rank's own."""
 

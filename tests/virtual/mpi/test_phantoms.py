@@ -6,6 +6,7 @@ import torch
 
 import spawnsim
 from spawnsim import PhantomArray
+from spawnsim.comm import buffers
 from spawnsim.comm.constants import IN_PLACE
 from spawnsim.comm.ops import SUM
 from spawnsim.errors import MismatchError
@@ -168,3 +169,46 @@ def test_arithmetic_with_phantoms_keeps_sizes():
     assert np.concatenate([one, one[2:4]]).nbytes == 36
     with pytest.raises(PhantomError):
         one + np.ones(7)
+
+
+def test_what_is_stored_travels():
+    """As it was when it was sent; a phantom that stores nothing takes away what was there."""
+
+    def main(comm):
+        right, left = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
+        out, into = phantom(3000), phantom(3000)
+        out[:2] = np.array([comm.rank, 7], np.float32)
+        request = comm.Isend(out, right)
+        out[:2] = np.array([-1, -1], np.float32)
+        comm.Recv(into, left)
+        request.Wait()
+        assert np.frombuffer(into.data, np.float32).tolist() == [left, 7]
+        comm.Sendrecv(phantom(3000), right, 0, into, left, 0)
+        assert not into.data
+        comm.Sendrecv(out[:10], right, 0, into[10:20], left, 0)
+        assert not into.data
+        assert np.frombuffer(into[10:].data, np.float32).tolist() == [-1, -1]
+
+    spawnsim.run(main, ranks=RANKS)
+
+
+def test_the_short_way(monkeypatch):
+    """Phantoms and tensors as they are, and [array, its length], need no more than an array does."""
+
+    def taken_apart(*_, **__):
+        raise AssertionError
+
+    monkeypatch.setattr(buffers, "general", taken_apart)
+
+    def main(comm, make):
+        right, left = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
+        out, into = make(30_000), make(30_000)
+        comm.Sendrecv(out, right, 0, into, left, 0)
+        Request.Waitall([comm.Irecv(into, left, 1), comm.Isend(out, right, 1)])
+        comm.record(now=comm.clock.now())
+
+    times = [
+        spawnsim.run(lambda comm, make=make: main(comm, make), ranks=RANKS).table["now"].tolist()
+        for make in (data, phantom, torch.ones, lambda count: [data(count), count])
+    ]
+    assert times[1:] == times[:1] * 3
