@@ -32,7 +32,7 @@ class Threads:
 
         def begin(_: int) -> None:
             torch.set_num_threads(1)  # of this thread, and of those that begin after it
-            torch.get_num_threads()  # a thread's first call that asks takes what was set last: now, not later
+            torch.get_num_threads()  # a thread takes the number that was set last when it first asks: now
             begun.wait()
 
         self._pool = ThreadPoolExecutor(count, thread_name_prefix="spawnsim-training")
