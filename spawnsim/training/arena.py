@@ -424,6 +424,10 @@ class Arena:
             self._held.setdefault(row, {})[id(held)] = held
         return part
 
+    def holds(self, place: int) -> bool:
+        """Return whether an address is that of a row, or within one."""
+        return any(0 <= place - rows.data_ptr() < rows.nbytes for rows in self.rows.values())
+
     def let_go(self, held: _Held) -> None:
         """Take note that memory of a row is no longer held: with its last part the row is free."""
         others = self._held[held.row]

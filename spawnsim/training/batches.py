@@ -176,15 +176,15 @@ class _Batch:
         count = torch.get_num_threads()
         if count == 1 or len(chunks) == 1:
             return chunks
-        fit = [self.independent(chunk) for chunk in chunks]
+        fit = self.independent(chunks)
         if sum(fit) < 2:
             return chunks
         left = iter(Threads.of(self.deferred, count).map(self._ahead, [*compress(chunks, fit)]))
         return [next(left) if each else chunk for each, chunk in zip(fit, chunks, strict=True)]
 
-    def independent(self, chunk: Chunk) -> bool:
-        """Return whether a chunk may be computed beside others: it shares nothing with them that changes."""
-        return False
+    def independent(self, chunks: Sequence[Chunk]) -> list[bool]:
+        """Return which chunks may be computed beside others: they share nothing with them that changes."""
+        return [False] * len(chunks)
 
     def _ahead(self, chunk: Chunk) -> Chunk:
         """Compute a chunk while others are computed; return what is left of it, from the first that fails."""
@@ -278,12 +278,25 @@ class StepBatch(_Batch):
             for each in alike.values():
                 super().carry_out(each)
 
-    def independent(self, chunk: Chunk) -> bool:
-        return self._traced.ready(len(chunk[0])) and all(
-            work.seat.rank == work.rank and not work.seat.apart and not self.deferred.owes(work.rank)
-            for works in chunk
-            for work in works
-        )
+    def independent(self, chunks: Sequence[Chunk]) -> list[bool]:
+        fit = [
+            self._traced.ready(len(chunk[0]))
+            and all(
+                work.seat.rank == work.rank and not work.seat.apart and not self.deferred.owes(work.rank)
+                for works in chunk
+                for work in works
+            )
+            for chunk in chunks
+        ]
+        return [False] * len(chunks) if self._linked(chunks, fit) else fit
+
+    def _linked(self, chunks: Sequence[Chunk], fit: Sequence[bool]) -> bool:
+        """Return whether what is trained here is read by others' losses, or part of others' models: order counts."""
+        read = [each for chunk in compress(chunks, fit) for each in self._traced.constants(len(chunk[0]))]
+        works = [work for chunk in chunks for works in chunk for work in works]
+        apart = [each for work in works for _, each in work.seat.apart]
+        memory = [{each.untyped_storage().data_ptr() for each in some} for some in (read, apart)]
+        return not memory[0].isdisjoint(memory[1]) or any(map(self.arena.holds, memory[0] | memory[1]))
 
     def open(self, row: int, inputs: Sequence[Any]) -> str:
         trained, outputs = self._outcome(self.arena.rows["weights"][row : row + 1], inputs)

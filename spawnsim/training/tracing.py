@@ -81,8 +81,11 @@ class _Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]
                     self._note(each, self.graph.call_function(_item, (node, number)))
         return outcome
 
-    def finish(self, outcomes: Sequence[Tensor]) -> Call:
-        """Return what gives these outcomes again, of other tensors in the place of those that were given."""
+    def finish(self, outcomes: Sequence[Tensor]) -> functools.partial[Sequence[Tensor]]:
+        """Return what gives these outcomes again, of other tensors in the place of those that were given.
+
+        Its own arguments are the tensors that come from elsewhere.
+        """
         self.graph.output([self._of(each) for each in outcomes])
         if len(self.graph.nodes) > MOST_OPERATIONS:
             raise Unequal("it comes to too many operations")
@@ -216,7 +219,7 @@ class Traced:
     def __init__(self, call: Call, reads: Globals | None) -> None:
         self._call, self._reads = call, reads
         self._calls: Counter[int] = Counter()
-        self._graphs: dict[int, Call] = {}
+        self._graphs: dict[int, functools.partial[Sequence[Tensor]]] = {}
 
     @property
     def recorded(self) -> bool:
@@ -234,6 +237,10 @@ class Traced:
     def ready(self, rows: int) -> bool:
         """Return whether a call of so many rows is repeated from a record."""
         return rows in self._graphs
+
+    def constants(self, rows: int) -> Sequence[Tensor]:
+        """Return the tensors that a record of so many rows reads beside those that it is given."""
+        return self._graphs[rows].args
 
     def __call__(self, *given: Tensor) -> Sequence[Tensor]:
         """Call it: where calls of so many rows are `ready`, from any thread."""

@@ -7,6 +7,7 @@ import threading
 import pytest
 import torch
 from torch import nn
+from torch.nn.functional import mse_loss
 
 import spawnsim
 from spawnsim import TrainingStep
@@ -189,6 +190,42 @@ def test_what_ranks_share_is_computed_in_turn(kind, chunks):
     # In turn, torch's own threads divide each operation: last bits may be others.
     assert all(torch.allclose(a, b, rtol=1e-5, atol=1e-6) for a, b in zip(some, one, strict=True))
     assert all(map(torch.equal, some, ends()))
+
+
+TEACHER = build(99)
+
+
+def distilled(model, x, y):
+    """A loss that reads another model."""
+    return loss_of(model, x, y) + mse_loss(model(x), TEACHER(x).detach())
+
+
+@pytest.mark.parametrize("kind", ["a teacher that learns", "a model over another one's weights"])
+def test_what_others_read_or_share_is_trained_in_turn(kind, chunks):
+    """A rank of one chunk reads, or writes, while one of another trains: the order is that of one thread."""
+    learns = kind.startswith("a teacher")
+
+    def ends():
+        TEACHER.load_state_dict(build(99).state_dict())
+
+        def main(comm):
+            model = TEACHER if comm.rank == (1 if learns else 35) else build(comm.rank)
+            optimizer, step = sgd(model), TrainingStep(distilled if learns else loss_of)
+            for iteration in range(10):
+                with comm.compute(0.01):
+                    loss = step(model, optimizer, *batch(comm.rank, iteration))
+                float(loss)
+                if iteration == 2 and not learns and comm.rank == 3:
+                    for p, other in zip(model.parameters(), TEACHER.parameters(), strict=True):
+                        p.data = other.data
+            return weights(model)
+
+        return run(main, ranks=40, stragglers=None)[0]
+
+    chunks(1)
+    one = ends()
+    chunks(2)
+    assert all(torch.allclose(a, b, rtol=1e-5, atol=1e-6) for a, b in zip(ends(), one, strict=True))
 
 
 PROGRAM = """
