@@ -127,9 +127,6 @@ def watched_collections(collecting: Callable[[bool], None], ours: Callable[[], b
 # `no_grad` would silently switch gradients off for the next rank. The rule: whenever a task leaves the processor, the
 # modes are torch's defaults; a task that had others set gets them back when it returns. While a program keeps the
 # defaults, this costs three look-ups a switch.
-AUTOCAST_DEVICE = "cpu"
-
-
 def suspend_torch_modes() -> Callable[[], object] | None:
     """Set torch's defaults; return what brings the current modes back, or None when they were the defaults."""
     torch: Any = sys.modules.get("torch")
@@ -138,7 +135,7 @@ def suspend_torch_modes() -> Callable[[], object] | None:
     if (
         torch.is_grad_enabled()
         and not torch.is_inference_mode_enabled()
-        and not torch.is_autocast_enabled(AUTOCAST_DEVICE)
+        and not torch._C._is_any_autocast_enabled()
     ):
         return None
     return _default_torch_modes(torch)
@@ -149,8 +146,8 @@ def _default_torch_modes(torch: Any) -> Callable[[], object]:
     guards = ExitStack()
     if torch.is_inference_mode_enabled():
         guards.enter_context(torch.inference_mode(mode=False))
-    if torch.is_autocast_enabled(AUTOCAST_DEVICE):
-        guards.enter_context(torch.autocast(AUTOCAST_DEVICE, enabled=False))
+    for device in filter(torch.is_autocast_enabled, torch._C._autocast_supported_devices()):
+        guards.enter_context(torch.autocast(device, enabled=False))
     guards.enter_context(torch.enable_grad())
     return guards.close
 

@@ -1,5 +1,7 @@
 """The traps that greenlets, SimPy and MPI set, each with its test."""
 
+from contextlib import contextmanager
+
 import numpy as np
 import pytest
 import torch
@@ -8,10 +10,25 @@ from support.virtual_run import LATENCY, OVERHEAD, platform, run
 from spawnsim.errors import ParameterError, RankError
 
 
+@contextmanager
+def autocast_of_a_gpu():
+    """As `torch.autocast("cuda")`, which does nothing where there is no GPU."""
+    torch.set_autocast_enabled("cuda", True)
+    try:
+        yield
+    finally:
+        torch.set_autocast_enabled("cuda", False)
+
+
 @pytest.mark.parametrize(
     "mode",
-    [torch.no_grad, torch.inference_mode, lambda: torch.autocast("cpu", dtype=torch.bfloat16)],
-    ids=["no_grad", "inference_mode", "autocast"],
+    [
+        torch.no_grad,
+        torch.inference_mode,
+        lambda: torch.autocast("cpu", dtype=torch.bfloat16),
+        autocast_of_a_gpu,
+    ],
+    ids=["no_grad", "inference_mode", "autocast", "autocast of a GPU"],
 )
 def test_a_rank_parked_inside_a_torch_mode_leaves_the_others_alone(mode):
     """Torch keeps its modes by thread, and all ranks share one: they must not leak from rank to rank."""
@@ -25,17 +42,18 @@ def test_a_rank_parked_inside_a_torch_mode_leaves_the_others_alone(mode):
             comm.record(on=str(modes()))
             comm.send(None, 0)
             comm.Barrier() if comm.size > 2 else None
-        assert modes() == (True, False, False)
+        assert modes() == (True, False, False, False)
 
     before, found = modes(), run(main, 2)[1].column("on")
-    assert found[1] == str((True, False, False))
+    assert found[1] == str((True, False, False, False))
     assert found[0] != found[1]
     assert modes() == before
 
 
 def modes():
     """Return torch's modes."""
-    return torch.is_grad_enabled(), torch.is_inference_mode_enabled(), torch.is_autocast_enabled("cpu")
+    autocast = (torch.is_autocast_enabled(device) for device in ("cpu", "cuda"))
+    return torch.is_grad_enabled(), torch.is_inference_mode_enabled(), *autocast
 
 
 def test_streams_of_ranks_do_not_couple():
