@@ -334,14 +334,21 @@ def _torch(tensor: Any) -> NDArray[Any]:
         return PhantomArray(tensor.numel(), dtype)  # type: ignore[return-value]
     if tensor.device.type != "cpu":
         raise SpecBufferError(f"the tensor is on {tensor.device}: pass tensor.cpu()")
+    if str(tensor.layout) != "torch.strided":
+        raise SpecBufferError(f"the tensor's layout is {tensor.layout}: pass tensor.to_dense()")
     if not tensor.is_contiguous():
         raise SpecBufferError(
             f"the tensor is not contiguous (strides {tensor.stride()}): pass tensor.contiguous()"
         )
     # By the dtype's text, again without importing torch.
     if str(tensor.dtype) != "torch.bfloat16":
-        array: NDArray[Any] = tensor.numpy().reshape(-1)
-        return array
+        try:
+            array: NDArray[Any] = tensor.numpy()
+        except (RuntimeError, TypeError) as why:  # quantized, or a conjugate that is not computed
+            raise SpecBufferError(
+                f"the tensor of {tensor.dtype} cannot be sent as it is ({why}): pass a plain copy, or its bytes"
+            ) from None
+        return array.reshape(-1)
     # numpy has no bfloat16, so torch refuses `numpy()`; the bytes are taken by address, and the view keeps the tensor.
     return at_address(tensor.data_ptr(), 2 * tensor.numel(), tensor).view(BF16)
 

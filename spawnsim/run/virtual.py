@@ -62,7 +62,9 @@ def run(
 
     A file without a `main(comm)` is a program of mpi4py or torch.distributed: it runs whole, unmodified, on every rank.
 
-    The same seed gives the same run, bit for bit. torch uses one thread meanwhile, unless OMP_NUM_THREADS is set.
+    The same seed gives the same run, bit for bit. torch uses one thread meanwhile, unless OMP_NUM_THREADS is set. Runs
+    in several threads of one process share the generators of Python, numpy and torch, and are not reproducible: use
+    processes.
 
     Args:
         main: a function of a `spawnsim.Comm`, or the path of a file that defines it.

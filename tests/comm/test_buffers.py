@@ -159,11 +159,14 @@ def test_torch_tensors(kind):
 
 
 def test_bad_tensors():
-    """Tensors that require grad or are not contiguous are refused with the remedy."""
+    """Tensors that are no plain memory are refused with the remedy."""
     torch = pytest.importorskip("torch")
     for tensor, remedy in (
         (torch.zeros(3, requires_grad=True), "detach"),
         (torch.zeros(4, 4)[:, 1], "contiguous"),
+        (torch.eye(3).to_sparse(), "to_dense"),
+        (torch.ones(4, dtype=torch.complex64).conj(), "resolve_conj"),
+        (torch.ones(4).to(torch.float8_e4m3fn), "its bytes"),
     ):
         with pytest.raises(BufferError, match=remedy):
             comm.as_buffer(tensor)
