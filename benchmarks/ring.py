@@ -70,9 +70,12 @@ int main(int argc, char **argv) {
 }"""
 
 
-def sendrecv(comm: Any, rounds: int, make: Callable[[], Any] = lambda: np.zeros(NBYTES, np.uint8)) -> None:
-    _, _, right, left = _ring(comm)
-    out, into = make(), make()
+def array() -> Any:
+    return np.zeros(NBYTES, np.uint8)
+
+
+def sendrecv(comm: Any, rounds: int, make: Callable[[], Any] = array) -> None:
+    out, into, right, left = _ring(comm, make)
     for _ in range(rounds):
         comm.Sendrecv(out, right, 0, into, left, 0)
 
@@ -104,9 +107,9 @@ def objects(comm: Any, rounds: int) -> None:
         comm.sendrecv(out, right, 0, None, left, 0)
 
 
-def _ring(comm: Any) -> tuple[Any, Any, int, int]:
+def _ring(comm: Any, make: Callable[[], Any] = array) -> tuple[Any, Any, int, int]:
     rank, size = comm.Get_rank(), comm.Get_size()
-    return np.zeros(NBYTES, np.uint8), np.empty(NBYTES, np.uint8), (rank + 1) % size, (rank - 1) % size
+    return make(), make(), (rank + 1) % size, (rank - 1) % size
 
 
 def platform(contention: str) -> Platform:

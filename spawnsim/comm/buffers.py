@@ -2,8 +2,8 @@
 
 `as_buffer` is where every message comes in: it reads a specification by mpi4py's rules and returns a `Buffer` (which
 bytes of the user's memory, of which datatype, readable or writable) or a `Vector` of them (the blocks of the `v` and
-`w` collectives). A plain numpy array or CPU tensor takes a fast path, of a microsecond or two. Nothing is copied before
-`pack`. Errors are also the TypeError, ValueError, KeyError or BufferError that mpi4py raises.
+`w` collectives). A plain numpy array, phantom or CPU tensor takes a fast path, of a microsecond or two. Nothing is
+copied before `pack`. Errors are also the TypeError, ValueError, KeyError or BufferError that mpi4py raises.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from spawnsim.comm.failures import (
 from spawnsim.comm.memory import Unbounded, as_bytes, at_address, flat, of_tensor
 from spawnsim.comm.predefined import BY_DTYPE, BY_NAME, BYTE, DATATYPE_NULL
 from spawnsim.errors import ParameterError
-from spawnsim.phantoms import is_phantom
+from spawnsim.phantoms import PhantomArray, is_phantom
 
 Array = NDArray[Any]
 _PAIRS: Final = {
@@ -562,7 +562,7 @@ def as_buffer(
     # `type() is` and not isinstance, to leave subclasses (matrices, masked arrays, `buffer`) to the general path,
     # which knows their memory.
     if blocks < 2 and not vector:
-        array = spec if type(spec) is np.ndarray else of_tensor(spec)
+        array = spec if type(spec) in (np.ndarray, PhantomArray) else of_tensor(spec)
         if array is not None and array.flags.c_contiguous and (not writable or array.flags.writeable):
             datatype = BY_DTYPE.get(array.dtype)
             if datatype is not None:

@@ -214,9 +214,9 @@ class TrainingStep(_OfModel):
         # Frozen, converted, or memory or state exchanged: another row. Whoever keeps what was in this one, keeps it.
         if not (seat.pending or seat.trains or (seat.renews() and seat.trains)):
             self._seat = None
-            if run.seats.get(model) is seat:
+            if _Run.of(deferred).seats.get(model) is seat:
                 seat.leave()
-                del run.seats[model]
+                del _Run.of(deferred).seats[model]
             return self(model, optimizer, *batch)
         return self._put_off(deferred, rank, seat, batch)
 

@@ -23,7 +23,7 @@ from spawnsim.comm.failures import SpecTypeError
 from spawnsim.comm.memory import as_bytes
 from spawnsim.comm.packing import Pickle
 from spawnsim.comm.status import Status
-from spawnsim.phantoms import PhantomArray, is_phantom
+from spawnsim.phantoms import is_phantom
 from spawnsim.virtual.diagnosis import place
 from spawnsim.virtual.engine.completion import Message
 from spawnsim.virtual.engine.world import World
@@ -51,14 +51,12 @@ def pack(spec: Any, dest: int = 0) -> Any:
         settle()
     if type(spec) is ndarray and spec.flags.c_contiguous and spec.dtype in PLAIN:
         return spec.tobytes()
-    if type(spec) is PhantomArray and spec.dtype in PLAIN:
-        return spec.copy()
     _check_given(spec, dest)
     return as_buffer(spec).pack()
 
 
 def target(spec: Any, source: int = 0) -> Any:
-    """Return what `unpack` writes to: a plain array or phantom itself, else the `Buffer` of a specification.
+    """Return what `unpack` writes to: a plain array itself, else the `Buffer` of a specification.
 
     It is kept until the message is there, and the program may free a datatype meanwhile. What cannot be received into
     is refused, before anything is received.
@@ -66,8 +64,6 @@ def target(spec: Any, source: int = 0) -> Any:
     if WAITING:
         settle()
     if type(spec) is ndarray and spec.flags.carray and spec.dtype in PLAIN:
-        return spec
-    if type(spec) is PhantomArray and spec.dtype in PLAIN:
         return spec
     _check_given(spec, source)
     return as_buffer(spec, writable=True)
@@ -91,11 +87,6 @@ def unpack(into: Any, payload: Any) -> None:
                 pass  # it cannot be written to any more: told below
             else:
                 return
-        into = as_buffer(into)
-    elif type(into) is PhantomArray:
-        if type(payload) is PhantomArray and payload.nbytes == into.nbytes:
-            into[...] = payload
-            return
         into = as_buffer(into)
     into.unpack(np.frombuffer(payload, np.uint8) if type(payload) is bytes else payload)
 
