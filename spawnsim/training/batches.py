@@ -326,7 +326,7 @@ class StepBatch(_Batch):
                 other if each is None else next(rest) for each, other in zip(like, fixed_inputs, strict=True)
             ]
             gradients, (_, outputs) = _quietly(vmapped, trained, fixed, *inputs)
-            return [torch.cat([each.flatten(1) for each in gradients.values()], 1), *outputs]
+            return [torch.cat([each.reshape(len(each), -1) for each in gradients.values()], 1), *outputs]
 
         try:
             reads = structure.Globals(self.objective.function, self.objective.model)

@@ -42,7 +42,7 @@ _COPY = torch.ops.aten._to_copy.default
 _OF_TENSORS = {
     getattr(torch.ops.aten, name).Tensor
     for name in ("add", "add_", "sub", "sub_", "mul", "mul_", "div", "div_")
-}
+} | {torch.ops.aten.floor_divide.default}
 PLACED = torch.ops.aten.as_strided.default  # at an offset from where the memory begins, if it is given one
 
 
@@ -152,15 +152,15 @@ def _compiled(graph: fx.Graph) -> Call | None:
     """
     lines, called = [], []
     for node in graph.nodes:
-        given = [*map(_text, node.args), *(f"{name}={_text(value)}" for name, value in node.kwargs.items())]
         if node.op == "output":
-            lines.append(f"return {given[0]}")
+            lines.append(f"return {_text(node.args[0])}")
         elif node.target is _item:
-            lines.append(f"{node} = {given[0]}[{given[1]}]")
+            lines.append(f"{node} = {node.args[0]}[{node.args[1]}]")
         elif node.op == "call_function":
             schema = _of_numbers(node)._schema
             called.append(str(schema))
-            lines.append(f"{node} = torch.ops.{schema.name.replace('::', '.')}({', '.join(given)})")
+            name, given = schema.name.replace("::", "."), ", ".join(_given(node, schema))
+            lines.append(f"{node} = torch.ops.{name}({given})")
     arguments = ", ".join(str(node) for node in graph.nodes if node.op == "placeholder")
     try:
         function = torch.jit.CompilationUnit(
@@ -168,9 +168,22 @@ def _compiled(graph: fx.Graph) -> Call | None:
         ).forward
     except Exception:  # noqa: BLE001 - what it cannot express is of many kinds
         return None
-    # Of several operations of one name it has chosen one by its arguments.
+    # Of several operations of one name it has chosen one by its arguments; it has left out those that nothing needs.
     chosen = [node.schema() for node in function.graph.nodes() if node.kind() not in _GLUE]
-    return function if chosen == called else None
+    rest = iter(called)
+    return function if all(each in rest for each in chosen) else None
+
+
+def _given(node: fx.Node, schema: Any) -> Iterator[str]:
+    """Yield the arguments of an operation as TorchScript writes them: so that it knows which one of a name is meant."""
+    for number, argument in enumerate(schema.arguments):
+        if number < len(node.args):
+            text = _text(node.args[number])
+            # A list of tensors alone would be that of another operation.
+            optional = str(argument.type) == "List[Optional[Tensor]]"
+            yield f"torch.jit.annotate(List[Optional[Tensor]], {text})" if optional else text
+        elif argument.name in node.kwargs or argument.kwarg_only:
+            yield f"{argument.name}={_text(node.kwargs.get(argument.name, argument.default_value))}"
 
 
 def _of_numbers(node: fx.Node) -> Any:

@@ -105,6 +105,20 @@ class Recurrent(nn.Module):
         return self.out(self.cell(x)[0][:, -1])
 
 
+class Normed(nn.Module):
+    """Convolutions whose channels are normalised, and a scale: a parameter without dimensions."""
+
+    def __init__(self, seed):
+        super().__init__()
+        torch.manual_seed(seed)
+        self.first, self.norm = nn.Conv2d(1, 4, 3), nn.GroupNorm(2, 4)
+        self.out, self.scale = nn.Linear(4 * 3 * 3, 5), nn.Parameter(torch.ones(()))
+
+    def forward(self, x):
+        x = self.norm(self.first(x)).relu()
+        return self.scale * self.out(nn.functional.max_pool2d(x, 2).flatten(1))
+
+
 def tokens(rank, iteration):
     """Inputs and classes of a rank in an iteration."""
     generator = torch.Generator().manual_seed(1000 * rank + iteration)
@@ -127,6 +141,7 @@ MODELS = {
     "network": (build, batch),
     "attention": (Attention, tokens),
     "convolutions": (Convolutions, images),
+    "normed": (Normed, images),
     "recurrent": (Recurrent, series),
 }
 
@@ -569,12 +584,17 @@ def test_what_was_made_within_may_be_changed():
 
 
 def numbers(x):
-    """Operations of tensors and numbers, of several outcomes, and without end."""
+    """Operations of tensors and numbers, of places, of several outcomes, without end, with defaults of two kinds."""
     low, high = (x * 0.1 + 3).split(1, -1)
     kept = torch.where(x > 0.3, x, -math.inf).amax(-1, keepdim=True).clamp(min=-1.0)
     top, _ = (1 - x / 3 - 2).sort(-1)
     whole = (x > 0).long() * 0.3 + (x < 0.5)
-    return [low - high, kept, top, whole, torch.nn.functional.gelu(x, approximate="tanh"), x.double() * 0.1]
+    some = torch.tensor([2, 0, 2])
+    places = x[some, :1] + x[:, some // 2][:3] + x[torch.arange(3), some // 2]
+    spread = x.std(0) + x.var() + torch.var(x, 0, correction=0)
+    return [
+        low - high, kept, top, whole, torch.nn.functional.gelu(x, approximate="tanh"), x.double() * 0.1, places, spread,
+    ]  # fmt: skip
 
 
 @pytest.mark.parametrize("model_of", ["numbers", *MODELS])
@@ -586,6 +606,7 @@ def test_records_call_the_same_operations_in_both_languages(model_of, monkeypatc
             outcomes = numbers(*given)
         graphs = [(recording.graph, given, outcomes)]
         recording.finish(outcomes)
+        given[:0] = recording._constants
     else:
         graphs, finish = [], tracing._Recording.finish
         monkeypatch.setattr(tracing, "CALLS_BEFORE", 1)

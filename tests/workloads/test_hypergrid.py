@@ -6,9 +6,11 @@ import numpy as np
 import pytest
 import torch
 
+import spawnsim
 from spawnsim.errors import ParameterError
 from spawnsim.random import Streams
-from spawnsim.workloads import GFlowNet, HyperGrid
+from spawnsim.training import tracing
+from spawnsim.workloads import Digits, GFlowNet, HyperGrid
 from spawnsim.workloads.gflownet import balance, distribution, l1_distance, sample
 
 
@@ -100,6 +102,36 @@ def test_training_approaches_the_true_distribution(learned_backward):
         flow.grid.reward(flow.grid.states()).sum().item(), rel=0.1
     )
     assert flow.modes_found == 4
+
+
+def test_models_are_computed_together_and_from_a_record(monkeypatch):
+    """On virtual ranks a step of all is one call, and soon one without Python: of the digits, too."""
+    compiled = []
+    compile_graph = tracing._compiled
+    monkeypatch.setattr(tracing, "CALLS_BEFORE", 2)
+    monkeypatch.setattr(
+        tracing, "_compiled", lambda graph: compiled.append(compile_graph(graph)) or compiled[-1]
+    )
+
+    def main(comm, learner):
+        own = learner(comm)
+        model, optimizer = own.build()
+        for _ in range(6):
+            with comm.compute(0.01):
+                loss = own.step(model, optimizer)
+            comm.record(loss=float(loss))
+
+    for number, learner in enumerate(
+        [
+            lambda comm: GFlowNet(comm.rng),
+            lambda comm: GFlowNet(comm.rng, learned_backward=True),
+            lambda comm: Digits(comm.rng, comm.rank, comm.size),
+        ],
+        start=1,
+    ):
+        result = spawnsim.run(lambda comm, learner=learner: main(comm, learner), ranks=12)
+        assert "warnings" not in result.what
+        assert len(compiled) == number and compiled[-1] is not None
 
 
 def test_found_modes_are_modes_and_are_fresh_once():
