@@ -317,7 +317,8 @@ class StepBatch(_Batch):
         Gradients are (rows, columns), outputs (rows, ...) each.
         """
         plan, like, fixed_inputs = self.arena.plan, self._like, self._fixed_inputs
-        vmapped = vmap(self._gradient, in_dims=(0, 0, *(None if each is None else 0 for each in like)))
+        dims = (0, 0, *(None if each is None else 0 for each in like))
+        vmapped = _of_rows(self.objective.model, self._gradient, dims)
 
         def call(weights: Tensor, *given: Tensor) -> list[Tensor]:
             trained, fixed = _parameters(plan, weights)
@@ -325,7 +326,7 @@ class StepBatch(_Batch):
             inputs = [
                 other if each is None else next(rest) for each, other in zip(like, fixed_inputs, strict=True)
             ]
-            gradients, (_, outputs) = _quietly(vmapped, trained, fixed, *inputs)
+            gradients, (_, outputs) = vmapped(trained, fixed, *inputs)
             return [torch.cat([each.reshape(len(each), -1) for each in gradients.values()], 1), *outputs]
 
         try:
@@ -455,9 +456,9 @@ class EvaluationBatch(_Batch):
                     outputs = self.function(*own, *work.inputs)
                     watching.known(work.outs, list(outputs))
                 return
-            dims = tuple(dim for _, dim in together)
-            call = vmap(self.function, in_dims=(0, 0, *dims))
-            outputs = _quietly(call, trained, fixed, *(each for each, _ in together))
+            dims = (0, 0, *(dim for _, dim in together))
+            call = _of_rows(self.objective.model, self.function, dims)
+            outputs = call(trained, fixed, *(each for each, _ in together))
         _tell(works, outputs)
 
 
@@ -480,24 +481,38 @@ def trial(batch: _Batch, call: Callable[..., Any], inputs: Sequence[Any]) -> Non
     weights = batch.arena.rows["weights"][:1].expand(2, -1)
     trained, fixed = _parameters(batch.arena.plan, weights)
     two = [each.unsqueeze(0).expand(2, *each.shape) if isinstance(each, Tensor) else each for each in inputs]
-    dims = tuple(0 if isinstance(each, Tensor) else None for each in inputs)
+    dims = (0, 0, *(0 if isinstance(each, Tensor) else None for each in inputs))
     before = structure.of_model(batch.objective.model)
     with _drawing_nothing():
-        _quietly(vmap(call, in_dims=(0, 0, *dims)), trained, fixed, *two)
+        _of_rows(batch.objective.model, call, dims)(trained, fixed, *two)
     if structure.of_model(batch.objective.model) != before:
         raise structure.Unequal("a forward pass changes its attributes")
 
 
-def _quietly(call: Callable[..., Any], *args: Any) -> Any:
-    """Return what a vmapped function returns; torch does not warn of what it computes model by model in it."""
-    # Its warnings ask the program's author, who has not called vmap, for reports to torch.
-    of_torch: Any = torch._C
-    before = of_torch._debug_only_are_vmap_fallback_warnings_enabled()
-    of_torch._functorch._set_vmap_fallback_warning_enabled(False)
-    try:
-        return call(*args)
-    finally:
-        of_torch._functorch._set_vmap_fallback_warning_enabled(before)
+def _of_rows(
+    model: nn.Module, function: Callable[..., Any], dims: tuple[int | None, ...]
+) -> Callable[..., Any]:
+    """Return a function of a model for many rows; torch does not warn of what it computes model by model in it."""
+    vmapped = vmap(function, in_dims=dims)
+    # oneDNN computes an LSTM of one model in one operation. Without it there are operations for many, as of a GRU.
+    without = any(isinstance(each, nn.LSTM) for each in model.modules())
+
+    def call(*args: Any) -> Any:
+        # The warnings ask the program's author, who has not called vmap, for reports to torch.
+        of_torch: Any = torch._C
+        warns, whole = (
+            of_torch._debug_only_are_vmap_fallback_warnings_enabled(),
+            of_torch._get_mkldnn_enabled(),
+        )
+        of_torch._functorch._set_vmap_fallback_warning_enabled(False)
+        of_torch._set_mkldnn_enabled(whole and not without)
+        try:
+            return vmapped(*args)
+        finally:
+            of_torch._functorch._set_vmap_fallback_warning_enabled(warns)
+            of_torch._set_mkldnn_enabled(whole)
+
+    return call
 
 
 @contextmanager

@@ -69,8 +69,6 @@ def of_model(model: nn.Module) -> Hashable:
         own = vars(module)
         if any(own.get(hooks) for hooks in _HOOKS):
             raise Unequal(f"it has hooks ({name or type(model).__name__})")
-        if isinstance(module, nn.LSTM):
-            raise Unequal("it has an LSTM, which torch computes for one model at a time")
         if module._buffers:
             raise Unequal(f"it has buffers ({'.'.join(filter(None, [name, next(iter(module._buffers))]))})")
         apart = _OWN | _HOOKS | (_OF_RNN if isinstance(module, nn.RNNBase) else set())

@@ -134,6 +134,9 @@ MODELS = {
         pictures,
     ),
     "recurrent": (lambda: OfLast(nn.GRU(8, 16, batch_first=True)), series),
+    "long memory": (lambda: OfLast(nn.LSTM(8, 16, 2, batch_first=True)), series),
+    "both ways": (lambda: OfLast(nn.LSTM(8, 8, batch_first=True, bidirectional=True)), series),
+    "projected": (lambda: OfLast(nn.LSTM(8, 24, proj_size=16, batch_first=True, bias=False)), series),
     "normed": (
         lambda: nn.Sequential(
             nn.Linear(8, 16), nn.LayerNorm(16), nn.GELU(), nn.Linear(16, 16), nn.RMSNorm(16), nn.Linear(16, 5)
@@ -197,6 +200,7 @@ CASES = {
 }
 
 
+@pytest.mark.filterwarnings("ignore:LSTM with projections")
 @pytest.mark.parametrize("name", CASES)
 def test_it_is_computed_together_and_without_python(name, monkeypatch):
     """No model steps alone, the record is of TorchScript, and losses are those of eager steps."""
