@@ -25,6 +25,7 @@ SETTINGS = {
     "Learning rates differ": {"alpha": None, "spread": 2.0},
 }
 LEARNING = {"iterations": 200, "average_every": 10, "replacement_ratio": 0.5, "judge": "accuracy"}
+CROWD = SETTINGS["Learning rates differ"] | {"replacement_ratio": 0.1}  # few enough to see who they are
 MEASURED = {"consensus_every_s": 0.1}  # as a round begins, like the accuracy: just after it, both are higher
 CLUSTER = {"platform": "ethernet-10g", "stragglers": "slow:0.05,10", "compute": "10 ms"}
 SEEDS = (7, 8, 9)
@@ -44,9 +45,7 @@ def study(context: Context) -> None:
 def virtual(context):
     """All policies in both settings, over seeds; and many ranks: who is replaced, and by whom."""
     ranks, crowd = (32, 100) if context.quick else (64, 1000)
-    crowded = cell(
-        context, "selective", ranks=crowd, seed=SEEDS[0], world=CLUSTER, **SETTINGS["Learning rates differ"]
-    )
+    crowded = cell(context, "selective", ranks=crowd, seed=SEEDS[0], world=CLUSTER, **CROWD)
     cells = {
         setting: [
             cell(context, policy, ranks=ranks, seed=seed, world=CLUSTER, **how, **MEASURED)
