@@ -25,7 +25,7 @@ from spawnsim.training.optimizers import Rule
 ALIGN_NBYTES = 64  # each row begins on a cache line, so that results do not depend on which row it is
 _REQUIRES_GRADIENT, _ADDRESS = attrgetter("requires_grad"), Tensor.data_ptr
 STEP = "step"
-WITHOUT = ("_buffers", "_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+WITHOUT = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 ENTRY_REFERENCES = 3  # to state that nobody but the optimizer holds: its entry, and two of the call that asks
 
 
@@ -146,11 +146,12 @@ class _Made:
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         modules = list(model.modules())
         self._places: list[dict[str, Any]] = [
-            part for each in modules for part in (each._modules, each._parameters) if part
+            part for each in modules for part in (each._modules, each._parameters, each._buffers) if part
         ]
         self._held = [*chain.from_iterable(map(dict.values, self._places))]
-        # Of these the model has none: buffers, and hooks, which may do anything.
+        # Of these the model has none: hooks, which may do anything, and more buffers.
         self._empty = [getattr(each, name) for each in modules for name in WITHOUT]
+        self._empty += [each._buffers for each in modules if not each._buffers]
         self._optimizer = optimizer
         self._trained = [p for group in optimizer.param_groups for p in group["params"]]
         self._counts = [len(group["params"]) for group in optimizer.param_groups]

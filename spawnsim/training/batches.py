@@ -23,6 +23,7 @@ from torch.func import functional_call, grad_and_value, vmap
 from spawnsim.comm.deferred import Deferred
 from spawnsim.training import structure, watching
 from spawnsim.training.arena import STEP, Arena, Plan, Seat
+from spawnsim.training.settings import Settings
 from spawnsim.training.threads import Threads
 from spawnsim.training.tracing import Traced
 
@@ -44,7 +45,7 @@ EVALUATE, TRAIN = 0, 1  # the stages of work: evaluations first, so that ranks m
 class Objective(nn.Module):
     """A function of a model and a batch, as a module: torch replaces its parameters by others for one call."""
 
-    def __init__(self, model: nn.Module, function: Callable[..., Any]) -> None:
+    def __init__(self, model: nn.Module, function: Callable[..., Any], settings: Settings) -> None:
         super().__init__()
         # A copy without data, for the parameters of this one are exchanged, call by call. Tied ones stay tied. Of
         # shapes: `empty_like` would be a look.
@@ -53,7 +54,7 @@ class Objective(nn.Module):
             for p in model.parameters()
         }
         self.model = copy.deepcopy(model, empty)
-        self.function = structure.frozen(function)
+        self.function = settings.frozen(function)
 
     def forward(self, *batch: Any) -> Any:
         return self.function(self.model, *batch)

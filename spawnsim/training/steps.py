@@ -7,6 +7,7 @@ many models at once steps alone, and the run has a warning that says why.
 from __future__ import annotations
 
 import weakref
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from enum import Enum
 from typing import Any
@@ -29,12 +30,16 @@ from spawnsim.training.batches import (
     trial,
 )
 from spawnsim.training.optimizers import Rule, rule_of
+from spawnsim.training.settings import Settings
 from spawnsim.training.watching import Watch
 
 DTYPES = (torch.float32, torch.float64)
 PLAIN = (bool, int, float, complex, str, bytes, Enum, torch.dtype, torch.device, torch.Size)
 KNOWN = {Tensor, bool, int, float, str, type(None)}  # inputs that are not put off themselves
 SPARE = 2  # a row to spare for so many ranks
+MOST_CHANGES = 3  # of settings, for each of which steps of many are computed together
+MANY_GROUPS = 8
+_CHANGES = "changes"  # beside the batches of a seat: how many there were
 MOST_PENDING = 8  # evaluations of one model that may be put off at once
 
 Outcome = Tensor | tuple[Tensor, ...]
@@ -49,6 +54,7 @@ class _Run:
         self.arenas: dict[Any, list[Arena]] = {}
         self.keys: dict[Arena, Any] = {}
         self.batches: dict[Any, Any] = {}  # by key: a batch, or why there is none
+        self.groups: Counter[Any] = Counter()  # by what is equal in groups that are computed apart
         self.users: weakref.WeakSet[_OfModel] = weakref.WeakSet()
 
     @classmethod
@@ -58,6 +64,15 @@ class _Run:
             deferred.attachments[cls] = cls(deferred)
         run: _Run = deferred.attachments[cls]
         return run
+
+    def note_group(self, deferred: Deferred, model: nn.Module, alike: Any) -> None:
+        """Count a group of models; say so once if there are many, each perhaps of one rank."""
+        self.groups[alike] += 1
+        if self.groups[alike] == MANY_GROUPS:
+            deferred.warn(
+                f"{type(model).__name__} models are computed in {MANY_GROUPS} groups and more, since what they or "
+                "their loss compute with differs from rank to rank: give it as tensors, beside the batch"
+            )
 
     def close(self) -> None:
         """Let go of rows and inputs; models keep theirs. A step that a module holds may outlive the run."""
@@ -85,10 +100,27 @@ class _OfModel:
         self._latest: tuple[Seat | None, dict[Any, Any]] = (None, {})  # the last that was asked for
 
     def _ready_for(self, seat: Seat) -> dict[Any, Any]:
-        """Return the batches of a seat."""
+        """Return the batches of a seat, for the settings that its model and the function have now.
+
+        Raises:
+            _Alone: these change again and again.
+        """
         if self._latest[0] is not seat:
             self._latest = seat, self._ready.setdefault(seat, {})
-        return self._latest[1]
+        ready = self._latest[1]
+        settings = ready.get(Settings)
+        if settings is None or not settings.unchanged():
+            now = Settings(self.function, seat.module())
+            if settings is not None and settings.key != now.key:
+                changes = ready.get(_CHANGES, 0) + 1
+                if changes > MOST_CHANGES:
+                    raise _Alone(
+                        "what its function or the model computes with changes: give it as a tensor, beside the batch"
+                    )
+                ready.clear()
+                ready[_CHANGES] = changes
+            ready[Settings] = now
+        return ready
 
     def _forget(self, run: _Run | None) -> None:
         if self._run is not run:
@@ -123,17 +155,6 @@ class _OfModel:
                 for each in inputs
             ]
         )
-
-    def _require_unchanged(self, ready: dict[Any, Any]) -> None:
-        """Refuse a function that refers to other values than at first: what was put off has kept the first."""
-        if getattr(self.function, "__closure__", None) is None:
-            return
-        now = structure.references(self.function)
-        first = ready.setdefault(structure.references, now)
-        if any(a is not b for a, b in zip(first, now, strict=True)):
-            raise _Alone(
-                "its function refers to variables that change: give them as tensors, beside the batch"
-            )
 
     def _explain(self, deferred: Deferred, model: nn.Module, why: Exception) -> None:
         self._alone = weakref.ref(model)
@@ -228,16 +249,16 @@ class TrainingStep(_OfModel):
     def _put_off(self, deferred: Deferred, rank: int, seat: Seat, inputs: Sequence[Any]) -> Outcome:
         rule, groups = seat.arena.rule, seat.optimizer.param_groups
         settings = tuple([rule.settings(group) for group in groups])
-        model, ready = seat.module(), self._ready_for(seat)
+        model = seat.module()
         alone: Exception | None = None
         try:
-            self._require_unchanged(ready)
+            ready = self._ready_for(seat)
             if settings != seat.settings:
                 self._require_state(seat, settings)
             key = (self._kind(inputs), model.training)
             found: Any = ready.get(key)
             if found is None:
-                found = ready[key] = self._open(deferred, seat, key, inputs)
+                found = ready[key] = self._open(deferred, seat, key, inputs, settings=ready[Settings])
         except (_Alone, structure.Unequal) as why:
             alone = why
         if alone is not None:
@@ -319,6 +340,7 @@ class TrainingStep(_OfModel):
         arena = Arena(plan, like, rule, states=states, capacity=capacity)
         arenas.append(arena)
         _Run.of(deferred).keys[arena] = (key, len(arenas))
+        _Run.of(deferred).note_group(deferred, model, (type(model), *key[1:]))
         return arena
 
     @staticmethod
@@ -331,12 +353,14 @@ class TrainingStep(_OfModel):
             raise _Alone("its optimizer keeps state that it did not keep at first")
         seat.settings = settings
 
-    def _open(self, deferred: Deferred, seat: Seat, key: Any, inputs: Sequence[Any]) -> Any:
+    def _open(
+        self, deferred: Deferred, seat: Seat, key: Any, inputs: Sequence[Any], *, settings: Settings
+    ) -> Any:
         run = _Run.of(deferred)
         whole = (
             "step",
             run.keys[seat.arena],
-            _function_key(self.function),
+            settings.key,
             self.max_norm,
             self.gradients,
             key,
@@ -344,18 +368,21 @@ class TrainingStep(_OfModel):
         batch = run.batches.get(whole)
         if batch is None:
             with deferred.apart():
-                batch = run.batches[whole] = self._try(deferred, seat, inputs)
+                batch = run.batches[whole] = self._try(deferred, seat, inputs, settings)
+            run.note_group(deferred, seat.module(), (type(self.function), *whole[:2], *whole[3:]))
         if isinstance(batch, str):
             raise _Alone(batch)
         return batch, [batch.slots(seat.row, 0)]
 
-    def _try(self, deferred: Deferred, seat: Seat, inputs: Sequence[Any]) -> StepBatch | str:
+    def _try(
+        self, deferred: Deferred, seat: Seat, inputs: Sequence[Any], settings: Settings
+    ) -> StepBatch | str:
         """Return a new batch, or why there can be none."""
         try:
             batch = StepBatch(
                 deferred,
                 seat.arena,
-                Objective(seat.module(), self.function),
+                Objective(seat.module(), self.function, settings),
                 max_norm=self.max_norm,
                 gradients=self.gradients,
             )
@@ -434,14 +461,13 @@ class Evaluation(_OfModel):
             deferred.carry_out()
         if not (seat.goes_on if seat.pending else seat.holds):
             return self._at_once(model, batch)
-        ready = self._ready_for(seat)
         try:
-            self._require_unchanged(ready)
+            ready = self._ready_for(seat)
             key = (self._kind(batch), model.training)
         except (_Alone, structure.Unequal):
             return self._at_once(model, batch)
         if key not in ready:
-            ready[key] = self._open(deferred, seat, key, batch)
+            ready[key] = self._open(deferred, seat, key, batch, settings=ready[Settings])
         batch_or_why = ready[key]
         if isinstance(batch_or_why, str):
             return self._at_once(model, batch)
@@ -451,22 +477,23 @@ class Evaluation(_OfModel):
         work.inputs = batch
         return self._put(deferred, work, watch)
 
-    def _open(self, deferred: Deferred, seat: Seat, key: Any, inputs: Sequence[Any]) -> EvaluationBatch | str:
+    def _open(
+        self, deferred: Deferred, seat: Seat, key: Any, inputs: Sequence[Any], *, settings: Settings
+    ) -> EvaluationBatch | str:
         run = _Run.of(deferred)
-        try:
-            whole = ("evaluation", run.keys[seat.arena], _function_key(self.function), key)
-        except _Alone as why:
-            return str(why)
+        whole = ("evaluation", run.keys[seat.arena], settings.key, key)
         if whole not in run.batches:
             with deferred.apart():
-                run.batches[whole] = self._try(deferred, seat, inputs)
+                run.batches[whole] = self._try(deferred, seat, inputs, settings)
         found: EvaluationBatch | str = run.batches[whole]
         return found
 
-    def _try(self, deferred: Deferred, seat: Seat, inputs: Sequence[Any]) -> EvaluationBatch | str:
+    def _try(
+        self, deferred: Deferred, seat: Seat, inputs: Sequence[Any], settings: Settings
+    ) -> EvaluationBatch | str:
         model = seat.module()
         try:
-            batch = EvaluationBatch(deferred, seat.arena, Objective(model, self.function))
+            batch = EvaluationBatch(deferred, seat.arena, Objective(model, self.function, settings))
             with torch.no_grad():
                 trial(batch, batch.function, inputs)
                 batch.open(seat.row, inputs)
@@ -494,13 +521,6 @@ def _plain(value: Any) -> Any:
     if value is not None and not isinstance(value, PLAIN):
         raise _Alone(f"an input is a {type(value).__name__}: give tensors one by one, numbers and texts")
     return type(value), value
-
-
-def _function_key(function: Callable[..., Any]) -> Any:
-    try:
-        return structure.of_function(function)
-    except structure.Unequal as why:
-        raise _Alone(f"of its function: {why}") from why
 
 
 def _require_alike(model: nn.Module, optimizer: torch.optim.Optimizer) -> Rule:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dis
 import functools
+import hashlib
 import operator
 import pickle
 import types
@@ -25,6 +26,8 @@ _OWN = {"_parameters", "_buffers", "_modules", "_non_persistent_buffers_set", "_
 # Its parameters again, brought up to date in each forward pass.
 _OF_RNN = {"_flat_weights", "_flat_weight_refs"}
 _HOOKS = {name for name in vars(nn.Module()) if "hook" in name} - _OWN
+_CHANGED = ("running_mean", "running_var")  # buffers of torch's own normalizations
+KEPT_BY_TORCH = _OWN | _HOOKS | _OF_RNN
 # What these packages define is taken to compute the same at each call.
 _LIBRARIES = {
     "torch",
@@ -41,14 +44,16 @@ _LIBRARIES = {
     "dataclasses",
 }
 # Of these classes alone: objects of those that inherit from them have attributes.
-_CONSTANTS = {bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size, type(None)}
+CONSTANTS = {bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size, type(None)}
 _METHODS = (types.MethodType, types.BuiltinMethodType, types.MethodWrapperType)
 # What a deep copy does not copy.
-_SHARED = (type, types.FunctionType, types.BuiltinFunctionType, functools.partial)
+_SHARED = (type, types.FunctionType, types.BuiltinFunctionType, types.ModuleType, Enum)
+OWN_VARIABLES = "__own_variables__"  # among those of a function that is a copy: nobody else has them
+COPIED_NBYTES = 1 << 20  # of a tensor or an array; larger ones are taken for data, and not copied
 _GROUPS = (list, tuple, set, frozenset)
 _MAKERS = {"__init__", "__new__"}
 # By which a function reads what is not seen in it: of Python, and of tensors.
-_READERS = {"eval", "exec", "globals", "open", "__import__"}
+READERS = {"eval", "exec", "globals", "open", "__import__"}
 _TENSOR_READERS = {"data_ptr", "numpy", "storage_offset", "tolist"}
 _LOADS = {"LOAD_GLOBAL", "LOAD_NAME", "LOAD_FROM_DICT_OR_GLOBALS"}
 _LOADS_OF_OBJECTS = {"LOAD_ATTR", "LOAD_METHOD"}
@@ -62,20 +67,27 @@ def of_model(model: nn.Module) -> Hashable:
     """Return a key of all that a model computes with besides its parameters: classes, attributes, shapes.
 
     Raises:
-        Unequal: it has hooks or buffers, or attributes that cannot be compared.
+        Unequal: it has hooks, buffers that a forward pass changes, or attributes that cannot be compared.
     """
     parts: list[Hashable] = []
     for name, module in model.named_modules():
         own = vars(module)
         if any(own.get(hooks) for hooks in _HOOKS):
             raise Unequal(f"it has hooks ({name or type(model).__name__})")
-        if module._buffers:
-            raise Unequal(f"it has buffers ({'.'.join(filter(None, [name, next(iter(module._buffers))]))})")
+        changed = next((each for each in _CHANGED if module._buffers.get(each) is not None), None)
+        if changed is not None:
+            raise Unequal(f"its forward pass changes buffers ({'.'.join(filter(None, [name, changed]))})")
         apart = _OWN | _HOOKS | (_OF_RNN if isinstance(module, nn.RNNBase) else set())
         kept = {key: value for key, value in own.items() if key not in apart}
+        kept |= {key: value for key, value in module._buffers.items() if value is not None}
         parts.append((name, type(module), of_value(kept)))
     shapes = [(name, tuple(p.shape), p.requires_grad) for name, p in model.named_parameters()]
     return tuple(parts), tuple(shapes)
+
+
+def is_trained(value: Any) -> bool:
+    """Return whether it is a module that has parameters."""
+    return isinstance(value, nn.Module) and next(value.parameters(), None) is not None
 
 
 def of_function(function: Callable[..., Any]) -> Hashable:
@@ -110,18 +122,6 @@ def references(function: Callable[..., Any]) -> tuple[Any, ...]:
         raise Unequal("it refers to a variable that has no value yet") from error
 
 
-def frozen(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function that refers to the present values for ever: its own variables are one rank's, and change."""
-    if not isinstance(function, types.FunctionType) or not function.__closure__:
-        return function
-    cells = tuple(map(types.CellType, references(function)))
-    copy = types.FunctionType(
-        function.__code__, function.__globals__, function.__name__, function.__defaults__, cells
-    )
-    copy.__kwdefaults__ = function.__kwdefaults__
-    return copy
-
-
 class Globals:
     """What a function and a model's classes read besides what they are given, and what all this was at first.
 
@@ -137,7 +137,8 @@ class Globals:
         self._versions: list[tuple[torch.Tensor, int]] = []
         self._seen: dict[tuple[str, int], Any] = {}  # kept, so that no identity comes again
         self._watch(lambda: (torch.get_default_dtype(),))
-        self._visit(function)
+        self._own = set(map(id, model.modules()))
+        self._visit_copy(function)
         self._visit_copy(model)
         self._held = self._now()
 
@@ -167,7 +168,7 @@ class Globals:
 
     def _visit(self, value: Any) -> None:
         """Visit what others may change, too."""
-        if type(value) in _CONSTANTS or not self._is_new(value, "value"):
+        if type(value) in CONSTANTS or not self._is_new(value, "value"):
             return
         if isinstance(value, types.FunctionType):
             self._visit_function(value)
@@ -189,7 +190,7 @@ class Globals:
             for each in value:
                 self._visit(each)
         elif isinstance(value, nn.Module):
-            self._require(_of_library(type(value)), value)
+            self._require(of_library(type(value)), value)
             self._reads.append(functools.partial(_contents, value))
             for each in filter(callable, _contents(value)):
                 self._visit(each)
@@ -198,23 +199,38 @@ class Globals:
             self._visit(value.__self__)
         else:
             self._require(
-                (callable(value) or isinstance(value, types.ModuleType)) and _of_library(value), value
+                (callable(value) or isinstance(value, types.ModuleType)) and of_library(value), value
             )
 
     def _visit_copy(self, value: Any) -> None:
-        """Visit what only the copy of the model has: nobody changes it, but functions and classes are not its own."""
+        """Visit what only the copies of model and function have: nobody changes it, but classes are not their own."""
+        if isinstance(
+            value, np.ndarray
+        ):  # no operation of torch: what follows from it is not seen in a record
+            self._require(value.nbytes <= COPIED_NBYTES, value)
         if isinstance(value, (torch.Tensor, np.ndarray)) or not self._is_new(value, "copy"):
             return
-        if isinstance(value, _SHARED) or hasattr(type(value), "__deepcopy__"):
+        if isinstance(value, types.FunctionType) and value.__globals__.get(OWN_VARIABLES):
+            around = (*references(value), *(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values())
+            names = map(value.__globals__.get, self._names_in(value))
+            for each in (*around, *vars(value).values(), *names):
+                self._visit_copy(each)
+        elif isinstance(value, functools.partial):
+            for each in (value.func, *value.args, *value.keywords.values()):
+                self._visit_copy(each)
+        elif isinstance(value, _SHARED) or hasattr(type(value), "__deepcopy__") or self._is_teacher(value):
             self._visit(value)
         elif isinstance(value, types.MethodType):
-            self._visit(value.__func__)
+            self._visit_copy(value.__func__)
             self._visit_copy(value.__self__)
         else:
             self._visit_class(type(value))
             inner = value.values() if isinstance(value, dict) else value if isinstance(value, _GROUPS) else ()
             for each in (*inner, *getattr(value, "__dict__", {}).values()):
                 self._visit_copy(each)
+
+    def _is_teacher(self, value: Any) -> bool:
+        return is_trained(value) and id(value) not in self._own
 
     @staticmethod
     def _require(stays: bool, value: Any) -> None:
@@ -224,12 +240,12 @@ class Globals:
     def _visit_class(self, kind: type) -> None:
         """Visit the attributes of a class, of its bases and of its class, but for how objects are made of it."""
         for each in (*kind.__mro__, type(kind)):
-            if not _of_library(each) and self._is_new(each, "class"):
+            if not of_library(each) and self._is_new(each, "class"):
                 self._reads.append(vars(each).values)
                 self._visit_attributes(each, vars(each).keys() - _MAKERS)
 
     def _visit_attributes(self, kind: type, names: Iterable[str]) -> None:
-        for name in () if _of_library(kind) else names:
+        for name in () if of_library(kind) else names:
             value = vars(kind).get(name)
             if isinstance(value, (staticmethod, classmethod)):
                 value = value.__func__
@@ -243,7 +259,7 @@ class Globals:
                 self._visit(value)
 
     def _visit_function(self, function: types.FunctionType) -> None:
-        if _of_library(function):  # perhaps one that calls what it was given, as decorators return
+        if of_library(function):  # perhaps one that calls what it was given, as decorators return
             for each in filter(callable, references(function)):
                 self._visit(each)
             return
@@ -251,6 +267,11 @@ class Globals:
         self._watch(lambda: (function.__defaults__, *(function.__kwdefaults__ or {}).values()))
         self._watch(vars(function).values)
         self._watch(functools.partial(references, function))
+        # Those of a builtin are None, unless it is replaced.
+        self._watch(functools.partial(map, function.__globals__.get, self._names_in(function)))
+
+    def _names_in(self, function: types.FunctionType) -> list[str]:
+        """Return the names of variables outside that a function reads."""
         names = set()
         for step in _instructions(function.__code__):
             if step.opname == "IMPORT_NAME":
@@ -259,10 +280,9 @@ class Globals:
                 names.add(step.argval)
             elif step.opname in _LOADS_OF_OBJECTS and step.argval in _TENSOR_READERS:
                 raise Unequal(f"it calls {step.argval}")
-        if names & _READERS:
-            raise Unequal(f"it calls {min(names & _READERS)}")
-        # Those of a builtin are None, unless it is replaced.
-        self._watch(functools.partial(map, function.__globals__.get, sorted(names)))
+        if names & READERS:
+            raise Unequal(f"it calls {min(names & READERS)}")
+        return sorted(names)
 
 
 def _contents(module: nn.Module) -> Iterable[Any]:
@@ -279,7 +299,7 @@ def _instructions(code: types.CodeType) -> Iterator[dis.Instruction]:
             yield from _instructions(each)
 
 
-def _of_library(value: Any) -> bool:
+def of_library(value: Any) -> bool:
     """Return whether a module, a class or a function is one of a library's."""
     if isinstance(value, types.ModuleType):
         return _library(value.__name__)
@@ -310,16 +330,37 @@ def of_value(value: Any) -> Hashable:
         return of_function(value)
     if isinstance(value, (type, types.ModuleType, types.BuiltinFunctionType)):
         return value
-    # Objects that are compared by identity are equal if they hold equal things; tensors are compared by what they hold.
-    by_value = "__hash__" in {name for kind in type(value).__mro__[:-1] for name in vars(kind)}
-    if by_value and not isinstance(value, torch.Tensor):
-        try:
-            hash(value)
-        except TypeError:
-            pass
-        else:
-            return type(value), value
+    if isinstance(value, torch.Tensor):
+        return of_tensor(value)
+    if by_value(value):
+        return type(value), value
     try:
         return type(value), pickle.dumps(value)
     except Exception as error:
         raise Unequal(f"it refers to a {type(value).__name__}, which cannot be compared: {error}") from error
+
+
+def by_value(value: Any) -> bool:
+    """Return whether a value is compared by what it holds, and can be hashed; many others are compared by identity."""
+    if "__hash__" not in {name for kind in type(value).__mro__[:-1] for name in vars(kind)}:
+        return False
+    try:
+        hash(value)
+    except TypeError:
+        return False
+    return not isinstance(value, (torch.Tensor, nn.Module))
+
+
+def of_tensor(tensor: torch.Tensor) -> Hashable:
+    """Return a key that is equal for tensors of equal numbers.
+
+    Raises:
+        Unequal: it is sparse, quantized, or has no numbers.
+    """
+    if tensor.layout != torch.strided or tensor.is_quantized or tensor.device.type == "meta":
+        raise Unequal("it refers to a tensor that cannot be compared")
+    plain = tensor.detach().cpu().contiguous().reshape(-1)
+    digest = hashlib.blake2b(digest_size=16)
+    if plain.numel():
+        digest.update(plain.view(torch.uint8).numpy().data)
+    return tensor.dtype, tensor.device, tensor.shape, digest.digest()

@@ -8,7 +8,6 @@ import linecache
 import math
 import sys
 import weakref
-from dataclasses import dataclass
 from enum import Enum
 
 import pytest
@@ -342,7 +341,8 @@ def test_what_is_exchanged_ends_the_repeating(kind, recorded, monkeypatch):
 
     some = trained()
     repeated, others = recorded
-    assert repeated.count(RANKS) >= 3 and others.count(RANKS) >= 6
+    # What a step was put off with is computed with, and another record made of the next; or none any more.
+    assert repeated.count(RANKS) >= 3 and others.count(RANKS) >= 4
     monkeypatch.setattr(tracing, "CALLS_BEFORE", math.inf)
     assert all(map(torch.equal, some, trained()))
 
@@ -363,26 +363,6 @@ def test_the_default_dtype_ends_the_repeating(recorded, monkeypatch):
     assert recorded[0].count(RANKS) >= 3
     monkeypatch.setattr(tracing, "CALLS_BEFORE", math.inf)
     assert all(map(torch.equal, some, trained()))
-
-
-@dataclass
-class Settings:
-    """What a program may keep its numbers in."""
-
-    scale: float = 1.0
-
-
-kept = Settings()
-
-
-def from_dictionary(model, x, y):
-    """A loss that reads what a dictionary holds."""
-    return SETTINGS["scale"] * cross_entropy(model(x), y)
-
-
-def from_object(model, x, y):
-    """One that reads an attribute."""
-    return kept.scale * cross_entropy(model(x), y)
 
 
 def by_import(model, x, y):
@@ -464,7 +444,7 @@ class Sharing(nn.Module):
 @pytest.mark.parametrize(
     "loss",
     [
-        from_dictionary, from_object, by_import, as_number, by_name, by_comparison, by_list_of_tensor, by_place,
+        by_import, as_number, by_name, by_comparison, by_list_of_tensor, by_place,
         Reading, OfClass, Sharing,
     ],
 )  # fmt: skip

@@ -1,0 +1,363 @@
+"""What a loss and a model compute with besides tensors: it counts as it was when a step was called."""
+
+from __future__ import annotations
+
+import functools
+import types
+from dataclasses import dataclass
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+import spawnsim
+from spawnsim import AverageAllPolicy, Evaluation, TrainingStep
+from spawnsim.training import batches, tracing
+
+RANKS, ITERATIONS = 11, 12
+STRAGGLERS = "lognormal:0.3"  # so that ranks meet in ever new numbers
+NUMBERS = {"scale": 0.5, "parts": [1.0, 2.0]}
+ARRAY = torch.ones(5).numpy()
+
+
+def batch(rank, iteration):
+    """Inputs (6, 8), and a class for each."""
+    draw = torch.Generator().manual_seed(1000 * rank + iteration)
+    return torch.randn(6, 8, generator=draw), torch.randint(0, 5, (6,), generator=draw)
+
+
+def plain(model, x, y):
+    """The usual loss."""
+    return functional.cross_entropy(model(x), y)
+
+
+@dataclass
+class Config:
+    """Numbers of a model or a loss."""
+
+    scale: float = 1.0
+    name: str = "plain"
+
+
+class Loss:
+    """A loss with numbers of its own."""
+
+    def __init__(self):
+        self.scale, self.config, self.calls = 1.0, Config(), 0
+
+    def __call__(self, model, x, y):
+        return plain(model, x, y) * self.scale * self.config.scale
+
+
+class Trainer:
+    """Who has a loss, and much that the loss does not read."""
+
+    def __init__(self, model):
+        self.model, self.history, self.scale, self.iteration = model, [], 1.0, 0
+        self.step = TrainingStep(self.loss)
+
+    def scaled(self, value):
+        """Return a part of the loss."""
+        return value * self.scale
+
+    def loss(self, model, x, y):
+        """Return the loss."""
+        return self.scaled(plain(model, x, y))
+
+
+class Criterion(nn.Module):
+    """A loss that is a module, with a module of torch that has room for weights, and none."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner, self.scale = nn.CrossEntropyLoss(label_smoothing=0.1), 1.0
+
+    def forward(self, model, x, y):
+        return self.inner(model(x), y) * self.scale
+
+
+class Net(nn.Module):
+    """A model with numbers, a tensor and a buffer, all of which it reads, and a number that it does not."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer, self.scale, self.config, self.epoch = nn.Linear(8, 5), 1.0, Config(), 0
+        self.numbers, self.tensor = [1.0], torch.ones(())
+        self.register_buffer("buffer", torch.ones(5))
+        self.register_buffer("absent", None)
+
+    def forward(self, x):
+        return self.layer(x) * self.scale * self.config.scale * self.numbers[0] * self.tensor * self.buffer
+
+
+def closing(kept, read):
+    """Return a loss that refers to a variable around it."""
+    return lambda model, x, y: plain(model, x, y) * read(kept)
+
+
+def by_object(model):
+    """A loss that is an object."""
+    loss = Loss()
+    return TrainingStep(loss), lambda value: setattr(loss, "scale", value)
+
+
+def by_config(model):
+    """One whose numbers are in an attribute."""
+    loss = Loss()
+    return TrainingStep(loss), lambda value: setattr(loss.config, "scale", value)
+
+
+def by_method(model):
+    """One that is a method of an object with a model."""
+    trainer = Trainer(model)
+    return trainer.step, lambda value: setattr(trainer, "scale", value)
+
+
+def by_module(model):
+    """One that is a module."""
+    criterion = Criterion()
+    return TrainingStep(criterion), lambda value: setattr(criterion, "scale", value)
+
+
+def by_library(model):
+    """One that calls a module of torch."""
+    criterion = nn.CrossEntropyLoss()
+    step = TrainingStep(lambda model, x, y: criterion(model(x), y))
+    return step, lambda value: setattr(criterion, "label_smoothing", value / 4)
+
+
+def by_dictionary(model):
+    """One that reads a dictionary around it."""
+    kept = {"scale": 1.0}
+    return TrainingStep(closing(kept, lambda kept: kept["scale"])), lambda value: kept.update(scale=value)
+
+
+def by_list(model):
+    """One that reads a list in a list."""
+    kept = [[1.0]]
+    return TrainingStep(closing(kept, lambda kept: kept[0][0])), lambda value: kept[0].__setitem__(0, value)
+
+
+def by_variable(model):
+    """One that reads a variable around it."""
+    scale = 1.0
+
+    def change(value):
+        nonlocal scale
+        scale = value
+
+    return TrainingStep(lambda model, x, y: plain(model, x, y) * scale), change
+
+
+def by_tensor(model):
+    """One that reads a tensor around it."""
+    kept = torch.ones(())
+    return TrainingStep(closing(kept, lambda kept: kept)), kept.fill_
+
+
+def by_partial(model):
+    """One that is given an object beforehand."""
+    kept = types.SimpleNamespace(scale=1.0)
+
+    def loss(kept, model, x, y):
+        return plain(model, x, y) * kept.scale
+
+    return TrainingStep(functools.partial(loss, kept)), lambda value: setattr(kept, "scale", value)
+
+
+def of_model(change):
+    """The usual loss, of a model that changes."""
+    return lambda model: (TrainingStep(plain), functools.partial(change, model))
+
+
+CHANGED = {
+    "attribute of a loss": by_object,
+    "within an attribute of a loss": by_config,
+    "attribute that a method reads": by_method,
+    "attribute of a criterion": by_module,
+    "attribute of torch's criterion": by_library,
+    "dictionary": by_dictionary,
+    "list": by_list,
+    "variable": by_variable,
+    "tensor": by_tensor,
+    "argument of a partial": by_partial,
+    "attribute of a model": of_model(lambda model, value: setattr(model, "scale", value)),
+    "within an attribute of a model": of_model(lambda model, value: setattr(model.config, "scale", value)),
+    "list of a model": of_model(lambda model, value: model.numbers.__setitem__(0, value)),
+    "tensor of a model": of_model(lambda model, value: model.tensor.fill_(value)),
+    "buffer": of_model(lambda model, value: model.buffer.fill_(value)),
+    "exchanged buffer": of_model(lambda model, value: setattr(model, "buffer", torch.full((5,), value))),
+}
+
+
+def trained(made, values, **how):
+    """Return a run in which each rank's setting is `values(rank, iteration)`, unless that is None."""
+
+    def main(comm):
+        torch.manual_seed(comm.rank)
+        model = Net()
+        optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+        step, change = made(model)
+        for iteration in range(ITERATIONS):
+            model.epoch = iteration
+            value = values(comm.rank, iteration)
+            if value is not None:
+                change(value)
+            with comm.compute(0.01):
+                loss = step(model, optimizer, *batch(comm.rank, iteration))
+            comm.record(loss=loss)  # nobody looks: up to eight steps wait
+
+    return spawnsim.run(main, ranks=RANKS, stragglers=STRAGGLERS, **how)
+
+
+@pytest.mark.parametrize("kind", CHANGED)
+def test_a_setting_that_changes_now_and_then_counts_from_the_next_step_on(kind):
+    """Steps put off before are computed with what there was; all are computed together."""
+
+    def values(rank, iteration):
+        return {5: 0.5, 9: 0.25}.get(iteration)
+
+    together, eager = (trained(CHANGED[kind], values, eager=each) for each in (False, True))
+    assert together.table["loss"] == pytest.approx(eager.table["loss"], rel=1e-4)
+    # Of a tensor of each rank there is no telling what it holds: it is that rank's alone.
+    assert ("warnings" in together.what) == (kind == "tensor")
+
+
+@pytest.mark.parametrize("kind", CHANGED)
+def test_a_setting_that_changes_all_the_time_is_told(kind):
+    """Right from the first step on, alone from the fourth, and the run says what to do."""
+
+    def values(rank, iteration):
+        return 1 / (1 + rank + iteration)
+
+    together, eager = (trained(CHANGED[kind], values, eager=each) for each in (False, True))
+    assert together.table["loss"] == pytest.approx(eager.table["loss"], rel=1e-4)
+    told = together.what["warnings"]
+    # With an exchanged buffer a model is another one.
+    assert kind == "exchanged buffer" or any("give it as a tensor, beside the batch" in each for each in told)
+    assert "groups and more" in told[0] and len(told) <= 3
+
+
+def by_numbers(model, x, y):
+    """One that reads a dictionary of the module."""
+    return plain(model, x, y) * NUMBERS["scale"] * sum(NUMBERS["parts"])
+
+
+def by_array(model, x, y):
+    """One that reads an array of the module."""
+    return plain(model, x, y) * torch.from_numpy(ARRAY).sum()
+
+
+STYLES = {
+    "method": lambda model: Trainer(model).step,
+    "object": lambda model: TrainingStep(Loss()),
+    "module": lambda model: TrainingStep(Criterion()),
+    "dictionary": lambda model: TrainingStep(by_numbers),
+    "array": lambda model: TrainingStep(by_array),
+    "partial": lambda model: by_partial(model)[0],
+    "closure": lambda model: by_list(model)[0],
+    "buffers": lambda model: TrainingStep(plain),
+}
+
+
+@pytest.mark.parametrize("style", STYLES)
+def test_programs_of_all_styles_are_computed_together_and_recorded(style, monkeypatch):
+    """Whatever way a loss keeps its numbers, of each rank its own; with a policy that averages buffers, too."""
+    monkeypatch.setattr(tracing, "CALLS_BEFORE", 1)
+    sizes, records, compile_graph = [], [], tracing._compiled
+    compute = batches.StepBatch.compute
+    monkeypatch.setattr(
+        batches.StepBatch, "compute", lambda self, works: sizes.append(len(works)) or compute(self, works)
+    )
+    monkeypatch.setattr(tracing, "_compiled", lambda graph: records.append(1) or compile_graph(graph))
+
+    def main(comm):
+        torch.manual_seed(comm.rank)
+        model = Net()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        step, policy = STYLES[style](model), AverageAllPolicy(average_every=3)
+        right = Evaluation(lambda model, x, y: (model(x).argmax(-1) == y).float().mean())
+        for iteration in range(ITERATIONS):
+            with comm.compute(0.01):
+                loss = step(model, optimizer, *batch(comm.rank, iteration))
+            model, optimizer, _ = policy(iteration, model, optimizer, group=comm)
+            comm.record(loss=loss, right=right(model, *batch(0, iteration)))
+
+    together, eager = (spawnsim.run(main, ranks=RANKS, eager=each) for each in (False, True))
+    assert together.table["loss"] == pytest.approx(eager.table["loss"], rel=1e-4)
+    assert together.table["right"] == pytest.approx(eager.table["right"], abs=0.2)
+    assert "warnings" not in together.what
+    assert set(sizes) == {RANKS} and len(records) == 1
+
+
+def test_each_rank_with_a_tensor_of_its_own_is_told_to_give_it():
+    """Its loss cannot be another rank's; to compute each alone is what nobody would notice otherwise."""
+
+    def main(comm):
+        torch.manual_seed(comm.rank)
+        data, labels = torch.randn(50, 8), torch.arange(50) % 5
+        model = Net()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        step = TrainingStep(
+            lambda model, chosen: functional.cross_entropy(model(data[chosen]), labels[chosen])
+        )
+        with comm.compute(0.01):
+            step(model, optimizer, torch.arange(6))
+
+    (warning,) = spawnsim.run(main, ranks=RANKS).what["warnings"]
+    assert "groups and more" in warning and "beside the batch" in warning
+
+
+def test_normalizations_that_count_step_alone():
+    """What their forward pass changes is a rank's own; and without such counts they are as any other."""
+
+    def main(comm, counting):
+        torch.manual_seed(comm.rank)
+        norm = nn.BatchNorm1d(8, track_running_stats=counting)
+        model = nn.Sequential(norm, nn.Linear(8, 5))
+        optimizer, step = torch.optim.SGD(model.parameters(), lr=0.1), TrainingStep(plain)
+        for iteration in range(4):
+            with comm.compute(0.01):
+                loss = step(model, optimizer, *batch(comm.rank, iteration))
+            comm.record(loss=loss)
+
+    for counting in (True, False):
+        together, eager = (
+            spawnsim.run(functools.partial(main, counting=counting), ranks=RANKS, eager=each)
+            for each in (False, True)
+        )
+        assert together.table["loss"] == pytest.approx(eager.table["loss"], rel=1e-4)
+        told = together.what.get("warnings", [])
+        assert len(told) == counting and (not told or "0.running_mean" in told[0])
+
+
+class Counting(nn.Module):
+    """A model whose forward pass changes a buffer that torch knows nothing of."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(8, 5)
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x):
+        self.calls += 1
+        return self.layer(x) / self.calls
+
+
+def test_a_buffer_that_a_forward_pass_changes_keeps_its_model_alone():
+    """Found when the first step is tried."""
+
+    def main(comm):
+        torch.manual_seed(comm.rank)
+        model = Counting()
+        optimizer, step = torch.optim.SGD(model.parameters(), lr=0.1), TrainingStep(plain)
+        for iteration in range(4):
+            with comm.compute(0.01):
+                loss = step(model, optimizer, *batch(comm.rank, iteration))
+            comm.record(loss=loss, calls=model.calls.clone())
+
+    together, eager = (spawnsim.run(main, ranks=RANKS, eager=each) for each in (False, True))
+    assert (together.table["loss"] == eager.table["loss"]).all()
+    assert (together.table["calls"] == eager.table["calls"]).all()
+    assert "step alone" in together.what["warnings"][0]
