@@ -38,6 +38,7 @@ PLAIN = (bool, int, float, complex, str, bytes, Enum, torch.dtype, torch.device,
 KNOWN = {Tensor, bool, int, float, str, type(None)}  # inputs that are not put off themselves
 SPARE = 2  # a row to spare for so many ranks
 MOST_CHANGES = 3  # of settings, for each of which steps of many are computed together
+MOST_VALUES = 8  # of an input that is no tensor
 MANY_GROUPS = 8
 _CHANGES = "changes"  # beside the batches of a seat: how many there were
 MOST_PENDING = 8  # evaluations of one model that may be put off at once
@@ -156,6 +157,13 @@ class _OfModel:
             ]
         )
 
+    @staticmethod
+    def _require_few(ready: dict[Any, Any], key: Any) -> None:
+        """Refuse the ninth value of an input that is no tensor: each has a batch, with room for all ranks' inputs."""
+        shapes = _shapes(key)
+        if sum(_shapes(each) == shapes for each in ready if type(each) is tuple) >= MOST_VALUES:
+            raise _Alone("an input that is no tensor takes ever new values: give it as a tensor")
+
     def _explain(self, deferred: Deferred, model: nn.Module, why: Exception) -> None:
         self._alone = weakref.ref(model)
         deferred.warn(f"{type(model).__name__} models step alone, not together in one call: {why}")
@@ -259,6 +267,7 @@ class TrainingStep(_OfModel):
             key = (self._kind(inputs), model.training)
             found: Any = ready.get(key)
             if found is None:
+                self._require_few(ready, key)
                 found = ready[key] = self._open(deferred, seat, key, inputs, settings=ready[Settings])
         except (_Alone, structure.Unequal) as why:
             alone = why
@@ -465,6 +474,8 @@ class Evaluation(_OfModel):
         try:
             ready = self._ready_for(seat)
             key = (self._kind(batch), model.training)
+            if key not in ready:
+                self._require_few(ready, key)
         except (_Alone, structure.Unequal):
             return self._at_once(model, batch)
         if key not in ready:
@@ -513,6 +524,12 @@ def _apart(outputs: Sequence[Tensor], given: Iterable[Any]) -> tuple[Tensor, ...
     memory = {each.untyped_storage().data_ptr() for each in given if outputs and isinstance(each, Tensor)}
     found = [each.detach() for each in outputs]
     return tuple(each.clone() if each.untyped_storage().data_ptr() in memory else each for each in found)
+
+
+def _shapes(key: Any) -> list[Any]:
+    """Return what the tensors have in common, of what two calls must have."""
+    kinds, training = key
+    return [training, *(each if each and type(each[0]) is torch.Size else None for each in kinds)]
 
 
 def _plain(value: Any) -> Any:

@@ -309,6 +309,35 @@ def test_each_rank_with_a_tensor_of_its_own_is_told_to_give_it():
     assert "groups and more" in warning and "beside the batch" in warning
 
 
+def test_a_number_beside_the_batch_that_changes_all_the_time_is_told():
+    """Each of its values would take memory for all ranks' inputs."""
+
+    def main(comm, as_tensor):
+        torch.manual_seed(comm.rank)
+        model = Net()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        step = TrainingStep(lambda model, x, y, scale: plain(model, x, y) * scale)
+        for iteration in range(ITERATIONS):
+            scale = 1 / (1 + iteration)
+            with comm.compute(0.01):
+                loss = step(
+                    model,
+                    optimizer,
+                    *batch(comm.rank, iteration),
+                    torch.tensor(scale) if as_tensor else scale,
+                )
+            comm.record(loss=loss)
+
+    numbers, tensors, eager = (
+        spawnsim.run(functools.partial(main, as_tensor=tensor), ranks=RANKS, eager=each)
+        for tensor, each in ((False, False), (True, False), (False, True))
+    )
+    assert numbers.table["loss"] == pytest.approx(eager.table["loss"], rel=1e-4)
+    assert tensors.table["loss"] == pytest.approx(eager.table["loss"], rel=1e-4)
+    (warning,) = numbers.what["warnings"]
+    assert "ever new values: give it as a tensor" in warning and "warnings" not in tensors.what
+
+
 def test_normalizations_that_count_step_alone():
     """What their forward pass changes is a rank's own; and without such counts they are as any other."""
 
