@@ -484,10 +484,13 @@ def trial(batch: _Batch, call: Callable[..., Any], inputs: Sequence[Any]) -> Non
     two = [each.unsqueeze(0).expand(2, *each.shape) if isinstance(each, Tensor) else each for each in inputs]
     dims = (0, 0, *(0 if isinstance(each, Tensor) else None for each in inputs))
     before = structure.of_model(batch.objective.model)
+    settings = Settings(batch.objective.function, batch.objective.model)
     with _drawing_nothing():
         _of_rows(batch.objective.model, call, dims)(trained, fixed, *two)
     if structure.of_model(batch.objective.model) != before:
         raise structure.Unequal("a forward pass changes its attributes")
+    if not settings.unchanged():
+        raise structure.Unequal("its function changes what it refers to")
 
 
 def _of_rows(

@@ -1,7 +1,8 @@
 """What a function and a model compute with besides the tensors that are given: attributes and variables, as they are.
 
 A step that is put off is carried out later, with those of other ranks, and yet with the settings that it met: they are
-compared before each step, what is carried out at once has equal ones, and copies of them, which nobody changes.
+compared before each step, what is carried out at once has equal ones, and copies of them, which nobody changes. What
+cannot be compared, or copied, is refused: the model steps alone.
 """
 
 from __future__ import annotations
@@ -9,9 +10,11 @@ from __future__ import annotations
 import copy
 import dis
 import functools
+import operator
 import types
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from enum import Enum
+from itertools import chain
 from operator import is_
 from typing import Any
 
@@ -33,28 +36,16 @@ from spawnsim.training.structure import (
     references,
 )
 
-# Of these nothing is looked at but which one it is.
-_FIXED = (
-    *CONSTANTS,
-    type,
-    types.ModuleType,
-    types.BuiltinFunctionType,
-    Enum,
-    np.generic,
-    np.dtype,
-    torch.layout,
-)
-_COLLECTIONS = (list, tuple, set, frozenset)
 _LOADS_OF_VARIABLES = {"LOAD_GLOBAL", "LOAD_NAME", "LOAD_FROM_DICT_OR_GLOBALS"}
-_LOADS_OF_ATTRIBUTES = {"LOAD_ATTR", "LOAD_METHOD"}
-_READ_ANY = {
-    "getattr",
-    "vars",
-    "__dict__",
-    "asdict",
-    "astuple",
-}  # by which a function reads attributes it does not name
-MOST_PARTS = 256  # of a collection: larger ones are taken for data, and only their length is compared
+_LOADS_OF_ATTRIBUTES = {"LOAD_ATTR", "LOAD_METHOD", "LOAD_SUPER_ATTR"}
+# By which a function reads attributes that it does not name.
+_READ_ANY = {"getattr", "vars", "__dict__", "asdict", "astuple", "attrgetter", "methodcaller"}
+_READERS_OF_ANY = (operator.attrgetter, operator.methodcaller)
+_MADE = operator.attrgetter("__code__", "__defaults__", "__kwdefaults__")
+MOST_PARTS = 256  # that a function and a model compute with
+MOST_REACHED = 4096  # functions, classes and objects; of more any attribute may be read
+SMALL_NBYTES = 4096  # of an array, which torch counts no changes of
+FEW_NBYTES = 256  # of a tensor whose numbers are compared, too: they can be changed without a count
 
 
 @functools.cache
@@ -66,6 +57,8 @@ def _loads(code: types.CodeType) -> tuple[frozenset[str], frozenset[str]]:
             variables.add(step.argval)
         elif step.opname in _LOADS_OF_ATTRIBUTES:
             attributes.add(step.argval)
+        elif step.opname.startswith("MATCH_"):
+            attributes |= _READ_ANY
     for each in code.co_consts:
         if isinstance(each, types.CodeType):
             inner = _loads(each)
@@ -75,65 +68,90 @@ def _loads(code: types.CodeType) -> tuple[frozenset[str], frozenset[str]]:
 
 
 class _Reached:
-    """The functions of the program that a function comes to, and what they name.
-
-    Args:
-        function: of a model.
-        model: whose forward pass it calls.
-    """
+    """The functions of the program that a function of a model comes to, and the attributes that they name."""
 
     def __init__(self, function: Callable[..., Any], model: nn.Module) -> None:
         self.names: set[str] = set()
-        self._kinds: set[type] = set()
-        self._functions: set[types.FunctionType] = set()
+        self._holders: list[Mapping[str, Any]] = []  # of classes and modules of the program: their members
+        self._seen: dict[int, Any] = {}
+        self._any = False
         for module in model.modules():
-            self._add_kind(type(module), "forward")
+            self._add(module)
         self._add(function)
-        self.all = not _READ_ANY.isdisjoint(self.names)
+        self._any = self._any or not _READ_ANY.isdisjoint(self.names)
+        self._seen.clear()  # a model that is gone must not be kept
+        self._holders.clear()
 
-    def reads(self, name: str, kind: type) -> bool:
-        """Return whether an attribute of an object of a class may be read."""
-        return self.all or name in self.names or kind not in self._kinds
+    def reads(self, name: str) -> bool:
+        """Return whether an attribute may be read."""
+        return self._any or name in self.names
 
     def _add(self, value: Any) -> None:
+        if id(value) in self._seen:
+            return
+        self._seen[id(value)] = value
+        if len(self._seen) > MOST_REACHED:
+            self._any = True
+            return
         if isinstance(value, types.FunctionType):
-            if value not in self._functions and not of_library(value):
-                self._functions.add(value)
+            for each in _filled(value):
+                self._add(each)
+            if not of_library(value):
                 variables, attributes = _loads(value.__code__)
                 self._add_names(attributes | (variables & _READ_ANY))
-                for each in (*map(value.__globals__.get, variables), *_filled(value)):
+                for each in map(value.__globals__.get, variables):
                     self._add(each)
         elif isinstance(value, types.MethodType):
-            self._add_kind(type(value.__self__))
+            self._add(value.__self__)
             self._add(value.__func__)
-        elif isinstance(value, functools.partial):
-            self._add(value.func)
-        elif callable(value) and not isinstance(value, type) and not of_library(type(value)):
-            self._add_kind(type(value), "forward" if isinstance(value, nn.Module) else "__call__")
+        elif type(value) is functools.partial:
+            for each in (value.func, *value.args, *value.keywords.values()):
+                self._add(each)
+        elif isinstance(value, _READERS_OF_ANY):
+            self._any = True
+        elif hasattr(type(value), "cache_clear"):  # functools.cache
+            self._add(value.__wrapped__)
+        elif isinstance(value, (types.ModuleType, type)):
+            if not of_library(value):
+                self._add_holder(vars(value))
+        else:
+            self._add_object(value)
 
-    def _add_kind(self, kind: type, *called: str) -> None:
-        own = [each for each in kind.__mro__ if not of_library(each)]
-        if not own:  # all of what a library's object holds counts
-            return
-        self._kinds.add(kind)
-        for name in (*called, *self.names):
-            self._add_member(own, name)
+    def _add_object(self, value: Any) -> None:
+        if isinstance(value, (dict, list, tuple)) and len(value) <= MOST_PARTS:
+            for each in value.values() if isinstance(value, dict) else value:
+                self._add(each)
+        kinds = [kind for kind in type(value).__mro__ if not of_library(kind)]
+        for kind in kinds:
+            self._add(kind)
+        # An object of a library calls what it was given: an activation, a list of them.
+        for name, each in (
+            (attributes_of(value) or {}).items() if kinds or isinstance(value, nn.Module) else ()
+        ):
+            if (
+                name not in KEPT_BY_TORCH
+                and type(each) not in CONSTANTS
+                and not isinstance(each, (Tensor, np.ndarray))
+            ):
+                self._add(each)
+
+    def _add_holder(self, members: Mapping[str, Any]) -> None:
+        self._holders.append(members)
+        special = [name for name in members if name == "forward" or (name[:2] == "__" != name)]
+        for name in {*self.names, *special} - {"__init__", "__new__", "__globals__", "__builtins__"}:
+            self._add_member(members.get(name))
 
     def _add_names(self, names: Iterable[str]) -> None:
         new = set(names) - self.names
         self.names |= new
-        for kind in [*self._kinds]:
-            own = [each for each in kind.__mro__ if not of_library(each)]
+        for members in [*self._holders]:
             for name in new:
-                self._add_member(own, name)
+                self._add_member(members.get(name))
 
-    def _add_member(self, own: list[type], name: str) -> None:
-        for kind in own:
-            value = vars(kind).get(name)
-            if isinstance(value, property):
-                self._add(value.fget)
-            else:
-                self._add(getattr(value, "__func__", value))
+    def _add_member(self, value: Any) -> None:
+        for each in (value.fget, value.fset) if isinstance(value, property) else (value,):
+            each = getattr(each, "func", None) if isinstance(each, functools.cached_property) else each
+            self._add(getattr(each, "__func__", each))
 
 
 def _filled(function: Any) -> Iterator[Any]:
@@ -147,6 +165,33 @@ def _filled(function: Any) -> Iterator[Any]:
     yield from (function.__kwdefaults__ or {}).values()
 
 
+def attributes_of(value: Any) -> dict[str, Any] | None:
+    """Return the attributes that an object keeps in a dictionary, whatever its class does when they are asked for."""
+    try:
+        own: Any = object.__getattribute__(value, "__dict__")
+    except AttributeError:
+        return None
+    return own if isinstance(own, dict) else None
+
+
+def is_fixed(value: Any) -> bool:
+    """Return whether there is nothing in a value that may change, or that is looked at."""
+    kind = type(value)
+    if kind in CONSTANTS or isinstance(
+        value, (type, types.ModuleType, Enum, torch.layout, torch.memory_format)
+    ):
+        return True
+    if isinstance(value, types.BuiltinFunctionType):
+        return value.__self__ is None or isinstance(value.__self__, (type, types.ModuleType))
+    if (
+        kind.__module__ == "builtins"
+        or not of_library(kind)
+        or isinstance(value, (nn.Module, functools.partial))
+    ):
+        return False
+    return isinstance(value, (np.generic, np.dtype)) or callable(value) or by_value(value)
+
+
 class Settings:
     """What a function and a model compute with, as it is now.
 
@@ -158,27 +203,32 @@ class Settings:
         model: of which attributes and buffers count, and no parameters.
 
     Raises:
-        Unequal: a variable has no value yet.
+        Unequal: there is something that may change unnoticed, or of which no copy can be made.
     """
 
     def __init__(self, function: Callable[..., Any], model: nn.Module) -> None:
         self._reached = _Reached(function, model)
-        # Where something is: a dictionary (of variables, of attributes) and a name, and what was there.
-        self._places: list[Mapping[str, Any]] = []
-        self._names: list[str] = []
+        # Where something is: a dictionary (of variables, of attributes, of the program) and a name, and what was there.
+        self._places: list[Mapping[Any, Any]] = []
+        self._names: list[Any] = []
         self._held: list[Any] = []
-        self._dicts: list[Mapping[str, Any]] = []  # in which names may come
+        self._dicts: list[Mapping[Any, Any]] = []  # in which names may come
         self._sizes: list[int] = []
-        self._functions: list[tuple[types.FunctionType, tuple[Any, ...]]] = []
-        self._cells: list[Any] = []
-        self._inner: list[tuple[Any, Hashable]] = []  # what may change within, and how it was
-        self._tensors: list[tuple[Tensor, int]] = []
+        self._functions: list[types.FunctionType] = []
+        self._made: list[Any] = []
+        self._cells: list[tuple[Any, Any]] = []
+        self._lists: list[tuple[Any, tuple[Any, ...]]] = []
+        self._kept: list[tuple[Callable[[], Any], Any]] = []  # what else is compared, by what it gives
         self._of_model: list[list[Any]] = []  # tensors: each with its version, and a digest
         self._seen: dict[int, Any] = {}
+        self._left = MOST_PARTS
+        self._is_of_model = False  # what is looked at
         parts = [self._of(function)]
+        self._is_of_model = True
         for name, module in model.named_modules():
             parts.append((name, type(module), self._of_module(module)))
         self.key: Hashable = tuple(parts)
+        self._seen.clear()
 
     def unchanged(self) -> bool:
         """Return whether all is as it was."""
@@ -187,19 +237,19 @@ class Settings:
             return False
         if [*map(len, self._dicts)] != self._sizes:
             return False
-        if not all(_made_of(each) == before for each, before in self._functions):
+        if not all(map(is_, chain.from_iterable(map(_MADE, self._functions)), self._made)):
             return False
-        if self._cells and not all(_is_equal(cell.cell_contents, held) for cell, held in self._cells):
+        # What most have none of is asked for first: this is called before each step.
+        if not (self._cells or self._lists or self._kept or self._of_model):
+            return True
+        try:
+            if not all(_is_equal(cell.cell_contents, held) for cell, held in self._cells):
+                return False
+        except ValueError:  # a variable that was deleted
             return False
-        if self._tensors and any(tensor._version != version for tensor, version in self._tensors):
+        if not all(len(each) == len(held) and all(map(_is_equal, each, held)) for each, held in self._lists):
             return False
-        for each in self._of_model:
-            tensor, version, digest = each
-            if tensor._version != version:
-                if of_tensor(tensor) != digest:
-                    return False
-                each[1] = tensor._version
-        return not self._inner or all(_contents(value, [MOST_PARTS]) == held for value, held in self._inner)
+        return all(get() == held for get, held in self._kept) and all(map(_is_kept, self._of_model))
 
     def frozen(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """Return a function that computes with the present settings for ever."""
@@ -208,91 +258,164 @@ class Settings:
     # -- the walk -----------------------------------------------------------------------------------------------
 
     def _of_module(self, module: nn.Module) -> Hashable:
-        own, kind = self._in(vars(module)), type(module)
-        found = [(name, self._at(own, name, of_model=True)) for name in own if self._counts(name, kind)]
-        for name, buffer in module._buffers.items():
-            if buffer is not None:
-                found.append((name, self._at(module._buffers, name, of_model=True)))
-        return tuple(found)
+        own = self._in(vars(module))
+        # What a program keeps in its model, such as a count of epochs, and nobody is seen to read, may be anything.
+        every = any(of_library(each) for each in type(module).__mro__ if each not in (nn.Module, object))
+        read = [name for name in own if name not in KEPT_BY_TORCH and (every or self._reached.reads(name))]
+        found = [(name, self._of_attribute(own, name)) for name in sorted(read)]
+        held = [name for name, buffer in module._buffers.items() if buffer is not None]
+        return *found, *((name, self._of_attribute(module._buffers, name)) for name in sorted(held))
 
-    def _counts(self, name: str, kind: type) -> bool:
-        return name not in KEPT_BY_TORCH and self._reached.reads(name, kind)
+    def _of_attribute(self, place: Mapping[Any, Any], name: str) -> Hashable:
+        value = place[name]
+        if not isinstance(value, Tensor):
+            return self._at(place, name)
+        digest = of_tensor(value)
+        self._watch(place, name)
+        self._of_model.append([value, _version(value), digest])
+        return digest
 
-    def _at(self, place: Mapping[str, Any], name: str, *, of_model: bool = False) -> Hashable:
-        """Keep an eye on a place; return a key of what is there."""
+    def _watch(self, place: Mapping[Any, Any], name: Any) -> Any:
         value = place.get(name)  # of a variable that Python has: None, unless it is replaced
         self._places.append(place)
         self._names.append(name)
         self._held.append(value)
-        if not of_model and is_trained(value):
-            return _Same(value)  # a variable outside, or an attribute: a teacher of all ranks
-        if of_model and isinstance(value, Tensor):
-            digest = of_tensor(value)
-            self._of_model.append([value, _version(value), digest])
-            return digest
-        return self._of(value)
+        return value
+
+    def _at(self, place: Mapping[Any, Any], name: Any) -> Hashable:
+        """Keep an eye on a place; return a key of what is there."""
+        return self._of(self._watch(place, name))
+
+    def _in(self, place: dict[Any, Any]) -> dict[Any, Any]:
+        """Keep an eye on names that come."""
+        self._dicts.append(place)
+        self._sizes.append(len(place))
+        return place
 
     def _of(self, value: Any) -> Hashable:
         """Keep an eye on what is in a value; return a key of it."""
-        if isinstance(value, _FIXED):
+        if is_fixed(value):
             return type(value), value
         if id(value) in self._seen:
             return "again", list(self._seen).index(id(value))
         self._seen[id(value)] = value
+        self._left -= 1
+        if self._left < 0:
+            raise Unequal(
+                f"it refers to more than {MOST_PARTS} values: give them as a tensor, beside the batch"
+            )
         if isinstance(value, types.FunctionType):
-            return value if of_library(value) else self._of_function(value)
+            return self._of_function(value)
         if isinstance(value, types.MethodType):
             return "method", self._of(value.__func__), self._of(value.__self__)
-        if isinstance(value, functools.partial):
+        if type(value) is functools.partial:
             parts = (value.func, *value.args, *value.keywords.values())
             return "partial", tuple(map(self._of, parts)), tuple(value.keywords)
-        if isinstance(value, nn.Parameter):
-            return _Same(value)  # trained meanwhile, as is all that has parameters and is shared by ranks
-        if isinstance(value, Tensor):
-            self._tensors.append((value, _version(value)))
-            return _Same(value), _version(value)
+        if isinstance(value, (Tensor, np.ndarray)):
+            return self._of_numbers(value)
         if isinstance(value, nn.Module):
             if is_trained(value):
                 raise Unequal(
                     f"it refers to a {type(value).__name__} with parameters of its own: use the model that it is given"
                 )
             return tuple((name, type(each), self._of_module(each)) for name, each in value.named_modules())
-        return self._of_object(value)
+        return self._of_collection(value)
 
-    def _of_object(self, value: Any) -> Hashable:
-        own = getattr(value, "__dict__", None)
-        if own is None or isinstance(value, (Mapping, *_COLLECTIONS)) or of_library(type(value)):
-            contents = _contents(value, [MOST_PARTS])
-            self._inner.append((value, contents))
-            return contents
-        return type(value), tuple(
-            (name, self._at(own, name)) for name in self._in(own) if self._reached.reads(name, type(value))
+    def _of_numbers(self, value: Any) -> Hashable:
+        if isinstance(value, np.ndarray):
+            if type(value) is not np.ndarray or value.dtype.hasobject or value.nbytes > SMALL_NBYTES:
+                raise Unequal(
+                    "it refers to a large array, or one of objects: give it as a tensor, beside the batch"
+                )
+            self._kept.append((value.tobytes, value.tobytes()))
+            return value.dtype, value.shape, value.tobytes()
+        if isinstance(value, nn.Parameter) or value.requires_grad:
+            raise Unequal(
+                "it refers to a tensor that is trained: use the parameters of the model that it is given"
+            )
+        self._kept.append((functools.partial(_version, value), _version(value)))
+        digest = of_tensor(value) if _is_few(value) else None
+        if digest is not None:
+            self._kept.append((functools.partial(of_tensor, value), digest))
+        return _Same(value), _version(value), digest
+
+    def _of_collection(self, value: Any) -> Hashable:
+        kind = type(value)
+        if kind is dict and all(map(is_fixed, value)):
+            return "dict", tuple([(name, self._at(value, name)) for name in self._in(value)])
+        if kind is list:
+            self._lists.append((value, tuple(value)))
+            return "list", tuple(map(self._of, value))
+        if kind is tuple or (
+            isinstance(value, tuple) and hasattr(kind, "_fields") and attributes_of(value) is None
+        ):
+            return kind, tuple(map(self._of, value))
+        if kind in (set, frozenset) and all(map(is_fixed, value)):
+            self._kept.append((functools.partial(frozenset, value), frozenset(value)))
+            return kind, frozenset(value)
+        own = attributes_of(value)
+        if own is None or not _is_plain(kind):
+            raise Unequal(f"it refers to a {kind.__name__}, which may change unnoticed")
+        return kind, tuple(
+            [(name, self._at(own, name)) for name in self._in(own) if self._reached.reads(name)]
         )
 
     def _of_function(self, function: types.FunctionType) -> Hashable:
-        cells = zip(function.__closure__ or (), references(function), strict=True)
-        self._cells += cells
-        around = tuple(map(self._of, _filled(function)))
-        self._functions.append((function, _made_of(function)))
-        variables, own = sorted(_loads(function.__code__)[0]), self._in(vars(function))
-        kept = [(name, self._at(function.__globals__, name)) for name in variables]
-        kept += [(name, self._at(own, name)) for name in own]
-        return function.__code__, id(function.__globals__), around, tuple(kept)
+        library = of_library(function)
+        if library and not function.__closure__:
+            return function
+        if self._is_of_model and not all(map(is_fixed, references(function))):
+            # A copy of the model has the same function.
+            raise Unequal("an attribute of it is a function that refers to variables which may change")
+        self._cells += zip(function.__closure__ or (), references(function), strict=True)
+        around = [self._of(each) for each in (*references(function), *(function.__defaults__ or ()))]
+        self._functions.append(function)
+        self._made += _MADE(function)
+        if function.__kwdefaults__:
+            around += [self._at(function.__kwdefaults__, name) for name in self._in(function.__kwdefaults__)]
+        if not library:
+            variables, own = sorted(_loads(function.__code__)[0]), self._in(vars(function))
+            around += [self._variable(function.__globals__, name) for name in variables]
+            around += [self._at(own, name) for name in own]
+        return function.__code__, id(function.__globals__), tuple(around)
 
-    def _in(self, place: dict[str, Any]) -> dict[str, Any]:
-        """Keep an eye on names that come."""
-        self._dicts.append(place)
-        self._sizes.append(len(place))
-        return place
-
-
-def _made_of(function: types.FunctionType) -> tuple[Any, ...]:
-    return function.__code__, id(function.__defaults__), id(function.__kwdefaults__)
+    def _variable(self, place: Mapping[Any, Any], name: str) -> Hashable:
+        """Keep an eye on a variable of a module; what is trained there, a teacher of all ranks, is as it is then."""
+        value = place.get(name)
+        trained = is_trained(value) or (isinstance(value, Tensor) and value.requires_grad)
+        return _Same(self._watch(place, name)) if trained else self._at(place, name)
 
 
 def _is_equal(now: Any, before: Any) -> bool:
     """Return whether something is still the same, or as good: an equal number."""
-    return now is before or (type(now) is type(before) and isinstance(now, _FIXED) and bool(now == before))
+    return now is before or (type(now) is type(before) and is_fixed(now) and bool(now == before))
+
+
+def _is_kept(entry: list[Any]) -> bool:
+    """Return whether a tensor of a model holds what it did; take note of its version."""
+    tensor, version, digest = entry
+    if (_version(tensor) != version or _is_few(tensor)) and of_tensor(tensor) != digest:
+        return False
+    entry[1] = _version(tensor)
+    return True
+
+
+def _is_few(tensor: Tensor) -> bool:
+    return tensor.numel() * tensor.element_size() <= FEW_NBYTES
+
+
+def _is_plain(kind: type) -> bool:
+    """Return whether objects of a class are nothing but their attributes, and can be made anew."""
+    if kind is types.SimpleNamespace:
+        return True
+    own = kind.__mro__[:-1]
+    return not any(
+        of_library(each) or vars(each).get("__slots__") or "__del__" in vars(each) for each in own
+    ) and (kind.__basicsize__ <= _Plain.__basicsize__)
+
+
+class _Plain:
+    """An object of the program that is nothing but its attributes."""
 
 
 class _Same:
@@ -310,54 +433,20 @@ class _Same:
         return id(self.of)
 
 
-def _contents(value: Any, left: list[int]) -> Hashable:
-    """Return a key of a value, in depth: of as many parts as are left."""
-    left[0] -= 1
-    if isinstance(value, _FIXED):
-        return type(value), value
-    if isinstance(value, Tensor):
-        return _Same(value), _version(value)
-    if isinstance(value, np.ndarray):
-        return _Same(value), value.tobytes() if value.nbytes <= MOST_PARTS * 8 else 0
-    if left[0] < 0:
-        return _Same(value)
-    if by_value(value):
-        return type(value), value
-    if isinstance(value, Mapping):
-        if len(value) > left[0]:
-            return _Same(value), len(value)
-        pairs = (part for pair in value.items() for part in pair)
-        return type(value), tuple([_contents(each, left) for each in pairs])
-    if isinstance(value, _COLLECTIONS):
-        if len(value) > left[0]:
-            return _Same(value), len(value)
-        parts = [_contents(each, left) for each in value]
-        return type(value), tuple(parts) if isinstance(value, (list, tuple)) else frozenset(parts)
-    if isinstance(value, (types.FunctionType, types.MethodType, functools.partial, nn.Module)):
-        return _Same(value)
-    own = getattr(value, "__dict__", None)
-    if own is None:
-        slots = [name for kind in type(value).__mro__ for name in getattr(kind, "__slots__", ())]
-        own = {name: getattr(value, name) for name in slots if hasattr(value, name)}
-    if not own or of_library(type(value)):
-        return _Same(value)
-    return type(value), tuple([(name, _contents(each, left)) for name, each in own.items()])
-
-
 def _version(tensor: Tensor) -> int:
     return 0 if tensor.is_inference() else tensor._version
 
 
 class _Copies:
-    """Copies of what functions refer to, one of each."""
+    """Copies of what functions refer to, one of each: of what `Settings` has not refused."""
 
     def __init__(self, reached: _Reached) -> None:
-        self._reached, self._made, self._left = reached, dict[int, Any](), MOST_PARTS
+        self._reached, self._made = reached, dict[int, Any]()
         self._originals: list[Any] = []  # so that no identity comes again
 
     def of(self, value: Any) -> Any:
         """Return a value that nobody changes: a copy, where it may change."""
-        if isinstance(value, _FIXED) or (isinstance(value, types.FunctionType) and of_library(value)):
+        if is_fixed(value):
             return value
         if id(value) not in self._made:
             self._originals.append(value)
@@ -370,50 +459,50 @@ class _Copies:
             return self._of_function(value)
         if isinstance(value, types.MethodType):
             return types.MethodType(self.of(value.__func__), self.of(value.__self__))
-        if isinstance(value, functools.partial):
+        if type(value) is functools.partial:
             keywords = {name: self.of(each) for name, each in value.keywords.items()}
             return functools.partial(self.of(value.func), *map(self.of, value.args), **keywords)
         if isinstance(value, Tensor):
             return value.clone() if _is_own(value) else value
         if isinstance(value, np.ndarray):
-            return value.copy() if value.nbytes <= COPIED_NBYTES else value
+            return value.copy()
         if isinstance(value, nn.Module):
             return value if is_trained(value) else copy.deepcopy(value)
-        return self._of_parts(value)
+        return self._of_collection(value)
 
-    def _of_parts(self, value: Any) -> Any:
+    def _of_collection(self, value: Any) -> Any:
         kind = type(value)
-        if isinstance(value, (Mapping, *_COLLECTIONS)):
-            self._left -= len(value)
-            if self._left < 0 or kind not in (dict, *_COLLECTIONS):
-                return value
-            if isinstance(value, dict):
-                return {name: self.of(each) for name, each in value.items()}
-            return kind(map(self.of, value))
-        own = getattr(value, "__dict__", None)
-        if own is None or of_library(kind):
+        made: Any
+        if kind is dict:
+            made = self._made[id(value)] = {}
+            made.update({name: self.of(each) for name, each in value.items()})
+            return made
+        if kind is list:
+            made = self._made[id(value)] = []
+            made.extend(map(self.of, value))
+            return made
+        if isinstance(value, tuple):
+            parts = map(self.of, value)
+            return tuple(parts) if kind is tuple else kind(*parts)
+        if kind in (set, frozenset):
+            return kind(value)
+        own = attributes_of(value)
+        if not own:  # nothing to be changed: only which one it is counts
             return value
-        self._left -= len(own)
-        if self._left < 0:
-            return value
-        try:
-            made = object.__new__(kind)
-        except TypeError:  # of a class made in C
-            made = copy.copy(value)
-            vars(made).clear()
+        made = types.SimpleNamespace() if kind is types.SimpleNamespace else object.__new__(kind)
         self._made[id(value)] = made
-        vars(made).update(
-            {name: self.of(each) for name, each in own.items() if self._reached.reads(name, kind)}
-        )
+        vars(made).update({name: self.of(each) for name, each in own.items() if self._reached.reads(name)})
         return made
 
     def _of_function(self, function: types.FunctionType) -> types.FunctionType:
-        read = _loads(function.__code__)[0]
-        around = function.__globals__
-        variables = {name: each for name, each in around.items() if name.startswith("__")}
-        variables[OWN_VARIABLES] = True
-        if READERS & read:
-            variables = around
+        library = of_library(function)
+        if library and not function.__closure__:
+            return function
+        around, read = function.__globals__, _loads(function.__code__)[0]
+        variables: dict[str, Any] = around
+        if not library and not READERS & read:
+            variables = {name: each for name, each in around.items() if name.startswith("__")}
+            variables[OWN_VARIABLES] = True
         cells = tuple(types.CellType() for _ in function.__closure__ or ())
         made = types.FunctionType(function.__code__, variables, function.__name__, None, cells or None)
         self._made[id(function)] = made
@@ -425,7 +514,9 @@ class _Copies:
         made.__kwdefaults__ = function.__kwdefaults__ and {
             name: self.of(each) for name, each in function.__kwdefaults__.items()
         }
-        made.__dict__.update(function.__dict__)
+        made.__dict__.update(
+            {name: each if library else self.of(each) for name, each in vars(function).items()}
+        )
         return made
 
 
@@ -433,5 +524,4 @@ def _is_own(tensor: Tensor) -> bool:
     """Return whether a tensor is small, and shares its memory with no other: not with a weight, which changes."""
     storage = tensor.untyped_storage()
     alone: bool = torch._C._storage_Use_Count(storage._cdata) <= 2  # its own, and that of this call
-    plain = type(tensor) is Tensor and not tensor.requires_grad
-    return plain and alone and storage.nbytes() <= COPIED_NBYTES
+    return type(tensor) is Tensor and alone and storage.nbytes() <= COPIED_NBYTES

@@ -111,15 +111,15 @@ class _OfModel:
         ready = self._latest[1]
         settings = ready.get(Settings)
         if settings is None or not settings.unchanged():
+            changes = ready.get(_CHANGES, 0)
+            if changes >= MOST_CHANGES:
+                raise _Alone(
+                    "what its function or the model computes with changes: give it as a tensor, beside the batch"
+                )
             now = Settings(self.function, seat.module())
             if settings is not None and settings.key != now.key:
-                changes = ready.get(_CHANGES, 0) + 1
-                if changes > MOST_CHANGES:
-                    raise _Alone(
-                        "what its function or the model computes with changes: give it as a tensor, beside the batch"
-                    )
                 ready.clear()
-                ready[_CHANGES] = changes
+                ready[_CHANGES] = changes + 1
             ready[Settings] = now
         return ready
 
