@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import functools
+import operator
+import random
 import types
+from collections import OrderedDict, defaultdict, deque
 from dataclasses import dataclass
 
 import pytest
@@ -390,3 +393,227 @@ def test_a_buffer_that_a_forward_pass_changes_keeps_its_model_alone():
     assert (together.table["loss"] == eager.table["loss"]).all()
     assert (together.table["calls"] == eager.table["calls"]).all()
     assert "step alone" in together.what["warnings"][0]
+
+
+class Slotted:
+    """An object without a dictionary of attributes."""
+
+    __slots__ = ("scale",)
+
+
+class Term:
+    """One that says it equals others of its name."""
+
+    def __init__(self, name, scale):
+        self.name, self.scale = name, scale
+
+    def __eq__(self, other):
+        return self.name == other.name
+
+    def __hash__(self):
+        return hash(self.name)
+
+
+class Weighted(nn.CrossEntropyLoss):
+    """A criterion of torch's, with another way to be called."""
+
+    def forward(self, model, x, y):
+        return super().forward(model(x), y)
+
+
+class Scaled(nn.Module):
+    """A model of which the loss, or something that the loss comes to, reads a number."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer, self.scale = nn.Linear(8, 5), 1.0
+
+    def forward(self, x):
+        return self.layer(x)
+
+    @torch.no_grad()
+    def factor(self):
+        """Return the number."""
+        return self.scale
+
+    def __getitem__(self, name):
+        return vars(self)[name]
+
+
+def helper(model):
+    """Return the number of a model."""
+    return model.scale
+
+
+HELPERS = {"helper": helper}
+
+
+def of_model_alone(read):
+    """A loss that comes to a number of the model."""
+    return lambda model, rank: (
+        TrainingStep(lambda model, x, y: plain(model, x, y) * read(model)),
+        lambda value: setattr(model, "scale", value),
+    )
+
+
+def of_kept(kept, read, change):
+    """A loss that reads something around it."""
+    return lambda model, rank: _with(kept(rank), read, change)
+
+
+def _with(kept, read, change):
+    return TrainingStep(closing(kept, read)), functools.partial(change, kept)
+
+
+def by_teacher(model, rank):
+    """One with a model of its own."""
+    teacher = Loss()
+    teacher.model = nn.Linear(8, 5)
+
+    def change(value):
+        with torch.no_grad():
+            teacher.model.weight.fill_(value)
+
+    return TrainingStep(closing(teacher, lambda kept: kept.model.weight.detach().mean().exp())), change
+
+
+def by_regularizer(model, rank):
+    """One that reads the model by way of its own attribute."""
+    trainer = Loss()
+    trainer.model = model
+    penalty = closing(trainer, lambda kept: 1 + sum(p.square().sum() for p in kept.model.parameters()))
+    return TrainingStep(penalty), lambda value: None
+
+
+def by_counting(model, rank):
+    """One that changes what it refers to."""
+    kept = {"calls": 0}
+
+    def loss(model, x, y):
+        kept["calls"] += 1
+        return plain(model, x, y) * kept["calls"]
+
+    return TrainingStep(loss), lambda value: None
+
+
+def by_attribute_of_a_function(model, rank):
+    """One with attributes."""
+
+    def loss(model, x, y):
+        return plain(model, x, y) * loss.kept["scale"]
+
+    loss.kept = {"scale": 1.0}
+    return TrainingStep(loss), lambda value: loss.kept.update(scale=value)
+
+
+def by_default(model, rank):
+    """One with a default."""
+
+    def loss(model, x, y, *, scale=1.0):
+        return plain(model, x, y) * scale
+
+    return TrainingStep(loss), lambda value: loss.__kwdefaults__.update(scale=value)
+
+
+def by_subclass(model, rank):
+    """One that inherits from torch's."""
+    criterion = Weighted()
+    return TrainingStep(criterion), lambda value: setattr(criterion, "label_smoothing", value / 4)
+
+
+def by_decorated(model, rank):
+    """One within a function of torch's."""
+    kept = {"scale": 1.0}
+
+    @torch.enable_grad()
+    def loss(model, x, y):
+        return plain(model, x, y) * kept["scale"]
+
+    return TrainingStep(loss), lambda value: kept.update(scale=value)
+
+
+def slotted(rank):
+    """Return an object with a number."""
+    kept = Slotted()
+    kept.scale = 1.0
+    return kept
+
+
+def scale_of(kept):
+    """Return its number."""
+    return kept.scale
+
+
+def put(kept, value):
+    """Exchange it."""
+    kept.scale = value
+
+
+def put_in(kept, value):
+    """Exchange that of a dictionary."""
+    kept["scale"] = value
+
+
+ATTACKS = {
+    "slots": of_kept(slotted, scale_of, put),
+    "ordered dictionary": of_kept(lambda _: OrderedDict(scale=1.0), lambda kept: kept["scale"], put_in),
+    "dictionary with a default": of_kept(
+        lambda _: defaultdict(lambda: 1.0), lambda kept: kept["scale"], put_in
+    ),
+    "deque": of_kept(lambda rank: deque([1.0 + rank]), lambda kept: kept[0], lambda kept, _: kept.rotate()),
+    "in a tuple": of_kept(lambda _: (Config(),), lambda kept: kept[0].scale, lambda kept, v: put(kept[0], v)),
+    "equal by name": of_kept(
+        lambda rank: [Term("one", 1.0 + rank)], lambda kept: kept[0].scale, lambda kept, v: put(kept[0], v)
+    ),
+    "long list": of_kept(lambda _: [1.0] * 300, lambda kept: kept[7], lambda kept, v: kept.__setitem__(7, v)),
+    "generator": of_kept(random.Random, lambda kept: 1 + kept.random(), lambda kept, value: None),
+    "functions in a list": of_kept(
+        lambda _: (lambda inner: [inner, lambda: inner.scale])(Config()),
+        lambda kept: kept[1](),
+        lambda kept, value: put(kept[0], value),
+    ),
+    "bound method of a dictionary": of_kept(
+        lambda _: (lambda inner: [inner, inner.get])({"scale": 1.0}),
+        lambda kept: kept[1]("scale"),
+        lambda kept, value: put_in(kept[0], value),
+    ),
+    "number by way of data": of_kept(
+        lambda _: torch.ones(()), lambda kept: kept, lambda k, v: k.data.fill_(v)
+    ),
+    "number that needs a gradient": of_kept(
+        lambda _: torch.ones((), requires_grad=True), lambda kept: kept, lambda kept, v: kept.data.fill_(v)
+    ),
+    "teacher": by_teacher,
+    "regularizer": by_regularizer,
+    "counting": by_counting,
+    "attribute of a function": by_attribute_of_a_function,
+    "default": by_default,
+    "subclass of a criterion": by_subclass,
+    "decorated by torch": by_decorated,
+    "helper in a dictionary": of_model_alone(lambda model: HELPERS["helper"](model)),
+    "by an attrgetter": of_model_alone(operator.attrgetter("scale")),
+    "by a special method": of_model_alone(lambda model: model["scale"]),
+    "by a method without gradients": of_model_alone(lambda model: model.factor()),
+}
+
+
+@pytest.mark.parametrize("kind", ATTACKS)
+def test_nothing_is_computed_with_what_a_step_has_not_met(kind):
+    """Together or alone: losses are those of eager steps, whatever a program keeps its numbers in."""
+
+    def main(comm):
+        torch.manual_seed(comm.rank)
+        model = Scaled()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        step, change = ATTACKS[kind](model, comm.rank)
+        for iteration in range(ITERATIONS):
+            if iteration in (5, 9):
+                change(1 / iteration)
+            with comm.compute(0.01):
+                loss = step(model, optimizer, *batch(comm.rank, iteration))
+            comm.record(loss=loss)
+
+    together, eager = (
+        spawnsim.run(main, ranks=RANKS, stragglers=STRAGGLERS, eager=each) for each in (False, True)
+    )
+    assert together.table["loss"] == pytest.approx(eager.table["loss"], rel=1e-4)
