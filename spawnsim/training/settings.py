@@ -125,14 +125,9 @@ class _Reached:
         for kind in kinds:
             self._add(kind)
         # An object of a library calls what it was given: an activation, a list of them.
-        for name, each in (
-            (attributes_of(value) or {}).items() if kinds or isinstance(value, nn.Module) else ()
-        ):
-            if (
-                name not in KEPT_BY_TORCH
-                and type(each) not in CONSTANTS
-                and not isinstance(each, (Tensor, np.ndarray))
-            ):
+        own = (attributes_of(value) or {}) if kinds or isinstance(value, nn.Module) else {}
+        for name, each in own.items():
+            if name not in KEPT_BY_TORCH and not isinstance(each, (*CONSTANTS, Tensor, np.ndarray)):
                 self._add(each)
 
     def _add_holder(self, members: Mapping[str, Any]) -> None:
@@ -150,8 +145,9 @@ class _Reached:
 
     def _add_member(self, value: Any) -> None:
         for each in (value.fget, value.fset) if isinstance(value, property) else (value,):
-            each = getattr(each, "func", None) if isinstance(each, functools.cached_property) else each
-            self._add(getattr(each, "__func__", each))
+            if isinstance(each, functools.cached_property):
+                each = each.func
+            self._add(each.__func__ if isinstance(each, (staticmethod, classmethod)) else each)
 
 
 def _filled(function: Any) -> Iterator[Any]:
@@ -207,7 +203,6 @@ class Settings:
     """
 
     def __init__(self, function: Callable[..., Any], model: nn.Module) -> None:
-        self._reached = _Reached(function, model)
         # Where something is: a dictionary (of variables, of attributes, of the program) and a name, and what was there.
         self._places: list[Mapping[Any, Any]] = []
         self._names: list[Any] = []
@@ -223,11 +218,11 @@ class Settings:
         self._seen: dict[int, Any] = {}
         self._left = MOST_PARTS
         self._is_of_model = False  # what is looked at
-        parts = [self._of(function)]
-        self._is_of_model = True
-        for name, module in model.named_modules():
-            parts.append((name, type(module), self._of_module(module)))
-        self.key: Hashable = tuple(parts)
+        try:
+            self._reached = _Reached(function, model)
+            self.key: Hashable = self._walk(function, model)
+        except RecursionError as error:
+            raise Unequal("it refers to what refers to more, too deep to be compared") from error
         self._seen.clear()
 
     def unchanged(self) -> bool:
@@ -256,6 +251,13 @@ class Settings:
         return _Copies(self._reached).of(function)  # type: ignore[no-any-return]
 
     # -- the walk -----------------------------------------------------------------------------------------------
+
+    def _walk(self, function: Callable[..., Any], model: nn.Module) -> Hashable:
+        parts = [self._of(function)]
+        self._is_of_model = True
+        for name, module in model.named_modules():
+            parts.append((name, type(module), self._of_module(module)))
+        return tuple(parts)
 
     def _of_module(self, module: nn.Module) -> Hashable:
         own = self._in(vars(module))
