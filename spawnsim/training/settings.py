@@ -26,6 +26,8 @@ from spawnsim.training.structure import (
     CONSTANTS,
     COPIED_NBYTES,
     KEPT_BY_TORCH,
+    LOADS_OF_ATTRIBUTES,
+    LOADS_OF_VARIABLES,
     OWN_VARIABLES,
     READERS,
     Unequal,
@@ -36,8 +38,6 @@ from spawnsim.training.structure import (
     references,
 )
 
-_LOADS_OF_VARIABLES = {"LOAD_GLOBAL", "LOAD_NAME", "LOAD_FROM_DICT_OR_GLOBALS"}
-_LOADS_OF_ATTRIBUTES = {"LOAD_ATTR", "LOAD_METHOD", "LOAD_SUPER_ATTR"}
 # By which a function reads attributes that it does not name.
 _READ_ANY = {"getattr", "vars", "__dict__", "asdict", "astuple", "attrgetter", "methodcaller"}
 _READERS_OF_ANY = (operator.attrgetter, operator.methodcaller)
@@ -53,9 +53,9 @@ def _loads(code: types.CodeType) -> tuple[frozenset[str], frozenset[str]]:
     """Return the names of variables and of attributes that some code reads, with the functions that it makes."""
     variables, attributes = set(), set()
     for step in dis.get_instructions(code):
-        if step.opname in _LOADS_OF_VARIABLES:
+        if step.opname in LOADS_OF_VARIABLES:
             variables.add(step.argval)
-        elif step.opname in _LOADS_OF_ATTRIBUTES:
+        elif step.opname in LOADS_OF_ATTRIBUTES:
             attributes.add(step.argval)
         elif step.opname.startswith("MATCH_"):
             attributes |= _READ_ANY

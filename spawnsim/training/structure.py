@@ -55,8 +55,8 @@ _MAKERS = {"__init__", "__new__"}
 # By which a function reads what is not seen in it: of Python, and of tensors.
 READERS = {"eval", "exec", "globals", "open", "__import__"}
 _TENSOR_READERS = {"data_ptr", "numpy", "storage_offset", "tolist"}
-_LOADS = {"LOAD_GLOBAL", "LOAD_NAME", "LOAD_FROM_DICT_OR_GLOBALS"}
-_LOADS_OF_OBJECTS = {"LOAD_ATTR", "LOAD_METHOD"}
+LOADS_OF_VARIABLES = {"LOAD_GLOBAL", "LOAD_NAME", "LOAD_FROM_DICT_OR_GLOBALS"}
+LOADS_OF_ATTRIBUTES = {"LOAD_ATTR", "LOAD_METHOD", "LOAD_SUPER_ATTR"}
 
 
 class Unequal(Exception):
@@ -276,9 +276,9 @@ class Globals:
         for step in _instructions(function.__code__):
             if step.opname == "IMPORT_NAME":
                 self._require(_library(step.argval), types)
-            elif step.opname in _LOADS:
+            elif step.opname in LOADS_OF_VARIABLES:
                 names.add(step.argval)
-            elif step.opname in _LOADS_OF_OBJECTS and step.argval in _TENSOR_READERS:
+            elif step.opname in LOADS_OF_ATTRIBUTES and step.argval in _TENSOR_READERS:
                 raise Unequal(f"it calls {step.argval}")
         if names & READERS:
             raise Unequal(f"it calls {min(names & READERS)}")
