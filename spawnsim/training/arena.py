@@ -10,7 +10,7 @@ from __future__ import annotations
 import heapq
 import sys
 import weakref
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from operator import attrgetter, is_
@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from spawnsim.training.optimizers import Rule
 
@@ -136,45 +137,22 @@ class _Held(weakref.ref[Any]):
 
 
 class _Made:
-    """How a model and its optimizer are made: which object is where, so that an exchanged one is noticed.
+    """Which objects some containers hold, and in which order, so that an exchanged one is noticed.
 
     Args:
-        model: looked at as it is now.
-        optimizer: its groups and its hooks, not its state.
+        containers: lists, or views of the values of dictionaries, which are looked at again and again.
     """
 
-    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        modules = list(model.modules())
-        self._places: list[dict[str, Any]] = [
-            part for each in modules for part in (each._modules, each._parameters, each._buffers) if part
-        ]
-        self._held = [*chain.from_iterable(map(dict.values, self._places))]
-        # Of these the model has none: hooks, which may do anything, and more buffers.
-        self._empty = [getattr(each, name) for each in modules for name in WITHOUT]
-        self._empty += [each._buffers for each in modules if not each._buffers]
-        self._optimizer = optimizer
-        self._trained = [p for group in optimizer.param_groups for p in group["params"]]
-        self._counts = [len(group["params"]) for group in optimizer.param_groups]
+    __slots__ = ("_containers", "_held")
 
-    @property
-    def model(self) -> bool:
-        """Whether the model is as it was. No values are looked at."""
-        return not any(self._empty) and _same(self._held, chain.from_iterable(map(dict.values, self._places)))
+    def __init__(self, containers: Iterable[Iterable[Any]]) -> None:
+        self._containers = [*containers]
+        self._held = [*chain.from_iterable(self._containers)]
 
-    @property
-    def optimizer(self) -> bool:
-        """Whether the optimizer's groups are."""
-        of = self._optimizer
-        if of._optimizer_step_pre_hooks or of._optimizer_step_post_hooks:
-            return False
-        groups = [group["params"] for group in of.param_groups]
-        return [*map(len, groups)] == self._counts and _same(self._trained, chain.from_iterable(groups))
-
-
-def _same(before: Sequence[Any], now: Iterable[Any]) -> bool:
-    """Return whether they are the same objects."""
-    found = [*now]
-    return len(before) == len(found) and all(map(is_, before, found))
+    def unchanged(self) -> bool:
+        """Return whether each of them is where it was. No values are looked at."""
+        now = [*chain.from_iterable(self._containers)]
+        return len(now) == len(self._held) and all(map(is_, now, self._held))
 
 
 class Seat:
@@ -191,8 +169,9 @@ class Seat:
     """
 
     __slots__ = (
-        "__weakref__", "_addresses", "_kept", "_made", "_model", "_state", "_states", "apart", "arena", "optimizer",
-        "parameters", "pending", "rank", "row", "settings", "steps", "unknown", "watched",
+        "__weakref__", "_addresses", "_counts", "_hooks", "_made", "_model", "_state", "_state_made", "_states",
+        "_trained", "apart", "arena", "optimizer", "parameters", "pending", "rank", "row", "settings", "steps",
+        "unknown", "watched",
     )  # fmt: skip
 
     def __init__(self, arena: Arena, row: int, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
@@ -205,7 +184,10 @@ class Seat:
         self.steps = self.pending = 0
         self.unknown = False
         self.rank = -1
-        self._made = _Made(model, optimizer)
+        self._made = _Made(_containers(model))
+        self._hooks = -1  # how many torch had numbered when none was found here
+        self._trained = [p for group in optimizer.param_groups for p in group["params"]]
+        self._counts = [len(group["params"]) for group in optimizer.param_groups]
         self._take()
 
     def of(self, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> bool:
@@ -221,19 +203,37 @@ class Seat:
     @property
     def goes_on(self) -> bool:
         """Whether model and optimizer are made as they were when the last step was put off. Looks at no values."""
-        return self._made.model and self._made.optimizer and self._keeps_state()
+        return self._is_made and self._keeps_state()
 
     @property
     def trains(self) -> bool:
         """Whether all is still in the row, and the parameters that require gradients are those of the plan."""
-        if not (self._made.optimizer and self._keeps_state() and self.holds):
+        if not (self._keeps_state() and self.holds):
             return False
         return [*map(_REQUIRES_GRADIENT, self.parameters)] == self.arena.plan.wanted
 
     @property
     def holds(self) -> bool:
         """Whether the model's parameters are still in the row: not after `parameter.data = ...`."""
-        return self._made.model and [*map(_ADDRESS, self.parameters)] == self._addresses
+        return self._is_made and [*map(_ADDRESS, self.parameters)] == self._addresses
+
+    @property
+    def _is_made(self) -> bool:
+        """Whether modules, parameters, buffers and groups are the same, without hooks, which may do anything."""
+        groups = [group["params"] for group in self.optimizer.param_groups]
+        if not self._made.unchanged() or [*map(len, groups)] != self._counts:
+            return False
+        if not all(map(is_, chain.from_iterable(groups), self._trained)):
+            return False
+        # Torch numbers the hooks of the whole process: as long as there was no new one, none is looked for.
+        return RemovableHandle.next_id == self._hooks or self._has_no_hooks()
+
+    def _has_no_hooks(self) -> bool:
+        of = self.optimizer
+        hooks = [getattr(each, name) for each in self.module().modules() for name in WITHOUT]
+        found = any((*hooks, of._optimizer_step_pre_hooks, of._optimizer_step_post_hooks))
+        self._hooks = -1 if found else RemovableHandle.next_id
+        return not found
 
     def join(self, rank: int) -> None:
         """Take note of whose work is put off."""
@@ -251,8 +251,8 @@ class Seat:
     def leave(self) -> None:
         """Give up a model and state that another seat takes over: whoever holds this one asks for that one then."""
         self._model = _nobody
-        held: tuple[list[Any], ...] = (self.watched, *self._kept, self._states, self.apart)
-        for each in held:
+        self._state_made = _Made(())
+        for each in (self.watched, self._states, self.apart):
             each.clear()
 
     def renews(self) -> bool:
@@ -261,27 +261,25 @@ class Seat:
         Returns:
             Whether it did: not if more has changed, nor if somebody holds the state that was there.
         """
-        if self.apart or not (self._made.optimizer and self.holds):
+        if self.apart or not self.holds:
             return False
-        if self._state is not self.optimizer.state and sys.getrefcount(self._state) > 2:  # one is the call's
+        # References to the optimizer's state: this seat's, that of the view of its values, and the call's.
+        if self._state is not self.optimizer.state and sys.getrefcount(self._state) > 3:
             return False
-        # To each parameter's state refer this seat, once for each name, and the optimizer's, if it is still there.
+        # To a tensor refer its entry, and this seat twice; to an entry this seat three times, and the optimizer, if it
+        # still has it; two more are the call's.
         there = {id(each) for each in self._state.values()}
-        names = len(self.arena.states) + self.arena.rule.counts
-        if any(sys.getrefcount(each) > ENTRY_REFERENCES + 1 for each in self.watched) or any(
-            sys.getrefcount(each) > ENTRY_REFERENCES + names + (id(each) in there) for each in self._states
+        if any(sys.getrefcount(each) > ENTRY_REFERENCES + 2 for each in self.watched) or any(
+            sys.getrefcount(each) > ENTRY_REFERENCES + 2 + (id(each) in there) for each in self._states
         ):
             return False
         self._take_state()
         return True
 
     def _keeps_state(self) -> bool:
-        state = self.optimizer.state
         if not self.watched:  # there is none, as of SGD without momentum
             return True
-        if state is not self._state or not _same(self._states, state.values()):
-            return False
-        return all(map(is_, map(dict.get, *self._kept), self.watched))
+        return self.optimizer.state is self._state and self._state_made.unchanged()
 
     def _take(self) -> None:
         """Take the row: move parameters and state there, with their present values."""
@@ -313,7 +311,6 @@ class Seat:
         arena, row = self.arena, self.row
         self._state = self.optimizer.state
         self.watched: list[Tensor] = []
-        self._kept: tuple[list[dict[str, Any]], list[str]] = ([], [])  # where the optimizer keeps each of it
         if arena.states:
             trained = zip(arena.plan.trained, self.parameters, strict=False)
             for number, (place, parameter) in enumerate(trained):
@@ -324,6 +321,7 @@ class Seat:
                     kept[name] = arena.part(row, name, place.columns).view(place.shape)
                 self._keep(parameter, kept)
         self._states = [*self._state.values()]  # of each parameter
+        self._state_made = _Made([self._state.values(), *map(dict.values, self._states)])
 
     def _keep(self, parameter: Tensor, views: Mapping[str, Tensor]) -> None:
         """Put one parameter's state into its places; state that it has not got yet is zero."""
@@ -342,8 +340,17 @@ class Seat:
             else:
                 entry[name] = view
             self.watched.append(entry[name])
-            self._kept[0].append(entry)
-            self._kept[1].append(name)
+
+
+def _containers(model: nn.Module) -> Iterator[Iterable[Any]]:
+    """Yield views of what modules consist of; between them what tells where one ends."""
+    for each in model.modules():
+        if each._modules:
+            yield each._modules.values()
+            yield (None,)
+        if each._parameters:
+            yield each._parameters.values()
+        yield each._buffers.values()
 
 
 def _nobody() -> None:
