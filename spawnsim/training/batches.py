@@ -23,7 +23,8 @@ from torch.func import functional_call, grad_and_value, vmap
 from spawnsim.comm.deferred import Deferred
 from spawnsim.training import structure, watching
 from spawnsim.training.arena import STEP, Arena, Plan, Seat
-from spawnsim.training.settings import Settings
+from spawnsim.training.reading import Globals
+from spawnsim.training.settings import Settings, is_equal
 from spawnsim.training.threads import Threads
 from spawnsim.training.tracing import Traced
 
@@ -49,11 +50,12 @@ class Objective(nn.Module):
         super().__init__()
         # A copy without data, for the parameters of this one are exchanged, call by call. Tied ones stay tied. Of
         # shapes: `empty_like` would be a look.
-        empty: dict[int, Any] = {
+        known: dict[int, Any] = {
             id(p): nn.Parameter(torch.empty(p.shape, dtype=p.dtype, device="meta"), p.requires_grad)
             for p in model.parameters()
         }
-        self.model = copy.deepcopy(model, empty)
+        known |= {id(each): each for each in settings.unread(model)}
+        self.model = copy.deepcopy(model, known)
         self.function = settings.frozen(function)
 
     def forward(self, *batch: Any) -> Any:
@@ -331,7 +333,7 @@ class StepBatch(_Batch):
             return [torch.cat([each.reshape(len(each), -1) for each in gradients.values()], 1), *outputs]
 
         try:
-            reads = structure.Globals(self.objective.function, self.objective.model)
+            reads = Globals(self.objective.function, self.objective.model)
         except structure.Unequal:
             reads = None
         return Traced(call, reads)
@@ -483,11 +485,13 @@ def trial(batch: _Batch, call: Callable[..., Any], inputs: Sequence[Any]) -> Non
     trained, fixed = _parameters(batch.arena.plan, weights)
     two = [each.unsqueeze(0).expand(2, *each.shape) if isinstance(each, Tensor) else each for each in inputs]
     dims = (0, 0, *(0 if isinstance(each, Tensor) else None for each in inputs))
-    before = structure.of_model(batch.objective.model)
-    settings = Settings(batch.objective.function, batch.objective.model)
+    model = batch.objective.model
+    before = structure.attributes(model)
+    settings = Settings(batch.objective.function, model)
     with _drawing_nothing():
-        _of_rows(batch.objective.model, call, dims)(trained, fixed, *two)
-    if structure.of_model(batch.objective.model) != before:
+        _of_rows(model, call, dims)(trained, fixed, *two)
+    now = structure.attributes(model)
+    if len(now) != len(before) or not all(map(is_equal, now, before)):
         raise structure.Unequal("a forward pass changes its attributes")
     if not settings.unchanged():
         raise structure.Unequal("its function changes what it refers to")

@@ -8,11 +8,10 @@ cannot be compared, or copied, is refused: the model steps alone.
 from __future__ import annotations
 
 import copy
-import dis
 import functools
 import operator
 import types
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from enum import Enum
 from itertools import chain
 from operator import is_
@@ -22,15 +21,14 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from spawnsim.training.reading import MOST_PARTS, READERS, Loads, Reached
 from spawnsim.training.structure import (
     CONSTANTS,
     COPIED_NBYTES,
     KEPT_BY_TORCH,
-    LOADS_OF_ATTRIBUTES,
-    LOADS_OF_VARIABLES,
     OWN_VARIABLES,
-    READERS,
     Unequal,
+    attributes_of,
     by_value,
     is_trained,
     of_library,
@@ -38,136 +36,9 @@ from spawnsim.training.structure import (
     references,
 )
 
-# By which a function reads attributes that it does not name.
-_READ_ANY = {"getattr", "vars", "__dict__", "asdict", "astuple", "attrgetter", "methodcaller"}
-_READERS_OF_ANY = (operator.attrgetter, operator.methodcaller)
 _MADE = operator.attrgetter("__code__", "__defaults__", "__kwdefaults__")
-MOST_PARTS = 256  # that a function and a model compute with
-MOST_REACHED = 4096  # functions, classes and objects; of more any attribute may be read
 SMALL_NBYTES = 4096  # of an array, which torch counts no changes of
 FEW_NBYTES = 256  # of a tensor whose numbers are compared, too: they can be changed without a count
-
-
-@functools.cache
-def _loads(code: types.CodeType) -> tuple[frozenset[str], frozenset[str]]:
-    """Return the names of variables and of attributes that some code reads, with the functions that it makes."""
-    variables, attributes = set(), set()
-    for step in dis.get_instructions(code):
-        if step.opname in LOADS_OF_VARIABLES:
-            variables.add(step.argval)
-        elif step.opname in LOADS_OF_ATTRIBUTES:
-            attributes.add(step.argval)
-        elif step.opname.startswith("MATCH_"):
-            attributes |= _READ_ANY
-    for each in code.co_consts:
-        if isinstance(each, types.CodeType):
-            inner = _loads(each)
-            variables |= inner[0]
-            attributes |= inner[1]
-    return frozenset(variables), frozenset(attributes)
-
-
-class _Reached:
-    """The functions of the program that a function of a model comes to, and the attributes that they name."""
-
-    def __init__(self, function: Callable[..., Any], model: nn.Module) -> None:
-        self.names: set[str] = set()
-        self._holders: list[Mapping[str, Any]] = []  # of classes and modules of the program: their members
-        self._seen: dict[int, Any] = {}
-        self._any = False
-        for module in model.modules():
-            self._add(module)
-        self._add(function)
-        self._any = self._any or not _READ_ANY.isdisjoint(self.names)
-        self._seen.clear()  # a model that is gone must not be kept
-        self._holders.clear()
-
-    def reads(self, name: str) -> bool:
-        """Return whether an attribute may be read."""
-        return self._any or name in self.names
-
-    def _add(self, value: Any) -> None:
-        if id(value) in self._seen:
-            return
-        self._seen[id(value)] = value
-        if len(self._seen) > MOST_REACHED:
-            self._any = True
-            return
-        if isinstance(value, types.FunctionType):
-            for each in _filled(value):
-                self._add(each)
-            if not of_library(value):
-                variables, attributes = _loads(value.__code__)
-                self._add_names(attributes | (variables & _READ_ANY))
-                for each in map(value.__globals__.get, variables):
-                    self._add(each)
-        elif isinstance(value, types.MethodType):
-            self._add(value.__self__)
-            self._add(value.__func__)
-        elif type(value) is functools.partial:
-            for each in (value.func, *value.args, *value.keywords.values()):
-                self._add(each)
-        elif isinstance(value, _READERS_OF_ANY):
-            self._any = True
-        elif hasattr(type(value), "cache_clear"):  # functools.cache
-            self._add(value.__wrapped__)
-        elif isinstance(value, (types.ModuleType, type)):
-            if not of_library(value):
-                self._add_holder(vars(value))
-        else:
-            self._add_object(value)
-
-    def _add_object(self, value: Any) -> None:
-        if isinstance(value, (dict, list, tuple)) and len(value) <= MOST_PARTS:
-            for each in value.values() if isinstance(value, dict) else value:
-                self._add(each)
-        kinds = [kind for kind in type(value).__mro__ if not of_library(kind)]
-        for kind in kinds:
-            self._add(kind)
-        # An object of a library calls what it was given: an activation, a list of them.
-        own = (attributes_of(value) or {}) if kinds or isinstance(value, nn.Module) else {}
-        for name, each in own.items():
-            if name not in KEPT_BY_TORCH and not isinstance(each, (*CONSTANTS, Tensor, np.ndarray)):
-                self._add(each)
-
-    def _add_holder(self, members: Mapping[str, Any]) -> None:
-        self._holders.append(members)
-        special = [name for name in members if name == "forward" or (name[:2] == "__" != name)]
-        for name in {*self.names, *special} - {"__init__", "__new__", "__globals__", "__builtins__"}:
-            self._add_member(members.get(name))
-
-    def _add_names(self, names: Iterable[str]) -> None:
-        new = set(names) - self.names
-        self.names |= new
-        for members in [*self._holders]:
-            for name in new:
-                self._add_member(members.get(name))
-
-    def _add_member(self, value: Any) -> None:
-        for each in (value.fget, value.fset) if isinstance(value, property) else (value,):
-            if isinstance(each, functools.cached_property):
-                each = each.func
-            self._add(each.__func__ if isinstance(each, (staticmethod, classmethod)) else each)
-
-
-def _filled(function: Any) -> Iterator[Any]:
-    """Yield what the variables around a function, and its defaults, hold."""
-    for cell in function.__closure__ or ():
-        try:
-            yield cell.cell_contents
-        except ValueError:
-            continue
-    yield from function.__defaults__ or ()
-    yield from (function.__kwdefaults__ or {}).values()
-
-
-def attributes_of(value: Any) -> dict[str, Any] | None:
-    """Return the attributes that an object keeps in a dictionary, whatever its class does when they are asked for."""
-    try:
-        own: Any = object.__getattribute__(value, "__dict__")
-    except AttributeError:
-        return None
-    return own if isinstance(own, dict) else None
 
 
 def is_fixed(value: Any) -> bool:
@@ -219,7 +90,7 @@ class Settings:
         self._left = MOST_PARTS
         self._is_of_model = False  # what is looked at
         try:
-            self._reached = _Reached(function, model)
+            self._reached = Reached(function, model)
             self.key: Hashable = self._walk(function, model)
         except RecursionError as error:
             raise Unequal("it refers to what refers to more, too deep to be compared") from error
@@ -228,7 +99,7 @@ class Settings:
     def unchanged(self) -> bool:
         """Return whether all is as it was."""
         now = [*map(dict.get, self._places, self._names)]  # type: ignore[arg-type]
-        if not all(map(is_, now, self._held)) and not all(map(_is_equal, now, self._held)):
+        if not all(map(is_, now, self._held)) and not all(map(is_equal, now, self._held)):
             return False
         if [*map(len, self._dicts)] != self._sizes:
             return False
@@ -238,17 +109,26 @@ class Settings:
         if not (self._cells or self._lists or self._kept or self._of_model):
             return True
         try:
-            if not all(_is_equal(cell.cell_contents, held) for cell, held in self._cells):
+            if not all(is_equal(cell.cell_contents, held) for cell, held in self._cells):
                 return False
         except ValueError:  # a variable that was deleted
             return False
-        if not all(len(each) == len(held) and all(map(_is_equal, each, held)) for each, held in self._lists):
+        if not all(len(each) == len(held) and all(map(is_equal, each, held)) for each, held in self._lists):
             return False
         return all(get() == held for get, held in self._kept) and all(map(_is_kept, self._of_model))
 
     def frozen(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """Return a function that computes with the present settings for ever."""
         return _Copies(self._reached).of(function)  # type: ignore[no-any-return]
+
+    def unread(self, model: nn.Module) -> list[Any]:
+        """Return what a program keeps in its model, and no code is seen to read: of this no copies are needed."""
+        return [
+            each
+            for module in model.modules()
+            for name, each in vars(module).items()
+            if name not in KEPT_BY_TORCH and not self._readers(module)(name)
+        ]
 
     # -- the walk -----------------------------------------------------------------------------------------------
 
@@ -260,13 +140,19 @@ class Settings:
         return tuple(parts)
 
     def _of_module(self, module: nn.Module) -> Hashable:
-        own = self._in(vars(module))
-        # What a program keeps in its model, such as a count of epochs, and nobody is seen to read, may be anything.
-        every = any(of_library(each) for each in type(module).__mro__ if each not in (nn.Module, object))
-        read = [name for name in own if name not in KEPT_BY_TORCH and (every or self._reached.reads(name))]
-        found = [(name, self._of_attribute(own, name)) for name in sorted(read)]
+        own, reads = self._in(vars(module)), self._readers(module)
+        found = [
+            (name, self._of_attribute(own, name))
+            for name in sorted(own)
+            if name not in KEPT_BY_TORCH and reads(name)
+        ]
         held = [name for name, buffer in module._buffers.items() if buffer is not None]
         return *found, *((name, self._of_attribute(module._buffers, name)) for name in sorted(held))
+
+    def _readers(self, module: nn.Module) -> Callable[[str], bool]:
+        """Return what tells whether an attribute of a module is read: a library may read any of its own modules'."""
+        every = any(of_library(each) for each in type(module).__mro__ if each not in (nn.Module, object))
+        return (lambda name: True) if every else self._reached.reads
 
     def _of_attribute(self, place: Mapping[Any, Any], name: str) -> Hashable:
         value = place[name]
@@ -376,7 +262,7 @@ class Settings:
         if function.__kwdefaults__:
             around += [self._at(function.__kwdefaults__, name) for name in self._in(function.__kwdefaults__)]
         if not library:
-            variables, own = sorted(_loads(function.__code__)[0]), self._in(vars(function))
+            variables, own = sorted(Loads.of(function.__code__).variables), self._in(vars(function))
             around += [self._variable(function.__globals__, name) for name in variables]
             around += [self._at(own, name) for name in own]
         return function.__code__, id(function.__globals__), tuple(around)
@@ -388,7 +274,7 @@ class Settings:
         return _Same(self._watch(place, name)) if trained else self._at(place, name)
 
 
-def _is_equal(now: Any, before: Any) -> bool:
+def is_equal(now: Any, before: Any) -> bool:
     """Return whether something is still the same, or as good: an equal number."""
     return now is before or (type(now) is type(before) and is_fixed(now) and bool(now == before))
 
@@ -442,7 +328,7 @@ def _version(tensor: Tensor) -> int:
 class _Copies:
     """Copies of what functions refer to, one of each: of what `Settings` has not refused."""
 
-    def __init__(self, reached: _Reached) -> None:
+    def __init__(self, reached: Reached) -> None:
         self._reached, self._made = reached, dict[int, Any]()
         self._originals: list[Any] = []  # so that no identity comes again
 
@@ -500,7 +386,7 @@ class _Copies:
         library = of_library(function)
         if library and not function.__closure__:
             return function
-        around, read = function.__globals__, _loads(function.__code__)[0]
+        around, read = function.__globals__, Loads.of(function.__code__).variables
         variables: dict[str, Any] = around
         if not library and not READERS & read:
             variables = {name: each for name, each in around.items() if name.startswith("__")}

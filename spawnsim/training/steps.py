@@ -6,10 +6,7 @@ many models at once steps alone, and the run has a warning that says why.
 
 from __future__ import annotations
 
-import weakref
-from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from enum import Enum
 from typing import Any
 
 import torch
@@ -29,147 +26,16 @@ from spawnsim.training.batches import (
     as_outputs,
     trial,
 )
+from spawnsim.training.functions import Alone, OfModel, Outcome, Run
 from spawnsim.training.optimizers import Rule, rule_of
 from spawnsim.training.settings import Settings
-from spawnsim.training.watching import Watch
 
 DTYPES = (torch.float32, torch.float64)
-PLAIN = (bool, int, float, complex, str, bytes, Enum, torch.dtype, torch.device, torch.Size)
-KNOWN = {Tensor, bool, int, float, str, type(None)}  # inputs that are not put off themselves
 SPARE = 2  # a row to spare for so many ranks
-MOST_CHANGES = 3  # of settings, for each of which steps of many are computed together
-MOST_VALUES = 8  # of an input that is no tensor
-MANY_GROUPS = 8
-_CHANGES = "changes"  # beside the batches of a seat: how many there were
 MOST_PENDING = 8  # evaluations of one model that may be put off at once
 
-Outcome = Tensor | tuple[Tensor, ...]
 
-
-class _Run:
-    """What the training steps of one run share, from one checkpoint to the next: arenas, batches and seats."""
-
-    def __init__(self, deferred: Deferred) -> None:
-        self.watch = Watch(deferred)
-        self.seats: weakref.WeakKeyDictionary[nn.Module, Seat] = weakref.WeakKeyDictionary()
-        self.arenas: dict[Any, list[Arena]] = {}
-        self.keys: dict[Arena, Any] = {}
-        self.batches: dict[Any, Any] = {}  # by key: a batch, or why there is none
-        self.groups: Counter[Any] = Counter()  # by what is equal in groups that are computed apart
-        self.users: weakref.WeakSet[_OfModel] = weakref.WeakSet()
-
-    @classmethod
-    def of(cls, deferred: Deferred) -> _Run:
-        """Return that of a run."""
-        if cls not in deferred.attachments:
-            deferred.attachments[cls] = cls(deferred)
-        run: _Run = deferred.attachments[cls]
-        return run
-
-    def note_group(self, deferred: Deferred, model: nn.Module, alike: Any) -> None:
-        """Count a group of models; say so once if there are many, each perhaps of one rank."""
-        self.groups[alike] += 1
-        if self.groups[alike] == MANY_GROUPS:
-            deferred.warn(
-                f"{type(model).__name__} models are computed in {MANY_GROUPS} groups and more, since what they or "
-                "their loss compute with differs from rank to rank: give it as tensors, beside the batch"
-            )
-
-    def close(self) -> None:
-        """Let go of rows and inputs; models keep theirs. A step that a module holds may outlive the run."""
-        for each in [*self.users]:
-            if each._run is self:
-                each._forget(None)
-
-
-class _Alone(Exception):
-    """Why a model, or a function, cannot be computed together with others."""
-
-
-class _OfModel:
-    """What steps and evaluations have in common: a function of a model, and where the calling rank's model sits."""
-
-    def __init__(self, function: Callable[..., Any]) -> None:
-        if not callable(function):
-            raise ParameterError(f"{function!r}: give a function of a model and a batch")
-        self.function = function
-        self._run: _Run | None = None
-        self._seat: Seat | None = None
-        self._alone: weakref.ref[nn.Module] | None = None  # the last model that steps alone
-        # Batches, by inputs and settings. Of each seat its own: ranks may share this object, and take turns in a look.
-        self._ready: weakref.WeakKeyDictionary[Seat, dict[Any, Any]] = weakref.WeakKeyDictionary()
-        self._latest: tuple[Seat | None, dict[Any, Any]] = (None, {})  # the last that was asked for
-
-    def _ready_for(self, seat: Seat) -> dict[Any, Any]:
-        """Return the batches of a seat, for the settings that its model and the function have now.
-
-        Raises:
-            _Alone: these change again and again.
-        """
-        if self._latest[0] is not seat:
-            self._latest = seat, self._ready.setdefault(seat, {})
-        ready = self._latest[1]
-        settings = ready.get(Settings)
-        if settings is None or not settings.unchanged():
-            changes = ready.get(_CHANGES, 0)
-            if changes >= MOST_CHANGES:
-                raise _Alone(
-                    "what its function or the model computes with changes: give it as a tensor, beside the batch"
-                )
-            now = Settings(self.function, seat.module())
-            if settings is not None and settings.key != now.key:
-                ready.clear()
-                ready[_CHANGES] = changes + 1
-            ready[Settings] = now
-        return ready
-
-    def _forget(self, run: _Run | None) -> None:
-        if self._run is not run:
-            self._run = run
-            if run is not None:
-                run.users.add(self)
-            self._seat = self._alone = None
-            self._ready, self._latest = weakref.WeakKeyDictionary(), (None, {})
-
-    @staticmethod
-    def _settle_inputs(deferred: Deferred, inputs: Sequence[Any]) -> None:
-        """Have inputs carried out that are put off themselves. Before anything is counted: others may act meanwhile."""
-        if not KNOWN.issuperset(map(type, inputs)):
-            _Run.of(deferred).watch.look(inputs)
-
-    @staticmethod
-    def _put(deferred: Deferred, work: Put, watch: Watch) -> Outcome:
-        """Put off some work; return its results, which are not known yet."""
-        seat, outs = work.seat, work.outs
-        if not seat.pending:
-            watch.watch(seat.parameters, seat.watched)
-            seat.unknown = True
-        seat.join(work.rank)
-        deferred.put_off(work)
-        return outs[0] if len(outs) == 1 else tuple(outs)
-
-    def _kind(self, inputs: Sequence[Any]) -> tuple[Any, ...]:
-        """Return what two calls must have in common to be carried out at once."""
-        return tuple(
-            [
-                (each.shape, each.dtype, each.device) if isinstance(each, Tensor) else _plain(each)
-                for each in inputs
-            ]
-        )
-
-    @staticmethod
-    def _require_few(ready: dict[Any, Any], key: Any) -> None:
-        """Refuse the ninth value of an input that is no tensor: each has a batch, with room for all ranks' inputs."""
-        shapes = _shapes(key)
-        if sum(_shapes(each) == shapes for each in ready if type(each) is tuple) >= MOST_VALUES:
-            raise _Alone("an input that is no tensor takes ever new values: give it as a tensor")
-
-    def _explain(self, deferred: Deferred, model: nn.Module, why: Exception) -> None:
-        self._alone = weakref.ref(model)
-        deferred.warn(f"{type(model).__name__} models step alone, not together in one call: {why}")
-
-
-class TrainingStep(_OfModel):
+class TrainingStep(OfModel):
     """A training step: gradient of a loss, perhaps clipped, and one step of the optimizer.
 
     >>> step = TrainingStep(lambda model, x, y: cross_entropy(model(x), y))
@@ -231,7 +97,7 @@ class TrainingStep(_OfModel):
             return self._at_once(model, optimizer, batch)
         deferred, rank = found
         self._settle_inputs(deferred, batch)
-        seat, run = self._seat, _Run.of(deferred)
+        seat, run = self._seat, Run.of(deferred)
         if run is not self._run or seat is None or not seat.of(model, optimizer):
             self._forget(run)
             seat = self._find_seat(deferred, rank, model, optimizer)
@@ -244,9 +110,9 @@ class TrainingStep(_OfModel):
         # Frozen, converted, or memory or state exchanged: another row. Whoever keeps what was in this one, keeps it.
         if not (seat.pending or seat.trains or (seat.renews() and seat.trains)):
             self._seat = None
-            if _Run.of(deferred).seats.get(model) is seat:
+            if Run.of(deferred).seats.get(model) is seat:
                 seat.leave()
-                del _Run.of(deferred).seats[model]
+                del Run.of(deferred).seats[model]
             return self(model, optimizer, *batch)
         return self._put_off(deferred, rank, seat, batch)
 
@@ -269,7 +135,7 @@ class TrainingStep(_OfModel):
             if found is None:
                 self._require_few(ready, key)
                 found = ready[key] = self._open(deferred, seat, key, inputs, settings=ready[Settings])
-        except (_Alone, structure.Unequal) as why:
+        except (Alone, structure.Unequal) as why:
             alone = why
         if alone is not None:
             deferred.settle(rank)
@@ -286,7 +152,7 @@ class TrainingStep(_OfModel):
         for number, slot in slots[seat.steps]:
             given = inputs[number]
             slot.copy_(given.detach() if given.requires_grad else given)
-        watch = _Run.of(deferred).watch
+        watch = Run.of(deferred).watch
         work = Put(rank, seat, batch, [watch.result(each) for each in batch.results])
         work.settings, work.lr = settings, tuple([float(group["lr"]) for group in groups])
         work.depth = seat.steps
@@ -302,10 +168,10 @@ class TrainingStep(_OfModel):
     def _find_seat(
         self, deferred: Deferred, rank: int, model: nn.Module, optimizer: torch.optim.Optimizer
     ) -> Seat | None:
-        if self._alone is not None and self._alone() is model:
+        if model in self._alone:
             return None
         self._seat = None
-        seat = _Run.of(deferred).seats.get(model)
+        seat = Run.of(deferred).seats.get(model)
         if seat is None or not seat.of(model, optimizer):
             try:
                 deferred.settle(rank)
@@ -313,11 +179,11 @@ class TrainingStep(_OfModel):
                     if seat.pending:
                         deferred.carry_out()
                     seat.leave()
-                    del _Run.of(deferred).seats[model]
-                seat = _Run.of(deferred).seats[model] = self._arena(deferred, model, optimizer).seat(
+                    del Run.of(deferred).seats[model]
+                seat = Run.of(deferred).seats[model] = self._arena(deferred, model, optimizer).seat(
                     model, optimizer
                 )
-            except (_Alone, structure.Unequal) as why:
+            except (Alone, structure.Unequal) as why:
                 self._explain(deferred, model, why)
                 return None
         self._seat = seat
@@ -328,10 +194,10 @@ class TrainingStep(_OfModel):
         settings = [rule.settings(group) for group in optimizer.param_groups]
         names = {rule.states(each) for each in settings}
         if len(names) > 1:
-            raise _Alone("its optimizer's groups keep different state")
+            raise Alone("its optimizer's groups keep different state")
         plan, like = Plan(model, optimizer), next(model.parameters())
         if not plan.trained:
-            raise _Alone("its optimizer trains none of its parameters")
+            raise Alone("its optimizer trains none of its parameters")
         states = names.pop()
         key = (
             structure.of_model(model),
@@ -341,7 +207,7 @@ class TrainingStep(_OfModel):
             rule.kind,
             states,
         )
-        arenas = _Run.of(deferred).arenas.setdefault(key, [])
+        arenas = Run.of(deferred).arenas.setdefault(key, [])
         for arena in arenas:
             if not arena.full:
                 return arena
@@ -349,8 +215,8 @@ class TrainingStep(_OfModel):
         capacity = deferred.ranks + deferred.ranks // SPARE + 1
         arena = Arena(plan, like, rule, states=states, capacity=capacity)
         arenas.append(arena)
-        _Run.of(deferred).keys[arena] = (key, len(arenas))
-        _Run.of(deferred).note_group(deferred, model, (type(model), *key[1:]))
+        Run.of(deferred).keys[arena] = (key, len(arenas))
+        Run.of(deferred).note_group(deferred, model, (type(model), *key[1:]))
         return arena
 
     @staticmethod
@@ -358,15 +224,15 @@ class TrainingStep(_OfModel):
         """Take note of new settings, such as a scheduled momentum: there must be rows for the state that they need."""
         rule = rule_of(seat.optimizer)
         if isinstance(rule, str):
-            raise _Alone(rule)
+            raise Alone(rule)
         if any(not set(seat.arena.rule.states(each)) <= set(seat.arena.states) for each in settings):
-            raise _Alone("its optimizer keeps state that it did not keep at first")
+            raise Alone("its optimizer keeps state that it did not keep at first")
         seat.settings = settings
 
     def _open(
         self, deferred: Deferred, seat: Seat, key: Any, inputs: Sequence[Any], *, settings: Settings
     ) -> Any:
-        run = _Run.of(deferred)
+        run = Run.of(deferred)
         whole = (
             "step",
             run.keys[seat.arena],
@@ -381,7 +247,7 @@ class TrainingStep(_OfModel):
                 batch = run.batches[whole] = self._try(deferred, seat, inputs, settings)
             run.note_group(deferred, seat.module(), (type(self.function), *whole[:2], *whole[3:]))
         if isinstance(batch, str):
-            raise _Alone(batch)
+            raise Alone(batch)
         return batch, [batch.slots(seat.row, 0)]
 
     def _try(
@@ -424,7 +290,7 @@ class TrainingStep(_OfModel):
         return outs[0] if len(outs) == 1 else outs
 
 
-class Evaluation(_OfModel):
+class Evaluation(OfModel):
     """A function of a model that trains nothing, such as its accuracy on held-out data.
 
     On virtual ranks put off and carried out for many ranks at once, as a `TrainingStep`, for models that have made one.
@@ -452,14 +318,14 @@ class Evaluation(_OfModel):
                 the run.
         """
         found = caller()
-        if found is None or torch._C._is_any_autocast_enabled():
+        if found is None or torch._C._is_any_autocast_enabled() or model in self._alone:
             return self._at_once(model, batch)
         if torch.is_inference_mode_enabled():  # whose tensors nobody could give their values later
             with torch.inference_mode(False):
                 return self(model, *batch)
         deferred, rank = found
         self._settle_inputs(deferred, batch)
-        seat, run = self._seat, _Run.of(deferred)
+        seat, run = self._seat, Run.of(deferred)
         if run is not self._run or seat is None or not seat.of(model, None):
             self._forget(run)
             seat = self._seat = run.seats.get(model)
@@ -476,14 +342,16 @@ class Evaluation(_OfModel):
             key = (self._kind(batch), model.training)
             if key not in ready:
                 self._require_few(ready, key)
-        except (_Alone, structure.Unequal):
+        except (Alone, structure.Unequal):
+            self._alone.add(model)
             return self._at_once(model, batch)
         if key not in ready:
             ready[key] = self._open(deferred, seat, key, batch, settings=ready[Settings])
         batch_or_why = ready[key]
         if isinstance(batch_or_why, str):
+            self._alone.add(model)
             return self._at_once(model, batch)
-        watch = _Run.of(deferred).watch
+        watch = Run.of(deferred).watch
         outs = [watch.result(each) for each in batch_or_why.results]
         work = Put(rank, seat, batch_or_why, outs)
         work.inputs = batch
@@ -492,7 +360,7 @@ class Evaluation(_OfModel):
     def _open(
         self, deferred: Deferred, seat: Seat, key: Any, inputs: Sequence[Any], *, settings: Settings
     ) -> EvaluationBatch | str:
-        run = _Run.of(deferred)
+        run = Run.of(deferred)
         whole = ("evaluation", run.keys[seat.arena], settings.key, key)
         if whole not in run.batches:
             with deferred.apart():
@@ -526,35 +394,20 @@ def _apart(outputs: Sequence[Tensor], given: Iterable[Any]) -> tuple[Tensor, ...
     return tuple(each.clone() if each.untyped_storage().data_ptr() in memory else each for each in found)
 
 
-def _shapes(key: Any) -> list[Any]:
-    """Return what the tensors have in common, of what two calls must have."""
-    kinds, training = key
-    return [training, *(each if each and type(each[0]) is torch.Size else None for each in kinds)]
-
-
-def _plain(value: Any) -> Any:
-    """Return a key of an input that is no tensor. What may change before a step is carried out has none."""
-    if isinstance(value, tuple):
-        return tuple(map(_plain, value))
-    if value is not None and not isinstance(value, PLAIN):
-        raise _Alone(f"an input is a {type(value).__name__}: give tensors one by one, numbers and texts")
-    return type(value), value
-
-
 def _require_alike(model: nn.Module, optimizer: torch.optim.Optimizer) -> Rule:
     """Return the rule of the optimizer, or say why rows cannot hold the model."""
     rule = rule_of(optimizer)
     if isinstance(rule, str):
-        raise _Alone(rule)
+        raise Alone(rule)
     parameters = list(model.parameters())
     if any(type(p) is not nn.Parameter for p in parameters):
-        raise _Alone("its parameters are of a class of their own")
+        raise Alone("its parameters are of a class of their own")
     if len({(p.dtype, p.device) for p in parameters}) != 1 or parameters[0].dtype not in DTYPES:
-        raise _Alone("its parameters are not all of one dtype, float32 or float64, on one device")
+        raise Alone("its parameters are not all of one dtype, float32 or float64, on one device")
     known = {id(p) for p in parameters}
     if any(id(p) not in known for group in optimizer.param_groups for p in group["params"]):
-        raise _Alone("its optimizer has parameters that are not the model's")
+        raise Alone("its optimizer has parameters that are not the model's")
     trained = {id(p) for group in optimizer.param_groups for p in group["params"]}
     if any(p.requires_grad and id(p) not in trained for p in parameters):
-        raise _Alone("a parameter that requires a gradient is not in its optimizer")
+        raise Alone("a parameter that requires a gradient is not in its optimizer")
     return rule

@@ -1,7 +1,7 @@
 """A vmapped function as the operations of torch that it comes to: recorded once for each number of rows, then repeated.
 
 vmap and grad find out anew at each call what a function comes to, which takes half a millisecond for a small network.
-What was recorded is repeated only as long as the function would still come to the same: `structure.Globals` knows what
+What was recorded is repeated only as long as the function would still come to the same: `reading.Globals` knows what
 that hangs on. Knows tensors and operations; must not know models in rows, or optimizers.
 """
 
@@ -20,7 +20,8 @@ from torch.fx.node import map_aggregate
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from spawnsim.training.structure import Globals, Unequal
+from spawnsim.training.reading import Globals
+from spawnsim.training.structure import Unequal
 
 Call = Callable[..., Sequence[Tensor]]
 # Calls with one number of rows before they are recorded. Recording takes as long as some ten calls, and a repeated one

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import operator
 import random
+import threading
 import types
 from collections import OrderedDict, defaultdict, deque
 from dataclasses import dataclass
@@ -17,6 +18,7 @@ from torch.nn import functional
 import spawnsim
 from spawnsim import AverageAllPolicy, Evaluation, TrainingStep
 from spawnsim.training import batches, tracing
+from spawnsim.training.settings import Settings
 
 RANKS, ITERATIONS = 11, 12
 STRAGGLERS = "lognormal:0.3"  # so that ranks meet in ever new numbers
@@ -370,29 +372,102 @@ class Counting(nn.Module):
     def __init__(self):
         super().__init__()
         self.layer = nn.Linear(8, 5)
-        self.register_buffer("calls", torch.zeros(()))
+        self.register_buffer("kept", torch.zeros(()))
 
     def forward(self, x):
-        self.calls += 1
-        return self.layer(x) / self.calls
+        self.kept += 1
+        return self.layer(x) / self.kept
 
 
-def test_a_buffer_that_a_forward_pass_changes_keeps_its_model_alone():
-    """Found when the first step is tried."""
+class Remembering(nn.Module):
+    """A model that keeps what its last layer was given: the forward pass writes it, and reads it never."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.last, self.kept = nn.Linear(8, 6), nn.Linear(6, 5), None
+
+    def forward(self, x):
+        self.kept = self.first(x).relu()
+        return self.last(self.kept)
+
+
+@pytest.mark.parametrize("kind", [Counting, Remembering])
+def test_a_forward_pass_that_changes_its_model_keeps_it_alone(kind):
+    """A buffer, or a tensor kept as an attribute, where the program would find one of many models."""
 
     def main(comm):
         torch.manual_seed(comm.rank)
-        model = Counting()
+        model = kind()
         optimizer, step = torch.optim.SGD(model.parameters(), lr=0.1), TrainingStep(plain)
         for iteration in range(4):
             with comm.compute(0.01):
                 loss = step(model, optimizer, *batch(comm.rank, iteration))
-            comm.record(loss=loss, calls=model.calls.clone())
+            comm.record(loss=loss, kept=model.kept.mean())
 
     together, eager = (spawnsim.run(main, ranks=RANKS, eager=each) for each in (False, True))
     assert (together.table["loss"] == eager.table["loss"]).all()
-    assert (together.table["calls"] == eager.table["calls"]).all()
+    assert (together.table["kept"] == eager.table["kept"]).all()
     assert "step alone" in together.what["warnings"][0]
+
+
+def test_what_no_code_reads_of_a_model_keeps_no_ranks_apart(monkeypatch):
+    """A rank's number, a label, a lock: whatever a program keeps in its model."""
+    sizes, compute = [], batches.StepBatch.compute
+    monkeypatch.setattr(
+        batches.StepBatch, "compute", lambda self, works: (sizes.append(len(works)), compute(self, works))[1]
+    )
+
+    def main(comm):
+        torch.manual_seed(comm.rank)
+        model = Net()
+        model.rank, model.label, model.lock = comm.rank, f"model {comm.rank}", threading.Lock()
+        optimizer, step = torch.optim.SGD(model.parameters(), lr=0.1), TrainingStep(plain)
+        for iteration in range(4):
+            with comm.compute(0.01):
+                loss = step(model, optimizer, *batch(comm.rank, iteration))
+            comm.record(loss=loss)
+
+    together = spawnsim.run(main, ranks=RANKS)
+    assert set(sizes) == {RANKS}
+    assert "warnings" not in together.what
+    eager = spawnsim.run(main, ranks=RANKS, eager=True)
+    assert together.table["loss"] == pytest.approx(eager.table["loss"], rel=1e-5)
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_what_is_refused_is_not_asked_again(shared, monkeypatch):
+    """Neither by a step nor by an evaluation, of one rank or shared by all: it would take as long as a step alone."""
+    made, init = [], Settings.__init__
+    monkeypatch.setattr(Settings, "__init__", lambda *given: (made.append(1), init(*given))[1])
+    kept = Slotted()
+    kept.scale = 0.5
+
+    def loss_of(model, x, y):
+        return plain(model, x, y) * kept.scale
+
+    def measure_of(model, x):
+        return model(x).mean() * kept.scale
+
+    ours = TrainingStep(loss_of), Evaluation(measure_of)
+
+    def main(comm):
+        torch.manual_seed(comm.rank)
+        model = Net()
+        optimizer, together = torch.optim.SGD(model.parameters(), lr=0.1), TrainingStep(plain)
+        step, measure = ours if shared else (TrainingStep(loss_of), Evaluation(measure_of))
+        for iteration in range(8):
+            x, y = batch(comm.rank, iteration)
+            with comm.compute(0.01):
+                together(model, optimizer, x, y)
+                loss = step(model, optimizer, x, y)
+            comm.record(loss=loss, measure=measure(model, x))
+
+    together = spawnsim.run(main, ranks=RANKS)
+    asked = len(made)
+    eager = spawnsim.run(main, ranks=RANKS, eager=True)
+    assert together.table["loss"] == pytest.approx(eager.table["loss"], rel=1e-4)
+    assert together.table["measure"] == pytest.approx(eager.table["measure"], rel=1e-3)
+    assert asked <= 3 * RANKS + 2, "three functions of each rank, and trials"
 
 
 class Slotted:

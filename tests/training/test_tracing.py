@@ -18,7 +18,8 @@ from torch.nn.functional import cross_entropy, mse_loss, scaled_dot_product_atte
 import spawnsim
 from spawnsim import TrainingStep
 from spawnsim.training import batches, tracing
-from spawnsim.training.structure import Globals, Unequal
+from spawnsim.training.reading import Globals
+from spawnsim.training.structure import Unequal
 from spawnsim.training.tracing import Traced
 from tests.training.test_steps import RANKS, batch, build, loss_of, run, sgd, weights
 
