@@ -21,12 +21,12 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from spawnsim.training.optimizers import Rule
+from spawnsim.training.optimizers import Rule, rule_of
+from spawnsim.training.structure import hooks_of
 
 ALIGN_NBYTES = 64  # each row begins on a cache line, so that results do not depend on which row it is
 _REQUIRES_GRADIENT, _ADDRESS = attrgetter("requires_grad"), Tensor.data_ptr
 STEP = "step"
-WITHOUT = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 ENTRY_REFERENCES = 3  # to state that nobody but the optimizer holds: its entry, and two of the call that asks
 
 
@@ -159,6 +159,7 @@ class Seat:
     """A model and its optimizer in a row of an arena.
 
     Attributes:
+        graded: whether the last step that was carried out left gradients.
         apart: row and tensor, of parameters and state that have a memory of their own.
         rank: whose work is put off; -1: that of several ranks.
         settings: of the optimizer's groups, at the last step.
@@ -170,8 +171,8 @@ class Seat:
 
     __slots__ = (
         "__weakref__", "_addresses", "_counts", "_hooks", "_made", "_model", "_state", "_state_made", "_states",
-        "_trained", "apart", "arena", "optimizer", "parameters", "pending", "rank", "row", "settings", "steps",
-        "unknown", "watched",
+        "_step", "_trained", "apart", "arena", "graded", "optimizer", "parameters", "pending", "rank", "row",
+        "settings", "steps", "unknown", "watched",
     )  # fmt: skip
 
     def __init__(self, arena: Arena, row: int, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
@@ -182,12 +183,13 @@ class Seat:
         self.parameters = [named[place.name] for place in arena.plan.places]
         self.settings: tuple[Any, ...] = ()
         self.steps = self.pending = 0
-        self.unknown = False
+        self.unknown = self.graded = False
         self.rank = -1
         self._made = _Made(_containers(model))
         self._hooks = -1  # how many torch had numbered when none was found here
         self._trained = [p for group in optimizer.param_groups for p in group["params"]]
         self._counts = [len(group["params"]) for group in optimizer.param_groups]
+        self._step = vars(optimizer).get("step")  # a scheduler's, that calls the class's
         self._take()
 
     def of(self, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> bool:
@@ -210,6 +212,11 @@ class Seat:
         """Whether all is still in the row, and the parameters that require gradients are those of the plan."""
         if not (self._keeps_state() and self.holds):
             return False
+        return self.wants
+
+    @property
+    def wants(self) -> bool:
+        """Whether the parameters that require gradients are those of the plan."""
         return [*map(_REQUIRES_GRADIENT, self.parameters)] == self.arena.plan.wanted
 
     @property
@@ -225,13 +232,13 @@ class Seat:
             return False
         if not all(map(is_, chain.from_iterable(groups), self._trained)):
             return False
+        if vars(self.optimizer).get("step") is not self._step:
+            return False
         # Torch numbers the hooks of the whole process: as long as there was no new one, none is looked for.
         return RemovableHandle.next_id == self._hooks or self._has_no_hooks()
 
     def _has_no_hooks(self) -> bool:
-        of = self.optimizer
-        hooks = [getattr(each, name) for each in self.module().modules() for name in WITHOUT]
-        found = any((*hooks, of._optimizer_step_pre_hooks, of._optimizer_step_post_hooks))
+        found = bool(hooks_of(self.module())) or isinstance(rule_of(self.optimizer), str)
         self._hooks = -1 if found else RemovableHandle.next_id
         return not found
 

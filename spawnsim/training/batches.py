@@ -387,7 +387,14 @@ class StepBatch(_Batch):
         if self._max_norm is not None:
             norms = torch.linalg.vector_norm(gradient, dim=1, keepdim=True)
             gradient.mul_((self._max_norm / (norms + 1e-6)).clamp_(max=1.0))
+        trained = len(plan.trained)
+        for seat in [work.seat for work in works if work.seat.graded and not self._gradients]:
+            seat.graded = False
+            for parameter in seat.parameters[:trained]:
+                parameter.grad = None
         if self._gradients:
+            for work in works:
+                work.seat.graded = True
             for row, work in zip(gradient, works, strict=True):
                 for place, parameter in zip(plan.trained, work.seat.parameters, strict=False):
                     # Memory of its own, as after `backward`: the program may keep the last one.

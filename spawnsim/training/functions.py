@@ -19,6 +19,7 @@ from spawnsim.errors import ParameterError
 from spawnsim.training.arena import Arena, Seat
 from spawnsim.training.batches import Put
 from spawnsim.training.settings import Settings
+from spawnsim.training.structure import digits_of
 from spawnsim.training.watching import Watch
 
 PLAIN = (bool, int, float, complex, str, bytes, Enum, torch.dtype, torch.device, torch.Size)
@@ -26,6 +27,7 @@ KNOWN = {Tensor, bool, int, float, str, type(None)}  # inputs that are not put o
 MOST_CHANGES = 3  # of settings, for each of which steps of many are computed together
 MOST_VALUES = 8  # of an input that is no tensor
 MANY_GROUPS = 8
+_HOW = "how"  # beside the batches of a seat: what decided of them
 _CHANGES = "changes"  # beside the batches of a seat: how many there were
 
 Outcome = Tensor | tuple[Tensor, ...]
@@ -85,6 +87,10 @@ class OfModel:
         self._ready: weakref.WeakKeyDictionary[Seat, dict[Any, Any]] = weakref.WeakKeyDictionary()
         self._latest: tuple[Seat | None, dict[Any, Any]] = (None, {})  # the last that was asked for
 
+    def _how(self) -> tuple[Any, ...]:
+        """Return what of this object decides what is computed: its attributes may be set at any time."""
+        return (self.function,)
+
     def _ready_for(self, seat: Seat) -> dict[Any, Any]:
         """Return the batches of a seat, for the settings that its model and the function have now.
 
@@ -94,18 +100,18 @@ class OfModel:
         if self._latest[0] is not seat:
             self._latest = seat, self._ready.setdefault(seat, {})
         ready = self._latest[1]
-        settings = ready.get(Settings)
-        if settings is None or not settings.unchanged():
+        settings, how = ready.get(Settings), self._how()
+        if settings is None or how != ready[_HOW] or not settings.unchanged():
             changes = ready.get(_CHANGES, 0)
             if changes >= MOST_CHANGES:
                 raise Alone(
                     "what its function or the model computes with changes: give it as a tensor, beside the batch"
                 )
             now = Settings(self.function, seat.module())
-            if settings is not None and settings.key != now.key:
+            if settings is not None and (how != ready[_HOW] or settings.key != now.key):
                 ready.clear()
                 ready[_CHANGES] = changes + 1
-            ready[Settings] = now
+            ready[Settings], ready[_HOW] = now, how
         return ready
 
     def _forget(self, run: Run | None) -> None:
@@ -137,7 +143,9 @@ class OfModel:
         """Return what two calls must have in common to be carried out at once."""
         return tuple(
             [
-                (each.shape, each.dtype, each.device) if isinstance(each, Tensor) else _plain(each)
+                (each.shape, each.dtype, each.device, each.requires_grad)
+                if isinstance(each, Tensor)
+                else _plain(each)
                 for each in inputs
             ]
         )
@@ -168,4 +176,4 @@ def _plain(value: Any) -> Any:
         return tuple(map(_plain, value))
     if value is not None and not isinstance(value, PLAIN):
         raise Alone(f"an input is a {type(value).__name__}: give tensors one by one, numbers and texts")
-    return type(value), value
+    return type(value), digits_of(value)

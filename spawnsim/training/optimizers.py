@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 Group = Mapping[str, Any]
 Rows = Mapping[str, list[Tensor]]
@@ -104,6 +105,10 @@ def rule_of(optimizer: torch.optim.Optimizer) -> Rule | str:
         for name, fine in rule.refused:
             if group.get(name, fine) != fine:
                 return f"{type(optimizer).__name__} has {name}={group[name]}"
-    if optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks:
+    hooks = optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks
+    if hooks or _global_optimizer_pre_hooks or _global_optimizer_post_hooks:
         return "its optimizer has hooks"
+    replaced = vars(optimizer).get("step")  # schedulers replace it by what calls that of the class
+    if replaced is not None and getattr(replaced, "__wrapped__", None) is not type(optimizer).step:
+        return "its optimizer's step was replaced"
     return rule

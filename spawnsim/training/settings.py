@@ -21,6 +21,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from spawnsim.random import Streams
 from spawnsim.training.reading import MOST_PARTS, READERS, Loads, Reached
 from spawnsim.training.structure import (
     CONSTANTS,
@@ -30,6 +31,7 @@ from spawnsim.training.structure import (
     Unequal,
     attributes_of,
     by_value,
+    digits_of,
     is_trained,
     of_library,
     of_tensor,
@@ -53,7 +55,7 @@ def is_fixed(value: Any) -> bool:
     if (
         kind.__module__ == "builtins"
         or not of_library(kind)
-        or isinstance(value, (nn.Module, functools.partial))
+        or isinstance(value, (nn.Module, functools.partial, Streams))
     ):
         return False
     return isinstance(value, (np.generic, np.dtype)) or callable(value) or by_value(value)
@@ -183,7 +185,7 @@ class Settings:
     def _of(self, value: Any) -> Hashable:
         """Keep an eye on what is in a value; return a key of it."""
         if is_fixed(value):
-            return type(value), value
+            return type(value), digits_of(value)
         if id(value) in self._seen:
             return "again", list(self._seen).index(id(value))
         self._seen[id(value)] = value
@@ -276,7 +278,8 @@ class Settings:
 
 def is_equal(now: Any, before: Any) -> bool:
     """Return whether something is still the same, or as good: an equal number."""
-    return now is before or (type(now) is type(before) and is_fixed(now) and bool(now == before))
+    alike = type(now) is type(before) and is_fixed(now)
+    return now is before or (alike and bool(digits_of(now) == digits_of(before)))
 
 
 def _is_kept(entry: list[Any]) -> bool:

@@ -7,6 +7,7 @@ many models at once steps alone, and the run has a warning that says why.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -77,6 +78,9 @@ class TrainingStep(OfModel):
             raise ParameterError(f"max_norm={max_norm}: give a number above 0, or None")
         self.max_norm, self.gradients = max_norm, gradients
 
+    def _how(self) -> tuple[Any, ...]:
+        return self.function, self.max_norm, self.gradients
+
     def __call__(self, model: nn.Module, optimizer: torch.optim.Optimizer, *batch: Any) -> Outcome:
         """Train on a batch.
 
@@ -119,7 +123,10 @@ class TrainingStep(OfModel):
     @staticmethod
     def _may_wait(seat: Seat, rank: int) -> bool:
         """Return whether one more step of a model may be put off, behind what is put off of it already."""
-        return seat.steps < MOST_STEPS and seat.rank == rank and seat.goes_on
+        if seat.steps >= MOST_STEPS or seat.rank != rank or not seat.goes_on:
+            return False
+        # Once a step waits, to freeze a parameter is a look. Before an evaluation was put off nobody asked.
+        return seat.steps > 0 or seat.wants
 
     def _put_off(self, deferred: Deferred, rank: int, seat: Seat, inputs: Sequence[Any]) -> Outcome:
         rule, groups = seat.arena.rule, seat.optimizer.param_groups
@@ -150,8 +157,7 @@ class TrainingStep(OfModel):
         while seat.steps >= len(slots):
             slots.append(batch.slots(seat.row, len(slots)))
         for number, slot in slots[seat.steps]:
-            given = inputs[number]
-            slot.copy_(given.detach() if given.requires_grad else given)
+            slot.copy_(inputs[number])
         watch = Run.of(deferred).watch
         work = Put(rank, seat, batch, [watch.result(each) for each in batch.results])
         work.settings, work.lr = settings, tuple([float(group["lr"]) for group in groups])
@@ -232,13 +238,14 @@ class TrainingStep(OfModel):
     def _open(
         self, deferred: Deferred, seat: Seat, key: Any, inputs: Sequence[Any], *, settings: Settings
     ) -> Any:
+        if any(isinstance(each, Tensor) and each.requires_grad for each in inputs):
+            raise Alone("an input requires a gradient: detach it, if what it was made of need not get one")
         run = Run.of(deferred)
         whole = (
             "step",
             run.keys[seat.arena],
             settings.key,
-            self.max_norm,
-            self.gradients,
+            *self._how()[1:],
             key,
         )
         batch = run.batches.get(whole)
@@ -404,6 +411,8 @@ def _require_alike(model: nn.Module, optimizer: torch.optim.Optimizer) -> Rule:
         raise Alone("its parameters are of a class of their own")
     if len({(p.dtype, p.device) for p in parameters}) != 1 or parameters[0].dtype not in DTYPES:
         raise Alone("its parameters are not all of one dtype, float32 or float64, on one device")
+    if _overlap(parameters):
+        raise Alone("its parameters share memory")
     known = {id(p) for p in parameters}
     if any(id(p) not in known for group in optimizer.param_groups for p in group["params"]):
         raise Alone("its optimizer has parameters that are not the model's")
@@ -411,3 +420,13 @@ def _require_alike(model: nn.Module, optimizer: torch.optim.Optimizer) -> Rule:
     if any(p.requires_grad and id(p) not in trained for p in parameters):
         raise Alone("a parameter that requires a gradient is not in its optimizer")
     return rule
+
+
+def _overlap(parameters: Sequence[Tensor]) -> bool:
+    """Return whether parameters lie over each other, as where one was tied to another by way of `.data`."""
+    parts = []
+    for p in parameters:
+        last = sum((size - 1) * stride for size, stride in zip(p.shape, p.stride(), strict=True))
+        if p.numel():
+            parts.append((p.data_ptr(), p.data_ptr() + last * p.element_size()))
+    return any(begin <= last for (_, last), (begin, _) in pairwise(sorted(parts)))

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import types
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Mapping
 from itertools import chain
 from typing import Any
 
@@ -19,6 +19,7 @@ _OWN = {"_parameters", "_buffers", "_modules", "_non_persistent_buffers_set", "_
 # Its parameters again, brought up to date in each forward pass.
 _OF_RNN = {"_flat_weights", "_flat_weight_refs"}
 _HOOKS = {name for name in vars(nn.Module()) if "hook" in name} - _OWN
+_CALLED = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _CHANGED = ("running_mean", "running_var")  # buffers of torch's own normalizations
 KEPT_BY_TORCH = _OWN | _HOOKS | _OF_RNN
 # What these packages define is taken to compute the same at each call.
@@ -50,13 +51,15 @@ def of_model(model: nn.Module) -> Hashable:
     """Return a key of how a model is made: classes, and the shapes of parameters. `Settings` compares its attributes.
 
     Raises:
-        Unequal: it has hooks, or buffers that a forward pass changes.
+        Unequal: it has hooks, or buffers that a forward pass changes, or is a ScriptModule.
     """
     parts: list[Hashable] = []
+    if any(isinstance(each, torch.jit.ScriptModule) for each in model.modules()):
+        raise Unequal("it is TorchScript's")
+    hooked = hooks_of(model)
+    if hooked:
+        raise Unequal(f"it has hooks ({hooked})")
     for name, module in model.named_modules():
-        own = vars(module)
-        if any(own.get(hooks) for hooks in _HOOKS):
-            raise Unequal(f"it has hooks ({name or type(model).__name__})")
         changed = next((each for each in _CHANGED if module._buffers.get(each) is not None), None)
         if changed is not None:
             raise Unequal(f"its forward pass changes buffers ({'.'.join(filter(None, [name, changed]))})")
@@ -65,9 +68,29 @@ def of_model(model: nn.Module) -> Hashable:
     return tuple(parts), tuple(shapes)
 
 
+def hooks_of(model: nn.Module) -> str:
+    """Return what of a model has hooks that are called as it computes, or all modules have; "" for nothing.
+
+    Torch numbers all hooks but those that are written into its dictionaries: `RemovableHandle.next_id`.
+    """
+    if torch.nn.modules.module._has_any_global_hook():  # type: ignore[no-untyped-call]
+        return "of all modules"
+    for name, module in model.named_modules():
+        if any(vars(module)[hooks] for hooks in _CALLED):
+            return name or type(model).__name__
+    with torch._C.DisableTorchFunctionSubclass():
+        hooked = (
+            name for name, p in model.named_parameters() if p._backward_hooks or p._post_accumulate_grad_hooks
+        )
+        return next(hooked, "")
+
+
 def attributes(model: nn.Module) -> list[Any]:
-    """Return the names and values of what a program keeps in the modules of a model, and of their buffers."""
-    parts = [part for module in model.modules() for part in (vars(module), module._buffers)]
+    """Return the names and values of what a program keeps in the modules of a model, their classes and buffers."""
+    modules = [*model.modules()]
+    kinds = dict.fromkeys(each for module in modules for each in type(module).__mro__)
+    parts: list[Mapping[str, Any]] = [vars(kind) for kind in kinds if not of_library(kind)]
+    parts += [part for module in modules for part in (vars(module), module._buffers)]
     items = [item for part in parts for item in part.items() if item[0] not in KEPT_BY_TORCH]
     return [*chain.from_iterable(items)]
 
@@ -75,6 +98,11 @@ def attributes(model: nn.Module) -> list[Any]:
 def is_trained(value: Any) -> bool:
     """Return whether it is a module that has parameters."""
     return isinstance(value, nn.Module) and next(value.parameters(), None) is not None
+
+
+def digits_of(value: Any) -> Hashable:
+    """Return a key of a value of CONSTANTS: of numbers all digits, for -0.0 equals 0.0, and NaN not even itself."""
+    return repr(value) if isinstance(value, (float, complex)) else value
 
 
 def references(function: Callable[..., Any]) -> tuple[Any, ...]:

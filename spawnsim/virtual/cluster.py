@@ -437,8 +437,8 @@ def _line(error: BaseException) -> str:
 
 TOGETHER: Any = NoTask(
     lambda: UsageError(
-        "a loss or an evaluation cannot communicate: it is carried out for many ranks at once. Communicate outside of "
-        "the function that a TrainingStep or an Evaluation is given, or run eagerly"
+        "a loss or an evaluation cannot communicate, nor draw from a rank's streams: it is carried out for many ranks "
+        "at once. Do so outside of the function that a TrainingStep or an Evaluation is given, or run eagerly"
     )
 )
 

@@ -19,7 +19,7 @@ from spawnsim.virtual import diagnosis
 from spawnsim.virtual.compute import Sampler
 from spawnsim.virtual.digest import COMPUTE, SLEEP, nanoseconds
 from spawnsim.virtual.engine.completion import Completion
-from spawnsim.virtual.engine.kernel import Task
+from spawnsim.virtual.engine.kernel import AFTERWARDS, NoTask, Task
 from spawnsim.virtual.engine.waiting import Unbroken, await_one
 from spawnsim.virtual.engine.world import Rank, World
 
@@ -320,6 +320,9 @@ class RankServices:
     @property
     def rng(self) -> Streams:
         """The rank's random streams."""
+        task: Any = self._world.kernel.current
+        if type(task) is NoTask and task is not AFTERWARDS:
+            task.clock  # noqa: B018 - it says why nothing may be drawn
         return self._rank.streams
 
     def background(self, program: Callable[[], Any]) -> Background:

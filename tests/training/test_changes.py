@@ -1,0 +1,257 @@
+"""What a program does to its model, its optimizer and its steps: computed as eagerly, or refused with the reason."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from spawnsim import Evaluation, TrainingStep
+from tests.training.test_steps import RANKS, batch, build, loss_of, run, sgd, weights
+
+
+def agree(main, *, rtol=1e-5):
+    """Run it together and eagerly; return the warnings of the first."""
+    (together, result), (eager, _) = (run(main, eager=each) for each in (False, True))
+    torch.testing.assert_close(together, eager, rtol=rtol, atol=1e-6)
+    return result.what.get("warnings", [])
+
+
+def zeroed(optimizer, *_):
+    """A hook of an optimizer, by which nothing is learnt."""
+    for group in optimizer.param_groups:
+        for p in group["params"]:
+            p.grad.zero_()
+
+
+def forgotten(parameter):
+    """A hook of a parameter whose gradient is there, by which it learns nothing."""
+    parameter.grad.zero_()
+
+
+REFUSED = {
+    "hook of a module": lambda m, o: m[0].register_forward_hook(lambda _, given, out: 2 * out),
+    "hook of a parameter": lambda m, o: m[0].weight.register_hook(lambda gradient: 0 * gradient),
+    "hook of a gradient": lambda m, o: m[0].bias.register_post_accumulate_grad_hook(forgotten),
+    "hook of an optimizer": lambda m, o: o.register_step_pre_hook(zeroed),
+    "another step": lambda m, o: setattr(o, "step", lambda: zeroed(o)),
+}
+
+
+@pytest.mark.parametrize("at", [0, 3])
+@pytest.mark.parametrize("kind", REFUSED)
+def test_what_would_be_passed_over_makes_a_model_step_alone(kind, at):
+    """From the start, or from the middle on, when steps wait: they are made without it."""
+
+    def main(comm):
+        model = build(comm.rank)
+        optimizer, step = sgd(model), TrainingStep(loss_of)
+        for iteration in range(6):
+            if iteration == at:
+                REFUSED[kind](model, optimizer)
+            with comm.compute(0.01):
+                loss = step(model, optimizer, *batch(comm.rank, iteration))
+            comm.record(loss=loss)
+        return weights(model)
+
+    (warning,) = agree(main)
+    assert "step alone" in warning
+    assert ("hooks" if "hook" in kind else "replaced") in warning
+
+
+@pytest.mark.parametrize(
+    "register",
+    [nn.modules.module.register_module_forward_pre_hook, register_optimizer_step_pre_hook],
+    ids=["modules", "optimizers"],
+)
+def test_hooks_of_all_modules_and_optimizers_make_models_step_alone(register):
+    """They are torch's own, and not a model's."""
+    calls = []
+
+    def main(comm):
+        model = build(comm.rank)
+        optimizer, step = sgd(model), TrainingStep(loss_of)
+        for iteration in range(3):
+            with comm.compute(0.01):
+                step(model, optimizer, *batch(comm.rank, iteration))
+        return weights(model)
+
+    handle = register(lambda *_: calls.append(1) and None)
+    try:
+        (warning,) = agree(main)
+    finally:
+        handle.remove()
+    assert "hooks" in warning
+    assert len(calls) % (2 * 3 * RANKS) == 0, "as often together as eagerly"
+
+
+def test_a_scheduler_that_wraps_a_step_makes_no_model_step_alone():
+    """Torch's own replaces `optimizer.step` by what calls it, here in the middle."""
+
+    def main(comm):
+        model = build(comm.rank)
+        optimizer, step = sgd(model), TrainingStep(loss_of)
+        for iteration in range(6):
+            if iteration == 3:
+                schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+            with comm.compute(0.01):
+                step(model, optimizer, *batch(comm.rank, iteration))
+            if iteration >= 3:
+                schedule.step()
+        return weights(model)
+
+    assert agree(main) == []
+
+
+class Tied(nn.Module):
+    """Two layers that have one memory, but not one parameter."""
+
+    def __init__(self, seed):
+        super().__init__()
+        self.first, self.middle, self.last = (
+            build(seed, (20, 12)),
+            build(seed, (12, 12)),
+            build(seed, (12, 12)),
+        )
+        self.last[0].weight.data = self.middle[0].weight.data
+
+    def forward(self, x):
+        return self.last(self.middle(self.first(x)))
+
+
+@pytest.mark.parametrize(
+    ("model_of", "why"), [(Tied, "share memory"), (lambda seed: torch.jit.script(build(seed)), "TorchScript")]
+)
+def test_models_that_no_rows_can_hold_step_alone(model_of, why):
+    """Parameters over each other would come apart; of TorchScript's modules no attributes are seen."""
+
+    def main(comm):
+        model = model_of(comm.rank)
+        optimizer, step = sgd(model), TrainingStep(loss_of)
+        for iteration in range(4):
+            with comm.compute(0.01):
+                step(model, optimizer, *batch(comm.rank, iteration))
+        return weights(model)
+
+    (warning,) = agree(main)
+    assert why in warning
+
+
+def test_an_input_that_requires_a_gradient_gets_one():
+    """Split learning: what came before learns through the features."""
+
+    def main(comm):
+        before, head = nn.Linear(20, 20), build(comm.rank)
+        with torch.no_grad():
+            before.weight.copy_(torch.eye(20))
+            before.bias.zero_()
+        early, late, step = sgd(before), sgd(head), TrainingStep(loss_of)
+        for iteration in range(4):
+            x, y = batch(comm.rank, iteration)
+            early.zero_grad()
+            with comm.compute(0.01):
+                step(head, late, before(x), y)
+            early.step()
+        return weights(before), weights(head)
+
+    (warning,) = agree(main)
+    assert "requires a gradient" in warning
+
+
+def test_a_loss_that_draws_from_a_ranks_streams_steps_alone():
+    """Whose stream would it be, if it were computed once for all?"""
+
+    def main(comm):
+        model = build(comm.rank)
+        optimizer = sgd(model)
+        step = TrainingStep(lambda m, x, y: loss_of(m, x, y) * comm.rng("noise").uniform(0.5, 1.0))
+        drawn = TrainingStep(lambda m, x, y, draw=comm.rng: loss_of(m, x, y) * draw.uniform(0.5, 1.0))
+        for iteration in range(4):
+            with comm.compute(0.01):
+                step(model, optimizer, *batch(comm.rank, iteration))
+                drawn(model, optimizer, *batch(comm.rank, iteration))
+        return weights(model)
+
+    assert ["streams" in each or "Streams" in each for each in agree(main)] == [True, True]
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+def test_what_is_frozen_before_an_evaluation_stays(frozen):
+    """Or is thawed: while an evaluation waits, as while nothing does."""
+
+    def main(comm):
+        model = build(comm.rank)
+        model[0].requires_grad_(frozen)
+        optimizer, step, evaluate = sgd(model), TrainingStep(loss_of), Evaluation(loss_of)
+        for iteration in range(6):
+            if iteration == 2:
+                model[0].requires_grad_(not frozen)
+                comm.record(loss=evaluate(model, *batch(0, 0)))
+            with comm.compute(0.01):
+                step(model, optimizer, *batch(comm.rank, iteration))
+        return weights(model)
+
+    agree(main)
+
+
+@pytest.mark.parametrize("order", [(True, False), (False, True), (True, True, False, False, True)])
+def test_a_step_leaves_gradients_or_none_whatever_waits_before_it(order):
+    """Of two steps of one model that wait, the last decides."""
+
+    def main(comm):
+        model = build(comm.rank)
+        optimizer, steps = sgd(model), [TrainingStep(loss_of, gradients=each) for each in (False, True)]
+        for iteration, gradients in enumerate(order):
+            with comm.compute(0.01):
+                steps[gradients](model, optimizer, *batch(comm.rank, iteration))
+        kept = [p.grad for p in model.parameters()]
+        assert [each is not None for each in kept] == [order[-1]] * len(kept)
+        return weights(model), [each for each in kept if each is not None]
+
+    agree(main)
+
+
+def test_a_steps_own_settings_count_from_the_next_call_on():
+    """The norm to which it clips, whether it leaves gradients, and its function."""
+
+    def main(comm):
+        model = build(comm.rank)
+        optimizer, step, evaluate = sgd(model), TrainingStep(loss_of, max_norm=1.0), Evaluation(loss_of)
+        seen = []
+        for iteration in range(12):
+            if iteration == 3:
+                step.max_norm = 0.01
+            if iteration == 6:
+                step.function = evaluate.function = lambda m, x, y: 2 * loss_of(m, x, y)
+            if iteration == 9:
+                step.gradients = True
+            with comm.compute(0.01):
+                loss = step(model, optimizer, *batch(comm.rank, iteration))
+            seen += [loss, evaluate(model, *batch(0, 0))]
+        return weights(model), torch.stack(seen), [p.grad for p in model.parameters()]
+
+    assert agree(main) == []
+
+
+def test_numbers_differ_if_their_digits_do():
+    """-0.0 is not 0.0, and NaN is itself: beside the batch, and around the loss."""
+
+    def main(comm):
+        model, given = build(comm.rank), [0.0, math.nan]
+        optimizer = sgd(model, lr=0.0)
+        step = TrainingStep(
+            lambda m, x, y, sign: loss_of(m, x, y) * math.copysign(1, sign) * math.copysign(2, given[0])
+        )
+        losses = []
+        for iteration in range(8):
+            given[0] = -0.0 if iteration == 5 else 0.0
+            with comm.compute(0.01):
+                losses.append(
+                    step(model, optimizer, *batch(comm.rank, iteration), 0.0 if iteration % 2 else -0.0)
+                )
+        return torch.stack(losses)
+
+    assert agree(main) == []
