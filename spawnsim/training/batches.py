@@ -446,6 +446,9 @@ class EvaluationBatch(_Batch):
             return loss, *more
 
         self.function = outcome
+        self._calls: dict[
+            tuple[int | None, ...], Callable[..., Any]
+        ] = {}  # by which inputs differ from row to row
 
     def open(self, row: int, inputs: Sequence[Any]) -> str:
         _, outputs = self._outcome(self.arena.rows["weights"][row : row + 1], inputs)
@@ -467,8 +470,9 @@ class EvaluationBatch(_Batch):
                     watching.known(work.outs, list(outputs))
                 return
             dims = (0, 0, *(dim for _, dim in together))
-            call = _of_rows(self.objective.model, self.function, dims)
-            outputs = call(trained, fixed, *(each for each, _ in together))
+            if dims not in self._calls:
+                self._calls[dims] = _of_rows(self.objective.model, self.function, dims)
+            outputs = self._calls[dims](trained, fixed, *(each for each, _ in together))
         _tell(works, outputs)
 
 
