@@ -118,6 +118,11 @@ def _tell(works: Sequence[Put], outputs: Sequence[Tensor]) -> None:
         watching.known([work.outs[number] for work in works], list(output.unbind()))
 
 
+def _unknown(like: Tensor) -> Tensor:
+    """Return what a result is until it is known: NaN, or 0."""
+    return torch.full_like(like.detach(), torch.nan if like.is_floating_point() or like.is_complex() else 0)
+
+
 def _rows(works: Sequence[Put]) -> Rows:
     """Return the rows of some work: a slice, whose views are not copied, where they follow each other."""
     rows = [work.seat.row for work in works]
@@ -304,7 +309,7 @@ class StepBatch(_Batch):
     def open(self, row: int, inputs: Sequence[Any]) -> str:
         trained, outputs = self._outcome(self.arena.rows["weights"][row : row + 1], inputs)
         found: Sequence[Tensor | None] = torch.autograd.grad(outputs[0], trained, allow_unused=True)
-        self.results = [torch.empty_like(each.detach()) for each in outputs]
+        self.results = [_unknown(each) for each in outputs]
         # Room for the inputs of all rows; what is no tensor is part of the function.
         self._fixed_inputs = list(inputs)
         self._like = [torch.empty_like(each) if isinstance(each, Tensor) else None for each in inputs]
@@ -452,7 +457,7 @@ class EvaluationBatch(_Batch):
 
     def open(self, row: int, inputs: Sequence[Any]) -> str:
         _, outputs = self._outcome(self.arena.rows["weights"][row : row + 1], inputs)
-        self.results = [torch.empty_like(each.detach()) for each in outputs]
+        self.results = [_unknown(each) for each in outputs]
         return ""
 
     def compute(self, works: Sequence[Put]) -> None:

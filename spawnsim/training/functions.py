@@ -64,6 +64,7 @@ class Run:
 
     def close(self) -> None:
         """Let go of rows and inputs; models keep theirs. A step that a module holds may outlive the run."""
+        self.watch.close()
         for each in [*self.users]:
             if each._run is self:
                 each._forget(None)

@@ -6,13 +6,15 @@ class of which torch tells us each use. So a look costs nothing otherwise, and n
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from spawnsim.comm.deferred import Deferred, caller
+from spawnsim.comm.deferred import WAITING, Deferred, caller
 
 # What may be asked of a tensor without a look at its values.
 METADATA = {
@@ -31,13 +33,24 @@ METADATA = {
 } | {Tensor.dim, Tensor.numel, Tensor.stride, Tensor.is_floating_point, Tensor.__len__}
 
 
+# What reads a tensor's memory without asking its class.
+READERS: tuple[tuple[Any, str], ...] = (
+    *((torch, name) for name in ("tensor", "as_tensor", "asarray", "full", "scalar_tensor")),
+    *((Tensor, name) for name in ("new_tensor", "new_full")),
+    (nn.Parameter, "__new__"),
+)
+NUMBERS = {bool, int, float}
+_AUTOGRAD = torch._C.DispatchKey.AutogradCPU
+_USUAL = torch._C._dispatch_tls_local_include_set(), torch._C._dispatch_tls_local_exclude_set()
+
+
 def _of_classes(value: Any, classes: set[Any]) -> list[Tensor]:
     """Return the tensors of some classes among the arguments of a call."""
     if type(value) in classes:
         return [value]
     if isinstance(value, dict):
         value = value.values()
-    elif not isinstance(value, (list, tuple)):
+    elif not isinstance(value, (list, tuple)) or NUMBERS.issuperset(map(type, value)):  # perhaps a million
         return []
     return [found for each in value for found in _of_classes(each, classes)]
 
@@ -51,10 +64,11 @@ class Watch:
             if not unknown:
                 return
             found = caller()
-            deferred.look(
-                found[1] if found is not None and found[0] is deferred else None,
-                lambda: not ours.isdisjoint(map(type, unknown)),
-            )
+            with _autograd():
+                deferred.look(
+                    found[1] if found is not None and found[0] is deferred else None,
+                    lambda: not ours.isdisjoint(map(type, unknown)),
+                )
             # Copies are made of the class of their original, and there is nothing to be carried out for them.
             for each in unknown:
                 if type(each) in ours:
@@ -88,6 +102,11 @@ class Watch:
         self.tensor: Any = type("PendingTensor", (Tensor,), members | numbers)
         ours = {self.parameter, self.tensor}
         deferred.unknown, self.look = self.tensor, look
+        _readers.watch(look)
+
+    def close(self) -> None:
+        """Be told of no more looks that are not a tensor's."""
+        _readers.leave(self.look)
 
     def watch(self, parameters: Iterable[nn.Parameter], tensors: Iterable[Tensor]) -> None:
         """Be told of looks from now on."""
@@ -97,10 +116,65 @@ class Watch:
             tensor.__class__ = self.tensor
 
     def result(self, like: Tensor) -> Tensor:
-        """Return a tensor that is not known yet."""
-        tensor = torch.empty_like(like)
+        """Return a tensor that is not known yet: NaN, if it is read by a way that nobody tells us of."""
+        tensor = like.clone()
         tensor.__class__ = self.tensor
         return tensor
+
+
+def _autograd() -> AbstractContextManager[Any]:
+    """Let other ranks compute as usual, though torch asks for a number in the middle of a call, without autograd."""
+    excluded = torch._C._dispatch_tls_is_dispatch_key_excluded(_AUTOGRAD)
+    if excluded and not torch.is_inference_mode_enabled():
+        return torch._C._ForceDispatchKeyGuard(*_USUAL)
+    return nullcontext()
+
+
+class _Readers:
+    """Torch's `READERS`, replaced by what looks first, while there are runs that are told of looks."""
+
+    def __init__(self) -> None:
+        self._looks: list[Callable[[Any, Any], None]] = []
+        self._before: list[Any] = []  # None: inherited
+
+    def watch(self, look: Callable[[Any, Any], None]) -> None:
+        """Have one more run told."""
+        self._looks.append(look)
+        if len(self._looks) == 1:
+            self._before = [vars(place).get(name) for place, name in READERS]
+            for (place, name), looking in zip(READERS, self._looking(), strict=True):
+                setattr(place, name, looking)
+
+    def leave(self, look: Callable[[Any, Any], None]) -> None:
+        """Have one run told no more."""
+        self._looks.remove(look)
+        if self._looks:
+            return
+        for (place, name), before in zip(READERS, self._before, strict=True):
+            if before is None:
+                delattr(place, name)
+            else:
+                setattr(place, name, before)
+
+    @functools.cache  # noqa: B019 - there is one of this class, for ever
+    def _looking(self) -> list[Any]:
+        return [self._looks_first(getattr(place, name)) for place, name in READERS]
+
+    def _looks_first(self, function: Callable[..., Any]) -> Any:
+        @functools.wraps(function)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            for look in self._looks if WAITING else ():
+                look(args, kwargs)
+            return function(*args, **kwargs)
+
+        # TorchScript knows operations by the identity of their functions.
+        builtin = torch.jit._builtins._find_builtin(function)  # type: ignore[no-untyped-call]
+        if builtin is not None:
+            torch.jit._builtins._register_builtin(call, builtin)
+        return staticmethod(call) if function.__name__ == "__new__" else call
+
+
+_readers = _Readers()
 
 
 def release(parameters: Iterable[nn.Parameter], tensors: Iterable[Tensor]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -255,3 +256,56 @@ def test_numbers_differ_if_their_digits_do():
         return torch.stack(losses)
 
     assert agree(main) == []
+
+
+READ = {
+    "torch.tensor": lambda loss, model: torch.tensor(loss),
+    "torch.tensor of a list": lambda loss, model: torch.tensor([loss, 2.0, loss]),
+    "torch.as_tensor": lambda loss, model: torch.as_tensor([[loss], (loss,)]),
+    "torch.FloatTensor": lambda loss, model: torch.FloatTensor([loss, loss]),
+    "torch.full": lambda loss, model: torch.full((2,), fill_value=loss),
+    "torch.scalar_tensor": lambda loss, model: torch.scalar_tensor(loss),
+    "new_tensor": lambda loss, model: torch.ones(1).new_tensor([loss]),
+    "new_full": lambda loss, model: torch.ones(1).new_full((2,), loss),
+    "nn.Parameter": lambda loss, model: nn.Parameter(model[0].weight),
+    "numpy": lambda loss, model: torch.from_numpy(np.array([loss, loss])),
+}
+
+
+@pytest.mark.filterwarnings("ignore:To copy construct")
+@pytest.mark.parametrize("kind", READ)
+def test_what_torch_reads_without_asking_a_tensors_class_is_a_look(kind):
+    """Of a loss or a parameter that waits; in the middle of a call, without autograd, or not."""
+
+    def main(comm):
+        model = build(comm.rank)
+        optimizer, step = sgd(model), TrainingStep(loss_of)
+        for iteration in range(6):
+            with comm.compute(0.01):
+                loss = step(model, optimizer, *batch(comm.rank, iteration))
+            if iteration == 3:
+                seen = READ[kind](loss, model).detach().clone().double()
+        assert torch.is_grad_enabled()
+        model(batch(0, 0)[0]).sum().backward()
+        return weights(model), seen
+
+    functions = torch.tensor, torch.Tensor.new_full, nn.Parameter.__new__
+    assert agree(main) == []
+    assert functions == (torch.tensor, torch.Tensor.new_full, nn.Parameter.__new__), (
+        "they are torch's own again"
+    )
+    torch.ones(1, requires_grad=True).sum().backward()
+
+
+def test_a_result_that_is_read_unnoticed_is_no_number():
+    """As a number of an operation, of which torch does not tell: look at it first."""
+
+    def main(comm):
+        model = build(comm.rank)
+        step = TrainingStep(loss_of)
+        with comm.compute(0.01):
+            loss = step(model, sgd(model), *batch(comm.rank, 0))
+        return torch.add(torch.ones(1), torch.ones(1), alpha=loss)
+
+    assert all(map(torch.isnan, run(main)[0]))
+    assert all(map(torch.isfinite, run(main, eager=True)[0]))
