@@ -268,7 +268,9 @@ class Seat:
         Returns:
             Whether it did: not if more has changed, nor if somebody holds the state that was there.
         """
-        if self.apart or not self.holds:
+        rule, groups = self.arena.rule, self.optimizer.param_groups
+        kept = {name for group in groups for name in rule.states(rule.settings(group))}
+        if self.apart or not self.holds or not kept.issubset(self.arena.states):
             return False
         # References to the optimizer's state: this seat's, that of the view of its values, and the call's.
         if self._state is not self.optimizer.state and sys.getrefcount(self._state) > 3:

@@ -58,7 +58,8 @@ class _SGD(Rule):
 
     def settings(self, group: Group) -> tuple[Hashable, ...]:
         refused = group["dampening"], group["differentiable"]
-        return group["momentum"], group["weight_decay"], group["nesterov"], group["maximize"], refused
+        momentum, decay = float(group["momentum"]), float(group["weight_decay"])  # perhaps tensors
+        return momentum, decay, group["nesterov"], group["maximize"], refused
 
     def update(self, rows: Rows, lr: float, settings: Sequence[Any]) -> None:
         momentum, decay, nesterov, maximize, _ = settings
@@ -75,8 +76,8 @@ class _Adam(Rule):
     def settings(self, group: Group) -> tuple[Hashable, ...]:
         decoupled = group.get("decoupled_weight_decay", False)
         betas = tuple(float(beta) for beta in group["betas"])
-        decay, refused = (group["weight_decay"], decoupled), group["differentiable"]
-        return *betas, group["eps"], decay, group["amsgrad"], group["maximize"], refused
+        decay, refused = (float(group["weight_decay"]), decoupled), group["differentiable"]
+        return *betas, float(group["eps"]), decay, group["amsgrad"], group["maximize"], refused
 
     def update(self, rows: Rows, lr: float, settings: Sequence[Any]) -> None:
         beta1, beta2, eps, (decay, decoupled), amsgrad, maximize, _ = settings

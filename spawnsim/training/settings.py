@@ -160,6 +160,8 @@ class Settings:
         value = place[name]
         if not isinstance(value, Tensor):
             return self._at(place, name)
+        if value.requires_grad:
+            raise Unequal(f"{name} requires a gradient, and is no parameter")
         digest = of_tensor(value)
         self._watch(place, name)
         self._of_model.append([value, _version(value), digest])

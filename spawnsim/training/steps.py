@@ -100,7 +100,7 @@ class TrainingStep(OfModel):
         if found is None or torch._C._is_any_autocast_enabled() or not torch.is_grad_enabled():
             return self._at_once(model, optimizer, batch)
         deferred, rank = found
-        self._settle_inputs(deferred, batch)
+        self._settle_inputs(deferred, (*batch, *[group.get("lr") for group in optimizer.param_groups]))
         seat, run = self._seat, Run.of(deferred)
         if run is not self._run or seat is None or not seat.of(model, optimizer):
             self._forget(run)

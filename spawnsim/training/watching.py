@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager, nullcontext
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
@@ -38,10 +38,9 @@ READERS: tuple[tuple[Any, str], ...] = (
     *((torch, name) for name in ("tensor", "as_tensor", "asarray", "full", "scalar_tensor")),
     *((Tensor, name) for name in ("new_tensor", "new_full")),
     (nn.Parameter, "__new__"),
+    (torch.utils, "swap_tensors"),
 )
 NUMBERS = {bool, int, float}
-_AUTOGRAD = torch._C.DispatchKey.AutogradCPU
-_USUAL = torch._C._dispatch_tls_local_include_set(), torch._C._dispatch_tls_local_exclude_set()
 
 
 def _of_classes(value: Any, classes: set[Any]) -> list[Tensor]:
@@ -64,11 +63,15 @@ class Watch:
             if not unknown:
                 return
             found = caller()
-            with _autograd():
-                deferred.look(
-                    found[1] if found is not None and found[0] is deferred else None,
-                    lambda: not ours.isdisjoint(map(type, unknown)),
-                )
+            rank = found[1] if found is not None and found[0] is deferred else None
+            if _within():
+                # At once, for no other rank may run now; in a thread, for these are each thread's own.
+                with ThreadPoolExecutor(1) as thread:
+                    thread.submit(deferred.carry_out).result()
+                if rank is not None:
+                    deferred.settle(rank)
+            else:
+                deferred.look(rank, lambda: not ours.isdisjoint(map(type, unknown)))
             # Copies are made of the class of their original, and there is nothing to be carried out for them.
             for each in unknown:
                 if type(each) in ours:
@@ -122,12 +125,21 @@ class Watch:
         return tensor
 
 
-def _autograd() -> AbstractContextManager[Any]:
-    """Let other ranks compute as usual, though torch asks for a number in the middle of a call, without autograd."""
-    excluded = torch._C._dispatch_tls_is_dispatch_key_excluded(_AUTOGRAD)
-    if excluded and not torch.is_inference_mode_enabled():
-        return torch._C._ForceDispatchKeyGuard(*_USUAL)
-    return nullcontext()
+def _within() -> bool:
+    """Return whether this thread is amid something of torch's that neither other ranks nor their work may see.
+
+    A vmap, a trace, a mode, hooks of what autograd saves; or a call in C++, without autograd, that asks for a number.
+    """
+    of_torch: Any = torch._C
+    excluded = of_torch._dispatch_tls_is_dispatch_key_excluded(of_torch.DispatchKey.AutogradCPU)
+    return (
+        (excluded and not torch.is_inference_mode_enabled())
+        or of_torch._functorch.peek_interpreter_stack() is not None
+        or of_torch._is_tracing()
+        or of_torch._len_torch_dispatch_stack() > 0
+        or of_torch._len_torch_function_stack() > 0
+        or of_torch._autograd._top_saved_tensors_default_hooks(True) is not None
+    )
 
 
 class _Readers:

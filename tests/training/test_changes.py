@@ -9,15 +9,17 @@ import pytest
 import torch
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils.checkpoint import checkpoint
+from torch.utils.flop_counter import FlopCounterMode
 
 from spawnsim import Evaluation, TrainingStep
 from tests.training.test_steps import RANKS, batch, build, loss_of, run, sgd, weights
 
 
-def agree(main, *, rtol=1e-5):
+def agree(main, *, rtol=1e-5, atol=1e-6):
     """Run it together and eagerly; return the warnings of the first."""
     (together, result), (eager, _) = (run(main, eager=each) for each in (False, True))
-    torch.testing.assert_close(together, eager, rtol=rtol, atol=1e-6)
+    torch.testing.assert_close(together, eager, rtol=rtol, atol=atol)
     return result.what.get("warnings", [])
 
 
@@ -309,3 +311,169 @@ def test_a_result_that_is_read_unnoticed_is_no_number():
 
     assert all(map(torch.isnan, run(main)[0]))
     assert all(map(torch.isfinite, run(main, eager=True)[0]))
+
+
+def saved_twice(model, x):
+    """A gradient by way of hooks of what autograd saves."""
+    with torch.autograd.graph.saved_tensors_hooks(lambda saved: 2 * saved, lambda saved: saved):
+        outcome = model(x).sum()
+    return torch.autograd.grad(outcome, model[0].weight)[0]
+
+
+def checkpointed(model, x):
+    """A gradient for which the model is computed twice."""
+    outcome = checkpoint(model, x, use_reentrant=False).sum()
+    return torch.autograd.grad(outcome, model[0].weight)[0]
+
+
+def on_meta(model, x):
+    """Weights, under a mode by which new tensors have no numbers."""
+    with torch.device("meta"):
+        return model[0].weight.detach().clone()
+
+
+def counted(model, x):
+    """How many operations a forward pass has."""
+    with FlopCounterMode(display=False) as counter:
+        model(x)
+    return torch.tensor(float(counter.get_total_flops()))
+
+
+def traced(x, loss):
+    """An outcome by way of a trace, of a function that looks at a loss: weights would have to be its arguments."""
+    return torch.jit.trace(lambda given: given * loss.item(), x)(x)
+
+
+WITHIN = {
+    "vmap": lambda model, x, loss: torch.vmap(model)(x),
+    "jacobian": lambda model, x, loss: torch.func.jacrev(lambda given: model(given).sum(0))(x),
+    "gradient": lambda model, x, loss: torch.func.grad(lambda given: model(given).sum())(x),
+    "saved": lambda model, x, loss: saved_twice(model, x),
+    "checkpoint": lambda model, x, loss: checkpointed(model, x),
+    "device": lambda model, x, loss: on_meta(model, x),
+    "counted": lambda model, x, loss: counted(model, x),
+    "traced": lambda model, x, loss: traced(x, loss),
+}
+
+
+@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning", "ignore:.torch.jit.trace")
+@pytest.mark.parametrize("kind", WITHIN)
+def test_a_look_in_the_middle_of_something_of_torchs_changes_nothing_there(kind):
+    """Nor does it change what others compute: they neither run then, nor are their steps seen by a vmap or a mode."""
+
+    def main(comm):
+        model = build(comm.rank)
+        optimizer, step = sgd(model), TrainingStep(loss_of)
+        seen = []
+        for iteration in range(6):
+            with comm.compute(0.01):
+                loss = step(model, optimizer, *batch(comm.rank, iteration))
+            if iteration % 3 == comm.rank % 3:
+                seen.append(WITHIN[kind](model, batch(0, 0)[0], loss).detach().clone())
+        return weights(model), seen
+
+    assert agree(main, rtol=1e-4) == []
+
+
+def test_numbers_of_an_optimizer_may_be_tensors():
+    """A learning rate that is a loss which waits; a weight decay that is changed in place."""
+
+    def main(comm):
+        model = build(comm.rank)
+        decay = torch.tensor(0.01)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, weight_decay=decay)
+        step = TrainingStep(loss_of)
+        for iteration in range(12):
+            with comm.compute(0.01):
+                loss = step(model, optimizer, *batch(comm.rank, iteration))
+            if iteration == 5:
+                optimizer.param_groups[0]["lr"] = loss
+            if iteration == 8:
+                optimizer.param_groups[0]["lr"] = 0.01
+                decay.fill_(0.5)
+        return weights(model)
+
+    assert agree(main, rtol=1e-3, atol=1e-4) == []
+
+
+def test_state_that_begins_anew_with_other_settings_takes_another_row():
+    """`amsgrad` keeps one tensor more."""
+
+    def main(comm):
+        model = build(comm.rank)
+        optimizer, step = torch.optim.AdamW(model.parameters(), lr=0.01), TrainingStep(loss_of)
+        for iteration in range(8):
+            if iteration == 4:
+                optimizer.state.clear()
+                optimizer.param_groups[0]["amsgrad"] = True
+            with comm.compute(0.01):
+                step(model, optimizer, *batch(comm.rank, iteration))
+        return weights(model), [state["max_exp_avg_sq"] for state in optimizer.state.values()]
+
+    assert agree(main, rtol=1e-4) == []
+
+
+class Learning(nn.Module):
+    """A model with a number that is trained, though it is no parameter."""
+
+    def __init__(self, seed):
+        super().__init__()
+        self.layers, self.factor = build(seed), torch.tensor(1.0, requires_grad=True)
+
+    def forward(self, x):
+        return self.layers(x) * self.factor
+
+
+def test_an_attribute_that_requires_a_gradient_gets_one():
+    """By another optimizer, perhaps, or by hand."""
+
+    def main(comm):
+        model = Learning(comm.rank)
+        optimizer, step = sgd(model), TrainingStep(loss_of)
+        for iteration in range(4):
+            with comm.compute(0.01):
+                step(model, optimizer, *batch(comm.rank, iteration))
+            with torch.no_grad():
+                model.factor -= 0.1 * model.factor.grad
+                model.factor.grad = None
+        return weights(model), model.factor.detach()
+
+    (warning,) = agree(main)
+    assert "factor requires a gradient" in warning
+
+
+def test_tensors_may_be_swapped_while_steps_wait():
+    """The steps that wait are those of the weight that was there."""
+
+    def main(comm):
+        model, other = build(comm.rank), build(RANKS + comm.rank)
+        optimizer, step = sgd(model), TrainingStep(loss_of)
+        for iteration in range(6):
+            if iteration == 3:
+                torch.utils.swap_tensors(model[0].weight, other[0].weight)
+            with comm.compute(0.01):
+                step(model, optimizer, *batch(comm.rank, iteration))
+        return weights(model), weights(other)
+
+    assert agree(main) == []
+
+
+def test_to_begin_a_step_makes_no_generators():
+    """Of a rank that draws nothing: they would be saved with it, and restored, which takes time."""
+
+    def main(comm):
+        model = build(comm.rank)
+        optimizer, step = sgd(model), TrainingStep(loss_of)
+        saved = comm.restore(model=model, optimizer=optimizer)
+        for iteration in range(saved.iteration if saved else 0, 10):
+            with comm.compute(0.02):
+                step(model, optimizer, *batch(comm.rank, iteration))
+            if iteration % 3 == 2:
+                comm.checkpoint(iteration=iteration + 1, model=model, optimizer=optimizer)
+            comm.Barrier()
+        return weights(model)
+
+    faults = "crash:*@0.1s; restart:*@0.3s"
+    (together, result), (eager, plain) = (run(main, eager=each, faults=faults) for each in (False, True))
+    torch.testing.assert_close(together, eager, rtol=1e-5, atol=1e-6)
+    assert result.totals["virtual_seconds"] == plain.totals["virtual_seconds"]
