@@ -62,6 +62,10 @@ class Run:
                 "their loss compute with differs from rank to rank: give it as tensors, beside the batch"
             )
 
+    def forget_refusals(self) -> None:
+        """Let functions that were refused be tried again."""
+        self.batches = {key: batch for key, batch in self.batches.items() if not isinstance(batch, str)}
+
     def close(self) -> None:
         """Let go of rows and inputs; models keep theirs. A step that a module holds may outlive the run."""
         self.watch.close()

@@ -146,8 +146,14 @@ class TrainingStep(OfModel):
             alone = why
         if alone is not None:
             deferred.settle(rank)
-            # Perhaps the program's own error, which would show ours above it if it were raised while ours is handled.
-            outcome = self._at_once(model, seat.optimizer, inputs)
+            try:
+                # The program's own error would show ours above it if it were raised while ours is handled.
+                outcome = self._at_once(model, seat.optimizer, inputs)
+            except Exception:
+                Run.of(
+                    deferred
+                ).forget_refusals()  # it fails by itself: perhaps for its values, and others do not
+                raise
             self._explain(deferred, model, alone)
             return outcome
         batch, slots = found

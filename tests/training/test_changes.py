@@ -13,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 from spawnsim import Evaluation, TrainingStep
+from spawnsim.training.batches import StepBatch
 from tests.training.test_steps import RANKS, batch, build, loss_of, run, sgd, weights
 
 
@@ -456,6 +457,29 @@ def test_tensors_may_be_swapped_while_steps_wait():
         return weights(model), weights(other)
 
     assert agree(main) == []
+
+
+def test_a_batch_that_fails_by_itself_keeps_nobody_alone(monkeypatch):
+    """The first batch of the first rank has a class that there is not."""
+    sizes, compute = [], StepBatch.compute
+    monkeypatch.setattr(
+        StepBatch, "compute", lambda self, works: sizes.append(len(works)) or compute(self, works)
+    )
+
+    def main(comm):
+        model = build(comm.rank)
+        optimizer, step = sgd(model), TrainingStep(loss_of)
+        for iteration in range(6):
+            x, y = batch(comm.rank, iteration)
+            if comm.rank == iteration == 0:
+                with pytest.raises(IndexError):
+                    step(model, optimizer, x, y + 1000)
+            with comm.compute(0.01):
+                step(model, optimizer, x, y)
+        return weights(model)
+
+    assert agree(main) == []
+    assert max(sizes) == RANKS
 
 
 def test_to_begin_a_step_makes_no_generators():
