@@ -11,7 +11,6 @@ from __future__ import annotations
 import copy
 import random
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from itertools import compress
 from typing import Any
@@ -505,14 +504,8 @@ def trial(batch: _Batch, call: Callable[..., Any], inputs: Sequence[Any]) -> Non
     model = batch.objective.model
     before = structure.attributes(model)
     settings = Settings(batch.objective.function, model)
-
-    def tried() -> None:
-        with _drawing_nothing():
-            _of_rows(model, call, dims)(trained, fixed, *two)
-
-    # In a thread, which is no rank's: a rank's generators, which it may not have made yet, are not looked at.
-    with ThreadPoolExecutor(1) as thread:
-        thread.submit(tried).result()
+    with _drawing_nothing():
+        _of_rows(model, call, dims)(trained, fixed, *two)
     now = structure.attributes(model)
     if len(now) != len(before) or not all(map(is_equal, now, before)):
         raise structure.Unequal("a forward pass changes its attributes")

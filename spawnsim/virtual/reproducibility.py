@@ -142,9 +142,10 @@ def _memory_of_generator(torch: Any) -> Any:
 
 
 def generators_of_caller() -> Generators | None:
-    """Return the generators of the rank that runs, or None outside virtual ranks."""
+    """Return the generators of the rank whose program runs; None outside virtual ranks."""
     task = current_task()
-    return None if task is None else generators_of(task)
+    # Not a rank's while it lets the work of many be carried out: to look at them would make them.
+    return generators_of(task) if task is not None and task.kernel.current is task else None
 
 
 def generators_of(task: Task) -> Generators:
