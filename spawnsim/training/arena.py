@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from spawnsim.training.optimizers import Rule, rule_of
-from spawnsim.training.structure import hooks_of
+from spawnsim.training.structure import CALLED, hooks_of
 
 ALIGN_NBYTES = 64  # each row begins on a cache line, so that results do not depend on which row it is
 _REQUIRES_GRADIENT, _ADDRESS = attrgetter("requires_grad"), Tensor.data_ptr
@@ -170,8 +170,8 @@ class Seat:
     """
 
     __slots__ = (
-        "__weakref__", "_addresses", "_counts", "_hooks", "_made", "_model", "_state", "_state_made", "_states",
-        "_step", "_trained", "apart", "arena", "graded", "optimizer", "parameters", "pending", "rank", "row",
+        "__weakref__", "_addresses", "_counts", "_hooked", "_hooks", "_made", "_model", "_state", "_state_made",
+        "_states", "_step", "_trained", "apart", "arena", "graded", "optimizer", "parameters", "pending", "rank", "row",
         "settings", "steps", "unknown", "watched",
     )  # fmt: skip
 
@@ -186,6 +186,9 @@ class Seat:
         self.unknown = self.graded = False
         self.rank = -1
         self._made = _Made(_containers(model))
+        self._hooked = [
+            vars(each)[name] for each in model.modules() for name in CALLED
+        ]  # hooks, of which there are none
         self._hooks = -1  # how many torch had numbered when none was found here
         self._trained = [p for group in optimizer.param_groups for p in group["params"]]
         self._counts = [len(group["params"]) for group in optimizer.param_groups]
@@ -228,7 +231,7 @@ class Seat:
     def _is_made(self) -> bool:
         """Whether modules, parameters, buffers and groups are the same, without hooks, which may do anything."""
         groups = [group["params"] for group in self.optimizer.param_groups]
-        if not self._made.unchanged() or [*map(len, groups)] != self._counts:
+        if any(self._hooked) or not self._made.unchanged() or [*map(len, groups)] != self._counts:
             return False
         if not all(map(is_, chain.from_iterable(groups), self._trained)):
             return False
@@ -281,6 +284,9 @@ class Seat:
         if any(sys.getrefcount(each) > ENTRY_REFERENCES + 2 for each in self.watched) or any(
             sys.getrefcount(each) > ENTRY_REFERENCES + 2 + (id(each) in there) for each in self._states
         ):
+            return False
+        # Or a view of it: a storage is used by the tensor, by that of which it is a view, and by Python in this call.
+        if any(torch._C._storage_Use_Count(each.untyped_storage()._cdata) > 3 for each in self.watched):
             return False
         self._take_state()
         return True

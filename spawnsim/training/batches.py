@@ -54,7 +54,6 @@ class Objective(nn.Module):
             id(p): nn.Parameter(torch.empty(p.shape, dtype=p.dtype, device="meta"), p.requires_grad)
             for p in model.parameters()
         }
-        known |= {id(each): each for each in settings.unread(model)}
         self.model = copy.deepcopy(model, known)
         self.function = settings.frozen(function)
 
@@ -502,12 +501,13 @@ def trial(batch: _Batch, call: Callable[..., Any], inputs: Sequence[Any]) -> Non
     two = [each.unsqueeze(0).expand(2, *each.shape) if isinstance(each, Tensor) else each for each in inputs]
     dims = (0, 0, *(0 if isinstance(each, Tensor) else None for each in inputs))
     model = batch.objective.model
-    before = structure.attributes(model)
+    before = structure.of_model(model), structure.attributes(model)
     settings = Settings(batch.objective.function, model)
     with _drawing_nothing():
         _of_rows(model, call, dims)(trained, fixed, *two)
     now = structure.attributes(model)
-    if len(now) != len(before) or not all(map(is_equal, now, before)):
+    alike = len(now) == len(before[1]) and all(map(is_equal, now, before[1]))
+    if not alike or structure.of_model(model) != before[0]:
         raise structure.Unequal("a forward pass changes its attributes")
     if not settings.unchanged():
         raise structure.Unequal("its function changes what it refers to")

@@ -96,7 +96,7 @@ class Reached:
 
     def reads(self, name: str) -> bool:
         """Return whether an attribute may be read."""
-        return self._any or name in self.names
+        return self._any or name in self.names or name == "forward"
 
     def _add(self, value: Any) -> None:
         if id(value) in self._seen:
@@ -110,6 +110,8 @@ class Reached:
                 self._add(each)
             if not of_library(value):
                 loads = Loads.of(value.__code__)
+                if "autocast" in loads.variables | loads.attributes:
+                    raise Unequal("it computes under autocast: enter it around the step")
                 self._add_names(loads.attributes | (loads.variables & _READ_ANY))
                 for each in map(value.__globals__.get, loads.variables):
                     self._add(each)

@@ -123,15 +123,6 @@ class Settings:
         """Return a function that computes with the present settings for ever."""
         return _Copies(self._reached).of(function)  # type: ignore[no-any-return]
 
-    def unread(self, model: nn.Module) -> list[Any]:
-        """Return what a program keeps in its model, and no code is seen to read: of this no copies are needed."""
-        return [
-            each
-            for module in model.modules()
-            for name, each in vars(module).items()
-            if name not in KEPT_BY_TORCH and not self._readers(module)(name)
-        ]
-
     # -- the walk -----------------------------------------------------------------------------------------------
 
     def _walk(self, function: Callable[..., Any], model: nn.Module) -> Hashable:
@@ -142,19 +133,13 @@ class Settings:
         return tuple(parts)
 
     def _of_module(self, module: nn.Module) -> Hashable:
-        own, reads = self._in(vars(module)), self._readers(module)
-        found = [
-            (name, self._of_attribute(own, name))
-            for name in sorted(own)
-            if name not in KEPT_BY_TORCH and reads(name)
-        ]
+        own = self._in(vars(module))
+        # What a program keeps in its model, such as a count of epochs, and nobody is seen to read, may be anything.
+        every = any(of_library(each) for each in type(module).__mro__ if each not in (nn.Module, object))
+        read = [name for name in own if name not in KEPT_BY_TORCH and (every or self._reached.reads(name))]
+        found = [(name, self._of_attribute(own, name)) for name in sorted(read)]
         held = [name for name, buffer in module._buffers.items() if buffer is not None]
         return *found, *((name, self._of_attribute(module._buffers, name)) for name in sorted(held))
-
-    def _readers(self, module: nn.Module) -> Callable[[str], bool]:
-        """Return what tells whether an attribute of a module is read: a library may read any of its own modules'."""
-        every = any(of_library(each) for each in type(module).__mro__ if each not in (nn.Module, object))
-        return (lambda name: True) if every else self._reached.reads
 
     def _of_attribute(self, place: Mapping[Any, Any], name: str) -> Hashable:
         value = place[name]

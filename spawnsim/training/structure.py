@@ -5,7 +5,9 @@ Two ranks build their models apart, and their losses too: equal objects, not the
 
 from __future__ import annotations
 
+import functools
 import hashlib
+import pickle
 import types
 from collections.abc import Callable, Hashable, Mapping
 from itertools import chain
@@ -19,7 +21,7 @@ _OWN = {"_parameters", "_buffers", "_modules", "_non_persistent_buffers_set", "_
 # Its parameters again, brought up to date in each forward pass.
 _OF_RNN = {"_flat_weights", "_flat_weight_refs"}
 _HOOKS = {name for name in vars(nn.Module()) if "hook" in name} - _OWN
-_CALLED = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+CALLED = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _CHANGED = ("running_mean", "running_var")  # buffers of torch's own normalizations
 KEPT_BY_TORCH = _OWN | _HOOKS | _OF_RNN
 # What these packages define is taken to compute the same at each call.
@@ -48,10 +50,13 @@ class Unequal(Exception):
 
 
 def of_model(model: nn.Module) -> Hashable:
-    """Return a key of how a model is made: classes, and the shapes of parameters. `Settings` compares its attributes.
+    """Return a key of how a model is made, and of all that it computes with besides its parameters: also of attributes.
+
+    Also of those that no code is seen to read: what reads them may be out of sight.
 
     Raises:
-        Unequal: it has hooks, or buffers that a forward pass changes, or is a ScriptModule.
+        Unequal: it has hooks, buffers that a forward pass changes, or attributes that cannot be compared, or is a
+            ScriptModule.
     """
     parts: list[Hashable] = []
     if any(isinstance(each, torch.jit.ScriptModule) for each in model.modules()):
@@ -63,7 +68,10 @@ def of_model(model: nn.Module) -> Hashable:
         changed = next((each for each in _CHANGED if module._buffers.get(each) is not None), None)
         if changed is not None:
             raise Unequal(f"its forward pass changes buffers ({'.'.join(filter(None, [name, changed]))})")
-        parts.append((name, type(module)))
+        apart = _OWN | _HOOKS | (_OF_RNN if isinstance(module, nn.RNNBase) else set())
+        kept = {key: value for key, value in vars(module).items() if key not in apart}
+        kept |= {key: value for key, value in module._buffers.items() if value is not None}
+        parts.append((name, type(module), of_value(kept)))
     shapes = [(name, tuple(p.shape), p.requires_grad) for name, p in model.named_parameters()]
     return tuple(parts), tuple(shapes)
 
@@ -76,7 +84,7 @@ def hooks_of(model: nn.Module) -> str:
     if torch.nn.modules.module._has_any_global_hook():  # type: ignore[no-untyped-call]
         return "of all modules"
     for name, module in model.named_modules():
-        if any(vars(module)[hooks] for hooks in _CALLED):
+        if any(vars(module)[hooks] for hooks in CALLED):
             return name or type(model).__name__
     with torch._C.DisableTorchFunctionSubclass():
         hooked = (
@@ -103,6 +111,26 @@ def is_trained(value: Any) -> bool:
 def digits_of(value: Any) -> Hashable:
     """Return a key of a value of CONSTANTS: of numbers all digits, for -0.0 equals 0.0, and NaN not even itself."""
     return repr(value) if isinstance(value, (float, complex)) else value
+
+
+def of_function(function: Callable[..., Any]) -> Hashable:
+    """Return a key of a function: the function itself, or where each rank makes its own, code and what it refers to.
+
+    Raises:
+        Unequal: it refers to something that cannot be compared.
+    """
+    if isinstance(function, functools.partial):
+        parts = (function.func, function.args, function.keywords)
+        return "partial", of_function(parts[0]), of_value(parts[1]), of_value(parts[2])
+    if isinstance(function, types.MethodType):
+        return "method", of_function(function.__func__), of_value(function.__self__)
+    if isinstance(function, types.FunctionType):
+        given = function.__defaults__, function.__kwdefaults__
+        if function.__closure__ is None and given == (None, None):
+            return function.__code__, id(function.__globals__)
+        cells = tuple(map(of_value, references(function)))
+        return function.__code__, id(function.__globals__), cells, *map(of_value, given)
+    return of_value(function)
 
 
 def references(function: Callable[..., Any]) -> tuple[Any, ...]:
@@ -138,6 +166,34 @@ def attributes_of(value: Any) -> dict[str, Any] | None:
     except AttributeError:
         return None
     return own if isinstance(own, dict) else None
+
+
+def of_value(value: Any) -> Hashable:
+    """Return a key that is equal for equal values.
+
+    Raises:
+        Unequal: values of this kind cannot be compared.
+    """
+    if isinstance(value, Mapping):
+        return "mapping", tuple((key, of_value(each)) for key, each in value.items())
+    if isinstance(value, (list, tuple)):
+        return type(value), tuple(of_value(each) for each in value)
+    if isinstance(value, nn.Module):
+        if next(value.parameters(), None) is not None:
+            raise Unequal(f"it refers to a {type(value).__name__} with parameters of its own")
+        return of_model(value)
+    if isinstance(value, (types.FunctionType, types.MethodType, functools.partial)):
+        return of_function(value)
+    if isinstance(value, (type, types.ModuleType, types.BuiltinFunctionType)):
+        return value
+    if isinstance(value, torch.Tensor):
+        return of_tensor(value)
+    if by_value(value):
+        return type(value), digits_of(value)
+    try:
+        return type(value), pickle.dumps(value)
+    except Exception as error:
+        raise Unequal(f"it refers to a {type(value).__name__}, which cannot be compared: {error}") from error
 
 
 def by_value(value: Any) -> bool:

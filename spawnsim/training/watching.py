@@ -35,8 +35,8 @@ METADATA = {
 
 # What reads a tensor's memory without asking its class.
 READERS: tuple[tuple[Any, str], ...] = (
-    *((torch, name) for name in ("tensor", "as_tensor", "asarray", "full", "scalar_tensor")),
-    *((Tensor, name) for name in ("new_tensor", "new_full")),
+    *((torch, name) for name in ("tensor", "as_tensor", "asarray", "full", "full_like", "scalar_tensor")),
+    *((Tensor, name) for name in ("new_tensor", "new_full", "as_subclass", "_make_subclass")),
     (nn.Parameter, "__new__"),
     (torch.utils, "swap_tensors"),
 )
@@ -131,9 +131,10 @@ def _within() -> bool:
     A vmap, a trace, a mode, hooks of what autograd saves; or a call in C++, without autograd, that asks for a number.
     """
     of_torch: Any = torch._C
-    excluded = of_torch._dispatch_tls_is_dispatch_key_excluded(of_torch.DispatchKey.AutogradCPU)
+    keys, excluded = of_torch.DispatchKey, of_torch._dispatch_tls_is_dispatch_key_excluded
     return (
-        (excluded and not torch.is_inference_mode_enabled())
+        excluded(keys.Python)
+        or (excluded(keys.AutogradCPU) and not torch.is_inference_mode_enabled())
         or of_torch._functorch.peek_interpreter_stack() is not None
         or of_torch._is_tracing()
         or of_torch._len_torch_dispatch_stack() > 0
@@ -170,9 +171,11 @@ class _Readers:
 
     @functools.cache  # noqa: B019 - there is one of this class, for ever
     def _looking(self) -> list[Any]:
-        return [self._looks_first(getattr(place, name)) for place, name in READERS]
+        return [self._looks_first(place, name) for place, name in READERS]
 
-    def _looks_first(self, function: Callable[..., Any]) -> Any:
+    def _looks_first(self, place: Any, name: str) -> Any:
+        function = getattr(place, name)
+
         @functools.wraps(function)
         def call(*args: Any, **kwargs: Any) -> Any:
             for look in self._looks if WAITING else ():
@@ -183,7 +186,9 @@ class _Readers:
         builtin = torch.jit._builtins._find_builtin(function)  # type: ignore[no-untyped-call]
         if builtin is not None:
             torch.jit._builtins._register_builtin(call, builtin)
-        return staticmethod(call) if function.__name__ == "__new__" else call
+        if place is torch:
+            call.__module__, call.__qualname__ = "torch", name  # as which they are pickled
+        return staticmethod(call) if name in {"__new__", "_make_subclass"} else call
 
 
 _readers = _Readers()

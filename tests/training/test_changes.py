@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import math
+import pickle
+from collections import deque
 
 import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.nn.functional import cross_entropy
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
@@ -41,6 +44,7 @@ REFUSED = {
     "hook of a parameter": lambda m, o: m[0].weight.register_hook(lambda gradient: 0 * gradient),
     "hook of a gradient": lambda m, o: m[0].bias.register_post_accumulate_grad_hook(forgotten),
     "hook of an optimizer": lambda m, o: o.register_step_pre_hook(zeroed),
+    "hook in the dictionary": lambda m, o: m[0]._forward_hooks.update({-1: lambda _, given, out: 2 * out}),
     "another step": lambda m, o: setattr(o, "step", lambda: zeroed(o)),
 }
 
@@ -271,6 +275,12 @@ READ = {
     "new_tensor": lambda loss, model: torch.ones(1).new_tensor([loss]),
     "new_full": lambda loss, model: torch.ones(1).new_full((2,), loss),
     "nn.Parameter": lambda loss, model: nn.Parameter(model[0].weight),
+    "torch.full_like": lambda loss, model: torch.full_like(torch.ones(2), loss),
+    "a deque": lambda loss, model: torch.tensor(deque([loss, loss])),
+    "a sparse tensor": lambda loss, model: torch.sparse_coo_tensor(
+        [[0]], [loss], (2,), check_invariants=True
+    ).to_dense(),
+    "as_subclass": lambda loss, model: model[0].weight.as_subclass(torch.Tensor),
     "numpy": lambda loss, model: torch.from_numpy(np.array([loss, loss])),
 }
 
@@ -480,6 +490,109 @@ def test_a_batch_that_fails_by_itself_keeps_nobody_alone(monkeypatch):
 
     assert agree(main) == []
     assert max(sizes) == RANKS
+
+
+class Head:
+    """What a loss makes, and what reads the model as it is made."""
+
+    def __init__(self, model):
+        self.scale = model.scale
+
+    def __call__(self, outcome):
+        return outcome * self.scale
+
+
+class Losses:
+    """A loss that is inherited."""
+
+    @staticmethod
+    def of(model, x, y):
+        """Return it."""
+        return model.scale * loss_of(model, x, y)
+
+
+class Own(Losses):
+    """Who inherits it."""
+
+
+class Mapped:
+    """Settings under other names, as some libraries have them."""
+
+    def __init__(self, scale):
+        self.scale = scale
+
+    def __getattribute__(self, name):
+        return super().__getattribute__("scale" if name == "factor" else name)
+
+
+UNSEEN = {
+    "as an object is made": lambda m, x, y: cross_entropy(Head(m)(m(x)), y),
+    "by what is inherited": lambda m, x, y: Own.of(m, x, y),
+    "by another name": lambda m, x, y: m.settings.factor * loss_of(m, x, y),
+    "by a call that was set": lambda m, x, y: loss_of(m, x, y),
+}
+
+
+@pytest.mark.parametrize("kind", UNSEEN)
+def test_ranks_are_computed_with_their_own_settings_however_they_are_read(kind):
+    """Where nobody is seen to read them, too."""
+
+    def main(comm):
+        model = build(comm.rank)
+        model.scale = 1.0 + comm.rank
+        model.settings = Mapped(2.0 + comm.rank)
+        if kind == "by a call that was set":
+            model[1].forward = torch.relu if comm.rank % 2 else torch.sigmoid
+        optimizer, step = sgd(model), TrainingStep(UNSEEN[kind])
+        for iteration in range(6):
+            if kind == "by a call that was set" and iteration == 4:
+                model[1].forward = torch.tanh
+            with comm.compute(0.01):
+                loss = step(model, optimizer, *batch(comm.rank, iteration))
+            comm.record(loss=loss)
+        return weights(model)
+
+    (together, _), (eager, _) = (run(main, eager=each) for each in (False, True))
+    torch.testing.assert_close(together, eager, rtol=1e-4, atol=1e-5)
+
+
+def test_state_that_begins_anew_leaves_views_of_it_alone():
+    """Kept to go back to, as an array or without its gradient."""
+
+    def main(comm):
+        model = build(comm.rank)
+        optimizer, step = torch.optim.Adam(model.parameters(), lr=0.01), TrainingStep(loss_of)
+        kept = []
+        for iteration in range(8):
+            if iteration == 4:
+                kept = [state["exp_avg"].detach() for state in optimizer.state.values()]
+                optimizer.state.clear()
+            with comm.compute(0.01):
+                step(model, optimizer, *batch(comm.rank, iteration))
+        return weights(model), kept
+
+    assert agree(main, rtol=1e-4, atol=1e-5) == []
+
+
+def test_a_loss_under_autocast_steps_alone():
+    """Entered within the loss: in half precision rows round otherwise."""
+
+    def loss_in_half(model, x, y):
+        with torch.autocast("cpu", torch.bfloat16):
+            outcome = model(x)
+        return cross_entropy(outcome.float(), y)
+
+    def main(comm):
+        model = build(comm.rank)
+        optimizer, step = sgd(model), TrainingStep(loss_in_half)
+        for iteration in range(4):
+            with comm.compute(0.01):
+                step(model, optimizer, *batch(comm.rank, iteration))
+        assert pickle.loads(pickle.dumps(torch.tensor)) is torch.tensor
+        return weights(model)
+
+    (warning,) = agree(main, rtol=0.0, atol=0.0)
+    assert "autocast" in warning
 
 
 def test_to_begin_a_step_makes_no_generators():

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import operator
 import random
-import threading
 import types
 from collections import OrderedDict, defaultdict, deque
 from dataclasses import dataclass
@@ -408,30 +407,6 @@ def test_a_forward_pass_that_changes_its_model_keeps_it_alone(kind):
     assert (together.table["loss"] == eager.table["loss"]).all()
     assert (together.table["kept"] == eager.table["kept"]).all()
     assert "step alone" in together.what["warnings"][0]
-
-
-def test_what_no_code_reads_of_a_model_keeps_no_ranks_apart(monkeypatch):
-    """A rank's number, a label, a lock: whatever a program keeps in its model."""
-    sizes, compute = [], batches.StepBatch.compute
-    monkeypatch.setattr(
-        batches.StepBatch, "compute", lambda self, works: (sizes.append(len(works)), compute(self, works))[1]
-    )
-
-    def main(comm):
-        torch.manual_seed(comm.rank)
-        model = Net()
-        model.rank, model.label, model.lock = comm.rank, f"model {comm.rank}", threading.Lock()
-        optimizer, step = torch.optim.SGD(model.parameters(), lr=0.1), TrainingStep(plain)
-        for iteration in range(4):
-            with comm.compute(0.01):
-                loss = step(model, optimizer, *batch(comm.rank, iteration))
-            comm.record(loss=loss)
-
-    together = spawnsim.run(main, ranks=RANKS)
-    assert set(sizes) == {RANKS}
-    assert "warnings" not in together.what
-    eager = spawnsim.run(main, ranks=RANKS, eager=True)
-    assert together.table["loss"] == pytest.approx(eager.table["loss"], rel=1e-5)
 
 
 @pytest.mark.parametrize("shared", [False, True])
