@@ -595,6 +595,31 @@ def test_a_loss_under_autocast_steps_alone():
     assert "autocast" in warning
 
 
+def test_a_default_device_keeps_nobody_from_stepping_together(monkeypatch):
+    """It is a mode of torch's, and that of all ranks."""
+    sizes, compute = [], StepBatch.compute
+    monkeypatch.setattr(
+        StepBatch, "compute", lambda self, works: sizes.append(len(works)) or compute(self, works)
+    )
+
+    def main(comm):
+        model = build(comm.rank)
+        optimizer, step = sgd(model), TrainingStep(loss_of)
+        losses = []
+        for iteration in range(4):
+            with comm.compute(0.01):
+                loss = step(model, optimizer, *batch(comm.rank, iteration))
+            losses.append(float(loss))
+        return weights(model), losses
+
+    torch.set_default_device("cpu")
+    try:
+        assert agree(main) == []
+    finally:
+        torch.set_default_device(None)
+    assert sizes and min(sizes) > 1
+
+
 def test_to_begin_a_step_makes_no_generators():
     """Of a rank that draws nothing: they would be saved with it, and restored, which takes time."""
 
