@@ -186,9 +186,8 @@ class Seat:
         self.unknown = self.graded = False
         self.rank = -1
         self._made = _Made(_containers(model))
-        self._hooked = [
-            vars(each)[name] for each in model.modules() for name in CALLED
-        ]  # hooks, of which there are none
+        # Where modules keep their hooks, of which there are none.
+        self._hooked = [vars(each)[name] for each in model.modules() for name in CALLED]
         self._hooks = -1  # how many torch had numbered when none was found here
         self._trained = [p for group in optimizer.param_groups for p in group["params"]]
         self._counts = [len(group["params"]) for group in optimizer.param_groups]
@@ -213,9 +212,7 @@ class Seat:
     @property
     def trains(self) -> bool:
         """Whether all is still in the row, and the parameters that require gradients are those of the plan."""
-        if not (self._keeps_state() and self.holds):
-            return False
-        return self.wants
+        return self._keeps_state() and self.holds and self.wants
 
     @property
     def wants(self) -> bool:

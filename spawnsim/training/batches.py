@@ -50,11 +50,11 @@ class Objective(nn.Module):
         super().__init__()
         # A copy without data, for the parameters of this one are exchanged, call by call. Tied ones stay tied. Of
         # shapes: `empty_like` would be a look.
-        known: dict[int, Any] = {
+        empty: dict[int, Any] = {
             id(p): nn.Parameter(torch.empty(p.shape, dtype=p.dtype, device="meta"), p.requires_grad)
             for p in model.parameters()
         }
-        self.model = copy.deepcopy(model, known)
+        self.model = copy.deepcopy(model, empty)
         self.function = settings.frozen(function)
 
     def forward(self, *batch: Any) -> Any:

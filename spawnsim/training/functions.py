@@ -156,6 +156,21 @@ class OfModel:
         )
 
     @staticmethod
+    def _shared(deferred: Deferred, key: Any, make: Callable[[], Any]) -> Any:
+        """Return the batch that the run has for a key, made where there is none yet.
+
+        Raises:
+            Alone: why there can be none.
+        """
+        batches = Run.of(deferred).batches
+        if key not in batches:
+            with deferred.apart():
+                batches[key] = make()
+        if isinstance(batches[key], str):
+            raise Alone(batches[key])
+        return batches[key]
+
+    @staticmethod
     def _require_few(ready: dict[Any, Any], key: Any) -> None:
         """Refuse the ninth value of an input that is no tensor: each has a batch, with room for all ranks' inputs."""
         shapes = _shapes(key)

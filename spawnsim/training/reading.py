@@ -80,7 +80,11 @@ class Loads:
 
 
 class Reached:
-    """The functions of the program that a function of a model comes to, and the attributes that they name."""
+    """The functions of the program that a function of a model comes to, and the attributes that they name.
+
+    Raises:
+        Unequal: one of them enters autocast.
+    """
 
     def __init__(self, function: Callable[..., Any], model: nn.Module) -> None:
         self.names: set[str] = set()
@@ -264,9 +268,8 @@ class Globals:
         if isinstance(value, (torch.Tensor, np.ndarray)) or not self._is_new(value, "copy"):
             return
         if isinstance(value, types.FunctionType) and value.__globals__.get(OWN_VARIABLES):
-            around = (*references(value), *(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values())
             names = map(value.__globals__.get, self._names_in(value))
-            for each in (*around, *vars(value).values(), *names):
+            for each in (*_filled(value), *vars(value).values(), *names):
                 self._visit_copy(each)
         elif isinstance(value, functools.partial):
             for each in (value.func, *value.args, *value.keywords.values()):

@@ -254,13 +254,9 @@ class TrainingStep(OfModel):
             *self._how()[1:],
             key,
         )
-        batch = run.batches.get(whole)
-        if batch is None:
-            with deferred.apart():
-                batch = run.batches[whole] = self._try(deferred, seat, inputs, settings)
+        if whole not in run.batches:
             run.note_group(deferred, seat.module(), (type(self.function), *whole[:2], *whole[3:]))
-        if isinstance(batch, str):
-            raise Alone(batch)
+        batch = self._shared(deferred, whole, lambda: self._try(deferred, seat, inputs, settings))
         return batch, [batch.slots(seat.row, 0)]
 
     def _try(
@@ -353,32 +349,26 @@ class Evaluation(OfModel):
         try:
             ready = self._ready_for(seat)
             key = (self._kind(batch), model.training)
-            if key not in ready:
+            batch_of = ready.get(key)
+            if batch_of is None:
                 self._require_few(ready, key)
+                batch_of = ready[key] = self._open(deferred, seat, key, batch, settings=ready[Settings])
         except (Alone, structure.Unequal):
             self._alone.add(model)
             return self._at_once(model, batch)
-        if key not in ready:
-            ready[key] = self._open(deferred, seat, key, batch, settings=ready[Settings])
-        batch_or_why = ready[key]
-        if isinstance(batch_or_why, str):
-            self._alone.add(model)
-            return self._at_once(model, batch)
         watch = Run.of(deferred).watch
-        outs = [watch.result(each) for each in batch_or_why.results]
-        work = Put(rank, seat, batch_or_why, outs)
+        outs = [watch.result(each) for each in batch_of.results]
+        work = Put(rank, seat, batch_of, outs)
         work.inputs = batch
         return self._put(deferred, work, watch)
 
     def _open(
         self, deferred: Deferred, seat: Seat, key: Any, inputs: Sequence[Any], *, settings: Settings
-    ) -> EvaluationBatch | str:
-        run = Run.of(deferred)
-        whole = ("evaluation", run.keys[seat.arena], settings.key, key)
-        if whole not in run.batches:
-            with deferred.apart():
-                run.batches[whole] = self._try(deferred, seat, inputs, settings)
-        found: EvaluationBatch | str = run.batches[whole]
+    ) -> EvaluationBatch:
+        whole = ("evaluation", Run.of(deferred).keys[seat.arena], settings.key, key)
+        found: EvaluationBatch = self._shared(
+            deferred, whole, lambda: self._try(deferred, seat, inputs, settings)
+        )
         return found
 
     def _try(

@@ -16,7 +16,6 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 from spawnsim import Evaluation, TrainingStep
-from spawnsim.training.batches import StepBatch
 from tests.training.test_steps import RANKS, batch, build, loss_of, run, sgd, weights
 
 
@@ -469,12 +468,8 @@ def test_tensors_may_be_swapped_while_steps_wait():
     assert agree(main) == []
 
 
-def test_a_batch_that_fails_by_itself_keeps_nobody_alone(monkeypatch):
+def test_a_batch_that_fails_by_itself_keeps_nobody_alone(sizes):
     """The first batch of the first rank has a class that there is not."""
-    sizes, compute = [], StepBatch.compute
-    monkeypatch.setattr(
-        StepBatch, "compute", lambda self, works: sizes.append(len(works)) or compute(self, works)
-    )
 
     def main(comm):
         model = build(comm.rank)
@@ -595,12 +590,8 @@ def test_a_loss_under_autocast_steps_alone():
     assert "autocast" in warning
 
 
-def test_a_default_device_keeps_nobody_from_stepping_together(monkeypatch):
+def test_a_default_device_keeps_nobody_from_stepping_together(sizes):
     """It is a mode of torch's, and that of all ranks."""
-    sizes, compute = [], StepBatch.compute
-    monkeypatch.setattr(
-        StepBatch, "compute", lambda self, works: sizes.append(len(works)) or compute(self, works)
-    )
 
     def main(comm):
         model = build(comm.rank)

@@ -16,7 +16,7 @@ from torch.nn import functional
 
 import spawnsim
 from spawnsim import AverageAllPolicy, Evaluation, TrainingStep
-from spawnsim.training import batches, tracing
+from spawnsim.training import tracing
 from spawnsim.training.settings import Settings
 
 RANKS, ITERATIONS = 11, 12
@@ -266,14 +266,10 @@ STYLES = {
 
 
 @pytest.mark.parametrize("style", STYLES)
-def test_programs_of_all_styles_are_computed_together_and_recorded(style, monkeypatch):
+def test_programs_of_all_styles_are_computed_together_and_recorded(style, sizes, monkeypatch):
     """Whatever way a loss keeps its numbers, of each rank its own; with a policy that averages buffers, too."""
     monkeypatch.setattr(tracing, "CALLS_BEFORE", 1)
-    sizes, records, compile_graph = [], [], tracing._compiled
-    compute = batches.StepBatch.compute
-    monkeypatch.setattr(
-        batches.StepBatch, "compute", lambda self, works: sizes.append(len(works)) or compute(self, works)
-    )
+    records, compile_graph = [], tracing._compiled
     monkeypatch.setattr(tracing, "_compiled", lambda graph: records.append(1) or compile_graph(graph))
 
     def main(comm):

@@ -76,20 +76,6 @@ def run(main, ranks=RANKS, **how):
     return found, result
 
 
-@pytest.fixture
-def sizes(monkeypatch):
-    """How many steps each call of the batched computation carries out."""
-    found = []
-    compute = StepBatch.compute
-
-    def counted(self, works):
-        found.append(len(works))
-        compute(self, works)
-
-    monkeypatch.setattr(StepBatch, "compute", counted)
-    return found
-
-
 def trained(optimizer_of=sgd, iterations=25, dtype=torch.float32, step_of=TrainingStep, looks=True, **how):
     """Train on each rank by itself; return final weights and losses of all."""
 
