@@ -1,12 +1,14 @@
 """Live models: a simulated run whose steps are carried out together, beside loops without a simulator.
 
 usage: python benchmarks/training.py [--ranks N] [--iterations N] [--widths N,N,…] [--momentum M] [--repeats N] [--lean]
+                                     [--device cuda]
 
 1,000 MLPs (64-64-64-10), batch 32, SGD with momentum 0.9, each rank its own batches. Processor time of a step of all
 ranks, start-up taken off (the slope between two numbers of iterations), medians of 5, all in turns. Peers: a
 hand-written loop that calls `vmap(grad_and_value)` on stacked parameters; plain torch, one model after the other.
 Asserts how many calls the batched steps take. OMP_NUM_THREADS=2 gives all of them two threads, and compares wall times.
-`--lean` runs the simulated ranks in lockstep alone: for models that would not fit into memory twice.
+`--lean` runs the simulated ranks in lockstep alone: for models that would not fit into memory twice. With a GPU, where
+batches lie, too, wall times are compared, until it is done.
 """
 
 from __future__ import annotations
@@ -30,12 +32,12 @@ from spawnsim.training import batches
 BATCH, KINDS = 32, 16  # so many different batches, in turn: drawing them is no part of a step
 
 
-CHOSEN = argparse.Namespace(widths=[64, 64, 64, 10], momentum=0.9)
+CHOSEN = argparse.Namespace(widths=[64, 64, 64, 10], momentum=0.9, device="cpu")
 
 
 def mlp() -> nn.Module:
     layers = [each for sizes in pairwise(CHOSEN.widths) for each in (nn.Linear(*sizes), nn.ReLU())]
-    return nn.Sequential(*layers[:-1])
+    return nn.Sequential(*layers[:-1]).to(CHOSEN.device)
 
 
 def loss_of(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
@@ -46,8 +48,8 @@ def data(ranks: int) -> list[tuple[Tensor, Tensor]]:
     generator = torch.Generator().manual_seed(0)
     return [
         (
-            torch.randn(BATCH, CHOSEN.widths[0], generator=generator),
-            torch.randint(0, CHOSEN.widths[-1], (BATCH,), generator=generator),
+            torch.randn(BATCH, CHOSEN.widths[0], generator=generator).to(CHOSEN.device),
+            torch.randint(0, CHOSEN.widths[-1], (BATCH,), generator=generator).to(CHOSEN.device),
         )
         for _ in range(min(ranks, KINDS * 64))
     ]
@@ -105,12 +107,20 @@ def one_by_one(ranks: int, iterations: int) -> None:
             loss.item()
 
 
+def done() -> None:
+    """Wait for the GPU."""
+    if CHOSEN.device != "cpu":
+        torch.cuda.synchronize()
+
+
 def spent(call: Callable[[int], None], iterations: int) -> tuple[float, float]:
     """Return processor and wall seconds of a number of iterations, start-up taken off."""
     times = []
     for number in (1 + iterations, 1):
+        done()
         begin = time.process_time(), time.perf_counter()
         call(number)
+        done()
         times.append((time.process_time() - begin[0], time.perf_counter() - begin[1]))
     return times[0][0] - times[1][0], times[0][1] - times[1][1]
 
@@ -143,6 +153,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--momentum", type=float, default=CHOSEN.momentum)
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--lean", action="store_true")
+    parser.add_argument("--device", default=CHOSEN.device)
     return parser.parse_args(namespace=CHOSEN)
 
 
@@ -177,10 +188,10 @@ def main() -> None:
             seconds[name].append(tuple(each / number for each in spent(call, number)))  # type: ignore[arg-type]
     numbers = sum(p.numel() for p in mlp().parameters())
     threads = torch.get_num_threads()
-    compared = 0 if threads == 1 else 1
+    compared = 0 if threads == 1 and CHOSEN.device == "cpu" else 1
     medians = {name: statistics.median(pair[compared] for pair in pairs) for name, pairs in seconds.items()}
     print(f"{ranks} models of {numbers} parameters, a step of all; medians of {chosen.repeats}, ", end="")
-    print(f"{threads} thread(s); {('processor', 'wall')[compared]} times compared")
+    print(f"{chosen.device}, {threads} thread(s); {('processor', 'wall')[compared]} times compared")
     for name, time_s in medians.items():
         cpu, wall = (statistics.median(each) for each in zip(*seconds[name], strict=True))
         against = [f"{time_s / medians[hand]:5.2f} x by hand"] if hand in medians else []

@@ -23,6 +23,9 @@ WORLD = -1  # the rank whose streams belong to all ranks: faults, the platform, 
 # The streams in which the global generators of a rank's process start.
 PYTHON, NUMPY, TORCH = "program.random", "program.numpy", "program.torch"
 
+GPUStates = list[tuple[int, int]]
+"""Seed and offset of torch's generator on each GPU."""
+
 
 def _word(purpose: str) -> int:
     """Return a 64-bit number for a purpose; `hash()` would change from process to process."""
@@ -157,3 +160,15 @@ def seeded(streams: Streams) -> Iterator[None]:
     np.random.seed(streams.seed(NUMPY) & 0xFFFFFFFF)
     with after_import("torch", lambda: sys.modules["torch"].manual_seed(streams.seed(TORCH))):
         yield
+
+
+def gpu_states(torch: Any) -> GPUStates:
+    """Return the states of torch's generators on GPUs; nothing before the program uses one."""
+    return [(each.initial_seed(), each.get_offset()) for each in torch.cuda.default_generators]
+
+
+def set_gpu_states(torch: Any, states: GPUStates) -> None:
+    """Set torch's generators on GPUs, as far as there are states and GPUs."""
+    for each, (seed, offset) in zip(torch.cuda.default_generators, states, strict=False):
+        each.manual_seed(seed)
+        each.set_offset(offset)

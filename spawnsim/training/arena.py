@@ -8,6 +8,7 @@ losses, or when a step is due.
 from __future__ import annotations
 
 import heapq
+import math
 import sys
 import weakref
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
@@ -102,15 +103,12 @@ class Rows:
     """Zeros, (rows, width), of which some columns of a row can also be had as a tensor with a storage of its own."""
 
     def __init__(self, like: Tensor, shape: tuple[int, int]) -> None:
-        self._dtype, (count, self._width) = like.dtype, shape
-        nbytes = count * self._width * like.dtype.itemsize
-        self._memory: np.ndarray[Any, np.dtype[np.uint8]] | None = None
         if like.device.type == "cpu":
             # Zeros that nobody has touched take no memory: there may be many more rows than models.
+            nbytes = math.prod(shape) * like.dtype.itemsize
             memory = np.zeros(nbytes + ALIGN_NBYTES, np.uint8)
             skip = -memory.ctypes.data % ALIGN_NBYTES
-            self._memory = memory[skip : skip + nbytes]
-            self.all = torch.from_numpy(self._memory).view(like.dtype).view(shape)
+            self.all = torch.from_numpy(memory[skip : skip + nbytes]).view(like.dtype).view(shape)
         else:
             self.all = torch.zeros(shape, dtype=like.dtype, device=like.device)
 
@@ -119,12 +117,9 @@ class Rows:
 
         What pickles a tensor writes its whole storage, and what counts who uses a row counts those of a storage.
         """
-        at, size = row * self._width, self._dtype.itemsize
-        nbytes = slice((at + columns.start) * size, (at + columns.stop) * size)
-        if self._memory is None:  # on an accelerator rows are not given to others
-            return self.all.new_empty(0).set_(self.all.untyped_storage()[nbytes]), None
-        memory = self._memory[nbytes]
-        return torch.from_numpy(memory).view(self._dtype), memory
+        at, size = row * self.all.shape[1], self.all.dtype.itemsize
+        memory: Any = self.all.untyped_storage()[(at + columns.start) * size : (at + columns.stop) * size]
+        return self.all.new_empty(0).set_(memory), memory
 
 
 class _Held(weakref.ref[Any]):
@@ -438,10 +433,9 @@ class Arena:
         The row is not given to another model while that, or another part of it, is held.
         """
         part, memory = self._rows[name].part(row, columns)
-        if memory is not None:
-            held = _Held(memory, _let_go)
-            held.arena, held.row = self._reference, row
-            self._held.setdefault(row, {})[id(held)] = held
+        held = _Held(memory, _let_go)
+        held.arena, held.row = self._reference, row
+        self._held.setdefault(row, {})[id(held)] = held
         return part
 
     def holds(self, place: int) -> bool:

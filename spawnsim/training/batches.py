@@ -33,6 +33,8 @@ Chunk = Sequence[Sequence["Put"]]  # work of some ranks, one after the other
 FEW = 4  # rows below which one at a time is faster than a vmapped call that is not repeated from a record
 CACHE_NBYTES = 16 << 20  # of the weights of a chunk
 CHUNK = (16, 32)  # rows of a chunk, at least and at most
+# Of the weights of a chunk on a GPU, which computes many rows at once: what takes time there is to begin an operation.
+GPU_NBYTES = 256 << 20
 # glibc gives freed memory back to the system, and the next call takes it anew, page by page: a quarter of the time of a
 # call of 32 rows. What it keeps is twice the largest block that was freed so far, of those of 32 MiB and less.
 LARGEST_NBYTES = (32 << 20) - (8 << 10)
@@ -127,7 +129,7 @@ def _rows(works: Sequence[Put]) -> Rows:
     rows = [work.seat.row for work in works]
     if rows == list(range(rows[0], rows[0] + len(rows))):
         return slice(rows[0], rows[0] + len(rows))
-    return torch.tensor(rows)
+    return torch.tensor(rows, device="cpu")  # which rows of any device may be chosen by
 
 
 def _parameters(plan: Plan, rows: Tensor) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
@@ -147,8 +149,12 @@ class _Batch:
         self.deferred, self.arena, self.objective = deferred, arena, objective
         self.results: list[Tensor] = []  # what results look like
         torch.empty(LARGEST_NBYTES, dtype=torch.uint8)  # and freed at once
-        nbytes = arena.rows["weights"].stride(0) * arena.rows["weights"].element_size()
-        self.chunk = min(max(CACHE_NBYTES // nbytes, CHUNK[0]), CHUNK[1])
+        weights = arena.rows["weights"]
+        nbytes = weights.stride(0) * weights.element_size()
+        if weights.device.type == "cpu":
+            self.chunk = min(max(CACHE_NBYTES // nbytes, CHUNK[0]), CHUNK[1])
+        else:
+            self.chunk = max(GPU_NBYTES // nbytes, CHUNK[0])
 
     def open(self, row: int, inputs: Sequence[Any]) -> str:
         """Take note of what inputs and results look like.
@@ -214,23 +220,47 @@ class _Batch:
         if not going_on:
             return
         _take(going_on)
+        for at in range(0, len(going_on), self.chunk):  # which may have become smaller meanwhile
+            self._compute_taken(going_on[at : at + self.chunk])
+
+    def _compute_taken(self, works: Sequence[Put]) -> None:
         try:
-            self.compute(going_on)
+            self.compute(works)
+        except torch.cuda.OutOfMemoryError as error:
+            if len(works) == 1:
+                self._fail(works[0], error)
+                return
+            half = self._make_smaller(len(works))
+            for some in (works[:half], works[half:]):
+                self._compute_taken(some)
         except Exception as error:  # noqa: BLE001 - whose it is shows when each is computed alone
             # Each of them, also after one that fails.
-            succeeded = [self._succeeds(work) for work in going_on]
+            succeeded = [self._succeeds(work) for work in works]
             if all(succeeded):
                 name = type(self.objective.model).__name__
                 self.deferred.warn(f"{name} models failed together, and not alone: {error}")
+
+    def _make_smaller(self, rows: int) -> int:
+        """Compute half of so many rows at a time from now on, since a GPU has no room for more; return how many."""
+        self.chunk = -(-rows // 2)
+        torch.cuda.empty_cache()
+        self.deferred.warn(
+            f"{type(self.objective.model).__name__} models are computed {self.chunk} at a time, since the GPU has no "
+            "memory for more: the last bits of losses depend on how much of it is free"
+        )
+        return self.chunk
 
     def _succeeds(self, work: Put) -> bool:
         try:
             self.compute([work])
         except Exception as error:  # noqa: BLE001 - raised in the rank whose it is
-            error.add_note(f"in work that rank {work.rank} put off at {work.put_s:.6g} s")
-            self.deferred.failed(work, error)
+            self._fail(work, error)
             return False
         return True
+
+    def _fail(self, work: Put, error: Exception) -> None:
+        error.add_note(f"in work that rank {work.rank} put off at {work.put_s:.6g} s")
+        self.deferred.failed(work, error)
 
     def compute(self, works: Sequence[Put]) -> None:
         """Compute some work at once; nothing has changed if it raises."""

@@ -223,8 +223,12 @@ class TrainingStep(OfModel):
         for arena in arenas:
             if not arena.full:
                 return arena
-        # More rows than ranks, for a rank whose model is replaced has two for a while. Rows not used take no memory.
-        capacity = deferred.ranks + deferred.ranks // SPARE + 1
+        # More rows than ranks, for a rank whose model is replaced has two for a while. Rows not used take no memory,
+        # except on a GPU, where more are made when they are needed.
+        spare = deferred.ranks // SPARE + 1
+        capacity = (
+            deferred.ranks + spare if like.device.type == "cpu" else spare if arenas else deferred.ranks
+        )
         arena = Arena(plan, like, rule, states=states, capacity=capacity)
         arenas.append(arena)
         Run.of(deferred).keys[arena] = (key, len(arenas))

@@ -7,7 +7,7 @@ class of which torch tells us each use. So a look costs nothing otherwise, and n
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -104,7 +104,7 @@ class Watch:
         self.parameter: Any = type("PendingParameter", (nn.Parameter,), members)
         self.tensor: Any = type("PendingTensor", (Tensor,), members | numbers)
         ours = {self.parameter, self.tensor}
-        deferred.unknown, self.look = self.tensor, look
+        deferred.unknown, deferred.fill_in, self.look = self.tensor, _fill_in, look
         _readers.watch(look)
 
     def close(self) -> None:
@@ -203,6 +203,19 @@ def release(parameters: Iterable[nn.Parameter], tensors: Iterable[Tensor]) -> No
         parameter.__class__ = nn.Parameter
     for tensor in tensors:
         tensor.__class__ = Tensor
+
+
+def _fill_in(rows: Sequence[dict[str, Any]]) -> None:
+    """Put numbers in the place of results that lie on a GPU: in one copy, for to fetch each takes 10 us."""
+    found: dict[Any, list[tuple[dict[str, Any], str, Tensor]]] = {}
+    for values in rows:
+        for name, each in values.items():
+            if type(each) is Tensor and not each.is_cpu and each.ndim == 0:
+                found.setdefault((each.device, each.dtype), []).append((values, name, each))
+    for alike in found.values():
+        numbers = torch.stack([each for _, _, each in alike]).tolist()
+        for (values, name, _), number in zip(alike, numbers, strict=True):
+            values[name] = number
 
 
 def known(tensors: list[Tensor], values: list[Tensor]) -> None:

@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 
 from spawnsim.importing import after_import
-from spawnsim.random import NUMPY, PYTHON, TORCH, Streams
+from spawnsim.random import NUMPY, PYTHON, TORCH, GPUStates, Streams, gpu_states, set_gpu_states
 from spawnsim.virtual.diagnosis import STANDARD, is_installed, is_program
 from spawnsim.virtual.engine.kernel import Kernel, Task, current_task
 from spawnsim.virtual.interpreter import (
@@ -49,7 +49,7 @@ TORCHS_OWN = 67280421310721  # the seed of torch's generator in a process that s
 class Generators:
     """The generators of one rank, made when they are first used; torch's from a seed of its own, if one is given."""
 
-    __slots__ = ("_fresh", "_given", "_numpy", "_python", "_seed", "_streams", "_torch", "settings")
+    __slots__ = ("_fresh", "_given", "_gpus", "_numpy", "_python", "_seed", "_streams", "_torch", "settings")
 
     def __init__(self, streams: Streams, torch_seed: int | None = None) -> None:
         self._streams, self._given = streams, torch_seed
@@ -58,6 +58,7 @@ class Generators:
         self._seed = -1  # where torch's generator starts
         self._fresh = b""  # the head of its state before the first draw
         self._torch: Any = None  # torch's state; None before the first draw
+        self._gpus: GPUStates | None = None  # likewise, on each GPU
         self.settings: TorchSettings | None = None  # torch's; None: those that stood outside of the run
 
     @property
@@ -84,10 +85,12 @@ class Generators:
         """Return where the generators stand, of the rank that runs: None for those that were never used."""
         if "torch" in sys.modules:
             self.suspend(sys.modules["torch"])
+            self.suspend_gpus(sys.modules["torch"])
         return {
             "python": None if self._python is None else self._python.getstate(),
             "numpy": None if self._numpy is None else self._numpy.get_state(),
             "torch": self._torch,
+            "gpus": self._gpus,
         }
 
     def set_state(self, state: Mapping[str, Any]) -> None:
@@ -99,6 +102,9 @@ class Generators:
         if state["torch"] is not None:
             self._torch = state["torch"]
             self.resume(sys.modules["torch"])
+        if state.get("gpus") is not None:
+            self._gpus = [(seed, offset) for seed, offset in state["gpus"]]
+            self.resume_gpus(sys.modules["torch"])
 
     def suspend(self, torch: Any) -> None:
         """Keep torch's state, if this rank has changed it: another rank comes to run."""
@@ -117,6 +123,17 @@ class Generators:
         torch.default_generator.manual_seed(self._seed)
         if first:
             self._fresh = _head(torch.default_generator.get_state())
+
+    def suspend_gpus(self, torch: Any) -> None:
+        """Keep torch's states on GPUs, if a program uses any: another rank comes to run."""
+        if torch.cuda.default_generators:
+            self._gpus = gpu_states(torch)
+
+    def resume_gpus(self, torch: Any) -> None:
+        """Put this rank's states on GPUs in place, which begin where `torch.manual_seed` puts them."""
+        count = len(torch.cuda.default_generators)
+        if count:
+            set_gpu_states(torch, self._gpus or [(torch.default_generator.initial_seed(), 0)] * count)
 
 
 def _head(state: Any) -> bytes:
@@ -172,6 +189,8 @@ class TorchStates:
         self._torch: Any = None
         self._here: Generators | None = None
         self._outside: Any = None
+        self._of_torch: Any = None  # what finds torch's GPUs
+        self._gpus_outside: GPUStates = []
         self._settings: Any = None  # torch's, that stood outside
         self._standing: Any = None  # torch's, since the rank that runs came to run
         self._memory: Any = None  # that of torch's generator, to be looked at, if it was found
@@ -185,6 +204,7 @@ class TorchStates:
                 self._leave(self._here)
             self._here = generators
             generators.resume(self._torch)
+            generators.resume_gpus(self._torch)
             self._set(generators.settings)
             if self._memory is not None:
                 self._seen = self._memory.raw
@@ -193,6 +213,7 @@ class TorchStates:
         """Keep what the rank that has run until now has changed."""
         if self._memory is None or self._memory.raw != self._seen:
             generators.suspend(self._torch)
+        generators.suspend_gpus(self._torch)
         if torch_settings_differ(self._torch, self._standing):
             self._standing = now = torch_settings(self._torch)
             generators.settings = None if now == self._settings else now
@@ -214,6 +235,10 @@ class TorchStates:
                 if self._torch is not None:
                     self._kernel.on_resume.remove(self.enter)
                     self._torch.default_generator.set_state(self._outside)
+                    set_gpu_states(self._torch, self._gpus_outside)
+                    if self._torch.cuda._lazy_init == self._find_gpus:
+                        self._torch.cuda._lazy_init = self._of_torch
+                    self._here = None
                     self._standing = torch_settings(self._torch)
                     self._set(None)
 
@@ -221,12 +246,25 @@ class TorchStates:
         """Begin, now that torch is there."""
         self._torch = sys.modules["torch"]
         self._outside = self._torch.default_generator.get_state()
+        self._gpus_outside = gpu_states(self._torch)
+        if not self._gpus_outside:
+            self._of_torch, self._torch.cuda._lazy_init = self._torch.cuda._lazy_init, self._find_gpus
         self._settings = self._standing = torch_settings(self._torch)
         self._memory = _memory_of_generator(self._torch)
         self._kernel.on_resume.append(self.enter)
         task = current_task()
         if task is not None and task.kernel is self._kernel:
             self.enter(task)
+
+    def _find_gpus(self) -> None:
+        """Let torch find its GPUs, when a program first uses one: their generators stand then where this rank's do."""
+        # What torch has put off until then are the seeds of all ranks, of which the last one counts.
+        before = len(self._torch.cuda.default_generators)
+        self._of_torch()
+        if not before:
+            self._gpus_outside = gpu_states(self._torch)
+            if self._here is not None:
+                self._here.resume_gpus(self._torch)
 
 
 # ---------------------------------------------------------------------------------------- Python and numpy

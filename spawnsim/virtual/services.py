@@ -208,7 +208,7 @@ class Record:
             for name, each in values.items():
                 if type(each) not in PLAIN and type(each) is not deferred.unknown and _one(each):
                     values[name] = each.item()
-            deferred.hold(self._rank.id, partial(self._keep, clock, values))
+            deferred.hold(self._rank.id, partial(self._keep, clock, values), values)
         else:
             self._world.recorder.row(self._rank.id, clock, values)
 

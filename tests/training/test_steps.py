@@ -697,7 +697,7 @@ def test_memory_of_rows_is_given_back_without_the_collector(step_of, monkeypatch
 
     def remembered(self, *args):
         init(self, *args)
-        memories.append(weakref.ref(self._memory.base))
+        memories.append(weakref.ref(self.all.untyped_storage()))
 
     def living():
         return sum(each() is not None for each in memories)

@@ -283,3 +283,101 @@ def test_a_rank_that_does_not_draw_keeps_no_state_of_torch_s():
 
     run(main, 20)
     assert kept == {rank: rank % 5 == 0 for rank in range(20)}
+
+
+# -------------------------------------------------------------------------------------------------------- GPUs
+class Generator:
+    """As torch's of a GPU: a seed, and an offset that each draw moves on."""
+
+    def __init__(self):
+        self._seed, self._offset = 0, 0
+
+    def initial_seed(self):
+        return self._seed
+
+    def get_offset(self):
+        return self._offset
+
+    def set_offset(self, offset):
+        self._offset = offset
+
+    def manual_seed(self, seed):
+        self._seed, self._offset = seed, 0
+
+    def draw(self):
+        self._offset += 4
+        return random.Random(f"{self._seed} {self._offset}").random()
+
+
+class GPU:
+    """What draws on a GPU, of which torch knows only once it is `found`; a real one, if there is any."""
+
+    def __init__(self, monkeypatch):
+        self._real = torch.cuda.is_available()
+        if self._real:
+            torch.cuda.init()
+        self._generators = torch.cuda.default_generators or (Generator(),)
+        self.generator = self._generators[0]
+        monkeypatch.setattr(torch.cuda, "default_generators", ())
+        monkeypatch.setattr(torch.cuda, "_lazy_init", self.found)
+
+    def found(self):
+        torch.cuda.default_generators = self._generators
+
+    def draw(self):
+        torch.cuda._lazy_init()
+        return torch.rand((), device="cuda").item() if self._real else self.generator.draw()
+
+
+@pytest.fixture
+def gpu(monkeypatch):
+    """A GPU, real or not."""
+    return GPU(monkeypatch)
+
+
+@pytest.mark.parametrize("when", ["before the run", "by the first rank that draws"])
+def test_ranks_draw_on_a_gpu_from_generators_of_their_own(gpu, when):
+    """As on the CPU: of rank and seed alone, in whatever order ranks come; the run leaves them as they were."""
+    if when == "before the run":
+        gpu.found()
+    gpu.generator.manual_seed(5)
+    first = {}
+
+    def main(comm):
+        with comm.compute(0.01 * ((comm.rank + 3) % RANKS)):  # rank 7 is the first
+            pass
+        found = [gpu.draw(), gpu.draw()]
+        comm.Barrier()
+        found.append(gpu.draw())
+        comm.Barrier()
+        torch.manual_seed(comm.rank)
+        for each in torch.cuda.default_generators:  # as torch does where it has found a GPU
+            each.manual_seed(comm.rank)
+        comm.Barrier()
+        found.append(gpu.draw())
+        first[comm.rank] = found
+
+    run(main, RANKS, seed=7)
+    once, first = first, {}
+    assert (gpu.generator.initial_seed(), gpu.generator.get_offset()) == (5, 0)
+    assert len({each for draws in once.values() for each in draws}) == 4 * RANKS
+    run(main, RANKS, seed=7)
+    assert first == once
+    for rank, draws in once.items():
+        gpu.generator.manual_seed(rank)
+        assert gpu.draw() == draws[3]
+
+
+def test_a_seed_that_a_rank_sets_before_it_uses_a_gpu_counts_for_it_alone(gpu):
+    """Torch keeps the last seed that anybody has set, until it finds the GPU."""
+    found = {}
+
+    def main(comm):
+        torch.manual_seed(100 + comm.rank)
+        comm.Barrier()
+        found[comm.rank] = gpu.draw()
+
+    run(main, RANKS, seed=7)
+    for rank, drawn_there in found.items():
+        gpu.generator.manual_seed(100 + rank)
+        assert gpu.draw() == drawn_there

@@ -20,6 +20,7 @@ import numpy as np
 from spawnsim import checkpoints
 from spawnsim.checkpoints import Saved, Shard
 from spawnsim.errors import ParameterError
+from spawnsim.random import gpu_states, set_gpu_states
 
 
 class Checkpoints:
@@ -134,6 +135,7 @@ def _rank_state(comm: Any) -> dict[str, Any]:
         "python": random.getstate(),
         "numpy": np.random.get_state(),
         "torch": None if torch is None else torch.get_rng_state(),
+        "gpus": None if torch is None else gpu_states(torch),
     }
     return {
         "clock_s": comm.clock.now(),
@@ -151,3 +153,8 @@ def _set_rank(comm: Any, state: Mapping[str, Any]) -> None:
         np.random.set_state(generators["numpy"])
     if generators.get("torch") is not None:
         sys.modules["torch"].set_rng_state(generators["torch"])
+    if generators.get("gpus") and sys.modules["torch"].cuda.is_available():
+        sys.modules[
+            "torch"
+        ].cuda.init()  # or else the seed of this process would count, which torch has put off
+        set_gpu_states(sys.modules["torch"], generators["gpus"])

@@ -128,14 +128,21 @@ def _new_group(original: Callable[..., Any]) -> Callable[..., Any]:
         group = VirtualProcessGroup(
             comm, (group_name, group_desc or "undefined"), (limit, chosen), store, backend=str(backend)
         )
-        c10d._register_pg_in_world(
-            group, backend_name=backend, store=store, group_name=group_name,
-            backend_config=str(c10d.BackendConfig(backend)), pg_tag=f"user:{pg_tag}" if pg_tag else None,
-            add_to_default_tag=not pg_tag,
-        )  # fmt: skip
+        _register(c10d, group, backend, store, tag=pg_tag)
         return group, store
 
     return make
+
+
+def _register(c10d: Any, group: VirtualProcessGroup, backend: Any, store: Any, *, tag: str | None) -> None:
+    """Enter a group where torch keeps those of a process, of whatever version: 2.13 has a function for it."""
+    known, name = c10d._world, group.group_name
+    known.pg_map[group], known.pg_names[group] = (backend, store), name
+    known.pg_backend_config[group] = str(c10d.BackendConfig(backend))
+    c10d._register_process_group(name, group)
+    known.pg_to_tag[group] = f"user:{tag}" if tag else f"ptd:{name}"
+    for each in (known.pg_to_tag[group],) if tag else ("", known.pg_to_tag[group]):
+        known.tags_to_pg.setdefault(each, []).append(group)
 
 
 def _on_ranks(original: Any, virtual: Any) -> type:
