@@ -310,37 +310,41 @@ class Generator:
 
 
 class GPU:
-    """What draws on a GPU, of which torch knows only once it is `found`; a real one, if there is any."""
+    """What draws on a GPU, which torch knows only once it is `found`: it has kept the last seed that was set."""
 
     def __init__(self, monkeypatch):
-        self._real = torch.cuda.is_available()
-        if self._real:
-            torch.cuda.init()
-        self._generators = torch.cuda.default_generators or (Generator(),)
-        self.generator = self._generators[0]
+        self.generator, self._seed = Generator(), 0
         monkeypatch.setattr(torch.cuda, "default_generators", ())
         monkeypatch.setattr(torch.cuda, "_lazy_init", self.found)
+        monkeypatch.setattr(torch.cuda, "manual_seed_all", self._manual_seed)
 
     def found(self):
-        torch.cuda.default_generators = self._generators
+        if not torch.cuda.default_generators:
+            torch.cuda.default_generators = (self.generator,)
+            self.generator.manual_seed(self._seed)
+
+    def _manual_seed(self, seed):
+        self._seed = seed
+        for each in torch.cuda.default_generators:
+            each.manual_seed(seed)
 
     def draw(self):
         torch.cuda._lazy_init()
-        return torch.rand((), device="cuda").item() if self._real else self.generator.draw()
+        return self.generator.draw()
 
 
 @pytest.fixture
 def gpu(monkeypatch):
-    """A GPU, real or not."""
+    """A GPU that nobody has used."""
     return GPU(monkeypatch)
 
 
 @pytest.mark.parametrize("when", ["before the run", "by the first rank that draws"])
 def test_ranks_draw_on_a_gpu_from_generators_of_their_own(gpu, when):
     """As on the CPU: of rank and seed alone, in whatever order ranks come; the run leaves them as they were."""
+    torch.manual_seed(5)
     if when == "before the run":
         gpu.found()
-    gpu.generator.manual_seed(5)
     first = {}
 
     def main(comm):
@@ -351,8 +355,6 @@ def test_ranks_draw_on_a_gpu_from_generators_of_their_own(gpu, when):
         found.append(gpu.draw())
         comm.Barrier()
         torch.manual_seed(comm.rank)
-        for each in torch.cuda.default_generators:  # as torch does where it has found a GPU
-            each.manual_seed(comm.rank)
         comm.Barrier()
         found.append(gpu.draw())
         first[comm.rank] = found

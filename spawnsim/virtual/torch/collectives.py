@@ -168,7 +168,8 @@ def reduced(parts: list[Bytes], op: Any, dtype: torch.dtype) -> Bytes:
         return parts[0].copy()
     with torch.no_grad(), _disable_current_modes():
         if name == "PREMUL_SUM":
-            parts = [typed(part, dtype).mul(op.factor).view(torch.uint8).numpy() for part in parts]
+            _, factor = op.__getstate__()  # torch before 2.13 has no `op.factor`
+            parts = [typed(part, dtype).mul(factor).view(torch.uint8).numpy() for part in parts]
         found: Bytes = ops.reduce_tree(parts, merged)
         if name == "AVG":
             whole = typed(found, dtype)
