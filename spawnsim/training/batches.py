@@ -8,23 +8,19 @@ virtual times alone.
 
 from __future__ import annotations
 
-import copy
-import random
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from itertools import compress
 from typing import Any
 
-import numpy as np
 import torch
-from torch import Tensor, nn
-from torch.func import functional_call, grad_and_value, vmap
+from torch import Tensor
+from torch.func import functional_call, grad_and_value
 
 from spawnsim.comm.deferred import Deferred
 from spawnsim.training import structure, watching
-from spawnsim.training.arena import STEP, Arena, Plan, Seat
+from spawnsim.training.arena import STEP, Arena, Seat
+from spawnsim.training.objective import Objective, as_outputs, of_rows, parameters
 from spawnsim.training.reading import Globals
-from spawnsim.training.settings import Settings, is_equal
 from spawnsim.training.threads import Threads
 from spawnsim.training.tracing import Traced
 
@@ -41,32 +37,7 @@ LARGEST_NBYTES = (32 << 20) - (8 << 10)
 MOST_STEPS = 8  # of one model that may be put off at once
 STAGED_NBYTES = 256 << 20  # of the inputs of all steps that are put off; one of each model may take more
 GRADIENT = "gradient"
-RANDOM = "random operation"  # part of what vmap raises, too
 EVALUATE, TRAIN = 0, 1  # the stages of work: evaluations first, so that ranks meet at their steps
-
-
-class Objective(nn.Module):
-    """A function of a model and a batch, as a module: torch replaces its parameters by others for one call."""
-
-    def __init__(self, model: nn.Module, function: Callable[..., Any], settings: Settings) -> None:
-        super().__init__()
-        # A copy without data, for the parameters of this one are exchanged, call by call. Tied ones stay tied. Of
-        # shapes: `empty_like` would be a look.
-        empty: dict[int, Any] = {
-            id(p): nn.Parameter(torch.empty(p.shape, dtype=p.dtype, device="meta"), p.requires_grad)
-            for p in model.parameters()
-        }
-        self.model = copy.deepcopy(model, empty)
-        self.function = settings.frozen(function)
-
-    def forward(self, *batch: Any) -> Any:
-        return self.function(self.model, *batch)
-
-
-def as_outputs(outcome: Any) -> tuple[Tensor, tuple[Tensor, ...]]:
-    """Return a loss and what else a step's function has returned."""
-    loss, *more = outcome if isinstance(outcome, tuple) else (outcome,)
-    return loss, tuple(more)
 
 
 class Put:
@@ -132,14 +103,6 @@ def _rows(works: Sequence[Put]) -> Rows:
     return torch.tensor(rows, device="cpu")  # which rows of any device may be chosen by
 
 
-def _parameters(plan: Plan, rows: Tensor) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """Return trained and fixed parameters of some rows, by their names in an objective."""
-    return (
-        {f"model.{place.name}": place.of(rows) for place in plan.trained},
-        {f"model.{place.name}": place.of(rows) for place in plan.fixed},
-    )
-
-
 class _Batch:
     """Work of one function on models of one arena, with inputs of one kind."""
 
@@ -167,7 +130,7 @@ class _Batch:
     def _outcome(self, weights: Tensor, inputs: Sequence[Any]) -> tuple[tuple[Tensor, ...], list[Tensor]]:
         """Return the trained parameters of one row, (1, columns), and what the function returns for it."""
         trained, fixed = (
-            {name: p[0] for name, p in part.items()} for part in _parameters(self.arena.plan, weights)
+            {name: p[0] for name, p in part.items()} for part in parameters(self.arena.plan, weights)
         )
         for p in trained.values():  # views made here
             p.requires_grad_()
@@ -355,10 +318,10 @@ class StepBatch(_Batch):
         """
         plan, like, fixed_inputs = self.arena.plan, self._like, self._fixed_inputs
         dims = (0, 0, *(None if each is None else 0 for each in like))
-        vmapped = _of_rows(self.objective.model, self._gradient, dims)
+        vmapped = of_rows(self.objective.model, self._gradient, dims)
 
         def call(weights: Tensor, *given: Tensor) -> list[Tensor]:
-            trained, fixed = _parameters(plan, weights)
+            trained, fixed = parameters(plan, weights)
             rest = iter(given)
             inputs = [
                 other if each is None else next(rest) for each, other in zip(like, fixed_inputs, strict=True)
@@ -495,7 +458,7 @@ class EvaluationBatch(_Batch):
             seat.fetch()
         with torch.no_grad():
             weights = self.arena.rows["weights"][_rows(works)]
-            trained, fixed = _parameters(self.arena.plan, weights)
+            trained, fixed = parameters(self.arena.plan, weights)
             together = [_together(column) for column in zip(*(work.inputs for work in works), strict=True)]
             if len(works) < FEW:
                 for i, work in enumerate(works):
@@ -505,7 +468,7 @@ class EvaluationBatch(_Batch):
                 return
             dims = (0, 0, *(dim for _, dim in together))
             if dims not in self._calls:
-                self._calls[dims] = _of_rows(self.objective.model, self.function, dims)
+                self._calls[dims] = of_rows(self.objective.model, self.function, dims)
             outputs = self._calls[dims](trained, fixed, *(each for each, _ in together))
         _tell(works, outputs)
 
@@ -522,64 +485,3 @@ def _together(column: Sequence[Any]) -> tuple[Any, int | None]:
 
 def _same_memory(one: Tensor, other: Tensor) -> bool:
     return one.data_ptr() == other.data_ptr() and one.stride() == other.stride() and one.shape == other.shape
-
-
-def trial(batch: _Batch, call: Callable[..., Any], inputs: Sequence[Any]) -> None:
-    """Raise what vmap has against a function: it is tried on two rows."""
-    weights = batch.arena.rows["weights"][:1].expand(2, -1)
-    trained, fixed = _parameters(batch.arena.plan, weights)
-    two = [each.unsqueeze(0).expand(2, *each.shape) if isinstance(each, Tensor) else each for each in inputs]
-    dims = (0, 0, *(0 if isinstance(each, Tensor) else None for each in inputs))
-    model = batch.objective.model
-    before = structure.of_model(model), structure.attributes(model)
-    settings = Settings(batch.objective.function, model)
-    with _drawing_nothing():
-        _of_rows(model, call, dims)(trained, fixed, *two)
-    now = structure.attributes(model)
-    alike = len(now) == len(before[1]) and all(map(is_equal, now, before[1]))
-    if not alike or structure.of_model(model) != before[0]:
-        raise structure.Unequal("a forward pass changes its attributes")
-    if not settings.unchanged():
-        raise structure.Unequal("its function changes what it refers to")
-
-
-def _of_rows(
-    model: nn.Module, function: Callable[..., Any], dims: tuple[int | None, ...]
-) -> Callable[..., Any]:
-    """Return a function of a model for many rows; torch does not warn of what it computes model by model in it."""
-    vmapped = vmap(function, in_dims=dims)
-    # oneDNN computes an LSTM of one model in one operation. Without it there are operations for many, as of a GRU.
-    without = any(isinstance(each, nn.LSTM) for each in model.modules())
-
-    def call(*args: Any) -> Any:
-        # The warnings ask the program's author, who has not called vmap, for reports to torch.
-        of_torch: Any = torch._C
-        warns, whole = (
-            of_torch._debug_only_are_vmap_fallback_warnings_enabled(),
-            of_torch._get_mkldnn_enabled(),
-        )
-        of_torch._functorch._set_vmap_fallback_warning_enabled(False)
-        of_torch._set_mkldnn_enabled(whole and not without)
-        try:
-            return vmapped(*args)
-        finally:
-            of_torch._functorch._set_vmap_fallback_warning_enabled(warns)
-            of_torch._set_mkldnn_enabled(whole)
-
-    return call
-
-
-@contextmanager
-def _drawing_nothing() -> Iterator[None]:
-    """Refuse what draws from a generator of Python, numpy or torch, all of which stay as they are."""
-    python, of_numpy, of_torch = random.getstate(), np.random.get_state(), torch.get_rng_state()
-    try:
-        yield
-        now = zip(np.random.get_state(), of_numpy, strict=True)
-        drawn = random.getstate() != python or any(np.any(a != b) for a, b in now)
-        if drawn or not torch.equal(torch.get_rng_state(), of_torch):
-            raise RuntimeError(RANDOM)
-    finally:
-        random.setstate(python)
-        np.random.set_state(of_numpy)
-        torch.set_rng_state(of_torch)

@@ -17,17 +17,9 @@ from spawnsim.comm.deferred import Deferred, caller
 from spawnsim.errors import ParameterError
 from spawnsim.training import structure
 from spawnsim.training.arena import Arena, Plan, Seat
-from spawnsim.training.batches import (
-    MOST_STEPS,
-    RANDOM,
-    EvaluationBatch,
-    Objective,
-    Put,
-    StepBatch,
-    as_outputs,
-    trial,
-)
+from spawnsim.training.batches import MOST_STEPS, EvaluationBatch, Put, StepBatch
 from spawnsim.training.functions import Alone, OfModel, Outcome, Run
+from spawnsim.training.objective import RANDOM, Objective, as_outputs, trial
 from spawnsim.training.optimizers import Rule, rule_of
 from spawnsim.training.settings import Settings
 
@@ -275,7 +267,7 @@ class TrainingStep(OfModel):
                 max_norm=self.max_norm,
                 gradients=self.gradients,
             )
-            trial(batch, batch._gradient, inputs)
+            trial(batch.objective, seat.arena, batch._gradient, inputs)
         except Exception as error:  # noqa: BLE001 - the program's own error, if it is one, comes when it steps alone
             # vmap's own text names flags of a call that is not the program's.
             if RANDOM in str(error):
@@ -382,7 +374,7 @@ class Evaluation(OfModel):
         try:
             batch = EvaluationBatch(deferred, seat.arena, Objective(model, self.function, settings))
             with torch.no_grad():
-                trial(batch, batch.function, inputs)
+                trial(batch.objective, seat.arena, batch.function, inputs)
                 batch.open(seat.row, inputs)
         except Exception as error:  # noqa: BLE001 - vmap's refusals are of many classes
             return f"{type(error).__name__}: {error}"
