@@ -6,12 +6,15 @@ import copy
 import random
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.func import vmap
+from torch.func import functional_call, vmap
+from torch.nn.functional import dropout
+from torch.overrides import TorchFunctionMode
 
 from spawnsim.training import structure
 from spawnsim.training.arena import Arena, Plan
@@ -20,8 +23,58 @@ from spawnsim.training.settings import Settings, is_equal
 RANDOM = "random operation"  # part of what vmap raises, too
 
 
+@dataclass(frozen=True)
+class Mask:
+    """What a call of dropout multiplies by: 0 where it drops, and 1 / (1 - p) elsewhere."""
+
+    shape: torch.Size
+    stride: tuple[int, ...]  # numbers are drawn in the order in which they lie in memory
+    dtype: torch.dtype
+    p: float
+
+    def ones(self) -> Tensor:
+        """Return one that drops nothing."""
+        return torch.ones(self.shape, dtype=self.dtype, device="cpu")
+
+    def draw(self, out: Tensor) -> None:
+        """Draw one from torch's generator, to the bits of torch's own dropout on the CPU."""
+        kept = 1 - self.p
+        if out.stride() == self.stride:
+            out.bernoulli_(kept).div_(kept)
+        else:
+            drawn = torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device="cpu")
+            out.copy_(drawn.bernoulli_(kept).div_(kept))
+
+
+class _Dropout(TorchFunctionMode):
+    """Gives calls of `torch.nn.functional.dropout` their masks, or takes note of what these are to be."""
+
+    def __init__(self, masks: Sequence[Tensor] | None) -> None:
+        super().__init__()
+        self._masks = None if masks is None else iter(masks)
+        self.found: list[Mask] = []
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function is dropout:
+            return self._dropout(*args, **(kwargs or {}))
+        return function(*args, **(kwargs or {}))
+
+    def _dropout(self, input: Tensor, p: Any = 0.5, training: bool = True, inplace: bool = False) -> Tensor:  # noqa: A002 - as torch
+        if not (training and isinstance(p, float) and 0 < p < 1 and input.numel()):
+            return dropout(input, p, training, inplace)
+        if self._masks is not None:
+            mask = next(self._masks)
+            return input.mul_(mask) if inplace else input * mask
+        self.found.append(Mask(input.shape, input.stride(), input.dtype, p))
+        return input
+
+
 class Objective(nn.Module):
-    """A function of a model and a batch, as a module: torch replaces its parameters by others for one call."""
+    """A function of a model and a batch, as a module: torch replaces its parameters by others for one call.
+
+    Attributes:
+        masks: of its calls of dropout, which come behind the batch.
+    """
 
     def __init__(self, model: nn.Module, function: Callable[..., Any], settings: Settings) -> None:
         super().__init__()
@@ -33,9 +86,14 @@ class Objective(nn.Module):
         }
         self.model = copy.deepcopy(model, empty)
         self.function = settings.frozen(function)
+        self.masks: tuple[Mask, ...] = ()
 
     def forward(self, *batch: Any) -> Any:
-        return self.function(self.model, *batch)
+        if not self.masks:
+            return self.function(self.model, *batch)
+        given = len(batch) - len(self.masks)
+        with _Dropout(batch[given:]):
+            return self.function(self.model, *batch[:given])
 
 
 def as_outputs(outcome: Any) -> tuple[Tensor, tuple[Tensor, ...]]:
@@ -50,6 +108,21 @@ def parameters(plan: Plan, rows: Tensor) -> tuple[dict[str, Tensor], dict[str, T
         {f"model.{place.name}": place.of(rows) for place in plan.trained},
         {f"model.{place.name}": place.of(rows) for place in plan.fixed},
     )
+
+
+def masks_of(objective: Objective, arena: Arena, inputs: Sequence[Any]) -> tuple[Mask, ...]:
+    """Return the masks of dropout that a function needs for some inputs.
+
+    Raises:
+        RuntimeError: it draws in another way, too, or on a GPU, whose dropout is one operation.
+    """
+    weights = arena.rows["weights"][:1]
+    if weights.device.type != "cpu":
+        raise RuntimeError(RANDOM)
+    trained, fixed = ({name: p[0] for name, p in part.items()} for part in parameters(arena.plan, weights))
+    with _drawing_nothing(), torch.no_grad(), _Dropout(None) as noting:
+        functional_call(objective, {**trained, **fixed}, tuple(inputs))
+    return tuple(noting.found)
 
 
 def trial(objective: Objective, arena: Arena, call: Callable[..., Any], inputs: Sequence[Any]) -> None:

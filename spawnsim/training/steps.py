@@ -19,7 +19,7 @@ from spawnsim.training import structure
 from spawnsim.training.arena import Arena, Plan, Seat
 from spawnsim.training.batches import MOST_STEPS, EvaluationBatch, Put, StepBatch
 from spawnsim.training.functions import Alone, OfModel, Outcome, Run
-from spawnsim.training.objective import RANDOM, Objective, as_outputs, trial
+from spawnsim.training.objective import RANDOM, Objective, as_outputs, masks_of, trial
 from spawnsim.training.optimizers import Rule, rule_of
 from spawnsim.training.settings import Settings
 
@@ -155,7 +155,10 @@ class TrainingStep(OfModel):
         while seat.steps >= len(slots):
             slots.append(batch.slots(seat.row, len(slots)))
         for number, slot in slots[seat.steps]:
-            slot.copy_(inputs[number])
+            if number < len(inputs):
+                slot.copy_(inputs[number])
+            else:  # drawn now, in the rank's turn, from its generator
+                batch.objective.masks[number - len(inputs)].draw(slot)
         watch = Run.of(deferred).watch
         work = Put(rank, seat, batch, [watch.result(each) for each in batch.results])
         work.settings, work.lr = settings, tuple([float(group["lr"]) for group in groups])
@@ -267,11 +270,14 @@ class TrainingStep(OfModel):
                 max_norm=self.max_norm,
                 gradients=self.gradients,
             )
-            trial(batch.objective, seat.arena, batch._gradient, inputs)
+            inputs = self._tried(batch, seat.arena, inputs)
         except Exception as error:  # noqa: BLE001 - the program's own error, if it is one, comes when it steps alone
             # vmap's own text names flags of a call that is not the program's.
             if RANDOM in str(error):
-                return "it draws random numbers, as dropout does, and each rank has a generator of its own"
+                return (
+                    "it draws random numbers otherwise than by torch.nn.Dropout on the CPU, and each rank has a "
+                    "generator of its own"
+                )
             if isinstance(error, structure.Unequal):
                 return str(error)
             # The first sentence: the next ones ask for reports to torch.
@@ -279,6 +285,22 @@ class TrainingStep(OfModel):
         # Of the row, and not of the model: what is put off of that is not carried out for it.
         unused = batch.open(seat.row, inputs)
         return f"the loss does not depend on {unused}: exclude it from the optimizer" if unused else batch
+
+    @staticmethod
+    def _tried(batch: StepBatch, arena: Arena, inputs: Sequence[Any]) -> Sequence[Any]:
+        """Raise what vmap has against a step; return its inputs, and behind them masks for dropout."""
+        objective = batch.objective
+        try:
+            trial(objective, arena, batch._gradient, inputs)
+        except RuntimeError as error:
+            if RANDOM not in str(error):
+                raise
+        else:
+            return inputs
+        objective.masks = masks_of(objective, arena, inputs)
+        inputs = [*inputs, *[mask.ones() for mask in objective.masks]]
+        trial(objective, arena, batch._gradient, inputs)
+        return inputs
 
     # -- at once ------------------------------------------------------------------------------------------------
 
