@@ -25,7 +25,7 @@ RANDOM = "random operation"  # part of what vmap raises, too
 
 @dataclass(frozen=True)
 class Mask:
-    """What a call of dropout multiplies by: 0 where it drops, and 1 / (1 - p) elsewhere."""
+    """What a call of dropout keeps: 1 there, and 0 elsewhere."""
 
     shape: torch.Size
     stride: tuple[int, ...]  # numbers are drawn in the order in which they lie in memory
@@ -33,17 +33,16 @@ class Mask:
     p: float
 
     def ones(self) -> Tensor:
-        """Return one that drops nothing."""
+        """Return one that keeps all."""
         return torch.ones(self.shape, dtype=self.dtype, device="cpu")
 
     def draw(self, out: Tensor) -> None:
-        """Draw one from torch's generator, to the bits of torch's own dropout on the CPU."""
-        kept = 1 - self.p
+        """Draw one from torch's generator as torch's own dropout does on the CPU."""
         if out.stride() == self.stride:
-            out.bernoulli_(kept).div_(kept)
+            out.bernoulli_(1 - self.p)
         else:
             drawn = torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device="cpu")
-            out.copy_(drawn.bernoulli_(kept).div_(kept))
+            out.copy_(drawn.bernoulli_(1 - self.p))
 
 
 class _Dropout(TorchFunctionMode):
@@ -63,8 +62,8 @@ class _Dropout(TorchFunctionMode):
         if not (training and isinstance(p, float) and 0 < p < 1 and input.numel()):
             return dropout(input, p, training, inplace)
         if self._masks is not None:
-            mask = next(self._masks)
-            return input.mul_(mask) if inplace else input * mask
+            scale = next(self._masks) / (1 - p)
+            return input.mul_(scale) if inplace else input * scale
         self.found.append(Mask(input.shape, input.stride(), input.dtype, p))
         return input
 

@@ -11,6 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 import spawnsim
 from spawnsim import AverageAllPolicy, Evaluation, TrainingStep
+from spawnsim.training.objective import Mask, _Dropout
 from tests.training.test_steps import RANKS, WIDTHS, accuracy_of, batch, build, loss_of, run, sgd, weights
 
 
@@ -144,6 +145,26 @@ def test_few_models_are_computed_one_by_one_with_the_same_masks(ranks):
     """Before their calls are repeated from a record."""
     (together, _), (eager, _) = (run(PROGRAMS["trains"], ranks=ranks, eager=each) for each in (False, True))
     torch.testing.assert_close(together, eager, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("p", [0.1, 0.3, 0.5, 0.9])
+def test_masks_are_those_of_torch(p, dtype):
+    """To the bit, as is what is drawn next; of tensors that lie turned round, too."""
+    for given in (
+        torch.randn(7, 33, dtype=dtype),
+        torch.randn(33, 7, dtype=dtype).t(),
+        torch.randn(4, 3, 5, dtype=dtype),
+    ):
+        mask = Mask(given.shape, given.stride(), dtype, p)
+        torch.manual_seed(7)
+        expected, after = functional.dropout(given, p), torch.rand(2)
+        torch.manual_seed(7)
+        drawn = torch.zeros(3, *given.shape, dtype=dtype)
+        mask.draw(drawn[1])
+        assert torch.equal(torch.rand(2), after)
+        with _Dropout([drawn[1]]):
+            assert torch.equal(functional.dropout(given, p), expected)
 
 
 def test_a_mask_has_the_bits_of_torchs_own_dropout():
