@@ -47,10 +47,10 @@ class TrainingStep(OfModel):
 
     Models that differ in anything but weights form groups. SGD, Adam and AdamW of torch.optim are taken as they are,
     with momentum, weight decay, groups of parameters, and a learning rate for each rank. A model steps alone, and the
-    run has a warning that says why, if it has buffers that a forward pass changes (BatchNorm), hooks, dropout, control
-    flow that depends on data, parameters of several dtypes or of less than 32 bits, or another optimizer; also under
-    autocast. A step is computed with the attributes of model and loss that it met; where these change more than three
-    times the model steps alone, too: give what changes as a tensor, beside the batch.
+    run has a warning that says why, if it has buffers that a forward pass changes (BatchNorm), hooks, random operations
+    other than nn.Dropout, control flow that depends on data, parameters of several dtypes or of less than 32 bits, or
+    another optimizer; also under autocast. A step is computed with the attributes of model and loss that it met; where
+    these change more than three times the model steps alone, too: give what changes as a tensor, beside the batch.
 
     Args:
         loss: from a model and a batch to a scalar, or to a tuple of a scalar and further tensors that are returned. It
