@@ -575,7 +575,7 @@ def test_a_resumed_run_is_the_one_that_was_not_stopped(tmp_path):
     """Its steps go on together as they did, though batches and evaluations begin anew; it warns where that one did."""
 
     def main(comm, stop=0):
-        model, dropping = build(comm.rank), nn.Sequential(nn.Dropout(0.2), build(comm.rank + 50))
+        model, dropping = build(comm.rank), nn.Sequential(nn.AlphaDropout(0.2), build(comm.rank + 50))
         both = nn.ModuleList([model, dropping])
         optimizers = [sgd(model), sgd(dropping)]
         saved = comm.restore(model=both, optimizer=optimizers[0])
