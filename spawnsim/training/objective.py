@@ -64,8 +64,9 @@ class _Dropout(TorchFunctionMode):
         if self._masks is not None:
             scale = next(self._masks) / (1 - p)
             return input.mul_(scale) if inplace else input * scale
-        self.found.append(Mask(input.shape, input.stride(), input.dtype, p))
-        return input
+        drawn = torch.empty_like(input)  # as which torch draws, also where the input is expanded
+        self.found.append(Mask(drawn.shape, drawn.stride(), drawn.dtype, p))
+        return input if inplace else input.clone()
 
 
 class Objective(nn.Module):

@@ -28,6 +28,7 @@ class Dropping(nn.Module):
         x = self.none(self.first(x))
         hidden = self.network[1](self.second(self.network[0](x)))
         hidden = functional.dropout(hidden.t(), self.p, self.training).t()
+        hidden = hidden * functional.dropout(hidden[:1, :1].expand(8, 24), 0.25, self.training)
         return self.network[2](hidden) + self.all(x[:, :5])
 
 

@@ -5,6 +5,7 @@ import subprocess
 import sys
 import threading
 from random import random as drawn_by_name
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -13,6 +14,8 @@ from numpy.random import rand as rand_by_name
 from support.virtual_run import run
 
 import spawnsim
+from spawnsim.random import Streams
+from spawnsim.real.runtime.checkpoints import _rank_state, _set_rank
 from spawnsim.virtual import reproducibility
 
 RANKS = 10
@@ -383,3 +386,20 @@ def test_a_seed_that_a_rank_sets_before_it_uses_a_gpu_counts_for_it_alone(gpu):
     for rank, drawn_there in found.items():
         gpu.generator.manual_seed(100 + rank)
         assert gpu.draw() == drawn_there
+
+
+def test_a_real_rank_goes_on_with_what_it_drew_on_a_gpu(gpu, monkeypatch):
+    """The process that resumes has not found its GPU yet, and torch has a seed for it already."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "init", gpu.found)
+    comm = SimpleNamespace(rng=Streams(7, 3), clock=SimpleNamespace(now=lambda: 1.0))
+    before = torch.get_rng_state()
+    torch.manual_seed(5)
+    gpu.draw()
+    saved = _rank_state(comm)
+    expected = gpu.draw(), torch.rand(2).tolist()
+    torch.cuda.default_generators = ()
+    torch.manual_seed(99)
+    _set_rank(comm, saved)
+    assert (gpu.draw(), torch.rand(2).tolist()) == expected
+    torch.set_rng_state(before)

@@ -151,10 +151,9 @@ def _set_rank(comm: Any, state: Mapping[str, Any]) -> None:
         random.setstate(generators["python"])
     if generators.get("numpy") is not None:
         np.random.set_state(generators["numpy"])
+    torch: Any = sys.modules.get("torch")
     if generators.get("torch") is not None:
-        sys.modules["torch"].set_rng_state(generators["torch"])
-    if generators.get("gpus") and sys.modules["torch"].cuda.is_available():
-        sys.modules[
-            "torch"
-        ].cuda.init()  # or else the seed of this process would count, which torch has put off
-        set_gpu_states(sys.modules["torch"], generators["gpus"])
+        torch.set_rng_state(generators["torch"])
+    if generators.get("gpus") and torch.cuda.is_available():
+        torch.cuda.init()  # or else the seed of this process would count, which torch has put off
+        set_gpu_states(torch, generators["gpus"])
