@@ -103,6 +103,14 @@ def _rows(works: Sequence[Put]) -> Rows:
     return torch.tensor(rows, device="cpu")  # which rows of any device may be chosen by
 
 
+class Halfway(Exception):
+    """What was raised amid an update: it cannot be made again."""
+
+    def __init__(self, error: Exception) -> None:
+        super().__init__(str(error))
+        self.error = error
+
+
 class _Batch:
     """Work of one function on models of one arena, with inputs of one kind."""
 
@@ -127,7 +135,7 @@ class _Batch:
         """
         raise NotImplementedError
 
-    def _outcome(self, weights: Tensor, inputs: Sequence[Any]) -> tuple[tuple[Tensor, ...], list[Tensor]]:
+    def outcome(self, weights: Tensor, inputs: Sequence[Any]) -> tuple[tuple[Tensor, ...], list[Tensor]]:
         """Return the trained parameters of one row, (1, columns), and what the function returns for it."""
         trained, fixed = (
             {name: p[0] for name, p in part.items()} for part in parameters(self.arena.plan, weights)
@@ -136,6 +144,13 @@ class _Batch:
             p.requires_grad_()
         loss, more = as_outputs(functional_call(self.objective, {**trained, **fixed}, tuple(inputs)))
         return tuple(trained.values()), [loss, *more]
+
+    def _reads(self) -> Globals | None:
+        """Return what the function and the model read beside what they are given; None: not known."""
+        try:
+            return Globals(self.objective.function, self.objective.model)
+        except structure.Unequal:
+            return None
 
     def carry_out(self, queues: Sequence[Sequence[Put]]) -> None:
         """Carry out as much work of each of some ranks, one after the other."""
@@ -168,6 +183,9 @@ class _Batch:
             _take(works)
             try:
                 self.compute(works)
+            except Halfway as halfway:
+                self._fail_all(works, halfway.error)
+                return chunk[at + 1 :]
             except Exception:  # noqa: BLE001 - it comes again, in turn
                 return chunk[at:]
         return []
@@ -183,50 +201,61 @@ class _Batch:
         if not going_on:
             return
         _take(going_on)
-        for at in range(0, len(going_on), self.chunk):  # which may have become smaller meanwhile
-            self._compute_taken(going_on[at : at + self.chunk])
+        self._compute_taken(going_on)
 
     def _compute_taken(self, works: Sequence[Put]) -> None:
-        try:
-            self.compute(works)
-        except torch.cuda.OutOfMemoryError as error:
-            if len(works) == 1:
-                self._fail(works[0], error)
-                return
-            half = self._make_smaller(len(works))
-            for some in (works[:half], works[half:]):
-                self._compute_taken(some)
-        except Exception as error:  # noqa: BLE001 - whose it is shows when each is computed alone
-            # Each of them, also after one that fails.
-            succeeded = [self._succeeds(work) for work in works]
-            if all(succeeded):
-                name = type(self.objective.model).__name__
-                self.deferred.warn(f"{name} models failed together, and not alone: {error}")
+        """Compute work, so much at a time as there is memory for, which may become less meanwhile."""
+        left = list(works)
+        while left:
+            now, left = left[: self.chunk], left[self.chunk :]
+            try:
+                self.compute(now)
+            except torch.cuda.OutOfMemoryError as error:
+                if len(now) > 1:
+                    self._make_smaller(len(now))
+                    left = now + left
+                else:
+                    self._fail(now[0], error)
+            except Halfway as halfway:
+                self._fail_all(now, halfway.error)
+            except Exception as error:  # noqa: BLE001 - whose it is shows when each is computed alone
+                # Each of them, also after one that fails.
+                succeeded = [self._succeeds(work) for work in now]
+                if all(succeeded):
+                    name = type(self.objective.model).__name__
+                    self.deferred.warn(f"{name} models failed together, and not alone: {error}")
 
-    def _make_smaller(self, rows: int) -> int:
-        """Compute half of so many rows at a time from now on, since a GPU has no room for more; return how many."""
+    def _make_smaller(self, rows: int) -> None:
+        """Compute half of so many rows at a time from now on: a GPU has no room for more."""
         self.chunk = -(-rows // 2)
         torch.cuda.empty_cache()
         self.deferred.warn(
             f"{type(self.objective.model).__name__} models are computed {self.chunk} at a time, since the GPU has no "
             "memory for more: the last bits of losses depend on how much of it is free"
         )
-        return self.chunk
 
     def _succeeds(self, work: Put) -> bool:
         try:
             self.compute([work])
+        except Halfway as halfway:
+            self._fail(work, halfway.error)
+            return False
         except Exception as error:  # noqa: BLE001 - raised in the rank whose it is
             self._fail(work, error)
             return False
         return True
+
+    def _fail_all(self, works: Sequence[Put], error: Exception) -> None:
+        error.add_note(f"amid an update of {len(works)} models together, which cannot be made again")
+        for work in works:
+            self.deferred.failed(work, error)
 
     def _fail(self, work: Put, error: Exception) -> None:
         error.add_note(f"in work that rank {work.rank} put off at {work.put_s:.6g} s")
         self.deferred.failed(work, error)
 
     def compute(self, works: Sequence[Put]) -> None:
-        """Compute some work at once; nothing has changed if it raises."""
+        """Compute some work at once; nothing has changed if it raises, unless that is `Halfway`."""
         raise NotImplementedError
 
 
@@ -266,6 +295,7 @@ class StepBatch(_Batch):
 
         self._gradient = grad_and_value(outcome, has_aux=True)
         self._traced: Traced
+        self.reads = self._reads()
 
     def carry_out(self, queues: Sequence[Sequence[Put]]) -> None:
         # Momentum and decay are numbers for all rows of an update; a schedule gives ranks in step the same ones. Ranks
@@ -299,7 +329,7 @@ class StepBatch(_Batch):
         return not memory[0].isdisjoint(memory[1]) or any(map(self.arena.holds, memory[0] | memory[1]))
 
     def open(self, row: int, inputs: Sequence[Any]) -> str:
-        trained, outputs = self._outcome(self.arena.rows["weights"][row : row + 1], inputs)
+        trained, outputs = self.outcome(self.arena.rows["weights"][row : row + 1], inputs)
         found: Sequence[Tensor | None] = torch.autograd.grad(outputs[0], trained, allow_unused=True)
         self.results = [_unknown(each) for each in outputs]
         # Room for the inputs of all rows; what is no tensor is part of the function.
@@ -329,11 +359,7 @@ class StepBatch(_Batch):
             gradients, (_, outputs) = vmapped(trained, fixed, *inputs)
             return [torch.cat([each.reshape(len(each), -1) for each in gradients.values()], 1), *outputs]
 
-        try:
-            reads = Globals(self.objective.function, self.objective.model)
-        except structure.Unequal:
-            reads = None
-        return Traced(call, reads)
+        return Traced(call, self.reads)
 
     def slots(self, row: int, depth: int) -> list[tuple[int, Tensor]]:
         """Return where a row's inputs go, by their number, if so many steps are put off before."""
@@ -356,8 +382,11 @@ class StepBatch(_Batch):
         ]
         gradient, outputs = self.differentiate(weights, inputs)
         _tell(works, outputs)  # of which some may be weights
-        with torch.no_grad():
-            self._update(rows, gradient, works)
+        try:
+            with torch.no_grad():
+                self._update(rows, gradient, works)
+        except Exception as error:
+            raise Halfway(error) from error
         for seat in apart:
             seat.store()
 
@@ -374,7 +403,7 @@ class StepBatch(_Batch):
 
     def _one(self, weights: Tensor, inputs: Sequence[Any], i: int) -> tuple[Tensor, list[Tensor]]:
         own = [each if like is None else each[i] for each, like in zip(inputs, self._like, strict=True)]
-        trained, outputs = self._outcome(weights, own)
+        trained, outputs = self.outcome(weights, own)
         # Plain autograd, which takes a third of the time of `grad_and_value`.
         gradients = torch.autograd.grad(outputs[0], trained)
         return torch.cat([each.flatten() for each in gradients]), [each.detach() for each in outputs]
@@ -448,7 +477,7 @@ class EvaluationBatch(_Batch):
         ] = {}  # by which inputs differ from row to row
 
     def open(self, row: int, inputs: Sequence[Any]) -> str:
-        _, outputs = self._outcome(self.arena.rows["weights"][row : row + 1], inputs)
+        _, outputs = self.outcome(self.arena.rows["weights"][row : row + 1], inputs)
         self.results = [_unknown(each) for each in outputs]
         return ""
 

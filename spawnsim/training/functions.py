@@ -43,6 +43,7 @@ class Run:
         self.keys: dict[Arena, Any] = {}
         self.batches: dict[Any, Any] = {}  # by key: a batch, or why there is none
         self.groups: Counter[Any] = Counter()  # by what is equal in groups that are computed apart
+        self._noted: set[Any] = set()
         self.users: weakref.WeakSet[OfModel] = weakref.WeakSet()
 
     @classmethod
@@ -53,14 +54,21 @@ class Run:
         run: Run = deferred.attachments[cls]
         return run
 
-    def note_group(self, deferred: Deferred, model: nn.Module, alike: Any) -> None:
-        """Count a group of models; say so once if there are many, each perhaps of one rank."""
+    def note_group(self, deferred: Deferred, model: nn.Module, alike: Any, group: Any) -> None:
+        """Count a group of models, if it is a new one; say so once if there are many, each perhaps of one rank."""
+        if group in self._noted:
+            return
+        self._noted.add(group)
         self.groups[alike] += 1
         if self.groups[alike] == MANY_GROUPS:
             deferred.warn(
                 f"{type(model).__name__} models are computed in {MANY_GROUPS} groups and more, since what they or "
                 "their loss compute with differs from rank to rank: give it as tensors, beside the batch"
             )
+
+    def forget(self, batch: Any) -> None:
+        """Let no more be put off with a batch."""
+        self.batches = {key: each for key, each in self.batches.items() if each is not batch}
 
     def forget_refusals(self) -> None:
         """Let functions that were refused be tried again."""
@@ -107,17 +115,28 @@ class OfModel:
         ready = self._latest[1]
         settings, how = ready.get(Settings), self._how()
         if settings is None or how != ready[_HOW] or not settings.unchanged():
-            changes = ready.get(_CHANGES, 0)
-            if changes >= MOST_CHANGES:
-                raise Alone(
-                    "what its function or the model computes with changes: give it as a tensor, beside the batch"
-                )
+            changes = self._require_few_changes(ready)
             now = Settings(self.function, seat.module())
             if settings is not None and (how != ready[_HOW] or settings.key != now.key):
                 ready.clear()
                 ready[_CHANGES] = changes + 1
             ready[Settings], ready[_HOW] = now, how
         return ready
+
+    @staticmethod
+    def _require_few_changes(ready: dict[Any, Any]) -> int:
+        """Return how many changes there were of what is computed with; refuse the fourth."""
+        changes: int = ready.get(_CHANGES, 0)
+        if changes >= MOST_CHANGES:
+            raise Alone(
+                "what its function or the model computes with changes: give it as a tensor, beside the batch"
+            )
+        return changes
+
+    def _count_change(self, seat: Seat) -> None:
+        """Take note of a change of what is computed with, which settings do not show."""
+        ready = self._ready_for(seat)
+        ready[_CHANGES] = self._require_few_changes(ready) + 1
 
     def _forget(self, run: Run | None) -> None:
         if self._run is not run:

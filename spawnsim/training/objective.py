@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call, vmap
+from torch.func import vmap
 from torch.nn.functional import dropout
 from torch.overrides import TorchFunctionMode
 
@@ -21,6 +21,10 @@ from spawnsim.training.arena import Arena, Plan
 from spawnsim.training.settings import Settings, is_equal
 
 RANDOM = "random operation"  # part of what vmap raises, too
+CHANGED = (
+    "dropout is another one than when the step was put off, by something that is not watched, such as an attribute of "
+    "a class: look at the loss before you change it"
+)
 
 
 @dataclass(frozen=True)
@@ -45,13 +49,12 @@ class Mask:
             out.copy_(drawn.bernoulli_(1 - self.p))
 
 
-class _Dropout(TorchFunctionMode):
-    """Gives calls of `torch.nn.functional.dropout` their masks, or takes note of what these are to be."""
+class OfDropout(TorchFunctionMode):
+    """Calls `dropped` where a program calls `torch.nn.functional.dropout` to drop anything."""
 
-    def __init__(self, masks: Sequence[Tensor] | None) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self._masks = None if masks is None else iter(masks)
-        self.found: list[Mask] = []
+        self.calls = 0
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if function is dropout:
@@ -59,21 +62,69 @@ class _Dropout(TorchFunctionMode):
         return function(*args, **(kwargs or {}))
 
     def _dropout(self, input: Tensor, p: Any = 0.5, training: bool = True, inplace: bool = False) -> Tensor:  # noqa: A002 - as torch
-        if not (training and isinstance(p, float) and 0 < p < 1 and input.numel()):
-            return dropout(input, p, training, inplace)
-        if self._masks is not None:
-            scale = next(self._masks) / (1 - p)
-            return input.mul_(scale) if inplace else input * scale
-        drawn = torch.empty_like(input)  # as which torch draws, also where the input is expanded
-        self.found.append(Mask(drawn.shape, drawn.stride(), drawn.dtype, p))
-        return input if inplace else input.clone()
+        self.calls += 1
+        if training and isinstance(p, float) and 0 < p < 1 and input.numel():
+            return self.dropped(input, p, inplace=inplace)
+        return dropout(input, p, training, inplace)
+
+    def dropped(self, given: Tensor, p: float, *, inplace: bool) -> Tensor:
+        """Return what dropout returns."""
+        return dropout(given, p, True, inplace)
+
+
+class _Noting(OfDropout):
+    """Takes note of masks. Draws a number for each, so that a loss is noticed that looks after the generator itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.masks: list[Mask] = []
+        self._state = torch.get_rng_state()
+
+    def dropped(self, given: Tensor, p: float, *, inplace: bool) -> Tensor:
+        of_torch: Any = torch._C
+        if not given.is_floating_point() or of_torch._functorch.is_batchedtensor(given):
+            raise RuntimeError(RANDOM)
+        self.require_state()
+        torch.rand(1, device="cpu")
+        self._state = torch.get_rng_state()
+        drawn = torch.empty_like(given)  # as which torch draws, also where the tensor is expanded
+        self.masks.append(Mask(drawn.shape, drawn.stride(), drawn.dtype, p))
+        return given if inplace else given.clone()
+
+    def require_state(self) -> None:
+        """Refuse what else was drawn, or put back."""
+        if not torch.equal(torch.get_rng_state(), self._state):
+            raise RuntimeError(RANDOM)
+
+
+class _Dropping(OfDropout):
+    """Gives calls of dropout the masks that were drawn for them."""
+
+    def __init__(self, masks: Sequence[Mask], drawn: Sequence[Tensor]) -> None:
+        super().__init__()
+        self._left = [*zip(masks, drawn, strict=True)][::-1]
+
+    def dropped(self, given: Tensor, p: float, *, inplace: bool) -> Tensor:
+        if not self._left:
+            raise RuntimeError(CHANGED)
+        mask, drawn = self._left.pop()
+        if (mask.p, mask.shape, mask.dtype) != (p, given.shape, given.dtype):
+            raise RuntimeError(CHANGED)
+        scale = drawn / (1 - p)
+        return given.mul_(scale) if inplace else given * scale
+
+    def require_all(self) -> None:
+        """Refuse masks that are left."""
+        if self._left:
+            raise RuntimeError(CHANGED)
 
 
 class Objective(nn.Module):
     """A function of a model and a batch, as a module: torch replaces its parameters by others for one call.
 
     Attributes:
-        masks: of its calls of dropout, which come behind the batch.
+        masks: of its calls of dropout; they come behind the batch.
+        drops: whether there are such calls, be it of evaluation alone.
     """
 
     def __init__(self, model: nn.Module, function: Callable[..., Any], settings: Settings) -> None:
@@ -87,13 +138,16 @@ class Objective(nn.Module):
         self.model = copy.deepcopy(model, empty)
         self.function = settings.frozen(function)
         self.masks: tuple[Mask, ...] = ()
+        self.drops = False
 
     def forward(self, *batch: Any) -> Any:
-        if not self.masks:
+        if not self.drops:
             return self.function(self.model, *batch)
         given = len(batch) - len(self.masks)
-        with _Dropout(batch[given:]):
-            return self.function(self.model, *batch[:given])
+        with _Dropping(self.masks, batch[given:]) as dropping:
+            outcome = self.function(self.model, *batch[:given])
+        dropping.require_all()
+        return outcome
 
 
 def as_outputs(outcome: Any) -> tuple[Tensor, tuple[Tensor, ...]]:
@@ -110,19 +164,18 @@ def parameters(plan: Plan, rows: Tensor) -> tuple[dict[str, Tensor], dict[str, T
     )
 
 
-def masks_of(objective: Objective, arena: Arena, inputs: Sequence[Any]) -> tuple[Mask, ...]:
-    """Return the masks of dropout that a function needs for some inputs.
+def masks_of(weights: Tensor, call: Callable[[], object]) -> tuple[Mask, ...]:
+    """Return the masks of dropout that a call of a function draws.
 
     Raises:
         RuntimeError: it draws in another way, too, or on a GPU, whose dropout is one operation.
     """
-    weights = arena.rows["weights"][:1]
     if weights.device.type != "cpu":
         raise RuntimeError(RANDOM)
-    trained, fixed = ({name: p[0] for name, p in part.items()} for part in parameters(arena.plan, weights))
-    with _drawing_nothing(), torch.no_grad(), _Dropout(None) as noting:
-        functional_call(objective, {**trained, **fixed}, tuple(inputs))
-    return tuple(noting.found)
+    with _drawing_nothing(but_torch=True), _Noting() as noting:
+        call()
+        noting.require_state()
+    return tuple(noting.masks)
 
 
 def trial(objective: Objective, arena: Arena, call: Callable[..., Any], inputs: Sequence[Any]) -> None:
@@ -171,16 +224,16 @@ def of_rows(
 
 
 @contextmanager
-def _drawing_nothing() -> Iterator[None]:
+def _drawing_nothing(*, but_torch: bool = False) -> Iterator[None]:
     """Refuse what draws from a generator of Python, numpy or torch, all of which stay as they are."""
-    python, of_numpy, of_torch = random.getstate(), np.random.get_state(), torch.get_rng_state()
+    python, of_numpy, state = random.getstate(), np.random.get_state(), torch.get_rng_state()
     try:
         yield
         now = zip(np.random.get_state(), of_numpy, strict=True)
         drawn = random.getstate() != python or any(np.any(a != b) for a, b in now)
-        if drawn or not torch.equal(torch.get_rng_state(), of_torch):
+        if drawn or not (but_torch or torch.equal(torch.get_rng_state(), state)):
             raise RuntimeError(RANDOM)
     finally:
         random.setstate(python)
         np.random.set_state(of_numpy)
-        torch.set_rng_state(of_torch)
+        torch.set_rng_state(state)

@@ -19,11 +19,15 @@ from spawnsim.training import structure
 from spawnsim.training.arena import Arena, Plan, Seat
 from spawnsim.training.batches import MOST_STEPS, EvaluationBatch, Put, StepBatch
 from spawnsim.training.functions import Alone, OfModel, Outcome, Run
-from spawnsim.training.objective import RANDOM, Objective, as_outputs, masks_of, trial
+from spawnsim.training.objective import RANDOM, Objective, OfDropout, as_outputs, masks_of, trial
 from spawnsim.training.optimizers import Rule, rule_of
 from spawnsim.training.settings import Settings
+from spawnsim.training.watching import in_a_mode
 
 DTYPES = (torch.float32, torch.float64)
+LAID_OUT = (
+    "it draws random numbers in an order that hangs on how inputs or weights lie, which are not contiguous"
+)
 SPARE = 2  # a row to spare for so many ranks
 MOST_PENDING = 8  # evaluations of one model that may be put off at once
 
@@ -89,7 +93,7 @@ class TrainingStep(OfModel):
                 run. What was put off after that step is dropped.
         """
         found = caller()
-        if found is None or torch._C._is_any_autocast_enabled() or not torch.is_grad_enabled():
+        if found is None or torch._C._is_any_autocast_enabled() or not torch.is_grad_enabled() or in_a_mode():
             return self._at_once(model, optimizer, batch)
         deferred, rank = found
         self._settle_inputs(deferred, (*batch, *[group.get("lr") for group in optimizer.param_groups]))
@@ -134,6 +138,8 @@ class TrainingStep(OfModel):
             if found is None:
                 self._require_few(ready, key)
                 found = ready[key] = self._open(deferred, seat, key, inputs, settings=ready[Settings])
+            if found[0].objective.drops:
+                found = ready[key] = self._of_masks(deferred, seat, key, inputs, found=found)
         except (Alone, structure.Unequal) as why:
             alone = why
         if alone is not None:
@@ -227,7 +233,8 @@ class TrainingStep(OfModel):
         arena = Arena(plan, like, rule, states=states, capacity=capacity)
         arenas.append(arena)
         Run.of(deferred).keys[arena] = (key, len(arenas))
-        Run.of(deferred).note_group(deferred, model, (type(model), *key[1:]))
+        run = Run.of(deferred)
+        run.note_group(deferred, model, (type(model), *key[1:]), (key, len(arenas)))
         return arena
 
     @staticmethod
@@ -253,9 +260,10 @@ class TrainingStep(OfModel):
             *self._how()[1:],
             key,
         )
-        if whole not in run.batches:
-            run.note_group(deferred, seat.module(), (type(self.function), *whole[:2], *whole[3:]))
+        run.note_group(deferred, seat.module(), (type(self.function), *whole[:2], *whole[3:]), whole)
         batch = self._shared(deferred, whole, lambda: self._try(deferred, seat, inputs, settings))
+        if batch.objective.masks and not all(map(_lies_in_order, (*seat.parameters, *inputs))):
+            raise Alone(LAID_OUT)
         return batch, [batch.slots(seat.row, 0)]
 
     def _try(
@@ -270,7 +278,7 @@ class TrainingStep(OfModel):
                 max_norm=self.max_norm,
                 gradients=self.gradients,
             )
-            inputs = self._tried(batch, seat.arena, inputs)
+            inputs = self._tried(batch, seat, inputs)
         except Exception as error:  # noqa: BLE001 - the program's own error, if it is one, comes when it steps alone
             # vmap's own text names flags of a call that is not the program's.
             if RANDOM in str(error):
@@ -286,20 +294,41 @@ class TrainingStep(OfModel):
         unused = batch.open(seat.row, inputs)
         return f"the loss does not depend on {unused}: exclude it from the optimizer" if unused else batch
 
+    def _of_masks(
+        self, deferred: Deferred, seat: Seat, key: Any, inputs: Sequence[Any], *, found: Any
+    ) -> Any:
+        """Return a batch with dropout, or another one, if what methods read is not what it was."""
+        batch: StepBatch = found[0]
+        if batch.reads is not None and not batch.reads.unchanged():
+            self._count_change(seat)
+            Run.of(deferred).forget(batch)
+            found = self._open(deferred, seat, key, inputs, settings=self._ready_for(seat)[Settings])
+        if found[0].objective.masks and not all(
+            each.is_contiguous() for each in inputs if isinstance(each, Tensor)
+        ):
+            raise Alone(LAID_OUT)
+        return found
+
     @staticmethod
-    def _tried(batch: StepBatch, arena: Arena, inputs: Sequence[Any]) -> Sequence[Any]:
+    def _tried(batch: StepBatch, seat: Seat, inputs: Sequence[Any]) -> Sequence[Any]:
         """Raise what vmap has against a step; return its inputs, and behind them masks for dropout."""
         objective = batch.objective
-        try:
-            trial(objective, arena, batch._gradient, inputs)
-        except RuntimeError as error:
-            if RANDOM not in str(error):
-                raise
-        else:
-            return inputs
-        objective.masks = masks_of(objective, arena, inputs)
+        with OfDropout() as dropout:
+            try:
+                trial(objective, seat.arena, batch._gradient, inputs)
+            except RuntimeError as error:
+                if RANDOM not in str(error):
+                    raise
+            else:
+                objective.drops = dropout.calls > 0
+                return inputs
+        if batch.reads is None:
+            raise structure.Unequal("it draws random numbers, and reads what may change unnoticed")
+        weights = seat.arena.rows["weights"][seat.row : seat.row + 1]
+        objective.masks = masks_of(weights, lambda: batch.outcome(weights, inputs))
+        objective.drops = True
         inputs = [*inputs, *[mask.ones() for mask in objective.masks]]
-        trial(objective, arena, batch._gradient, inputs)
+        trial(objective, seat.arena, batch._gradient, inputs)
         return inputs
 
     # -- at once ------------------------------------------------------------------------------------------------
@@ -434,6 +463,11 @@ def _require_alike(model: nn.Module, optimizer: torch.optim.Optimizer) -> Rule:
     if any(p.requires_grad and id(p) not in trained for p in parameters):
         raise Alone("a parameter that requires a gradient is not in its optimizer")
     return rule
+
+
+def _lies_in_order(value: Any) -> bool:
+    """Return whether a value is contiguous, if it is a tensor. Asked of its shape: anything else would be a look."""
+    return not isinstance(value, Tensor) or value.stride() == torch.empty(value.shape, device="meta").stride()
 
 
 def _overlap(parameters: Sequence[Tensor]) -> bool:

@@ -132,18 +132,22 @@ def _within() -> bool:
     """
     of_torch: Any = torch._C
     keys, excluded = of_torch.DispatchKey, of_torch._dispatch_tls_is_dispatch_key_excluded
-    everywhere = (
-        getattr(torch._GLOBAL_DEVICE_CONTEXT, "device_context", None) is not None
-    )  # a mode, of all ranks
     return (
         excluded(keys.Python)
         or (excluded(keys.AutogradCPU) and not torch.is_inference_mode_enabled())
         or of_torch._functorch.peek_interpreter_stack() is not None
         or of_torch._is_tracing()
-        or of_torch._len_torch_dispatch_stack() > 0
-        or of_torch._len_torch_function_stack() > everywhere
+        or in_a_mode()
         or of_torch._autograd._top_saved_tensors_default_hooks(True) is not None
     )
+
+
+def in_a_mode() -> bool:
+    """Return whether a program has a mode of torch's around this call, which others' work may not see."""
+    of_torch: Any = torch._C
+    everywhere = getattr(torch._GLOBAL_DEVICE_CONTEXT, "device_context", None) is not None
+    functions, operations = of_torch._len_torch_function_stack(), of_torch._len_torch_dispatch_stack()
+    return bool(functions > everywhere or operations)
 
 
 class _Readers:

@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 import spawnsim
 from spawnsim import AverageAllPolicy, Evaluation, TrainingStep
-from spawnsim.training.objective import Mask, _Dropout
+from spawnsim.training.objective import Mask, _Dropping
 from tests.training.test_steps import RANKS, WIDTHS, accuracy_of, batch, build, loss_of, run, sgd, weights
 
 
@@ -164,7 +164,7 @@ def test_masks_are_those_of_torch(p, dtype):
         drawn = torch.zeros(3, *given.shape, dtype=dtype)
         mask.draw(drawn[1])
         assert torch.equal(torch.rand(2), after)
-        with _Dropout([drawn[1]]):
+        with _Dropping([mask], [drawn[1]]):
             assert torch.equal(functional.dropout(given, p), expected)
 
 
