@@ -262,7 +262,7 @@ class TrainingStep(OfModel):
         )
         run.note_group(deferred, seat.module(), (type(self.function), *whole[:2], *whole[3:]), whole)
         batch = self._shared(deferred, whole, lambda: self._try(deferred, seat, inputs, settings))
-        if batch.objective.masks and not all(map(_lies_in_order, (*seat.parameters, *inputs))):
+        if batch.objective.masks and not all(map(_lies_in_order, seat.parameters)):
             raise Alone(LAID_OUT)
         return batch, [batch.slots(seat.row, 0)]
 
@@ -303,9 +303,7 @@ class TrainingStep(OfModel):
             self._count_change(seat)
             Run.of(deferred).forget(batch)
             found = self._open(deferred, seat, key, inputs, settings=self._ready_for(seat)[Settings])
-        if found[0].objective.masks and not all(
-            each.is_contiguous() for each in inputs if isinstance(each, Tensor)
-        ):
+        if found[0].objective.masks and not all(map(_lies_in_order, inputs)):
             raise Alone(LAID_OUT)
         return found
 
@@ -466,7 +464,7 @@ def _require_alike(model: nn.Module, optimizer: torch.optim.Optimizer) -> Rule:
 
 
 def _lies_in_order(value: Any) -> bool:
-    """Return whether a value is contiguous, if it is a tensor. Asked of its shape: anything else would be a look."""
+    """Return whether a value lies as a new tensor of its shape would, if it is one. Asked in a way that is no look."""
     return not isinstance(value, Tensor) or value.stride() == torch.empty(value.shape, device="meta").stride()
 
 

@@ -203,6 +203,21 @@ def test_masks_of_inputs_that_lie_otherwise():
     require_as_eager(lambda comm: trains(comm, convolution(comm.rank), given=images))
 
 
+def test_masks_of_images_of_one_channel_that_lie_otherwise():
+    """They are contiguous either way, but what convolutions make of them is not."""
+
+    def given(rank, iteration):
+        x, y = images(0, 97 * rank + iteration)
+        x = x[:, :1].contiguous()
+        return (x.as_strided(x.shape, (16, 1, 4, 1)) if rank % 2 else x), y
+
+    def network(seed):
+        torch.manual_seed(seed)
+        return nn.Sequential(nn.Conv2d(1, 8, 3, padding=1), nn.Dropout(0.3), nn.Flatten(), nn.Linear(128, 5))
+
+    require_as_eager(lambda comm: trains(comm, network(comm.rank), given=given))
+
+
 def test_masks_of_an_input_that_lies_otherwise_from_some_step_on():
     """Of one rank alone, too."""
 
