@@ -145,13 +145,6 @@ class _Batch:
         loss, more = as_outputs(functional_call(self.objective, {**trained, **fixed}, tuple(inputs)))
         return tuple(trained.values()), [loss, *more]
 
-    def _reads(self) -> Globals | None:
-        """Return what the function and the model read beside what they are given; None: not known."""
-        try:
-            return Globals(self.objective.function, self.objective.model)
-        except structure.Unequal:
-            return None
-
     def carry_out(self, queues: Sequence[Sequence[Put]]) -> None:
         """Carry out as much work of each of some ranks, one after the other."""
         # All of a chunk, whose weights and state are in the cache then, before the next one.
@@ -296,6 +289,13 @@ class StepBatch(_Batch):
         self._gradient = grad_and_value(outcome, has_aux=True)
         self._traced: Traced
         self.reads = self._reads()
+
+    def _reads(self) -> Globals | None:
+        """Return what the function and the model read beside what they are given; None: not known."""
+        try:
+            return Globals(self.objective.function, self.objective.model)
+        except structure.Unequal:
+            return None
 
     def carry_out(self, queues: Sequence[Sequence[Put]]) -> None:
         # Momentum and decay are numbers for all rows of an update; a schedule gives ranks in step the same ones. Ranks

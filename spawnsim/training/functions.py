@@ -133,10 +133,10 @@ class OfModel:
             )
         return changes
 
-    def _count_change(self, seat: Seat) -> None:
+    @classmethod
+    def _count_change(cls, ready: dict[Any, Any]) -> None:
         """Take note of a change of what is computed with, which settings do not show."""
-        ready = self._ready_for(seat)
-        ready[_CHANGES] = self._require_few_changes(ready) + 1
+        ready[_CHANGES] = cls._require_few_changes(ready) + 1
 
     def _forget(self, run: Run | None) -> None:
         if self._run is not run:

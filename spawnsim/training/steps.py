@@ -139,7 +139,7 @@ class TrainingStep(OfModel):
                 self._require_few(ready, key)
                 found = ready[key] = self._open(deferred, seat, key, inputs, settings=ready[Settings])
             if found[0].objective.drops:
-                found = ready[key] = self._of_masks(deferred, seat, key, inputs, found=found)
+                found = self._of_masks(deferred, seat, key, inputs, ready=ready)
         except (Alone, structure.Unequal) as why:
             alone = why
         if alone is not None:
@@ -295,17 +295,17 @@ class TrainingStep(OfModel):
         return f"the loss does not depend on {unused}: exclude it from the optimizer" if unused else batch
 
     def _of_masks(
-        self, deferred: Deferred, seat: Seat, key: Any, inputs: Sequence[Any], *, found: Any
+        self, deferred: Deferred, seat: Seat, key: Any, inputs: Sequence[Any], *, ready: dict[Any, Any]
     ) -> Any:
-        """Return a batch with dropout, or another one, if what methods read is not what it was."""
-        batch: StepBatch = found[0]
+        """Return a seat's batch with dropout, or another one, if what methods read is not what it was."""
+        batch: StepBatch = ready[key][0]
         if batch.reads is not None and not batch.reads.unchanged():
-            self._count_change(seat)
+            self._count_change(ready)
             Run.of(deferred).forget(batch)
-            found = self._open(deferred, seat, key, inputs, settings=self._ready_for(seat)[Settings])
-        if found[0].objective.masks and not all(map(_lies_in_order, inputs)):
+            ready[key] = self._open(deferred, seat, key, inputs, settings=ready[Settings])
+        if ready[key][0].objective.masks and not all(map(_lies_in_order, inputs)):
             raise Alone(LAID_OUT)
-        return found
+        return ready[key]
 
     @staticmethod
     def _tried(batch: StepBatch, seat: Seat, inputs: Sequence[Any]) -> Sequence[Any]:

@@ -145,9 +145,14 @@ def _within() -> bool:
 def in_a_mode() -> bool:
     """Return whether a program has a mode of torch's around this call, which others' work may not see."""
     of_torch: Any = torch._C
-    everywhere = getattr(torch._GLOBAL_DEVICE_CONTEXT, "device_context", None) is not None
-    functions, operations = of_torch._len_torch_function_stack(), of_torch._len_torch_dispatch_stack()
-    return bool(functions > everywhere or operations)
+    if of_torch._len_torch_dispatch_stack():
+        return True
+    functions: int = of_torch._len_torch_function_stack()
+    if not functions:
+        return False
+    return functions > (
+        getattr(torch._GLOBAL_DEVICE_CONTEXT, "device_context", None) is not None
+    )  # of all ranks
 
 
 class _Readers:

@@ -204,7 +204,8 @@ class TorchStates:
                 self._leave(self._here)
             self._here = generators
             generators.resume(self._torch)
-            generators.resume_gpus(self._torch)
+            if self._torch.cuda.default_generators:  # here, for ranks change all the time
+                generators.resume_gpus(self._torch)
             self._set(generators.settings)
             if self._memory is not None:
                 self._seen = self._memory.raw
@@ -213,7 +214,8 @@ class TorchStates:
         """Keep what the rank that has run until now has changed."""
         if self._memory is None or self._memory.raw != self._seen:
             generators.suspend(self._torch)
-        generators.suspend_gpus(self._torch)
+        if self._torch.cuda.default_generators:
+            generators.suspend_gpus(self._torch)
         if torch_settings_differ(self._torch, self._standing):
             self._standing = now = torch_settings(self._torch)
             generators.settings = None if now == self._settings else now
