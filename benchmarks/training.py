@@ -1,14 +1,14 @@
 """Live models: a simulated run whose steps are carried out together, beside loops without a simulator.
 
 usage: python benchmarks/training.py [--ranks N] [--iterations N] [--widths N,N,…] [--momentum M] [--repeats N] [--lean]
-                                     [--device cuda]
+                                     [--norm] [--device cuda]
 
 1,000 MLPs (64-64-64-10), batch 32, SGD with momentum 0.9, each rank its own batches. Processor time of a step of all
 ranks, start-up taken off (the slope between two numbers of iterations), medians of 5, all in turns. Peers: a
 hand-written loop that calls `vmap(grad_and_value)` on stacked parameters; plain torch, one model after the other.
 Asserts how many calls the batched steps take. OMP_NUM_THREADS=2 gives all of them two threads, and compares wall times.
-`--lean` runs the simulated ranks in lockstep alone: for models that would not fit into memory twice. With a GPU, where
-batches lie, too, wall times are compared, until it is done.
+`--norm` puts a BatchNorm behind each hidden layer. `--lean` runs the simulated ranks in lockstep alone: for models that
+would not fit into memory twice. With a GPU, where batches lie, too, wall times are compared, until it is done.
 """
 
 from __future__ import annotations
@@ -32,12 +32,15 @@ from spawnsim.training import batches
 BATCH, KINDS = 32, 16  # so many different batches, in turn: drawing them is no part of a step
 
 
-CHOSEN = argparse.Namespace(widths=[64, 64, 64, 10], momentum=0.9, device="cpu")
+CHOSEN = argparse.Namespace(widths=[64, 64, 64, 10], momentum=0.9, norm=False, device="cpu")
 
 
 def mlp() -> nn.Module:
-    layers = [each for sizes in pairwise(CHOSEN.widths) for each in (nn.Linear(*sizes), nn.ReLU())]
-    return nn.Sequential(*layers[:-1]).to(CHOSEN.device)
+    layers: list[nn.Module] = []
+    for inputs, outputs in pairwise(CHOSEN.widths):
+        norm = [nn.BatchNorm1d(inputs)] if CHOSEN.norm else []
+        layers += [*norm, nn.ReLU(), nn.Linear(inputs, outputs)] if layers else [nn.Linear(inputs, outputs)]
+    return nn.Sequential(*layers).to(CHOSEN.device)
 
 
 def loss_of(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
@@ -78,15 +81,17 @@ def simulated(
 def by_hand(ranks: int, iterations: int) -> None:
     """The loop that one writes for a batch of models without any communication."""
     examples = data(ranks)
-    params, _ = stack_module_state([mlp() for _ in range(ranks)])  # type: ignore[arg-type]
+    params, buffers = stack_module_state([mlp() for _ in range(ranks)])  # type: ignore[arg-type]
     params = {name: p.detach() for name, p in params.items()}
     velocity = {name: torch.zeros_like(p) for name, p in params.items()}
     pattern = mlp().to("meta")
-    gradient = vmap(grad_and_value(lambda p, x, y: cross_entropy(functional_call(pattern, p, (x,)), y)))
+    gradient = vmap(
+        grad_and_value(lambda p, b, x, y: cross_entropy(functional_call(pattern, {**p, **b}, (x,)), y))
+    )
     for iteration in range(iterations):
         chosen = [examples[(rank + iteration) % len(examples)] for rank in range(ranks)]
         x, y = torch.stack([each for each, _ in chosen]), torch.stack([each for _, each in chosen])
-        gradients, _ = gradient(params, x, y)
+        gradients, _ = gradient(params, buffers, x, y)
         with torch.no_grad():
             for name, p in params.items():
                 velocity[name].mul_(CHOSEN.momentum).add_(gradients[name])
@@ -152,6 +157,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--widths", type=lambda text: [*map(int, text.split(","))], default=CHOSEN.widths)
     parser.add_argument("--momentum", type=float, default=CHOSEN.momentum)
     parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--norm", action="store_true")
     parser.add_argument("--lean", action="store_true")
     parser.add_argument("--device", default=CHOSEN.device)
     return parser.parse_args(namespace=CHOSEN)

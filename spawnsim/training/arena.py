@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from spawnsim.training.optimizers import Rule, rule_of
-from spawnsim.training.structure import CALLED, hooks_of
+from spawnsim.training.structure import CALLED, hooks_of, statistics
 
 ALIGN_NBYTES = 64  # each row begins on a cache line, so that results do not depend on which row it is
 _REQUIRES_GRADIENT, _ADDRESS = attrgetter("requires_grad"), Tensor.data_ptr
@@ -50,11 +50,21 @@ class Place:
         return rows[:, self.columns].view(len(rows), *self.shape)
 
 
+@dataclass(frozen=True)
+class Statistic:
+    """A buffer that each forward pass brings up to date, as of BatchNorm. It has rows of its own, of its own dtype."""
+
+    name: str
+    shape: torch.Size
+    dtype: torch.dtype
+
+
 class Plan:
     """How a model's parameters lie in a row: by the optimizer's group, then in the model's order.
 
     Attributes:
         places: of all parameters; those of one group are next to each other, those that are not trained come last.
+        statistics: the buffers that forward passes bring up to date.
         width: of a row, padded.
         counts: how many parameters each group has, those included that are frozen.
         spans: the columns of each group.
@@ -74,6 +84,9 @@ class Plan:
         for name, p in ordered:
             self.places.append(Place(name, start, p.shape, chosen[name]))
             start += p.numel()
+        self.statistics = [
+            Statistic(name, each.shape, each.dtype) for name, each in statistics(model).items()
+        ]
         self.trained = [place for place in self.places if place.group >= 0]
         self.fixed = self.places[len(self.trained) :]
         self.wanted = [place.group >= 0 for place in self.places]
@@ -96,7 +109,8 @@ class Plan:
 
     def key(self) -> Hashable:
         """Return what is equal for equal plans."""
-        return tuple((place.name, place.shape, place.group) for place in self.places), tuple(self.counts)
+        places = tuple((place.name, place.shape, place.group) for place in self.places)
+        return places, tuple(self.counts), tuple(self.statistics)
 
 
 class Rows:
@@ -161,13 +175,13 @@ class Seat:
         steps: how many training steps of it are put off.
         pending: how much is put off of it in all, evaluations too.
         unknown: whether parameters and state are watched, since work is put off of which nothing was carried out yet.
-        watched: the optimizer's state, each tensor where the optimizer keeps it.
+        watched: the optimizer's state, each tensor where the optimizer keeps it, and buffers that steps change.
     """
 
     __slots__ = (
-        "__weakref__", "_addresses", "_counts", "_hooked", "_hooks", "_made", "_model", "_state", "_state_made",
-        "_states", "_step", "_trained", "apart", "arena", "graded", "optimizer", "parameters", "pending", "rank", "row",
-        "settings", "steps", "unknown", "watched",
+        "__weakref__", "_addresses", "_counts", "_hooked", "_hooks", "_kept", "_made", "_model", "_state",
+        "_state_made", "_states", "_statistics", "_step", "_trained", "apart", "arena", "graded", "optimizer",
+        "parameters", "pending", "rank", "row", "settings", "steps", "unknown", "watched",
     )  # fmt: skip
 
     def __init__(self, arena: Arena, row: int, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
@@ -176,6 +190,7 @@ class Seat:
         self._model: Callable[[], nn.Module | None] = weakref.ref(model)
         named = dict(model.named_parameters())
         self.parameters = [named[place.name] for place in arena.plan.places]
+        self._statistics = [*statistics(model).values()]
         self.settings: tuple[Any, ...] = ()
         self.steps = self.pending = 0
         self.unknown = self.graded = False
@@ -192,6 +207,11 @@ class Seat:
     def of(self, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> bool:
         """Return whether it is that of a model, and of an optimizer if one is given."""
         return self._model() is model and (optimizer is None or self.optimizer is optimizer)
+
+    @property
+    def at(self) -> slice:
+        """Its row, as a part of the arena."""
+        return slice(self.row, self.row + 1)
 
     def module(self) -> nn.Module:
         """Return the model."""
@@ -217,7 +237,7 @@ class Seat:
     @property
     def holds(self) -> bool:
         """Whether the model's parameters are still in the row: not after `parameter.data = ...`."""
-        return self._is_made and [*map(_ADDRESS, self.parameters)] == self._addresses
+        return self._is_made and [*map(_ADDRESS, chain(self.parameters, self._statistics))] == self._addresses
 
     @property
     def _is_made(self) -> bool:
@@ -254,7 +274,7 @@ class Seat:
         """Give up a model and state that another seat takes over: whoever holds this one asks for that one then."""
         self._model = _nobody
         self._state_made = _Made(())
-        for each in (self.watched, self._states, self.apart):
+        for each in (self.watched, self._kept, self._states, self.apart):
             each.clear()
 
     def renews(self) -> bool:
@@ -273,35 +293,35 @@ class Seat:
         # To a tensor refer its entry, and this seat twice; to an entry this seat three times, and the optimizer, if it
         # still has it; two more are the call's.
         there = {id(each) for each in self._state.values()}
-        if any(sys.getrefcount(each) > ENTRY_REFERENCES + 2 for each in self.watched) or any(
+        if any(sys.getrefcount(each) > ENTRY_REFERENCES + 2 for each in self._kept) or any(
             sys.getrefcount(each) > ENTRY_REFERENCES + 2 + (id(each) in there) for each in self._states
         ):
             return False
         # Or a view of it: a storage is used by the tensor, by that of which it is a view, and by Python in this call.
-        if any(torch._C._storage_Use_Count(each.untyped_storage()._cdata) > 3 for each in self.watched):
+        if any(torch._C._storage_Use_Count(each.untyped_storage()._cdata) > 3 for each in self._kept):
             return False
         self._take_state()
         return True
 
     def _keeps_state(self) -> bool:
-        if not self.watched:  # there is none, as of SGD without momentum
+        if not self._kept:  # there is none, as of SGD without momentum
             return True
         return self.optimizer.state is self._state and self._state_made.unchanged()
 
     def _take(self) -> None:
         """Take the row: move parameters and state there, with their present values."""
-        views = self._weights()
+        views, tensors = self._weights() + self._places_of_statistics(), [*self.parameters, *self._statistics]
         # Whoever has a view of a parameter would look at its old memory for ever: so it stays where it is, and is
         # copied into the row for each step, and back. So does one in part of a storage, all of which is pickled.
         self.apart: list[tuple[Tensor, Tensor]] = []
-        move = not _shared(self.parameters)
-        for view, parameter in zip(views, self.parameters, strict=True):
-            view.copy_(parameter.detach())
-            if move and _lies_alike(view, parameter):
-                parameter.data = view
+        move = not _shared(tensors)
+        for view, tensor in zip(views, tensors, strict=True):
+            view.copy_(tensor.detach())
+            if move and _lies_alike(view, tensor):
+                tensor.data = view
             else:
-                self.apart.append((view, parameter))
-        self._addresses = [parameter.data_ptr() for parameter in self.parameters]
+                self.apart.append((view, tensor))
+        self._addresses = [tensor.data_ptr() for tensor in tensors]
         self._take_state()
 
     def _weights(self) -> list[Tensor]:
@@ -314,10 +334,17 @@ class Seat:
             return [part[place.columns].view(place.shape) for place in places]
         return [arena.part(row, "weights", place.columns).view(place.shape) for place in places]
 
+    def _places_of_statistics(self) -> list[Tensor]:
+        part = self.arena.part
+        return [
+            part(self.row, each.name, slice(0, each.shape.numel())).view(each.shape)
+            for each in self.arena.plan.statistics
+        ]
+
     def _take_state(self) -> None:
         arena, row = self.arena, self.row
         self._state = self.optimizer.state
-        self.watched: list[Tensor] = []
+        self._kept: list[Tensor] = []
         if arena.states:
             trained = zip(arena.plan.trained, self.parameters, strict=False)
             for number, (place, parameter) in enumerate(trained):
@@ -327,6 +354,7 @@ class Seat:
                 for name in arena.states:
                     kept[name] = arena.part(row, name, place.columns).view(place.shape)
                 self._keep(parameter, kept)
+        self.watched = [*self._kept, *self._statistics]
         self._states = [*self._state.values()]  # of each parameter
         self._state_made = _Made([self._state.values(), *map(dict.values, self._states)])
 
@@ -346,7 +374,7 @@ class Seat:
                 self.apart.append((view, before))
             else:
                 entry[name] = view
-            self.watched.append(entry[name])
+            self._kept.append(entry[name])
 
 
 def _containers(model: nn.Module) -> Iterator[Iterable[Any]]:
@@ -373,13 +401,13 @@ def _lies_alike(one: Tensor, other: Tensor) -> bool:
     )
 
 
-def _shared(parameters: Sequence[nn.Parameter]) -> bool:
-    """Return whether anything else refers to the memory of parameters: a view, an array, a window."""
+def _shared(tensors: Sequence[Tensor]) -> bool:
+    """Return whether anything else refers to the memory of tensors: a view, an array, a window."""
     users: dict[int, list[Any]] = {}
-    for parameter in parameters:
-        storage = parameter.untyped_storage()
+    for tensor in tensors:
+        storage = tensor.untyped_storage()
         users.setdefault(storage._cdata, []).append(storage)
-    # Each parameter is a user of its storage, and so is the object that stands for the storage in Python.
+    # Each tensor is a user of its storage, and so is the object that stands for the storage in Python.
     return any(torch._C._storage_Use_Count(each) > len(held) + 1 for each, held in users.items())
 
 
@@ -394,7 +422,7 @@ class Arena:
         capacity: how many rows.
 
     Attributes:
-        rows: "weights", each state and the "step"s of each parameter: (capacity, columns) each.
+        rows: "weights", each state, the "step"s of each parameter and each statistic: (capacity, columns) each.
     """
 
     def __init__(self, plan: Plan, like: Tensor, rule: Rule, *, states: Sequence[str], capacity: int) -> None:
@@ -405,6 +433,9 @@ class Arena:
             # As torch counts: in main memory, in float32, or in float64 where that is the default.
             count = torch.empty(0, dtype=torch.promote_types(torch.get_default_dtype(), torch.float32))
             self._rows[STEP] = Rows(count, (capacity, max(len(plan.trained), 1)))
+        for each in plan.statistics:
+            numbers = torch.empty(0, dtype=each.dtype, device=like.device)
+            self._rows[each.name] = Rows(numbers, (capacity, each.shape.numel()))
         self.rows = {name: rows.all for name, rows in self._rows.items()}
         self._pieces: dict[tuple[str, int, int], tuple[Tensor, ...]] = {}
         self._free = list(range(capacity))
@@ -422,6 +453,16 @@ class Arena:
         if key not in self._pieces:
             self._pieces[key] = self.rows[name][:, columns].unbind()
         return self._pieces[key]
+
+    def of(self, at: slice | Tensor) -> list[Tensor]:
+        """Return the weights of some rows, (rows, width), and copies of their statistics, (rows, ...) each."""
+        copies = [self.rows[each.name][at].clone().view(-1, *each.shape) for each in self.plan.statistics]
+        return [self.rows["weights"][at], *copies]
+
+    def keep(self, at: slice | Tensor, statistics: Sequence[Tensor]) -> None:
+        """Have the statistics of some rows be what these copies are now."""
+        for each, copy in zip(self.plan.statistics, statistics, strict=True):
+            self.rows[each.name][at] = copy.view(len(copy), -1)
 
     def seat(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> Seat:
         """Give a model a row: the first that is free."""

@@ -19,7 +19,7 @@ from torch.func import functional_call, grad_and_value
 from spawnsim.comm.deferred import Deferred
 from spawnsim.training import structure, watching
 from spawnsim.training.arena import STEP, Arena, Seat
-from spawnsim.training.objective import Objective, as_outputs, of_rows, parameters
+from spawnsim.training.objective import Objective, as_outputs, of_rows, tensors
 from spawnsim.training.reading import Globals
 from spawnsim.training.threads import Threads
 from spawnsim.training.tracing import Traced
@@ -127,19 +127,19 @@ class _Batch:
         else:
             self.chunk = max(GPU_NBYTES // nbytes, CHUNK[0])
 
-    def open(self, row: int, inputs: Sequence[Any]) -> str:
-        """Take note of what inputs and results look like.
+    def open(self, at: slice, inputs: Sequence[Any]) -> str:
+        """Take note of what inputs and results look like, of one row.
 
         Returns:
             The first parameter that is trained and on which the function does not depend; "" for none.
         """
         raise NotImplementedError
 
-    def outcome(self, weights: Tensor, inputs: Sequence[Any]) -> tuple[tuple[Tensor, ...], list[Tensor]]:
-        """Return the trained parameters of one row, (1, columns), and what the function returns for it."""
-        trained, fixed = (
-            {name: p[0] for name, p in part.items()} for part in parameters(self.arena.plan, weights)
-        )
+    def outcome(
+        self, row: Sequence[Tensor], inputs: Sequence[Any]
+    ) -> tuple[tuple[Tensor, ...], list[Tensor]]:
+        """Return the trained parameters of one row, as `Arena.of` gives it, and what the function returns for it."""
+        trained, fixed = ({name: p[0] for name, p in part.items()} for part in tensors(self.arena.plan, row))
         for p in trained.values():  # views made here
             p.requires_grad_()
         loss, more = as_outputs(functional_call(self.objective, {**trained, **fixed}, tuple(inputs)))
@@ -328,8 +328,8 @@ class StepBatch(_Batch):
         memory = [{each.untyped_storage().data_ptr() for each in some} for some in (read, apart)]
         return not memory[0].isdisjoint(memory[1]) or any(map(self.arena.holds, memory[0] | memory[1]))
 
-    def open(self, row: int, inputs: Sequence[Any]) -> str:
-        trained, outputs = self.outcome(self.arena.rows["weights"][row : row + 1], inputs)
+    def open(self, at: slice, inputs: Sequence[Any]) -> str:
+        trained, outputs = self.outcome(self.arena.of(at), inputs)
         found: Sequence[Tensor | None] = torch.autograd.grad(outputs[0], trained, allow_unused=True)
         self.results = [_unknown(each) for each in outputs]
         # Room for the inputs of all rows; what is no tensor is part of the function.
@@ -342,24 +342,26 @@ class StepBatch(_Batch):
         return next((place.name for place, each in places if each is None), "")
 
     def _trace(self) -> Traced:
-        """Return the function from weights, (rows, width), and inputs that are tensors to gradients and outputs.
+        """Return the function from rows, as `Arena.of` gives them, and inputs that are tensors.
 
-        Gradients are (rows, columns), outputs (rows, ...) each.
+        It returns gradients, (rows, columns), and outputs, (rows, ...) each, and changes the statistics it is given.
         """
         plan, like, fixed_inputs = self.arena.plan, self._like, self._fixed_inputs
         dims = (0, 0, *(None if each is None else 0 for each in like))
         vmapped = of_rows(self.objective.model, self._gradient, dims)
 
-        def call(weights: Tensor, *given: Tensor) -> list[Tensor]:
-            trained, fixed = parameters(plan, weights)
-            rest = iter(given)
+        changing = len(plan.statistics)
+
+        def call(*given: Tensor) -> list[Tensor]:
+            trained, fixed = tensors(plan, given[: 1 + changing])
+            rest = iter(given[1 + changing :])
             inputs = [
                 other if each is None else next(rest) for each, other in zip(like, fixed_inputs, strict=True)
             ]
             gradients, (_, outputs) = vmapped(trained, fixed, *inputs)
             return [torch.cat([each.reshape(len(each), -1) for each in gradients.values()], 1), *outputs]
 
-        return Traced(call, self.reads)
+        return Traced(call, self.reads, changes=slice(1, 1 + changing))
 
     def slots(self, row: int, depth: int) -> list[tuple[int, Tensor]]:
         """Return where a row's inputs go, by their number, if so many steps are put off before."""
@@ -374,36 +376,41 @@ class StepBatch(_Batch):
         apart = [work.seat for work in works if work.seat.apart]
         for seat in apart:
             seat.fetch()
-        rows = _rows(works)
-        weights = self.arena.rows["weights"][rows]
+        at = _rows(works)
+        rows = self.arena.of(at)
         inputs = [
-            fixed if staged is None else staged[rows]
+            fixed if staged is None else staged[at]
             for fixed, staged in zip(self._fixed_inputs, self._staged[works[0].depth], strict=True)
         ]
-        gradient, outputs = self.differentiate(weights, inputs)
+        gradient, outputs = self.differentiate(rows, inputs)
         _tell(works, outputs)  # of which some may be weights
         try:
             with torch.no_grad():
-                self._update(rows, gradient, works)
+                self.arena.keep(at, rows[1:])
+                self._update(at, gradient, works)
         except Exception as error:
             raise Halfway(error) from error
         for seat in apart:
             seat.store()
 
-    def differentiate(self, weights: Tensor, inputs: Sequence[Any]) -> tuple[Tensor, list[Tensor]]:
-        """Return the gradients of some rows, (rows, columns), and their outputs, (rows, ...) each."""
-        if len(weights) == 1 or (len(weights) < FEW and not self._traced.repeats(len(weights))):
-            each = [self._one(weights[i : i + 1], inputs, i) for i in range(len(weights))]
+    def differentiate(self, rows: Sequence[Tensor], inputs: Sequence[Any]) -> tuple[Tensor, list[Tensor]]:
+        """Return the gradients of some rows, (rows, columns), and their outputs, (rows, ...) each.
+
+        Their statistics are brought up to date.
+        """
+        count = len(rows[0])
+        if count == 1 or (count < FEW and not self._traced.repeats(count)):
+            each = [self._one([part[i : i + 1] for part in rows], inputs, i) for i in range(count)]
             flat = torch.stack([gradient for gradient, _ in each])
             return flat, [torch.stack(parts) for parts in zip(*(outputs for _, outputs in each), strict=True)]
         given = [each for each, like in zip(inputs, self._like, strict=True) if like is not None]
         with torch.no_grad():
-            gradients, *outputs = self._traced(weights, *given)
+            gradients, *outputs = self._traced(*rows, *given)
             return gradients, outputs
 
-    def _one(self, weights: Tensor, inputs: Sequence[Any], i: int) -> tuple[Tensor, list[Tensor]]:
+    def _one(self, row: Sequence[Tensor], inputs: Sequence[Any], i: int) -> tuple[Tensor, list[Tensor]]:
         own = [each if like is None else each[i] for each, like in zip(inputs, self._like, strict=True)]
-        trained, outputs = self.outcome(weights, own)
+        trained, outputs = self.outcome(row, own)
         # Plain autograd, which takes a third of the time of `grad_and_value`.
         gradients = torch.autograd.grad(outputs[0], trained)
         return torch.cat([each.flatten() for each in gradients]), [each.detach() for each in outputs]
@@ -476,8 +483,8 @@ class EvaluationBatch(_Batch):
             tuple[int | None, ...], Callable[..., Any]
         ] = {}  # by which inputs differ from row to row
 
-    def open(self, row: int, inputs: Sequence[Any]) -> str:
-        _, outputs = self.outcome(self.arena.rows["weights"][row : row + 1], inputs)
+    def open(self, at: slice, inputs: Sequence[Any]) -> str:
+        _, outputs = self.outcome(self.arena.of(at), inputs)
         self.results = [_unknown(each) for each in outputs]
         return ""
 
@@ -486,8 +493,7 @@ class EvaluationBatch(_Batch):
         for seat in apart:
             seat.fetch()
         with torch.no_grad():
-            weights = self.arena.rows["weights"][_rows(works)]
-            trained, fixed = parameters(self.arena.plan, weights)
+            trained, fixed = tensors(self.arena.plan, self.arena.of(_rows(works)))
             together = [_together(column) for column in zip(*(work.inputs for work in works), strict=True)]
             if len(works) < FEW:
                 for i, work in enumerate(works):

@@ -135,6 +135,10 @@ class Objective(nn.Module):
             id(p): nn.Parameter(torch.empty(p.shape, dtype=p.dtype, device="meta"), p.requires_grad)
             for p in model.parameters()
         }
+        empty |= {
+            id(each): torch.empty(each.shape, dtype=each.dtype, device="meta")
+            for each in structure.statistics(model).values()
+        }
         self.model = copy.deepcopy(model, empty)
         self.function = settings.frozen(function)
         self.masks: tuple[Mask, ...] = ()
@@ -156,21 +160,26 @@ def as_outputs(outcome: Any) -> tuple[Tensor, tuple[Tensor, ...]]:
     return loss, tuple(more)
 
 
-def parameters(plan: Plan, rows: Tensor) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """Return trained and fixed parameters of some rows, by their names in an objective."""
-    return (
-        {f"model.{place.name}": place.of(rows) for place in plan.trained},
-        {f"model.{place.name}": place.of(rows) for place in plan.fixed},
-    )
+def tensors(plan: Plan, rows: Sequence[Tensor]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Return what is trained of some rows and what is not, statistics too, by their names in an objective.
+
+    Args:
+        plan: how parameters lie in a row.
+        rows: the weights, (rows, width), and the statistics, (rows, ...) each.
+    """
+    weights, *statistics = rows
+    fixed = {f"model.{place.name}": place.of(weights) for place in plan.fixed}
+    fixed |= {f"model.{each.name}": rows for each, rows in zip(plan.statistics, statistics, strict=True)}
+    return {f"model.{place.name}": place.of(weights) for place in plan.trained}, fixed
 
 
-def masks_of(weights: Tensor, call: Callable[[], object]) -> tuple[Mask, ...]:
-    """Return the masks of dropout that a call of a function draws.
+def masks_of(device: torch.device, call: Callable[[], object]) -> tuple[Mask, ...]:
+    """Return the masks of dropout that a call of a function draws, of a model on some device.
 
     Raises:
         RuntimeError: it draws in another way, too, or on a GPU, whose dropout is one operation.
     """
-    if weights.device.type != "cpu":
+    if device.type != "cpu":
         raise RuntimeError(RANDOM)
     with _drawing_nothing(but_torch=True), _Noting() as noting:
         call()
@@ -180,8 +189,9 @@ def masks_of(weights: Tensor, call: Callable[[], object]) -> tuple[Mask, ...]:
 
 def trial(objective: Objective, arena: Arena, call: Callable[..., Any], inputs: Sequence[Any]) -> None:
     """Raise what vmap has against a function: it is tried on two rows."""
-    weights = arena.rows["weights"][:1].expand(2, -1)
-    trained, fixed = parameters(arena.plan, weights)
+    weights, *statistics = arena.of(slice(0, 1))
+    twice = [torch.cat([each, each]) for each in statistics]  # each is changed
+    trained, fixed = tensors(arena.plan, [weights.expand(2, -1), *twice])
     two = [each.unsqueeze(0).expand(2, *each.shape) if isinstance(each, Tensor) else each for each in inputs]
     dims = (0, 0, *(0 if isinstance(each, Tensor) else None for each in inputs))
     model = objective.model

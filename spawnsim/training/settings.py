@@ -11,7 +11,7 @@ import copy
 import functools
 import operator
 import types
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Collection, Hashable, Mapping
 from enum import Enum
 from itertools import chain
 from operator import is_
@@ -36,6 +36,7 @@ from spawnsim.training.structure import (
     of_library,
     of_tensor,
     references,
+    statistics_of,
 )
 
 _MADE = operator.attrgetter("__code__", "__defaults__", "__kwdefaults__")
@@ -129,16 +130,16 @@ class Settings:
         parts = [self._of(function)]
         self._is_of_model = True
         for name, module in model.named_modules():
-            parts.append((name, type(module), self._of_module(module)))
+            parts.append((name, type(module), self._of_module(module, statistics_of(module))))
         return tuple(parts)
 
-    def _of_module(self, module: nn.Module) -> Hashable:
+    def _of_module(self, module: nn.Module, apart: Collection[str] = ()) -> Hashable:
         own = self._in(vars(module))
         # What a program keeps in its model, such as a count of epochs, and nobody is seen to read, may be anything.
         every = any(of_library(each) for each in type(module).__mro__ if each not in (nn.Module, object))
         read = [name for name in own if name not in KEPT_BY_TORCH and (every or self._reached.reads(name))]
         found = [(name, self._of_attribute(own, name)) for name in sorted(read)]
-        held = [name for name, buffer in module._buffers.items() if buffer is not None]
+        held = [name for name, buffer in module._buffers.items() if buffer is not None and name not in apart]
         return *found, *((name, self._of_attribute(module._buffers, name)) for name in sorted(held))
 
     def _of_attribute(self, place: Mapping[Any, Any], name: str) -> Hashable:

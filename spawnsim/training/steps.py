@@ -51,10 +51,11 @@ class TrainingStep(OfModel):
 
     Models that differ in anything but weights form groups. SGD, Adam and AdamW of torch.optim are taken as they are,
     with momentum, weight decay, groups of parameters, and a learning rate for each rank. A model steps alone, and the
-    run has a warning that says why, if it has buffers that a forward pass changes (BatchNorm), hooks, random operations
-    other than nn.Dropout, control flow that depends on data, parameters of several dtypes or of less than 32 bits, or
-    another optimizer; also under autocast. A step is computed with the attributes of model and loss that it met; where
-    these change more than three times the model steps alone, too: give what changes as a tensor, beside the batch.
+    run has a warning that says why, if it has buffers that a forward pass changes (other than those of BatchNorm),
+    hooks, random operations other than nn.Dropout, control flow that depends on data, parameters of several dtypes or
+    of less than 32 bits, or another optimizer; also under autocast. A step is computed with the attributes of model and
+    loss that it met; where these change more than three times the model steps alone, too: give what changes as a
+    tensor, beside the batch.
 
     Args:
         loss: from a model and a batch to a scalar, or to a tuple of a scalar and further tensors that are returned. It
@@ -291,7 +292,7 @@ class TrainingStep(OfModel):
             # The first sentence: the next ones ask for reports to torch.
             return f"{type(error).__name__}: {error}".splitlines()[0].partition(". ")[0]
         # Of the row, and not of the model: what is put off of that is not carried out for it.
-        unused = batch.open(seat.row, inputs)
+        unused = batch.open(seat.at, inputs)
         return f"the loss does not depend on {unused}: exclude it from the optimizer" if unused else batch
 
     def _of_masks(
@@ -322,8 +323,8 @@ class TrainingStep(OfModel):
                 return inputs
         if batch.reads is None:
             raise structure.Unequal("it draws random numbers, and reads what may change unnoticed")
-        weights = seat.arena.rows["weights"][seat.row : seat.row + 1]
-        objective.masks = masks_of(weights, lambda: batch.outcome(weights, inputs))
+        device = seat.arena.rows["weights"].device
+        objective.masks = masks_of(device, lambda: batch.outcome(seat.arena.of(seat.at), inputs))
         objective.drops = True
         inputs = [*inputs, *[mask.ones() for mask in objective.masks]]
         trial(objective, seat.arena, batch._gradient, inputs)
@@ -420,11 +421,13 @@ class Evaluation(OfModel):
         self, deferred: Deferred, seat: Seat, inputs: Sequence[Any], settings: Settings
     ) -> EvaluationBatch | str:
         model = seat.module()
+        if structure.changes_statistics(model):
+            return "it changes buffers: call model.eval() before"
         try:
             batch = EvaluationBatch(deferred, seat.arena, Objective(model, self.function, settings))
             with torch.no_grad():
                 trial(batch.objective, seat.arena, batch.function, inputs)
-                batch.open(seat.row, inputs)
+                batch.open(seat.at, inputs)
         except Exception as error:  # noqa: BLE001 - vmap's refusals are of many classes
             return f"{type(error).__name__}: {error}"
         return batch
@@ -452,8 +455,11 @@ def _require_alike(model: nn.Module, optimizer: torch.optim.Optimizer) -> Rule:
         raise Alone("its parameters are of a class of their own")
     if len({(p.dtype, p.device) for p in parameters}) != 1 or parameters[0].dtype not in DTYPES:
         raise Alone("its parameters are not all of one dtype, float32 or float64, on one device")
-    if _overlap(parameters):
-        raise Alone("its parameters share memory")
+    changed = [*structure.statistics(model).values()]
+    if any(type(each) is not Tensor or each.device != parameters[0].device for each in changed):
+        raise Alone("buffers that its forward pass changes are of a class of their own, or on another device")
+    if _overlap([*parameters, *changed]):
+        raise Alone("its parameters, or buffers that its forward pass changes, share memory")
     known = {id(p) for p in parameters}
     if any(id(p) not in known for group in optimizer.param_groups for p in group["params"]):
         raise Alone("its optimizer has parameters that are not the model's")

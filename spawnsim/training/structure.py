@@ -22,7 +22,12 @@ _OWN = {"_parameters", "_buffers", "_modules", "_non_persistent_buffers_set", "_
 _OF_RNN = {"_flat_weights", "_flat_weight_refs"}
 _HOOKS = {name for name in vars(nn.Module()) if "hook" in name} - _OWN
 CALLED = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-_CHANGED = ("running_mean", "running_var")  # buffers of torch's own normalizations
+_CHANGED = ("running_mean", "running_var", "num_batches_tracked")  # buffers of torch's own normalizations
+_NORMALIZATIONS = {
+    nn.BatchNorm1d,
+    nn.BatchNorm2d,
+    nn.BatchNorm3d,
+}  # not those that inherit from them, or communicate
 KEPT_BY_TORCH = _OWN | _HOOKS | _OF_RNN
 # What these packages define is taken to compute the same at each call.
 _LIBRARIES = {
@@ -65,15 +70,40 @@ def of_model(model: nn.Module) -> Hashable:
     if hooked:
         raise Unequal(f"it has hooks ({hooked})")
     for name, module in model.named_modules():
+        own = statistics_of(module)
         changed = next((each for each in _CHANGED if module._buffers.get(each) is not None), None)
-        if changed is not None:
+        if changed is not None and not own:
             raise Unequal(f"its forward pass changes buffers ({'.'.join(filter(None, [name, changed]))})")
         apart = _OWN | _HOOKS | (_OF_RNN if isinstance(module, nn.RNNBase) else set())
         kept = {key: value for key, value in vars(module).items() if key not in apart}
-        kept |= {key: value for key, value in module._buffers.items() if value is not None}
+        kept |= {key: value for key, value in module._buffers.items() if value is not None and key not in own}
         parts.append((name, type(module), of_value(kept)))
     shapes = [(name, tuple(p.shape), p.requires_grad) for name, p in model.named_parameters()]
     return tuple(parts), tuple(shapes)
+
+
+def statistics_of(module: nn.Module) -> dict[str, torch.Tensor]:
+    """Return the buffers of one module that each of its forward passes brings up to date, if they can lie in rows.
+
+    Of torch's own BatchNorm, by the momentum that it has: a mean of all batches is a number that Python must know.
+    """
+    if type(module) not in _NORMALIZATIONS or module.momentum is None:
+        return {}
+    return {name: each for name in _CHANGED if (each := module._buffers.get(name)) is not None}
+
+
+def statistics(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Return such buffers of a whole model, by their names in it: each once."""
+    return {
+        f"{name}.{each}" if name else each: buffer
+        for name, module in model.named_modules()
+        for each, buffer in statistics_of(module).items()
+    }
+
+
+def changes_statistics(model: nn.Module) -> bool:
+    """Return whether a forward pass would bring statistics up to date now."""
+    return any(module.training and statistics_of(module) for module in model.modules())
 
 
 def hooks_of(model: nn.Module) -> str:
@@ -94,11 +124,18 @@ def hooks_of(model: nn.Module) -> str:
 
 
 def attributes(model: nn.Module) -> list[Any]:
-    """Return the names and values of what a program keeps in the modules of a model, their classes and buffers."""
+    """Return the names and values of what a program keeps in the modules of a model, their classes and buffers.
+
+    But no statistics: where two names are those of one module, torch leaves them exchanged after a call.
+    """
     modules = [*model.modules()]
     kinds = dict.fromkeys(each for module in modules for each in type(module).__mro__)
     parts: list[Mapping[str, Any]] = [vars(kind) for kind in kinds if not of_library(kind)]
-    parts += [part for module in modules for part in (vars(module), module._buffers)]
+    parts += [vars(module) for module in modules]
+    parts += [
+        {name: each for name, each in module._buffers.items() if name not in statistics_of(module)}
+        for module in modules
+    ]
     items = [item for part in parts for item in part.items() if item[0] not in KEPT_BY_TORCH]
     return [*chain.from_iterable(items)]
 
@@ -181,6 +218,8 @@ def of_value(value: Any) -> Hashable:
     if isinstance(value, nn.Module):
         if next(value.parameters(), None) is not None:
             raise Unequal(f"it refers to a {type(value).__name__} with parameters of its own")
+        if statistics(value):
+            raise Unequal(f"it refers to a {type(value).__name__}, whose forward pass changes buffers")
         return of_model(value)
     if isinstance(value, (types.FunctionType, types.MethodType, functools.partial)):
         return of_function(value)

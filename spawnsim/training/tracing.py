@@ -48,15 +48,17 @@ PLACED = torch.ops.aten.as_strided.default  # at an offset from where the memory
 
 
 class _Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """What is done to tensors while it is entered, as a graph."""
+    """What is done to tensors while it is entered, as a graph; of those that are given some may be changed."""
 
-    def __init__(self, given: Sequence[Tensor]) -> None:
+    def __init__(self, given: Sequence[Tensor], changes: slice) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.graph = fx.Graph()
         self._constants: list[Tensor] = []  # the first arguments of the graph
         self._nodes: dict[int, fx.Node] = {}
         self._places: dict[Any, fx.Node] = {}
-        self._foreign = {each.untyped_storage()._cdata for each in given}  # memory that was not made here
+        changed = {id(each) for each in given[changes]}
+        # Memory that was not made here, or may not be changed.
+        self._foreign = {each.untyped_storage()._cdata for each in given if id(each) not in changed}
         self._kept: list[Any] = []  # all tensors, so that neither identities nor memory come again
         for number, each in enumerate(given):
             self._note(each, self.graph.placeholder(f"given_{number}"))
@@ -228,10 +230,11 @@ class Traced:
     Args:
         call: the function.
         reads: what its outcome hangs on besides the tensors; None: not known, so nothing is recorded.
+        changes: which of the tensors it changes.
     """
 
-    def __init__(self, call: Call, reads: Globals | None) -> None:
-        self._call, self._reads = call, reads
+    def __init__(self, call: Call, reads: Globals | None, changes: slice = slice(0)) -> None:
+        self._call, self._reads, self._changes = call, reads, changes
         self._calls: Counter[int] = Counter()
         self._graphs: dict[int, functools.partial[Sequence[Tensor]]] = {}
 
@@ -273,15 +276,20 @@ class Traced:
         return False
 
     def _record(self, rows: int, given: Sequence[Tensor]) -> Sequence[Tensor]:
+        first, second = [*given], [*given]
+        for trial in (first, second):
+            trial[self._changes] = [each.clone() for each in given[self._changes]]
         try:
-            with _Recording(given) as recording:
-                outcomes = self._call(*given)
+            with _Recording(first, self._changes) as recording:
+                outcomes = self._call(*first)
             graph = recording.finish(outcomes)
-            again = graph(*given)
+            again = graph(*second)
         except Exception:  # noqa: BLE001 - the function's own errors come again, and torch's refusals are of many classes
             self._stop()
             return self._call(*given)
-        if not all(map(_equal, outcomes, again)):
+        for each, now in zip(given[self._changes], first[self._changes], strict=True):
+            each.copy_(now)
+        if not all(map(_equal, (*outcomes, *first[self._changes]), (*again, *second[self._changes]))):
             self._stop()
         else:
             self._graphs[rows] = graph

@@ -134,10 +134,10 @@ def room(monkeypatch):
     def rows(most):
         compute = StepBatch.differentiate
 
-        def limited(self, weights, inputs):
-            if len(weights) > most:
+        def limited(self, rows, inputs):
+            if len(rows[0]) > most:
                 raise torch.cuda.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB.")
-            return compute(self, weights, inputs)
+            return compute(self, rows, inputs)
 
         monkeypatch.setattr(StepBatch, "differentiate", limited)
 

@@ -338,12 +338,12 @@ def test_a_number_beside_the_batch_that_changes_all_the_time_is_told():
     assert "ever new values: give it as a tensor" in warning and "warnings" not in tensors.what
 
 
-def test_normalizations_that_count_step_alone():
-    """What their forward pass changes is a rank's own; and without such counts they are as any other."""
+def test_normalizations_that_count_all_batches_step_alone():
+    """A mean of all batches hangs on their number; without it, and with a momentum, they are as any other."""
 
     def main(comm, counting):
         torch.manual_seed(comm.rank)
-        norm = nn.BatchNorm1d(8, track_running_stats=counting)
+        norm = nn.BatchNorm1d(8, track_running_stats=counting, momentum=None)
         model = nn.Sequential(norm, nn.Linear(8, 5))
         optimizer, step = torch.optim.SGD(model.parameters(), lr=0.1), TrainingStep(plain)
         for iteration in range(4):

@@ -532,7 +532,7 @@ class Branching(nn.Module):
 
 
 ALONE = {
-    "buffers": (lambda: nn.Sequential(nn.BatchNorm1d(WIDTHS[0]), build()), sgd),
+    "buffers": (lambda: nn.Sequential(nn.BatchNorm1d(WIDTHS[0], momentum=None), build()), sgd),
     "random numbers": (lambda: nn.Sequential(nn.AlphaDropout(0.5), build()), sgd),
     "control flow": (Branching, sgd),
     "bfloat16": (lambda: build(dtype=torch.bfloat16), sgd),
