@@ -7,6 +7,7 @@ import math
 from types import TracebackType
 from typing import Any, ClassVar, Self
 
+import numpy as np
 import torch
 
 from spawnsim.comm import Comm, as_comm
@@ -202,6 +203,12 @@ class SpawnPolicy:
         policy's own `state_dict`. So a policy that goes on after a checkpoint, and a new one that takes it up, are in
         one state. A policy that `shutdown` ends for good overrides it.
         """
+        lost = [name for name, value in vars(self).items() if _holds_arrays(value)]
+        if lost and type(self).state_dict is SpawnPolicy.state_dict and self._comm is not None:
+            names = ", ".join(lost)
+            self.warn(
+                self._comm, f"checkpoints do not save {names}: define state_dict() and load_state_dict()"
+            )
         # Not saved as it is: what stands in queues, requests and windows of one process has no meaning in another.
         self._draining = True
         try:
@@ -260,10 +267,12 @@ class SpawnPolicy:
             group: the communicator.
         """
         if isinstance(self.cadence, Every) and 0 < last < self.cadence.first:
-            only = " but the first" if self.cadence.at_zero else ""
+            first = self.cadence.first
+            due = (
+                f"due in iteration 0 and then in {first}" if self.cadence.at_zero else f"first due in {first}"
+            )
             self.warn(
-                group,
-                f"average_every={self.cadence.period} exceeds the {last + 1} iterations: due in none{only}",
+                group, f"average_every={self.cadence.period} is {due}, and the last iteration was {last}"
             )
 
     def warn_if_all_lived(self, age_range: tuple[int, int], calls: int, group: Any) -> None:
@@ -327,6 +336,13 @@ class SpawnPolicy:
     def stats(self) -> dict[str, float]:
         """Counters of this rank."""
         return {"num_replacements": self.num_replacements}
+
+
+def _holds_arrays(value: Any) -> bool:
+    if isinstance(value, dict):
+        value = list(value.values())
+    members = value if isinstance(value, (list, tuple)) else [value]
+    return any(isinstance(each, (torch.Tensor, np.ndarray)) for each in members)
 
 
 def _print_table(title: str, rows: dict[str, dict[str, float]]) -> None:

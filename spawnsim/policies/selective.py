@@ -136,7 +136,7 @@ class AsyncSelectiveAveragingPolicy(SpawnPolicy):
         self.averaging_strategy, self.momentum, self.mode = averaging_strategy, float(momentum), mode
         self.age_range = check_age_range(age_range)
         self.unmatched: tuple[str, ...] = ()
-        self._judged = False  # whether a metric was ever given
+        self._judged = self._finite = False  # whether a metric was ever given, and was a finite number
         self._exchange: Exchange | None = None
         self._age: Age | None = None
         self._resume: dict[str, Any] = {}
@@ -160,7 +160,7 @@ class AsyncSelectiveAveragingPolicy(SpawnPolicy):
         self._latest = (iteration, model, optimizer)
         expired = self._age.tick() if self._age is not None else False
         if metric is not None:
-            self._judged = True
+            self._judged, self._finite = True, self._finite or math.isfinite(metric)
             cut = self._resume.pop("cut", None)  # the round that a checkpoint has cut
             if self.cadence.due(iteration):
                 exchange.report(iteration, iteration, metric, expired=expired)
@@ -253,6 +253,10 @@ class AsyncSelectiveAveragingPolicy(SpawnPolicy):
         self.warn_if_never_due(last, comm)
         if not self._judged and last > 0:
             self.warn(comm, "it was given no local_metric: without one no rank is replaced")
+        if self._judged and not self._finite and last > 0:
+            # One sentence for all of them; each rank's event names it.
+            sentence = "no finite local_metric was ever given on some ranks: they count as the worst, and do not donate"
+            self.warn(comm, sentence, by=comm.Get_rank())
         if self.replacement_mode == "age":
             self.warn_if_all_lived(self.age_range, last + 1, comm)
         if books is not None and books.counts["cooldown"] and self._cooldown > last:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -13,6 +15,7 @@ from spawnsim import (
     AsyncSelectiveAveragingPolicy,
     AverageAllPolicy,
     DecentralizedAveragingPolicy,
+    SpawnPolicy,
 )
 from spawnsim.policies import Every, OneSidedSelectiveAveragingPolicy
 
@@ -47,16 +50,19 @@ def one_sided(every: int, **how: Any) -> OneSidedSelectiveAveragingPolicy:
     [
         (
             lambda: AverageAllPolicy(40),
-            "average_every=40 exceeds the 30 iterations: due in none but the first",
+            "average_every=40 is due in iteration 0 and then in 40, and the last iteration was 29",
         ),
         (
             lambda: AverageAllPolicy(40, cadence=Every(40)),
-            "average_every=40 exceeds the 30 iterations: due in none",
+            "average_every=40 is first due in 40, and the last iteration was 29",
         ),
-        (lambda: DecentralizedAveragingPolicy(40), "average_every=40 exceeds the 30 iterations: due in none"),
+        (
+            lambda: DecentralizedAveragingPolicy(40),
+            "average_every=40 is first due in 40, and the last iteration was 29",
+        ),
         (
             lambda: AsyncSelectiveAveragingPolicy(None, 40),
-            "average_every=40 exceeds the 30 iterations: due in none",
+            "average_every=40 is first due in 40, and the last iteration was 29",
         ),
         (
             lambda: AsyncSelectiveAveragingPolicy(None, 5, cooldown=200),
@@ -68,7 +74,7 @@ def one_sided(every: int, **how: Any) -> OneSidedSelectiveAveragingPolicy:
         ),
         (
             lambda: one_sided(40, replacement_mode="worst_ratio"),
-            "average_every=40 exceeds the 30 iterations: due in none",
+            "average_every=40 is first due in 40, and the last iteration was 29",
         ),
         (
             lambda: one_sided(5, replacement_mode="age"),
@@ -89,6 +95,65 @@ def test_selection_without_a_metric_is_told() -> None:
     """Nobody is ever replaced then."""
     (found,) = warned(lambda: AsyncSelectiveAveragingPolicy(None, 5), metric=lambda rank: None)
     assert "no local_metric" in found
+
+
+@pytest.mark.parametrize("of", [range(RANKS), [2, 11]])
+def test_metrics_that_are_never_a_number_are_told_of_once(of: Any) -> None:
+    """Of all ranks, or of some."""
+
+    def metric(rank: int) -> float:
+        return math.nan if rank in of else float(rank)
+
+    (found,) = warned(lambda: AsyncSelectiveAveragingPolicy(None, 5), metric)
+    assert "no finite local_metric was ever given on some ranks" in found
+
+
+def test_a_policy_of_which_a_checkpoint_saves_nothing_is_told_of(tmp_path: Any) -> None:
+    """What it keeps in arrays, also in lists and mappings; not where it says what is to be saved."""
+
+    class Keeping(SpawnPolicy):
+        def act(self, iteration: Any, model: Any, optimizer: Any, metric: Any, comm: Any, info: Any) -> Any:
+            self.anchor, self.buffers, self.name = torch.ones(2), {"of": np.ones(3)}, "any"
+            return model, optimizer
+
+    class Saving(Keeping):
+        def state_dict(self) -> dict[str, Any]:
+            return {**super().state_dict(), "anchor": self.anchor}
+
+    def main(comm: Any, saves: bool = False) -> None:
+        model = torch.nn.Linear(2, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        policy = Saving() if saves else Keeping()
+        for iteration in range(4):
+            model, optimizer, _ = policy(iteration, model, optimizer, group=comm)
+            comm.checkpoint(iteration=iteration + 1, model=model, policy=policy)
+
+    for saves in (False, True):
+        run = spawnsim.run(main, ranks=RANKS, parameters={"saves": saves}, out=tmp_path / str(saves))
+        told = run.what.get("warnings", [])
+        assert told == [
+            "Keeping: checkpoints do not save anchor, buffers: define state_dict() and load_state_dict()"
+        ] * (not saves)
+
+
+def test_a_builder_that_makes_another_model_is_told_of(caplog: Any) -> None:
+    """With both shapes, and the name of what differs."""
+
+    def build(width: int) -> Any:
+        model = torch.nn.Linear(width, 4)
+        return model, torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def main(comm: Any) -> None:
+        model, optimizer = build(9 if comm.rank == 0 else 8)
+        policy = AsyncSelectiveAveragingPolicy(lambda: build(8), 5)
+        for iteration in range(ITERATIONS):
+            with comm.compute(0.01):
+                pass
+            model, optimizer, _ = policy(iteration, model, optimizer, float(comm.rank), comm)
+        policy.shutdown()
+
+    spawnsim.run(main, ranks=RANKS)
+    assert "parameter/weight is (4, 8), and was (4, 9)" in caplog.text
 
 
 @pytest.mark.parametrize(

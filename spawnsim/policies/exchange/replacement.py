@@ -255,6 +255,13 @@ class Replacement:
             )
         plain = StateScope(self.travels.frozen, self.travels.buffers)
         own, live = collect(model, None, plain), collect(fresh, None, plain)
+        changed = [name for name in own if name in live and own[name].shape != live[name].shape]
+        if changed:
+            name = changed[0]
+            logger.warning(
+                "model_builder makes another model than the one that is replaced: %s is %s, and was %s",
+                name, tuple(live[name].shape), tuple(own[name].shape),
+            )  # fmt: skip
         values, unmatched = self._values(own, live, contributions, reference)
         assign(live, values)  # all tensors have been mixed by now: no model is half replaced
         self._optimizer(model, optimizer, fresh, fresh_optimizer, contributions)
@@ -428,10 +435,7 @@ class ReplacementRecord:
         )  # fmt: skip
         if self.unmatched:
             shown = ", ".join(self.unmatched[:5]) + (", …" if len(self.unmatched) > 5 else "")
-            count = len(self.unmatched)
-            logger.warning(
-                "rank %d: %d tensors without a match at the donors stay: %s", comm.rank, count, shown
-            )
+            logger.warning("rank %d: no donor has a match for what stays as it is: %s", comm.rank, shown)
 
 
 def usable(

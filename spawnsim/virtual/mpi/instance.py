@@ -132,6 +132,15 @@ class Call:
         return f"{self.name}({', '.join(arguments)})"
 
 
+def _advice(call: Call, held: Call) -> str:
+    """Return what to do about two calls that do not fit."""
+    if call.name != held.name:
+        return "All ranks must make the same collective calls in the same order"
+    pairs = zip(call.terms, call.agree, held.agree, strict=False)
+    differing = ["root"] * (call.root != held.root) + [name for name, one, other in pairs if one != other]
+    return f"All ranks must give the same {' and '.join(differing or ['arguments'])}"
+
+
 @dataclass(eq=False, slots=True)
 class CollectiveInstance:
     """One collective on one communicator. `members` are world ranks, in the order of the communicator."""
@@ -274,7 +283,7 @@ class CollectiveInstance:
             raise MismatchError(
                 f"collective number {self.number} on {self.comm}: rank {me} calls {call.describe()} at "
                 f"{self.world.kernel.current.clock:.6g} s where rank {other} called {held.describe()} at "
-                f"{self.arrivals[other]:.6g} s. All ranks must make the same collective calls in the same order"
+                f"{self.arrivals[other]:.6g} s. {_advice(call, held)}"
             )
 
     # -- leaving ---------------------------------------------------------------------------------------------
