@@ -138,15 +138,17 @@ class InternalError(SpawnsimError):
 
 
 def program_traceback(error: BaseException) -> str:
-    """Return an exception's traceback from where the program begins: spawnsim's frames above it are left out.
+    """Return an exception's traceback from where the program begins: spawnsim's frames are left out.
 
-    Of spawnsim's own errors, whose message says what happened, the frames below the program's last one go, too.
+    But not the last ones, unless the error is spawnsim's own, whose message says what happened.
     """
     trace = error.__traceback__
     # Never the last frame: an exception that is all ours still needs a place.
     while trace is not None and trace.tb_next is not None and _is_ours(trace.tb_frame.f_code.co_filename):
         trace = trace.tb_next
     shown = traceback.TracebackException(type(error), error, trace)
+    last = max((i for i, each in enumerate(shown.stack) if not _is_ours(each.filename)), default=0)
+    shown.stack[:last] = [each for each in shown.stack[:last] if not _is_ours(each.filename)]
     if isinstance(error, SpawnsimError):
         dataclass = ("<string>", "__init__")  # the constructor that Python has made
         while len(shown.stack) > 1 and (

@@ -169,6 +169,7 @@ class Seat:
 
     Attributes:
         graded: whether the last step that was carried out left gradients.
+        made: how many steps were put off of it.
         apart: row and tensor, of parameters and state that have a memory of their own.
         rank: whose work is put off; -1: that of several ranks.
         settings: of the optimizer's groups, at the last step.
@@ -180,7 +181,7 @@ class Seat:
 
     __slots__ = (
         "__weakref__", "_addresses", "_counts", "_hooked", "_hooks", "_kept", "_made", "_model", "_state",
-        "_state_made", "_states", "_statistics", "_step", "_trained", "apart", "arena", "graded", "optimizer",
+        "_state_made", "_states", "_statistics", "_step", "_trained", "apart", "arena", "graded", "made", "optimizer",
         "parameters", "pending", "rank", "row", "settings", "steps", "unknown", "watched",
     )  # fmt: skip
 
@@ -192,7 +193,7 @@ class Seat:
         self.parameters = [named[place.name] for place in arena.plan.places]
         self._statistics = [*statistics(model).values()]
         self.settings: tuple[Any, ...] = ()
-        self.steps = self.pending = 0
+        self.steps = self.pending = self.made = 0
         self.unknown = self.graded = False
         self.rank = -1
         self._made = _Made(_containers(model))
@@ -290,10 +291,10 @@ class Seat:
         # References to the optimizer's state: this seat's, that of the view of its values, and the call's.
         if self._state is not self.optimizer.state and sys.getrefcount(self._state) > 3:
             return False
-        # To a tensor refer its entry, and this seat twice; to an entry this seat three times, and the optimizer, if it
-        # still has it; two more are the call's.
+        # To a tensor refer its entry, and this seat three times; to an entry this seat three times, and the optimizer,
+        # if it still has it; two more are the call's.
         there = {id(each) for each in self._state.values()}
-        if any(sys.getrefcount(each) > ENTRY_REFERENCES + 2 for each in self._kept) or any(
+        if any(sys.getrefcount(each) > ENTRY_REFERENCES + 3 for each in self._kept) or any(
             sys.getrefcount(each) > ENTRY_REFERENCES + 2 + (id(each) in there) for each in self._states
         ):
             return False

@@ -27,6 +27,10 @@ KNOWN = {Tensor, bool, int, float, str, type(None)}  # inputs that are not put o
 MOST_CHANGES = 3  # of settings, for each of which steps of many are computed together
 MOST_VALUES = 8  # of an input that is no tensor
 MANY_GROUPS = 8
+MOST_MOVES = (
+    8  # of a model from row to row, each after less than so many steps: a move costs as much as several
+)
+BATCHES = (64, 4)  # of one run, at most: so many, and so many for each rank
 _HOW = "how"  # beside the batches of a seat: what decided of them
 _CHANGES = "changes"  # beside the batches of a seat: how many there were
 
@@ -44,6 +48,7 @@ class Run:
         self.batches: dict[Any, Any] = {}  # by key: a batch, or why there is none
         self.groups: Counter[Any] = Counter()  # by what is equal in groups that are computed apart
         self._noted: set[Any] = set()
+        self.moves: weakref.WeakKeyDictionary[nn.Module, int] = weakref.WeakKeyDictionary()
         self.users: weakref.WeakSet[OfModel] = weakref.WeakSet()
 
     @classmethod
@@ -62,9 +67,16 @@ class Run:
         self.groups[alike] += 1
         if self.groups[alike] == MANY_GROUPS:
             deferred.warn(
-                f"{type(model).__name__} models are computed in {MANY_GROUPS} groups and more, since what they or "
-                "their loss compute with differs from rank to rank: give it as tensors, beside the batch"
+                f"{type(model).__name__} models are computed in {MANY_GROUPS} groups and more, since their classes, or "
+                "what they or their loss compute with, differ from rank to rank: define classes outside of functions, "
+                "and give what differs as tensors, beside the batch"
             )
+
+    def leave(self, seat: Seat, model: nn.Module) -> None:
+        """Let a model leave its row, and count how often it has done so after a few steps."""
+        self.moves[model] = self.moves.get(model, 0) + 1 if seat.made < MOST_MOVES else 0
+        seat.leave()
+        del self.seats[model]
 
     def forget(self, batch: Any) -> None:
         """Let no more be put off with a batch."""
@@ -183,6 +195,10 @@ class OfModel:
         """
         batches = Run.of(deferred).batches
         if key not in batches:
+            if len(batches) >= BATCHES[0] + BATCHES[1] * deferred.ranks:
+                raise Alone(
+                    "there are too many functions of a model: make one TrainingStep, and give it the batch"
+                )
             with deferred.apart():
                 batches[key] = make()
         if isinstance(batches[key], str):

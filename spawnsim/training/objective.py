@@ -19,6 +19,7 @@ from torch.overrides import TorchFunctionMode
 from spawnsim.training import structure
 from spawnsim.training.arena import Arena, Plan
 from spawnsim.training.settings import Settings, is_equal
+from spawnsim.training.tracing import Unchanging
 
 RANDOM = "random operation"  # part of what vmap raises, too
 CHANGED = (
@@ -173,16 +174,18 @@ def tensors(plan: Plan, rows: Sequence[Tensor]) -> tuple[dict[str, Tensor], dict
     return {f"model.{place.name}": place.of(weights) for place in plan.trained}, fixed
 
 
-def masks_of(device: torch.device, call: Callable[[], object]) -> tuple[Mask, ...]:
-    """Return the masks of dropout that a call of a function draws, of a model on some device.
+def masks_of(call: Callable[..., object], row: Sequence[Tensor], inputs: Sequence[Any]) -> tuple[Mask, ...]:
+    """Return the masks of dropout that a call of a function draws, of one row and some inputs.
 
     Raises:
         RuntimeError: it draws in another way, too, or on a GPU, whose dropout is one operation.
+        Unequal: it changes what it was given.
     """
-    if device.type != "cpu":
+    if row[0].device.type != "cpu":
         raise RuntimeError(RANDOM)
-    with _drawing_nothing(but_torch=True), _Noting() as noting:
-        call()
+    given = [each for each in (row[0], *inputs) if isinstance(each, Tensor)]
+    with _drawing_nothing(but_torch=True), Unchanging(given), _Noting() as noting:
+        call(row, inputs)
         noting.require_state()
     return tuple(noting.masks)
 
@@ -190,6 +193,7 @@ def masks_of(device: torch.device, call: Callable[[], object]) -> tuple[Mask, ..
 def trial(objective: Objective, arena: Arena, call: Callable[..., Any], inputs: Sequence[Any]) -> None:
     """Raise what vmap has against a function: it is tried on two rows."""
     weights, *statistics = arena.of(slice(0, 1))
+    given = [each for each in (weights, *inputs) if isinstance(each, Tensor)]
     twice = [torch.cat([each, each]) for each in statistics]  # each is changed
     trained, fixed = tensors(arena.plan, [weights.expand(2, -1), *twice])
     two = [each.unsqueeze(0).expand(2, *each.shape) if isinstance(each, Tensor) else each for each in inputs]
@@ -197,7 +201,8 @@ def trial(objective: Objective, arena: Arena, call: Callable[..., Any], inputs: 
     model = objective.model
     before = structure.of_model(model), structure.attributes(model)
     settings = Settings(objective.function, model)
-    with _drawing_nothing():
+    # vmap itself refuses to change weights that ranks share, but not by all operations: not by `clamp_`.
+    with _drawing_nothing(), Unchanging(given):
         of_rows(model, call, dims)(trained, fixed, *two)
     now = structure.attributes(model)
     alike = len(now) == len(before[1]) and all(map(is_equal, now, before[1]))

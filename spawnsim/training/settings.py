@@ -33,6 +33,7 @@ from spawnsim.training.structure import (
     by_value,
     digits_of,
     is_trained,
+    kind_of,
     of_library,
     of_tensor,
     references,
@@ -130,7 +131,7 @@ class Settings:
         parts = [self._of(function)]
         self._is_of_model = True
         for name, module in model.named_modules():
-            parts.append((name, type(module), self._of_module(module, statistics_of(module))))
+            parts.append((name, kind_of(module), self._of_module(module, statistics_of(module))))
         return tuple(parts)
 
     def _of_module(self, module: nn.Module, apart: Collection[str] = ()) -> Hashable:
@@ -196,7 +197,7 @@ class Settings:
                 raise Unequal(
                     f"it refers to a {type(value).__name__} with parameters of its own: use the model that it is given"
                 )
-            return tuple((name, type(each), self._of_module(each)) for name, each in value.named_modules())
+            return tuple((name, kind_of(each), self._of_module(each)) for name, each in value.named_modules())
         return self._of_collection(value)
 
     def _of_numbers(self, value: Any) -> Hashable:

@@ -18,7 +18,7 @@ from spawnsim.errors import ParameterError
 from spawnsim.training import structure
 from spawnsim.training.arena import Arena, Plan, Seat
 from spawnsim.training.batches import MOST_STEPS, EvaluationBatch, Put, StepBatch
-from spawnsim.training.functions import Alone, OfModel, Outcome, Run
+from spawnsim.training.functions import MOST_MOVES, Alone, OfModel, Outcome, Run
 from spawnsim.training.objective import RANDOM, Objective, OfDropout, as_outputs, masks_of, trial
 from spawnsim.training.optimizers import Rule, rule_of
 from spawnsim.training.settings import Settings
@@ -96,6 +96,8 @@ class TrainingStep(OfModel):
         found = caller()
         if found is None or torch._C._is_any_autocast_enabled() or not torch.is_grad_enabled() or in_a_mode():
             return self._at_once(model, optimizer, batch)
+        if torch.is_anomaly_enabled():  # who looks for a NaN wants to know where, and at which step
+            return self._at_once(model, optimizer, batch)
         deferred, rank = found
         self._settle_inputs(deferred, (*batch, *[group.get("lr") for group in optimizer.param_groups]))
         seat, run = self._seat, Run.of(deferred)
@@ -111,9 +113,8 @@ class TrainingStep(OfModel):
         # Frozen, converted, or memory or state exchanged: another row. Whoever keeps what was in this one, keeps it.
         if not (seat.pending or seat.trains or (seat.renews() and seat.trains)):
             self._seat = None
-            if Run.of(deferred).seats.get(model) is seat:
-                seat.leave()
-                del Run.of(deferred).seats[model]
+            if run.seats.get(model) is seat:
+                run.leave(seat, model)
             return self(model, optimizer, *batch)
         return self._put_off(deferred, rank, seat, batch)
 
@@ -173,6 +174,7 @@ class TrainingStep(OfModel):
         if not seat.pending and any(p.grad is not None for p in seat.parameters):
             seat.optimizer.zero_grad()
         seat.steps += 1
+        seat.made += 1
         # lr schedulers warn where the optimizer never made a step.
         seat.optimizer._opt_called = True  # type: ignore[attr-defined]
         return self._put(deferred, work, watch)
@@ -184,19 +186,18 @@ class TrainingStep(OfModel):
     ) -> Seat | None:
         if model in self._alone:
             return None
-        self._seat = None
-        seat = Run.of(deferred).seats.get(model)
+        self._seat, run = None, Run.of(deferred)
+        seat = run.seats.get(model)
         if seat is None or not seat.of(model, optimizer):
             try:
                 deferred.settle(rank)
                 if seat is not None:  # of another optimizer
                     if seat.pending:
                         deferred.carry_out()
-                    seat.leave()
-                    del Run.of(deferred).seats[model]
-                seat = Run.of(deferred).seats[model] = self._arena(deferred, model, optimizer).seat(
-                    model, optimizer
-                )
+                    run.leave(seat, model)
+                if run.moves.get(model, 0) >= MOST_MOVES:
+                    raise Alone("its optimizer, or what is trained of it, is another one every few steps")
+                seat = run.seats[model] = self._arena(deferred, model, optimizer).seat(model, optimizer)
             except (Alone, structure.Unequal) as why:
                 self._explain(deferred, model, why)
                 return None
@@ -235,7 +236,7 @@ class TrainingStep(OfModel):
         arenas.append(arena)
         Run.of(deferred).keys[arena] = (key, len(arenas))
         run = Run.of(deferred)
-        run.note_group(deferred, model, (type(model), *key[1:]), (key, len(arenas)))
+        run.note_group(deferred, model, (type(model).__qualname__, *key[1:]), (key, len(arenas)))
         return arena
 
     @staticmethod
@@ -323,8 +324,7 @@ class TrainingStep(OfModel):
                 return inputs
         if batch.reads is None:
             raise structure.Unequal("it draws random numbers, and reads what may change unnoticed")
-        device = seat.arena.rows["weights"].device
-        objective.masks = masks_of(device, lambda: batch.outcome(seat.arena.of(seat.at), inputs))
+        objective.masks = masks_of(batch.outcome, seat.arena.of(seat.at), inputs)
         objective.drops = True
         inputs = [*inputs, *[mask.ones() for mask in objective.masks]]
         trial(objective, seat.arena, batch._gradient, inputs)

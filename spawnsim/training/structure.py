@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.utils import parametrize
 
 # What nn.Module keeps of itself. Tensors are compared by shape, modules by name; hooks may do anything.
 _OWN = {"_parameters", "_buffers", "_modules", "_non_persistent_buffers_set", "_is_full_backward_hook"}
@@ -77,9 +78,17 @@ def of_model(model: nn.Module) -> Hashable:
         apart = _OWN | _HOOKS | (_OF_RNN if isinstance(module, nn.RNNBase) else set())
         kept = {key: value for key, value in vars(module).items() if key not in apart}
         kept |= {key: value for key, value in module._buffers.items() if value is not None and key not in own}
-        parts.append((name, type(module), of_value(kept)))
+        parts.append((name, kind_of(module), of_value(kept)))
     shapes = [(name, tuple(p.shape), p.requires_grad) for name, p in model.named_parameters()]
     return tuple(parts), tuple(shapes)
+
+
+def kind_of(module: nn.Module) -> Any:
+    """Return the class of a module; where torch has made one for this module alone, what that was made of."""
+    kind = type(module)
+    if kind.__module__ != parametrize.__name__ or not parametrize.is_parametrized(module):
+        return kind
+    return kind.__mro__[1], *getattr(module, "parametrizations", ())
 
 
 def statistics_of(module: nn.Module) -> dict[str, torch.Tensor]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
@@ -47,18 +47,43 @@ _OF_TENSORS = {
 PLACED = torch.ops.aten.as_strided.default  # at an offset from where the memory begins, if it is given one
 
 
-class _Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class Unchanging(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Refuses, while it is entered, what would change some tensors, before it does.
+
+    Raises:
+        Unequal: in the operation.
+    """
+
+    def __init__(self, tensors: Iterable[Tensor]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._foreign = {each.untyped_storage()._cdata for each in tensors}  # memory that was not made here
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func._schema.is_mutable:
+            self._require_own(func._schema, args, kwargs or {})
+        return func(*args, **(kwargs or {}))
+
+    def _require_own(self, schema: Any, args: Any, kwargs: Any) -> None:
+        named = dict(zip((each.name for each in schema.arguments), args, strict=False)) | kwargs
+        changed = [each.name for each in schema.arguments if each.alias_info and each.alias_info.is_write]
+        for each in tree_leaves([named.get(name) for name in changed]):
+            if isinstance(each, Tensor) and self._is_foreign(each):
+                raise Unequal("it changes a tensor that it was given")
+
+    def _is_foreign(self, tensor: Tensor) -> bool:
+        return tensor.untyped_storage()._cdata in self._foreign
+
+
+class _Recording(Unchanging):  # type: ignore[no-untyped-call]
     """What is done to tensors while it is entered, as a graph; of those that are given some may be changed."""
 
-    def __init__(self, given: Sequence[Tensor], changes: slice) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+    def __init__(self, given: Sequence[Tensor], changes: slice = slice(0)) -> None:
+        changed = {id(each) for each in given[changes]}
+        super().__init__(each for each in given if id(each) not in changed)
         self.graph = fx.Graph()
         self._constants: list[Tensor] = []  # the first arguments of the graph
         self._nodes: dict[int, fx.Node] = {}
         self._places: dict[Any, fx.Node] = {}
-        changed = {id(each) for each in given[changes]}
-        # Memory that was not made here, or may not be changed.
-        self._foreign = {each.untyped_storage()._cdata for each in given if id(each) not in changed}
         self._kept: list[Any] = []  # all tensors, so that neither identities nor memory come again
         for number, each in enumerate(given):
             self._note(each, self.graph.placeholder(f"given_{number}"))
@@ -67,7 +92,7 @@ class _Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if TELLING in func.tags:
             raise Unequal("it asks for a tensor's values")
-        if func is PLACED and args[3:] not in ((), (None,)) and self._foreign_memory(args[0]):
+        if func is PLACED and args[3:] not in ((), (None,)) and super()._is_foreign(args[0]):
             raise Unequal("it tells where in memory it reads, which is elsewhere for other rows")
         if func._schema.is_mutable:
             self._require_own(func._schema, args, kwargs or {})
@@ -95,16 +120,9 @@ class _Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.graph.eliminate_dead_code()
         return functools.partial(_compiled(self.graph) or _interpreted(self.graph), *self._constants)
 
-    def _require_own(self, schema: Any, args: Any, kwargs: Any) -> None:
-        """Refuse to record what changes a tensor that was not made here: to try the record would change it again."""
-        named = dict(zip((each.name for each in schema.arguments), args, strict=False)) | kwargs
-        changed = [each.name for each in schema.arguments if each.alias_info and each.alias_info.is_write]
-        for each in tree_leaves([named.get(name) for name in changed]):
-            if isinstance(each, Tensor) and (id(each) not in self._nodes or self._foreign_memory(each)):
-                raise Unequal("it changes a tensor that it was given")
-
-    def _foreign_memory(self, tensor: Tensor) -> bool:
-        return tensor.untyped_storage()._cdata in self._foreign
+    def _is_foreign(self, tensor: Tensor) -> bool:
+        # A constant, too: to try the record would change it again.
+        return id(tensor) not in self._nodes or super()._is_foreign(tensor)
 
     def _known(self, view: Tensor) -> bool:
         """Whether a view lies as a tensor that is known already: turned twice, or expanded to the shape that it has."""

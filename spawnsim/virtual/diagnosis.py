@@ -51,7 +51,21 @@ def deadlock(tasks: Sequence[Task], ended: Sequence[int]) -> Deadlock:
     return Deadlock(
         f"deadlock: {len(tasks)} of {len(tasks) + len(ended)} ranks {wait} and nothing can end it; {reason}\n"
         + standing(tasks, ring)
+        + _remedy([task for task in tasks if task.rank in ring])
     )
+
+
+def _remedy(tasks: Sequence[Task]) -> str:
+    """Say what helps ranks that wait for each other in one call, if that is known."""
+    calls = {task.wait.describe().partition("(")[0] for task in tasks if task.wait is not None}
+    if calls and calls <= {"Send", "send", "Ssend", "ssend"}:
+        return (
+            "\nA Send ends when its message is received, unless that is short enough to leave at once (eager): "
+            "use Sendrecv, or Isend and Waitall"
+        )
+    if calls and calls <= {"Recv", "recv"} and len(tasks) > 1:
+        return "\nEach waits to receive before it sends: let one send first, or use Sendrecv"
+    return ""
 
 
 def livelock(tasks: Sequence[Task], polls: int, since_s: float) -> Livelock:

@@ -10,7 +10,14 @@ import pytest
 from support.virtual_run import LATENCY, Notes, platform, run
 
 from spawnsim.comm import MAX, SUM
-from spawnsim.errors import Deadlock, MismatchError, ParameterError, RankFailed, Timeout, TruncationError
+from spawnsim.errors import (
+    Deadlock,
+    MismatchError,
+    ParameterError,
+    RankFailed,
+    Timeout,
+    TruncationError,
+)
 from spawnsim.scenario import Scenario
 from spawnsim.virtual import simulate
 
@@ -57,27 +64,59 @@ def test_two_large_sends_facing_each_other_deadlock():
 
 
 @pytest.mark.parametrize(
-    ("one", "other"),
+    ("one", "other", "advice"),
     [
-        (lambda comm, x: comm.Bcast(x), lambda comm, x: comm.Allreduce(x.copy(), x)),
-        (lambda comm, x: comm.Allreduce(x.copy(), x, SUM), lambda comm, x: comm.Allreduce(x.copy(), x, MAX)),
-        (lambda comm, x: comm.Bcast(x, 0), lambda comm, x: comm.Bcast(x, 1)),
-        (lambda comm, x: comm.Allreduce(x.copy(), x), lambda comm, x: comm.Allreduce(x[:2].copy(), x[:2])),
+        (
+            lambda comm, x: comm.Bcast(x),
+            lambda comm, x: comm.Allreduce(x.copy(), x),
+            "make the same collective calls in the same order",
+        ),
+        (
+            lambda comm, x: comm.Allreduce(x.copy(), x, SUM),
+            lambda comm, x: comm.Allreduce(x.copy(), x, MAX),
+            "give the same op",
+        ),
+        (lambda comm, x: comm.Bcast(x, 0), lambda comm, x: comm.Bcast(x, 1), "give the same root"),
+        (
+            lambda comm, x: comm.Allreduce(x.copy(), x),
+            lambda comm, x: comm.Allreduce(x[:2].copy(), x[:2]),
+            "give the same count",
+        ),
         (
             lambda comm, x: comm.Allreduce(x.copy(), x),
             lambda comm, x: comm.Allreduce(x.astype("f4"), x.astype("f4")),
+            "give the same datatype",
         ),
     ],
     ids=["operation", "op", "root", "count", "datatype"],
 )
-def test_mismatched_collectives_are_named_when_they_meet(one, other):
-    """Both MPIs accept most of these without a word; here both calls are shown."""
+def test_mismatched_collectives_are_named_when_they_meet(one, other, advice):
+    """Both MPIs accept most of these without a word; here both calls are shown, and what differs."""
 
     def main(comm):
         (one if comm.rank == 0 else other)(comm, np.zeros(4))
 
-    with pytest.raises(MismatchError, match=r"rank 1 calls .* where rank 0 called"):
+    with pytest.raises(MismatchError, match=rf"rank 1 calls .* where rank 0 called .*{advice}"):
         run(main, 2)
+
+
+@pytest.mark.parametrize(
+    ("call", "remedy"),
+    [
+        (lambda comm, x, to: comm.Ssend(x, to), "use Sendrecv, or Isend and Waitall"),
+        (lambda comm, x, to: comm.Recv(x, to), "let one send first, or use Sendrecv"),
+        (lambda comm, x, to: comm.Barrier() if comm.rank else comm.Recv(x, 1), None),
+    ],
+)
+def test_a_cycle_of_sends_or_receives_is_told_what_helps(call, remedy):
+    """The two mistakes that most programs make first."""
+
+    def main(comm):
+        call(comm, np.zeros(100_000), (comm.rank + 1) % comm.size)
+
+    with pytest.raises(Deadlock) as caught:
+        run(main, 3)
+    assert remedy in str(caught.value) if remedy else "use Sendrecv" not in str(caught.value)
 
 
 def test_a_message_longer_than_its_buffer_is_refused():
