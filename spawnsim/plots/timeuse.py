@@ -1,7 +1,8 @@
 """Where the ranks' time goes: computing, or waiting and exchanging; and what load imbalance would cost in lockstep.
 
 From the column `compute_s` (seconds that a row's computing took) and the ranks' last `time_s`. A policy's `wait_s` is
-not used: an asynchronous one counts time there in which its rank goes on computing.
+not used: an asynchronous one counts time there in which its rank goes on computing. Of real ranks what comes before
+the computing of their first row is not shown: they start processes and load libraries then, which virtual ones do not.
 """
 
 from __future__ import annotations
@@ -14,7 +15,8 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from spawnsim.plots import style
-from spawnsim.plots.experiments import Groups, Recorded, grouped
+from spawnsim.plots.convergence import since_start
+from spawnsim.plots.experiments import Groups, Recorded, grouped, is_real
 from spawnsim.plots.series import Floats, Table, numbers, per_rank_last, per_rank_sum
 
 PANELS, COLUMNS = 8, 4
@@ -45,6 +47,18 @@ def time_use(table: Table) -> TimeUse | None:
     compute_s = per_rank_sum(table, "compute_s")
     # Computing in background tasks overlaps, so a rank may have computed longer than it ran.
     return TimeUse(compute_s, np.maximum(per_rank_last(table, "time_s") - compute_s, 0.0))
+
+
+def of_run(run: Recorded) -> TimeUse | None:
+    """Return each rank's seconds as `time_use` does; real ranks begin with the computing of their first row."""
+    used = time_use(run.table)
+    if used is None or not is_real(run):
+        return used
+    table = since_start(run)
+    _, first, rank = np.unique(table["rank"], return_index=True, return_inverse=True)
+    # A row is recorded after its computing, which is training already.
+    computed_s = np.nan_to_num(numbers(table, "compute_s"))[first][rank]
+    return time_use(dict(table) | {"time_s": table["time_s"] + computed_s})
 
 
 def imbalance(table: Table, name: str = "compute_s") -> Imbalance | None:
@@ -97,16 +111,17 @@ def _shares(info: TimeUse) -> str:
 def figure(runs: Sequence[Recorded] | Groups) -> Figure | None:
     """Return one panel per run, of many runs per group, on one height; None where no run recorded durations."""
     found = grouped(runs)
-    known = [(name, info) for name, run in found.named if (info := time_use(run.table)) is not None]
+    known = [(name, info) for name, run in found.named if (info := of_run(run)) is not None]
     alone = ""
     # Beyond two rows panels are too small to read; one run of each curve says what all of them do.
     if len(known) > PANELS:
-        first = {group.label: time_use(group.runs[0].table) for group in found}
+        first = {group.label: of_run(group.runs[0]) for group in found}
         known = [(name, info) for name, info in first.items() if info is not None]
         alone = " · of each curve the first run"
     if not known:
         return None
     rows, columns = -(-len(known) // COLUMNS), min(len(known), COLUMNS)
+    real = any(map(is_real, found.runs))
     highest_s = max(float((info.compute_s + info.exchange_s).max(initial=0.0)) for _, info in known)
     with style.talk():
         drawn = Figure(figsize=(max(4.1 * columns + 1.6, 6.4), 4.0 * rows + 1.2))
@@ -115,15 +130,16 @@ def figure(runs: Sequence[Recorded] | Groups) -> Figure | None:
             draw(info, ax)
             ax.set_title(style.in_lines(name), weight="bold", pad=24)
             ax.text(0, 1.02, _shares(info), transform=ax.transAxes, fontsize=11, color="#555555")
-            ax.set_xlabel("rank, busiest first")
+            ax.set_xlabel("ranks, busiest first")
         # The panels share it: the last panel's own would cut others off.
         panels[0, 0].set_ylim(0, 1.02 * highest_s or 1)
         for ax in panels.ravel()[len(known) :]:
             ax.set_visible(False)
         for ax in panels[:, 0]:
-            ax.set_ylabel("time per rank (s)")
+            ax.set_ylabel("training time per rank (s)" if real else "time per rank (s)")
         # At the top it would meet the title.
         drawn.legend(*panels[0, 0].get_legend_handles_labels(), loc="outside right center")
-        caption = f"{found.caption()}\nshares are of the time of all ranks shown{alone}"
+        since = "; real ranks: since the computing of each one's first row began" if real else ""
+        caption = f"{found.caption()}\nshares are of the time of all ranks shown{alone}{since}"
         style.frame(drawn, "What the ranks do with their time", caption)
     return drawn

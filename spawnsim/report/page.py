@@ -91,7 +91,7 @@ def _finals(run: Recorded, name: str) -> list[tuple[list[str], Curve | None]]:
 
 def _time_use(run: Recorded, name: str) -> list[str] | None:
     """The figure's shares, and what the slowest rank of each iteration would cost if all waited for it."""
-    used, lockstep = timeuse.time_use(run.table), timeuse.imbalance(run.table)
+    used, lockstep = timeuse.of_run(run), timeuse.imbalance(run.table)
     share = None if used is None else timeuse.computing_share(used)
     if used is None or share is None or lockstep is None:
         return None

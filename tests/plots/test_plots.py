@@ -432,6 +432,20 @@ def test_time_that_is_not_computing_is_exchange():
     assert timeuse.time_use(TWO_RANKS) is None
 
 
+def test_time_use_of_real_ranks_begins_with_training():
+    """Loading libraries was shown as waiting and exchanging; virtual ranks count from 0."""
+    rows = TWO_RANKS | table(time_s=[8, 10, 9, 11], compute_s=[1, 1, 0.5, 1])
+    runs = [Run({"backend": backend}, Table(rows), [], {"ranks": 2}) for backend in ("mpi", "virtual")]
+    of_real, of_virtual = (timeuse.of_run(run) for run in runs)
+    assert of_real is not None and of_virtual is not None
+    assert (of_real.compute_s.tolist(), of_real.exchange_s.tolist()) == ([2, 1.5], [1, 1])
+    assert of_virtual.exchange_s.tolist() == [8, 9.5]
+    drawn = timeuse.figure(runs)
+    assert drawn is not None
+    assert drawn.axes[0].get_ylabel() == "training time per rank (s)"
+    assert "real ranks: since the computing of each one's first row" in drawn.get_supxlabel()
+
+
 def test_no_panel_of_time_use_is_cropped():
     """Panels share one height, which the last one used to set for all."""
     slow, quick = (
