@@ -22,6 +22,7 @@ from spawnsim.plots.series import (
     Table,
     bootstrap_medians,
     carried_forward,
+    numbers,
     quantiles,
     resampled,
 )
@@ -65,6 +66,12 @@ def curve(
     if not known.any():
         raise ParameterError(f"column {name!r}: fewer than half of the ranks have a number, at any time")
     return Curve(grid.x[known], median[known], low[known], high[known])
+
+
+def told_once(table: Table, name: str) -> bool:
+    """Say whether no rank has more than one number in a column."""
+    rank = np.asarray(table["rank"])[~np.isnan(numbers(table, name))]
+    return len(np.unique(rank)) == len(rank)
 
 
 def of_mean_model(run: Recorded) -> Curve:
@@ -147,15 +154,19 @@ def over_seeds(
 def draw(
     info: Curve, ax: Axes | None = None, *, look: style.Look = style.LOOKS[0], band: bool = True
 ) -> Axes:
-    """Draw one curve as a line in its band, and what single seeds add to it as thin lines."""
+    """Draw one curve as a line in its band, or as a marker if it has one point; what seeds add to it as thin lines."""
     ax = style.axes_or_new(ax)
     _draw_seeds(info, ax, look)
+    alone = len(info.x) == 1
     # Of two to four seeds each is drawn as a line of its own, so a band would only repeat the outer ones.
     if band and not 1 < info.runs < FEW:
-        ax.fill_between(info.x, info.low, info.high, color=look.colour, alpha=0.16, linewidth=0)
+        if alone:  # an area over one point has no width
+            ax.vlines(info.x, info.low, info.high, color=look.colour, alpha=0.16, linewidth=9)
+        else:
+            ax.fill_between(info.x, info.low, info.high, color=look.colour, alpha=0.16, linewidth=0)
     ax.plot(
         info.x, info.median, color=look.colour, linestyle=look.dashes,
-        marker=look.marker if look.marked else "", markevery=max(len(info.x) // 8, 1), markersize=6,
+        marker=look.marker if look.marked or alone else "", markevery=max(len(info.x) // 8, 1), markersize=6,
     )  # fmt: skip
     return ax
 
@@ -180,7 +191,8 @@ def _draw_seeds(info: Curve, ax: Axes, look: style.Look) -> None:
             # One point on either side of the common stretch joins the lines.
             outside = (each.x >= info.x[-1]) | (each.x <= info.x[0])
         heights = np.where(outside, each.median, np.nan)
-        ax.plot(each.x, heights, color=look.colour, linewidth=1.0, alpha=0.6)
+        marker = look.marker if len(each.x) == 1 else ""
+        ax.plot(each.x, heights, color=look.colour, linewidth=1.0, alpha=0.6, marker=marker, markersize=4)
 
 
 def looks_of(found: Groups) -> dict[str, style.Look]:
@@ -195,7 +207,7 @@ def panel(found: Groups, name: str, over: str, ax: Axes) -> dict[str, Curve]:
     for group in found:
         # Each run is first a median over its ranks: ranks of one run are not independent, so only seeds make an
         # interval.
-        info = over_seeds([curve(since_start(run), name, over=over) for run in group.runs])
+        info = over_seeds([_in_panel(run, name, over) for run in group.runs])
         if group.real:
             draw_measured(info, ax, look=styles[group.label])
         else:
@@ -203,6 +215,14 @@ def panel(found: Groups, name: str, over: str, ax: Axes) -> dict[str, Curve]:
         curves[group.label] = info
     ax.set_xlabel(clock_of(found.runs) if over == "time_s" else over)
     return curves
+
+
+def _in_panel(run: Recorded, name: str, over: str) -> Curve:
+    info = curve(since_start(run), name, over=over)
+    # The median then moves as ranks come to their only number, not because any of them learns.
+    if not told_once(run.table, name):
+        return info
+    return Curve(info.x[-1:], info.median[-1:], info.low[-1:], info.high[-1:])
 
 
 def lines_caption(found: Groups, curves: Sequence[Curve], one: str) -> str:
@@ -336,5 +356,5 @@ def _scale(ax: Axes, curves: Sequence[Curve]) -> None:
     values = np.concatenate([each.median for info in curves for each in (info.seeds or (info,))])
     if values.min() > 0 and values.max() / values.min() > 30:
         ax.set_yscale("log")
-    elif values.min() >= 0 and values.max() <= 1:
+    elif values.min() >= 0 and max(info.high.max(initial=0) for info in curves) <= 1:
         ax.set_ylim(top=min(1.0, ax.get_ylim()[1]))

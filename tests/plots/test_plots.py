@@ -238,6 +238,23 @@ def test_three_ratios_of_one_seed_are_no_interval():
     assert {text.get_text() for text in drawn.axes[1].texts} == {"ratio 0.05", "ratio 0.1", "ratio 0.5"}
 
 
+@pytest.mark.parametrize("seeds", [1, 3, 5])
+def test_a_curve_of_one_point_is_a_marker(seeds: int):
+    """Panels were empty where each rank told a number once, but for a line at the edge, from rank to rank."""
+    rows = table(
+        rank=[0, 0, 1, 1], time_s=[1, 50, 2, 50.4], iteration=[0, 99, 0, 99], metric=[np.nan, 0.9, np.nan, 2]
+    )
+    runs = [Run({"seed": seed}, Table(rows), [], {"ranks": 2}) for seed in range(seeds)]
+    drawn = convergence.figure(runs, "metric")
+    for ax, at in zip(drawn.axes, (50.4, 99), strict=True):
+        line = ax.lines[-1]
+        assert (list(line.get_xdata()), list(line.get_ydata())) == ([at], [1.45])
+        assert all(each.get_marker() not in ("", "None") for each in ax.lines)
+        assert ax.get_xlim()[1] > at
+    # The band reaches higher than the median.
+    assert seeds > 1 or drawn.axes[0].get_ylim()[1] > 1.8
+
+
 @pytest.mark.parametrize(
     ("seeds", "says"), [(4, "thin: each of 4 seeds"), (5, "90 % bootstrap interval over 5 seeds")]
 )
