@@ -29,7 +29,8 @@ from spawnsim.plots.series import (
 
 BANDS = 6  # of more curves none has its band drawn: they would be one brown area
 POINTS = 2000  # of a curve whose axis is logarithmic: 240 would leave its beginning to a few
-QUANTITIES = {"loss": "loss on own data", "accuracy": "test accuracy", "wait_s": "waiting time (s)"}
+# Only what policies define themselves: what a program calls "loss" or "accuracy" is its own to say.
+QUANTITIES = {"wait_s": "waiting time (s)"}
 
 
 class Curve(NamedTuple):
@@ -306,7 +307,7 @@ def race(settings: Mapping[str, Sequence[Recorded]], target: float, title: str) 
                 ends = _run_against_the_clock(found, ax, looks, curves, whole=ax is right)
                 ax.axhline(target, color="#777777", linewidth=1.0, linestyle=":")
                 ax.set_title(f"{name}:\n{what}", fontsize=12)
-            left.set_ylabel("test accuracy")
+            left.set_ylabel("accuracy")
             style.label_ends(right, ends, looks)
         panels[0, 0].set(xscale="log", xlim=(0.1, max(info.x[-1] for info in curves)), ylim=(0, 1))
         for ax in panels[-1]:

@@ -229,10 +229,21 @@ def test_the_same_names_of_parameters_and_circumstances_are_kept_apart():
     assert (found["ranks"].shown, found["main's ranks"].shown) == ("12 ranks", "ranks 3")
 
 
+def test_a_title_claims_no_more_than_the_column_does():
+    """Each column named "accuracy" was the test accuracy, each "loss" that on own data."""
+    for name in ("loss", "accuracy"):
+        drawn = convergence.figure([made()], name)
+        assert (drawn.get_suptitle(), drawn.axes[0].get_ylabel()) == (
+            name.title(),
+            f"{name}, median over ranks",
+        )
+    assert convergence.race({"a": [told([0.1, 0.9])]}, 0.8, "Who?").axes[0].get_ylabel() == "accuracy"
+
+
 def test_three_ratios_of_one_seed_are_no_interval():
     """They were drawn as one line with a "90 % bootstrap interval over 3 seeds"."""
     drawn = convergence.figure([made(0, parameters={"ratio": ratio}) for ratio in (0.05, 0.1, 0.5)], "loss")
-    assert drawn.get_suptitle() == "Loss on own data by ratio"
+    assert drawn.get_suptitle() == "Loss by ratio"
     assert "band: 10–90 % of ranks" in drawn.get_supxlabel()
     assert "bootstrap" not in drawn.get_supxlabel()
     assert {text.get_text() for text in drawn.axes[1].texts} == {"ratio 0.05", "ratio 0.1", "ratio 0.5"}
