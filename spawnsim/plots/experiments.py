@@ -148,9 +148,9 @@ def shown(name: str, value: Any) -> str:
 def _parameter(name: str, value: Any) -> Fact:
     if name == "policy":
         return Fact(str(value or "none"), str(value))
-    # bool before numbers, which it would be printed as.
+    # "mine" and "no mine" would not be known for a parameter's values.
     if isinstance(value, bool):
-        return Fact(name if value else f"no {name}", str(value))
+        return Fact(f"{name}={value}", str(value))
     return Fact(f"{name} {_short(value)}", str(value))
 
 

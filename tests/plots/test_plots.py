@@ -145,6 +145,7 @@ def names(found: Groups) -> list[tuple[str, int]]:
     [
         ({"parameters": {"ratio": 0.05}}, {"parameters": {"ratio": 0.5}}, ["ratio 0.05", "ratio 0.5"]),
         ({"parameters": {"policy": None}}, {"parameters": {"policy": "average"}}, ["none", "average"]),
+        ({"parameters": {"mine": False}}, {"parameters": {"mine": True}}, ["mine=False", "mine=True"]),
         ({"ranks": 12}, {"ranks": 1000}, ["12 ranks", "1,000 ranks"]),
         ({"platform": "/a/net.toml"}, {"platform": None}, ["net", "default platform"]),
         ({"stragglers": None}, {"stragglers": "pareto:2"}, ["no stragglers", "pareto:2"]),
@@ -178,7 +179,7 @@ def test_the_caption_tells_what_all_curves_have_in_common():
     found = grouped([made(parameters={"ratio": ratio, **common}) for ratio in (0.1, 0.5)])
     assert found.caption().splitlines() == [
         "digits.py · 12 virtual ranks · ethernet-10g · stragglers lognormal:0.3 · seed 0",
-        "policy selective, alpha 0.3, hidden 256 64, guard",
+        "policy selective, alpha 0.3, hidden 256 64, guard=True",
     ]
 
 
