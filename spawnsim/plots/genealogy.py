@@ -13,7 +13,7 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.collections import LineCollection
 from matplotlib.figure import Figure
-from matplotlib.ticker import LogLocator
+from matplotlib.ticker import LogLocator, MaxNLocator
 from numpy.typing import NDArray
 
 from spawnsim.plots import style
@@ -198,12 +198,19 @@ def _draw_births(info: Genealogy, ax: Axes, row: Ints, colours: Mapping[int, str
     ax.add_collection(LineCollection(lines, colors=inks, linewidths=width, alpha=0.7))
 
 
-def draw_founders(info: Genealogy, ax: Axes | None = None) -> Axes:
+def _is_wide(info: Genealogy) -> bool:
+    """Say whether the number of founders falls by so much that a linear axis would not show its end."""
+    both = np.concatenate([info.founders, info.neutral])
+    return bool(both.max() >= 8 * both.min())
+
+
+def draw_founders(info: Genealogy, ax: Axes | None = None, *, log: bool | None = None) -> Axes:
     """Draw the effective number of founders over time, beside what ranks and donors drawn at random would give.
 
     Args:
         info: the descent.
         ax: where to draw; None: the axes of a new figure.
+        log: whether the axis is logarithmic; None: where the number falls to an eighth or less.
 
     Returns:
         The axes.
@@ -223,11 +230,15 @@ def draw_founders(info: Genealogy, ax: Axes | None = None) -> Axes:
             linestyle=dashes,
             label=name,
         )
-    ax.set_yscale("log", base=2)
-    few = info.founders.max() < 8 * info.founders.min()  # powers of two alone would be one number, or none
-    ax.yaxis.set_major_locator(LogLocator(2, subs=(1.0, 1.5) if few else (1.0,), numticks=6))
+    log = _is_wide(info) if log is None else log
+    if log:
+        ax.set_yscale("log", base=2)
+        ax.yaxis.set_major_locator(LogLocator(2, numticks=6))
+    else:
+        ax.yaxis.set_major_locator(MaxNLocator(5))
     ax.set_xlim(0, info.end_s or 1)
-    ax.set_ylabel("founders, effective")
+    # Two lines: the panel is lower than one is long.
+    ax.set_ylabel(f"effective\nfounders{' (log)' if log else ''}")
     ax.yaxis.set_major_formatter(lambda value, _: f"{value:,.3g}")
     ax.legend(loc="lower left", frameon=False, fontsize=10)
     return ax
@@ -247,14 +258,15 @@ def figure(runs: Mapping[str, Recorded], title: str = "") -> Figure:
     with style.talk():
         drawn = Figure(figsize=(max(4.6 * len(runs), 8), 7.2))
         axes = drawn.subplots(2, len(runs), sharex="col", sharey="row", height_ratios=(2.2, 1), squeeze=False)
+        log = any(map(_is_wide, found.values()))  # the panels share their height
         for (above, below), (name, info) in zip(axes.T, found.items(), strict=True):
             draw_tree(info, above).set_title(style.in_lines(name, 70 if len(runs) == 1 else 38))
-            draw_founders(info, below).set_xlabel(clock_of([*runs.values()]))
+            draw_founders(info, below, log=log).set_xlabel(clock_of([*runs.values()]))
         for ax in axes[:, 1:].ravel():
             ax.set_ylabel("")
         caption = (
             f"{grouped([*runs.values()]).caption()}\ncolour: the founder whose first model a rank mostly "
-            f"descends from, the {len(style.LOOKS)} with most heirs; grey: others · effective number of founders: "
+            f"descends from, the {len(style.LOOKS)} with most heirs; grey: others\neffective number of founders: "
             "1/Σp² of their shares; dashed: ranks and donors drawn at random"
         )
         return style.frame(drawn, title or "Who descends from whom after replacements", caption)

@@ -176,7 +176,8 @@ def draw_raster(info: Replacements, ax: Axes | None = None, *, colour: str = sty
 def _draw_rate(info: Replacements, ax: Axes, colour: str) -> None:
     counts, edges = np.histogram(info.time_s, bins=120, range=(0, info.end_s or 1))
     ax.stairs(counts / max(np.diff(edges)[0], 1e-12), edges, fill=True, color=colour, alpha=0.75)
-    ax.set_ylabel("replaced\nper second", fontsize=11)
+    # Above the panel: beside it, two lines are taller than the panel is.
+    ax.set_title("replaced per second", fontsize=11)
     ax.locator_params(axis="y", nbins=3)
     ax.tick_params(labelbottom=False)
     style.in_thousands(ax, "y")

@@ -61,6 +61,27 @@ def test_chance_is_the_same_each_time_and_loses_founders_more_slowly_than_one_fa
     assert (first.neutral == second.neutral).all()
 
 
+def test_the_axis_of_founders_says_whether_it_is_logarithmic() -> None:
+    """It had two ticks, 64 and 96, unevenly spaced without a word; runs beside each other have one scale."""
+    few = genealogy.genealogy([birth(1, 3, 0), birth(2, 11, 3)], 12)
+    many = genealogy.genealogy([birth(rank, rank, 0) for rank in range(1, 24)], 24)
+    linear, logarithmic, told = (
+        genealogy.draw_founders(info, log=log) for info, log in ((few, None), (many, None), (few, True))
+    )
+    assert (linear.get_yscale(), linear.get_ylabel()) == ("linear", "effective\nfounders")
+    low, high = linear.get_ylim()
+    assert sum(low <= tick <= high for tick in linear.get_yticks()) >= 3
+    assert [(ax.get_yscale(), ax.get_ylabel()) for ax in (logarithmic, told)] == [
+        ("log", "effective\nfounders (log)")
+    ] * 2
+
+
+def test_no_line_of_the_caption_ends_in_a_dot() -> None:
+    """In the narrowest figure a line was broken behind what separates its parts."""
+    drawn = genealogy.figure({"selective": synthetic.run("selective", ranks=20, iterations=30)})
+    assert not any(line.endswith("·") for line in drawn.get_supxlabel().split("\n"))
+
+
 def test_the_family_tree_of_a_population_is_drawn() -> None:
     """20 virtual ranks under population based training, the higher the better: all descend from the best quarter."""
 

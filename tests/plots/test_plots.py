@@ -717,6 +717,22 @@ def test_figures_need_no_pyplot():
     assert done.stdout.strip() == "False"
 
 
+def test_what_is_written_keeps_clear_of_edges_and_of_other_panels():
+    """A label was taller than its panel, a name at the edge, the last tick of a panel at the first of the next."""
+    raster = replacement.raster_figure(made())
+    curves = convergence.figure([made()], "loss")
+    used = timeuse.figure([made(), made(seed=1)])
+    assert used is not None
+    for drawn in (raster, curves, used):
+        FigureCanvasAgg(drawn).draw()
+    above = raster.axes[0]
+    assert above.get_title(loc="left") == "replaced per second" and not above.get_ylabel()
+    assert curves.bbox.x1 - curves.axes[1].texts[0].get_window_extent().x1 > 0.09 * curves.dpi
+    left, right = used.axes[:2]
+    last, first = left.get_xticklabels()[-1], right.get_xticklabels()[0]
+    assert first.get_window_extent().x0 - last.get_window_extent().x1 > 0.15 * used.dpi
+
+
 def test_bins_of_ranks_divide_them_where_they_can():
     """1,000 ranks in at most 50 bins are 20 wide; 64 in at most 10 are 8 wide; a prime takes what it needs."""
     edges = [replacement.rank_edges(*args) for args in ((1000, 50), (64, 10), (97, 10), (3, 50))]
