@@ -240,7 +240,7 @@ def draw_founders(info: Genealogy, ax: Axes | None = None, *, log: bool | None =
     # Two lines: the panel is lower than one is long.
     ax.set_ylabel(f"effective\nfounders{' (log)' if log else ''}")
     ax.yaxis.set_major_formatter(lambda value, _: f"{value:,.3g}")
-    ax.legend(loc="lower left", frameon=False, fontsize=10)
+    ax.legend(loc="best", frameon=False, fontsize=10)
     return ax
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from matplotlib.backends.backend_agg import FigureCanvasAgg
 from support import synthetic
 
 import spawnsim
@@ -74,6 +75,16 @@ def test_the_axis_of_founders_says_whether_it_is_logarithmic() -> None:
     assert [(ax.get_yscale(), ax.get_ylabel()) for ax in (logarithmic, told)] == [
         ("log", "effective\nfounders (log)")
     ] * 2
+
+
+def test_the_legend_of_founders_lies_on_no_curve() -> None:
+    """Where few founders are left soon it covered their curve."""
+    births = [birth(rank, rank, 0) for rank in range(1, 24)]
+    ax = genealogy.draw_founders(genealogy.genealogy(births, 24, end_s=300))
+    FigureCanvasAgg(ax.figure).draw()
+    legend = ax.get_legend().get_window_extent()
+    for line in ax.lines:
+        assert not line.get_path().transformed(ax.transData).intersects_bbox(legend, filled=False)
 
 
 def test_no_line_of_the_caption_ends_in_a_dot() -> None:
