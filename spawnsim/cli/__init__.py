@@ -183,7 +183,7 @@ exit codes:
   1    the program raised on a rank; sys.exit(N) or Abort(N) gives N; of fuzz and verify: something was found
   {UsageError.exit_status}    a parameter or file is not usable
   {Deadlock.exit_status}  the program's ranks wait for each other (deadlock, livelock)
-  {WorldError.exit_status}  a call met its deadline, or a rank failed
+  {WorldError.exit_status}  a call met its deadline, or a rank failed that others needed; also if all ranks died
   {InternalError.exit_status}  spawnsim itself is at fault: please report it
   130  Ctrl-C; 128 + N: stopped by signal N
 """

@@ -26,7 +26,7 @@ from spawnsim.cli import (
     report_internal_error,
 )
 from spawnsim.cli.listing import program_file
-from spawnsim.errors import InternalError, ParameterError, SpawnsimError
+from spawnsim.errors import InternalError, ParameterError, SpawnsimError, WorldError
 from spawnsim.options import OPTIONS, VIRTUAL_ONLY, Parser, parameters, split_at_dashes, time_limit
 from spawnsim.run import Run, run
 from spawnsim.run.process_setup import stoppable
@@ -83,7 +83,12 @@ def main(argv: Sequence[str]) -> int:
             on_note=None if options.quiet else print_note_beside_bar,
         )
     print_result(result, options)
-    return 0
+    # No rank raises where all die at once, and a job script would take the run for one that came to its end.
+    if not result.what.get("all_dead"):
+        return 0
+    if options.quiet:  # else the run's warnings have said so
+        print("spawnsim: no rank came to the end of its program: all have died", file=sys.stderr)
+    return WorldError.exit_status
 
 
 def observers(options: argparse.Namespace) -> list[str]:
@@ -425,6 +430,12 @@ def resume(argv: Sequence[str]) -> int:
     kept = "" if options.program else f", with the program that it keeps, {file}; another: --program FILE"
     print(f"spawnsim: {options.run} goes on at iteration {found.iteration}{kept}", file=sys.stderr)
     backend = options.backend or str(what.get("backend", "virtual"))
+    if what.get("all_dead") and backend == "virtual" and not _gives(given, OPTIONS["faults"]):
+        print(
+            f"spawnsim: all ranks have died in {options.run}, and its fault plan strikes again; without it: "
+            f"spawnsim resume {options.run} --faults ''",
+            file=sys.stderr,
+        )
     # Real ranks have no virtual circumstances: a run that goes on with them leaves its own behind.
     fit = [name for name in _CIRCUMSTANCES if backend == "virtual" or name not in VIRTUAL_ONLY]
     own = [part for each in fit for part in _circumstance(options.run, what, each)]
@@ -433,6 +444,10 @@ def resume(argv: Sequence[str]) -> int:
         own += arguments_of({name: each for name, each in recorded.items() if each is not None})
     own += ["--eager"] * bool(what.get("eager") and backend == "virtual")
     return main([str(file), "--backend", backend, *own, "--out", str(options.run), "--resume", *given])
+
+
+def _gives(arguments: Sequence[str], option: str) -> bool:
+    return any(each.partition("=")[0] == option for each in arguments)
 
 
 _CIRCUMSTANCES = (

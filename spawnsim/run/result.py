@@ -47,7 +47,8 @@ class Run:
     """What one run left behind.
 
     Attributes:
-        what: what ran: file, parameters, ranks, platform, seed, versions; "warnings": sentences, if there are any.
+        what: what ran: file, parameters, ranks, platform, seed, versions; "warnings": sentences, if there are any;
+            "all_dead": True, if no virtual rank lived to the end of its program.
         table: numpy columns by name, one row per `comm.record`, ordered by rank; see `spawnsim.record.Table`.
         events: dicts with "kind", "time_s", "rank" and the event's own fields, by time.
         totals: the values named in `TOTALS`, see there.

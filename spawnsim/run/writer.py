@@ -124,6 +124,8 @@ class RunWriter:
         self.what |= reproducible(self.what, counted.get("leaks", ()))
         if mistakes := counted.get("mistakes"):
             self.what["warnings"] = [*self.what.get("warnings", ()), *mistakes]
+        if counted.get("all_dead"):
+            self.what["all_dead"] = True
         # After the program has run: its modules of computed names and its threads can be known only now.
         add_late(self.what, self._inputs, self.out)
         totals = totals_of(table, events, {"ranks": self.what.get("ranks")} | counted)

@@ -58,7 +58,8 @@ Prepare = Callable[[World], None]  # is given a world that is built, before its 
 class Totals:
     """What a run amounted to. `events` counts what ranks did (sends, receives, collectives, computing);
     `scheduled` counts the events that SimPy had to process for it; `leaks` says what was read that no seed repeats,
-    `mistakes` what was done that MPI leaves undefined, faults that came too late, and the death of all.
+    `mistakes` what was done that MPI leaves undefined, faults that came too late, and the death of all, which
+    `all_dead` says, too.
     """
 
     virtual_seconds: float
@@ -70,6 +71,7 @@ class Totals:
     digest: str
     leaks: tuple[str, ...] = ()
     mistakes: tuple[str, ...] = ()
+    all_dead: bool = False
 
 
 @dataclass(frozen=True)
@@ -399,6 +401,7 @@ class Cluster:
             digest=self.world.digest(),
             leaks=tuple(self.world.leaks.values()),
             mistakes=tuple(self.world.mistakes.values()),
+            all_dead=("dead", "") in self.world.mistakes,
         )
 
 

@@ -521,10 +521,31 @@ def test_a_run_that_nobody_outlives_says_so(tmp_path: Path, capsys: pytest.Captu
         (train, "crash:*@0.2s; restart:*@1s", False),
         (ends_late, "crash:*@0.8s", False),
     ):
-        assert cli.main(["run", str(file), "-n", "2", "--faults", faults]) == 0
-        told = capsys.readouterr().err
-        assert (nobody in told) == dead
-        assert ("no rank came" in told) == dead
+        for quiet in ([], ["--quiet"]):
+            status = cli.main(["run", str(file), "-n", "2", "--faults", faults, *quiet])
+            assert status == (122 if dead else 0)
+            told = capsys.readouterr().err
+            assert (nobody in told) == (dead and not quiet)
+            assert told.count("no rank came") == dead
+
+
+def test_a_run_that_all_died_in_is_resumed_without_its_faults(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The fault plan is one of the run's circumstances, so it strikes again; the command says how it does not."""
+    file, out = tmp_path / "train.py", tmp_path / "out"
+    file.write_text(
+        "def main(comm):\n    saved = comm.restore()\n"
+        "    for done in range(saved.iteration if saved else 0, 6):\n        comm.clock.sleep(0.1)\n"
+        "        comm.checkpoint(iteration=done + 1)\n"
+    )
+    assert cli.main(["run", str(file), "-n", "2", "--faults", "crash:*@0.35s", "--out", str(out)]) == 122
+    assert spawnsim.Run.load(out).what["all_dead"]
+    hint = f"its fault plan strikes again; without it: spawnsim resume {out} --faults ''\n"
+    for faults, status in (([], 122), (["--faults", ""], 0)):
+        capsys.readouterr()
+        assert cli.main(["resume", str(out), *faults]) == status
+        assert (hint in capsys.readouterr().err) == (not faults)
 
 
 def test_run_without_ranks_says_what_to_give(train: Path, capsys: pytest.CaptureFixture[str]) -> None:
