@@ -27,6 +27,11 @@ OPTIONS = {
 VIRTUAL_ONLY = ("platform", "stragglers", "faults", "compute", "ties")
 
 
+def of_virtual_ranks(given: Sequence[str]) -> str:
+    """Return the words that refuse options of virtual ranks where ranks are real."""
+    return f"{', '.join(given)} {'describes' if len(given) == 1 else 'describe'} virtual ranks"
+
+
 class Parser(argparse.ArgumentParser):
     """An argument parser whose errors are a `ParameterError` of one line, with the known word that comes closest.
 
@@ -35,6 +40,7 @@ class Parser(argparse.ArgumentParser):
     """
 
     examples: ClassVar[Sequence[str]] = ()
+    missing = ""  # said where a required argument is not given: where to find one
     _shown: ClassVar[list[Parser] | None] = None  # whose help was asked for, where it is not to be printed
 
     def __init__(self, **settings: Any) -> None:
@@ -70,8 +76,21 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         """Raise `ParameterError`."""
-        hint = self._nearest(message)
+        hint = self._hint(message)
         raise ParameterError(f"{message}; {f'{hint} See' if hint else 'see'} `{self.prog} --help`")
+
+    def _hint(self, message: str) -> str:
+        if message.startswith("the following arguments are required"):
+            return self.missing
+        # One option takes one setting; a shell's user may well write several after it.
+        settings = re.findall(r"(?<!\S)[^\W\d]\w*=\S*", message)
+        if (
+            message.startswith("unrecognized arguments")
+            and settings
+            and "--set" in self._option_string_actions
+        ):
+            return f"repeat --set for each: --set {' --set '.join(settings)}."
+        return self._nearest(message)
 
     def _nearest(self, message: str) -> str:
         quoted = re.findall(r"'([^']+)'", message)  # invalid choice: 'x' (choose from 'y', 'z')

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -10,7 +11,7 @@ from spawnsim.cli.run import print_result
 from spawnsim.columnar.durations import STREAMS
 from spawnsim.columnar.running import SAMPLE
 from spawnsim.errors import ParameterError
-from spawnsim.options import Parser, parameters
+from spawnsim.options import Parser, nearest, parameters
 from spawnsim.run.process_setup import stoppable
 
 if TYPE_CHECKING:
@@ -71,6 +72,13 @@ def made(name: str, given: dict[str, Any]) -> SpawnPolicy:
 
 
 def _called(kind: Any, given: dict[str, Any]) -> Any:
+    takes = [name for name in inspect.signature(kind).parameters if name != "model_builder"]
+    unknown = [name for name in given if name not in takes and name != "model_builder"]
+    if unknown:
+        hint = nearest(unknown[0], takes)
+        raise ParameterError(
+            f"{kind.__name__} takes no {', '.join(unknown)}; {hint}{' ' * bool(hint)}its parameters: {', '.join(takes)}"
+        )
     try:
         return kind(**given)
     except TypeError as error:

@@ -27,7 +27,15 @@ from spawnsim.cli import (
 )
 from spawnsim.cli.listing import program_file
 from spawnsim.errors import InternalError, ParameterError, SpawnsimError, WorldError
-from spawnsim.options import OPTIONS, VIRTUAL_ONLY, Parser, parameters, split_at_dashes, time_limit
+from spawnsim.options import (
+    OPTIONS,
+    VIRTUAL_ONLY,
+    Parser,
+    of_virtual_ranks,
+    parameters,
+    split_at_dashes,
+    time_limit,
+)
 from spawnsim.run import Run, run
 from spawnsim.run.process_setup import stoppable
 from spawnsim.run.program import is_unmodified, program, refuse_arguments, require_main
@@ -277,13 +285,12 @@ TURN_S = 0.5  # how long ranks other than 0 leave it to rank 0 to speak
 def run_real(options: argparse.Namespace, parameters: Mapping[str, Any]) -> int:
     """Run the program for real and return the exit code."""
     from spawnsim.real.launch.launchers import detect_launcher
+    from spawnsim.record import ranks_named
     from spawnsim.record.folder import named
 
     unfit = [OPTIONS[name] for name in VIRTUAL_ONLY if getattr(options, OPTIONS[name][2:]) is not None]
     if unfit:
-        raise ParameterError(
-            f"{unfit[0]} describes virtual ranks; --backend {options.backend} takes real time"
-        )
+        raise ParameterError(f"{of_virtual_ranks(unfit)}; --backend {options.backend} takes real time")
     require_observers(observers(options), options.out)
     if options.out is not None:
         options.out = named(options.out)
@@ -292,7 +299,10 @@ def run_real(options: argparse.Namespace, parameters: Mapping[str, Any]) -> int:
             f"--survive: a job of --backend {options.backend} outlives no rank; take --backend mpi"
         )
     here = detect_launcher()
-    if here.may_start and options.ranks not in (None, 1):
+    starts = here.may_start and options.ranks not in (None, 1)
+    # A run that goes on with fewer ranks keeps its own choice, of those that are left.
+    ranks_named(options.record_ranks, None if options.resume else options.ranks if starts else here.size)
+    if starts:
         return _start(options, parameters)
     if options.ranks not in (None, here.size):
         raise ParameterError(
@@ -308,7 +318,7 @@ def _start(options: argparse.Namespace, parameters: Mapping[str, Any]) -> int:
     from spawnsim.real.launch.launchers import start
     from spawnsim.record.folder import require_free
 
-    require_main(options.file)  # else each rank would say so
+    require_main(options.file, options.ranks)  # else each rank would say so
     if options.out is not None:
         require_free(options.out, overwrite=options.overwrite or options.resume)
     arguments = [

@@ -53,6 +53,7 @@ def require_jobs(jobs: int) -> None:
 
 def _parser() -> Parser:
     parser = Parser(prog="spawnsim study", description="Run a study: a grid of runs, then figures.")
+    parser.missing = "`spawnsim list studies` names them."
     parser.add_argument("study", metavar="NAME|PATH", help="a file of studies/, by name, or a path to one")
     parser.add_argument("--quick", action="store_true", help="a small version, to see that it works")
     parser.add_argument("--seeds", type=int, metavar="N", help="how many seeds (default: the study's own)")

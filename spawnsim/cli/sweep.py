@@ -25,6 +25,7 @@ from spawnsim.options import (
     choices,
     listed,
     nearest,
+    of_virtual_ranks,
     split_at_dashes,
     unquoted,
 )
@@ -194,9 +195,7 @@ def _require_possible(cell: Cell, whole: bool) -> None:
     if BACKENDS[cell.backend].is_real:
         told = [OPTIONS[name] for name in VIRTUAL_ONLY if cell.world.get(name)]
         if told:
-            raise ParameterError(
-                f"{told[0]} describes virtual ranks; --backend {cell.backend} takes real time"
-            )
+            raise ParameterError(f"{of_virtual_ranks(told)}; --backend {cell.backend} takes real time")
         return
     world = {
         name: cell.world[name]

@@ -165,14 +165,23 @@ class Thinned:
             self._sink.event(rank, time_s, kind, fields)
 
 
-def ranks_named(text: str | Collection[int] | None) -> frozenset[int] | None:
+def ranks_named(text: str | Collection[int] | None, ranks: int | None = None) -> frozenset[int] | None:
     """Return the ranks that a text such as "0-9,100" names; None: all.
 
     Raises:
-        ParameterError: it names none.
+        ParameterError: it names none, or one that is not among the run's `ranks`, if these are known.
     """
-    if not isinstance(text, str):
-        return None if text is None else frozenset(text)
+    found = _named_ranks(text) if isinstance(text, str) else None if text is None else frozenset(text)
+    beyond = min((rank for rank in found or () if ranks is not None and not 0 <= rank < ranks), default=None)
+    if beyond is not None:
+        assert ranks is not None
+        raise ParameterError(
+            f"record_ranks={text!r}: the run has ranks 0 to {ranks - 1}, and no rank {beyond}"
+        )
+    return found
+
+
+def _named_ranks(text: str) -> frozenset[int]:
     found: set[int] = set()
     try:
         for word in text.split(","):

@@ -240,14 +240,26 @@ def load(path: Path) -> Main:
     return main
 
 
-def require_main(path: Path) -> None:
-    """Raise `ParameterError` unless a file can be read and defines `main`; nothing of it is run."""
+def require_main(path: Path, ranks: int | None = None) -> None:
+    """Raise `ParameterError` unless a file can be read and defines `main`; nothing of it is run.
+
+    `ranks`: how many real ranks were asked for, if that is known.
+    """
     # Text alone decides, since running the file to look would already start an unmodified program.
-    if not has_main(path):
-        raise ParameterError(
-            f"{path} has no main(comm): define it; it is called once per rank with a communicator. "
-            "A program without one is run whole if it speaks MPI, or with --whole"
-        )
+    if has_main(path):
+        return
+    lacks = f"{path} has no main(comm)"
+    # On virtual ranks such a program does not come here: it is run whole.
+    for speaks, starter in ((_speaks_mpi, "mpiexec -n"), (speaks_torch, "torchrun --nproc-per-node")):
+        if speaks(path):
+            raise ParameterError(
+                f"{lacks}: unmodified programs are run whole on virtual ranks only; for real ranks: "
+                f"{starter} {ranks or 'N'} {'python ' * (speaks is _speaks_mpi)}{path}"
+            )
+    raise ParameterError(
+        f"{lacks}: define it; it is called once per rank with a communicator. "
+        "On virtual ranks a program without one is run whole if it speaks MPI, or with --whole"
+    )
 
 
 def has_main(path: Path) -> bool:

@@ -123,7 +123,8 @@ def run(
     require_observers(observe, out)
     # Before anything is loaded or begun: a refused run must leave the folder as it was.
     place = None if out is None else _checked_place(out, overwrite or resume)
-    thin = (record_every, ranks_named(record_ranks))
+    # A run that goes on with fewer ranks keeps its own choice, of those that are left.
+    thin = (record_every, ranks_named(record_ranks, None if resume else ranks))
     Thinned(Recorder(), *thin)  # refuses what cannot be
     keeping = _Keeping(place, progress, on_error, on_note, trace, resume, thin, tuple(observe))
     if isinstance(main, (str, Path)) and (whole or is_unmodified(Path(main))):

@@ -619,6 +619,35 @@ def test_a_setting_needs_a_name_and_a_value(setting: str) -> None:
             "2 rounds",
         ),
         ("doctor foo", "unrecognized arguments: foo; see `spawnsim doctor --help`"),
+        (
+            "study --list",
+            "arguments are required: NAME|PATH; `spawnsim list studies` names them. See `spawnsim",
+        ),
+        (
+            "run FILE -n 3 --set iterations=3 fail_on=1 x=2",
+            "unrecognized arguments: fail_on=1 x=2; repeat --set for each: --set fail_on=1 --set x=2. See `spawnsim",
+        ),
+        ("run FILE -n 4 --record-ranks 9", "record_ranks='9': the run has ranks 0 to 3, and no rank 9"),
+        ("run FILE -n 4 --record-ranks 2,7-9", "the run has ranks 0 to 3, and no rank 7"),
+        ("run FILE -n 4 --record-ranks 9 --backend mpi", "ranks 0 to 3, and no rank 9"),
+        (
+            "run FILE -n 4 --faults kill:3@1",
+            "no kind 'kill'; did you mean crash? kinds: crash, restart, pause, slow,",
+        ),
+        ("run FILE -n 4 --faults crahs:3@1", "did you mean crash? kinds: crash,"),
+        ("run FILE -n 4 --faults zzz:3@1", ", mtbf, requeue\n"),
+        (
+            "run FILE -n 4 --backend mpi --platform laptop --faults crash:1@1s --straggler none",
+            "--platform, --straggler, --faults describe virtual ranks; --backend mpi takes real time",
+        ),
+        (
+            "columnar average -n 4 --set replacement_ratio=3",
+            "AverageAllPolicy takes no replacement_ratio; its parameters: average_every",
+        ),
+        (
+            "columnar selective -n 4 --set replacement_ratios=3",
+            "AsyncSelectiveAveragingPolicy takes no replacement_ratios; did you mean replacement_ratio? its",
+        ),
         ("study FILE --jobs -2", "--jobs -2: give the number of runs at once, or 0 for this process"),
     ],
 )
@@ -631,6 +660,26 @@ def test_a_wrong_option_is_told_in_one_line(
     assert captured.out == ""
     assert said in captured.err
     assert captured.err.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("text", "started"),
+    [
+        ("from mpi4py import MPI\n", "mpiexec -n 2 python FILE\n"),
+        ("import torch.distributed\n", "torchrun --nproc-per-node 2 FILE\n"),
+        (
+            "print(1)\n",
+            "On virtual ranks a program without one is run whole if it speaks MPI, or with --whole\n",
+        ),
+    ],
+)
+def test_real_ranks_do_not_run_unmodified_programs(
+    train: Path, text: str, started: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The message does not say that they do, but how such a program is started."""
+    train.write_text(text)
+    assert cli.main(["run", str(train), "-n", "2", "--backend", "mpi"]) == 2
+    assert capsys.readouterr().err.endswith(started.replace("FILE", str(train)))
 
 
 TYPED = """

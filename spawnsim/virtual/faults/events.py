@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from functools import cache
 from numbers import Integral, Real
@@ -17,6 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from spawnsim.errors import ParameterError
+from spawnsim.options import nearest
 from spawnsim.virtual.network.cost import Ints
 
 
@@ -435,3 +436,10 @@ KINDS: dict[str, type[Fault]] = {
     )
 }
 """All faults by the names that texts and JSON use."""
+MEANT = dict.fromkeys(("kill", "die", "death", "fail", "failure"), "crash")
+
+
+def no_kind(word: str, known: Sequence[str]) -> str:
+    """Return what is said of a word that names no kind of fault: what may be meant, and all that there are."""
+    hint = f"did you mean {MEANT[word]}?" if word in MEANT else nearest(word, known)
+    return f"no kind {word!r}; {hint}{' ' * bool(hint)}kinds: {', '.join(known)}"

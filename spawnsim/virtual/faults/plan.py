@@ -35,7 +35,6 @@ import numpy as np
 
 from spawnsim import units
 from spawnsim.errors import ParameterError
-from spawnsim.options import nearest
 from spawnsim.virtual.faults.events import (
     DELIVERED,
     KINDS,
@@ -49,6 +48,7 @@ from spawnsim.virtual.faults.events import (
     Skew,
     SlowDown,
     Verdict,
+    no_kind,
 )
 from spawnsim.virtual.faults.failures import Failures, machines, recorded
 from spawnsim.virtual.network.cost import Floats, Ints
@@ -104,8 +104,7 @@ def _faults(part: str, setting: Setting) -> Iterator[Fault]:
         return
     kind = KINDS.get(match["kind"])
     if kind is None:
-        hint = nearest(match["kind"], KINDS) or f"kinds: {', '.join(KINDS)}"
-        raise ParameterError(f"fault {part!r}: no kind {match['kind']!r}; {hint}")
+        raise ParameterError(f"fault {part!r}: {no_kind(match['kind'], (*KINDS, MTBF, REQUEUE))}")
     try:
         values = _values(kind, match)
         for where in _places(kind, match["where"].strip(), setting):
