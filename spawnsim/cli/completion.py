@@ -7,6 +7,7 @@ is static: a Tab starts no Python. The names that it knows are those of the day 
 from __future__ import annotations
 
 import argparse
+import re
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -56,14 +57,29 @@ def script(shell: str) -> str:
     commands = whole.add_subparsers(dest="command")
     for name, (_, text) in COMMANDS.items():
         own = parser_of(name)
+        if name == "resume":  # whose own help lists its own options alone
+            _add_options_of_run(own)
         for action in own._actions:
             _complete(action, shtab)
         # Not `add_parser(parents=[own])`: it would lose the groups' titles, and copies each option.
         commands.add_parser(name, help=text, parents=[own], add_help=False)
     made: str = shtab.complete(whole, shell)
-    if shell == "bash":  # what is no known name may be a path
+    if shell == "bash":
+        # shtab's own words name a folder that bash does not look into by itself.
+        made = re.sub(
+            r"\A(# AUTO.*\n)(#.*\n)+", rf"\1# Write it to {SHELLS[shell]}: bash reads it from there.\n", made
+        )
+        # What is no known name may be a path.
         made = made.replace(" -F _shtab_spawnsim spawnsim", " -o default -F _shtab_spawnsim spawnsim")
     return made
+
+
+def _add_options_of_run(resume: Parser) -> None:
+    """Add those that `spawnsim resume` passes on: all but its own, and those that it gives by itself."""
+    taken = {*resume._option_string_actions, "--resume", "--out", "--overwrite"}
+    for action in parser_of("run")._actions:
+        if action.option_strings and not taken.intersection(action.option_strings):
+            resume._add_action(action)
 
 
 def _complete(action: Any, shtab: Any) -> None:

@@ -114,6 +114,14 @@ def test_bash_completes_commands_options_and_names(
     script.write_text(capsys.readouterr().out)
     assert completed(script, "spawnsim co") == ["columnar", "completion"]
     assert set(completed(script, "spawnsim ")) >= set(COMMANDS)
+    assert completed(script, "spawnsim resume --rec") == ["--record-every", "--record-ranks"]
+    assert completed(script, "spawnsim resume --o") == ["--observe"]
+    with pytest.raises(SystemExit):
+        cli.main(["completion", "--help"])
+    place = "~/.local/share/bash-completion/completions/spawnsim"
+    assert place in capsys.readouterr().out
+    assert f"# Write it to {place}: bash" in script.read_text().splitlines()[1]
+    assert "bash_completion/" not in script.read_text()
     assert completed(script, "spawnsim run --rec") == ["--record-every", "--record-ranks"]
     assert completed(script, "spawnsim run train.py --backend ") == ["mpi", "torch", "virtual"]
     assert "ethernet-10g" in completed(script, "spawnsim run train.py --platform e")
