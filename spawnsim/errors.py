@@ -159,6 +159,24 @@ def program_traceback(error: BaseException) -> str:
     return "".join(shown.format()).rstrip()
 
 
+def told_place(error: BaseException) -> str:
+    """Return type and text of a program's exception, and the program's innermost line of it, in one line.
+
+    Of spawnsim's own errors, which say much, and of texts of several lines, the first words alone: the traceback has
+    the rest.
+    """
+    import sysconfig  # needed here alone
+
+    text = "" if isinstance(error, SpawnsimError) else str(error).strip().partition("\n")[0]
+    kind = ": ".join(filter(None, [type(error).__name__, text]))
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [each for each in frames if not _is_ours(each.filename) and not each.filename.startswith("<")]
+    # Lines of libraries say less than the line of the program that has called them.
+    libraries = tuple({sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")})
+    last = next((each for each in own[::-1] if not each.filename.startswith(libraries)), None)
+    return f"{kind} ({Path(last.filename).name}:{last.lineno})" if last else kind
+
+
 def _is_ours(filename: str) -> bool:
     return filename.startswith((_PACKAGE, "<frozen importlib"))
 

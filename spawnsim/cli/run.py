@@ -320,7 +320,7 @@ def _start(options: argparse.Namespace, parameters: Mapping[str, Any]) -> int:
 
     require_main(options.file, options.ranks)  # else each rank would say so
     if options.out is not None:
-        require_free(options.out, overwrite=options.overwrite or options.resume)
+        require_free(options.out, overwrite=options.overwrite or options.resume, empty_too=True)
     arguments = [
         "--backend", options.backend, "--seed", str(options.seed), "--deadline", str(options.deadline),
         *arguments_of(parameters), *(["--json"] if options.json else []), *(["--quiet"] if options.quiet else []),
@@ -340,9 +340,11 @@ def _start(options: argparse.Namespace, parameters: Mapping[str, Any]) -> int:
         )
         # The launcher merges, since ranks that were killed could not, and those left may have been told to stop.
         if options.out is not None and tidy(options.out, ended.status, ended.cause):
-            kept = f"; what was recorded until then: {options.out}"
+            kept = f"what was recorded until then: {options.out}"
     if ended.cause:
-        print(f"spawnsim: {ended.cause}{kept}", file=sys.stderr)
+        print("; ".join(filter(None, [f"spawnsim: {ended.cause}", kept])), file=sys.stderr)
+    elif ended.status and kept:  # a rank has said why, and does not know whether all could write
+        print(f"spawnsim: {kept}", file=sys.stderr)
     return ended.status
 
 
@@ -372,7 +374,7 @@ def _be_a_rank(options: argparse.Namespace, parameters: Mapping[str, Any], here:
             if BACKENDS[options.backend].launcher == "mpiexec":
                 require_fit(here)
             if options.out is not None:  # each rank looks before any of them has begun to write
-                require_free(options.out, overwrite=options.overwrite or options.resume)
+                require_free(options.out, overwrite=options.overwrite or options.resume, empty_too=True)
             job = Job(
                 program(options.file, parameters), options.backend, out=options.out or scratch_folder(os.environ),
                 seed=options.seed, deadline_s=options.deadline, progress=_wants_bar(options),

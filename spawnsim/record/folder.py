@@ -57,13 +57,29 @@ def named(out: str | Path) -> Path:
     return Path(out)
 
 
-def require_free(folder: Path, *, overwrite: bool = False) -> None:
-    """Raise `ParameterError` if a run would be lost that is written into this folder."""
+def require_free(folder: Path, *, overwrite: bool = False, empty_too: bool = False) -> None:
+    """Raise `ParameterError` if a run would be lost that is written into this folder.
+
+    `empty_too`: one that has failed before it recorded anything, such as at a typing error, is no loss.
+    """
     held = [name for name in HELD if (folder / name).exists()]
-    if held and not overwrite:
+    if held and not overwrite and not (empty_too and _failed_with_nothing(folder)):
         raise ParameterError(
             f"{folder} holds a run already ({', '.join(held)}): choose another folder, or overwrite it (--overwrite)"
         )
+
+
+def _failed_with_nothing(folder: Path) -> bool:
+    """Return whether a folder holds a run that has failed and left no row, event, checkpoint or timeline."""
+    if any((folder / name).exists() for name in (TRACE, journal.FOLDER, checkpoints.FOLDER)):
+        return False
+    try:
+        manifest = read_manifest(folder)
+        rows, events = read_table(folder).rows, read_events(folder)
+    except ParameterError:  # what cannot be read is not known to be nothing
+        return False
+    # "finished": one that ends well may have recorded nothing, and its totals count.
+    return manifest["outcome"] not in (RUNNING, "finished") and not rows and not events
 
 
 def require_no_file_of_a_run(path: Path) -> None:

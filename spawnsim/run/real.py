@@ -221,7 +221,7 @@ def _result(merged: Merged, *, what: Mapping[str, Any], counted: Mapping[str, An
 
 
 def tidy(out: Path, status: int, cause: str = "") -> bool:
-    """Merge the shards that a job left behind, once all its processes have ended, and return whether there were any.
+    """Merge the shards that a job left behind, once all its processes have ended; return whether they held anything.
 
     `cause` is why it ended, where its ranks could not say it.
     """
@@ -256,11 +256,11 @@ def _tidied(out: Path, status: int, cause: str) -> bool:
         outcome = cause or (
             f"the job ended with status {status}, and no rank could say why" if status else FINISHED
         )
-    collect(
+    run = collect(
         out,
         what=manifest["what"],
         counted={"ranks": manifest["what"].get("ranks")} | manifest["totals"],
         outcome=outcome,
     )
     shards.discard(out)
-    return True
+    return bool(run.table.rows or run.events)

@@ -138,7 +138,7 @@ def _checked_place(out: str | Path, overwrite: bool) -> Path:
     from spawnsim.record import folder
 
     place = folder.named(out)
-    folder.require_free(place, overwrite=overwrite)
+    folder.require_free(place, overwrite=overwrite, empty_too=True)
     return place
 
 

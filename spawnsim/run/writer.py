@@ -179,16 +179,19 @@ class RunWriter:
 
     def _save(self, error: BaseException | None) -> None:
         """Write the run's files, beside the journal, which is left where they cannot be written."""
+        from spawnsim import checkpoints
+
         # A run that failed has returned no counts; its error carries those up to its end.
         if self.counted is None:
             self.counted = getattr(error, "totals", None)
         if self.out is None:
             return
         note = f"What was recorded until then: {self.out}"
+        nothing = f"Nothing was recorded until then; how the run ended: {self.out}"
         # The outcome is made of the notes, too, so ours is taken off while it is made and put back below.
-        told = note in getattr(error, "__notes__", ())
-        if told:  # a first call of `tell` has added it
-            error.__notes__.remove(note)  # type: ignore[union-attr]  # it is not part of the outcome
+        for told in (note, nothing):
+            if told in getattr(error, "__notes__", ()):  # a first call of `tell` has added it
+                error.__notes__.remove(told)  # type: ignore[union-attr]  # it is not part of the outcome
         try:
             self._run = self._gathered(outcome_of(error))
             self._run.save(self.out)
@@ -198,7 +201,8 @@ class RunWriter:
             raise full from error
         # Other exceptions keep their own text: the note is part of what the command line prints for these two alone.
         if isinstance(error, (SpawnsimError, KeyboardInterrupt)):
-            error.add_note(note)
+            kept = self._run.table.rows or self._run.events or self.trace or checkpoints.whole(self.out)
+            error.add_note(note if kept else nothing)
 
 
 def begin_folder(out: Path, what: dict[str, Any], inputs: Files, *, resume: bool) -> dict[int, float]:

@@ -227,6 +227,28 @@ def test_a_run_is_overwritten_only_on_demand(train: Path, tmp_path: Path) -> Non
         spawnsim.run(train, ranks=2, out=tmp_path / "a")
 
 
+def test_a_run_that_failed_with_nothing_recorded_is_in_nobodys_way(
+    train: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The corrected run takes its folder; one that has recorded an event is kept, and so is one that finished."""
+    out = tmp_path / "a"
+    command = ["run", str(train), "-n", "2", "--out", str(out), "--quiet"]
+    train.write_text("def main(comm):\n    undefined\n")
+    for _ in range(2):
+        assert cli.main(command) == 1
+        told = capsys.readouterr().err
+        assert told.endswith(f"Nothing was recorded until then; how the run ended: {out}\n")
+        assert "What was recorded" not in told
+    assert "recorded" not in spawnsim.Run.load(out).outcome
+    train.write_text("def main(comm):\n    comm.record.event('begun')\n    undefined\n")
+    assert cli.main(command) == 1
+    assert capsys.readouterr().err.endswith(f"\nWhat was recorded until then: {out}\n")
+    assert cli.main(command) == 2
+    train.write_text("def main(comm): ...\n")
+    assert cli.main([*command, "--overwrite"]) == 0
+    assert cli.main(command) == 2
+
+
 @pytest.mark.parametrize("backend", ["mpi", "torch"])
 def test_the_launcher_refuses_a_folder_that_holds_a_run(
     train: Path, tmp_path: Path, backend: str, capsys: pytest.CaptureFixture[str]

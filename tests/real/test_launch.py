@@ -276,7 +276,7 @@ def test_a_job_is_started_and_its_status_comes_back(tmp_path):
         [sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False
     )
     assert ended.returncode == 1, ended
-    assert ended.stderr.count("ValueError: no") == 1
+    assert ended.stderr.count("\nValueError: no") == 1
 
 
 def test_a_launcher_loads_nothing_heavy() -> None:

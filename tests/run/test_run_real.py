@@ -117,7 +117,12 @@ def test_a_raising_rank_ends_the_job_and_the_folder_is_kept(train: Path, tmp_pat
         "run", train, "--backend", "mpi", "-n", 3, "--set", "raise_on=1", "--out", tmp_path / "a"
     )
     assert done.returncode != 0
-    assert done.stderr.count("ValueError: no such luck") == 1
+    assert done.stderr.count("\nValueError: no such luck") == 1
+    assert re.search(
+        r"\nspawnsim: rank 1 of 3 raised ValueError: no such luck \(train.py:\d+\); the job ends\n",
+        done.stderr,
+    )
+    assert done.stderr.endswith(f"\nspawnsim: what was recorded until then: {tmp_path / 'a'}\n")
     run = spawnsim.Run.load(tmp_path / "a")
     assert run.outcome == "ValueError: no such luck"
     assert run.table.of_rank(1)["total"].tolist() == [3, 3, 3]

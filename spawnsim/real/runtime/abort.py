@@ -26,6 +26,7 @@ from spawnsim.errors import (
     WorldError,
     exit_status_of,
     program_traceback,
+    told_place,
 )
 from spawnsim.real.launch.processes import (
     KNOWN_S,
@@ -76,7 +77,7 @@ class AbortProtocol:
     def fail(self, error: BaseException, context: str = "") -> None:
         """End the job because of an exception of this rank: report, save, abort. Does not return."""
         self.end(
-            f"{program_traceback(error)}\n{context or self._who()}",
+            f"{program_traceback(error)}\n{context or self._who(error)}",
             summary=f"{type(error).__name__}: {error}",
             status=exit_status_of(error, of_program=True),
         )
@@ -108,9 +109,10 @@ class AbortProtocol:
         while self.begun:
             time.sleep(0.05)
 
-    def _who(self) -> str:
+    def _who(self, error: BaseException) -> str:
         after = "this rank leaves" if self.given_up() else "the job ends"
-        return f"spawnsim: rank {self.watchdog.channel.rank} of {self.watchdog.channel.size} raised; {after}"
+        who = f"rank {self.watchdog.channel.rank} of {self.watchdog.channel.size}"
+        return f"spawnsim: {who} raised {told_place(error)}; {after}"
 
     # ------------------------------------------------------------------------------------ in the watchdog thread
     def _expired(self, call: Call, found: list[Where]) -> None:
