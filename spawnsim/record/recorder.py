@@ -254,6 +254,7 @@ class Recorder:
     Attributes:
         rows: how many rows were recorded so far.
         time_s: the time of the latest row, for progress bars.
+        mixed: by name, a sentence on each column that has got texts and numbers, and is all text therefore.
 
     Args:
         scratch: a folder for the rows that others gave away and this one absorbs, where they are many; None: all stay
@@ -267,7 +268,10 @@ class Recorder:
         self._sorted: SortedRows | None = None
         self._blocks: dict[tuple[Any, ...], Block] = {}
         self._words: dict[str, int] = {}
-        self._names: dict[str, None] = {}  # in the order in which they first appeared
+        self.mixed: dict[str, str] = {}
+        self._kinds: dict[
+            str, type
+        ] = {}  # by name, of the first row; in the order in which they first appeared
         self._events: list[Event] = []
         self._preceding = 0  # rows of an earlier run
         self._given = 0  # so many words have been given away by `drain`
@@ -282,7 +286,7 @@ class Recorder:
                 name: value if type(value) in _FORMATS else _scalar(name, value)
                 for name, value in values.items()
             }
-            block = self._block(tuple(values), tuple(map(type, values.values())))
+            block = self._block(tuple(values), tuple(map(type, values.values())), (rank, time_s))
         stored = values.values() if block.direct else block.stored(values, self._words)
         try:
             # The row's number is packed too: blocks of different shapes are put back in the order of recording by it.
@@ -293,12 +297,23 @@ class Recorder:
         self.rows += 1
         self.time_s = time_s
 
-    def _block(self, names: tuple[str, ...], types: tuple[type, ...]) -> Block:
-        """Return the block for rows of a shape, a new one if there was none."""
+    def _block(
+        self, names: tuple[str, ...], types: tuple[type, ...], first: tuple[int, float] | None = None
+    ) -> Block:
+        """Return the block for rows of a shape, a new one if there was none; `first`: rank, time of its first row."""
         block = self._blocks.get((*names, *types))
         if block is None:
             block = self._blocks[(*names, *types)] = Block(names, types)
-            self._names |= dict.fromkeys(names)
+            for name, kind in zip(names, types, strict=True):
+                known = self._kinds.get(name, type(None))
+                # None is no value of a column, and its type says nothing.
+                self._kinds[name] = kind if known is type(None) else known
+                mixed = type(None) not in (kind, known) and (kind is str) != (known is str)
+                if mixed and name not in self.mixed and first is not None:
+                    self.mixed[name] = (
+                        f"column {name!r} has texts and numbers, and is all text now: rank {first[0]} recorded a "
+                        f"{kind.__name__} at {first[1]:.6g} s, and rows before it a {known.__name__}"
+                    )
         return block
 
     def drain(self) -> Portion:
@@ -337,7 +352,8 @@ class Recorder:
         # Each recorder has numbered its texts by itself, so theirs are translated into ours.
         own = np.array([self._words.setdefault(word, len(self._words)) for word in words], np.int32)
         for names, types, data in portion.blocks:
-            block = self._block(names, types)
+            rank, _, time_s = struct.unpack_from("<iqd", data)
+            block = self._block(names, types, (rank, time_s))
             # Copied, since bytes are read-only and the texts' numbers are about to be changed.
             rows = np.frombuffer(data, block.dtype).copy()
             for name in block.words:
@@ -390,7 +406,7 @@ class Recorder:
             "rank": ranks[order],
             "time_s": np.concatenate([part["\0time_s"] for part in parts])[order],
         }
-        for name in self._names:
+        for name in self._kinds:
             columns[name] = self._column(name, blocks, parts)[order]
         return columns
 

@@ -215,6 +215,8 @@ def _result(merged: Merged, *, what: Mapping[str, Any], counted: Mapping[str, An
     # The longest clock is the run's length; of a rank that was killed it is that of its last frame.
     known["virtual_seconds"] = max((each.get("clock_s", 0.0) for each in of_ranks), default=0.0)
     totals = totals_of(table, events, {**counted, **known})
+    if mixed := [*merged.recorder.mixed.values()]:
+        what = {**what, "warnings": [*what.get("warnings", ()), *mixed]}
     return Run(
         warned(what, table, events), table, events, totals | {"digest": results_digest(table)}, outcome
     )

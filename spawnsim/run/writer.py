@@ -122,8 +122,8 @@ class RunWriter:
         table, events = recorder.table(), recorder.events()
         counted = dataclasses.asdict(self.counted) if self.counted is not None else {}
         self.what |= reproducible(self.what, counted.get("leaks", ()))
-        if mistakes := counted.get("mistakes"):
-            self.what["warnings"] = [*self.what.get("warnings", ()), *mistakes]
+        if found := [*counted.get("mistakes", ()), *recorder.mixed.values()]:
+            self.what["warnings"] = [*self.what.get("warnings", ()), *found]
         if counted.get("all_dead"):
             self.what["all_dead"] = True
         # After the program has run: its modules of computed names and its threads can be known only now.

@@ -14,6 +14,7 @@ import tracemalloc
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 from unittest.mock import Mock
 
 import numpy as np
@@ -23,6 +24,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+import spawnsim
 from spawnsim.errors import ParameterError, StorageError
 from spawnsim.record import Journal, Recorder, Table, folder, journal, manifest, merge
 from spawnsim.run import Run
@@ -52,6 +54,24 @@ def test_columns_keep_their_types() -> None:
     assert table["ok"].dtype == np.bool_
     assert table["mode"].tolist() == ["46", "3"]
     assert table["mode"].dtype.kind == "U"
+
+
+def test_a_column_of_numbers_and_texts_is_told_once(tmp_path: Path) -> None:
+    """All of it becomes text: the run says which column, and where it began; None and other numbers are no mixture."""
+
+    def main(comm: Any) -> None:
+        comm.record(v=1.0, w=None, n=1, t="a")
+        comm.clock.sleep(0.5)
+        comm.record(v="x" if comm.rank else 2, w="a", n=0.5, t=None)
+        comm.record(v=True, w=None, n=False, t="b")
+
+    said = (
+        "column 'v' has texts and numbers, and is all text now: rank 1 recorded a str at 0.5 s, and rows before it a "
+        "float"
+    )
+    for out in (None, tmp_path / "a"):
+        assert spawnsim.run(main, ranks=2, out=out).what["warnings"] == [said]
+    assert Run.load(tmp_path / "a").what["warnings"] == [said]
 
 
 def test_missing_values_are_nan_or_empty_text() -> None:
