@@ -7,6 +7,8 @@ mpi4py program: it runs whole on every rank. Of the simulator two functions are 
 
 from __future__ import annotations
 
+import functools
+import inspect
 import logging
 import math
 from collections import Counter
@@ -15,10 +17,11 @@ from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 from spawnsim.errors import ParameterError, RankError
 from spawnsim.importing import notice_imports
+from spawnsim.options import nearest
 from spawnsim.run.process_setup import one_thread
 from spawnsim.run.program import Main, Program, is_unmodified, program, speaks_torch
 from spawnsim.run.progress_bar import Progress, listener
@@ -30,6 +33,28 @@ from spawnsim.scenario import DEADLINE_S, Scenario
 OnNote = Callable[[str], None]
 
 
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+def _told_of_keywords(function: Callable[P, T]) -> Callable[P, T]:
+    """Return a function whose `TypeError` for a keyword that it does not take says where the value belongs."""
+    takes = list(inspect.signature(function).parameters)
+
+    @functools.wraps(function)
+    def called(*args: P.args, **kwargs: P.kwargs) -> T:
+        unknown = next((name for name in kwargs if name not in takes), None)
+        if unknown is None:
+            return function(*args, **kwargs)
+        hint = nearest(unknown, takes) or (
+            f"parameters of main are given in one mapping: parameters={{{unknown!r}: {kwargs[unknown]!r}}}"
+        )
+        raise TypeError(f"run() takes no {unknown}=; {hint}")
+
+    return called
+
+
+@_told_of_keywords
 @one_thread()
 def run(
     main: Main | str | Path,

@@ -160,6 +160,19 @@ def test_bad_parameters_are_refused_before_anything_runs(
     assert not (tmp_path / "a").exists()
 
 
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"straggler": "none"}, r"run\(\) takes no straggler=; did you mean stragglers\?"),
+        ({"iterations": 3}, r"takes no iterations=; .*: parameters=\{'iterations': 3\}"),
+    ],
+)
+def test_a_keyword_that_run_does_not_take_is_told_where_it_belongs(given: dict[str, Any], said: str) -> None:
+    """It stays a TypeError, as of any function."""
+    with pytest.raises(TypeError, match=said):
+        spawnsim.run(lambda _comm: None, ranks=1, **given)
+
+
 def test_main_must_take_a_communicator() -> None:
     """A `main()` without arguments, or no function at all, is told at once."""
     with pytest.raises(ParameterError, match="its first one is the communicator"):
