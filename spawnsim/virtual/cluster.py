@@ -145,7 +145,7 @@ class Cluster:
         self.world.checkpoints = Checkpoints(
             saving.folder, saving.resume, again=plan.restarts, flush=getattr(recorder, "flush", int)
         )
-        kernel.owner, kernel.on_end = self.world, self._ended
+        kernel.owner, kernel.on_end, kernel.stuck = self.world, self._ended, diagnosis.amid_backward
         LivelockWatchdog(kernel, self._under_way, self._livelock)
         self._whole = Context(self.world, (tuple(range(scenario.ranks)),))
         self.world.contexts += scenario.ranks  # each rank's COMM_SELF: see `communicators.held`

@@ -24,7 +24,7 @@ from pathlib import Path
 from traceback import walk_stack
 from types import CodeType, FrameType
 
-from spawnsim.errors import Deadlock, Livelock, SpawnsimError
+from spawnsim.errors import Deadlock, Livelock, SpawnsimError, UsageError
 from spawnsim.units import text_table
 from spawnsim.virtual.engine.event_queue import ScheduledCall
 from spawnsim.virtual.engine.kernel import Kernel, Task
@@ -74,6 +74,20 @@ def livelock(tasks: Sequence[Task], polls: int, since_s: float) -> Livelock:
         f"livelock: {polls:,} polls in a row found nothing, since {since_s:.6g} s; nobody does anything else, and "
         "nothing is on its way: the program polls for something that nobody will do\n" + standing(tasks)
     )
+
+
+def amid_backward(task: Task) -> UsageError:
+    """Return the error of the running task's wait within torch's backward pass, which only a thread can make."""
+    where = place(sys._getframe())
+    line = f" ({where})" if where else ""
+    error = UsageError(
+        f"{task.name} has to wait in {_call(task, None)} at {task.clock:.6g} s{line}, within backward(), where a rank "
+        "that is a greenlet cannot wait for others (a hook of gradients, or an autograd.Function's backward): "
+        "communicate when backward() is over, or give each rank a thread, which programs without main(comm) can have: "
+        '--carrier threads (--whole runs any file so), or spawnsim.run(file, ..., options={"carrier": "threads"})'
+    )
+    error.__dict__["placed"] = True  # the message has rank, time and line
+    return error
 
 
 def standing(tasks: Sequence[Task], first: Collection[int] = (), below: FrameType | None = None) -> str:

@@ -126,12 +126,28 @@ def watched_collections(collecting: Callable[[bool], None], ours: Callable[[], b
 # torch holds grad mode, inference mode and autocast per *thread*. Greenlets share one thread, so a rank parked inside
 # `no_grad` would silently switch gradients off for the next rank. The rule: whenever a task leaves the processor, the
 # modes are torch's defaults; a task that had others set gets them back when it returns. While a program keeps the
-# defaults, this costs three look-ups a switch.
+# defaults, this costs four look-ups a switch.
+class AmidBackwardError(Exception):
+    """A rank would leave amid torch's backward pass."""
+
+
+def amid_backward() -> bool:
+    """Return whether the calling thread is amid torch's backward pass, in the frames of its engine."""
+    torch: Any = sys.modules.get("torch")
+    return torch is not None and hasattr(torch, "_C") and torch._C._current_graph_task_id() != -1
+
+
 def suspend_torch_modes() -> Callable[[], object] | None:
-    """Set torch's defaults; return what brings the current modes back, or None when they were the defaults."""
+    """Set torch's defaults; return what brings the current modes back, or None when they were the defaults.
+
+    Raises `AmidBackwardError` in a backward pass: torch's engine keeps per thread what it is at, and nobody can put
+    that aside.
+    """
     torch: Any = sys.modules.get("torch")
     if torch is None or not hasattr(torch, "is_autocast_enabled"):  # absent, or half imported
         return None
+    if torch._C._current_graph_task_id() != -1:
+        raise AmidBackwardError
     if (
         torch.is_grad_enabled()
         and not torch.is_inference_mode_enabled()

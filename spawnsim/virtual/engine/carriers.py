@@ -2,9 +2,9 @@
 
 *Greenlets* are the default: they switch in 0.3 µs and take 6 kB. But a greenlet must not wait inside a frame of C++,
 whose stack another greenlet would use meanwhile: pybind11 aborts the process. That is where programs of
-torch.distributed wait (DistributedDataParallel reduces its buckets from within autograd). *Threads* have stacks of
-their own; a switch costs 10 to 20 µs. Exactly one of them runs, the one that holds the turn, and it hands the turn on.
-Results are the same, bit for bit.
+torch.distributed wait (DistributedDataParallel reduces its buckets from within autograd). Amid a backward pass a wait
+is an error (`stuck`). *Threads* have stacks of their own; a switch costs 10 to 20 µs. Exactly one of them runs, the one
+that holds the turn, and it hands the turn on. Results are the same, bit for bit.
 
 The kernel switches through carriers, and knows no more of them than what `Carrier` has.
 """
@@ -54,6 +54,7 @@ class Greenlets:
     """Carriers that share one thread, and with it torch's modes: those are put aside at each switch."""
 
     suspend_modes = staticmethod(interpreter.suspend_torch_modes)
+    stuck = staticmethod(interpreter.amid_backward)
 
     def __init__(self) -> None:
         self.hub: Any = getcurrent()
@@ -176,6 +177,11 @@ class Threads:
     @staticmethod
     def suspend_modes() -> None:
         """Do nothing: no other task sees this one's modes."""
+
+    @staticmethod
+    def stuck() -> bool:
+        """Return False: a thread may wait wherever it is."""
+        return False
 
     def __init__(self) -> None:
         self.hub: Any = ThreadHub(self)

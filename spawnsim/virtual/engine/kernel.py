@@ -27,6 +27,7 @@ import ctypes
 import math
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from enum import IntEnum
 from functools import partial
 from heapq import heappop, heappush
@@ -37,7 +38,7 @@ from greenlet import GreenletExit, getcurrent
 from spawnsim.errors import Timeout, UsageError, WorldError
 from spawnsim.virtual.engine.carriers import CARRIERS, Carrier
 from spawnsim.virtual.engine.event_queue import LATE, Entry, EventQueue, ScheduledCall
-from spawnsim.virtual.interpreter import watched_collections
+from spawnsim.virtual.interpreter import AmidBackwardError, watched_collections
 
 # Effects that a task may queue before it waits for the others. Without a bound a rank that only sends would hold all
 # its messages in memory before any is received. It changes no result: to wait earlier is always allowed.
@@ -212,6 +213,7 @@ class Kernel:
         self.in_turn = False
         self.idle = 0  # polls that found nothing since something last happened
         self.fruitless: Callable[[], None] = lambda: None  # to be called by polls that found nothing
+        self.stuck: Callable[[Task], Exception] = lambda task: UsageError(f"{task.name} cannot wait here")
         self.steps = 0  # events taken from the heap
         self._accident: Exception | None = None  # raised by an event that a task let happen
 
@@ -263,13 +265,20 @@ class Kernel:
         task = self.current  # as in `run_ahead`
         task.budget -= 1
         if task.budget <= 0:
-            self.observe()
+            self.spent(task)
 
     def run_ahead(self) -> None:
         """Let the running task go on before its time, but not for ever."""
         task = self.current
         task.budget -= 1
         if task.budget <= 0:
+            self.spent(task)
+
+    def spent(self, task: Task) -> None:
+        """Let a task whose budget is spent wait for the others. Where it cannot wait, it goes on."""
+        if not self.closed and self._carriers.stuck():
+            task.budget = RUN_AHEAD
+        else:
             self.observe()
 
     def block(self, wait: Wait, *, lost: bool = False) -> None:
@@ -327,7 +336,12 @@ class Kernel:
         """Give the processor to the next ready task, or to the hub; until a turn of its own, if there is one."""
         if self.closed:
             self._refuse(task)
-        restore = self._carriers.suspend_modes()
+        try:
+            restore = self._carriers.suspend_modes()
+        except AmidBackwardError:
+            error = self.stuck(task)
+            task.wait, task.parked = None, False
+            raise error from None
         # From task to task directly, and events are let happen on this task's own stack: by way of the hub each wait
         # would cost two switches. The follower may be this task itself, whose event has come: then there is none.
         follower = self._follower(task, turn)
@@ -513,7 +527,8 @@ class Kernel:
             # A greenlet that is collected is run once more, to be ended by GreenletExit, which this program catches.
             # A reference that is never given back keeps it from being collected: it leaks, once, on purpose.
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(task.carrier))
-            self._carriers.suspend_modes()
+            with suppress(AmidBackwardError):
+                self._carriers.suspend_modes()
             while True:
                 self.hub.switch()
         raise GreenletExit

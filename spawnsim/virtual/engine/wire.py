@@ -157,7 +157,7 @@ def send(world: World, mailbox: Mailbox, message: Message, mode: Mode = STANDARD
     kernel.idle = 0  # `kernel.effect()`, without the call
     task.budget -= 1
     if task.budget <= 0:
-        kernel.observe()
+        kernel.spent(task)
     if send_s:
         source.advance_to(task, task.clock + send_s)
     if world.links is not None:
