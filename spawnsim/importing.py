@@ -43,6 +43,11 @@ def of_a_rank(name: str) -> None:
     _of_ranks.add(name)
 
 
+def is_of_a_rank(name: str) -> bool:
+    """Return whether virtual ranks import a module each for itself."""
+    return name in _of_ranks
+
+
 def loading() -> bool:
     """Return whether a module is being imported that all virtual ranks share."""
     locks = getattr(sys.modules["importlib._bootstrap"], "_module_locks", {})

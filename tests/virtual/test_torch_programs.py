@@ -360,6 +360,60 @@ def test_nothing_is_left_behind(program: Any) -> None:
     assert (dist.TCPStore, dist.distributed_c10d._world, torch._C.Future.wait) == before
 
 
+LATE = (
+    HEAD
+    + """
+import inspect
+import torch.nn.functional as F
+def later():
+    import library
+    import torch.distributed.nn.functional as df
+    from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
+    from torch.distributed.optim import zero_redundancy_optimizer as zero
+    x = torch.full((2,), float(R), requires_grad=True)
+    df.all_reduce(x.clone()).sum().backward()
+    made = library.Made().group is dist.group.WORLD
+    for each in (library.mean, df.broadcast, zero._broadcast_object, ShardedGradScaler.__init__):
+        assert not any(isinstance(d.default, dist.ProcessGroup) for d in inspect.signature(each).parameters.values())
+    print(R, library.mean(torch.ones(1) * R).item(), x.grad.tolist(), made, dist.group.WORLD.size())
+assert dist.group.WORLD.size() == N  # this module is the rank's own
+later()
+dist.destroy_process_group()
+"""
+)
+LIBRARY = """
+import torch.distributed as dist
+def mean(x, group=dist.group.WORLD):
+    dist.all_reduce(x, group=group)
+    return x / dist.get_world_size(group)
+class Made:
+    default = dist.GroupMember.WORLD
+    def __init__(self, group=dist.group.WORLD):
+        self.group = dist.group.WORLD if group is None else group
+"""
+
+
+def test_modules_that_are_imported_late_know_no_ranks_group(tmp_path: Path) -> None:
+    """A default `group=group.WORLD` was the group of the rank that first imported the module, for all others, too."""
+    file, library = tmp_path / "rank" / "late.py", tmp_path / "installed"
+    for each in (file.parent, library):
+        each.mkdir()
+    file.write_text(LATE)
+    (library / "library.py").write_text(LIBRARY)
+    text = (
+        f"import sys\nsys.path.append({str(library)!r})\nimport spawnsim\n"
+        f"for ranks in (3, 2): spawnsim.run({str(file)!r}, ranks=ranks, options={{'prefix': False}})"
+    )
+    done = subprocess.run([sys.executable, "-c", text], capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    for ranks, found in ((3, lines[:3]), (2, lines[3:])):
+        mean = sum(range(ranks)) / ranks
+        assert sorted(found) == [
+            f"{rank} {mean} [{ranks:.1f}, {ranks:.1f}] True {ranks}" for rank in range(ranks)
+        ]
+
+
 @pytest.mark.parametrize("loaded", [True, False])
 def test_a_folder_named_as_a_library_hides_no_part_of_it(loaded: bool, tmp_path: Path) -> None:
     """A folder "torch" beside the program is where nothing of torch is from, be that loaded already or not."""

@@ -13,12 +13,14 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import wraps
 from importlib import import_module
+from inspect import CO_OPTIMIZED
 from typing import Any
 
 import torch
 
 from spawnsim.comm.packing import Pickle
 from spawnsim.errors import UnsupportedError
+from spawnsim.importing import is_of_a_rank
 from spawnsim.virtual.engine.kernel import current_task
 from spawnsim.virtual.engine.world import World
 from spawnsim.virtual.interpreter import Patches, Put
@@ -160,6 +162,26 @@ def _on_ranks(original: Any, virtual: Any) -> type:
     )
 
 
+def _default_group(original: property) -> property:
+    """Return torch's property `group.WORLD`, which is None to a shared module that is loaded.
+
+    Such a module keeps what it reads as the default of its functions, for all ranks, and the first rank loads it. None
+    stands for each caller's default group.
+    """
+    get: Any = original.fget
+
+    def world(kind: Any) -> Any:
+        asking = sys._getframe(1)
+        if not asking.f_code.co_flags & CO_OPTIMIZED and current_task() is not None:  # of a module or a class
+            names = asking.f_globals
+            loaded = getattr(names.get("__spec__"), "_initializing", False)
+            if loaded and not is_of_a_rank(names["__name__"]):
+                return None
+        return get(kind)
+
+    return property(world, original.fset)
+
+
 def _replace(put: Put, package: str, kinds: dict[Any, Any]) -> None:
     """Replace classes, by virtual ones for virtual ranks, wherever modules of a package hold them."""
     by_id = {id(original): _on_ranks(original, virtual) for original, virtual in kinds.items()}
@@ -234,6 +256,7 @@ def _install(put: Put) -> None:
         {NATIVE_STORES[name]: virtual for name, virtual in stores.KINDS.items()},
     )
     put(c10d, "_world", Worlds(c10d._world))
+    put(c10d._WorldMeta, "WORLD", _default_group(c10d._WorldMeta.WORLD))
     put(c10d, "_new_process_group_helper", _new_group(c10d._new_process_group_helper))
     put(c10d, "_pickler", _Pickler)
     if not hasattr(torch._C, "_nccl_version"):  # which torch's log of an error asks for in a group of "nccl"
