@@ -37,7 +37,7 @@ from spawnsim.virtual.engine.waiting import Waiting, await_one, check_alive
 from spawnsim.virtual.engine.wire import Mode, Transfer, send
 from spawnsim.virtual.engine.world import Rank, World
 from spawnsim.virtual.mpi.instance import Call, CollectiveInstance, Departure
-from spawnsim.virtual.mpi.payload import check_type, loads, unpack, watched
+from spawnsim.virtual.mpi.payload import Room, check_type, loads, unpack, watched
 from spawnsim.virtual.mpi.requests import Reception, Request, fill, request_for, request_over
 
 GIVEN_UP = (
@@ -478,7 +478,7 @@ class Member(Named):
         return request_for(self._world, transfer, about, collected, writes=False)
 
     def _irecv(self, source: int, tag: int, operation: str, into: Any = None) -> Request:
-        """Post a receive into a `payload.target`; without one, of an object."""
+        """Post a receive into a `payload.target`; of an object without one, or into a `payload.Room`."""
         if type(source) is not int or type(tag) is not int:
             source, tag = integer(source), integer(tag)
         if source == PROC_NULL:
@@ -496,7 +496,12 @@ class Member(Named):
         (self._box or self._mailbox).post(receive)
         about = (self, operation, source, tag)
         return request_for(
-            world, receive, about, receive.deliver, writes=into is not None, withdraw=self._withdraw
+            world,
+            receive,
+            about,
+            receive.deliver,
+            writes=into is not None and type(into) is not Room,
+            withdraw=self._withdraw,
         )
 
     def _withdraw(self, request: Request, now_s: float) -> None:
@@ -509,10 +514,12 @@ class Member(Named):
             receive.complete(self._world.kernel.current.clock)
 
     def _taken(self, message: Message, into: Any) -> Any:
-        """Write a message to a `payload.target`; without one, return its object."""
+        """Write a message to a `payload.target`; without one, or into a `payload.Room`, return its object."""
         try:
             if into is None:
                 return loads(message.payload)
+            if type(into) is Room:
+                return into.load(message)
             unpack(into, message.payload)
         except Exception as error:  # noqa: BLE001 - whatever a pickle raises
             raise self._unfit(error, message) from None

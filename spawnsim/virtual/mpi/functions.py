@@ -24,13 +24,14 @@ from spawnsim.virtual.engine.kernel import current_task, current_world
 from spawnsim.virtual.engine.world import Rank, World
 from spawnsim.virtual.mpi import point_to_point, topology
 from spawnsim.virtual.mpi.communicators import Intercomm, Intracomm
+from spawnsim.virtual.mpi.payload import OPTIONS
 from spawnsim.virtual.mpi.requests import Request, request_over
 
 TICK_S = 1e-9
 SPIN_S = 1e-6  # what a look at the clock costs a program that does nothing but look
 PATIENCE = 64  # looks in a row before the program counts as spinning
 # Names under which a rank keeps what this file stores.
-STATE, LOOKS, OPTIONS = "MPI.state", "MPI.looks", "mpi4py.rc"
+STATE, LOOKS = "MPI.state", "MPI.looks"
 
 
 def _world() -> World:

@@ -11,6 +11,7 @@ import sys
 from collections.abc import Callable
 from functools import partial
 from io import BytesIO
+from operator import index
 from typing import Any
 
 import numpy as np
@@ -19,8 +20,8 @@ from numpy import ndarray
 from spawnsim.comm.buffers import as_buffer
 from spawnsim.comm.constants import PROC_NULL
 from spawnsim.comm.deferred import WAITING, settle
-from spawnsim.comm.failures import SpecTypeError
-from spawnsim.comm.memory import as_bytes
+from spawnsim.comm.failures import SpecBufferError, SpecTypeError, Truncated
+from spawnsim.comm.memory import as_bytes, flat
 from spawnsim.comm.packing import Pickle
 from spawnsim.comm.status import Status
 from spawnsim.phantoms import is_phantom
@@ -30,6 +31,7 @@ from spawnsim.virtual.engine.world import World
 
 # Dtypes without padding (not long double) in the byte order of the machine.
 PLAIN = frozenset(map(np.dtype, "?bBhHiIlLqQefdFD"))
+OPTIONS = "mpi4py.rc"  # among what is attached to the ranks of an unmodified program
 pickler = Pickle()  # MPI.pickle: a program may give it other functions, as in mpi4py
 
 
@@ -43,6 +45,35 @@ def dumps(obj: Any) -> bytes:
 def loads(data: Any) -> Any:
     """Return the object of bytes; of none, None, as mpi4py does."""
     return pickler.loads(data) if len(data) else None
+
+
+class Room:
+    """What mpi4py receives an object into: so many bytes, or a buffer of the program's."""
+
+    __slots__ = ("_memory", "_nbytes")
+
+    def __init__(self, buf: Any) -> None:
+        """Take a number of bytes, or a buffer."""
+        try:
+            self._memory, self._nbytes = None, index(buf)
+        except TypeError:
+            self._memory = as_bytes(flat(buf))
+            self._nbytes = len(self._memory)
+            if not self._memory.flags.writeable:
+                raise SpecBufferError(
+                    "an object is to be received into read-only memory: pass a bytearray"
+                ) from None
+
+    def load(self, message: Message) -> Any:
+        """Return the object of a message, which must fit."""
+        if message.nbytes > self._nbytes:
+            raise Truncated(
+                message=f"a pickled object of {message.nbytes} bytes does not fit the {self._nbytes} bytes that mpi4py "
+                "has for it (irecv: mpi4py.rc.irecv_bufsz): give irecv(buf=number of bytes), or use recv() without buf"
+            )
+        if self._memory is not None:
+            self._memory[: message.nbytes] = np.frombuffer(message.payload, np.uint8)
+        return loads(message.payload)
 
 
 def pack(spec: Any, dest: int = 0) -> Any:

@@ -20,7 +20,7 @@ from spawnsim.virtual.engine.kernel import current_world
 from spawnsim.virtual.engine.waiting import await_one, check_alive
 from spawnsim.virtual.engine.wire import LOCAL, STANDARD, SYNCHRONOUS
 from spawnsim.virtual.mpi.context import Member, receive_nothing
-from spawnsim.virtual.mpi.payload import dumps, pack, target
+from spawnsim.virtual.mpi.payload import OPTIONS, Room, dumps, pack, target
 from spawnsim.virtual.mpi.requests import Prequest, Reception, Request, fill, request_for, request_over
 
 
@@ -64,7 +64,7 @@ class PointToPoint(Member):
     def recv(
         self, buf: Any = None, source: int = ANY_SOURCE, tag: int = ANY_TAG, status: Status | None = None
     ) -> Any:
-        """Receive an object. `buf` is accepted as mpi4py accepts it, and not needed."""
+        """Receive an object. `buf` is not needed; an unmodified program's limits the object, as in mpi4py."""
         # A type check, not a conversion of each: almost all calls pass plain ints, and `integer` costs more than
         # the rest of a fast receive.
         if type(source) is not int or type(tag) is not int:
@@ -74,14 +74,24 @@ class PointToPoint(Member):
             if status is not None:
                 receive_nothing(status)
             return None
+        room = None if buf is None else self._room(buf)
         message = self._accept(source, tag, "recv")
         if status is not None:
             fill(status, message.source, message.tag, message.nbytes)
-        return self._taken(message, None)
+        return self._taken(message, room)
 
     def irecv(self, buf: Any = None, source: int = ANY_SOURCE, tag: int = ANY_TAG) -> Request:
-        """Start to receive an object."""
-        return self._irecv(source, tag, "irecv")
+        """Start to receive an object; in an unmodified program one that fits `buf` (`rc.irecv_bufsz`), as in mpi4py."""
+        if source == PROC_NULL:
+            buf = None
+        return self._irecv(source, tag, "irecv", self._room(buf))
+
+    def _room(self, buf: Any) -> Room | None:
+        """Return what limits an object: nothing in `main(comm)`, whose real ranks receive any by a matched probe."""
+        options = self._rank.attachments.get(OPTIONS)
+        if options is None:
+            return None
+        return Room(options.irecv_bufsz if buf is None else buf)
 
     def sendrecv(
         self, sendobj: Any, dest: int, sendtag: int = 0, recvbuf: Any = None, source: int = ANY_SOURCE,

@@ -22,8 +22,7 @@ from spawnsim.virtual.engine.kernel import current_task
 from spawnsim.virtual.engine.world import Rank, Recorder
 from spawnsim.virtual.interpreter import rare_collections
 from spawnsim.virtual.mpi.communicators import COMM_WORLD
-from spawnsim.virtual.mpi.functions import OPTIONS
-from spawnsim.virtual.mpi.payload import pickler
+from spawnsim.virtual.mpi.payload import OPTIONS, pickler
 from spawnsim.virtual.platform import load_platform
 from spawnsim.virtual.reproducibility import TORCHS_OWN
 from spawnsim.virtual.scripts.accounting import CallCosts, Cost, ResourceLeaks
