@@ -27,10 +27,10 @@ KNOWN = {Tensor, bool, int, float, str, type(None)}  # inputs that are not put o
 MOST_CHANGES = 3  # of settings, for each of which steps of many are computed together
 MOST_VALUES = 8  # of an input that is no tensor
 MANY_GROUPS = 8
-MOST_MOVES = (
-    8  # of a model from row to row, each after less than so many steps: a move costs as much as several
-)
-BATCHES = (64, 4)  # of one run, at most: so many, and so many for each rank
+# Of a model from row to row, each after less than so many steps: a move costs as much as several.
+MOST_MOVES = 8
+# Of models, with what they compute with, in one run: so many, and so many for each rank.
+FUNCTIONS = (64, 4)
 _HOW = "how"  # beside the batches of a seat: what decided of them
 _CHANGES = "changes"  # beside the batches of a seat: how many there were
 
@@ -48,6 +48,7 @@ class Run:
         self.batches: dict[Any, Any] = {}  # by key: a batch, or why there is none
         self.groups: Counter[Any] = Counter()  # by what is equal in groups that are computed apart
         self._noted: set[Any] = set()
+        self.functions: set[Any] = set()
         self.moves: weakref.WeakKeyDictionary[nn.Module, int] = weakref.WeakKeyDictionary()
         self.users: weakref.WeakSet[OfModel] = weakref.WeakSet()
 
@@ -195,10 +196,12 @@ class OfModel:
         """
         batches = Run.of(deferred).batches
         if key not in batches:
-            if len(batches) >= BATCHES[0] + BATCHES[1] * deferred.ranks:
+            functions, what = Run.of(deferred).functions, key[2]
+            if what not in functions and len(functions) >= FUNCTIONS[0] + FUNCTIONS[1] * deferred.ranks:
                 raise Alone(
                     "there are too many functions of a model: make one TrainingStep, and give it the batch"
                 )
+            functions.add(what)
             with deferred.apart():
                 batches[key] = make()
         if isinstance(batches[key], str):

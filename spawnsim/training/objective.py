@@ -7,6 +7,8 @@ import random
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import chain
+from operator import is_
 from typing import Any
 
 import numpy as np
@@ -144,8 +146,17 @@ class Objective(nn.Module):
         self.function = settings.frozen(function)
         self.masks: tuple[Mask, ...] = ()
         self.drops = False
+        self._changing = [each for each in self.model.modules() if structure.statistics_of(each)]
 
     def forward(self, *batch: Any) -> Any:
+        before = [*chain.from_iterable(each._buffers.values() for each in self._changing)]
+        outcome = self._outcome(batch)
+        now = chain.from_iterable(each._buffers.values() for each in self._changing)
+        if self._changing and not all(map(is_, before, now)):
+            raise structure.Unequal("it assigns buffers of a normalization")
+        return outcome
+
+    def _outcome(self, batch: Sequence[Any]) -> Any:
         if not self.drops:
             return self.function(self.model, *batch)
         given = len(batch) - len(self.masks)
@@ -190,20 +201,30 @@ def masks_of(call: Callable[..., object], row: Sequence[Tensor], inputs: Sequenc
     return tuple(noting.masks)
 
 
-def trial(objective: Objective, arena: Arena, call: Callable[..., Any], inputs: Sequence[Any]) -> None:
-    """Raise what vmap has against a function: it is tried on two rows."""
+def trial(
+    objective: Objective,
+    arena: Arena,
+    call: Callable[..., Any],
+    inputs: Sequence[Any],
+    *,
+    trains: bool = True,
+) -> None:
+    """Raise what vmap has against a function, which is tried on two rows; unless it `trains` it may change nothing."""
     weights, *statistics = arena.of(slice(0, 1))
-    given = [each for each in (weights, *inputs) if isinstance(each, Tensor)]
-    twice = [torch.cat([each, each]) for each in statistics]  # each is changed
+    twice = [torch.cat([each, each]) + 1 for each in statistics]  # of what is 0, half is no change
+    kept = [each.clone() for each in twice]
     trained, fixed = tensors(arena.plan, [weights.expand(2, -1), *twice])
     two = [each.unsqueeze(0).expand(2, *each.shape) if isinstance(each, Tensor) else each for each in inputs]
     dims = (0, 0, *(0 if isinstance(each, Tensor) else None for each in inputs))
+    given = [each for each in (weights, *two) if isinstance(each, Tensor)]
     model = objective.model
     before = structure.of_model(model), structure.attributes(model)
     settings = Settings(objective.function, model)
     # vmap itself refuses to change weights that ranks share, but not by all operations: not by `clamp_`.
     with _drawing_nothing(), Unchanging(given):
         of_rows(model, call, dims)(trained, fixed, *two)
+    if not trains and not all(map(torch.equal, twice, kept)):
+        raise structure.Unequal("it changes buffers")
     now = structure.attributes(model)
     alike = len(now) == len(before[1]) and all(map(is_equal, now, before[1]))
     if not alike or structure.of_model(model) != before[0]:

@@ -196,7 +196,9 @@ class TrainingStep(OfModel):
                         deferred.carry_out()
                     run.leave(seat, model)
                 if run.moves.get(model, 0) >= MOST_MOVES:
-                    raise Alone("its optimizer, or what is trained of it, is another one every few steps")
+                    raise Alone(
+                        "its optimizer, what is trained of it, or its buffers are others every few steps"
+                    )
                 seat = run.seats[model] = self._arena(deferred, model, optimizer).seat(model, optimizer)
             except (Alone, structure.Unequal) as why:
                 self._explain(deferred, model, why)
@@ -335,7 +337,7 @@ class TrainingStep(OfModel):
     def _at_once(self, model: nn.Module, optimizer: torch.optim.Optimizer, batch: Sequence[Any]) -> Outcome:
         optimizer.zero_grad()
         loss, more = as_outputs(self.function(model, *batch))
-        outs = (loss.detach(), *_apart(more, (*model.parameters(), *batch)))
+        outs = (loss.detach(), *_apart(more, (*model.parameters(), *model.buffers(), *batch)))
         loss.backward()  # type: ignore[no-untyped-call]
         if self.max_norm is not None:
             nn.utils.clip_grad_norm_(model.parameters(), self.max_norm)
@@ -426,7 +428,7 @@ class Evaluation(OfModel):
         try:
             batch = EvaluationBatch(deferred, seat.arena, Objective(model, self.function, settings))
             with torch.no_grad():
-                trial(batch.objective, seat.arena, batch.function, inputs)
+                trial(batch.objective, seat.arena, batch.function, inputs, trains=False)
                 batch.open(seat.at, inputs)
         except Exception as error:  # noqa: BLE001 - vmap's refusals are of many classes
             return f"{type(error).__name__}: {error}"
@@ -439,7 +441,7 @@ class Evaluation(OfModel):
 
 
 def _apart(outputs: Sequence[Tensor], given: Iterable[Any]) -> tuple[Tensor, ...]:
-    """Return outputs, detached; copies of those that share memory with weights or inputs, which will change."""
+    """Return outputs, detached; copies of those that share memory with weights, buffers or inputs: these change."""
     memory = {each.untyped_storage().data_ptr() for each in given if outputs and isinstance(each, Tensor)}
     found = [each.detach() for each in outputs]
     return tuple(each.clone() if each.untyped_storage().data_ptr() in memory else each for each in found)

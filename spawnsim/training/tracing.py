@@ -56,10 +56,14 @@ class Unchanging(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __init__(self, tensors: Iterable[Tensor]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._foreign = {each.untyped_storage()._cdata for each in tensors}  # memory that was not made here
+        held = [*tensors]
+        self._foreign = {each.untyped_storage()._cdata for each in held}  # memory that was not made here
+        self._held = {id(each): each for each in held}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func._schema.is_mutable:
+        # `squeeze_` and its like change a tensor, but no numbers: of a view of what was given nobody sees it.
+        shapes = torch.Tag.inplace_view in func.tags and id(args[0]) not in self._held
+        if func._schema.is_mutable and not shapes:
             self._require_own(func._schema, args, kwargs or {})
         return func(*args, **(kwargs or {}))
 

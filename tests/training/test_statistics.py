@@ -449,3 +449,97 @@ def test_several_threads_keep_their_own_rows(monkeypatch):
     finally:
         torch.set_num_threads(before)
     assert max(sides) > 1
+
+
+def _precise(model, x):
+    model.train()
+    out = model(x)
+    model.eval()
+    return out.mean()
+
+
+def _halving(model, x):
+    model[0].running_mean.mul_(0.5)
+    return model(x).mean()
+
+
+EVALUATIONS = {
+    "in training mode": _precise,
+    "by function": lambda model, x: nn.functional.batch_norm(
+        x, model[0].running_mean, model[0].running_var, training=True
+    ).mean(),
+    "in place": _halving,
+}
+
+
+@pytest.mark.parametrize("kind", EVALUATIONS)
+def test_evaluations_that_change_statistics_are_made_at_once(kind):
+    """Also where the model is not in training mode before and after."""
+
+    def main(comm):
+        torch.manual_seed(comm.rank)
+        model = dense().double()
+        optimizer, step, evaluate = sgd(model), TrainingStep(loss_of), Evaluation(EVALUATIONS[kind])
+        for iteration in range(6):
+            x, y = batch(comm.rank, iteration)
+            with comm.compute(0.01):
+                loss = step(model, optimizer, x, y)
+            model.eval()
+            comm.record(loss=loss, accuracy=evaluate(model, x))
+            model.train()
+        return found_of(model)
+
+    assert_alike(*both(main))
+
+
+def _assigns(model, x, y):
+    model[0].running_mean = 0.5 * model[0].running_mean + 0.1 * x.detach().mean(0)
+    return cross_entropy(model(x), y)
+
+
+def _restores(model, x, y):
+    loss = cross_entropy(model(x), y)
+    kept = model[0].running_mean.clone(), model[0].running_var.clone()
+    loss = loss + cross_entropy(model(x + 1), y)
+    model[0].running_mean, model[0].running_var = kept
+    return loss
+
+
+def _takes_away(model, x, y):
+    model[0].running_mean = model[0].running_var = None
+    return cross_entropy(model(x), y)
+
+
+@pytest.mark.parametrize("loss", [_assigns, _restores])
+def test_losses_that_assign_statistics_step_alone(loss):
+    """Rows would not notice."""
+    together, eager = both(functools.partial(trains, loss=loss, count=8))
+    assert any("it assigns buffers" in each for each in together[0].what["warnings"])
+    assert_alike(together, eager)
+
+
+def test_a_loss_that_takes_statistics_away_does():
+    """From its first call on."""
+    together, eager = both(functools.partial(trains, loss=_takes_away, count=8))
+    assert_alike(together, eager)
+    assert "0.running_mean" not in together[1][0]
+
+
+def test_statistics_that_a_step_returns_are_those_of_its_time():
+    """Copies, eagerly, too."""
+
+    def main(comm):
+        torch.manual_seed(comm.rank)
+        model = dense().double()
+        optimizer = sgd(model)
+        step, kept = TrainingStep(lambda m, x, y: (loss_of(m, x, y), m[0].num_batches_tracked)), []
+        for iteration in range(5):
+            with comm.compute(0.01):
+                loss, count = step(model, optimizer, *batch(comm.rank, iteration))
+            kept.append(count)
+            comm.record(loss=loss)
+        return {"counts": torch.stack(kept)}
+
+    together, eager = both(main)
+    assert_alike(together, eager)
+    assert together[1][0]["counts"].tolist() == [1, 2, 3, 4, 5]

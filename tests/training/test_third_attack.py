@@ -137,6 +137,40 @@ def test_a_loss_that_changes_its_batch_steps_alone(change, dropout):
     assert_alone(main, "it changes a tensor that it was given")
 
 
+def test_what_changes_the_shape_of_a_view_is_no_change(sizes):
+    """`squeeze_` of a view of the batch: the batch stays as it is."""
+
+    def main(comm):
+        torch.manual_seed(comm.rank)
+        model = nn.Linear(8, 5)
+        step = TrainingStep(lambda m, x, y: cross_entropy(m(x), y.view(-1, 1).squeeze_(1)))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for iteration in range(5):
+            with comm.compute(0.01):
+                loss = step(model, optimizer, *batch(comm.rank, iteration))
+            comm.record(loss=loss)
+
+    (together, _), (eager, _) = both(main)
+    np.testing.assert_allclose(together.table["loss"], eager.table["loss"], rtol=1e-5)
+    assert max(sizes) > RANKS // 2 and "warnings" not in together.what
+
+
+def test_many_shapes_are_one_function(sizes):
+    """One step with ever new shapes is computed together all the same."""
+
+    def main(comm):
+        torch.manual_seed(comm.rank)
+        model, step = nn.Linear(8, 5), TrainingStep(loss_of)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for iteration in range(90):
+            x, y = batch(0, 0)
+            with comm.compute(0.01):
+                step(model, optimizer, x.repeat(1 + iteration, 1), y.repeat(1 + iteration))
+
+    assert "warnings" not in spawnsim.run(main, ranks=5).what
+    assert sum(sizes) == 90 * 5
+
+
 def test_an_evaluation_that_changes_weights_is_made_at_once():
     """Between steps that are carried out together."""
 
@@ -302,7 +336,7 @@ def test_what_is_trained_in_turn_steps_alone(turn, sizes):
 
     (together, ends), (eager, wanted) = both(main)
     (warning,) = together.what["warnings"]
-    assert "step alone" in warning and "another one every few steps" in warning
+    assert "step alone" in warning and "others every few steps" in warning
     assert sum(sizes) <= 10 * RANKS
     np.testing.assert_allclose(together.table["loss"], eager.table["loss"], rtol=1e-4)
     torch.testing.assert_close(ends, wanted, rtol=1e-4, atol=1e-5)
