@@ -110,11 +110,6 @@ def statistics(model: nn.Module) -> dict[str, torch.Tensor]:
     }
 
 
-def changes_statistics(model: nn.Module) -> bool:
-    """Return whether a forward pass would bring statistics up to date now."""
-    return any(module.training and statistics_of(module) for module in model.modules())
-
-
 def hooks_of(model: nn.Module) -> str:
     """Return what of a model has hooks that are called as it computes, or all modules have; "" for nothing.
 
