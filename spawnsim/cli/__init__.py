@@ -213,9 +213,24 @@ def _is_unread() -> bool:
     asked.register(sys.stdout.fileno(), select.POLLOUT)
     unread = any(state & (select.POLLERR | select.POLLHUP) for _, state in asked.poll(0))
     if unread:
-        # Else the interpreter writes what is left at its end, and complains.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _discard()
     return unread
+
+
+def _discard() -> None:
+    """Let what is left of standard output go nowhere: else the interpreter writes it at its end, and complains."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def _written(code: int) -> int:
+    """Write what standard output still holds, and return the exit code, which is another one if that fails."""
+    try:
+        if sys.stdout is not None:  # closed before the start, `>&-`
+            sys.stdout.flush()
+    except OSError as error:
+        code = code or (UNREAD if _is_unread() else report_refusal(error))
+        _discard()
+    return code
 
 
 def entry() -> None:
@@ -227,7 +242,11 @@ def entry() -> None:
         # Before any library is loaded: they read the variables once.
         use_one_thread()
         _fix_hashing()
-    sys.exit(main())
+    try:
+        code = main()
+    except SystemExit as end:  # after --help or --version
+        code = int(end.code or 0)
+    sys.exit(_written(code))
 
 
 def _fix_hashing() -> None:

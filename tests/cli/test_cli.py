@@ -815,14 +815,31 @@ def test_the_module_is_the_command() -> None:
     assert done.stdout == f"spawnsim {spawnsim.__version__}\n"
 
 
-def test_a_reader_that_has_gone_is_no_error() -> None:
+@pytest.mark.parametrize(
+    ("words", "unbuffered"),
+    [("list platforms", "1"), ("list platforms", ""), ("--help", ""), ("list --help", ""), ("--version", "")],
+)
+def test_a_reader_that_has_gone_is_no_error(words: str, unbuffered: str) -> None:
     """`spawnsim list | head -1` ends as a process that SIGPIPE ends, without a word."""
     reading, writing = os.pipe()
     os.close(reading)
-    command = [sys.executable, "-m", "spawnsim", "list", "platforms"]
-    done = subprocess.run(command, stdout=writing, stderr=subprocess.PIPE, check=False, timeout=60)
+    done = _written_to(writing, words, unbuffered)
     os.close(writing)
     assert (done.returncode, done.stderr) == (141, b"")
+
+
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+def test_a_full_disk_is_told(unbuffered: str) -> None:
+    """In one line, whether it is met at the print or at the end."""
+    with open("/dev/full", "w", encoding="utf-8") as full:
+        done = _written_to(full.fileno(), "list platforms", unbuffered)
+    assert (done.returncode, done.stderr) == (2, b"spawnsim: No space left on device\n")
+
+
+def _written_to(place: int, words: str, unbuffered: str) -> subprocess.CompletedProcess[bytes]:
+    command = [sys.executable, "-m", "spawnsim", *words.split()]
+    environ = os.environ | {"PYTHONUNBUFFERED": unbuffered}
+    return subprocess.run(command, stdout=place, stderr=subprocess.PIPE, env=environ, check=False, timeout=60)
 
 
 def test_a_broken_pipe_elsewhere_is_told(
