@@ -9,6 +9,7 @@ import pickle
 import numpy as np
 import pytest
 import torch
+from support.both_ways import RANKS, both
 from torch import nn
 from torch.nn.functional import cross_entropy
 
@@ -16,7 +17,7 @@ import spawnsim
 from spawnsim import AsyncSelectiveAveragingPolicy, AverageAllPolicy, Evaluation, TrainingStep
 from spawnsim.training import batches, threads
 from tests.training import test_settings
-from tests.training.test_steps import RANKS, accuracy_of, loss_of, sgd
+from tests.training.test_steps import accuracy_of, loss_of, sgd
 
 COUNTS = 45  # of steps: more than 32, after which calls are repeated from a record
 
@@ -111,21 +112,6 @@ def trains(
                 model.frozen.eval()
         comm.record(iteration=iteration, **info)
     return found_of(model)
-
-
-def both(main, ranks=RANKS, **how):
-    """Run a program with steps together, and eagerly."""
-    runs = []
-    for eager in (False, True):
-        ends = {}
-
-        def program(comm, ends=ends):
-            ends[comm.rank] = main(comm)
-
-        runs.append(
-            (spawnsim.run(program, ranks=ranks, seed=3, stragglers="lognormal:0.3", eager=eager, **how), ends)
-        )
-    return runs
 
 
 def assert_alike(together, eager):

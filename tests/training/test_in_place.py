@@ -1,10 +1,11 @@
-"""What realistic programs found: changes in place, anomalies, classes made for one object, rows taken all the time."""
+"""Changes in place, anomalies, parametrizations, classes made for one object, rows taken anew: as eagerly, or alone."""
 
 from __future__ import annotations
 
 import numpy as np
 import pytest
 import torch
+from support.both_ways import RANKS, both
 from torch import nn
 from torch.nn.functional import cross_entropy
 from torch.nn.utils import parametrizations
@@ -14,27 +15,10 @@ from spawnsim import Evaluation, TrainingStep
 from spawnsim.errors import RankError, program_traceback
 from tests.training.test_settings import batch
 
-RANKS = 12
-
 
 def loss_of(model, x, y):
     """The usual loss."""
     return cross_entropy(model(x), y)
-
-
-def both(main, ranks=RANKS, **how):
-    """Run a program with steps together and eagerly; return runs, and what each rank returned."""
-    found = []
-    for eager in (False, True):
-        ends = {}
-
-        def program(comm, ends=ends):
-            ends[comm.rank] = main(comm)
-
-        found.append(
-            (spawnsim.run(program, ranks=ranks, stragglers="lognormal:0.3", eager=eager, **how), ends)
-        )
-    return found
 
 
 def assert_alone(main, why, **how):

@@ -1,4 +1,4 @@
-"""What an attack on dropout, and on training where memory is short, has found."""
+"""Masks of dropout in programs that do the unusual, and steps where memory runs short: as eagerly."""
 
 from __future__ import annotations
 
