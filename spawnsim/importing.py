@@ -6,9 +6,11 @@ the packages. Launchers use this module: it must stay quick to load.
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import lru_cache
 from importlib.machinery import ModuleSpec, SourceFileLoader
 from types import ModuleType
 from typing import Any
@@ -16,15 +18,29 @@ from typing import Any
 
 def versions(names: Iterable[str]) -> dict[str, str]:
     """Return the versions of those of the named distributions that are installed, in the order of `names`."""
+    places = tuple((place, _changed_ns(place)) for place in sys.path)
+    found = ((name, _version(name, places)) for name in names)
+    return {name: version for name, version in found if version is not None}
+
+
+# Reading the metadata of eight packages takes as long as a short run, and a sweep has thousands of runs in one process.
+# What is installed meanwhile, as by %pip in a notebook, changes its folder, and is found.
+@lru_cache(maxsize=256)
+def _version(name: str, places: tuple[tuple[str, int], ...]) -> str | None:
     from importlib import metadata  # takes 30 ms, and most ranks do not need it
 
-    found = {}
-    for name in names:
-        try:
-            found[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            continue
-    return found
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _changed_ns(place: str) -> int:
+    """Return when a folder of `sys.path` was last changed, in which the current one has no name."""
+    try:
+        return os.stat(place or ".").st_mtime_ns
+    except OSError:
+        return -1
 
 
 _before: set[str] = set()

@@ -18,6 +18,7 @@ import shutil
 import sys
 from collections.abc import Callable, Iterator
 from datetime import UTC, datetime
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -119,23 +120,43 @@ def _beside(folder: Path, name: str) -> list[Path]:
 
 def _imports(file: Path, folder: Path) -> Iterator[Path]:
     """Yield the files of the folder that a module's text imports."""
-    for node in ast.walk(tree(file)):
+    try:
+        imported = _imported(file.read_bytes())
+    except OSError:  # it fails when it is imported
+        return
+    for level, name in imported:
+        # A relative import counts from the module's own package, an absolute one from the folder of the program.
+        here = file.parents[level - 1] if 0 < level <= len(file.parents) else folder
+        yield from _beside(here, name)
+
+
+# Each run asks when it begins and when it ends, and all runs of a sweep have one program, whose parsing takes longer
+# than many a run. By the text and not by the file's time: an edit is never missed.
+@lru_cache(maxsize=256)
+def _imported(text: bytes) -> tuple[tuple[int, str], ...]:
+    """Return the levels and first names of a text's imports; none of a text that is not Python."""
+    found = []
+    for node in ast.walk(_parsed(text)):
         if isinstance(node, ast.Import):
-            for alias in node.names:
-                yield from _beside(folder, alias.name.partition(".")[0])
+            found += [(0, alias.name) for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
-            # A relative import counts from the module's own package, an absolute one from the folder of the program.
-            here = file.parents[node.level - 1] if 0 < node.level <= len(file.parents) else folder
             names = [node.module] if node.module else [alias.name for alias in node.names]
-            for name in names:
-                yield from _beside(here, name.partition(".")[0])
+            found += [(node.level, name) for name in names]
+    return tuple((level, name.partition(".")[0]) for level, name in found)
 
 
 def tree(file: Path) -> ast.Module:
     """Return a file's syntax tree; an empty one of a file that is not Python, which fails when it is imported."""
     try:
-        return ast.parse(file.read_bytes())
-    except (OSError, SyntaxError, ValueError):
+        return _parsed(file.read_bytes())
+    except OSError:
+        return ast.Module([], [])
+
+
+def _parsed(text: bytes) -> ast.Module:
+    try:
+        return ast.parse(text)
+    except (SyntaxError, ValueError):
         return ast.Module([], [])
 
 

@@ -6,7 +6,9 @@ import csv
 import gc
 import io
 import math
+import os
 import pickle
+import shutil
 import sys
 import tempfile
 import time
@@ -547,6 +549,31 @@ def test_the_manifest_names_versions_and_the_program() -> None:
     program = manifest.program(_run)
     assert (program["file"], program["main"]) == ("test_record.py", "_run")
     assert len(program["file_digest"]) == 16
+
+
+def test_what_is_installed_or_edited_between_two_runs_is_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither is read again for each run of a process: a folder's change, and another text, tell that there is more."""
+    monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
+    monkeypatch.setattr(manifest, "PACKAGES", ("numpy", "own-package"))
+    assert set(manifest.versions()) == {"python", "numpy"}
+    for number in ("1.0", "1.1"):  # installed, and then replaced by another
+        for old in tmp_path.glob("*.dist-info"):
+            shutil.rmtree(old)
+        folder = tmp_path / f"own_package-{number}.dist-info"
+        folder.mkdir()
+        (folder / "METADATA").write_text(f"Metadata-Version: 2.1\nName: own-package\nVersion: {number}\n")
+        assert manifest.versions()["own-package"] == number
+    for name in ("program", "one", "two"):
+        (tmp_path / f"{name}.py").write_text("")
+    program, times = tmp_path / "program.py", []
+    for name in ("one", "two"):
+        program.write_text(f"import {name}")
+        os.utime(program, ns=(1, 1))
+        times.append(program.stat().st_mtime_ns)
+        assert set(manifest.own_files(program)) == {"program/program.py", f"program/{name}.py"}
+    assert times == [1, 1], "as a file that is edited twice within one tick of the clock"
 
 
 def test_the_revision_is_read_from_the_checkout(tmp_path: Path) -> None:
