@@ -29,6 +29,7 @@ from spawnsim.virtual.scripts import run_program
 
 RANKS, ODD = 12, 7  # the rank whose number differs
 KIB, MIB = 1024, 1024**2
+PROGRAMS = Path(__file__).parent.parent / "programs" / "torchrun"
 
 
 def digest(main: Any, **how: Any) -> str:
@@ -257,8 +258,8 @@ def test_threads_of_torch_do_not_matter() -> None:
     assert len(set(found)) == 1
 
 
-POLICIES = """
-import torch, spawnsim
+WHOLE = """
+import sys, torch, spawnsim
 from spawnsim import policies
 
 def build(rng):
@@ -285,21 +286,41 @@ def main(comm, name):
     policy.shutdown()
 
 for name in ("averaging", "clock", "groups", "selective", "one-sided"):
-    print(name, spawnsim.run(main, ranks=12, parameters={"name": name}).totals["digest"])
+    print("digest", name, spawnsim.run(main, ranks=12, parameters={"name": name}).totals["digest"])
+for name, ranks in (("messages", 11), ("ddp", 3)):  # unmodified ones of torch.distributed
+    run = spawnsim.run(f"{sys.argv[1]}/{name}.py", ranks=ranks, seed=3)
+    print("digest", name, run.totals["digest"])
 """
 
 
-def test_the_library_sends_no_uninitialised_memory() -> None:
-    """Messages of every policy are the same whatever fresh memory holds."""
+@pytest.fixture(scope="module")
+def processes() -> list[dict[str, str]]:
+    """The digests of training programs in two processes, with other contents of fresh memory, and other hashes."""
     found = []
     for byte in (85, 170):
-        environment = os.environ | {"MALLOC_PERTURB_": str(byte), "PYTHONHASHSEED": str(byte)}
         done = subprocess.run(
-            [sys.executable, "-c", POLICIES], capture_output=True, env=environment, check=True
-        )
-        found.append(done.stdout.splitlines())
-    assert len(found[0]) == 5
-    assert found[0] == found[1]
+            [sys.executable, "-c", WHOLE, PROGRAMS],
+            env=os.environ | {"MALLOC_PERTURB_": str(byte), "PYTHONHASHSEED": str(byte)},
+            capture_output=True, text=True, check=True, timeout=300,
+        )  # fmt: skip
+        lines = (line.split() for line in done.stdout.splitlines())
+        found.append({line[1]: line[2] for line in lines if line[:1] == ["digest"]})
+    return found
+
+
+def test_the_library_sends_no_uninitialised_memory(processes: list[dict[str, str]]) -> None:
+    """Messages of every policy are the same whatever fresh memory holds."""
+    names = ["averaging", "clock", "groups", "selective", "one-sided"]
+    one, other = ([each[name] for name in names] for each in processes)
+    assert one == other
+    assert len(set(one)) == 5
+
+
+@pytest.mark.parametrize("name", ["messages", "ddp"])
+def test_unmodified_programs_of_torch_have_one_digest(name: str, processes: list[dict[str, str]]) -> None:
+    """Whatever the hashes of texts; pickled objects hold tensors."""
+    one, other = (each[name] for each in processes)
+    assert one == other
 
 
 # -- the checksum ------------------------------------------------------------------------------------------------

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 import time
@@ -85,37 +84,9 @@ for again in range(1, 3):
     assert torch_program("", text, 3)[1] == [f"{rank} True" for rank in range(3) for _ in range(2)]
 
 
-@pytest.mark.parametrize(("name", "ranks"), [("messages", "11"), ("ddp", "3")])
-def test_two_processes_have_one_digest(name: str, ranks: str) -> None:
-    """Whatever the hashes of texts; pickled objects hold tensors."""
-    found = set()
-    for seed in ("1", "2"):
-        line = [
-            sys.executable,
-            "-m",
-            "spawnsim",
-            "run",
-            str(PROGRAMS / f"{name}.py"),
-            "-n",
-            ranks,
-            "--seed",
-            "3",
-        ]
-        done = subprocess.run(
-            line,
-            capture_output=True,
-            text=True,
-            check=True,
-            env=os.environ | {"PYTHONHASHSEED": seed},
-            timeout=120,
-        )
-        found.add(done.stdout[done.stdout.index("digest") :].split()[1])
-    assert len(found) == 1
-
-
 @pytest.mark.parametrize(
     ("name", "ranks"),
-    [("collectives", 1), ("collectives", 64), ("optimizers", 5), ("mesh", 6), ("sharding", 12)],
+    [("collectives", 1), ("collectives", 33), ("optimizers", 5), ("mesh", 6), ("sharding", 12)],
 )
 def test_programs_run_on_other_numbers_of_ranks(name: str, ranks: int, program: Any, tmp_path: Path) -> None:
     """What they print is held to torchrun's in tests/real; here they only have to come to their end, as one."""
@@ -138,10 +109,7 @@ def test_buckets_overlap_in_virtual_time(step_s: float, buckets: int, program: A
 def test_torch_draws_as_under_torchrun(program: Any) -> None:
     """Programs that set no seed have the same numbers on all ranks; another seed of the run, other numbers."""
     text = "print(torch.rand(1).item())"
-    code = "import torch; torch.manual_seed(67280421310721); print(torch.rand(1).item())"
-    torchs = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=True
-    ).stdout.strip()
+    torchs = str(torch.rand(1, generator=torch.Generator().manual_seed(67280421310721)).item())
     assert program(text, 3)[1] == [torchs] * 3
     assert len(set(program(text, 3, seed=1)[1])) == 1
     assert program(text, 3, seed=1)[1] != [torchs] * 3

@@ -359,7 +359,7 @@ from support.virtual_run import run
 from spawnsim.virtual.interpreter import FEW_BLOCKS
 
 counts = []
-for _ in range(250):
+for _ in range(120):
     run(lambda comm: comm.Barrier(), 240)
     counts.append(len(gc.get_objects()))
 assert max(counts) < counts[0] * 3 // 2 + FEW_BLOCKS, counts  # each object is one piece of memory or more
