@@ -146,6 +146,12 @@ def test_importing_spawnsim_is_light() -> None:
     assert _python(f"import sys, spawnsim; print([n for n in {heavy} if n in sys.modules])") == "[]"
 
 
+def test_studies_load_matplotlib_for_their_figures_alone() -> None:
+    """Each process of a sweep, or of a search for failures, would take three times as long to begin."""
+    code = "import sys, spawnsim.study, spawnsim.fuzzing.campaign; print('matplotlib' in sys.modules)"
+    assert _python(code) == "False"
+
+
 def test_importing_spawnsim_is_quick() -> None:
     """It takes under 0.25 s of a core (the best of three: others may use the machine)."""
     code = "import time; t = time.process_time(); import spawnsim; print(time.process_time() - t)"

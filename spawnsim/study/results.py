@@ -16,13 +16,12 @@ from concurrent.futures import Executor
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from spawnsim.errors import ParameterError
-from spawnsim.plots.measures import Measure
 from spawnsim.record import Table, manifest
 from spawnsim.record.folder import prepare, read_manifest, require_free
 from spawnsim.run import Run
@@ -30,6 +29,9 @@ from spawnsim.run.result import shown
 from spawnsim.study.store import COST, Cell, Store, labels, read_cost
 from spawnsim.study.sweeping import command_of, complete, require_limit
 from spawnsim.units import counted
+
+if TYPE_CHECKING:
+    from spawnsim.plots.measures import Measure
 
 PLAN = "sweep.json"
 DONE, FAILED, MISSING = "done", "failed", "missing"
@@ -194,6 +196,8 @@ class Sweep:
         Raises:
             ParameterError: a measure is not understood, or no run has what it is of.
         """
+        from spawnsim.plots.measures import Measure  # as with figures, matplotlib is loaded only now
+
         asked = [Measure.of(text) for text in measures]
         rows: list[dict[str, Any]] = [self._row(cell, asked) for cell in self.cells]
         for each in asked:
