@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import numpy as np
 from matplotlib.axes import Axes
@@ -36,7 +36,8 @@ QUANTITIES = {"wait_s": "waiting time (s)"}
 class Curve(NamedTuple):
     """A centre line with its band: `x`, `median`, `low`, `high`, each (points,) float64.
 
-    Of several seeds, `seeds` are their curves, each as long as it is.
+    Of several seeds, `seeds` are their curves, each as long as it is. `held`: each height is the last one known, and
+    lasts until the next point; such a curve is drawn in steps.
     """
 
     x: Floats
@@ -44,6 +45,7 @@ class Curve(NamedTuple):
     low: Floats
     high: Floats
     seeds: tuple[Curve, ...] = ()
+    held: bool = False
 
     @property
     def runs(self) -> int:
@@ -66,7 +68,18 @@ def curve(
     known = ~np.isnan(median)
     if not known.any():
         raise ParameterError(f"column {name!r}: fewer than half of the ranks have a number, at any time")
-    return Curve(grid.x[known], median[known], low[known], high[known])
+    return Curve(grid.x[known], median[known], low[known], high[known], held=is_clock(over))
+
+
+def is_clock(over: str) -> bool:
+    """Say whether curves against a column are drawn in steps: against time they are, against iterations they are not.
+
+    At a time that lies between two of its rows a rank counts with the earlier one, in medians, bands and in
+    `time_to:`; a slope to the next row would show it better before anything was measured, and a target reached before
+    `time_to:` says so. Against iterations a line joins models that were all measured at the same ones, and is read as
+    the way from one to the next.
+    """
+    return over == "time_s"
 
 
 def told_once(table: Table, name: str) -> bool:
@@ -98,7 +111,7 @@ def of_events(run: Recorded, name: str, over: str = "time_s") -> Curve:
         np.array([event.get(each, np.nan) for event in told], dtype=float) for each in (place, field)
     )
     order = np.argsort(x, kind="stable")
-    return Curve(x[order], values[order], values[order], values[order])
+    return Curve(x[order], values[order], values[order], values[order], held=is_clock(over))
 
 
 def first_at(info: Curve, target: float) -> float:
@@ -149,13 +162,13 @@ def over_seeds(
         median = low = high = np.median(heights, axis=0)
     else:
         median, low, high = bootstrap_medians(heights, level, seed=seed)
-    return Curve(x, median, low, high, tuple(curves))
+    return Curve(x, median, low, high, tuple(curves), held=curves[0].held)
 
 
 def draw(
     info: Curve, ax: Axes | None = None, *, look: style.Look = style.LOOKS[0], band: bool = True
 ) -> Axes:
-    """Draw one curve as a line in its band, or as a marker if it has one point; what seeds add to it as thin lines."""
+    """Draw a curve as a line in its band, in steps if it is held; as a marker if it has one point; seeds are thin."""
     ax = style.axes_or_new(ax)
     _draw_seeds(info, ax, look)
     alone = len(info.x) == 1
@@ -164,9 +177,12 @@ def draw(
         if alone:  # an area over one point has no width
             ax.vlines(info.x, info.low, info.high, color=look.colour, alpha=0.16, linewidth=9)
         else:
-            ax.fill_between(info.x, info.low, info.high, color=look.colour, alpha=0.16, linewidth=0)
+            ax.fill_between(
+                info.x, info.low, info.high, color=look.colour, alpha=0.16, linewidth=0,
+                step="post" if info.held else None,
+            )  # fmt: skip
     ax.plot(
-        info.x, info.median, color=look.colour, linestyle=look.dashes,
+        info.x, info.median, color=look.colour, linestyle=look.dashes, drawstyle=_joined(info),
         marker=look.marker if look.marked or alone else "", markevery=max(len(info.x) // 8, 1), markersize=6,
     )  # fmt: skip
     return ax
@@ -193,7 +209,14 @@ def _draw_seeds(info: Curve, ax: Axes, look: style.Look) -> None:
             outside = (each.x >= info.x[-1]) | (each.x <= info.x[0])
         heights = np.where(outside, each.median, np.nan)
         marker = look.marker if len(each.x) == 1 else ""
-        ax.plot(each.x, heights, color=look.colour, linewidth=1.0, alpha=0.6, marker=marker, markersize=4)
+        ax.plot(
+            each.x, heights, color=look.colour, linewidth=1.0, alpha=0.6, marker=marker, markersize=4,
+            drawstyle=_joined(each),
+        )  # fmt: skip
+
+
+def _joined(info: Curve) -> Literal["steps-post", "default"]:
+    return "steps-post" if info.held else "default"
 
 
 def looks_of(found: Groups) -> dict[str, style.Look]:
@@ -208,7 +231,7 @@ def panel(found: Groups, name: str, over: str, ax: Axes) -> dict[str, Curve]:
     for group in found:
         # Each run is first a median over its ranks: ranks of one run are not independent, so only seeds make an
         # interval.
-        info = over_seeds([_in_panel(run, name, over) for run in group.runs])
+        info = over_seeds([of_run(run, name, over) for run in group.runs])
         if group.real:
             draw_measured(info, ax, look=styles[group.label])
         else:
@@ -218,23 +241,37 @@ def panel(found: Groups, name: str, over: str, ax: Axes) -> dict[str, Curve]:
     return curves
 
 
-def _in_panel(run: Recorded, name: str, over: str) -> Curve:
+def of_run(run: Recorded, name: str, over: str) -> Curve:
+    """Return the curve of a run over its ranks; where none of them has more than one number it is one point."""
     info = curve(since_start(run), name, over=over)
     # The median then moves as ranks come to their only number, not because any of them learns.
     if not told_once(run.table, name):
         return info
-    return Curve(info.x[-1:], info.median[-1:], info.low[-1:], info.high[-1:])
+    return Curve(info.x[-1:], info.median[-1:], info.low[-1:], info.high[-1:], held=info.held)
 
 
-def lines_caption(found: Groups, curves: Sequence[Curve], one: str) -> str:
-    """Return what the lines and bands of a figure are; `one` says it of a single run."""
+def lines_caption(found: Groups, curves: Sequence[Curve], one: str, *, of_ranks: str = "") -> str:
+    """Return what the lines, markers and bands of a figure are.
+
+    Args:
+        found: the groups that are drawn.
+        curves: theirs, of one panel or of several.
+        one: what is said of a single run; empty: nothing is.
+        of_ranks: what is said of the markers of real ranks.
+
+    Returns:
+        Parts of a sentence with semicolons between them.
+    """
     counts = sorted({info.runs for info in curves})
     parts = [f"{'one run: ' * (len(counts) > 1)}{one}"] if one and counts[0] == 1 else []
     few, many = [n for n in counts if 1 < n < FEW], [n for n in counts if n >= FEW]
     if few:
-        parts.append(f"thin: each of {_range(few)} seeds; thick: their median, while all go on")
+        dots = drawn_as([info for info in curves if 1 < info.runs < FEW]) == "marker"
+        small, large = ("small", "large") if dots else ("thin", "thick")
+        parts.append(f"{small}: each of {_range(few)} seeds; {large}: their median, while all go on")
     if many:
-        what = "line" if len(found.groups) > BANDS else "line and band"
+        what = drawn_as([info for info in curves if info.runs >= FEW])
+        what += "" if len(found.groups) > BANDS else " and band"
         interval = "" if len(found.groups) > BANDS else " and its 90 % bootstrap interval"
         parts.append(f"{what}: median{interval} over {_range(many)} seeds, while all go on")
         if any(
@@ -249,10 +286,14 @@ def lines_caption(found: Groups, curves: Sequence[Curve], one: str) -> str:
         made = [run.what.get("made") for group in found if group.real for run in group.runs]
         machines = {str(each["machine"]) for each in made if isinstance(each, Mapping) and "machine" in each}
         where = f" on {machines.pop()}" if len(machines) == 1 else ""
-        # Without `one` a figure draws no median over ranks.
-        of_ranks = ", median, seconds since each rank's first row" if one else ""
         parts.append(f"markers: real ranks{where}{of_ranks}")
     return "; ".join(parts)
+
+
+def drawn_as(curves: Sequence[Curve]) -> str:
+    """Return what curves are drawn as: a "line", a "marker" if each has one point, or both."""
+    dots = {max(len(each.x) for each in (info, *info.seeds)) == 1 for info in curves}
+    return {(True,): "marker", (False, True): "line or marker"}.get(tuple(sorted(dots)), "line")
 
 
 def _range(counts: Sequence[int]) -> str:
@@ -276,7 +317,13 @@ def figure(runs: Sequence[Recorded] | Groups, name: str = "accuracy", title: str
             ax.set_xlim(left=0)
         style.plain_seconds(left)
         band = "; band: 10–90 % of ranks" if len(found.groups) <= BANDS else ""
-        lines = lines_caption(found, list(curves.values()), f"line: median over ranks{band}")
+        # Real ranks are markers without a band, of which more is said behind.
+        alone = [curves[group.label] for group in found if not group.real and len(group.runs) == 1]
+        lines = lines_caption(
+            found, list(curves.values()),
+            f"{drawn_as(alone)}: median over ranks{band}" if alone else "",
+            of_ranks=", median, seconds since each rank's first row",
+        )  # fmt: skip
         style.frame(
             drawn, title or f"{quantity[0].upper()}{quantity[1:]}{found.by}", f"{found.caption()}\n{lines}"
         )

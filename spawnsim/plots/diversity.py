@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import numpy as np
 from matplotlib.axes import Axes
@@ -24,6 +24,7 @@ class Diversity(NamedTuple):
     std: Floats
     cv: Floats
     range: Floats
+    held: bool = False
 
 
 def diversity(table: Table, name: str, *, over: str = "iteration") -> Diversity:
@@ -34,7 +35,8 @@ def diversity(table: Table, name: str, *, over: str = "iteration") -> Diversity:
     std, mean = np.nanstd(values, axis=0), np.nanmean(values, axis=0)
     # Where the mean crosses zero the coefficient says nothing; it stays NaN, which leaves a gap.
     cv = np.divide(100 * std, np.abs(mean), out=np.full_like(std, np.nan), where=mean != 0)
-    return Diversity(grid.x[enough], std, cv, np.nanmax(values, axis=0) - np.nanmin(values, axis=0))
+    spread = np.nanmax(values, axis=0) - np.nanmin(values, axis=0)
+    return Diversity(grid.x[enough], std, cv, spread, held=convergence.is_clock(over))
 
 
 def draw(
@@ -42,7 +44,8 @@ def draw(
 ) -> Axes:
     """Draw one measure ("std", "cv" or "range") as a line."""
     ax = style.axes_or_new(ax)
-    ax.plot(info.x, getattr(info, measure), color=look.colour, linestyle=look.dashes)
+    steps: Literal["steps-post", "default"] = "steps-post" if info.held else "default"
+    ax.plot(info.x, getattr(info, measure), color=look.colour, linestyle=look.dashes, drawstyle=steps)
     ax.set_title(MEASURES[measure])
     return ax
 
@@ -77,5 +80,8 @@ def _of_seeds(spreads: Sequence[Diversity], measure: str) -> convergence.Curve:
     """Return one measure of a group's runs as a curve."""
     heights = [getattr(each, measure) for each in spreads]
     return convergence.over_seeds(
-        [convergence.Curve(each.x, *[height] * 3) for each, height in zip(spreads, heights, strict=True)]
+        [
+            convergence.Curve(each.x, height, height, height, held=each.held)
+            for each, height in zip(spreads, heights, strict=True)
+        ]
     )

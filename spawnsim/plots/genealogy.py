@@ -198,10 +198,10 @@ def _draw_births(info: Genealogy, ax: Axes, row: Ints, colours: Mapping[int, str
     ax.add_collection(LineCollection(lines, colors=inks, linewidths=width, alpha=0.7))
 
 
-def _is_wide(info: Genealogy) -> bool:
-    """Say whether the number of founders falls by so much that a linear axis would not show its end."""
-    both = np.concatenate([info.founders, info.neutral])
-    return bool(both.max() >= 8 * both.min())
+def _is_wide(*found: Genealogy) -> bool:
+    """Say whether the numbers of founders differ by so much that a linear axis would not show the least."""
+    every = np.concatenate([part for info in found for part in (info.founders, info.neutral)])
+    return bool(every.max() >= 8 * every.min())
 
 
 def draw_founders(info: Genealogy, ax: Axes | None = None, *, log: bool | None = None) -> Axes:
@@ -257,12 +257,18 @@ def figure(runs: Mapping[str, Recorded], title: str = "") -> Figure:
     found = {name: of_run(run) for name, run in runs.items()}
     with style.talk():
         drawn = Figure(figsize=(max(4.6 * len(runs), 8), 7.2))
-        axes = drawn.subplots(2, len(runs), sharex="col", sharey="row", height_ratios=(2.2, 1), squeeze=False)
-        log = any(map(_is_wide, found.values()))  # the panels share their height
+        # A tree is as high as its run has ranks, so each has its own axis: beside 100 ranks 4 would lie in a corner.
+        axes = drawn.subplots(2, len(runs), sharex="col", height_ratios=(2.2, 1), squeeze=False)
+        for below in axes[1, 1:]:
+            below.sharey(axes[1, 0])
+            below.tick_params(labelleft=False)
+        log = _is_wide(*found.values())  # together, as these panels share their axis
         for (above, below), (name, info) in zip(axes.T, found.items(), strict=True):
             draw_tree(info, above).set_title(style.in_lines(name, 70 if len(runs) == 1 else 38))
             draw_founders(info, below, log=log).set_xlabel(clock_of([*runs.values()]))
-        for ax in axes[:, 1:].ravel():
+            style.plain_seconds(below)
+        same = len({info.leading.shape[1] for info in found.values()}) == 1
+        for ax in [*axes[1, 1:], *(axes[0, 1:] if same else ())]:
             ax.set_ylabel("")
         caption = (
             f"{grouped([*runs.values()]).caption()}\ncolour: the founder whose first model a rank mostly "

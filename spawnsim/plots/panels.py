@@ -242,7 +242,7 @@ def curves_figure(found: Sequence[tuple[str, Lines]], asked: Asked, caption: str
         for ax, (title, lines) in zip(axes, found, strict=False):
             for name, seeds in lines.items():
                 info = convergence.over_seeds(list(seeds), band=asked.band)
-                if asked.band == "ranks":
+                if asked.band == "ranks" and len(info.x):
                     info = info._replace(seeds=())  # a thin line for each seed would hide the band
                 convergence.draw(info, ax, look=looks[name], band=True)
             ax.set_title(_title(title, len(found)), fontsize=13)
@@ -253,21 +253,24 @@ def curves_figure(found: Sequence[tuple[str, Lines]], asked: Asked, caption: str
             style.plain_seconds(ax)
         if asked.hue:
             _legend(drawn, asked.hue, looks, joined=True, marked=False)
-        told = _bands(asked, [len(seeds) for _, lines in found for seeds in lines.values()])
+        told = _bands(asked, [seeds for _, lines in found for seeds in lines.values()])
         return style.frame(drawn, asked.title(), "\n".join(filter(None, [caption, told])))
 
 
-def _bands(asked: Asked, counts: Sequence[int]) -> str:
-    """Return what thick and thin lines and bands are, over so many seeds each."""
+def _bands(asked: Asked, curves: Sequence[Sequence[Curve]]) -> str:
+    """Return what thick and thin lines and bands are; of each line the curves of its seeds are given."""
+    counts = [len(seeds) for seeds in curves]
+    lines = convergence.drawn_as([info for seeds in curves for info in seeds])
+    small, large = ("small", "large") if lines == "marker" else ("thin", "thick")
     most, least = max(counts), min(counts)
     seeds = f"{least} to {most} seeds" if least < most else f"{most} seeds"
     if asked.band == "ranks":
-        return "band: 10–90 % of ranks" + (f"; lines and bands: medians over {seeds}" if most > 1 else "")
+        return "band: 10–90 % of ranks" + (f"; {lines} and band: medians over {seeds}" if most > 1 else "")
     if most == 1:
         return "band: 10–90 % of ranks; one seed each"
-    few = "thin: single seeds" + ", of fewer than five and where not all go on" * (most >= FEW)
+    few = f"{small}: single seeds" + ", of fewer than five and where not all go on" * (most >= FEW)
     band = "; band: its 90 % bootstrap interval" * (most >= FEW)
-    return f"thick: median over {seeds}{band}; {few}"
+    return f"{large}: median over {seeds}{band}; {few}"
 
 
 # ---------------------------------------------------------------------------------------------------------- panels

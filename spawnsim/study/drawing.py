@@ -205,7 +205,7 @@ def _curves(
             if "." in asked.y and asked.y not in run.table:
                 info = convergence.of_events(run, asked.y, asked.x)
             else:
-                info = convergence.curve(convergence.since_start(run), asked.y, over=asked.x)
+                info = convergence.of_run(run, asked.y, asked.x)
         # What one policy records another may not: what there is, is drawn.
         except ParameterError as error:
             lacking.append((cell, error))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import numpy as np
 import pytest
 from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -11,6 +13,7 @@ import spawnsim
 from spawnsim.plots import genealogy
 from spawnsim.plots.genealogy import Birth, births_of
 from spawnsim.policies import PopulationBasedTrainingPolicy
+from spawnsim.record import Table
 from spawnsim.workloads.mlp import without_data
 
 
@@ -87,6 +90,20 @@ def test_the_legend_of_founders_lies_on_no_curve() -> None:
         assert not line.get_path().transformed(ax.transData).intersects_bbox(legend, filled=False)
 
 
+def test_runs_of_different_sizes_have_each_a_readable_tree() -> None:
+    """A run of 4 ranks lay in a corner beside one of 100, whose axis it shared, under the latter's name."""
+    sizes = (100, 4)
+    drawn = genealogy.figure(
+        {f"{ranks} ranks": synthetic.run("selective", ranks=ranks, iterations=30) for ranks in sizes}
+    )
+    trees, below = drawn.axes[:2], drawn.axes[2:]
+    assert [(ax.get_ylim(), ax.get_ylabel()) for ax in trees] == [
+        ((-1, ranks), f"{ranks} ranks, by family") for ranks in sizes
+    ]
+    # Numbers of founders compare, so they share an axis; from 100 to 2 only a logarithmic one shows both.
+    assert [(ax.get_yscale(), ax.get_ylim() == below[0].get_ylim()) for ax in below] == [("log", True)] * 2
+
+
 def test_no_line_of_the_caption_ends_in_a_dot() -> None:
     """In the narrowest figure a line was broken behind what separates its parts."""
     drawn = genealogy.figure({"selective": synthetic.run("selective", ranks=20, iterations=30)})
@@ -120,3 +137,14 @@ def test_the_family_tree_of_a_population_is_drawn() -> None:
     assert len(births) == len(found.births)
     assert [line.get_label() for line in below.lines] == ["this run", "at random"]
     assert "20 virtual ranks" in drawn.get_supxlabel()
+
+
+def test_the_tree_of_a_short_run_counts_milliseconds() -> None:
+    """As all other figures over time do; it had ticks such as 0.0025 s."""
+    run = synthetic.run("selective", ranks=20, iterations=30)
+    run = dataclasses.replace(
+        run,
+        table=Table({**run.table, "time_s": run.table["time_s"] / 100}),
+        events=[event | {"time_s": event["time_s"] / 100} for event in run.events],
+    )
+    assert genealogy.figure({"selective": run}).axes[-1].get_xlabel() == "virtual time (ms)"

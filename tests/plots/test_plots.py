@@ -317,6 +317,55 @@ def test_the_curve_is_the_median_over_ranks():
     assert (found.low.tolist(), found.high.tolist()) == ([6, 2], [8, 4])
 
 
+def test_against_time_a_value_holds_until_the_next_one():
+    """A slope to the next evaluation showed a target reached before `time_to` says so; against iterations it is one."""
+    styles = {}
+    for over in ("time_s", "iteration"):
+        info = convergence.curve(TWO_RANKS, "loss", over=over)
+        ax = convergence.draw(info)
+        [corners] = [path.vertices for path in ax.collections[0].get_paths()]
+        level = [(a[1] == b[1]) or (a[0] == b[0]) for a, b in pairwise(corners)]
+        styles[over] = (ax.lines[-1].get_drawstyle(), all(level))
+    assert styles == {"time_s": ("steps-post", True), "iteration": ("default", False)}
+
+
+def test_all_lines_over_time_are_steps():
+    """Those of single seeds, of the mean model, of spreads and of medians over seeds, too."""
+    many = [made(seed) for seed in range(3)]
+    left, right = convergence.figure(many, "loss").axes
+    assert {line.get_drawstyle() for line in left.lines} == {"steps-post"}
+    assert {line.get_drawstyle() for line in right.lines} == {"default"}
+    for over, drawn in (("time_s", "steps-post"), ("iteration", "default")):
+        lines = [line for ax in diversity.figure(many, "loss", over).axes for line in ax.lines]
+        assert {line.get_drawstyle() for line in lines} == {drawn}
+    assert diversity.draw(diversity.diversity(TWO_RANKS, "loss", over="time_s")).lines[0].get_drawstyle() == (
+        "steps-post"
+    )
+    told = [{"kind": "consensus", "time_s": time_s, "at_s": time_s, "accuracy": 0.5} for time_s in (1, 2)]
+    mean = convergence.of_mean_model(dataclasses.replace(made(), events=told))
+    assert convergence.draw(mean).lines[-1].get_drawstyle() == "steps-post"
+
+
+def last_rows(run: Run) -> Run:
+    """Return a run with the last row of each rank alone."""
+    iteration = run.table["iteration"]
+    return dataclasses.replace(run, table=run.table.where(iteration == iteration.max()))
+
+
+def test_the_caption_names_what_is_drawn():
+    """A curve of one point is a marker, which the caption called a line; of real ranks alone there is no line."""
+    other = {"parameters": {"policy": "average"}}
+    for runs, says in (
+        ([made()], "line: median over ranks; band: 10–90 % of ranks"),
+        ([last_rows(made())], "marker: median over ranks; band: 10–90 % of ranks"),
+        ([last_rows(made()), made(**other)], "line or marker: median over ranks; band: 10–90 % of ranks"),
+        ([last_rows(made(seed)) for seed in range(3)], "small: each of 3 seeds; large: their median"),
+        ([last_rows(made(seed)) for seed in range(5)], "marker and band: median and its 90 % bootstrap"),
+        ([made(real=True)], "markers: real ranks, median, seconds since each rank's first row"),
+    ):
+        assert convergence.figure(runs, "loss").get_supxlabel().split("\n")[-1].startswith(says)
+
+
 def test_a_run_that_has_diverged_at_once_leaves_the_others_their_curves():
     """Of a column that was asked for it is an error; of nothing but such runs there is no curve."""
     lost = made(parameters={"lr": 10.0})
