@@ -7,6 +7,7 @@ reached a target its measure is infinite, and is drawn at the edge of the axes, 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import count
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -274,12 +275,23 @@ def mark_edges(ax: Axes, values: Floats, edge: Edges, never: tuple[str, str] = (
         return
     low, high = ax.get_ylim()
     inside = (max(low, edge.low), min(high, edge.high))
-    ticks = [float(tick) for tick in ax.get_yticks() if inside[0] < tick < inside[1]]
+    ticks = [
+        float(tick)
+        for tick in ax.get_yticks()
+        if inside[0] < tick < inside[1] and all(_apart(ax, tick, height) for height, _ in found)
+    ]
     told = [style.short(tick) for tick in ticks]
     ax.set_yticks([*ticks, *(height for height, _ in found)], [*told, *(name for _, name in found)])
     ax.set_ylim(low, high)
     for height, _ in found:
         ax.axhline(height, color="#777777", linewidth=1.0, linestyle=":")
+
+
+def _apart(ax: Axes, tick: float, height: float) -> bool:
+    """Say whether the numbers of two ticks do not touch, on the axis as it is scaled."""
+    low, high = ax.transScale.transform([(1.0, tick), (1.0, height)])[:, 1]
+    bottom, top = ax.transScale.transform([(1.0, edge) for edge in ax.get_ylim()])[:, 1]
+    return bool(abs(high - low) > 0.06 * abs(top - bottom))
 
 
 def draw_front(info: Front, ax: Axes | None = None, *, looks: Mapping[str, style.Look] | None = None) -> Axes:
@@ -300,6 +312,7 @@ def draw_front(info: Front, ax: Axes | None = None, *, looks: Mapping[str, style
         for along in ([point.x for point in info.points], [point.y for point in info.points])
     ]
     told: set[str] = set()
+    names: dict[tuple[float, float], list[str]] = {}  # of marks; some have none
     for at, point in enumerate(info.points):
         (x, left, right), (y, low, high) = (
             np.clip([each.median, each.low, each.high], edge.low, edge.high)
@@ -319,8 +332,9 @@ def draw_front(info: Front, ax: Axes | None = None, *, looks: Mapping[str, style
             linestyle="",
             label=point.hue if new else None,
         )
+        written = names.setdefault((float(x), float(y)), [])
         if point.name and (len(info.points) <= MOST_NAMES or at in info.best):
-            _name(ax, point.name, (float(x), float(y)), limits[0])
+            written.append(point.name)
     best = [info.points[at] for at in info.best]
     ax.step(
         [each.x.median for each in best], [each.y.median for each in best], where="post",
@@ -329,16 +343,40 @@ def draw_front(info: Front, ax: Axes | None = None, *, looks: Mapping[str, style
     for axis, edge in zip("xy", limits, strict=True):
         if edge.log:
             ax.set(**{f"{axis}scale": "log"})
+    _write_names(ax, names, limits[0])
     return ax
 
 
-def _name(ax: Axes, text: str, place: tuple[float, float], across: Edges) -> None:
-    """Write a name beside a mark, towards the middle: names at the right would run beyond the axes."""
+def _write_names(ax: Axes, names: Mapping[tuple[float, float], Sequence[str]], across: Edges) -> None:
+    """Write names beside marks, towards the middle: names at the right would run beyond the axes.
+
+    Those of one mark stand in lines; others go up or down by as much as keeps them off each other, and off marks.
+    """
     middle = (across.low * across.high) ** 0.5 if across.log else (across.low + across.high) / 2
-    shift, side = (-7, "right") if place[0] > middle else (7, "left")
-    ax.annotate(
-        text, place, xytext=(shift, 6), textcoords="offset points", ha=side, fontsize=10, color="#333333"
-    )
+    ax.autoscale_view()
+    # In points: a mark is 9 wide, and of a font of 10 a line is 12 high, a letter 5.6 wide in the mean.
+    marks = {place: ax.transData.transform(place) * 72 / ax.figure.dpi for place in names}
+    taken = [(x - 4.5, x + 4.5, y - 4.5, y + 4.5) for x, y in marks.values()]
+    named = [(place, lines) for place, lines in names.items() if lines]
+    for place, texts_ in sorted(named, key=lambda each: (-each[0][1], each[0][0])):
+        side = -1 if place[0] > middle else 1
+        x, y = marks[place]
+        wide, high = 5.6 * max(map(len, texts_)), 12.0 * len(texts_)
+        ends = sorted((x + 7 * side, x + (7 + wide) * side))
+        up = next(
+            each
+            for step in count()
+            for each in (6.0 + 6 * step, 6.0 - 6 * step)
+            if not any(
+                ends[0] < right and ends[1] > left and y + each < top and y + each + high > bottom
+                for left, right, bottom, top in taken
+            )
+        )
+        taken.append((ends[0], ends[1], y + up, y + up + high))
+        ax.annotate(
+            "\n".join(texts_), place, xytext=(7 * side, up), textcoords="offset points", fontsize=10,
+            ha="left" if side > 0 else "right", color="#333333",
+        )  # fmt: skip
 
 
 def draw_heat(info: Heat, ax: Axes | None = None, *, limits: tuple[float, float] | None = None) -> Axes:

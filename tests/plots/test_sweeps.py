@@ -7,13 +7,14 @@ from typing import Any
 
 import numpy as np
 import pytest
+from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
 from spawnsim.errors import ParameterError
 from spawnsim.plots import panels, style, sweeps
 from spawnsim.plots.measures import Measure
 from spawnsim.plots.panels import Asked
-from spawnsim.plots.series import bootstrap_median
+from spawnsim.plots.series import Interval, bootstrap_median
 from spawnsim.record import Table
 from spawnsim.run import Run
 
@@ -150,6 +151,35 @@ def test_infinite_values_stand_beyond_all_others():
     assert sweeps.edges(np.array([np.inf])).high == 1.0
     found = bootstrap_median([1.0, 2.0, 3.0, np.inf, np.inf])
     assert found.median == 3.0 and found.low in (1.0, 2.0, 3.0) and found.high == np.inf
+
+
+def test_names_in_a_plane_do_not_cover_each_other():
+    """Two settings of one outcome had their names written on one place, and neighbours overlapped."""
+    names = ["ratio 0.1, no stragglers", "ratio 0.3, no stragglers", "ratio 0.5, slow", "ratio 0.7, slow"]
+    even = Interval(0.5, 0.5, 0.5)
+    places = [(100.0, even), (100.0, even), (101.0, even), (104.0, Interval(0.501, 0.501, 0.501))]
+    points = [
+        sweeps.Point("none", name, Interval(x, x, x), y) for name, (x, y) in zip(names, places, strict=True)
+    ]
+    points.append(sweeps.Point("average", "", Interval(400, 400, 400), Interval(0.9, 0.9, 0.9)))
+    ax = sweeps.draw_front(sweeps.Front(tuple(points), ()))
+    FigureCanvasAgg(ax.figure).draw()
+    assert {text.get_text() for text in ax.texts} == {"\n".join(names[:2]), *names[2:]}
+    boxes = [text.get_window_extent() for text in ax.texts]
+    assert not any(one.overlaps(other) for at, one in enumerate(boxes) for other in boxes[:at])
+
+
+def test_never_keeps_clear_of_the_numbers_below_it():
+    """It was written upon the tick of 3.5 seconds."""
+    heights = np.array([0.4, 3.2, np.inf])
+    ax = Figure().subplots()
+    edge = sweeps.edges(heights)
+    ax.plot([0, 1, 2], np.minimum(heights, edge.high))
+    sweeps.mark_edges(ax, heights, edge)
+    FigureCanvasAgg(ax.figure).draw()
+    boxes = [label.get_window_extent() for label in ax.get_yticklabels() if label.get_text()]
+    assert ax.get_yticklabels()[-1].get_text() == "never"
+    assert not any(one.overlaps(boxes[-1]) for one in boxes[:-1])
 
 
 def test_what_never_arrives_is_named_on_the_axis():
