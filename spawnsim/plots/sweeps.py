@@ -6,8 +6,8 @@ reached a target its measure is infinite, and is drawn at the edge of the axes, 
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
-from itertools import count
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -365,7 +365,7 @@ def _write_names(ax: Axes, names: Mapping[tuple[float, float], Sequence[str]], a
         ends = sorted((x + 7 * side, x + (7 + wide) * side))
         up = next(
             each
-            for step in count()
+            for step in itertools.count()
             for each in (6.0 + 6 * step, 6.0 - 6 * step)
             if not any(
                 ends[0] < right and ends[1] > left and y + each < top and y + each + high > bottom
