@@ -135,6 +135,7 @@ def _circumstance(name: str, value: Any) -> Fact:
     return Fact(_short(value) if plain else f"{word} {_short(value)}", str(value))
 
 
+LACKING = (None, "", "none")  # of a circumstance: there is none
 CIRCUMSTANCES = {"file", "backend", "platform", "stragglers", "faults", "compute", "deadline_s", "ties"}
 
 
@@ -362,7 +363,7 @@ def _first_words(text: str, most: int = 70) -> str:
 
 
 def _distinct(runs: Sequence[Recorded], name: str) -> list[str]:
-    known = [facts(run) for run in runs if run.what.get(name) not in (None, "", "none")]
+    known = [facts(run) for run in runs if run.what.get(name) not in LACKING]
     return list(dict.fromkeys(found[name].shown for found in known if name in found))
 
 
@@ -386,6 +387,9 @@ def setting(runs: Sequence[Recorded]) -> str:
     virtual = [run for run in runs if not is_real(run)]
     for name, word in (("platform", ""), ("stragglers", "stragglers "), ("faults", "")):
         values = _distinct(virtual, name)
+        # Of runs with and without, the caption of all must not speak as if each had them.
+        if values and name != "platform" and any(run.what.get(name) in LACKING for run in virtual):
+            values.insert(0, "none" if word else f"no {name}")
         parts += [word + " / ".join(values[:4]) + " …" * (len(values) > 4)] if values else []
     seeds = sorted({str(run.what["seed"]) for run in runs if run.what.get("seed") is not None}, key=_by_size)
     if seeds:

@@ -27,6 +27,7 @@ FORMATS = ("png", "pdf")
 CHARACTERS_PER_INCH = 13  # of a caption
 TITLE_PER_INCH = 6.5  # characters of a title
 LABEL_WIDTH = 24  # characters of a label beside its line
+LABEL_SIZES = (12.0, 9.0, 7.5, 6.0, 5.0)  # of its letters, the first in which all labels fit
 MOST_LINES = 5  # of a name: more would leave the axes no room
 
 
@@ -143,15 +144,27 @@ def label_ends(ax: Axes, ends: Mapping[str, float], styles: Mapping[str, Look]) 
     to_axes = ax.transAxes.inverted()
     # In the coordinates of the axes, where a gap between names is the same on linear and logarithmic scales.
     heights = [float(to_axes.transform(ax.transData.transform((0.0, y)))[1]) for y in ends.values()]
-    texts = [in_lines(name) for name in ends]
+    size, texts, lines = next(
+        found
+        for small in LABEL_SIZES
+        for found in [_in_size(ends, small)]
+        # Below the first a line takes more, as axes with long captions are lower.
+        if (0.055 if small == LABEL_SIZES[0] else 0.06) * small / 12 * found[2] * len(ends) <= 1.0
+        or small == LABEL_SIZES[-1]
+    )
     # Never more than an equal share of the height, or the names would run beyond the axes.
-    gap = min(0.075 * max(text.count("\n") + 1 for text in texts), 1.0 / len(texts))
-    size = 12.0 if gap >= 0.055 * max(text.count("\n") + 1 for text in texts) else 9.0
+    gap = min(0.075 * size / 12 * lines, 1.0 / len(texts))
     for name, text, height in zip(ends, texts, within(spread(heights, gap), gap), strict=True):
         colour = styles[name].colour
         ax.text(
             1.02, height, text, transform=ax.transAxes, va="center", color=colour, weight="bold", size=size
         )
+
+
+def _in_size(names: Iterable[str], size: float) -> tuple[float, list[str], int]:
+    """Return a size of letters, names in lines that are as wide in it as in the largest, and the most lines of one."""
+    texts = [in_lines(name, int(LABEL_WIDTH * LABEL_SIZES[0] / size)) for name in names]
+    return size, texts, max((text.count("\n") + 1 for text in texts), default=1)
 
 
 def within(places: Sequence[float], gap: float) -> list[float]:

@@ -366,6 +366,30 @@ def test_the_caption_names_what_is_drawn():
         assert convergence.figure(runs, "loss").get_supxlabel().split("\n")[-1].startswith(says)
 
 
+def test_the_caption_says_that_some_runs_have_no_stragglers():
+    """It named those of the others, as if all runs had them."""
+    assert "stragglers none / slow:0.05,10" in setting(
+        [made(stragglers=None), made(stragglers="slow:0.05,10")]
+    )
+    assert "no faults / faults crash:3@1s" in setting([made(faults="crash:3@1s"), made()])
+    assert "none" not in setting([made(stragglers="slow:0.05,10")])
+
+
+def test_labels_of_many_curves_do_not_cover_each_other():
+    """Of twelve curves with long names those in two and three lines overlapped."""
+    runs = [
+        made(parameters={"policy": policy, "replacement_ratio": ratio}, stragglers=slow)
+        for policy in ("none", "average", "selective")
+        for ratio in (0.1, 0.3)
+        for slow in ("lognormal:0.3", "slow:0.2,10")
+    ]
+    for drawn in (convergence.figure(runs, "loss"), diversity.figure(runs, "loss")):
+        FigureCanvasAgg(drawn).draw()
+        boxes = [text.get_window_extent() for text in drawn.axes[-1].texts]
+        assert len(boxes) == 12
+        assert not any(one.overlaps(other) for at, one in enumerate(boxes) for other in boxes[:at])
+
+
 def test_a_run_that_has_diverged_at_once_leaves_the_others_their_curves():
     """Of a column that was asked for it is an error; of nothing but such runs there is no curve."""
     lost = made(parameters={"lr": 10.0})
