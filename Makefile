@@ -44,7 +44,7 @@ VIRTUAL := $(addprefix tests/,virtual columnar checkpoints fuzzing rerun trainin
 
 # Two at a time, each with a core, the longest first; what each says comes in one piece, when it ends; all end, also if one has failed.
 test: $(INSTALLED)
-	$(MAKE) --jobs 2 --keep-going --output-sync check-real check-others check-policies check-virtual lint
+	$(MAKE) --jobs 2 --keep-going --output-sync check-real check-others check-virtual check-policies lint
 
 lint: $(INSTALLED)
 	$(BIN)/ruff check .
