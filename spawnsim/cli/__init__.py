@@ -15,6 +15,7 @@ import sys
 import traceback
 from collections.abc import Sequence
 from importlib import import_module
+from io import TextIOWrapper
 
 from spawnsim import __version__
 from spawnsim.errors import (
@@ -235,6 +236,10 @@ def _written(code: int) -> int:
 
 def entry() -> None:
     """Run this process's command line; does not return."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, TextIOWrapper):
+            # A terminal that knows neither "µ" nor "→" (PYTHONIOENCODING=ascii, latin-1) shows "?" in their place.
+            stream.reconfigure(errors="replace")
     # No rank of a real job, which a sweep itself never is unless MPI carries it.
     alone = "--backend" not in sys.argv or sys.argv[1:2] == ["sweep"]
     alone = alone and "mpi4py.MPI" not in sys.modules

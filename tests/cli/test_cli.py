@@ -836,6 +836,15 @@ def test_a_full_disk_is_told(unbuffered: str) -> None:
     assert (done.returncode, done.stderr) == (2, b"spawnsim: No space left on device\n")
 
 
+@pytest.mark.parametrize("words", [["--help"], ["run", "--help"], ["list"], ["doctor"]])
+def test_a_terminal_may_know_few_characters(words: list[str]) -> None:
+    """What it has no character for is a question mark, and no error of ours."""
+    command, environ = [sys.executable, "-m", "spawnsim", *words], os.environ | {"PYTHONIOENCODING": "ascii"}
+    done = subprocess.run(command, capture_output=True, env=environ, check=False, timeout=60)
+    assert (done.returncode, done.stderr) == (0, b"")
+    assert b"?" in done.stdout
+
+
 def _written_to(place: int, words: str, unbuffered: str) -> subprocess.CompletedProcess[bytes]:
     command = [sys.executable, "-m", "spawnsim", *words.split()]
     environ = os.environ | {"PYTHONUNBUFFERED": unbuffered}
