@@ -270,10 +270,10 @@ def has_main(path: Path) -> bool:
 def tree_of(path: Path) -> ast.Module:
     """Return a file's syntax tree. Raises `ParameterError` if there is no such file, or it is not Python."""
     try:
-        return ast.parse(path.read_text(encoding="utf-8"), str(path))
+        return ast.parse(path.read_bytes(), str(path))  # which may begin with a mark, or name its encoding
     except OSError as error:
         raise ParameterError(f"cannot read {path}: {error.strerror}") from error
-    # Bytes that are not UTF-8 raise a UnicodeDecodeError, which is a ValueError.
+    # A byte that is 0 raises a ValueError in some versions of Python.
     except (SyntaxError, ValueError) as error:
         raise ParameterError(f"{path} is not a Python program: {error}") from error
 

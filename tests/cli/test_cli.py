@@ -19,7 +19,7 @@ import spawnsim
 from spawnsim import cli, options
 from spawnsim.errors import Deadlock, InternalError, Livelock, ParameterError, RankError, RankFailed, Timeout
 from spawnsim.run import virtual
-from spawnsim.run.program import load, program
+from spawnsim.run.program import is_unmodified, load, program
 from spawnsim.run.progress_bar import Bar
 from spawnsim.run.result import whole_digest
 from spawnsim.scenario import Scenario
@@ -212,6 +212,18 @@ def test_files_that_are_no_program(tmp_path: Path, text: str | None, message: st
         path.write_text(text)
     with pytest.raises(ParameterError, match=message):
         load(path)
+
+
+@pytest.mark.parametrize(
+    "head", [b"\xef\xbb\xbf", b"# -*- coding: latin-1 -*-\r\n# gr\xfc\xdfe\r\n"], ids=["marked", "latin-1"]
+)
+def test_a_program_may_be_in_any_encoding_that_python_reads(tmp_path: Path, head: bytes) -> None:
+    """With the byte order mark of editors on Windows, or with an encoding that its first line names."""
+    path = tmp_path / "train.py"
+    path.write_bytes(head + b"def main(comm):\r\n    return 3\r\n")
+    assert load(path)(None) == 3
+    path.write_bytes(head + b"from mpi4py import MPI\r\n")
+    assert is_unmodified(path)
 
 
 def test_the_bar_counts_rows_where_it_knows_how_many_there_will_be() -> None:
