@@ -188,14 +188,9 @@ def _elsewhere(again: Again, hash_seed: str) -> dict[str, Any]:
     """Run it in a process of its own; return its digest, its leaks, and each rank's events."""
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "log.json"
-        line = [
-            sys.executable,
-            "-m",
-            "spawnsim.rerun.divergence",
-            str(again.folder),
-            str(again.file),
-            str(out),
-        ]
+        # Not by -m: this module, which its package imports, would be loaded twice.
+        call = f"import sys; from {__name__} import main; main(*sys.argv[1:])"
+        line = [sys.executable, "-c", call, str(again.folder), str(again.file), str(out)]
         done = subprocess.run(
             line, check=False, text=True, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE,
             env=os.environ | {"PYTHONHASHSEED": hash_seed},
@@ -337,7 +332,3 @@ def main(folder: str, file: str, out: str) -> None:
         "log": [digest.log for digest in digests], "outcome": run.outcome,
     }  # fmt: skip
     Path(out).write_text(json.dumps(document), encoding="utf-8")
-
-
-if __name__ == "__main__":
-    main(*sys.argv[1:])

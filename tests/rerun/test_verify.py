@@ -42,8 +42,9 @@ def test_a_leak_is_located_and_explained(name, tmp_path, capsys):
     assert verdict["line"] == f"{name}.py:{line_of(program, 'comm.' + verdict['call'])}"
 
 
-def test_a_run_that_repeats(tmp_path, capsys):
-    """With faults, stragglers, a platform, parameters and an order of ties, all from the folder."""
+def test_a_run_that_repeats(tmp_path, capsys, monkeypatch):
+    """With faults, stragglers, a platform, parameters and an order of ties, all from the folder; nothing warns."""
+    monkeypatch.setenv("PYTHONWARNINGS", "error")
     spawnsim.run(
         PROGRAMS / "planted" / "off_by_one_age.py", ranks=12, out=tmp_path / "run", faults="slow:11@0.02s+0.1s,3",
         stragglers="lognormal:0.3", platform="ethernet-10g", ties="random:5", seed=3, parameters={"fixed": True},
