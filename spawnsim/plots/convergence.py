@@ -182,7 +182,7 @@ def draw(
                 step="post" if info.held else None,
             )  # fmt: skip
     ax.plot(
-        info.x, info.median, color=look.colour, linestyle=look.dashes, drawstyle=_joined(info),
+        info.x, info.median, color=look.colour, linestyle=look.dashes, drawstyle=joined(info.held),
         marker=look.marker if look.marked or alone else "", markevery=max(len(info.x) // 8, 1), markersize=6,
     )  # fmt: skip
     return ax
@@ -211,12 +211,13 @@ def _draw_seeds(info: Curve, ax: Axes, look: style.Look) -> None:
         marker = look.marker if len(each.x) == 1 else ""
         ax.plot(
             each.x, heights, color=look.colour, linewidth=1.0, alpha=0.6, marker=marker, markersize=4,
-            drawstyle=_joined(each),
+            drawstyle=joined(each.held),
         )  # fmt: skip
 
 
-def _joined(info: Curve) -> Literal["steps-post", "default"]:
-    return "steps-post" if info.held else "default"
+def joined(held: bool) -> Literal["steps-post", "default"]:
+    """Return how matplotlib joins the points of a curve whose heights are held, or are not."""
+    return "steps-post" if held else "default"
 
 
 def looks_of(found: Groups) -> dict[str, style.Look]:

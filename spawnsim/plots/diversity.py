@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from matplotlib.axes import Axes
@@ -44,7 +44,7 @@ def draw(
 ) -> Axes:
     """Draw one measure ("std", "cv" or "range") as a line."""
     ax = style.axes_or_new(ax)
-    steps: Literal["steps-post", "default"] = "steps-post" if info.held else "default"
+    steps = convergence.joined(info.held)
     ax.plot(info.x, getattr(info, measure), color=look.colour, linestyle=look.dashes, drawstyle=steps)
     ax.set_title(MEASURES[measure])
     return ax
