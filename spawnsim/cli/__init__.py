@@ -209,18 +209,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _is_unread() -> bool:
-    """Return whether the reader of standard output has gone, such as `head`; then what is left goes nowhere."""
+    """Return whether the reader of standard output has gone, such as `head`."""
     asked = select.poll()
     asked.register(sys.stdout.fileno(), select.POLLOUT)
-    unread = any(state & (select.POLLERR | select.POLLHUP) for _, state in asked.poll(0))
-    if unread:
-        _discard()
-    return unread
-
-
-def _discard() -> None:
-    """Let what is left of standard output go nowhere: else the interpreter writes it at its end, and complains."""
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return any(state & (select.POLLERR | select.POLLHUP) for _, state in asked.poll(0))
 
 
 def _written(code: int) -> int:
@@ -230,7 +222,8 @@ def _written(code: int) -> int:
             sys.stdout.flush()
     except OSError as error:
         code = code or (UNREAD if _is_unread() else report_refusal(error))
-        _discard()
+        # What is left goes nowhere: else the interpreter writes it at its end, and complains.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return code
 
 

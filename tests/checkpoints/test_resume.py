@@ -83,9 +83,7 @@ def test_faults_of_links_strike_a_resumed_run_alike(tmp_path: Path) -> None:
     same(whole, run(tmp_path / "part", resume=True, policy="selective", faults=faults, greets=False))
 
 
-def test_a_killed_process_leaves_rows_and_goes_on_by_one_command(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_killed_process_leaves_rows_and_goes_on_by_one_command(tmp_path: Path) -> None:
     """SIGKILL amid an iteration; `spawnsim resume`, twice."""
     whole = run(tmp_path / "whole", policy="selective", die="")
     flag, out = tmp_path / "died", tmp_path / "killed"
@@ -97,9 +95,12 @@ def test_a_killed_process_leaves_rows_and_goes_on_by_one_command(
     assert killed.returncode == -9
     left = spawnsim.Run.load(out)
     assert left.outcome == "running"
-    capsys.readouterr()
-    assert cli.main(["resume", str(out), "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["digest"] == whole.totals["digest"]
+    resumed = subprocess.run(
+        [sys.executable, "-m", "spawnsim", "resume", str(out), "--json"],
+        env=os.environ, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert resumed.returncode == 0, resumed.stderr
+    assert json.loads(resumed.stdout)["digest"] == whole.totals["digest"]
     found = spawnsim.Run.load(out)
     same(whole, found)
     assert found.what["made"]["resumed_at"] == [12]

@@ -7,7 +7,7 @@ from support.virtual_run import LATENCY, platform, run
 from spawnsim.errors import Livelock
 from spawnsim.virtual.mpi.module import MPI
 
-PROGRAMS = 40
+PROGRAMS = 60
 
 
 @pytest.mark.parametrize("mixture", MIXTURES)
