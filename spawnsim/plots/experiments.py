@@ -7,7 +7,7 @@ curve.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
@@ -214,6 +214,21 @@ class Groups:
                 name = f"{group.label}, seed {run.what.get('seed')}" if len(group.runs) > 1 else group.label
                 found[_unused(name, found)] = run
         return list(found.items())
+
+    def alone(self, wanted: Callable[[Recorded], bool], most: int) -> list[tuple[str, Recorded]]:
+        """Return the runs to show one by one.
+
+        Args:
+            wanted: whether a run has what is shown.
+            most: if more have it, the first one of each curve stands for the others, under the curve's name.
+
+        Returns:
+            Names and runs.
+        """
+        found = [(name, run) for name, run in self.named if wanted(run)]
+        if len(found) <= most:
+            return found
+        return [(group.label, run) for group in self if (run := next(filter(wanted, group.runs), None))]
 
     @property
     def by(self) -> str:

@@ -14,6 +14,7 @@ from spawnsim.plots import convergence, diversity, genealogy, replacement, style
 from spawnsim.plots.experiments import Groups, Recorded, grouped, ranks_of
 
 METRICS = ("accuracy", "modes_found", "loss")
+MOST_ALONE = 8  # runs with figures of their own; of more the first of each curve
 
 
 def metrics_of(runs: Sequence[Recorded]) -> list[str]:
@@ -41,6 +42,8 @@ def with_rows(runs: Sequence[Recorded] | Groups, column: str = "rank") -> Groups
 
 def figures(runs: Sequence[Recorded] | Groups, columns: Sequence[str] = ()) -> Iterator[tuple[str, Figure]]:
     """Draw all that the runs have data for: convergence, diversity, time use; who was replaced, by whom.
+
+    Who was replaced is drawn for each run; of more than eight, for the first one of each curve.
 
     Args:
         runs: the runs, or groups of them.
@@ -76,13 +79,17 @@ def stem_of(name: str) -> str:
 
 
 def _replaced(found: Groups) -> Iterator[tuple[str, Figure]]:
-    for name, run in found.named:
-        if any(event.get("kind") == "replacement" for event in run.events):
-            stem = stem_of(name)
-            yield f"replacement-raster-{stem}", replacement.raster_figure(run, name=name)
-            yield f"replacement-lineage-{stem}", replacement.lineage_figure(run, name=name)
-            if ranks_of(run) <= genealogy.MOST_RANKS and genealogy.births_of(run.events, ranks_of(run)):
-                yield f"genealogy-{stem}", genealogy.figure({name: run})
+    # A run has three figures of its own: of a sweep's hundreds nobody would look at all.
+    for name, run in found.alone(_has_replacements, MOST_ALONE):
+        stem = stem_of(name)
+        yield f"replacement-raster-{stem}", replacement.raster_figure(run, name=name)
+        yield f"replacement-lineage-{stem}", replacement.lineage_figure(run, name=name)
+        if ranks_of(run) <= genealogy.MOST_RANKS and genealogy.births_of(run.events, ranks_of(run)):
+            yield f"genealogy-{stem}", genealogy.figure({name: run})
+
+
+def _has_replacements(run: Recorded) -> bool:
+    return any(event.get("kind") == "replacement" for event in run.events)
 
 
 def save_all(

@@ -111,13 +111,10 @@ def _shares(info: TimeUse) -> str:
 def figure(runs: Sequence[Recorded] | Groups) -> Figure | None:
     """Return one panel per run, of many runs per group, on one height; None where no run recorded durations."""
     found = grouped(runs)
-    known = [(name, info) for name, run in found.named if (info := of_run(run)) is not None]
-    alone = ""
     # Beyond two rows panels are too small to read; one run of each curve says what all of them do.
-    if len(known) > PANELS:
-        first = {group.label: of_run(group.runs[0]) for group in found}
-        known = [(name, info) for name, info in first.items() if info is not None]
-        alone = " · of each curve the first run"
+    shown = found.alone(lambda run: of_run(run) is not None, PANELS)
+    known = [(name, info) for name, run in shown if (info := of_run(run)) is not None]
+    alone = " · of each curve the first run" if len(shown) < len(found.runs) > PANELS else ""
     if not known:
         return None
     rows, columns = -(-len(known) // COLUMNS), min(len(known), COLUMNS)

@@ -21,6 +21,8 @@ from spawnsim.record.journal import RankStates
 from spawnsim.report.ranks import MOST, Curve, curve, kinds, latest, standing
 from spawnsim.run.result import DASH, FINISHED, TOTALS
 
+PIXELS = 88  # of an inch of a figure: letters of all figures have one size, and most figures fill the page
+
 
 class Ending(NamedTuple):
     """How a run ended: in a `word`, the line that says why, and all else that is known of it."""
@@ -48,11 +50,12 @@ class Ending(NamedTuple):
 
 
 class Picture(NamedTuple):
-    """A figure for an `img` element: `kind` of image, base64 `data`, and its name for those who cannot see it."""
+    """A figure for an `img` element: its name for those who cannot see it, its kind, its bytes in base64, its width."""
 
     name: str
     kind: str
     data: str
+    width: int
 
 
 def number(value: object) -> str:
@@ -77,7 +80,8 @@ def _pictures(found: Groups) -> list[Picture]:
         # Saved within the style, as it was made: matplotlib reads some of its parameters only when it draws.
         with talk():
             figure.savefig(buffer, format="png", dpi=120)
-        pictures.append(Picture(name, "png", base64.b64encode(buffer.getvalue()).decode()))
+        data = base64.b64encode(buffer.getvalue()).decode()
+        pictures.append(Picture(name, "png", data, round(figure.get_figwidth() * PIXELS)))
     return pictures
 
 

@@ -695,6 +695,17 @@ def test_all_figures_are_made_and_saved_alike(runs: list[plots.Recorded], tmp_pa
     assert dict(mpl.rcParams) == before
 
 
+def test_of_many_runs_the_first_of_each_curve_has_figures_of_its_own():
+    """A report of a sweep of 5 x 2 runs had 30 figures of who was replaced."""
+    many = [made(seed, parameters={"every": every}) for every in range(5) for seed in (0, 1)]
+    assert {name for name, _ in plots.grouped(many[:8]).alone(lambda run: True, 8)} == {
+        f"every {every}, seed {seed}" for every in range(4) for seed in (0, 1)
+    }
+    found = plots.grouped(many).alone(lambda run: run is not many[0], 8)
+    assert found == [(f"every {every}", many[max(1, 2 * every)]) for every in range(5)]
+    assert sum(stem.startswith("replacement-raster") for stem, _ in plots.figures(many)) == 5
+
+
 def test_every_axis_has_a_label(runs: list[plots.Recorded]):
     """No panel without words on its axes, shared ones aside."""
     for stem, figure in plots.figures(runs):
