@@ -54,6 +54,11 @@ def calibrate(argv: Sequence[str]) -> int:
         return 0
     platform = fit(measured, options.out.stem)
     pairs = compare(measured, platform)
+    if measured.sharing > measured.ranks_per_node:
+        sys.stderr.write(
+            f"spawnsim: note: of the {measured.sharing} ranks on a node {measured.ranks_per_node} were measured, as "
+            "many as it has cores; the file says how many share them\n"
+        )
     if options.picture:  # it shows, too, why measurements are refused
         draw_fit(pairs, platform, options.picture)
     found = scores(pairs)

@@ -81,8 +81,10 @@ def test_a_switch_is_given_back() -> None:
     assert {score.operation: score for score in scores(compare(measured, found))}[ALL].held_out < 0.001
 
 
-def test_ranks_that_share_cores_are_given_back(tmp_path: Path) -> None:
-    """Of four ranks on two cores two are measured, with a core each; the file says how many share them."""
+def test_ranks_that_share_cores_are_given_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Of four ranks on two cores two are measured, and that is said; the file has how many share them."""
     network = Switch(Hockney(20e-6, 1e9))
     truth = Platform("truth", network, step=Fixed(0.004), cores=Cores(2, 4))
     measured = _measured(truth, effort=SMALL, cores=2)
@@ -92,7 +94,9 @@ def test_ranks_that_share_cores_are_given_back(tmp_path: Path) -> None:
     assert isinstance(found.step, Fixed)
     assert found.step.duration_s == pytest.approx(0.004, rel=1e-3)
     path = tmp_path / "measured.toml"
-    fidelity.write(path, found, scores(compare(measured, found)))
+    monkeypatch.setattr(fidelity, "measure_here", lambda effort: measured)
+    assert fidelity.calibrate(["--out", str(path)]) == 0
+    assert "of the 4 ranks on a node 2 were measured" in capsys.readouterr().err
     assert load_platform(path).cores == found.cores
 
 
