@@ -12,11 +12,12 @@ import sys
 import traceback
 from pathlib import Path
 
+from torch import _dynamo  # every optimizer imports it: 1 s of each process
 from torch.distributed import PrefixStore, checkpoint, fsdp, optim
 from torch.distributed.tensor import parallel
 
 rendezvous = sys.modules["torch.distributed.rendezvous"]  # whose name in the package is a function
-LOADED = checkpoint, fsdp, optim, parallel  # what programs use, loaded once
+LOADED = _dynamo, checkpoint, fsdp, optim, parallel  # what programs use, loaded once
 HERE = Path(__file__).parent
 
 
