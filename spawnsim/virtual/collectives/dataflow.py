@@ -182,8 +182,7 @@ class Evaluation:
         (`wire.Rendezvous`). A sender does not stay for a receiver that comes later: whose leaving depends on whom is
         as without.
         """
-        long = np.asarray(nbytes) > self.eager_bytes
-        if not (self.asks and long.any()):
+        if not self.asks or not (long := np.asarray(nbytes) > self.eager_bytes).any():
             return begin + costs.flight_s, 0.0
         trip_s = self._ask(pattern, 0).flight_s
         start = np.maximum(begin + trip_s, self._receivers(pattern)) + trip_s
@@ -302,7 +301,7 @@ class Evaluation:
         self.meet()
         sent = [self.send(pattern, costs, nbytes) for pattern, nbytes, costs in asked]
         for (pattern, nbytes, _), (arrival, costs) in zip(asked, sent, strict=True):
-            self.take(pattern, costs, arrival, np.multiply(nbytes, gamma))
+            self.take(pattern, costs, arrival, np.multiply(nbytes, gamma) if gamma else 0.0)
 
     def narrow(self, ranks: Ints) -> None:
         """Keep the vectors of these ranks alone, until `widen`: rounds among them need no gathering and scattering."""

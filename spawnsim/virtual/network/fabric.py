@@ -31,7 +31,7 @@ class CostTable:
         counts = [len(own) for own in pieces]
         self.fixed = np.array([piece.fixed for own in pieces for piece in own]).T
         self.per_byte = np.array([piece.per_byte for own in pieces for piece in own]).T
-        self.used = self.fixed.any(axis=1) | self.per_byte.any(axis=1)
+        self.used = np.flatnonzero(self.fixed.any(axis=1) | self.per_byte.any(axis=1)).tolist()
         self.begin = np.cumsum([0, *counts[:-1]])
         self.starts = np.full((len(links), max(counts)), _FAR)
         for kind, own in enumerate(pieces):
@@ -55,12 +55,14 @@ class CostTable:
             return evaluate(self.links[kind], nbytes)
         if not nbytes.size:
             return Costs(0.0, 0.0, 0.0, 0.0, 0.0)
-        least, most = (int((self.starts[kind] <= n).sum()) - 1 for n in (nbytes.min(), nbytes.max()))
-        if least != most:
-            return self.mixed(np.full(nbytes.shape, kind), nbytes)
-        piece = self.begin[kind] + least
+        piece = self.begin[kind]
+        if self.starts.shape[1] > 1:
+            least, most = (int((self.starts[kind] <= n).sum()) - 1 for n in (nbytes.min(), nbytes.max()))
+            if least != most:
+                return self.mixed(np.full(nbytes.shape, kind), nbytes)
+            piece += least
         columns: list[Floats | float] = [0.0] * 5
-        for i in np.flatnonzero(self.used):
+        for i in self.used:
             columns[i] = self.fixed[i, piece] + nbytes * self.per_byte[i, piece]
         return Costs(*columns)
 
@@ -70,7 +72,7 @@ class CostTable:
         if self.starts.shape[1] > 1:
             piece = piece + (np.asarray(nbytes)[..., None] >= self.starts[kinds]).sum(axis=1) - 1
         columns: list[Floats | float] = [0.0] * 5
-        for i in np.flatnonzero(self.used):
+        for i in self.used:
             columns[i] = self.fixed[i, piece] + nbytes * self.per_byte[i, piece]
         return Costs(*columns)
 

@@ -60,8 +60,9 @@ def bandwidth_Bps(link: Link) -> float:
 
 def evaluate(pieces: tuple[Piece, ...], nbytes: float) -> Costs:
     """Return the cost of one message of `nbytes` bytes."""
-    piece = pieces[bisect_right(pieces, nbytes, key=lambda p: p.from_bytes) - 1]
-    return Costs(*(fixed + nbytes * slope for fixed, slope in zip(piece.fixed, piece.per_byte, strict=True)))
+    at = bisect_right(pieces, nbytes, key=lambda p: p.from_bytes) - 1 if len(pieces) > 1 else 0
+    _, fixed, per_byte = pieces[at]
+    return Costs(*[constant + nbytes * slope for constant, slope in zip(fixed, per_byte, strict=True)])
 
 
 @dataclass(frozen=True, slots=True)
