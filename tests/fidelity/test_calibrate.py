@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -47,6 +48,7 @@ def small_products(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(measuring, "SIDE", 2)
 
 
+@functools.cache
 def _measured(
     platform: Platform, ranks: int = 4, per_node: int = 64, effort: Effort = EFFORT, cores: int | None = None
 ) -> Measured:
