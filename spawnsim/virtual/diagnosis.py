@@ -17,6 +17,7 @@ import os
 import sys
 import sysconfig
 import threading
+from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache, partial
@@ -27,7 +28,9 @@ from types import CodeType, FrameType
 from spawnsim.errors import Deadlock, Livelock, SpawnsimError, UsageError
 from spawnsim.units import text_table
 from spawnsim.virtual.engine.event_queue import ScheduledCall
-from spawnsim.virtual.engine.kernel import Kernel, Task
+from spawnsim.virtual.engine.kernel import Kernel, Task, Wait
+from spawnsim.virtual.engine.matching import undelivered
+from spawnsim.virtual.engine.waiting import Waiting, WaitingForAny
 from spawnsim.virtual.engine.world import Rank, World
 
 PACKAGE = str(Path(__file__).parent.parent) + os.sep  # where spawnsim's own files lie
@@ -35,6 +38,7 @@ SIMULATOR = str(Path(__file__).parent) + os.sep
 STANDARD = tuple(sysconfig.get_path(name) for name in ("stdlib", "platstdlib"))
 INSTALLED = ("site-packages", "dist-packages")  # the interpreter's, a user's, and Debian's, wherever they lie
 SHOWN = 24  # rows of the table
+SHOWN_LEFT = 4  # kinds of messages that fit no receive
 WRAPPER = "watching"  # the function in which `timeline` wraps calls
 
 
@@ -52,6 +56,7 @@ def deadlock(tasks: Sequence[Task], ended: Sequence[int]) -> Deadlock:
         f"deadlock: {len(tasks)} of {len(tasks) + len(ended)} ranks {wait} and nothing can end it; {reason}\n"
         + standing(tasks, ring)
         + _remedy([task for task in tasks if task.rank in ring])
+        + _unmatched(tasks)
     )
 
 
@@ -66,6 +71,31 @@ def _remedy(tasks: Sequence[Task]) -> str:
     if calls and calls <= {"Recv", "recv"} and len(tasks) > 1:
         return "\nEach waits to receive before it sends: let one send first, or use Sendrecv"
     return ""
+
+
+def _unmatched(tasks: Sequence[Task]) -> str:
+    """Name the messages that lie before receives which do not fit them: most likely one of the two is wrong."""
+    waits = [(task.rank, each) for task in tasks if task.wait is not None for each in _receives(task.wait)]
+    left = Counter(
+        f"rank {message.source} to rank {wait.members.index(rank)}, tag {message.tag}, on {wait.comm}"
+        for (rank, _), wait in {(rank, wait.context): wait for rank, wait in waits}.items()
+        if (mailbox := wait.context.mailboxes.get(rank)) is not None and rank in wait.members
+        for message in undelivered(mailbox)
+    )
+    if not left:
+        return ""
+    shown = [f"{f'{count} times ' if count > 1 else ''}{text}" for text, count in left.items()]
+    more = f"; and {len(shown) - SHOWN_LEFT} more" if len(shown) > SHOWN_LEFT else ""
+    return (
+        f"\nSent, and no receive fits: {'; '.join(shown[:SHOWN_LEFT])}{more}. "
+        "A receive must name the message's source and tag"
+    )
+
+
+def _receives(wait: Wait) -> list[Waiting]:
+    """Return the receives of messages among what a wait waits for."""
+    parts = wait.parts if isinstance(wait, WaitingForAny) else (wait,)
+    return [each for each in parts if isinstance(each, Waiting) and each.keyword == "source"]
 
 
 def livelock(tasks: Sequence[Task], polls: int, since_s: float) -> Livelock:

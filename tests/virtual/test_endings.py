@@ -50,6 +50,24 @@ def test_a_receive_that_nobody_answers_names_who_has_ended():
         run(main, 2)
 
 
+def test_messages_that_fit_no_receive_are_named():
+    """A wrong tag is the commonest mistake: the report shows what was sent beside what is waited for."""
+
+    def main(comm):
+        pair = comm.Split(comm.rank // 2)
+        if comm.rank == 2:
+            pair.send("a", dest=1, tag=3)
+            pair.send("b", dest=1, tag=3)
+        if comm.rank == 3:
+            pair.Irecv(np.zeros(1), 0, 5)
+            pair.recv(source=0, tag=4)
+
+    with pytest.raises(Deadlock) as caught:
+        run(main, 4)
+    assert "recv(source=0 (rank 2 of the world), tag=4)" in str(caught.value)
+    assert "no receive fits: 2 times rank 0 to rank 1, tag 3, on " in str(caught.value)
+
+
 def test_two_large_sends_facing_each_other_deadlock():
     """Above the eager threshold a send waits for its receive; below it does not."""
 
