@@ -60,6 +60,21 @@ def seconds(text: str | float) -> float:
     return _parse(text, SECONDS | {"": 1.0}, "duration")
 
 
+def check_duration(call: str, given: object) -> None:
+    """Refuse what is no number of seconds of at least 0, in a call of a program.
+
+    >>> check_duration("compute", "5 ms")
+    Traceback (most recent call last):
+    spawnsim.errors.ParameterError: compute('5 ms'): give seconds, a number of at least 0
+    """
+    try:
+        right = given >= 0  # type: ignore[operator]
+    except TypeError:
+        right = False
+    if not right:  # NaN, too
+        raise ParameterError(f"{call}({given!r}): give seconds, a number of at least 0")
+
+
 def limit(text: str | float) -> float:
     """Return how long something may take in seconds, as `seconds` does, or "inf" for no limit."""
     return math.inf if text == "inf" else seconds(text)

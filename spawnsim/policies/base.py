@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from spawnsim.comm import Comm, as_comm
-from spawnsim.errors import ParameterError
+from spawnsim.errors import ParameterError, UsageError
 from spawnsim.policies.rules.cadence import Cadence, Every
 from spawnsim.policies.state.layout import ModelAndOptimizer
 
@@ -128,18 +128,29 @@ class SpawnPolicy:
 
         Raises:
             ParameterError: `model` is not a module, `local_metric` not a number, `group` not a communicator.
+            UsageError: `act` of a policy of your own does not return two, or its `__init__` lacks `super().__init__`.
         """
         if not isinstance(model, torch.nn.Module):
             raise ParameterError(
                 f"model is a {type(model).__name__}: call policy(iteration, model, optimizer, local_metric=..., "
                 "group=comm)"
             )
-        info = self.idle_info.copy()
+        try:
+            info = self.idle_info.copy()
+        except AttributeError:
+            raise UsageError(
+                f"{type(self).__name__}: its __init__ must call super().__init__(average_every)"
+            ) from None
         if local_metric is not None:
             info["local_metric"] = local_metric = as_metric(local_metric)
         self._last = (iteration, group)
         if self.acts_in_every_call or self.cadence.due(iteration):
-            model, optimizer = self.act(iteration, model, optimizer, local_metric, self._bound(group), info)
+            acted = self.act(iteration, model, optimizer, local_metric, self._bound(group), info)
+            if not (isinstance(acted, tuple) and len(acted) == 2):
+                raise UsageError(
+                    f"{type(self).__name__}.act returned {_shown(acted)}: end it with `return model, optimizer`"
+                )
+            model, optimizer = acted
         return model, optimizer, info
 
     def act(
@@ -336,6 +347,13 @@ class SpawnPolicy:
     def stats(self) -> dict[str, float]:
         """Counters of this rank."""
         return {"num_replacements": self.num_replacements}
+
+
+def _shown(returned: object) -> str:
+    """Say in a word what a function has returned."""
+    if isinstance(returned, tuple):
+        return f"{len(returned)} values"
+    return "nothing" if returned is None else f"a {type(returned).__name__} alone"
 
 
 def _holds_arrays(value: Any) -> bool:

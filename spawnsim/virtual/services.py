@@ -15,6 +15,7 @@ from typing import Any
 from spawnsim.comm.deferred import WAITING
 from spawnsim.errors import CheckFailed, ParameterError, Timeout, UsageError
 from spawnsim.random import Streams
+from spawnsim.units import check_duration
 from spawnsim.virtual import diagnosis
 from spawnsim.virtual.compute import Sampler
 from spawnsim.virtual.digest import COMPUTE, SLEEP, nanoseconds
@@ -75,8 +76,7 @@ class Clock:
         Raises:
             ParameterError: A negative time, or NaN.
         """
-        if not seconds >= 0:
-            raise ParameterError(f"sleep({seconds}): give a time of at least 0 s")
+        check_duration("sleep", seconds)
         task = self._world.kernel.current
         self._rank.digest.note((task.clock, SLEEP, -1, nanoseconds(seconds), 0))
         self._rank.advance_to(task, task.clock + seconds)
@@ -97,8 +97,9 @@ class Clock:
         Raises:
             ParameterError: A time that is not above 0.
         """
-        if not seconds > 0:
-            raise ParameterError(f"deadline({seconds}): give a time above 0 s")
+        check_duration("deadline", seconds)
+        if seconds == 0:
+            raise ParameterError("deadline(0): give seconds above 0")
         return Limit(self._world, seconds)
 
     def limit_s(self) -> float:
@@ -131,8 +132,8 @@ class Compute:
             ParameterError: A negative time, or NaN.
             UsageError: The call before this one began no block: it took no time.
         """
-        if seconds is not None and not seconds >= 0:
-            raise ParameterError(f"compute({seconds}): give a time of at least 0 s")
+        if seconds is not None:
+            check_duration("compute", seconds)
         if self._called:
             task = self._world.kernel.current
             raise UsageError(

@@ -16,7 +16,7 @@ from support.policy_ranks import Line, line, numbers, walk
 
 import spawnsim
 from spawnsim import policies
-from spawnsim.errors import MismatchError, ParameterError, Timeout
+from spawnsim.errors import MismatchError, ParameterError, Timeout, UsageError
 from spawnsim.policies import StateScope
 
 EXAMPLE = runpy.run_path(str(Path(__file__).parents[2] / "docs" / "examples" / "neighbours.py"))
@@ -103,6 +103,33 @@ def test_models_that_differ_and_optimizers_that_travel_are_refused() -> None:
         walk(lambda _: Neighbours(1), ranks=10, steps=2, start=lambda rank: line(0.0, width=9 + rank // 9))
     with pytest.raises(ParameterError, match="optimizer"):
         Neighbours(1, travels=StateScope(optimizer_state="average"))
+
+
+class _Forgetful(policies.SpawnPolicy):
+    """A policy of one's own with two slips: no `super().__init__`, or what `act` returns."""
+
+    def __init__(self, returned: Any) -> None:
+        if returned != "no super":
+            super().__init__(1)
+        self.returned = returned
+
+    def act(self, *given: Any) -> Any:
+        return self.returned
+
+
+@pytest.mark.parametrize(
+    ("returned", "told"),
+    [
+        ("no super", r"_Forgetful: its __init__ must call super\(\).__init__\(average_every\)"),
+        (None, "_Forgetful.act returned nothing: end it with `return model, optimizer`"),
+        (torch.nn.Linear(1, 1), "_Forgetful.act returned a Linear alone: end it"),
+        ((1, 2, 3), "_Forgetful.act returned 3 values: end it"),
+    ],
+)
+def test_slips_in_a_policy_of_ones_own_are_told_in_its_terms(returned: Any, told: str) -> None:
+    """Not as an error within spawnsim's own lines."""
+    with pytest.raises(UsageError, match=told):
+        walk(lambda _: _Forgetful(returned), ranks=2, steps=1)
 
 
 def test_examples_in_docstrings_print_what_they_say() -> None:

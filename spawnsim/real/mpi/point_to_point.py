@@ -8,6 +8,7 @@ later receives let them go first, as MPI's matching order wants it.
 
 from __future__ import annotations
 
+from contextlib import suppress
 from threading import RLock
 from typing import TYPE_CHECKING, Any
 
@@ -239,7 +240,7 @@ class PointToPoint(CommCore):
         pattern, found = (translation.source(source), translation.tag(tag)), MPI.Status()
         message = self._find(pattern, found)
         if message is None:
-            message = self._await(pattern, found, (operation, source))
+            message = self._await(pattern, found, (operation, source, tag))
         fill_status(status, found)
         counters = self.runtime.counters
         counters.received += 1
@@ -247,7 +248,7 @@ class PointToPoint(CommCore):
             counters.nbytes += found.Get_count(MPI.BYTE)
         return message, found
 
-    def _await(self, pattern: tuple[int, int], found: MPI.Status, what: tuple[str, int]) -> Any:
+    def _await(self, pattern: tuple[int, int], found: MPI.Status, what: tuple[str, int, int]) -> Any:
         runtime, got = self.runtime, []
 
         def look() -> bool:
@@ -258,15 +259,24 @@ class PointToPoint(CommCore):
 
         limit_s = runtime.clock.limit_s()
         if not runtime.wait(look, limit_s, (what[0], -1, self), what[1]):
-            raise self._late(what[0], what[1], limit_s, "from")
+            raise self._late_receive(*what)
         return got[0]
 
-    def _late(self, operation: str, peer: int, limit_s: float, way: str) -> Timeout:
-        who = f"{way} rank {peer}" if peer >= 0 else "from any rank"
-        text = f"rank {self.rank} of {self.label}: {operation} {who} met its deadline of {limit_s:g} s"
-        return Timeout(
-            [peer] if peer >= 0 else [], operation, -1, f"{text} at {self.runtime.clock.now():.3f} s"
-        )
+    def _late_receive(self, operation: str, source: int, tag: int) -> Timeout:
+        """Return the error of a receive or probe that waited for too long; it names a message that does not fit."""
+        who = f"from {'any rank' if source < 0 else f'rank {source}'}, {'any tag' if tag < 0 else f'tag {tag}'},"
+        left = MPI.Status()
+        with suppress(MPI.Exception):  # a rank that may have sent is dead
+            if self._raw.Iprobe(MPI.ANY_SOURCE, MPI.ANY_TAG, left):
+                sent = f"a message from rank {left.Get_source()} with tag {left.Get_tag()} is not received"
+                return self._late(operation, source, who, f"; {sent}")
+        return self._late(operation, source, who)
+
+    def _late(self, operation: str, peer: int, who: str, more: str = "") -> Timeout:
+        clock = self.runtime.clock
+        when = f"met its deadline of {clock.limit_s():g} s at {clock.now():.3f} s"
+        text = f"rank {self.rank} of {self.label}: {operation} {who} {when}{more}"
+        return Timeout([peer] if peer >= 0 else [], operation, -1, text)
 
     # ------------------------------------------------------------------------------------------------ sending
     def _send(self, raw: MPI.Request, operation: str, dest: int) -> None:
@@ -277,7 +287,7 @@ class PointToPoint(CommCore):
                 raw.Test, runtime.clock.limit_s(), (operation, -1, self), dest
             ):
                 MPIRequest.of(raw, runtime, (operation, dest, self))  # the registry keeps the buffer
-                raise self._late(operation, dest, runtime.clock.limit_s(), "to")
+                raise self._late(operation, dest, f"to rank {dest}")
         except MPI.Exception as error:
             raise self._error(error, f"{operation} to {dest}", dest) from None
         except (Revoked, RankFailed):
@@ -351,7 +361,7 @@ class PointToPoint(CommCore):
 
         try:
             if not runtime.wait(done, runtime.clock.limit_s(), ("Recv", -1, self), source):
-                self._give_up(raw, found, source)
+                self._give_up(raw, found, source, tag)
         except MPI.Exception as error:
             raise self._error(error, f"Recv from {source}", source) from None
         except (Revoked, RankFailed):
@@ -362,11 +372,11 @@ class PointToPoint(CommCore):
             copy_to_gpu(stage, found)
         fill_status(status, found)
 
-    def _give_up(self, raw: MPI.Request, found: MPI.Status, source: int) -> None:
+    def _give_up(self, raw: MPI.Request, found: MPI.Status, source: int, tag: int) -> None:
         raw.Cancel()
         raw.Wait(found)
         if found.Is_cancelled():
-            raise self._late("Recv", source, self.runtime.clock.limit_s(), "from")
+            raise self._late_receive("Recv", source, tag)
 
     def _start_receive(self, buf: Any, source: int, tag: int) -> MPI.Request:
         """Post a receive into a buffer that is translated already."""
@@ -418,7 +428,7 @@ class PointToPoint(CommCore):
         runtime = self.runtime
         limit_s = runtime.clock.limit_s()
         if not runtime.wait(lambda: self.Iprobe(source, tag, status), limit_s, ("Probe", -1, self), source):
-            raise self._late("Probe", source, limit_s, "from")
+            raise self._late_receive("Probe", source, tag)
         return True
 
     probe = Probe

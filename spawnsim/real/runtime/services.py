@@ -19,6 +19,7 @@ from typing import Any, Protocol
 
 from spawnsim.errors import ParameterError
 from spawnsim.random import Streams
+from spawnsim.units import check_duration
 
 
 @dataclass(frozen=True)
@@ -90,6 +91,7 @@ class Clock:
 
     def sleep(self, seconds: float) -> None:
         """Let `seconds` of wall time pass; the rank polls meanwhile."""
+        check_duration("sleep", seconds)
         self.sleeps += 1
         end = time.perf_counter() + seconds
         while (left := end - time.perf_counter()) > 0:
@@ -99,8 +101,7 @@ class Clock:
     @contextmanager
     def deadline(self, seconds: float) -> Iterator[None]:
         """Bound each blocking call inside the block (in this thread) to `seconds`; the tightest block wins."""
-        if not seconds >= 0:
-            raise ParameterError(f"deadline({seconds}): give seconds of at least 0")
+        check_duration("deadline", seconds)
         outer = self._inside.limit_s
         self._inside.limit_s = seconds if outer is None else min(seconds, outer)
         try:
@@ -126,8 +127,8 @@ class ComputeBlock:
 
     def __call__(self, seconds: float | None = None) -> ComputeBlock:
         """Return the block. Stated times are for virtual ranks: here the block is measured."""
-        if seconds is not None and not seconds >= 0:
-            raise ParameterError(f"compute({seconds}): give seconds of at least 0")
+        if seconds is not None:
+            check_duration("compute", seconds)
         return self
 
     def __enter__(self) -> ComputeBlock:
