@@ -39,7 +39,10 @@ def plot(argv: Sequence[str] | None = None) -> int:
         return _plot_sweep(args, out)
     unfit = [name for name in OF_SWEEPS if getattr(args, name)]
     if unfit:
-        raise ParameterError(f"--{unfit[0]} is for a sweep's folder (spawnsim sweep); {args.runs[0]} is none")
+        instead = "; what to draw of a run is --column NAME" if unfit[0] == "y" else ""
+        raise ParameterError(
+            f"--{unfit[0]} is for a sweep's folder (spawnsim sweep); {args.runs[0]} is none{instead}"
+        )
     found = grouped([read(folder) for folder in args.runs], args.by, args.label)
     silent = [name for name, run in found.named if not len(run.table["rank"])]
     paths = save_all(found, out, args.column, args.formats)
@@ -51,7 +54,7 @@ def plot(argv: Sequence[str] | None = None) -> int:
     return 0 if paths else 2
 
 
-OF_SWEEPS = ("x", "y", "hue", "facet", "where", "against", "heat")
+OF_SWEEPS = ("y", "x", "hue", "facet", "where", "against", "heat")
 
 
 def _plot_sweep(args: argparse.Namespace, out: Path) -> int:

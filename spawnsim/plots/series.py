@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from spawnsim.errors import ParameterError
+from spawnsim.options import nearest
 from spawnsim.random import WORLD, generator
 
 Floats = NDArray[np.float64]
@@ -41,7 +42,8 @@ class Interval(NamedTuple):
 def column(table: Table, name: str) -> NDArray[Any]:
     """Return a column, or say which ones there are."""
     if name not in table:
-        raise ParameterError(f"column {name!r} was not recorded; this run has: {', '.join(sorted(table))}")
+        hint = nearest(name, table) or f"this run has: {', '.join(sorted(table))}"
+        raise ParameterError(f"column {name!r} was not recorded; {hint}")
     return table[name]
 
 

@@ -145,7 +145,7 @@ class SpawnPolicy:
             info["local_metric"] = local_metric = as_metric(local_metric)
         self._last = (iteration, group)
         if self.acts_in_every_call or self.cadence.due(iteration):
-            acted = self.act(iteration, model, optimizer, local_metric, self._bound(group), info)
+            acted: object = self.act(iteration, model, optimizer, local_metric, self._bound(group), info)
             if not (isinstance(acted, tuple) and len(acted) == 2):
                 raise UsageError(
                     f"{type(self).__name__}.act returned {_shown(acted)}: end it with `return model, optimizer`"

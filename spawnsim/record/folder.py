@@ -222,6 +222,8 @@ def read_manifest(folder: Path) -> dict[str, Any]:
         manifest = _parsed(path.read_text(encoding="utf-8"))
         json.dumps(manifest, ensure_ascii=False).encode()  # half a character could not be written or drawn
     except OSError as error:
+        if not Path(folder).exists():
+            raise ParameterError(f"{folder}: no such folder") from error
         # A sweep's or a study's folder.
         hint = f"; runs lie in {folder}/runs" if (Path(folder) / "runs").is_dir() else ""
         raise ParameterError(f"{folder} is not a run folder: it has no readable {MANIFEST}{hint}") from error

@@ -562,7 +562,7 @@ def test_what_one_policy_alone_has_recorded_is_drawn_of_it(half: Path, capsys: p
         (["--y", "time_to:accuracy"], "in quotes, or the shell takes the >"),
         (["--y", "accuracy>0.8"], "Write time_to:accuracy>0.8"),
         (["--y", "first:accuracy"], "it begins with one of final"),
-        (["--y", "acuracy"], "column 'acuracy' was not recorded"),
+        (["--y", "acuracy"], "column 'acuracy' was not recorded; did you mean accuracy?"),
         (["--y", "final:consensus.accuracy"], "no event 'consensus' with 'accuracy' was recorded"),
         (
             ["--y", "accuracy", "--hue", "polcy"],
@@ -590,7 +590,14 @@ def test_options_of_sweeps_are_refused_for_run_folders(program: Path, capsys: py
     """They would do nothing."""
     synthetic.run("none", ranks=2, iterations=2).save("run")
     assert cli.main(["plot", "run", "--y", "accuracy"]) == 2
-    assert "--y is for a sweep's folder" in capsys.readouterr().err
+    assert (
+        "--y is for a sweep's folder (spawnsim sweep); run is none; what to draw of a run is --column NAME"
+        in (capsys.readouterr().err)
+    )
+    assert cli.main(["plot", "run", "--heat"]) == 2
+    assert "run is none\n" in capsys.readouterr().err
+    assert cli.main(["plot", "runn"]) == 2
+    assert "runn: no such folder" in capsys.readouterr().err
 
 
 def test_a_report_shows_the_finished_runs_of_a_sweep(
