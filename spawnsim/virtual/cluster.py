@@ -152,6 +152,7 @@ class Cluster:
         self._services = [
             RankServices(self.world, rank, model.open(scenario.seed, rank.id)) for rank in ranks
         ]
+        self._compute_given = scenario.compute, scenario.stragglers
         self._finished = 0
         self._progress = progress
         self._timeline = _timeline(self.world, trace)
@@ -327,6 +328,8 @@ class Cluster:
             self.world.mistakes["dead", ""] = (
                 f"no rank came to the end of its program: all were dead at {end_s:.6g} s"
             )
+        elif self.world.kernel.failure is None and (idle := self._idle()):
+            self.world.mistakes["compute", ""] = idle
         self._counted = self._totals(end_s, time.perf_counter() - self._began_s)
         if self._timeline:
             self._timeline.finish(self._counted.virtual_seconds)
@@ -336,6 +339,16 @@ class Cluster:
             for mistake in self._counted.mistakes:
                 self._error.add_note(f"warning: {mistake}")
             self._on_error(self._error)
+
+    def _idle(self) -> str:
+        """Return a sentence about compute times that were given and that no block took; "" if there are none."""
+        counts = [service.compute.sampler_counts() for service in self._services]
+        given, stragglers = self._compute_given
+        if given and not any(unstated for _, unstated in counts):
+            return f"compute={given} has had no effect: no block `with comm.compute():` has left its duration open"
+        if stragglers and given != 0 and not any(blocks for blocks, _ in counts):
+            return "stragglers have had no effect: they stretch blocks `with comm.compute(...):`, and there was none"
+        return ""
 
     def _tell_late(self, errors: Mapping[int, Exception]) -> None:
         """Let the run end with what a rank's work has raised after its end or death: the rank that ended first."""

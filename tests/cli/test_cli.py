@@ -557,6 +557,28 @@ def test_faults_that_come_after_the_end_are_told(tmp_path: Path, capsys: pytest.
     assert "no fault has struck" not in capsys.readouterr().err
 
 
+def test_compute_times_that_change_nothing_are_told(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A run that states all durations, or computes nothing, is not what was asked for."""
+    stated, none, asks = tmp_path / "stated.py", tmp_path / "none.py", tmp_path / "asks.py"
+    block = "def main(comm):\n    with comm.compute({}):\n        comm.rank\n"
+    stated.write_text(block.format(0.5))
+    asks.write_text(block.format(""))
+    none.write_text("def main(comm):\n    comm.Barrier()\n")
+    for file, option, told in (
+        (stated, "--compute=5s", "compute=5s has had no effect"),
+        (none, "--compute=5s", "compute=5s has had no effect"),
+        (none, "--straggler=speed:0.1", "stragglers have had no effect"),
+        (stated, "--straggler=speed:0.1", ""),
+        (asks, "--compute=5s", ""),
+    ):
+        assert cli.main(["run", str(file), "-n", "2", option]) == 0
+        said = capsys.readouterr().err
+        assert told in said
+        assert ("no effect" in said) == bool(told)
+
+
 def test_a_run_that_nobody_outlives_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Nothing raises where all ranks die; a run of which one has ended, or that begins again, is no such run."""
     train, ends_late = _barrier(tmp_path), tmp_path / "late.py"
