@@ -167,7 +167,7 @@ class DecoupledDiLoCoPolicy(GlobalWeightsPolicy):
     def _join(self, comm: Comm, model: torch.nn.Module) -> bool:
         self._leave()
         fresh = super()._join(comm, model)
-        self._learner = Learner(self, comm, self._group_of.fragments)
+        self._learner = Learner(self, comm, self.outer.fragments)
         return fresh
 
     def wanted(self, iteration: int) -> bool:
@@ -176,7 +176,7 @@ class DecoupledDiLoCoPolicy(GlobalWeightsPolicy):
     def turn(
         self, iteration: int, model: torch.nn.Module, optimizer: torch.optim.Optimizer, info: Info
     ) -> int:
-        learner, group = self._learner, self._group_of
+        learner, group = self._learner, self.outer
         assert learner is not None
         before = learner.nbytes
         learner.step()
@@ -199,7 +199,7 @@ class DecoupledDiLoCoPolicy(GlobalWeightsPolicy):
     def _take_over(self, learner: Learner) -> None:
         """Take over global weights that have come back; the model follows in the policy's next turn."""
         for place, (body, donors) in learner.take().items():
-            self._group_of.fragments[place].weights.memory.copy_(as_tensor(body))
+            self.outer.fragments[place].weights.memory.copy_(as_tensor(body))
             self.arrived[place] = donors
 
     def due(self, iteration: int) -> bool:

@@ -40,7 +40,7 @@ class EASGDPolicy(GlobalWeightsPolicy):
     def turn(
         self, iteration: int, model: torch.nn.Module, optimizer: torch.optim.Optimizer, info: Info
     ) -> int:
-        group = self._group_of
+        group = self.outer
         assert group.comm is not None
         live, share = group.live(model), self.rule.lr / group.comm.Get_size()
         (fragment,) = group.fragments

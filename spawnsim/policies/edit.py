@@ -73,7 +73,7 @@ class EDiTPolicy(GlobalWeightsPolicy):
 
     def _join(self, comm: Comm, model: torch.nn.Module) -> bool:
         fresh = super()._join(comm, model)
-        self._filters = self._filters or [self._outliers() for _ in self._group_of.fragments]
+        self._filters = self._filters or [self._outliers() for _ in self.outer.fragments]
         self._set_alarm(comm)
         return fresh
 
@@ -84,14 +84,14 @@ class EDiTPolicy(GlobalWeightsPolicy):
     def wanted(self, iteration: int) -> bool:
         if self.every_s is None:
             return self.due(iteration)
-        comm = self._group_of.comm
+        comm = self.outer.comm
         # Not by iterations: each rank has its own, and the k-th round of one is the k-th of all.
         return comm is not None and comm.clock.now() >= self._next_s
 
     def turn(
         self, iteration: int, model: torch.nn.Module, optimizer: torch.optim.Optimizer, info: Info
     ) -> int:
-        group = self._group_of
+        group = self.outer
         live = group.live(model)
         broken = [fragment.read_difference(live) for fragment in group.fragments]
         nbytes = self._merge([self._judged(place, count) for place, count in enumerate(broken)])
@@ -106,18 +106,18 @@ class EDiTPolicy(GlobalWeightsPolicy):
         """Return the norm of a block's difference; infinity for one that is to count nothing."""
         if broken:
             return math.inf
-        norm = self._group_of.fragments[place].delta.norm()
+        norm = self.outer.fragments[place].delta.norm()
         if self._filters[place].is_outlier(norm):
             self.num_outliers += 1
-            assert self._group_of.comm is not None
-            self._group_of.comm.record.event("outlier", block=place, norm=norm)
+            assert self.outer.comm is not None
+            self.outer.comm.record.event("outlier", block=place, norm=norm)
             return math.inf
         self._filters[place].see(norm)
         return norm
 
     def _merge(self, norms: list[float] | None) -> int:
         """Move the global weights; None: this rank has nothing to give. Return the bytes sent, 0 if all have ended."""
-        group = self._group_of
+        group = self.outer
         assert group.comm is not None
         size, rank = group.comm.Get_size(), group.comm.Get_rank()
         mine = np.array([*(norms or [math.inf] * len(group.fragments)), norms is None], np.float64)
@@ -163,7 +163,7 @@ class EDiTPolicy(GlobalWeightsPolicy):
     def shutdown(self) -> None:
         """Go on with the others' rounds until all have ended, if rounds are by the clock. May be called twice."""
         super().shutdown()
-        comm = self._group_of.comm
+        comm = self.outer.comm
         if self.every_s is None or comm is None or self._ended:
             return
         self._ended = True

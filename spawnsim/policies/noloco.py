@@ -74,14 +74,14 @@ class NoLoCoPolicy(GlobalWeightsPolicy):
 
     def _join(self, comm: Comm, model: torch.nn.Module) -> bool:
         fresh = super()._join(comm, model)
-        (fragment,) = self._group_of.fragments
+        (fragment,) = self.outer.fragments
         self._theirs = [fragment.weights.zeros(), fragment.weights.zeros()]
         return fresh
 
     def turn(
         self, iteration: int, model: torch.nn.Module, optimizer: torch.optim.Optimizer, info: Info
     ) -> int:
-        group = self._group_of
+        group = self.outer
         assert group.comm is not None
         comm, live = group.comm, group.live(model)
         (fragment,) = group.fragments

@@ -48,6 +48,9 @@ class GlobalWeightsPolicy(SpawnPolicy):
         cadence: when a round is due, in place of `average_every`; the same on all ranks.
         timing: a dictionary to fill with durations in seconds, by step.
 
+    Attributes:
+        outer: the group: `comm`, `live(model)`, its `fragments` and their `mean`; docs/policies.md shows their use.
+
     Raises:
         ParameterError: an argument is out of range.
         MismatchError: when a group meets, on every rank, if models or arguments differ.
@@ -88,9 +91,7 @@ class GlobalWeightsPolicy(SpawnPolicy):
         # The same text on all ranks: no addresses of objects.
         how = f"{rule}, fragments={fragments} {getattr(cut, '__name__', '')}, {name_of(codec)}, feedback={feedback}"
         settings = f"{type(self).__name__}(every {average_every}, {how})"
-        self._group_of = OuterGroup(
-            partial(fragments_of, self.fragments, cut), self.travels, settings, encodes
-        )
+        self.outer = OuterGroup(partial(fragments_of, self.fragments, cut), self.travels, settings, encodes)
         self.num_rounds = self.num_healed = 0
 
     def attach(self, model: torch.nn.Module, group: Any) -> None:
@@ -112,7 +113,7 @@ class GlobalWeightsPolicy(SpawnPolicy):
         info: Info,
     ) -> ModelAndOptimizer:
         """Meet the group if it is new; take the policy's turn if there is anything to do."""
-        if self._group_of.comm is not comm and self._join(comm, model):
+        if self.outer.comm is not comm and self._join(comm, model):
             return model, optimizer
         if self.wanted(iteration):
             began_s = comm.clock.now()
@@ -128,10 +129,10 @@ class GlobalWeightsPolicy(SpawnPolicy):
     def _join(self, comm: Comm, model: torch.nn.Module) -> bool:
         # What was under way in a group that has ended is lost, and its global weights have not moved. What had come,
         # before a checkpoint, has come to all that have taken as many steps.
-        before = self._group_of.steps
+        before = self.outer.steps
         self._drop_means(come=False)
-        fresh = self._group_of.meet(comm, model, newcomers_only=self.newcomers_only)
-        if self._group_of.steps != before:
+        fresh = self.outer.meet(comm, model, newcomers_only=self.newcomers_only)
+        if self.outer.steps != before:
             self._drop_means(come=True)
         return fresh
 
@@ -144,7 +145,7 @@ class GlobalWeightsPolicy(SpawnPolicy):
 
     def due(self, iteration: int) -> bool:
         """Return whether a round is due; one that the group has been through is not gone through again."""
-        return self.cadence.due(iteration) and iteration > self._group_of.last
+        return self.cadence.due(iteration) and iteration > self.outer.last
 
     def place_at(self, iteration: int) -> int:
         """Return which fragment has its turn in an iteration that is due."""
@@ -153,12 +154,22 @@ class GlobalWeightsPolicy(SpawnPolicy):
     def turn(
         self, iteration: int, model: torch.nn.Module, optimizer: torch.optim.Optimizer, info: Info
     ) -> int:
-        """Do what is wanted; fill in `info`, and return how many of this rank's numbers were not finite."""
+        """Do what is wanted: usually read the difference, take its mean, make an outer step, write the model.
+
+        Args:
+            iteration: as in the call.
+            model: of this rank, to be changed in place.
+            optimizer: of the model.
+            info: to be filled in; `stepped` does so for an outer step.
+
+        Returns:
+            How many of this rank's numbers were not finite.
+        """
         raise NotImplementedError(f"{type(self).__name__}: define turn()")
 
     def stepped(self, iteration: int, info: Info, nbytes: int) -> None:
         """Take note of an outer step that is done."""
-        group = self._group_of
+        group = self.outer
         assert group.comm is not None
         group.stepped(iteration)
         self.num_rounds += 1
@@ -178,12 +189,12 @@ class GlobalWeightsPolicy(SpawnPolicy):
 
     def state_dict(self) -> dict[str, Any]:
         counts = {"num_rounds": self.num_rounds, "num_healed": self.num_healed}
-        return {**super().state_dict(), **counts, "global": self._group_of.state()}
+        return {**super().state_dict(), **counts, "global": self.outer.state()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         super().load_state_dict(state)
         self.num_rounds, self.num_healed = int(state["num_rounds"]), int(state["num_healed"])
-        self._group_of.load(state["global"])
+        self.outer.load(state["global"])
 
 
 class OuterOptimizerPolicy(GlobalWeightsPolicy):
@@ -231,10 +242,10 @@ class OuterOptimizerPolicy(GlobalWeightsPolicy):
     def turn(
         self, iteration: int, model: torch.nn.Module, optimizer: torch.optim.Optimizer, info: Info
     ) -> int:
-        live = self._group_of.live(model)
-        (fragment,) = self._group_of.fragments
+        live = self.outer.live(model)
+        (fragment,) = self.outer.fragments
         healed = fragment.read_difference(live)
-        mean = self._group_of.mean(0, fragment.delta)
+        mean = self.outer.mean(0, fragment.delta)
         mean.wait()
         fragment.step(self.rule, float(optimizer.param_groups[0]["lr"]) if self.inner_lr else 1.0)
         assign(live, fragment.weights.tensors())

@@ -48,7 +48,7 @@ class SPARTAPolicy(GlobalWeightsPolicy):
 
     def _join(self, comm: Comm, model: torch.nn.Module) -> bool:
         fresh = super()._join(comm, model)
-        weights = self._group_of.fragments[0].weights
+        weights = self.outer.fragments[0].weights
         counts = [RandomMask(self.share).kept(row.numel()) for row in weights.rows]
         self._picked = {
             str(number): row.new_empty(count)
@@ -60,7 +60,7 @@ class SPARTAPolicy(GlobalWeightsPolicy):
     def turn(
         self, iteration: int, model: torch.nn.Module, optimizer: torch.optim.Optimizer, info: Info
     ) -> int:
-        group = self._group_of
+        group = self.outer
         assert group.comm is not None
         assert self._mean is not None
         live, weights = group.live(model), group.fragments[0].weights

@@ -84,14 +84,14 @@ class StreamingDiLoCoPolicy(GlobalWeightsPolicy):
     def turn(
         self, iteration: int, model: torch.nn.Module, optimizer: torch.optim.Optimizer, info: Info
     ) -> int:
-        live, healed = self._group_of.live(model), 0
+        live, healed = self.outer.live(model), 0
         while self._arrives(iteration):
             self._apply(live, info)
         if self.due(iteration):
             place = self.place_at(iteration)
-            fragment = self._group_of.fragments[place]
+            fragment = self.outer.fragments[place]
             healed = fragment.read_difference(live)
-            mean = self._group_of.mean(place, fragment.delta, later=self.overlap > 0)
+            mean = self.outer.mean(place, fragment.delta, later=self.overlap > 0)
             info["bytes"] += mean.nbytes
             self._under_way.append((place, iteration, mean))
         if not self.overlap:
@@ -103,7 +103,7 @@ class StreamingDiLoCoPolicy(GlobalWeightsPolicy):
         if mean is not None:
             mean.wait()
         self._under_way.popleft()
-        fragment = self._group_of.fragments[place]
+        fragment = self.outer.fragments[place]
         fragment.step(self.rule)
         assign(live, self._blended(fragment, live))
         self.stepped(sent_at, info, 0)
@@ -129,7 +129,7 @@ class StreamingDiLoCoPolicy(GlobalWeightsPolicy):
                     self._under_way.append((place, sent_at, None))
 
     def state_dict(self) -> dict[str, Any]:
-        fragments = self._group_of.fragments
+        fragments = self.outer.fragments
         come = [
             [place, sent_at, fragments[place].delta.copies()]
             for place, sent_at, mean in self._under_way
@@ -141,7 +141,7 @@ class StreamingDiLoCoPolicy(GlobalWeightsPolicy):
         super().load_state_dict(state)
         self._under_way.clear()
         for place, sent_at, mean in state.get("means", ()):
-            self._group_of.fragments[place].delta.read(mean)
+            self.outer.fragments[place].delta.read(mean)
             self._under_way.append((int(place), int(sent_at), None))
 
 
@@ -205,7 +205,7 @@ class OneRoundLatePolicy(GlobalWeightsPolicy):
     def turn(
         self, iteration: int, model: torch.nn.Module, optimizer: torch.optim.Optimizer, info: Info
     ) -> int:
-        group, place = self._group_of, self.place_at(iteration)
+        group, place = self.outer, self.place_at(iteration)
         live, fragment = group.live(model), group.fragments[place]
         late = self._late.get(place)
         if late is not None and late[0] is not None:  # before anything is changed: the group may have ended
@@ -227,8 +227,8 @@ class OneRoundLatePolicy(GlobalWeightsPolicy):
         self, fragment: Fragment, late: tuple[Mean | None, FlatFloats, FlatFloats] | None
     ) -> None:
         """Make of `delta`, this rank's newest difference, what the outer optimizer takes for its gradient."""
-        assert self._group_of.comm is not None
-        size = self._group_of.comm.Get_size()
+        assert self.outer.comm is not None
+        size = self.outer.comm.Get_size()
         for number, delta in enumerate(fragment.delta.rows):
             if late is not None:
                 delta.sub_(late[2].rows[number])

@@ -100,7 +100,7 @@ def test_ranks_that_end_an_average_with_different_models_are_told():
         def turn(self, iteration, model, optimizer, info):
             healed = super().turn(iteration, model, optimizer, info)
             with torch.no_grad():
-                model.bias[0] += 1e-6 * self._group_of.comm.Get_rank()
+                model.bias[0] += 1e-6 * self.outer.comm.Get_rank()
             return healed
 
     def main(comm):

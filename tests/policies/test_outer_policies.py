@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -55,6 +56,22 @@ def by_torch(every: int, lr: float, momentum: float, nesterov: bool) -> Weights:
 
 
 # ---------------------------------------------------------------------------------------------------- outer optimizer
+def test_the_rule_that_the_docs_write_is_diloco_with_clipped_differences() -> None:
+    """The block of docs/policies.md as it stands: DiLoCo where nothing is clipped, and never further than that."""
+    page = (Path(__file__).parents[2] / "docs" / "policies.md").read_text(encoding="utf-8")
+    (block,) = (each.partition("```")[0] for each in page.split("```python\n") if "ClippedDiLoCo" in each)
+    names: dict[str, Any] = {}
+    exec(block, names)
+    free, bound = (walk(lambda _, m=most: names["ClippedDiLoCoPolicy"](3, m)) for most in (math.inf, 1e-3))
+    np.testing.assert_array_equal(free.last, walk(lambda _: OuterOptimizerPolicy.diloco(3)).last)
+    assert (
+        0
+        < np.abs(bound.last[0] - start()).max()
+        < 4 * 1e-3 / (1 - 0.9)
+        < np.abs(free.last[0] - start()).max()
+    )
+
+
 @pytest.mark.parametrize(
     ("preset", "constants"),
     [("diloco", (0.7, 0.9, True)), ("muloco", (0.9, 0.8, True)), ("bmuf", (1.0, 0.9, False))],
@@ -287,7 +304,7 @@ def test_edit_leaves_out_who_is_far_off() -> None:
     def jumping(ranks: set[int]) -> Any:
         class Jumping(EDiTPolicy):
             def turn(self, iteration: int, model: Any, *rest: Any) -> int:
-                if iteration == 18 and self._group_of.comm.Get_rank() in ranks:  # type: ignore[union-attr]
+                if iteration == 18 and self.outer.comm.Get_rank() in ranks:  # type: ignore[union-attr]
                     with torch.no_grad():
                         model[0].weight += 100.0
                 return super().turn(iteration, model, *rest)
@@ -483,7 +500,7 @@ def test_a_number_that_is_not_finite_is_the_others() -> None:
 
     class Broken(OuterOptimizerPolicy):
         def turn(self, iteration: int, model: Any, *rest: Any) -> int:
-            if iteration == 6 and self._group_of.comm.Get_rank() == 1:  # type: ignore[union-attr]
+            if iteration == 6 and self.outer.comm.Get_rank() == 1:  # type: ignore[union-attr]
                 with torch.no_grad():
                     model[1].bias.fill_(math.nan)
             return super().turn(iteration, model, *rest)
@@ -653,7 +670,7 @@ def test_deaths_and_newcomers_leave_one_state(name: str, faults: str) -> None:
                 found = group.recover(step)
                 group, step = found.comm, found.step
         policy.shutdown()
-        fragments = policy._group_of.fragments
+        fragments = policy.outer.fragments
         state = tuple(
             each.numpy().tobytes() for f in fragments for each in (f.weights.memory, f.momentum.memory)
         )
