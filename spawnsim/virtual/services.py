@@ -13,7 +13,7 @@ from functools import partial
 from typing import Any
 
 from spawnsim.comm.deferred import WAITING
-from spawnsim.errors import CheckFailed, ParameterError, Timeout, UsageError
+from spawnsim.errors import CheckFailed, Timeout, UsageError
 from spawnsim.random import Streams
 from spawnsim.units import check_duration
 from spawnsim.virtual import diagnosis
@@ -39,7 +39,8 @@ class Limit:
         self._before = task, task.deadline_s, task.explicit
         # An explicit deadline is an event, unlike the run's default one (`Kernel._arm`): it says when something is to
         # happen, and so it keeps a wait from being a deadlock.
-        task.deadline_s, task.explicit = self._seconds, True
+        task.deadline_s = min(self._seconds, task.deadline_s) if task.explicit else self._seconds
+        task.explicit = True
 
     def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
         task, seconds, explicit = self._before
@@ -89,17 +90,16 @@ class Clock:
         """Let each blocking call in a `with` block end in time, in a result or in `errors.Timeout`.
 
         Args:
-            seconds: Virtual seconds for each call, above 0; math.inf waits for ever.
+            seconds: Virtual seconds for each call, at least 0; math.inf waits for ever. Within another block the
+                tighter one holds.
 
         Returns:
             The context manager.
 
         Raises:
-            ParameterError: A time that is not above 0.
+            ParameterError: A negative time, or NaN.
         """
         check_duration("deadline", seconds)
-        if seconds == 0:
-            raise ParameterError("deadline(0): give seconds above 0")
         return Limit(self._world, seconds)
 
     def limit_s(self) -> float:

@@ -166,6 +166,29 @@ def test_a_deadline_ends_a_wait_and_the_program_may_go_on():
     assert run(main, 2)[1].column("now")[1] > 2.0
 
 
+def test_the_tighter_of_two_deadlines_holds_and_none_at_all_is_a_look():
+    """As on real ranks: an inner block makes no wait longer, and one of 0 s takes what is there."""
+    told = []
+
+    def main(comm):
+        if comm.rank == 1:
+            for outer_s, inner_s in ((0.1, 5.0), (5.0, 0.1)):
+                with pytest.raises(Timeout), comm.clock.deadline(outer_s), comm.clock.deadline(inner_s):
+                    comm.recv(source=0, tag=4)
+                told.append(comm.clock.now())
+            comm.clock.sleep(0.1)
+            with comm.clock.deadline(0):
+                told.append(comm.recv(source=0, tag=5))
+                with pytest.raises(Timeout):
+                    comm.recv(source=0, tag=5)
+            told.append(comm.clock.now())
+        elif comm.rank == 0:
+            comm.send("there", 1, 5)
+
+    run(main, 2)
+    assert told == pytest.approx([0.1, 0.2, "there", 0.3])
+
+
 def test_the_default_deadline_names_who_is_missing():
     """A collective that one rank joins much too late ends in a Timeout on the others."""
 
