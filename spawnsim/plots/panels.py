@@ -147,10 +147,12 @@ def figure(found: Panels, asked: Asked, caption: str = "") -> Figure:
         heights = numbers(whole, asked.y)
         edge = edges(heights)
         finite = heights[np.isfinite(heights)]
+        lines = 0  # through more than one point
         for ax, (title, table) in zip(axes, found, strict=False):
             if asked.kind == "front":
                 info = sweeps.front(table, asked.x, asked.y, hue=asked.hue, by=_named(asked))
                 sweeps.draw_front(info, ax, looks=looks)
+                lines += len(info.best) > 1
             elif asked.kind == "heat":
                 shades = (
                     (float(finite.min()), float(finite.max())) if len(finite) and len(found) > 1 else None
@@ -165,7 +167,7 @@ def figure(found: Panels, asked: Asked, caption: str = "") -> Figure:
         if asked.kind != "heat" and asked.hue and asked.hue != asked.x:
             joined = asked.kind != "front" and whole[asked.x].dtype.kind in "if"
             _legend(drawn, asked.hue, looks, joined=joined)
-        return style.frame(drawn, asked.title(), "\n".join(filter(None, [caption, _marks(found, asked)])))
+        return style.frame(drawn, asked.title(), "\n".join(filter(None, [caption, _marks(found, asked, lines)])))
 
 
 def _looks(asked: Asked, drawn: Iterable[str]) -> dict[str, style.Look]:
@@ -188,8 +190,8 @@ def _edges_and_zero(ax: Axes, heights: Floats, edge: sweeps.Edges, asked: Asked)
         ax.axhline(0.0, color="#444444", linewidth=1.1)
 
 
-def _marks(found: Panels, asked: Asked) -> str:
-    """Return what marks and bars of a figure are."""
+def _marks(found: Panels, asked: Asked, lines: int) -> str:
+    """Return what marks, bars and lines of a figure are."""
     counts = [
         len(rows)
         for _, table in found
@@ -208,7 +210,7 @@ def _marks(found: Panels, asked: Asked) -> str:
         if asked.kind == "front"
         else "small: single seeds; large: median; bar or band: "
     )
-    line = "; line: those that no other beats in both" if asked.kind == "front" else ""
+    line = "; line: those that no other beats in both" if lines else ""
     what = "90 % bootstrap interval of the median" + several if max(counts) >= FEW else many
     return f"{single}{what}, {seeds} seeds{pairs}{line}"
 
