@@ -167,7 +167,9 @@ def figure(found: Panels, asked: Asked, caption: str = "") -> Figure:
         if asked.kind != "heat" and asked.hue and asked.hue != asked.x:
             joined = asked.kind != "front" and whole[asked.x].dtype.kind in "if"
             _legend(drawn, asked.hue, looks, joined=joined)
-        return style.frame(drawn, asked.title(), "\n".join(filter(None, [caption, _marks(found, asked, lines)])))
+        return style.frame(
+            drawn, asked.title(), "\n".join(filter(None, [caption, _marks(found, asked, lines)]))
+        )
 
 
 def _looks(asked: Asked, drawn: Iterable[str]) -> dict[str, style.Look]:

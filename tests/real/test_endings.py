@@ -63,17 +63,6 @@ def test_a_quiet_deserter_is_named(job):
     assert "has ended its program" in found.err
 
 
-@pytest.mark.parametrize(
-    "receive", ["comm.Recv(bytearray(1), 0, 4)", "comm.recv(source=0, tag=4)", "comm.Probe(0, 4)"]
-)
-def test_a_receive_that_waited_for_too_long_names_its_tag_and_what_came_instead(job, receive):
-    """A wrong tag shows at once."""
-    found = job(program(f"if rank == 0: comm.send(1, 1, 3)\n    if rank == 1: {receive}", deadline_s=2.0))
-    assert found.status == 122
-    assert "from rank 0, tag 4, met its deadline of 2 s" in found.err
-    assert "; a message from rank 0 with tag 3 is not received" in found.err
-
-
 def test_a_rank_that_computes_too_long_is_named(job):
     """The message says who is missing and what that rank is doing."""
     found = job(program("if rank == 1:\n        with comm.compute(): time.sleep(20)", deadline_s=2.0))

@@ -3,8 +3,14 @@
 from __future__ import annotations
 
 import pytest
+from support.crew import LATE_RECEIVES
 
 pytestmark = [pytest.mark.mpi, pytest.mark.timeout(120)]
+
+
+def test_a_receive_that_waited_for_too_long_names_its_tag_and_what_came_instead(ranks):
+    """A wrong tag shows at once."""
+    ranks(LATE_RECEIVES)
 
 
 def test_point_to_point_speaks_spawnsims_constants(ranks):

@@ -11,7 +11,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from support.crew import first
+from support.crew import LATE_RECEIVES, first
 
 from spawnsim.real.torch.runtime import UnfinishedNccl, can_use_nccl
 
@@ -295,6 +295,11 @@ def test_what_is_not_offered_names_the_alternative(gloo):
         assert not any(hasattr(comm, name) for name in ("Revoke", "Shrink", "Get_failed", "Create_cart"))
         """
     )
+
+
+def test_a_receive_that_waited_for_too_long_names_its_tag_and_what_came_instead(gloo):
+    """A wrong tag shows at once."""
+    gloo(LATE_RECEIVES)
 
 
 def test_a_rank_that_is_stopped_is_named_also_by_who_would_recover(tmp_path):

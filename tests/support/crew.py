@@ -50,6 +50,23 @@ with ExitStack() as open_world:
         text.with_suffix(f".{{own.rank}}").touch()
 """
 
+LATE_RECEIVES = """
+if rank == 0: comm.send(1, 1, 3)
+comm.Barrier()
+if rank == 1:
+    calls = (lambda: comm.Recv(bytearray(1), 0, 4), lambda: comm.recv(source=0, tag=4), lambda: comm.Probe(0, 4))
+    for receive in calls:
+        try:
+            with comm.clock.deadline(0.2): receive()
+        except Timeout as late:
+            assert "from rank 0, tag 4, met its deadline of 0.2 s" in str(late), late
+            assert "; a message from rank 0 with tag 3 is not received" in str(late), late
+        else:
+            raise AssertionError("no deadline")
+    assert comm.recv(source=0, tag=3) == 1
+comm.Barrier()
+"""
+
 
 def first(n: int) -> str:
     """Return the head of a `main(comm)` for the first n ranks alone."""

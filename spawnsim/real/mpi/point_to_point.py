@@ -21,7 +21,7 @@ from spawnsim.errors import RankFailed, Revoked, Timeout
 from spawnsim.real.mpi import translation
 from spawnsim.real.mpi.runtime import CommCore, MPIRuntime
 from spawnsim.real.mpi.translation import failure, rank_back
-from spawnsim.real.runtime.requests import RealRequest
+from spawnsim.real.runtime.requests import RealRequest, late_receive
 
 if TYPE_CHECKING:
     from spawnsim.real.runtime.staging import Stage
@@ -263,20 +263,11 @@ class PointToPoint(CommCore):
         return got[0]
 
     def _late_receive(self, operation: str, source: int, tag: int) -> Timeout:
-        """Return the error of a receive or probe that waited for too long; it names a message that does not fit."""
-        who = f"from {'any rank' if source < 0 else f'rank {source}'}, {'any tag' if tag < 0 else f'tag {tag}'},"
-        left = MPI.Status()
+        status, left = MPI.Status(), None
         with suppress(MPI.Exception):  # a rank that may have sent is dead
-            if self._raw.Iprobe(MPI.ANY_SOURCE, MPI.ANY_TAG, left):
-                sent = f"a message from rank {left.Get_source()} with tag {left.Get_tag()} is not received"
-                return self._late(operation, source, who, f"; {sent}")
-        return self._late(operation, source, who)
-
-    def _late(self, operation: str, peer: int, who: str, more: str = "") -> Timeout:
-        clock = self.runtime.clock
-        when = f"met its deadline of {clock.limit_s():g} s at {clock.now():.3f} s"
-        text = f"rank {self.rank} of {self.label}: {operation} {who} {when}{more}"
-        return Timeout([peer] if peer >= 0 else [], operation, -1, text)
+            if self._raw.Iprobe(MPI.ANY_SOURCE, MPI.ANY_TAG, status):
+                left = status.Get_source(), status.Get_tag()
+        return late_receive(self, operation, source, tag, left=left)
 
     # ------------------------------------------------------------------------------------------------ sending
     def _send(self, raw: MPI.Request, operation: str, dest: int) -> None:
@@ -287,7 +278,9 @@ class PointToPoint(CommCore):
                 raw.Test, runtime.clock.limit_s(), (operation, -1, self), dest
             ):
                 MPIRequest.of(raw, runtime, (operation, dest, self))  # the registry keeps the buffer
-                raise self._late(operation, dest, f"to rank {dest}")
+                when = f"met its deadline of {runtime.clock.limit_s():g} s at {runtime.clock.now():.3f} s"
+                text = f"rank {self.rank} of {self.label}: {operation} to rank {dest} {when}"
+                raise Timeout([dest], operation, -1, text)
         except MPI.Exception as error:
             raise self._error(error, f"{operation} to {dest}", dest) from None
         except (Revoked, RankFailed):

@@ -365,3 +365,23 @@ class RealRequest:
 
 def _clear_status(status: Any) -> None:
     status.__init__()
+
+
+def late_receive(
+    comm: Any, operation: str, source: int, tag: int, *, left: tuple[int, int] | None
+) -> Timeout:
+    """Return the error of a receive or probe that met its deadline.
+
+    Args:
+        comm: the communicator.
+        operation: the call's name.
+        source: as in the call.
+        tag: as in the call.
+        left: source and tag of a message that has come and that it does not fit: most likely one of the two is wrong.
+    """
+    clock = comm.runtime.clock
+    who = f"from {'any rank' if source < 0 else f'rank {source}'}, {'any tag' if tag < 0 else f'tag {tag}'},"
+    when = f"met its deadline of {clock.limit_s():g} s at {clock.now():.3f} s"
+    other = "" if left is None else f"; a message from rank {left[0]} with tag {left[1]} is not received"
+    text = f"rank {comm.rank} of {comm.label}: {operation} {who} {when}{other}"
+    return Timeout([source] if source >= 0 else [], operation, -1, text)

@@ -19,7 +19,7 @@ from spawnsim.comm.failures import ERR_RANK, ERR_TAG, CallError, SpecTypeError, 
 from spawnsim.comm.layouts import BF16
 from spawnsim.comm.memory import as_bytes
 from spawnsim.errors import Timeout
-from spawnsim.real.runtime.requests import RealRequest
+from spawnsim.real.runtime.requests import RealRequest, late_receive
 from spawnsim.real.runtime.staging import Call, Memory, Stage, device_tensor
 from spawnsim.real.torch.runtime import CommCore
 from spawnsim.real.torch.transport import Bytes, InboundMessage, PostedReceive, Sent, as_payload, rank_gone
@@ -328,12 +328,16 @@ class PointToPoint(CommCore):
         """Wait for a receive; one that meets its deadline is closed, so that it takes no later message."""
         try:
             return request.wait(status)
-        except Timeout as late:
+        except Timeout:
             request.Cancel()
             if not request._cancelled:
                 return request.wait(status)
-            operation = request._what[0]
-            raise Timeout(late.ranks, operation, -1, f"{late}".split("; the request")[0]) from None
+            raise self._late_receive(request._what[0], request.posted.source, request.posted.tag) from None
+
+    def _late_receive(self, operation: str, source: int, tag: int) -> Timeout:
+        message = self.runtime.mailbox.peek(self._context, ANY_SOURCE, ANY_TAG)
+        left = None if message is None else (message.source, message.tag)
+        return late_receive(self, operation, source, tag, left=left)
 
     # ------------------------------------------------------------------------------------------------ probing
     def Iprobe(self, source: int = ANY_SOURCE, tag: int = ANY_TAG, status: Any = None) -> bool:
@@ -353,11 +357,7 @@ class PointToPoint(CommCore):
     def Probe(self, source: int = ANY_SOURCE, tag: int = ANY_TAG, status: Any = None) -> bool:
         runtime, limit_s = self.runtime, self.runtime.clock.limit_s()
         if not runtime.wait(lambda: self._look(source, tag) is not None, limit_s, ("Probe", -1, self)):
-            who = f"rank {source}" if source >= 0 else "any rank"
-            text = f"rank {self.rank} of {self.label}: Probe of {who} met its deadline of {limit_s:g} s"
-            raise Timeout(
-                [source] if source >= 0 else [], "Probe", -1, f"{text} at {runtime.clock.now():.3f} s"
-            )
+            raise self._late_receive("Probe", source, tag)
         return self.Iprobe(source, tag, status)
 
     def Improbe(
