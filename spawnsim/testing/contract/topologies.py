@@ -24,6 +24,9 @@ def dimensions_are_balanced(MPI: Any, comm: Any) -> None:
     """Compute_dims divides evenly, larger dimensions first, and keeps those that are given."""
     same(MPI.Compute_dims(6, 2), [3, 2])
     same(MPI.Compute_dims(12, 3), [3, 2, 2])
+    same(MPI.Compute_dims(6, 3), [3, 2, 1])
+    same(MPI.Compute_dims(20, 3), [5, 2, 2])
+    same(MPI.Compute_dims(99, 4), [11, 3, 3, 1])
     same(MPI.Compute_dims(12, [0, 3]), [4, 3])
     same(MPI.Compute_dims(7, 2), [7, 1])
     same(MPI.Compute_dims(1, [0]), [1])

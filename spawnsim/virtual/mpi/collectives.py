@@ -206,7 +206,8 @@ class Collectives(Member):
     @collective
     def Reduce_scatter_block(self, sendbuf: Any, recvbuf: Any, op: Op = SUM) -> Call:
         """Combine all ranks' buffers and hand out equal blocks."""
-        return semantics.reduce_scatter(sendbuf, recvbuf, None, op, place=self._place)
+        place = self._me, len(self._members)
+        return semantics.reduce_scatter(sendbuf, recvbuf, None, op, place=place)
 
     @collective
     def Reduce_scatter(
@@ -214,7 +215,8 @@ class Collectives(Member):
     ) -> Call:
         """Combine all ranks' buffers and hand out blocks of `recvcounts` elements."""
         counts = self._counts(recvbuf, recvcounts)
-        return semantics.reduce_scatter(sendbuf, recvbuf, counts, op, place=self._place)
+        place = self._me, len(self._members)
+        return semantics.reduce_scatter(sendbuf, recvbuf, counts, op, place=place)
 
     # -- of objects --------------------------------------------------------------------------------------------
 
@@ -296,7 +298,8 @@ class Collectives(Member):
         return [dumps(item) for item in items]
 
 
-Edges = tuple[Sequence[int], Sequence[int]]  # from whom, to whom
+Edge = tuple[int, int]  # a neighbour, and which of the edges that join the two
+Edges = tuple[Sequence[Edge], Sequence[Edge]]  # from whom, to whom; both ends of an edge mark it alike
 
 
 def occurrences(ranks: Sequence[int]) -> list[tuple[int, int]]:
@@ -315,15 +318,15 @@ def occurrences(ranks: Sequence[int]) -> list[tuple[int, int]]:
 
 def neighbor_call(name: str, parts: Sequence[Any], nbytes: Sequence[int], edges: Edges) -> Call:
     """Return the call of a rank that sends `parts`, one per outgoing edge, and gets one per incoming edge."""
-    sources, dests = edges
-    sent = dict(zip(occurrences(dests), parts, strict=True))
-    real = [(dest, size) for dest, size in zip(dests, nbytes, strict=True) if dest != PROC_NULL]
-    needs = tuple(sorted({source for source in sources if source != PROC_NULL}))
+    incoming, outgoing = edges
+    sent = dict(zip(outgoing, parts, strict=True))
+    real = [(dest, size) for (dest, _), size in zip(outgoing, nbytes, strict=True) if dest != PROC_NULL]
+    needs = tuple(sorted({source for source, _ in incoming if source != PROC_NULL}))
 
     def outcome(instance: CollectiveInstance, me: int) -> list[Any]:
         return [
-            None if source == PROC_NULL else instance.calls[source].part[me, turn]  # type: ignore[union-attr]
-            for source, turn in occurrences(sources)
+            None if source == PROC_NULL else instance.calls[source].part[me, which]  # type: ignore[union-attr]
+            for source, which in incoming
         ]
 
     sizes = [dest for dest, _ in real], [size for _, size in real]
@@ -334,8 +337,9 @@ def _blocks(
     spec: Any, number: int, *, vector: bool, types: bool = False, writable: bool = False
 ) -> list[Any]:
     """Return a buffer's blocks, one for each of `number` edges; of a rank without edges, none."""
-    blocks = list(as_buffer(spec, vector=vector, blocks=number, types=types, writable=writable))
-    return blocks if number else []
+    if not number:  # a count beside it is that of each block, of which there are none
+        return []
+    return list(as_buffer(spec, vector=vector, blocks=number, types=types, writable=writable))
 
 
 def _collect(target: list[Any]) -> Outcome:
@@ -375,8 +379,7 @@ class NeighborCollectives(Collectives):
     @property
     def _edges(self) -> Edges:
         self._need()
-        shape = self._context.topology
-        return shape.sources(self._me), shape.destinations(self._me)
+        return self._context.topology.neighborhood(self._me)  # type: ignore[no-any-return]
 
     @collective
     def Neighbor_allgather(self, sendbuf: Any, recvbuf: Any) -> Call:

@@ -313,68 +313,87 @@ class Intercomm(Comm):
 
     # Rooted collectives: ROOT at the root, PROC_NULL beside it, the root's rank in the other group.
 
-    def Bcast(self, buf: Any, root: int = 0) -> None:
+    @collective
+    def Bcast(self, buf: Any, root: int = 0) -> Call:
         """Send the root's buffer to all ranks of the other group."""
-        self._rooted("Bcast", as_buffer(buf).pack() if root == ROOT else None, root, as_buffer(buf).unpack)
+        own = as_buffer(buf)
+        return self._from_root("Bcast", root, own.pack, lambda: own.unpack)
 
-    def Gather(self, sendbuf: Any, recvbuf: Any, root: int = 0) -> None:
+    @collective
+    def Gather(self, sendbuf: Any, recvbuf: Any, root: int = 0) -> Call:
         """Collect the blocks of the other group at the root."""
-        self._to_root("Gather", sendbuf, root, lambda: semantics._fill(recvbuf, blocks=len(self._peers)))
-
-    def Gatherv(self, sendbuf: Any, recvbuf: Any, root: int = 0) -> None:
-        """Collect unequal blocks of the other group at the root."""
-        self._to_root(
-            "Gather", sendbuf, root, lambda: semantics._fill(recvbuf, vector=True, blocks=len(self._peers))
+        return self._to_root(
+            "Gather", sendbuf, root, lambda: semantics._fill(recvbuf, blocks=len(self._peers))
         )
 
-    def Scatter(self, sendbuf: Any, recvbuf: Any, root: int = 0) -> None:
+    @collective
+    def Gatherv(self, sendbuf: Any, recvbuf: Any, root: int = 0) -> Call:
+        """Collect unequal blocks of the other group at the root."""
+        fill = lambda: semantics._fill(recvbuf, vector=True, blocks=len(self._peers))  # noqa: E731
+        return self._to_root("Gather", sendbuf, root, fill)
+
+    @collective
+    def Scatter(self, sendbuf: Any, recvbuf: Any, root: int = 0) -> Call:
         """Hand out blocks of the root's buffer to the other group."""
-        self._from_root(sendbuf, recvbuf, root, vector=False)
+        return self._scatter(sendbuf, recvbuf, root, vector=False)
 
-    def Scatterv(self, sendbuf: Any, recvbuf: Any, root: int = 0) -> None:
+    @collective
+    def Scatterv(self, sendbuf: Any, recvbuf: Any, root: int = 0) -> Call:
         """Hand out unequal blocks of the root's buffer to the other group."""
-        self._from_root(sendbuf, recvbuf, root, vector=True)
+        return self._scatter(sendbuf, recvbuf, root, vector=True)
 
-    def Reduce(self, sendbuf: Any, recvbuf: Any, op: Op = SUM, root: int = 0) -> None:
+    @collective
+    def Reduce(self, sendbuf: Any, recvbuf: Any, op: Op = SUM, root: int = 0) -> Call:
         """Combine the other group's buffers at the root."""
 
-        # Deferred to the root: on other ranks `recvbuf` is not significant in MPI and may be None.
         def collect() -> Any:
             target = as_buffer(recvbuf, writable=True)
             merge = semantics.merger(op, target)
             return lambda parts: target.unpack(ops.reduce_tree(list(parts), merge))
 
-        self._to_root("Reduce", sendbuf, root, collect)
+        return self._to_root("Reduce", sendbuf, root, collect)
 
-    def _rooted(self, name: str, part: Any, root: int, receive: Any) -> None:
+    # Buffers are taken apart only where they count: MPI lets others, such as the root's beside it, be anything.
+
+    def _scatter(self, sendbuf: Any, recvbuf: Any, root: int, vector: bool) -> Call:
+        def give() -> list[Any]:
+            return [block.pack() for block in as_buffer(sendbuf, vector=vector, blocks=len(self._peers))]
+
+        def collect() -> Any:
+            target, me = as_buffer(recvbuf, writable=True), self._me
+            return lambda blocks: target.unpack(blocks[me])
+
+        return self._from_root("Scatter", root, give, collect)
+
+    def _from_root(
+        self, name: str, root: int, give: Callable[[], Any], collect: Callable[[], Callable[[Any], object]]
+    ) -> Call:
+        """Return a call in which the root gives something, and all ranks of the other group collect it."""
         root = self._root(root)
-        # All rooted calls go as an allgather between the groups: their own algorithms are not modelled
-        # (docs/design.md).
-        received = self._meet(
-            Call(name, "allgather", part, 0 if part is None else part.nbytes, outcome=_theirs)
-        )
+        call = self._across(name, give() if root == ROOT else None)
         # ROOT and PROC_NULL are negative: who passes a rank is in the receiving group, and that rank is the root
         # over there.
         if root >= 0:
-            receive(received[root])
+            receive = collect()
+            call.collect = lambda given: receive(given[root])
+        return call
 
-    def _to_root(self, name: str, sendbuf: Any, root: int, collect: Callable[[], Any]) -> None:
+    def _to_root(
+        self, name: str, sendbuf: Any, root: int, collect: Callable[[], Callable[[Any], object]]
+    ) -> Call:
+        """Return a call in which all ranks of one group give a buffer, and the root of the other collects them."""
         root = self._root(root)
-        part = as_buffer(sendbuf).pack() if root >= 0 else None
-        received = self._meet(
-            Call(name, "allgather", part, 0 if part is None else part.nbytes, outcome=_theirs)
-        )
+        call = self._across(name, as_buffer(sendbuf).pack() if root >= 0 else None)
         if root == ROOT:
-            collect()(received)
+            call.collect = collect()
+        return call
 
-    def _from_root(self, sendbuf: Any, recvbuf: Any, root: int, vector: bool) -> None:
-        blocks, root = None, self._root(root)
-        if root == ROOT:
-            blocks = [block.pack() for block in as_buffer(sendbuf, vector=vector, blocks=len(self._peers))]
-        nbytes = sum(block.nbytes for block in blocks or ())
-        received = self._meet(Call("Scatter", "allgather", blocks, nbytes, outcome=_theirs))
-        if root >= 0:
-            as_buffer(recvbuf, writable=True).unpack(received[root][self._me])
+    @staticmethod
+    def _across(name: str, part: Any) -> Call:
+        # All rooted calls go as an allgather between the groups: their own algorithms are not modelled
+        # (docs/design.md).
+        nbytes = sum(each.nbytes for each in (part if isinstance(part, list) else [part]) if each is not None)
+        return Call(name, "allgather", part, nbytes, outcome=_theirs)
 
     # Objects
 

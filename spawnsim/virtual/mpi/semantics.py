@@ -179,19 +179,22 @@ def combiner(op: Op, own: Buffer) -> Combine:
     return lambda a, b: merge(a, b, np.empty_like(b))
 
 
-def _reducing(name: str, buffers: tuple[Any, Any], op: Op, for_all: bool = False) -> tuple[Call, Buffer]:
+def _reducing(
+    name: str, buffers: tuple[Any, Any], op: Op, *, for_all: bool = False, blocks: int = 1
+) -> tuple[Call, Buffer]:
     """Return the call of a reduction of (what is sent, what is received), still without outcome, and what it sends.
 
-    `for_all` says that every rank gets the combination, so that none leaves before all have come.
+    `for_all` says that every rank gets the combination, so that none leaves before all have come. What is sent are so
+    many blocks of the count that its specification tells.
     """
     sendbuf, recvbuf = buffers
-    own = as_buffer(recvbuf if _in_place(sendbuf) else sendbuf)
+    own = as_buffer(recvbuf if _in_place(sendbuf) else sendbuf, blocks=blocks)
     op.check(own.datatype)
     call = Call(name, name.lower(), None, own.nbytes)
     # What all ranks must agree on is kept apart from the data, so that a mismatch is told with both values instead
     # of as a wrong sum.
     kind = f"phantom {own.type_name}" if is_phantom(own.array) else own.type_name
-    call.agree = (op.name or "user-defined", own.count, kind)
+    call.agree = (op.name or "user-defined", own.count * own.blocks, kind)
     if for_all:
         call.op, call.datatype = op, own.datatype
         call.part, call.lent = _lent(own)
@@ -270,27 +273,30 @@ def reduce_scatter(
     *,
     place: tuple[int, int],
 ) -> Call:
-    """Every rank gets its block of the combination; `counts` are the elements per rank, None: equal blocks."""
+    """Every rank gets its block of the combination; `counts` are the elements per rank, None: equal blocks.
+
+    `place` is (this rank, number of ranks) in its own group: of two groups each gets the other's combination.
+    """
     me, size = place
-    call, own = _reducing("Reduce_scatter", (sendbuf, recvbuf), op, for_all=True)
-    elements = len(call.part)
+    blocks = size if counts is None else 1
+    call, own = _reducing("Reduce_scatter", (sendbuf, recvbuf), op, for_all=True, blocks=blocks)
     # The time counts what each rank receives. With the whole vector as size, every block was timed as if it were
     # all of it.
     if counts is None:
-        if elements % size:
-            raise ArgumentError(ERR_COUNT, f"{elements} elements do not divide into blocks for {size} ranks")
-        start, end = me * elements // size, (me + 1) * elements // size
+        start, end = me * own.count, (me + 1) * own.count
         call.sizes = "blocks"  # and no list of them: each of a thousand ranks would make one
     else:
         lengths = np.array(counts, np.int64)
         whole = lengths.sum()
-        if whole != elements:
+        if whole != own.count:
             raise ArgumentError(
-                ERR_COUNT, f"recvcounts add up to {whole}, but each rank contributes {elements} elements"
+                ERR_COUNT, f"recvcounts add up to {whole}, but each rank contributes {own.count} elements"
             )
         start, end = lengths[:me].sum(), lengths[: me + 1].sum()
-        call.nbytes, call.sizes = lengths * (own.nbytes // max(elements, 1)), "same"
-    call.outcome = lambda instance, rank: instance.combined(rank)[start:end]
+        call.nbytes, call.sizes = lengths * own.datatype.size, "same"
+    # Of derived types the combination is bytes, of predefined ones it is elements.
+    step = len(call.part) // max(own.count * blocks, 1)
+    call.outcome = lambda instance, rank: instance.combined(rank)[start * step : end * step]
     call.collect = as_buffer(recvbuf, writable=True).unpack
     return call
 

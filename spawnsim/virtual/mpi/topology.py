@@ -17,7 +17,7 @@ from spawnsim.comm.constants import CART, DIST_GRAPH, GRAPH, PROC_NULL, UNDEFINE
 from spawnsim.comm.failures import ERR_ARG, ERR_DIMS, ERR_RANK, CallError, SpecTypeError
 from spawnsim.comm.handles import each_integer, integer
 from spawnsim.errors import ParameterError
-from spawnsim.virtual.mpi.collectives import NeighborCollectives
+from spawnsim.virtual.mpi.collectives import Edges, NeighborCollectives, occurrences
 from spawnsim.virtual.mpi.comm import COMM_NULL
 from spawnsim.virtual.mpi.communicators import Intracomm
 from spawnsim.virtual.mpi.context import KINDS, Context
@@ -83,6 +83,14 @@ class Cartesian:
     # with PROC_NULL kept as a place.
     destinations = sources
 
+    def neighborhood(self, rank: int) -> Edges:
+        """Return the edges from and to the neighbours of a rank."""
+        # MPI 4.1, 8.6: what a rank sends below arrives from above. Where a ring has one or two ranks both neighbours
+        # are the same rank, and only the direction tells its two messages apart.
+        places = self.sources(rank)
+        incoming = [(place, number ^ 1) for number, place in enumerate(places)]
+        return incoming, [(place, number) for number, place in enumerate(places)]
+
 
 @dataclass(frozen=True)
 class Graph:
@@ -107,6 +115,11 @@ class Graph:
 
     destinations = sources
 
+    def neighborhood(self, rank: int) -> Edges:
+        """Return the edges from and to the neighbours of a rank."""
+        places = occurrences(self.sources(rank))
+        return places, places
+
 
 @dataclass(frozen=True)
 class DistGraph:
@@ -124,6 +137,10 @@ class DistGraph:
         """Return to whom a rank sends."""
         return self.outgoing[rank][0]
 
+    def neighborhood(self, rank: int) -> Edges:
+        """Return the edges from and to the neighbours of a rank."""
+        return occurrences(self.sources(rank)), occurrences(self.destinations(rank))
+
 
 def compute_dims(nnodes: int, dims: int | Sequence[int]) -> list[int]:
     """Return dimensions as equal as they can be, whose product is `nnodes`; entries above 0 stay as they are.
@@ -137,20 +154,29 @@ def compute_dims(nnodes: int, dims: int | Sequence[int]) -> list[int]:
     free = [place for place, dim in enumerate(wanted) if dim == 0]
     if nnodes % fixed or (not free and fixed != nnodes):
         raise CallError(ERR_DIMS, f"Compute_dims: {nnodes} nodes do not divide into {wanted}")
-    for place, dim in zip(free, _balanced(nnodes // fixed, len(free)), strict=True):
+    found = (
+        _descending(nnodes // fixed, len(free), nnodes) or []
+    )  # there are some: the number itself, and ones
+    for place, dim in zip(free, found, strict=True):
         wanted[place] = dim
     return wanted
 
 
-def _balanced(count: int, parts: int) -> list[int]:
-    """Return `parts` factors of `count`, descending, the largest as small as possible, and so on."""
+def _descending(count: int, parts: int, most: int) -> list[int] | None:
+    """Return `parts` factors of `count`, descending, the largest as small as possible, and so on.
+
+    None is larger than `most`; None is returned if there are no such ones.
+    """
     if parts <= 1:
-        return [count] * parts
-    root = count ** (1 / parts)
+        return [count] * parts if count <= most else None
     # 1e-9 below the root: 3125 ** (1 / 5) is a little more than 5, and its ceiling would be 6.
-    first = next(d for d in range(max(1, math.ceil(root - 1e-9)), count + 1) if count % d == 0)
-    # The largest first and as small as possible: that leaves the most even rest, in MPI's descending order.
-    return [first, *_balanced(count // first, parts - 1)]
+    least = max(1, math.ceil(count ** (1 / parts) - 1e-9))
+    for first in range(least, min(count, most) + 1):
+        # The rest must not have a larger factor than the first: MPI wants dimensions in descending order.
+        rest = _descending(count // first, parts - 1, first) if count % first == 0 else None
+        if rest is not None:
+            return [first, *rest]
+    return None
 
 
 class Topocomm(Intracomm, NeighborCollectives):
