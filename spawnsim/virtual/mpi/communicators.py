@@ -19,7 +19,7 @@ from spawnsim.comm.failures import ERR_COMM, CallError, SpecTypeError
 from spawnsim.comm.group import Group
 from spawnsim.comm.handles import INFO_NULL, Info, integer
 from spawnsim.comm.ops import SUM, Op
-from spawnsim.errors import UsageError
+from spawnsim.errors import MismatchError, UsageError
 from spawnsim.virtual.engine.kernel import current_task
 from spawnsim.virtual.engine.world import Rank
 from spawnsim.virtual.mpi import semantics
@@ -375,7 +375,7 @@ class Intercomm(Comm):
         # over there.
         if root >= 0:
             receive = collect()
-            call.collect = lambda given: receive(given[root])
+            call.collect = lambda given: receive(self._brought(name, given, (root,))[0])
         return call
 
     def _to_root(
@@ -385,8 +385,19 @@ class Intercomm(Comm):
         root = self._root(root)
         call = self._across(name, as_buffer(sendbuf).pack() if root >= 0 else None)
         if root == ROOT:
-            call.collect = collect()
+            receive = collect()
+            call.collect = lambda given: receive(self._brought(name, given, range(len(given))))
         return call
+
+    def _brought(self, name: str, given: Sequence[Any], who: Sequence[int]) -> list[Any]:
+        """Return what ranks of the other group have given, who must have called as the roots here say."""
+        for rank in who:
+            if given[rank] is None:
+                raise MismatchError(
+                    f"{name} on {self._label}: rank {rank} of the other group has given nothing. The root gives "
+                    "root=MPI.ROOT, the ranks beside it MPI.PROC_NULL, and the other group the root's rank"
+                )
+        return [given[rank] for rank in who]
 
     @staticmethod
     def _across(name: str, part: Any) -> Call:
@@ -404,19 +415,21 @@ class Intercomm(Comm):
         """Return the root's object in the other group, None in its own."""
         root = self._root(root)
         received = self._objects("bcast", dumps(obj) if root == ROOT else None)
-        return loads(received[root]) if root >= 0 else None
+        return loads(self._brought("bcast", received, (root,))[0]) if root >= 0 else None
 
     def gather(self, sendobj: Any, root: int = 0) -> list[Any] | None:
         """Return the other group's objects at the root."""
         root = self._root(root)
         received = self._objects("gather", dumps(sendobj) if root >= 0 else None)
-        return [loads(part) for part in received] if root == ROOT else None
+        if root != ROOT:
+            return None
+        return [loads(part) for part in self._brought("gather", received, range(len(received)))]
 
     def scatter(self, sendobj: Sequence[Any] | None, root: int = 0) -> Any:
         """Return this rank's item of the root's sequence."""
         root = self._root(root)
         received = self._objects("scatter", self._one_each(sendobj) if root == ROOT else None)
-        return loads(received[root][self._me]) if root >= 0 else None
+        return loads(self._brought("scatter", received, (root,))[0][self._me]) if root >= 0 else None
 
     def allgather(self, sendobj: Any) -> list[Any]:
         """Return the other group's objects."""
@@ -430,7 +443,10 @@ class Intercomm(Comm):
         """Return the combination of the other group's objects at the root."""
         root = self._root(root)
         received = self._objects("reduce", dumps(sendobj) if root >= 0 else None)
-        return ops.reduce_binomial([loads(part) for part in received], op) if root == ROOT else None
+        if root != ROOT:
+            return None
+        parts = self._brought("reduce", received, range(len(received)))
+        return ops.reduce_binomial([loads(part) for part in parts], op)
 
     def allreduce(self, sendobj: Any, op: Op = SUM) -> Any:
         """Return the combination of the other group's objects."""

@@ -464,7 +464,7 @@ class Message(Handle):
 
     def Irecv(self, buf: Any) -> Request:
         """Start to receive the message into a buffer."""
-        return self._receive(target(buf))
+        return self._receive(target(buf, PROC_NULL if self._identity is NOBODY else 0))
 
     def irecv(self) -> Request:
         """Start to receive the message's object."""

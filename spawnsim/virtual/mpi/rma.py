@@ -57,6 +57,25 @@ class Epoch:
     tokens: Sequence[Request] = ()  # of those whom Post has let in
 
 
+@dataclass(slots=True)
+class WaitingForPart(Waiting):
+    """One access to a rank's part of a window, or the lock of it, which others may hold meanwhile."""
+
+    target: Any = None
+    origin: int = -1  # a world rank, as those that hold the lock
+
+    def describe(self) -> str:
+        """Return the call with its target, and who keeps it waiting by a lock."""
+        holders = self.target.holding_up(self.origin)
+        more = f" and {len(holders) - 8} more" if len(holders) > 8 else ""
+        names = f"rank{'s' * (len(holders) > 1)} {', '.join(map(str, holders[:8]))}{more}"
+        return Waiting.describe(self) + (f", locked by {names}" if holders else "")
+
+    def peers(self) -> Sequence[int]:
+        """Return the world ranks any of which could end the wait: those that hold the lock, not whose part it is."""
+        return self.target.holding_up(self.origin) or Waiting.peers(self)
+
+
 class Epochs(Attributes):
     """The calls of one rank's window handle that begin and end epochs."""
 
@@ -89,7 +108,11 @@ class Epochs(Attributes):
 
     def _waiting(self, operation: str, rank: int) -> Waiting:
         comm = self._comm
-        return Waiting(operation, self._label, comm._members, rank, 0, "target", context=comm._context)
+        waiting = WaitingForPart(
+            operation, self._label, comm._members, rank, 0, "target", context=comm._context
+        )
+        waiting.target, waiting.origin = self._windows.targets[rank], comm._rank.id
+        return waiting
 
     def _check(self, rank: int, operation: str) -> None:
         """Refuse an access outside any epoch."""

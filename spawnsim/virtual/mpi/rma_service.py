@@ -137,6 +137,12 @@ class Target:
         else:
             self._admit(access)
 
+    def holding_up(self, who: int) -> list[int]:
+        """Return the world ranks whose lock keeps a rank's access waiting; none if it waits for something else."""
+        if all(access.connection.origin.id != who for access in self.queue):
+            return []
+        return sorted(({self.exclusive} if self.exclusive is not None else self.sharers) - {who})
+
     def _is_held_by(self, who: int) -> bool:
         return who in self.sharers or who == self.exclusive
 

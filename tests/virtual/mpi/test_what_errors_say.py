@@ -10,7 +10,7 @@ import pytest
 import torch
 from support.virtual_run import Notes, platform, run
 
-from spawnsim.comm import DOUBLE, MAX, SUM
+from spawnsim.comm import DOUBLE, MAX, PROC_NULL, ROOT, SUM
 from spawnsim.comm.failures import Truncated, Unreadable
 from spawnsim.errors import Deadlock, MismatchError, UsageError
 from spawnsim.scenario import Scenario
@@ -152,6 +152,47 @@ def test_ranks_of_other_communicators_are_told_in_the_world():
             odd.recv(source=1, tag=5)
 
     assert "recv(source=1 (rank 3 of the world), tag=5) on communicator" in stuck(main, 4)
+
+
+def test_who_holds_a_lock_is_named():
+    """Rank 2 waits for rank 0, which holds the lock; it was told to wait for rank 1, whose part is locked."""
+
+    def main(comm):
+        win = comm.Win.Allocate(8, comm=comm)
+        if comm.rank == 0:
+            win.Lock(1)
+            comm.barrier()
+            comm.recv(source=2)
+        else:
+            comm.barrier()
+        if comm.rank == 2:
+            win.Lock(1)
+            comm.send(1, dest=0)
+
+    text = stuck(main, 4)
+    assert "a cycle of waits: rank 0 → rank 2 → rank 0" in text
+    assert "Lock(target=1) on window on MPI_COMM_WORLD, locked by rank 0 " in text
+
+
+@pytest.mark.parametrize("call", ["Bcast", "bcast", "scatter", "gather", "reduce", "Gather"])
+def test_two_groups_agree_on_the_root(call):
+    """Rank 1 of the first group is the root for the second one, and rank 0 for its own."""
+
+    def main(comm):
+        first = comm.rank < 2
+        group = comm.Split(first)
+        between = group.Create_intercomm(0, comm, 2 if first else 0)
+        root = (
+            (ROOT if group.rank == 0 else PROC_NULL) if first or call in ("gather", "reduce", "Gather") else 1
+        )
+        if call[0].isupper():
+            given = [np.zeros(2)] if call == "Bcast" else [np.zeros(1), np.zeros(2)]
+        else:
+            given = [[1, 2]]
+        getattr(between, call)(*given, root=root)
+
+    with pytest.raises(MismatchError, match=rf"{call} on .*: rank [01] of the other group has given nothing"):
+        run(main, 4)
 
 
 def test_a_lock_has_no_tag():
