@@ -366,12 +366,12 @@ class Cluster:
         if waiting:
             alive = {task.rank for task in waiting}
             ended = [rank.id for rank in self.world.ranks if rank.id not in alive]
-            return diagnosis.deadlock(waiting, ended)
+            return diagnosis.deadlock(waiting, ended, diagnosis.dead(self.world.ranks))
         return None
 
     def _livelock(self, polls: int, since_s: float) -> Livelock:
         alive = [task for task in self.world.kernel.tasks if task.alive]
-        return diagnosis.livelock(alive, polls, since_s)
+        return diagnosis.livelock(alive, polls, since_s, diagnosis.dead(self.world.ranks))
 
     def _under_way(self) -> bool:
         """Whether a message is on its way that has not been received."""

@@ -42,8 +42,11 @@ SHOWN_LEFT = 4  # kinds of messages that fit no receive
 WRAPPER = "watching"  # the function in which `timeline` wraps calls
 
 
-def deadlock(tasks: Sequence[Task], ended: Sequence[int]) -> Deadlock:
-    """Return the error of a run in which every task left waits; `ended` are the ranks that have finished."""
+def deadlock(tasks: Sequence[Task], ended: Sequence[int], died: str = "") -> Deadlock:
+    """Return the error of a run in which every task left waits.
+
+    `ended` are the ranks that have finished, `died` is what `dead` says.
+    """
     ring = cycle(tasks)
     if len(ring) == 1:
         reason = f"rank {ring[0]} waits for itself"
@@ -57,7 +60,15 @@ def deadlock(tasks: Sequence[Task], ended: Sequence[int]) -> Deadlock:
         + standing(tasks, ring)
         + _remedy([task for task in tasks if task.rank in ring])
         + _unmatched(tasks)
+        + died
     )
+
+
+def dead(ranks: Sequence[Rank]) -> str:
+    """Return a line on the ranks that have died: others may wait for a sign of theirs; "" if none has."""
+    died = [f"rank {rank.id} at {rank.death_s:.6g} s" for rank in ranks if rank.dead]
+    more = f", and {len(died) - 8} more" if len(died) > 8 else ""
+    return f"\nDied: {', '.join(died[:8])}{more}" if died else ""
 
 
 def _remedy(tasks: Sequence[Task]) -> str:
@@ -98,11 +109,13 @@ def _receives(wait: Wait) -> list[Waiting]:
     return [each for each in parts if isinstance(each, Waiting) and each.keyword == "source"]
 
 
-def livelock(tasks: Sequence[Task], polls: int, since_s: float) -> Livelock:
+def livelock(tasks: Sequence[Task], polls: int, since_s: float, died: str = "") -> Livelock:
     """Return the error of a run in which every task left polls or waits, and nothing can happen any more."""
     return Livelock(
         f"livelock: {polls:,} polls in a row found nothing, since {since_s:.6g} s; nobody does anything else, and "
-        "nothing is on its way: the program polls for something that nobody will do\n" + standing(tasks)
+        "nothing is on its way: the program polls for something that nobody will do\n"
+        + standing(tasks)
+        + died
     )
 
 

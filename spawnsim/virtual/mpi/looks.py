@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from spawnsim.virtual.engine.completion import Completion
-from spawnsim.virtual.engine.waiting import finished, settled
+from spawnsim.virtual.engine.waiting import check_alive, finished, settled
 from spawnsim.virtual.engine.world import World
 
 if TYPE_CHECKING:
@@ -35,14 +35,24 @@ def look(world: World, requests: Sequence[Request]) -> list[Completion | None]:
     return completions
 
 
+def _check_alive(world: World, requests: Sequence[Request], completions: Sequence[Completion | None]) -> None:
+    """Raise `RankFailed` if a request that is open needs a rank known to be dead: tests of it would never end."""
+    if world.failed:
+        for request, completion in zip(requests, completions, strict=True):
+            if completion is not None and completion.finish_s is None and request._waiting is not None:
+                check_alive(world, request._waiting)
+
+
 def done_now(world: World, requests: Sequence[Request], *, every: bool = False) -> list[int]:
     """Observe; return the positions of the requests that are over.
 
-    The kernel is told of a look in vain: none is over (or not `every` one), and of no other the end is known.
+    The kernel is told of a look in vain: none is over (or not `every` one), and of no other the end is known. Raises
+    `RankFailed` where one of these will never be over.
     """
     completions = look(world, requests)
     done = finished(completions, world.kernel.current.clock)
     if every or not done:
+        _check_alive(world, requests, completions)
         ends = [each.finish_s for each in completions if each is not None]
         # Only a look without any news is fruitless. If the end of one that is still open is known, time will bring it,
         # and a loop of polls is no livelock.
@@ -56,6 +66,7 @@ def done_now(world: World, requests: Sequence[Request], *, every: bool = False) 
 def over_now(world: World, request: Request) -> bool:
     """Observe; return whether one request is over, as `done_now` does for several."""
     (completion,) = look(world, (request,))
+    _check_alive(world, (request,), (completion,))
     over = completion is not None and completion.over(world.kernel.current.clock)
     if completion is not None and completion.finish_s is None:
         world.kernel.fruitless()

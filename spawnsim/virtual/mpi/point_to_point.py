@@ -341,6 +341,10 @@ class PointToPoint(Member):
                 self._mailbox.remove(message)
         self._world.charge_poll()
         if message is None:
+            if (
+                source != ANY_SOURCE
+            ):  # a named rank that is dead sends nothing any more: the loop would not end
+                check_alive(self._world, self._waiting("Iprobe", source, tag))
             self._world.kernel.fruitless()
         else:
             _fill_status(status, None if source == PROC_NULL else message)

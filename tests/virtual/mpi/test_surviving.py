@@ -4,8 +4,9 @@ import numpy as np
 import pytest
 from support.virtual_run import run
 
-from spawnsim.errors import RankFailed, Revoked, Timeout
+from spawnsim.errors import Deadlock, Livelock, RankFailed, Revoked, Timeout
 from spawnsim.virtual.mpi.fault_tolerance import RecoveryAgreement
+from spawnsim.virtual.mpi.requests import Request
 
 
 def train(comm, steps=40):
@@ -204,3 +205,78 @@ def test_waits_for_anybody_do_not_look_through_all_deaths():
     notes = run(main, 36, faults="; ".join(f"crash:{rank}@0.0005s" for rank in range(12, 36)))[1]
     assert notes.column("got") == {0: 11 * sum(range(50))}
     assert 0 < Deaths.looks <= 24 * 24  # some communicators, each once for each death
+
+
+def some(look):
+    """Return what makes two requests, and looks at both."""
+    return lambda comm: look([comm.irecv(source=1), comm.irecv(source=1, tag=2)])
+
+
+LOOKS = {
+    "test": lambda comm: comm.irecv(source=1).Test,
+    "test of a synchronous send": lambda comm: comm.issend(1, 1).Test,
+    "test of a collective": lambda comm: comm.Ibarrier().Test,
+    "Get_status": lambda comm: comm.irecv(source=1).Get_status,
+    "Testall": some(lambda requests: lambda: Request.Testall(requests)),
+    "Testany": some(lambda requests: lambda: Request.Testany(requests)[1]),
+    "Testsome": some(lambda requests: lambda: Request.Testsome(requests)),
+    "Iprobe": lambda comm: lambda: comm.Iprobe(source=1),
+    "Improbe": lambda comm: lambda: comm.Improbe(source=1),
+}
+
+
+@pytest.mark.parametrize("kind", LOOKS)
+def test_a_loop_of_looks_ends_when_its_peer_has_died(kind):
+    """As waiting does. It went on until it was taken for a livelock, and the report did not speak of the death."""
+
+    def main(comm):
+        if comm.rank == 1:
+            comm.clock.sleep(10.0)
+        if comm.rank == 0:
+            over = LOOKS[kind](comm)
+            with pytest.raises(RankFailed) as caught:
+                while not over():
+                    comm.clock.sleep(0.1)
+            comm.record(dead=str(caught.value.ranks), at=comm.clock.now())
+
+    notes = run(main, 3, faults="crash:1@1.05s")[1]
+    assert notes.column("dead") == {0: "(1,)"}
+    assert notes.column("at")[0] == pytest.approx(1.1, abs=0.01)
+
+
+def test_what_is_over_is_told_before_a_death():
+    """Of several requests one has come, and the other one's sender has died."""
+
+    def main(comm):
+        if comm.rank == 1:
+            comm.clock.sleep(10.0)
+        if comm.rank == 2:
+            comm.send("here", dest=0)
+        if comm.rank == 0:
+            requests = [comm.irecv(source=1), comm.irecv(source=2)]
+            comm.clock.sleep(2.0)
+            assert Request.testsome(requests) == ([1], ["here"])
+            with pytest.raises(RankFailed):
+                Request.testsome(requests)
+
+    run(main, 3, faults="crash:1@1.05s")
+
+
+def test_reports_of_what_stands_still_name_the_dead():
+    """A look at any source may have waited for rank 1."""
+
+    def main(comm):
+        if comm.rank == 1:
+            comm.clock.sleep(10.0)
+        if comm.rank == 0:
+            while not comm.Iprobe():
+                pass
+
+    with pytest.raises(Livelock, match=r"Died: rank 1 at 1\.05 s"):
+        run(main, 2, faults="crash:1@1.05s")
+    with pytest.raises(Deadlock, match=r"Died: rank 1 at 1\.05 s"):
+        run(
+            lambda comm: comm.recv(source=2) if comm.rank == 0 else comm.clock.sleep(3.0),
+            3,
+            faults="crash:1@1.05s",
+        )
