@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from spawnsim.errors import RankFailed
 from spawnsim.virtual.engine.completion import Completion
 from spawnsim.virtual.engine.waiting import check_alive, finished, settled
 from spawnsim.virtual.engine.world import World
@@ -40,7 +41,11 @@ def _check_alive(world: World, requests: Sequence[Request], completions: Sequenc
     if world.failed:
         for request, completion in zip(requests, completions, strict=True):
             if completion is not None and completion.finish_s is None and request._waiting is not None:
-                check_alive(world, request._waiting)
+                try:
+                    check_alive(world, request._waiting)
+                except RankFailed:
+                    request._close()  # the program has looked at it
+                    raise
 
 
 def done_now(world: World, requests: Sequence[Request], *, every: bool = False) -> list[int]:

@@ -16,7 +16,7 @@ from spawnsim.comm.constants import ANY_SOURCE, ANY_TAG, UNDEFINED
 from spawnsim.comm.failures import ERR_IN_STATUS, ERR_PENDING, ERR_REQUEST, CallError, SpecTypeError
 from spawnsim.comm.handles import Handle, same_kind
 from spawnsim.comm.status import Status
-from spawnsim.errors import Revoked
+from spawnsim.errors import RankFailed, Revoked
 from spawnsim.virtual.engine.completion import AllOf, Completion, Receive
 from spawnsim.virtual.engine.waiting import (
     FreedOperation,
@@ -241,7 +241,11 @@ class Request(Handle):
         if world.revoked:
             self._check_revoked()
         if not over_by_itself(world, completion):
-            await_one(world, completion, self._waiting)
+            try:
+                await_one(world, completion, self._waiting)
+            except RankFailed:
+                self._close()  # the program has waited for it
+                raise
         return self._collect(status)
 
     def Wait(self, status: Status | None = None) -> bool:

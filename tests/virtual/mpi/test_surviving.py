@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 from support.virtual_run import run
 
+import spawnsim
 from spawnsim.errors import Deadlock, Livelock, RankFailed, Revoked, Timeout
 from spawnsim.virtual.mpi.fault_tolerance import RecoveryAgreement
 from spawnsim.virtual.mpi.requests import Request
@@ -280,3 +281,16 @@ def test_reports_of_what_stands_still_name_the_dead():
             3,
             faults="crash:1@1.05s",
         )
+
+
+@pytest.mark.parametrize("call", ["Wait()", "Test()"])
+def test_a_request_whose_peer_has_died_was_waited_for(call, tmp_path):
+    """It has ended, with an error; the run warned that nobody had waited for it."""
+    program = tmp_path / "program.py"
+    program.write_text(
+        "import time\nfrom mpi4py import MPI\ncomm = MPI.COMM_WORLD\ntime.sleep(2)\nrequest = comm.irecv(source=1)\n"
+        f"try:\n    request.{call}\nexcept MPI.Exception as error:\n"
+        "    assert error.Get_error_class() == MPI.ERR_PROC_FAILED\n"
+    )
+    found = spawnsim.run(program, ranks=3, faults="crash:1@1s")
+    assert not [each for each in found.what["warnings"] if "never completed" in each]
