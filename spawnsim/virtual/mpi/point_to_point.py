@@ -341,9 +341,8 @@ class PointToPoint(Member):
                 self._mailbox.remove(message)
         self._world.charge_poll()
         if message is None:
-            if (
-                source != ANY_SOURCE
-            ):  # a named rank that is dead sends nothing any more: the loop would not end
+            # A named rank that is dead sends nothing any more: a loop of looks would not end.
+            if source != ANY_SOURCE:
                 check_alive(self._world, self._waiting("Iprobe", source, tag))
             self._world.kernel.fruitless()
         else:

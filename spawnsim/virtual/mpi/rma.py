@@ -41,6 +41,10 @@ from spawnsim.virtual.mpi.rma_service import NOBODY, Access, Serve, WindowState
 from spawnsim.virtual.mpi.semantics import agree
 
 POST, COMPLETE = 1, 2  # tags of the active-target epochs
+PATIENCE, SPIN_S = (
+    1000,
+    1e-6,
+)  # a rank spins on its own part after so many accesses, each sooner than that after another
 # An access to a target, and what delivers the answer.
 PendingAccess = tuple[int, Access, Callable[[Any], Any]]
 
@@ -54,6 +58,8 @@ class Epoch:
     locked_all: bool = False
     fenced: bool = False
     under_way: list[PendingAccess] = field(default_factory=list)
+    own_s: float = -1.0  # when this rank last completed accesses to its own part
+    own: int = 0  # how often in a row
     tokens: Sequence[Request] = ()  # of those whom Post has let in
 
 
@@ -230,6 +236,20 @@ class Epochs(Attributes):
                 self._epoch.under_way.remove(each)  # it will never be over; one that is late may yet be
                 raise
             self._take(each)
+        if begun and begun[-1][0] == self._comm._me:
+            self._charge_spinning()
+
+    def _charge_spinning(self) -> None:
+        """Let a loop of accesses to one's own part cost what looks cost: others would never get the time to change it.
+
+        An access to it takes as long as a copy within memory does, so such a loop stands still in virtual time.
+        """
+        epoch, world = self._epoch, self._windows.world
+        task = world.kernel.current
+        epoch.own = epoch.own + 1 if task.clock - epoch.own_s < SPIN_S else 0
+        if epoch.own > PATIENCE:
+            world.charge_poll()
+        epoch.own_s = task.clock
 
     def _take(self, begun: PendingAccess) -> None:
         """Deliver an answer, once: its request may be waited for after a flush.

@@ -154,9 +154,7 @@ def compute_dims(nnodes: int, dims: int | Sequence[int]) -> list[int]:
     free = [place for place, dim in enumerate(wanted) if dim == 0]
     if nnodes % fixed or (not free and fixed != nnodes):
         raise CallError(ERR_DIMS, f"Compute_dims: {nnodes} nodes do not divide into {wanted}")
-    found = (
-        _descending(nnodes // fixed, len(free), nnodes) or []
-    )  # there are some: the number itself, and ones
+    found = _descending(nnodes // fixed, len(free), nnodes) or []  # there are some: the number, and ones
     for place, dim in zip(free, found, strict=True):
         wanted[place] = dim
     return wanted

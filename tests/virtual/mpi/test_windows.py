@@ -4,7 +4,9 @@ import numpy as np
 import pytest
 from support.virtual_run import run
 
+from spawnsim.comm.constants import LOCK_SHARED
 from spawnsim.comm.failures import CallError
+from spawnsim.comm.ops import NO_OP
 
 
 @pytest.mark.parametrize(
@@ -47,3 +49,29 @@ def test_a_copy_of_no_window_is_none():
             assert not none and none.nbytes == 0
 
     run(main, 2)
+
+
+@pytest.mark.parametrize("end", ["Flush", "Unlock"])
+def test_a_loop_that_reads_its_own_part_comes_to_the_time_of_a_store(end):
+    """Such a read costs next to nothing; a loop of them, as mpi4py's Mutex has, let nobody else go on."""
+
+    def main(comm):
+        win, seen, looks = comm.Win.Allocate(8, comm=comm), np.zeros(1, np.int64), 0
+        comm.Barrier()
+        if comm.rank == 10:
+            comm.clock.sleep(5e-3)
+            win.Lock(0, LOCK_SHARED)
+            win.Accumulate(np.ones(1, np.int64), 0)
+            win.Unlock(0)
+        while comm.rank == 0 and not seen[0]:
+            looks += 1
+            assert looks < 10_000
+            if end == "Unlock" or looks == 1:
+                win.Lock(0, LOCK_SHARED)
+            win.Fetch_and_op(seen, seen, 0, op=NO_OP)
+            getattr(win, end)(0)
+        if comm.rank == 0 and end == "Flush":
+            win.Unlock(0)
+        comm.Barrier()
+
+    run(main, 11)
