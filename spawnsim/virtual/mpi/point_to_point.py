@@ -342,7 +342,7 @@ class PointToPoint(Member):
         self._world.charge_poll()
         if message is None:
             # A named rank that is dead sends nothing any more: a loop of looks would not end.
-            if source != ANY_SOURCE:
+            if self._world.failed and source != ANY_SOURCE:
                 check_alive(self._world, self._waiting("Iprobe", source, tag))
             self._world.kernel.fruitless()
         else:
