@@ -322,15 +322,12 @@ class Intercomm(Comm):
     @collective
     def Gather(self, sendbuf: Any, recvbuf: Any, root: int = 0) -> Call:
         """Collect the blocks of the other group at the root."""
-        return self._to_root(
-            "Gather", sendbuf, root, lambda: semantics._fill(recvbuf, blocks=len(self._peers))
-        )
+        return self._to_root("Gather", sendbuf, root, self._filled(recvbuf))
 
     @collective
     def Gatherv(self, sendbuf: Any, recvbuf: Any, root: int = 0) -> Call:
         """Collect unequal blocks of the other group at the root."""
-        fill = lambda: semantics._fill(recvbuf, vector=True, blocks=len(self._peers))  # noqa: E731
-        return self._to_root("Gather", sendbuf, root, fill)
+        return self._to_root("Gather", sendbuf, root, self._filled(recvbuf, vector=True))
 
     @collective
     def Scatter(self, sendbuf: Any, recvbuf: Any, root: int = 0) -> Call:
@@ -354,6 +351,9 @@ class Intercomm(Comm):
         return self._to_root("Reduce", sendbuf, root, collect)
 
     # Buffers are taken apart only where they count: MPI lets others, such as the root's beside it, be anything.
+
+    def _filled(self, recvbuf: Any, *, vector: bool = False) -> Callable[[], Callable[[Any], object]]:
+        return lambda: semantics._fill(recvbuf, vector=vector, blocks=len(self._peers))
 
     def _scatter(self, sendbuf: Any, recvbuf: Any, root: int, vector: bool) -> Call:
         def give() -> list[Any]:
