@@ -112,9 +112,9 @@ def figure(runs: Sequence[Recorded] | Groups) -> Figure | None:
     """Return one panel per run, of many runs per group, on one height; None where no run recorded durations."""
     found = grouped(runs)
     # Beyond two rows panels are too small to read; one run of each curve says what all of them do.
-    shown = found.alone(lambda run: of_run(run) is not None, PANELS)
-    known = [(name, info) for name, run in shown if (info := of_run(run)) is not None]
-    alone = " · of each curve the first run" if len(shown) < len(found.runs) > PANELS else ""
+    used = {id(run): info for run in found.runs if (info := of_run(run)) is not None}
+    known = [(name, used[id(run)]) for name, run in found.alone(lambda run: id(run) in used, PANELS)]
+    alone = " · of each curve the first run" if len(known) < len(used) else ""
     if not known:
         return None
     rows, columns = -(-len(known) // COLUMNS), min(len(known), COLUMNS)

@@ -342,8 +342,10 @@ class Cluster:
 
     def _idle(self) -> str:
         """Return a sentence about compute times that were given and that no block took; "" if there are none."""
-        counts = [service.compute.sampler_counts() for service in self._services]
         given, stragglers = self._compute_given
+        if not (given or stragglers):
+            return ""
+        counts = [service.compute.sampler_counts() for service in self._services]
         if given and not any(unstated for _, unstated in counts):
             return f"compute={given} has had no effect: no block `with comm.compute():` has left its duration open"
         if stragglers and given != 0 and not any(blocks for blocks, _ in counts):

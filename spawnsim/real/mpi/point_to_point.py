@@ -278,7 +278,7 @@ class PointToPoint(CommCore):
                 raw.Test, runtime.clock.limit_s(), (operation, -1, self), dest
             ):
                 MPIRequest.of(raw, runtime, (operation, dest, self))  # the registry keeps the buffer
-                when = f"met its deadline of {runtime.clock.limit_s():g} s at {runtime.clock.now():.3f} s"
+                when = runtime.clock.met(runtime.clock.limit_s())
                 text = f"rank {self.rank} of {self.label}: {operation} to rank {dest} {when}"
                 raise Timeout([dest], operation, -1, text)
         except MPI.Exception as error:

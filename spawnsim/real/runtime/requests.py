@@ -221,7 +221,7 @@ class RealRequest:
 
     def _timeout(self, operation: str, limit_s: float) -> Timeout:
         peers = [self._what[1]] if self._what[1] >= 0 else []
-        when = f"met its deadline of {limit_s:g} s at {self._runtime.clock.now():.3f} s"
+        when = self._runtime.clock.met(limit_s)
         text = f"{self._text()}: {operation} {when}; the request goes on and keeps its buffer"
         return Timeout(peers, operation, -1, text)
 
@@ -381,7 +381,6 @@ def late_receive(
     """
     clock = comm.runtime.clock
     who = f"from {'any rank' if source < 0 else f'rank {source}'}, {'any tag' if tag < 0 else f'tag {tag}'},"
-    when = f"met its deadline of {clock.limit_s():g} s at {clock.now():.3f} s"
     other = "" if left is None else f"; a message from rank {left[0]} with tag {left[1]} is not received"
-    text = f"rank {comm.rank} of {comm.label}: {operation} {who} {when}{other}"
+    text = f"rank {comm.rank} of {comm.label}: {operation} {who} {clock.met(clock.limit_s())}{other}"
     return Timeout([source] if source >= 0 else [], operation, -1, text)

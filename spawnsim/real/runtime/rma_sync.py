@@ -142,8 +142,8 @@ class WindowSync:
             missing := look()
         ):
             who = ", ".join(map(str, missing))
-            text = f"rank {comm.rank} of {comm.label}: Win.{operation} met its deadline of {limit_s:g} s"
-            text += f" at {runtime.clock.now():.3f} s; missing: {DUE[token]} of rank {who}, with this rank in its group"
+            text = f"rank {comm.rank} of {comm.label}: Win.{operation} {runtime.clock.met(limit_s)}"
+            text += f"; missing: {DUE[token]} of rank {who}, with this rank in its group"
             raise Timeout(missing, f"Win.{operation}", -1, text)
         self._told.subtract((rank, token) for rank in ranks)
 

@@ -114,6 +114,10 @@ class Clock:
         limit = self._inside.limit_s
         return self._default_s if limit is None else limit
 
+    def met(self, limit_s: float) -> str:
+        """Say, for an error, that a call has met its deadline now."""
+        return f"met its deadline of {limit_s:g} s at {self.now():.3f} s"
+
 
 class ComputeBlock:
     """`with comm.compute():` on a real rank: measures the block, and polls when it ends. Reusable, not nested."""

@@ -41,10 +41,8 @@ from spawnsim.virtual.mpi.rma_service import NOBODY, Access, Serve, WindowState
 from spawnsim.virtual.mpi.semantics import agree
 
 POST, COMPLETE = 1, 2  # tags of the active-target epochs
-PATIENCE, SPIN_S = (
-    1000,
-    1e-6,
-)  # a rank spins on its own part after so many accesses, each sooner than that after another
+# A rank spins on its own part after so many accesses to it, each sooner than that after another.
+SPINNING, APART_S = 1000, 1e-6
 # An access to a target, and what delivers the answer.
 PendingAccess = tuple[int, Access, Callable[[Any], Any]]
 
@@ -114,11 +112,10 @@ class Epochs(Attributes):
 
     def _waiting(self, operation: str, rank: int) -> Waiting:
         comm = self._comm
-        waiting = WaitingForPart(
-            operation, self._label, comm._members, rank, 0, "target", context=comm._context
-        )
-        waiting.target, waiting.origin = self._windows.targets[rank], comm._rank.id
-        return waiting
+        return WaitingForPart(
+            operation, self._label, comm._members, rank, keyword="target", context=comm._context,
+            target=self._windows.targets[rank], origin=comm._rank.id,
+        )  # fmt: skip
 
     def _check(self, rank: int, operation: str) -> None:
         """Refuse an access outside any epoch."""
@@ -246,8 +243,8 @@ class Epochs(Attributes):
         """
         epoch, world = self._epoch, self._windows.world
         task = world.kernel.current
-        epoch.own = epoch.own + 1 if task.clock - epoch.own_s < SPIN_S else 0
-        if epoch.own > PATIENCE:
+        epoch.own = epoch.own + 1 if task.clock - epoch.own_s < APART_S else 0
+        if epoch.own > SPINNING:
             world.charge_poll()
         epoch.own_s = task.clock
 
