@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from importlib.machinery import ExtensionFileLoader, ModuleSpec, PathFinder
+from itertools import takewhile
 from pathlib import Path
 from types import FrameType, ModuleType
 from typing import Any, TextIO
@@ -46,12 +47,14 @@ class RankModules:
         python_path = os.environ.get("PYTHONPATH", "").split(os.pathsep)
         self._folders = {self.folder, *(os.path.realpath(entry) for entry in python_path if entry)}
         self._common = {os.path.realpath(entry) for entry in sys.path} - self._folders
+        self._finders: list[Any] = []  # of all, before the program
 
     def find_spec(
         self, name: str, path: Sequence[str] | None = None, target: Any = None
     ) -> ModuleSpec | None:
         """Return where a rank's module is, or None for others."""
         top, _, rest = name.partition(".")
+        parts = path
         if top in SHARED_PACKAGES or (rest and name.rpartition(".")[0] not in self.names):
             return None
         if path is None:
@@ -65,7 +68,23 @@ class RankModules:
             return None
         self.names.add(name)
         of_a_rank(name)
-        return spec
+        found = (finder.find_spec(name, parts, target) for finder in self._at_the_head())
+        return next((each for each in found if each is not None), spec)
+
+    def _at_the_head(self) -> list[Any]:
+        """Return the finders that the program has put before all others: they say how a module is loaded."""
+        return list(takewhile(lambda finder: finder not in self._finders, list(sys.meta_path)[1:]))
+
+    @contextmanager
+    def asked(self) -> Iterator[None]:
+        """Let imports within the block ask this finder, and ask it first."""
+        before, self._finders = sys.meta_path, list(sys.meta_path)
+        sys.meta_path = finders = Finders(self, before)
+        try:
+            yield
+        finally:
+            before[:] = list(finders)[1:]  # what packages have put there is for the rest of the process
+            sys.meta_path = before
 
     def _own(self, entries: Sequence[str]) -> list[str]:
         return [
@@ -91,6 +110,21 @@ class RankModules:
         place = origin or _origin(sys.modules.get(top))
         installed = "site-packages" in place and top not in self.private
         return top in tops and not installed and not origin.endswith((".so", ".pyd"))
+
+
+class Finders(list[Any]):
+    """`sys.meta_path` in which the finder of ranks' modules comes first, also where programs put theirs at the head.
+
+    pytest does so, to rewrite assertions: all modules of tests would be found there, and be one for all ranks.
+    """
+
+    def __init__(self, own: RankModules, others: Sequence[Any]) -> None:
+        super().__init__(others)
+        self._own = own
+
+    def __iter__(self) -> Iterator[Any]:
+        yield self._own
+        yield from super().__iter__()
 
 
 def _is_package(name: str) -> bool:
@@ -191,16 +225,15 @@ class Processes:
         hidden = self.own.hidden() | {"__main__": sys.modules["__main__"]}
         for name in hidden:
             sys.modules.pop(name, None)
-        sys.meta_path.insert(0, self.own)
         register, unregister = atexit.register, atexit.unregister
         atexit.register, atexit.unregister = self._registering(register), self._unregistering(unregister)
         for name, value in self._common().items():  # libraries in C see one environment for all
             os.putenv(name, value)
         try:
-            yield
+            with self.own.asked():
+                yield
         finally:
             atexit.register, atexit.unregister = register, unregister
-            sys.meta_path.remove(self.own)
             if self._here is not None:
                 self._put_away(self._here)
             self._here = None
