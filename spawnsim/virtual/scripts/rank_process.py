@@ -19,7 +19,7 @@ from importlib.machinery import ExtensionFileLoader, ModuleSpec, PathFinder
 from itertools import takewhile
 from pathlib import Path
 from types import FrameType, ModuleType
-from typing import Any, TextIO
+from typing import Any, NamedTuple, TextIO
 
 import numpy as np
 
@@ -404,39 +404,64 @@ class RawLines(io.RawIOBase):
 MASTER = "127.0.0.1", 29500  # torchrun's store: never opened
 
 
-def environment(world: World, rank: int) -> dict[str, str]:
-    """Return the variables that torchrun gives a process, by the platform's nodes.
+class Seat(NamedTuple):
+    """Where a rank is, by the platform's nodes."""
 
-    Args:
-        world: the virtual cluster; its network says which ranks share a node.
-        rank: the rank's number in the world.
-    """
-    nodes = world.network.place(np.arange(len(world.ranks))).tolist()
-    beside = [other for other, node in enumerate(nodes) if node == nodes[rank]]
-    groups = list(dict.fromkeys(nodes))
+    rank: int
+    size: int
+    local_rank: int  # among those of its node
+    local_size: int
+    node: int  # counted in the order in which ranks come to nodes
+    nodes: int
+
+
+def seats(world: World) -> list[Seat]:
+    """Return where each rank of the virtual cluster is; its network says which share a node."""
+    places = world.network.place(np.arange(len(world.ranks))).tolist()
+    beside: dict[int, int] = {}  # how many ranks each node has, so far
+    local_ranks = []
+    for place in places:
+        local_ranks.append(beside.get(place, 0))
+        beside[place] = local_ranks[-1] + 1
+    numbers = {place: number for number, place in enumerate(beside)}
+    return [
+        Seat(rank, len(places), local_ranks[rank], beside[place], numbers[place], len(beside))
+        for rank, place in enumerate(places)
+    ]
+
+
+def as_mpiexec(seat: Seat) -> dict[str, str]:
+    """Return the variables that MPICH's mpiexec gives a process: programs ask by them whether it has started them."""
     return {
-        "RANK": str(rank),
-        "WORLD_SIZE": str(len(world.ranks)),
-        "LOCAL_RANK": str(beside.index(rank)),
-        "LOCAL_WORLD_SIZE": str(len(beside)),
-        "GROUP_RANK": str(groups.index(nodes[rank])),
-        "GROUP_WORLD_SIZE": str(len(groups)),
+        "PMI_RANK": str(seat.rank),
+        "PMI_SIZE": str(seat.size),
+        "MPI_LOCALRANKID": str(seat.local_rank),
+        "MPI_LOCALNRANKS": str(seat.local_size),
+    }
+
+
+def as_torchrun(seat: Seat, incarnation: int) -> dict[str, str]:
+    """Return the variables that torchrun gives a process."""
+    return {
+        "RANK": str(seat.rank),
+        "WORLD_SIZE": str(seat.size),
+        "LOCAL_RANK": str(seat.local_rank),
+        "LOCAL_WORLD_SIZE": str(seat.local_size),
+        "GROUP_RANK": str(seat.node),
+        "GROUP_WORLD_SIZE": str(seat.nodes),
         "ROLE_NAME": "default",
-        "ROLE_RANK": str(rank),
-        "ROLE_WORLD_SIZE": str(len(world.ranks)),
+        "ROLE_RANK": str(seat.rank),
+        "ROLE_WORLD_SIZE": str(seat.size),
         "MASTER_ADDR": MASTER[0],
         "MASTER_PORT": str(MASTER[1]),
-        "TORCHELASTIC_RESTART_COUNT": str(world.ranks[rank].incarnation),
+        "TORCHELASTIC_RESTART_COUNT": str(incarnation),
         "TORCHELASTIC_MAX_RESTARTS": "0",
         "TORCHELASTIC_RUN_ID": "spawnsim",
         "TORCHELASTIC_USE_AGENT_STORE": "False",
         "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1",
-        # As MPICH's launcher, which programs ask that start torch.distributed under mpiexec.
-        "PMI_RANK": str(rank),
-        "PMI_SIZE": str(len(world.ranks)),
         # As torchft's launcher: each rank is a replica.
-        "REPLICA_GROUP_ID": str(rank),
-        "NUM_REPLICA_GROUPS": str(len(world.ranks)),
+        "REPLICA_GROUP_ID": str(seat.rank),
+        "NUM_REPLICA_GROUPS": str(seat.size),
         "TORCHFT_LIGHTHOUSE": "http://lighthouse:29510",
     }
 

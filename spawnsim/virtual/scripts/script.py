@@ -27,7 +27,15 @@ from spawnsim.virtual.platform import load_platform
 from spawnsim.virtual.reproducibility import TORCHS_OWN
 from spawnsim.virtual.scripts.accounting import CallCosts, Cost, ResourceLeaks
 from spawnsim.virtual.scripts.package import Pool, installed_as_mpi4py, serve
-from spawnsim.virtual.scripts.rank_process import Lines, Processes, RankModules, environment, virtual_time
+from spawnsim.virtual.scripts.rank_process import (
+    Lines,
+    Processes,
+    RankModules,
+    as_mpiexec,
+    as_torchrun,
+    seats,
+    virtual_time,
+)
 from spawnsim.virtual.threads import join_all
 
 
@@ -112,6 +120,7 @@ class ScriptRun:
         self.resource_leaks.made(self.cluster.comm_world(0)._context)
         if self.prepare is not None:
             self.prepare(world)
+        self._seats = seats(world)
         for rank in world.ranks:
             self._equip(rank)
             self.cluster.start(rank.id, self._program)
@@ -122,8 +131,10 @@ class ScriptRun:
     def _equip(self, rank: Rank) -> None:
         """Give a rank, or its next incarnation, its communicators and its process."""
         rank.attachments["OWN"] = self.cluster.comm_world(rank.id)._own
-        # torchrun's, if the program asks for threads: then it is one of torch.distributed.
-        variables = environment(self.cluster.world, rank.id) if self.script.carrier == "threads" else {}
+        seat = self._seats[rank.id]
+        variables = as_mpiexec(seat)
+        if self.script.carrier == "threads":  # then the program is one of torch.distributed
+            variables |= as_torchrun(seat, rank.incarnation)
         self.processes.add(rank.id, variables)
 
     @contextmanager
