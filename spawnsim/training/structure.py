@@ -44,6 +44,7 @@ _LIBRARIES = {
     "enum",
     "abc",
     "dataclasses",
+    "reprlib",  # whose function each class of `dataclasses` has, from Python 3.13 on
 }
 # Of these classes alone: objects of those that inherit from them have attributes.
 CONSTANTS = {bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size, type(None)}

@@ -11,16 +11,17 @@ RANKS = 12
 Ended = tuple[spawnsim.Run, dict[int, Any]]
 
 
+def once(main: Callable[[spawnsim.Comm], Any], eager: bool, ranks: int = RANKS, **how: Any) -> Ended:
+    """Run `main(comm)` with steps together, or eagerly; return the run with what its ranks returned."""
+    found: dict[int, Any] = {}
+
+    def program(comm: spawnsim.Comm) -> None:
+        found[comm.rank] = main(comm)
+
+    circumstances = {"ranks": ranks, "seed": 3, "stragglers": "lognormal:0.3"} | how
+    return spawnsim.run(program, eager=eager, **circumstances), found
+
+
 def both(main: Callable[[spawnsim.Comm], Any], ranks: int = RANKS, **how: Any) -> tuple[Ended, Ended]:
-    """Run `main(comm)` with steps together, and eagerly; return each run with what its ranks returned."""
-
-    def ended(eager: bool) -> Ended:
-        found: dict[int, Any] = {}
-
-        def program(comm: spawnsim.Comm) -> None:
-            found[comm.rank] = main(comm)
-
-        circumstances = {"ranks": ranks, "seed": 3, "stragglers": "lognormal:0.3"} | how
-        return spawnsim.run(program, eager=eager, **circumstances), found
-
-    return ended(False), ended(True)
+    """Run `main(comm)` with steps together, and eagerly."""
+    return once(main, False, ranks, **how), once(main, True, ranks, **how)
