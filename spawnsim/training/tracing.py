@@ -187,10 +187,12 @@ def _compiled(graph: fx.Graph) -> Call | None:
             name, given = schema.name.replace("::", "."), ", ".join(_given(node, schema))
             lines.append(f"{node} = torch.ops.{name}({given})")
     arguments = ", ".join(str(node) for node in graph.nodes if node.op == "placeholder")
+    text = "\n    ".join([f"def forward({arguments}):", *lines]) + "\n"
     try:
-        function = torch.jit.CompilationUnit(
-            "\n    ".join([f"def forward({arguments}):", *lines]) + "\n"
-        ).forward
+        unit: Any = torch.jit.CompilationUnit()
+        # By itself it looks for names in the calling frames, and from Python 3.13 on keeps these, with all they hold.
+        unit.define(text, {"torch": torch}.get)
+        function: Any = unit.forward
     except Exception:  # noqa: BLE001 - what it cannot express is of many kinds
         return None
     # Of several operations of one name it has chosen one by its arguments; it has left out those that nothing needs.

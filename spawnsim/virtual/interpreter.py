@@ -137,6 +137,9 @@ def amid_backward() -> bool:
     return torch is not None and hasattr(torch, "_C") and torch._C._current_graph_task_id() != -1
 
 
+AUTOCAST_DEVICES = ("cpu", "cuda", "xpu", "mps")
+
+
 def suspend_torch_modes() -> Callable[[], object] | None:
     """Set torch's defaults; return what brings the current modes back, or None when they were the defaults.
 
@@ -162,7 +165,8 @@ def _default_torch_modes(torch: Any) -> Callable[[], object]:
     guards = ExitStack()
     if torch.is_inference_mode_enabled():
         guards.enter_context(torch.inference_mode(mode=False))
-    for device in filter(torch.is_autocast_enabled, torch._C._autocast_supported_devices()):
+    known = getattr(torch._C, "_autocast_supported_devices", lambda: AUTOCAST_DEVICES)  # torch 2.8 does not tell
+    for device in filter(torch.is_autocast_enabled, known()):
         guards.enter_context(torch.autocast(device, enabled=False))
     guards.enter_context(torch.enable_grad())
     return guards.close

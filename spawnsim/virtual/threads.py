@@ -153,6 +153,9 @@ def _starting(original: Callable[..., Any]) -> Callable[..., Any]:
 def _run(thread: Any) -> None:
     """Run a thread, as `threading` does."""
     thread._set_ident()
+    handle_of = getattr(threading, "_make_thread_handle", None)  # from Python 3.13 on: that of a thread that runs
+    if handle_of is not None:
+        thread._handle = handle_of(thread.ident)
     threading._active[thread.ident] = thread  # type: ignore[attr-defined]
     thread._started.set()
     world: World = thread._virtual_task._world
@@ -165,8 +168,11 @@ def _run(thread: Any) -> None:
         thread._invoke_excepthook(thread)
     finally:
         forget_thread()
-        thread._is_stopped = True  # for whoever looks after the run
-        getattr(getattr(thread, "_handle", None), "_set_done", bool)()
+        # For whoever looks after the run.
+        if handle_of is None:
+            thread._is_stopped = True
+        else:
+            thread._handle._set_done()
 
 
 def _joining(original: Callable[..., Any]) -> Callable[..., Any]:
