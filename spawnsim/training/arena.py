@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from spawnsim.training.optimizers import Rule, rule_of
-from spawnsim.training.structure import CALLED, hooks_of, statistics
+from spawnsim.training.structure import CALLED, hooks_of, statistics, users_of
 
 ALIGN_NBYTES = 64  # each row begins on a cache line, so that results do not depend on which row it is
 _REQUIRES_GRADIENT, _ADDRESS = attrgetter("requires_grad"), Tensor.data_ptr
@@ -298,8 +298,8 @@ class Seat:
             sys.getrefcount(each) > ENTRY_REFERENCES + 2 + (id(each) in there) for each in self._states
         ):
             return False
-        # Or a view of it: a storage is used by the tensor, by that of which it is a view, and by Python in this call.
-        if any(torch._C._storage_Use_Count(each.untyped_storage()._cdata) > 3 for each in self._kept):
+        # Or a view of it: its memory is used by the tensor, and by that of which it is a view.
+        if any(users_of(each) > 2 for each in self._kept):
             return False
         self._take_state()
         return True

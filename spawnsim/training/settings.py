@@ -38,6 +38,7 @@ from spawnsim.training.structure import (
     of_tensor,
     references,
     statistics_of,
+    users_of,
 )
 
 _MADE = operator.attrgetter("__code__", "__defaults__", "__kwdefaults__")
@@ -402,6 +403,5 @@ class _Copies:
 
 def _is_own(tensor: Tensor) -> bool:
     """Return whether a tensor is small, and shares its memory with no other: not with a weight, which changes."""
-    storage = tensor.untyped_storage()
-    alone: bool = torch._C._storage_Use_Count(storage._cdata) <= 2  # its own, and that of this call
-    return type(tensor) is Tensor and alone and storage.nbytes() <= COPIED_NBYTES
+    small = tensor.untyped_storage().nbytes() <= COPIED_NBYTES
+    return type(tensor) is Tensor and small and users_of(tensor) == 1

@@ -24,6 +24,8 @@ from spawnsim.training.optimizers import Rule, rule_of
 from spawnsim.training.settings import Settings
 from spawnsim.training.watching import in_a_mode
 
+# Earlier versions of torch let go, in Python, of a storage that tensors still use: by which rows are held.
+OLDEST = "2.10"
 DTYPES = (torch.float32, torch.float64)
 LAID_OUT = (
     "it draws random numbers in an order that hangs on how inputs or weights lie, which are not contiguous"
@@ -447,6 +449,8 @@ def _apart(outputs: Sequence[Tensor], given: Iterable[Any]) -> tuple[Tensor, ...
 
 def _require_alike(model: nn.Module, optimizer: torch.optim.Optimizer) -> Rule:
     """Return the rule of the optimizer, or say why rows cannot hold the model."""
+    if torch.__version__ < OLDEST:
+        raise Alone(f"torch {torch.__version__} is older than {OLDEST}")
     rule = rule_of(optimizer)
     if isinstance(rule, str):
         raise Alone(rule)

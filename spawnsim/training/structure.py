@@ -14,7 +14,7 @@ from itertools import chain
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 # What nn.Module keeps of itself. Tensors are compared by shape, modules by name; hooks may do anything.
@@ -199,6 +199,12 @@ def of_library(value: Any) -> bool:
 def is_library(module: str) -> bool:
     """Return whether a module, by its name, is one of a library."""
     return module.partition(".")[0] in _LIBRARIES
+
+
+def users_of(tensor: Tensor) -> int:
+    """Return how many tensors use a tensor's memory, itself included."""
+    storage = tensor.untyped_storage()  # a user itself, while it is asked
+    return int(torch._C._storage_Use_Count(storage._cdata)) - 1
 
 
 def attributes_of(value: Any) -> dict[str, Any] | None:

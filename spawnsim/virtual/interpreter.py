@@ -137,9 +137,6 @@ def amid_backward() -> bool:
     return torch is not None and hasattr(torch, "_C") and torch._C._current_graph_task_id() != -1
 
 
-AUTOCAST_DEVICES = ("cpu", "cuda", "xpu", "mps")
-
-
 def suspend_torch_modes() -> Callable[[], object] | None:
     """Set torch's defaults; return what brings the current modes back, or None when they were the defaults.
 
@@ -165,8 +162,9 @@ def _default_torch_modes(torch: Any) -> Callable[[], object]:
     guards = ExitStack()
     if torch.is_inference_mode_enabled():
         guards.enter_context(torch.inference_mode(mode=False))
-    known = getattr(torch._C, "_autocast_supported_devices", lambda: AUTOCAST_DEVICES)  # torch 2.8 does not tell
-    for device in filter(torch.is_autocast_enabled, known()):
+    # Not told by torch before 2.9.
+    devices = getattr(torch._C, "_autocast_supported_devices", lambda: ("cpu", "cuda", "xpu", "mps"))
+    for device in filter(torch.is_autocast_enabled, devices()):
         guards.enter_context(torch.autocast(device, enabled=False))
     guards.enter_context(torch.enable_grad())
     return guards.close

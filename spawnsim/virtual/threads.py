@@ -153,7 +153,8 @@ def _starting(original: Callable[..., Any]) -> Callable[..., Any]:
 def _run(thread: Any) -> None:
     """Run a thread, as `threading` does."""
     thread._set_ident()
-    handle_of = getattr(threading, "_make_thread_handle", None)  # from Python 3.13 on: that of a thread that runs
+    # From Python 3.13 on: that of a thread which runs.
+    handle_of = getattr(threading, "_make_thread_handle", None)
     if handle_of is not None:
         thread._handle = handle_of(thread.ident)
     threading._active[thread.ident] = thread  # type: ignore[attr-defined]

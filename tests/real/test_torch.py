@@ -11,8 +11,12 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
 from support.crew import LATE_RECEIVES, first
 
+from spawnsim.errors import UnsupportedError
+from spawnsim.real.launch.launchers import LaunchContext
+from spawnsim.real.torch import process_groups
 from spawnsim.real.torch.runtime import UnfinishedNccl, can_use_nccl
 
 pytestmark = pytest.mark.timeout(180)
@@ -264,6 +268,14 @@ def test_nccl_is_used_with_a_gpu_for_each_rank_alone(cards, nccl, said):
     assert found is nccl
     assert said in why
     assert bool(said) == bool(why)
+
+
+def test_a_build_with_nccl_is_of_no_use_without_a_gpu(monkeypatch):
+    """As on the login node of a cluster."""
+    monkeypatch.setattr(process_groups.dist, "is_backend_available", lambda name: name in ("gloo", "nccl"))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(UnsupportedError, match="no backend 'nccl' here, but gloo: give"):
+        process_groups.join(LaunchContext("torchrun", 0, 1, "RANK"), "nccl")
 
 
 def test_the_watchdog_sees_what_the_gpu_has_not_finished():

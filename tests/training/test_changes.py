@@ -16,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 from spawnsim import Evaluation, TrainingStep
+from spawnsim.training import steps
 from tests.training.test_steps import RANKS, batch, build, loss_of, run, sgd, weights
 
 
@@ -588,6 +589,22 @@ def test_a_loss_under_autocast_steps_alone():
 
     (warning,) = agree(main, rtol=0.0, atol=0.0)
     assert "autocast" in warning
+
+
+def test_models_step_alone_where_torch_is_too_old(monkeypatch):
+    """Rows are held by what Python keeps of a storage, which earlier versions let go."""
+    monkeypatch.setattr(steps, "OLDEST", "99.1")
+
+    def main(comm):
+        model = build(comm.rank)
+        optimizer, step = sgd(model), TrainingStep(loss_of)
+        for iteration in range(4):
+            with comm.compute(0.01):
+                step(model, optimizer, *batch(comm.rank, iteration))
+        return weights(model)
+
+    (warning,) = agree(main, rtol=0.0, atol=0.0)
+    assert f"torch {torch.__version__} is older than 99.1" in warning
 
 
 def test_a_default_device_keeps_nobody_from_stepping_together(sizes):

@@ -420,7 +420,7 @@ def test_ranks_that_die_and_come_again():
 def test_several_threads_keep_their_own_rows(monkeypatch):
     """Up to rounding: torch's BatchNorm adds up in another order where it has more threads, alone too.
 
-    Eagerly with one thread: there torch's own would wait for each other in each operation, for minutes on a busy machine.
+    Eagerly with one thread: torch's own wait for each other in each operation, for minutes on a busy machine.
     """
     eager = once(trains, True)
     monkeypatch.setattr(batches, "CHUNK", (5, 5))

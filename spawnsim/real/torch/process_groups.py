@@ -60,15 +60,18 @@ def _require(backend: str) -> None:
     with suppress(ImportError):
         if backend in PACKAGES:
             import_module(PACKAGES[backend])
-    if backend and not dist.is_backend_available(backend):
-        have = ", ".join(
-            name for name in ("gloo", "mpi", "nccl", "ucc", "xccl") if dist.is_backend_available(name)
-        )
+    if backend and not _is_here(backend):
+        have = ", ".join(filter(_is_here, ("gloo", "mpi", "nccl", "ucc", "xccl")))
         package = f" (it comes with {PACKAGES[backend]})" if backend in PACKAGES else ""
         raise UnsupportedError(
             f"torch {torch.__version__} has no backend {backend!r} here{package}, but {have}: give one of these, or "
             "install what has it"
         )
+
+
+def _is_here(backend: str) -> bool:
+    """Return whether torch has a backend; that of a build with CUDA is of no use where there is no GPU."""
+    return dist.is_backend_available(backend) and (backend != "nccl" or torch.cuda.is_available())
 
 
 def _store(here: LaunchContext) -> Store:
