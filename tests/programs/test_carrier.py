@@ -458,6 +458,36 @@ def test_a_private_package_that_is_not_there_is_refused(
     assert cli.main(["run", str(path), "--ranks", "2", "--private", "tqdm"]) == 0
 
 
+@pytest.mark.parametrize(
+    ("package", "ask", "told"),
+    [
+        ("keeps_rank", "Get_rank()", "rank 0 at 0 s imported keeps_rank, which asks meanwhile for Get_rank"),
+        (
+            "keeps_copy",
+            "Dup()",
+            "keeps_copy calls, while it is imported, Dup of COMM_WORLD (keeps_copy.py:2)",
+        ),
+        ("keeps_world", "Get_size", ""),
+    ],
+)
+def test_a_package_that_asks_for_its_rank_while_it_is_imported_is_told(
+    package: str, ask: str, told: str, script: Any, tmp_path: Path,
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """It is imported once for all ranks, which would have the first one's."""
+    (tmp_path / "lib").mkdir()
+    (tmp_path / "lib" / f"{package}.py").write_text(f"from mpi4py import MPI\nKEPT = MPI.COMM_WORLD.{ask}\n")
+    monkeypatch.syspath_prepend(tmp_path / "lib")
+    path = script(f"import {package}")
+    assert (cli.main(["run", str(path), "--ranks", "11"]) == 0) == (ask != "Dup()")
+    errors = capsys.readouterr().err
+    assert told in errors
+    assert (f"--private {package}" in errors) == bool(told)
+    monkeypatch.delitem(sys.modules, package, raising=False)
+    assert cli.main(["run", str(path), "--ranks", "11", "--private", package]) == 0
+    assert package not in capsys.readouterr().err
+
+
 def test_the_command(script: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """`spawnsim run program.py --ranks 3 …`: what is no option goes to the program."""
     path = script("print(sys.argv[1:])\ncomm.isend(1, 0)")

@@ -8,7 +8,9 @@ collective of an intercommunicator each group gets what the other contributes.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any, Self
 
 from spawnsim.comm import ops
@@ -20,8 +22,9 @@ from spawnsim.comm.group import Group
 from spawnsim.comm.handles import INFO_NULL, Info, integer
 from spawnsim.comm.ops import SUM, Op
 from spawnsim.errors import MismatchError, UsageError
+from spawnsim.importing import is_of_a_rank, loading
 from spawnsim.virtual.engine.kernel import current_task
-from spawnsim.virtual.engine.world import Rank
+from spawnsim.virtual.engine.world import Rank, World
 from spawnsim.virtual.mpi import semantics
 from spawnsim.virtual.mpi.collectives import agreed_op, collective, folded
 from spawnsim.virtual.mpi.comm import COMM_NULL, Comm
@@ -29,6 +32,9 @@ from spawnsim.virtual.mpi.context import KINDS, Context
 from spawnsim.virtual.mpi.instance import Call, CollectiveInstance
 from spawnsim.virtual.mpi.payload import dumps, loads
 from spawnsim.virtual.services import RankServices
+
+COLLECTIVE = {"Dup", "Split"}
+OF_ONE_RANK = {"rank", "Get_rank"} | COLLECTIVE  # what packages keep that is not the same on all ranks
 
 
 def __getattr__(name: str) -> Any:
@@ -173,6 +179,26 @@ def make_comm_self(rank: Rank, services: RankServices, context: Context) -> Intr
     return comm
 
 
+def _mind_shared_import(name: str) -> None:
+    """Warn of a package that asks for its rank while it is imported: all ranks will have that of the first one.
+
+    Raises:
+        UsageError: it makes a communicator, which the others, who do not import it again, would never join.
+    """
+    task, frame = current_task(), sys._getframe(2)
+    module = frame.f_globals.get("__name__", "")
+    if task is None or is_of_a_rank(module):
+        return
+    package, line = module.partition(".")[0], f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
+    world: World = task.kernel.owner
+    why = f"{name} of COMM_WORLD ({line}), and is imported once for all ranks: give --private {package}"
+    if name in COLLECTIVE and len(world.ranks) > 1:
+        raise UsageError(f"{package} calls, while it is imported, {why}")
+    world.mistakes["import", package] = (
+        f"rank {task.rank} at {task.clock:.6g} s imported {package}, which asks meanwhile for {why}, if it keeps that"
+    )
+
+
 class CurrentComm(Intracomm):
     """A stand-in for the calling rank's own communicator."""
 
@@ -187,6 +213,8 @@ class CurrentComm(Intracomm):
         return self
 
     def __getattribute__(self, name: str) -> Any:
+        if name in OF_ONE_RANK and loading():
+            _mind_shared_import(name)
         # `object.__getattribute__`, since a plain `self._which` would come back to this method without end.
         return getattr(held(object.__getattribute__(self, "_which")), name)
 
