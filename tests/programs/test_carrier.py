@@ -468,6 +468,7 @@ def test_a_private_package_that_is_not_there_is_refused(
             "keeps_copy calls, while it is imported, Dup of COMM_WORLD (keeps_copy.py:2)",
         ),
         ("keeps_world", "Get_size", ""),
+        ("keeps_own", "Get_size() + MPI.COMM_SELF.Dup().rank", ""),
     ],
 )
 def test_a_package_that_asks_for_its_rank_while_it_is_imported_is_told(

@@ -34,7 +34,10 @@ from spawnsim.virtual.mpi.payload import dumps, loads
 from spawnsim.virtual.services import RankServices
 
 COLLECTIVE = {"Dup", "Split"}
-OF_ONE_RANK = {"rank", "Get_rank"} | COLLECTIVE  # what packages keep that is not the same on all ranks
+OF_ONE_RANK = {
+    "rank",
+    "Get_rank",
+} | COLLECTIVE  # of COMM_WORLD, what packages keep that is not the same on all ranks
 
 
 def __getattr__(name: str) -> Any:
@@ -213,10 +216,11 @@ class CurrentComm(Intracomm):
         return self
 
     def __getattribute__(self, name: str) -> Any:
-        if name in OF_ONE_RANK and loading():
-            _mind_shared_import(name)
         # `object.__getattribute__`, since a plain `self._which` would come back to this method without end.
-        return getattr(held(object.__getattribute__(self, "_which")), name)
+        which = object.__getattribute__(self, "_which")
+        if name in OF_ONE_RANK and which == "COMM_WORLD" and loading():
+            _mind_shared_import(name)
+        return getattr(held(which), name)
 
     def __setattr__(self, name: str, value: Any) -> None:
         setattr(held(object.__getattribute__(self, "_which")), name, value)
