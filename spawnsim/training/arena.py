@@ -28,7 +28,16 @@ from spawnsim.training.structure import CALLED, hooks_of, statistics, users_of
 ALIGN_NBYTES = 64  # each row begins on a cache line, so that results do not depend on which row it is
 _REQUIRES_GRADIENT, _ADDRESS = attrgetter("requires_grad"), Tensor.data_ptr
 STEP = "step"
-ENTRY_REFERENCES = 3  # to state that nobody but the optimizer holds: its entry, and two of the call that asks
+
+
+def _references_of_a_call() -> int:
+    """Return how many references a variable and a call with it are: from Python 3.14 on the call is none."""
+    value = object()
+    return sys.getrefcount(value)
+
+
+CALL_REFERENCES = _references_of_a_call()
+ENTRY_REFERENCES = 1 + CALL_REFERENCES  # to state that nobody but the optimizer holds
 
 
 @dataclass(frozen=True)
@@ -284,18 +293,18 @@ class Seat:
         Returns:
             Whether it did: not if more has changed, nor if somebody holds the state that was there.
         """
-        rule, groups = self.arena.rule, self.optimizer.param_groups
+        rule, groups, state = self.arena.rule, self.optimizer.param_groups, self._state
         kept = {name for group in groups for name in rule.states(rule.settings(group))}
         if self.apart or not self.holds or not kept.issubset(self.arena.states):
             return False
-        # References to the optimizer's state: this seat's, that of the view of its values, and the call's.
-        if self._state is not self.optimizer.state and sys.getrefcount(self._state) > 3:
+        # To the optimizer's state refer this seat, and the view of its values.
+        if state is not self.optimizer.state and sys.getrefcount(state) > CALL_REFERENCES + 2:
             return False
         # To a tensor refer its entry, and this seat three times; to an entry this seat three times, and the optimizer,
-        # if it still has it; two more are the call's.
-        there = {id(each) for each in self._state.values()}
+        # if it still has it.
+        there = {id(each) for each in state.values()}
         if any(sys.getrefcount(each) > ENTRY_REFERENCES + 3 for each in self._kept) or any(
-            sys.getrefcount(each) > ENTRY_REFERENCES + 2 + (id(each) in there) for each in self._states
+            sys.getrefcount(each) > CALL_REFERENCES + 3 + (id(each) in there) for each in self._states
         ):
             return False
         # Or a view of it: its memory is used by the tensor, and by that of which it is a view.
