@@ -11,6 +11,7 @@ import heapq
 import math
 import sys
 import weakref
+from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
@@ -413,12 +414,9 @@ def _lies_alike(one: Tensor, other: Tensor) -> bool:
 
 def _shared(tensors: Sequence[Tensor]) -> bool:
     """Return whether anything else refers to the memory of tensors: a view, an array, a window."""
-    users: dict[int, list[Any]] = {}
-    for tensor in tensors:
-        storage = tensor.untyped_storage()
-        users.setdefault(storage._cdata, []).append(storage)
-    # Each tensor is a user of its storage, and so is the object that stands for the storage in Python.
-    return any(torch._C._storage_Use_Count(each) > len(held) + 1 for each, held in users.items())
+    storages = [each.untyped_storage()._cdata for each in tensors]
+    ours = Counter(storages)
+    return any(users_of(each) > ours[storage] for each, storage in zip(tensors, storages, strict=True))
 
 
 class Arena:

@@ -27,6 +27,16 @@ def agree(main, *, rtol=1e-5, atol=1e-6):
     return result.what.get("warnings", [])
 
 
+def three_steps(comm):
+    """Train a model; return its weights."""
+    model = build(comm.rank)
+    optimizer, step = sgd(model), TrainingStep(loss_of)
+    for iteration in range(3):
+        with comm.compute(0.01):
+            step(model, optimizer, *batch(comm.rank, iteration))
+    return weights(model)
+
+
 def zeroed(optimizer, *_):
     """A hook of an optimizer, by which nothing is learnt."""
     for group in optimizer.param_groups:
@@ -78,18 +88,9 @@ def test_what_would_be_passed_over_makes_a_model_step_alone(kind, at):
 def test_hooks_of_all_modules_and_optimizers_make_models_step_alone(register):
     """They are torch's own, and not a model's."""
     calls = []
-
-    def main(comm):
-        model = build(comm.rank)
-        optimizer, step = sgd(model), TrainingStep(loss_of)
-        for iteration in range(3):
-            with comm.compute(0.01):
-                step(model, optimizer, *batch(comm.rank, iteration))
-        return weights(model)
-
     handle = register(lambda *_: calls.append(1) and None)
     try:
-        (warning,) = agree(main)
+        (warning,) = agree(three_steps)
     finally:
         handle.remove()
     assert "hooks" in warning
@@ -594,16 +595,7 @@ def test_a_loss_under_autocast_steps_alone():
 def test_models_step_alone_where_torch_is_too_old(monkeypatch):
     """Rows are held by what Python keeps of a storage, which earlier versions let go."""
     monkeypatch.setattr(steps, "OLDEST", "99.1")
-
-    def main(comm):
-        model = build(comm.rank)
-        optimizer, step = sgd(model), TrainingStep(loss_of)
-        for iteration in range(4):
-            with comm.compute(0.01):
-                step(model, optimizer, *batch(comm.rank, iteration))
-        return weights(model)
-
-    (warning,) = agree(main, rtol=0.0, atol=0.0)
+    (warning,) = agree(three_steps, rtol=0.0, atol=0.0)
     assert f"torch {torch.__version__} is older than 99.1" in warning
 
 

@@ -404,7 +404,7 @@ class RawLines(io.RawIOBase):
 MASTER = "127.0.0.1", 29500  # torchrun's store: never opened
 
 
-class Seat(NamedTuple):
+class Placement(NamedTuple):
     """Where a rank is, by the platform's nodes."""
 
     rank: int
@@ -415,7 +415,7 @@ class Seat(NamedTuple):
     nodes: int
 
 
-def seats(world: World) -> list[Seat]:
+def placements(world: World) -> list[Placement]:
     """Return where each rank of the virtual cluster is; its network says which share a node."""
     places = world.network.place(np.arange(len(world.ranks))).tolist()
     beside: dict[int, int] = {}  # how many ranks each node has, so far
@@ -425,33 +425,33 @@ def seats(world: World) -> list[Seat]:
         beside[place] = local_ranks[-1] + 1
     numbers = {place: number for number, place in enumerate(beside)}
     return [
-        Seat(rank, len(places), local_ranks[rank], beside[place], numbers[place], len(beside))
+        Placement(rank, len(places), local_ranks[rank], beside[place], numbers[place], len(beside))
         for rank, place in enumerate(places)
     ]
 
 
-def as_mpiexec(seat: Seat) -> dict[str, str]:
+def as_mpiexec(where: Placement) -> dict[str, str]:
     """Return the variables that MPICH's mpiexec gives a process: programs ask by them whether it has started them."""
     return {
-        "PMI_RANK": str(seat.rank),
-        "PMI_SIZE": str(seat.size),
-        "MPI_LOCALRANKID": str(seat.local_rank),
-        "MPI_LOCALNRANKS": str(seat.local_size),
+        "PMI_RANK": str(where.rank),
+        "PMI_SIZE": str(where.size),
+        "MPI_LOCALRANKID": str(where.local_rank),
+        "MPI_LOCALNRANKS": str(where.local_size),
     }
 
 
-def as_torchrun(seat: Seat, incarnation: int) -> dict[str, str]:
+def as_torchrun(where: Placement, incarnation: int) -> dict[str, str]:
     """Return the variables that torchrun gives a process."""
     return {
-        "RANK": str(seat.rank),
-        "WORLD_SIZE": str(seat.size),
-        "LOCAL_RANK": str(seat.local_rank),
-        "LOCAL_WORLD_SIZE": str(seat.local_size),
-        "GROUP_RANK": str(seat.node),
-        "GROUP_WORLD_SIZE": str(seat.nodes),
+        "RANK": str(where.rank),
+        "WORLD_SIZE": str(where.size),
+        "LOCAL_RANK": str(where.local_rank),
+        "LOCAL_WORLD_SIZE": str(where.local_size),
+        "GROUP_RANK": str(where.node),
+        "GROUP_WORLD_SIZE": str(where.nodes),
         "ROLE_NAME": "default",
-        "ROLE_RANK": str(seat.rank),
-        "ROLE_WORLD_SIZE": str(seat.size),
+        "ROLE_RANK": str(where.rank),
+        "ROLE_WORLD_SIZE": str(where.size),
         "MASTER_ADDR": MASTER[0],
         "MASTER_PORT": str(MASTER[1]),
         "TORCHELASTIC_RESTART_COUNT": str(incarnation),
@@ -460,8 +460,8 @@ def as_torchrun(seat: Seat, incarnation: int) -> dict[str, str]:
         "TORCHELASTIC_USE_AGENT_STORE": "False",
         "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1",
         # As torchft's launcher: each rank is a replica.
-        "REPLICA_GROUP_ID": str(seat.rank),
-        "NUM_REPLICA_GROUPS": str(seat.size),
+        "REPLICA_GROUP_ID": str(where.rank),
+        "NUM_REPLICA_GROUPS": str(where.size),
         "TORCHFT_LIGHTHOUSE": "http://lighthouse:29510",
     }
 

@@ -33,7 +33,7 @@ from spawnsim.virtual.scripts.rank_process import (
     RankModules,
     as_mpiexec,
     as_torchrun,
-    seats,
+    placements,
     virtual_time,
 )
 from spawnsim.virtual.threads import join_all
@@ -120,7 +120,7 @@ class ScriptRun:
         self.resource_leaks.made(self.cluster.comm_world(0)._context)
         if self.prepare is not None:
             self.prepare(world)
-        self._seats = seats(world)
+        self._placements = placements(world)
         for rank in world.ranks:
             self._equip(rank)
             self.cluster.start(rank.id, self._program)
@@ -131,10 +131,10 @@ class ScriptRun:
     def _equip(self, rank: Rank) -> None:
         """Give a rank, or its next incarnation, its communicators and its process."""
         rank.attachments["OWN"] = self.cluster.comm_world(rank.id)._own
-        seat = self._seats[rank.id]
-        variables = as_mpiexec(seat)
+        where = self._placements[rank.id]
+        variables = as_mpiexec(where)
         if self.script.carrier == "threads":  # then the program is one of torch.distributed
-            variables |= as_torchrun(seat, rank.incarnation)
+            variables |= as_torchrun(where, rank.incarnation)
         self.processes.add(rank.id, variables)
 
     @contextmanager
