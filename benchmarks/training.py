@@ -7,8 +7,9 @@ usage: python benchmarks/training.py [--ranks N] [--iterations N] [--widths N,N,
 ranks, start-up taken off (the slope between two numbers of iterations), medians of 5, all in turns. Peers: a
 hand-written loop that calls `vmap(grad_and_value)` on stacked parameters; plain torch, one model after the other.
 Asserts how many calls the batched steps take. OMP_NUM_THREADS=2 gives all of them two threads, and compares wall times.
-`--norm` puts a BatchNorm behind each hidden layer. `--lean` runs the simulated ranks in lockstep alone: for models that
-would not fit into memory twice. With a GPU, where batches lie, too, wall times are compared, until it is done.
+`--norm` puts a BatchNorm behind each hidden layer, which columns do not have. `--lean` runs the simulated ranks in
+lockstep, and over columns, alone: for models that would not fit into memory twice. With a GPU, where batches lie, too,
+wall times are compared, until it is done.
 """
 
 from __future__ import annotations
@@ -16,8 +17,8 @@ from __future__ import annotations
 import argparse
 import statistics
 import time
-from collections.abc import Callable
-from itertools import pairwise
+from collections.abc import Callable, Iterator
+from itertools import count, pairwise
 from typing import Any
 
 import torch
@@ -26,8 +27,9 @@ from torch.func import functional_call, grad_and_value, stack_module_state, vmap
 from torch.nn.functional import cross_entropy
 
 import spawnsim
-from spawnsim import TrainingStep
-from spawnsim.training import batches
+from spawnsim import TrainingStep, columnar
+from spawnsim.policies import AverageAllPolicy, Every
+from spawnsim.training import batches, row_step
 
 BATCH, KINDS = 32, 16  # so many different batches, in turn: drawing them is no part of a step
 
@@ -76,6 +78,23 @@ def simulated(
 
     run = spawnsim.run(main, ranks=ranks, stragglers=straggler, eager=eager)
     assert run.table.rows == ranks * iterations
+
+
+def over_columns(ranks: int, iterations: int, every: int = 0) -> None:
+    """Run as rows of arrays, which meet to average every so many iterations, or never."""
+    examples = data(ranks)
+
+    def build(rng: Any) -> tuple[nn.Module, torch.optim.Optimizer]:
+        model = mlp()
+        return model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=CHOSEN.momentum)
+
+    def batches_of(rng: Any, rank: int, size: int) -> Iterator[tuple[Tensor, Tensor]]:
+        return (examples[(rank + iteration) % len(examples)] for iteration in count())
+
+    training = columnar.Training(build, loss_of, batches_of)
+    policy = AverageAllPolicy(1, cadence=Every(every or iterations + 1))
+    run = columnar.run(policy, ranks=ranks, iterations=iterations, training=training, compute=0.01)
+    assert run.totals["events"] == ranks * iterations
 
 
 def by_hand(ranks: int, iterations: int) -> None:
@@ -145,7 +164,7 @@ def assert_calls(ranks: int) -> None:
     finally:
         batches.StepBatch.compute = compute  # type: ignore[method-assign]
     assert sum(sizes) == 3 * ranks
-    assert len(sizes) <= 3 * -(-ranks // batches.CHUNK[0]), sizes
+    assert len(sizes) <= 3 * -(-ranks // row_step.CHUNK[0]), sizes
 
 
 def arguments() -> argparse.Namespace:
@@ -182,10 +201,14 @@ def main() -> None:
             iterations,
         ),
         alone: (lambda n: one_by_one(ranks, n), few),
+        "over columns": (lambda n: over_columns(ranks, n), iterations),
+        "over columns, averaged every 10": (lambda n: over_columns(ranks, n, 10), iterations),
         "simulated, eager": (lambda n: simulated(ranks, n, eager=True), few),
     }
+    if chosen.norm:
+        contenders = {name: each for name, each in contenders.items() if not name.startswith("over")}
     if chosen.lean:
-        contenders = {lockstep: contenders[lockstep]}
+        contenders = {name: contenders[name] for name in (lockstep, "over columns") if name in contenders}
     else:
         assert_calls(ranks)
     seconds: dict[str, list[tuple[float, float]]] = {name: [] for name in contenders}
@@ -203,7 +226,7 @@ def main() -> None:
         against = [f"{time_s / medians[hand]:5.2f} x by hand"] if hand in medians else []
         against += [f"{medians[alone] / time_s:5.1f} x faster than one by one"] if alone in medians else []
         rate = f"{ranks * numbers / time_s:8.1e} rank·parameter·steps/s"
-        print(f"{name:<30}{1e3 * cpu:9.1f} ms of processor,{1e3 * wall:9.1f} ms ", rate, *against, sep="  ")
+        print(f"{name:<33}{1e3 * cpu:9.1f} ms of processor,{1e3 * wall:9.1f} ms ", rate, *against, sep="  ")
 
 
 if __name__ == "__main__":

@@ -1,9 +1,11 @@
-"""`spawnsim columnar POLICY`: timing and decisions of a policy on very many ranks, as rows of arrays."""
+"""`spawnsim columnar POLICY`: a policy on very many ranks, each a row of arrays, with or without models that train."""
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from spawnsim import columnar, units
@@ -13,24 +15,31 @@ from spawnsim.columnar.running import SAMPLE
 from spawnsim.errors import ParameterError
 from spawnsim.options import Parser, nearest, parameters
 from spawnsim.run.process_setup import stoppable
+from spawnsim.run.program import load_module
 
 if TYPE_CHECKING:
     from spawnsim.policies import SpawnPolicy
 
 POLICIES = ("average", "selective")
+MODEL = "100 MB"
 
 
 def main(argv: Sequence[str]) -> int:
     """Run the subcommand."""
     options = parser().parse_args(argv)
     policy = made(options.policy, parameters(options.set))
+    if options.train is not None and options.quality:
+        raise ParameterError("--train and --quality: give one, models or numbers that stand for them")
+    training = None if options.train is None else trained(Path(options.train))
+    model = options.model if options.model is not None or training is not None else MODEL
     with stoppable():
         run = columnar.run(
             policy,
             ranks=options.ranks,
             iterations=options.iterations,
-            model_nbytes=units.nbytes(options.model),
-            quality=_called(columnar.RandomWalk, parameters(options.quality)),
+            model_nbytes=None if model is None else units.nbytes(model),
+            quality=_called(columnar.RandomWalk, parameters(options.quality)) if training is None else None,
+            training=training,
             platform=options.platform,
             stragglers=options.straggler,
             faults=options.faults,
@@ -71,6 +80,31 @@ def made(name: str, given: dict[str, Any]) -> SpawnPolicy:
     return selective
 
 
+def trained(path: Path) -> columnar.Training:
+    """Return how the models of a file train: it defines `build`, `loss` and `data`, and perhaps more of `Training`.
+
+    Args:
+        path: a Python file.
+
+    Returns:
+        The training.
+
+    Raises:
+        ParameterError: the file cannot be read, is not Python, or lacks one of the three.
+        ProgramError: the file raised.
+    """
+    defined = vars(load_module(path))
+    fields = [each for each in dataclasses.fields(columnar.Training) if each.init]
+    lacking = [
+        each.name for each in fields if each.default is dataclasses.MISSING and each.name not in defined
+    ]
+    if lacking:
+        raise ParameterError(
+            f"{path} has no {', '.join(lacking)}: --train needs build(rng), loss(model, *batch), data(rng, rank, size)"
+        )
+    return columnar.Training(**{each.name: defined[each.name] for each in fields if each.name in defined})
+
+
 def _called(kind: Any, given: dict[str, Any]) -> Any:
     takes = [name for name in inspect.signature(kind).parameters if name != "model_builder"]
     unknown = [name for name in given if name not in takes and name != "model_builder"]
@@ -93,14 +127,23 @@ def parser() -> Parser:
     """
     parser = Parser(
         prog="spawnsim columnar",
-        description="Timing and decisions of a policy on up to millions of ranks, each a row of arrays: no models, no "
-        "program, all ranks meet where the policy is due. docs/columnar.md says what it can and cannot run.",
+        description="A policy on up to millions of ranks, each a row of arrays: all meet where it is due, with numbers "
+        "that stand for models, or (--train) models that train. docs/columnar.md says what it can and cannot run.",
     )
     add = parser.add_argument
     add("policy", choices=POLICIES, help="AverageAllPolicy, or AsyncSelectiveAveragingPolicy in lockstep")
     add("-n", "--ranks", type=int, required=True, metavar="N", help="how many ranks")
     add("--iterations", type=int, default=100, metavar="N", help="default: 100")
-    add("--model", default="100 MB", metavar="BYTES", help="one model as it travels; default: 100 MB")
+    add(
+        "--model",
+        metavar="BYTES",
+        help=f"one model as it travels; default: {MODEL}, or what that of --train takes",
+    )
+    add(
+        "--train",
+        metavar="FILE",
+        help="of Python, that defines build(rng), loss(model, *batch), data(rng, rank, size), perhaps score(model)",
+    )
     add(
         "--set",
         action="append",

@@ -1,7 +1,8 @@
-"""Columnar mode: a policy's timing and decisions for a million ranks, each a row of arrays; no models, no stacks."""
+"""Columnar mode: ranks as rows of arrays, no stacks: decisions and times of a million, or thousands that train."""
 
 from spawnsim.columnar.decisions import Decision
-from spawnsim.columnar.quality import Quality, RandomWalk
+from spawnsim.columnar.models import Quality, RandomWalk
 from spawnsim.columnar.running import Round, run
+from spawnsim.columnar.training import Training
 
-__all__ = ["Decision", "Quality", "RandomWalk", "Round", "run"]
+__all__ = ["Decision", "Quality", "RandomWalk", "Round", "Training", "run"]

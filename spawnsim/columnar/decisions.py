@@ -62,6 +62,12 @@ class Decision:
         """The replaced rank of each edge, int64 (edges,)."""
         return np.repeat(self.replaced, self.counts)
 
+    @property
+    def begins(self) -> Ints:
+        """The first edge of each replaced rank, int64 (replaced,)."""
+        begins: Ints = np.cumsum(self.counts) - self.counts
+        return begins
+
 
 _NOBODY = np.empty(0, np.int64)
 

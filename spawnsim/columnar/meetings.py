@@ -16,6 +16,7 @@ import numpy as np
 from spawnsim import random
 from spawnsim.columnar.decisions import Decision, Mask, Reports, check_rules, decide
 from spawnsim.columnar.durations import Streams
+from spawnsim.columnar.models import Models
 from spawnsim.columnar.transfers import Cards, exchange
 from spawnsim.errors import ParameterError, UnsupportedError
 from spawnsim.policies import AsyncSelectiveAveragingPolicy, AverageAllPolicy, SpawnPolicy
@@ -153,8 +154,6 @@ class Turn(ABC):
         nbytes: of one model on the wire.
     """
 
-    needs_metrics = True
-
     def __init__(self, policy: SpawnPolicy, group: Group, nbytes: int) -> None:
         self.cadence, self.group, self.nbytes = policy.cadence, group, nbytes
         self.notes: dict[str, None] = {}  # what the user should know; a dict for its order
@@ -163,13 +162,13 @@ class Turn(ABC):
         """Note that all ranks have called the policy once more."""
 
     @abstractmethod
-    def act(self, iteration: int, metrics: Floats | None, quality: Floats | None) -> Decision | None:
-        """Take the turn of an iteration: moves clocks, and changes `quality`.
+    def act(self, iteration: int, metrics: Floats, models: Models) -> Decision | None:
+        """Take the turn of an iteration: moves clocks, and changes models.
 
         Args:
             iteration: of all ranks.
-            metrics: of all ranks, by world rank; None: not known.
-            quality: of all ranks' models, changed in place; None: not followed.
+            metrics: of all ranks, by world rank.
+            models: of all ranks.
 
         Returns:
             What was decided; None where nothing is.
@@ -179,32 +178,25 @@ class Turn(ABC):
 class AveragingTurn(Turn):
     """`AverageAllPolicy`: the calls of `GroupMean` where a death can be survived, as on virtual ranks."""
 
-    needs_metrics = False
-
     def __init__(self, policy: AverageAllPolicy, group: Group, nbytes: int) -> None:
         super().__init__(policy, group, nbytes)
-        self._momentum, self._guard = policy.momentum, policy.guard
+        self._policy = policy
         self._agreed = 0  # ranks of the group that has agreed on the layout of its models
 
-    def act(self, iteration: int, metrics: Floats | None, quality: Floats | None) -> Decision | None:
+    def act(self, iteration: int, metrics: Floats, models: Models) -> Decision | None:
         group = self.group
         if self._agreed != group.size:
             self._agree()
-        values = None if quality is None else quality[group.at]
         # Where the mean of equal models could be another number, ranks compare first: three digests if they agree.
         if group.size & (group.size - 1):
-            same = values is not None and bool((values == values[0]).all())
+            same = models.equal(group.at)
             for _ in range(3 if same else 1):
                 group.meet("allreduce", DIGEST_NBYTES)
             if same:
                 return None
         group.meet("allreduce", self.nbytes)
-        if quality is not None and values is not None and group.size > 1:
-            counted = values[np.isfinite(values)] if self._guard else values
-            mean = counted.mean() if counted.size else np.nan
-            quality[group.at] = mean + self._momentum * np.where(
-                np.isfinite(values - mean), values - mean, 0.0
-            )
+        if group.size > 1:
+            models.average(group.at, self._policy)
         return None
 
     def _agree(self) -> None:
@@ -232,7 +224,7 @@ class SelectiveTurn(Turn):
     ) -> None:
         super().__init__(policy, group, nbytes)
         _check_selective(policy, group.platform)
-        self.rules, self._replacement = policy.rules, policy.replacement
+        self.rules, self._policy = policy.rules, policy
         self._cooldown, self._coordinator = policy._cooldown, policy.wiring.coordinator
         self._last_trigger = -self._cooldown
         self._seed, self._bulk = seed, streams == "bulk"
@@ -245,8 +237,7 @@ class SelectiveTurn(Turn):
         if self._ages is not None:
             self._expired = self._ages.tick()
 
-    def act(self, iteration: int, metrics: Floats | None, quality: Floats | None) -> Decision | None:
-        assert metrics is not None
+    def act(self, iteration: int, metrics: Floats, models: Models) -> Decision | None:
         group, world = self.group, self.group.world()
         # In a smaller group, as recoveries leave it, the last rank coordinates.
         leader = min(self._coordinator, group.size - 1)
@@ -260,8 +251,8 @@ class SelectiveTurn(Turn):
         group.wake()
         group.traffic.messages += moved.messages
         group.traffic.nbytes += moved.nbytes
-        if quality is not None and len(decision.replaced):
-            self._hand_on(decision, quality)
+        if len(decision.replaced):
+            models.replace(decision, self._policy)
         if self._ages is not None:
             self._ages.reset(decision.replaced)
         return decision
@@ -279,13 +270,6 @@ class SelectiveTurn(Turn):
         if len(decision.replaced):
             self._last_trigger = iteration
         return decision
-
-    def _hand_on(self, decision: Decision, quality: Floats) -> None:
-        begins = np.cumsum(decision.counts) - decision.counts
-        mixed = np.add.reduceat(decision.weights * quality[decision.donors], begins)
-        momentum = self._replacement.momentum
-        own = quality[decision.replaced]
-        quality[decision.replaced] = mixed + momentum * (own - mixed) if momentum else mixed
 
 
 class Ages:
@@ -343,7 +327,7 @@ class Ages:
         return int(stream.integers(self._low, self._high + 1))
 
 
-def turn_of(policy: SpawnPolicy, group: Group, nbytes: int, *, seed: int, streams: Streams) -> Turn:
+def turn_of(policy: SpawnPolicy, group: Group, nbytes: int | None, *, seed: int, streams: Streams) -> Turn:
     """Return the turn of a policy.
 
     Args:
@@ -360,7 +344,7 @@ def turn_of(policy: SpawnPolicy, group: Group, nbytes: int, *, seed: int, stream
         UnsupportedError: the policy, or something in it, has no form over columns.
         ParameterError: `nbytes` is not a whole number of at least 1.
     """
-    if isinstance(nbytes, bool) or int(nbytes) != nbytes or nbytes < 1:
+    if nbytes is None or isinstance(nbytes, bool) or int(nbytes) != nbytes or nbytes < 1:
         raise ParameterError(f"model_nbytes={nbytes!r}: give the bytes of one model, at least 1")
     # By what acts and not by class: a subclass that acts otherwise is another policy.
     act = getattr(type(policy), "act", None)

@@ -21,12 +21,14 @@ from spawnsim import random
 from spawnsim.columnar.decisions import Decision, Mask
 from spawnsim.columnar.durations import STREAMS, Durations, Streams
 from spawnsim.columnar.meetings import Group, Turn, turn_of
-from spawnsim.columnar.quality import Quality, RandomWalk
+from spawnsim.columnar.models import Models, Numbers, Quality, RandomWalk
+from spawnsim.columnar.training import Trained, Training
 from spawnsim.errors import ParameterError, UnsupportedError
 from spawnsim.policies import AsyncSelectiveAveragingPolicy, SpawnPolicy
 from spawnsim.record import folder, manifest
 from spawnsim.record.recorder import Recorder, document
 from spawnsim.record.table import Table
+from spawnsim.run.process_setup import one_thread
 from spawnsim.run.result import TOTALS, Run
 from spawnsim.scenario import memory_B
 from spawnsim.virtual.digest import checksum
@@ -78,7 +80,7 @@ class _Circumstances:
 
     ranks: int
     iterations: int
-    model_nbytes: int
+    model_nbytes: int | None
     platform: Any
     stragglers: Any
     faults: Any
@@ -144,8 +146,9 @@ def run(
     *,
     ranks: int,
     iterations: int,
-    model_nbytes: int,
+    model_nbytes: int | None = None,
     quality: Quality | None = None,
+    training: Training | None = None,
     platform: Any = None,
     stragglers: Any = None,
     faults: Any = None,
@@ -159,7 +162,7 @@ def run(
     out: str | Path | None = None,
     overwrite: bool = False,
 ) -> Run:
-    """Run a policy over columns: timing and decisions of very many ranks, without models.
+    """Run a policy over columns: timing and decisions of very many ranks, with numbers for models or models that train.
 
     Each iteration every rank computes, and where the policy's cadence is due all that are alive take its turn together.
     docs/columnar.md says which policies have a turn, and how it differs from the ordinary mode.
@@ -168,8 +171,9 @@ def run(
         policy: as on virtual ranks, with the same parameters; it is read, and stays as it is.
         ranks: how many.
         iterations: of each rank.
-        model_nbytes: bytes of one model as it travels.
+        model_nbytes: bytes of one model as it travels; None, with `training` alone: those of the model.
         quality: what stands for the models; None: `RandomWalk()`.
+        training: models that train, in the place of `quality`.
         platform: name, TOML file or object; None is the default platform.
         stragglers: such as "lognormal:0.3", or an object; None: the platform's.
         faults: a fault plan of crashes, pauses and slow-downs; None: none.
@@ -198,33 +202,42 @@ def run(
     place = None if out is None else folder.named(out)
     if place is not None:
         folder.require_free(place, overwrite=overwrite)
-    running = _Running(policy, quality if quality is not None else RandomWalk(), where, on_round)
-    found = running.go()
+    with one_thread():
+        models = _models(policy, quality, training, where)
+        found = _Running(policy, models, where, on_round).go()
     if place is not None:
         found.save(place)
     return found
+
+
+def _models(
+    policy: SpawnPolicy, quality: Quality | None, training: Training | None, where: _Circumstances
+) -> Models:
+    if training is None:
+        return Numbers(quality if quality is not None else RandomWalk(), where.ranks, where.seed)
+    if quality is not None:
+        raise ParameterError("quality and training: give one, numbers or models")
+    return Trained(training, where.ranks, where.seed, policy)
 
 
 class _Running:
     """A run while it lasts."""
 
     def __init__(
-        self, policy: SpawnPolicy, quality: Quality, where: _Circumstances, on_round: OnRound | None
+        self, policy: SpawnPolicy, models: Models, where: _Circumstances, on_round: OnRound | None
     ) -> None:
         platform, plan, model = where.parts()
         self.policy, self.where, self.on_round, self.began_s = policy, where, on_round, time.perf_counter()
         self.group = Group(where.ranks, platform, plan)
-        self.turn: Turn = turn_of(
-            policy, self.group, where.model_nbytes, seed=where.seed, streams=where.streams
-        )
+        nbytes = models.nbytes if where.model_nbytes is None else where.model_nbytes
+        self.turn: Turn = turn_of(policy, self.group, nbytes, seed=where.seed, streams=where.streams)
         self.durations = Durations(
             model, plan, where.ranks, blocks=where.iterations, seed=where.seed, streams=where.streams
         )
         self.deaths_s = where.deaths_s(plan)
-        self.model, self.quality = quality, quality.begin(where.ranks, where.seed)
-        self.trained = 0  # iterations so far
+        self.models, self.trained = models, 0  # iterations so far
         self.left_s = np.zeros(where.ranks)  # the latest turn
-        self.kept = _Kept(where, policy)
+        self.kept = _Kept(where, policy, self.turn.nbytes)
         self.blocks = self.replaced = 0
         self.digest = hashlib.blake2b(digest_size=16)
 
@@ -242,7 +255,8 @@ class _Running:
         else:
             self._bury()
             if self.group.size and self.kept.last != iteration:
-                self.kept.rows(iteration, self.group.cards.clock, self.left_s, None)
+                self._train(iteration)
+                self.kept.rows(iteration, self.group.cards.clock, self.left_s, None, self.models.columns())
         return self._run(iteration + 1)
 
     def _bury(self) -> Ints:
@@ -267,27 +281,31 @@ class _Running:
         entered_s = cards.clock.copy()
         if len(died) and self.where.detection_s:
             cards.clock[at] = cards.clock[at].max() + self.where.detection_s
-        self.model.train(self.quality, self.trained, iteration + 1 - self.trained)
-        self.trained = iteration + 1
-        metrics = np.array(self.model.metric(self.quality, iteration), np.float64)
+        self._train(iteration)
+        metrics, more = self.models.metrics(iteration), self.models.columns()
         before = group.traffic.messages, group.traffic.nbytes
-        decision = self.turn.act(iteration, metrics, self.quality)
+        decision = self.turn.act(iteration, metrics, self.models)
         self.replaced += 0 if decision is None else len(decision.replaced)
         told = Round(
             iteration, group.world(), entered_s[at], cards.clock[at].copy(), metrics[at], decision, died,
             group.traffic.messages - before[0], group.traffic.nbytes - before[1],
         )  # fmt: skip
         self.kept.round(told, self.left_s[at])
-        self.kept.rows(iteration, entered_s, self.left_s, (cards.clock, metrics, decision))
+        self.kept.rows(iteration, entered_s, self.left_s, (cards.clock, metrics, decision), more)
         self.left_s[:] = cards.clock
         parts = [cards.clock] if decision is None else [cards.clock, decision.replaced, decision.donors]
         self.digest.update(str([checksum(part) for part in parts]).encode())
         if self.on_round is not None:
             self.on_round(told)
 
+    def _train(self, iteration: int) -> None:
+        """Train all ranks from where they are, up to an iteration."""
+        self.models.train(self.trained, iteration + 1 - self.trained)
+        self.trained = iteration + 1
+
     def _run(self, iterations: int) -> Run:
         cards, traffic = self.group.cards, self.group.traffic
-        self.digest.update(str([checksum(cards.clock), checksum(self.quality)]).encode())
+        self.digest.update(str([checksum(cards.clock), self.models.checksum()]).encode())
         known = {
             "ranks": self.where.ranks,
             "iterations": iterations,
@@ -314,22 +332,23 @@ class _Running:
             if name in made_of and isinstance(value, plain)
         }
         about: dict[str, Any] = {"file": None, "main": "columnar", "parameters": own}
-        about |= {"backend": "virtual", "columnar": True, "quality": document(self.model)}
-        about |= self.where.described() | {"notes": list(self.turn.notes), "reproducible": True, "leaks": []}
+        about |= {"backend": "virtual", "columnar": True} | self.models.described()
+        about |= self.where.described() | {"model_nbytes": self.turn.nbytes}
+        about |= {"notes": list(self.turn.notes), "reproducible": True, "leaks": []}
         return about | {"versions": manifest.versions(), "made": manifest.made()}
 
 
 class _Kept:
     """What a run keeps: rows of a sample of ranks, and events."""
 
-    def __init__(self, where: _Circumstances, policy: SpawnPolicy) -> None:
+    def __init__(self, where: _Circumstances, policy: SpawnPolicy, model_nbytes: int) -> None:
         count = min(where.sample, where.ranks)
         self.ranks: Ints = np.unique(np.linspace(0, where.ranks - 1, count).round().astype(np.int64))
         self.recorder, self.last = Recorder(), -1
         self._sampled: Mask = np.zeros(where.ranks, np.bool_)
         self._sampled[self.ranks] = True
         self._alive = np.ones(len(self.ranks), np.bool_)
-        self._nbytes = where.model_nbytes
+        self._nbytes = model_nbytes
         self._columns: list[dict[str, np.ndarray[Any, Any]]] = []
         # Figures of replacements show shares of all ranks: they must not take a sample for all there were.
         self._kind = "replacement" if count == where.ranks else "sampled_replacement"
@@ -343,7 +362,7 @@ class _Kept:
 
     def rows(
         self, iteration: int, entered_s: Floats, since_s: Floats,
-        turn: tuple[Floats, Floats, Decision | None] | None,
+        turn: tuple[Floats, Floats, Decision | None] | None, more: Mapping[str, Floats],
     ) -> None:  # fmt: skip
         """Add a row of each rank of the sample that is alive."""
         self.last, who = iteration, self.ranks[self._alive]
@@ -363,6 +382,7 @@ class _Kept:
                 "wait_s": clock[who] - entered_s[who],
                 "is_replaced": replaced,
                 "donors": donors,
+                **{name: values[who] for name, values in more.items()},
             }
         )
 

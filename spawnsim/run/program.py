@@ -219,6 +219,24 @@ def load(path: Path) -> Main:
     """
     # Read before it is run: a file without main may do anything at its top level.
     require_main(path)
+    main: Main = load_module(path).main
+    return main
+
+
+def load_module(path: Path) -> types.ModuleType:
+    """Run a Python file as a module, once for all virtual ranks.
+
+    Args:
+        path: the file.
+
+    Returns:
+        The module.
+
+    Raises:
+        ParameterError: the file cannot be read, or is not Python.
+        ProgramError: the file raised, or called `sys.exit()`.
+    """
+    tree_of(path)
     spec = importlib.util.spec_from_file_location(MODULE, path)
     if spec is None or spec.loader is None:
         raise ParameterError(f"{path} is not a Python file")
@@ -236,8 +254,7 @@ def load(path: Path) -> Main:
     # SystemExit is no Exception, and would end the launcher with the program's status and no line.
     except (Exception, SystemExit) as error:
         raise ProgramError(f"{path} raised {type(error).__name__} while it was loaded") from error
-    main: Main = module.main
-    return main
+    return module
 
 
 def require_main(path: Path, ranks: int | None = None) -> None:

@@ -14,29 +14,21 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.func import functional_call, grad_and_value
+from torch.func import functional_call
 
 from spawnsim.comm.deferred import Deferred
-from spawnsim.training import structure, watching
-from spawnsim.training.arena import STEP, Arena, Seat
-from spawnsim.training.objective import Objective, as_outputs, of_rows, tensors
-from spawnsim.training.reading import Globals
+from spawnsim.training import watching
+from spawnsim.training.arena import Arena, Seat
+from spawnsim.training.objective import Objective, as_outputs, of_row, of_rows, tensors
+from spawnsim.training.row_step import FEW, Rows, RowStep, chunk_of, unknown
 from spawnsim.training.threads import Threads
-from spawnsim.training.tracing import Traced
 
-Rows = slice | Tensor
 Chunk = Sequence[Sequence["Put"]]  # work of some ranks, one after the other
-FEW = 4  # rows below which one at a time is faster than a vmapped call that is not repeated from a record
-CACHE_NBYTES = 16 << 20  # of the weights of a chunk
-CHUNK = (16, 32)  # rows of a chunk, at least and at most
-# Of the weights of a chunk on a GPU, which computes many rows at once: what takes time there is to begin an operation.
-GPU_NBYTES = 256 << 20
 # glibc gives freed memory back to the system, and the next call takes it anew, page by page: a quarter of the time of a
 # call of 32 rows. What it keeps is twice the largest block that was freed so far, of those of 32 MiB and less.
 LARGEST_NBYTES = (32 << 20) - (8 << 10)
 MOST_STEPS = 8  # of one model that may be put off at once
 STAGED_NBYTES = 256 << 20  # of the inputs of all steps that are put off; one of each model may take more
-GRADIENT = "gradient"
 EVALUATE, TRAIN = 0, 1  # the stages of work: evaluations first, so that ranks meet at their steps
 
 
@@ -90,11 +82,6 @@ def _tell(works: Sequence[Put], outputs: Sequence[Tensor]) -> None:
         watching.known([work.outs[number] for work in works], list(output.unbind()))
 
 
-def _unknown(like: Tensor) -> Tensor:
-    """Return what a result is until it is known: NaN, or 0."""
-    return torch.full_like(like.detach(), torch.nan if like.is_floating_point() or like.is_complex() else 0)
-
-
 def _rows(works: Sequence[Put]) -> Rows:
     """Return the rows of some work: a slice, whose views are not copied, where they follow each other."""
     rows = [work.seat.row for work in works]
@@ -120,12 +107,7 @@ class _Batch:
         self.deferred, self.arena, self.objective = deferred, arena, objective
         self.results: list[Tensor] = []  # what results look like
         torch.empty(LARGEST_NBYTES, dtype=torch.uint8)  # and freed at once
-        weights = arena.rows["weights"]
-        nbytes = weights.stride(0) * weights.element_size()
-        if weights.device.type == "cpu":
-            self.chunk = min(max(CACHE_NBYTES // nbytes, CHUNK[0]), CHUNK[1])
-        else:
-            self.chunk = max(GPU_NBYTES // nbytes, CHUNK[0])
+        self.chunk = chunk_of(arena)
 
     def open(self, at: slice, inputs: Sequence[Any]) -> str:
         """Take note of what inputs and results look like, of one row.
@@ -134,16 +116,6 @@ class _Batch:
             The first parameter that is trained and on which the function does not depend; "" for none.
         """
         raise NotImplementedError
-
-    def outcome(
-        self, row: Sequence[Tensor], inputs: Sequence[Any]
-    ) -> tuple[tuple[Tensor, ...], list[Tensor]]:
-        """Return the trained parameters of one row, as `Arena.of` gives it, and what the function returns for it."""
-        trained, fixed = ({name: p[0] for name, p in part.items()} for part in tensors(self.arena.plan, row))
-        for p in trained.values():  # views made here
-            p.requires_grad_()
-        loss, more = as_outputs(functional_call(self.objective, {**trained, **fixed}, tuple(inputs)))
-        return tuple(trained.values()), [loss, *more]
 
     def carry_out(self, queues: Sequence[Sequence[Put]]) -> None:
         """Carry out as much work of each of some ranks, one after the other."""
@@ -261,6 +233,9 @@ class StepBatch(_Batch):
         objective: the loss.
         max_norm: of a row's gradient, None: any.
         gradients: whether `parameter.grad` is to hold it afterwards.
+
+    Attributes:
+        step: of some rows at once.
     """
 
     stage = TRAIN
@@ -275,27 +250,10 @@ class StepBatch(_Batch):
         gradients: bool,
     ) -> None:
         super().__init__(deferred, arena, objective)
-        self._max_norm, self._gradients = max_norm, gradients
+        self.step, self._gradients = RowStep(arena, objective, max_norm=max_norm), gradients
         # By depth and input: those of all rows; None: the same for all.
         self._staged: list[list[Tensor | None]] = []
-        self._fixed_inputs: list[Any] = []
-        self._like: list[Tensor | None] = []  # by input: one row's
         self.most = 1  # steps of one model that may be put off at once
-
-        def outcome(trained: Any, fixed: Any, *inputs: Any) -> Any:
-            loss, more = as_outputs(functional_call(objective, {**trained, **fixed}, inputs))
-            return loss, (loss, *more)
-
-        self._gradient = grad_and_value(outcome, has_aux=True)
-        self._traced: Traced
-        self.reads = self._reads()
-
-    def _reads(self) -> Globals | None:
-        """Return what the function and the model read beside what they are given; None: not known."""
-        try:
-            return Globals(self.objective.function, self.objective.model)
-        except structure.Unequal:
-            return None
 
     def carry_out(self, queues: Sequence[Sequence[Put]]) -> None:
         # Momentum and decay are numbers for all rows of an update; a schedule gives ranks in step the same ones. Ranks
@@ -304,13 +262,13 @@ class StepBatch(_Batch):
         for queue in queues:
             key = tuple([(work.depth, work.settings) for work in queue])
             alike.setdefault(key, []).append(queue)
-        with self._traced.repeating():
+        with self.step.traced.repeating():
             for each in alike.values():
                 super().carry_out(each)
 
     def independent(self, chunks: Sequence[Chunk]) -> list[bool]:
         fit = [
-            self._traced.ready(len(chunk[0]))
+            self.step.traced.ready(len(chunk[0]))
             and all(
                 work.seat.rank == work.rank and not work.seat.apart and not self.deferred.owes(work.rank)
                 for works in chunk
@@ -322,53 +280,27 @@ class StepBatch(_Batch):
 
     def _linked(self, chunks: Sequence[Chunk], fit: Sequence[bool]) -> bool:
         """Return whether what is trained here is read by others' losses, or part of others' models: order counts."""
-        read = [each for chunk in compress(chunks, fit) for each in self._traced.constants(len(chunk[0]))]
+        traced = self.step.traced
+        read = [each for chunk in compress(chunks, fit) for each in traced.constants(len(chunk[0]))]
         works = [work for chunk in chunks for works in chunk for work in works]
         apart = [each for work in works for _, each in work.seat.apart]
         memory = [{each.untyped_storage().data_ptr() for each in some} for some in (read, apart)]
         return not memory[0].isdisjoint(memory[1]) or any(map(self.arena.holds, memory[0] | memory[1]))
 
     def open(self, at: slice, inputs: Sequence[Any]) -> str:
-        trained, outputs = self.outcome(self.arena.of(at), inputs)
-        found: Sequence[Tensor | None] = torch.autograd.grad(outputs[0], trained, allow_unused=True)
-        self.results = [_unknown(each) for each in outputs]
-        # Room for the inputs of all rows; what is no tensor is part of the function.
-        self._fixed_inputs = list(inputs)
-        self._like = [torch.empty_like(each) if isinstance(each, Tensor) else None for each in inputs]
-        nbytes = self.deferred.ranks * sum(each.nbytes for each in self._like if each is not None)
+        unused = self.step.open(at, inputs)
+        self.results = self.step.results
+        # Room for the inputs of all rows.
+        nbytes = self.deferred.ranks * sum(each.nbytes for each in self.step.like if each is not None)
         self.most = max(1, min(MOST_STEPS, STAGED_NBYTES // max(nbytes, 1)))
-        self._traced = self._trace()
-        places = zip(self.arena.plan.trained, found, strict=True)
-        return next((place.name for place, each in places if each is None), "")
-
-    def _trace(self) -> Traced:
-        """Return the function from rows, as `Arena.of` gives them, and inputs that are tensors.
-
-        It returns gradients, (rows, columns), and outputs, (rows, ...) each, and changes the statistics it is given.
-        """
-        plan, like, fixed_inputs = self.arena.plan, self._like, self._fixed_inputs
-        dims = (0, 0, *(None if each is None else 0 for each in like))
-        vmapped = of_rows(self.objective.model, self._gradient, dims)
-
-        changing = len(plan.statistics)
-
-        def call(*given: Tensor) -> list[Tensor]:
-            trained, fixed = tensors(plan, given[: 1 + changing])
-            rest = iter(given[1 + changing :])
-            inputs = [
-                other if each is None else next(rest) for each, other in zip(like, fixed_inputs, strict=True)
-            ]
-            gradients, (_, outputs) = vmapped(trained, fixed, *inputs)
-            return [torch.cat([each.reshape(len(each), -1) for each in gradients.values()], 1), *outputs]
-
-        return Traced(call, self.reads, changes=slice(1, 1 + changing))
+        return unused
 
     def slots(self, row: int, depth: int) -> list[tuple[int, Tensor]]:
         """Return where a row's inputs go, by their number, if so many steps are put off before."""
         if depth == len(self._staged):  # asked for in turn
             rows = len(self.arena.rows["weights"])
             self._staged.append(
-                [None if each is None else each.new_empty((rows, *each.shape)) for each in self._like]
+                [None if each is None else each.new_empty((rows, *each.shape)) for each in self.step.like]
             )
         return [(i, staged[row]) for i, staged in enumerate(self._staged[depth]) if staged is not None]
 
@@ -378,48 +310,22 @@ class StepBatch(_Batch):
             seat.fetch()
         at = _rows(works)
         rows = self.arena.of(at)
-        inputs = [
-            fixed if staged is None else staged[at]
-            for fixed, staged in zip(self._fixed_inputs, self._staged[works[0].depth], strict=True)
-        ]
-        gradient, outputs = self.differentiate(rows, inputs)
+        staged = [None if each is None else each[at] for each in self._staged[works[0].depth]]
+        gradient, *outputs = self.step.differentiate(rows, staged)
         _tell(works, outputs)  # of which some may be weights
         try:
             with torch.no_grad():
                 self.arena.keep(at, rows[1:])
-                self._update(at, gradient, works)
+                self._leave_gradients(gradient, works)
+                self.step.update(at, gradient, [work.lr for work in works], works[0].settings)
         except Exception as error:
             raise Halfway(error) from error
         for seat in apart:
             seat.store()
 
-    def differentiate(self, rows: Sequence[Tensor], inputs: Sequence[Any]) -> tuple[Tensor, list[Tensor]]:
-        """Return the gradients of some rows, (rows, columns), and their outputs, (rows, ...) each.
-
-        Their statistics are brought up to date.
-        """
-        count = len(rows[0])
-        if count == 1 or (count < FEW and not self._traced.repeats(count)):
-            each = [self._one([part[i : i + 1] for part in rows], inputs, i) for i in range(count)]
-            flat = torch.stack([gradient for gradient, _ in each])
-            return flat, [torch.stack(parts) for parts in zip(*(outputs for _, outputs in each), strict=True)]
-        given = [each for each, like in zip(inputs, self._like, strict=True) if like is not None]
-        with torch.no_grad():
-            gradients, *outputs = self._traced(*rows, *given)
-            return gradients, outputs
-
-    def _one(self, row: Sequence[Tensor], inputs: Sequence[Any], i: int) -> tuple[Tensor, list[Tensor]]:
-        own = [each if like is None else each[i] for each, like in zip(inputs, self._like, strict=True)]
-        trained, outputs = self.outcome(row, own)
-        # Plain autograd, which takes a third of the time of `grad_and_value`.
-        gradients = torch.autograd.grad(outputs[0], trained)
-        return torch.cat([each.flatten() for each in gradients]), [each.detach() for each in outputs]
-
-    def _update(self, at: Rows, gradient: Tensor, works: Sequence[Put]) -> None:
-        arena, plan = self.arena, self.arena.plan
-        if self._max_norm is not None:
-            norms = torch.linalg.vector_norm(gradient, dim=1, keepdim=True)
-            gradient.mul_((self._max_norm / (norms + 1e-6)).clamp_(max=1.0))
+    def _leave_gradients(self, gradient: Tensor, works: Sequence[Put]) -> None:
+        """Put gradients where the program looks for them, or none."""
+        plan = self.arena.plan
         trained = len(plan.trained)
         for seat in [work.seat for work in works if work.seat.graded and not self._gradients]:
             seat.graded = False
@@ -432,40 +338,6 @@ class StepBatch(_Batch):
                 for place, parameter in zip(plan.trained, work.seat.parameters, strict=False):
                     # Memory of its own, as after `backward`: the program may keep the last one.
                     parameter.grad = row[place.columns].view(place.shape).clone()
-        if STEP in arena.rows:
-            arena.rows[STEP][at] += 1
-        for group in range(len(works[0].settings)):
-            for span, first in self._spans(at, group):
-                self._update_span(at, gradient, works, group=group, span=span, first=first)
-
-    def _spans(self, at: Rows, group: int) -> list[tuple[slice, int]]:
-        """Return the columns of a group, and which parameter tells their count of steps."""
-        arena, plan = self.arena, self.arena.plan
-        own = [i for i, place in enumerate(plan.trained) if place.group == group]
-        if STEP in arena.rows and own:
-            counts = arena.rows[STEP][at, own[0] : own[-1] + 1]
-            if (counts != counts[:, :1]).any():  # a layer was thawed, or begins anew
-                return [(plan.trained[i].columns, i) for i in own]
-        return [(plan.spans[group], own[0])] if own else []
-
-    def _update_span(
-        self, at: Rows, gradient: Tensor, works: Sequence[Put], *, group: int, span: slice, first: int
-    ) -> None:
-        """Update some columns, which one group trains; `first` tells their count of steps."""
-        arena = self.arena
-        rows = [work.seat.row for work in works]
-        pieces = {name: arena.pieces(name, span) for name in ("weights", *arena.states)}
-        own: dict[str, Sequence[Tensor]] = {name: [of[row] for row in rows] for name, of in pieces.items()}
-        own[GRADIENT] = gradient[:, span].unbind()
-        if STEP in arena.rows:
-            # In main memory, as torch keeps them; the kernel wants them where the weights are.
-            own[STEP] = arena.rows[STEP][at, first].to(gradient.device).unbind()
-        rates = [work.lr[group] for work in works]
-        for rate in dict.fromkeys(rates):
-            chosen = [each == rate for each in rates]
-            arena.rule.update(
-                {name: [*compress(of, chosen)] for name, of in own.items()}, rate, works[0].settings[group]
-            )
 
 
 class EvaluationBatch(_Batch):
@@ -484,8 +356,8 @@ class EvaluationBatch(_Batch):
         ] = {}  # by which inputs differ from row to row
 
     def open(self, at: slice, inputs: Sequence[Any]) -> str:
-        _, outputs = self.outcome(self.arena.of(at), inputs)
-        self.results = [_unknown(each) for each in outputs]
+        _, outputs = of_row(self.arena.plan, self.objective, self.arena.of(at), inputs)
+        self.results = [unknown(each) for each in outputs]
         return ""
 
     def compute(self, works: Sequence[Put]) -> None:

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.func import vmap
+from torch.func import functional_call, vmap
 from torch.nn.functional import dropout
 from torch.overrides import TorchFunctionMode
 
@@ -183,6 +183,17 @@ def tensors(plan: Plan, rows: Sequence[Tensor]) -> tuple[dict[str, Tensor], dict
     fixed = {f"model.{place.name}": place.of(weights) for place in plan.fixed}
     fixed |= {f"model.{each.name}": rows for each, rows in zip(plan.statistics, statistics, strict=True)}
     return {f"model.{place.name}": place.of(weights) for place in plan.trained}, fixed
+
+
+def of_row(
+    plan: Plan, objective: Objective, row: Sequence[Tensor], inputs: Sequence[Any]
+) -> tuple[tuple[Tensor, ...], list[Tensor]]:
+    """Return the trained parameters of one row, as `Arena.of` gives it, and what an objective returns for it."""
+    trained, fixed = ({name: p[0] for name, p in part.items()} for part in tensors(plan, row))
+    for p in trained.values():  # views made here
+        p.requires_grad_()
+    loss, more = as_outputs(functional_call(objective, {**trained, **fixed}, tuple(inputs)))
+    return tuple(trained.values()), [loss, *more]
 
 
 def masks_of(call: Callable[..., object], row: Sequence[Tensor], inputs: Sequence[Any]) -> tuple[Mask, ...]:

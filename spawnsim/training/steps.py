@@ -7,6 +7,7 @@ many models at once steps alone, and the run has a warning that says why.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -19,7 +20,7 @@ from spawnsim.training import structure
 from spawnsim.training.arena import Arena, Plan, Seat
 from spawnsim.training.batches import MOST_STEPS, EvaluationBatch, Put, StepBatch
 from spawnsim.training.functions import MOST_MOVES, Alone, OfModel, Outcome, Run
-from spawnsim.training.objective import RANDOM, Objective, OfDropout, as_outputs, masks_of, trial
+from spawnsim.training.objective import RANDOM, Objective, OfDropout, as_outputs, masks_of, of_row, trial
 from spawnsim.training.optimizers import Rule, rule_of
 from spawnsim.training.settings import Settings
 from spawnsim.training.watching import in_a_mode
@@ -209,7 +210,7 @@ class TrainingStep(OfModel):
         return seat
 
     def _arena(self, deferred: Deferred, model: nn.Module, optimizer: torch.optim.Optimizer) -> Arena:
-        rule = _require_alike(model, optimizer)
+        rule = require_alike(model, optimizer)
         settings = [rule.settings(group) for group in optimizer.param_groups]
         names = {rule.states(each) for each in settings}
         if len(names) > 1:
@@ -305,7 +306,7 @@ class TrainingStep(OfModel):
     ) -> Any:
         """Return a seat's batch with dropout, or another one, if what methods read is not what it was."""
         batch: StepBatch = ready[key][0]
-        if batch.reads is not None and not batch.reads.unchanged():
+        if batch.step.reads is not None and not batch.step.reads.unchanged():
             self._count_change(ready)
             Run.of(deferred).forget(batch)
             ready[key] = self._open(deferred, seat, key, inputs, settings=ready[Settings])
@@ -319,19 +320,20 @@ class TrainingStep(OfModel):
         objective = batch.objective
         with OfDropout() as dropout:
             try:
-                trial(objective, seat.arena, batch._gradient, inputs)
+                trial(objective, seat.arena, batch.step.gradient, inputs)
             except RuntimeError as error:
                 if RANDOM not in str(error):
                     raise
             else:
                 objective.drops = dropout.calls > 0
                 return inputs
-        if batch.reads is None:
+        if batch.step.reads is None:
             raise structure.Unequal("it draws random numbers, and reads what may change unnoticed")
-        objective.masks = masks_of(batch.outcome, seat.arena.of(seat.at), inputs)
+        call = partial(of_row, seat.arena.plan, objective)
+        objective.masks = masks_of(call, seat.arena.of(seat.at), inputs)
         objective.drops = True
         inputs = [*inputs, *[mask.ones() for mask in objective.masks]]
-        trial(objective, seat.arena, batch._gradient, inputs)
+        trial(objective, seat.arena, batch.step.gradient, inputs)
         return inputs
 
     # -- at once ------------------------------------------------------------------------------------------------
@@ -447,7 +449,7 @@ def _apart(outputs: Sequence[Tensor], given: Iterable[Any]) -> tuple[Tensor, ...
     return tuple(each.clone() if each.untyped_storage().data_ptr() in memory else each for each in found)
 
 
-def _require_alike(model: nn.Module, optimizer: torch.optim.Optimizer) -> Rule:
+def require_alike(model: nn.Module, optimizer: torch.optim.Optimizer) -> Rule:
     """Return the rule of the optimizer, or say why rows cannot hold the model."""
     if torch.__version__ < OLDEST:
         raise Alone(f"torch {torch.__version__} is older than {OLDEST}")

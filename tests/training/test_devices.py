@@ -11,8 +11,8 @@ import spawnsim
 from spawnsim import Evaluation, TrainingStep
 from spawnsim.comm.deferred import caller
 from spawnsim.errors import RankError
-from spawnsim.training.batches import StepBatch
 from spawnsim.training.functions import Run
+from spawnsim.training.row_step import RowStep
 from spawnsim.workloads import Digits
 from studies.digits import main as digits
 from tests.training import test_steps
@@ -132,14 +132,14 @@ def room(monkeypatch):
     """Let the device have memory for so many models at once."""
 
     def rows(most):
-        compute = StepBatch.differentiate
+        compute = RowStep.differentiate
 
         def limited(self, rows, inputs):
             if len(rows[0]) > most:
                 raise torch.cuda.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB.")
             return compute(self, rows, inputs)
 
-        monkeypatch.setattr(StepBatch, "differentiate", limited)
+        monkeypatch.setattr(RowStep, "differentiate", limited)
 
     return rows
 

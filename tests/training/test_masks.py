@@ -12,6 +12,7 @@ from torch.overrides import TorchFunctionMode
 from spawnsim import TrainingStep
 from spawnsim.errors import RankError
 from spawnsim.training.batches import StepBatch
+from spawnsim.training.row_step import RowStep
 from tests.training.test_steps import RANKS, batch, build, loss_of, run, sgd
 
 
@@ -66,7 +67,7 @@ def test_no_step_is_lost_where_memory_becomes_less_a_second_time(monkeypatch):
 
 def test_a_step_is_not_made_twice_where_memory_runs_out_amid_its_update(monkeypatch):
     """It has counted its steps and updated its first group already: an error, and not other weights."""
-    update, calls = StepBatch._update_span, []
+    update, calls = RowStep._update_span, []
 
     def limited(self, *args, **kwargs):
         calls.append(1)
@@ -80,7 +81,7 @@ def test_a_step_is_not_made_twice_where_memory_runs_out_amid_its_update(monkeypa
 
         return trains(comm, build(comm.rank), optimizer=adam)
 
-    monkeypatch.setattr(StepBatch, "_update_span", limited)
+    monkeypatch.setattr(RowStep, "_update_span", limited)
     with pytest.raises(RankError, match="CUDA out of memory") as error:
         run(main)
     notes = error.value.__cause__.__notes__

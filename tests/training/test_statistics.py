@@ -15,7 +15,7 @@ from torch.nn.functional import cross_entropy
 
 import spawnsim
 from spawnsim import AsyncSelectiveAveragingPolicy, AverageAllPolicy, Evaluation, TrainingStep
-from spawnsim.training import batches, threads, tracing
+from spawnsim.training import row_step, threads, tracing
 from tests.training import test_settings
 from tests.training.test_steps import accuracy_of, loss_of, sgd
 
@@ -423,7 +423,7 @@ def test_several_threads_keep_their_own_rows(monkeypatch):
     Eagerly with one thread: torch's own wait for each other in each operation, for minutes on a busy machine.
     """
     eager = once(trains, True)
-    monkeypatch.setattr(batches, "CHUNK", (5, 5))
+    monkeypatch.setattr(row_step, "CHUNK", (5, 5))
     monkeypatch.setattr(tracing, "CALLS_BEFORE", 1)
     mapped, sides = threads.Threads.map, []
 

@@ -12,7 +12,7 @@ from torch.nn.functional import mse_loss
 import spawnsim
 from spawnsim import TrainingStep
 from spawnsim.errors import RankError
-from spawnsim.training import batches, threads, tracing
+from spawnsim.training import row_step, threads, tracing
 from tests.training.test_steps import OPTIMIZERS, batch, build, loss_of, run, sgd, trained, weights
 
 RANKS = 75
@@ -21,7 +21,7 @@ RANKS = 75
 @pytest.fixture
 def chunks(monkeypatch):
     """Chunks of 16 rows, recorded at the second call; how many were computed side by side, since `use` was called."""
-    monkeypatch.setattr(batches, "CHUNK", (16, 16))
+    monkeypatch.setattr(row_step, "CHUNK", (16, 16))
     monkeypatch.setattr(tracing, "CALLS_BEFORE", 1)
     found = []
     mapped = threads.Threads.map

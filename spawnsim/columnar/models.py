@@ -1,0 +1,181 @@
+"""The models of all ranks, as a turn sees them; and numbers that stand for them: one a rank, how good its model is.
+
+A researcher's own numbers are any object with the three methods of `Quality`. In the ordinary mode a model of one
+parameter does the same, so that decisions can be compared. Models that train are in `training`.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import numpy as np
+
+from spawnsim import random
+from spawnsim.columnar.decisions import Decision
+from spawnsim.errors import ParameterError
+from spawnsim.policies import AsyncSelectiveAveragingPolicy, AverageAllPolicy
+from spawnsim.record.recorder import document
+from spawnsim.virtual.digest import checksum
+from spawnsim.virtual.network.cost import Floats, Ints
+
+Members = Ints | slice
+
+
+class Models(ABC):
+    """The models of all ranks of a run.
+
+    Attributes:
+        nbytes: of one as it travels; None: not known.
+    """
+
+    nbytes: int | None = None
+
+    @abstractmethod
+    def train(self, first: int, count: int) -> None:
+        """Train all ranks' for so many iterations, the first of which is given."""
+
+    @abstractmethod
+    def metrics(self, iteration: int) -> Floats:
+        """Return what each rank reports, float64 (ranks,)."""
+
+    @abstractmethod
+    def equal(self, members: Members) -> bool:
+        """Return whether the models of some ranks are all the same."""
+
+    @abstractmethod
+    def average(self, members: Members, policy: AverageAllPolicy) -> None:
+        """Give some ranks the mean of theirs, as a policy says."""
+
+    @abstractmethod
+    def replace(self, decision: Decision, policy: AsyncSelectiveAveragingPolicy) -> None:
+        """Give replaced ranks what their donors had, as a policy says."""
+
+    @abstractmethod
+    def checksum(self) -> int:
+        """Return a checksum of all models."""
+
+    @abstractmethod
+    def described(self) -> dict[str, Any]:
+        """Return facts of the run that name them."""
+
+    def columns(self) -> dict[str, Floats]:
+        """Return what else is known of each rank as it reports: by name, float64 (ranks,)."""
+        return {}
+
+
+class Quality(Protocol):
+    """How models begin, train, and are judged: functions of arrays over all ranks."""
+
+    def begin(self, ranks: int, seed: int) -> Floats:
+        """Return each rank's model, as one number.
+
+        Args:
+            ranks: how many.
+            seed: of the run.
+
+        Returns:
+            float64 (ranks,); the run changes it when ranks are replaced or averaged.
+        """
+
+    def train(self, quality: Floats, first: int, count: int) -> None:
+        """Train all ranks, in place.
+
+        Args:
+            quality: of each rank's model, float64 (ranks,).
+            first: the first iteration that is trained.
+            count: how many iterations.
+        """
+
+    def metric(self, quality: Floats, iteration: int) -> Floats:
+        """Return the metric that each rank reports.
+
+        Args:
+            quality: of each rank's model, float64 (ranks,).
+            iteration: at which it reports.
+
+        Returns:
+            float64 (ranks,); which way is better, the policy's `mode` says.
+        """
+
+
+@dataclass
+class RandomWalk(Quality):
+    """Qualities that begin apart and walk: N(0, spread²) at first, then N(gain, drift²) more in each iteration.
+
+    The metric is the quality itself: higher is better.
+
+    Args:
+        spread: standard deviation over ranks at the beginning, at least 0.
+        gain: mean step of an iteration.
+        drift: standard deviation of a step, at least 0.
+
+    Raises:
+        ParameterError: `spread` or `drift` is below 0.
+    """
+
+    spread: float = 1.0
+    gain: float = 0.01
+    drift: float = 0.05
+    _stream: np.random.Generator = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        for name in ("spread", "drift"):
+            if not getattr(self, name) >= 0:
+                raise ParameterError(f"{name}={getattr(self, name)!r}: give a number of at least 0")
+
+    def begin(self, ranks: int, seed: int) -> Floats:
+        self._stream = random.generator(seed, random.WORLD, "columnar.quality")
+        return self.spread * self._stream.standard_normal(ranks)
+
+    def train(self, quality: Floats, first: int, count: int) -> None:
+        # One draw for all the steps since the last look: their sum is what anybody sees.
+        quality += count * self.gain
+        if self.drift:
+            quality += self.drift * np.sqrt(count) * self._stream.standard_normal(len(quality))
+
+    def metric(self, quality: Floats, iteration: int) -> Floats:
+        return quality
+
+
+class Numbers(Models):
+    """One number a rank in the place of its model.
+
+    Args:
+        quality: how numbers begin, move and are judged.
+        ranks: how many.
+        seed: of the run.
+    """
+
+    def __init__(self, quality: Quality, ranks: int, seed: int) -> None:
+        self._quality = quality
+        self.values: Floats = quality.begin(ranks, seed)
+
+    def train(self, first: int, count: int) -> None:
+        self._quality.train(self.values, first, count)
+
+    def metrics(self, iteration: int) -> Floats:
+        return np.array(self._quality.metric(self.values, iteration), np.float64)
+
+    def equal(self, members: Members) -> bool:
+        values = self.values[members]
+        return bool((values == values[0]).all())
+
+    def average(self, members: Members, policy: AverageAllPolicy) -> None:
+        values = self.values[members]
+        counted = values[np.isfinite(values)] if policy.guard else values
+        mean = counted.mean() if counted.size else np.nan
+        off = np.where(np.isfinite(values - mean), values - mean, 0.0)
+        self.values[members] = mean + policy.momentum * off
+
+    def replace(self, decision: Decision, policy: AsyncSelectiveAveragingPolicy) -> None:
+        mixed = np.add.reduceat(decision.weights * self.values[decision.donors], decision.begins)
+        momentum, own = policy.replacement.momentum, self.values[decision.replaced]
+        self.values[decision.replaced] = mixed + momentum * (own - mixed) if momentum else mixed
+
+    def checksum(self) -> int:
+        return checksum(self.values)
+
+    def described(self) -> dict[str, Any]:
+        return {"quality": document(self._quality)}

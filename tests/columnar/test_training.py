@@ -1,0 +1,454 @@
+"""Models that train over columns, held to those of ordinary ranks, and to plain torch and a policy's own parts."""
+
+import itertools
+from functools import partial
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.nn.functional import cross_entropy
+
+import spawnsim
+from spawnsim import TrainingStep, columnar
+from spawnsim.cli import main as command
+from spawnsim.errors import ParameterError, ProgramError, UnsupportedError, UsageError
+from spawnsim.policies import (
+    AsyncSelectiveAveragingPolicy,
+    AverageAllPolicy,
+    DecentralizedAveragingPolicy,
+    StateScope,
+)
+from spawnsim.policies.exchange.replacement import Contribution
+from spawnsim.policies.state.layout import collect
+from tests.columnar.test_columnar import EQUAL_S, STRAGGLERS, last_of
+
+CENTRES = torch.randn(4, 6, generator=torch.Generator().manual_seed(1))
+Selective = partial(AsyncSelectiveAveragingPolicy, None)
+
+
+def built(rng, optimizer="momentum", spread=0.5):
+    """Return a network from torch's own generator, and its optimizer, whose learning rate is the rank's own."""
+    model = nn.Sequential(nn.Linear(6, 9), nn.Tanh(), nn.Linear(9, 4))
+    lr = 0.1 * float(rng("rate").lognormal(0.0, spread))
+    kinds = {
+        "plain": lambda: torch.optim.SGD(model.parameters(), lr=lr),
+        "momentum": lambda: torch.optim.SGD(model.parameters(), lr=lr, momentum=0.9, nesterov=True),
+        "adam": lambda: torch.optim.Adam(model.parameters(), lr=lr / 10),
+        "groups": lambda: torch.optim.AdamW(
+            [{"params": model[0].parameters(), "lr": lr / 5}, {"params": model[2].parameters()}], lr=lr / 10
+        ),
+    }
+    return model, kinds[optimizer]()
+
+
+def batches(rng, rank, size):
+    """Yield batches of which each rank sees two kinds more often than the others."""
+    draw = rng("data")
+    while True:
+        kinds = (draw.integers(0, 4, 16) // (1 + rank % 2)).astype(np.int64)
+        noise = torch.from_numpy(draw.normal(size=(16, 6)).astype(np.float32))
+        yield CENTRES[kinds] + noise, torch.from_numpy(kinds)
+
+
+def loss_of(model, x, y):
+    """Return the mean cross-entropy."""
+    return cross_entropy(model(x), y)
+
+
+def spread_of(model):
+    """Stand for an accuracy: some function of the model alone."""
+    return model(CENTRES).softmax(1).diagonal().mean()
+
+
+def training(**how):
+    """Return how models train here."""
+    optimizer = how.pop("optimizer", "momentum")
+    return columnar.Training(
+        **{"build": partial(built, optimizer=optimizer), "loss": loss_of, "data": batches} | how
+    )
+
+
+def vector(model):
+    """Return all weights of a model."""
+    return nn.utils.parameters_to_vector(model.parameters()).detach().clone()
+
+
+def on_ordinary_ranks(how, policy_of, ranks, iterations, **world):
+    """Train as a program on virtual ranks does."""
+    kept = [None] * ranks
+
+    def main(comm):
+        model, optimizer = how.build(comm.rng)
+        own, step = (
+            iter(how.data(comm.rng, comm.rank, comm.size)),
+            TrainingStep(how.loss, max_norm=how.max_norm),
+        )
+        lrs = [group["lr"] for group in optimizer.param_groups]
+        policy = policy_of()
+        for iteration in range(iterations):
+            for group, lr in zip(optimizer.param_groups, lrs, strict=True):
+                group["lr"] = lr * (how.schedule(iteration) if how.schedule else 1)
+            with comm.compute():
+                loss = step(model, optimizer, *next(own))
+            model, optimizer, _ = policy(iteration, model, optimizer, -loss, comm)
+        comm.record(ended_s=comm.clock.now(), loss=loss)
+        policy.shutdown()
+        kept[comm.rank] = vector(model)
+
+    return spawnsim.run(main, ranks=ranks, **world), kept
+
+
+AVERAGING = {
+    "momentum": {},
+    "40 ranks, which is more than a chunk": {"ranks": 40},
+    "adam, state averaged": {"optimizer": "adam", "travels": StateScope(optimizer_state="average")},
+    "adam, state begun anew": {"optimizer": "adam", "travels": StateScope(optimizer_state="reset")},
+    "groups, clipped, a schedule": {"optimizer": "groups", "max_norm": 0.5, "schedule": lambda i: 0.9**i},
+    "half of the own": {"momentum": 0.5},
+}
+
+
+@pytest.mark.parametrize("name", AVERAGING)
+def test_averaged_models_are_those_of_ordinary_ranks(name):
+    """Weights, losses, clocks and bytes; the last iterations come after the last averaging."""
+    given = dict(AVERAGING[name])
+    ranks, policy = given.pop("ranks", 12), {"travels": given.pop("travels", None)}
+    policy |= {"momentum": given.pop("momentum", 0.0)}
+    how, world = training(**given), {"ranks": ranks, "stragglers": STRAGGLERS, "seed": 5}
+    own = columnar.run(AverageAllPolicy(4, **policy), iterations=19, training=how, sample=ranks, **world)
+    ordinary, models = on_ordinary_ranks(how, lambda: AverageAllPolicy(4, **policy), iterations=19, **world)
+    assert np.abs(last_of(own, "time_s") - ordinary.table["ended_s"]).max() <= EQUAL_S
+    np.testing.assert_allclose(last_of(own, "loss"), ordinary.table["loss"], rtol=1e-4)
+    assert [own.totals[each] for each in ("messages", "bytes")] == [
+        ordinary.totals[each] for each in ("messages", "bytes")
+    ]
+    for rank, model in enumerate(models):
+        torch.testing.assert_close(vector(how.model(rank)), model, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(vector(how.model()), torch.stack(models).mean(0), rtol=1e-4, atol=1e-5)
+    assert not torch.allclose(models[0], models[1], atol=1e-3)
+
+
+def by_plain_torch(how, ranks, iterations, seed, policy, decisions):
+    """Train each rank by torch alone, and replace models by the policy's own parts, as was decided."""
+    streams = [spawnsim.random.Streams(seed, rank) for rank in range(ranks)]
+    made, own = [], []
+    for rank, rng in enumerate(streams):
+        torch.manual_seed(rng.seed(spawnsim.random.TORCH))
+        made.append(how.build(rng))
+        own.append(iter(how.data(rng, rank, ranks)))
+    for iteration in range(iterations):
+        for (model, optimizer), data in zip(made, own, strict=True):
+            optimizer.zero_grad()
+            how.loss(model, *next(data)).backward()
+            optimizer.step()
+        decision = decisions.get(iteration)
+        if decision is None:
+            continue
+        given = [
+            {name: tensor.clone() for name, tensor in collect(*each, policy.replacement.travels).items()}
+            for each in made
+        ]
+        for index, begin in enumerate(decision.begins.tolist()):
+            edges = slice(begin, begin + int(decision.counts[index]))
+            pairs = zip(decision.donors[edges].tolist(), decision.weights[edges].tolist(), strict=True)
+            contributions = [Contribution(donor, iteration, weight, given[donor]) for donor, weight in pairs]
+            rank = int(decision.replaced[index])
+            found = policy.replacement(*made[rank], contributions, reference={}, rng=streams[rank]("explore"))
+            made[rank] = found.model, found.optimizer
+    return [vector(model) for model, _ in made]
+
+
+@pytest.mark.parametrize("strategy", ["mean", "weighted_mean", "best_only"])
+@pytest.mark.parametrize("state", ["reset", "keep", "copy", "average"])
+@pytest.mark.parametrize("optimizer", ["momentum", "adam"])
+def test_replaced_models_are_those_that_the_policy_makes(strategy, state, optimizer):
+    """Weights and state of replaced ranks, against plain torch and `Replacement` itself."""
+    how, decisions, reports = training(optimizer=optimizer, score=spread_of), {}, {}
+
+    def told(round_):
+        decisions[round_.iteration], reports[round_.iteration] = round_.decision, round_.metrics
+
+    policy = Selective(
+        5, replacement_ratio=0.3, averaging_strategy=strategy, momentum=0.25, donors=3,
+        travels=StateScope(optimizer_state=state),
+    )  # fmt: skip
+    columnar.run(policy, ranks=37, iterations=23, training=how, seed=3, on_round=told, stragglers=STRAGGLERS)
+    assert sum(len(each.replaced) for each in decisions.values()) >= 40
+    wanted = by_plain_torch(how, 37, 23, 3, policy, decisions)
+    for rank, model in enumerate(wanted):
+        torch.testing.assert_close(vector(how.model(rank)), model, rtol=1e-3, atol=1e-4)
+    assert all(((each > 0) & (each < 1)).all() for each in reports.values())
+
+
+def test_what_is_reported_is_the_loss_or_a_score():
+    """Also in the rows, with a column of its own."""
+    seen = []
+    how = training()
+    run = columnar.run(
+        Selective(5), ranks=20, iterations=11, training=how, on_round=lambda told: seen.append(told.metrics)
+    )
+    due = run.table.where(np.isfinite(run.table["local_metric"]))
+    np.testing.assert_array_equal(due["local_metric"], -due["loss"])
+    np.testing.assert_array_equal(seen[0], due["local_metric"][due["iteration"] == due["iteration"].min()])
+    scored = training(score=spread_of)
+    run = columnar.run(AverageAllPolicy(5), ranks=20, iterations=11, training=scored)
+    last = run.table.where(run.table["iteration"] == 10)
+    np.testing.assert_array_equal(last["local_metric"], last["spread_of"])
+    with torch.no_grad():
+        assert (last["local_metric"] != 0).all()
+    assert len(set(last["local_metric"].tolist())) == 20  # before the mean was taken
+
+
+def test_models_learn_and_averages_are_better_than_each():
+    """The mean of all models names all kinds of which each rank has seen some."""
+    how, found = training(), []
+    policy = AverageAllPolicy(10)
+    columnar.run(
+        policy, ranks=64, iterations=101, training=how,
+        on_round=lambda told: found.append(loss_of(how.model(), CENTRES, torch.arange(4)).item()),
+    )  # fmt: skip
+    assert found[-1] < 0.5 < 1.2 < found[0]
+
+
+def test_the_same_seed_gives_the_same_run_and_leaves_generators_alone():
+    """Also where batches are drawn from the global generator."""
+
+    def run(seed=0, data=batches):
+        return columnar.run(
+            Selective(4), ranks=40, iterations=9, training=training(data=data), seed=seed
+        ).totals["digest"]
+
+    torch.manual_seed(3)
+    before = torch.get_rng_state()
+    one = run()
+    assert torch.equal(torch.get_rng_state(), before)
+    torch.manual_seed(4)
+    assert run() == one != run(seed=1)
+
+    def from_the_global_generator(rng, rank, size):
+        while True:
+            yield torch.randn(16, 6), torch.randint(0, 4, (16,))
+
+    assert run(data=from_the_global_generator) == run(data=from_the_global_generator)
+
+
+def test_ranks_die_and_the_others_average():
+    """The dead keep what they had."""
+    how = training()
+    world = {"ranks": 20, "iterations": 15, "faults": "crash:3@0.05s; crash:17@0.08s", "compute": "10 ms"}
+    run = columnar.run(AverageAllPolicy(2), training=how, detection_s=0.1, **world)
+    assert [event["died"] for event in run.events if event["kind"] == "round"].count(1) == 2
+    alive = [vector(how.model(rank)) for rank in range(20) if rank not in (3, 17)]
+    assert all(torch.equal(each, alive[0]) for each in alive)
+    assert not torch.equal(vector(how.model(3)), alive[0])
+
+
+@pytest.mark.parametrize("guard", [True, False])
+def test_a_model_that_is_not_finite_is_healed_by_the_mean(guard):
+    """With its state; without the guard all are lost."""
+
+    def spoilt(rng, rank, size):
+        for number, (x, y) in enumerate(batches(rng, rank, size)):
+            yield (x * torch.nan if (rank, number) == (5, 6) else x), y
+
+    how = training(data=spoilt, optimizer="adam")
+    columnar.run(AverageAllPolicy(4, guard=guard), ranks=12, iterations=17, training=how)
+    finite = [bool(vector(how.model(rank)).isfinite().all()) for rank in range(12)]
+    assert all(finite) if guard else not any(finite)
+
+
+def test_donors_that_are_not_finite_give_nothing():
+    """Their metric is fine: a score that does not look at what is spoilt."""
+
+    def spoilt(rng, rank, size):
+        for number, (x, y) in enumerate(batches(rng, rank, size)):
+            yield (x * torch.nan if (rank % 2, number) == (1, 2) else x), y
+
+    def score(model):
+        return model[0].bias.nan_to_num(3.0).mean()
+
+    how, seen = training(data=spoilt, score=score), []
+    columnar.run(
+        Selective(4, donors=2, replacement_ratio=0.2), ranks=30, iterations=5, training=how,
+        on_round=lambda told: seen.append(told.decision),
+    )  # fmt: skip
+    [decision] = seen
+    for rank, begin, count in zip(decision.replaced, decision.begins, decision.counts, strict=True):
+        donors = decision.donors[begin : begin + count]
+        healthy = [donor for donor in donors.tolist() if donor % 2 == 0]
+        if healthy:
+            mean = torch.stack([vector(how.model(donor)) for donor in healthy]).mean(0)
+            torch.testing.assert_close(vector(how.model(int(rank))), mean)
+    assert any((decision.donors % 2).tolist())
+
+
+# ------------------------------------------------------------------------------------------------ what is refused
+class Noisy(nn.Linear):
+    """Draws a random number in each pass."""
+
+    def forward(self, x):
+        return super().forward(x) + torch.randn(())
+
+
+def one(module, optimizer=torch.optim.SGD, **how):
+    """Return what builds one module."""
+    return lambda rng: ((model := module()), optimizer(model.parameters(), lr=0.1, **how))
+
+
+REFUSED = {
+    "statistics": ({"build": one(lambda: nn.Sequential(nn.Linear(6, 4), nn.BatchNorm1d(4)))}, "running statistics"),
+    "random numbers": ({"build": one(lambda: Noisy(6, 4))}, "random"),
+    "dropout": ({"build": one(lambda: nn.Sequential(nn.Linear(6, 4), nn.Dropout(0.5)))}, "random"),
+    "another optimizer": ({"build": one(lambda: nn.Linear(6, 4), torch.optim.Adagrad)}, "Adagrad"),
+    "models that differ": (
+        {"build": lambda rng: one(lambda: nn.Linear(6, 4, bias=rng.key[1] != 7))(rng)}, "rank 7 differs",
+    ),
+    "a loss of other weights": ({"loss": lambda model, x, y: model[0](x).mean()}, "does not depend on 2.weight"),
+    "numbers of a tensor": ({"loss": lambda model, x, y: model(x).sum() * model(x).sum().item()}, "virtual ranks"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_has_no_form_over_columns_is_refused_by_name(name):
+    """Before anything is trained."""
+    given, words = REFUSED[name]
+    with pytest.raises(UnsupportedError, match=words):
+        columnar.run(AverageAllPolicy(4), ranks=10, iterations=9, training=training(**given))
+
+
+@pytest.mark.parametrize(
+    ("policy", "words"),
+    [
+        (AsyncSelectiveAveragingPolicy(lambda: built(None), 4), "model_builder"),
+        (Selective(4, travels=StateScope(optimizer_state="copy", settings=("lr",))), "settings"),
+        (DecentralizedAveragingPolicy(4), "no turn"),
+    ],
+)
+def test_policies_that_would_do_otherwise_are_refused(policy, words):
+    """By name, with the reason."""
+    with pytest.raises(UnsupportedError, match=words):
+        columnar.run(policy, ranks=10, iterations=9, training=training())
+
+
+def test_batches_that_end_or_differ_are_told():
+    """With the rank and the iteration."""
+    short = training(data=lambda rng, rank, size: itertools.islice(batches(rng, rank, size), 5 + (rank != 8)))
+    with pytest.raises(UsageError, match="batches of rank 8 have come to their end before iteration 5"):
+        columnar.run(AverageAllPolicy(4), ranks=10, iterations=9, training=short)
+    unequal = training(data=lambda rng, rank, size: itertools.repeat((torch.zeros(3 + rank, 6),)))
+    with pytest.raises(UsageError, match=r"ranks 0 to 9 in iteration 0 .* shapes"):
+        columnar.run(AverageAllPolicy(4), ranks=10, iterations=9, training=unequal)
+    numbers = training(data=lambda rng, rank, size: itertools.repeat((1.0, 2.0)))
+    with pytest.raises(UsageError, match="not all tensors"):
+        columnar.run(AverageAllPolicy(4), ranks=10, iterations=9, training=numbers)
+
+
+def test_arguments_without_a_meaning_are_told():
+    """Before anything runs."""
+    with pytest.raises(ParameterError, match="quality and training"):
+        columnar.run(
+            AverageAllPolicy(4), ranks=4, iterations=4, training=training(), quality=columnar.RandomWalk()
+        )
+    with pytest.raises(ParameterError, match="model_nbytes"):
+        columnar.run(AverageAllPolicy(4), ranks=4, iterations=4)
+    for given in ({"loss": 3}, {"score": 3}, {"max_norm": 0}, {"schedule": 0.1}):
+        with pytest.raises(ParameterError):
+            training(**given)
+    with pytest.raises(UsageError, match="return \\(model, optimizer\\)"):
+        columnar.run(
+            AverageAllPolicy(4), ranks=4, iterations=4, training=training(build=lambda rng: nn.Linear(6, 4))
+        )
+    with pytest.raises(UsageError, match="no run has begun"):
+        training().model()
+    how = training()
+    columnar.run(AverageAllPolicy(4), ranks=4, iterations=4, training=how)
+    with pytest.raises(ParameterError, match="there are 4"):
+        how.model(4)
+
+
+def test_a_loss_that_reads_another_setting_later_is_computed_with_it():
+    """Steps are recorded with the settings that they met."""
+    settings = {"scale": 1.0}
+
+    def loss(model, x, y):
+        return settings["scale"] * loss_of(model, x, y)
+
+    def told(round_):
+        settings["scale"] = 0.0
+
+    how = training(loss=loss, optimizer="plain")
+    run = columnar.run(AverageAllPolicy(4), ranks=10, iterations=9, training=how, on_round=told)
+    assert (run.table["loss"][run.table["iteration"] > 0] == 0).all()
+
+
+# --------------------------------------------------------------------------------------------- errors of the program
+def raising(*_):
+    """Stand for a slip of the program."""
+    raise IndexError("a slip")
+
+
+def slipping(rng, rank, size):
+    """Yield batches, of one rank a few."""
+    for number, batch in enumerate(batches(rng, rank, size)):
+        if (rank, number) == (3, 2):
+            raising()
+        yield batch
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"build": raising}, "raising raised IndexError for rank 0: a slip"),
+        ({"data": slipping}, "slipping raised IndexError for rank 3 in iteration 2: a slip"),
+        ({"loss": raising}, "raising raised IndexError for rank 0: a slip"),
+    ],
+)
+def test_errors_of_the_program_name_the_rank(given, words):
+    """With what was raised as their cause."""
+    with pytest.raises(ProgramError, match=words) as error:
+        columnar.run(AverageAllPolicy(4), ranks=10, iterations=9, training=training(**given))
+    assert type(error.value.__cause__) is IndexError
+
+
+PROGRAM = """
+import torch
+from torch.nn.functional import mse_loss
+
+TRUTH = torch.linspace(-1, 1, 8)
+max_norm = 1.0
+
+def build(rng):
+    model = torch.nn.Linear(8, 1, bias=False)
+    return model, torch.optim.SGD(model.parameters(), lr=0.1)
+
+def data(rng, rank, size):
+    while True:
+        yield torch.tensor(rng("data").normal(size=(32, 8)), dtype=torch.float32)
+
+def loss(model, x):
+    return ((model(x)[:, 0] - x @ TRUTH) ** 2).mean()
+
+def error(model):
+    return (model.weight[0] - TRUTH).abs().max()
+"""
+
+
+def test_models_of_a_file_train_from_the_command_line(tmp_path, capsys):
+    """The bytes of one are the model's own, unless others are given."""
+    path = tmp_path / "learn.py"
+    path.write_text(PROGRAM + "score = error\n")
+    line = ["columnar", "average", "-n", "40", "--iterations", "31", "--train", str(path)]
+    line += ["--out", str(tmp_path / "run")]
+    assert command([*line, "--set", "average_every=5", "--json"]) == 0
+    run = spawnsim.Run.load(tmp_path / "run")
+    assert (run.what["model_nbytes"], run.what["training"]["max_norm"]) == (32, 1.0)
+    last = run.table.where(run.table["iteration"] == 30)
+    assert last["loss"].max() < 0.02
+    assert last["error"].max() < 0.2
+    path.write_text(PROGRAM.replace("def data", "def batches"))
+    assert command([*line, "--overwrite"]) == 2
+    told = "has no data: --train needs build(rng), loss(model, *batch), data(rng, rank, size)"
+    assert told in capsys.readouterr().err
+    assert command([*line, "--quality", "drift=0.1"]) == 2
+    assert "--train and --quality" in capsys.readouterr().err
