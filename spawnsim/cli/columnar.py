@@ -158,6 +158,17 @@ def parser() -> Parser:
         metavar="NAME=VALUE",
         help="of the random walk of the metric: spread, gain, drift",
     )
+    _add_circumstances(parser)
+    add("--out", metavar="DIR", help="run folder to write")
+    add("--overwrite", action="store_true", help="even if DIR holds a run")
+    add("--json", action="store_true", help="print the totals as JSON")
+    add("-q", "--quiet", action="store_true", help="print nothing but errors")
+    return parser
+
+
+def _add_circumstances(parser: Parser) -> None:
+    """Add where and how ranks run."""
+    add = parser.add_argument
     add("--platform", metavar="NAME|FILE", help="default: as of `spawnsim run`")
     add("--straggler", metavar="KIND", help="such as lognormal:0.3+slow:0.02,5")
     add("--faults", metavar="PLAN", help="crashes, pauses and slow-downs, such as crash:17@3.5s")
@@ -183,8 +194,3 @@ def parser() -> Parser:
         help=f"ranks with rows and events; default: {SAMPLE}",
     )
     add("--seed", type=int, default=0, help="of every random stream; default: 0")
-    add("--out", metavar="DIR", help="run folder to write")
-    add("--overwrite", action="store_true", help="even if DIR holds a run")
-    add("--json", action="store_true", help="print the totals as JSON")
-    add("-q", "--quiet", action="store_true", help="print nothing but errors")
-    return parser

@@ -256,7 +256,9 @@ class _Running:
             self._bury()
             if self.group.size and self.kept.last != iteration:
                 self._train(iteration)
-                self.kept.rows(iteration, self.group.cards.clock, self.left_s, None, self.models.columns())
+                self.kept.rows(
+                    iteration, self.group.cards.clock, self.left_s, None, more=self.models.columns()
+                )
         return self._run(iteration + 1)
 
     def _bury(self) -> Ints:
@@ -291,7 +293,7 @@ class _Running:
             group.traffic.messages - before[0], group.traffic.nbytes - before[1],
         )  # fmt: skip
         self.kept.round(told, self.left_s[at])
-        self.kept.rows(iteration, entered_s, self.left_s, (cards.clock, metrics, decision), more)
+        self.kept.rows(iteration, entered_s, self.left_s, (cards.clock, metrics, decision), more=more)
         self.left_s[:] = cards.clock
         parts = [cards.clock] if decision is None else [cards.clock, decision.replaced, decision.donors]
         self.digest.update(str([checksum(part) for part in parts]).encode())
@@ -362,7 +364,7 @@ class _Kept:
 
     def rows(
         self, iteration: int, entered_s: Floats, since_s: Floats,
-        turn: tuple[Floats, Floats, Decision | None] | None, more: Mapping[str, Floats],
+        turn: tuple[Floats, Floats, Decision | None] | None, *, more: Mapping[str, Floats],
     ) -> None:  # fmt: skip
         """Add a row of each rank of the sample that is alive."""
         self.last, who = iteration, self.ranks[self._alive]

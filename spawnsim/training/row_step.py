@@ -154,20 +154,12 @@ class RowStep:
             settings: of each group, as the optimizer's rule returns them.
         """
         arena = self.arena
-        rows = range(*at.indices(at.stop)) if isinstance(at, slice) else at.tolist()
         if STEP in arena.rows:
             arena.rows[STEP][at] += 1
         for group in range(len(settings)):
+            own = [each[group] for each in rates]
             for span, first in self._spans(at, group):
-                self._update_span(
-                    at,
-                    rows,
-                    gradient,
-                    [each[group] for each in rates],
-                    settings[group],
-                    span=span,
-                    first=first,
-                )
+                self._update_span(at, gradient, own, settings[group], span=span, first=first)
 
     def _spans(self, at: Rows, group: int) -> list[tuple[slice, int]]:
         """Return the columns of a group, and which parameter tells their count of steps."""
@@ -180,11 +172,11 @@ class RowStep:
         return [(plan.spans[group], own[0])] if own else []
 
     def _update_span(
-        self, at: Rows, rows: Sequence[int], gradient: Tensor, rates: Sequence[float], settings: Any,
-        *, span: slice, first: int,
-    ) -> None:  # fmt: skip
+        self, at: Rows, gradient: Tensor, rates: Sequence[float], settings: Any, *, span: slice, first: int
+    ) -> None:
         """Update some columns, which one group trains; `first` tells their count of steps."""
         arena = self.arena
+        rows = range(at.start, at.stop) if isinstance(at, slice) else at.tolist()
         pieces = {name: arena.pieces(name, span) for name in ("weights", *arena.states)}
         own: dict[str, Sequence[Tensor]] = {name: [of[row] for row in rows] for name, of in pieces.items()}
         own[GRADIENT] = gradient[:, span].unbind()
