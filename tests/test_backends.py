@@ -62,7 +62,7 @@ def test_the_table_names_the_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(
         BACKENDS, "torch2", Backend("torch2", "spawnsim.real.torch", "torch", launcher="torchrun")
     )
-    assert any("torchrun" in word for word in command_line("train.py", 2, ["--backend", "torch2"]))
+    assert "spawnsim.real.launch.forked" in command_line("train.py", 2, ["--backend", "torch2"])
 
 
 def test_on_a_virtual_rank_the_world_is_its_own() -> None:

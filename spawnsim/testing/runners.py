@@ -226,7 +226,7 @@ def outcome_of(case: Case, run: Callable[[], Any]) -> Outcome:
 
 
 def run_real(cases: Iterable[Case], ranks: int, backend: str = "mpi") -> Iterator[Outcome]:
-    """Run cases on real ranks that mpiexec or torchrun starts, in as many jobs as it takes.
+    """Run cases on real ranks that mpiexec starts, or one process that forks, in as many jobs as it takes.
 
     Args:
         cases: the cases.
@@ -242,12 +242,6 @@ def run_real(cases: Iterable[Case], ranks: int, backend: str = "mpi") -> Iterato
 def _launcher(backend: str, ranks: int) -> list[str]:
     """Return the command line up to Python's arguments."""
     if backend in WRAPPED and WRAPPED[backend].launcher == "torchrun":
-        return [
-            sys.executable,
-            "-m",
-            "spawnsim.real.launch.torchrun",
-            "--standalone",
-            f"--nproc-per-node={ranks}",
-        ]
+        return launchers.forked(ranks)
     library = launchers.find_library()
     return [library.mpiexec, *launchers.flags(library, ranks), "-n", str(ranks), sys.executable]

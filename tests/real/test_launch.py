@@ -218,10 +218,10 @@ def test_a_missing_mpi_is_one_clear_error(monkeypatch):
         find_library()
 
 
-def test_the_torch_backend_is_started_by_torchrun():
+def test_ranks_of_the_torch_backend_are_forked():
     """`--backend torch` needs no MPI."""
     line = command_line("train.py", 4, ["--backend", "torch"])
-    assert line[:3] == [sys.executable, "-m", "spawnsim.real.launch.torchrun"]
+    assert line[:4] == [sys.executable, "-m", "spawnsim.real.launch.forked", "4"]
     assert line[-6:] == ["-m", "spawnsim", "run", "train.py", "--backend", "torch"]
 
 

@@ -1,4 +1,4 @@
-"""`Comm` over torch.distributed, by four gloo processes under torchrun."""
+"""`Comm` over torch.distributed, by four gloo processes."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ import torch
 from support.crew import LATE_RECEIVES, first
 
 from spawnsim.errors import UnsupportedError
+from spawnsim.real.launch import launchers
 from spawnsim.real.launch.launchers import LaunchContext
 from spawnsim.real.torch import process_groups
 from spawnsim.real.torch.runtime import UnfinishedNccl, can_use_nccl
@@ -35,28 +36,23 @@ NEXT = "    before, after = (rank - 1) % size, (rank + 1) % size\n"
 WORLD = "comm = world(seed=7, deadline_s={deadline_s})\nrank = comm.rank\n"
 
 
-def torchrun(n: int) -> list[str]:
-    """Return the command line that starts n processes, up to the program."""
-    return [sys.executable, "-m", "spawnsim.real.launch.torchrun", "--standalone", f"--nproc-per-node={n}"]
-
-
 @pytest.fixture
 def gloo(crews):
-    """Run a text on n of four processes under torchrun, which stay for other tests, and see that it goes well."""
+    """Run a text on n of four processes, which stay for other tests, and see that it goes well."""
 
     def run(text: str, *, n: int = 4) -> None:
         body = first(n) + NEXT + textwrap.indent(textwrap.dedent(text), "    ")
-        crews(backend="torch", line=torchrun(4)).run(HEAD + body)
+        crews(backend="torch", line=launchers.forked(4)).run(HEAD + body)
 
     return run
 
 
 def run(tmp_path: Path, text: str, *, n: int = 4, deadline_s: float = 20.0) -> tuple[int, str, str]:
-    """Run a program on n processes of its own under torchrun; return status, output, errors."""
+    """Run a program on n processes of its own; return status, output, errors."""
     body = textwrap.indent(textwrap.dedent(text), "    ")
     file = tmp_path / "program.py"
     file.write_text(f"{HEAD}{WORLD.format(deadline_s=deadline_s)}\nwith guarded(comm):\n{body}\n")
-    line = [*(torchrun(n) if n > 1 else [sys.executable]), str(file)]  # one process needs no launcher
+    line = [*(launchers.forked(n) if n > 1 else [sys.executable]), str(file)]  # one process needs no launcher
     environ = os.environ | {"OMP_NUM_THREADS": "1"}
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     with subprocess.Popen(line, **pipes, env=environ, start_new_session=True) as started:
@@ -247,7 +243,7 @@ def test_a_program_without_guarded_ends_well(tmp_path):
     """At its end the ranks part; torn from its receiving, a wire's thread would end the process by a signal."""
     file = tmp_path / "bare.py"
     file.write_text(HEAD + WORLD.format(deadline_s=20) + "for _ in range(20): comm.allgather(rank)\n")
-    line = [*torchrun(3), str(file)]
+    line = [*launchers.forked(3), str(file)]
     found = subprocess.run(line, capture_output=True, text=True, timeout=100, check=False)
     assert found.returncode == 0, found.stderr
 
@@ -339,7 +335,7 @@ def test_recovering_from_nothing_is_refused(tmp_path):
 
 
 def test_an_exception_ends_the_job_with_one_traceback(tmp_path):
-    """The status is that of a program that raised; torchrun adds no report of its own."""
+    """The status is that of a program that raised; the launcher adds no report of its own."""
     status, _, err = run(tmp_path, "if rank == 1: raise ValueError('wrong step')\ncomm.Barrier()", n=2)
     assert status == 1
     assert err.count("Traceback") == 1, err

@@ -255,11 +255,15 @@ def command_line(
         raise ParameterError(f"-n {ranks}: give at least one rank")
     inner = ["-m", "spawnsim", "run", str(file), *arguments]
     if backend_of(_backend(arguments)).launcher == "torchrun":
-        launcher = ["-m", "spawnsim.real.launch.torchrun", "--standalone", f"--nproc-per-node={ranks}"]
-        return [sys.executable, *launcher, *inner]
+        return [*forked(ranks), *inner]
     library = find_library()
     mpiexec = [library.mpiexec, *flags(library, ranks, survive=survive), "-n", str(ranks)]
     return [*mpiexec, sys.executable, *inner]
+
+
+def forked(ranks: int) -> list[str]:
+    """Return the command line that starts so many ranks of torch.distributed here, up to Python's arguments."""
+    return [sys.executable, "-m", "spawnsim.real.launch.forked", str(ranks)]
 
 
 def _backend(arguments: Sequence[str]) -> str:
