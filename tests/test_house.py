@@ -52,7 +52,6 @@ def _names_of_mpi4py() -> frozenset[str]:
 SHORT_FILES = {
     "spawnsim/policies/easgd.py": "one policy, one file",
     "spawnsim/cli/doctor.py": "one subcommand, one file",
-    "spawnsim/real/launch/torchrun.py": "started with python -m",
     "spawnsim/testing/worker.py": "started with python -m",
 }
 
@@ -110,14 +109,14 @@ def test_each_module_says_what_it_is() -> None:
 
 
 def test_torch_distributed_is_imported_in_one_package() -> None:
-    """`torch.distributed` is imported in real/torch/ and virtual/torch/, and by the doctor and torchrun.
+    """`torch.distributed` is imported in real/torch/ and virtual/torch/, and by the doctor and what forks ranks.
 
     import-linter cannot see into foreign packages.
     """
     others = [
         path
         for path in FILES
-        if not ("torch" in path.parts or ("real" in path.parts and path.stem in ("torchrun", "doctor")))
+        if not ("torch" in path.parts or ("real" in path.parts and path.stem in ("forked", "doctor")))
     ]
     assert [
         path for path in others if any(name.startswith("torch.distributed") for name in _imports(path))

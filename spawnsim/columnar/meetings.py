@@ -187,16 +187,15 @@ class AveragingTurn(Turn):
         group = self.group
         if self._agreed != group.size:
             self._agree()
+        equal = group.size == 1
         # Where the mean of equal models could be another number, ranks compare first: three digests if they agree.
         if group.size & (group.size - 1):
-            same = models.equal(group.at)
-            for _ in range(3 if same else 1):
+            equal = models.are_equal(group.at, self._policy)
+            for _ in range(3 if equal else 1):
                 group.meet("allreduce", DIGEST_NBYTES)
-            if same:
-                return None
-        group.meet("allreduce", self.nbytes)
-        if group.size > 1:
-            models.average(group.at, self._policy)
+        if not equal:
+            group.meet("allreduce", self.nbytes)
+        models.average(group.at, self._policy, equal=equal)
         return None
 
     def _agree(self) -> None:

@@ -33,20 +33,20 @@ class Models(ABC):
     nbytes: int | None = None
 
     @abstractmethod
-    def train(self, first: int, count: int) -> None:
-        """Train all ranks' for so many iterations, the first of which is given."""
+    def train(self, first: int, count: int, members: Members) -> None:
+        """Train those of some ranks for so many iterations, the first of which is given."""
 
     @abstractmethod
     def metrics(self, iteration: int) -> Floats:
         """Return what each rank reports, float64 (ranks,)."""
 
     @abstractmethod
-    def equal(self, members: Members) -> bool:
-        """Return whether the models of some ranks are all the same."""
+    def are_equal(self, members: Members, policy: AverageAllPolicy) -> bool:
+        """Return whether what a policy averages of some ranks is all the same."""
 
     @abstractmethod
-    def average(self, members: Members, policy: AverageAllPolicy) -> None:
-        """Give some ranks the mean of theirs, as a policy says."""
+    def average(self, members: Members, policy: AverageAllPolicy, *, equal: bool) -> None:
+        """Give some ranks the mean of theirs, as a policy says; `equal` if these are the same."""
 
     @abstractmethod
     def replace(self, decision: Decision, policy: AsyncSelectiveAveragingPolicy) -> None:
@@ -152,30 +152,36 @@ class Numbers(Models):
         self._quality = quality
         self.values: Floats = quality.begin(ranks, seed)
 
-    def train(self, first: int, count: int) -> None:
+    def train(self, first: int, count: int, members: Members) -> None:
         self._quality.train(self.values, first, count)
 
     def metrics(self, iteration: int) -> Floats:
         return np.array(self._quality.metric(self.values, iteration), np.float64)
 
-    def equal(self, members: Members) -> bool:
+    def are_equal(self, members: Members, policy: AverageAllPolicy) -> bool:
         values = self.values[members]
         return bool((values == values[0]).all())
 
-    def average(self, members: Members, policy: AverageAllPolicy) -> None:
+    def average(self, members: Members, policy: AverageAllPolicy, *, equal: bool) -> None:
+        if equal:
+            return
         values = self.values[members]
         counted = values[np.isfinite(values)] if policy.guard else values
         mean = counted.mean() if counted.size else np.nan
-        off = np.where(np.isfinite(values - mean), values - mean, 0.0)
-        self.values[members] = mean + policy.momentum * off
+        self.values[members] = mean + policy.momentum * _finite(values - mean)
 
     def replace(self, decision: Decision, policy: AsyncSelectiveAveragingPolicy) -> None:
         mixed = np.add.reduceat(decision.weights * self.values[decision.donors], decision.begins)
         momentum, own = policy.replacement.momentum, self.values[decision.replaced]
-        self.values[decision.replaced] = mixed + momentum * (own - mixed) if momentum else mixed
+        self.values[decision.replaced] = mixed + momentum * _finite(own - mixed) if momentum else mixed
 
     def checksum(self) -> int:
         return checksum(self.values)
 
     def described(self) -> dict[str, Any]:
         return {"quality": document(self._quality)}
+
+
+def _finite(drift: Floats) -> Floats:
+    """Return a drift from a mean, and 0 where it is not finite, as policies do."""
+    return np.where(np.isfinite(drift), drift, 0.0)

@@ -12,6 +12,7 @@ import inspect
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -199,12 +200,15 @@ def run(
         ranks, iterations, model_nbytes, platform, stragglers, faults, seed, compute, streams, mtbf_s, detection_s,
         sample,
     )  # fmt: skip
+    if training is not None and not isinstance(training, Training):
+        raise ParameterError(f"training={training!r}: give a spawnsim.columnar.Training")
+    if training is not None and quality is not None:
+        raise ParameterError("quality and training: give one, numbers or models")
     place = None if out is None else folder.named(out)
     if place is not None:
         folder.require_free(place, overwrite=overwrite)
     with one_thread():
-        models = _models(policy, quality, training, where)
-        found = _Running(policy, models, where, on_round).go()
+        found = _Running(policy, where, on_round, partial(_models, policy, quality, training, where)).go()
     if place is not None:
         found.save(place)
     return found
@@ -215,8 +219,6 @@ def _models(
 ) -> Models:
     if training is None:
         return Numbers(quality if quality is not None else RandomWalk(), where.ranks, where.seed)
-    if quality is not None:
-        raise ParameterError("quality and training: give one, numbers or models")
     return Trained(training, where.ranks, where.seed, policy)
 
 
@@ -224,22 +226,31 @@ class _Running:
     """A run while it lasts."""
 
     def __init__(
-        self, policy: SpawnPolicy, models: Models, where: _Circumstances, on_round: OnRound | None
+        self,
+        policy: SpawnPolicy,
+        where: _Circumstances,
+        on_round: OnRound | None,
+        begin: Callable[[], Models],
     ) -> None:
         platform, plan, model = where.parts()
         self.policy, self.where, self.on_round, self.began_s = policy, where, on_round, time.perf_counter()
         self.group = Group(where.ranks, platform, plan)
-        nbytes = models.nbytes if where.model_nbytes is None else where.model_nbytes
-        self.turn: Turn = turn_of(policy, self.group, nbytes, seed=where.seed, streams=where.streams)
+        self.turn = self._turn(1 if where.model_nbytes is None else where.model_nbytes)
+        self.models = begin()  # after what the policy is refused for
+        if where.model_nbytes is None:
+            self.turn = self._turn(self.models.nbytes)
         self.durations = Durations(
             model, plan, where.ranks, blocks=where.iterations, seed=where.seed, streams=where.streams
         )
         self.deaths_s = where.deaths_s(plan)
-        self.models, self.trained = models, 0  # iterations so far
+        self.trained = 0  # iterations so far
         self.left_s = np.zeros(where.ranks)  # the latest turn
         self.kept = _Kept(where, policy, self.turn.nbytes)
         self.blocks = self.replaced = 0
         self.digest = hashlib.blake2b(digest_size=16)
+
+    def _turn(self, nbytes: int | None) -> Turn:
+        return turn_of(self.policy, self.group, nbytes, seed=self.where.seed, streams=self.where.streams)
 
     def go(self) -> Run:
         """Run to the end, or until nobody is left."""
@@ -302,7 +313,7 @@ class _Running:
 
     def _train(self, iteration: int) -> None:
         """Train all ranks from where they are, up to an iteration."""
-        self.models.train(self.trained, iteration + 1 - self.trained)
+        self.models.train(self.trained, iteration + 1 - self.trained, self.group.at)
         self.trained = iteration + 1
 
     def _run(self, iterations: int) -> Run:

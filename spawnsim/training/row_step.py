@@ -6,7 +6,6 @@ Knows rows, a loss and what its inputs look like; must not know whose rows they 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import compress
 from typing import Any
 
 import torch
@@ -178,14 +177,19 @@ class RowStep:
         arena = self.arena
         rows = range(at.start, at.stop) if isinstance(at, slice) else at.tolist()
         pieces = {name: arena.pieces(name, span) for name in ("weights", *arena.states)}
-        own: dict[str, Sequence[Tensor]] = {name: [of[row] for row in rows] for name, of in pieces.items()}
-        own[GRADIENT] = gradient[:, span].unbind()
+        own = {name: [of[row] for row in rows] for name, of in pieces.items()}
+        own[GRADIENT] = [*gradient[:, span].unbind()]
         if STEP in arena.rows:
             # In main memory, as torch keeps them; the kernel wants them where the weights are.
-            own[STEP] = arena.rows[STEP][at, first].to(gradient.device).unbind()
-        for rate in dict.fromkeys(rates):
-            chosen = [each == rate for each in rates]
-            arena.rule.update({name: [*compress(of, chosen)] for name, of in own.items()}, rate, settings)
+            own[STEP] = [*arena.rows[STEP][at, first].to(gradient.device).unbind()]
+        alike: dict[float, list[int]] = {}
+        for place, rate in enumerate(rates):
+            alike.setdefault(rate, []).append(place)
+        for rate, places in alike.items():
+            chosen = (
+                {name: [of[place] for place in places] for name, of in own.items()} if len(alike) > 1 else own
+            )
+            arena.rule.update(chosen, rate, settings)
 
 
 def unknown(like: Tensor) -> Tensor:

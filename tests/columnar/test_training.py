@@ -1,6 +1,10 @@
 """Models that train over columns, held to those of ordinary ranks, and to plain torch and a policy's own parts."""
 
+import copy
+import gc
 import itertools
+import random
+import weakref
 from functools import partial
 
 import numpy as np
@@ -19,7 +23,7 @@ from spawnsim.policies import (
     DecentralizedAveragingPolicy,
     StateScope,
 )
-from spawnsim.policies.exchange.replacement import Contribution
+from spawnsim.policies.exchange.replacement import Contribution, nonfinite_donors, normalized
 from spawnsim.policies.state.layout import collect
 from tests.columnar.test_columnar import EQUAL_S, STRAGGLERS, last_of
 
@@ -69,6 +73,27 @@ def training(**how):
     )
 
 
+def alike(rng):
+    """Return a network that all begin with, which does not learn at first, while its optimizer gathers momentum."""
+    with torch.random.fork_rng():
+        torch.manual_seed(1)
+        model = nn.Sequential(nn.Linear(6, 9), nn.Tanh(), nn.Linear(9, 4))
+    return model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+
+
+def late(rng, rank, size):
+    """Yield batches of which the first five give no gradient."""
+    for number, (x, y) in enumerate(batches(rng, rank, size)):
+        yield (x if number >= 5 else x * 0), (y if number >= 5 else y * 0)
+
+
+def partly(rng):
+    """Return a network whose first layer is frozen, and differs from rank to rank."""
+    model, _ = built(rng)
+    model[0].requires_grad_(False)
+    return model, torch.optim.SGD(model[2].parameters(), lr=0.1, momentum=0.9)
+
+
 def vector(model):
     """Return all weights of a model."""
     return nn.utils.parameters_to_vector(model.parameters()).detach().clone()
@@ -106,6 +131,10 @@ AVERAGING = {
     "adam, state begun anew": {"optimizer": "adam", "travels": StateScope(optimizer_state="reset")},
     "groups, clipped, a schedule": {"optimizer": "groups", "max_norm": 0.5, "schedule": lambda i: 0.9**i},
     "half of the own": {"momentum": 0.5},
+    "alone, state begun anew": {"ranks": 1, "travels": StateScope(optimizer_state="reset")},
+    "equal, state begun anew": {"build": alike, "data": late, "travels": StateScope(optimizer_state="reset")},
+    "equal, state averaged": {"build": alike, "data": late, "travels": StateScope(optimizer_state="average")},
+    "frozen, which does not travel": {"build": partly, "travels": StateScope(frozen=False)},
 }
 
 
@@ -126,7 +155,7 @@ def test_averaged_models_are_those_of_ordinary_ranks(name):
     for rank, model in enumerate(models):
         torch.testing.assert_close(vector(how.model(rank)), model, rtol=1e-4, atol=1e-5)
     torch.testing.assert_close(vector(how.model()), torch.stack(models).mean(0), rtol=1e-4, atol=1e-5)
-    assert not torch.allclose(models[0], models[1], atol=1e-3)
+    assert ranks == 1 or not torch.allclose(models[0], models[1], atol=1e-3)
 
 
 def by_plain_torch(how, ranks, iterations, seed, policy, decisions):
@@ -154,6 +183,10 @@ def by_plain_torch(how, ranks, iterations, seed, policy, decisions):
             pairs = zip(decision.donors[edges].tolist(), decision.weights[edges].tolist(), strict=True)
             contributions = [Contribution(donor, iteration, weight, given[donor]) for donor, weight in pairs]
             rank = int(decision.replaced[index])
+            out = nonfinite_donors(contributions, given[rank])
+            contributions = normalized([each for each in contributions if each.donor not in out])
+            if not contributions:
+                continue
             found = policy.replacement(*made[rank], contributions, reference={}, rng=streams[rank]("explore"))
             made[rank] = found.model, found.optimizer
     return [vector(model) for model, _ in made]
@@ -226,21 +259,38 @@ def test_the_same_seed_gives_the_same_run_and_leaves_generators_alone():
     torch.manual_seed(4)
     assert run() == one != run(seed=1)
 
-    def from_the_global_generator(rng, rank, size):
-        while True:
-            yield torch.randn(16, 6), torch.randint(0, 4, (16,))
+    seen = []
 
-    assert run(data=from_the_global_generator) == run(data=from_the_global_generator)
+    def from_global_generators(rng, rank, size):
+        while True:
+            x = torch.randn(16, 6) + float(np.random.normal()) + random.random()
+            seen.append(float(x.sum()))
+            yield x, torch.randint(0, 4, (16,))
+
+    digest = run(data=from_global_generators)
+    assert len(set(seen)) == len(seen) == 40 * 9
+    np.random.seed(3)
+    assert run(data=from_global_generators) == digest
 
 
 def test_ranks_die_and_the_others_average():
-    """The dead keep what they had."""
-    how = training()
+    """The dead keep what they had at the last turn, and are asked for no more batches."""
+    asked = {}
+
+    def counted(rng, rank, size):
+        for number, batch in enumerate(batches(rng, rank, size)):
+            if rank in (3, 17):
+                asked.setdefault(rank, []).append(number)
+            yield batch
+
+    how = training(data=counted)
     world = {"ranks": 20, "iterations": 15, "faults": "crash:3@0.05s; crash:17@0.08s", "compute": "10 ms"}
     run = columnar.run(AverageAllPolicy(2), training=how, detection_s=0.1, **world)
     assert [event["died"] for event in run.events if event["kind"] == "round"].count(1) == 2
     alive = [vector(how.model(rank)) for rank in range(20) if rank not in (3, 17)]
     assert all(torch.equal(each, alive[0]) for each in alive)
+    torch.testing.assert_close(vector(how.model()), alive[0])
+    assert len(asked) == 2 and max(asked[3]) < 8 and max(asked[17]) < 11
     assert not torch.equal(vector(how.model(3)), alive[0])
 
 
@@ -283,6 +333,140 @@ def test_donors_that_are_not_finite_give_nothing():
     assert any((decision.donors % 2).tolist())
 
 
+def test_a_rank_that_is_not_finite_is_replaced_with_momentum():
+    """Of its own weights nothing is kept."""
+
+    def spoilt(rng, rank, size):
+        for number, (x, y) in enumerate(batches(rng, rank, size)):
+            yield (x * torch.nan if (rank in (4, 9), number) == (True, 2) else x), y
+
+    how = training(data=spoilt)
+    columnar.run(Selective(4, momentum=0.25, donors=3), ranks=20, iterations=5, training=how)
+    assert all(vector(how.model(rank)).isfinite().all() for rank in range(20))
+    quality = columnar.run(
+        Selective(4, momentum=0.25), ranks=20, iterations=5, model_nbytes=8, quality=Lost()
+    )
+    assert np.isfinite(quality.table["local_metric"][quality.table["iteration"] == 4]).sum() == 19
+
+
+class Lost(columnar.RandomWalk):
+    """A walk in which a rank is lost."""
+
+    def train(self, quality, first, count):
+        """Lose it in the first iterations."""
+        super().train(quality, first, count)
+        if not first:
+            quality[3] = np.nan
+
+
+@pytest.mark.parametrize("state", ["copy", "average", "reset"])
+def test_where_donors_are_lost_with_their_state_the_policy_decides(state):
+    """All that a donor gives counts for nothing where part of it is not finite; a rank that gets nothing stays."""
+    how, decisions = training(optimizer="adam", data=half_spoilt, score=of_bias), {}
+    policy = Selective(4, donors=2, replacement_ratio=0.3, travels=StateScope(optimizer_state=state))
+    columnar.run(
+        policy, ranks=30, iterations=7, training=how, seed=3,
+        on_round=lambda told: decisions.setdefault(told.iteration, told.decision),
+    )  # fmt: skip
+    wanted = by_plain_torch(how, 30, 7, 3, policy, decisions)
+    for rank, model in enumerate(wanted):
+        torch.testing.assert_close(vector(how.model(rank)), model, rtol=1e-3, atol=1e-4, equal_nan=True)
+
+
+def half_spoilt(rng, rank, size):
+    """Yield batches, of which one spoils every other rank."""
+    for number, (x, y) in enumerate(batches(rng, rank, size)):
+        yield (x * torch.nan if (rank % 2, number) == (1, 2) else x), y
+
+
+def of_bias(model):
+    """Judge what is not spoilt."""
+    return model[0].bias.nan_to_num(3.0).mean()
+
+
+def masked(rng):
+    """Return a network with a frozen mask of infinities, which is meant."""
+    model, optimizer = built(rng)
+    model.mask = nn.Parameter(torch.tensor([0.0, 0.0, 0.0, -torch.inf]), requires_grad=False)
+    return model, optimizer
+
+
+def test_infinities_that_all_have_are_no_fault():
+    """Models with a mask are exchanged as others are."""
+    decisions = {}
+    how = training(build=masked, loss=lambda model, x, y: loss_of(model, x, y % 3) + 0 * model.mask[0])
+    policy = Selective(4, donors=3, replacement_ratio=0.3)
+    columnar.run(
+        policy, ranks=12, iterations=7, training=how, seed=3,
+        on_round=lambda told: decisions.setdefault(told.iteration, told.decision),
+    )  # fmt: skip
+    wanted = by_plain_torch(how, 12, 7, 3, policy, decisions)
+    for rank, model in enumerate(wanted):
+        torch.testing.assert_close(vector(how.model(rank)), model, rtol=1e-3, atol=1e-4)
+    other = training(build=masked)
+    columnar.run(AverageAllPolicy(4), ranks=12, iterations=5, training=other)
+    assert torch.equal(vector(other.model(0)), vector(other.model(11)))
+
+
+def test_what_data_changes_of_the_loss_counts_at_once():
+    """A setting that moves in every iteration, as a schedule would."""
+    scale = {"now": 1.0}
+
+    def moving(rng, rank, size):
+        for number, batch in enumerate(batches(rng, rank, size)):
+            scale["now"] = 1.0 + number
+            yield batch
+
+    def loss(model, x, y):
+        return scale["now"] * loss_of(model, x, y)
+
+    how = training(data=moving, loss=loss, optimizer="plain", schedule=lambda i: 1 / (1 + i))
+    plain = training(optimizer="plain")
+    for each in (how, plain):
+        scale["now"] = 1.0
+        columnar.run(AverageAllPolicy(4), ranks=10, iterations=7, training=each)
+    for rank in range(10):
+        torch.testing.assert_close(vector(how.model(rank)), vector(plain.model(rank)), rtol=1e-4, atol=1e-5)
+
+
+def test_a_run_leaves_no_memory_behind_and_copies_are_fresh():
+    """Without Python's collector. A nested run, or one that is refused, leaves the models of the other alone."""
+    how = training()
+    columnar.run(AverageAllPolicy(2), ranks=10, iterations=5, training=how)
+    arena = weakref.ref(how._trained._arena)
+    with pytest.raises(UsageError, match="no run has begun"):
+        copy.deepcopy(how).model()
+    kept = vector(how.model(3))
+    with pytest.raises(UnsupportedError):
+        columnar.run(DecentralizedAveragingPolicy(4), ranks=10, iterations=9, training=how)
+    assert torch.equal(vector(how.model(3)), kept)
+    gc.collect()
+    gc.disable()
+    try:
+        del how
+        assert arena() is None
+    finally:
+        gc.enable()
+
+    def nested(told):
+        columnar.run(AverageAllPolicy(2), ranks=3, iterations=1, training=outer)
+
+    outer = training()
+    columnar.run(AverageAllPolicy(2), ranks=10, iterations=6, training=outer, on_round=nested)
+    outer.model(9)
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_modes_of_the_caller_change_nothing(mode):
+    """As a notebook's cell may be in one."""
+    wanted = columnar.run(AverageAllPolicy(2), ranks=10, iterations=5, training=training())
+    with mode():
+        found = columnar.run(AverageAllPolicy(2), ranks=10, iterations=5, training=training())
+    assert found.totals["digest"] == wanted.totals["digest"]
+    with torch.autocast("cpu"), pytest.raises(UnsupportedError, match="autocast"):
+        columnar.run(AverageAllPolicy(2), ranks=10, iterations=5, training=training())
+
+
 # ------------------------------------------------------------------------------------------------ what is refused
 class Noisy(nn.Linear):
     """Draws a random number in each pass."""
@@ -296,6 +480,20 @@ def one(module, optimizer=torch.optim.SGD, **how):
     return lambda rng: ((model := module()), optimizer(model.parameters(), lr=0.1, **how))
 
 
+def scheduled(made):
+    """Return a model and optimizer, with a scheduler."""
+    torch.optim.lr_scheduler.StepLR(made[1], 3)
+    return made
+
+
+def writing(model):
+    """Change what it judges."""
+    with torch.no_grad():
+        for each in model.parameters():
+            each.mul_(0)
+    return spread_of(model)
+
+
 REFUSED = {
     "statistics": ({"build": one(lambda: nn.Sequential(nn.Linear(6, 4), nn.BatchNorm1d(4)))}, "running statistics"),
     "random numbers": ({"build": one(lambda: Noisy(6, 4))}, "random"),
@@ -305,6 +503,9 @@ REFUSED = {
         {"build": lambda rng: one(lambda: nn.Linear(6, 4, bias=rng.key[1] != 7))(rng)}, "rank 7 differs",
     ),
     "a loss of other weights": ({"loss": lambda model, x, y: model[0](x).mean()}, "does not depend on 2.weight"),
+    "scheduler": ({"build": lambda rng: scheduled(built(rng))}, "schedule="),
+    "a score that writes": ({"score": writing}, "changes a tensor"),
+    "a score that draws": ({"score": lambda model: spread_of(model) + torch.rand(())}, "random"),
     "numbers of a tensor": ({"loss": lambda model, x, y: model(x).sum() * model(x).sum().item()}, "virtual ranks"),
 }  # fmt: skip
 
@@ -340,7 +541,9 @@ def test_batches_that_end_or_differ_are_told():
     with pytest.raises(UsageError, match=r"ranks 0 to 9 in iteration 0 .* shapes"):
         columnar.run(AverageAllPolicy(4), ranks=10, iterations=9, training=unequal)
     numbers = training(data=lambda rng, rank, size: itertools.repeat((1.0, 2.0)))
-    with pytest.raises(UsageError, match="not all tensors"):
+    with pytest.raises(
+        UsageError, match="rank 0 in iteration 0 is a tuple: yield a tensor, or a tuple of tensors"
+    ):
         columnar.run(AverageAllPolicy(4), ranks=10, iterations=9, training=numbers)
 
 
@@ -402,6 +605,8 @@ def slipping(rng, rank, size):
         ({"build": raising}, "raising raised IndexError for rank 0: a slip"),
         ({"data": slipping}, "slipping raised IndexError for rank 3 in iteration 2: a slip"),
         ({"loss": raising}, "raising raised IndexError for rank 0: a slip"),
+        ({"score": raising}, "raising raised IndexError for rank 0: a slip"),
+        ({"schedule": raising}, "raising raised IndexError for rank 0 in iteration 0: a slip"),
     ],
 )
 def test_errors_of_the_program_name_the_rank(given, words):
@@ -452,3 +657,52 @@ def test_models_of_a_file_train_from_the_command_line(tmp_path, capsys):
     assert told in capsys.readouterr().err
     assert command([*line, "--quality", "drift=0.1"]) == 2
     assert "--train and --quality" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        (
+            {"loss": lambda model, x, y: model(x)},
+            r"returned a tensor of shape \(16, 4\): return a tensor without",
+        ),
+        (
+            {"loss": lambda model, x, y: 1.5},
+            "returned a float: return a tensor without dimensions that depends",
+        ),
+        ({"loss": lambda model, x, y: torch.tensor(1.0)}, "which depends on no weight"),
+        ({"score": lambda model: model(CENTRES)}, r"returned a tensor of shape \(4, 4\)"),
+        ({"score": lambda model: (spread_of(model), spread_of(model))}, "returned several values"),
+        ({"score": lambda model: 0.5}, "returned a float"),
+        ({"data": lambda rng, rank, size: itertools.repeat(1.5)}, "rank 0 in iteration 0 is a float"),
+        ({"data": lambda rng, rank, size: itertools.repeat(None)}, "rank 0 in iteration 0 is a NoneType"),
+    ],
+)
+def test_what_functions_return_is_looked_at(given, words):
+    """And told in words of theirs, before anything is trained."""
+    with pytest.raises(UsageError, match=words):
+        columnar.run(AverageAllPolicy(4), ranks=10, iterations=9, training=training(**given))
+
+
+def test_a_buffer_that_ranks_share_is_refused():
+    """Each rank of a chunk would train on the last one's batch."""
+    buffer = torch.empty(16, 6)
+
+    def sharing(rng, rank, size):
+        for x, y in batches(rng, rank, size):
+            yield buffer.copy_(x), y
+
+    with pytest.raises(UsageError, match="batch of rank 0 in iteration 0 was overwritten"):
+        columnar.run(AverageAllPolicy(4), ranks=10, iterations=9, training=training(data=sharing))
+
+
+def test_a_score_has_a_column_of_its_own():
+    """Whatever its name is."""
+
+    def rank(model):
+        return spread_of(model)
+
+    for score in (rank, lambda model: spread_of(model)):
+        run = columnar.run(AverageAllPolicy(4), ranks=10, iterations=9, training=training(score=score))
+        assert run.table["score"].shape == run.table["rank"].shape
+        assert run.table["rank"].max() == 9

@@ -1,0 +1,159 @@
+"""What a turn does to models in the rows of an arena: their mean, and what replaced ranks take from donors.
+
+A policy's own arithmetic on rows, so that a model becomes what it becomes on an ordinary rank. Knows rows and policies;
+must not know how models train.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from spawnsim.columnar.decisions import Decision
+from spawnsim.columnar.models import Members
+from spawnsim.errors import UnsupportedError
+from spawnsim.policies import AsyncSelectiveAveragingPolicy, AverageAllPolicy, SpawnPolicy
+from spawnsim.policies.exchange.replacement import Contribution, mixture, nonfinite_donors, normalized
+from spawnsim.policies.state.arithmetic import with_momentum
+from spawnsim.policies.state.layout import StateScope
+from spawnsim.training.arena import Arena
+
+WEIGHTS = "weights"
+BITS = {torch.float32: torch.int32, torch.float64: torch.int64}
+
+
+def travels_of(policy: SpawnPolicy) -> StateScope:
+    """Return what of a model a policy exchanges."""
+    if isinstance(policy, AsyncSelectiveAveragingPolicy):
+        return policy.replacement.travels
+    return policy.travels if isinstance(policy, AverageAllPolicy) else StateScope()
+
+
+def check_policy(policy: SpawnPolicy) -> None:
+    """Raise `UnsupportedError` for what models would get otherwise than on virtual ranks."""
+    if isinstance(policy, AsyncSelectiveAveragingPolicy) and policy.replacement.builder is not None:
+        raise UnsupportedError(
+            f"columnar: {type(policy).__name__} with a model_builder: give None, by which a replaced rank keeps its "
+            "optimizer, with new values"
+        )
+    if travels_of(policy).settings:
+        raise UnsupportedError("columnar: settings that travel with the optimizer's state have no columns")
+
+
+def _travelling(arena: Arena, travels: StateScope, *, state: bool) -> dict[str, Tensor]:
+    """Return the columns that travel, by name: of weights, and of the optimizer's state if that does."""
+    weights = arena.rows[WEIGHTS] if travels.frozen else arena.rows[WEIGHTS][:, arena.plan.columns]
+    return {WEIGHTS: weights} | (_of_state(arena) if state else {})
+
+
+def _of_state(arena: Arena) -> dict[str, Tensor]:
+    return {name: rows for name, rows in arena.rows.items() if name != WEIGHTS}
+
+
+def _reset(arena: Arena, rows: Any) -> None:
+    for each in _of_state(arena).values():
+        each[rows] = 0
+
+
+# ------------------------------------------------------------------------------------------------------- averaging
+def are_equal(arena: Arena, members: Members, policy: AverageAllPolicy) -> bool:
+    """Return whether what travels of some models is the same, to the bit."""
+    state = policy.travels.optimizer_state == "average"
+    for each in _travelling(arena, policy.travels, state=state).values():
+        rows = each[members].view(BITS[each.dtype])
+        # Most differ in the first two already.
+        if not bool((rows[:2] == rows[0]).all()) or not bool((rows == rows[0]).all()):
+            return False
+    return True
+
+
+@torch.no_grad()
+def average(arena: Arena, members: Members, policy: AverageAllPolicy, *, equal: bool) -> None:
+    """Give some rows their mean, unless they are equal, and do to the optimizer's state what the policy says."""
+    how = policy.travels.optimizer_state
+    if not equal:
+        healed = torch.zeros(0, dtype=torch.bool)
+        for each in _travelling(arena, policy.travels, state=how == "average").values():
+            found = _average(each, members, policy.momentum, guard=policy.guard)
+            healed = found if not healed.numel() else healed | found
+        if healed.any():  # a state that is not finite would spoil again what was healed
+            ranks = torch.arange(len(arena.rows[WEIGHTS]))[members][healed.cpu()]
+            _reset(arena, ranks[[not _has_finite_state(arena, rank) for rank in ranks.tolist()]])
+    if how == "reset":
+        _reset(arena, members)
+
+
+def _average(rows: Tensor, members: Members, momentum: float, *, guard: bool) -> Tensor:
+    """Give some rows their mean; return whether each was healed, bool (members,)."""
+    own = rows[members]
+    mean = own.mean(0)
+    healed = torch.zeros(len(own), dtype=torch.bool, device=own.device)
+    if guard and not mean.isfinite().all():
+        finite = own.isfinite()
+        count = finite.sum(0)
+        finite_sum = torch.where(finite, own, 0.0).sum(0)
+        mean = torch.where(count > 0, finite_sum / count.clamp(min=1), own)
+        healed = (~finite & (count > 0)).any(1)
+    if momentum:
+        drift = own - mean
+        mean = mean + momentum * torch.where(drift.isfinite(), drift, 0.0)
+    rows[members] = mean.expand_as(own)
+    return healed
+
+
+def _has_finite_state(arena: Arena, rank: int) -> bool:
+    return all(bool(rows[rank].isfinite().all()) for rows in _of_state(arena).values())
+
+
+# ----------------------------------------------------------------------------------------------------- replacement
+@torch.no_grad()
+def replace(arena: Arena, decision: Decision, policy: AsyncSelectiveAveragingPolicy) -> None:
+    """Give replaced ranks the weighted mean of their donors, and do to the optimizer's state what the policy says."""
+    how = policy.replacement
+    state = how.travels.optimizer_state
+    rows = _travelling(arena, how.travels, state=how.travels.with_optimizer)
+    found: dict[int, dict[str, Tensor]] = {}
+    for rank, given in _contributions(rows, decision).items():
+        out = (
+            nonfinite_donors(given, {name: each[rank] for name, each in rows.items()}) if policy.guard else []
+        )
+        kept = normalized([each for each in given if each.donor not in out])
+        if not kept:  # it stays as it is
+            continue
+        own = rows[WEIGHTS][rank]
+        found[rank] = {WEIGHTS: with_momentum(_mixed(WEIGHTS, own, kept), own, how.momentum)}
+        names = [name for name in rows if name != WEIGHTS]
+        if state == "copy":
+            heaviest = max(kept, key=lambda each: (each.weight, -each.donor))
+            found[rank] |= {name: heaviest.tensors[name].clone() for name in names}
+        elif state == "average":
+            found[rank] |= {name: _mixed(name, rows[name][rank], kept) for name in names}
+    # All have been mixed by now: a donor may be replaced as well.
+    for rank, values in found.items():
+        for name, value in values.items():
+            rows[name][rank] = value
+    if state == "reset":
+        _reset(arena, torch.tensor([*found], dtype=torch.int64))
+
+
+def _contributions(rows: dict[str, Tensor], decision: Decision) -> dict[int, list[Contribution]]:
+    """Return what donors give each replaced rank."""
+    ends = np.cumsum(decision.counts).tolist()
+    found = {}
+    for rank, end, count in zip(decision.replaced.tolist(), ends, decision.counts.tolist(), strict=True):
+        edges = slice(end - count, end)
+        pairs = zip(decision.donors[edges].tolist(), decision.weights[edges].tolist(), strict=True)
+        found[rank] = [
+            Contribution(donor, decision.round, weight, {name: each[donor] for name, each in rows.items()})
+            for donor, weight in pairs
+        ]
+    return found
+
+
+def _mixed(name: str, own: Tensor, given: list[Contribution]) -> Tensor:
+    mixed = mixture(name, own, given)
+    assert mixed is not None  # all have it
+    return mixed
