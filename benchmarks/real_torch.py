@@ -1,6 +1,6 @@
 """`TorchComm` on gloo against torch's own calls.
 
-`python -m spawnsim.real.launch.torchrun --standalone --nproc-per-node 2 benchmarks/real_torch.py [WORDS]`
+`python -m spawnsim.real.launch.forked 2 benchmarks/real_torch.py [WORDS]`
 
 Both take turns in blocks of a few calls, first the one and then the other way round, so that both see the same machine;
 printed are the medians over all blocks. WORDS choose parts: collectives, messages, windows.
