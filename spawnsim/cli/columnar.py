@@ -20,7 +20,7 @@ from spawnsim.run.program import load_module
 if TYPE_CHECKING:
     from spawnsim.policies import SpawnPolicy
 
-POLICIES = ("average", "selective")
+POLICIES = ("average", "selective", "diloco")
 MODEL = "100 MB"
 
 
@@ -69,11 +69,14 @@ def made(name: str, given: dict[str, Any]) -> SpawnPolicy:
     Raises:
         ParameterError: its class has no such parameter.
     """
-    from spawnsim.policies import AsyncSelectiveAveragingPolicy, AverageAllPolicy
+    from spawnsim.policies import AsyncSelectiveAveragingPolicy, AverageAllPolicy, OuterOptimizerPolicy
 
     if name == "average":
         average: SpawnPolicy = _called(AverageAllPolicy, {"average_every": 1} | given)
         return average
+    if name == "diloco":
+        outer: SpawnPolicy = _called(OuterOptimizerPolicy, {"average_every": 1} | given)
+        return outer
     selective: SpawnPolicy = _called(
         AsyncSelectiveAveragingPolicy, {"model_builder": None, "average_every": 1} | given
     )
@@ -131,7 +134,11 @@ def parser() -> Parser:
         "that stand for models, or (--train) models that train. docs/columnar.md says what it can and cannot run.",
     )
     add = parser.add_argument
-    add("policy", choices=POLICIES, help="AverageAllPolicy, or AsyncSelectiveAveragingPolicy in lockstep")
+    add(
+        "policy",
+        choices=POLICIES,
+        help="AverageAllPolicy, AsyncSelectiveAveragingPolicy (lockstep), OuterOptimizerPolicy",
+    )
     add("-n", "--ranks", type=int, required=True, metavar="N", help="how many ranks")
     add("--iterations", type=int, default=100, metavar="N", help="default: 100")
     add(

@@ -16,6 +16,8 @@ from spawnsim.policies.rules.donors import Rules, Uniform, how_many, weights_in_
 from spawnsim.virtual.network.cost import Floats, Ints
 
 Mask = np.ndarray[Any, np.dtype[np.bool_]]
+Members = Ints | slice
+"""Which ranks take part: an index into columns over all ranks."""
 MOST_EDGES = 50_000_000  # donors of all replaced ranks of a round, at most
 
 

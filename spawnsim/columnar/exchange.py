@@ -12,16 +12,22 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from spawnsim.columnar.decisions import Decision
-from spawnsim.columnar.models import Members
+from spawnsim.columnar.decisions import Decision, Members
 from spawnsim.errors import UnsupportedError
-from spawnsim.policies import AsyncSelectiveAveragingPolicy, AverageAllPolicy, SpawnPolicy
+from spawnsim.policies import (
+    AsyncSelectiveAveragingPolicy,
+    AverageAllPolicy,
+    OuterOptimizerPolicy,
+    SpawnPolicy,
+)
 from spawnsim.policies.exchange.replacement import Contribution, mixture, nonfinite_donors, normalized
 from spawnsim.policies.state.arithmetic import with_momentum
 from spawnsim.policies.state.layout import StateScope
+from spawnsim.policies.state.outer import OuterSGD
 from spawnsim.training.arena import Arena
 
 WEIGHTS = "weights"
+AT_ONCE_NBYTES = 64 << 20  # of differences to global weights
 BITS = {torch.float32: torch.int32, torch.float64: torch.int64}
 
 
@@ -29,7 +35,7 @@ def travels_of(policy: SpawnPolicy) -> StateScope:
     """Return what of a model a policy exchanges."""
     if isinstance(policy, AsyncSelectiveAveragingPolicy):
         return policy.replacement.travels
-    return policy.travels if isinstance(policy, AverageAllPolicy) else StateScope()
+    return policy.travels if isinstance(policy, (AverageAllPolicy, OuterOptimizerPolicy)) else StateScope()
 
 
 def check_policy(policy: SpawnPolicy) -> None:
@@ -79,9 +85,7 @@ def average(arena: Arena, members: Members, policy: AverageAllPolicy, *, equal: 
         for each in _travelling(arena, policy.travels, state=how == "average").values():
             found = _average(each, members, policy.momentum, guard=policy.guard)
             healed = found if not healed.numel() else healed | found
-        if healed.any():  # a state that is not finite would spoil again what was healed
-            ranks = torch.arange(len(arena.rows[WEIGHTS]))[members][healed.cpu()]
-            _reset(arena, ranks[[not _has_finite_state(arena, rank) for rank in ranks.tolist()]])
+        _reset_if_not_finite(arena, members, healed)
     if how == "reset":
         _reset(arena, members)
 
@@ -104,8 +108,61 @@ def _average(rows: Tensor, members: Members, momentum: float, *, guard: bool) ->
     return healed
 
 
-def _has_finite_state(arena: Arena, rank: int) -> bool:
-    return all(bool(rows[rank].isfinite().all()) for rows in _of_state(arena).values())
+def _reset_if_not_finite(arena: Arena, members: Members, healed: Tensor) -> None:
+    """Forget the state of healed ranks that is not finite: it would spoil again what was healed."""
+    if not healed.any():
+        return
+    ranks = torch.arange(len(arena.rows[WEIGHTS]))[members][healed.cpu()].tolist()
+    state = _of_state(arena).values()
+    _reset(arena, [rank for rank in ranks if not all(bool(rows[rank].isfinite().all()) for rows in state)])
+
+
+# -------------------------------------------------------------------------------------------------- global weights
+class GlobalWeights:
+    """What all ranks go on from, and the outer momentum.
+
+    Args:
+        row: the first weights, (columns,).
+    """
+
+    def __init__(self, row: Tensor) -> None:
+        self.weights, self._momentum = row.clone(), torch.zeros_like(row)
+
+    def step(self, rows: Tensor, rule: OuterSGD, scale: float) -> Tensor:
+        """Move by the mean difference to some rows; return which of them were not finite, bool (rows,).
+
+        A number that is not finite has not moved.
+        """
+        mean, healed = torch.zeros_like(self.weights), []
+        count = max(1, AT_ONCE_NBYTES // max(self.weights.nbytes, 1))
+        for some in torch.split(rows, count):
+            difference = self.weights - some
+            finite = difference.isfinite()
+            healed.append(~finite.all(1))
+            mean += torch.where(finite, difference, 0.0).sum(0)
+        rule.step([self.weights], [self._momentum], [mean.div_(len(rows))], scale)
+        return torch.cat(healed)
+
+
+@torch.no_grad()
+def begin_together(arena: Arena, members: Members, policy: OuterOptimizerPolicy) -> GlobalWeights:
+    """Give some ranks the model of the lowest one; return what all go on from."""
+    whole = arena.rows[WEIGHTS]
+    whole[members] = whole[members][0].clone()
+    return GlobalWeights(_travelling(arena, policy.travels, state=False)[WEIGHTS][members][0])
+
+
+@torch.no_grad()
+def step_together(
+    arena: Arena, members: Members, policy: OuterOptimizerPolicy, *, outer: GlobalWeights, scale: float
+) -> None:
+    """Make an outer step from what some ranks have moved, and let them go on from there."""
+    rows = _travelling(arena, policy.travels, state=False)[WEIGHTS]
+    healed = outer.step(rows[members], policy.rule, scale)
+    rows[members] = outer.weights
+    _reset_if_not_finite(arena, members, healed)
+    if policy.travels.optimizer_state == "reset":
+        _reset(arena, members)
 
 
 # ----------------------------------------------------------------------------------------------------- replacement

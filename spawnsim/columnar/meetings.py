@@ -19,7 +19,12 @@ from spawnsim.columnar.durations import Streams
 from spawnsim.columnar.models import Models
 from spawnsim.columnar.transfers import Cards, exchange
 from spawnsim.errors import ParameterError, UnsupportedError
-from spawnsim.policies import AsyncSelectiveAveragingPolicy, AverageAllPolicy, SpawnPolicy
+from spawnsim.policies import (
+    AsyncSelectiveAveragingPolicy,
+    AverageAllPolicy,
+    OuterOptimizerPolicy,
+    SpawnPolicy,
+)
 from spawnsim.policies.exchange.coordinator import ExchangeOptions
 from spawnsim.policies.exchange.messages import HEADER_NBYTES
 from spawnsim.policies.rules.donors import how_many
@@ -32,6 +37,9 @@ from spawnsim.virtual.platform import Platform
 # Algorithms with a step for each rank: a million steps of a million ranks are more than anybody waits for.
 STEPWISE = ("ring", "pairwise", "linear", "chain", "scatter_ring")
 MOST_STEPS = 32_768
+PLACE_NBYTES = (
+    24  # what ranks of a group with global weights tell: steps, the last round, a digest of the settings
+)
 DIGEST_NBYTES = 16  # what averaging ranks compare before they sum: a checksum and its complement
 
 
@@ -158,8 +166,25 @@ class Turn(ABC):
         self.cadence, self.group, self.nbytes = policy.cadence, group, nbytes
         self.notes: dict[str, None] = {}  # what the user should know; a dict for its order
 
+    def due(self, iteration: int) -> bool:
+        """Return whether ranks meet in an iteration."""
+        return self.cadence.due(iteration)
+
     def tick(self) -> None:  # noqa: B027  most policies do nothing in a call that is not their turn
         """Note that all ranks have called the policy once more."""
+
+    def _gather(self, nbytes: int) -> bool:
+        """Let all tell each other something; return whether that has few enough steps to be gone through."""
+        feasible = self.group.feasible("allgather", nbytes)
+        if feasible:
+            self.group.meet("allgather", nbytes)
+        return feasible
+
+    def _note_left_out(self) -> None:
+        self.notes[
+            f"the first averaging of {self.group.size:,} ranks compares layouts in an Allgather, which takes a "
+            'step for each rank: it is left out of the times; allgather = "bruck" in [collectives] takes it in'
+        ] = None
 
     @abstractmethod
     def act(self, iteration: int, metrics: Floats, models: Models) -> Decision | None:
@@ -201,13 +226,38 @@ class AveragingTurn(Turn):
     def _agree(self) -> None:
         """Let a new group compare the layouts of its models, once."""
         self._agreed = self.group.size
-        if self.group.feasible("allgather", DIGEST_NBYTES):
-            self.group.meet("allgather", DIGEST_NBYTES)
+        if not self._gather(DIGEST_NBYTES):
+            self._note_left_out()
+
+
+class OuterTurn(Turn):
+    """`OuterOptimizerPolicy` of one fragment, uncompressed: ranks begin together, and make an outer step each round.
+
+    A group that meets tells how far each is (`Allgather`, 24 bytes), compares layouts, and at the beginning takes over
+    the whole model of its lowest rank (`Bcast`). A round is one `Allreduce`.
+    """
+
+    def __init__(self, policy: OuterOptimizerPolicy, group: Group, nbytes: int, whole_nbytes: int) -> None:
+        super().__init__(policy, group, nbytes)
+        self._policy, self._whole_nbytes = policy, whole_nbytes
+        self._met = 0  # ranks of the group that has met
+
+    def due(self, iteration: int) -> bool:
+        return not iteration or self.cadence.due(iteration)
+
+    def act(self, iteration: int, metrics: Floats, models: Models) -> Decision | None:
+        group, begin = self.group, not self._met
+        if self._met != group.size:
+            if not (self._gather(PLACE_NBYTES) and self._gather(DIGEST_NBYTES)):
+                self._note_left_out()
+            self._met = group.size
+        if begin:
+            group.meet("bcast", self._whole_nbytes)
+            models.begin_together(group.at, self._policy)
         else:
-            self.notes[
-                f"the first averaging of {self.group.size:,} ranks compares layouts in an Allgather, which takes a "
-                'step for each rank: it is left out of the times; allgather = "bruck" in [collectives] takes it in'
-            ] = None
+            group.meet("allreduce", self.nbytes)
+            models.step_together(group.at, self._policy, iteration)
+        return None
 
 
 class SelectiveTurn(Turn):
@@ -326,7 +376,15 @@ class Ages:
         return int(stream.integers(self._low, self._high + 1))
 
 
-def turn_of(policy: SpawnPolicy, group: Group, nbytes: int | None, *, seed: int, streams: Streams) -> Turn:
+def turn_of(
+    policy: SpawnPolicy,
+    group: Group,
+    nbytes: int | None,
+    *,
+    seed: int,
+    streams: Streams,
+    whole_nbytes: int | None = None,
+) -> Turn:
     """Return the turn of a policy.
 
     Args:
@@ -335,6 +393,7 @@ def turn_of(policy: SpawnPolicy, group: Group, nbytes: int | None, *, seed: int,
         nbytes: of one model on the wire.
         seed: of the run.
         streams: how donors and ages are drawn.
+        whole_nbytes: of all that a rank takes over that begins; None: `nbytes`.
 
     Returns:
         Its turn over columns.
@@ -346,16 +405,36 @@ def turn_of(policy: SpawnPolicy, group: Group, nbytes: int | None, *, seed: int,
     if nbytes is None or isinstance(nbytes, bool) or int(nbytes) != nbytes or nbytes < 1:
         raise ParameterError(f"model_nbytes={nbytes!r}: give the bytes of one model, at least 1")
     # By what acts and not by class: a subclass that acts otherwise is another policy.
-    act = getattr(type(policy), "act", None)
+    kind = type(policy)
+    act, turn = getattr(kind, "act", None), getattr(kind, "turn", None)
     if isinstance(policy, AverageAllPolicy) and act is AverageAllPolicy.act:
         return AveragingTurn(policy, group, int(nbytes))
+    if isinstance(policy, OuterOptimizerPolicy) and (act, turn) == OF_OUTER:
+        _check_outer(policy)
+        return OuterTurn(policy, group, int(nbytes), int(nbytes if whole_nbytes is None else whole_nbytes))
     if isinstance(policy, AsyncSelectiveAveragingPolicy) and act is AsyncSelectiveAveragingPolicy.act:
         return SelectiveTurn(policy, group, int(nbytes), seed=seed, streams=streams)
     raise UnsupportedError(
-        f"columnar: {type(policy).__name__} has no turn over columns (AverageAllPolicy and "
+        f"columnar: {kind.__name__} has no turn over columns (AverageAllPolicy, OuterOptimizerPolicy and "
         "AsyncSelectiveAveragingPolicy have): its ranks act each at its own time, or on messages. Run it on virtual "
         "ranks: spawnsim.run(main, ranks=...)"
     )
+
+
+OF_OUTER = OuterOptimizerPolicy.act, OuterOptimizerPolicy.turn
+
+
+def _check_outer(policy: OuterOptimizerPolicy) -> None:
+    """Raise `UnsupportedError` for an outer optimizer that has no form over columns."""
+    refused = [
+        (policy.fragments != 1, f"fragments={policy.fragments}"),
+        (policy.outer.feedback is not None, "compression"),
+    ]
+    for is_so, what in refused:
+        if is_so:
+            raise UnsupportedError(
+                f"columnar: {type(policy).__name__} with {what} has no form over columns: run it on virtual ranks"
+            )
 
 
 def _check_selective(policy: AsyncSelectiveAveragingPolicy, platform: Platform) -> None:

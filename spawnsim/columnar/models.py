@@ -11,16 +11,16 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import numpy as np
+import torch
 
 from spawnsim import random
-from spawnsim.columnar.decisions import Decision
+from spawnsim.columnar.decisions import Decision, Members
+from spawnsim.columnar.exchange import GlobalWeights
 from spawnsim.errors import ParameterError
-from spawnsim.policies import AsyncSelectiveAveragingPolicy, AverageAllPolicy
+from spawnsim.policies import AsyncSelectiveAveragingPolicy, AverageAllPolicy, OuterOptimizerPolicy
 from spawnsim.record.recorder import document
 from spawnsim.virtual.digest import checksum
-from spawnsim.virtual.network.cost import Floats, Ints
-
-Members = Ints | slice
+from spawnsim.virtual.network.cost import Floats
 
 
 class Models(ABC):
@@ -28,9 +28,11 @@ class Models(ABC):
 
     Attributes:
         nbytes: of one as it travels; None: not known.
+        whole_nbytes: of all that a rank takes over that begins; None: as much.
     """
 
     nbytes: int | None = None
+    whole_nbytes: int | None = None
 
     @abstractmethod
     def train(self, first: int, count: int, members: Members) -> None:
@@ -51,6 +53,14 @@ class Models(ABC):
     @abstractmethod
     def replace(self, decision: Decision, policy: AsyncSelectiveAveragingPolicy) -> None:
         """Give replaced ranks what their donors had, as a policy says."""
+
+    @abstractmethod
+    def begin_together(self, members: Members, policy: OuterOptimizerPolicy) -> None:
+        """Give some ranks the model of the lowest one: the global weights from now on."""
+
+    @abstractmethod
+    def step_together(self, members: Members, policy: OuterOptimizerPolicy, iteration: int) -> None:
+        """Move the global weights by the mean movement of some ranks, which go on from there."""
 
     @abstractmethod
     def checksum(self) -> int:
@@ -174,6 +184,14 @@ class Numbers(Models):
         mixed = np.add.reduceat(decision.weights * self.values[decision.donors], decision.begins)
         momentum, own = policy.replacement.momentum, self.values[decision.replaced]
         self.values[decision.replaced] = mixed + momentum * _finite(own - mixed) if momentum else mixed
+
+    def begin_together(self, members: Members, policy: OuterOptimizerPolicy) -> None:
+        self.values[members] = self.values[members][0]
+        self._outer = GlobalWeights(torch.from_numpy(self.values[members][:1]))
+
+    def step_together(self, members: Members, policy: OuterOptimizerPolicy, iteration: int) -> None:
+        self._outer.step(torch.from_numpy(self.values[members]).unsqueeze(1), policy.rule, 1.0)
+        self.values[members] = self._outer.weights.item()
 
     def checksum(self) -> int:
         return checksum(self.values)

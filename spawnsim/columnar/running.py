@@ -238,7 +238,7 @@ class _Running:
         self.turn = self._turn(1 if where.model_nbytes is None else where.model_nbytes)
         self.models = begin()  # after what the policy is refused for
         if where.model_nbytes is None:
-            self.turn = self._turn(self.models.nbytes)
+            self.turn = self._turn(self.models.nbytes, self.models.whole_nbytes)
         self.durations = Durations(
             model, plan, where.ranks, blocks=where.iterations, seed=where.seed, streams=where.streams
         )
@@ -249,8 +249,9 @@ class _Running:
         self.blocks = self.replaced = 0
         self.digest = hashlib.blake2b(digest_size=16)
 
-    def _turn(self, nbytes: int | None) -> Turn:
-        return turn_of(self.policy, self.group, nbytes, seed=self.where.seed, streams=self.where.streams)
+    def _turn(self, nbytes: int | None, whole_nbytes: int | None = None) -> Turn:
+        draws: dict[str, Any] = {"seed": self.where.seed, "streams": self.where.streams}
+        return turn_of(self.policy, self.group, nbytes, whole_nbytes=whole_nbytes, **draws)
 
     def go(self) -> Run:
         """Run to the end, or until nobody is left."""
@@ -259,7 +260,7 @@ class _Running:
             clock[:] = self.durations.ends(clock)
             self.blocks += self.group.size
             self.turn.tick()
-            if self.turn.cadence.due(iteration):
+            if self.turn.due(iteration):
                 self._meet(iteration)
             if not self.group.size:
                 break

@@ -20,13 +20,19 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from spawnsim.columnar import exchange
-from spawnsim.columnar.decisions import Decision
-from spawnsim.columnar.models import Members, Models
+from spawnsim.columnar.decisions import Decision, Members
+from spawnsim.columnar.models import Models
 from spawnsim.errors import ParameterError, ProgramError, SpawnsimError, UnsupportedError, UsageError
-from spawnsim.policies import AsyncSelectiveAveragingPolicy, AverageAllPolicy, SpawnPolicy
-from spawnsim.policies.state.layout import Layout, collect
+from spawnsim.policies import (
+    AsyncSelectiveAveragingPolicy,
+    AverageAllPolicy,
+    OuterOptimizerPolicy,
+    SpawnPolicy,
+)
+from spawnsim.policies.state.layout import Layout, StateScope, collect
 from spawnsim.random import WORLD, Streams, seeded
 from spawnsim.record.recorder import document
+from spawnsim.scenario import memory_B
 from spawnsim.training import structure
 from spawnsim.training.arena import STEP, Arena, Plan
 from spawnsim.training.functions import Alone
@@ -136,6 +142,7 @@ class Trained(Models):
             self._score = self._open_score()
         self._settings = tuple([self._arena.rule.settings(group) for group in optimizer.param_groups])
         self.nbytes = self._nbytes_of(policy)
+        self.whole_nbytes = Layout.of(collect(self._pattern, None, StateScope())).nbytes
 
     def _begin(self) -> tuple[nn.Module, torch.optim.Optimizer]:
         """Build all ranks' models, and keep their values in rows; return the first, and its optimizer."""
@@ -175,8 +182,8 @@ class Trained(Models):
                 given[f"{name} of {place.name}"] = arena.rows[name].new_empty(place.shape)
             if STEP in arena.rows:
                 given[f"{STEP} of {place.name}"] = arena.rows[STEP].new_empty(())
-        # An average sums the tensors where they are; a message is laid out, each dtype on a cache line.
-        if isinstance(policy, AverageAllPolicy):
+        # Sums are of the tensors; a message is laid out, each dtype on a cache line.
+        if isinstance(policy, (AverageAllPolicy, OuterOptimizerPolicy)):
             return sum(each.nbytes for each in given.values())
         return Layout.of(given).nbytes
 
@@ -350,6 +357,19 @@ class Trained(Models):
     def replace(self, decision: Decision, policy: AsyncSelectiveAveragingPolicy) -> None:
         exchange.replace(self._arena, decision, policy)
 
+    def begin_together(self, members: Members, policy: OuterOptimizerPolicy) -> None:
+        self._outer = exchange.begin_together(self._arena, members, policy)
+
+    def step_together(self, members: Members, policy: OuterOptimizerPolicy, iteration: int) -> None:
+        ranks = np.arange(self._ranks)[members].tolist()
+        rates = {own[0] for own in self._rates_of(ranks, iteration)} if policy.inner_lr else {1.0}
+        if len(rates) > 1:
+            raise UsageError(
+                f"columnar: {type(policy).__name__} with inner_lr, and ranks whose learning rates differ: each would "
+                "have global weights of its own"
+            )
+        exchange.step_together(self._arena, members, policy, outer=self._outer, scale=rates.pop())
+
     # -------------------------------------------------------------------------------------------------- looking
     def model(self, rank: int | None) -> nn.Module:
         """Return a copy of a rank's model; None: with the mean of those that are alive."""
@@ -405,7 +425,14 @@ def _arena_of(model: nn.Module, optimizer: torch.optim.Optimizer, ranks: int) ->
     if not plan.trained:
         raise UnsupportedError(f"columnar: the optimizer trains no parameter of {type(model).__name__}")
     states = max((rule.states(rule.settings(group)) for group in optimizer.param_groups), key=len)
-    return Arena(plan, next(model.parameters()), rule, states=states, capacity=ranks)
+    like = next(model.parameters())
+    nbytes = ranks * plan.width * like.element_size() * (1 + len(states))
+    if like.device.type == "cpu" and nbytes > memory_B():
+        raise ParameterError(
+            f"ranks={ranks:,}: weights and optimizers of {type(model).__name__} take {nbytes / 1e9:,.0f} GB; this "
+            f"machine has {memory_B() / 1e9:,.0f} GB"
+        )
+    return Arena(plan, like, rule, states=states, capacity=ranks)
 
 
 def _at(ranks: Sequence[int]) -> Rows:

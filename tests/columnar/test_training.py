@@ -21,6 +21,7 @@ from spawnsim.policies import (
     AsyncSelectiveAveragingPolicy,
     AverageAllPolicy,
     DecentralizedAveragingPolicy,
+    OuterOptimizerPolicy,
     StateScope,
 )
 from spawnsim.policies.exchange.replacement import Contribution, nonfinite_donors, normalized
@@ -144,9 +145,15 @@ def test_averaged_models_are_those_of_ordinary_ranks(name):
     given = dict(AVERAGING[name])
     ranks, policy = given.pop("ranks", 12), {"travels": given.pop("travels", None)}
     policy |= {"momentum": given.pop("momentum", 0.0)}
-    how, world = training(**given), {"ranks": ranks, "stragglers": STRAGGLERS, "seed": 5}
-    own = columnar.run(AverageAllPolicy(4, **policy), iterations=19, training=how, sample=ranks, **world)
-    ordinary, models = on_ordinary_ranks(how, lambda: AverageAllPolicy(4, **policy), iterations=19, **world)
+    models = assert_as_on_ordinary_ranks(training(**given), partial(AverageAllPolicy, 4, **policy), ranks)
+    assert ranks == 1 or not torch.allclose(models[0], models[1], atol=1e-3)
+
+
+def assert_as_on_ordinary_ranks(how, policy, ranks):
+    """Run a policy over columns and on ordinary ranks; return the models of these."""
+    world = {"ranks": ranks, "stragglers": STRAGGLERS, "seed": 5}
+    own = columnar.run(policy(), iterations=19, training=how, sample=ranks, **world)
+    ordinary, models = on_ordinary_ranks(how, policy, iterations=19, **world)
     assert np.abs(last_of(own, "time_s") - ordinary.table["ended_s"]).max() <= EQUAL_S
     np.testing.assert_allclose(last_of(own, "loss"), ordinary.table["loss"], rtol=1e-4)
     assert [own.totals[each] for each in ("messages", "bytes")] == [
@@ -155,7 +162,89 @@ def test_averaged_models_are_those_of_ordinary_ranks(name):
     for rank, model in enumerate(models):
         torch.testing.assert_close(vector(how.model(rank)), model, rtol=1e-4, atol=1e-5)
     torch.testing.assert_close(vector(how.model()), torch.stack(models).mean(0), rtol=1e-4, atol=1e-5)
-    assert ranks == 1 or not torch.allclose(models[0], models[1], atol=1e-3)
+    return models
+
+
+OUTER = {
+    "DiLoCo": (OuterOptimizerPolicy, {}, {"optimizer": "adam"}),
+    "40 ranks": (OuterOptimizerPolicy, {}, {"ranks": 40}),
+    "alone": (OuterOptimizerPolicy, {}, {"ranks": 1}),
+    "FedAvg, state begun anew": (
+        OuterOptimizerPolicy.fedavg, {"travels": StateScope(frozen=False, optimizer_state="reset")}, {},
+    ),
+    "SlowMo": (OuterOptimizerPolicy.slowmo, {}, {"build": alike, "schedule": lambda i: 0.9**i}),
+    "sign": (OuterOptimizerPolicy, {"sign": True, "lr": 0.01}, {}),
+    "a frozen layer": (OuterOptimizerPolicy, {}, {"build": partly}),
+    "a frozen layer that travels": (OuterOptimizerPolicy, {"travels": StateScope()}, {"build": partly}),
+    "in every iteration": (OuterOptimizerPolicy, {"average_every": 1}, {}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", OUTER)
+def test_outer_optimizers_make_the_models_of_ordinary_ranks(name):
+    """Weights, losses, clocks and bytes."""
+    kind, given, other = OUTER[name]
+    ranks, policy = other.get("ranks", 12), partial(kind, **{"average_every": 4} | given)
+    how = training(**{key: value for key, value in other.items() if key != "ranks"})
+    assert_as_on_ordinary_ranks(how, policy, ranks)
+
+
+def test_an_outer_step_leaves_out_what_is_not_finite():
+    """As if it had not moved; the state that is not finite is forgotten."""
+    assert_as_on_ordinary_ranks(
+        training(data=half_spoilt, optimizer="adam"), partial(OuterOptimizerPolicy, 4), 12
+    )
+
+
+def test_ranks_die_and_the_others_make_outer_steps():
+    """They meet anew, with the global weights that they have."""
+    how = training()
+    world = {"ranks": 20, "iterations": 15, "faults": "crash:0@0.05s; crash:17@0.08s", "compute": "10 ms"}
+    run = columnar.run(OuterOptimizerPolicy(2), training=how, **world)
+    alive = [vector(how.model(rank)) for rank in range(1, 20) if rank != 17]
+    assert all(torch.equal(each, alive[0]) for each in alive)
+    assert [event["alive"] for event in run.events if event["kind"] == "round"][-1] == 18
+
+
+def test_numbers_stand_for_models_of_an_outer_optimizer():
+    """Plain gradient descent on the mean movement, with momentum."""
+
+    class Even:
+        def begin(self, ranks, seed):
+            return np.arange(ranks, dtype=float)
+
+        def train(self, quality, first, count):
+            quality += count * (1.0 + np.arange(len(quality)) % 2)
+
+        def metric(self, quality, iteration):
+            return quality
+
+    seen = []
+    policy = OuterOptimizerPolicy(2, lr=0.5, momentum=0.5, nesterov=False)
+    columnar.run(
+        policy, ranks=4, iterations=6, model_nbytes=8, quality=Even(),
+        on_round=lambda told: seen.append(told.metrics.tolist()),
+    )  # fmt: skip
+    # From 1.0 on, two iterations each: the mean moves by 3, then momentum takes half of it along.
+    begun = 1.0
+    assert seen[0] == [1.0, 3.0, 3.0, 5.0]
+    assert seen[1] == [begun + 2, begun + 4] * 2
+    assert seen[2] == [begun + 1.5 + 2, begun + 1.5 + 4] * 2
+
+
+@pytest.mark.parametrize(
+    ("given", "words"), [({"fragments": 2}, "fragments=2"), ({"compression": "float16"}, "compression")]
+)
+def test_outer_optimizers_without_a_form_over_columns_are_refused(given, words):
+    """By name."""
+    with pytest.raises(UnsupportedError, match=words):
+        columnar.run(OuterOptimizerPolicy(4, **given), ranks=10, iterations=9, training=training())
+
+
+def test_learning_rates_that_differ_cannot_scale_one_outer_step():
+    """Each rank would have global weights of its own."""
+    with pytest.raises(UsageError, match="learning rates differ"):
+        columnar.run(OuterOptimizerPolicy.slowmo(4), ranks=10, iterations=9, training=training())
 
 
 def by_plain_torch(how, ranks, iterations, seed, policy, decisions):
@@ -676,6 +765,21 @@ def test_what_functions_return_is_looked_at(given, words):
     """And told in words of theirs, before anything is trained."""
     with pytest.raises(UsageError, match=words):
         columnar.run(AverageAllPolicy(4), ranks=10, iterations=9, training=training(**given))
+
+
+def test_more_models_than_there_is_memory_for_are_refused():
+    """Before they are built: rows that nobody has touched take none, so it would be noticed too late."""
+    made = []
+
+    def large(rng):
+        made.append(nn.Linear(1000, 2000))
+        return made[-1], torch.optim.Adam(made[-1].parameters())
+
+    with pytest.raises(
+        ParameterError, match=r"ranks=1,000,000: weights and optimizers of Linear take 24,0\d\d GB"
+    ):
+        columnar.run(AverageAllPolicy(4), ranks=10**6, iterations=9, training=training(build=large))
+    assert len(made) == 1
 
 
 def test_a_buffer_that_ranks_share_is_refused():
