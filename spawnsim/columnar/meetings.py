@@ -150,7 +150,7 @@ class Group:
             clock[rank] = self.plan.awake_s(rank, float(clock[rank]))
 
 
-_OTHERS = {"allreduce": "rabenseifner", "allgather": "bruck"}
+_OTHERS = {"allreduce": "rabenseifner", "allgather": "bruck", "bcast": "binomial"}
 
 
 class Turn(ABC):
@@ -173,17 +173,14 @@ class Turn(ABC):
     def tick(self) -> None:  # noqa: B027  most policies do nothing in a call that is not their turn
         """Note that all ranks have called the policy once more."""
 
-    def _gather(self, nbytes: int) -> bool:
-        """Let all tell each other something; return whether that has few enough steps to be gone through."""
-        feasible = self.group.feasible("allgather", nbytes)
-        if feasible:
-            self.group.meet("allgather", nbytes)
-        return feasible
-
-    def _note_left_out(self) -> None:
+    def _meet_once(self, operation: str, nbytes: int, what: str) -> None:
+        """Let a new group make a call: left out of the times, with a note, where its algorithm has too many steps."""
+        if self.group.feasible(operation, nbytes):
+            self.group.meet(operation, nbytes)
+            return
         self.notes[
-            f"the first averaging of {self.group.size:,} ranks compares layouts in an Allgather, which takes a "
-            'step for each rank: it is left out of the times; allgather = "bruck" in [collectives] takes it in'
+            f"the first meeting of {self.group.size:,} ranks {what}, which takes a step for each rank: left out of the "
+            f'times; {operation} = "{_OTHERS[operation]}" in [collectives] takes it in'
         ] = None
 
     @abstractmethod
@@ -226,8 +223,7 @@ class AveragingTurn(Turn):
     def _agree(self) -> None:
         """Let a new group compare the layouts of its models, once."""
         self._agreed = self.group.size
-        if not self._gather(DIGEST_NBYTES):
-            self._note_left_out()
+        self._meet_once("allgather", DIGEST_NBYTES, "compares layouts in an Allgather")
 
 
 class OuterTurn(Turn):
@@ -248,11 +244,13 @@ class OuterTurn(Turn):
     def act(self, iteration: int, metrics: Floats, models: Models) -> Decision | None:
         group, begin = self.group, not self._met
         if self._met != group.size:
-            if not (self._gather(PLACE_NBYTES) and self._gather(DIGEST_NBYTES)):
-                self._note_left_out()
+            for nbytes in (PLACE_NBYTES, DIGEST_NBYTES):
+                self._meet_once(
+                    "allgather", nbytes, "compares how far all are, and layouts, in an Allgather each"
+                )
             self._met = group.size
         if begin:
-            group.meet("bcast", self._whole_nbytes)
+            self._meet_once("bcast", self._whole_nbytes, "takes over the first one's model in a Bcast")
             models.begin_together(group.at, self._policy)
         else:
             group.meet("allreduce", self.nbytes)
