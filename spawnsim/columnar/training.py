@@ -10,8 +10,10 @@ import copy
 import random
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, field
+from functools import partial
+from itertools import compress
 from typing import Any
 
 import numpy as np
@@ -40,6 +42,7 @@ from spawnsim.training.objective import Objective, as_outputs, of_row, of_rows, 
 from spawnsim.training.row_step import Rows, RowStep, chunk_of
 from spawnsim.training.settings import Settings
 from spawnsim.training.steps import require_alike
+from spawnsim.training.threads import Threads
 from spawnsim.virtual.digest import checksum
 from spawnsim.virtual.network.cost import Floats
 
@@ -192,23 +195,43 @@ class Trained(Models):
         self._members, self._scored = np.arange(self._ranks)[members], False
         if (how := self._holder()) is not None:
             how._trained = self
-        chunk = chunk_of(self._arena)
+        chunk, iterations = chunk_of(self._arena), range(first, first + count)
+        ranks = self._members.tolist()
+        chunks = [ranks[begin : begin + chunk] for begin in range(0, len(ranks), chunk)]
         # Batches are to be drawn from the rank's streams; what draws otherwise does the same each time, too.
         with self._generators.in_place(), torch.inference_mode(False), torch.enable_grad():
-            for begin in range(0, len(self._members), chunk):
-                ranks = self._members[begin : begin + chunk].tolist()
-                for iteration in range(first, first + count):
-                    self._step(ranks, iteration)
+            if torch.get_num_threads() > 1 and len(chunks) > 1:
+                self._train_side_by_side(chunks, iterations)
+                return
+            for ranks in chunks:
+                for iteration in iterations:
+                    staged = self._staged(ranks, iteration)
+                    step = self._step_for(staged)
+                    with step.traced.repeating():
+                        self._compute(iteration, (ranks, staged, step))
 
-    def _step(self, ranks: list[int], iteration: int) -> None:
-        staged = self._staged(ranks, iteration)
-        rates = self._rates_of(ranks, iteration)
-        step = self._step_for(staged)
+    def _train_side_by_side(self, chunks: Sequence[list[int]], iterations: range) -> None:
+        """Compute chunks at the same time: batches of all are drawn first, in this thread."""
+        with closing(Threads(torch.get_num_threads())) as threads:
+            for iteration in iterations:
+                staged = [self._staged(ranks, iteration) for ranks in chunks]
+                given = [*zip(chunks, staged, map(self._step_for, staged), strict=True)]
+                with ExitStack() as repeating:
+                    for step in {id(step): step for _, _, step in given}.values():
+                        repeating.enter_context(step.traced.repeating())
+                    # What is not repeated from a record may be anything of Python's.
+                    ready = [step.traced.ready(len(ranks)) for ranks, _, step in given]
+                    for each in compress(given, [not is_so for is_so in ready]):
+                        self._compute(iteration, each)
+                    threads.map(partial(self._compute, iteration), [*compress(given, ready)])
+
+    def _compute(self, iteration: int, given: tuple[list[int], list[Tensor], RowStep]) -> None:
+        """Make a step of some ranks, with their batches."""
+        ranks, staged, step = given
         at = _at(ranks)
-        with step.traced.repeating():
-            gradient, losses, *_ = step.differentiate(self._arena.of(at), staged)
+        gradient, losses, *_ = step.differentiate(self._arena.of(at), staged)
         with torch.no_grad():
-            step.update(at, gradient, rates, self._settings)
+            step.update(at, gradient, self._rates_of(ranks, iteration), self._settings)
         self._losses[ranks] = losses.double().cpu().numpy()
 
     def _step_for(self, staged: Sequence[Tensor]) -> RowStep:

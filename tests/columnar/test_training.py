@@ -26,6 +26,8 @@ from spawnsim.policies import (
 )
 from spawnsim.policies.exchange.replacement import Contribution, nonfinite_donors, normalized
 from spawnsim.policies.state.layout import collect
+from spawnsim.training import row_step, tracing
+from spawnsim.training.threads import Threads
 from tests.columnar.test_columnar import EQUAL_S, STRAGGLERS, last_of
 
 CENTRES = torch.randn(4, 6, generator=torch.Generator().manual_seed(1))
@@ -510,6 +512,33 @@ def test_what_data_changes_of_the_loss_counts_at_once():
         columnar.run(AverageAllPolicy(4), ranks=10, iterations=7, training=each)
     for rank in range(10):
         torch.testing.assert_close(vector(how.model(rank)), vector(plain.model(rank)), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("optimizer", ["momentum", "groups"])
+def test_threads_compute_chunks_side_by_side(monkeypatch, optimizer):
+    """To the same bits; batches are drawn in turn, once each."""
+    monkeypatch.setattr(row_step, "CHUNK", (16, 16))
+    monkeypatch.setattr(tracing, "CALLS_BEFORE", 1)
+    before, mapped, found = torch.get_num_threads(), Threads.map, []
+
+    def counted(self, call, items):
+        found.append(len(items))
+        return mapped(self, call, items)
+
+    monkeypatch.setattr(Threads, "map", counted)
+    digests = []
+    try:
+        for count in (1, 2, 3):
+            monkeypatch.setenv("OMP_NUM_THREADS", str(count))
+            torch.set_num_threads(count)
+            run = columnar.run(
+                AverageAllPolicy(4), ranks=75, iterations=14, training=training(optimizer=optimizer)
+            )
+            digests.append(run.totals["digest"])
+            assert (5 in found) == (count > 1)
+    finally:
+        torch.set_num_threads(before)
+    assert digests[0] == digests[1] == digests[2]
 
 
 def test_a_run_leaves_no_memory_behind_and_copies_are_fresh():
