@@ -12,9 +12,8 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, field
-from functools import partial
 from itertools import compress
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -111,6 +110,15 @@ class Training:
         return self._trained.model(rank)
 
 
+class _Given(NamedTuple):
+    """A step of some ranks: their batches, by input, their learning rates, and how it is computed."""
+
+    ranks: list[int]
+    staged: list[Tensor]
+    rates: list[tuple[float, ...]]
+    step: RowStep
+
+
 class Trained(Models):
     """The models of a run.
 
@@ -205,34 +213,35 @@ class Trained(Models):
                 return
             for ranks in chunks:
                 for iteration in iterations:
-                    staged = self._staged(ranks, iteration)
-                    step = self._step_for(staged)
-                    with step.traced.repeating():
-                        self._compute(iteration, (ranks, staged, step))
+                    given = self._given(ranks, iteration)
+                    with given.step.traced.repeating():
+                        self._compute(given)
 
     def _train_side_by_side(self, chunks: Sequence[list[int]], iterations: range) -> None:
         """Compute chunks at the same time: batches of all are drawn first, in this thread."""
         with closing(Threads(torch.get_num_threads())) as threads:
             for iteration in iterations:
-                staged = [self._staged(ranks, iteration) for ranks in chunks]
-                given = [*zip(chunks, staged, map(self._step_for, staged), strict=True)]
+                given = [self._given(ranks, iteration) for ranks in chunks]
                 with ExitStack() as repeating:
-                    for step in {id(step): step for _, _, step in given}.values():
+                    for step in {id(each.step): each.step for each in given}.values():
                         repeating.enter_context(step.traced.repeating())
                     # What is not repeated from a record may be anything of Python's.
-                    ready = [step.traced.ready(len(ranks)) for ranks, _, step in given]
+                    ready = [each.step.traced.ready(len(each.ranks)) for each in given]
                     for each in compress(given, [not is_so for is_so in ready]):
-                        self._compute(iteration, each)
-                    threads.map(partial(self._compute, iteration), [*compress(given, ready)])
+                        self._compute(each)
+                    threads.map(self._compute, [*compress(given, ready)])
 
-    def _compute(self, iteration: int, given: tuple[list[int], list[Tensor], RowStep]) -> None:
-        """Make a step of some ranks, with their batches."""
-        ranks, staged, step = given
-        at = _at(ranks)
-        gradient, losses, *_ = step.differentiate(self._arena.of(at), staged)
+    def _given(self, ranks: list[int], iteration: int) -> _Given:
+        """Return what a step of some ranks is given: all that the program's functions have a part in."""
+        staged, rates = self._staged(ranks, iteration), self._rates_of(ranks, iteration)
+        return _Given(ranks, staged, rates, self._step_for(staged))
+
+    def _compute(self, given: _Given) -> None:
+        at = _at(given.ranks)
+        gradient, losses, *_ = given.step.differentiate(self._arena.of(at), given.staged)
         with torch.no_grad():
-            step.update(at, gradient, self._rates_of(ranks, iteration), self._settings)
-        self._losses[ranks] = losses.double().cpu().numpy()
+            given.step.update(at, gradient, given.rates, self._settings)
+        self._losses[given.ranks] = losses.double().cpu().numpy()
 
     def _step_for(self, staged: Sequence[Tensor]) -> RowStep:
         """Return the step for inputs of one kind, and for what the loss reads now."""

@@ -493,7 +493,7 @@ def test_infinities_that_all_have_are_no_fault():
     assert torch.equal(vector(other.model(0)), vector(other.model(11)))
 
 
-def test_what_data_changes_of_the_loss_counts_at_once():
+def test_what_data_or_schedule_change_of_the_loss_counts_at_once():
     """A setting that moves in every iteration, as a schedule would."""
     scale = {"now": 1.0}
 
@@ -505,13 +505,21 @@ def test_what_data_changes_of_the_loss_counts_at_once():
     def loss(model, x, y):
         return scale["now"] * loss_of(model, x, y)
 
+    def also(iteration):
+        scale["now"] = 1.0 + iteration
+        return 1 / (1 + iteration)
+
     how = training(data=moving, loss=loss, optimizer="plain", schedule=lambda i: 1 / (1 + i))
+    other = training(loss=loss, optimizer="plain", schedule=also)
     plain = training(optimizer="plain")
-    for each in (how, plain):
+    for each in (how, other, plain):
         scale["now"] = 1.0
         columnar.run(AverageAllPolicy(4), ranks=10, iterations=7, training=each)
     for rank in range(10):
-        torch.testing.assert_close(vector(how.model(rank)), vector(plain.model(rank)), rtol=1e-4, atol=1e-5)
+        for each in (how, other):
+            torch.testing.assert_close(
+                vector(each.model(rank)), vector(plain.model(rank)), rtol=1e-4, atol=1e-5
+            )
 
 
 @pytest.mark.parametrize("optimizer", ["momentum", "groups"])
