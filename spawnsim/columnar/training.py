@@ -7,10 +7,9 @@ turns of the policy the steps of a chunk of ranks follow each other while its ro
 from __future__ import annotations
 
 import copy
-import random
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import ExitStack, closing
 from dataclasses import dataclass, field
 from itertools import compress
 from typing import Any, NamedTuple
@@ -23,7 +22,19 @@ from torch.func import functional_call
 from spawnsim.columnar import exchange
 from spawnsim.columnar.decisions import Decision, Members
 from spawnsim.columnar.models import Models
-from spawnsim.errors import ParameterError, ProgramError, SpawnsimError, UnsupportedError, UsageError
+from spawnsim.columnar.program import (
+    Generators,
+    arena_of,
+    built,
+    generators_kept,
+    in_words,
+    kind_of,
+    name_of,
+    refused,
+    told_of,
+    version,
+)
+from spawnsim.errors import ParameterError, UnsupportedError, UsageError
 from spawnsim.policies import (
     AsyncSelectiveAveragingPolicy,
     AverageAllPolicy,
@@ -33,14 +44,11 @@ from spawnsim.policies import (
 from spawnsim.policies.state.layout import Layout, StateScope, collect
 from spawnsim.random import WORLD, Streams, seeded
 from spawnsim.record.recorder import document
-from spawnsim.scenario import memory_B
 from spawnsim.training import structure
-from spawnsim.training.arena import STEP, Arena, Plan
-from spawnsim.training.functions import Alone
+from spawnsim.training.arena import STEP, Arena
 from spawnsim.training.objective import Objective, as_outputs, of_row, of_rows, tensors, trial
 from spawnsim.training.row_step import Rows, RowStep, chunk_of
 from spawnsim.training.settings import Settings
-from spawnsim.training.steps import require_alike
 from spawnsim.training.threads import Threads
 from spawnsim.virtual.digest import checksum
 from spawnsim.virtual.network.cost import Floats
@@ -146,7 +154,7 @@ class Trained(Models):
         self._losses, self._scores = np.full(ranks, np.nan), np.full(ranks, np.nan)
         self._scored = False  # since the last step
         self._steps: dict[Any, RowStep] = {}
-        self._generators = _Generators(Streams(seed, WORLD))
+        self._generators = Generators(Streams(seed, WORLD))
         with torch.inference_mode(False), torch.enable_grad():
             self._pattern, optimizer = self._begin()
             self._of_loss = self._settings_of(how.loss)
@@ -163,15 +171,15 @@ class Trained(Models):
         how, kind = self._how, None
         for rank in range(self._ranks):
             streams = Streams(self._seed, rank)
-            with _generators_kept(), seeded(streams):
-                with _told(how.build, rank):
-                    model, optimizer = _built(how.build(streams), rank)
-                with _told(how.data, rank):
+            with generators_kept(), seeded(streams):
+                with told_of(how.build, rank):
+                    model, optimizer = built(how.build(streams), rank)
+                with told_of(how.data, rank):
                     self._data.append(iter(how.data(streams, rank, self._ranks)))
-            own = _kind_of(model, optimizer, rank)
+            own = kind_of(model, optimizer, rank)
             if first is None:
                 first, kind = (model, optimizer), own
-                self._arena = _arena_of(model, optimizer, self._ranks)
+                self._arena = arena_of(model, optimizer, self._ranks)
             if own != kind:
                 raise UnsupportedError(
                     f"columnar: the model or optimizer of rank {rank} differs from that of rank 0 in more than weights "
@@ -256,7 +264,7 @@ class Trained(Models):
         rates = [self._rates[rank] for rank in ranks]
         if self._how.schedule is None:
             return rates
-        with _told(self._how.schedule, iteration=iteration):
+        with told_of(self._how.schedule, iteration=iteration):
             factor = float(self._how.schedule(iteration))
         return [tuple([factor * each for each in own]) for own in rates]
 
@@ -266,11 +274,11 @@ class Trained(Models):
         for rank in ranks:
             batch = self._next(rank, iteration)
             batches.append(batch)
-            versions.append([*map(_version, batch)])
+            versions.append([*map(version, batch)])
         changed = [
             rank
             for rank, batch, told in zip(ranks, batches, versions, strict=True)
-            if [*map(_version, batch)] != told
+            if [*map(version, batch)] != told
         ]
         if changed:
             raise UsageError(
@@ -286,7 +294,7 @@ class Trained(Models):
             ) from error
 
     def _next(self, rank: int, iteration: int) -> tuple[Tensor, ...]:
-        with _told(self._how.data, rank, iteration):
+        with told_of(self._how.data, rank, iteration):
             batch = next(self._data[rank], ENDED)
         if batch is ENDED:
             raise UsageError(
@@ -296,26 +304,26 @@ class Trained(Models):
         found = (batch,) if isinstance(batch, Tensor) else batch
         if not isinstance(found, (tuple, list)) or not all(isinstance(each, Tensor) for each in found):
             raise UsageError(
-                f"columnar: the batch of rank {rank} in iteration {iteration} is {_kind(batch)}: yield a tensor, or a "
-                "tuple of tensors"
+                f"columnar: the batch of rank {rank} in iteration {iteration} is {in_words(batch)}: yield a tensor, or "
+                "a tuple of tensors"
             )
         return tuple(found)
 
     def _open(self, inputs: Sequence[Tensor]) -> RowStep:
         """Return a step for inputs of one kind; say what vmap has against it."""
         how, arena = self._how, self._arena
-        name = _name(how.loss)
+        name = name_of(how.loss)
         objective = Objective(self._pattern, how.loss, self._of_loss)
         step = RowStep(arena, objective, max_norm=how.max_norm)
-        with _told(how.loss):  # the program's own errors, before what vmap has against it
+        with told_of(how.loss):  # the program's own errors, before what vmap has against it
             _, found = of_row(arena.plan, objective, _copied(arena), inputs)
         loss: Any = found[0]
         if not isinstance(loss, Tensor) or loss.dim() or not loss.requires_grad:
             raise UsageError(
-                f"columnar: {name} returned {_kind(loss)}: return a tensor without dimensions that depends on the "
+                f"columnar: {name} returned {in_words(loss)}: return a tensor without dimensions that depends on the "
                 "model's weights"
             )
-        with _refused(name):
+        with refused(name):
             trial(objective, arena, step.gradient, inputs)
         unused = step.open(slice(0, 1), inputs)
         if unused:
@@ -329,7 +337,7 @@ class Trained(Models):
         try:
             return Settings(function, self._pattern)
         except structure.Unequal as why:
-            raise UnsupportedError(f"columnar: {_name(function)} has no form over columns: {why}") from why
+            raise UnsupportedError(f"columnar: {name_of(function)} has no form over columns: {why}") from why
 
     # -------------------------------------------------------------------------------------------------- judging
     def metrics(self, iteration: int) -> Floats:
@@ -339,7 +347,7 @@ class Trained(Models):
         losses, score = {"loss": self._losses}, self._how.score
         if score is None:
             return losses
-        name = _name(score)
+        name = name_of(score)
         return losses | {name if name.isidentifier() and name not in COLUMNS else "score": self._evaluated()}
 
     def _open_score(self) -> tuple[Settings, Callable[..., Any]] | None:
@@ -349,17 +357,19 @@ class Trained(Models):
             return None
         settings = self._settings_of(score)
         objective = Objective(self._pattern, score, settings)
-        with _told(score), torch.no_grad():
+        with told_of(score), torch.no_grad():
             _, found = of_row(arena.plan, objective, _copied(arena), ())
         value: Any = found[0]
         if len(found) > 1 or not isinstance(value, Tensor) or value.dim():
-            what = "several values" if len(found) > 1 else _kind(value)
-            raise UsageError(f"columnar: {_name(score)} returned {what}: return a tensor without dimensions")
+            what = "several values" if len(found) > 1 else in_words(value)
+            raise UsageError(
+                f"columnar: {name_of(score)} returned {what}: return a tensor without dimensions"
+            )
 
         def outcome(trained: Any, fixed: Any) -> Tensor:
             return as_outputs(functional_call(objective, {**trained, **fixed}, ()))[0]
 
-        with _refused(_name(score)), torch.no_grad():
+        with refused(name_of(score)), torch.no_grad():
             trial(objective, arena, outcome, (), trains=False)
         return settings, of_rows(objective.model, outcome, (0, 0))
 
@@ -423,50 +433,6 @@ class Trained(Models):
         return {"training": document(self._how)}
 
 
-# ---------------------------------------------------------------------------------------------------------- models
-def _built(made: Any, rank: int) -> tuple[nn.Module, torch.optim.Optimizer]:
-    model, optimizer = made if isinstance(made, tuple) and len(made) == 2 else (None, None)
-    if not isinstance(model, nn.Module) or not isinstance(optimizer, torch.optim.Optimizer):
-        raise UsageError(
-            f"columnar: build(rng) of rank {rank} returned {_kind(made)}: return (model, optimizer)"
-        )
-    return model, optimizer
-
-
-def _kind_of(model: nn.Module, optimizer: torch.optim.Optimizer, rank: int) -> Any:
-    """Return what is equal for models that train together."""
-    try:
-        rule = require_alike(model, optimizer)
-        if structure.statistics(model):
-            raise Alone("it keeps running statistics, as BatchNorm does")
-        if optimizer.state:
-            raise Alone("its optimizer has made steps already")
-        if hasattr(optimizer.step, "_wrapped_by_lr_sched"):
-            raise Alone("a scheduler moves its learning rate, which columns have as Training(schedule=...)")
-        settings = tuple([rule.settings(group) for group in optimizer.param_groups])
-        return Plan(model, optimizer).key(), structure.of_model(model), rule.kind, settings
-    except (Alone, structure.Unequal) as why:
-        raise UnsupportedError(
-            f"columnar: the {type(model).__name__} of rank {rank} has no form over columns: {why}; or run it on "
-            "virtual ranks"
-        ) from why
-
-
-def _arena_of(model: nn.Module, optimizer: torch.optim.Optimizer, ranks: int) -> Arena:
-    rule, plan = require_alike(model, optimizer), Plan(model, optimizer)
-    if not plan.trained:
-        raise UnsupportedError(f"columnar: the optimizer trains no parameter of {type(model).__name__}")
-    states = max((rule.states(rule.settings(group)) for group in optimizer.param_groups), key=len)
-    like = next(model.parameters())
-    nbytes = ranks * plan.width * like.element_size() * (1 + len(states))
-    if like.device.type == "cpu" and nbytes > memory_B():
-        raise ParameterError(
-            f"ranks={ranks:,}: weights and optimizers of {type(model).__name__} take {nbytes / 1e9:,.0f} GB; this "
-            f"machine has {memory_B() / 1e9:,.0f} GB"
-        )
-    return Arena(plan, like, rule, states=states, capacity=ranks)
-
-
 def _at(ranks: Sequence[int]) -> Rows:
     """Return rows as a part of an arena: a slice, whose views are not copied, where they follow each other."""
     if ranks[-1] - ranks[0] == len(ranks) - 1:
@@ -477,87 +443,3 @@ def _at(ranks: Sequence[int]) -> Rows:
 def _copied(arena: Arena) -> list[Tensor]:
     """Return the first row, as a copy: what is tried may write there."""
     return [each.clone() for each in arena.of(slice(0, 1))]
-
-
-def _version(tensor: Tensor) -> int:
-    """Return how often torch has changed a tensor's memory."""
-    return 0 if tensor.is_inference() else tensor._version
-
-
-# ---------------------------------------------------------------------------------------------------------- errors
-@contextmanager
-def _told(function: Any, rank: int = 0, iteration: int | None = None) -> Iterator[None]:
-    """Say of an error that a function of the program raises whose it is."""
-    try:
-        yield
-    except SpawnsimError:
-        raise
-    except Exception as error:
-        when = "" if iteration is None else f" in iteration {iteration}"
-        raise ProgramError(
-            f"columnar: {_name(function)} raised {type(error).__name__} for rank {rank}{when}: {error}"
-        ) from error
-
-
-@contextmanager
-def _refused(name: str) -> Iterator[None]:
-    """Say what vmap has against a function."""
-    try:
-        yield
-    except Exception as error:  # its refusals are of many classes
-        text = f"{error}".splitlines()[0].partition(". ")[0]
-        raise UnsupportedError(
-            f"columnar: {name} cannot be computed for many models at once: {type(error).__name__}: {text}; run it on "
-            "virtual ranks, where such models step alone"
-        ) from error
-
-
-def _name(function: Any) -> str:
-    return str(getattr(function, "__name__", type(function).__name__))
-
-
-def _kind(value: Any) -> str:
-    """Return what a value is, in words."""
-    if isinstance(value, Tensor):
-        constant = "" if value.requires_grad else ", which depends on no weight"
-        return f"a tensor of shape {tuple(value.shape)}{constant}"
-    return f"a {type(value).__name__}"
-
-
-# ------------------------------------------------------------------------------------------------------ generators
-def _states() -> tuple[Any, Any, Tensor]:
-    return random.getstate(), np.random.get_state(), torch.get_rng_state()
-
-
-def _set(states: tuple[Any, Any, Tensor]) -> None:
-    random.setstate(states[0])
-    np.random.set_state(states[1])
-    torch.set_rng_state(states[2])
-
-
-@contextmanager
-def _generators_kept() -> Iterator[None]:
-    """Leave the global generators as they were."""
-    states = _states()
-    try:
-        yield
-    finally:
-        _set(states)
-
-
-class _Generators:
-    """Global generators of a run, which go on where they were when they are in place again."""
-
-    def __init__(self, streams: Streams) -> None:
-        with _generators_kept(), seeded(streams):
-            self._own = _states()
-
-    @contextmanager
-    def in_place(self) -> Iterator[None]:
-        """Let them be the process's for a block."""
-        with _generators_kept():
-            _set(self._own)
-            try:
-                yield
-            finally:
-                self._own = _states()

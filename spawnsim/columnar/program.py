@@ -1,0 +1,154 @@
+"""What a program gives to columns: models that it builds, functions that may raise, generators that it draws from.
+
+Says whose fault something is, in words. Knows what rows can hold; must not know how models train or are exchanged.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from spawnsim.errors import ParameterError, ProgramError, SpawnsimError, UnsupportedError, UsageError
+from spawnsim.random import Streams, seeded
+from spawnsim.scenario import memory_B
+from spawnsim.training import structure
+from spawnsim.training.arena import Arena, Plan
+from spawnsim.training.functions import Alone
+from spawnsim.training.steps import require_alike
+
+
+# ---------------------------------------------------------------------------------------------------------- models
+def built(made: Any, rank: int) -> tuple[nn.Module, torch.optim.Optimizer]:
+    """Return what `build` has returned, if that is a model and its optimizer."""
+    model, optimizer = made if isinstance(made, tuple) and len(made) == 2 else (None, None)
+    if not isinstance(model, nn.Module) or not isinstance(optimizer, torch.optim.Optimizer):
+        raise UsageError(
+            f"columnar: build(rng) of rank {rank} returned {in_words(made)}: return (model, optimizer)"
+        )
+    return model, optimizer
+
+
+def kind_of(model: nn.Module, optimizer: torch.optim.Optimizer, rank: int) -> Any:
+    """Return what is equal for models that train together."""
+    try:
+        rule = require_alike(model, optimizer)
+        if structure.statistics(model):
+            raise Alone("it keeps running statistics, as BatchNorm does")
+        if optimizer.state:
+            raise Alone("its optimizer has made steps already")
+        if hasattr(optimizer.step, "_wrapped_by_lr_sched"):
+            raise Alone("a scheduler moves its learning rate, which columns have as Training(schedule=...)")
+        settings = tuple([rule.settings(group) for group in optimizer.param_groups])
+        return Plan(model, optimizer).key(), structure.of_model(model), rule.kind, settings
+    except (Alone, structure.Unequal) as why:
+        raise UnsupportedError(
+            f"columnar: the {type(model).__name__} of rank {rank} has no form over columns: {why}; or run it on "
+            "virtual ranks"
+        ) from why
+
+
+def arena_of(model: nn.Module, optimizer: torch.optim.Optimizer, ranks: int) -> Arena:
+    """Return rows for so many models like one, trained by optimizers like one."""
+    rule, plan = require_alike(model, optimizer), Plan(model, optimizer)
+    if not plan.trained:
+        raise UnsupportedError(f"columnar: the optimizer trains no parameter of {type(model).__name__}")
+    states = max((rule.states(rule.settings(group)) for group in optimizer.param_groups), key=len)
+    like = next(model.parameters())
+    nbytes = ranks * plan.width * like.element_size() * (1 + len(states))
+    if like.device.type == "cpu" and nbytes > memory_B():
+        raise ParameterError(
+            f"ranks={ranks:,}: weights and optimizers of {type(model).__name__} take {nbytes / 1e9:,.0f} GB; this "
+            f"machine has {memory_B() / 1e9:,.0f} GB"
+        )
+    return Arena(plan, like, rule, states=states, capacity=ranks)
+
+
+def version(tensor: Tensor) -> int:
+    """Return how often torch has changed a tensor's memory."""
+    return 0 if tensor.is_inference() else tensor._version
+
+
+# ---------------------------------------------------------------------------------------------------------- errors
+@contextmanager
+def told_of(function: Any, rank: int = 0, iteration: int | None = None) -> Iterator[None]:
+    """Say of an error that a function of the program raises whose it is."""
+    try:
+        yield
+    except SpawnsimError:
+        raise
+    except Exception as error:
+        when = "" if iteration is None else f" in iteration {iteration}"
+        raise ProgramError(
+            f"columnar: {name_of(function)} raised {type(error).__name__} for rank {rank}{when}: {error}"
+        ) from error
+
+
+@contextmanager
+def refused(name: str) -> Iterator[None]:
+    """Say what vmap has against a function."""
+    try:
+        yield
+    except Exception as error:  # its refusals are of many classes
+        text = f"{error}".splitlines()[0].partition(". ")[0]
+        raise UnsupportedError(
+            f"columnar: {name} cannot be computed for many models at once: {type(error).__name__}: {text}; run it on "
+            "virtual ranks, where such models step alone"
+        ) from error
+
+
+def name_of(function: Any) -> str:
+    """Return what a function is called in a sentence."""
+    return str(getattr(function, "__name__", type(function).__name__))
+
+
+def in_words(value: Any) -> str:
+    """Return what a value is, in words."""
+    if isinstance(value, Tensor):
+        constant = "" if value.requires_grad else ", which depends on no weight"
+        return f"a tensor of shape {tuple(value.shape)}{constant}"
+    return f"a {type(value).__name__}"
+
+
+# ------------------------------------------------------------------------------------------------------ generators
+def _states() -> tuple[Any, Any, Tensor]:
+    return random.getstate(), np.random.get_state(), torch.get_rng_state()
+
+
+def _set(states: tuple[Any, Any, Tensor]) -> None:
+    random.setstate(states[0])
+    np.random.set_state(states[1])
+    torch.set_rng_state(states[2])
+
+
+@contextmanager
+def generators_kept() -> Iterator[None]:
+    """Leave the global generators as they were."""
+    states = _states()
+    try:
+        yield
+    finally:
+        _set(states)
+
+
+class Generators:
+    """Global generators of a run, which go on where they were when they are in place again."""
+
+    def __init__(self, streams: Streams) -> None:
+        with generators_kept(), seeded(streams):
+            self._own = _states()
+
+    @contextmanager
+    def in_place(self) -> Iterator[None]:
+        """Let them be the process's for a block."""
+        with generators_kept():
+            _set(self._own)
+            try:
+                yield
+            finally:
+                self._own = _states()
