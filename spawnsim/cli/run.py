@@ -1,7 +1,7 @@
 """`spawnsim run FILE`: one program on virtual ranks, or on real ones.
 
 On real ranks (`--backend mpi|torch`) this process is the launcher of the job, or one of its ranks, of which rank 0
-alone prints. A launcher loads neither numpy nor torch nor MPI, and a rank nothing that starts processes.
+alone prints. A launcher loads neither torch nor MPI and has no threads, and a rank loads nothing that starts processes.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from spawnsim.options import (
     time_limit,
 )
 from spawnsim.run import Run, run
-from spawnsim.run.process_setup import stoppable
+from spawnsim.run.process_setup import loading_without_threads, stoppable
 from spawnsim.run.program import is_unmodified, program, refuse_arguments, require_main
 from spawnsim.run.real import Job, run_rank, tidy
 from spawnsim.run.result import shown
@@ -285,8 +285,18 @@ TURN_S = 0.5  # how long ranks other than 0 leave it to rank 0 to speak
 def run_real(options: argparse.Namespace, parameters: Mapping[str, Any]) -> int:
     """Run the program for real and return the exit code."""
     from spawnsim.real.launch.launchers import detect_launcher
-    from spawnsim.record import ranks_named
-    from spawnsim.record.folder import named
+    from spawnsim.real.launch.processes import monitor
+
+    here = detect_launcher()
+    starts = here.may_start and options.ranks not in (None, 1)
+    if not starts:
+        # Before anything is loaded: the fork must copy neither threads, as numpy has, nor a started MPI, and a rank has
+        # no monitor until then.
+        monitor(here.rank, os.environ)  # from here on this is the rank, and its parent its monitor
+    # A process with threads cannot see to it that its job dies with it.
+    with loading_without_threads() if starts else contextlib.nullcontext():
+        from spawnsim.record import ranks_named
+        from spawnsim.record.folder import named
 
     unfit = [OPTIONS[name] for name in VIRTUAL_ONLY if getattr(options, OPTIONS[name][2:]) is not None]
     if unfit:
@@ -298,8 +308,6 @@ def run_real(options: argparse.Namespace, parameters: Mapping[str, Any]) -> int:
         raise ParameterError(
             f"--survive: a job of --backend {options.backend} outlives no rank; take --backend mpi"
         )
-    here = detect_launcher()
-    starts = here.may_start and options.ranks not in (None, 1)
     # A run that goes on with fewer ranks keeps its own choice, of those that are left.
     ranks_named(options.record_ranks, None if options.resume else options.ranks if starts else here.size)
     if starts:
@@ -354,17 +362,13 @@ def _be_a_rank(options: argparse.Namespace, parameters: Mapping[str, Any], here:
         ENDED,
         REGISTRY,
         SURVIVE,
-        monitor,
         register,
         register_stage,
         scratch_folder,
     )
     from spawnsim.record.folder import require_free
 
-    # Before anything is loaded: the fork must copy neither threads nor a started MPI, and a rank has no monitor until
-    # then.
-    monitor(here.rank, os.environ)  # from here on this is the rank, and its parent its monitor
-    # After the fork, as the process that is the rank has another number than the one the launcher started.
+    # After the monitor's fork, as the process that is the rank has another number than the one the launcher started.
     register(here.rank, os.environ, os.getpid())
     if options.survive:
         os.environ[SURVIVE] = "1"

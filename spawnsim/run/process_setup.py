@@ -83,6 +83,20 @@ def use_one_thread() -> None:
 
 
 @contextmanager
+def loading_without_threads() -> Iterator[None]:
+    """Let numeric libraries that are loaded in the block begin no threads; the environment is the same afterwards."""
+    before = {name: os.environ.get(name) for name in VARIABLES}
+    os.environ.update(dict.fromkeys(VARIABLES, "1"))
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            os.environ.pop(name)
+            if value is not None:
+                os.environ[name] = value
+
+
+@contextmanager
 def one_thread() -> Iterator[None]:
     """While the block runs, torch uses one thread, loaded or not, unless the user has told it otherwise."""
     if TOLD in os.environ:

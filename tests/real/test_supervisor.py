@@ -25,6 +25,7 @@ prterun noticed that process rank 2 with PID 2449 on node here exited on
 signal 9 (Killed).
 --------------------------------------------------------------------------
 """
+FORKED = b"launcher noticed that process rank 2 with PID 2449 on node here exited on signal 9\n"
 ULFM = b"""NBC_Progress: an error 75 was found during schedule 0x5630b43edbb0 at row-offset 0 - aborting the schedule
 
 --------------------------------------------------------------------------
@@ -45,7 +46,7 @@ end without newline"""
 
 
 @pytest.mark.parametrize("size", [1, 7, 10_000])
-@pytest.mark.parametrize("banner", [MPICH, OPEN_MPI])
+@pytest.mark.parametrize("banner", [MPICH, OPEN_MPI, FORKED])
 def test_a_banner_is_taken_out_and_understood(banner: bytes, size: int) -> None:
     """However the text is cut on its way, the program's own text is left, and the process and signal are known."""
     text, found = b"before\n" + banner + PROGRAM, LauncherOutput()

@@ -1,12 +1,14 @@
 """Ranks of torch.distributed on this node, forked from one process that has loaded torch.
 
 `python -m spawnsim.real.launch.forked RANKS -m MODULE ARGUMENTS…`, or `RANKS FILE ARGUMENTS…`. To load torch takes each
-process 2 s, and a fork a millisecond. Ranks find what torchrun gives them: its variables, and a store that outlives
-rank 0. The first that fails ends the job with its status, and without a word: it has said why, or its monitor has.
+process 2 s, and a fork a millisecond. Where that could make a difference ranks load by themselves: if the program sets
+variables of the environment, which libraries read as they are loaded. Ranks find what torchrun tells them, and a store
+that outlives rank 0. The first that fails ends the job with its status: it has said why, or its monitor has.
 """
 
 from __future__ import annotations
 
+import builtins
 import gc
 import importlib
 import os
@@ -17,9 +19,11 @@ import sys
 import time
 import types
 from collections.abc import Iterable, Sequence
+from importlib.machinery import SourceFileLoader
 from importlib.util import find_spec
+from pathlib import Path
 
-from spawnsim.real.launch.processes import SPOKEN, dying_with_parent, signal_name
+from spawnsim.real.launch.processes import dying_with_parent
 
 LOADED = (
     "torch.distributed", "torch._dynamo", "spawnsim.cli.run", "spawnsim.policies", "spawnsim.real.torch",
@@ -38,7 +42,8 @@ def main(arguments: Sequence[str]) -> int:
     ranks, program = int(arguments[0]), arguments[1:]
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     listening = socket.create_server((HOST, 0))
-    loaded = _load()
+    loaded = not _sets_variables(program) and _load()
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # ignored by who started this, ranks would end unseen
     former = signal.pthread_sigmask(signal.SIG_BLOCK, AWAITED)
     parent, children = os.getpid(), dict[int, int]()
     for rank in range(ranks):
@@ -53,6 +58,15 @@ def main(arguments: Sequence[str]) -> int:
     status = _wait(children)
     del store
     return status
+
+
+def _sets_variables(program: Sequence[str]) -> bool:
+    """Return whether a program's text speaks of the environment, as in `os.environ["OMP_NUM_THREADS"] = "2"`."""
+    file = next((Path(word) for word in program if word.endswith(".py")), None)
+    if file is None or not file.is_file():
+        return False
+    text = file.read_bytes()
+    return b"environ" in text or b"putenv" in text
 
 
 def _load() -> bool:
@@ -77,7 +91,8 @@ def _variables(rank: int, ranks: int, port: int) -> dict[str, str]:
         "TORCHELASTIC_RESTART_COUNT": 0, "TORCHELASTIC_MAX_RESTARTS": 0, "TORCHELASTIC_RUN_ID": os.getppid(),
         "TORCHELASTIC_USE_AGENT_STORE": True,
     }  # fmt: skip
-    return {name: str(value) for name, value in numbers.items()}
+    nccl = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": os.environ.get("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1")}
+    return nccl | {name: str(value) for name, value in numbers.items()}
 
 
 def _serve(listening: socket.socket, ranks: int) -> object:
@@ -106,12 +121,23 @@ def _be_a_rank(program: Sequence[str], parent: int, *, loaded: bool) -> int:
             sys.argv = [program[1], *program[2:]]
             runpy.run_module(program[1], run_name="__main__", alter_sys=True)
         else:
-            sys.argv, sys.path[0] = [*program], os.path.dirname(os.path.abspath(program[0]))
-            runpy.run_path(program[0], run_name="__main__")
+            _run_file(program)
     except Exception as error:  # noqa: BLE001  told as Python tells it
         sys.excepthook(type(error), error, _of_program(error.__traceback__))
         return 1
     return 0
+
+
+def _run_file(program: Sequence[str]) -> None:
+    """Run a file as Python runs a script: `runpy` would leave another module as that of a pool's workers."""
+    file = os.path.abspath(program[0])
+    sys.argv = [*program]
+    if not sys.flags.safe_path:
+        sys.path[0] = os.path.dirname(file)
+    loader, module = SourceFileLoader("__main__", file), types.ModuleType("__main__")
+    vars(module).update(__file__=file, __loader__=loader, __builtins__=builtins)
+    sys.modules["__main__"] = sys.modules["__mp_main__"] = module
+    exec(loader.source_to_code(loader.get_data(file), file), vars(module))
 
 
 def _of_program(trace: types.TracebackType | None) -> types.TracebackType | None:
@@ -129,7 +155,7 @@ def _wait(children: dict[int, int]) -> int:
         told = signal.sigtimedwait(AWAITED, LOOK_S)
         if told is not None and told.si_signo in STOPPING:
             status = status or 128 + told.si_signo
-            due_s = min(due_s, _tell(children, told.si_signo))
+            due_s = min(due_s, _tell(children, signal.SIGTERM))  # by which all save what they have
         for child, rank in [*children.items()]:
             ended, how = os.waitpid(child, os.WNOHANG)
             if not ended:
@@ -152,10 +178,10 @@ def _tell(children: Iterable[int], number: int) -> float:
 
 
 def _killed(rank: int, process: int, number: int) -> int:
-    """Say which rank a signal has killed that had no monitor to say so; return the status."""
+    """Say which rank a signal has killed, for the supervisor, as other launchers do; return the status."""
     status = 128 + number
-    text = f"rank {rank} (process {process} on {os.uname().nodename}) was killed by {signal_name(number)}"
-    sys.stderr.write(f"{SPOKEN} {status} {text}\n")
+    who = f"process rank {rank} with PID {process} on node {os.uname().nodename}"
+    sys.stderr.write(f"launcher noticed that {who} exited on signal {number}\n")
     return status
 
 

@@ -40,7 +40,7 @@ NUL = b"\0"  # Open MPI's launcher writes one when a rank has died or has aborte
 OURS = b"spawnsim: "
 
 _OWN_LINES = (
-    b"=====", b"-----", b"=   BAD", b"[mpiexec", b"[proxy", b"Abort(", b"prterun", b"prun",
+    b"=====", b"-----", b"=   BAD", b"[mpiexec", b"[proxy", b"Abort(", b"launcher noticed", b"prterun", b"prun",
     b"mpirun", b"mpiexec", b"MPI_ABORT", b"NBC_Progress", b"WARNING: The selected",
     b"YOUR APPLICATION TERMINATED", SPOKEN.encode(), OURS,
 )  # fmt: skip
@@ -53,7 +53,7 @@ _BEGINS = re.compile(
 _RULE = re.compile(rb"(={20,}|-{20,})\s*")
 _ENDS = re.compile(rb"Please see the FAQ page|-{20,}")
 _ALONE = re.compile(
-    rb"\[(mpiexec|proxy)[@:]|Abort\(\d+\) on node \d+ .*MPI_Abort|"
+    rb"\[(mpiexec|proxy)[@:]|Abort\(\d+\) on node \d+ .*MPI_Abort|launcher noticed|"
     rb"NBC_Progress: an error|\[\S+:\d+\] PMIX ERROR: |\d+ more process(es have| has) sent help message"
 )
 _PROCESS = re.compile(rb"PID\s+(\d+)\s+(?:RUNNING AT|on\s+node)\s+(\S+)")
