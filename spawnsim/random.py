@@ -162,6 +162,22 @@ def seeded(streams: Streams) -> Iterator[None]:
         yield
 
 
+GlobalStates = tuple[Any, Any, Any]
+"""Of the global generators of Python, numpy and torch."""
+
+
+def global_states(torch: Any) -> GlobalStates:
+    """Return the states of this process's global generators, GPUs' apart."""
+    return random.getstate(), np.random.get_state(), torch.get_rng_state()
+
+
+def set_global_states(torch: Any, states: GlobalStates) -> None:
+    """Set this process's global generators, GPUs' apart."""
+    random.setstate(states[0])
+    np.random.set_state(states[1])
+    torch.set_rng_state(states[2])
+
+
 def gpu_states(torch: Any) -> GPUStates:
     """Return the states of torch's generators on GPUs; nothing before the program uses one."""
     return [(each.initial_seed(), each.get_offset()) for each in torch.cuda.default_generators]

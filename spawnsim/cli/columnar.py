@@ -71,16 +71,14 @@ def made(name: str, given: dict[str, Any]) -> SpawnPolicy:
     """
     from spawnsim.policies import AsyncSelectiveAveragingPolicy, AverageAllPolicy, OuterOptimizerPolicy
 
-    if name == "average":
-        average: SpawnPolicy = _called(AverageAllPolicy, {"average_every": 1} | given)
-        return average
-    if name == "diloco":
-        outer: SpawnPolicy = _called(OuterOptimizerPolicy, {"average_every": 1} | given)
-        return outer
-    selective: SpawnPolicy = _called(
-        AsyncSelectiveAveragingPolicy, {"model_builder": None, "average_every": 1} | given
-    )
-    return selective
+    kinds: dict[str, tuple[type[SpawnPolicy], dict[str, Any]]] = {
+        "average": (AverageAllPolicy, {}),
+        "selective": (AsyncSelectiveAveragingPolicy, {"model_builder": None}),
+        "diloco": (OuterOptimizerPolicy, {}),
+    }
+    kind, own = kinds[name]
+    policy: SpawnPolicy = _called(kind, {"average_every": 1} | own | given)
+    return policy
 
 
 def trained(path: Path) -> columnar.Training:

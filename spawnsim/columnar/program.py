@@ -5,17 +5,15 @@ Says whose fault something is, in words. Knows what rows can hold; must not know
 
 from __future__ import annotations
 
-import random
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
 from spawnsim.errors import ParameterError, ProgramError, SpawnsimError, UnsupportedError, UsageError
-from spawnsim.random import Streams, seeded
+from spawnsim.random import Streams, global_states, seeded, set_global_states
 from spawnsim.scenario import memory_B
 from spawnsim.training import structure
 from spawnsim.training.arena import Arena, Plan
@@ -116,24 +114,14 @@ def in_words(value: Any) -> str:
 
 
 # ------------------------------------------------------------------------------------------------------ generators
-def _states() -> tuple[Any, Any, Tensor]:
-    return random.getstate(), np.random.get_state(), torch.get_rng_state()
-
-
-def _set(states: tuple[Any, Any, Tensor]) -> None:
-    random.setstate(states[0])
-    np.random.set_state(states[1])
-    torch.set_rng_state(states[2])
-
-
 @contextmanager
 def generators_kept() -> Iterator[None]:
     """Leave the global generators as they were."""
-    states = _states()
+    states = global_states(torch)
     try:
         yield
     finally:
-        _set(states)
+        set_global_states(torch, states)
 
 
 class Generators:
@@ -141,14 +129,14 @@ class Generators:
 
     def __init__(self, streams: Streams) -> None:
         with generators_kept(), seeded(streams):
-            self._own = _states()
+            self._own = global_states(torch)
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
         """Let them be the process's for a block."""
         with generators_kept():
-            _set(self._own)
+            set_global_states(torch, self._own)
             try:
                 yield
             finally:
-                self._own = _states()
+                self._own = global_states(torch)

@@ -17,7 +17,6 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call
 
 from spawnsim.columnar import exchange
 from spawnsim.columnar.decisions import Decision, Members
@@ -46,8 +45,8 @@ from spawnsim.random import WORLD, Streams, seeded
 from spawnsim.record.recorder import document
 from spawnsim.training import structure
 from spawnsim.training.arena import STEP, Arena
-from spawnsim.training.objective import Objective, as_outputs, of_row, of_rows, tensors, trial
-from spawnsim.training.row_step import Rows, RowStep, chunk_of
+from spawnsim.training.objective import Objective, of_row, of_rows, tensors, trial
+from spawnsim.training.row_step import RowStep, chunk_of, rows_at
 from spawnsim.training.settings import Settings
 from spawnsim.training.threads import Threads
 from spawnsim.virtual.digest import checksum
@@ -245,7 +244,7 @@ class Trained(Models):
         return _Given(ranks, staged, rates, self._step_for(staged))
 
     def _compute(self, given: _Given) -> None:
-        at = _at(given.ranks)
+        at = rows_at(given.ranks)
         gradient, losses, *_ = given.step.differentiate(self._arena.of(at), given.staged)
         with torch.no_grad():
             given.step.update(at, gradient, given.rates, self._settings)
@@ -367,7 +366,7 @@ class Trained(Models):
             )
 
         def outcome(trained: Any, fixed: Any) -> Tensor:
-            return as_outputs(functional_call(objective, {**trained, **fixed}, ()))[0]
+            return objective.outputs(trained, fixed, ())[0]
 
         with refused(name_of(score)), torch.no_grad():
             trial(objective, arena, outcome, (), trains=False)
@@ -418,7 +417,7 @@ class Trained(Models):
         if rank is not None and not (type(rank) is int and 0 <= rank < self._ranks):
             raise ParameterError(f"rank={rank!r}: there are {self._ranks}, numbered from 0")
         weights = self._arena.rows["weights"]
-        row = weights[_at(self._members.tolist())].mean(0) if rank is None else weights[rank]
+        row = weights[rows_at(self._members.tolist())].mean(0) if rank is None else weights[rank]
         model = copy.deepcopy(self._pattern)
         named = dict(model.named_parameters())
         with torch.no_grad():
@@ -431,13 +430,6 @@ class Trained(Models):
 
     def described(self) -> dict[str, Any]:
         return {"training": document(self._how)}
-
-
-def _at(ranks: Sequence[int]) -> Rows:
-    """Return rows as a part of an arena: a slice, whose views are not copied, where they follow each other."""
-    if ranks[-1] - ranks[0] == len(ranks) - 1:
-        return slice(ranks[0], ranks[-1] + 1)
-    return torch.tensor(ranks, device="cpu")
 
 
 def _copied(arena: Arena) -> list[Tensor]:

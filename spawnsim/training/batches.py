@@ -14,13 +14,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.func import functional_call
 
 from spawnsim.comm.deferred import Deferred
 from spawnsim.training import watching
 from spawnsim.training.arena import Arena, Seat
-from spawnsim.training.objective import Objective, as_outputs, of_row, of_rows, tensors
-from spawnsim.training.row_step import FEW, Rows, RowStep, chunk_of, unknown
+from spawnsim.training.objective import Objective, of_row, of_rows, tensors
+from spawnsim.training.row_step import FEW, RowStep, chunk_of, rows_at, unknown
 from spawnsim.training.threads import Threads
 
 Chunk = Sequence[Sequence["Put"]]  # work of some ranks, one after the other
@@ -80,14 +79,6 @@ def _tell(works: Sequence[Put], outputs: Sequence[Tensor]) -> None:
     """Give the results of some work their values: (rows, ...) each."""
     for number, output in enumerate(outputs):
         watching.known([work.outs[number] for work in works], list(output.unbind()))
-
-
-def _rows(works: Sequence[Put]) -> Rows:
-    """Return the rows of some work: a slice, whose views are not copied, where they follow each other."""
-    rows = [work.seat.row for work in works]
-    if rows == list(range(rows[0], rows[0] + len(rows))):
-        return slice(rows[0], rows[0] + len(rows))
-    return torch.tensor(rows, device="cpu")  # which rows of any device may be chosen by
 
 
 class Halfway(Exception):
@@ -308,7 +299,7 @@ class StepBatch(_Batch):
         apart = [work.seat for work in works if work.seat.apart]
         for seat in apart:
             seat.fetch()
-        at = _rows(works)
+        at = rows_at([work.seat.row for work in works])
         rows = self.arena.of(at)
         staged = [None if each is None else each[at] for each in self._staged[works[0].depth]]
         gradient, *outputs = self.step.differentiate(rows, staged)
@@ -347,8 +338,7 @@ class EvaluationBatch(_Batch):
         super().__init__(deferred, arena, objective)
 
         def outcome(trained: Any, fixed: Any, *inputs: Any) -> Any:
-            loss, more = as_outputs(functional_call(objective, {**trained, **fixed}, inputs))
-            return loss, *more
+            return objective.outputs(trained, fixed, inputs)
 
         self.function = outcome
         self._calls: dict[
@@ -365,7 +355,9 @@ class EvaluationBatch(_Batch):
         for seat in apart:
             seat.fetch()
         with torch.no_grad():
-            trained, fixed = tensors(self.arena.plan, self.arena.of(_rows(works)))
+            trained, fixed = tensors(
+                self.arena.plan, self.arena.of(rows_at([work.seat.row for work in works]))
+            )
             together = [_together(column) for column in zip(*(work.inputs for work in works), strict=True)]
             if len(works) < FEW:
                 for i, work in enumerate(works):

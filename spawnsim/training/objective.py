@@ -18,6 +18,7 @@ from torch.func import functional_call, vmap
 from torch.nn.functional import dropout
 from torch.overrides import TorchFunctionMode
 
+from spawnsim.random import global_states, set_global_states
 from spawnsim.training import structure
 from spawnsim.training.arena import Arena, Plan
 from spawnsim.training.settings import Settings, is_equal
@@ -156,6 +157,11 @@ class Objective(nn.Module):
             raise structure.Unequal("it assigns buffers of a normalization")
         return outcome
 
+    def outputs(self, trained: Any, fixed: Any, inputs: Sequence[Any]) -> tuple[Tensor, ...]:
+        """Return all that the function returns, with other parameters, by their names in the objective."""
+        loss, more = as_outputs(functional_call(self, {**trained, **fixed}, tuple(inputs)))
+        return loss, *more
+
     def _outcome(self, batch: Sequence[Any]) -> Any:
         if not self.drops:
             return self.function(self.model, *batch)
@@ -192,8 +198,7 @@ def of_row(
     trained, fixed = ({name: p[0] for name, p in part.items()} for part in tensors(plan, row))
     for p in trained.values():  # views made here
         p.requires_grad_()
-    loss, more = as_outputs(functional_call(objective, {**trained, **fixed}, tuple(inputs)))
-    return tuple(trained.values()), [loss, *more]
+    return tuple(trained.values()), [*objective.outputs(trained, fixed, inputs)]
 
 
 def masks_of(call: Callable[..., object], row: Sequence[Tensor], inputs: Sequence[Any]) -> tuple[Mask, ...]:
@@ -273,7 +278,7 @@ def of_rows(
 @contextmanager
 def _drawing_nothing(*, but_torch: bool = False) -> Iterator[None]:
     """Refuse what draws from a generator of Python, numpy or torch, all of which stay as they are."""
-    python, of_numpy, state = random.getstate(), np.random.get_state(), torch.get_rng_state()
+    states = python, of_numpy, state = global_states(torch)
     try:
         yield
         now = zip(np.random.get_state(), of_numpy, strict=True)
@@ -281,6 +286,4 @@ def _drawing_nothing(*, but_torch: bool = False) -> Iterator[None]:
         if drawn or not (but_torch or torch.equal(torch.get_rng_state(), state)):
             raise RuntimeError(RANDOM)
     finally:
-        random.setstate(python)
-        np.random.set_state(of_numpy)
-        torch.set_rng_state(state)
+        set_global_states(torch, states)

@@ -10,11 +10,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.func import functional_call, grad_and_value
+from torch.func import grad_and_value
 
 from spawnsim.training import structure
 from spawnsim.training.arena import STEP, Arena
-from spawnsim.training.objective import Objective, as_outputs, of_row, of_rows, tensors
+from spawnsim.training.objective import Objective, of_row, of_rows, tensors
 from spawnsim.training.reading import Globals
 from spawnsim.training.tracing import Traced
 
@@ -25,6 +25,13 @@ CACHE_NBYTES = 16 << 20  # of the weights of a chunk
 CHUNK = (16, 32)  # rows of a chunk, at least and at most
 # Of the weights of a chunk on a GPU, which computes many rows at once: what takes time there is to begin an operation.
 GPU_NBYTES = 256 << 20
+
+
+def rows_at(rows: Sequence[int]) -> Rows:
+    """Return rows as a part of an arena: a slice, whose views are not copied, where they follow each other."""
+    if rows == list(range(rows[0], rows[0] + len(rows))):
+        return slice(rows[0], rows[0] + len(rows))
+    return torch.tensor(rows, device="cpu")  # which rows of any device may be chosen by
 
 
 def chunk_of(arena: Arena) -> int:
@@ -61,8 +68,8 @@ class RowStep:
         self.reads = self._reads()
 
         def outcome(trained: Any, fixed: Any, *inputs: Any) -> Any:
-            loss, more = as_outputs(functional_call(objective, {**trained, **fixed}, inputs))
-            return loss, (loss, *more)
+            outputs = objective.outputs(trained, fixed, inputs)
+            return outputs[0], outputs
 
         self.gradient = grad_and_value(outcome, has_aux=True)
 
