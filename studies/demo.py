@@ -66,7 +66,7 @@ def virtual(context):
         if len(found) == len(wanted):
             race(context, {setting: [found[each.key] for each in some] for setting, some in cells.items()})
 
-    # The longest first, which leaves no core idle at the end: those of the last policies take two to three times as long.
+    # The longest first, which leaves no core idle at the end: the last policies take two to three times as long.
     others = sorted(
         (each for some in cells.values() for each in some),
         key=lambda each: -POLICIES.index(each.parameters["policy"]),

@@ -83,7 +83,8 @@ def average(arena: Arena, members: Members, policy: AverageAllPolicy, *, equal: 
     if not equal:
         healed = torch.zeros(0, dtype=torch.bool)
         for each in _travelling(arena, policy.travels, state=how == "average").values():
-            found = _average(each, members, policy.momentum, guard=policy.guard)
+            # Counts of steps are in main memory, wherever the weights are.
+            found = _average(each, members, policy.momentum, guard=policy.guard).cpu()
             healed = found if not healed.numel() else healed | found
         _reset_if_not_finite(arena, members, healed)
     if how == "reset":

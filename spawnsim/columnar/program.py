@@ -5,9 +5,10 @@ Says whose fault something is, in words. Knows what rows can hold; must not know
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -58,13 +59,19 @@ def arena_of(model: nn.Module, optimizer: torch.optim.Optimizer, ranks: int) -> 
         raise UnsupportedError(f"columnar: the optimizer trains no parameter of {type(model).__name__}")
     states = max((rule.states(rule.settings(group)) for group in optimizer.param_groups), key=len)
     like = next(model.parameters())
-    nbytes = ranks * plan.width * like.element_size() * (1 + len(states))
-    if like.device.type == "cpu" and nbytes > memory_B():
+    nbytes, room = ranks * plan.width * like.element_size() * (1 + len(states)), _room_B(like.device)
+    if nbytes > room:
         raise ParameterError(
             f"ranks={ranks:,}: weights and optimizers of {type(model).__name__} take {nbytes / 1e9:,.0f} GB; this "
-            f"machine has {memory_B() / 1e9:,.0f} GB"
+            f"{'machine' if like.device.type == 'cpu' else 'GPU'} has {room / 1e9:,.0f} GB"
         )
     return Arena(plan, like, rule, states=states, capacity=ranks)
+
+
+def _room_B(device: torch.device) -> float:
+    if device.type == "cpu":
+        return memory_B()
+    return torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else math.inf
 
 
 def version(tensor: Tensor) -> int:
@@ -73,17 +80,31 @@ def version(tensor: Tensor) -> int:
 
 
 # ---------------------------------------------------------------------------------------------------------- errors
-@contextmanager
-def told_of(function: Any, rank: int = 0, iteration: int | None = None) -> Iterator[None]:
-    """Say of an error that a function of the program raises whose it is."""
-    try:
-        yield
-    except SpawnsimError:
-        raise
-    except Exception as error:
-        when = "" if iteration is None else f" in iteration {iteration}"
+class told_of:  # noqa: N801 - used as a function is
+    """Say of an error that a function of the program raises whose it is.
+
+    A class, since each batch of each rank is drawn within one: a generator takes four times as long.
+
+    Args:
+        function: of the program.
+        rank: for which it is called; may be set again.
+        iteration: in which; None: before all.
+    """
+
+    __slots__ = ("_function", "_iteration", "rank")
+
+    def __init__(self, function: Any, rank: int = 0, iteration: int | None = None) -> None:
+        self._function, self.rank, self._iteration = function, rank, iteration
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        if not isinstance(error, Exception) or isinstance(error, SpawnsimError):
+            return
+        when = "" if self._iteration is None else f" in iteration {self._iteration}"
         raise ProgramError(
-            f"columnar: {name_of(function)} raised {type(error).__name__} for rank {rank}{when}: {error}"
+            f"columnar: {name_of(self._function)} raised {type(error).__name__} for rank {self.rank}{when}: {error}"
         ) from error
 
 

@@ -60,6 +60,7 @@ COLUMNS = {
     "rank", "time_s", "iteration", "local_metric", "compute_s", "wait_s", "is_replaced", "donors", "loss",
 }  # fmt: skip
 ENDED = object()
+TENSORS = {Tensor}
 
 
 @dataclass
@@ -125,6 +126,10 @@ class _Given(NamedTuple):
     rates: list[tuple[float, ...]]
     step: RowStep
 
+    def part(self, rows: slice) -> _Given:
+        """Return that of some of the ranks."""
+        return _Given(self.ranks[rows], [each[rows] for each in self.staged], self.rates[rows], self.step)
+
 
 class Trained(Models):
     """The models of a run.
@@ -156,6 +161,8 @@ class Trained(Models):
         self._generators = Generators(Streams(seed, WORLD))
         with torch.inference_mode(False), torch.enable_grad():
             self._pattern, optimizer = self._begin()
+            self._chunk = chunk_of(self._arena)  # rows that are computed at once
+            self._on_gpu = self._arena.rows["weights"].is_cuda
             self._of_loss = self._settings_of(how.loss)
             self._score = self._open_score()
         self._settings = tuple([self._arena.rule.settings(group) for group in optimizer.param_groups])
@@ -210,12 +217,12 @@ class Trained(Models):
         self._members, self._scored = np.arange(self._ranks)[members], False
         if (how := self._holder()) is not None:
             how._trained = self
-        chunk, iterations = chunk_of(self._arena), range(first, first + count)
+        chunk, iterations = self._chunk, range(first, first + count)
         ranks = self._members.tolist()
         chunks = [ranks[begin : begin + chunk] for begin in range(0, len(ranks), chunk)]
         # Batches are to be drawn from the rank's streams; what draws otherwise does the same each time, too.
         with self._generators.in_place(), torch.inference_mode(False), torch.enable_grad():
-            if torch.get_num_threads() > 1 and len(chunks) > 1:
+            if torch.get_num_threads() > 1 and len(chunks) > 1 and not self._on_gpu:
                 self._train_side_by_side(chunks, iterations)
                 return
             for ranks in chunks:
@@ -244,11 +251,28 @@ class Trained(Models):
         return _Given(ranks, staged, rates, self._step_for(staged))
 
     def _compute(self, given: _Given) -> None:
+        count, most = len(given.ranks), self._chunk
+        if count > most:  # a GPU has had no room for more; perhaps it has room for still less
+            for begin in range(0, count, most):
+                self._compute(given.part(slice(begin, begin + most)))
+            return
         at = rows_at(given.ranks)
-        gradient, losses, *_ = given.step.differentiate(self._arena.of(at), given.staged)
+        try:
+            gradient, losses, *_ = given.step.differentiate(self._arena.of(at), given.staged)
+        except torch.cuda.OutOfMemoryError:
+            self._make_smaller(count)
+            self._compute(given)
+            return
         with torch.no_grad():
             given.step.update(at, gradient, given.rates, self._settings)
         self._losses[given.ranks] = losses.double().cpu().numpy()
+
+    def _make_smaller(self, rows: int) -> None:
+        """Compute half of so many rows at a time from now on, or raise what is raised if it was one."""
+        if rows == 1:
+            raise
+        self._chunk = -(-rows // 2)
+        torch.cuda.empty_cache()
 
     def _step_for(self, staged: Sequence[Tensor]) -> RowStep:
         """Return the step for inputs of one kind, and for what the loss reads now."""
@@ -270,10 +294,14 @@ class Trained(Models):
     def _staged(self, ranks: Sequence[int], iteration: int) -> list[Tensor]:
         """Return the next batch of some ranks: by input, (ranks, ...)."""
         batches, versions = [], []
-        for rank in ranks:
-            batch = self._next(rank, iteration)
-            batches.append(batch)
-            versions.append([*map(version, batch)])
+        with told_of(self._how.data, iteration=iteration) as about:
+            for rank in ranks:
+                about.rank = rank
+                batch = next(self._data[rank], ENDED)
+                if type(batch) is not tuple or not TENSORS.issuperset(map(type, batch)):  # as nearly all are
+                    batch = _as_tensors(batch, rank, iteration)
+                batches.append(batch)
+                versions.append([*map(version, batch)])
         changed = [
             rank
             for rank, batch, told in zip(ranks, batches, versions, strict=True)
@@ -291,22 +319,6 @@ class Trained(Models):
                 f"columnar: the batches of ranks {ranks[0]} to {ranks[-1]} in iteration {iteration} are not all "
                 f"tensors of the same number and shapes: {error}"
             ) from error
-
-    def _next(self, rank: int, iteration: int) -> tuple[Tensor, ...]:
-        with told_of(self._how.data, rank, iteration):
-            batch = next(self._data[rank], ENDED)
-        if batch is ENDED:
-            raise UsageError(
-                f"columnar: the batches of rank {rank} have come to their end before iteration {iteration}: let "
-                "data(rng, rank, size) go on without end, as itertools.cycle does"
-            )
-        found = (batch,) if isinstance(batch, Tensor) else batch
-        if not isinstance(found, (tuple, list)) or not all(isinstance(each, Tensor) for each in found):
-            raise UsageError(
-                f"columnar: the batch of rank {rank} in iteration {iteration} is {in_words(batch)}: yield a tensor, or "
-                "a tuple of tensors"
-            )
-        return tuple(found)
 
     def _open(self, inputs: Sequence[Tensor]) -> RowStep:
         """Return a step for inputs of one kind; say what vmap has against it."""
@@ -379,12 +391,17 @@ class Trained(Models):
         if not self._score[0].unchanged():
             self._score = self._open_score()
             assert self._score is not None
-        chunk = chunk_of(self._arena)
+        begin = 0
         with torch.inference_mode(False), torch.no_grad():
-            for begin in range(0, self._ranks, chunk):
-                at = slice(begin, min(begin + chunk, self._ranks))
-                found = self._score[1](*tensors(self._arena.plan, self._arena.of(at)))
+            while begin < self._ranks:
+                at = slice(begin, min(begin + self._chunk, self._ranks))
+                try:
+                    found = self._score[1](*tensors(self._arena.plan, self._arena.of(at)))
+                except torch.cuda.OutOfMemoryError:
+                    self._make_smaller(at.stop - at.start)
+                    continue
                 self._scores[at] = found.double().cpu().numpy()
+                begin = at.stop
         self._scored = True
         return self._scores
 
@@ -430,6 +447,22 @@ class Trained(Models):
 
     def described(self) -> dict[str, Any]:
         return {"training": document(self._how)}
+
+
+def _as_tensors(batch: Any, rank: int, iteration: int) -> tuple[Tensor, ...]:
+    """Return a batch as a tuple, if it is one of tensors."""
+    if batch is ENDED:
+        raise UsageError(
+            f"columnar: the batches of rank {rank} have come to their end before iteration {iteration}: let "
+            "data(rng, rank, size) go on without end, as itertools.cycle does"
+        )
+    found = (batch,) if isinstance(batch, Tensor) else batch
+    if not isinstance(found, (tuple, list)) or not all(isinstance(each, Tensor) for each in found):
+        raise UsageError(
+            f"columnar: the batch of rank {rank} in iteration {iteration} is {in_words(batch)}: yield a tensor, or "
+            "a tuple of tensors"
+        )
+    return tuple(found)
 
 
 def _copied(arena: Arena) -> list[Tensor]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+from support.room import limit_rows
 from torch import nn
 
 import spawnsim
@@ -12,7 +13,6 @@ from spawnsim import Evaluation, TrainingStep
 from spawnsim.comm.deferred import caller
 from spawnsim.errors import RankError
 from spawnsim.training.functions import Run
-from spawnsim.training.row_step import RowStep
 from spawnsim.workloads import Digits
 from studies.digits import main as digits
 from tests.training import test_steps
@@ -127,23 +127,6 @@ def test_a_run_goes_on_from_a_checkpoint(tmp_path):
 
 
 # --------------------------------------------------------------------------------------------- too little memory
-@pytest.fixture
-def room(monkeypatch):
-    """Let the device have memory for so many models at once."""
-
-    def rows(most):
-        compute = RowStep.differentiate
-
-        def limited(self, rows, inputs):
-            if len(rows[0]) > most:
-                raise torch.cuda.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB.")
-            return compute(self, rows, inputs)
-
-        monkeypatch.setattr(RowStep, "differentiate", limited)
-
-    return rows
-
-
 def trained(comm):
     """Train for some steps, of which several wait; return the weights."""
     model = build(comm.rank)
@@ -155,10 +138,10 @@ def trained(comm):
     return weights(model)
 
 
-def test_where_memory_is_too_small_fewer_are_computed_at_a_time(room, sizes):
+def test_where_memory_is_too_small_fewer_are_computed_at_a_time(monkeypatch, sizes):
     """As many as there is room for; each step counts once, and the run says so."""
     eager, _ = run(trained, eager=True)
-    room(3)
+    limit_rows(monkeypatch, 3)
     together, result = run(trained)
     torch.testing.assert_close(together, eager, rtol=1e-4, atol=1e-5)
     assert sizes.count(RANKS) == 1  # it was tried once
@@ -168,9 +151,9 @@ def test_where_memory_is_too_small_fewer_are_computed_at_a_time(room, sizes):
     ]  # fmt: skip
 
 
-def test_where_there_is_no_room_for_one_it_is_its_ranks_error(room):
+def test_where_there_is_no_room_for_one_it_is_its_ranks_error(monkeypatch):
     """With a note of what it was at."""
-    room(0)
+    limit_rows(monkeypatch, 0)
     with pytest.raises(RankError, match=r"raised OutOfMemoryError: CUDA out of memory"):
         run(trained)
 
