@@ -53,6 +53,7 @@ SHORT_FILES = {
     "spawnsim/policies/easgd.py": "one policy, one file",
     "spawnsim/cli/doctor.py": "one subcommand, one file",
     "spawnsim/testing/worker.py": "started with python -m",
+    "spawnsim/run/workers/__program__.py": "imported by that name",
 }
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import ast
 import importlib.util
 import inspect
+import os
 import re
 import sys
 import types
@@ -23,6 +24,8 @@ from spawnsim.importing import notice_imports
 from spawnsim.options import nearest
 
 MODULE = "__program__"  # never "__main__": a file's own `if __name__ == "__main__"` must not start it
+WORKERS = Path(__file__).parent / "workers"  # where that is a module that can be imported
+FILE = "SPAWNSIM_PROGRAM"  # of which file, for `WORKERS`
 
 Main = Callable[..., object]
 
@@ -255,6 +258,12 @@ def load_module(path: Path) -> types.ModuleType:
     except (Exception, SystemExit) as error:
         raise ProgramError(f"{path} raised {type(error).__name__} while it was loaded") from error
     return module
+
+
+def share_with_workers(path: Path) -> None:
+    """Let processes that a program starts by `multiprocessing`, and that are not forked from it, find its file."""
+    os.environ[FILE] = str(path.resolve())
+    sys.path.append(str(WORKERS))
 
 
 def require_main(path: Path, ranks: int | None = None) -> None:

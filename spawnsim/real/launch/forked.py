@@ -113,7 +113,9 @@ def _be_a_rank(program: Sequence[str], parent: int, *, loaded: bool) -> int:
     if os.getppid() != parent:  # it died before that was in force
         return 128 + signal.SIGTERM
     if not loaded:
-        os.execv(sys.executable, [sys.executable, *program])
+        from spawnsim.real.launch.launchers import python
+
+        os.execv(sys.executable, [*python(), *program])
     if numpy := sys.modules.get("numpy"):
         numpy.random.seed()  # as Python's own generator does by itself, and as it is where a process loads it
     try:

@@ -258,12 +258,20 @@ def command_line(
         return [*forked(ranks), *inner]
     library = find_library()
     mpiexec = [library.mpiexec, *flags(library, ranks, survive=survive), "-n", str(ranks)]
-    return [*mpiexec, sys.executable, *inner]
+    return [*mpiexec, *python(), *inner]
 
 
 def forked(ranks: int) -> list[str]:
     """Return the command line that starts so many ranks of torch.distributed here, up to Python's arguments."""
-    return [sys.executable, "-m", "spawnsim.real.launch.forked", str(ranks)]
+    return [*python(), "-m", "spawnsim.real.launch.forked", str(ranks)]
+
+
+def python() -> list[str]:
+    """Return the command line of this interpreter, with its options (-O, -W, -X), up to a program."""
+    import subprocess  # which a rank does not need
+
+    # The standard library's own way, by which `multiprocessing` starts processes; no public function has it.
+    return [sys.executable, *subprocess._args_from_interpreter_flags()]  # type: ignore[attr-defined]
 
 
 def _backend(arguments: Sequence[str]) -> str:

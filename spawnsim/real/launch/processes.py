@@ -270,6 +270,7 @@ def monitor(rank: int, environ: Mapping[str, str]) -> None:
     sys.stdout.flush()
     sys.stderr.flush()
     parent, launcher = os.getpid(), os.getppid()
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # ignored by who started this, the rank would end unseen
     former = signal.pthread_sigmask(signal.SIG_BLOCK, AWAITED)
     if child := os.fork():
         tell_of_parent()

@@ -238,15 +238,45 @@ def stoppable(abort: AbortProtocol) -> Iterator[None]:
     os.set_blocking(writer, False)
     former = {number: signal.signal(number, _ignore) for number in SIGNALS}
     wakeup = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
-    threading.Thread(target=_listen, args=(reader, abort), name="spawnsim-signals", daemon=True).start()
-    try:
-        yield
-    finally:
+
+    def undo() -> None:
         signal.set_wakeup_fd(wakeup)
         for number, handler in former.items():
             if signal.getsignal(number) is _ignore:
                 signal.signal(number, handler)
         os.close(writer)
+
+    threading.Thread(target=_listen, args=(reader, abort), name="spawnsim-signals", daemon=True).start()
+    _undoing.append(undo)
+    try:
+        yield
+    finally:
+        _undoing.remove(undo)
+        undo()
+
+
+# A signal to a process that a program has forked (a loader's worker) is meant for that alone: as it is, the process
+# would write to its parent's pipe. SIGTERM waits until it is not, since pools stop workers that have hardly begun;
+# SIGINT does not, whose exception would be lost amid a fork.
+_undoing: list[Callable[[], None]] = []
+_masks: list[set[Any]] = []
+
+
+def _before_fork() -> None:
+    _masks.append(signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGTERM,)))
+
+
+def _in_parent() -> None:
+    signal.pthread_sigmask(signal.SIG_SETMASK, _masks.pop())
+
+
+def _in_child() -> None:
+    while _undoing:
+        _undoing.pop()()
+    _in_parent()
+
+
+os.register_at_fork(before=_before_fork, after_in_parent=_in_parent, after_in_child=_in_child)
 
 
 def _ignore(_number: int, _frame: FrameType | None) -> None:
