@@ -221,7 +221,8 @@ def test_a_missing_mpi_is_one_clear_error(monkeypatch):
 def test_ranks_of_the_torch_backend_are_forked():
     """`--backend torch` needs no MPI."""
     line = command_line("train.py", 4, ["--backend", "torch"])
-    assert line[:4] == [sys.executable, "-m", "spawnsim.real.launch.forked", "4"]
+    assert line[0] == sys.executable
+    assert line[-9:-6] == ["-m", "spawnsim.real.launch.forked", "4"]
     assert line[-6:] == ["-m", "spawnsim", "run", "train.py", "--backend", "torch"]
 
 
