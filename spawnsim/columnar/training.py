@@ -251,21 +251,19 @@ class Trained(Models):
         return _Given(ranks, staged, rates, self._step_for(staged))
 
     def _compute(self, given: _Given) -> None:
-        count, most = len(given.ranks), self._chunk
-        if count > most:  # a GPU has had no room for more; perhaps it has room for still less
-            for begin in range(0, count, most):
-                self._compute(given.part(slice(begin, begin + most)))
-            return
-        at = rows_at(given.ranks)
-        try:
-            gradient, losses, *_ = given.step.differentiate(self._arena.of(at), given.staged)
-        except torch.cuda.OutOfMemoryError:
-            self._make_smaller(count)
-            self._compute(given)
-            return
-        with torch.no_grad():
-            given.step.update(at, gradient, given.rates, self._settings)
-        self._losses[given.ranks] = losses.double().cpu().numpy()
+        begin, count = 0, len(given.ranks)
+        while begin < count:  # so many at a time as there is memory for, which may become less meanwhile
+            part = given.part(slice(begin, begin + self._chunk)) if count > self._chunk else given
+            at = rows_at(part.ranks)
+            try:
+                gradient, losses, *_ = part.step.differentiate(self._arena.of(at), part.staged)
+            except torch.cuda.OutOfMemoryError:
+                self._make_smaller(len(part.ranks))
+                continue  # out of this block, in which the error keeps what was in memory
+            with torch.no_grad():
+                part.step.update(at, gradient, part.rates, self._settings)
+            self._losses[part.ranks] = losses.double().cpu().numpy()
+            begin += len(part.ranks)
 
     def _make_smaller(self, rows: int) -> None:
         """Compute half of so many rows at a time from now on, or raise what is raised if it was one."""
