@@ -38,13 +38,7 @@ from spawnsim.options import (
 )
 from spawnsim.run import Run, run
 from spawnsim.run.process_setup import loading_without_threads, stoppable
-from spawnsim.run.program import (
-    is_unmodified,
-    program,
-    refuse_arguments,
-    require_main,
-    share_with_workers,
-)
+from spawnsim.run.program import is_unmodified, program, refuse_arguments, require_main
 from spawnsim.run.real import Job, run_rank, tidy
 from spawnsim.run.result import shown
 from spawnsim.run.watched import OBSERVERS, require_observers, watched
@@ -385,7 +379,6 @@ def _be_a_rank(options: argparse.Namespace, parameters: Mapping[str, Any], here:
                 require_fit(here)
             if options.out is not None:  # each rank looks before any of them has begun to write
                 require_free(options.out, overwrite=options.overwrite or options.resume, empty_too=True)
-            share_with_workers(options.file)
             job = Job(
                 program(options.file, parameters), options.backend, out=options.out or scratch_folder(os.environ),
                 seed=options.seed, deadline_s=options.deadline, progress=_wants_bar(options),

@@ -247,6 +247,7 @@ def load_module(path: Path) -> types.ModuleType:
     # It stays there: programs import their own modules also while they run.
     if folder not in sys.path:
         sys.path.insert(0, folder)
+    _share_with_workers(path)
     # In `sys.modules` before it runs, as dataclasses and pickle look a class's module up there.
     module = sys.modules[MODULE] = importlib.util.module_from_spec(spec)
     try:
@@ -260,10 +261,11 @@ def load_module(path: Path) -> types.ModuleType:
     return module
 
 
-def share_with_workers(path: Path) -> None:
+def _share_with_workers(path: Path) -> None:
     """Let processes that a program starts by `multiprocessing`, and that are not forked from it, find its file."""
-    os.environ[FILE] = str(path.resolve())
-    sys.path.append(str(WORKERS))
+    os.environ[FILE] = str(path.absolute())  # and not where a link leads: data may lie beside the link
+    if str(WORKERS) not in sys.path:
+        sys.path.append(str(WORKERS))
 
 
 def require_main(path: Path, ranks: int | None = None) -> None:

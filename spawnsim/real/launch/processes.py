@@ -14,10 +14,12 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Set as AbstractSet
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
 from spawnsim.errors import WorldError
 
@@ -52,9 +54,14 @@ class ProcessRegistry:
         return [process for process in self.processes if not self.rank_of(process)]
 
     @property
+    def of_ranks(self) -> set[int]:
+        """Return the process ids of ranks and of their monitors."""
+        return {process for process in self.processes if self.rank_of(process)}
+
+    @property
     def ranks(self) -> set[int]:
         """Return the ranks that have registered."""
-        return {int(rank) for process in self.processes if (rank := self.rank_of(process))}
+        return {int(self.rank_of(process)) for process in self.of_ranks}
 
     @property
     def ended_well(self) -> bool:
@@ -230,20 +237,53 @@ def _reaped(process: int) -> bool:
     return True
 
 
+def stop_group(leader: int) -> None:
+    """Stop what a rank that has ended has started and left in its process group, such as workers of loaders.
+
+    They would live on, and hold open the pipes by which a launcher learns that a job is over.
+    """
+    with suppress(ProcessLookupError, PermissionError):  # there are none, or none of ours
+        os.killpg(leader, signal.SIGTERM)
+        end_s = time.monotonic() + GROUP_S
+        while time.monotonic() < end_s and any(each.group == leader for each in _alive()):
+            time.sleep(REAP_LOOK_S)
+        os.killpg(leader, signal.SIGKILL)
+
+
+def stop_orphans(leaders: AbstractSet[int]) -> None:
+    """Stop the groups of ranks that children of this process belong to: what ranks have started, and left."""
+    for group in leaders & {each.group for each in _alive() if each.parent == os.getpid()}:
+        stop_group(group)
+
+
 def children(process: int) -> list[int]:
     """Return the children of a process that it has not waited for yet."""
-    found = []
+    return [each.number for each in _processes() if each.parent == process]
+
+
+class _Process(NamedTuple):
+    number: int
+    state: str
+    parent: int
+    group: int
+
+
+def _processes() -> Iterator[_Process]:
     for entry in Path("/proc").glob("[0-9]*"):
         with suppress(OSError):  # it has just ended
-            if int((entry / "stat").read_text().rpartition(")")[2].split()[1]) == process:
-                found.append(int(entry.name))
-    return found
+            state, parent, group = (entry / "stat").read_text().rpartition(")")[2].split()[:3]
+            yield _Process(int(entry.name), state, int(parent), int(group))
+
+
+def _alive() -> Iterator[_Process]:
+    return (each for each in _processes() if each.state != "Z")  # whose parent has not waited for it yet
 
 
 # Begins what a monitor writes to stderr for a launcher whose folder it cannot reach.
 SPOKEN = "[spawnsim monitor]"
 # The system sends it when the launcher's thread that has started the monitor has ended.
 ORPHANED = signal.SIGALRM
+GROUP_S = 1.0  # how long a process that a rank has left may take to stop
 STOP_S = 2  # how long a rank whose launcher has died may take to save what it has
 HEARD_S = 0.2  # until the launcher has read what a rank has written
 FORWARDED = (
@@ -300,7 +340,11 @@ class RankMonitor:
                 register(self.rank, self.environ, process)
             register("", self.environ, self.launcher)
             end = self._wait()
-            status = self._record(end) if end or not self._has(ENDED) else 0
+            if end or not self._has(ENDED):
+                status = self._record(end)
+                stop_group(self.child)  # after a good end what it has left running is the program's affair
+            else:
+                status = 0
         finally:
             os._exit(status)
 

@@ -32,6 +32,7 @@ from spawnsim.real.launch.processes import (
     dying_with_parent,
     reap,
     signal_name,
+    stop_orphans,
     subreaper,
 )
 from spawnsim.real.runtime.abort import STARTED, outcome_of_signal
@@ -348,6 +349,8 @@ def supervise(
         with _forwarding(started, signals):
             status = _wait(started, signals, readers, job)
         reap(job.registry.processes)  # before all is read: they may hold the pipes open
+        if status or signals:
+            stop_orphans(job.registry.of_ranks)  # likewise
         for reader in readers:
             reader.join(STOP_S)
         return JobEnd(128 + signals[0], outcome_of_signal(signals[0])) if signals else job.ended(status)

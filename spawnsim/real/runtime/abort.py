@@ -76,6 +76,7 @@ class AbortProtocol:
     # ------------------------------------------------------------------------------------------- for the program
     def fail(self, error: BaseException, context: str = "") -> None:
         """End the job because of an exception of this rank: report, save, abort. Does not return."""
+        _hear_no_children()
         self.end(
             f"{program_traceback(error)}\n{context or self._who(error)}",
             summary=f"{type(error).__name__}: {error}",
@@ -90,6 +91,7 @@ class AbortProtocol:
 
     def end(self, text: str, *, status: int = 1, summary: str = "") -> None:
         """End the job with this message; called by any thread, does not return."""
+        _hear_no_children()
         if self.given_up():  # the others go on, and keep what is theirs
             sys.stderr.write(f"{text}\n")
             sys.stderr.flush()
@@ -199,6 +201,34 @@ class AbortProtocol:
         self._saved.add(sender)
 
 
+def _hear_no_children() -> None:
+    """Let ends of a program's workers raise no more: torch's loaders do at each, also amid what tells of the first."""
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+
+
+def end_forked(process: int, error: BaseException | None = None) -> None:
+    """End this process, as Python would, if it is not a rank's: a program has forked it by hand and let it run on.
+
+    Args:
+        process: the rank's.
+        error: by which the program's block ended.
+    """
+    if os.getpid() == process:
+        return
+    status = 0
+    if isinstance(error, SystemExit):
+        status = error.code if isinstance(error.code, int) else int(error.code is not None)
+        if isinstance(error.code, str):
+            sys.stderr.write(f"{error.code}\n")
+    elif error is not None:
+        sys.excepthook(type(error), error, error.__traceback__)
+        status = 1
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)
+
+
 def _is_end_known() -> bool:
     """Whether the launcher knows by which rank the job ends."""
     return first_end(os.environ) is not None
@@ -259,15 +289,15 @@ def stoppable(abort: AbortProtocol) -> Iterator[None]:
 # would write to its parent's pipe. SIGTERM waits until it is not, since pools stop workers that have hardly begun;
 # SIGINT does not, whose exception would be lost amid a fork.
 _undoing: list[Callable[[], None]] = []
-_masks: list[set[Any]] = []
+_masks = threading.local()
 
 
 def _before_fork() -> None:
-    _masks.append(signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGTERM,)))
+    _masks.before = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGTERM,))
 
 
 def _in_parent() -> None:
-    signal.pthread_sigmask(signal.SIG_SETMASK, _masks.pop())
+    signal.pthread_sigmask(signal.SIG_SETMASK, _masks.before)
 
 
 def _in_child() -> None:
