@@ -75,7 +75,13 @@ def main(comm, status: int = 0):
     if comm.rank == 1 and status:
         sys.exit(status)
 """
-IGNORING = "import os, signal, sys; signal.signal(signal.SIGCHLD, signal.SIG_IGN); os.execv(sys.argv[1], sys.argv[1:])"
+# SIGINT as on a terminal: a shell lets commands in the background ignore it.
+IGNORING = """
+import os, signal, sys
+signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+signal.signal(signal.SIGINT, signal.SIG_DFL)
+os.execv(sys.argv[1], sys.argv[1:])
+"""
 
 
 @pytest.mark.mpi
