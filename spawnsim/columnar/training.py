@@ -46,7 +46,7 @@ from spawnsim.record.recorder import document
 from spawnsim.training import structure
 from spawnsim.training.arena import STEP, Arena
 from spawnsim.training.objective import Objective, of_row, of_rows, tensors, trial
-from spawnsim.training.row_step import RowStep, chunk_of, rows_at
+from spawnsim.training.row_step import RowStep, chunk_of, fewer, rows_at
 from spawnsim.training.settings import Settings
 from spawnsim.training.threads import Threads
 from spawnsim.virtual.digest import checksum
@@ -162,7 +162,6 @@ class Trained(Models):
         with torch.inference_mode(False), torch.enable_grad():
             self._pattern, optimizer = self._begin()
             self._chunk = chunk_of(self._arena)  # rows that are computed at once
-            self._on_gpu = self._arena.rows["weights"].is_cuda
             self._of_loss = self._settings_of(how.loss)
             self._score = self._open_score()
         self._settings = tuple([self._arena.rule.settings(group) for group in optimizer.param_groups])
@@ -222,7 +221,8 @@ class Trained(Models):
         chunks = [ranks[begin : begin + chunk] for begin in range(0, len(ranks), chunk)]
         # Batches are to be drawn from the rank's streams; what draws otherwise does the same each time, too.
         with self._generators.in_place(), torch.inference_mode(False), torch.enable_grad():
-            if torch.get_num_threads() > 1 and len(chunks) > 1 and not self._on_gpu:
+            # A GPU computes all rows of a chunk at once by itself.
+            if torch.get_num_threads() > 1 and len(chunks) > 1 and self._arena.rows["weights"].is_cpu:
                 self._train_side_by_side(chunks, iterations)
                 return
             for ranks in chunks:
@@ -258,19 +258,14 @@ class Trained(Models):
             try:
                 gradient, losses, *_ = part.step.differentiate(self._arena.of(at), part.staged)
             except torch.cuda.OutOfMemoryError:
-                self._make_smaller(len(part.ranks))
+                if len(part.ranks) == 1:
+                    raise
+                self._chunk = fewer(len(part.ranks))
                 continue  # out of this block, in which the error keeps what was in memory
             with torch.no_grad():
                 part.step.update(at, gradient, part.rates, self._settings)
             self._losses[part.ranks] = losses.double().cpu().numpy()
             begin += len(part.ranks)
-
-    def _make_smaller(self, rows: int) -> None:
-        """Compute half of so many rows at a time from now on, or raise what is raised if it was one."""
-        if rows == 1:
-            raise
-        self._chunk = -(-rows // 2)
-        torch.cuda.empty_cache()
 
     def _step_for(self, staged: Sequence[Tensor]) -> RowStep:
         """Return the step for inputs of one kind, and for what the loss reads now."""
@@ -396,7 +391,9 @@ class Trained(Models):
                 try:
                     found = self._score[1](*tensors(self._arena.plan, self._arena.of(at)))
                 except torch.cuda.OutOfMemoryError:
-                    self._make_smaller(at.stop - at.start)
+                    if at.stop - at.start == 1:
+                        raise
+                    self._chunk = fewer(at.stop - at.start)
                     continue
                 self._scores[at] = found.double().cpu().numpy()
                 begin = at.stop

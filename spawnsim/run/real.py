@@ -54,7 +54,6 @@ def run_rank(job: Job) -> Run | None:
     """
     from spawnsim.random import seeded
     from spawnsim.real.launch.processes import BEGUN, register_stage
-    from spawnsim.real.runtime.abort import end_forked
     from spawnsim.record import Journal, Thinned, ranks_named
 
     # The library is loaded here and not above: mpi4py calls MPI_Init at import, and a launcher imports this module.
@@ -65,7 +64,6 @@ def run_rank(job: Job) -> Run | None:
     thin = (job.record_every, ranks_named(job.record_ranks))
     sink = journal if thin == (1, None) else Thinned(journal, *thin)
     comm = backend.world(recorder=sink, seed=job.seed, deadline_s=job.deadline_s)
-    process = os.getpid()
     with backend.guarded(comm), seeded(comm.rng):
         shards = Shards(job, comm, journal)
         # Before the program begins: a peer may fail at the first call, and rows of this rank would be lost with the
@@ -75,7 +73,7 @@ def run_rank(job: Job) -> Run | None:
         register_stage(BEGUN, comm.rank, os.environ)
         with Steps(journal, job.task.parameters.get("iterations"), shown=job.progress and comm.rank == 0):
             job.task(comm)
-            end_forked(process)
+            comm.runtime.abort.end_forked()
             comm.runtime.checkpoints.finish()
             # Within the block, since open requests may still fail: that must end as a failure of the program does.
             comm.runtime.settle()

@@ -19,7 +19,7 @@ from spawnsim.comm.deferred import Deferred
 from spawnsim.training import watching
 from spawnsim.training.arena import Arena, Seat
 from spawnsim.training.objective import Objective, of_row, of_rows, tensors
-from spawnsim.training.row_step import FEW, RowStep, chunk_of, rows_at, unknown
+from spawnsim.training.row_step import FEW, RowStep, chunk_of, fewer, rows_at, unknown
 from spawnsim.training.threads import Threads
 
 Chunk = Sequence[Sequence["Put"]]  # work of some ranks, one after the other
@@ -183,8 +183,7 @@ class _Batch:
 
     def _make_smaller(self, rows: int) -> None:
         """Compute half of so many rows at a time from now on: a GPU has no room for more."""
-        self.chunk = -(-rows // 2)
-        torch.cuda.empty_cache()
+        self.chunk = fewer(rows)
         self.deferred.warn(
             f"{type(self.objective.model).__name__} models are computed {self.chunk} at a time, since the GPU has no "
             "memory for more: the last bits of losses depend on how much of it is free"

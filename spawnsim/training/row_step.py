@@ -43,6 +43,12 @@ def chunk_of(arena: Arena) -> int:
     return max(GPU_NBYTES // nbytes, CHUNK[0])
 
 
+def fewer(rows: int) -> int:
+    """Return how many rows to compute at once where a GPU has had no room for so many, of which it keeps nothing."""
+    torch.cuda.empty_cache()
+    return -(-rows // 2)
+
+
 class RowStep:
     """A step of rows of one arena, with inputs of one kind.
 

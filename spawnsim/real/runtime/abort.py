@@ -67,7 +67,7 @@ class AbortProtocol:
         self.given_up: Callable[[], bool] = bool  # whether this rank is one of them
         # ranks that are known to have died
         self.dead: Callable[[], AbstractSet[int]] = KnownDeaths(os.environ)
-        self._end_job = end_job
+        self._end_job, self._process = end_job, os.getpid()
         self._lock = threading.Lock()
         self._reporter = -1  # whom the lowest rank has let report
         self._granted: list[bool] = []
@@ -105,6 +105,26 @@ class AbortProtocol:
         else:
             self._report(text, summary or text)
         self._leave(status)
+
+    def end_forked(self, error: BaseException | None = None) -> None:
+        """End this process, as Python would, if a program has forked it by hand and let it run on: it is no rank.
+
+        Args:
+            error: by which the program has ended.
+        """
+        if os.getpid() == self._process:
+            return
+        status = 0
+        if isinstance(error, SystemExit):
+            status = error.code if isinstance(error.code, int) else int(error.code is not None)
+            if isinstance(error.code, str):
+                sys.stderr.write(f"{error.code}\n")
+        elif error is not None:
+            sys.excepthook(type(error), error, error.__traceback__)
+            status = 1
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)
 
     def hold(self) -> None:
         """Keep the program's thread here if another one is ending the job: it must not leave the others now."""
@@ -205,28 +225,6 @@ def _hear_no_children() -> None:
     """Let ends of a program's workers raise no more: torch's loaders do at each, also amid what tells of the first."""
     if threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-
-
-def end_forked(process: int, error: BaseException | None = None) -> None:
-    """End this process, as Python would, if it is not a rank's: a program has forked it by hand and let it run on.
-
-    Args:
-        process: the rank's.
-        error: by which the program's block ended.
-    """
-    if os.getpid() == process:
-        return
-    status = 0
-    if isinstance(error, SystemExit):
-        status = error.code if isinstance(error.code, int) else int(error.code is not None)
-        if isinstance(error.code, str):
-            sys.stderr.write(f"{error.code}\n")
-    elif error is not None:
-        sys.excepthook(type(error), error, error.__traceback__)
-        status = 1
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(status)
 
 
 def _is_end_known() -> bool:

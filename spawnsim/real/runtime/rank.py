@@ -7,14 +7,13 @@ and to meet the other ranks. `guarded(comm)` runs the program: it ends together 
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any, TypeVar
 
 from spawnsim.errors import SpawnsimError
-from spawnsim.real.runtime.abort import AbortProtocol, end_forked, stoppable
+from spawnsim.real.runtime.abort import AbortProtocol, stoppable
 from spawnsim.real.runtime.checkpoints import Checkpoints
 from spawnsim.real.runtime.requests import RequestRegistry, wait_until
 from spawnsim.real.runtime.services import Counters, Options, RankServices, Task
@@ -238,20 +237,19 @@ def guarded(comm: C) -> Iterator[C]:
     abort: AbortProtocol = comm.runtime.abort
     # A job that survives deaths also survives a rank that a signal stops, so there the signal keeps its own meaning.
     signals = nullcontext() if comm.runtime.options.survive else stoppable(abort)
-    process = os.getpid()
     with signals:
         try:
             yield comm
-            end_forked(process)
+            abort.end_forked()
         except SystemExit as leaving:
-            end_forked(process, leaving)
+            abort.end_forked(leaving)
             if leaving.code not in (None, 0):
                 status = leaving.code if isinstance(leaving.code, int) else 1
                 abort.end(f"spawnsim: rank {comm.rank} called sys.exit({leaving.code!r})", status=status)
             _finalize(comm, abort)
             raise
         except BaseException as error:
-            end_forked(process, error)
+            abort.end_forked(error)
             abort.fail(error)
             raise
         _finalize(comm, abort)
