@@ -42,9 +42,10 @@ REAL := tests/real tests/testing/test_contract.py
 POLICIES := tests/policies tests/torchgfn
 VIRTUAL := $(addprefix tests/,virtual columnar checkpoints fuzzing rerun training workloads)
 
-# Two at a time, each with a core, the longest first; what each says comes in one piece, when it ends; all end, also if one has failed.
+# Two at a time, each with a core, the longest first: the last ones end at about the same time. What each says comes in one piece, when
+# it ends; all end, also if one has failed.
 test: $(INSTALLED)
-	$(MAKE) --jobs 2 --keep-going --output-sync check-real check-others check-virtual check-policies lint
+	$(MAKE) --jobs 2 --keep-going --output-sync check-real check-virtual check-others check-policies lint
 
 lint: $(INSTALLED)
 	$(BIN)/ruff check .

@@ -144,7 +144,8 @@ class PhantomArray(NDArrayOperatorsMixin):
 
     def copy(self) -> PhantomArray:
         """Return a phantom of its own, with what was stored."""
-        new = self._piece(0, self.size, self.dtype)
+        new = PhantomArray.__new__(PhantomArray)
+        new.size, new.dtype, new.nbytes, new._start = self.size, self.dtype, self.nbytes, 0
         new._stored = (
             {first - self._start: data for first, data in self.stored().items()} if self._stored else {}
         )

@@ -7,6 +7,8 @@ from collections.abc import Iterator
 
 # Before torch or numpy is imported: a pool of threads per rank would only fight over the cores.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# Where a test has two threads, they sleep as they wait: beside other tests, to spin takes five times as long.
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 os.environ.setdefault("MPLBACKEND", "Agg")
 # Under a bare mpiexec, unbuffered ranks print a line in pieces, and cut into each other's.
 os.environ.pop("PYTHONUNBUFFERED", None)

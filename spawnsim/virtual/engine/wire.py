@@ -9,6 +9,7 @@ from __future__ import annotations
 from enum import Enum
 from heapq import heappop, heappush
 
+from spawnsim.phantoms import PhantomArray
 from spawnsim.virtual.digest import SEND, SHORT_NBYTES, crc32, packed
 from spawnsim.virtual.engine.completion import Completion, Message
 from spawnsim.virtual.engine.event_queue import DECIDING
@@ -141,7 +142,7 @@ def send(world: World, mailbox: Mailbox, message: Message, mode: Mode = STANDARD
     digest.update(packed(now_s, SEND, dest, nbytes, message.tag))
     if nbytes <= SHORT_NBYTES and type(payload) is bytes:  # `digest.cover`, without the calls
         digest.contents = crc32(payload, digest.contents)
-    else:
+    elif type(payload) is not PhantomArray:  # which has none
         digest.cover(payload)
     transfer: Transfer | None = None
     if rendezvous:

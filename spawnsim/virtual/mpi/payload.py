@@ -21,10 +21,10 @@ from spawnsim.comm.buffers import as_buffer
 from spawnsim.comm.constants import PROC_NULL
 from spawnsim.comm.deferred import WAITING, settle
 from spawnsim.comm.failures import SpecBufferError, SpecTypeError, Truncated
-from spawnsim.comm.memory import as_bytes, flat
+from spawnsim.comm.memory import as_bytes, flat, of_tensor
 from spawnsim.comm.packing import Pickle
 from spawnsim.comm.status import Status
-from spawnsim.phantoms import is_phantom
+from spawnsim.phantoms import PhantomArray, is_phantom
 from spawnsim.virtual.diagnosis import place
 from spawnsim.virtual.engine.completion import Message
 from spawnsim.virtual.engine.world import World
@@ -76,25 +76,34 @@ class Room:
         return loads(message.payload)
 
 
-def pack(spec: Any, dest: int = 0) -> Any:
-    """Return a snapshot of a buffer: `bytes`, or an array for the types that need one."""
+def pack(spec: Any, dest: int = 0) -> tuple[Any, Any]:
+    """Return a snapshot of a buffer, `bytes` or an array for the types that need one, and the buffer itself.
+
+    Of a CPU tensor that is the array over its memory, which is quicker to look at.
+    """
     if WAITING:
         settle()
-    if type(spec) is ndarray and spec.flags.c_contiguous and spec.dtype in PLAIN:
-        return spec.tobytes()
+    array = spec if type(spec) is ndarray else of_tensor(spec)
+    if array is not None and array.flags.c_contiguous and array.dtype in PLAIN:
+        return array.tobytes(), array
+    if type(spec) is PhantomArray and spec.dtype in PLAIN:
+        return spec.copy(), spec
     _check_given(spec, dest)
-    return as_buffer(spec).pack()
+    return as_buffer(spec).pack(), spec
 
 
 def target(spec: Any, source: int = 0) -> Any:
-    """Return what `unpack` writes to: a plain array itself, else the `Buffer` of a specification.
+    """Return what `unpack` writes to: a plain array, a phantom, or the `Buffer` of a specification.
 
     It is kept until the message is there, and the program may free a datatype meanwhile. What cannot be received into
     is refused, before anything is received.
     """
     if WAITING:
         settle()
-    if type(spec) is ndarray and spec.flags.carray and spec.dtype in PLAIN:
+    array = spec if type(spec) is ndarray else of_tensor(spec)
+    if array is not None and array.flags.carray and array.dtype in PLAIN:
+        return array
+    if type(spec) is PhantomArray and spec.dtype in PLAIN:
         return spec
     _check_given(spec, source)
     return as_buffer(spec, writable=True)
@@ -118,6 +127,11 @@ def unpack(into: Any, payload: Any) -> None:
                 pass  # it cannot be written to any more: told below
             else:
                 return
+        into = as_buffer(into)
+    elif type(into) is PhantomArray:
+        if type(payload) is PhantomArray and payload.nbytes == into.nbytes:
+            into[...] = payload
+            return
         into = as_buffer(into)
     into.unpack(np.frombuffer(payload, np.uint8) if type(payload) is bytes else payload)
 

@@ -113,27 +113,33 @@ class PointToPoint(Member):
 
     def Send(self, buf: Any, dest: int, tag: int = 0) -> None:
         """Send a buffer. Above the eager threshold it returns when its receive has started and the data have left."""
-        self._deliver(pack(buf, dest), dest, tag, STANDARD, operation="Send", buf=buf)
+        payload, buf = pack(buf, dest)
+        self._deliver(payload, dest, tag, STANDARD, operation="Send", buf=buf)
 
     def Ssend(self, buf: Any, dest: int, tag: int = 0) -> None:
         """Send a buffer; return when its receive has started."""
-        self._deliver(pack(buf, dest), dest, tag, SYNCHRONOUS, operation="Ssend", buf=buf)
+        payload, buf = pack(buf, dest)
+        self._deliver(payload, dest, tag, SYNCHRONOUS, operation="Ssend", buf=buf)
 
     def Rsend(self, buf: Any, dest: int, tag: int = 0) -> None:
         """Send a buffer whose receive the program knows to be posted."""
-        self._deliver(pack(buf, dest), dest, tag, LOCAL, operation="Rsend", buf=buf)
+        payload, buf = pack(buf, dest)
+        self._deliver(payload, dest, tag, LOCAL, operation="Rsend", buf=buf)
 
     def Isend(self, buf: Any, dest: int, tag: int = 0) -> Request:
         """Start to send a buffer. Its content is taken now; a program that changes it before the end is warned."""
-        return self._isend(pack(buf, dest), dest, tag, STANDARD, operation="Isend", buf=buf)
+        payload, buf = pack(buf, dest)
+        return self._isend(payload, dest, tag, STANDARD, operation="Isend", buf=buf)
 
     def Issend(self, buf: Any, dest: int, tag: int = 0) -> Request:
         """Start to send a buffer; the request is over when its receive has started."""
-        return self._isend(pack(buf, dest), dest, tag, SYNCHRONOUS, operation="Issend", buf=buf)
+        payload, buf = pack(buf, dest)
+        return self._isend(payload, dest, tag, SYNCHRONOUS, operation="Issend", buf=buf)
 
     def Irsend(self, buf: Any, dest: int, tag: int = 0) -> Request:
         """Start to send a buffer whose receive the program knows to be posted."""
-        return self._isend(pack(buf, dest), dest, tag, LOCAL, operation="Irsend", buf=buf)
+        payload, buf = pack(buf, dest)
+        return self._isend(payload, dest, tag, LOCAL, operation="Irsend", buf=buf)
 
     def Recv(
         self, buf: Any, source: int = ANY_SOURCE, tag: int = ANY_TAG, status: Status | None = None
@@ -173,7 +179,8 @@ class PointToPoint(Member):
         # Checked before the send: a wrong receive buffer must not leave a message behind that nobody takes.
         into = target(recvbuf, source)
         # Packed now, so that Sendrecv_replace may receive into the same memory.
-        transfer = self._dispatch(pack(sendbuf, dest), dest, sendtag, STANDARD, buf=sendbuf)
+        payload, sendbuf = pack(sendbuf, dest)
+        transfer = self._dispatch(payload, dest, sendtag, STANDARD, buf=sendbuf)
         if source == PROC_NULL:
             self.Recv(recvbuf, source, recvtag, status)
         else:
@@ -200,10 +207,9 @@ class PointToPoint(Member):
         dest, source = integer(dest), integer(source)
         target(recvbuf, source)
         # With one buffer for both, its change is the receive's doing, and no reason for the warning about sent buffers.
-        watched = None if sendbuf is recvbuf else sendbuf
-        outgoing = self._isend(
-            pack(sendbuf, dest), dest, sendtag, STANDARD, operation="Isendrecv", buf=watched
-        )
+        payload, buf = pack(sendbuf, dest)
+        watched = None if sendbuf is recvbuf else buf
+        outgoing = self._isend(payload, dest, sendtag, STANDARD, operation="Isendrecv", buf=watched)
         incoming = self.Irecv(recvbuf, source, recvtag)
         return incoming.together(outgoing)
 
@@ -232,11 +238,11 @@ class PointToPoint(Member):
 
     def Bsend(self, buf: Any, dest: int, tag: int = 0) -> None:
         """Send a buffer from the attached one: returns at once."""
-        self._deliver(self._room_for(pack(buf, dest)), dest, tag, LOCAL, operation="Bsend")
+        self._deliver(self._room_for(pack(buf, dest)[0]), dest, tag, LOCAL, operation="Bsend")
 
     def Ibsend(self, buf: Any, dest: int, tag: int = 0) -> Request:
         """Start to send a buffer from the attached one."""
-        return self._isend(self._room_for(pack(buf, dest)), dest, tag, LOCAL, operation="Ibsend")
+        return self._isend(self._room_for(pack(buf, dest)[0]), dest, tag, LOCAL, operation="Ibsend")
 
     def bsend(self, obj: Any, dest: int, tag: int = 0) -> None:
         """Send an object from the attached buffer: returns at once."""

@@ -11,6 +11,7 @@ from spawnsim.comm.constants import IN_PLACE
 from spawnsim.comm.ops import SUM
 from spawnsim.errors import MismatchError
 from spawnsim.phantoms import PhantomError
+from spawnsim.virtual.mpi import payload
 from spawnsim.virtual.mpi.requests import Request
 
 RANKS = 12
@@ -193,12 +194,17 @@ def test_what_is_stored_travels():
 
 
 def test_the_short_way(monkeypatch):
-    """Phantoms and tensors as they are, and [array, its length], need no more than an array does."""
+    """Phantoms and tensors as they are need no more than an array does; [array, its length] is not taken apart."""
 
     def taken_apart(*_, **__):
         raise AssertionError
 
+    def as_buffer(spec, **how):
+        assert type(spec) is list
+        return buffers.as_buffer(spec, **how)
+
     monkeypatch.setattr(buffers, "general", taken_apart)
+    monkeypatch.setattr(payload, "as_buffer", as_buffer)
 
     def main(comm, make):
         right, left = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
