@@ -7,7 +7,7 @@ constructor's name and arguments: it answers `Get_envelope`, `Get_contents` and 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Final
@@ -21,6 +21,9 @@ from spawnsim.comm.failures import ERR_ARG, CallError
 Bytes = NDArray[np.uint8]
 Ints = NDArray[np.int64]
 CACHED_INDICES: Final = 4
+LONG: Final = 1 << 16
+"""Blocks of so many bytes are copied one by one. An index of their cells can take more memory than the blocks
+themselves, and numpy has no cells of 2 GiB."""
 BF16 = np.dtype([("bfloat16", np.uint16)])
 """Storage of one bfloat16. No other type has this dtype, so arithmetic never takes it for an unsigned integer."""
 
@@ -100,6 +103,11 @@ class Layout:
         blocks = np.gcd.reduce(np.concatenate((self.offsets, self.lengths, [self.extent])))
         return int(blocks) or 1
 
+    @cached_property
+    def long(self) -> bool:
+        """Whether the blocks are few and long (`LONG`, on average), or elements touch and all of them are one block."""
+        return self.dense or self.size >= LONG * len(self.offsets)
+
     def resized(self, lb: int, extent: int) -> Layout:
         """Return the same data with other bounds."""
         return Layout(self.offsets, self.lengths, self.atoms, self.repeats, lb, extent, self.align)
@@ -127,21 +135,44 @@ class Layout:
 
     def gather(self, memory: Bytes, count: int, origin: int = 0) -> Bytes:
         """Return the bytes of `count` elements in the order in which they travel; `memory[0]` is byte `origin`."""
+        if self.long:
+            data = np.empty(count * self.size, np.uint8)
+            for travelling, lying in self._blocks(len(data), origin):
+                data[travelling] = memory[lying]
+            return data
         # Wide cells move several bytes with one index. They need an origin on a unit's boundary.
         unit = self.unit if origin % self.unit == 0 else 1
         cells, index = _cells(memory, unit), self.index(count, unit)
-        data: Bytes = np.take(cells, index - origin // unit if origin else index).view(np.uint8)
-        return data
+        taken: Bytes = np.take(cells, index - origin // unit if origin else index).view(np.uint8)
+        return taken
 
     def scatter(self, memory: Bytes, data: Bytes, origin: int = 0) -> None:
         """Write travelling bytes, perhaps fewer than whole elements, to where they belong."""
         if not len(data):
+            return
+        if self.long:
+            for travelling, lying in self._blocks(len(data), origin):
+                memory[lying] = data[travelling]
             return
         # A message may end inside an element, and then perhaps inside a cell.
         unit = self.unit if origin % self.unit == 0 and len(data) % self.unit == 0 else 1
         index = self.index(-(-len(data) // self.size), unit)[: len(data) // unit]
         cells = _cells(memory, unit)
         cells[index - origin // unit if origin else index] = data.view(cells.dtype)
+
+    def _blocks(self, nbytes: int, origin: int) -> Iterator[tuple[slice, slice]]:
+        """Yield of each block of `nbytes` travelling bytes where it is among them, and in memory from `origin` on."""
+        if self.dense:
+            yield slice(0, nbytes), slice(-origin, nbytes - origin)
+            return
+        blocks, at, element = list(zip(self.offsets.tolist(), self.lengths.tolist(), strict=True)), 0, -origin
+        while at < nbytes:
+            for offset, length in blocks:
+                # The last block is shorter where the message ends inside it; those behind it are empty.
+                length = min(length, nbytes - at)
+                yield slice(at, at + length), slice(element + offset, element + offset + length)
+                at += length
+            element += self.extent
 
     def elements(self, nbytes: int) -> int:
         """Return how many basic elements `nbytes` hold; -1 when they end inside one."""

@@ -12,6 +12,7 @@ import pytest
 from support import oracle_types
 
 from spawnsim import comm
+from spawnsim.comm import layouts
 from spawnsim.comm.predefined import BY_NAME, typedict
 
 MPI = SimpleNamespace(**comm.namespace())
@@ -167,3 +168,44 @@ def test_types_of_several_parts_have_a_type_string():
         "d",
     )
     assert (MPI.DATATYPE_NULL.typestr, MPI.DATATYPE_NULL.typechar) == ("", "")
+
+
+TYPES_OF_BLOCKS = {
+    "gaps": lambda: MPI.INT.Create_vector(3, 2, 5),
+    "backwards": lambda: MPI.DOUBLE.Create_hindexed([2, 1], [40, 8]),
+    "below the start": lambda: MPI.SHORT.Create_hindexed([1, 3], [-10, 4]),
+    "resized": lambda: MPI.INT.Create_contiguous(3).Create_resized(-4, 20),
+    "negative extent": lambda: MPI.CHAR.Create_contiguous(3).Create_resized(0, -8),
+    "dense": lambda: MPI.CHAR.Create_contiguous(7),
+}
+
+
+@pytest.mark.parametrize("name", TYPES_OF_BLOCKS)
+def test_long_blocks_are_copied_as_short_ones_are(name, monkeypatch):
+    """Copying block by block moves the same bytes as copying by an index; also where a message ends inside a block."""
+
+    def copies(long_nbytes):
+        monkeypatch.setattr(layouts, "LONG", long_nbytes)
+        layout = TYPES_OF_BLOCKS[name]().layout
+        low, high = layout.span(4)
+        memory = np.random.default_rng(1).integers(0, 256, high - low, np.uint8)
+        data = layout.gather(memory, 4, low)
+        for nbytes in range(len(data) + 1):
+            written = np.zeros_like(memory)
+            layout.scatter(written, data[:nbytes], low)
+            yield written.tolist()
+        yield data.tolist()
+
+    assert list(copies(1)) == list(copies(1 << 60))
+
+
+def test_blocks_of_gigabytes():
+    """A block may be longer than the widest cell of numpy, and costs no index of its bytes."""
+    kind = MPI.BYTE.Create_vector(2, 2**31, 2**31 + 8).Create_resized(0, 2**32 + 16).Commit()
+    memory = np.zeros(2**32 + 16, np.uint8)  # takes room only where it is written
+    message = comm.as_buffer([memory, 1, kind])
+    assert message.unpack(np.arange(1, 5, dtype=np.uint8)) == 4
+    assert memory[:5].tolist() == [1, 2, 3, 4, 0]
+    assert comm.as_buffer([memory, 0, kind]).pack().tolist() == []
+    dense = MPI.BYTE.Create_contiguous(2**31).Commit()
+    assert comm.as_buffer([memory, 0, dense]).pack().tolist() == []
