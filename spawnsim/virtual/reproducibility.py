@@ -13,7 +13,7 @@ import random
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Set
 from contextlib import contextmanager
 from pathlib import Path
 from traceback import walk_stack
@@ -374,7 +374,7 @@ def _noticed(original: Callable[..., Any], what: str) -> Callable[..., Any]:
         if task is not None:
             found = task.kernel.owner.leaks
             if kind not in found:
-                place = _program_line(sys._getframe(1))
+                place = _program_line(sys._getframe(1), task.kernel.owner.private)
                 if place is not None:
                     found[kind] = f"{what} by rank {task.rank} ({place})"
         return original(*args, **kwargs)
@@ -383,17 +383,18 @@ def _noticed(original: Callable[..., Any], what: str) -> Callable[..., Any]:
     return noticed
 
 
-def _program_line(frame: FrameType | None) -> str | None:
+def _program_line(frame: FrameType | None, private: Set[str]) -> str | None:
     """Return the file and line of a program that calls, maybe through the standard library; None: a library does.
 
     What a library reads for itself, and `logging` for its records, seldom comes back to the program, and a note about
-    each would drown the one that matters.
+    each would drown the one that matters. `private` packages are the program's own: they hold its state.
     """
     for each, number in walk_stack(frame):
         file = each.f_code.co_filename
-        if is_installed(file) or file == logging.__file__:
+        own = str(each.f_globals.get("__name__")).partition(".")[0] in private
+        if not own and (is_installed(file) or file == logging.__file__):
             return None
-        if not file.startswith((*STANDARD, "<frozen")):
+        if own or not file.startswith((*STANDARD, "<frozen")):
             return f"{Path(file).name}:{number}"
     return None
 

@@ -204,6 +204,19 @@ def test_what_libraries_read_is_their_business(tmp_path):
     assert (what["reproducible"], what["leaks"]) == (True, [])
 
 
+def test_what_a_private_package_does_is_the_program_s(tmp_path, monkeypatch):
+    """Whether a thread that a package has started is done with its work, when a rank looks, no seed repeats."""
+    package = tmp_path / "site-packages" / "begins_threads.py"
+    package.parent.mkdir()
+    package.write_text("import threading\n\ndef begin():\n    threading.Thread(target=print).start()\n")
+    monkeypatch.syspath_prepend(package.parent)
+    program = tmp_path / "program.py"
+    program.write_text("from mpi4py import MPI\nimport begins_threads\nbegins_threads.begin()\n")
+    what = spawnsim.run(program, ranks=2, options={"private": ("begins_threads",)}).what
+    leak = "a thread was started by rank 0 (begins_threads.py:4)"
+    assert (what["reproducible"], what["leaks"]) == (False, [leak])
+
+
 def test_the_command_line_fixes_the_order_of_sets(tmp_path):
     """Two runs of a program that walks through a set of words have one digest, and say that they are reproducible."""
     program = tmp_path / "train.py"

@@ -127,6 +127,7 @@ class World:
     on_death: list[Callable[[], None]] = field(default_factory=list)
     revoked: bool = False  # whether any communicator ever was: only then need waits look
     leaks: dict[str, str] = field(default_factory=dict)  # what no seed repeats: kind -> a sentence
+    private: frozenset[str] = frozenset()  # installed packages of which each rank has its own
     # Kind and line -> a sentence, of what MPI leaves undefined and the program has done, and of faults that came late
     # or left nobody.
     mistakes: dict[tuple[str, str], str] = field(default_factory=dict)

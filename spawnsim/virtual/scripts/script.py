@@ -115,6 +115,7 @@ class ScriptRun:
         """Run the script to its end on all ranks."""
         world = self.cluster.world
         world.resource_leaks, world.around_threads = self.resource_leaks, self._around_thread
+        world.private = frozenset(self.script.private)
         if self.script.carrier == "threads":  # as under torchrun: programs that set no seed have equal models
             world.torch_seed = TORCHS_OWN + world.seed
         self.resource_leaks.made(self.cluster.comm_world(0)._context)
