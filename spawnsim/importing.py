@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import lru_cache
 from importlib.machinery import ModuleSpec, SourceFileLoader
-from types import ModuleType
+from types import FrameType, ModuleType
 from typing import Any
 
 
@@ -68,6 +68,22 @@ def loading() -> bool:
     """Return whether a module is being imported that all virtual ranks share."""
     locks = getattr(sys.modules["importlib._bootstrap"], "_module_locks", {})
     return not _of_ranks.issuperset(locks)
+
+
+def amid_shared_import(frame: FrameType | None) -> bool:
+    """Return whether who stands at a frame, a virtual rank, is importing a module that all ranks share.
+
+    Then it should not wait for others if it need not: they would find the module half made, or, in threads, wait for
+    the end of its import in vain.
+    """
+    if not loading():  # as nearly always: nobody is
+        return False
+    while frame is not None:
+        name = frame.f_globals.get("__name__")
+        if frame.f_code.co_name == "<module>" and name != "__main__" and name not in _of_ranks:
+            return True
+        frame = frame.f_back
+    return False
 
 
 def imported_names() -> frozenset[str]:

@@ -14,6 +14,7 @@ from typing import Any
 
 from spawnsim.comm.deferred import WAITING
 from spawnsim.errors import CheckFailed, Timeout, UsageError
+from spawnsim.importing import amid_shared_import
 from spawnsim.random import Streams
 from spawnsim.units import check_duration
 from spawnsim.virtual import diagnosis
@@ -63,7 +64,7 @@ class Clock:
         """
         # `timed` tells the watchdog that this rank may be polling until some time, which is not a livelock at once.
         kernel = self._world.kernel
-        if self._rank.observers:
+        if self._rank.observers and not amid_shared_import(sys._getframe()):
             kernel.observe()
         kernel.current.timed = True
         return self._rank.shown_s(kernel.current.clock)
@@ -81,6 +82,8 @@ class Clock:
         task = self._world.kernel.current
         self._rank.digest.note((task.clock, SLEEP, -1, nanoseconds(seconds), 0))
         self._rank.advance_to(task, task.clock + seconds)
+        if amid_shared_import(sys._getframe()):
+            return
         self._world.kernel.observe()
         # A loop of sleeps around a look at exposed memory is a poll, of which the library sees the sleep alone.
         if self._rank.attachments.get("windows"):

@@ -489,6 +489,39 @@ def test_a_package_that_asks_for_its_rank_while_it_is_imported_is_told(
     assert package not in capsys.readouterr().err
 
 
+IMPORTING = """
+import threading
+over = threading.Event()
+if {threads}:  # others could see what the rank does between two calls, so it does not run ahead
+    threading.Thread(target=over.wait).start()
+if rank == 0:
+    comm.send("x", 1)
+from {package} import DONE
+if rank == 1:
+    comm.recv()
+over.set()
+print(rank, DONE)
+"""
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("carrier", ["greenlets", "threads"])
+@pytest.mark.parametrize("call", ["time", "sleep"])
+def test_a_package_may_look_at_the_clock_or_sleep_while_it_is_imported(
+    carrier: str, call: str, script: Any, tmp_path: Path,
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """The other ranks, which share it, do not run meanwhile: they would find it half made, or wait for its lock."""
+    package = f"takes_{call}_in_{carrier}"
+    (tmp_path / "lib").mkdir()
+    looks = "time.sleep(1.0)" if call == "sleep" else "time.time()"
+    (tmp_path / "lib" / f"{package}.py").write_text(f"import time\nBEGAN = {looks}\nDONE = True\n")
+    monkeypatch.syspath_prepend(tmp_path / "lib")
+    path = script(IMPORTING.format(package=package, threads=carrier == "threads"))
+    assert cli.main(["run", str(path), "--ranks", "2", "--carrier", carrier, "--quiet"]) == 0
+    assert sorted(_lines(capsys)) == ["[rank 0] 0 True", "[rank 1] 1 True"]
+
+
 def test_the_command(script: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """`spawnsim run program.py --ranks 3 …`: what is no option goes to the program."""
     path = script("print(sys.argv[1:])\ncomm.isend(1, 0)")
