@@ -22,7 +22,13 @@ from typing import Any
 
 from spawnsim.real.runtime.abort import outcome_of_signal
 
-SIGNALS = (signal.SIGTERM, signal.SIGHUP)  # Python itself turns SIGINT into a KeyboardInterrupt
+# With what a process does that nobody has told otherwise. Python itself turns SIGINT into a KeyboardInterrupt, but the
+# second one as well: no use where a rank in a thread of its own stands in C, or waits for a lock for ever.
+SIGNALS: dict[signal.Signals, Any] = {
+    signal.SIGINT: signal.default_int_handler,
+    signal.SIGTERM: signal.SIG_DFL,
+    signal.SIGHUP: signal.SIG_DFL,
+}
 
 
 class Stopped(KeyboardInterrupt):
@@ -53,16 +59,16 @@ def stoppable() -> Iterator[None]:
     ours: list[signal.Signals] = []
     if threading.current_thread() is threading.main_thread():
         # SIGHUP that nohup ignores must stay ignored, and a program's own handler is its own business.
-        ours = [number for number in SIGNALS if signal.getsignal(number) == signal.SIG_DFL]
+        ours = [number for number, usual in SIGNALS.items() if signal.getsignal(number) == usual]
     for number in ours:
         signal.signal(number, _stop)
     try:
         yield
     finally:
         for number in ours:
-            # A program may have set its own meanwhile, or the signal came and was reset: neither is to be undone.
-            if signal.getsignal(number) is _stop:
-                signal.signal(number, signal.SIG_DFL)
+            # A program may have set its own meanwhile, which is not to be undone. Or the signal came and was reset.
+            if signal.getsignal(number) in (_stop, signal.SIG_DFL):
+                signal.signal(number, SIGNALS[number])
 
 
 def _stop(number: int, _frame: FrameType | None) -> None:

@@ -93,6 +93,35 @@ def test_a_stopped_run_says_so_in_one_line_and_keeps_its_rows(
     ]
 
 
+STUCK = """
+import _thread
+from mpi4py import MPI
+
+MPI.COMM_WORLD.Barrier()
+if MPI.COMM_WORLD.rank == 1:
+    lock = _thread.allocate_lock()  # Python's own, on which a rank waits outside of virtual time
+    lock.acquire()
+    print("ready", flush=True)
+    lock.acquire()
+MPI.COMM_WORLD.Barrier()
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_second_signal_ends_a_run_at_once(tmp_path: Path, number: int) -> None:
+    """Also where a rank in a thread of its own hears of none."""
+    program = tmp_path / "stuck.py"
+    program.write_text(STUCK)
+    with _started("run", program, "--ranks", 2, "--carrier", "threads", "--no-prefix") as started:
+        assert started.stdout is not None
+        assert started.stdout.readline() == "ready\n"
+        started.send_signal(number)
+        time.sleep(0.5)
+        assert started.poll() is None
+        started.send_signal(number)
+        assert started.wait(30) == -number
+
+
 @pytest.mark.parametrize("leave", [False, True])
 def test_a_killed_run_leaves_what_it_has_recorded(train: Path, tmp_path: Path, leave: bool) -> None:
     """SIGKILL, or `os._exit` in a rank: all but the last half second is in the folder, and can be read."""
