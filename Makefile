@@ -40,7 +40,7 @@ docs: $(INSTALLED)
 # A quarter of the work each, with what is left. The first start many processes, and what they time suffers if much else runs beside them.
 REAL := tests/real tests/testing/test_contract.py
 POLICIES := tests/policies tests/torchgfn
-VIRTUAL := $(addprefix tests/,virtual columnar checkpoints fuzzing rerun training workloads)
+VIRTUAL := $(addprefix tests/,virtual columnar fuzzing training)
 
 # Two at a time, each with a core, the longest first: the last ones end at about the same time. What each says comes in one piece, when
 # it ends; all end, also if one has failed.
