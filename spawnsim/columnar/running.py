@@ -11,7 +11,7 @@ import hashlib
 import inspect
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, is_dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -25,9 +25,17 @@ from spawnsim.columnar.meetings import Group, Turn, turn_of
 from spawnsim.columnar.models import Models, Numbers, Quality, RandomWalk
 from spawnsim.columnar.training import Trained, Training
 from spawnsim.errors import ParameterError, UnsupportedError
-from spawnsim.policies import AsyncSelectiveAveragingPolicy, SpawnPolicy
+from spawnsim.policies import (
+    AsyncSelectiveAveragingPolicy,
+    AverageAllPolicy,
+    Every,
+    OuterOptimizerPolicy,
+    SpawnPolicy,
+    StateScope,
+)
+from spawnsim.policies.rules.selection import selection_for
 from spawnsim.record import folder, manifest
-from spawnsim.record.recorder import Recorder, document
+from spawnsim.record.recorder import Recorder, document, vars_of
 from spawnsim.record.table import Table
 from spawnsim.run.process_setup import one_thread
 from spawnsim.run.result import TOTALS, Run
@@ -336,20 +344,42 @@ class _Running:
         return Run(what, table, recorder.events(), {name: known[name] for name in TOTALS})
 
     def _described(self) -> dict[str, Any]:
-        kind, plain = type(self.policy), (bool, int, float, str, type(None))
-        # What the policy was made of: it counts, too, and that is no parameter.
-        made_of = inspect.signature(kind).parameters
-        own: dict[str, Any] = {"policy": kind.__name__.removesuffix("Policy")}
-        own |= {
-            name: value
-            for name, value in vars(self.policy).items()
-            if name in made_of and isinstance(value, plain)
-        }
+        own = {"policy": type(self.policy).__name__.removesuffix("Policy")} | _made_of(self.policy)
         about: dict[str, Any] = {"file": None, "main": "columnar", "parameters": own}
         about |= {"backend": "virtual", "columnar": True} | self.models.described()
         about |= self.where.described() | {"model_nbytes": self.turn.nbytes}
         about |= {"notes": list(self.turn.notes), "reproducible": True, "leaks": []}
         return about | {"versions": manifest.versions(), "made": manifest.made()}
+
+
+NO_PARAMETERS = {"timing", "wiring"}  # of what a policy decides
+# What travels unless a program says otherwise: of all other policies, everything.
+USUAL: dict[type[SpawnPolicy], StateScope] = {
+    AsyncSelectiveAveragingPolicy: StateScope(optimizer_state="reset"),
+    OuterOptimizerPolicy: StateScope(frozen=False, buffers=False),
+}
+
+
+def _made_of(policy: SpawnPolicy) -> dict[str, Any]:
+    """Return what a policy was made of, by name: it holds that itself, or in its rules and other parts."""
+    own = vars(policy)
+    held = [own, *[vars_of(each) for each in own.values() if is_dataclass(each)]]
+    # Of what it holds these alone: it counts, too.
+    kinds = [kind for kind in type(policy).__mro__ if issubclass(kind, SpawnPolicy)]
+    names = dict.fromkeys(name for kind in kinds for name in inspect.signature(kind).parameters)
+    found = {name: part[name] for name in names for part in reversed(held) if name in part}
+    # None, as it was given, where other parameters tell it: what only one of two runs has is taken for no difference.
+    if policy.cadence == Every(policy.average_every, at_zero=isinstance(policy, AverageAllPolicy)):
+        found["cadence"] = None
+    if isinstance(policy, AsyncSelectiveAveragingPolicy) and found["selection"] == selection_for(
+        policy.replacement_mode, ratio=policy.replacement_ratio, threshold=policy.threshold, mode=policy.mode
+    ):
+        found["selection"] = None
+    if found.get("travels") == next((USUAL[each] for each in kinds if each in USUAL), StateScope()):
+        found["travels"] = None
+    if "lr" in found:
+        del found["rule"]
+    return {name: document(value) for name, value in found.items() if name not in NO_PARAMETERS}
 
 
 class _Kept:

@@ -19,8 +19,11 @@ from spawnsim.policies import (
     Best,
     ByMetric,
     DecentralizedAveragingPolicy,
+    Every,
     ExchangeOptions,
     Expired,
+    OuterOptimizerPolicy,
+    StateScope,
     Threshold,
     Uniform,
     WorstRatio,
@@ -488,6 +491,8 @@ def test_a_run_says_what_its_policy_was_made_of():
         "policy": "AverageAll",
         "average_every": 2,
         "momentum": 0.0,
+        "travels": None,
+        "cadence": None,
         "guard": True,
     }
     found = experiments.grouped(runs)
@@ -495,6 +500,32 @@ def test_a_run_says_what_its_policy_was_made_of():
     assert (found.by, found.caption().split("\n")[0]) == (
         " by policy", "columnar · 60 virtual ranks · rows of 20 of them · seed 0"
     )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("policies", "labels"),
+    [
+        (lambda: [Selective(2, donors=count) for count in (1, 3)], ["donors Uniform 1", "donors Uniform 3"]),
+        (lambda: [OuterOptimizerPolicy(2, lr=lr) for lr in (0.3, 1.0)], ["lr 0.3", "lr 1"]),
+        (lambda: [Selective(2, rule=rule) for rule in ("replace", "delta")], ["rule replace", "rule delta"]),
+        (
+            lambda: [Selective(2, selection=WorstRatio(ratio)) for ratio in (0.1, 0.5)],
+            ["selection WorstRatio 0.1 max None", "selection WorstRatio 0.5 max None"],
+        ),
+        (
+            lambda: [AverageAllPolicy(2, cadence=each) for each in (None, Every(2, start=1), Every(2))],
+            ["cadence None", "cadence Every 2 1 False", "cadence Every 2 0 False"],
+        ),
+        (
+            lambda: [AverageAllPolicy(2, travels=StateScope(buffers=each)) for each in (True, False)],
+            ["travels None", "travels StateScope True False keep …"],
+        ),
+    ],
+)
+def test_figures_tell_policies_apart_by_all_they_were_made_of(policies, labels):
+    """Runs whose policies differ in anything are not taken for seeds of one."""
+    runs = [columnar.run(each, ranks=30, iterations=4, model_nbytes=99) for each in policies()]
+    assert [group.label for group in experiments.grouped(runs)] == labels
 
 
 def test_equal_seeds_give_equal_runs():
