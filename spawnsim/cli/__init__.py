@@ -190,8 +190,8 @@ exit codes:
 """
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command line and return its exit code."""
+def main(argv: Sequence[str] | None = None, *, last: bool = False) -> int:
+    """Run one command line and return its exit code; `last` says that the process then ends."""
     Parser.examples = ()
     try:
         arguments = _parser().parse_args(argv)
@@ -199,6 +199,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except SpawnsimError as error:
         return report_error(error)
     except KeyboardInterrupt as stop:
+        if last:
+            process_setup.end_at_once()
         return report_interrupt(stop)
     except BrokenPipeError as error:
         return UNREAD if _is_unread() else report_refusal(error)
@@ -241,7 +243,7 @@ def entry() -> None:
         use_one_thread()
         _fix_hashing()
     try:
-        code = main()
+        code = main(last=True)
     except SystemExit as end:  # after --help or --version
         code = int(end.code or 0)
     sys.exit(_written(code))

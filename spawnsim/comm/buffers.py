@@ -100,8 +100,6 @@ class Buffer:
         if same and self.datatype.is_predefined and source.flags.writeable:
             self.array[...] = data  # not [:], which takes twice as long where little is copied
             return self.nbytes
-        if is_phantom(data) and not is_phantom(source):
-            data = np.asarray(data)  # what was stored; refused where nothing was
         # Told by bytes, because MPI lets a shorter message arrive, and sender and receiver may name its elements
         # differently.
         nbytes = _wire_nbytes(data)
@@ -114,6 +112,8 @@ class Buffer:
             return 0
         if not self._source.flags.writeable:
             raise SpecBufferError("the receiving buffer is read-only: pass memory that can be written")
+        if is_phantom(data) and not is_phantom(source):
+            data = np.asarray(data)  # what was stored; refused where nothing was
         if self.datatype.is_predefined and data.dtype == self._source.dtype:
             self.array[: data.size] = data
         elif self.datatype.dense:

@@ -77,6 +77,12 @@ def _stop(number: int, _frame: FrameType | None) -> None:
     raise Stopped(number)
 
 
+def end_at_once() -> None:
+    """Let one more Ctrl-C end this process, which was stopped and is about to end; Python itself would raise in it."""
+    if signal.getsignal(signal.SIGINT) == SIGNALS[signal.SIGINT]:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
 TOLD = "OMP_NUM_THREADS"
 VARIABLES = (TOLD, "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
 

@@ -122,6 +122,31 @@ def test_a_second_signal_ends_a_run_at_once(tmp_path: Path, number: int) -> None
         assert started.wait(30) == -number
 
 
+ENDING = """
+import atexit, time
+
+def main(comm):
+    if comm.rank == 1:
+        atexit.register(lambda: (print("ending", flush=True), time.sleep(60)))
+        print("ready", flush=True)
+    while True:
+        comm.Barrier()
+"""
+
+
+def test_a_second_ctrl_c_ends_a_command_that_is_about_to_end(tmp_path: Path) -> None:
+    """It is in no run any more: Python itself would raise in whatever the process does last, and tell where."""
+    program = tmp_path / "ending.py"
+    program.write_text(ENDING)
+    with _started("run", program, "--ranks", 2) as started:
+        assert started.stdout is not None
+        for line in ("ready\n", "ending\n"):
+            assert started.stdout.readline() == line
+            started.send_signal(signal.SIGINT)
+        _, err = started.communicate(timeout=30)
+    assert (started.returncode, err) == (-signal.SIGINT, "spawnsim: interrupted\n")
+
+
 @pytest.mark.parametrize("leave", [False, True])
 def test_a_killed_run_leaves_what_it_has_recorded(train: Path, tmp_path: Path, leave: bool) -> None:
     """SIGKILL, or `os._exit` in a rank: all but the last half second is in the folder, and can be read."""

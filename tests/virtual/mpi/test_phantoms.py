@@ -6,8 +6,9 @@ import torch
 
 import spawnsim
 from spawnsim import PhantomArray
-from spawnsim.comm import buffers
+from spawnsim.comm import FLOAT, buffers
 from spawnsim.comm.constants import IN_PLACE
+from spawnsim.comm.failures import Truncated
 from spawnsim.comm.ops import SUM
 from spawnsim.errors import MismatchError
 from spawnsim.phantoms import PhantomError
@@ -191,6 +192,20 @@ def test_what_is_stored_travels():
         assert np.frombuffer(into[10:].data, np.float32).tolist() == [-1, -1]
 
     spawnsim.run(main, ranks=RANKS)
+
+
+def test_a_phantom_that_is_too_long_is_truncated():
+    """Also where there is no room at all: an empty phantom is none, and is told no other error than an array is."""
+
+    def main(comm, make):
+        for room in (make(0), [make(7), 0, FLOAT], make(6)):
+            request = comm.Isend(make(7), comm.rank)
+            with pytest.raises(Truncated, match="a message of 28 bytes does not fit a buffer of"):
+                comm.Recv(room, comm.rank)
+            request.Wait()
+
+    for make in (data, phantom):
+        spawnsim.run(main, ranks=RANKS, parameters={"make": make})
 
 
 def test_the_short_way(monkeypatch):
