@@ -79,6 +79,14 @@ class Parser(argparse.ArgumentParser):
         hint = self._hint(message)
         raise ParameterError(f"{message}; {f'{hint} See' if hint else 'see'} `{self.prog} --help`")
 
+    def mistyped(self, words: Iterable[str]) -> Iterator[tuple[str, str]]:
+        """Yield those of some words that are nearly an option of this parser, each with which one was perhaps meant."""
+        for word in words:
+            name = word.partition("=")[0]
+            hint = nearest(name, self._option_string_actions, cutoff=0.85) if word.startswith("--") else ""
+            if hint:
+                yield name, hint
+
     def _hint(self, message: str) -> str:
         if message.startswith("the following arguments are required"):
             return self.missing
@@ -101,9 +109,9 @@ class Parser(argparse.ArgumentParser):
         return nearest(unknown[0], options) if unknown else ""
 
 
-def nearest(word: str, known: Iterable[str]) -> str:
-    """Return "did you mean ...?" if one of the known words is close, else nothing."""
-    found = get_close_matches(word, [*known], n=1)
+def nearest(word: str, known: Iterable[str], *, cutoff: float = 0.6) -> str:
+    """Return "did you mean ...?" if one of the known words is close, else nothing; `cutoff` 1: the same alone."""
+    found = get_close_matches(word, [*known], n=1, cutoff=cutoff)
     return f"did you mean {found[0]}?" if found else ""
 
 

@@ -128,13 +128,16 @@ def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     options, unknown = parser().parse_known_args(own)
     options.file = program_file(options.file)
     # On real ranks the caller refuses them, in words of its own.
-    takes_any = BACKENDS[options.backend].is_real or (
-        options.file.is_file() and (options.whole or is_unmodified(options.file))
-    )
+    is_real = BACKENDS[options.backend].is_real
+    takes_any = is_real or (options.file.is_file() and (options.whole or is_unmodified(options.file)))
     if unknown and not takes_any:
         parser().error(f"unrecognized arguments: {' '.join(unknown)}")
     if rest and not takes_any:
         refuse_arguments(rest)
+    for name, hint in parser().mistyped([] if is_real or options.quiet else unknown):
+        print_note_beside_bar(
+            f"{name} goes to the program; {hint} What follows -- is the program's, without this note"
+        )
     return options, unknown + rest
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from spawnsim.errors import UnsupportedError, UsageError
-from spawnsim.policies.rules.donors import Rules, Uniform, how_many, weights_in_rows
+from spawnsim.policies.rules.donors import Best, Rules, Uniform, how_many, weights_in_rows
 from spawnsim.virtual.network.cost import Floats, Ints
 
 Mask = np.ndarray[Any, np.dtype[np.bool_]]
@@ -122,21 +122,27 @@ def decide(
     giving = np.flatnonzero(~selected if every else ~selected & np.isfinite(taking.metrics))
     if not (len(replaced) and len(giving)):
         return nobody
-    wanted = how_many(getattr(rules.donors, "count", None), len(giving))
-    if wanted * len(replaced) > MOST_EDGES:
-        raise UsageError(
-            f"{len(replaced):,} replaced ranks with {wanted:,} donors each are {wanted * len(replaced):,} models in "
-            "one round: give a number of donors, such as donors=8"
-        )
+    # Before they are chosen; what a rule of the program's own chooses is known afterwards.
+    wanted = how_many(rules.donors.count, len(giving)) if isinstance(rules.donors, (Uniform, Best)) else 0
+    _require_few(len(replaced), wanted)
     metrics = taking.metrics[giving]
     if bulk and isinstance(rules.donors, Uniform):
         places = subsets(rng, len(giving), wanted, len(replaced))
     else:
         places = rules.donors.columns(metrics, len(replaced), rng)  # type: ignore[attr-defined]
+        _require_few(*places.shape)
     weights = weights_in_rows(rules.strategy, metrics[places], rules.mode)
     gives = weights > 0  # a donor of no weight would be asked for its whole model for nothing
     donors = taking.ranks[giving[places[gives]]]
     return Decision(round_, len(reports.ranks), low, high, replaced, gives.sum(1), donors, weights[gives])
+
+
+def _require_few(replaced: int, wanted: int) -> None:
+    if replaced * wanted > MOST_EDGES:
+        raise UsageError(
+            f"{replaced:,} replaced ranks with {wanted:,} donors each are {replaced * wanted:,} models in one round: "
+            "give a number of donors, such as donors=8"
+        )
 
 
 def _ends(metrics: Floats) -> tuple[float, float]:

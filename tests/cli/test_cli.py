@@ -870,6 +870,27 @@ def test_a_full_disk_is_told(unbuffered: str) -> None:
     assert (done.returncode, done.stderr) == (2, b"spawnsim: No space left on device\n")
 
 
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        ("--stragler slow:0.5,4", "--stragler goes to the program; did you mean --straggler?"),
+        ("--seeds=3", "--seeds goes to the program; did you mean --seed?"),
+        ("--epochs 3 stragler", ""),
+        ("-- --stragler slow:0.5,4", ""),
+        ("--quiet --stragler slow:0.5,4", ""),
+    ],
+)
+def test_an_option_that_is_mistyped_is_told_of(
+    words: str, told: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """An unmodified program takes any, and the run would be another one without a word."""
+    program = tmp_path / "program.py"
+    program.write_text("from mpi4py import MPI\nMPI.COMM_WORLD.Barrier()\n")
+    assert cli.main(["run", str(program), "--ranks", "2", *words.split()]) == 0
+    err = capsys.readouterr().err
+    assert (told in err) if told else ("goes to the program" not in err)
+
+
 @pytest.mark.parametrize("words", [["--help"], ["run", "--help"], ["list"], ["doctor"]])
 def test_a_terminal_may_know_few_characters(words: list[str]) -> None:
     """What it has no character for is a question mark, and no error of ours."""

@@ -11,7 +11,7 @@ from spawnsim import columnar, random
 from spawnsim.cli import main as command
 from spawnsim.columnar import decisions, durations, meetings, transfers
 from spawnsim.columnar.decisions import Reports
-from spawnsim.errors import ParameterError, UnsupportedError
+from spawnsim.errors import ParameterError, UnsupportedError, UsageError
 from spawnsim.plots import experiments
 from spawnsim.policies import (
     AsyncSelectiveAveragingPolicy,
@@ -22,6 +22,7 @@ from spawnsim.policies import (
     Every,
     ExchangeOptions,
     Expired,
+    OneOfBest,
     OuterOptimizerPolicy,
     StateScope,
     Threshold,
@@ -253,7 +254,7 @@ def _random_reports(rng):
 @pytest.mark.parametrize("mode", ["max", "min"])
 @pytest.mark.parametrize("strategy", ["mean", "weighted_mean", "best_only"])
 def test_decisions_over_columns_are_those_of_the_rules(mode, strategy):
-    """Ties, NaN, few ranks, all selections, both donor rules."""
+    """Ties, NaN, few ranks, all selections, all three donor rules."""
     rng = np.random.default_rng(3)
     selections = [
         WorstRatio(0.2, mode),
@@ -266,7 +267,7 @@ def test_decisions_over_columns_are_those_of_the_rules(mode, strategy):
     for trial in range(400):
         reports, seed = _random_reports(rng), int(rng.integers(1 << 30))
         counted = [None, 1, 3, 0.5][int(rng.integers(4))]
-        donors = Uniform(counted) if trial % 2 else Best(counted, mode)
+        donors = [Uniform(counted), Best(counted, mode), OneOfBest(counted, mode)][trial % 3]
         policy = ["worst", "exclude"][int(rng.integers(2))]
         rules = Rules(selections[trial % len(selections)], donors, strategy, None, mode, policy)
         own = decisions.decide(trial, reports, rules, np.random.default_rng(seed))
@@ -286,6 +287,30 @@ def test_decisions_over_columns_are_those_of_the_rules(mode, strategy):
         )
         replaced += len(own.replaced)
     assert replaced > 400
+
+
+class AnyOne(donor_rules.DonorRule):
+    """A rule of the program's own, which says nothing of how many donors it chooses."""
+
+    def __call__(self, rank, candidates, rng):
+        """Choose any."""
+        return [candidates[int(rng.integers(len(candidates)))].rank]
+
+    def columns(self, metrics, replaced, rng):
+        """Return one place for each replaced rank."""
+        return rng.integers(0, len(metrics), (replaced, 1))
+
+
+def test_a_donor_rule_of_ones_own(monkeypatch):
+    """It needs a method `columns` alone; too many donors are told of, whoever chooses them."""
+    run = columnar.run(Selective(2, donors=AnyOne()), ranks=100_000, iterations=5, model_nbytes=99)
+    assert run.totals["replacements"] == 40_000
+    assert run.what["parameters"]["donors"] == "AnyOne"
+    every = AnyOne()
+    every.columns = lambda metrics, replaced, rng: np.tile(np.arange(len(metrics)), (replaced, 1))
+    monkeypatch.setattr(decisions, "MOST_EDGES", 1_000)
+    with pytest.raises(UsageError, match=r"20 replaced ranks with 80 donors each .* give a number of donors"):
+        columnar.run(Selective(2, donors=every), ranks=100, iterations=5, model_nbytes=99)
 
 
 def test_random_subsets_are_equally_likely():

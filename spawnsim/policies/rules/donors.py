@@ -166,10 +166,11 @@ def how_many(count: Count, available: int) -> int:
 
 def check_count(count: Count) -> Count:
     """Return the count, or raise `ParameterError`."""
-    share = isinstance(count, float)
-    if count is not None and (isinstance(count, bool) or count <= 0 or (share and count > 1)):
+    share, number = isinstance(count, float), isinstance(count, (int, float)) and not isinstance(count, bool)
+    if count is not None and (not number or count <= 0 or (share and count > 1)):
         raise ParameterError(
-            f"count={count!r}: give a whole number above 0, a share in (0, 1] or None for all"
+            f"count={count!r}: give a whole number above 0, a share in (0, 1] or None for all; donors may also be a "
+            "rule, a function of (rank, candidates, rng)"
         )
     return count
 
@@ -275,6 +276,20 @@ class OneOfBest(DonorRule):
 
     def __call__(self, rank: int, candidates: Sequence[Report], rng: np.random.Generator) -> list[int]:
         return [int(rng.choice(Best(self.count, self.mode)(rank, candidates, rng)))]
+
+    def columns(self, metrics: Weights, replaced: int, rng: np.random.Generator) -> Places:
+        """Choose the donor of each of many replaced ranks, with the draws that as many calls would make.
+
+        Args:
+            metrics: of the candidates, by rank, all finite, float64 (candidates,).
+            replaced: how many ranks are replaced.
+            rng: for what is drawn.
+
+        Returns:
+            Places among the candidates, int64 (replaced, 1).
+        """
+        [best] = Best(self.count, self.mode).columns(metrics, 1, rng)
+        return np.array([[rng.choice(best)] for _ in range(replaced)], np.int64).reshape(replaced, 1)
 
 
 @dataclass(frozen=True, slots=True)
