@@ -378,7 +378,7 @@ def _made_of(policy: SpawnPolicy) -> dict[str, Any]:
     if found.get("travels") == next((USUAL[each] for each in kinds if each in USUAL), StateScope()):
         found["travels"] = None
     if "lr" in found:
-        del found["rule"]
+        found.pop("rule", None)
     return {name: document(value) for name, value in found.items() if name not in NO_PARAMETERS}
 
 

@@ -222,8 +222,21 @@ def joined(held: bool) -> Literal["steps-post", "default"]:
 
 def looks_of(found: Groups) -> dict[str, style.Look]:
     """Return each group's look by its label: real runs wear the colour of the virtual ones of their name."""
-    styles = style.looks(group.name for group in found)
-    return {group.label: styles[group.name] for group in found}
+    names = _looking_alike(found)
+    styles = style.looks(names.values())
+    return {label: styles[name] for label, name in names.items()}
+
+
+def _looking_alike(found: Groups) -> dict[str, str]:
+    """Return, by each group's label, what groups that look alike share: a name; a second real backend has its own."""
+    first: dict[str, str] = {}
+    for group in found:
+        if group.real:
+            first.setdefault(group.name, group.label)
+    return {
+        group.label: group.label if group.real and first[group.name] != group.label else group.name
+        for group in found
+    }
 
 
 def panel(found: Groups, name: str, over: str, ax: Axes) -> dict[str, Curve]:
@@ -385,11 +398,11 @@ def _run_against_the_clock(
 
 
 def _virtual_first(found: Groups, ends: dict[str, float]) -> dict[str, float]:
-    """One label per name: the line's where there is one, the markers' otherwise."""
+    """One label for all that look alike: the line's where there is one, the markers' otherwise."""
     chosen: dict[str, Group] = {}
-    for group in found:
-        if group.name not in chosen or chosen[group.name].real:
-            chosen[group.name] = group
+    for group, name in zip(found, _looking_alike(found).values(), strict=True):
+        if name not in chosen or chosen[name].real:
+            chosen[name] = group
     return {group.label: ends[group.label] for group in chosen.values()}
 
 

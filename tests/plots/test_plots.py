@@ -534,6 +534,27 @@ def test_time_that_is_not_computing_is_exchange():
     assert timeuse.time_use(TWO_RANKS) is None
 
 
+@pytest.mark.parametrize("virtual", [True, False])
+def test_two_real_backends_are_told_apart(virtual):
+    """By marker, colour and label; the first one's markers lie over the line of virtual ranks, in its colour."""
+    rows = [(0, 0.0, 0, 0.1), (0, 1.0, 1, 0.5), (0, 2.0, 2, 0.9)]
+    columns = dict(
+        zip(("rank", "time_s", "iteration", "loss"), map(np.array, zip(*rows, strict=True)), strict=True)
+    )
+    backends = [*(["virtual"] if virtual else []), "mpi", "torch"]
+    runs = [
+        Run({"backend": each, "parameters": {"policy": "mine"}}, Table(columns), [], {"ranks": 1})
+        for each in backends
+    ]
+    looks = convergence.looks_of(grouped(runs))
+    mpi, torch = looks["mine (real MPI)"], looks["mine (real torch)"]
+    assert mpi.marker != torch.marker
+    assert mpi.colour != torch.colour
+    assert not virtual or looks["mine"] == mpi
+    texts = {each.get_text() for ax in convergence.figure(runs, "loss").axes for each in ax.texts}
+    assert {"mine (real torch)", "mine" if virtual else "mine (real MPI)"} <= texts
+
+
 def test_time_use_of_real_ranks_begins_with_training():
     """Loading libraries was shown as waiting and exchanging; virtual ranks count from 0."""
     rows = TWO_RANKS | table(time_s=[8, 10, 9, 11], compute_s=[1, 1, 0.5, 1])
