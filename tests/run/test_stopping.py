@@ -115,6 +115,7 @@ def test_a_second_signal_ends_a_run_at_once(tmp_path: Path, number: int) -> None
     with _started("run", program, "--ranks", 2, "--carrier", "threads", "--no-prefix") as started:
         assert started.stdout is not None
         assert started.stdout.readline() == "ready\n"
+        time.sleep(1.0)  # until it waits: before that, one signal is enough
         started.send_signal(number)
         time.sleep(0.5)
         assert started.poll() is None
