@@ -116,10 +116,7 @@ class Buffer:
             data = np.asarray(data)  # what was stored; refused where nothing was
         if self.datatype.is_predefined and data.dtype == self._source.dtype:
             self.array[: data.size] = data
-        elif self.datatype.dense:
-            # `origin` is the place of the memory's first byte, counted from the message's start, so it is subtracted.
-            as_bytes(self.array)[-self.origin : nbytes - self.origin] = _wire(data)
-        elif not is_phantom(source):
+        elif self.datatype.dense or not is_phantom(source):
             self.datatype.layout.scatter(as_bytes(self.array), _wire(data), self.origin)
         return nbytes
 

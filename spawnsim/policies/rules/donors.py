@@ -278,18 +278,9 @@ class OneOfBest(DonorRule):
         return [int(rng.choice(Best(self.count, self.mode)(rank, candidates, rng)))]
 
     def columns(self, metrics: Weights, replaced: int, rng: np.random.Generator) -> Places:
-        """Choose the donor of each of many replaced ranks, with the draws that as many calls would make.
-
-        Args:
-            metrics: of the candidates, by rank, all finite, float64 (candidates,).
-            replaced: how many ranks are replaced.
-            rng: for what is drawn.
-
-        Returns:
-            Places among the candidates, int64 (replaced, 1).
-        """
+        """Choose the donor of each of many replaced ranks: see `Uniform.columns`."""
         [best] = Best(self.count, self.mode).columns(metrics, 1, rng)
-        return np.array([[rng.choice(best)] for _ in range(replaced)], np.int64).reshape(replaced, 1)
+        return np.array([rng.choice(best) for _ in range(replaced)], np.int64).reshape(replaced, 1)
 
 
 @dataclass(frozen=True, slots=True)
