@@ -5,12 +5,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Literal, NamedTuple
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.legend_handler import HandlerTuple
+from matplotlib.lines import Line2D
 
 from spawnsim.errors import ParameterError
 from spawnsim.plots import style
@@ -23,6 +25,7 @@ from spawnsim.plots.series import (
     bootstrap_medians,
     carried_forward,
     numbers,
+    per_rank_last,
     quantiles,
     resampled,
 )
@@ -99,7 +102,8 @@ def of_mean_model(run: Recorded) -> Curve:
 def of_events(run: Recorded, name: str, over: str = "time_s") -> Curve:
     """Return a number that events tell, `KIND.FIELD`, in the order of time or of another of their fields.
 
-    The time is that of "at_s", where an event has one: what it is about may be earlier than what it was told at.
+    The time is that of "at_s", where an event has one: what it is about may be earlier than what it was told at. Of
+    real ranks it counts from the first row.
     """
     kind, _, field = name.partition(".")
     told = [event for event in run.events if event.get("kind") == kind and field in event]
@@ -110,6 +114,7 @@ def of_events(run: Recorded, name: str, over: str = "time_s") -> Curve:
     x, values = (
         np.array([event.get(each, np.nan) for event in told], dtype=float) for each in (place, field)
     )
+    x = np.maximum(x - _first_row_s(run), 0.0) if over == "time_s" else x
     order = np.argsort(x, kind="stable")
     return Curve(x[order], values[order], values[order], values[order], held=is_clock(over))
 
@@ -128,6 +133,34 @@ def since_start(run: Recorded) -> Table:
     _, first, rank = np.unique(run.table["rank"], return_index=True, return_inverse=True)
     time_s = run.table["time_s"]
     return dict(run.table) | {"time_s": time_s - time_s[first][rank]}
+
+
+def events_since_start(run: Recorded) -> list[Mapping[str, Any]]:
+    """Return a run's events; seconds of real ranks count from the first row of any of them.
+
+    From one moment for all: with each rank's own, what happened together would be drawn apart, and in another order.
+    """
+    if not is_real(run):
+        return list(run.events)
+    begin_s = _first_row_s(run)
+    # Those before the first row have happened at the beginning, too.
+    return [dict(each) | {"time_s": max(0.0, each["time_s"] - begin_s)} for each in run.events]
+
+
+def median_end_s(run: Recorded) -> float:
+    """Return when half of the ranks have recorded their last row, on the clock of `events_since_start`."""
+    ends_s = per_rank_last(run.table, "time_s")
+    return float(np.median(ends_s)) - _first_row_s(run) if len(ends_s) else 0.0
+
+
+def since_first_row(runs: Iterable[Recorded]) -> str:
+    """Return what a caption says of times on the clock of `events_since_start`; nothing of virtual ranks'."""
+    return "; real ranks: seconds since the first row" if any(map(is_real, runs)) else ""
+
+
+def _first_row_s(run: Recorded) -> float:
+    time_s = run.table["time_s"]
+    return float(time_s.min()) if is_real(run) and len(time_s) else 0.0
 
 
 def training_s(run: Recorded) -> float:
@@ -344,7 +377,7 @@ def figure(runs: Sequence[Recorded] | Groups, name: str = "accuracy", title: str
         # After everything that changes the axes: the names are placed by the limits as they are now.
         style.label_ends(right, _virtual_first(found, ends), looks_of(found))
         if {group.real for group in found} == {False, True}:
-            _explain_markers(left)
+            _explain_markers(left, {looks_of(found)[group.label].marker for group in found if group.real})
     return drawn
 
 
@@ -406,17 +439,24 @@ def _virtual_first(found: Groups, ends: dict[str, float]) -> dict[str, float]:
     return {group.label: ends[group.label] for group in chosen.values()}
 
 
-def _explain_markers(ax: Axes) -> None:
-    ax.plot([], [], color="#333333", label="virtual ranks")
-    ax.plot([], [], color="#333333", linestyle="", marker="o", markerfacecolor="white", label="real ranks")
-    handles, names = ax.get_legend_handles_labels()
-    ax.legend(handles[:2], names[:2], loc="best")
+def _explain_markers(ax: Axes, markers: Iterable[str]) -> None:
+    line = Line2D([], [], color="#333333")
+    real = tuple(
+        Line2D([], [], color="#333333", linestyle="", marker=each, markerfacecolor="white")
+        for each in sorted(markers)
+    )
+    ax.legend(
+        [line, real], ["virtual ranks", "real ranks"], loc="best",
+        handler_map={tuple: HandlerTuple(ndivide=None)}, handlelength=max(2.0, 0.8 * len(real)),
+    )  # fmt: skip
 
 
 def _scale(ax: Axes, curves: Sequence[Curve]) -> None:
     """Show a loss that falls by more than a factor of thirty on a log axis; an accuracy never above one."""
-    values = np.concatenate([each.median for info in curves for each in (info.seeds or (info,))])
-    if values.min() > 0 and values.max() / values.min() > 30:
+    drawn = [each for info in curves for each in (info.seeds or (info,))]
+    values = np.concatenate([each.median for each in drawn])
+    # What is below 0 for some ranks has no place on a log axis: their band would end where the axis does.
+    if min(each.low.min() for each in drawn) >= 0 and 0 < 30 * values.min() < values.max():
         ax.set_yscale("log")
     elif values.min() >= 0 and max(info.high.max(initial=0) for info in curves) <= 1:
         ax.set_ylim(top=min(1.0, ax.get_ylim()[1]))

@@ -17,8 +17,9 @@ from matplotlib.ticker import LogLocator, MaxNLocator
 from numpy.typing import NDArray
 
 from spawnsim.plots import style
+from spawnsim.plots.convergence import events_since_start, median_end_s, since_first_row
 from spawnsim.plots.experiments import Recorded, clock_of, donors_of, grouped, ranks_of
-from spawnsim.plots.series import Floats, per_rank_last
+from spawnsim.plots.series import Floats
 from spawnsim.random import WORLD, generator
 
 Ints = NDArray[np.int64]
@@ -139,9 +140,8 @@ def of_run(run: Recorded) -> Genealogy:
     Returns:
         See `Genealogy`.
     """
-    ends_s = per_rank_last(run.table, "time_s")
     ranks = ranks_of(run)
-    return genealogy(births_of(run.events, ranks), ranks, float(np.median(ends_s)) if len(ends_s) else 0.0)
+    return genealogy(births_of(events_since_start(run), ranks), ranks, median_end_s(run))
 
 
 # ---------------------------------------------------------------------------------------------------------- drawing
@@ -273,6 +273,6 @@ def figure(runs: Mapping[str, Recorded], title: str = "") -> Figure:
         caption = (
             f"{grouped([*runs.values()]).caption()}\ncolour: the founder whose first model a rank mostly "
             f"descends from, the {len(style.LOOKS)} with most heirs; grey: others\neffective number of founders: "
-            "1/Σp² of their shares; dashed: ranks and donors drawn at random"
+            f"1/Σp² of their shares; dashed: ranks and donors drawn at random{since_first_row([*runs.values()])}"
         )
         return style.frame(drawn, title or "Who descends from whom after replacements", caption)

@@ -17,8 +17,9 @@ from matplotlib.ticker import MaxNLocator
 from numpy.typing import NDArray
 
 from spawnsim.plots import style
+from spawnsim.plots.convergence import events_since_start, median_end_s, since_first_row
 from spawnsim.plots.experiments import Recorded, clock_of, donors_of, grouped, label, ranks_of
-from spawnsim.plots.series import Floats, per_rank_last
+from spawnsim.plots.series import Floats
 from spawnsim.units import counted
 
 Ints = NDArray[np.int64]
@@ -153,8 +154,7 @@ def replacements_of(run: Recorded) -> Replacements:
 
     Stragglers that go on alone would leave most of an axis empty. Replacements that come later count, and end it.
     """
-    ends_s = per_rank_last(run.table, "time_s")
-    return replacements(run.events, ranks_of(run), float(np.median(ends_s)) if len(ends_s) else 0.0)
+    return replacements(events_since_start(run), ranks_of(run), median_end_s(run))
 
 
 def draw_raster(info: Replacements, ax: Axes | None = None, *, colour: str = style.LOOKS[1].colour) -> Axes:
@@ -221,7 +221,7 @@ def raster_figure(run: Recorded, title: str = "", *, name: str = "") -> Figure:
         _draw_rate(info, grid[0, 0], colour)
         _draw_margin(info, grid[1, 1], colour)
         style.plain_seconds(grid[1, 0])
-        caption = f"{found.caption()}\n{counted(len(info.rank), 'replacement')}"
+        caption = f"{found.caption()}\n{counted(len(info.rank), 'replacement')}{since_first_row([run])}"
         default = f"Which rank was replaced, and when{f': {name}' if name else ''}"
         style.frame(drawn, title or default, caption)
     return drawn
@@ -276,7 +276,7 @@ def draw_counts(info: Replacements, ax: Axes | None = None) -> Axes:
     ax.set(xlabel="times replaced", ylabel="share of ranks (%)", title="replacements per rank")
     ax.set_xlim(-0.7, last - 0.3)
     ax.xaxis.set_major_locator(MaxNLocator(integer=True))
-    ax.legend(loc="upper right")
+    ax.legend(loc="best")
     return ax
 
 
@@ -305,7 +305,8 @@ def _lineage_caption(run: Recorded, info: Replacements) -> str:
         if len(info.donor)
         else "no donors recorded"
     )
-    return f"{grouped([run]).caption()}\n{facts}; {top}; dashed: ranks picked at random in the same rounds"
+    dashed = f"dashed: ranks picked at random in the same rounds{since_first_row([run])}"
+    return f"{grouped([run]).caption()}\n{facts}; {top}; {dashed}"
 
 
 def lineage_figure(run: Recorded, title: str = "", *, name: str = "") -> Figure:

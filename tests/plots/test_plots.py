@@ -16,6 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
 from matplotlib.text import Text
 from support import synthetic
 
@@ -26,6 +27,7 @@ from spawnsim.plots import (
     convergence,
     diversity,
     gallery,
+    genealogy,
     replacement,
     series,
     style,
@@ -422,6 +424,28 @@ def test_real_seconds_count_from_each_ranks_first_row():
     assert convergence.since_start(virtual) is virtual.table
 
 
+def test_replacements_and_events_of_real_ranks_count_from_the_first_row():
+    """Figures of them began where the processes did: seconds without a mark. Their order is that of the clock."""
+    rows = table(rank=[0, 0, 1, 1, 2], time_s=[5, 9, 6, 9.5, 5.5])
+    told = events((1, 7.0, [0]), (0, 6.5, [2]), (2, 4.5, [0]))
+    told.append({"kind": "consensus", "rank": 0, "time_s": 9.0, "at_s": 8.0, "accuracy": 0.5})
+    real, virtual = (
+        Run({"backend": backend}, Table(rows), told, {"ranks": 3}) for backend in ("torch", "virtual")
+    )
+    of_real, of_virtual = map(replacement.replacements_of, (real, virtual))
+    assert (of_real.time_s.tolist(), of_real.end_s) == ([0, 1.5, 2], 4)
+    assert (of_virtual.time_s.tolist(), of_virtual.end_s) == ([4.5, 6.5, 7], 9)
+    assert genealogy.of_run(real).time_s.tolist() == [0, 0, 1.5, 2]
+    assert [convergence.of_mean_model(run).x.tolist() for run in (real, virtual)] == [[3], [8]]
+    for drawn in (
+        replacement.raster_figure,
+        replacement.lineage_figure,
+        lambda run: genealogy.figure({"": run}),
+    ):
+        captions = [drawn(run).get_supxlabel().replace("\n", " ") for run in (real, virtual)]
+        assert ["seconds since the first row" in each for each in captions] == [True, False]
+
+
 # -------------------------------------------------------------------------------------------- replacement
 
 
@@ -553,6 +577,30 @@ def test_two_real_backends_are_told_apart(virtual):
     assert not virtual or looks["mine"] == mpi
     texts = {each.get_text() for ax in convergence.figure(runs, "loss").axes for each in ax.texts}
     assert {"mine (real torch)", "mine" if virtual else "mine (real MPI)"} <= texts
+
+
+def test_the_legend_of_real_ranks_shows_their_markers():
+    """It showed a circle, whatever their markers were."""
+    policies = ("average", "selective")
+    runs = [made(real=real, parameters={"policy": each}) for each in policies for real in (False, True)]
+    for chosen, count in ((runs[2:], 1), (runs, 2)):
+        legend = convergence.figure(chosen, "loss").axes[0].get_legend()
+        assert [each.get_text() for each in legend.get_texts()] == ["virtual ranks", "real ranks"]
+        shown = {line.get_marker() for line in legend.findobj(Line2D)} - {"None"}
+        found = grouped(chosen)
+        looks = convergence.looks_of(found)
+        assert len(shown) == count and shown == {looks[each.label].marker for each in found if each.real}
+
+
+def test_what_is_below_zero_for_some_ranks_has_a_linear_axis():
+    """On a logarithmic one the band of a walk that begins at 0 was cut off; a loss of 0 is where such an axis ends."""
+    for least, scale in ((-0.5, "linear"), (0.0, "log"), (0.01, "log")):
+        walk = table(
+            rank=[0, 0, 1, 1, 2, 2], time_s=[1, 2] * 3, iteration=[0, 1] * 3,
+            loss=[least, 5, 0.1, 5, 0.2, 5],
+        )  # fmt: skip
+        drawn = convergence.figure([Run({"backend": "virtual"}, Table(walk), [], {"ranks": 3})], "loss")
+        assert {ax.get_yscale() for ax in drawn.axes} == {scale}
 
 
 def test_time_use_of_real_ranks_begins_with_training():
