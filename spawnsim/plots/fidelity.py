@@ -137,10 +137,20 @@ def draw_advice(curves: Cadences, asked: Sequence[int], target: float, ax: Axes 
     """Draw a line for each policy, with bars from the least to the largest goodput; ticks are what was asked for."""
     ax = style.axes_or_new(ax)
     looks = style.looks(list(curves))
-    for name, points in curves.items():
+    steps = style.aside(ax, np.unique(np.asarray(asked, dtype=float)), len(curves), log=True)
+    for (name, points), step in zip(curves.items(), steps, strict=True):
         places, middle, low, high = map(np.array, zip(*sorted(points), strict=True))
         across = np.stack([middle - low, high - middle])
-        ax.errorbar(places, middle, across, color=looks[name].colour, marker="o", ms=5, capsize=4, label=name)
+        ax.errorbar(
+            places * 10**step,
+            middle,
+            across,
+            color=looks[name].colour,
+            marker="o",
+            ms=5,
+            capsize=4,
+            label=name,
+        )
     ax.axhline(target, color="#444444", lw=1.0, ls=":")
     ax.set_xscale("log")
     ax.set_xticks(asked, [f"{each}" for each in asked], minor=False)

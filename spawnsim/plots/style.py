@@ -18,6 +18,7 @@ from matplotlib import style
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import EngFormatter, FuncFormatter
+from numpy.typing import NDArray
 
 from spawnsim.errors import ParameterError
 from spawnsim.units import counted
@@ -28,6 +29,7 @@ CHARACTERS_PER_INCH = 13  # of a caption
 TITLE_PER_INCH = 6.5  # characters of a title
 LABEL_WIDTH = 24  # characters of a label beside its line
 LABEL_SIZES = (12.0, 9.0, 7.5, 6.0, 5.0)  # of its letters, the first in which all labels fit
+ASIDE = 6.0  # points between bars of two curves at one place
 MOST_LINES = 5  # of a name: more would leave the axes no room
 
 
@@ -134,6 +136,23 @@ def _places(block: tuple[float, list[int]], gap: float) -> list[float]:
 
 def _touch(low: tuple[float, list[int]], high: tuple[float, list[int]], gap: float) -> bool:
     return _places(high, gap)[0] - _places(low, gap)[-1] < gap
+
+
+def aside(ax: Axes, places: NDArray[np.float64], count: int, *, log: bool = False) -> NDArray[np.float64]:
+    """Return by how much each of `count` curves is moved along x, so that their bars at one place can be told apart.
+
+    Args:
+        ax: where they will be drawn.
+        places: of the bars, distinct and in order.
+        count: of curves.
+        log: whether the axis is logarithmic; the moves are then in decades.
+    """
+    along = np.log10(places) if log else places
+    span = float(along[-1] - along[0]) or abs(float(along[0])) or 1.0
+    points = ax.get_window_extent().width * 72 / ax.figure.dpi
+    # All at one place together take at most half of the way to the next.
+    step = min(ASIDE * span / points, float(np.diff(along).min(initial=2 * span)) / (2 * count))
+    return np.asarray(step * (np.arange(count) - (count - 1) / 2), np.float64)
 
 
 def label_ends(ax: Axes, ends: Mapping[str, float], styles: Mapping[str, Look]) -> None:

@@ -220,32 +220,58 @@ def draw(
     looks = looks or style.looks(info.lines)
     every = np.concatenate([values for line in info.lines.values() for values in line.seeds])
     edge = edge or edges(every)
-    own = set(info.lines) == set(info.ticks)  # each name has its own colour: nothing to set apart
-    for index, (name, line) in enumerate(info.lines.items()):
-        shift = 0.0 if not info.ticks or own else DODGE * ((index + 0.5) / len(info.lines) - 0.5)
-        _draw_line(line, ax, looks[name], edge=edge, shift=shift, joined=not info.ticks, label=name)
+    for name, line in _side_by_side(info, ax).items():
+        _draw_line(line, ax, looks[name], edge=edge, joined=not info.ticks, label=name)
     if info.ticks:
         ax.set_xticks(range(len(info.ticks)), [style.in_lines(each) for each in info.ticks])
         ax.set_xlim(-0.6, len(info.ticks) - 0.4)
         ax.grid(visible=False, axis="x")
     else:
-        places = np.unique(np.concatenate([line.x for line in info.lines.values()]))
-        if len(places) > 2 and places[0] > 0 and places[-1] / places[0] >= 16:
+        places = _places(info)
+        if _is_log(places):
             ax.set_xscale("log", base=2 if np.all(np.log2(places) % 1 == 0) else 10)
         ax.set_xticks(places, [style.short(each) for each in places])
         ax.minorticks_off()
     return ax
 
 
-def _draw_line(
-    line: Line, ax: Axes, look: style.Look, *, edge: Edges, shift: float, joined: bool, label: str
-) -> None:
+def _places(info: Response) -> Floats:
+    return np.unique(np.concatenate([line.x for line in info.lines.values()]))
+
+
+def _is_log(places: Floats) -> bool:
+    return bool(len(places) > 2 and places[0] > 0 and places[-1] / places[0] >= 16)
+
+
+def _side_by_side(info: Response, ax: Axes) -> dict[str, Line]:
+    """Return the lines, those with bars a little beside each other: bars at one place would hide each other."""
+    count = len(info.lines)
+    # Each name has its own colour, or there is no bar: nothing to set apart.
+    if set(info.lines) == set(info.ticks) or not (info.ticks or any(map(_has_bars, info.lines.values()))):
+        return dict(info.lines)
+    places = _places(info)
+    log = not info.ticks and _is_log(places)
+    steps = DODGE * ((np.arange(count) + 0.5) / count - 0.5)
+    if not info.ticks:
+        steps = style.aside(ax, places, count, log=log)
+    pairs = zip(info.lines.items(), steps, strict=True)
+    return {
+        name: line._replace(x=line.x * 10**step if log else line.x + step) for (name, line), step in pairs
+    }
+
+
+def _has_bars(line: Line) -> bool:
+    """Say whether a line over numbers has bars: one with many seeds at each place has a band, single seeds nothing."""
+    counts = [len(values) for values in line.seeds]
+    return max(counts) > 1 and min(counts) < FEW
+
+
+def _draw_line(line: Line, ax: Axes, look: style.Look, *, edge: Edges, joined: bool, label: str) -> None:
     low, middle, high = (
         np.clip([getattr(each, name) for each in line.intervals], edge.low, edge.high)
         for name in ("low", "median", "high")
     )
-    x = line.x + shift
-    for at, values in zip(x, line.seeds, strict=True):
+    for at, values in zip(line.x, line.seeds, strict=True):
         if len(values) > 1:
             # Beside the bar, or it would hide them.
             ax.plot(
@@ -253,11 +279,11 @@ def _draw_line(
                 linestyle="", marker=look.marker, markersize=3.5, color=look.colour, alpha=0.45, clip_on=False,
             )  # fmt: skip
     if joined and all(len(values) >= FEW for values in line.seeds):
-        ax.fill_between(x, low, high, color=look.colour, alpha=0.16, linewidth=0)
+        ax.fill_between(line.x, low, high, color=look.colour, alpha=0.16, linewidth=0)
     else:
-        ax.vlines(x, low, high, color=look.colour, linewidth=1.4 if joined else 2.2)
+        ax.vlines(line.x, low, high, color=look.colour, linewidth=1.4 if joined else 2.2)
     ax.plot(
-        x, middle, color=look.colour, linestyle=look.dashes if joined else "", marker=look.marker, markersize=8,
+        line.x, middle, color=look.colour, linestyle=look.dashes if joined else "", marker=look.marker, markersize=8,
         markerfacecolor="white" if look.marked else look.colour, label=label, clip_on=False, zorder=4,
     )  # fmt: skip
 

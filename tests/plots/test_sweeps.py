@@ -11,7 +11,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
 from spawnsim.errors import ParameterError
-from spawnsim.plots import panels, style, sweeps
+from spawnsim.plots import fidelity, panels, style, sweeps
 from spawnsim.plots.measures import Measure
 from spawnsim.plots.panels import Asked
 from spawnsim.plots.series import Interval, bootstrap_median
@@ -223,3 +223,28 @@ def test_a_policy_has_one_look_in_all_figures_of_a_sweep():
     both = panels.figure(panels.panels({**TIDY, "policy": names}, ()), asked).axes[0].lines
     assert alone == style.KNOWN["average"].colour
     assert {line.get_color() for line in both} == {alone, style.LOOKS[1].colour}
+
+
+@pytest.mark.parametrize(("sizes", "scale"), [((8, 64, 256), "log"), ((8, 16), "linear")])
+def test_bars_at_one_place_stand_side_by_side(sizes: tuple[int, ...], scale: str):
+    """Those of two hues hid each other. Single seeds, and bands, stay where they are, and ticks do."""
+    rows = [(hue, ranks, seed) for hue in ("a", "b", "c") for ranks in sizes for seed in range(5)]
+    hue, ranks, seed = (np.array(each) for each in zip(*rows, strict=True))
+    table = {"policy": hue, "ranks": ranks, "seed": seed, "accuracy": 0.5 + 0.01 * seed}
+    for seeds, apart in ((1, False), (3, True), (5, False)):
+        some = {name: values[seed < seeds] for name, values in table.items()}
+        ax = sweeps.draw(sweeps.response(some, "ranks", "accuracy", "policy"))
+        medians = [np.asarray(line.get_xdata(), float) for line in ax.lines if line.get_label() in "abc"]
+        assert ax.get_xscale() == scale and ax.get_xticks().tolist() == [*sizes]
+        assert medians[1].tolist() == [*sizes]
+        assert (medians[0] < medians[1]).all() == (medians[1] < medians[2]).all() == apart
+        assert np.allclose(medians[0], sizes, rtol=0.1)
+        assert apart or medians[0].tolist() == medians[2].tolist() == [*sizes]
+
+
+def test_bars_of_advice_stand_side_by_side():
+    """Those of two policies at one cadence hid each other."""
+    points = [(steps, 0.5, 0.4, 0.6) for steps in (10.0, 100.0)]
+    ax = fidelity.draw_advice({"average": points, "selective": points}, [10, 100], 0.9)
+    first, second = (np.asarray(each.lines[0].get_xdata(), float) for each in ax.containers)
+    assert (first < second).all() and np.allclose(first, second, rtol=0.1)
