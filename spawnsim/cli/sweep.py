@@ -218,11 +218,11 @@ def _list(cells: Sequence[Cell], out: Path) -> int:
     store, names = Store(out / "runs"), labels(cells)
     distinct = {cell.key: cell for cell in cells}
     rows = [
-        (names[key], cell.name, key, "done" if store.done(cell) else "to do")
+        (names[key], store.folder(cell).name, "done" if store.done(cell) else "to do")
         for key, cell in distinct.items()
     ]
-    say(text_table(("run", "folder", "key", "state"), rows, left=4))
-    say(f"{counted(len(rows), 'run')}, {sum(row[3] == 'to do' for row in rows)} to do, in {out}")
+    say(text_table(("run", "folder", "state"), rows, left=3))
+    say(f"{counted(len(rows), 'run')}, {sum(row[2] == 'to do' for row in rows)} to do, in {store.root}")
     return 0
 
 

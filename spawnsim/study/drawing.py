@@ -17,7 +17,8 @@ from spawnsim.plots.experiments import shown
 from spawnsim.plots.measures import Measure
 from spawnsim.plots.panels import CLOCKS, Asked
 from spawnsim.record import Table
-from spawnsim.study.results import DONE, FAILED, MISSING, Planned, Sweep, column_of
+from spawnsim.study.results import DONE, MISSING, Planned, Sweep, column_of
+from spawnsim.study.store import FAILED, STOPPED
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -228,8 +229,8 @@ def _setting(sweep: Sweep) -> str:
 
 
 def missing(sweep: Sweep) -> str:
-    """Return which runs are not there, a line at most two; nothing of a finished sweep."""
-    states = ((MISSING, "not done yet"), (FAILED, "failed"))
+    """Return which runs are not there, a line for each reason; nothing of a finished sweep."""
+    states = ((MISSING, "not done yet"), (STOPPED, "stopped"), (FAILED, "failed"))
     return "\n".join(filter(None, (_line(sweep.of_state(state), sweep, word) for state, word in states)))
 
 

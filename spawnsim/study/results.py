@@ -26,7 +26,7 @@ from spawnsim.record import Table, manifest
 from spawnsim.record.folder import prepare, read_manifest, require_free
 from spawnsim.run import Run
 from spawnsim.run.result import shown
-from spawnsim.study.store import COST, Cell, Store, labels, read_cost
+from spawnsim.study.store import COST, FAILED, STOPPED, Cell, Store, labels, read_cost
 from spawnsim.study.sweeping import command_of, complete, require_limit
 from spawnsim.units import counted
 
@@ -34,7 +34,8 @@ if TYPE_CHECKING:
     from spawnsim.plots.measures import Measure
 
 PLAN = "sweep.json"
-DONE, FAILED, MISSING = "done", "failed", "missing"
+DONE, MISSING = "done", "missing"
+STATES = (DONE, FAILED, STOPPED, MISSING)  # of a cell
 TOTALS = ("iterations", "virtual_seconds", "messages", "bytes", "replacements")  # columns of every table
 SHOWN = 8  # rows of a table in a notebook
 
@@ -145,20 +146,22 @@ class Sweep:
 
     # --------------------------------------------------------------------------------------------------- what it holds
     def state(self, cell: Planned) -> str:
-        """Return "done", "failed" or "missing".
+        """Return "done", "failed", "stopped" (with the sweep, such as by Ctrl-C) or "missing".
 
         Args:
             cell: one of `cells`.
         """
         if (self.store.root / cell.folder / COST).is_file():
             return DONE
-        return FAILED if (self.store.root / f"failed-{cell.folder}").is_dir() else MISSING
+        return next(
+            (why for why in (FAILED, STOPPED) if self.store.aside(cell.folder, why).is_dir()), MISSING
+        )
 
     def of_state(self, state: str) -> list[Planned]:
-        """Return the cells that are "done", "failed" or "missing".
+        """Return the cells in a state.
 
         Args:
-            state: one of the three.
+            state: "done", "failed", "stopped" or "missing".
         """
         return [cell for cell in self.cells if self.state(cell) == state]
 
@@ -238,9 +241,9 @@ class Sweep:
         return Sweep(self.folder, tuple(cells), self.command)
 
     def says(self) -> str:
-        """Return how far it is: "64 runs: 60 done, 1 failed, 3 missing"."""
+        """Return how far it is: "64 runs: 60 done, 1 failed, 1 stopped, 2 missing"."""
         counts = Counter(map(self.state, self.cells))
-        parts = ", ".join(f"{counts[state]} {state}" for state in (DONE, FAILED, MISSING) if counts[state])
+        parts = ", ".join(f"{counts[state]} {state}" for state in STATES if counts[state])
         return f"{counted(len(self.cells), 'run')}: {parts or 'none'}"
 
     def __repr__(self) -> str:

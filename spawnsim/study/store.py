@@ -33,6 +33,7 @@ from spawnsim.record.manifest import Files, file_digest
 from spawnsim.record.recorder import document
 
 Scalar = str | int | float | bool | None
+FAILED, STOPPED = "failed", "stopped"  # why a run did not finish
 ONLY_LOOK = {"plots", "report", "fidelity", "testing"}  # packages that change no result
 
 
@@ -251,7 +252,30 @@ class Store:
         Returns:
             A folder below `root`, there or not.
         """
-        return self.root / f"failed-{cell.name}-{cell.key}"
+        return self.aside(self.folder(cell).name, FAILED)
+
+    def aside(self, name: str, why: str) -> Path:
+        """Return where a run stays that did not finish.
+
+        Args:
+            name: of the folder that it would have.
+            why: `FAILED` or `STOPPED`.
+
+        Returns:
+            A folder below `root`, there or not.
+        """
+        return self.root / f"{why}-{name}"
+
+    def fail(self, cell: Cell) -> None:
+        """Let a run that was told to stop be one that has failed, as where it has taken too long.
+
+        Args:
+            cell: the run.
+        """
+        stopped = self.aside(self.folder(cell).name, STOPPED)
+        if stopped.is_dir():
+            shutil.rmtree(self.failed(cell), ignore_errors=True)
+            stopped.rename(self.failed(cell))
 
     def tidy(self, *, aside: bool = False) -> None:
         """Remove drafts of this machine's processes that are gone, such as those of a sweep that was killed.
@@ -263,7 +287,7 @@ class Store:
             name, number = draft.name.rsplit(f".{_HERE}.", 1)
             if not number.isdecimal() or _lives(int(number)):
                 continue
-            failed = self.root / f"failed-{name.removeprefix('.')}"
+            failed = self.aside(name.removeprefix("."), FAILED)
             if aside and not failed.exists():
                 draft.rename(failed)
             else:
@@ -295,7 +319,7 @@ class Store:
 
     @contextmanager
     def draft(self, cell: Cell) -> Iterator[Path]:
-        """Give a folder to write into; it takes its place when the block ends well, and stays aside when it fails.
+        """Give a folder to write into; it takes its place when the block ends well, and stays aside when it does not.
 
         Args:
             cell: the run.
@@ -310,14 +334,14 @@ class Store:
         draft.mkdir(parents=True)
         try:
             yield draft
-        except BaseException:
+        except BaseException as error:
             # Under another name: a folder in the run's place would be taken for a finished run.
-            failed = self.failed(cell)
-            shutil.rmtree(failed, ignore_errors=True)
+            self._forget(place.name)
+            why = STOPPED if isinstance(error, KeyboardInterrupt) else FAILED
             with suppress(OSError):
-                draft.rename(failed)  # what was recorded until then, to look at
+                draft.rename(self.aside(place.name, why))  # what was recorded until then, to look at
             raise
-        shutil.rmtree(self.failed(cell), ignore_errors=True)  # of an earlier attempt
+        self._forget(place.name)
         # The run that lies there was made of files that have been edited since; a rename does not replace a full
         # folder.
         if place.is_dir() and not self.done(cell):
@@ -328,6 +352,11 @@ class Store:
             if not place.is_dir():
                 raise
             shutil.rmtree(draft)  # another process was faster; equal keys mean equal results
+
+    def _forget(self, name: str) -> None:
+        """Remove what earlier attempts have left of a run."""
+        for why in (FAILED, STOPPED):
+            shutil.rmtree(self.aside(name, why), ignore_errors=True)
 
 
 _HERE = platform.node().replace("/", "-")  # studies of several machines may share a folder

@@ -236,6 +236,7 @@ def sweep(
     for done, (cell, outcome) in enumerate(outcomes, start=1):
         progress.finished(done, names[cell.key], outcome)
         if isinstance(outcome, Exception):
+            store.fail(cell)  # one that has taken too long was told to stop
             failures.append((cell, outcome))
         else:
             ended(cell)

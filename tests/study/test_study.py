@@ -6,6 +6,7 @@ import dataclasses
 import os
 import re
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -263,13 +264,30 @@ def test_a_failed_run_spoils_no_other(program: Path, tmp_path: Path, monkeypatch
 
 
 def test_a_draft_that_fails_never_looks_done(program: Path, tmp_path: Path):
-    """An exception in the middle leaves what was recorded aside, under a name that no sweep takes for a run."""
+    """An exception in the middle leaves what was recorded aside, under a name that says whether it was an error."""
     store, cell = Store(tmp_path / "runs"), cells_of(program)[0]
-    with pytest.raises(KeyboardInterrupt), store.draft(cell) as folder:
-        (folder / "run.json").write_text("{}")
-        raise KeyboardInterrupt
-    assert not store.done(cell)
-    assert [path.name.startswith("failed-") for path in store.root.iterdir()] == [True]
+    for error, why in ((ValueError, "failed"), (KeyboardInterrupt, "stopped"), (ValueError, "failed")):
+        with pytest.raises(error), store.draft(cell) as folder:
+            (folder / "run.json").write_text("{}")
+            raise error
+        assert not store.done(cell)
+        assert [path.name.partition("-")[0] for path in store.root.iterdir()] == [why]
+
+
+def test_a_run_that_was_stopped_since_it_took_too_long_has_failed(
+    program: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """Its process is told to stop, as when the whole sweep is; but the sweep goes on without it."""
+
+    def ended(cell: Cell, root: Path) -> Cost:
+        with suppress(KeyboardInterrupt), Store(root).draft(cell):
+            raise KeyboardInterrupt
+        raise executors.out_of_time(1.0)
+
+    monkeypatch.setattr(sweeping, "execute", ended)
+    with pytest.raises(StudyError, match="took longer than 1 s"):
+        sweeping.sweep(cells_of(program)[:1], Store(tmp_path / "runs"), say=str)
+    assert [path.name.partition("-")[0] for path in (tmp_path / "runs").iterdir()] == ["failed"]
 
 
 def test_two_studies_at_once_agree(program: Path, tmp_path: Path):

@@ -8,6 +8,7 @@ import functools
 import json
 import os
 import platform
+import re
 import shlex
 import shutil
 import signal
@@ -107,7 +108,8 @@ def test_all_combinations_are_listed_then_run_then_kept(program: Path, capsys: p
     words += ["--seed", "7", "--out", "q"]
     assert swept(*words, "--dry-run") == 0
     told = capsys.readouterr().out
-    assert told.count("to do\n") == 16 and "16 runs, 16 to do, in q" in told
+    assert told.count("to do\n") == 16 and "16 runs, 16 to do, in q/runs" in told
+    folders = re.findall(r"\bprog-\S+", told)
     assert "a, ratio 0.1, slow:0.25,10, seed 8" in told
     assert not Path("q").exists()
     assert swept(*words) == 0
@@ -116,6 +118,7 @@ def test_all_combinations_are_listed_then_run_then_kept(program: Path, capsys: p
     assert "16 runs: 16 done; figures: spawnsim plot q --x ratio" in told
     assert swept(*words) == 0
     assert "16 of 16 runs are there already" in capsys.readouterr().out
+    assert sorted(folders) == sorted(path.name for path in Path("q/runs").iterdir())
     sweep = Sweep.load("q")
     table = sweep.table("final:accuracy", "time_to:accuracy>0.5", "bytes")
     assert table.rows == 16
@@ -315,9 +318,9 @@ def test_what_is_printed_and_a_killed_sweep(program: Path, tmp_path: Path):
         _wait(lambda: [path for path in runs.iterdir() if path.name.startswith(".")])
         started.kill()
     assert len(Sweep.load("q").of_state("done")) == 2
-    # The orphan ends, and leaves what it had recorded aside.
-    _wait(lambda: [path for path in runs.iterdir() if path.name.startswith("failed-")])
-    printed = [path for path in runs.iterdir() if not path.name.startswith(("failed-", "."))]
+    # The orphan ends, and leaves what it had recorded aside. It has not failed: it was told to stop.
+    _wait(lambda: Sweep.load("q").says() == "3 runs: 2 done, 1 stopped")
+    printed = [path for path in runs.iterdir() if not path.name.startswith(("stopped-", "."))]
     assert all((path / "output.txt").read_text().count("rank") == 12 for path in printed)
     before = {path.name: (path / "run.json").stat().st_mtime_ns for path in printed}
     line[-1] = "wall_s=0.0,0.01"
@@ -474,7 +477,7 @@ def test_an_executor_whose_package_is_missing_says_what_to_install(
 # ------------------------------------------------------------------------------------------------------- figures
 @pytest.fixture(scope="module")
 def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Make a sweep of 24 cells: one failed, one is missing, the others are synthetic runs."""
+    """Make a sweep of 24 cells: one failed, one was stopped, one is missing, the others are synthetic runs."""
     home = tmp_path_factory.mktemp("half")
     program = home / "prog.py"
     program.write_text(PROGRAM)
@@ -486,8 +489,9 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
         folder = sweep.store.root / planned.folder
         run.save(folder)
         write_cost(folder, Cost(1.0, 2**20, 0.5))
-    last = sweep.cells[-1].folder
-    (sweep.store.root / last).rename(sweep.store.root / f"failed-{last}")
+    for at, why in ((-1, "failed"), (-2, "stopped")):
+        name = sweep.cells[at].folder
+        (sweep.store.root / name).rename(sweep.store.root / f"{why}-{name}")
     return home / "half"
 
 
@@ -527,6 +531,7 @@ def test_an_unfinished_sweep_is_drawn_and_says_what_is_missing(
     told = capsys.readouterr()
     assert {f"fig/{stem}.{ending}" for ending in ("svg", "csv", "sh")} <= set(told.out.split())
     assert ("1 of 24 runs not done yet" in told.err) == ("--where" not in words)
+    assert ("1 of 24 runs stopped: " in told.err) == ("--where" not in words)
     picture = Path(f"fig/{stem}.svg").read_text()
     assert "12 ranks" in picture and ("1 of 24 runs not done yet" in picture) == ("--where" not in words)
     with Path(f"fig/{stem}.csv").open() as file:
@@ -548,9 +553,9 @@ def test_what_one_policy_alone_has_recorded_is_drawn_of_it(half: Path, capsys: p
     for x in ("ratio", "time_s"):
         assert cli.main(["plot", str(half), "--y", "extra", "--x", x, "--formats", "svg"]) == 0
         # What is drawn blank is not what is missing, nor what has failed.
-        assert "21 of 24 runs have no number of extra: none, " in capsys.readouterr().err
+        assert "20 of 24 runs have no number of extra: none, " in capsys.readouterr().err
         assert (
-            "21 of 24 runs have no number of extra: none, " in Path(f"figures/extra-over-{x}.svg").read_text()
+            "20 of 24 runs have no number of extra: none, " in Path(f"figures/extra-over-{x}.svg").read_text()
         )
         assert cli.main(["plot", str(half), "--y", "extre", "--x", x, "--formats", "svg"]) == 2
         assert "column 'extre' was not recorded" in capsys.readouterr().err
@@ -615,7 +620,10 @@ def test_a_report_shows_the_finished_runs_of_a_sweep(
         shutil.rmtree(half / "runs" / cell.folder, ignore_errors=True)
     assert [cli.main(["report", str(half)]), cli.main(["trace", str(half)])] == [2, 2]
     told = capsys.readouterr().err
-    assert "no run is done yet (24 runs: 1 failed, 23 missing)" in told and f"runs lie in {half}/runs" in told
+    assert (
+        "no run is done yet (24 runs: 1 failed, 1 stopped, 22 missing)" in told
+        and f"runs lie in {half}/runs" in told
+    )
 
 
 def test_a_run_whose_cost_is_damaged_is_told_and_made_again(program: Path):
@@ -631,7 +639,7 @@ def test_a_run_whose_cost_is_damaged_is_told_and_made_again(program: Path):
 
 def test_a_damaged_plan_is_told(half: Path):
     """By its file."""
-    assert spawnsim.Sweep.load(half).says() == "24 runs: 22 done, 1 failed, 1 missing"
+    assert spawnsim.Sweep.load(half).says() == "24 runs: 21 done, 1 failed, 1 stopped, 1 missing"
     (half / results.PLAN).write_text(json.dumps({"cells": [{"label": 1}]}))
     with pytest.raises(ParameterError, match=r"half/sweep.json is not a sweep's"):
         Sweep.load(half)
