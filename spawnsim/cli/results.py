@@ -239,8 +239,11 @@ def trace(argv: Sequence[str] | None = None) -> int:
     if args.format != "perfetto":
         return _for_other_tools(args.format, args.runs, selection, out)
     drawing = perfetto.draw([(read(folder), Timeline.of(Path(folder))) for folder in args.runs], selection)
-    path = perfetto.write(drawing, out)
-    for note in drawing.notes:
+    path = out or perfetto.default_path(drawing)
+    # As with figures and pages, which can be made again; but of another run it may have been the only copy.
+    notes = [*drawing.notes, *([f"{path} was there before, and is replaced"] if path.exists() else [])]
+    perfetto.write(drawing, path)
+    for note in notes:
         sys.stderr.write(f"spawnsim: trace: {note}\n")
     sys.stdout.write(f"{path}\n")
     return 0

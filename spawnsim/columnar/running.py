@@ -38,7 +38,7 @@ from spawnsim.record import folder, manifest
 from spawnsim.record.recorder import Recorder, document, vars_of
 from spawnsim.record.table import Table
 from spawnsim.run.process_setup import one_thread
-from spawnsim.run.result import TOTALS, Run
+from spawnsim.run.result import Run, ordered
 from spawnsim.scenario import memory_B
 from spawnsim.virtual.digest import checksum
 from spawnsim.virtual.faults import Crash, FaultPlan, Pause, SlowDown
@@ -254,7 +254,7 @@ class _Running:
         self.trained = 0  # iterations so far
         self.left_s = np.zeros(where.ranks)  # the latest turn
         self.kept = _Kept(where, policy, self.turn.nbytes)
-        self.blocks = self.replaced = 0
+        self.blocks = self.replaced = self.lost = 0
         self.digest = hashlib.blake2b(digest_size=16)
 
     def _turn(self, nbytes: int | None, whole_nbytes: int | None = None) -> Turn:
@@ -291,6 +291,7 @@ class _Running:
         died = world[dead]
         cards.clock[died] = self.deaths_s[died]
         self.group.members = world[~dead]
+        self.lost += len(died)
         self.kept.died(died, self.deaths_s)
         return died
 
@@ -337,11 +338,12 @@ class _Running:
             "messages": traffic.messages,
             "bytes": traffic.nbytes,
             "replacements": self.replaced,
+            "deaths": self.lost,
             "digest": self.digest.hexdigest(),
         }
         table, recorder = self.kept.table(), self.kept.recorder
         what = self._described()
-        return Run(what, table, recorder.events(), {name: known[name] for name in TOTALS})
+        return Run(what, table, recorder.events(), ordered(known))
 
     def _described(self) -> dict[str, Any]:
         own = {"policy": type(self.policy).__name__.removesuffix("Policy")} | _made_of(self.policy)

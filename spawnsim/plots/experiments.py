@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, Protocol
 from spawnsim.errors import ParameterError
 from spawnsim.plots.series import Table
 from spawnsim.run import Run
-from spawnsim.run.result import FINISHED
+from spawnsim.run.result import FINISHED, donors_told, is_rank
 
 REAL = {"mpi": " (real MPI)", "torch": " (real torch)"}  # ends the label of runs on real processes
 # How it was made, what was noticed.
@@ -74,11 +74,9 @@ def clock_of(runs: Sequence[Recorded]) -> str:
 def donors_of(event: Mapping[str, Any], ranks: int) -> list[int]:
     """Return the ranks whose weights an event tells of; of a program's own events whatever is a rank."""
     # A program may record events of these names itself, with whatever in them.
-    donors = event.get("donors")
+    donors = donors_told(event)
     found = donors if isinstance(donors, (list, tuple)) else []
-    return [
-        each for each in found if isinstance(each, int) and not isinstance(each, bool) and 0 <= each < ranks
-    ]
+    return [each for each in found if is_rank(each) and each < ranks]
 
 
 # ----------------------------------------------------------------------------------------------------------- facts

@@ -344,9 +344,13 @@ def _iteration(iteration: NDArray[Any] | None, row: int) -> Entry:
 
 
 # -------------------------------------------------------------------------------------------------------------- files
-def write(drawing: Drawing, path: str | Path | None = None) -> Path:
-    """Write a drawing, packed if the name ends in `.gz`; without a name trace.json, or trace.json.gz if it is large."""
-    path = Path(path or ("trace.json" if len(drawing.lines) <= LARGE else f"trace.json{PACKED}"))
+def default_path(drawing: Drawing) -> Path:
+    """Return trace.json, or trace.json.gz of a drawing that is large."""
+    return Path("trace.json" if len(drawing.lines) <= LARGE else f"trace.json{PACKED}")
+
+
+def write(drawing: Drawing, path: Path) -> Path:
+    """Write a drawing, packed if the name ends in `.gz`; return the path."""
     path.parent.mkdir(parents=True, exist_ok=True)
     about = json.dumps({"runs": document(drawing.about)}, allow_nan=False)
     with path.open("wb") as plain:

@@ -114,7 +114,9 @@ class Again:
         except SpawnsimError as error:
             outcome, counted = outcome_of(error), getattr(error, "totals", None)
         table, events = recorder.table(), recorder.events()
-        facts = {"ranks": scenario.ranks} | (asdict(counted) if counted is not None else {})
+        facts = {"ranks": scenario.ranks, "plan": scenario.faults} | (
+            asdict(counted) if counted is not None else {}
+        )
         totals = totals_of(table, events, facts)
         leaks = {"leaks": list(facts.get("leaks", ()))}
         return Run(dict(what) | leaks, table, events, totals, outcome)

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from spawnsim.backends import BACKENDS
 from spawnsim.errors import ParameterError, SpawnsimError, WorldError
+from spawnsim.real.launch.processes import KnownDeaths
 from spawnsim.run.program import Program
 from spawnsim.run.progress_bar import Steps
 from spawnsim.run.result import FINISHED, Run, results_digest, totals_of, warned
@@ -189,7 +190,10 @@ class Shards:
             collect(self._out, what=self.what, counted=self._known(), outcome=summary)
 
     def _known(self) -> dict[str, Any]:
-        return {"ranks": self._ranks, "wall_seconds": time.perf_counter() - self._began_s}
+        return {
+            "ranks": self._ranks, "wall_seconds": time.perf_counter() - self._began_s,
+            "deaths": len(KnownDeaths(os.environ)()),
+        }  # fmt: skip
 
     def _counted(self) -> dict[str, Any]:
         return {**self._comm.runtime.totals(), "process": os.getpid()}

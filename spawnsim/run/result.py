@@ -37,6 +37,14 @@ TOTALS = (
   Real ranks have no trace that repeats: there it is of the rows without times (`time_s`, and every name that ends in
   `_s`), so it tells whether two runs have come to equal results bit for bit; None if nothing was recorded.
 """
+LOSSES = ("deaths", "faults")
+"""What `totals` holds besides, before the digest, of a run that had any.
+
+* `deaths`: of ranks; of real ones those that `spawnsim run` has seen. A rank that begins again may die twice.
+* `faults`: what else a fault plan has done: messages that were lost, late, doubled or damaged; pauses, slow-downs and
+  wrong clocks that began. Over columns they are not counted.
+"""
+FAULTS = ("link", "pause", "slow", "skew")  # kinds of their events
 FINISHED = "finished"
 LEAST_COMPARED = 20  # replacements, for a majority to say something
 JUDGED = ("rank", "iteration", "local_metric")  # columns that tell whether a replacement has improved a rank
@@ -51,7 +59,7 @@ class Run:
             "all_dead": True, if no virtual rank lived to the end of its program.
         table: numpy columns by name, one row per `comm.record`, ordered by rank; see `spawnsim.record.Table`.
         events: dicts with "kind", "time_s", "rank" and the event's own fields, by time.
-        totals: the values named in `TOTALS`, see there.
+        totals: the values named in `TOTALS` and, where there were any, in `LOSSES`; see there.
         outcome: "finished", "running", "interrupted", or the error's text.
     """
 
@@ -88,7 +96,9 @@ class Run:
             what = what | {"processes": {rank: each.get("process") for rank, each in counted.items()}}
             table, events = recorder.table(), recorder.events()
             # A job that told its end has totals already; of one that was killed they are what the rows tell.
-            totals = totals or totals_of(table, events, {"ranks": what.get("ranks")})
+            totals = totals or totals_of(
+                table, events, {"ranks": what.get("ranks"), "plan": what.get("faults")}
+            )
         elif outcome == folder.RUNNING:
             raise ParameterError(
                 f"{place}: the run has not ended yet, or was killed before it could write its rows"
@@ -120,7 +130,8 @@ class Run:
         from html import escape  # needed here alone
 
         rows = "".join(
-            f"<tr><th>{name}</th><td>{escape(shown(self.totals.get(name)))}</td></tr>" for name in TOTALS
+            f"<tr><th>{name}</th><td>{escape(shown(value))}</td></tr>"
+            for name, value in ordered(self.totals).items()
         )
         # Texts of a program are shown in notebooks, so all of them are escaped.
         return f"<p>{escape(', '.join(self._facts()))}</p><table>{rows}</table>{self.table._repr_html_()}"
@@ -143,15 +154,33 @@ class Run:
 
 
 def totals_of(table: Table, events: Sequence[Event], counted: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the totals: what the backend counted, and what the recorded rows and events add."""
+    """Return the totals: what the backend counted, and what the recorded rows and events add.
+
+    Args:
+        table: all rows.
+        events: all events.
+        counted: totals by name; "plan": whether a fault plan was given, since a program may have events of such names.
+
+    Returns:
+        The values named in `TOTALS`, and those of `LOSSES` that are not 0.
+    """
     # Own values come first in the lookup below: rows tell more exactly than a backend how far the ranks came.
     own: dict[str, Any] = {
         "iterations": iterations(table),
         "replacements": sum(event["kind"] == "replacement" for event in events),
     }
+    if counted.get("plan"):
+        kinds = Counter(event["kind"] for event in events)
+        own |= {"deaths": kinds["crash"], "faults": sum(kinds[kind] for kind in FAULTS)}
     if counted.get("digest"):
         own["digest"] = whole_digest(str(counted["digest"]), table, events)
-    return {name: own.get(name, counted.get(name)) for name in TOTALS}
+    return ordered(dict(counted) | own)
+
+
+def ordered(found: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the totals among some values, in their order: all of `TOTALS`, and those of `LOSSES` that are not 0."""
+    lost = [name for name in LOSSES if found.get(name)]
+    return {name: found.get(name) for name in (*TOTALS[:-1], *lost, TOTALS[-1])}
 
 
 def warned(what: Mapping[str, Any], table: Table, events: Sequence[Event]) -> dict[str, Any]:
@@ -164,10 +193,14 @@ def warned(what: Mapping[str, Any], table: Table, events: Sequence[Event]) -> di
 def warnings_of(table: Table, events: Sequence[Event]) -> list[str]:
     """Return what a run's own rows and events say against it.
 
-    That is events "warning", ranks that were started again and ended without the others, and metrics that mislead.
+    That is events "warning", ranks that were started again and ended without the others, donors that are no ranks, and
+    metrics that mislead.
     """
     told = [str(event["text"]) for event in events if event["kind"] == "warning" and "text" in event]
-    return [*dict.fromkeys(told), *_never_joined(events), *_metrics_that_mislead(table, events)]
+    return [
+        *dict.fromkeys(told), *_never_joined(events), *_donors_that_are_none(events),
+        *_metrics_that_mislead(table, events),
+    ]  # fmt: skip
 
 
 def _never_joined(events: Sequence[Event]) -> list[str]:
@@ -181,6 +214,36 @@ def _never_joined(events: Sequence[Event]) -> list[str]:
     return [
         f"rank {first['rank']} was started again after its death, did not join the others, and ended at "
         f"{first['time_s']:.6g} s: {why}{others}"
+    ]
+
+
+def donors_told(event: Mapping[str, Any]) -> Any:
+    """Return what an event tells of its donors: a list of ranks ("donors"), or of the only one ("donor").
+
+    A program may record events of its own with whatever else in them, which is returned as it is; None: nothing is.
+    """
+    return [event["donor"]] if "donor" in event and "donors" not in event else event.get("donors")
+
+
+def is_rank(value: object) -> bool:
+    """Say whether a value may be the number of a rank; a bool is an int in Python."""
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+
+
+def _donors_that_are_none(events: Sequence[Event]) -> list[str]:
+    """Return a warning that names the first replacement whose donors no figure can take, and counts the others."""
+    found = []
+    for event in events:
+        donors = donors_told(event) if event["kind"] == "replacement" else None
+        if donors is not None and not (isinstance(donors, (list, tuple)) and all(map(is_rank, donors))):
+            found.append(event)
+    if not found:
+        return []
+    first, more = found[0], f"; and {len(found) - 1} more" * (len(found) > 1)
+    name = "donors" if "donors" in first else "donor"
+    return [
+        f'event "replacement" of rank {first["rank"]} at {first["time_s"]:.6g} s: figures cannot read '
+        f"{name}={repr(first[name])[:60]}; give a list of ranks, donors=[3, 17], or one, donor=3{more}"
     ]
 
 

@@ -128,7 +128,8 @@ class RunWriter:
             self.what["all_dead"] = True
         # After the program has run: its modules of computed names and its threads can be known only now.
         add_late(self.what, self._inputs, self.out)
-        totals = totals_of(table, events, {"ranks": self.what.get("ranks")} | counted)
+        known = {"ranks": self.what.get("ranks"), "plan": self.what.get("faults")}
+        totals = totals_of(table, events, known | counted)
         return Run(warned(self.what, table, events), table, events, totals, outcome)
 
     def _recorded(self) -> Recorder:

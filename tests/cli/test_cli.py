@@ -416,6 +416,57 @@ def test_warnings_of_a_run_are_printed_once_and_kept(
     assert capsys.readouterr().err == ""
 
 
+def test_donors_that_no_figure_can_read_are_a_warning(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """They were drawn as nothing, without a word. A list of ranks is read, one rank, and that nobody answered."""
+    file = tmp_path / "own.py"
+    file.write_text(
+        "def main(comm, told=None):\n    if comm.rank:\n        comm.record.event('replacement', **(told or {}))\n"
+    )
+    for given, said in (
+        ("{'donors': [0, 2]}", None), ("{'donor': 2}", None), ("{'donors': []}", None), ("{}", None),
+        ("{'donors': 'best'}", "donors='best'"), ("{'donors': 2}", "donors=2"), ("{'donor': [2]}", "donor=[2]"),
+        ("{'donors': [0.5]}", "donors=[0.5]"),
+    ):  # fmt: skip
+        assert cli.main(["run", str(file), "-n", "3", "--set", f"told={given}"]) == 0
+        expected = (
+            f'spawnsim: warning: event "replacement" of rank 1 at 0 s: figures cannot read {said}; give a list of '
+            "ranks, donors=[3, 17], or one, donor=3; and 1 more\n"
+        )
+        assert capsys.readouterr().err == ("" if said is None else expected)
+
+
+def test_totals_tell_of_deaths_and_faults_where_there_were_any(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """They said nothing of them. A program's own events of these names count for nothing."""
+    file = tmp_path / "sends.py"
+    file.write_text(
+        "def main(comm):\n    for iteration in range(10):\n        with comm.compute(0.1):\n            pass\n"
+        "        if comm.rank == 0:\n            comm.send(iteration, 1)\n        comm.record(iteration=iteration)\n"
+        "    comm.record.event('pause')\n    comm.record.event('crash')\n"
+    )
+    command = ["run", str(file), "-n", "4", "--json", "--quiet", "--out", str(tmp_path / "a"), "--overwrite"]
+    faults = "crash:3@0.55s; drop:0>1@0s+0.35s; pause:2@0.1s+0.1s"
+    plain = _json_of(capsys, command)
+    assert not {"deaths", "faults"} & {*plain}
+    file.write_text(file.read_text().partition("    comm.record.event")[0])
+    struck = _json_of(capsys, [*command, "--faults", faults])
+    assert (struck["deaths"], struck["faults"], [*struck][-3:]) == (1, 4, ["deaths", "faults", "digest"])
+    run = spawnsim.Run.load(tmp_path / "a")
+    assert run.totals == struck and "<th>deaths</th><td>1</td>" in run._repr_html_()
+    assert cli.main(["report", str(tmp_path / "a"), "--out", str(tmp_path / "page.html")]) == 0
+    assert "<th>deaths</th><th>faults</th><th>digest</th>" in (tmp_path / "page.html").read_text()
+
+
+def _json_of(capsys: pytest.CaptureFixture[str], command: list[str]) -> dict[str, Any]:
+    capsys.readouterr()
+    assert cli.main(command) == 0
+    found: dict[str, Any] = json.loads(capsys.readouterr().out)
+    return found
+
+
 @pytest.mark.usefixtures("paper")
 def test_a_raising_program_shows_its_own_traceback_once(
     train: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]

@@ -402,7 +402,7 @@ def test_failures_come_as_often_as_their_mean_time_says():
 def test_a_coordinator_that_dies_is_followed_by_the_last_rank():
     """As in the policy, where a group has become smaller."""
     rounds = []
-    columns(
+    run = columns(
         Selective(1),
         20,
         iterations=4,
@@ -411,6 +411,7 @@ def test_a_coordinator_that_dies_is_followed_by_the_last_rank():
         faults="crash:0-18@2.5s",
         on_round=rounds.append,
     )
+    assert run.totals["deaths"] == 19
     assert [len(each.decision.replaced) for each in rounds] == [4, 4, 0, 0]
     assert rounds[-1].members.tolist() == [19]
 

@@ -506,6 +506,8 @@ def test_donors_are_ranks_whatever_a_program_records():
            for donors in ("all", None, 3, [0, "x", True, 2**31 - 1, -1, 2])]  # fmt: skip
     info = replacement.replacements(odd, ranks=3)
     assert (info.donor.tolist(), info.receiver.tolist(), info.round.tolist()) == ([0, 2], [1, 1], [0] * 4)
+    one = [{"kind": "replacement", "rank": 1, "time_s": 1.0, "donor": donor} for donor in (2, 3, "x")]
+    assert replacement.replacements(one, ranks=3).donor.tolist() == [2]
 
 
 def test_a_column_of_texts_has_no_curve(tmp_path: Path):

@@ -495,8 +495,11 @@ def test_the_command_line_traces_packs_and_says_what_is_missing(
     text = program(tmp_path)
     assert command(["run", str(text), "--ranks", "12", "--quiet", "--trace", "--out", "run"]) == 0
     assert command(["trace", "run"]) == 0
-    assert capfd.readouterr().out.splitlines()[-1] == "trace.json"
+    first = capfd.readouterr()
+    assert first.out.splitlines()[-1] == "trace.json" and "replaced" not in first.err
     entries = checked(tmp_path / "trace.json")
+    assert command(["trace", "run"]) == 0
+    assert "spawnsim: trace: trace.json was there before, and is replaced\n" in capfd.readouterr().err
     assert command(["trace", "run", "--out", "packed.json.gz"]) == 0
     assert checked(tmp_path / "packed.json.gz") == entries
     monkeypatch.setattr(perfetto, "LARGE", 100)
