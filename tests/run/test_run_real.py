@@ -148,7 +148,8 @@ def test_a_job_that_survives_its_ranks_needs_no_folder(train: Path) -> None:
     """Its totals are printed once, by the lowest rank that lives, and count the dead one's rows."""
     given = ("--survive", "--json", "--set", "kill_on=0", "--set", "meet=false")
     done = _spawnsim("run", train, "--backend", "mpi", "-n", 3, *given)
-    assert (done.returncode, json.loads(done.stdout)["ranks"]) == (0, 3), done.stderr
+    assert done.returncode == 0, done.stderr
+    assert {"ranks": 3, "deaths": 1}.items() <= json.loads(done.stdout).items()
     line = r"\s*spawnsim: rank 0 \(process \d+ on .*\) was killed by signal 9 \(SIGKILL\)\s*"
     assert re.fullmatch(line, done.stderr)
 
