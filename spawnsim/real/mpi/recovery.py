@@ -443,7 +443,9 @@ def _recovered(comm: CommCore, raw: Any, step: int | None) -> Recovery:
     if state.highest > state.done:  # another round has begun since
         survival.revoking(lineage, "ranks recover from a death; recover() too")
     survival.refuse_futile(survivors, step, dead)
-    comm.record.event("recovered", dead=list(dead), size=survivors.size, step=-1 if step is None else step)
+    # By their ranks in the world, as events tell all ranks.
+    lost = [comm.members[rank] for rank in dead]
+    comm.record.event("recovered", dead=lost, size=survivors.size, step=-1 if step is None else step)
     return Recovery(survivors, old, step, dead)
 
 
