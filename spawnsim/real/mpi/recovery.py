@@ -434,18 +434,17 @@ def _recovered(comm: CommCore, raw: Any, step: int | None) -> Recovery:
     survivors = type(comm)(raw, runtime, label)
     old = {comm.members.index(member): rank for rank, member in enumerate(survivors.members)}
     dead = tuple(sorted(set(range(comm.size)) - set(old)))
-    survival.agreement.lost |= {comm.members[rank] for rank in dead} - survival.agreement.lineages[
-        lineage
-    ].ended
+    # By their ranks in the world, as events tell all ranks.
+    lost = {comm.members[rank] for rank in dead} - survival.agreement.lineages[lineage].ended
+    survival.agreement.lost |= lost
     if dead:
         survival.leave_alone()
     state = survival.agreement.lineages[lineage]
     if state.highest > state.done:  # another round has begun since
         survival.revoking(lineage, "ranks recover from a death; recover() too")
     survival.refuse_futile(survivors, step, dead)
-    # By their ranks in the world, as events tell all ranks.
-    lost = [comm.members[rank] for rank in dead]
-    comm.record.event("recovered", dead=lost, size=survivors.size, step=-1 if step is None else step)
+    told = {"dead": sorted(lost), "size": survivors.size, "step": -1 if step is None else step}
+    comm.record.event("recovered", **told)
     return Recovery(survivors, old, step, dead)
 
 

@@ -307,7 +307,14 @@ def recover(comm: Member, step: int | None) -> Recovery:
     context, agreed = _regroup(comm, now, step)
     ranks, dead, joined = _compared(context, comm, now)
     rank.outside = False
-    return Recovery(comm._entered(context), dict(ranks), agreed, dead, joined)
+    survivors = comm._entered(context)
+    # As real ranks tell it: neither who had come to its end, nor who has begun again.
+    gone = [comm._world.ranks[comm._members[old]] for old in dead]
+    lost = [each.id for each in gone if each.dead or each.evicted]
+    survivors.record.event(
+        "recovered", dead=lost, size=len(context.places[0]), step=-1 if agreed is None else agreed
+    )
+    return Recovery(survivors, dict(ranks), agreed, dead, joined)
 
 
 def _compared(context: Context, comm: Member, now: Context) -> tuple[dict[int, int], Ranks, Ranks]:

@@ -151,7 +151,9 @@ def test_the_next_life_joins_by_recovery(faults, policy):
     assert len(set(notes.column("weights").values())) == 1
     assert len(set(notes.column("step").values())) == 1
     assert min(notes.column("step").values()) > 5
-    assert kinds(notes) == [(3, "crash"), (3, "restart")]
+    assert [each for each in kinds(notes) if each[1] != "recovered"] == [(3, "crash"), (3, "restart")]
+    told = {tuple(fields["dead"]) for _, _, kind, fields in notes.events if kind == "recovered"}
+    assert told - {(3,)} == {()} and (faults == LATER or told == {()})  # once it has begun again, it lives
 
 
 def test_many_lives_join_one_after_the_other():
@@ -167,7 +169,7 @@ def test_many_lives_join_one_after_the_other():
     )
     notes = run(main, RANKS, faults=faults, platform=None)[1]
     assert notes.column("size") == dict.fromkeys(range(RANKS), RANKS)
-    assert {kind for _, kind in kinds(notes)} == {"crash", "restart"}
+    assert {kind for _, kind in kinds(notes)} == {"crash", "restart", "recovered"}
 
 
 def test_who_joins_gives_nobody_up():

@@ -190,7 +190,9 @@ def test_a_rank_that_does_not_come_is_given_up_after_the_deadline():
     assert notes.column("size") == {0: 2, 2: 2}
     assert set(notes.column("dead").values()) == {"(1,)"}
     assert notes.column("when")[0] == pytest.approx(5.0, abs=0.01)
-    assert [(rank, time_s, kind) for rank, time_s, kind, _ in notes.events] == [(1, 60.0, "given_up")]
+    told = [(rank, kind, fields.get("dead")) for rank, _, kind, fields in notes.events]
+    assert told == [(0, "recovered", [1]), (2, "recovered", [1]), (1, "given_up", None)]
+    assert notes.events[-1][1] == 60.0
 
 
 def test_a_rank_that_has_ended_is_not_awaited():
@@ -205,7 +207,7 @@ def test_a_rank_that_has_ended_is_not_awaited():
     notes = run(main, 3)[1]
     assert notes.column("dead") == {0: "(2,)", 1: "(2,)"}
     assert notes.column("when")[0] == pytest.approx(1.0, abs=0.01)
-    assert notes.events == []
+    assert [(kind, fields["dead"]) for _, _, kind, fields in notes.events] == [("recovered", [])] * 2
 
 
 def test_a_pause_that_ends_in_time_lets_the_rank_take_part():

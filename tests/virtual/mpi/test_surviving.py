@@ -44,6 +44,10 @@ def test_survivors_recover_and_finish(ranks, faults, left):
     assert set(notes.column("size").values()) == {left}
     assert set(notes.column("total").values()) == {float(left)}
     assert set(notes.column("step").values()) == {40}
+    told = [(fields["dead"], fields["size"]) for rank, _, kind, fields in notes.events if kind == "recovered"]
+    died = sorted({rank for rank, _, kind, _ in notes.events if kind == "crash"})
+    assert sorted({rank for dead, _ in told for rank in dead}) == died  # by their ranks in the world
+    assert min(size for _, size in told) == left
 
 
 def test_a_death_inside_recovery_is_recovered_from():
