@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from spawnsim.plots import style
 from spawnsim.plots.convergence import events_since_start, median_end_s, since_first_row
 from spawnsim.plots.experiments import Recorded, clock_of, donors_of, grouped, ranks_of
+from spawnsim.plots.replacement import PAST_END
 from spawnsim.plots.series import Floats
 from spawnsim.random import WORLD, generator
 
@@ -181,7 +182,7 @@ def draw_tree(info: Genealogy, ax: Axes | None = None) -> Axes:
     ax.add_collection(LineCollection(lines, colors=inks, linewidths=width, capstyle="butt"))
     if all(len(birth.donors) == 1 for birth in info.births):
         _draw_births(info, ax, row, colours, width=min(width, 1.0))
-    ax.set_xlim(0, info.end_s or 1)
+    ax.set_xlim(0, info.end_s * PAST_END or 1)
     ax.set_ylim(-1, ranks)
     ax.set_yticks([])
     ax.grid(visible=False)
@@ -236,7 +237,7 @@ def draw_founders(info: Genealogy, ax: Axes | None = None, *, log: bool | None =
         ax.yaxis.set_major_locator(LogLocator(2, numticks=6))
     else:
         ax.yaxis.set_major_locator(MaxNLocator(5))
-    ax.set_xlim(0, info.end_s or 1)
+    ax.set_xlim(0, info.end_s * PAST_END or 1)
     # Two lines: the panel is lower than one is long.
     ax.set_ylabel(f"effective\nfounders{' (log)' if log else ''}")
     ax.yaxis.set_major_formatter(lambda value, _: f"{value:,.3g}")

@@ -149,6 +149,9 @@ def top_share(counts: Ints, part: float = 0.1) -> float:
     return float(np.sort(counts)[-top:].sum() / counts.sum())
 
 
+PAST_END = 1.02  # of an axis: the last replacement is often the end, and would lie on the frame
+
+
 def replacements_of(run: Recorded) -> Replacements:
     """Return the replacements of a run, until half of its ranks have recorded their last row.
 
@@ -166,7 +169,7 @@ def draw_raster(info: Replacements, ax: Axes | None = None, *, colour: str = sty
     alpha = float(np.clip(25_000 / events, 0.3, 0.9))
     # Rasterized: each mark as a vector makes a PDF of many megabytes that viewers draw for minutes.
     ax.scatter(info.time_s, info.rank, s=size, color=colour, alpha=alpha, linewidths=0, rasterized=True)
-    ax.set_xlim(0, info.end_s * 1.01 or 1)
+    ax.set_xlim(0, info.end_s * PAST_END or 1)
     ax.set_ylim(-0.5 - 0.005 * info.ranks, info.ranks - 0.5 + 0.005 * info.ranks)
     ax.set(xlabel="virtual time (s)", ylabel="rank")
     style.in_thousands(ax, "y")
@@ -252,7 +255,8 @@ def draw_matrix(info: Replacements, ax: Axes | None = None) -> Axes:
 
 
 def _write_numbers(counts: np.ndarray[tuple[int, ...], np.dtype[np.float64]], ax: Axes) -> None:
-    for (donor, replaced), count in np.ndenumerate(counts):
+    for donor, replaced in np.argwhere(counts):  # zeros would hide the rest: most pairs never meet
+        count = counts[donor, replaced]
         dark = count > 0.6 * counts.max()
         ax.text(
             replaced, donor, f"{count:.0f}", ha="center", va="center", color="white" if dark else "#333333"
@@ -292,7 +296,7 @@ def draw_never(info: Replacements, ax: Axes | None = None) -> Axes:
         where="post", color=CHANCE, linestyle="--", linewidth=1.8, label="at random",
     )  # fmt: skip
     ax.set(xlabel="virtual time (s)", ylabel="share of ranks (%)", title="never replaced so far")
-    ax.set_xlim(0, info.end_s or 1)
+    ax.set_xlim(0, info.end_s * PAST_END or 1)
     ax.set_ylim(0, 103)
     return ax
 

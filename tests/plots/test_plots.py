@@ -492,7 +492,7 @@ def test_the_matrix_loses_no_pair(ranks: int, bins: int):
 def test_numbers_are_written_for_single_pairs(ranks: int):
     """Up to 16 ranks a cell is one donor and one replaced rank, and its number stands in it."""
     ax = replacement.draw_matrix(replacement.replacements(events((ranks - 1, 1.0, [1, 2])), ranks))
-    assert len(ax.texts) == ranks**2
+    assert {text.get_text() for text in ax.texts} == {"1"}  # nothing where two ranks never met
     assert {text.get_position() for text in ax.texts if text.get_text() == "1"} == {
         (ranks - 1, 1),
         (ranks - 1, 2),
