@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import os
 import traceback
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import ClassVar
 
@@ -165,16 +165,21 @@ def told_place(error: BaseException) -> str:
     Of spawnsim's own errors, which say much, and of texts of several lines, the first words alone: the traceback has
     the rest.
     """
-    import sysconfig  # needed here alone
-
     text = "" if isinstance(error, SpawnsimError) else str(error).strip().partition("\n")[0]
     kind = ": ".join(filter(None, [type(error).__name__, text]))
-    frames = traceback.extract_tb(error.__traceback__)
+    line = program_line(traceback.extract_tb(error.__traceback__))
+    return f"{kind} ({line})" if line else kind
+
+
+def program_line(frames: Sequence[traceback.FrameSummary]) -> str:
+    """Return the innermost line of the program among frames, the innermost last, as file:line; "" if there is none."""
+    import sysconfig  # needed here alone
+
     own = [each for each in frames if not _is_ours(each.filename) and not each.filename.startswith("<")]
     # Lines of libraries say less than the line of the program that has called them.
     libraries = tuple({sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")})
     last = next((each for each in own[::-1] if not each.filename.startswith(libraries)), None)
-    return f"{kind} ({Path(last.filename).name}:{last.lineno})" if last else kind
+    return f"{Path(last.filename).name}:{last.lineno}" if last else ""
 
 
 def _is_ours(filename: str) -> bool:

@@ -81,8 +81,12 @@ def limit(text: str | float) -> float:
 
 
 def nbytes(text: str | float) -> int:
-    """Return a size in bytes; a bare number is bytes already."""
-    size = _parse(text, BYTES | {"": 1.0}, "size")
+    """Return a size in bytes; a number is bytes already, text must have a unit: "2" is hardly meant as 2 bytes.
+
+    >>> nbytes("2 GB")
+    2000000000
+    """
+    size = _parse(text, BYTES, "size")
     if not math.isfinite(size):
         raise ParameterError(f"{text!r} is not a size: give a finite one")
     return round(size)

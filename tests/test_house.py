@@ -54,6 +54,7 @@ SHORT_FILES = {
     "spawnsim/cli/doctor.py": "one subcommand, one file",
     "spawnsim/testing/worker.py": "started with python -m",
     "spawnsim/run/workers/__program__.py": "imported by that name",
+    "spawnsim/run/preloading.py": "does what it is for when it is imported",
 }
 
 

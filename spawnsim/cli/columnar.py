@@ -142,7 +142,7 @@ def parser() -> Parser:
     add(
         "--model",
         metavar="BYTES",
-        help=f"one model as it travels; default: {MODEL}, or what that of --train takes",
+        help=f"one model as it travels, such as '2 GB'; default: {MODEL}, or what that of --train takes",
     )
     add(
         "--train",

@@ -356,6 +356,9 @@ def _start(options: argparse.Namespace, parameters: Mapping[str, Any]) -> int:
         print("; ".join(filter(None, [f"spawnsim: {ended.cause}", kept])), file=sys.stderr)
     elif ended.status and kept:  # a rank has said why, and does not know whether all could write
         print(f"spawnsim: {kept}", file=sys.stderr)
+    if ended.mismatch:
+        virtual = f"spawnsim run {options.file} --ranks {options.ranks}"
+        print(f"spawnsim: calls do not fit: `{virtual}` names them, and their lines", file=sys.stderr)
     return ended.status
 
 

@@ -14,11 +14,11 @@ import signal
 import time
 import traceback
 from collections.abc import Callable, Collection, Iterator
-from concurrent.futures import Executor, Future, ProcessPoolExecutor, ThreadPoolExecutor
+from concurrent.futures import CancelledError, Executor, Future, ProcessPoolExecutor, ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from importlib import import_module
-from multiprocessing import forkserver
+from multiprocessing import forkserver, resource_tracker
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -31,6 +31,7 @@ from spawnsim.run import process_setup
 from spawnsim.run.process_setup import one_thread
 
 PRELOADED = [
+    "spawnsim.run.preloading",  # unblocks what `_forkserver` blocks
     "spawnsim.study.sweeping",
     "spawnsim.policies",
     "spawnsim.virtual",
@@ -55,7 +56,6 @@ def load_ahead() -> None:
     """Let the process from which a pool forks begin to load what runs need, while the caller does something else."""
     with one_thread():
         _forkserver()
-        forkserver.ensure_running()
 
 
 def _forkserver() -> multiprocessing.context.ForkServerContext:
@@ -63,6 +63,13 @@ def _forkserver() -> multiprocessing.context.ForkServerContext:
     # loading torch takes longer than a short run.
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOADED)
+    # Until it has loaded the first of these, Ctrl-C would end it with a traceback.
+    resource_tracker.ensure_running()  # or it is started with the other one, and unblocks (Python 3.11)
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        forkserver.ensure_running()
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
     return context
 
 
@@ -75,7 +82,7 @@ class Processes(Executor):
     def __init__(self, jobs: int, limit_s: float | None = None) -> None:
         self._context, self._limit_s = _forkserver(), limit_s
         self._threads = ThreadPoolExecutor(jobs)  # each waits for one process
-        self._lock = Lock()
+        self._lock, self._stopped = Lock(), False
 
     def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
         """Call a function in a process of its own, once it is its turn."""
@@ -83,13 +90,17 @@ class Processes(Executor):
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
         """Take no more tasks; wait for those that go on."""
+        self._stopped = cancel_futures
         self._threads.shutdown(wait, cancel_futures=cancel_futures)
 
     def _carry_out(self, task: Callable[[], Any]) -> Any:
-        receiving, sending = self._context.Pipe(duplex=False)
-        process = self._context.Process(target=_answer, args=(sending, task), daemon=False)
         # One at a time: where two threads ask for the status of one process, the second is told a wrong one.
         with self._lock:
+            # Meanwhile: it would take seconds where Ctrl-C has ended the process from which it forks.
+            if self._stopped:
+                raise CancelledError
+            receiving, sending = self._context.Pipe(duplex=False)
+            process = self._context.Process(target=_answer, args=(sending, task), daemon=False)
             process.start()
         sending.close()
         in_time = receiving.poll(self._limit_s)
@@ -180,7 +191,13 @@ def pool(jobs: int, *, fresh: bool = True, limit_s: float | None = None) -> Iter
         if fresh:
             executor = Processes(jobs, limit_s)
         else:
-            executor = ProcessPoolExecutor(jobs, mp_context=_forkserver(), initializer=prepare)
+            context = _forkserver()
+            # Once this is over, all is loaded. A worker that is asked for before, and begins when Ctrl-C has ended this
+            # process, does not find its queues, and says so in a traceback.
+            first = context.Process(target=prepare)
+            first.start()
+            first.join()
+            executor = ProcessPoolExecutor(jobs, mp_context=context, initializer=prepare)
         try:
             yield executor
         # KeyboardInterrupt is no Exception, and is the common case.

@@ -404,6 +404,7 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
         (["-n", "1"], "at least 2 ranks"),
         (["--seeds", "100000"], "at most 10,000"),
         (["--model", "1e300GB"], "'1e300GB' is not a size"),
+        (["--model", "2"], "'2' is not a size: write a number and one of B, kB, MB"),
         (["--model", "1e290GB"], "a model of 1e+299 bytes: give at most 1e+18"),
         (["--train", "100000000"], "would take about 178 h of a core"),
     ):

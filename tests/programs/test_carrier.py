@@ -8,6 +8,7 @@ import json
 import math
 import os
 import random
+import re
 import sys
 import time
 from pathlib import Path
@@ -401,8 +402,8 @@ def test_what_is_left_open_is_told(script: Any) -> None:
     told = "\n".join(warnings)
     assert "4 requests were never completed" in told
     assert "4 messages were never received" in told
-    assert "4 windows were never freed" in told
-    assert "1 communicator was never freed" in told
+    assert re.search(r"4 windows were never freed: rank 0 at \w+\.py:7, rank 1 at", told)
+    assert re.search(r"1 communicator was never freed: made at \w+\.py:6\n", told + "\n")
     clean: list[str] = []
     _run(
         script(
@@ -486,7 +487,7 @@ def test_a_package_that_asks_for_its_rank_while_it_is_imported_is_told(
     assert (f"--private {package}" in errors) == bool(told)
     monkeypatch.delitem(sys.modules, package, raising=False)
     assert cli.main(["run", str(path), "--ranks", "11", "--private", package]) == 0
-    assert package not in capsys.readouterr().err
+    assert "while it is imported" not in capsys.readouterr().err
 
 
 IMPORTING = """

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import re
+import subprocess
+import sys
+
 import pytest
 
 pytestmark = [pytest.mark.mpi, pytest.mark.timeout(120)]
@@ -89,6 +93,33 @@ def test_ranks_in_different_collectives_are_told_so(job):
     )
     assert found.status != 0
     assert "rank" in found.err
+
+
+def test_different_collectives_are_told_with_lines_and_where_to_see_more(job):
+    """The line of a rank that waits, and that of the one which is elsewhere."""
+    found = job(program("if rank == 3: comm.allgather(1)", deadline_s=2.0))
+    assert found.status == 122
+    assert re.search(r"Barrier number \d+ on world met its deadline of 2 s \(program.py:\d+\)", found.err)
+    assert re.search(r"rank 3: in allgather number \d+ on world for \d\.\d s \(program.py:\d+\)", found.err)
+    assert "on virtual ranks (spawnsim run FILE --ranks N)" in found.err
+
+
+@pytest.mark.parametrize("backend", ["mpi", "torch"])
+def test_a_library_that_aborts_as_calls_do_not_fit_is_helped_out(tmp_path, backend):
+    """MPI and gloo say that a message is too long, and neither the call nor its line."""
+    program = tmp_path / "counts.py"
+    program.write_text(
+        "import numpy as np\n\ndef main(comm):\n    n = 5000 if comm.rank == 3 else 10\n"
+        "    comm.Allreduce(np.ones(n), np.ones(n))\n    comm.Allreduce(np.ones(n), np.ones(n))\n"
+    )
+    line = [sys.executable, "-m", "spawnsim", "run", program, "-n", "4"]
+    found = subprocess.run([*line, "--backend", backend], capture_output=True, text=True, timeout=60)
+    assert found.returncode != 0
+    last = f"spawnsim: calls do not fit: `spawnsim run {program} --ranks 4` names them, and their lines\n"
+    assert found.stderr.endswith(last)
+    told = subprocess.run(line, capture_output=True, text=True, timeout=60).stderr
+    assert "rank 3 calls Allreduce(op=SUM, count=5000" in told
+    assert "and waits at counts.py:5" in told
 
 
 def test_an_error_in_a_background_task_ends_the_job(job):

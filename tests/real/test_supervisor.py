@@ -116,3 +116,27 @@ def test_a_keeper_on_another_node_is_believed(capfd: pytest.CaptureFixture[str])
     program = f"import sys; sys.stderr.write({lines!r}); sys.exit(1)"
     assert supervise([sys.executable, "-c", program]) == JobEnd(139, said[0].removeprefix("139 "))
     assert capfd.readouterr() == ("", "")
+
+
+@pytest.mark.parametrize(
+    ("said", "status", "mismatch"),
+    [
+        (
+            "Recv(74): Message from rank 3 and tag 14 truncated; 16 bytes received but buffer size is 24",
+            15,
+            True,
+        ),
+        (
+            "  what():  [enforce fail at pair.cc:456] op.preamble.length <= op.nbytes: gloo::EnforceNotMet",
+            6,
+            True,
+        ),
+        ("mpi4py.MPI.Exception: MPI_ERR_TRUNCATE: message truncated", 1, True),
+        ("(unknown)(): Message truncated", 0, False),
+        ("the log file was truncated", 15, False),
+    ],
+)
+def test_calls_that_do_not_fit_are_noticed(said: str, status: int, mismatch: bool) -> None:
+    """By what MPI and gloo write of them, in a job that ends badly."""
+    program = f"import sys; print({said!r}, file=sys.stderr); sys.exit({status})"
+    assert supervise([sys.executable, "-c", program]).mismatch == mismatch

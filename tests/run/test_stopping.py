@@ -9,11 +9,13 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 import spawnsim
+from spawnsim.real.launch.processes import children
 from spawnsim.record import Recorder, journal
 from spawnsim.run.writer import RunWriter
 from spawnsim.virtual import diagnosis
@@ -146,6 +148,29 @@ def test_a_second_ctrl_c_ends_a_command_that_is_about_to_end(tmp_path: Path) -> 
             started.send_signal(signal.SIGINT)
         _, err = started.communicate(timeout=30)
     assert (started.returncode, err) == (-signal.SIGINT, "spawnsim: interrupted\n")
+
+
+def _loads_for_a_pool(process: int) -> bool:
+    lines = [Path(f"/proc/{child}/cmdline").read_bytes() for child in children(process)]
+    return any(b"multiprocessing.forkserver" in line for line in lines)
+
+
+@pytest.mark.parametrize(
+    ("runs", "tell"), [("fuzz --runs", os.killpg), ("fuzz --runs", os.kill), ("sweep --seeds", os.killpg)]
+)
+def test_ctrl_c_while_a_pool_begins_says_one_line(
+    train: Path, tmp_path: Path, runs: str, tell: Callable[[int, int], None]
+) -> None:
+    """A terminal tells all processes of a command, others the first one: what loads for the pool says nothing."""
+    name, many = runs.split()
+    arguments = (name, train, "--ranks", RANKS, "--set", "wait_s=0.0", many, 10_000, "--jobs", 2)
+    with _started(*arguments, start_new_session=True, cwd=tmp_path) as started:
+        while started.poll() is None and not _loads_for_a_pool(started.pid):
+            time.sleep(0.01)
+        time.sleep(0.2)  # until it waits for the pool
+        tell(started.pid, signal.SIGINT)
+        _, err = started.communicate(timeout=50)  # until the last of its processes has gone
+    assert (started.returncode, "Traceback" in err) == (130, False), err
 
 
 @pytest.mark.parametrize("leave", [False, True])

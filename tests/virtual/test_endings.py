@@ -4,6 +4,7 @@ import math
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -118,6 +119,32 @@ def test_mismatched_collectives_are_named_when_they_meet(one, other, advice):
         run(main, 2)
 
 
+def _first_goes_on(comm, x):
+    if comm.rank == 0:
+        comm.Ibarrier()
+    elif comm.rank == 3:
+        comm.Allreduce(x.copy(), x)
+    else:
+        comm.Barrier()
+
+
+@pytest.mark.parametrize(
+    ("main", "other", "line"),
+    [
+        (lambda comm, x: comm.Allreduce(x.copy(), x) if comm.rank == 3 else comm.Barrier(), 0, 0),
+        (lambda comm, x: comm.Allreduce(x.copy(), x) if comm.rank == 3 else comm.Ibarrier().Wait(), 0, 0),
+        (_first_goes_on, 1, 6),
+    ],
+    ids=["blocking", "request", "the first one is not waiting"],
+)
+def test_a_mismatch_gives_both_lines(main, other, line):
+    """That of the odd rank in a note, and that of one which waits in the call of the others."""
+    call = rf"rank 3 calls Allreduce\(.* where rank {other} called Barrier\(\) at 0 s"
+    place = f"{Path(__file__).name}:{main.__code__.co_firstlineno + line}"
+    with pytest.raises(MismatchError, match=rf"{call} and waits at {place}\. All"):
+        run(lambda comm: main(comm, np.zeros(4)), 4)
+
+
 @pytest.mark.parametrize(
     ("call", "remedy"),
     [
@@ -130,7 +157,7 @@ def test_a_cycle_of_sends_or_receives_is_told_what_helps(call, remedy):
     """The two mistakes that most programs make first."""
 
     def main(comm):
-        call(comm, np.zeros(100_000), (comm.rank + 1) % comm.size)
+        call(comm, np.zeros(4), (comm.rank + 1) % comm.size)
 
     with pytest.raises(Deadlock) as caught:
         run(main, 3)
@@ -255,6 +282,7 @@ def test_nonsense_ranks_are_refused(ranks):
 
 PROGRAM = """
 import sys
+from pathlib import Path
 sys.path.insert(0, "tests")
 from support.virtual_run import Notes, platform
 from spawnsim.scenario import Scenario

@@ -18,7 +18,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import IO
 
@@ -60,15 +60,20 @@ _ALONE = re.compile(
 _PROCESS = re.compile(rb"PID\s+(\d+)\s+(?:RUNNING AT|on\s+node)\s+(\S+)")
 _RANK = re.compile(rb"process\s+rank\s+(\d+)\s+with\s+PID")
 _SPOKEN = re.compile(re.escape(SPOKEN).encode() + rb" (\d+) (.*)\n")
+_MISMATCH = re.compile(rb"gloo::EnforceNotMet|MPI_ERR_TRUNCATE|[Mm]essage\b[^\n]* truncated")
 _SIGNAL = re.compile(rb"\(signal (\d+)\)|exited\s+on\s+signal\s+(\d+)")
 
 
 @dataclass
 class JobEnd:
-    """How a job ended. `cause` is a sentence, where the ranks themselves could not say it."""
+    """How a job ended. `cause` is a sentence, where the ranks themselves could not say it.
+
+    `mismatch`: whether it ended badly, and MPI or gloo wrote that a message was longer than what was to receive it.
+    """
 
     status: int
     cause: str = ""
+    mismatch: bool = False
 
 
 @dataclass
@@ -85,6 +90,7 @@ class LauncherOutput:
     node: str = ""
     rank: int = -1
     signal: int = 0
+    mismatch: bool = False  # whether a library wrote that calls do not fit
     spoken: JobEnd | None = None  # what the first monitor wrote that cannot reach the registry
     _tail: bytes = b""  # the beginning of a line that may be the launcher's own
     _begun: bool = False  # the beginning of the line was shown already
@@ -94,6 +100,7 @@ class LauncherOutput:
 
     def __call__(self, chunk: bytes) -> bytes:
         """Return what can be shown now."""
+        self.mismatch = self.mismatch or _MISMATCH.search(chunk) is not None
         *lines, tail = (self._tail + chunk).split(b"\n")
         shown = b"".join(self._line(line + b"\n") for line in lines)
         if tail and (self._begun or not (self._banner or _may_be_own(tail))):
@@ -353,7 +360,10 @@ def supervise(
             stop_orphans(job.registry.of_ranks)  # likewise
         for reader in readers:
             reader.join(STOP_S)
-        return JobEnd(128 + signals[0], outcome_of_signal(signals[0])) if signals else job.ended(status)
+        if signals:
+            return JobEnd(128 + signals[0], outcome_of_signal(signals[0]))
+        end = job.ended(status)
+        return replace(end, mismatch=end.status != 0 and any(each.mismatch for each in job.filters))
 
 
 def _prepared(*, survive: bool) -> Callable[[], None] | None:

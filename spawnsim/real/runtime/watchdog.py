@@ -8,12 +8,16 @@ that names the missing ranks. The backend gives it a channel for small messages.
 from __future__ import annotations
 
 import queue
+import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
+
+from spawnsim.errors import program_line
 
 TICK_S = 0.1  # how often a watchdog looks: 10 looks a second cost under 0.1 % of a core
 GRACE_S = 1.5  # how long a watchdog may take to answer before its rank counts as silent
@@ -53,14 +57,15 @@ class Where:
     """What one rank answered: the calls it is in, else what it did last."""
 
     rank: int
-    # Operation, sequence, communicator's name, seconds in it.
-    calls: tuple[tuple[str, int, str, float], ...] = ()
+    # Operation, sequence, communicator's name, seconds in it, line of the program.
+    calls: tuple[tuple[str, int, str, float, str], ...] = ()
     note: str = "no answer: dead, stopped, or busy in code that holds the interpreter"
     answered: bool = False
 
     def __str__(self) -> str:
         text = "; ".join(
-            f"in {call_name(op, number)} on {label} for {s:.1f} s" for op, number, label, s in self.calls
+            f"in {call_name(op, number)} on {label} for {s:.1f} s{line and f' ({line})'}"
+            for op, number, label, s, line in self.calls
         )
         return f"rank {self.rank}: {text or self.note}"
 
@@ -163,10 +168,10 @@ class Watchdog(threading.Thread):
 
     def here(self) -> Where:
         """Return where this rank is."""
-        now = time.perf_counter()
+        now, frames = time.perf_counter(), sys._current_frames()
         calls = [
-            (op, number, scope.label, now - began)
-            for op, number, scope, began, _ in list(self.active.values())
+            (op, number, scope.label, now - began, program_line(traceback.extract_stack(frames.get(thread))))
+            for thread, (op, number, scope, began, _) in list(self.active.items())
         ]
         return Where(self.channel.rank, tuple(calls), self.note() or self._after(), answered=True)
 
@@ -200,6 +205,7 @@ def verdict(call: Call, found: list[Where]) -> tuple[list[int], str]:
     """Return the missing ranks (of the communicator) and the message for a collective past its deadline."""
     operation, number, scope, _, limit_s = call
     mine = (operation, number, scope.label)
+    place = next((c[4] for where in found for c in where.calls if c[:3] == mine and c[4]), "")
     missing = [i for i, where in enumerate(found) if mine not in [c[:3] for c in where.calls]]
     others = "\n".join(f"  {found[i]}" for i in missing)
     who = (
@@ -209,10 +215,12 @@ def verdict(call: Call, found: list[Where]) -> tuple[list[int], str]:
     )
     wrong = any(c[2] == scope.label for i in missing for c in found[i].calls)
     advice = (
-        "ranks are in different calls of one communicator: every rank must make the same collective calls in order"
+        "ranks are in different calls of one communicator: every rank must make the same collective calls in order; "
+        "on virtual ranks (spawnsim run FILE --ranks N) the error says both calls, with their lines"
         if wrong
         else "a rank that is only slow needs a larger deadline (deadline_s, or comm.clock.deadline)"
     )
-    text = f"{call_name(operation, number)} on {scope.label} met its deadline of {limit_s:g} s; {who}"
+    late = f"met its deadline of {limit_s:g} s{place and f' ({place})'}"
+    text = f"{call_name(operation, number)} on {scope.label} {late}; {who}"
     text = f"{text}\n{others}\n  {advice}"
     return missing, text

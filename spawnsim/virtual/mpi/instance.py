@@ -19,6 +19,7 @@ import numpy as np
 from spawnsim.comm import ops
 from spawnsim.errors import MismatchError
 from spawnsim.virtual.collectives import CollectivePlan, Edges, Finish
+from spawnsim.virtual.diagnosis import where
 from spawnsim.virtual.engine.completion import Uncertain
 from spawnsim.virtual.engine.contention import Sharing
 from spawnsim.virtual.engine.world import Rank, World
@@ -124,6 +125,7 @@ class Call:
     op: Any = None
     datatype: Any = None
     terms: tuple[str, ...] = ("op", "count", "datatype")
+    line: str = ""  # of the program, where `describe` says it
 
     def describe(self) -> str:
         """Return the call as in the program."""
@@ -277,14 +279,26 @@ class CollectiveInstance:
 
     def _compare(self, me: int, call: Call) -> None:
         """Refuse a call that does not fit those already here."""
-        other, held = self.opening, self.calls[self.opening]
-        assert held is not None
+        held = self._first()
         if held.name != call.name or held.root != call.root or held.agree != call.agree:
+            other, place = self._example()
+            held = self.calls[other]  # type: ignore[assignment]
             raise MismatchError(
                 f"collective number {self.number} on {self.comm}: rank {me} calls {call.describe()} at "
                 f"{self.world.kernel.current.clock:.6g} s where rank {other} called {held.describe()} at "
-                f"{self.arrivals[other]:.6g} s. {_advice(call, held)}"
+                f"{self.arrivals[other]:.6g} s{place}. {_advice(call, held)}"
             )
+
+    def _example(self) -> tuple[int, str]:
+        """Return one of those who are here, and, if it waits in this call, where in the program."""
+        # Some have left early, or wait for something else.
+        waiting = {me: gone.waiter for me, gone in enumerate(self.gone) if gone is not None and gone.waiter}
+        if not waiting:
+            return self.opening, ""
+        other = self.opening if self.opening in waiting else min(waiting)
+        call = self.calls[other]
+        told = call is not None and call.line
+        return other, "" if told else f" and waits at {where(waiting[other])}"
 
     # -- leaving ---------------------------------------------------------------------------------------------
 

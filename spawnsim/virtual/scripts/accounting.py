@@ -14,12 +14,14 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 from spawnsim import units
 from spawnsim.errors import ParameterError
-from spawnsim.virtual.diagnosis import outside
+from spawnsim.virtual.diagnosis import is_program, line, outside
 from spawnsim.virtual.engine.kernel import Task, current_task
 from spawnsim.virtual.engine.matching import undelivered
 from spawnsim.virtual.engine.world import World
@@ -247,7 +249,7 @@ class ResourceLeaks:
 
     def __init__(self) -> None:
         self._requests: dict[Any, tuple[int, Any]] = {}
-        self._contexts: list[Any] = []
+        self._contexts: dict[Any, str] = {}  # and the program's line that made each
         self._freed: Counter[Any] = Counter()  # how many members have
 
     def opened(self, completion: Any, rank: int, waiting: Any) -> None:
@@ -260,7 +262,11 @@ class ResourceLeaks:
 
     def made(self, context: Any) -> None:
         """Note a communicator."""
-        self._contexts.append(context)
+        # Not `diagnosis.place`, which looks at the whole stack: a tenth of the time of a Split into many.
+        frame: FrameType | None = sys._getframe()
+        while frame is not None and not is_program(frame.f_code.co_filename):
+            frame = frame.f_back
+        self._contexts[context] = "" if frame is None else _line(frame.f_code.co_filename, frame.f_lineno)
 
     def freed(self, context: Any) -> None:
         """Note that one more member has freed a communicator."""
@@ -271,7 +277,7 @@ class ResourceLeaks:
         return [
             *self._left_requests(),
             *self.left_messages(),
-            *_left_windows(world),
+            *self._left_windows(world),
             *self._left_communicators(world),
         ]
 
@@ -300,6 +306,18 @@ class ResourceLeaks:
             ]
             yield f"{_count(left.total(), 'message')} never received: {_list(shown)}"
 
+    def _left_windows(self, world: World) -> Iterator[str]:
+        left = Counter(
+            (rank.id, self._contexts[window._comm._context])
+            for rank in world.ranks
+            for window in rank.attachments.get("windows", ())
+        )
+        if left:
+            shown = [
+                f"{_times(count)}rank {rank} at {where}" for (rank, where), count in sorted(left.items())
+            ]
+            yield f"{_count(left.total(), 'window')} never freed: {_list(shown)}"
+
     def _left_communicators(self, world: World) -> Iterator[str]:
         # No COMM_WORLD, no COMM_SELF.
         own = [each for each in self._contexts if each.number > len(world.ranks) + 1]
@@ -307,9 +325,19 @@ class ResourceLeaks:
         left = [context for context in outer if not self._freed[context]]
         partly = [context for context in outer if 0 < self._freed[context] < len(context.everyone)]
         if left:
-            yield f"{_count(len(left), 'communicator')} never freed"
+            yield f"{_count(len(left), 'communicator')} never freed{self._made_at(left)}"
         if partly:
-            yield f"{_count(len(partly), 'communicator')} freed by some of the members only"
+            yield f"{_count(len(partly), 'communicator')} freed by some of the members only{self._made_at(partly)}"
+
+    def _made_at(self, contexts: Iterable[Any]) -> str:
+        lines = Counter(filter(None, (self._contexts[context] for context in contexts)))
+        shown = [f"{_times(count)}{where}" for where, count in lines.items()]
+        return f": made at {_list(shown)}" if shown else ""
+
+
+@cache  # a Split makes many at one line
+def _line(file: str, number: int) -> str:
+    return line([(file, number)])
 
 
 def _where(context: Any, *ranks: int) -> str:
@@ -318,13 +346,6 @@ def _where(context: Any, *ranks: int) -> str:
     if world == [*ranks]:
         return str(context.label)
     return f"{context.label} (ranks {' and '.join(map(str, world))} of the world)"
-
-
-def _left_windows(world: World) -> Iterator[str]:
-    left = Counter(rank.id for rank in world.ranks for _ in rank.attachments.get("windows", ()))
-    if left:
-        shown = [f"{_times(count)}rank {rank}" for rank, count in sorted(left.items())]
-        yield f"{_count(left.total(), 'window')} never freed: {_list(shown)}"
 
 
 def _times(count: int) -> str:

@@ -32,7 +32,6 @@ class TorchCall(Call):
     """A collective as one rank calls it: with the shapes, and the line of the program."""
 
     shapes: Sequence[list[int]] = ()
-    line: str = ""
 
     def describe(self) -> str:
         """Return the call as in the program, and its line."""
