@@ -33,6 +33,7 @@ from spawnsim.virtual.engine.world import Rank, Recorder, World
 from spawnsim.virtual.faults import FaultPlan, Pause, Skew, SlowDown
 from spawnsim.virtual.faults.injection import Crashes, FaultyLinks
 from spawnsim.virtual.interpreter import rare_collections
+from spawnsim.virtual.left_open import left_open
 from spawnsim.virtual.mpi.comm import ProgramAbort
 from spawnsim.virtual.mpi.communicators import Intracomm, held, make_comm_self
 from spawnsim.virtual.mpi.context import Context
@@ -330,6 +331,8 @@ class Cluster:
             )
         elif self.world.kernel.failure is None and (idle := self._idle()):
             self.world.mistakes["compute", ""] = idle
+        if self._ended_well():
+            self.world.mistakes |= {("open", sentence): sentence for sentence in left_open(self.world)}
         self._counted = self._totals(end_s, time.perf_counter() - self._began_s)
         if self._timeline:
             self._timeline.finish(self._counted.virtual_seconds)
@@ -339,6 +342,15 @@ class Cluster:
             for mistake in self._counted.mistakes:
                 self._error.add_note(f"warning: {mistake}")
             self._on_error(self._error)
+
+    def _ended_well(self) -> bool:
+        """Whether all ranks of a program with `main(comm)` have come to their end, and nothing struck: no excuses."""
+        world = self.world
+        struck = world.plan is not None or world.kernel.failure is not None
+        alive = any(task.alive for task in world.kernel.tasks) or any(rank.evicted for rank in world.ranks)
+        return (
+            not (struck or alive) and world.resource_leaks is None
+        )  # an unmodified program's tell by themselves
 
     def _idle(self) -> str:
         """Return a sentence about compute times that were given and that no block took; "" if there are none."""

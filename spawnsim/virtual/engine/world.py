@@ -66,6 +66,8 @@ class Rank:
     evicted: bool = False  # the others have recovered without it: whatever it calls ends in Revoked
     late: Counter[int] | None = None  # see `dropped`
     generators: Any = None  # `reproducibility.Generators`, once it draws from a global generator
+    open_receives: int = 0  # by Irecv and irecv, that nobody has waited for
+    last_receive: Any = None  # the last of them, as `Member._waiting` takes it
     attachments: dict[Any, Any] = field(default_factory=dict)  # per-rank objects of other modules
 
     def advance_to(self, task: Task, time_s: float) -> None:

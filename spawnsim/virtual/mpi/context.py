@@ -495,6 +495,9 @@ class Member(Named):
         receive.owner, receive.into = self, into
         (self._box or self._mailbox).post(receive)
         about = (self, operation, source, tag)
+        rank = self._rank
+        rank.open_receives += 1
+        rank.last_receive = about
         return request_for(
             world,
             receive,

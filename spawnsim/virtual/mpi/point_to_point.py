@@ -496,7 +496,8 @@ class Message(Handle):
         receive.take(message)
         # A rendezvous sender waits for the match, which is now and not when the probe found the message.
         message.meet()
-        about = (owner, "Mrecv", message.source, message.tag)
+        about = owner._rank.last_receive = (owner, "Mrecv", message.source, message.tag)
+        owner._rank.open_receives += 1
         return request_for(owner._world, receive, about, receive.deliver, writes=into is not None)
 
 

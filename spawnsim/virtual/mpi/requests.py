@@ -174,6 +174,7 @@ class Reception(Receive):
 
     def deliver(self, status: Status) -> Any:
         """Put the message where it belongs; return its object, if it is one."""
+        self.owner._rank.open_receives -= 1
         message, self.message = self.message, None  # the mailbox may still know of the receive
         if message is None:  # cancelled
             status.Set_cancelled(True)

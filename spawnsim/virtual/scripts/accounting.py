@@ -1,29 +1,23 @@
-"""What is counted while a script runs: the cost of computing between its calls, and what it leaves open.
+"""What the computing of a script costs between its calls.
 
-Computing between two calls of MPI costs nothing, a constant, or what it really took; each call of the virtual MPI is
-charged for the computing before it. A run whose computing costs nothing is not touched. Left open are requests never
-completed, messages never received, windows and communicators not freed: they report here as they come and go
-(`World.resource_leaks`).
+It costs nothing, a constant, or what it really took; each call of the virtual MPI is charged for the computing before
+it. A run whose computing costs nothing is not touched.
 """
 
 from __future__ import annotations
 
 import sys
 import time
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
-from functools import cache
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 from spawnsim import units
 from spawnsim.errors import ParameterError
-from spawnsim.virtual.diagnosis import is_program, line, outside
+from spawnsim.virtual.diagnosis import outside
 from spawnsim.virtual.engine.kernel import Task, current_task
-from spawnsim.virtual.engine.matching import undelivered
 from spawnsim.virtual.engine.world import World
 from spawnsim.virtual.mpi.communicators import held
 from spawnsim.virtual.mpi.module import MPI
@@ -239,124 +233,3 @@ class CallCosts:
 def _site() -> str:
     frame, _ = outside(sys._getframe())
     return f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}" if frame is not None else ""
-
-
-SHOWN = 4  # of each kind
-
-
-class ResourceLeaks:
-    """The open requests, messages, windows and communicators of one run."""
-
-    def __init__(self) -> None:
-        self._requests: dict[Any, tuple[int, Any]] = {}
-        self._contexts: dict[Any, str] = {}  # and the program's line that made each
-        self._freed: Counter[Any] = Counter()  # how many members have
-
-    def opened(self, completion: Any, rank: int, waiting: Any) -> None:
-        """Note a request."""
-        self._requests[completion] = rank, waiting
-
-    def closed(self, completion: Any) -> None:
-        """Note that a request was collected, or freed."""
-        self._requests.pop(completion, None)
-
-    def made(self, context: Any) -> None:
-        """Note a communicator."""
-        # Not `diagnosis.place`, which looks at the whole stack: a tenth of the time of a Split into many.
-        frame: FrameType | None = sys._getframe()
-        while frame is not None and not is_program(frame.f_code.co_filename):
-            frame = frame.f_back
-        self._contexts[context] = "" if frame is None else _line(frame.f_code.co_filename, frame.f_lineno)
-
-    def freed(self, context: Any) -> None:
-        """Note that one more member has freed a communicator."""
-        self._freed[context] += 1
-
-    def warnings(self, world: World) -> list[str]:
-        """Return what was left open, a line for each kind."""
-        return [
-            *self._left_requests(),
-            *self.left_messages(),
-            *self._left_windows(world),
-            *self._left_communicators(world),
-        ]
-
-    def _left_requests(self) -> Iterator[str]:
-        left = Counter(
-            (rank, waiting.describe() if waiting else "send") for rank, waiting in self._requests.values()
-        )
-        if left:
-            shown = [f"rank {rank}: {_times(count)}{call}" for (rank, call), count in sorted(left.items())]
-            yield f"{_count(left.total(), 'request')} never completed by Wait or Test: {_list(shown)}"
-
-    def left_messages(self) -> Iterator[str]:
-        """Yield a sentence about messages that were not received, if there are any."""
-        left = Counter(
-            (context.number, message.source, context.places[0][rank], message.tag)
-            for context in self._contexts
-            if len(context.groups) == 1
-            for rank, mailbox in sorted(context.mailboxes.items())
-            for message in undelivered(mailbox)
-        )
-        if left:
-            named = {context.number: context for context in self._contexts}
-            shown = [
-                f"{_times(count)}rank {source} to rank {dest}, tag {tag}, on {_where(named[number], source, dest)}"
-                for (number, source, dest, tag), count in sorted(left.items())
-            ]
-            yield f"{_count(left.total(), 'message')} never received: {_list(shown)}"
-
-    def _left_windows(self, world: World) -> Iterator[str]:
-        left = Counter(
-            (rank.id, self._contexts[window._comm._context])
-            for rank in world.ranks
-            for window in rank.attachments.get("windows", ())
-        )
-        if left:
-            shown = [
-                f"{_times(count)}rank {rank} at {where}" for (rank, where), count in sorted(left.items())
-            ]
-            yield f"{_count(left.total(), 'window')} never freed: {_list(shown)}"
-
-    def _left_communicators(self, world: World) -> Iterator[str]:
-        # No COMM_WORLD, no COMM_SELF.
-        own = [each for each in self._contexts if each.number > len(world.ranks) + 1]
-        outer = [context for context in own if not context.inner and not context.lasting]
-        left = [context for context in outer if not self._freed[context]]
-        partly = [context for context in outer if 0 < self._freed[context] < len(context.everyone)]
-        if left:
-            yield f"{_count(len(left), 'communicator')} never freed{self._made_at(left)}"
-        if partly:
-            yield f"{_count(len(partly), 'communicator')} freed by some of the members only{self._made_at(partly)}"
-
-    def _made_at(self, contexts: Iterable[Any]) -> str:
-        lines = Counter(filter(None, (self._contexts[context] for context in contexts)))
-        shown = [f"{_times(count)}{where}" for where, count in lines.items()]
-        return f": made at {_list(shown)}" if shown else ""
-
-
-@cache  # a Split makes many at one line
-def _line(file: str, number: int) -> str:
-    return line([(file, number)])
-
-
-def _where(context: Any, *ranks: int) -> str:
-    """Return the name of a communicator, and what its ranks are in the world if that differs."""
-    world = [context.everyone[rank] for rank in ranks]
-    if world == [*ranks]:
-        return str(context.label)
-    return f"{context.label} (ranks {' and '.join(map(str, world))} of the world)"
-
-
-def _times(count: int) -> str:
-    return f"{count} × " if count > 1 else ""
-
-
-def _count(count: int, what: str) -> str:
-    return f"{count:,} {what}{'s were' if count > 1 else ' was'}"
-
-
-def _list(items: Iterable[str]) -> str:
-    shown = list(items)
-    more = f", and {len(shown) - SHOWN} more" if len(shown) > SHOWN else ""
-    return ", ".join(shown[:SHOWN]) + more

@@ -21,11 +21,12 @@ from spawnsim.virtual.cluster import Cluster, OnError, OnNote, Prepare, Progress
 from spawnsim.virtual.engine.kernel import current_task
 from spawnsim.virtual.engine.world import Rank, Recorder
 from spawnsim.virtual.interpreter import rare_collections
+from spawnsim.virtual.left_open import ResourceLeaks
 from spawnsim.virtual.mpi.communicators import COMM_WORLD
 from spawnsim.virtual.mpi.payload import OPTIONS, pickler
 from spawnsim.virtual.platform import load_platform
 from spawnsim.virtual.reproducibility import TORCHS_OWN
-from spawnsim.virtual.scripts.accounting import CallCosts, Cost, ResourceLeaks
+from spawnsim.virtual.scripts.accounting import CallCosts, Cost
 from spawnsim.virtual.scripts.package import Pool, installed_as_mpi4py, serve
 from spawnsim.virtual.scripts.rank_process import (
     Lines,

@@ -1,9 +1,10 @@
-"""Buffers of receives that nobody waits for: full from the arrival on, and not before."""
+"""Receives that nobody waits for: their buffers are full from the arrival on, and not before; the run tells of them."""
 
 import numpy as np
 import pytest
 from support.virtual_run import LATENCY, platform, run
 
+import spawnsim
 from spawnsim.comm.failures import Truncated
 from spawnsim.virtual.mpi.requests import Request
 
@@ -105,3 +106,77 @@ def test_a_freed_receive_that_is_too_short_ends_the_run():
     with pytest.raises(Truncated, match="it is from rank 1 with tag 3 on MPI_COMM_WORLD") as caught:
         run(main, 2)
     assert "on rank 0" in caught.value.__notes__[0]
+
+
+def forgets_to_wait(comm):
+    """A gossip that reads what it has asked for, and that may not be there yet."""
+    for iteration in range(3):
+        with comm.compute(0.01):
+            pass
+        comm.Irecv(np.zeros(20_000), (comm.rank - 1) % comm.size, tag=7)
+        comm.Isend(np.ones(20_000), (comm.rank + 1) % comm.size, tag=iteration and 7)
+
+
+def receives_nothing(comm):
+    """One message a rank, which nobody asks for."""
+    comm.send("unread", (comm.rank + 1) % comm.size, tag=3)
+    comm.Barrier()
+
+
+def keeps_windows(comm):
+    """Each with a window on one rank, and on all."""
+    comm.Win.Allocate(8, comm=comm)
+    if comm.rank == 5:
+        comm.Win.Allocate(8, comm=comm.Split(comm.rank))
+    else:
+        comm.Split(comm.rank)
+
+
+OPEN = {
+    forgets_to_wait: [
+        "36 receives were never completed by Wait or Test, so what is read may not be there yet: rank 0: 3 × "
+        "Irecv(source=11, tag=7) on MPI_COMM_WORLD, rank 1: 3 × Irecv(source=0, tag=7)",
+        "12 messages were never received: rank 0 to rank 1, tag 0, on MPI_COMM_WORLD, ",
+    ],
+    receives_nothing: ["12 messages were never received: rank 0 to rank 1, tag 3, on MPI_COMM_WORLD"],
+    keeps_windows: ["13 windows were never freed: rank 0, rank 1, rank 2, rank 3, and 8 more"],
+}
+
+
+@pytest.mark.parametrize("main", OPEN, ids=lambda main: main.__name__)
+def test_what_a_program_leaves_open_is_told(main):
+    """At the end of a run that went well: such a program is a race, or hangs, on a real MPI."""
+    told = spawnsim.run(main, ranks=12).what["warnings"]
+    assert len(told) == len(OPEN[main])
+    assert all(text.startswith(words) for text, words in zip(told, OPEN[main], strict=True)), told
+
+
+def test_what_is_collected_in_any_way_is_not_open():
+    """Waited for, tested, freed, cancelled, taken from several, begun anew, received in parts, copied."""
+
+    def main(comm):
+        n, here = comm.size, [np.zeros(1) for _ in range(9)]
+        source, dest = (comm.rank - 1) % n, (comm.rank + 1) % n
+        for tag in range(8):
+            comm.Isend(np.ones(1), dest, tag)
+        comm.Irecv(here[0], source, 0).Wait()
+        request = comm.Irecv(here[1], source, 1)
+        while not request.Test():
+            comm.clock.sleep(1e-3)
+        comm.Irecv(here[2], source, 2).Free()
+        never = comm.Irecv(here[8], source, 99)
+        never.Cancel()
+        never.Wait()
+        Request.Waitall([comm.Irecv(here[tag], source, tag) for tag in (3, 4)])
+        again = comm.Recv_init(here[5], source, 5)
+        again.Start()
+        again.Wait()
+        comm.Mprobe(source, 6).Irecv(here[6]).Wait()
+        request = comm.Irecv(here[7], source, 7)
+        type(request)(request).Wait()
+        comm.Barrier()
+        assert [each[0] for each in here] == [1] * 8 + [0]
+        comm.Sendrecv(np.ones(1), dest, recvbuf=here[8], source=source)
+        assert comm.irecv(source=comm.isend("x", comm.rank) and comm.rank).wait() == "x"
+
+    assert "warnings" not in spawnsim.run(main, ranks=11).what

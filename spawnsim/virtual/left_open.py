@@ -1,0 +1,167 @@
+"""What ranks leave open at the end of a run: requests, messages, windows, communicators; a sentence for each kind.
+
+Of unmodified programs all of them report as they come and go (`World.resource_leaks`). Of a program with `main(comm)`,
+whose policies have communicators and sends of their own, receives are counted, and the rest is looked for at the end.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from functools import cache
+from types import FrameType
+from typing import Any
+
+from spawnsim.virtual.diagnosis import is_program, line
+from spawnsim.virtual.engine.matching import undelivered
+from spawnsim.virtual.engine.world import World
+
+SHOWN = 4  # of each kind
+
+
+def left_open(world: World) -> Iterator[str]:
+    """Yield what a program with `main(comm)` has left open: receives, messages, windows.
+
+    Args:
+        world: of a run that has ended well, without faults, in which much is left behind.
+    """
+    left = [rank for rank in world.ranks if rank.open_receives > 0]
+    if left:
+        count = _count(sum(rank.open_receives for rank in left), "receive")
+        shown = [f"rank {rank.id}: {_times(rank.open_receives)}{_call(*rank.last_receive)}" for rank in left]
+        yield f"{count} never completed by Wait or Test, so what is read may not be there yet: {_list(shown)}"
+    contexts = sorted((each for each in world.open_contexts if not each.inner), key=lambda each: each.number)
+    yield from _left_messages(contexts)
+    yield from _left_windows(
+        (rank.id, "") for rank in world.ranks for _ in rank.attachments.get("windows", ())
+    )
+
+
+def _call(member: Any, *about: Any) -> str:
+    told: str = member._waiting(*about).describe()
+    return told
+
+
+class ResourceLeaks:
+    """The open requests, messages, windows and communicators of one run of an unmodified program."""
+
+    def __init__(self) -> None:
+        self._requests: dict[Any, tuple[int, Any]] = {}
+        self._contexts: dict[Any, str] = {}  # and the program's line that made each
+        self._freed: Counter[Any] = Counter()  # how many members have
+
+    def opened(self, completion: Any, rank: int, waiting: Any) -> None:
+        """Note a request."""
+        self._requests[completion] = rank, waiting
+
+    def closed(self, completion: Any) -> None:
+        """Note that a request was collected, or freed."""
+        self._requests.pop(completion, None)
+
+    def made(self, context: Any) -> None:
+        """Note a communicator."""
+        # Not `diagnosis.place`, which looks at the whole stack: a tenth of the time of a Split into many.
+        frame: FrameType | None = sys._getframe()
+        while frame is not None and not is_program(frame.f_code.co_filename):
+            frame = frame.f_back
+        self._contexts[context] = "" if frame is None else _line(frame.f_code.co_filename, frame.f_lineno)
+
+    def freed(self, context: Any) -> None:
+        """Note that one more member has freed a communicator."""
+        self._freed[context] += 1
+
+    def warnings(self, world: World) -> list[str]:
+        """Return what was left open, a line for each kind."""
+        return [
+            *self._left_requests(),
+            *self.left_messages(),
+            *_left_windows(
+                (rank.id, self._contexts[window._comm._context])
+                for rank in world.ranks
+                for window in rank.attachments.get("windows", ())
+            ),
+            *self._left_communicators(world),
+        ]
+
+    def _left_requests(self) -> Iterator[str]:
+        left = Counter(
+            (rank, waiting.describe() if waiting else "send") for rank, waiting in self._requests.values()
+        )
+        if left:
+            shown = [f"rank {rank}: {_times(count)}{call}" for (rank, call), count in sorted(left.items())]
+            yield f"{_count(left.total(), 'request')} never completed by Wait or Test: {_list(shown)}"
+
+    def left_messages(self) -> Iterator[str]:
+        """Yield a sentence about messages that were not received, if there are any."""
+        yield from _left_messages(self._contexts)
+
+    def _left_communicators(self, world: World) -> Iterator[str]:
+        # No COMM_WORLD, no COMM_SELF.
+        own = [each for each in self._contexts if each.number > len(world.ranks) + 1]
+        outer = [context for context in own if not context.inner and not context.lasting]
+        left = [context for context in outer if not self._freed[context]]
+        partly = [context for context in outer if 0 < self._freed[context] < len(context.everyone)]
+        if left:
+            yield f"{_count(len(left), 'communicator')} never freed{self._made_at(left)}"
+        if partly:
+            yield f"{_count(len(partly), 'communicator')} freed by some of the members only{self._made_at(partly)}"
+
+    def _made_at(self, contexts: Iterable[Any]) -> str:
+        lines = Counter(filter(None, (self._contexts[context] for context in contexts)))
+        shown = [f"{_times(count)}{where}" for where, count in lines.items()]
+        return f": made at {_list(shown)}" if shown else ""
+
+
+def _left_messages(contexts: Iterable[Any]) -> Iterator[str]:
+    named = {context.number: context for context in contexts if len(context.groups) == 1}
+    left = Counter(
+        (number, message.source, context.places[0][rank], message.tag)
+        for number, context in named.items()
+        for rank, mailbox in sorted(context.mailboxes.items())
+        for message in undelivered(mailbox)
+    )
+    if left:
+        shown = [
+            f"{_times(count)}rank {source} to rank {dest}, tag {tag}, on {_where(named[number], source, dest)}"
+            for (number, source, dest, tag), count in sorted(left.items())
+        ]
+        yield f"{_count(left.total(), 'message')} never received: {_list(shown)}"
+
+
+def _left_windows(windows: Iterable[tuple[int, str]]) -> Iterator[str]:
+    """Yield a sentence about windows, by rank and the line that made each, if there are any."""
+    left = Counter(windows)
+    if left:
+        shown = [
+            f"{_times(count)}rank {rank}{where and f' at {where}'}"
+            for (rank, where), count in sorted(left.items())
+        ]
+        yield f"{_count(left.total(), 'window')} never freed: {_list(shown)}"
+
+
+@cache  # a Split makes many at one line
+def _line(file: str, number: int) -> str:
+    return line([(file, number)])
+
+
+def _where(context: Any, *ranks: int) -> str:
+    """Return the name of a communicator, and what its ranks are in the world if that differs."""
+    world = [context.everyone[rank] for rank in ranks]
+    if world == [*ranks]:
+        return str(context.label)
+    return f"{context.label} (ranks {' and '.join(map(str, world))} of the world)"
+
+
+def _times(count: int) -> str:
+    return f"{count} × " if count > 1 else ""
+
+
+def _count(count: int, what: str) -> str:
+    return f"{count:,} {what}{'s were' if count > 1 else ' was'}"
+
+
+def _list(items: Iterable[str]) -> str:
+    shown = list(items)
+    more = f", and {len(shown) - SHOWN} more" if len(shown) > SHOWN else ""
+    return ", ".join(shown[:SHOWN]) + more
