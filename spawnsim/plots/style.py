@@ -261,13 +261,17 @@ def in_lines(text: str, width: int = LABEL_WIDTH) -> str:
 
     >>> in_lines("AsyncSelectiveAveragingPolicy", 24)
     'AsyncSelective\nAveragingPolicy'
+    >>> in_lines("200 ranks, iterations 24, every 8", 24)
+    '200 ranks,\niterations 24, every 8'
     """
+    # No line ends between a name and its value: what commas set apart stays together, where a line has room for it.
+    text = ", ".join(part.replace(" ", "\xa0") if len(part) < width else part for part in text.split(", "))
     # A vertical tab is white space to textwrap: where a line may end, and else nothing.
     words = re.sub(rf"\S{{{width + 1},}}", lambda found: re.sub("(?<=[a-z])(?=[A-Z])", "\v", found[0]), text)
     lines = textwrap.wrap(words, width, replace_whitespace=False)
     if len(lines) > MOST_LINES:  # both ends, for the last words may be all that tells two names apart
         lines[MOST_LINES - 2 : -1] = ["…"]
-    return "\n".join(line.replace("\v", "") for line in lines) or text
+    return "\n".join(line.replace("\v", "").replace("\xa0", " ") for line in lines) or text
 
 
 def short(number: float) -> str:
