@@ -1,7 +1,8 @@
 """What ranks leave open at the end of a run: requests, messages, windows, communicators; a sentence for each kind.
 
-Of unmodified programs all of them report as they come and go (`World.resource_leaks`). Of a program with `main(comm)`,
-whose policies have communicators and sends of their own, receives are counted, and the rest is looked for at the end.
+Of unmodified programs all of them report as they come and go (`World.resource_leaks`). Of a program with `main(comm)`
+receives and windows alone are told: policies that wait for nobody leave sends and messages of their own, and have
+communicators of their own.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ SHOWN = 4  # of each kind
 
 
 def left_open(world: World) -> Iterator[str]:
-    """Yield what a program with `main(comm)` has left open: receives, messages, windows.
+    """Yield what a program with `main(comm)` has left open: receives and windows.
 
     Args:
         world: of a run that has ended well, without faults, in which much is left behind.
@@ -31,8 +32,6 @@ def left_open(world: World) -> Iterator[str]:
         count = _count(sum(rank.open_receives for rank in left), "receive")
         shown = [f"rank {rank.id}: {_times(rank.open_receives)}{_call(*rank.last_receive)}" for rank in left]
         yield f"{count} never completed by Wait or Test, so what is read may not be there yet: {_list(shown)}"
-    contexts = sorted((each for each in world.open_contexts if not each.inner), key=lambda each: each.number)
-    yield from _left_messages(contexts)
     yield from _left_windows(
         (rank.id, "") for rank in world.ranks for _ in rank.attachments.get("windows", ())
     )
@@ -94,7 +93,19 @@ class ResourceLeaks:
 
     def left_messages(self) -> Iterator[str]:
         """Yield a sentence about messages that were not received, if there are any."""
-        yield from _left_messages(self._contexts)
+        named = {context.number: context for context in self._contexts if len(context.groups) == 1}
+        left = Counter(
+            (number, message.source, context.places[0][rank], message.tag)
+            for number, context in named.items()
+            for rank, mailbox in sorted(context.mailboxes.items())
+            for message in undelivered(mailbox)
+        )
+        if left:
+            shown = [
+                f"{_times(count)}rank {source} to rank {dest}, tag {tag}, on {_where(named[number], source, dest)}"
+                for (number, source, dest, tag), count in sorted(left.items())
+            ]
+            yield f"{_count(left.total(), 'message')} never received: {_list(shown)}"
 
     def _left_communicators(self, world: World) -> Iterator[str]:
         # No COMM_WORLD, no COMM_SELF.
@@ -111,22 +122,6 @@ class ResourceLeaks:
         lines = Counter(filter(None, (self._contexts[context] for context in contexts)))
         shown = [f"{_times(count)}{where}" for where, count in lines.items()]
         return f": made at {_list(shown)}" if shown else ""
-
-
-def _left_messages(contexts: Iterable[Any]) -> Iterator[str]:
-    named = {context.number: context for context in contexts if len(context.groups) == 1}
-    left = Counter(
-        (number, message.source, context.places[0][rank], message.tag)
-        for number, context in named.items()
-        for rank, mailbox in sorted(context.mailboxes.items())
-        for message in undelivered(mailbox)
-    )
-    if left:
-        shown = [
-            f"{_times(count)}rank {source} to rank {dest}, tag {tag}, on {_where(named[number], source, dest)}"
-            for (number, source, dest, tag), count in sorted(left.items())
-        ]
-        yield f"{_count(left.total(), 'message')} never received: {_list(shown)}"
 
 
 def _left_windows(windows: Iterable[tuple[int, str]]) -> Iterator[str]:

@@ -156,10 +156,7 @@ _new = object.__new__
 
 
 class Reception(Receive):
-    """A receive that a request stands for: it knows where its message goes.
-
-    `into` is what `payload.unpack` writes to; None: the message is an object.
-    """
+    """A receive that a request stands for; `payload.unpack` writes to `into`. None: the message is an object."""
 
     __slots__ = ("into", "owner")
     into: Any
