@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -78,6 +79,18 @@ def test_real_ranks_leave_the_same_folder_as_virtual_ones(train: Path, tmp_path:
     assert sorted(path.name for path in real.iterdir()) == [
         "events.jsonl", "inputs", "metrics.npz", "run.json",
     ]  # fmt: skip
+
+
+@pytest.mark.parametrize("backend", ["mpi", "torch"])
+def test_the_command_is_the_one_that_was_typed(train: Path, tmp_path: Path, backend: str) -> None:
+    """And not what its ranks were started with; a run that the program starts itself has its own command."""
+    train.write_text("import os\n\ndef main(comm):\n    comm.record(told='SPAWNSIM_COMMAND' in os.environ)\n")
+    survive = ["--survive"] * (backend == "mpi")
+    typed = ["run", train, "--backend", backend, "-n", 2, *survive, "--quiet", "--out", tmp_path / "run"]
+    assert _spawnsim(*typed).returncode == 0
+    found = spawnsim.Run.load(tmp_path / "run")
+    assert found.what["made"]["command"] == shlex.join(["spawnsim", *map(str, typed)])
+    assert not found.table["told"].any()
 
 
 DRAWS = """
