@@ -15,6 +15,7 @@ from collections.abc import Callable
 import numpy as np
 from mpi4py import MPI
 
+from spawnsim.comm import ANY_SOURCE, PROC_NULL
 from spawnsim.real.mpi import MPIComm, guarded, world
 
 CALLS, REPEATS = 2000, 5
@@ -35,7 +36,7 @@ def pairs(comm: MPIComm) -> dict[str, tuple[Callable[[], object], Callable[[], o
 
     def ping(who: object) -> Callable[[], None]:
         send, receive = (who.Send, who.Recv)  # type: ignore[attr-defined]
-        peer = other if who is raw or other >= 0 else -2
+        peer = other if who is raw or other >= 0 else PROC_NULL
 
         def call() -> None:
             if comm.rank == 0:
@@ -53,7 +54,7 @@ def pairs(comm: MPIComm) -> dict[str, tuple[Callable[[], object], Callable[[], o
         "Bcast of 8 bytes": (lambda: raw.Bcast(one), lambda: comm.Bcast(one)),
         "allreduce of an int": (lambda: raw.allreduce(1), lambda: comm.allreduce(1)),
         "Send and Recv there and back": (ping(raw), ping(comm)),
-        "Iprobe": (lambda: raw.Iprobe(MPI.ANY_SOURCE, 5), lambda: comm.Iprobe(-1, 5)),
+        "Iprobe": (lambda: raw.Iprobe(MPI.ANY_SOURCE, 5), lambda: comm.Iprobe(ANY_SOURCE, 5)),
         "Get_rank": (raw.Get_rank, comm.Get_rank),
     }
 

@@ -29,6 +29,7 @@ nb_execution_mode = "off"
 
 default_role = "code"  # docstrings write `names` as Markdown does
 autodoc_member_order = "bysource"
+autodoc_preserve_defaults = True  # names of constants, as a program writes them, and not their numbers
 toc_object_entries_show_parents = "hide"
 
 

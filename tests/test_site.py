@@ -58,6 +58,14 @@ def test_the_search_knows_pages_and_docstrings(site: Path) -> None:
     assert all(word in index for word in ("straggler", "howto/coming-from", "AverageAllPolicy"))
 
 
+def test_defaults_are_shown_by_name(site: Path) -> None:
+    """As a program would write them: neither numbers of constants nor addresses of objects."""
+    page = re.sub("<[^>]+>", "", (site / "reference" / "comm.html").read_text(encoding="utf-8"))
+    found = set(re.findall(r"\w+: \w+ = [A-Z_]+", page))
+    assert {"source: int = ANY_SOURCE", "op: Op = SUM", "lock_type: int = LOCK_EXCLUSIVE"} <= found
+    assert "object at 0x" not in page
+
+
 def test_the_notebook_shows_what_it_came_to(site: Path) -> None:
     """Figures, a table and the deadlock's report, in the page; no output is kept in the repository."""
     page = (site / "tutorial.html").read_text(encoding="utf-8")

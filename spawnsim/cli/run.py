@@ -328,6 +328,7 @@ def _start(options: argparse.Namespace, parameters: Mapping[str, Any]) -> int:
     from spawnsim.options import arguments_of
     from spawnsim.real.launch.launchers import start
     from spawnsim.record.folder import require_free
+    from spawnsim.record.manifest import own_command
 
     require_main(options.file, options.ranks)  # else each rank would say so
     if options.out is not None:
@@ -347,8 +348,9 @@ def _start(options: argparse.Namespace, parameters: Mapping[str, Any]) -> int:
         watched(options.out, observers(options), "--registry", registry),
     ):
         ended = start(
-            options.file, options.ranks, arguments, survive=options.survive, registry=Path(registry)
-        )
+            options.file, options.ranks, arguments, survive=options.survive, registry=Path(registry),
+            command=own_command(),
+        )  # fmt: skip
         # The launcher merges, since ranks that were killed could not, and those left may have been told to stop.
         if options.out is not None and tidy(options.out, ended.status, ended.cause):
             kept = f"what was recorded until then: {options.out}"
@@ -365,6 +367,7 @@ def _start(options: argparse.Namespace, parameters: Mapping[str, Any]) -> int:
 def _be_a_rank(options: argparse.Namespace, parameters: Mapping[str, Any], here: LaunchContext) -> int:
     from spawnsim.real.launch.launchers import require_fit
     from spawnsim.real.launch.processes import (
+        COMMAND,
         ENDED,
         REGISTRY,
         SURVIVE,
@@ -378,6 +381,9 @@ def _be_a_rank(options: argparse.Namespace, parameters: Mapping[str, Any], here:
     register(here.rank, os.environ, os.getpid())
     if options.survive:
         os.environ[SURVIVE] = "1"
+    command = os.environ.pop(
+        COMMAND, None
+    )  # taken: a run that the program itself starts has a command of its own
     write_whole_lines(sys.stdout, sys.stderr)
     with _stdout_for_the_totals(options.json):
         try:
@@ -390,6 +396,7 @@ def _be_a_rank(options: argparse.Namespace, parameters: Mapping[str, Any], here:
                 seed=options.seed, deadline_s=options.deadline, progress=_wants_bar(options),
                 keep=options.out is not None, resume=options.resume,
                 record_every=options.record_every, record_ranks=options.record_ranks, observed=options.live,
+                command=command,
             )  # fmt: skip
             # The launcher watches the ranks that it has started; of others the first one does.
             own = [] if here.rank or REGISTRY in os.environ else observers(options)

@@ -6,12 +6,15 @@ it hands down (`ANY_SOURCE`, `PROC_NULL`, lock types) by name.
 
 from __future__ import annotations
 
+import sys
 from typing import Any, Final
 
 UNDEFINED: Final = -32766
-ANY_SOURCE: Final = -1
+# Of no MPI: MPICH's ANY_SOURCE is Open MPI's PROC_NULL, and the other way round, so mpi4py's numbers of these, or a
+# rank - 1 of rank 0, must not mean anything here.
+ANY_SOURCE: Final = -101
+PROC_NULL: Final = -102
 ANY_TAG: Final = -1
-PROC_NULL: Final = -2
 ROOT: Final = -3
 BSEND_OVERHEAD: Final = 96
 
@@ -176,6 +179,20 @@ def is_in_place(spec: object) -> bool:
         Whether it means: take the other one.
     """
     return spec is IN_PLACE or type(spec).__name__ == InPlaceType.__name__
+
+
+def of_mpi4py(rank: int) -> str:
+    """Return what to add to the refusal of a rank: mpi4py's number of a constant may have been taken for ours.
+
+    Args:
+        rank: what a call was given as a rank.
+
+    Returns:
+        Words to put behind the refusal; "" where it is no number of mpi4py's, or mpi4py is not loaded.
+    """
+    theirs = vars(sys.modules.get("mpi4py.MPI", sys)).get
+    name = next((name for name in ("ANY_SOURCE", "PROC_NULL") if theirs(name) == rank), None)
+    return f"; {rank} is {name} of mpi4py: from spawnsim.comm import {name}" if name else ""
 
 
 BOTTOM: Final = BottomType()

@@ -6,13 +6,13 @@ have died.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol, runtime_checkable
 
 from spawnsim.checkpoints import Saved
-from spawnsim.comm.constants import LOCK_EXCLUSIVE
+from spawnsim.comm.constants import LOCK_EXCLUSIVE, UNDEFINED
 from spawnsim.comm.ops import SUM, Op
 from spawnsim.comm.status import Status
 
@@ -153,7 +153,10 @@ class Recorder(Protocol):
 
 @runtime_checkable
 class Request(Protocol):
-    """A call in progress. Dropping one loses nothing: the communicator keeps what it needs."""
+    """A call in progress. Dropping one loses nothing: the communicator keeps what it needs.
+
+    What waits for several is called on this class, on every backend alike: `Request.Waitall([receiving, sending])`.
+    """
 
     def Wait(self, status: Status | None = None) -> Literal[True]:
         """Wait for the end."""
@@ -172,6 +175,33 @@ class Request(Protocol):
 
     def Free(self) -> None:
         """Give up the handle; the call goes on."""
+
+    # Requests of a backend are of a class of its own, which has these calls, too: it is found by the first of them.
+    @classmethod
+    def Waitall(cls, requests: Sequence[Any], statuses: list[Status] | None = None) -> bool:
+        """Wait until all of these are over; return True."""
+        return not requests or bool(type(requests[0]).Waitall(requests, statuses))
+
+    @classmethod
+    def waitall(cls, requests: Sequence[Any], statuses: list[Status] | None = None) -> list[Any]:
+        """Wait until all of these are over; return the objects that were received, in the order of the requests."""
+        return list(type(requests[0]).waitall(requests, statuses)) if requests else []
+
+    @classmethod
+    def Waitany(cls, requests: Sequence[Any], status: Status | None = None) -> int:
+        """Wait until one of these is over; return its place, UNDEFINED if there is none that is not over."""
+        return int(type(requests[0]).Waitany(requests, status)) if requests else UNDEFINED
+
+    @classmethod
+    def Waitsome(cls, requests: Sequence[Any], statuses: list[Status] | None = None) -> list[int] | None:
+        """Wait until at least one of these is over; return the places of all that are, None if none is open."""
+        found: list[int] | None = type(requests[0]).Waitsome(requests, statuses) if requests else None
+        return found
+
+    @classmethod
+    def Testall(cls, requests: Sequence[Any], statuses: list[Status] | None = None) -> bool:
+        """Return whether all of these are over."""
+        return not requests or bool(type(requests[0]).Testall(requests, statuses))
 
 
 class Message(Protocol):

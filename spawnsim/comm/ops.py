@@ -174,6 +174,9 @@ class Op(Handle):
         if self._identity is None:
             raise CallError(ERR_OP, "the operation is null or was freed")
 
+    def __repr__(self) -> str:
+        return self.name or f"Op.Create({self.function!r})"
+
     def __reduce__(self) -> str | tuple[Any, ...]:
         if self.function is not None:
             return type(self).Create, (self.function, self.commute)

@@ -128,7 +128,8 @@ class SpawnPolicy:
 
         Raises:
             ParameterError: `model` is not a module, `local_metric` not a number, `group` not a communicator.
-            UsageError: `act` of a policy of your own does not return two, or its `__init__` lacks `super().__init__`.
+            UsageError: `act` of a policy of your own does not return two, or a new model with an optimizer of another
+                one, or its `__init__` lacks `super().__init__`.
         """
         if not isinstance(model, torch.nn.Module):
             raise ParameterError(
@@ -146,9 +147,15 @@ class SpawnPolicy:
         self._last = (iteration, group)
         if self.acts_in_every_call or self.cadence.due(iteration):
             acted: object = self.act(iteration, model, optimizer, local_metric, self._bound(group), info)
-            if not (isinstance(acted, tuple) and len(acted) == 2):
+            if not (isinstance(acted, tuple) and len(acted) == 2 and isinstance(acted[0], torch.nn.Module)):
                 raise UsageError(
                     f"{type(self).__name__}.act returned {_shown(acted)}: end it with `return model, optimizer`"
+                )
+            if acted[0] is not model and not _trains(*acted):
+                raise UsageError(
+                    f"{type(self).__name__}.act returned a new model, of which the optimizer that it returned has no "
+                    "parameter, so that nothing would train it: make a new optimizer with it, or change the model in "
+                    "place"
                 )
             model, optimizer = acted
         return model, optimizer, info
@@ -352,8 +359,16 @@ class SpawnPolicy:
 def _shown(returned: object) -> str:
     """Say in a word what a function has returned."""
     if isinstance(returned, tuple):
-        return f"{len(returned)} values"
+        kinds = [type(each).__name__ for each in returned]
+        return " and ".join(kinds) if len(kinds) == 2 else f"{len(kinds)} values"
     return "nothing" if returned is None else f"a {type(returned).__name__} alone"
+
+
+def _trains(model: Any, optimizer: Any) -> bool:
+    """Return whether an optimizer has a parameter of the model; true of one that has none or is not torch's."""
+    held = [each for group in getattr(optimizer, "param_groups", ()) for each in group["params"]]
+    own = {id(each) for each in model.parameters()}
+    return not held or any(id(each) in own for each in held)
 
 
 def _holds_arrays(value: Any) -> bool:

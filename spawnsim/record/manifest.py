@@ -205,18 +205,27 @@ def _is_standard(definition: Any) -> bool:
 
 
 # ------------------------------------------------------------------------------------------------------------ made
-def made() -> dict[str, Any]:
-    """Return when, how and on what kind of machine a run was made: nothing that says what it is."""
+def made(command: str | None = None) -> dict[str, Any]:
+    """Return when, how and on what kind of machine a run was made: nothing that says what it is.
+
+    Args:
+        command: the command line of whoever has started this process for the run; None: nobody has.
+    """
+    return {
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "command": own_command() if command is None else command,
+        "machine": f"{platform.system()} {platform.machine()}, {os.cpu_count()} cores",
+        "threads": threads(),
+    }
+
+
+def own_command() -> str:
+    """Return this process's command line, as its user may have typed it."""
     program, *arguments = sys.argv or [""]
     # `python -m spawnsim` has __main__.py as its program, which would name no command.
     path = Path(program)
     name = path.parent.name if path.name == "__main__.py" else path.name
-    return {
-        "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "command": shlex.join([name, *arguments]),
-        "machine": f"{platform.system()} {platform.machine()}, {os.cpu_count()} cores",
-        "threads": threads(),
-    }
+    return shlex.join([name, *arguments])
 
 
 def threads() -> int:

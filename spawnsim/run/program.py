@@ -19,7 +19,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from spawnsim.errors import ParameterError, ProgramError, SpawnsimError
+from spawnsim.errors import ParameterError, ProgramError, SpawnsimError, UsageError
 from spawnsim.importing import notice_imports
 from spawnsim.options import nearest
 
@@ -54,13 +54,32 @@ class Program:
         except SystemExit as leaving:
             if leaving.code not in (None, 0):
                 raise
-        except (TypeError, ValueError) as error:
+        except (AttributeError, TypeError, ValueError) as error:
+            if _met_mpi4py(error):
+                raise UsageError(f"{error}. {NOT_MPI4PYS}").with_traceback(error.__traceback__) from error
             for name, default in _parameters(self.main).defaults.items():
                 value = self.parameters[name]
                 # Not refused before: a program may well take a text, or several numbers, for one.
                 if type(default) in (int, float) and isinstance(value, (str, tuple, list)):
                     error.add_note(f"{name} was given {value!r}; its default is {default!r}")
             raise
+
+
+NOT_MPI4PYS = (
+    "Constants, operations, datatypes, Status, Request for calls of comm are spawnsim's, not mpi4py's: "
+    "from spawnsim.comm import IN_PLACE, MAX, Request; comm.Win makes windows"
+)
+
+
+def _met_mpi4py(error: Exception) -> bool:
+    """Return whether an error is that of mpi4py's object in a call of ours, or of our object in a call of mpi4py's."""
+    frame = error.__traceback__
+    while frame is not None and frame.tb_next is not None:
+        frame = frame.tb_next
+    # What a program's own lines raise is its own affair: it may use mpi4py beside its communicator.
+    where = "" if frame is None else frame.tb_frame.f_code.co_filename
+    ours = where.startswith((str(Path(__file__).parents[1]) + os.sep, "src/mpi4py/"))
+    return "expected mpi4py.MPI." in str(error) or (ours and "mpi4py.MPI." in str(error))
 
 
 def program(main: Main | str | Path, parameters: Mapping[str, Any] | None = None) -> Program:

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 class Job:
     """What one real run is. The same on all its ranks. `progress`: rank 0 shows a bar. `keep`: `out` outlives the job,
     and takes its checkpoints. `resume`: go on from the newest that is there. `observed`: somebody watches, to whom each
-    rank tells what it waits for.
+    rank tells what it waits for. `command`: what the user typed, where ranks are started with other arguments.
     """
 
     task: Program
@@ -46,6 +46,7 @@ class Job:
     record_every: int = 1
     record_ranks: str | None = None
     observed: bool = False
+    command: str | None = None
 
 
 def run_rank(job: Job) -> Run | None:
@@ -91,7 +92,7 @@ class Shards:
 
         self._out, self._comm, self._journal = job.out, comm, journal
         circumstances = {"ranks": comm.Get_size(), "seed": job.seed, "deadline_s": job.deadline_s}
-        self.what, self._inputs = describe(job.task, circumstances, backend=job.backend)
+        self.what, self._inputs = describe(job.task, circumstances, backend=job.backend, command=job.command)
         journal.counted = self._counted
         self._ranks = comm.Get_size()
         if job.out is not None:

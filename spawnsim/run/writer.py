@@ -24,17 +24,20 @@ FILES_OF = ("platform", "stragglers", "faults", "compute")  # circumstances that
 
 
 def describe(
-    task: Program, circumstances: Mapping[str, Any], *, backend: str
+    task: Program, circumstances: Mapping[str, Any], *, backend: str, command: str | None = None
 ) -> tuple[dict[str, Any], Files]:
-    """Return the "what" of run.json, and the files that the run depends on."""
+    """Return the "what" of run.json, and the files that the run depends on; for `command` see `manifest.made`."""
     from spawnsim.record import manifest
 
     named = manifest.program(task.main) | {"parameters": task.parameters, "backend": backend}
-    return describe_named(named, manifest.path_of(task.main), circumstances)
+    return describe_named(named, manifest.path_of(task.main), circumstances, command)
 
 
 def describe_named(
-    named: Mapping[str, Any], file: Path | None, circumstances: Mapping[str, Any]
+    named: Mapping[str, Any],
+    file: Path | None,
+    circumstances: Mapping[str, Any],
+    command: str | None = None,
 ) -> tuple[dict[str, Any], Files]:
     """Return the same, given the program's names and parameters, and its file if it has one."""
     from spawnsim.record import manifest
@@ -43,7 +46,8 @@ def describe_named(
     # Made JSON at the start: an object that the run changes would otherwise be described as it was left.
     what = {name: document(value) for name, value in {**named, **circumstances}.items()}
     inputs = manifest.inputs(file, **{name: circumstances.get(name) for name in FILES_OF})
-    about = {"inputs": manifest.digests(inputs), "versions": manifest.versions(), "made": manifest.made()}
+    about = {"inputs": manifest.digests(inputs), "versions": manifest.versions()}
+    about["made"] = manifest.made(command)
     return what | about, inputs
 
 

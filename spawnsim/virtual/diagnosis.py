@@ -79,7 +79,8 @@ def _remedy(tasks: Sequence[Task]) -> str:
             "\nA Send ends when its message is received, unless that is short enough to leave at once (eager): "
             "use Sendrecv, or Isend and Waitall"
         )
-    if calls and calls <= {"Recv", "recv"} and len(tasks) > 1:
+    # Where something was sent to them they do not all receive first: the receives do not fit, which `_unmatched` says.
+    if calls and calls <= {"Recv", "recv"} and len(tasks) > 1 and not _unmatched(tasks):
         return "\nEach waits to receive before it sends: let one send first, or use Sendrecv"
     return ""
 

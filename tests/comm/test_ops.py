@@ -117,6 +117,12 @@ def test_reduce_local_checks_its_arguments():
         comm.SUM.Reduce_local(np.zeros(2), np.zeros(2, np.float32))
 
 
+def test_operations_are_shown_by_their_names():
+    """As the reference prints the defaults of calls; one of the program, by its function."""
+    assert (repr(comm.SUM), repr(comm.OP_NULL)) == ("SUM", "OP_NULL")
+    assert repr(comm.Op.Create(min)) == "Op.Create(<built-in function min>)"
+
+
 def test_null_and_predefined_handles():
     """The null operation cannot be used, predefined ones cannot be freed, all survive pickle."""
     for call in (comm.OP_NULL.Is_commutative, comm.OP_NULL.Free, comm.SUM.Free):

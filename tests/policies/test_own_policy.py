@@ -124,12 +124,31 @@ class _Forgetful(policies.SpawnPolicy):
         (None, "_Forgetful.act returned nothing: end it with `return model, optimizer`"),
         (torch.nn.Linear(1, 1), "_Forgetful.act returned a Linear alone: end it"),
         ((1, 2, 3), "_Forgetful.act returned 3 values: end it"),
+        ((1, torch.nn.Linear(1, 1)), "_Forgetful.act returned int and Linear: end it"),
     ],
 )
 def test_slips_in_a_policy_of_ones_own_are_told_in_its_terms(returned: Any, told: str) -> None:
     """Not as an error within spawnsim's own lines."""
     with pytest.raises(UsageError, match=told):
         walk(lambda _: _Forgetful(returned), ranks=2, steps=1)
+
+
+class _Anew(policies.SpawnPolicy):
+    """A policy of one's own that returns a new object as its model, with the optimizer of the old one."""
+
+    def __init__(self, made: Any) -> None:
+        super().__init__(1)
+        self.made = made
+
+    def act(self, iteration: int, model: Any, optimizer: Any, *given: Any) -> Any:
+        return self.made(model), optimizer
+
+
+def test_a_new_model_needs_an_optimizer_of_its_own() -> None:
+    """With that of the old one nothing would be trained from then on; a wrapper keeps the old one's parameters."""
+    with pytest.raises(UsageError, match=r"Anew\.act returned a new model, of which the optimizer"):
+        walk(lambda _: _Anew(lambda model: torch.nn.Linear(1, 1)), ranks=2, steps=1)
+    walk(lambda _: _Anew(torch.nn.Sequential), ranks=2, steps=1)
 
 
 def test_examples_in_docstrings_print_what_they_say() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -78,6 +79,98 @@ def test_real_ranks_leave_the_same_folder_as_virtual_ones(train: Path, tmp_path:
     assert sorted(path.name for path in real.iterdir()) == [
         "events.jsonl", "inputs", "metrics.npz", "run.json",
     ]  # fmt: skip
+
+
+@pytest.mark.parametrize("backend", ["mpi", "torch"])
+def test_the_command_is_the_one_that_was_typed(train: Path, tmp_path: Path, backend: str) -> None:
+    """And not what its ranks were started with; a run that the program starts itself has its own command."""
+    train.write_text("import os\n\ndef main(comm):\n    comm.record(told='SPAWNSIM_COMMAND' in os.environ)\n")
+    survive = ["--survive"] * (backend == "mpi")
+    typed = ["run", train, "--backend", backend, "-n", 2, *survive, "--quiet", "--out", tmp_path / "run"]
+    assert _spawnsim(*typed).returncode == 0
+    found = spawnsim.Run.load(tmp_path / "run")
+    assert found.what["made"]["command"] == shlex.join(["spawnsim", *map(str, typed)])
+    assert not found.table["told"].any()
+
+
+MIXED = """
+import numpy as np
+from mpi4py import MPI
+from spawnsim.comm import CallError
+
+def main(comm, case):
+    x, to, fro = np.ones(2), (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
+    if case == "op":
+        comm.Allreduce(MPI.IN_PLACE, x)
+        comm.Allreduce(MPI.IN_PLACE, x, op=MPI.MAX)
+    if case == "requests":
+        MPI.Request.Waitall([comm.Irecv(x, fro), comm.Isend(x.copy(), to)])
+    if case == "window":
+        MPI.Win.Allocate(8, comm=comm)
+    comm.Isend(x, to)
+    for name in ("ANY_SOURCE", "PROC_NULL"):
+        for call in (comm.Recv, comm.Irecv):
+            try:
+                call(x, getattr(MPI, name))
+            except CallError as error:
+                comm.record(named=f"from spawnsim.comm import {name}" in str(error))
+    comm.Recv(x, fro)
+"""
+
+
+@pytest.mark.parametrize("backend", ["virtual", "mpi", "torch"])
+@pytest.mark.parametrize("case", ["op", "requests", "window"])
+def test_what_is_mpi4pys_is_refused_in_words(tmp_path: Path, backend: str, case: str) -> None:
+    """A communicator takes and gives spawnsim's own; ranks over MPI hand on what has mpi4py's type."""
+    program = tmp_path / "mixed.py"
+    program.write_text(MIXED)
+    done = _spawnsim("run", program, "--backend", backend, "-n", 2, "--set", f"case={case}", "--quiet")
+    if (backend, case) == ("mpi", "op"):
+        assert done.returncode == 0, done.stderr
+    else:
+        assert "from spawnsim.comm import IN_PLACE, MAX, Request" in done.stderr
+        assert done.returncode == 1
+
+
+@pytest.mark.parametrize("backend", ["virtual", "mpi", "torch"])
+def test_numbers_of_mpi4py_are_no_ranks(tmp_path: Path, backend: str) -> None:
+    """MPICH's ANY_SOURCE must not mean here what Open MPI's PROC_NULL means there: to receive nothing, silently."""
+    program = tmp_path / "mixed.py"
+    program.write_text(MIXED)
+    given = ("--backend", backend, "-n", 2, "--set", "case=numbers", "--out", tmp_path / "run")
+    done = _spawnsim("run", program, *given)
+    assert done.returncode == 0, done.stderr
+    assert spawnsim.Run.load(tmp_path / "run").table["named"].tolist() == [True] * 8
+
+
+OWN = """
+import numpy as np
+from spawnsim.comm import ANY_SOURCE, IN_PLACE, LOCK_SHARED, MAX, UNDEFINED, Request
+
+def main(comm):
+    right, most, got = (comm.rank + 1) % comm.size, np.array([float(comm.rank)]), np.zeros(1)
+    comm.Allreduce(IN_PLACE, most, op=MAX)
+    requests = [comm.Irecv(got, source=ANY_SOURCE), comm.Isend(most + comm.rank, right)]
+    assert Request.Waitsome(requests) is not None
+    assert Request.Waitall(requests) and Request.Testall(requests) and Request.Waitany(requests) == UNDEFINED
+    assert Request.waitall([comm.irecv(source=ANY_SOURCE), comm.isend("x", right)])[0] == "x"
+    assert Request.Waitall([]) and Request.waitall([]) == [] and Request.Waitany([]) == UNDEFINED
+    window = comm.Win.Allocate(8, comm=comm)
+    window.Lock(right, LOCK_SHARED)
+    window.Unlock(right)
+    window.Free()
+    comm.record(got=got[0])
+"""
+
+
+@pytest.mark.parametrize("backend", ["virtual", "mpi", "torch"])
+def test_constants_and_requests_of_spawnsim_serve_everywhere(tmp_path: Path, backend: str) -> None:
+    """A file with main(comm) takes what MPI's calls need from spawnsim.comm, whatever carries its ranks."""
+    program = tmp_path / "own.py"
+    program.write_text(OWN)
+    done = _spawnsim("run", program, "--backend", backend, "-n", 3, "--out", tmp_path / "run")
+    assert done.returncode == 0, done.stderr
+    assert spawnsim.Run.load(tmp_path / "run").table["got"].tolist() == [4, 2, 3]
 
 
 DRAWS = """

@@ -9,11 +9,11 @@ import math
 from dataclasses import dataclass, replace
 
 import numpy as np
-from support.reference_engine import ANY, Engine, Net
+from support.reference_engine import Engine, Net
 from support.virtual_run import run
 
 from spawnsim.comm import Status
-from spawnsim.comm.constants import LOCK_EXCLUSIVE, LOCK_SHARED
+from spawnsim.comm.constants import ANY_SOURCE, ANY_TAG, LOCK_EXCLUSIVE, LOCK_SHARED
 from spawnsim.errors import Deadlock, Timeout
 from spawnsim.virtual.mpi.requests import Request
 from spawnsim.virtual.network import Switch
@@ -168,7 +168,11 @@ class Draw:
         step = (call, comm, dest, tag, size, SENDS[kind])
         steps = [(place, self.comms[comm][source], (*step, self.seconds(1)) if kind[0] == "t" else step)]
         if rng.random() < 0.9:
-            pattern = (comm, ANY if rng.random() < 0.3 else source, ANY if rng.random() < 0.3 else tag)
+            pattern = (
+                comm,
+                ANY_SOURCE if rng.random() < 0.3 else source,
+                ANY_TAG if rng.random() < 0.3 else tag,
+            )
             place = min(max(place + rng.normal(0, 0.15), 0.0), 1.0)
             receive = self.receive(str(rng.choice(self.receives)), pattern)
             if "probe" in self.mixture.kinds.split() and rng.random() < 0.3:
@@ -186,8 +190,8 @@ class Draw:
         rank, which = self.comms[comm][dest], int(rng.integers(3))
         pattern = (
             comm,
-            ANY if rng.random() < 0.5 else source,
-            ANY if rng.random() < 0.3 else int(rng.integers(2)),
+            ANY_SOURCE if rng.random() < 0.5 else source,
+            ANY_TAG if rng.random() < 0.3 else int(rng.integers(2)),
         )
         if kind in ("compute", "sleep"):
             step = kind, self.seconds()

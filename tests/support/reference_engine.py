@@ -2,7 +2,7 @@
 
 It knows none of the shortcuts of `spawnsim.virtual` and shares no code with it; the two must log the same. A program is
 a list of steps per rank, each a name and its arguments, as the methods of `Rank` below take them. Ranks, sources and
-destinations are those of the communicator; -1 is any source or any tag.
+destinations are those of the communicator; any source and any tag have spawnsim's numbers.
 
 At equal times what has waited for the end of a block is served first; then come arrivals, in the order of their
 senders, then ranks in order, then the data of rendezvous that may start, in the order sent, then deadlines.
@@ -21,7 +21,8 @@ from bisect import insort
 from collections import defaultdict, deque
 from dataclasses import dataclass, field
 
-ANY = -1
+from spawnsim.comm.constants import ANY_SOURCE, ANY_TAG
+
 WAITED, NETWORK, RANKS, LATE = range(
     4
 )  # what comes first at equal times; of NETWORK, what is at a card (-1), not there yet
@@ -74,8 +75,8 @@ class Request:
 
     kind: str
     comm: int = 0
-    source: int = ANY
-    tag: int = ANY
+    source: int = ANY_SOURCE
+    tag: int = ANY_TAG
     posted: float = 0.0
     letter: Letter | None = None
     end: float | None = None
@@ -85,7 +86,7 @@ class Request:
     reported: bool = True  # by the flush that waits for it
 
     def fits(self, letter):
-        return self.source in (ANY, letter.source) and self.tag in (ANY, letter.tag)
+        return self.source in (ANY_SOURCE, letter.source) and self.tag in (ANY_TAG, letter.tag)
 
 
 @dataclass(eq=False)

@@ -164,6 +164,18 @@ def test_a_cycle_of_sends_or_receives_is_told_what_helps(call, remedy):
     assert remedy in str(caught.value) if remedy else "use Sendrecv" not in str(caught.value)
 
 
+def test_receives_that_fit_nothing_are_not_told_to_send_first():
+    """All have sent, with another tag: the ring of receives is no order of calls that could be changed."""
+
+    def main(comm):
+        comm.Send(np.ones(4), (comm.rank + 1) % comm.size, tag=5)
+        comm.Recv(np.zeros(4), (comm.rank - 1) % comm.size, tag=6)
+
+    with pytest.raises(Deadlock, match="Sent, and no receive fits") as caught:
+        run(main, 3)
+    assert "let one send first" not in str(caught.value)
+
+
 def test_a_message_longer_than_its_buffer_is_refused():
     """Truncation names both sizes."""
 

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 from spawnsim import importing
 from spawnsim.backends import backend_of
 from spawnsim.errors import ParameterError, UnsupportedError, UsageError
-from spawnsim.real.launch.processes import SURVIVE
+from spawnsim.real.launch.processes import COMMAND, SURVIVE
 
 if TYPE_CHECKING:
     from spawnsim.real.launch.supervisor import JobEnd
@@ -307,16 +307,20 @@ def start(
     *,
     survive: bool = False,
     registry: Path | None = None,
+    command: str | None = None,
 ) -> JobEnd:
     """Run as `launch` does, and return the status with a sentence on why, where the ranks could not say it.
 
-    `registry`: an empty folder for the processes to write to, where somebody else reads it, too.
+    `registry`: an empty folder for the processes to write to, where somebody else reads it, too. `command`: what the
+    user typed, for the record; None: what the ranks are started with.
     """
     from spawnsim.real.launch.supervisor import supervise  # which a rank does not need
 
     environ = os.environ | {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
     if survive:
         environ[SURVIVE] = "1"
+    if command is not None:
+        environ[COMMAND] = command
     return supervise(
         command_line(file, ranks, arguments, survive=survive),
         environ,

@@ -1,8 +1,8 @@
 """From spawnsim's values to mpi4py's and back: constants, ops, datatypes, statuses, buffers, errors.
 
-The same name is another number on each MPI (`ANY_SOURCE` is -1 here and in Open MPI, -2 in MPICH, whose `PROC_NULL`
-is -1), so numbers are translated by the place they stand in, never by value alone. mpi4py's own objects pass
-untouched.
+The same name is another number on each MPI (`ANY_SOURCE` is -1 in Open MPI and -2 in MPICH, whose `PROC_NULL` is -1),
+so numbers are translated by the place they stand in, never by value alone. mpi4py's own objects pass untouched; its
+numbers of these two are refused, as they are on other backends.
 """
 
 from __future__ import annotations
@@ -50,6 +50,10 @@ def peer(rank: int) -> int:
     rank = integer(rank)
     if rank == ours.PROC_NULL:
         return MPI.PROC_NULL
+    if rank in (MPI.ANY_SOURCE, MPI.PROC_NULL):
+        raise failures.CallError(
+            failures.ERR_RANK, f"rank {rank} is none of a communicator's{ours.of_mpi4py(rank)}"
+        )
     return MPI.ROOT if rank == ours.ROOT else rank if rank >= 0 else -(2**20)
 
 

@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from spawnsim.comm.buffers import as_buffer
-from spawnsim.comm.constants import IN_PLACE
+from spawnsim.comm.constants import is_in_place
 from spawnsim.comm.ops import SUM, Op
 from spawnsim.errors import MismatchError, ParameterError
 
@@ -51,7 +51,7 @@ def ordered_allreduce(raw: Any, sendbuf: Any, recvbuf: Any, op: Op) -> None:
     `sendbuf`, `recvbuf`: dense buffers of one predefined datatype, or `IN_PLACE` and the buffer.
     """
     result = as_buffer(recvbuf, writable=True)
-    given = result if sendbuf is IN_PLACE else as_buffer(sendbuf)
+    given = result if is_in_place(sendbuf) else as_buffer(sendbuf)
     op.check(given.datatype)
     contribution, into = given.array, result.array
     scratch = np.empty(raw.Get_size() * (CHUNK // raw.Get_size() + 1), contribution.dtype)

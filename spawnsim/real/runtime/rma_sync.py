@@ -62,7 +62,9 @@ class WindowSync:
     def Lock(self, rank: int, lock_type: int = LOCK_EXCLUSIVE, assertion: int = 0) -> None:
         rank = integer(rank)
         if lock_type not in (LOCK_EXCLUSIVE, LOCK_SHARED):
-            raise ParameterError(f"lock_type={lock_type}: give LOCK_SHARED or LOCK_EXCLUSIVE")
+            raise ParameterError(
+                f"lock_type={lock_type}: give LOCK_SHARED or LOCK_EXCLUSIVE of spawnsim.comm"
+            )
         if rank in self._held:
             raise UsageError(
                 f"rank {self._comm.rank}: Lock of rank {rank}, which it holds already; Unlock it first"

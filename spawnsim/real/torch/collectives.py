@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from spawnsim.comm.buffers import as_buffer
-from spawnsim.comm.constants import IN_PLACE
+from spawnsim.comm.constants import IN_PLACE, is_in_place
 from spawnsim.comm.ops import BAND, BOR, BXOR, MAX, MIN, PROD, SUM, Op
 from spawnsim.errors import ParameterError, Timeout, UsageError
 from spawnsim.real.runtime.collectives import ordered_allreduce, require_same_call
@@ -235,7 +235,7 @@ class NativeCollectives(Exchanges):
 
     def Iallreduce(self, sendbuf: Any, recvbuf: Any, op: Op = SUM) -> RealRequest:
         if self._staged(recvbuf, op):
-            host = staged(recvbuf).copy_(recvbuf if sendbuf is IN_PLACE else sendbuf)
+            host = staged(recvbuf).copy_(recvbuf if is_in_place(sendbuf) else sendbuf)
             inner = [self.Iallreduce(IN_PLACE, host, op)]
             return CompositeRequest.of(
                 self.runtime, ("Iallreduce", -1, self), inner, lambda: recvbuf.copy_(host)
@@ -252,7 +252,7 @@ class NativeCollectives(Exchanges):
         )
 
     def _by_host(self, call: Callable[..., None], sendbuf: Any, recvbuf: Any, op: Op) -> None:
-        host = staged(recvbuf).copy_(recvbuf if sendbuf is IN_PLACE else sendbuf)
+        host = staged(recvbuf).copy_(recvbuf if is_in_place(sendbuf) else sendbuf)
         call(IN_PLACE, host, op)
         recvbuf.copy_(host)
 
@@ -261,7 +261,7 @@ class NativeCollectives(Exchanges):
         plain = type(recvbuf) is Tensor and not recvbuf.requires_grad and recvbuf.is_contiguous()
         into = recvbuf if plain else flat_tensor(recvbuf, writable=True)
         options = None if into is None else REDUCING.get((into.dtype, op.name))
-        if sendbuf is IN_PLACE:
+        if is_in_place(sendbuf):
             return (None if options is None else into), options
         _require_same_shape(sendbuf, recvbuf)
         given = None if options is None else flat_tensor(sendbuf)
@@ -273,7 +273,7 @@ class NativeCollectives(Exchanges):
 
     def Reduce(self, sendbuf: Any, recvbuf: Any, op: Op = SUM, root: int = 0) -> None:
         self._root(root, "Reduce")
-        given = recvbuf if sendbuf is IN_PLACE else sendbuf
+        given = recvbuf if is_in_place(sendbuf) else sendbuf
         if on_gpu(given):
             host = staged(given).copy_(given)
             self.Reduce(IN_PLACE if self.rank == root else host, host, op, root)
@@ -329,7 +329,7 @@ class NativeCollectives(Exchanges):
             host = staged(into)
             return host, given.to("cpu"), lambda: recvbuf.view(-1).copy_(host)
         blocks = as_blocks(recvbuf, self.size, writable=True)
-        own = bytes_of(blocks[self.rank] if sendbuf is IN_PLACE else as_buffer(sendbuf))
+        own = bytes_of(blocks[self.rank] if is_in_place(sendbuf) else as_buffer(sendbuf))
         if any(block.nbytes != own.nbytes for block in blocks):
             return None, None, None
         table = torch.empty(self.size * own.nbytes, dtype=torch.uint8)

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from spawnsim.comm.buffers import Buffer, as_buffer
-from spawnsim.comm.constants import IN_PLACE
+from spawnsim.comm.constants import is_in_place
 from spawnsim.comm.failures import ERR_ROOT, CallError
 from spawnsim.comm.memory import as_bytes
 from spawnsim.comm.ops import SUM, Op
@@ -70,9 +70,9 @@ class Exchanges(CommCore, ObjectCollectives):
         if self.rank == root:
             table = as_blocks(recvbuf, self.size, vector=operation.endswith("v"), writable=True)
             blocks = [
-                (rank, table[rank]) for rank in range(self.size) if rank != root or sendbuf is not IN_PLACE
+                (rank, table[rank]) for rank in range(self.size) if rank != root or not is_in_place(sendbuf)
             ]
-        sends = [] if sendbuf is IN_PLACE else [(root, bytes_of(as_buffer(sendbuf)))]
+        sends = [] if is_in_place(sendbuf) else [(root, bytes_of(as_buffer(sendbuf)))]
         return self._plan(operation, sends, blocks)
 
     def _scatter(self, operation: str, sendbuf: Any, recvbuf: Any, root: int = 0) -> CompositeRequest:
@@ -81,22 +81,22 @@ class Exchanges(CommCore, ObjectCollectives):
         if self.rank == root:
             table = as_blocks(sendbuf, self.size, vector=operation.endswith("v"))
             sends = [
-                (r, bytes_of(table[r])) for r in range(self.size) if r != root or recvbuf is not IN_PLACE
+                (r, bytes_of(table[r])) for r in range(self.size) if r != root or not is_in_place(recvbuf)
             ]
-        blocks = [] if recvbuf is IN_PLACE else [(root, as_buffer(recvbuf, writable=True))]
+        blocks = [] if is_in_place(recvbuf) else [(root, as_buffer(recvbuf, writable=True))]
         return self._plan(operation, sends, blocks)
 
     def _allgather(self, operation: str, sendbuf: Any, recvbuf: Any) -> CompositeRequest:
         table = as_blocks(recvbuf, self.size, vector=operation.endswith("v"), writable=True)
-        own = bytes_of(table[self.rank] if sendbuf is IN_PLACE else as_buffer(sendbuf))
-        others = [r for r in range(self.size) if r != self.rank or sendbuf is not IN_PLACE]
+        own = bytes_of(table[self.rank] if is_in_place(sendbuf) else as_buffer(sendbuf))
+        others = [r for r in range(self.size) if r != self.rank or not is_in_place(sendbuf)]
         return self._plan(operation, [(r, own) for r in others], [(r, table[r]) for r in others])
 
     def _alltoall(self, operation: str, sendbuf: Any, recvbuf: Any) -> CompositeRequest:
         kind = {"vector": operation[-1] in "vw", "types": operation[-1] == "w"}
         into = as_blocks(recvbuf, self.size, writable=True, **kind)
-        given = into if sendbuf is IN_PLACE else as_blocks(sendbuf, self.size, **kind)
-        copied = sendbuf is IN_PLACE  # or a block might be overwritten before it has left
+        given = into if is_in_place(sendbuf) else as_blocks(sendbuf, self.size, **kind)
+        copied = is_in_place(sendbuf)  # or a block might be overwritten before it has left
         sends = [(r, as_bytes(block.pack()) if copied else bytes_of(block)) for r, block in enumerate(given)]
         return self._plan(operation, sends, enumerate(into))
 
@@ -132,14 +132,14 @@ class Exchanges(CommCore, ObjectCollectives):
         sendbuf, recvbuf = buffers
         everyone, mine = list(range(self.size)), root is None or root == self.rank
         into = as_buffer(recvbuf, writable=True) if mine else None
-        given = into if sendbuf is IN_PLACE and into is not None else as_buffer(sendbuf)
+        given = into if is_in_place(sendbuf) and into is not None else as_buffer(sendbuf)
         finish = into.unpack if into is not None else len
         ranks = (everyone if mine else [], everyone if root is None else [root])
         return self._fold(operation, given, ranks, op, finish=finish)
 
     def _scan(self, operation: str, sendbuf: Any, recvbuf: Any, op: Op) -> CompositeRequest:
         into = as_buffer(recvbuf, writable=True)
-        given = into if sendbuf is IN_PLACE else as_buffer(sendbuf)
+        given = into if is_in_place(sendbuf) else as_buffer(sendbuf)
         before = list(range(self.rank + (operation == "Scan")))
         after = list(range(self.rank + (operation == "Exscan"), self.size))
         return self._fold(operation, given, (before, after), op, finish=into.unpack)
@@ -158,13 +158,13 @@ class Exchanges(CommCore, ObjectCollectives):
 
     def Reduce_scatter_block(self, sendbuf: Any, recvbuf: Any, op: Op = SUM) -> None:
         into = as_buffer(recvbuf, writable=True)
-        given = as_buffer(recvbuf if sendbuf is IN_PLACE else sendbuf)
+        given = as_buffer(recvbuf if is_in_place(sendbuf) else sendbuf)
         count = given.count // self.size
         self._reduce_scatter("Reduce_scatter_block", (given, into), [count] * self.size, op)
 
     def Reduce_scatter(self, sendbuf: Any, recvbuf: Any, recvcounts: Any = None, op: Op = SUM) -> None:
         into = as_buffer(recvbuf, writable=True)
-        given = as_buffer(recvbuf if sendbuf is IN_PLACE else sendbuf)
+        given = as_buffer(recvbuf if is_in_place(sendbuf) else sendbuf)
         counts = recvcounts if recvcounts is not None else self.allgather(into.count)
         self._reduce_scatter("Reduce_scatter", (given, into), list(counts), op)
 

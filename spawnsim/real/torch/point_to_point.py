@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from spawnsim.comm.buffers import Buffer, as_buffer
-from spawnsim.comm.constants import ANY_SOURCE, ANY_TAG, PROC_NULL
+from spawnsim.comm.constants import ANY_SOURCE, ANY_TAG, PROC_NULL, of_mpi4py
 from spawnsim.comm.failures import ERR_RANK, ERR_TAG, CallError, SpecTypeError, Truncated
 from spawnsim.comm.layouts import BF16
 from spawnsim.comm.memory import as_bytes
@@ -253,7 +253,7 @@ class PointToPoint(CommCore):
     def _check(self, rank: int, tag: int, operation: str) -> None:
         if not 0 <= rank < self.size:
             text = f"rank {self.rank} of {self.label}: {operation} with rank {rank}: ranks are 0 to {self.size - 1}"
-            raise CallError(ERR_RANK, text)
+            raise CallError(ERR_RANK, text + of_mpi4py(rank))
         if tag < 0:
             raise CallError(
                 ERR_TAG, f"rank {self.rank} of {self.label}: {operation} with tag {tag}: give 0 or more"

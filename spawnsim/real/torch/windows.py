@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from spawnsim.comm.buffers import Buffer, as_buffer, as_target
-from spawnsim.comm.constants import LOCK_EXCLUSIVE, PROC_NULL
+from spawnsim.comm.constants import LOCK_EXCLUSIVE, PROC_NULL, of_mpi4py
 from spawnsim.comm.datatypes import Datatype
 from spawnsim.comm.failures import ERR_RANK, CallError
 from spawnsim.comm.memory import as_bytes
@@ -297,7 +297,9 @@ class TorchWin(WindowSync):
         if rank == PROC_NULL:
             return 0, count * datatype.size
         if not 0 <= rank < self._comm.size:
-            raise CallError(ERR_RANK, f"rank {rank}: this window has ranks 0 to {self._comm.size - 1}")
+            raise CallError(
+                ERR_RANK, f"rank {rank}: this window has ranks 0 to {self._comm.size - 1}{of_mpi4py(rank)}"
+            )
         if not datatype.dense:
             raise UnsupportedError(
                 "windows over torch take dense datatypes: access each block, or use --backend mpi"

@@ -15,7 +15,7 @@ from typing import Any, NoReturn, Self
 
 from numpy import ndarray
 
-from spawnsim.comm.constants import ANY_SOURCE, ANY_TAG, PROC_NULL, TAG_UB_VALUE
+from spawnsim.comm.constants import ANY_SOURCE, ANY_TAG, PROC_NULL, TAG_UB_VALUE, of_mpi4py
 from spawnsim.comm.failures import (
     ERR_COMM,
     ERR_RANK,
@@ -312,7 +312,8 @@ class Member(Named):
         self._need()
         if not 0 <= peer < len(self._peers):
             raise CallError(
-                ERR_RANK, f"rank {peer} is not in {self._label}, whose ranks are 0 to {len(self._peers) - 1}"
+                ERR_RANK,
+                f"rank {peer} is not in {self._label}, whose ranks are 0 to {len(self._peers) - 1}{of_mpi4py(peer)}",
             )
         if not 0 <= tag <= TAG_UB_VALUE:
             raise CallError(ERR_TAG, f"tag {tag} is outside 0 to {TAG_UB_VALUE}")

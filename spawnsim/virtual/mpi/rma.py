@@ -14,7 +14,7 @@ import numpy as np
 
 from spawnsim.comm import constants
 from spawnsim.comm.buffers import Buffer, as_buffer, as_target, locate
-from spawnsim.comm.constants import LOCK_EXCLUSIVE, PROC_NULL
+from spawnsim.comm.constants import LOCK_EXCLUSIVE, LOCK_SHARED, PROC_NULL, of_mpi4py
 from spawnsim.comm.datatypes import Datatype
 from spawnsim.comm.failures import (
     ERR_COUNT,
@@ -122,7 +122,7 @@ class Epochs(Attributes):
         if self._identity is None or self._comm._context.revoked_s is not None:
             self._need()
         if not 0 <= rank < len(self._windows.targets):
-            raise CallError(ERR_RANK, f"{operation}: rank {rank} is not in {self._label}")
+            raise CallError(ERR_RANK, f"{operation}: rank {rank} is not in {self._label}{of_mpi4py(rank)}")
         # MPI: accesses are allowed inside an access epoch only; a fence, a lock or a Start opens one. Real
         # libraries often accept them, and the program then fails on the next machine.
         epoch = self._epoch
@@ -144,7 +144,11 @@ class Epochs(Attributes):
         if rank in self._epoch.locked:
             raise CallError(ERR_RMA_SYNC, f"Lock: {self._label} holds a lock on rank {rank} already")
         if not 0 <= rank < len(self._windows.targets):
-            raise CallError(ERR_RANK, f"Lock: rank {rank} is not in {self._label}")
+            raise CallError(ERR_RANK, f"Lock: rank {rank} is not in {self._label}{of_mpi4py(rank)}")
+        if lock_type not in (LOCK_EXCLUSIVE, LOCK_SHARED):
+            raise ParameterError(
+                f"lock_type={lock_type}: give LOCK_SHARED or LOCK_EXCLUSIVE of spawnsim.comm"
+            )
         windows, origin = self._windows, self._comm._rank
         # Locks are ordered by time, so the request may not be sent before all others have reached this time.
         windows.world.kernel.observe()

@@ -5,6 +5,7 @@ import pytest
 from support.virtual_run import LATENCY, platform, run
 
 import spawnsim
+from spawnsim.comm import ANY_SOURCE
 from spawnsim.comm.failures import Truncated
 from spawnsim.virtual.mpi.requests import Request
 
@@ -43,7 +44,7 @@ def test_a_look_that_says_over_has_filled_the_buffer(look, eager_bytes):
     run(main, 2, platform=platform(eager_bytes=eager_bytes))
 
 
-@pytest.mark.parametrize("source", [1, -1])
+@pytest.mark.parametrize("source", [1, ANY_SOURCE])
 @pytest.mark.parametrize("eager_bytes", [1 << 30, 0])
 def test_a_freed_receive_is_filled_at_its_arrival(source, eager_bytes):
     """The rank looks at its memory every tenth of a millisecond; no call asks for the message."""
