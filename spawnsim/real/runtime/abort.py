@@ -138,7 +138,7 @@ class AbortProtocol:
 
     # ------------------------------------------------------------------------------------ in the watchdog thread
     def _expired(self, call: Call, found: list[Where]) -> None:
-        missing, text = verdict(call, found)
+        missing, text = verdict(call, found, self.watchdog.place_of(call))
         error = Timeout(missing, call[0], call[1], text)
         self._end(f"spawnsim: {type(error).__name__}: {error}", f"Timeout: {error}", exit_status_of(error))
 

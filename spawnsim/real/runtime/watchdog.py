@@ -8,12 +8,16 @@ that names the missing ranks. The backend gives it a channel for small messages.
 from __future__ import annotations
 
 import queue
+import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
+
+from spawnsim.errors import program_place
 
 TICK_S = 0.1  # how often a watchdog looks: 10 looks a second cost under 0.1 % of a core
 GRACE_S = 1.5  # how long a watchdog may take to answer before its rank counts as silent
@@ -182,6 +186,12 @@ class Watchdog(threading.Thread):
     def _note_answer(self, sender: int, message: dict[str, Any]) -> None:
         self._answers[sender] = Where(sender, message["calls"], message["note"], answered=True)
 
+    def place_of(self, call: Call) -> str:
+        """Return the line of the program that makes a call, which waits in the library; "" where it is not known."""
+        frames = sys._current_frames()
+        thread = next((thread for thread, other in list(self.active.items()) if other is call), None)
+        return program_place(traceback.walk_stack(frames[thread])) if thread in frames else ""
+
     def _in(self, thread: int, call: Call) -> bool:
         return self.active.get(thread) is call
 
@@ -196,8 +206,11 @@ class Watchdog(threading.Thread):
                     self._expired(call, found)
 
 
-def verdict(call: Call, found: list[Where]) -> tuple[list[int], str]:
-    """Return the missing ranks (of the communicator) and the message for a collective past its deadline."""
+def verdict(call: Call, found: list[Where], place: str = "") -> tuple[list[int], str]:
+    """Return the missing ranks (of the communicator) and the message for a collective past its deadline.
+
+    `place`: where the program makes the call, if no traceback will say so.
+    """
     operation, number, scope, _, limit_s = call
     mine = (operation, number, scope.label)
     missing = [i for i, where in enumerate(found) if mine not in [c[:3] for c in where.calls]]
@@ -213,6 +226,7 @@ def verdict(call: Call, found: list[Where]) -> tuple[list[int], str]:
         if wrong
         else "a rank that is only slow needs a larger deadline (deadline_s, or comm.clock.deadline)"
     )
-    text = f"{call_name(operation, number)} on {scope.label} met its deadline of {limit_s:g} s; {who}"
+    where = f" ({place})" if place else ""
+    text = f"{call_name(operation, number)} on {scope.label}{where} met its deadline of {limit_s:g} s; {who}"
     text = f"{text}\n{others}\n  {advice}"
     return missing, text
