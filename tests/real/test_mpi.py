@@ -189,3 +189,22 @@ def test_records_go_to_the_recorder_with_rank_and_time(ranks):
             assert Recorder.events == [(comm.rank, "replaced", {"donor": 3})]
         """
     )
+
+
+def test_persistent_calls_count_at_each_start(ranks):
+    """With the bytes that they send; receives as receives."""
+    ranks(
+        """
+        a, b, counters = np.ones(10), np.empty(10), comm.runtime.counters
+        calls = [comm.Recv_init(b, (rank - 1) % size), comm.Send_init(a, (rank + 1) % size)]
+        sums = comm.Allreduce_init(np.ones(4), np.empty(4))
+        before = counters.messages, counters.nbytes, counters.received
+        for call in [*calls, *calls, sums]:
+            call.Start()
+            if call is not calls[0]:
+                (call if call is sums else calls[0]).Wait()
+                call.Wait()
+        after = counters.messages, counters.nbytes, counters.received
+        assert [now - then for now, then in zip(after, before)] == [3, 2 * 80 + 32, 2]
+        """
+    )

@@ -28,6 +28,7 @@ from spawnsim.real.mpi.abortable import abortable, make_detached
 from spawnsim.real.mpi.runtime import CommCore, MPIRuntime
 from spawnsim.real.mpi.translation import peer
 from spawnsim.real.runtime.collectives import ordered_allreduce, require_same_call
+from spawnsim.real.runtime.services import contribution
 
 if TYPE_CHECKING:
     from spawnsim.real.runtime.staging import Stage
@@ -297,7 +298,7 @@ class Collectives(CommCore):
             args = tuple([peer(value) if type(value) is int else value for value in args])
             kwargs = {key: peer(value) if key == "root" else value for key, value in kwargs.items()}
         self._sequence += 1
-        runtime.counters.part(operation, args, kwargs, self.rank)
+        runtime.counters.part(contribution(operation, args, kwargs, (self.rank, self.size)))
         if runtime.abortable:
             if operation in MAKERS:
                 call = partial(getattr(self._raw, operation), *args, **kwargs)

@@ -296,7 +296,8 @@ class Mailbox(Receiver):
     # ------------------------------------------------------------------------------------------------ sending
     def send(self, context: int, dest: int, tag: int, data: Bytes, *, synchronous: bool = False) -> Sent:
         """Send bytes; synchronously, the result is complete when a receive has been found."""
-        self._counters.access(data)
+        if not context & 1:  # an exchange has counted itself, as one message
+            self._counters.access(data)
         ident = next(self._wire.idents) if synchronous else 0
         waiting = Sent(False)
         if synchronous:
@@ -346,7 +347,8 @@ class Mailbox(Receiver):
     # ---------------------------------------------------------------------------------------------- receiving
     def post(self, context: int, receive: PostedReceive) -> None:
         """Open a receive; it takes the first unclaimed message that fits."""
-        self._counters.received += 1
+        if not context & 1:
+            self._counters.received += 1
         with self._condition:
             queues = self._queues[context]
             message = next((message for message in queues.unexpected if receive.takes(message)), None)

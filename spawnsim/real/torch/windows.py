@@ -36,6 +36,7 @@ from spawnsim.real.torch.transport import INLINE_NBYTES, Bytes, Parcel, Receiver
 REQUEST, REPLY = 5, 6
 GET, PUT, ACCUMULATE, SWAP, LOCK, UNLOCK, CANCEL, TOKEN = range(8)
 CHANGES = (PUT, ACCUMULATE, SWAP)
+ACCESSES = (GET, *CHANGES)
 OP_NAMES, TYPE_NAMES = list(OPS), list(TYPES)
 
 
@@ -287,7 +288,8 @@ class TorchWin(WindowSync):
         request.kind, request.context, request.ident = REQUEST, self._ident, next(self._runtime.wire.idents)
         self._server.wanted[request.ident] = wanted
         self._open[rank].append(wanted)
-        self._runtime.counters.access(wanted.into if payload is None else payload)
+        if request.first in ACCESSES:
+            self._runtime.counters.access(wanted.into if payload is None else payload)
         self._runtime.wire.send(self._comm.members[rank], request, payload)
         return wanted
 
