@@ -169,16 +169,19 @@ class MPIComm(PointToPoint, Collectives):
         return method
 
     def _delegate(self, raw: Callable[..., Any], name: str) -> Callable[..., Any]:
-        translate, counters = self.runtime.translate, self.runtime.counters
+        counters, known = self.runtime.counters, self.runtime.translate
+        translate = known.op if name[0].islower() else known  # what objects hold is theirs
         persistent, operation = name.endswith("_init"), COUNTED.get(name)
         place = self.rank, self.size
 
         def call(*args: Any, **kwargs: Any) -> Any:
             named = {key: translate(value) for key, value in kwargs.items()}
             given = tuple([translate(value) for value in args])
-            stage = self._staged(name, given, named) if translate.devices else None
+            stage = self._staged(name, given, named) if known.devices else None
             if stage is not None:
                 given, named = stage.args, stage.kwargs
+            if known.bfloat16 is not None and operation is not None:
+                given, named = known.reducing(self._raw, name, given, named)
             nbytes = 0 if operation is None else contribution(operation, given, named, place)
             if operation is not None and not persistent:
                 counters.part(nbytes)

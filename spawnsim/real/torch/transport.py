@@ -22,7 +22,8 @@ import torch
 from numpy.typing import NDArray
 
 from spawnsim.comm.constants import ANY_SOURCE, ANY_TAG
-from spawnsim.errors import RankFailed
+from spawnsim.comm.failures import ERR_TYPE, CallError
+from spawnsim.errors import RankFailed, SpawnsimError
 from spawnsim.real.runtime.services import Counters
 
 Bytes = NDArray[np.uint8]
@@ -216,9 +217,19 @@ class Wire:
             thread.join()
 
 
-def rank_gone(what: str, error: Exception) -> RankFailed:
-    """Return the `RankFailed` for an error of gloo: another rank's end of a connection is closed."""
-    return RankFailed((), f"{what}: a rank has gone: {_reason(error)}")
+REFUSALS = ("scalar type", "data type", "cannot use reduceop", "unsupported", "not supported")
+"""Of a type or an op that a library has not, in lower case."""
+
+
+def rank_gone(what: str, error: Exception) -> SpawnsimError:
+    """Return spawnsim's error for one of gloo's or NCCL's: another rank's end of a connection is closed.
+
+    Unless the library has refused the call as it is: then that is the program's error.
+    """
+    reason = _reason(error)
+    if any(words in reason.lower() for words in REFUSALS):
+        return CallError(ERR_TYPE, f"{what}: {reason}")
+    return RankFailed((), f"{what}: a rank has gone: {reason}")
 
 
 def _reason(error: Exception) -> str:
