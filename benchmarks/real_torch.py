@@ -127,12 +127,14 @@ def windows(comm: TorchComm) -> None:
         else:
             comm.recv(source=0)
 
+    window.Lock_all()
     if comm.rank < 2:
         found = versus(theirs, ours, 1, FETCHES)
         rates = " and ".join(f"{4 * LENGTH / one / 1e9:.2f}" for one in found[:2])
         say(comm, f"fetch of {LENGTH:,} float32 ({rates} GB/s)", found)
         busy_donor(comm, lambda: (window.Get(into, 1), window.Flush(1)), found[1])
     comm.Barrier()
+    window.Unlock_all()
     window.Free()
 
 

@@ -25,6 +25,7 @@ def fetch(comm: MPIComm) -> float:
     comm.Barrier()
     if comm.rank == 0:
         bare.Lock_all()
+        ours.Lock_all()
         for _ in range(REPEATS + 1):
             begin = time.perf_counter()
             bare.Get(into, 1)
@@ -34,6 +35,7 @@ def fetch(comm: MPIComm) -> float:
             ours.Flush(1)
             ratios.append((middle - begin) / (time.perf_counter() - middle))
         bare.Unlock_all()
+        ours.Unlock_all()
     comm.Barrier()
     bare.Free()
     return statistics.median(ratios[1:]) if ratios else 0.0
@@ -57,6 +59,7 @@ def wait_for_a_busy_donor(comm: MPIComm, memory: str) -> tuple[list[float], floa
             spent += time.perf_counter() - leaving
         spent /= time.perf_counter() - begin
     else:
+        window.Lock_all()
         end = time.perf_counter() + BATCH_S * (BATCHES - 3)
         while time.perf_counter() < end:
             begin = time.perf_counter()
@@ -64,6 +67,7 @@ def wait_for_a_busy_donor(comm: MPIComm, memory: str) -> tuple[list[float], floa
             window.Flush(1)
             waits.append(time.perf_counter() - begin)
             time.sleep(0.007)
+        window.Unlock_all()
     comm.Barrier()
     return waits, spent
 

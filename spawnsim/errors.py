@@ -13,8 +13,10 @@ from __future__ import annotations
 
 import os
 import traceback
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
+from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
+from types import FrameType
 from typing import ClassVar
 
 _PACKAGE = str(Path(__file__).parent) + os.sep
@@ -167,19 +169,30 @@ def told_place(error: BaseException) -> str:
     """
     text = "" if isinstance(error, SpawnsimError) else str(error).strip().partition("\n")[0]
     kind = ": ".join(filter(None, [type(error).__name__, text]))
-    line = program_line(traceback.extract_tb(error.__traceback__))
-    return f"{kind} ({line})" if line else kind
+    place = program_place(list(traceback.walk_tb(error.__traceback__))[::-1])
+    return f"{kind} ({place})" if place else kind
 
 
-def program_line(frames: Sequence[traceback.FrameSummary]) -> str:
-    """Return the innermost line of the program among frames, the innermost last, as file:line; "" if there is none."""
+def program_place(frames: Iterable[tuple[FrameType, int]]) -> str:
+    """Return file and line of the program's innermost frame, as "train.py:12", or "" if none is the program's.
+
+    Args:
+        frames: with their lines, the innermost one first.
+    """
     import sysconfig  # needed here alone
 
-    own = [each for each in frames if not _is_ours(each.filename) and not each.filename.startswith("<")]
     # Lines of libraries say less than the line of the program that has called them.
     libraries = tuple({sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")})
-    last = next((each for each in own[::-1] if not each.filename.startswith(libraries)), None)
-    return f"{Path(last.filename).name}:{last.lineno}" if last else ""
+    for frame, line in frames:
+        filename = frame.f_code.co_filename
+        if not (_is_ours(filename) or filename.startswith(("<", *libraries)) or _is_compiled(frame)):
+            return f"{Path(filename).name}:{line}"
+    return ""
+
+
+def _is_compiled(frame: FrameType) -> bool:
+    """Return whether a frame is of compiled code: Cython names a source file that is seldom there, by another path."""
+    return str(frame.f_globals.get("__file__", "")).endswith(tuple(EXTENSION_SUFFIXES))
 
 
 def _is_ours(filename: str) -> bool:

@@ -5,8 +5,12 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
+from pathlib import Path
 
+import numpy as np
 import pytest
+
+from spawnsim.errors import told_place
 
 pytestmark = [pytest.mark.mpi, pytest.mark.timeout(120)]
 
@@ -62,9 +66,18 @@ def test_a_quiet_deserter_is_named(job):
     """A rank that exits early with status 0 hangs both MPIs for ever; here the others' deadline names it."""
     found = job(program("if rank == 3: sys.exit(0)", deadline_s=2.0))
     assert found.status == 122
-    assert "Barrier number" in found.err
+    assert re.search(
+        r"Barrier number \d+ on world met its deadline of [\d.]+ s \(program\.py:\d+\)", found.err
+    )
     assert "missing: rank 3" in found.err
     assert "has ended its program" in found.err
+
+
+def test_an_error_of_a_compiled_library_is_told_with_the_programs_line():
+    """Cython's frames name source files by paths of their own, numpy's and mpi4py's do: none is the program's."""
+    with pytest.raises(ValueError, match="cannot be empty") as caught:
+        np.random.default_rng().choice([])
+    assert re.search(rf"\({Path(__file__).name}:\d+\)$", told_place(caught.value))
 
 
 def test_a_rank_that_computes_too_long_is_named(job):

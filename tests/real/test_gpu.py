@@ -241,6 +241,7 @@ def test_origins_and_results_may_be_on_a_gpu(gpu_ranks: Ranks) -> None:
     gpu_ranks(
         """
         window, other = comm.Win.Allocate(4 * 8, 8, comm=comm), 1 - rank
+        window.Lock_all()
         given = on([1.0, 2.0, 3.0, 4.0], torch.float64)
         window.Put(given, other)
         given.copy_(torch.zeros(4, dtype=torch.float64))
@@ -272,6 +273,7 @@ def test_origins_and_results_may_be_on_a_gpu(gpu_ranks: Ranks) -> None:
         window.Fetch_and_op(number, result, other, 0, SUM)
         window.Flush(other)
         assert seen(result).view(torch.float64).item() == 3
+        window.Unlock_all()
         window.Free()
         """
     )

@@ -189,3 +189,124 @@ def test_records_go_to_the_recorder_with_rank_and_time(ranks):
             assert Recorder.events == [(comm.rank, "replaced", {"donor": 3})]
         """
     )
+
+
+def test_persistent_calls_count_at_each_start(ranks):
+    """With the bytes that they send; receives as receives."""
+    ranks(
+        """
+        a, b, counters = np.ones(10), np.empty(10), comm.runtime.counters
+        calls = [comm.Recv_init(b, (rank - 1) % size), comm.Send_init(a, (rank + 1) % size)]
+        sums = comm.Allreduce_init(np.ones(4), np.empty(4))
+        before = counters.messages, counters.nbytes, counters.received
+        for call in [*calls, *calls, sums]:
+            call.Start()
+            if call is not calls[0]:
+                (call if call is sums else calls[0]).Wait()
+                call.Wait()
+        after = counters.messages, counters.nbytes, counters.received
+        assert [now - then for now, then in zip(after, before)] == [3, 2 * 80 + 32, 2]
+        """
+    )
+
+
+@pytest.mark.parametrize(
+    "options",
+    ["Options()", "Options(fingerprints=True)", "Options(reduction='ordered')", "Options(survive=True)"],
+)
+def test_bfloat16_is_summed_as_on_virtual_ranks(ranks, options):
+    """Bit for bit: in float32, rounded at each step, in the order of recursive doubling (or of ranks)."""
+    ranks(
+        """
+        import torch
+        from spawnsim.comm import BF16, BFLOAT16_T
+        from spawnsim.comm.ops import MIN, PROD, SUM, reduce_tree
+        for count in (5, 5000, 100_000):
+            mine = torch.randn(count, generator=torch.Generator().manual_seed(rank)).bfloat16()
+            parts = comm.allgather(mine.view(torch.int16).numpy())
+            for op in (SUM, PROD, MIN):
+                found = mine.clone()
+                comm.Allreduce(IN_PLACE, found, op)
+                merge, arrays = op.merging(BFLOAT16_T), [part.view(BF16) for part in parts]
+                wanted = arrays[0]
+                for other in arrays[1:]:
+                    wanted = merge(wanted, other, np.empty_like(other))
+                if not comm.runtime.ordered:
+                    wanted = reduce_tree(arrays, merge)
+                assert (found.view(torch.int16).numpy().view(BF16) == wanted).all(), (count, op.name)
+        """,
+        options=options,
+    )
+
+
+def test_bfloat16_is_told_from_other_types(ranks):
+    """It has a type of its own, also in a program's op and in what a receive counts; objects are left alone."""
+    ranks(
+        """
+        import torch
+        from mpi4py import MPI
+        from spawnsim.comm import BF16, BFLOAT16_T, Op, Status
+        ones, status, told = torch.ones(4, dtype=torch.bfloat16), Status(), []
+        def latest(inbuf, inoutbuf, datatype):
+            told.append(datatype)
+        comm.Allreduce(ones, torch.empty_like(ones), Op.Create(latest, commute=True))
+        assert set(told) <= {BFLOAT16_T}, told
+        outgoing = comm.Isend([ones, 3], (rank + 1) % size)
+        comm.Recv(torch.empty_like(ones), (rank - 1) % size, status=status)
+        outgoing.Wait()
+        assert status.Get_count(BFLOAT16_T) == 3
+        MPI.Attach_buffer(bytearray(10_000))
+        comm.bsend(ones, (rank + 1) % size)
+        assert type(comm.recv(source=(rank - 1) % size)) is torch.Tensor
+        MPI.Detach_buffer()
+        try:
+            comm.Allreduce(ones, np.empty(4, np.uint16))
+        except ValueError as error:
+            assert "mismatch" in str(error)
+        else:
+            raise AssertionError("accepted")
+        window = comm.Win.Create(ones, disp_unit=2, comm=comm)
+        window.Fence()
+        window.Put(ones[:1] * (rank + 2), (rank + 1) % size, 3)
+        window.Fence()
+        assert ones[3] == (rank - 1) % size + 2
+        window.Free()
+        """
+    )
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float8_e4m3fn"])
+def test_windows_refuse_to_compute_on_what_mpi_would_compute_wrongly(ranks, dtype):
+    """Sums of 16-bit floats end in one error on the rank that asks; they may be replaced. Sums of float32 go on."""
+    ranks(
+        f"""
+        import torch
+        from spawnsim.comm import DOUBLE
+        from spawnsim.comm.ops import MAX, NO_OP, REPLACE, SUM
+        kind = torch.{dtype}
+        one, target = torch.ones(1).to(kind), (rank + 1) % size
+        result, numbers = torch.empty_like(one), torch.zeros(4)
+        window = comm.Win.Create(torch.zeros(4).to(kind), disp_unit=one.element_size(), comm=comm)
+        sums = comm.Win.Create(numbers, disp_unit=4, comm=comm)
+        window.Lock(target); sums.Fence()
+        calls = [
+            lambda op: window.Accumulate(one, target, op=op), lambda op: window.Raccumulate(one, target, op=op),
+            lambda op: window.Get_accumulate(one, result, target, op=op),
+            lambda op: window.Rget_accumulate(one, result, target, op=op),
+            lambda op: window.Fetch_and_op(one, result, target, op=op),
+            lambda op: window.Accumulate([one, 1], target, [0, 1], op),
+        ]
+        for op in (SUM, MAX):
+            for call in calls:
+                try:
+                    call(op)
+                except UnsupportedError as error:
+                    assert f"rank {{comm.rank}}: Win." in str(error) and "{dtype} with" in str(error), error
+                else:
+                    raise AssertionError("accepted")
+        calls[0](REPLACE); calls[1](REPLACE).Wait(); calls[2](NO_OP); window.Unlock(target)
+        sums.Raccumulate(torch.ones(2), target).Wait(); sums.Fence()
+        assert result.float()[0] == 1 and numbers.tolist() == [1, 1, 0, 0]
+        sums.Free(); window.Free()
+        """
+    )

@@ -112,8 +112,9 @@ def test_messages_collectives_and_windows(gloo):
             window.Flush(0)
             window.Put(seen + 1, 0)
             window.Unlock(0)
+            window.Lock(0, LOCK_SHARED)
             window.Fetch_and_op(one, seen, 0, 1)
-            window.Flush(0)
+            window.Unlock(0)
         comm.Barrier()
         assert rank or memory.tolist() == [10 * size, 10 * size], memory
         if rank == 1:
@@ -121,8 +122,9 @@ def test_messages_collectives_and_windows(gloo):
             while not os.path.exists("was read") and time.perf_counter() < end: torch.ones(1000).sum()
             assert os.path.exists("was read")
         elif rank == 0:
+            window.Lock(1, LOCK_SHARED)
             window.Get(seen, 1)
-            window.Flush(1)
+            window.Unlock(1)
             open("was read", "w").close()
         window.Free()
         """,
@@ -221,6 +223,7 @@ def test_a_large_get_sees_puts_as_wholes(gloo):
         window = comm.Win.Allocate(4_000_008, 1)
         whole, seen = np.zeros(1_000_000, np.float32), np.zeros(1_000_000, np.float32)
         one, count = np.ones(1, np.int64), np.zeros(1, np.int64)
+        window.Lock_all()
         for step in range(30):
             if rank == 1:
                 whole[:] = step
@@ -232,6 +235,7 @@ def test_a_large_get_sees_puts_as_wholes(gloo):
                 window.Flush(0)
                 assert (seen == seen[0]).all() and count[0] == step, (seen.min(), seen.max(), count)
         comm.Barrier()
+        window.Unlock_all()
         assert rank or (window.tomemory()[:4_000_000].view(np.float32) == 29).all()
         window.Free()
         """,

@@ -100,8 +100,9 @@ def test_a_window_over_existing_memory_is_reached_when_its_owner_polls(ranks):
             assert os.path.exists("was read, too")
         else:
             got = np.empty(1000)
+            window.Lock(1, LOCK_SHARED)
             window.Get(got, 1)
-            window.Flush(1)
+            window.Unlock(1)
             open("was read, too", "w").close()
             assert (got == 1).all()
         comm.Barrier()

@@ -28,6 +28,7 @@ from spawnsim.real.mpi.abortable import abortable, make_detached
 from spawnsim.real.mpi.runtime import CommCore, MPIRuntime
 from spawnsim.real.mpi.translation import peer
 from spawnsim.real.runtime.collectives import ordered_allreduce, require_same_call
+from spawnsim.real.runtime.services import contribution
 
 if TYPE_CHECKING:
     from spawnsim.real.runtime.staging import Stage
@@ -297,7 +298,10 @@ class Collectives(CommCore):
             args = tuple([peer(value) if type(value) is int else value for value in args])
             kwargs = {key: peer(value) if key == "root" else value for key, value in kwargs.items()}
         self._sequence += 1
-        runtime.counters.part(operation, args, kwargs, self.rank)
+        runtime.counters.part(contribution(operation, args, kwargs, (self.rank, self.size)))
+        spelled = args, kwargs
+        if runtime.translate.bfloat16 is not None and function is None and operation[0].isupper():
+            args, kwargs = runtime.translate.reducing(self._raw, operation, args, kwargs)
         if runtime.abortable:
             if operation in MAKERS:
                 call = partial(getattr(self._raw, operation), *args, **kwargs)
@@ -308,7 +312,7 @@ class Collectives(CommCore):
         active[thread] = (operation, self._sequence, self, perf_counter(), runtime.clock.limit_s())
         try:
             if runtime.fingerprints:
-                check_fingerprints(self._raw, operation, self._sequence, args, kwargs=kwargs)
+                check_fingerprints(self._raw, operation, self._sequence, spelled[0], kwargs=spelled[1])
             if function is None:
                 return getattr(self._raw, operation)(*args, **kwargs)
             return function(self._raw, *args)

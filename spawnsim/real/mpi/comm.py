@@ -24,7 +24,7 @@ from spawnsim.errors import UsageError
 from spawnsim.real.launch.launchers import detect_launcher, require_together
 from spawnsim.real.launch.processes import SURVIVE
 from spawnsim.real.mpi import translation
-from spawnsim.real.mpi.collectives import MAKERS, Collectives
+from spawnsim.real.mpi.collectives import BUFFER, MAKERS, Collectives
 from spawnsim.real.mpi.point_to_point import MPIPersistent, MPIRequest, PointToPoint, wrap_request
 from spawnsim.real.mpi.recovery import capabilities, prepare, recover
 from spawnsim.real.mpi.runtime import MPIRuntime, abort
@@ -34,10 +34,19 @@ from spawnsim.real.runtime.checkpoints import checkpoint, restore
 from spawnsim.real.runtime.namespace import KINDS
 from spawnsim.real.runtime.namespace import namespace as names
 from spawnsim.real.runtime.rank import close, guarded
-from spawnsim.real.runtime.services import Options, RankServices, Recorder
+from spawnsim.real.runtime.services import Options, RankServices, Recorder, contribution
 
 if TYPE_CHECKING:
     from spawnsim.real.runtime.staging import Stage
+
+
+SENDS = ("Send", "Ssend", "Rsend", "Bsend", "Psend")
+COUNTED = (
+    {form: name for name in (*BUFFER, "Allreduce") for form in (f"I{name.lower()}", f"{name}_init")}
+    | {f"{name}_init": name for name in SENDS}
+    | {name: name for name in ("Bsend", "Ibsend", "bsend", "ibsend", "Isendrecv", "Isendrecv_replace")}
+)
+"""What is left to mpi4py and sends, and the operation whose bytes it counts. A persistent call counts at each start."""
 
 
 class MPIComm(PointToPoint, Collectives):
@@ -160,18 +169,28 @@ class MPIComm(PointToPoint, Collectives):
         return method
 
     def _delegate(self, raw: Callable[..., Any], name: str) -> Callable[..., Any]:
-        translate = self.runtime.translate
+        counters, known = self.runtime.counters, self.runtime.translate
+        translate = known.op if name[0].islower() else known  # what objects hold is theirs
+        persistent, operation = name.endswith("_init"), COUNTED.get(name)
+        place = self.rank, self.size
 
         def call(*args: Any, **kwargs: Any) -> Any:
             named = {key: translate(value) for key, value in kwargs.items()}
             given = tuple([translate(value) for value in args])
-            stage = self._staged(name, given, named) if translate.devices else None
+            stage = self._staged(name, given, named) if known.devices else None
             if stage is not None:
                 given, named = stage.args, stage.kwargs
+            if known.bfloat16 is not None and operation is not None:
+                given, named = known.reducing(self._raw, name, given, named)
+            nbytes = 0 if operation is None else contribution(operation, given, named, place)
+            if operation is not None and not persistent:
+                counters.part(nbytes)
             try:
                 result = self._wrapped(raw(*given, **named), name, stage)
             except MPI.Exception as error:
                 raise self._error(error, name) from None
+            if persistent and isinstance(result, MPIPersistent):
+                result.sent = None if operation is None else nbytes
             if stage is not None and not isinstance(result, MPIRequest):
                 stage.end()
             return result

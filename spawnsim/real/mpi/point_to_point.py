@@ -69,9 +69,13 @@ class MPIRequest(RealRequest):
 
 
 class MPIPersistent(MPIRequest):
-    """A persistent or partitioned request: inactive until started, never null until freed."""
+    """A persistent or partitioned request: inactive until started, never null until freed.
 
-    __slots__ = ()
+    `sent`: the bytes that each start sends or contributes; None: it receives.
+    """
+
+    __slots__ = ("sent",)
+    sent: int | None
 
     @classmethod
     def of(
@@ -79,6 +83,7 @@ class MPIPersistent(MPIRequest):
     ) -> MPIRequest:
         self = cls()
         self._raw, self._status, self._persistent, self._stage = raw, MPI.Status(), True, stage
+        self.sent = None
         self._runtime, self._what = runtime, what
         return self
 
@@ -86,6 +91,10 @@ class MPIPersistent(MPIRequest):
         """Begin one more time."""
         if self._stage is not None:
             self._stage.begin()
+        if self.sent is None:
+            self._runtime.counters.received += 1
+        else:
+            self._runtime.counters.part(self.sent)
         self._raw.Start()  # type: ignore[attr-defined]
         self.begin(self._runtime, self._what)
 

@@ -10,11 +10,13 @@ from __future__ import annotations
 import errno
 import inspect
 import os
+import sys
 import time
 from collections.abc import Callable, Mapping
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 from mpi4py import MPI
 
 from spawnsim.comm import constants as ours
@@ -22,8 +24,10 @@ from spawnsim.comm import failures
 from spawnsim.comm.datatypes import Datatype
 from spawnsim.comm.group import Group
 from spawnsim.comm.handles import Errhandler, Info, integer
+from spawnsim.comm.layouts import BF16
+from spawnsim.comm.ops import BY_NAME as OPS
 from spawnsim.comm.ops import Op
-from spawnsim.comm.predefined import BY_NAME, NAMED
+from spawnsim.comm.predefined import BFLOAT16_T, BY_NAME, NAMED
 from spawnsim.errors import RankFailed, Revoked, SpawnsimError, WorldError
 from spawnsim.real.launch.launchers import cuda_aware
 
@@ -88,6 +92,8 @@ class Translator:
     Attributes:
         devices: whether a tensor outside of main memory was among the arguments so far: only then callers `stage`.
         memory: where such tensors are staged; made when the first one comes.
+        bfloat16: the datatype of such numbers, once a tensor of them was among the arguments. To MPI they are 16 bits
+            of no meaning, so from then on reductions ask for an op (`reducing`).
     """
 
     def __init__(self, world: MPI.Group) -> None:
@@ -97,6 +103,9 @@ class Translator:
         self._how: dict[type, Callable[[Any], Any] | None] = {list: self._spec, tuple: self._spec}
         self._ops: dict[int, tuple[Any, MPI.Op]] = {}
         self._types: dict[int, tuple[Any, MPI.Datatype]] = {}
+        self._halves: dict[str, MPI.Op] = {}
+        self._torch_bfloat16: Any = None
+        self.bfloat16: MPI.Datatype | None = None
 
     def __call__(self, value: Any) -> Any:
         """Return a buffer specification, op or datatype as mpi4py wants it."""
@@ -143,6 +152,7 @@ class Translator:
 
     def _learn(self, kind: type) -> Callable[[Any], Any] | None:
         if hasattr(kind, "data_ptr"):  # torch's tensors, known without loading torch
+            self._torch_bfloat16 = sys.modules["torch"].bfloat16
             return self._tensor
         if not kind.__module__.startswith("spawnsim."):
             return None
@@ -164,7 +174,14 @@ class Translator:
     def _tensor(self, tensor: Any) -> Any:
         if not tensor.is_cpu:
             self.devices = True
-        return tensor
+        return tensor if tensor.dtype is not self._torch_bfloat16 else [tensor, self._half()]
+
+    def _half(self) -> MPI.Datatype:
+        """Return the datatype of bfloat16, for which MPI libraries have no name yet."""
+        if self.bfloat16 is None:
+            self.bfloat16 = MPI.UINT16_T.Dup()
+            self.bfloat16.Set_name(BFLOAT16_T.Get_name())
+        return self.bfloat16
 
     def _spec(self, spec: Any) -> Any:
         how = self._how
@@ -173,8 +190,47 @@ class Translator:
             if kind not in how:
                 how[kind] = self._learn(kind)
             if how[kind] is not None:
-                return [part if type(part) is tuple else self(part) for part in spec]
+                made = [part if type(part) is tuple else self(part) for part in spec]
+                return self._typed(made) if self.bfloat16 is not None else made
         return spec
+
+    def _typed(self, spec: list[Any]) -> list[Any]:
+        """Return a specification with the type of its memory, a tensor of bfloat16, unless it states another."""
+        first, last = spec[0], spec[-1]
+        if type(first) is not list or first[-1:] != [self.bfloat16]:
+            return spec
+        stated = isinstance(last[0] if type(last) is list and last else last, (MPI.Datatype, str))
+        return [first[0], *spec[1:]] if stated else [first[0], *spec[1:], self.bfloat16]
+
+    def reducing(
+        self, raw: MPI.Comm, operation: str, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Return the translated arguments of a call, with an op of ours in a reduction of bfloat16."""
+        kind: Any = type(raw)
+        half, names = self.bfloat16, _parameters(kind, operation)
+        given = [*args, *kwargs.values()]
+        if "op" not in names or not any(type(spec) is list and spec and spec[-1] is half for spec in given):
+            return args, kwargs
+        place = names.index("op")
+        op = self._half_op(args[place] if place < len(args) else kwargs.get("op", MPI.SUM))
+        if place < len(args):
+            return (*args[:place], op, *args[place + 1 :]), kwargs
+        return args, kwargs | {"op": op}
+
+    def _half_op(self, native: MPI.Op) -> MPI.Op:
+        """Return an op that computes on bfloat16 as on virtual ranks: in float32, rounded at each step."""
+        op = next((op for name, op in OPS.items() if op and getattr(MPI, name) == native), None)
+        if op is None:  # the program's own
+            return native
+        op.check(BFLOAT16_T)
+        made = self._halves.get(op.name)
+        if made is None:
+
+            def combine(inbuf: Any, inoutbuf: Any, _datatype: Any) -> None:
+                op.reduce(np.frombuffer(inbuf, BF16), np.frombuffer(inoutbuf, BF16))
+
+            made = self._halves[op.name] = MPI.Op.Create(combine, commute=True)
+        return made
 
     def _op(self, op: Any) -> MPI.Op:
         found = self._ops.get(id(op))
@@ -190,7 +246,10 @@ class Translator:
         found = self._types.get(id(datatype))
         if found is None:
             name = next((name for name, known in BY_NAME.items() if known is datatype), None)
-            native = getattr(MPI, name) if name is not None and hasattr(MPI, name) else _derived(datatype)
+            if datatype is BFLOAT16_T:
+                native = self._half()
+            else:
+                native = getattr(MPI, name) if name is not None and hasattr(MPI, name) else _derived(datatype)
             found = self._types[id(datatype)] = (datatype, native)
         return found[1]
 

@@ -17,18 +17,27 @@ import numpy as np
 from mpi4py import MPI
 
 from spawnsim.comm.constants import LOCK_EXCLUSIVE
+from spawnsim.comm.datatypes import Datatype
+from spawnsim.comm.handles import integer
+from spawnsim.comm.layouts import BF16
 from spawnsim.comm.ops import SUM
+from spawnsim.comm.predefined import NAMED
 from spawnsim.errors import UnsupportedError
 from spawnsim.real.mpi import translation
 from spawnsim.real.mpi.abortable import make_collectively, run_detached
 from spawnsim.real.mpi.point_to_point import MPIRequest
 from spawnsim.real.mpi.runtime import CommCore
 from spawnsim.real.runtime.rma_sync import WindowSync
+from spawnsim.real.runtime.services import nbytes_of
 
 if TYPE_CHECKING:
     from spawnsim.real.runtime.staging import Stage
 
 
+HALVES = ("float16", "bfloat16", str(BF16))
+HALF_TYPES = (NAMED["MPI_FLOAT16_T"], NAMED["MPI_BFLOAT16_T"])
+LISTS = (list, tuple)
+UNKNOWN = -1  # how many bytes a part has
 WRITER = 1 << 40  # added to a lock word by the one exclusive holder; shared holders add 1
 
 
@@ -51,16 +60,28 @@ class MPIWin(WindowSync):
         self._tokens = make_collectively(comm, MPI.Intracomm.Dup)
         word: Any = self._words.tomemory()
         memoryview(word)[:] = bytes(8)
+        self._sizes, self._units = self._parts()
         self.label = f"{comm.label}/Win{comm._sequence}"
         self._stages: list[tuple[int, Stage]] = []  # of calls with GPU tensors that are not flushed yet
         self._begin_sync()
         self._one, self._was = np.zeros(1, np.int64), np.zeros(1, np.int64)
-        comm.Barrier()
         self._runtime.windows.append(self)
         raw.Lock_all(MPI.MODE_NOCHECK)
         self._words.Lock_all(MPI.MODE_NOCHECK)
         self._targets = [WatchedTarget(f"the window of {comm.label}", (member,)) for member in comm.members]
         comm.Barrier()
+
+    def _parts(self) -> tuple[list[int], list[int]]:
+        """Return the bytes and the displacement unit of each rank's part, once all have made theirs.
+
+        Of memory that is attached later nothing is known, and nothing is refused.
+        """
+        comm, raw = self._comm, self._raw
+        known = raw.Get_attr(MPI.WIN_CREATE_FLAVOR) != MPI.WIN_FLAVOR_DYNAMIC
+        parts = np.empty((comm.size, 2), np.int64)
+        own = [raw.Get_attr(MPI.WIN_SIZE), raw.Get_attr(MPI.WIN_DISP_UNIT)] if known else [UNKNOWN, 1]
+        comm.Allgather(np.array(own, np.int64), parts)
+        return parts[:, 0].tolist(), parts[:, 1].tolist()
 
     # ------------------------------------------------------------------------------------------------ memory
     def tomemory(self) -> Any:
@@ -122,16 +143,66 @@ class MPIWin(WindowSync):
         return int(self._was[0])
 
     # ---------------------------------------------------------------------------------------------- accesses
+    def _check(self, rank: int, target: Any, origin: Any) -> None:
+        """Count an access; refuse one outside of any epoch, or that surely leaves the target's part.
+
+        What a derived datatype touches, or one that is spelled as a text, the library alone knows.
+        """
+        nbytes, rank = nbytes_of(origin), integer(rank)
+        self._runtime.counters.part(nbytes)
+        if not 0 <= rank < self._comm.size or self._comm.revoked:  # PROC_NULL, or what the library tells
+            return
+        self._require_epoch(rank)
+        size, displacement = self._sizes[rank], target
+        count: tuple[Any, ...] = ()
+        if type(target) in LISTS:
+            displacement, count = target[0] if target else 0, tuple(target[1:])
+        known = _is_plain(origin) and (not count or type(origin) not in LISTS or len(count) == 2)
+        if size == UNKNOWN or not (known and _is_plain(count)):
+            return
+        if count:
+            nbytes = nbytes_of([origin[0] if type(origin) in LISTS else origin, *count])
+        self._require_inside(rank, int(displacement or 0) * self._units[rank], nbytes, size)
+
     def _buffers(self, operation: str, target_rank: int, *buffers: Any) -> tuple[Any, ...]:
-        """Count an access and return its buffers as mpi4py takes them; a GPU tensor is in main memory until Flush."""
+        """Return an access's buffers as mpi4py takes them; a GPU tensor is in main memory until Flush."""
         translate = self._runtime.translate
-        self._runtime.counters.access(buffers[0])
         given = tuple([translate(buffer) for buffer in buffers])
         stage: Stage | None = translate.stage(self._raw, operation, given) if translate.devices else None
         if stage is None:
             return given
         self._stages.append((target_rank, stage))
         return stage.args
+
+    def _require_sums(self, operation: str, origin: Any, target: Any, op: MPI.Op) -> None:
+        """Refuse an access that computes on what MPI takes for other numbers: it would give wrong ones without a word.
+
+        MPICH's `Accumulate` of float16 is no sum; bfloat16, fp8 and datatypes derived by spawnsim go to MPI as bytes.
+        """
+        kind = getattr(origin, "dtype", None)
+        if (kind in _SUMMED and type(target) not in LISTS) or op in (MPI.REPLACE, MPI.NO_OP):
+            return
+        types = [
+            part
+            for spec in (origin, target)
+            if type(spec) in LISTS
+            for part in spec
+            if type(part) is Datatype
+        ]
+        memory = origin[0] if type(origin) in LISTS else origin
+        name = str(getattr(memory, "dtype", "")).removeprefix("torch.")
+        derived = not all(each.is_predefined for each in types)
+        if not (
+            derived or name in HALVES or name.startswith("float8") or any(t in HALF_TYPES for t in types)
+        ):
+            if kind is not None:
+                _SUMMED.add(kind)
+            return
+        what = f"{'a derived datatype' if derived else name} with {op.__reduce__()}"
+        raise UnsupportedError(
+            f"rank {self._comm.rank}: Win.{operation} of {what}: over MPI it would give wrong numbers; take a window "
+            "of float32 (or another predefined type), or a lock, Get and Put"
+        )
 
     def _land(self, rank: int | None) -> None:
         """Copy to GPU tensors what the calls to `rank` (None: to all) have fetched, now that they are complete."""
@@ -141,53 +212,82 @@ class MPIWin(WindowSync):
             stage.end()
 
     def Get(self, origin: Any, target_rank: int, target: Any = None) -> None:
+        self._check(target_rank, target, origin)
         (origin,) = self._buffers("Get", target_rank, origin)
         self._raw.Get(origin, translation.peer(target_rank), self._runtime.translate(target))
 
     def Put(self, origin: Any, target_rank: int, target: Any = None) -> None:
+        self._check(target_rank, target, origin)
         (origin,) = self._buffers("Put", target_rank, origin)
         self._raw.Put(origin, translation.peer(target_rank), self._runtime.translate(target))
 
     def Accumulate(self, origin: Any, target_rank: int, target: Any = None, op: Any = SUM) -> None:
         translate = self._runtime.translate
+        native = translate(op)
+        self._check(target_rank, target, origin)
+        self._require_sums("Accumulate", origin, target, native)
         (origin,) = self._buffers("Accumulate", target_rank, origin)
-        self._raw.Accumulate(origin, translation.peer(target_rank), translate(target), translate(op))
+        self._raw.Accumulate(origin, translation.peer(target_rank), translate(target), native)
 
     def Get_accumulate(
         self, origin: Any, result: Any, target_rank: int, target: Any = None, op: Any = SUM
     ) -> None:
         translate = self._runtime.translate
+        native = translate(op)
+        self._check(target_rank, target, origin)
+        self._require_sums("Get_accumulate", origin, target, native)
         origin, result = self._buffers("Get_accumulate", target_rank, origin, result)
-        self._raw.Get_accumulate(
-            origin, result, translation.peer(target_rank), translate(target), translate(op)
-        )
+        self._raw.Get_accumulate(origin, result, translation.peer(target_rank), translate(target), native)
 
     def Fetch_and_op(
         self, origin: Any, result: Any, target_rank: int, target_disp: int = 0, op: Any = SUM
     ) -> None:
+        native = self._runtime.translate(op)
+        self._check(target_rank, [target_disp, 1], origin)  # of one element; the library refuses more
+        self._require_sums("Fetch_and_op", origin, None, native)
         origin, result = self._buffers("Fetch_and_op", target_rank, origin, result)
-        self._raw.Fetch_and_op(origin, result, target_rank, target_disp, self._runtime.translate(op))
+        self._raw.Fetch_and_op(origin, result, target_rank, target_disp, native)
 
     def Compare_and_swap(
         self, origin: Any, compare: Any, result: Any, target_rank: int, target_disp: int = 0
     ) -> None:
+        self._check(target_rank, [target_disp, 1], origin)  # of one element; the library refuses more
         origin, compare, result = self._buffers("Compare_and_swap", target_rank, origin, compare, result)
         self._raw.Compare_and_swap(origin, compare, result, target_rank, target_disp)
 
     def Rget(self, origin: Any, target_rank: int, target: Any = None) -> MPIRequest:
-        return self._requested("Rget", origin, target_rank, target)
+        self._check(target_rank, target, origin)
+        return self._requested("Rget", target_rank, (origin,), target)
 
     def Rput(self, origin: Any, target_rank: int, target: Any = None) -> MPIRequest:
-        return self._requested("Rput", origin, target_rank, target)
+        self._check(target_rank, target, origin)
+        return self._requested("Rput", target_rank, (origin,), target)
 
-    def _requested(self, operation: str, origin: Any, target_rank: int, target: Any) -> MPIRequest:
+    def Raccumulate(self, origin: Any, target_rank: int, target: Any = None, op: Any = SUM) -> MPIRequest:
+        native = self._runtime.translate(op)
+        self._check(target_rank, target, origin)
+        self._require_sums("Raccumulate", origin, target, native)
+        return self._requested("Raccumulate", target_rank, (origin,), target, native)
+
+    def Rget_accumulate(
+        self, origin: Any, result: Any, target_rank: int, target: Any = None, op: Any = SUM
+    ) -> MPIRequest:
+        native = self._runtime.translate(op)
+        self._check(target_rank, target, origin)
+        self._require_sums("Rget_accumulate", origin, target, native)
+        return self._requested("Rget_accumulate", target_rank, (origin, result), target, native)
+
+    def _requested(
+        self, operation: str, target_rank: int, buffers: tuple[Any, ...], *rest: Any
+    ) -> MPIRequest:
+        """Make an access that has a request; `rest`: its target, and its op."""
         translate = self._runtime.translate
-        self._runtime.counters.access(origin)
-        origin = translate(origin)
-        stage = translate.stage(self._raw, operation, (origin,)) if translate.devices else None
+        given = tuple([translate(buffer) for buffer in buffers])
+        stage = translate.stage(self._raw, operation, given) if translate.devices else None
         if stage is not None:
-            (origin,) = stage.args
-        raw = getattr(self._raw, operation)(origin, translation.peer(target_rank), translate(target))
+            given = stage.args
+        rank, after = translation.peer(target_rank), [translate(value) for value in rest]
+        raw = getattr(self._raw, operation)(*given, rank, *after)
         return MPIRequest.of(raw, self._runtime, (f"Win.{operation}", target_rank, self._comm), stage)
 
     # -------------------------------------------------------------------------------------------- completion
@@ -225,6 +325,7 @@ class MPIWin(WindowSync):
         self._raw.Sync()
         self._comm.Barrier()
         self._raw.Sync()
+        self._fence(assertion)
 
     def Get_attr(self, keyval: int) -> Any:
         """Return an attribute; spawnsim's numbers of the predefined ones are translated."""
@@ -261,6 +362,16 @@ class MPIWin(WindowSync):
         return getattr(self._raw, name)
 
 
+_SUMMED: set[Any] = set()  # dtypes of numbers that MPI combines rightly
+
+
+def _is_plain(spec: Any) -> bool:
+    """Whether the bytes of a specification follow from its memory and counts, or a predefined type."""
+    if type(spec) not in LISTS or not spec:
+        return True
+    return type(spec[-1]) is not str and bool(getattr(spec[-1], "is_predefined", True))
+
+
 class Windows:
     """`comm.Win`: makes windows on a communicator, with mpi4py's names. All calls are collective."""
 
@@ -286,6 +397,7 @@ class Windows:
         """Return a window over memory that exists. Others reach it only when this rank polls; `Allocate` is quicker."""
         runtime = self._comm.runtime
         memory = runtime.translate(memory)
+        memory = memory[0] if type(memory) is list else memory  # of bfloat16, with its type
         if runtime.translate.far(memory):
             raise UnsupportedError(
                 "Win.Create over GPU memory: use Win.Allocate, and Put GPU tensors into it and Get them from it"

@@ -12,8 +12,8 @@ from collections import Counter
 from functools import partial
 from typing import Any
 
-from spawnsim.comm.constants import LOCK_EXCLUSIVE, LOCK_SHARED
-from spawnsim.comm.failures import ERR_GROUP, CallError
+from spawnsim.comm.constants import LOCK_EXCLUSIVE, LOCK_SHARED, MODE_NOSUCCEED
+from spawnsim.comm.failures import ERR_GROUP, ERR_RMA_RANGE, ERR_RMA_SYNC, CallError
 from spawnsim.comm.group import Group
 from spawnsim.comm.handles import integer
 from spawnsim.errors import ParameterError, Timeout, UsageError
@@ -23,7 +23,13 @@ DUE = {POST: "Post", COMPLETE: "Complete"}
 
 
 class WindowSync:
-    """The locks that one rank holds on one window, and its active-target epochs there."""
+    """The locks that one rank holds on one window, and its active-target epochs there.
+
+    Attributes:
+        label: what the window is called in errors.
+    """
+
+    label: str
 
     _comm: Any
     _runtime: Any
@@ -33,6 +39,7 @@ class WindowSync:
         self._told: Counter[tuple[int, int]] = Counter()  # (rank, POST or COMPLETE): tokens that have come
         self._started: tuple[int, ...] = ()
         self._exposed: tuple[int, ...] = ()
+        self._fenced = False
 
     # ------------------------------------------------------------------------------------------ of each backend
     def Flush(self, rank: int) -> None:
@@ -57,6 +64,31 @@ class WindowSync:
     def Sync(self) -> None:
         """Make this rank's stores and those of others visible to each other."""
         raise NotImplementedError
+
+    # ------------------------------------------------------------------------------------------------- accesses
+    # Libraries accept an access outside of any epoch, and MPICH one beyond a part, into memory that is not the
+    # window's: both are refused here, in the words of virtual ranks, before anything is sent.
+    def _require_epoch(self, rank: int) -> None:
+        """Refuse an access outside of any epoch."""
+        if not (rank in self._held or self._fenced or rank in self._started):
+            raise CallError(
+                ERR_RMA_SYNC,
+                f"rank {self._comm.rank}: access to rank {rank} of {self.label} outside an epoch: Lock, Fence or Start "
+                "first",
+            )
+
+    def _require_inside(self, rank: int, start: int, nbytes: int, size: int) -> None:
+        """Refuse an access to bytes that a part of `size` bytes has not."""
+        if start < 0 or start + nbytes > size:
+            raise CallError(
+                ERR_RMA_RANGE,
+                f"rank {self._comm.rank}: access to bytes {start} to {start + nbytes} of {self.label}, of which rank "
+                f"{rank} has {size}: pass a longer window or a smaller count",
+            )
+
+    def _fence(self, assertion: int) -> None:
+        """Begin what Fence begins: accesses to all ranks, unless the program has said that none follow."""
+        self._fenced = not assertion & MODE_NOSUCCEED
 
     # ------------------------------------------------------------------------------------------- passive target
     def Lock(self, rank: int, lock_type: int = LOCK_EXCLUSIVE, assertion: int = 0) -> None:

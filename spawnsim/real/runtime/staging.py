@@ -14,13 +14,12 @@ from typing import Any
 
 import torch
 
-from spawnsim.comm.constants import IN_PLACE
 from spawnsim.comm.failures import SpecBufferError
 from spawnsim.errors import UnsupportedError
 from spawnsim.phantoms import NO_DATA, PhantomError
+from spawnsim.real.runtime.services import IN_PLACE_TYPE
 
 SENT, RECEIVED, BOTH = 1, 2, 3
-IN_PLACE_TYPE = type(IN_PLACE).__name__  # mpi4py's own is called the same
 INTO = {"recvbuf", "result", "inoutbuf", "outbuf"}
 """Arguments that receive. What a call may leave as it is must be copied in first, so that it comes back unharmed."""
 FILLED = {"allreduce", "reduce", "allgather", "gather", "scatter", "alltoall", "scan", "reduce_scatter_block"}

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
 
-from spawnsim.errors import program_line
+from spawnsim.errors import program_place
 
 TICK_S = 0.1  # how often a watchdog looks: 10 looks a second cost under 0.1 % of a core
 GRACE_S = 1.5  # how long a watchdog may take to answer before its rank counts as silent
@@ -170,8 +170,9 @@ class Watchdog(threading.Thread):
         """Return where this rank is."""
         now, frames = time.perf_counter(), sys._current_frames()
         calls = [
-            (op, number, scope.label, now - began, program_line(traceback.extract_stack(frames.get(thread))))
+            (op, number, scope.label, now - began, program_place(traceback.walk_stack(frames[thread])))
             for thread, (op, number, scope, began, _) in list(self.active.items())
+            if thread in frames
         ]
         return Where(self.channel.rank, tuple(calls), self.note() or self._after(), answered=True)
 

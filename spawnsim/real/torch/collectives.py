@@ -26,6 +26,7 @@ from spawnsim.real.runtime.requests import RealRequest
 from spawnsim.real.runtime.watchdog import verdict
 from spawnsim.real.torch.exchanges import Exchanges, as_blocks
 from spawnsim.real.torch.point_to_point import (
+    GLOO_TYPES,
     CompositeRequest,
     WorkRequest,
     as_plain,
@@ -203,21 +204,22 @@ class NativeCollectives(Exchanges):
 
     def _native(self, buf: Any) -> tuple[Tensor, Callable[[], object] | None]:
         """Return a tensor to broadcast: any type as its bytes, staged if torch's group cannot reach it."""
-        if type(buf) is Tensor and buf.is_cpu and buf.is_contiguous():  # the short way of a plain tensor
+        plain = type(buf) is Tensor and buf.is_cpu and buf.is_contiguous()
+        if plain and buf.dtype in GLOO_TYPES and not buf.requires_grad:  # the short way of a plain tensor
             return buf, None
         if on_gpu(buf) and not self.runtime.has_nccl:
             host = staged(buf).copy_(buf)
             return host.view(-1).view(torch.uint8), lambda: buf.copy_(host)
-        plain = flat_tensor(buf, writable=True)
-        if plain is not None:
-            return plain, None
+        flat = flat_tensor(buf, writable=True)
+        if flat is not None:
+            return flat, None
         buffer = as_buffer(buf, writable=True)
         data = torch.from_numpy(buffer.pack().reshape(-1).view("u1"))
         return data, lambda: buffer.unpack(data.numpy())
 
     def Allreduce(self, sendbuf: Any, recvbuf: Any, op: Op = SUM) -> None:
         if sendbuf is IN_PLACE and type(recvbuf) is Tensor and recvbuf.is_cpu and not self.runtime.ordered:
-            options = REDUCING.get((recvbuf.dtype, op.name))
+            options = None if recvbuf.requires_grad else REDUCING.get((recvbuf.dtype, op.name))
             if options is not None and recvbuf.is_contiguous():  # the short way of a plain tensor
                 self._run_watched("Allreduce", self._gloo.allreduce, ([recvbuf], options), (op.name, recvbuf))
                 return

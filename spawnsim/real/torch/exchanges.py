@@ -38,10 +38,17 @@ class Exchanges(CommCore, ObjectCollectives):
     # the program can. All receives are posted first, so that what comes goes straight to its place.
 
     def _plan(
-        self, operation: str, sends: Sends, receives: Receives, after: Callable[[], object] | None = None
+        self,
+        operation: str,
+        sends: Sends,
+        receives: Receives,
+        *,
+        contributed: int,
+        after: Callable[[], object] | None = None,
     ) -> CompositeRequest:
-        """Begin an exchange; a block to oneself is copied by the mailbox as well."""
+        """Begin an exchange; a block to oneself is copied by the mailbox as well. `contributed`: bytes of this rank."""
         tag, inner = self._count(), self._inner
+        self.runtime.counters.part(contributed)
         parts: list[RealRequest] = [
             inner._receive(rank, tag, operation, ReceiveTarget(block)) for rank, block in receives
         ]
@@ -67,30 +74,36 @@ class Exchanges(CommCore, ObjectCollectives):
     def _gather(self, operation: str, sendbuf: Any, recvbuf: Any, root: int = 0) -> CompositeRequest:
         self._root(root, operation)
         blocks: list[tuple[int, Buffer]] = []
+        own = 0
         if self.rank == root:
             table = as_blocks(recvbuf, self.size, vector=operation.endswith("v"), writable=True)
             blocks = [
                 (rank, table[rank]) for rank in range(self.size) if rank != root or not is_in_place(sendbuf)
             ]
+            own = table[root].nbytes
         sends = [] if is_in_place(sendbuf) else [(root, bytes_of(as_buffer(sendbuf)))]
-        return self._plan(operation, sends, blocks)
+        contributed = sends[0][1].nbytes if sends else own
+        return self._plan(operation, sends, blocks, contributed=contributed)
 
     def _scatter(self, operation: str, sendbuf: Any, recvbuf: Any, root: int = 0) -> CompositeRequest:
         self._root(root, operation)
         sends: list[tuple[int, Bytes]] = []
+        whole = 0
         if self.rank == root:
             table = as_blocks(sendbuf, self.size, vector=operation.endswith("v"))
             sends = [
                 (r, bytes_of(table[r])) for r in range(self.size) if r != root or not is_in_place(recvbuf)
             ]
+            whole = sum(block.nbytes for block in table)
         blocks = [] if is_in_place(recvbuf) else [(root, as_buffer(recvbuf, writable=True))]
-        return self._plan(operation, sends, blocks)
+        return self._plan(operation, sends, blocks, contributed=whole)
 
     def _allgather(self, operation: str, sendbuf: Any, recvbuf: Any) -> CompositeRequest:
         table = as_blocks(recvbuf, self.size, vector=operation.endswith("v"), writable=True)
         own = bytes_of(table[self.rank] if is_in_place(sendbuf) else as_buffer(sendbuf))
         others = [r for r in range(self.size) if r != self.rank or not is_in_place(sendbuf)]
-        return self._plan(operation, [(r, own) for r in others], [(r, table[r]) for r in others])
+        sends = [(r, own) for r in others]
+        return self._plan(operation, sends, [(r, table[r]) for r in others], contributed=own.nbytes)
 
     def _alltoall(self, operation: str, sendbuf: Any, recvbuf: Any) -> CompositeRequest:
         kind = {"vector": operation[-1] in "vw", "types": operation[-1] == "w"}
@@ -98,7 +111,8 @@ class Exchanges(CommCore, ObjectCollectives):
         given = into if is_in_place(sendbuf) else as_blocks(sendbuf, self.size, **kind)
         copied = is_in_place(sendbuf)  # or a block might be overwritten before it has left
         sends = [(r, as_bytes(block.pack()) if copied else bytes_of(block)) for r, block in enumerate(given)]
-        return self._plan(operation, sends, enumerate(into))
+        whole = sum(data.nbytes for _, data in sends)
+        return self._plan(operation, sends, enumerate(into), contributed=whole)
 
     # ---------------------------------------------------------------------------------------------- reductions
     def _fold(
@@ -124,7 +138,8 @@ class Exchanges(CommCore, ObjectCollectives):
                 finish(total)
 
         blocks = [(rank, as_buffer(as_bytes(part))) for rank, part in parts.items()]
-        return self._plan(operation, [(rank, as_bytes(own)) for rank in dests], blocks, combine)
+        sends = [(rank, as_bytes(own)) for rank in dests]
+        return self._plan(operation, sends, blocks, contributed=own.nbytes, after=combine)
 
     def _reduction(
         self, operation: str, buffers: tuple[Any, Any], op: Op, root: int | None
@@ -178,7 +193,8 @@ class Exchanges(CommCore, ObjectCollectives):
         parts = [np.empty_like(given.part(starts[self.rank], counts[self.rank]).pack()) for _ in counts]
         slices = [(r, as_bytes(given.part(starts[r], counts[r]).pack())) for r in range(self.size)]
         blocks = [(rank, as_buffer(as_bytes(part))) for rank, part in enumerate(parts)]
-        self._met(self._plan(operation, slices, blocks), operation)
+        whole = sum(data.nbytes for _, data in slices)
+        self._met(self._plan(operation, slices, blocks, contributed=whole), operation)
         total = parts[0]
         for part in parts[1:]:
             total = op.reduce(total, part, given.datatype)
@@ -193,6 +209,7 @@ class Exchanges(CommCore, ObjectCollectives):
         for thing in objects.values():
             if id(thing) not in pickled:
                 pickled[id(thing)] = as_payload(self.runtime.pickle.dumps(thing))
+        self.runtime.counters.part(sum(data.nbytes for data in pickled.values()))
         sending = [
             inner._start(pickled[id(thing)], (rank, tag), operation) for rank, thing in objects.items()
         ]

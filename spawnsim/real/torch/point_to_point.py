@@ -20,7 +20,7 @@ from spawnsim.comm.layouts import BF16
 from spawnsim.comm.memory import as_bytes
 from spawnsim.errors import Timeout
 from spawnsim.real.runtime.requests import RealRequest, late_receive
-from spawnsim.real.runtime.staging import Call, Memory, Stage, device_tensor
+from spawnsim.real.runtime.staging import Call, Memory, Stage, checked, device_tensor
 from spawnsim.real.torch.runtime import CommCore
 from spawnsim.real.torch.transport import Bytes, InboundMessage, PostedReceive, Sent, as_payload, rank_gone
 
@@ -82,11 +82,12 @@ def incoming(spec: Any) -> ReceiveTarget:
 
 
 def flat_tensor(spec: Any, *, writable: bool = False) -> torch.Tensor | None:
-    """Return the user's memory as a flat tensor for a collective of torch, or None if torch has no such type."""
+    """Return the user's memory as a flat tensor for a collective of torch, or None if gloo has no such type."""
     if isinstance(spec, torch.Tensor):
-        if spec.dim() == 1 and not spec.requires_grad and spec.is_contiguous():
-            return spec
-        return spec.detach().view(-1) if spec.is_contiguous() else None
+        checked(spec)
+        if spec.is_cpu and spec.dtype not in GLOO_TYPES:
+            return None
+        return spec if spec.dim() == 1 else spec.view(-1)
     buffer = as_buffer(spec, writable=writable)
     if not (buffer.datatype and buffer.datatype.is_predefined):
         return None
@@ -105,6 +106,8 @@ def as_plain(spec: Any) -> bool:
 
 TORCH_NAMES = {"float16", "float32", "float64", "int8", "uint8", "int32", "int64"}
 """Types that gloo reduces."""
+GLOO_TYPES = {torch.bfloat16, torch.bool, *(getattr(torch, name) for name in TORCH_NAMES)}
+"""Types that gloo moves. Of others it says "Invalid scalar type"; they travel as bytes."""
 
 
 class SendRequest(RealRequest):

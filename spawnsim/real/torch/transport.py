@@ -22,7 +22,8 @@ import torch
 from numpy.typing import NDArray
 
 from spawnsim.comm.constants import ANY_SOURCE, ANY_TAG
-from spawnsim.errors import RankFailed
+from spawnsim.comm.failures import ERR_TYPE, CallError
+from spawnsim.errors import RankFailed, SpawnsimError
 from spawnsim.real.runtime.services import Counters
 
 Bytes = NDArray[np.uint8]
@@ -216,9 +217,19 @@ class Wire:
             thread.join()
 
 
-def rank_gone(what: str, error: Exception) -> RankFailed:
-    """Return the `RankFailed` for an error of gloo: another rank's end of a connection is closed."""
-    return RankFailed((), f"{what}: a rank has gone: {_reason(error)}")
+REFUSALS = ("scalar type", "data type", "cannot use reduceop", "unsupported", "not supported")
+"""Of a type or an op that a library has not, in lower case."""
+
+
+def rank_gone(what: str, error: Exception) -> SpawnsimError:
+    """Return spawnsim's error for one of gloo's or NCCL's: another rank's end of a connection is closed.
+
+    Unless the library has refused the call as it is: then that is the program's error.
+    """
+    reason = _reason(error)
+    if any(words in reason.lower() for words in REFUSALS):
+        return CallError(ERR_TYPE, f"{what}: {reason}")
+    return RankFailed((), f"{what}: a rank has gone: {reason}")
 
 
 def _reason(error: Exception) -> str:
@@ -296,7 +307,8 @@ class Mailbox(Receiver):
     # ------------------------------------------------------------------------------------------------ sending
     def send(self, context: int, dest: int, tag: int, data: Bytes, *, synchronous: bool = False) -> Sent:
         """Send bytes; synchronously, the result is complete when a receive has been found."""
-        self._counters.access(data)
+        if not context & 1:  # an exchange has counted itself, as one message
+            self._counters.access(data)
         ident = next(self._wire.idents) if synchronous else 0
         waiting = Sent(False)
         if synchronous:
@@ -346,7 +358,8 @@ class Mailbox(Receiver):
     # ---------------------------------------------------------------------------------------------- receiving
     def post(self, context: int, receive: PostedReceive) -> None:
         """Open a receive; it takes the first unclaimed message that fits."""
-        self._counters.received += 1
+        if not context & 1:
+            self._counters.received += 1
         with self._condition:
             queues = self._queues[context]
             message = next((message for message in queues.unexpected if receive.takes(message)), None)

@@ -21,11 +21,12 @@ from spawnsim.comm.buffers import Buffer, as_buffer, as_target
 from spawnsim.comm.constants import LOCK_EXCLUSIVE, PROC_NULL, of_mpi4py
 from spawnsim.comm.datatypes import Datatype
 from spawnsim.comm.failures import ERR_RANK, CallError
+from spawnsim.comm.handles import integer
 from spawnsim.comm.memory import as_bytes
 from spawnsim.comm.ops import BY_NAME as OPS
 from spawnsim.comm.ops import SUM, Op
 from spawnsim.comm.predefined import BY_NAME as TYPES
-from spawnsim.errors import ParameterError, Timeout, UnsupportedError, UsageError
+from spawnsim.errors import ParameterError, Timeout, UnsupportedError
 from spawnsim.real.runtime.requests import RealRequest
 from spawnsim.real.runtime.rma_sync import WindowSync
 from spawnsim.real.torch.collectives import NativeCollectives
@@ -36,6 +37,7 @@ from spawnsim.real.torch.transport import INLINE_NBYTES, Bytes, Parcel, Receiver
 REQUEST, REPLY = 5, 6
 GET, PUT, ACCUMULATE, SWAP, LOCK, UNLOCK, CANCEL, TOKEN = range(8)
 CHANGES = (PUT, ACCUMULATE, SWAP)
+ACCESSES = (GET, *CHANGES)
 OP_NAMES, TYPE_NAMES = list(OPS), list(TYPES)
 
 
@@ -260,6 +262,7 @@ class TorchWin(WindowSync):
     def __init__(self, comm: NativeCollectives, number: int, memory: Bytes, disp_unit: int) -> None:
         self._comm, self._runtime, self.memory = comm, comm.runtime, memory
         self._server = WindowServer.of(self._runtime)
+        self.label = f"window {number} of {comm.label}"
         self._ident = comm._context ^ (number << 1) ^ (1 << 60)
         self._begin_sync()
         self._server.parts[self._ident] = WindowPart(memory, on_token=self._count_token)
@@ -287,7 +290,8 @@ class TorchWin(WindowSync):
         request.kind, request.context, request.ident = REQUEST, self._ident, next(self._runtime.wire.idents)
         self._server.wanted[request.ident] = wanted
         self._open[rank].append(wanted)
-        self._runtime.counters.access(wanted.into if payload is None else payload)
+        if request.first in ACCESSES:
+            self._runtime.counters.access(wanted.into if payload is None else payload)
         self._runtime.wire.send(self._comm.members[rank], request, payload)
         return wanted
 
@@ -296,6 +300,7 @@ class TorchWin(WindowSync):
         displacement, count, datatype = as_target(target, origin)
         if rank == PROC_NULL:
             return 0, count * datatype.size
+        rank = integer(rank)
         if not 0 <= rank < self._comm.size:
             raise CallError(
                 ERR_RANK, f"rank {rank}: this window has ranks 0 to {self._comm.size - 1}{of_mpi4py(rank)}"
@@ -304,10 +309,9 @@ class TorchWin(WindowSync):
             raise UnsupportedError(
                 "windows over torch take dense datatypes: access each block, or use --backend mpi"
             )
+        self._require_epoch(rank)
         start, nbytes = displacement * self._units[rank], count * datatype.size
-        if start < 0 or start + nbytes > self._sizes[rank]:
-            have = f"rank {rank}'s part has {self._sizes[rank]} bytes"
-            raise UsageError(f"rank {self._comm.rank}: access to bytes {start} to {start + nbytes}; {have}")
+        self._require_inside(rank, start, nbytes, self._sizes[rank])
         return start, nbytes
 
     def _get(self, origin: Any, rank: int, target: Any) -> PendingAccess:
@@ -418,6 +422,7 @@ class TorchWin(WindowSync):
     def Fence(self, assertion: int = 0) -> None:
         self.Flush_all()
         self._comm.Barrier()
+        self._fence(assertion)
 
     def Sync(self) -> None:
         """Do nothing: there is one copy of the memory, so all stores are visible."""
