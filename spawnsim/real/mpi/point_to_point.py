@@ -488,7 +488,9 @@ class PointToPoint(CommCore):
 
     def _replaced(self, buf: Any) -> Stage | None:
         translate = self.runtime.translate
-        buf = translate(buf)
+        translate(
+            buf
+        )  # which tells whether there are such tensors; what is staged is translated when it is sent
         if not translate.devices:
             return None
         return translate.stage(self._raw, "Sendrecv_replace", (buf,))
