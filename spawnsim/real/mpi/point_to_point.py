@@ -488,9 +488,8 @@ class PointToPoint(CommCore):
 
     def _replaced(self, buf: Any) -> Stage | None:
         translate = self.runtime.translate
-        translate(
-            buf
-        )  # which tells whether there are such tensors; what is staged is translated when it is sent
+        # It tells whether there are such tensors; what is staged is translated when it is sent.
+        translate(buf)
         if not translate.devices:
             return None
         return translate.stage(self._raw, "Sendrecv_replace", (buf,))
