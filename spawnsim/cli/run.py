@@ -381,9 +381,8 @@ def _be_a_rank(options: argparse.Namespace, parameters: Mapping[str, Any], here:
     register(here.rank, os.environ, os.getpid())
     if options.survive:
         os.environ[SURVIVE] = "1"
-    command = os.environ.pop(
-        COMMAND, None
-    )  # taken: a run that the program itself starts has a command of its own
+    # Taken out: a run that the program itself starts has a command of its own.
+    command = os.environ.pop(COMMAND, None)
     write_whole_lines(sys.stdout, sys.stderr)
     with _stdout_for_the_totals(options.json):
         try:
