@@ -348,9 +348,8 @@ class Cluster:
         world = self.world
         struck = world.plan is not None or world.kernel.failure is not None
         alive = any(task.alive for task in world.kernel.tasks) or any(rank.evicted for rank in world.ranks)
-        return (
-            not (struck or alive) and world.resource_leaks is None
-        )  # an unmodified program's tell by themselves
+        # What an unmodified program leaves open is told otherwise.
+        return not (struck or alive) and world.resource_leaks is None
 
     def _idle(self) -> str:
         """Return a sentence about compute times that were given and that no block took; "" if there are none."""
