@@ -17,7 +17,6 @@ def main(comm):
             step += 1
         except (RankFailed, Revoked):  # who comes later finds the communicator revoked
             recovery = comm.recover(step)
-            comm.record.event("recovery", lost=list(recovery.dead), step=recovery.step)
             comm, step = recovery.comm, recovery.step
     comm.record(total=total[0], seconds=comm.clock.now())
 
