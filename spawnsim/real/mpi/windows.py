@@ -204,6 +204,14 @@ class MPIWin(WindowSync):
             "of float32 (or another predefined type), or a lock, Get and Put"
         )
 
+    def _computing(self, operation: str, target_rank: int, buffers: tuple[Any, Any], op: Any) -> MPI.Op:
+        """Count and check an access that computes, of an origin and a target; return its op as mpi4py's."""
+        origin, target = buffers
+        native: MPI.Op = self._runtime.translate(op)
+        self._check(target_rank, target, origin)
+        self._require_sums(operation, origin, target, native)
+        return native
+
     def _land(self, rank: int | None) -> None:
         """Copy to GPU tensors what the calls to `rank` (None: to all) have fetched, now that they are complete."""
         complete = [stage for target, stage in self._stages if rank is None or target == rank]
@@ -223,9 +231,7 @@ class MPIWin(WindowSync):
 
     def Accumulate(self, origin: Any, target_rank: int, target: Any = None, op: Any = SUM) -> None:
         translate = self._runtime.translate
-        native = translate(op)
-        self._check(target_rank, target, origin)
-        self._require_sums("Accumulate", origin, target, native)
+        native = self._computing("Accumulate", target_rank, (origin, target), op)
         (origin,) = self._buffers("Accumulate", target_rank, origin)
         self._raw.Accumulate(origin, translation.peer(target_rank), translate(target), native)
 
@@ -233,9 +239,7 @@ class MPIWin(WindowSync):
         self, origin: Any, result: Any, target_rank: int, target: Any = None, op: Any = SUM
     ) -> None:
         translate = self._runtime.translate
-        native = translate(op)
-        self._check(target_rank, target, origin)
-        self._require_sums("Get_accumulate", origin, target, native)
+        native = self._computing("Get_accumulate", target_rank, (origin, target), op)
         origin, result = self._buffers("Get_accumulate", target_rank, origin, result)
         self._raw.Get_accumulate(origin, result, translation.peer(target_rank), translate(target), native)
 
@@ -264,17 +268,13 @@ class MPIWin(WindowSync):
         return self._requested("Rput", target_rank, (origin,), target)
 
     def Raccumulate(self, origin: Any, target_rank: int, target: Any = None, op: Any = SUM) -> MPIRequest:
-        native = self._runtime.translate(op)
-        self._check(target_rank, target, origin)
-        self._require_sums("Raccumulate", origin, target, native)
+        native = self._computing("Raccumulate", target_rank, (origin, target), op)
         return self._requested("Raccumulate", target_rank, (origin,), target, native)
 
     def Rget_accumulate(
         self, origin: Any, result: Any, target_rank: int, target: Any = None, op: Any = SUM
     ) -> MPIRequest:
-        native = self._runtime.translate(op)
-        self._check(target_rank, target, origin)
-        self._require_sums("Rget_accumulate", origin, target, native)
+        native = self._computing("Rget_accumulate", target_rank, (origin, target), op)
         return self._requested("Rget_accumulate", target_rank, (origin, result), target, native)
 
     def _requested(
