@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import TypeVar
 
 from spawnsim.errors import ParameterError
@@ -119,6 +119,22 @@ def counted(number: float, noun: str = "") -> str:
     '1 replacement'
     """
     return f"{int(number):,}" + (f" {noun}{'s' * (number != 1)}" if noun else "")
+
+
+def spans(ranks: Collection[int]) -> str:
+    """Return ranks as a text.
+
+    >>> spans([0, 1, 2, 7])
+    '0-2,7'
+    """
+    found: list[list[int]] = []
+    for rank in sorted(ranks):
+        if found and found[-1][-1] == rank - 1:
+            found[-1][1:] = [rank]
+        else:
+            found.append([rank])
+    shown = ["-".join(map(str, each)) for each in found[:8]]
+    return ",".join(shown) + (", …" if len(found) > 8 else "")
 
 
 def text_table(head: Sequence[str], rows: Sequence[Sequence[str]], *, left: int = 1, indent: str = "") -> str:

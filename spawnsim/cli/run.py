@@ -61,6 +61,10 @@ def main(argv: Sequence[str]) -> int:
         return run_real(options, parameters(options.set))
     if options.survive:
         raise ParameterError("--survive is for --backend mpi: virtual ranks survive others as they are")
+    if options.check_calls:
+        raise ParameterError(
+            "--check-calls is for --backend mpi and torch: virtual ranks check their calls as they are"
+        )
     if options.ranks is None:
         raise ParameterError("how many virtual ranks? Give --ranks N")
     with stoppable(), _stdout_for_the_totals(options.json):
@@ -202,12 +206,7 @@ def parser() -> Parser:
     )  # fmt: skip
     _add_program_options(parser)
     _add_recording_options(parser)
-    add(
-        "--survive",
-        action="store_true",
-        help="of --backend mpi: the job goes on when ranks die, if its program catches RankFailed, Revoked and Timeout "
-        "and calls comm.recover(); virtual ranks always do",
-    )
+    _add_real_options(parser)
     add(
         "--trace", action="store_true",
         help="keep all calls and messages of virtual ranks in the run folder, for `spawnsim trace DIR`",
@@ -240,6 +239,22 @@ def _add_results(parser: Parser) -> None:
     add("--json", action="store_true", help="print the totals as one JSON object, and nothing else")
     add("--quiet", action="store_true", help="no progress bar, no totals")
     add("--progress", action="store_true", help="a progress bar (of rank 0) also where there is no terminal")
+
+
+def _add_real_options(parser: Parser) -> None:
+    add = parser.add_argument
+    add(
+        "--survive",
+        action="store_true",
+        help="of --backend mpi: the job goes on when ranks die, if its program catches RankFailed, Revoked and Timeout "
+        "and calls comm.recover(); virtual ranks always do",
+    )
+    add(
+        "--check-calls",
+        action="store_true",
+        help="of real ranks: each blocking collective first compares its call on all ranks, and another call, root, "
+        "op, dtype or size is an error that shows them all; virtual ranks always do",
+    )
 
 
 def _add_recording_options(parser: Parser) -> None:
@@ -311,6 +326,10 @@ def run_real(options: argparse.Namespace, parameters: Mapping[str, Any]) -> int:
         raise ParameterError(
             f"--survive: a job of --backend {options.backend} outlives no rank; take --backend mpi"
         )
+    if options.survive and options.check_calls:
+        raise ParameterError(
+            "--check-calls and --survive: a rank that compares its call waits for the dead, too; give one"
+        )
     # A run that goes on with fewer ranks keeps its own choice, of those that are left.
     ranks_named(options.record_ranks, None if options.resume else options.ranks if starts else here.size)
     if starts:
@@ -339,7 +358,8 @@ def _start(options: argparse.Namespace, parameters: Mapping[str, Any]) -> int:
         *(["--progress"] if _wants_bar(options) else []),
         *(["--out", str(options.out)] if options.out is not None else []),
         *(["--overwrite"] if options.overwrite else []), *(["--resume"] if options.resume else []),
-        *(["--live"] if options.live else []), "--record-every", str(options.record_every),
+        *(["--check-calls"] if options.check_calls else []), *(["--live"] if options.live else []),
+        "--record-every", str(options.record_every),
         *(["--record-ranks", options.record_ranks] if options.record_ranks is not None else []),
     ]  # fmt: skip
     kept = ""
@@ -360,13 +380,17 @@ def _start(options: argparse.Namespace, parameters: Mapping[str, Any]) -> int:
         print(f"spawnsim: {kept}", file=sys.stderr)
     if ended.mismatch:
         virtual = f"spawnsim run {options.file} --ranks {options.ranks}"
-        print(f"spawnsim: calls do not fit: `{virtual}` names them, and their lines", file=sys.stderr)
+        print(
+            f"spawnsim: calls do not fit: `{virtual}` names them, and their lines; --check-calls those of collectives",
+            file=sys.stderr,
+        )
     return ended.status
 
 
 def _be_a_rank(options: argparse.Namespace, parameters: Mapping[str, Any], here: LaunchContext) -> int:
     from spawnsim.real.launch.launchers import require_fit
     from spawnsim.real.launch.processes import (
+        CHECK_CALLS,
         COMMAND,
         ENDED,
         REGISTRY,
@@ -381,6 +405,8 @@ def _be_a_rank(options: argparse.Namespace, parameters: Mapping[str, Any], here:
     register(here.rank, os.environ, os.getpid())
     if options.survive:
         os.environ[SURVIVE] = "1"
+    if options.check_calls:
+        os.environ[CHECK_CALLS] = "1"
     # Taken out: a run that the program itself starts has a command of its own.
     command = os.environ.pop(COMMAND, None)
     write_whole_lines(sys.stdout, sys.stderr)

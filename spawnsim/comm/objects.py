@@ -289,7 +289,7 @@ class Win(Protocol):
 
 
 class Windows(Protocol):
-    """What makes windows: `comm.Win`. Its calls are collective over the communicator that they are given."""
+    """What makes windows: `comm.Win`. Its calls are collective, over `comm` itself unless another one is given."""
 
     def Allocate(self, size: int, disp_unit: int = 1, info: Any = ..., comm: Any = ...) -> Win:
         """Open a window on fresh memory of `size` bytes, which may differ from rank to rank."""

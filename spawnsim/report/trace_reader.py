@@ -19,6 +19,7 @@ from spawnsim.plots.experiments import Recorded
 from spawnsim.record import folder, journal
 from spawnsim.record.recorder import Block, Portion
 from spawnsim.run.result import FINISHED
+from spawnsim.units import spans
 
 LIMIT = 300_000  # entries of a file: some 45 MB of text, 2 MB packed, which viewers open in seconds
 FEWEST = 16  # ranks that are shown before less time is
@@ -225,19 +226,3 @@ def _left_out(run: Recorded, asked: Selection, shown: Selection, heard: int) -> 
         end_s = min(shown.until_s, float(run.totals.get("virtual_seconds") or math.inf))
         said.append(f"{shown.from_s:.6g} s to {end_s:.6g} s")
     return " and ".join(said)
-
-
-def spans(ranks: frozenset[int]) -> str:
-    """Return ranks as a text.
-
-    >>> spans(frozenset((0, 1, 2, 7)))
-    '0-2,7'
-    """
-    found: list[list[int]] = []
-    for rank in sorted(ranks):
-        if found and found[-1][-1] == rank - 1:
-            found[-1][1:] = [rank]
-        else:
-            found.append([rank])
-    shown = ["-".join(map(str, each)) for each in found[:8]]
-    return ",".join(shown) + (", …" if len(found) > 8 else "")

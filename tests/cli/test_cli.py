@@ -681,6 +681,15 @@ def test_virtual_ranks_need_no_option_to_survive(train: Path, capsys: pytest.Cap
         assert reason in capsys.readouterr().err
 
 
+def test_calls_are_checked_where_ranks_are_real_and_end_together(
+    train: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Virtual ranks check their calls as they are; among survivors a comparison would wait for the dead."""
+    for given, reason in ((["virtual"], "virtual ranks check"), (["mpi", "--survive"], "give one")):
+        assert cli.main(["run", str(train), "-n", "2", "--check-calls", "--backend", *given]) == 2
+        assert reason in capsys.readouterr().err
+
+
 def test_help_lists_commands_and_exit_codes(capsys: pytest.CaptureFixture[str]) -> None:
     """The first page shows what there is."""
     with pytest.raises(SystemExit, match="0"):

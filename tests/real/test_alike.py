@@ -77,6 +77,81 @@ def test_a_part_in_a_collective_counts_once_with_the_bytes_that_a_rank_contribut
     )
 
 
+def test_checked_calls_tell_what_differs(alike):
+    """On all ranks, with the line of each; the next call goes well."""
+    alike(
+        """
+        odd, a, b, blocks = rank == 2, np.ones(4), np.ones(4), np.ones(4 * size)
+        few = a.astype(np.float32) if odd else a
+        wrong = [
+            ("root 1", lambda: comm.Bcast(a, root=int(odd))),
+            ("root 1, 32 bytes", lambda: comm.Gather(a, blocks, root=int(odd))),
+            ("root 1", lambda: comm.bcast(rank, root=int(odd))),
+            ("root 1", lambda: comm.gather(rank, root=int(odd))),
+            ("root 1", lambda: comm.scatter([1] * size, root=int(odd))),
+            ("root 1, SUM", lambda: comm.Reduce(a, b, root=int(odd))),
+            ("MAX", lambda: comm.Allreduce(a, b, op=MAX if odd else SUM)),
+            ("MIN", lambda: comm.Scan(a, b, op=MIN if odd else SUM)),
+            ("of float32", lambda: comm.Allreduce(few, few)),
+            ("24 bytes", lambda: comm.Allreduce(a[:3] if odd else a, b[:3] if odd else b)),
+            ("24 bytes", lambda: comm.Allgather(a[:3] if odd else a, blocks)),
+            ("64 bytes", lambda: comm.Alltoall(*([np.ones(8)] * 2 if odd else [a, b]))),
+            ("Barrier", lambda: comm.Barrier() if odd else comm.Bcast(a)),
+            ("allgather", lambda: comm.allgather(1) if odd else comm.bcast(1)),
+        ]
+        comm.runtime.check_calls = True
+        for what, call in wrong:
+            text = told(call)
+            assert text.startswith("MismatchError"), (what, text)
+            others, _, mine = text.partition("  rank 2: ")
+            assert "  ranks 0-1,3: " in others and what in mine and what not in others, text
+            assert "<string>" not in text and comm.allreduce(1) == size
+        """
+    )
+
+
+def test_checked_calls_let_pass_what_fits(alike):
+    """However a rank spells its part."""
+    alike(
+        """
+        first, a, blocks = rank == 0, np.arange(4.0), np.ones(4 * size)
+        every_other = DOUBLE.Create_vector(4, 1, 2).Commit()
+        counts = list(range(1, size + 1))
+        comm.runtime.check_calls = True
+        comm.Bcast([np.ones(8), 1, every_other] if first else a)
+        comm.Bcast([np.ones(9), 4, DOUBLE] if first else a)
+        comm.Bcast([np.ones(9), 4] if rank % 2 else torch.ones(4, dtype=torch.float64))
+        comm.Reduce(IN_PLACE if first else a, a if first else None)
+        comm.Allreduce(IN_PLACE, a)
+        comm.Gather(IN_PLACE if first else a, blocks if first else None)
+        comm.Scatter(blocks if first else None, IN_PLACE if first else a)
+        comm.Allgather(IN_PLACE, blocks)
+        comm.Alltoall(IN_PLACE, blocks)
+        comm.Scan(IN_PLACE if first else a.copy(), a)
+        comm.Reduce_scatter_block(blocks, a)
+        comm.Reduce_scatter(np.ones(sum(counts)), np.ones(counts[rank]), counts)
+        comm.Gatherv(np.ones(counts[rank]), [np.ones(sum(counts)), counts] if first else None)
+        comm.Scatterv([np.ones(sum(counts)), counts] if first else None, np.ones(counts[rank]))
+        comm.Allgatherv(np.ones(counts[rank]), [np.ones(sum(counts)), counts])
+        waiting = comm.Ibcast(a), comm.Iscan(a.copy(), np.ones(4))  # not compared, and in any order
+        part = comm.Split(rank % 2)
+        if rank % 2:
+            part.Barrier()
+            part.allreduce(1)
+        comm.Dup().Bcast(a)
+        Request.Waitall(list(waiting))
+        win = comm.Win.Allocate(8)
+        win.Fence()
+        win.Free()
+        if backend == "mpi":
+            group = comm.Get_group().Incl([0, 1])
+            few = comm.Create_group(group) if rank < 2 else None
+            comm.Create_cart([2, size // 2]).Sub([True, False]).neighbor_allgather(rank)
+        assert comm.allgather(rank) == list(range(size)) and comm.scatter([rank] * size) == 0
+        """
+    )
+
+
 def test_an_access_to_a_window_is_one_message(alike):
     """Locks are none."""
     alike(
@@ -198,5 +273,31 @@ def test_accesses_outside_of_an_epoch_or_of_the_window_are_refused(alike):
         assert told(lambda: window.Put(into, PROC_NULL, 99)) == "accepted"
         window.Unlock(after)
         window.Free()
+        """
+    )
+
+
+def test_windows_are_of_the_communicator_that_is_given(alike):
+    """Else of the one whose `Win` makes them; what is no communicator is refused."""
+    alike(
+        """
+        pair, seen = comm.Split(rank // 2), np.empty(1)
+        makers = [lambda **of: comm.Win.Allocate(8, **of), lambda **of: comm.Win.Create(np.zeros(1), **of)]
+        for make in makers + [lambda **of: comm.Win.Create_dynamic(**of)] * (backend == "mpi"):
+            for of, members in (({}, size), ({"comm": pair}, 2)):
+                win = make(**of)
+                assert (win.group.size, win.Get_group().Get_rank()) == (members, rank % members)
+                win.Free()
+        win = comm.Win.Allocate(8, comm=pair)
+        win.Lock_all()
+        win.Put(np.array([float(rank)]), pair.rank ^ 1)
+        win.Flush_all()
+        pair.Barrier()
+        win.Get(seen, pair.rank)
+        win.Flush_all()
+        win.Unlock_all()
+        win.Free()
+        assert seen[0] == rank ^ 1
+        assert "give a communicator of this job" in told(lambda: comm.Win.Allocate(8, comm="world"))
         """
     )

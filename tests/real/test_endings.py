@@ -128,7 +128,10 @@ def test_a_library_that_aborts_as_calls_do_not_fit_is_helped_out(tmp_path, backe
     line = [sys.executable, "-m", "spawnsim", "run", program, "-n", "4"]
     found = subprocess.run([*line, "--backend", backend], capture_output=True, text=True, timeout=60)
     assert found.returncode != 0
-    last = f"spawnsim: calls do not fit: `spawnsim run {program} --ranks 4` names them, and their lines\n"
+    last = (
+        f"spawnsim: calls do not fit: `spawnsim run {program} --ranks 4` names them, and their lines; "
+        "--check-calls those of collectives\n"
+    )
     assert found.stderr.endswith(last)
     told = subprocess.run(line, capture_output=True, text=True, timeout=60).stderr
     assert "rank 3 calls Allreduce(op=SUM, count=5000" in told

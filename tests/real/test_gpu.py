@@ -169,7 +169,7 @@ def test_persistent_requests_copy_at_every_start(gpu_ranks: Ranks) -> None:
     )
 
 
-@pytest.mark.parametrize("options", ["Options()", "Options(survive=True)", "Options(fingerprints=True)"])
+@pytest.mark.parametrize("options", ["Options()", "Options(survive=True)", "Options(check_calls=True)"])
 def test_they_do_what_they_do_on_the_cpu(gpu_ranks: Ranks, options: str) -> None:
     """Every buffer ends as it would in main memory, also those that a rank does not need, and in place."""
     gpu_ranks(

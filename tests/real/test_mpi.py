@@ -145,11 +145,11 @@ def test_ordered_reduction_sums_in_rank_order(ranks, size):
     )
 
 
-def test_fingerprints_name_both_sides_of_a_mismatch(ranks):
-    """With fingerprints on, a Bcast against an Allreduce is an error on all ranks that shows both."""
+def test_checked_calls_name_both_sides_of_a_mismatch(ranks):
+    """With check_calls=True, a Bcast against an Allreduce is an error on all ranks that shows both."""
     ranks(
         """
-        comm = world(options=Options(fingerprints=True))
+        comm = world(options=Options(check_calls=True))
         with guarded(comm):
             numbers = np.zeros(4)
             comm.Allreduce(IN_PLACE, numbers)
@@ -162,7 +162,7 @@ def test_fingerprints_name_both_sides_of_a_mismatch(ranks):
                 try:
                     wrong()
                 except MismatchError as error:
-                    assert "rank 2: " in str(error) and "rank 0: " in str(error), error
+                    assert "  rank 2: " in str(error) and "  ranks 0-1,3: " in str(error), error
                 else:
                     raise AssertionError("accepted")
         """
@@ -212,7 +212,7 @@ def test_persistent_calls_count_at_each_start(ranks):
 
 @pytest.mark.parametrize(
     "options",
-    ["Options()", "Options(fingerprints=True)", "Options(reduction='ordered')", "Options(survive=True)"],
+    ["Options()", "Options(check_calls=True)", "Options(reduction='ordered')", "Options(survive=True)"],
 )
 def test_bfloat16_is_summed_as_on_virtual_ranks(ranks, options):
     """Bit for bit: in float32, rounded at each step, in the order of recursive doubling (or of ranks)."""

@@ -105,7 +105,7 @@ def test_a_library_that_makes_no_communicator_any_more_ends_the_recovery(ranks):
             del survival._make
         assert len(tried) == 3
         """,
-        options="Options(survive=True, fingerprints=True)",  # a world of its own
+        options="Options(survive=True, check_calls=True)",  # a world of its own
     )
 
 
@@ -151,7 +151,7 @@ def test_a_making_that_hangs_is_given_up_and_tried_again_by_all(ranks):
         assert first in sum(everyone, []) and {each[-1] for each in everyone} == {tried[-1]} != {first}, everyone
         assert meanwhile == []
         """,
-        options="Options(survive=True, fingerprints=True)",
+        options="Options(survive=True, check_calls=True)",
     )
 
 

@@ -93,6 +93,20 @@ def test_the_command_is_the_one_that_was_typed(train: Path, tmp_path: Path, back
     assert not found.table["told"].any()
 
 
+@pytest.mark.parametrize("backend", ["mpi", "torch"])
+def test_checked_calls_tell_a_wrong_root(tmp_path: Path, backend: str) -> None:
+    """Both libraries take it, and go on with what they have; the option ends the job, with the line of each rank."""
+    program = tmp_path / "roots.py"
+    program.write_text(
+        "import numpy as np\n\ndef main(comm):\n    first = 0 if comm.rank else 1\n"
+        "    comm.Bcast(np.full(3, 1.0), root=first)\n"
+    )
+    done = _spawnsim("run", program, "--backend", backend, "-n", 3, "--check-calls")
+    assert done.returncode == 1 and "MismatchError" in done.stderr, done.stderr
+    for rank, root in (("rank 0", 1), ("ranks 1-2", 0)):
+        assert re.search(rf"  {rank}: Bcast, root {root}, 24 bytes of float64 \(roots.py:5\)", done.stderr)
+
+
 MIXED = """
 import numpy as np
 from mpi4py import MPI

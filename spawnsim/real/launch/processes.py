@@ -27,6 +27,8 @@ REGISTRY = "SPAWNSIM_REGISTRY"
 """Names the folder. Each process writes a file: its process id is the name, its rank the content, if it has one."""
 SURVIVE = "SPAWNSIM_SURVIVE"
 """Set where the launcher lets the others live when a rank dies."""
+CHECK_CALLS = "SPAWNSIM_CHECK_CALLS"
+"""Set where collectives first compare their calls on all ranks."""
 COMMAND = "SPAWNSIM_COMMAND"
 """What the user typed, for the record: ranks are started with other arguments."""
 # The rank has met all others, and its program begins: from here on others may survive its death.

@@ -1,6 +1,6 @@
 """Collective calls on MPI: the library's own blocking calls, counted, and watched from outside.
 
-They are not rebuilt from non-blocking ones, because then sums would be taken in another order. With fingerprints all
+They are not rebuilt from non-blocking ones, because then sums would be taken in another order. With `check_calls` all
 ranks first check that they are in the same call: both MPIs accept a `Bcast` against an `Allreduce`, and SUM against
 MAX, without an error. Large sums among ranks of one node go through memory that they share: an MPI moves each byte of
 an Allreduce between two processes several times; here the floor is one pass to read and one to write. The order of
@@ -27,58 +27,51 @@ from spawnsim.comm.predefined import NAMED
 from spawnsim.real.mpi.abortable import abortable, make_detached
 from spawnsim.real.mpi.runtime import CommCore, MPIRuntime
 from spawnsim.real.mpi.translation import peer
-from spawnsim.real.runtime.collectives import ordered_allreduce, require_same_call
-from spawnsim.real.runtime.services import contribution
+from spawnsim.real.runtime.collectives import CallDescription, ordered_allreduce, require_same_call
+from spawnsim.real.runtime.services import contribution, nbytes_of
 
 if TYPE_CHECKING:
     from spawnsim.real.runtime.staging import Stage
 
 
-SAME_BUFFER = {
-    "Allreduce": 1, "Reduce": 0, "Bcast": 0, "Allgather": 0, "Alltoall": 0, "Reduce_scatter_block": 0, "Scan": 0,
-    "Exscan": 0,
-}  # fmt: skip
-"""Which argument must have the same dtype and count on all ranks."""
+SAME_SIZE = dict.fromkeys(("Allgather", "Alltoall", "Gather", "Reduce"), "sendbuf") | dict.fromkeys(
+    ("Allreduce", "Exscan", "Reduce_scatter_block", "Scan", "Scatter"), "recvbuf"
+) | {"Bcast": "buf"}  # fmt: skip
+"""Which argument must have the same bytes, of the same dtype, on all ranks."""
 
 
 @lru_cache(maxsize=64)
-def _parameters(operation: str) -> list[str]:
-    found = inspect.signature(getattr(MPI.Intracomm, operation)).parameters
+def _parameters(kind: Any, operation: str) -> list[str]:
+    found = inspect.signature(getattr(kind, operation)).parameters
     return [name for name in found if name != "self"]
 
 
-def describe_call(operation: str, sequence: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
-    """Return what must be equal on all ranks: operation, number, root, op, dtype and count."""
-    given = {**dict(zip(_parameters(operation), args, strict=False)), **kwargs}
-    parts = [f"{operation} number {sequence}"]
-    if "root" in _parameters(operation):
+def check_call(raw: MPI.Intracomm, operation: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Raise MismatchError, on all ranks, unless all are in the same collective with the same arguments."""
+    parameters = _parameters(type(raw), operation)
+    given = {**dict(zip(parameters, args, strict=False)), **kwargs}
+    parts = [operation]
+    if "root" in parameters:
         parts.append(f"root {given.get('root', 0)}")
-    if "op" in _parameters(operation):
+    if "op" in parameters:
         op = given.get("op", MPI.SUM)
         reduced = op.__reduce__() if isinstance(op, MPI.Op) else "a function"
         parts.append(reduced if isinstance(reduced, str) else "a user's op")
-    if operation in SAME_BUFFER:
-        parts.append(_describe_buffer([*args, *kwargs.values()], SAME_BUFFER[operation]))
-    return ", ".join(parts)
+    spec = given.get(SAME_SIZE.get(operation, ""))
+    if spec is MPI.IN_PLACE and operation == "Reduce":  # its root
+        spec = given.get("recvbuf")
+    mine = CallDescription(", ".join(parts), *_size_of(spec))
+    require_same_call(mine, lambda ends: raw.Allreduce(MPI.IN_PLACE, ends, MPI.MIN), raw.allgather)
 
 
-def _describe_buffer(buffers: list[Any], which: int) -> str:
-    spec: Any = buffers[which] if which < len(buffers) else None
-    if spec is MPI.IN_PLACE or spec is None:
-        spec = buffers[1] if len(buffers) > 1 else None
-    if isinstance(spec, (list, tuple)) and spec:
-        spec = spec[0]
-    if hasattr(spec, "dtype") and hasattr(spec, "shape"):
-        return f"{str(spec.dtype).removeprefix('torch.')} × {int(np.prod(tuple(spec.shape)))}"
-    return "" if spec is None else f"{memoryview(spec).nbytes} bytes"
-
-
-def check_fingerprints(
-    raw: MPI.Intracomm, operation: str, sequence: int, args: tuple[Any, ...], *, kwargs: dict[str, Any]
-) -> None:
-    """Raise MismatchError, on all ranks, unless all are in the same collective with the same arguments."""
-    text = describe_call(operation, sequence, args, kwargs)
-    require_same_call(text, lambda ends: raw.Allreduce(MPI.IN_PLACE, ends, MPI.MIN), raw.allgather)
+def _size_of(spec: Any) -> tuple[int | None, str | None]:
+    """Return the bytes of a buffer, and their dtype unless it is given as a datatype, which may be a derived one."""
+    if spec is None or spec is MPI.IN_PLACE:
+        return None, None
+    parts = spec if isinstance(spec, (list, tuple)) else [spec]
+    plain = not any(isinstance(part, (str, MPI.Datatype)) for part in parts)
+    dtype = getattr(parts[0], "dtype", None) if plain else None
+    return nbytes_of(spec), None if dtype is None else str(dtype).removeprefix("torch.")
 
 
 Array = NDArray[Any]
@@ -311,8 +304,8 @@ class Collectives(CommCore):
         active = watchdog.active
         active[thread] = (operation, self._sequence, self, perf_counter(), runtime.clock.limit_s())
         try:
-            if runtime.fingerprints:
-                check_fingerprints(self._raw, operation, self._sequence, spelled[0], kwargs=spelled[1])
+            if runtime.check_calls and not self._inter and operation != "Create_group":
+                check_call(self._raw, operation, *spelled)
             if function is None:
                 return getattr(self._raw, operation)(*args, **kwargs)
             return function(self._raw, *args)

@@ -8,7 +8,6 @@ library's own numbers are.
 from __future__ import annotations
 
 import atexit
-import os
 from collections.abc import Callable, Sequence
 from functools import cache
 from types import SimpleNamespace
@@ -22,7 +21,6 @@ from spawnsim.comm.handles import ERRORS_ARE_FATAL, ERRORS_RETURN, Errhandler
 from spawnsim.comm.protocols import Capabilities, Recovery
 from spawnsim.errors import UsageError
 from spawnsim.real.launch.launchers import detect_launcher, require_together
-from spawnsim.real.launch.processes import SURVIVE
 from spawnsim.real.mpi import translation
 from spawnsim.real.mpi.collectives import BUFFER, MAKERS, Collectives
 from spawnsim.real.mpi.point_to_point import MPIPersistent, MPIRequest, PointToPoint, wrap_request
@@ -265,7 +263,7 @@ def world(
     require_together(detect_launcher(), MPI.COMM_WORLD.Get_size(), MPI.get_vendor()[0])
     raw = MPI.COMM_WORLD.Dup()
     services = RankServices(raw.Get_rank(), recorder=recorder, seed=seed, deadline_s=deadline_s)
-    comm = _enter(raw, services, options or Options(survive=SURVIVE in os.environ), "world")
+    comm = _enter(raw, services, options or Options.given(), "world")
     raw.Set_name("MPI_COMM_WORLD")
     # to wrap COMM_WORLD during the run means this run: its seed, recorder and deadline
     MPI.COMM_WORLD.Set_attr(_keyval(), comm)

@@ -27,7 +27,7 @@ from spawnsim.real.mpi import translation
 from spawnsim.real.mpi.abortable import make_collectively, run_detached
 from spawnsim.real.mpi.point_to_point import MPIRequest
 from spawnsim.real.mpi.runtime import CommCore
-from spawnsim.real.runtime.rma_sync import WindowSync
+from spawnsim.real.runtime.rma_sync import WindowSync, window_comm
 from spawnsim.real.runtime.services import nbytes_of
 
 if TYPE_CHECKING:
@@ -380,22 +380,26 @@ class Windows:
 
     def Allocate(self, size: int, disp_unit: int = 1, info: Any = None, comm: Any = None) -> MPIWin:
         """Return a window over `size` new bytes on each rank: the one that others reach while this rank computes."""
-        raw = make_collectively(self._comm, MPI.Win.Allocate, size, disp_unit, info or MPI.INFO_NULL)
-        return MPIWin(raw, self._comm)
+        comm = window_comm(self._comm, comm)
+        raw = make_collectively(comm, MPI.Win.Allocate, size, disp_unit, info or MPI.INFO_NULL)
+        return MPIWin(raw, comm)
 
     def Allocate_shared(self, size: int, disp_unit: int = 1, info: Any = None, comm: Any = None) -> MPIWin:
         """Return a window that all ranks of one node map into their memory (see `Shared_query`)."""
-        raw = make_collectively(self._comm, MPI.Win.Allocate_shared, size, disp_unit, info or MPI.INFO_NULL)
-        return MPIWin(raw, self._comm)
+        comm = window_comm(self._comm, comm)
+        raw = make_collectively(comm, MPI.Win.Allocate_shared, size, disp_unit, info or MPI.INFO_NULL)
+        return MPIWin(raw, comm)
 
     def Create_dynamic(self, info: Any = None, comm: Any = None) -> MPIWin:
         """Return a window without memory: `Attach` adds some, and targets are addresses."""
-        raw = make_collectively(self._comm, MPI.Win.Create_dynamic, info or MPI.INFO_NULL)
-        return MPIWin(raw, self._comm)
+        comm = window_comm(self._comm, comm)
+        raw = make_collectively(comm, MPI.Win.Create_dynamic, info or MPI.INFO_NULL)
+        return MPIWin(raw, comm)
 
     def Create(self, memory: Any, disp_unit: int = 1, info: Any = None, comm: Any = None) -> MPIWin:
         """Return a window over memory that exists. Others reach it only when this rank polls; `Allocate` is quicker."""
-        runtime = self._comm.runtime
+        comm = window_comm(self._comm, comm)
+        runtime = comm.runtime
         memory = runtime.translate(memory)
         memory = memory[0] if type(memory) is list else memory  # of bfloat16, with its type
         if runtime.translate.far(memory):
@@ -403,5 +407,5 @@ class Windows:
                 "Win.Create over GPU memory: use Win.Allocate, and Put GPU tensors into it and Get them from it"
             )
         runtime.needy = True
-        raw = make_collectively(self._comm, MPI.Win.Create, memory, disp_unit, info or MPI.INFO_NULL)
-        return MPIWin(raw, self._comm)
+        raw = make_collectively(comm, MPI.Win.Create, memory, disp_unit, info or MPI.INFO_NULL)
+        return MPIWin(raw, comm)

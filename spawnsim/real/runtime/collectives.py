@@ -8,7 +8,9 @@ moves as many bytes as a ring.
 from __future__ import annotations
 
 import hashlib
+import traceback
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import reduce
 from itertools import pairwise
 from typing import Any
@@ -19,7 +21,8 @@ from numpy.typing import NDArray
 from spawnsim.comm.buffers import as_buffer
 from spawnsim.comm.constants import is_in_place
 from spawnsim.comm.ops import SUM, Op
-from spawnsim.errors import MismatchError, ParameterError
+from spawnsim.errors import MismatchError, ParameterError, program_place
+from spawnsim.units import spans
 
 Array = NDArray[Any]
 BLOCK = 1 << 15
@@ -130,20 +133,63 @@ class ObjectCollectives:
         return given
 
 
-def require_same_call(
-    text: str, minimum: Callable[[NDArray[np.int64]], object], allgather: Callable[[str], list[str]]
-) -> None:
-    """Raise MismatchError, on all ranks, unless all describe their call by the same text.
+UNKNOWN = np.iinfo(np.int64).max
 
-    `minimum` replaces an array by its elementwise minimum over all ranks. Of a number and its negative that gives the
-    lowest and the highest of all, so one reduction of 16 bytes tells whether they are equal; only if they are not are
-    the texts themselves gathered. The numbers are hashes of 7 bytes, so that their negatives fit, too.
+
+@dataclass(frozen=True)
+class CallDescription:
+    """What a rank says of its call of a collective, to be compared with what the others say.
+
+    Args:
+        call: operation, root and op, as a text: the same on all ranks.
+        nbytes: the bytes that one rank gives or takes; None: not to be compared, such as of data that are in place.
+        dtype: of their elements; None: not to be compared, such as of derived datatypes.
     """
-    number = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=7).digest(), "little")
-    ends = np.array([number, -number], np.int64)
-    minimum(ends)
-    if ends[0] != -ends[1]:
-        table = "\n".join(f"  rank {rank}: {what}" for rank, what in enumerate(allgather(text)))
-        raise MismatchError(
-            f"ranks have met in different collectives:\n{table}\n  make the same call on every rank"
+
+    call: str
+    nbytes: int | None = None
+    dtype: str | None = None
+
+    def __str__(self) -> str:
+        size = "" if self.nbytes is None else f", {self.nbytes} bytes"
+        return f"{self.call}{size}{f' of {self.dtype}' if self.dtype else ''}"
+
+    @property
+    def numbers(self) -> list[int]:
+        """Return a number for each of the three; hashes have 7 bytes, so that their negatives fit, too."""
+        call, dtype = (
+            int.from_bytes(hashlib.blake2b(text.encode(), digest_size=7).digest(), "little")
+            if text
+            else UNKNOWN
+            for text in (self.call, self.dtype)
         )
+        return [call, UNKNOWN if self.nbytes is None else self.nbytes, dtype]
+
+
+def require_same_call(
+    mine: CallDescription,
+    minimum: Callable[[NDArray[np.int64]], object],
+    allgather: Callable[[str], list[str]],
+) -> None:
+    """Raise MismatchError, on all ranks, unless all describe their call in the same way.
+
+    `minimum` replaces an array by its elementwise minimum over all ranks. Of numbers and their negatives that gives the
+    lowest and the highest of all, so one reduction of 48 bytes tells whether they are equal; only if they are not are
+    the texts themselves gathered, with the lines of the program.
+    """
+    numbers = mine.numbers
+    ends = np.array([*numbers, *(number if number == UNKNOWN else -number for number in numbers)], np.int64)
+    minimum(ends)
+    lowest, highest = ends[:3], -ends[3:]
+    if np.all((lowest == highest) | (lowest == UNKNOWN)):
+        return
+    place = program_place(traceback.walk_stack(None))
+    alike: dict[str, list[int]] = {}
+    for rank, said in enumerate(allgather(f"{mine} ({place})" if place else f"{mine}")):
+        alike.setdefault(said, []).append(rank)
+    table = "\n".join(
+        f"  rank{'s' * (len(ranks) > 1)} {spans(ranks)}: {said}" for said, ranks in alike.items()
+    )
+    raise MismatchError(
+        f"ranks have met in different collectives:\n{table}\n  make the same call on every rank"
+    )

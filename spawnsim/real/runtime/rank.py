@@ -36,7 +36,7 @@ class RankRuntime:
         self, services: RankServices, options: Options, channel: Channel, end_job: Callable[[int], None]
     ) -> None:
         self.services, self.clock, self.options = services, services.clock, options
-        self.fingerprints, self.ordered = options.fingerprints, options.reduction == "ordered"
+        self.check_calls, self.ordered = options.check_calls, options.reduction == "ordered"
         self.registry, self.counters = RequestRegistry(), Counters()
         self.abort = AbortProtocol(channel, end_job)
         self.watchdog = self.abort.watchdog

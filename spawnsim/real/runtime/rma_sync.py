@@ -17,9 +17,17 @@ from spawnsim.comm.failures import ERR_GROUP, ERR_RMA_RANGE, ERR_RMA_SYNC, CallE
 from spawnsim.comm.group import Group
 from spawnsim.comm.handles import integer
 from spawnsim.errors import ParameterError, Timeout, UsageError
+from spawnsim.real.runtime.rank import RankComm
 
 POST, COMPLETE = 1, 2
 DUE = {POST: "Post", COMPLETE: "Complete"}
+
+
+def window_comm(own: Any, given: Any) -> Any:
+    """Return the communicator that a window is made on: the one that is given, else the one whose `Win` makes it."""
+    if given is not None and not isinstance(given, RankComm):
+        raise ParameterError(f"comm={given!r}: give a communicator of this job, such as {own!r}")
+    return own if given is None else given
 
 
 class WindowSync:
@@ -40,6 +48,13 @@ class WindowSync:
         self._started: tuple[int, ...] = ()
         self._exposed: tuple[int, ...] = ()
         self._fenced = False
+
+    def Get_group(self) -> Group:
+        """Return the group of the window's communicator."""
+        group: Group = self._comm.Get_group()
+        return group
+
+    group = property(Get_group)
 
     # ------------------------------------------------------------------------------------------ of each backend
     def Flush(self, rank: int) -> None:

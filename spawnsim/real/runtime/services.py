@@ -8,6 +8,7 @@ their size is known; MPI's object collectives count without bytes. Counting cost
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -20,6 +21,7 @@ from typing import Any, Protocol
 from spawnsim.comm.constants import IN_PLACE
 from spawnsim.errors import ParameterError
 from spawnsim.random import Streams
+from spawnsim.real.launch.processes import CHECK_CALLS, SURVIVE
 from spawnsim.units import check_duration
 
 
@@ -29,7 +31,7 @@ class Options:
 
     Args:
         reduction: "native" leaves the order of sums to the library, "ordered" sums in rank order everywhere.
-        fingerprints: each collective first checks that all ranks are in the same one.
+        check_calls: each blocking collective first compares its call on all ranks; not with `survive`.
         node_memory: large sums among ranks of one node go through memory that they share: faster, with the same bits.
         survive: collectives are non-blocking calls with a deadline, so that a `Timeout` can be caught, to `recover()`.
 
@@ -38,9 +40,14 @@ class Options:
     """
 
     reduction: str = "native"
-    fingerprints: bool = False
+    check_calls: bool = False
     node_memory: bool = True
     survive: bool = False
+
+    @classmethod
+    def given(cls) -> Options:
+        """Return what the launcher has told its ranks."""
+        return cls(survive=SURVIVE in os.environ, check_calls=CHECK_CALLS in os.environ)
 
     def __post_init__(self) -> None:
         if self.reduction not in ("native", "ordered"):

@@ -17,14 +17,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from spawnsim.comm.buffers import as_buffer
+from spawnsim.comm.buffers import Buffer, as_buffer
 from spawnsim.comm.constants import IN_PLACE, is_in_place
 from spawnsim.comm.ops import BAND, BOR, BXOR, MAX, MIN, PROD, SUM, Op
 from spawnsim.errors import ParameterError, Timeout, UsageError
-from spawnsim.real.runtime.collectives import ordered_allreduce, require_same_call
+from spawnsim.real.runtime.collectives import CallDescription, ordered_allreduce, require_same_call
 from spawnsim.real.runtime.requests import RealRequest
 from spawnsim.real.runtime.watchdog import verdict
-from spawnsim.real.torch.exchanges import Exchanges, as_blocks
+from spawnsim.real.torch.exchanges import NOTHING, Compared, Exchanges, as_blocks
 from spawnsim.real.torch.point_to_point import (
     GLOO_TYPES,
     CompositeRequest,
@@ -38,16 +38,25 @@ from spawnsim.real.torch.point_to_point import (
 from spawnsim.real.torch.runtime import backend_of
 from spawnsim.real.torch.transport import rank_gone, tensor_of
 
-Fingerprint = tuple[str, Any]
-"""What all ranks must agree on beside the operation: a text, and a buffer whose type and count count."""
 NEVER = float("inf")
 SHORTEST_S = 1e-3  # torch counts milliseconds, and means for ever by 0
 MINIMUM: Any = dist.AllreduceOptions()
 MINIMUM.reduceOp = dist.ReduceOp.MIN
+TEXT_NBYTES = 512
+
+
+def _size_of(spec: Any) -> tuple[int | None, str | None]:
+    """Return the bytes of a buffer, and their dtype where it is a predefined one."""
+    if spec is None or is_in_place(spec):
+        return None, None
+    if isinstance(spec, torch.Tensor):
+        return spec.nbytes, str(spec.dtype).removeprefix("torch.")
+    buffer = spec if isinstance(spec, Buffer) else as_buffer(spec)
+    return buffer.nbytes, str(buffer.dtype) if buffer.datatype.is_predefined else None
 
 
 def dtype_and_count(buf: Any) -> str:
-    """Return dtype and count, for fingerprints."""
+    """Return dtype and count as a text."""
     if isinstance(buf, torch.Tensor):
         return f"{buf.dtype} × {buf.numel()}".removeprefix("torch.")
     buffer = as_buffer(buf)
@@ -107,7 +116,7 @@ class NativeCollectives(Exchanges):
 
     # ---------------------------------------------------------------------------------------- running and waiting
     def _run_watched(
-        self, operation: str, start: Callable[..., Any], args: Any, what: Fingerprint | None = None
+        self, operation: str, start: Callable[..., Any], args: Any, what: Compared = NOTHING
     ) -> None:
         """Start a collective of torch, `start(*args)`, and wait for it while the watchdog knows of it."""
         if self._freed:
@@ -118,7 +127,7 @@ class NativeCollectives(Exchanges):
         runtime.counters.native(operation, args, self.rank)
         active[thread] = (operation, number, self, began, NEVER)
         try:
-            if runtime.fingerprints:
+            if runtime.check_calls:
                 self._agreed(operation, number, what)
             start(*args).wait(limit_s if limit_s > SHORTEST_S else SHORTEST_S)
         except RuntimeError as error:
@@ -127,7 +136,7 @@ class NativeCollectives(Exchanges):
             runtime.watchdog.last = active.pop(thread, None)
 
     def _run_on_stream(
-        self, operation: str, start: Callable[..., Any], args: Any, what: Fingerprint | None = None
+        self, operation: str, start: Callable[..., Any], args: Any, what: Compared = NOTHING
     ) -> None:
         """Start a collective of NCCL: the caller's stream waits for it, and the host does not.
 
@@ -135,7 +144,7 @@ class NativeCollectives(Exchanges):
         ranks, when the GPU has not finished by then.
         """
         runtime, number = self.runtime, self._count()
-        if runtime.fingerprints:
+        if runtime.check_calls:
             self._agreed(operation, number, what)
         call = (operation, number, self, perf_counter(), runtime.clock.limit_s())
         runtime.counters.native(operation, args, self.rank)
@@ -157,17 +166,31 @@ class NativeCollectives(Exchanges):
         missing, text = verdict(call, [everyone[member] for member in self.members])
         return Timeout(missing, call[0], call[1], text)
 
-    def _agreed(self, operation: str, number: int, what: Fingerprint | None) -> None:
-        """Raise MismatchError, on all ranks, unless all are in the same collective with the same arguments."""
-        text = f"{operation} number {number}, " + (f"{what[0]}, {dtype_and_count(what[1])}" if what else "")
-        require_same_call(
-            text, lambda ends: self._gloo.allreduce([torch.from_numpy(ends)], MINIMUM).wait(), self._texts
-        )
+    def _agreed(self, operation: str, number: int, what: Compared) -> None:
+        limit_s = max(self.clock.limit_s() + 0.0, SHORTEST_S)
+        call = operation, number, self, perf_counter(), limit_s
+        active, thread = self._active, get_ident()
+        outer = active.get(thread)
+        active[thread] = call  # `_run_watched` bounds its own wait alone
+        mine = CallDescription(", ".join(filter(None, [operation, what[0]])), *_size_of(what[1]))
+        try:
+            require_same_call(
+                mine,
+                lambda ends: self._gloo.allreduce([torch.from_numpy(ends)], MINIMUM).wait(limit_s),
+                self._texts,
+            )
+        except RuntimeError as error:
+            raise self._failure(error, call) from None
+        finally:
+            if outer is None:
+                active.pop(thread)
+            else:
+                active[thread] = outer
 
     def _texts(self, text: str) -> list[str]:
         """Gather one text per rank by fixed-size records."""
-        mine = torch.zeros(256, dtype=torch.uint8)
-        data = torch.frombuffer(bytearray(text.encode()[:256]), dtype=torch.uint8)
+        mine = torch.zeros(TEXT_NBYTES, dtype=torch.uint8)
+        data = torch.frombuffer(bytearray(text.encode()[:TEXT_NBYTES]), dtype=torch.uint8)
         mine[: data.numel()] = data
         everyone = [torch.empty_like(mine) for _ in range(self.size)]
         self._gloo.allgather([everyone], [mine]).wait()
@@ -286,7 +309,7 @@ class NativeCollectives(Exchanges):
         if tensor is None:
             self._met(self._reduction("Reduce", (sendbuf, recvbuf), op, root), "Reduce")
             return
-        what = f"{op.name}, root {root}", tensor
+        what = f"root {root}, {op.name}", tensor
         self._run_watched("Reduce", self._gloo.reduce, ([tensor], _reduced(op.name, root)), what)
 
     def _contribution(self, sendbuf: Any, recvbuf: Any, op: Op, *, root: int) -> Tensor | None:

@@ -254,7 +254,7 @@ def world(
     if entered:
         join(detect_launcher(), backend)
     services = RankServices(dist.get_rank(), recorder=recorder, seed=seed, deadline_s=deadline_s)
-    comm = _enter(dist.group.WORLD, services, options or Options())
+    comm = _enter(dist.group.WORLD, services, options or Options.given())
     comm.runtime.leaves_torch = entered
     # To wrap it during the run means this run: its seed, recorder and deadline.
     _WRAPPED[comm.runtime.group] = comm

@@ -26,6 +26,9 @@ from spawnsim.real.torch.transport import Bytes, as_payload
 
 Sends = Iterable[tuple[int, Bytes]]
 Receives = Iterable[tuple[int, Buffer]]
+Compared = tuple[str, Any]
+"""What all ranks must agree on beside the operation: root and op, and a buffer whose bytes and type count, or None."""
+NOTHING: Compared = ("", None)
 
 
 class Exchanges(CommCore, ObjectCollectives):
@@ -45,15 +48,22 @@ class Exchanges(CommCore, ObjectCollectives):
         *,
         contributed: int,
         after: Callable[[], object] | None = None,
+        what: Compared = NOTHING,
     ) -> CompositeRequest:
         """Begin an exchange; a block to oneself is copied by the mailbox as well. `contributed`: bytes of this rank."""
         tag, inner = self._count(), self._inner
+        if self.runtime.check_calls and operation[0] != "I":
+            self._agreed(operation, tag, what)
         self.runtime.counters.part(contributed)
         parts: list[RealRequest] = [
             inner._receive(rank, tag, operation, ReceiveTarget(block)) for rank, block in receives
         ]
         parts += [inner._start(data, (rank, tag), operation) for rank, data in sends]
         return CompositeRequest.of(self.runtime, (operation, -1, self), parts, after)
+
+    def _agreed(self, operation: str, number: int, what: Compared) -> None:
+        """Raise MismatchError, on all ranks, unless all are in the same collective with the same arguments."""
+        raise NotImplementedError
 
     def _met(self, request: CompositeRequest, operation: str) -> Any:
         """Wait for an exchange; past the deadline, name the missing ranks."""
@@ -83,7 +93,8 @@ class Exchanges(CommCore, ObjectCollectives):
             own = table[root].nbytes
         sends = [] if is_in_place(sendbuf) else [(root, bytes_of(as_buffer(sendbuf)))]
         contributed = sends[0][1].nbytes if sends else own
-        return self._plan(operation, sends, blocks, contributed=contributed)
+        what = f"root {root}", sendbuf if operation == "Gather" else None
+        return self._plan(operation, sends, blocks, contributed=contributed, what=what)
 
     def _scatter(self, operation: str, sendbuf: Any, recvbuf: Any, root: int = 0) -> CompositeRequest:
         self._root(root, operation)
@@ -96,14 +107,17 @@ class Exchanges(CommCore, ObjectCollectives):
             ]
             whole = sum(block.nbytes for block in table)
         blocks = [] if is_in_place(recvbuf) else [(root, as_buffer(recvbuf, writable=True))]
-        return self._plan(operation, sends, blocks, contributed=whole)
+        what = f"root {root}", recvbuf if operation == "Scatter" else None
+        return self._plan(operation, sends, blocks, contributed=whole, what=what)
 
     def _allgather(self, operation: str, sendbuf: Any, recvbuf: Any) -> CompositeRequest:
         table = as_blocks(recvbuf, self.size, vector=operation.endswith("v"), writable=True)
         own = bytes_of(table[self.rank] if is_in_place(sendbuf) else as_buffer(sendbuf))
         others = [r for r in range(self.size) if r != self.rank or not is_in_place(sendbuf)]
         sends = [(r, own) for r in others]
-        return self._plan(operation, sends, [(r, table[r]) for r in others], contributed=own.nbytes)
+        what = "", sendbuf if operation == "Allgather" else None
+        blocks = [(r, table[r]) for r in others]
+        return self._plan(operation, sends, blocks, contributed=own.nbytes, what=what)
 
     def _alltoall(self, operation: str, sendbuf: Any, recvbuf: Any) -> CompositeRequest:
         kind = {"vector": operation[-1] in "vw", "types": operation[-1] == "w"}
@@ -112,7 +126,8 @@ class Exchanges(CommCore, ObjectCollectives):
         copied = is_in_place(sendbuf)  # or a block might be overwritten before it has left
         sends = [(r, as_bytes(block.pack()) if copied else bytes_of(block)) for r, block in enumerate(given)]
         whole = sum(data.nbytes for _, data in sends)
-        return self._plan(operation, sends, enumerate(into), contributed=whole)
+        what = "", sendbuf if operation == "Alltoall" else None
+        return self._plan(operation, sends, enumerate(into), contributed=whole, what=what)
 
     # ---------------------------------------------------------------------------------------------- reductions
     def _fold(
@@ -123,6 +138,7 @@ class Exchanges(CommCore, ObjectCollectives):
         op: Op,
         *,
         finish: Callable[[Any], object],
+        root: int | None = None,
     ) -> CompositeRequest:
         """Combine in rank order what `ranks[0]` contribute; `ranks[1]` are those who need this rank's part."""
         op.check(given.datatype)
@@ -139,7 +155,8 @@ class Exchanges(CommCore, ObjectCollectives):
 
         blocks = [(rank, as_buffer(as_bytes(part))) for rank, part in parts.items()]
         sends = [(rank, as_bytes(own)) for rank in dests]
-        return self._plan(operation, sends, blocks, contributed=own.nbytes, after=combine)
+        what = op.name if root is None else f"root {root}, {op.name}", given
+        return self._plan(operation, sends, blocks, contributed=own.nbytes, after=combine, what=what)
 
     def _reduction(
         self, operation: str, buffers: tuple[Any, Any], op: Op, root: int | None
@@ -150,13 +167,14 @@ class Exchanges(CommCore, ObjectCollectives):
         given = into if is_in_place(sendbuf) and into is not None else as_buffer(sendbuf)
         finish = into.unpack if into is not None else len
         ranks = (everyone if mine else [], everyone if root is None else [root])
-        return self._fold(operation, given, ranks, op, finish=finish)
+        return self._fold(operation, given, ranks, op, finish=finish, root=root)
 
     def _scan(self, operation: str, sendbuf: Any, recvbuf: Any, op: Op) -> CompositeRequest:
         into = as_buffer(recvbuf, writable=True)
         given = into if is_in_place(sendbuf) else as_buffer(sendbuf)
-        before = list(range(self.rank + (operation == "Scan")))
-        after = list(range(self.rank + (operation == "Exscan"), self.size))
+        exclusive = operation in ("Exscan", "Iexscan")
+        before = list(range(self.rank + (not exclusive)))
+        after = list(range(self.rank + exclusive, self.size))
         return self._fold(operation, given, (before, after), op, finish=into.unpack)
 
     def Scan(self, sendbuf: Any, recvbuf: Any, op: Op = SUM) -> None:
@@ -166,10 +184,10 @@ class Exchanges(CommCore, ObjectCollectives):
         self._met(self._scan("Exscan", sendbuf, recvbuf, op), "Exscan")
 
     def Iscan(self, sendbuf: Any, recvbuf: Any, op: Op = SUM) -> RealRequest:
-        return self._scan("Scan", sendbuf, recvbuf, op)
+        return self._scan("Iscan", sendbuf, recvbuf, op)
 
     def Iexscan(self, sendbuf: Any, recvbuf: Any, op: Op = SUM) -> RealRequest:
-        return self._scan("Exscan", sendbuf, recvbuf, op)
+        return self._scan("Iexscan", sendbuf, recvbuf, op)
 
     def Reduce_scatter_block(self, sendbuf: Any, recvbuf: Any, op: Op = SUM) -> None:
         into = as_buffer(recvbuf, writable=True)
@@ -194,16 +212,21 @@ class Exchanges(CommCore, ObjectCollectives):
         slices = [(r, as_bytes(given.part(starts[r], counts[r]).pack())) for r in range(self.size)]
         blocks = [(rank, as_buffer(as_bytes(part))) for rank, part in enumerate(parts)]
         whole = sum(data.nbytes for _, data in slices)
-        self._met(self._plan(operation, slices, blocks, contributed=whole), operation)
+        what = op.name, given
+        self._met(self._plan(operation, slices, blocks, contributed=whole, what=what), operation)
         total = parts[0]
         for part in parts[1:]:
             total = op.reduce(total, part, given.datatype)
         into.part(0, counts[self.rank]).unpack(total)
 
     # ----------------------------------------------------------------------------------------------- objects
-    def _swap(self, operation: str, objects: dict[int, Any], sources: Sequence[int]) -> list[Any]:
+    def _swap(
+        self, operation: str, objects: dict[int, Any], sources: Sequence[int], root: int | None = None
+    ) -> list[Any]:
         """Send `objects[rank]` to each rank, return what the sources sent here, in their order."""
         tag, inner = self._count(), self._inner
+        if self.runtime.check_calls:
+            self._agreed(operation, tag, ("" if root is None else f"root {root}", None))
         receiving = [inner._receive(rank, tag, operation, OBJECT) for rank in sources]
         pickled: dict[int, Any] = {}
         for thing in objects.values():
@@ -220,11 +243,11 @@ class Exchanges(CommCore, ObjectCollectives):
     def bcast(self, obj: Any, root: int = 0) -> Any:
         self._root(root, "bcast")
         sends = dict.fromkeys(range(self.size), obj) if self.rank == root else {}
-        return self._swap("bcast", sends, [root])[0]
+        return self._swap("bcast", sends, [root], root)[0]
 
     def gather(self, sendobj: Any, root: int = 0) -> list[Any] | None:
         self._root(root, "gather")
-        found = self._swap("gather", {root: sendobj}, range(self.size) if self.rank == root else [])
+        found = self._swap("gather", {root: sendobj}, range(self.size) if self.rank == root else [], root)
         return found if self.rank == root else None
 
     def scatter(self, sendobj: Sequence[Any] | None, root: int = 0) -> Any:
@@ -232,7 +255,7 @@ class Exchanges(CommCore, ObjectCollectives):
         sends: dict[int, Any] = {}
         if self.rank == root:
             sends = dict(enumerate(self._one_each(sendobj, "scatter")))
-        return self._swap("scatter", sends, [root])[0]
+        return self._swap("scatter", sends, [root], root)[0]
 
     def allgather(self, sendobj: Any) -> list[Any]:
         return self._swap("allgather", dict.fromkeys(range(self.size), sendobj), range(self.size))

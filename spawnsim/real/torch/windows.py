@@ -28,7 +28,7 @@ from spawnsim.comm.ops import SUM, Op
 from spawnsim.comm.predefined import BY_NAME as TYPES
 from spawnsim.errors import ParameterError, Timeout, UnsupportedError
 from spawnsim.real.runtime.requests import RealRequest
-from spawnsim.real.runtime.rma_sync import WindowSync
+from spawnsim.real.runtime.rma_sync import WindowSync, window_comm
 from spawnsim.real.torch.collectives import NativeCollectives
 from spawnsim.real.torch.point_to_point import bytes_of
 from spawnsim.real.torch.runtime import TorchRuntime, missing_call
@@ -449,13 +449,14 @@ class Windows:
         # Before the first window: an access may come as soon as its maker has met all.
         WindowServer.of(comm.runtime)
 
-    def _make(self, memory: Bytes, disp_unit: int) -> TorchWin:
-        self._made += 1
-        return TorchWin(self._comm, self._made, memory, disp_unit)
+    def _make(self, memory: Bytes, disp_unit: int, given: Any) -> TorchWin:
+        comm = window_comm(self._comm, given)
+        comm.Win._made += 1
+        return TorchWin(comm, comm.Win._made, memory, disp_unit)
 
     def Allocate(self, size: int, disp_unit: int = 1, info: Any = None, comm: Any = None) -> TorchWin:
         """Return a window over `size` new bytes on each rank."""
-        return self._make(np.zeros(size, np.uint8), disp_unit)
+        return self._make(np.zeros(size, np.uint8), disp_unit, comm)
 
     def Create(self, memory: Any, disp_unit: int = 1, info: Any = None, comm: Any = None) -> TorchWin:
         """Return a window over memory that exists."""
@@ -464,7 +465,7 @@ class Windows:
             if memory is None
             else as_bytes(np.asarray(as_buffer(memory, writable=True).array))
         )
-        return self._make(own, disp_unit)
+        return self._make(own, disp_unit, comm)
 
     def __getattr__(self, name: str) -> Any:
         raise (

@@ -109,8 +109,8 @@ class Comm(PointToPoint, Collectives):
 
     @property
     def Win(self) -> Any:
-        """The class of windows on virtual ranks: `comm.Win.Allocate(nbytes, comm=comm)`."""
-        return KINDS["Win"]
+        """What makes windows of this communicator: `comm.Win.Allocate(nbytes)`."""
+        return KINDS["Windows"](self)
 
     def __reduce__(self) -> str | tuple[Any, ...]:
         if self._identity is None:

@@ -185,7 +185,7 @@ class Context:
 
 
 KINDS: dict[str, Any] = {}
-"""The classes of what communicators make: `Split` an `Intracomm`, `Create_cart` a `Cartcomm`, `Win` windows.
+"""The classes of what communicators make: `Split` an `Intracomm`, `Create_cart` a `Cartcomm`, `Win` its `Windows`.
 
 They are built on `Member`, so its calls cannot import them: each is entered here by the file that defines it. Whoever
 makes a world imports `module`, which imports all of them.

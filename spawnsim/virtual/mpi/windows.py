@@ -244,4 +244,30 @@ def _build(
     return context, WindowState(world, targets, flavor, context.number, shared)
 
 
-KINDS["Win"] = Win
+class Windows:
+    """`comm.Win`: makes windows of its communicator, unless another is given; those of `Win` mean COMM_SELF."""
+
+    def __init__(self, comm: Any) -> None:
+        self._comm = comm
+
+    def _of(self, comm: Any) -> Any:
+        return self._comm if comm is None else comm
+
+    def Create(self, memory: Any, disp_unit: int = 1, info: Info = INFO_NULL, comm: Any = None) -> Win:
+        """Open a window on memory of the program; collective."""
+        return Win.Create(memory, disp_unit, info, self._of(comm))
+
+    def Allocate(self, size: int, disp_unit: int = 1, info: Info = INFO_NULL, comm: Any = None) -> Win:
+        """Open a window on fresh memory of `size` bytes; collective."""
+        return Win.Allocate(size, disp_unit, info, self._of(comm))
+
+    def Allocate_shared(self, size: int, disp_unit: int = 1, info: Info = INFO_NULL, comm: Any = None) -> Win:
+        """Open a window on one piece of memory that all members can load and store; collective."""
+        return Win.Allocate_shared(size, disp_unit, info, self._of(comm))
+
+    def Create_dynamic(self, info: Info = INFO_NULL, comm: Any = None) -> Win:
+        """Open a window without memory, which Attach adds; collective."""
+        return Win.Create_dynamic(info, self._of(comm))
+
+
+KINDS["Windows"] = Windows

@@ -9,6 +9,26 @@ from spawnsim.comm.failures import CallError
 from spawnsim.comm.ops import NO_OP
 
 
+def test_windows_are_of_the_communicator_that_is_given():
+    """Else of the one whose `Win` makes them, as on real ranks; those of the class `Win` are of COMM_SELF alone."""
+
+    def main(comm):
+        pair = comm.Split(comm.rank // 2)
+        for make in (
+            lambda **of: comm.Win.Allocate(8, **of),
+            lambda **of: comm.Win.Create(np.zeros(1), **of),
+            lambda **of: comm.Win.Allocate_shared(8, **of),
+            lambda **of: comm.Win.Create_dynamic(**of),
+        ):
+            for of, size in (({}, comm.size), ({"comm": pair}, 2)):
+                win = make(**of)
+                assert (win.group.size, win.group.rank) == (size, comm.rank % size)
+                win.Free()
+        assert type(win).Allocate(8).group.size == 1
+
+    run(main, 10)
+
+
 @pytest.mark.parametrize(
     ("begin", "end"),
     [
