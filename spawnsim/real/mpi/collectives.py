@@ -48,7 +48,8 @@ def _parameters(kind: Any, operation: str) -> list[str]:
 
 def check_call(raw: MPI.Intracomm, operation: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Raise MismatchError, on all ranks, unless all are in the same collective with the same arguments."""
-    parameters = _parameters(type(raw), operation)
+    kind: Any = type(raw)
+    parameters = _parameters(kind, operation)
     given = {**dict(zip(parameters, args, strict=False)), **kwargs}
     parts = [operation]
     if "root" in parameters:
