@@ -158,9 +158,7 @@ def test_collectives_of_every_kind_of_buffer(gloo):
         mixed = np.zeros(8)  # spelt in different ways on different ranks
         comm.Allgather(np.full(2, float(rank)), mixed if rank % 2 else [mixed, 2, DOUBLE])
         assert mixed.tolist() == [0, 0, 1, 1, 2, 2, 3, 3]
-        if rank == 0:
-            time.sleep(0.5)
-        else:
+        if rank:
             try:
                 with comm.clock.deadline(0):
                     comm.Barrier()
@@ -168,7 +166,9 @@ def test_collectives_of_every_kind_of_buffer(gloo):
                 assert 0 in late.ranks, late
             else:
                 raise AssertionError("no deadline")
-        if rank == 0:
+            comm.send(None, 0)
+        else:
+            [comm.recv(source=other) for other in range(1, size)]
             comm.Barrier()
         comm.recv(source=before) if rank else None
         comm.send(1, after)
