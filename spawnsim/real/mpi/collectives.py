@@ -294,7 +294,7 @@ class Collectives(CommCore):
         self._sequence += 1
         runtime.counters.part(contribution(operation, args, kwargs, (self.rank, self.size)))
         spelled = args, kwargs
-        if runtime.translate.bfloat16 is not None and function is None and operation[0].isupper():
+        if runtime.translate.unnamed and function is None and operation[0].isupper():
             args, kwargs = runtime.translate.reducing(self._raw, operation, args, kwargs)
         if runtime.abortable:
             if operation in MAKERS:

@@ -178,7 +178,7 @@ class MPIComm(PointToPoint, Collectives):
             stage = self._staged(name, given, named) if known.devices else None
             if stage is not None:
                 given, named = stage.args, stage.kwargs
-            if known.bfloat16 is not None and operation is not None:
+            if known.unnamed and operation is not None:
                 given, named = known.reducing(self._raw, name, given, named)
             nbytes = 0 if operation is None else contribution(operation, given, named, place)
             if operation is not None and not persistent:
@@ -187,6 +187,8 @@ class MPIComm(PointToPoint, Collectives):
                 result = self._wrapped(raw(*given, **named), name, stage)
             except MPI.Exception as error:
                 raise self._error(error, name) from None
+            if isinstance(result, MPIRequest):
+                result.buffers = given, named
             if persistent and isinstance(result, MPIPersistent):
                 result.sent = None if operation is None else nbytes
             if stage is not None and not isinstance(result, MPIRequest):

@@ -28,12 +28,17 @@ if TYPE_CHECKING:
 
 
 class MPIRequest(RealRequest):
-    """A request: mpi4py's methods, with deadlines."""
+    """A request: mpi4py's methods, with deadlines.
 
-    __slots__ = ("_raw", "_stage", "_status")
+    Attributes:
+        buffers: what is kept until it is complete. mpi4py (4.1) lets go of what non-blocking reductions read and write.
+    """
+
+    __slots__ = ("_raw", "_stage", "_status", "buffers")
     _raw: MPI.Request
     _status: MPI.Status
     _stage: Stage | None
+    buffers: Any
 
     @classmethod
     def of(
@@ -44,7 +49,7 @@ class MPIRequest(RealRequest):
         `stage`: of GPU tensors among the buffers, which receive when the request is complete.
         """
         self = cls()
-        self._raw, self._status, self._stage = raw, MPI.Status(), stage
+        self._raw, self._status, self._stage, self.buffers = raw, MPI.Status(), stage, None
         self.begin(runtime, what)
         return self
 
@@ -55,8 +60,8 @@ class MPIRequest(RealRequest):
             raise failure(error, self._what[2]._raw, self._text(), self._what[1]) from None
         if done and self._stage is not None:
             copy_to_gpu(self._stage, self._status)
-            if not self._persistent:
-                self._stage = None
+        if done and not self._persistent:
+            self._stage = self.buffers = None
         return done
 
     def _describe(self, status: Any) -> None:
@@ -83,7 +88,7 @@ class MPIPersistent(MPIRequest):
     ) -> MPIRequest:
         self = cls()
         self._raw, self._status, self._persistent, self._stage = raw, MPI.Status(), True, stage
-        self.sent = None
+        self.sent = self.buffers = None
         self._runtime, self._what = runtime, what
         return self
 

@@ -28,7 +28,7 @@ from spawnsim.comm.layouts import BF16
 from spawnsim.comm.ops import BY_NAME as OPS
 from spawnsim.comm.ops import Op
 from spawnsim.comm.predefined import BFLOAT16_T, BY_NAME, NAMED
-from spawnsim.errors import RankFailed, Revoked, SpawnsimError, WorldError
+from spawnsim.errors import RankFailed, Revoked, SpawnsimError, UnsupportedError, WorldError
 from spawnsim.real.launch.launchers import cuda_aware
 
 if TYPE_CHECKING:
@@ -92,8 +92,9 @@ class Translator:
     Attributes:
         devices: whether a tensor outside of main memory was among the arguments so far: only then callers `stage`.
         memory: where such tensors are staged; made when the first one comes.
-        bfloat16: the datatype of such numbers, once a tensor of them was among the arguments. To MPI they are 16 bits
-            of no meaning, so from then on reductions ask for an op (`reducing`).
+        bfloat16: the datatype of such numbers, once a tensor of them was among the arguments.
+        unnamed: whether numbers without a name in MPI were among the arguments, bfloat16 or float8. To MPI they are
+            bits of no meaning, so from then on reductions ask for an op (`reducing`).
     """
 
     def __init__(self, world: MPI.Group) -> None:
@@ -105,7 +106,9 @@ class Translator:
         self._types: dict[int, tuple[Any, MPI.Datatype]] = {}
         self._halves: dict[str, MPI.Op] = {}
         self._torch_bfloat16: Any = None
+        self._float8: frozenset[Any] = frozenset()  # torch's types
         self.bfloat16: MPI.Datatype | None = None
+        self.unnamed = False
 
     def __call__(self, value: Any) -> Any:
         """Return a buffer specification, op or datatype as mpi4py wants it."""
@@ -152,7 +155,9 @@ class Translator:
 
     def _learn(self, kind: type) -> Callable[[Any], Any] | None:
         if hasattr(kind, "data_ptr"):  # torch's tensors, known without loading torch
-            self._torch_bfloat16 = sys.modules["torch"].bfloat16
+            torch = sys.modules["torch"]
+            self._torch_bfloat16 = torch.bfloat16
+            self._float8 = frozenset(kind for name, kind in vars(torch).items() if name.startswith("float8_"))
             return self._tensor
         if not kind.__module__.startswith("spawnsim."):
             return None
@@ -174,11 +179,16 @@ class Translator:
     def _tensor(self, tensor: Any) -> Any:
         if not tensor.is_cpu:
             self.devices = True
-        return tensor if tensor.dtype is not self._torch_bfloat16 else [tensor, self._half()]
+        if tensor.dtype is self._torch_bfloat16:
+            return [tensor, self._half()]
+        if tensor.dtype in self._float8:
+            self.unnamed = True
+        return tensor
 
     def _half(self) -> MPI.Datatype:
         """Return the datatype of bfloat16, for which MPI libraries have no name yet."""
         if self.bfloat16 is None:
+            self.unnamed = True
             self.bfloat16 = MPI.UINT16_T.Dup()
             self.bfloat16.Set_name(BFLOAT16_T.Get_name())
         return self.bfloat16
@@ -205,11 +215,21 @@ class Translator:
     def reducing(
         self, raw: MPI.Comm, operation: str, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Return the translated arguments of a call, with an op of ours in a reduction of bfloat16."""
+        """Return the translated arguments of a call, with an op of ours in a reduction of bfloat16.
+
+        Raises:
+            UnsupportedError: a reduction of float8, which Open MPI adds as bytes.
+        """
         kind: Any = type(raw)
         half, names = self.bfloat16, _parameters(kind, operation)
         given = [*args, *kwargs.values()]
-        if "op" not in names or not any(type(spec) is list and spec and spec[-1] is half for spec in given):
+        if "op" not in names:
+            return args, kwargs
+        for spec in given:
+            dtype = getattr(spec[0] if type(spec) is list and spec else spec, "dtype", None)
+            if dtype in self._float8:
+                raise UnsupportedError(f"{operation} of {dtype}: MPI cannot add such numbers; take bfloat16")
+        if not any(type(spec) is list and spec and spec[-1] is half for spec in given):
             return args, kwargs
         place = names.index("op")
         op = self._half_op(args[place] if place < len(args) else kwargs.get("op", MPI.SUM))

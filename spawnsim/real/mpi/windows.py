@@ -63,6 +63,7 @@ class MPIWin(WindowSync):
         self._sizes, self._units = self._parts()
         self.label = f"{comm.label}/Win{comm._sequence}"
         self._stages: list[tuple[int, Stage]] = []  # of calls with GPU tensors that are not flushed yet
+        self._buffers_of: dict[int, list[Any]] = {}  # by target, of calls that are not flushed yet
         self._begin_sync()
         self._one, self._was = np.zeros(1, np.int64), np.zeros(1, np.int64)
         self._runtime.windows.append(self)
@@ -165,14 +166,22 @@ class MPIWin(WindowSync):
         self._require_inside(rank, int(displacement or 0) * self._units[rank], nbytes, size)
 
     def _buffers(self, operation: str, target_rank: int, *buffers: Any) -> tuple[Any, ...]:
-        """Return an access's buffers as mpi4py takes them; a GPU tensor is in main memory until Flush."""
+        """Return an access's buffers as mpi4py takes them, kept until Flush; a GPU tensor is in main memory until then.
+
+        mpi4py itself lets go of them, which MPI allows: what a program has written as a temporary would be lost.
+        """
         translate = self._runtime.translate
         given = tuple([translate(buffer) for buffer in buffers])
         stage: Stage | None = translate.stage(self._raw, operation, given) if translate.devices else None
-        if stage is None:
-            return given
-        self._stages.append((target_rank, stage))
-        return stage.args
+        if stage is not None:
+            self._stages.append((target_rank, stage))
+            return stage.args
+        kept = self._buffers_of.get(target_rank)
+        if kept is None:
+            self._buffers_of[target_rank] = [given]
+        elif len(given) > 1 or kept[-1][0] is not given[0]:  # a loop over one buffer keeps it once
+            kept.append(given)
+        return given
 
     def _require_sums(self, operation: str, origin: Any, target: Any, op: MPI.Op) -> None:
         """Refuse an access that computes on what MPI takes for other numbers: it would give wrong ones without a word.
@@ -213,7 +222,11 @@ class MPIWin(WindowSync):
         return native
 
     def _land(self, rank: int | None) -> None:
-        """Copy to GPU tensors what the calls to `rank` (None: to all) have fetched, now that they are complete."""
+        """Let go of buffers of the calls to `rank` (None: to all), which are complete; copy to GPU tensors."""
+        if rank is None:
+            self._buffers_of.clear()
+        else:
+            self._buffers_of.pop(rank, None)
         complete = [stage for target, stage in self._stages if rank is None or target == rank]
         self._stages = [(target, stage) for target, stage in self._stages if stage not in complete]
         for stage in complete:
@@ -310,8 +323,7 @@ class MPIWin(WindowSync):
             self._raw.Flush(rank)
         finally:
             active.pop(thread, None)
-        if self._stages:
-            self._land(rank)
+        self._land(rank)
 
     def Flush_all(self) -> None:
         self._raw.Flush_all()

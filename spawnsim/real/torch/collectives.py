@@ -329,7 +329,7 @@ class NativeCollectives(Exchanges):
             self._met(self._allgather("Allgather", sendbuf, recvbuf), "Allgather")
             return
         group, ran = self._group_for(into)
-        ran("Allgather", group._allgather_base, (into, given), ("", given))
+        ran("Allgather", group._allgather_base, (into, given), ("", sendbuf))
         if after is not None:
             after()
 
