@@ -176,6 +176,7 @@ class MPIWin(WindowSync):
         if stage is not None:
             self._stages.append((target_rank, stage))
             return stage.args
+        target_rank = integer(target_rank)
         kept = self._buffers_of.get(target_rank)
         if kept is None:
             self._buffers_of[target_rank] = [given]
@@ -226,7 +227,9 @@ class MPIWin(WindowSync):
         if rank is None:
             self._buffers_of.clear()
         else:
-            self._buffers_of.pop(rank, None)
+            self._buffers_of.pop(integer(rank), None)
+        if not self._stages:
+            return
         complete = [stage for target, stage in self._stages if rank is None or target == rank]
         self._stages = [(target, stage) for target, stage in self._stages if stage not in complete]
         for stage in complete:
