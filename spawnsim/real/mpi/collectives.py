@@ -9,10 +9,9 @@ these sums is the tree in which virtual ranks and MPICH sum, so the bits are the
 
 from __future__ import annotations
 
-import inspect
 import os
 from collections.abc import Callable
-from functools import lru_cache, partial
+from functools import partial
 from threading import get_ident
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
@@ -26,7 +25,7 @@ from spawnsim.comm.ops import SUM, Op, reduce_tree_in_place
 from spawnsim.comm.predefined import NAMED
 from spawnsim.real.mpi.abortable import abortable, make_detached
 from spawnsim.real.mpi.runtime import CommCore, MPIRuntime
-from spawnsim.real.mpi.translation import peer
+from spawnsim.real.mpi.translation import parameter_names, peer
 from spawnsim.real.runtime.collectives import CallDescription, ordered_allreduce, require_same_call
 from spawnsim.real.runtime.services import contribution, nbytes_of
 
@@ -40,16 +39,10 @@ SAME_SIZE = dict.fromkeys(("Allgather", "Alltoall", "Gather", "Reduce"), "sendbu
 """Which argument must have the same bytes, of the same dtype, on all ranks."""
 
 
-@lru_cache(maxsize=64)
-def _parameters(kind: Any, operation: str) -> list[str]:
-    found = inspect.signature(getattr(kind, operation)).parameters
-    return [name for name in found if name != "self"]
-
-
 def check_call(raw: MPI.Intracomm, operation: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Raise MismatchError, on all ranks, unless all are in the same collective with the same arguments."""
     kind: Any = type(raw)
-    parameters = _parameters(kind, operation)
+    parameters = parameter_names(kind, operation)
     given = {**dict(zip(parameters, args, strict=False)), **kwargs}
     parts = [operation]
     if "root" in parameters:

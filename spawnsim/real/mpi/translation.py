@@ -142,7 +142,7 @@ class Translator:
         if self.memory is None:
             self.memory = staging.Memory(aware=cuda_aware())
         kind: Any = type(raw)
-        call = staging.Call(operation, _parameters(kind, operation), args, kwargs or {}, rank)
+        call = staging.Call(operation, parameter_names(kind, operation), args, kwargs or {}, rank)
         return staging.stage(self.memory, call, direct=direct)
 
     def far(self, spec: Any) -> bool:
@@ -221,7 +221,7 @@ class Translator:
             UnsupportedError: a reduction of float8, which Open MPI adds as bytes.
         """
         kind: Any = type(raw)
-        half, names = self.bfloat16, _parameters(kind, operation)
+        half, names = self.bfloat16, parameter_names(kind, operation)
         given = [*args, *kwargs.values()]
         if "op" not in names:
             return args, kwargs
@@ -275,7 +275,7 @@ class Translator:
 
 
 @lru_cache(maxsize=128)
-def _parameters(kind: type, operation: str) -> tuple[str, ...]:
+def parameter_names(kind: type, operation: str) -> tuple[str, ...]:
     """Return the names of a call's parameters."""
     return tuple(inspect.signature(getattr(kind, operation)).parameters)[1:]
 

@@ -7,6 +7,7 @@ on a small window of lock words, and a `Get` under a shared lock costs no messag
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from threading import get_ident
@@ -393,28 +394,25 @@ class Windows:
     def __init__(self, comm: CommCore) -> None:
         self._comm = comm
 
+    def _make(self, given: Any, make: Callable[..., MPI.Win], *args: Any) -> MPIWin:
+        comm = window_comm(self._comm, given)
+        return MPIWin(make_collectively(comm, make, *args), comm)
+
     def Allocate(self, size: int, disp_unit: int = 1, info: Any = None, comm: Any = None) -> MPIWin:
         """Return a window over `size` new bytes on each rank: the one that others reach while this rank computes."""
-        comm = window_comm(self._comm, comm)
-        raw = make_collectively(comm, MPI.Win.Allocate, size, disp_unit, info or MPI.INFO_NULL)
-        return MPIWin(raw, comm)
+        return self._make(comm, MPI.Win.Allocate, size, disp_unit, info or MPI.INFO_NULL)
 
     def Allocate_shared(self, size: int, disp_unit: int = 1, info: Any = None, comm: Any = None) -> MPIWin:
         """Return a window that all ranks of one node map into their memory (see `Shared_query`)."""
-        comm = window_comm(self._comm, comm)
-        raw = make_collectively(comm, MPI.Win.Allocate_shared, size, disp_unit, info or MPI.INFO_NULL)
-        return MPIWin(raw, comm)
+        return self._make(comm, MPI.Win.Allocate_shared, size, disp_unit, info or MPI.INFO_NULL)
 
     def Create_dynamic(self, info: Any = None, comm: Any = None) -> MPIWin:
         """Return a window without memory: `Attach` adds some, and targets are addresses."""
-        comm = window_comm(self._comm, comm)
-        raw = make_collectively(comm, MPI.Win.Create_dynamic, info or MPI.INFO_NULL)
-        return MPIWin(raw, comm)
+        return self._make(comm, MPI.Win.Create_dynamic, info or MPI.INFO_NULL)
 
     def Create(self, memory: Any, disp_unit: int = 1, info: Any = None, comm: Any = None) -> MPIWin:
         """Return a window over memory that exists. Others reach it only when this rank polls; `Allocate` is quicker."""
-        comm = window_comm(self._comm, comm)
-        runtime = comm.runtime
+        runtime = self._comm.runtime
         memory = runtime.translate(memory)
         memory = memory[0] if type(memory) is list else memory  # of bfloat16, with its type
         if runtime.translate.far(memory):
@@ -422,5 +420,4 @@ class Windows:
                 "Win.Create over GPU memory: use Win.Allocate, and Put GPU tensors into it and Get them from it"
             )
         runtime.needy = True
-        raw = make_collectively(comm, MPI.Win.Create, memory, disp_unit, info or MPI.INFO_NULL)
-        return MPIWin(raw, comm)
+        return self._make(comm, MPI.Win.Create, memory, disp_unit, info or MPI.INFO_NULL)
