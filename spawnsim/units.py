@@ -11,6 +11,7 @@ from typing import TypeVar
 
 from spawnsim.errors import ParameterError
 
+LONGEST_S = 1e12  # thirty thousand years: no clock gets there
 SECONDS = {"ns": 1e-9, "us": 1e-6, "µs": 1e-6, "ms": 1e-3, "s": 1.0, "min": 60.0, "h": 3600.0}
 BYTES = {"B": 1.0, "kB": 1e3, "MB": 1e6, "GB": 1e9, "KiB": 2.0**10, "MiB": 2.0**20, "GiB": 2.0**30}
 BYTES_PER_SECOND = {f"{unit}/s": factor for unit, factor in BYTES.items()} | {
@@ -57,7 +58,10 @@ def seconds(text: str | float) -> float:
     >>> seconds("2 us")
     2e-06
     """
-    return _parse(text, SECONDS | {"": 1.0}, "duration")
+    length = _parse(text, SECONDS | {"": 1.0}, "duration")
+    if isinstance(text, str) and not abs(length) <= LONGEST_S:
+        raise ParameterError(f"{text!r} is too long: give a duration of at most {LONGEST_S:g} s")
+    return length
 
 
 def check_duration(call: str, given: object) -> None:

@@ -330,7 +330,7 @@ def read_traces(paths: Sequence[Path]) -> dict[str, Any]:
             groups = {
                 name: [int(rank) for rank in ranks] for name, ranks in json.loads(beside.read_text()).items()
             }
-        except (ValueError, TypeError, AttributeError) as error:
+        except (ValueError, TypeError, AttributeError, RecursionError) as error:
             raise ParameterError(f"{beside}: not a list of ranks for each group ({error})") from error
     ranks = [[_operation(files[rank], node) for node in _ordered(files[rank])] for rank in range(len(files))]
     return {"ranks": ranks, "groups": groups}

@@ -43,9 +43,9 @@ def _text(path: Path) -> str:
 def _json(path: Path) -> Any:
     try:
         return json.loads(_text(path))
-    except ValueError as error:
-        if isinstance(error, ParameterError):
-            raise
+    except ParameterError:
+        raise
+    except (ValueError, RecursionError) as error:
         raise ParameterError(f"{path}: not valid JSON ({error})") from error
 
 

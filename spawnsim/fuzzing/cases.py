@@ -122,7 +122,7 @@ class Case:
             return cls(
                 alive_s=math.inf if alive_s is None else float(alive_s), world=dict(world or {}), **values
             )
-        except (ValueError, TypeError, AttributeError) as error:
+        except (ValueError, TypeError, AttributeError, RecursionError) as error:
             raise ParameterError(f"no case: {text!r} ({error}); copy it from a failure") from error
 
     def quiet_s(self) -> float:

@@ -26,12 +26,12 @@ from spawnsim.record.manifest import INPUTS, Files, keep
 from spawnsim.record.recorder import OWN, Event, Portion, Recorder, document
 from spawnsim.record.sorting import storing
 from spawnsim.record.table import Table
+from spawnsim.units import LONGEST_S
 
 MANIFEST, METRICS, EVENTS = "run.json", "metrics.npz", "events.jsonl"
 TRACE = "trace.gz"  # the timeline of a run that was traced: its journal, packed
 HELD = (MANIFEST, METRICS, EVENTS, TRACE, journal.FOLDER, checkpoints.FOLDER)
 RUNNING = "running"
-LONGEST_S = 1e12  # thirty thousand years: no clock gets there
 _EPOCH = (1980, 1, 1, 0, 0, 0)  # the earliest that a zip archive can hold
 
 

@@ -13,6 +13,7 @@ from typing import Any
 
 from spawnsim.errors import ParameterError, SpawnsimError
 from spawnsim.record import Recorder, Thinned, ranks_named
+from spawnsim.record.folder import MANIFEST
 from spawnsim.record.manifest import INPUTS
 from spawnsim.run import Run
 from spawnsim.run.program import program
@@ -67,7 +68,14 @@ class Again:
         kept = file or folder / INPUTS / "program" / str(what["file"])
         if not kept.is_file():
             raise ParameterError(f"{folder} keeps no copy of {what['file']}: name the program with --file")
-        return cls(folder, recorded, kept, _scenario(folder, what))
+        try:
+            scenario = _scenario(folder, what)
+        except ParameterError:
+            raise
+        except (KeyError, TypeError, ValueError, OverflowError, AttributeError) as error:
+            wrong = f"{type(error).__name__}: {error}"
+            raise ParameterError(f"{folder / MANIFEST}: 'what' does not describe a run ({wrong})") from error
+        return cls(folder, recorded, kept, scenario)
 
     @property
     def is_whole(self) -> bool:

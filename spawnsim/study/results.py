@@ -136,7 +136,7 @@ class Sweep:
             return cls(Path(path), cells, str(plan["command"]))
         except OSError as error:
             raise ParameterError(f"{path} is not a sweep's folder: it has no readable {PLAN}") from error
-        except (ValueError, TypeError, KeyError) as error:
+        except (ValueError, TypeError, KeyError, RecursionError) as error:
             raise ParameterError(f"{place} is not a sweep's: {error}") from error
 
     @property

@@ -99,7 +99,7 @@ Entry = tuple[float, int, int, int, int]  # time in seconds, kind, peer, bytes, 
 
 def nanoseconds(seconds: float) -> int:
     """Return a length of time as entries hold it: whole nanoseconds, 292 years at most."""
-    return min(round(seconds * 1e9), 2**63 - 1)
+    return min(round(min(seconds * 1e9, 2.0**63)), 2**63 - 1)
 
 
 class RankDigest:

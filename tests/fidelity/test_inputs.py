@@ -133,6 +133,13 @@ def test_reports_that_lack_something(
         read(path)
 
 
+@pytest.mark.parametrize("read", [inputs.read_nccl, inputs.read_iperf3, inputs.read_spot])
+def test_a_file_that_is_nested_too_deep(tmp_path: Path, read: Callable[[Path], Any]) -> None:
+    """The reader of JSON stops at the depth of the stack."""
+    with pytest.raises(ParameterError, match="deep: not valid JSON"):
+        read(_written(tmp_path, "[" * 100_000 + "]" * 100_000, "deep"))
+
+
 @pytest.mark.parametrize("read", [inputs.read_nccl, inputs.read_iperf3, inputs.read_wan, inputs.read_sacct])
 def test_files_that_cannot_be_read(tmp_path: Path, read: Callable[[Path], Any]) -> None:
     """No file, no text, nothing in it; a folder."""

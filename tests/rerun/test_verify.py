@@ -117,6 +117,20 @@ def test_a_plan_that_was_an_object_comes_back(tmp_path):
     assert Again.of(tmp_path / "run").scenario.faults == plan
 
 
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("seed", "\u0000"), ("seed", None), ("ranks", []), ("deadline_s", {}), ("faults", {"faults": 3})],
+)
+def test_a_damaged_description_is_one_clear_error(name, value, tmp_path):
+    """run.json may have been edited, or cut."""
+    spawnsim.run(PROGRAMS / "planted" / "world_size.py", ranks=2, out=tmp_path, parameters={"fixed": True})
+    manifest = json.loads((tmp_path / "run.json").read_text())
+    manifest["what"][name] = value
+    (tmp_path / "run.json").write_text(json.dumps(manifest))
+    with pytest.raises(ParameterError, match=r"run\.json: 'what' does not describe a run"):
+        Again.of(tmp_path)
+
+
 def test_what_cannot_be_run_again_is_refused(tmp_path):
     """A function has no file; a folder without a run is none."""
     spawnsim.run(lambda comm: None, ranks=2, out=tmp_path / "run")

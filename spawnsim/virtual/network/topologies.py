@@ -15,17 +15,30 @@ from functools import cached_property
 
 import numpy as np
 
+from spawnsim.columns import MOST_RANKS
 from spawnsim.errors import ParameterError
 from spawnsim.virtual.network.cost import FREE, Cost, Costs, Floats, Ints, SharedLinks
 from spawnsim.virtual.network.fabric import Fabric, Index, Overheads
 from spawnsim.virtual.network.links import Hockney, Link, at_least
 
+MOST_HOPS = 10_000  # of a torus: a link is kept for each distance
 _SENDERS = 4096  # rows of kinds that are kept: two bytes a pair
 
 
 @dataclass(frozen=True)
 class Bounded(Fabric):
-    """A fabric for a fixed number of ranks: the kinds of a sender's pairs are looked up, not worked out each time."""
+    """A fabric for a fixed number of ranks: the kinds of a sender's pairs are looked up, not worked out each time.
+
+    Raises:
+        ParameterError: Room for more than `MOST_RANKS` ranks.
+    """
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if (most := self.capacity() or 0) > MOST_RANKS:
+            raise ParameterError(
+                f"the network has room for {most:,} ranks: give one for {MOST_RANKS:,} at most"
+            )
 
     @cached_property
     def _rows(self) -> dict[int, Sequence[int]]:
@@ -35,15 +48,15 @@ class Bounded(Fabric):
         """Return the cost of one message between two world ranks."""
         try:
             return self._memo[self._rows[source][dest], nbytes] if source != dest else FREE
-        except KeyError:
-            if source not in self._rows:
+        except (KeyError, IndexError):
+            if dest >= len(self._rows.get(source, ())):
                 if len(self._rows) >= _SENDERS:
                     self._rows.clear()
-                # A row of all pairs at once: the kind of a pair on a torus is numpy arithmetic, too slow for single
-                # ones.
-                most = self.capacity() or 0
+                # Many pairs at once: the kind of a pair on a torus is numpy arithmetic, too slow for single ones. A row
+                # reaches as far as receivers do, as a small run on a large machine needs little of it.
+                most = min(1 << dest.bit_length(), self.capacity() or 0)
                 kinds = self.kind(np.full(most, source), np.arange(most))
-                self._rows[source] = array("H", kinds.tolist())
+                self._rows[source] = array("H" if kinds.max() < 1 << 16 else "I", kinds.tolist())
             return self._remember((self._rows[source][dest], nbytes))
 
 
@@ -124,6 +137,12 @@ class Torus(Bounded):
             raise ParameterError(f"shape={self.shape}: give at least one dimension, each of at least 1 node")
         at_least(self.hop_latency_s, 0.0, "hop_latency_s")
         at_least(self.ranks_per_node, 1, "ranks_per_node")
+        if self._most_hops > MOST_HOPS:
+            raise ParameterError(f"shape={self.shape}: {self._most_hops:,} hops; give {MOST_HOPS:,} at most")
+
+    @property
+    def _most_hops(self) -> int:
+        return sum(length // 2 for length in self.shape)
 
     def kind(self, source: Index, dest: Index) -> Index:
         """Return the number of hops; 0 within a node."""
@@ -137,8 +156,7 @@ class Torus(Bounded):
 
     def links(self) -> tuple[Link, ...]:
         """Return the links by number of hops."""
-        most = sum(length // 2 for length in self.shape)
-        away = (self.link.farther(hop * self.hop_latency_s) for hop in range(most))
+        away = (self.link.farther(hop * self.hop_latency_s) for hop in range(self._most_hops))
         return (self.intra or self.link, *away)
 
     def node(self, rank: Index) -> Index:

@@ -53,6 +53,7 @@ from typing import Any, Literal, get_args
 import numpy as np
 
 from spawnsim import random, units
+from spawnsim.columns import MOST_RANKS
 from spawnsim.errors import ParameterError, UnsupportedError
 from spawnsim.options import nearest
 from spawnsim.virtual.collectives import Selection
@@ -308,10 +309,8 @@ def _home(section: Section, overheads: dict[str, Any]) -> Network:
     """Home lines: up, down and latency are medians; `spread` is the lognormal shape of the ranks around them."""
     # All lines of the file are drawn at once and ranks take them in order: a run of few ranks has the first of the same
     # lines as a run of many.
-    ranks, spread = section.integer("ranks", 16384), section.number("spread", 0.0)
-    draws = random.generator(section.integer("seed", 0, least=0), -1, "platform.home").standard_normal(
-        (ranks, 3)
-    )
+    ranks, spread = section.integer("ranks", 16384, most=MOST_RANKS), section.number("spread", 0.0)
+    draws = random.generator(section.seed(), -1, "platform.home").standard_normal((ranks, 3))
     factors = np.exp(spread * draws)
     medians = (section.seconds("latency"), section.bytes_per_second("up"), section.bytes_per_second("down"))
     latency_s, up, down = (tuple((median * factors[:, i]).tolist()) for i, median in enumerate(medians))

@@ -39,7 +39,7 @@ def changing(section: Section, link: Link) -> Link:
     trace = section.get("trace", lambda value: _trace_rows(section, value, link), _NO_ROWS)
     repeat_s = section.seconds("repeat") if section.has("repeat") else None
     background = section.get("background", _backgrounds, _NO_TRAFFIC)
-    seed = section.integer("seed", 0, least=0)
+    seed = section.seed()
     section.asked.add("repeat")
     if not trace and not background:
         for key in ("repeat", "seed"):

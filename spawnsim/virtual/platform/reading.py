@@ -51,6 +51,7 @@ class PlacedError(ParameterError):
     """An error that says already where in the file it is."""
 
 
+MOST = 10**9  # of anything that is counted: tables are made of such numbers
 LONGEST = 1000  # characters of an error: a damaged file may hold a value of any length
 
 
@@ -138,17 +139,21 @@ class Section:
         """Return one of several texts."""
         return self.get(key, lambda value: _one_of(value, choices), default)
 
-    def integer(self, key: str, default: int | None = None, *, least: int = 1) -> int:
-        """Return an integer of at least `least`."""
-        return self.get(key, lambda value: int(_least(_integer(value), least)), default)
+    def integer(self, key: str, default: int | None = None, *, least: int = 1, most: int = MOST) -> int:
+        """Return an integer from `least` to `most`."""
+        return self.get(key, lambda value: _within(_integer(value), least, most), default)
+
+    def seed(self) -> int:
+        """Return the seed of a table's own random streams, 0 if it names none."""
+        return self.integer("seed", 0, least=0, most=2**63)
 
     def number(self, key: str, default: float | None = None) -> float:
         """Return a number without unit."""
         return self.get(key, _number, default)
 
     def integers(self, key: str) -> tuple[int, ...]:
-        """Return a list of integers of at least 1."""
-        return self.get(key, lambda value: tuple(int(_least(_integer(item), 1)) for item in _list(value)))
+        """Return a list of integers from 1 to `MOST`."""
+        return self.get(key, lambda value: tuple(_within(_integer(item), 1, MOST) for item in _list(value)))
 
     def table(self, key: str, read: Callable[[Section, str], T]) -> list[list[T]]:
         """Return rows of values, each read as `read` reads a key."""
@@ -206,6 +211,12 @@ def _least(value: float, least: float) -> float:
     if not value >= least:
         raise ParameterError(f"{value:g}: must be at least {least:g}")
     return value
+
+
+def _within(value: int, least: int, most: int) -> int:
+    if value > most:
+        raise ParameterError(f"{value}: must be at most {most:,}")
+    return int(_least(value, least))
 
 
 def _string(value: Any) -> str:

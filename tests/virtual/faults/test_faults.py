@@ -157,6 +157,7 @@ def test_short_hands_expand() -> None:
         ("crash:3@1s; restart:3@2s; crash:3@2s", "rank 3 begins again at 2 s: let it crash later"),
         ("crash:1@1parsec", "not a duration"),
         ("crash:1@-1s", "at least 0"),
+        ("delay:0>1@0s+1s,1e300s,1e300s", "'1e300s' is too long"),
         ("crash:1@1s+2s", "no length"),
         ("pause:1@1s+0s", "above 0 s"),
         ("slow:1@1s+2s", "a slow takes factor; 0 given"),

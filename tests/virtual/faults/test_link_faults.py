@@ -6,7 +6,7 @@ from support.virtual_run import BANDWIDTH, LATENCY, platform, run
 
 from spawnsim.comm.ops import MAX, SUM
 from spawnsim.errors import ParameterError, Timeout
-from spawnsim.virtual.faults import DELIVERED, FaultPlan
+from spawnsim.virtual.faults import DELIVERED, Delay, FaultPlan
 from spawnsim.virtual.faults.plan import RETRANSMIT_S
 from spawnsim.virtual.mpi.requests import Request
 
@@ -120,6 +120,13 @@ def test_a_delay_adds_to_the_flight_of_its_message_alone():
     call = lambda comm: comm.Bcast(np.zeros(1000, np.uint8))  # noqa: E731
     plain, notes = (tried(call, 8, faults).column("at") for faults in (None, "delay:0>4@0.5s+1s,0.3s"))
     assert [notes[rank] - plain[rank] for rank in range(8)] == pytest.approx([0.0] * 4 + [0.3] * 4)
+
+
+def test_a_delay_beyond_all_clocks_is_a_message_that_does_not_come():
+    """An object of Python's may hold any finite time; texts are bounded."""
+    plan = FaultPlan((Delay(0, 1, 0.0, 9.0, delay_s=1e300, spread_s=1e300),))
+    notes = tried(lambda comm: comm.Allreduce(np.zeros(2), np.zeros(2)), 2, plan)
+    assert notes.column("out")[1] == pytest.approx(5.0)
 
 
 def test_a_link_that_is_down_holds_a_collective_until_it_is_back():

@@ -179,6 +179,16 @@ def test_torus():
     assert torus.place(np.array([0, 1, 2])).tolist() == [0, 0, 1]
 
 
+def test_a_few_ranks_need_little_of_a_large_network():
+    """What is kept for a sender reaches as far as its receivers; more regions than two bytes can number their pairs."""
+    large = Torus(SLOW, (200, 200, 200), hop_latency_s=1e-6)
+    assert [latency(large, 1, dest) for dest in (0, 2, 3, 199, 200)] == [10, 10, 11, 11, 11]
+    assert sum(map(len, large._rows.values())) <= 256
+    many = 300
+    regions = Regions((1,) * many, ((SLOW,) * many,) * (many - 1) + ((FAST,) * many,))
+    assert [latency(regions, source, 0) for source in (1, many - 1)] == [10, 1]
+
+
 def test_dragonfly():
     """One router, one local hop within a group, local-global-local between groups."""
     network = Dragonfly(SLOW, 2, 3, 4, local_latency_s=1e-6, global_latency_s=5e-6, global_share=0.5)

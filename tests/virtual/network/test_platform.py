@@ -134,6 +134,8 @@ def test_the_run_goes_before_the_platform() -> None:
         ('gap = "2 us"', 'gap = "2 us"\nzoom = 3', 18, "network.inter.zoom: no such key; here are allowed"),
         ('eager = "8 KiB"', 'eagr = "8 KiB"', 7, "did you mean eager"),
         ("ranks_per_node = 4", "ranks_per_node = 0", 6, "at least 1"),
+        ("ranks_per_node = 4", f"ranks_per_node = {10**30}", 6, "at most 1,000,000,000"),
+        ('step = "50 ms"', 'step = "1e300 s"', 25, "is too long: give a duration of at most 1e+12 s"),
         ("ranks_per_node = 4", 'ranks_per_node = "4"', 6, "write an integer"),
         ('topology = "nodes"', 'topology = "star"', 5, "write one of switch, nodes, fat-tree"),
         ('model = "loggp"', 'model = "magic"', 14, "write one of hockney"),
@@ -195,6 +197,25 @@ def test_every_topology_has_a_table(tmp_path: Path, text: str) -> None:
     network, wanted = load_platform(_file(tmp_path, f"[network]\n{text}\n")).network, TOPOLOGIES[text]
     assert type(network) is type(wanted)
     assert network.cost(0, 2, 10**6) == pytest.approx(wanted.cost(0, 2, 10**6))
+
+
+@pytest.mark.parametrize(
+    ("topology", "words"),
+    [
+        (f'"torus"\n{LINK}\nshape = [1000000, 1000000, 1000000]', "room for 1,000,000,000,000,000,000 ranks"),
+        (f'"torus"\n{LINK}\nshape = [5000000]', "2,500,000 hops; give 10,000 at most"),
+        (f'"fat-tree"\n{LINK}\nradices = [100000, 100000]', "room for 10,000,000,000 ranks"),
+        (f'"dragonfly"\n{LINK}\nranks_per_router = 9999\nrouters_per_group = 9999\ngroups = 9', "room for"),
+        ('"regions"\nmembers = [999999999]\nlatency = [["1 ms"]]\nbandwidth = [["1 GB/s"]]', "room for"),
+        ('"home"\nranks = 999999999\nlatency = "50 ms"\nup = "1 MB/s"\ndown = "1 MB/s"', "network.ranks"),
+    ],
+)
+def test_a_network_too_large_to_build_is_refused_before_it_is_built(
+    tmp_path: Path, topology: str, words: str
+) -> None:
+    """The sizes of a damaged or careless file must not ask for all memory."""
+    with pytest.raises(ParameterError, match=words):
+        load_platform(_file(tmp_path, f"[network]\ntopology = {topology}\n"))
 
 
 def test_tables_of_regions_name_their_line(tmp_path: Path) -> None:
