@@ -362,7 +362,7 @@ def _start(options: argparse.Namespace, parameters: Mapping[str, Any]) -> int:
         "--record-every", str(options.record_every),
         *(["--record-ranks", options.record_ranks] if options.record_ranks is not None else []),
     ]  # fmt: skip
-    kept = ""
+    kept, begun_s = "", time.time()
     with (
         tempfile.TemporaryDirectory(prefix="spawnsim-") as registry,
         watched(options.out, observers(options), "--registry", registry),
@@ -372,7 +372,7 @@ def _start(options: argparse.Namespace, parameters: Mapping[str, Any]) -> int:
             command=own_command(),
         )  # fmt: skip
         # The launcher merges, since ranks that were killed could not, and those left may have been told to stop.
-        if options.out is not None and tidy(options.out, ended.status, ended.cause):
+        if options.out is not None and tidy(options.out, ended, begun_s):
             kept = f"what was recorded until then: {options.out}"
     if ended.cause:
         print("; ".join(filter(None, [f"spawnsim: {ended.cause}", kept])), file=sys.stderr)

@@ -12,7 +12,7 @@ import os
 import shutil
 import zipfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, BinaryIO, cast
 
@@ -20,7 +20,7 @@ import numpy as np
 
 from spawnsim import checkpoints
 from spawnsim.columns import HELD_B, MOST_RANKS, ArchivedColumns, read_columns, require_ranks
-from spawnsim.errors import ParameterError
+from spawnsim.errors import ParameterError, StorageError
 from spawnsim.record import journal
 from spawnsim.record.manifest import INPUTS, Files, keep
 from spawnsim.record.recorder import OWN, Event, Portion, Recorder, document
@@ -209,6 +209,28 @@ def write(folder: Path, *, table: Table, events: Sequence[Event], manifest: Mapp
     write_table(folder, table)
     write_events(folder, events)
     write_manifest(folder, manifest)
+
+
+@contextmanager
+def failing_in_place(folder: Path) -> Iterator[None]:
+    """Give a run whose files cannot be written that error for its outcome, or it would say "running" for ever."""
+    try:
+        yield
+    except StorageError as error:
+        _fail_in_place(folder, error)
+        raise
+
+
+def _fail_in_place(folder: Path, error: StorageError) -> None:
+    """Set the outcome of a run that says "running", on a disk that has no room for another file."""
+    path = folder / MANIFEST
+    with suppress(ParameterError, OSError):
+        manifest, nbytes = read_manifest(folder), path.stat().st_size
+        # Without indentation the text is shorter than the one that it replaces, so it needs no further block.
+        text = json.dumps(manifest | {"outcome": f"{type(error).__name__}: {error}"}).encode()
+        if manifest["outcome"] == RUNNING and len(text) < nbytes:
+            with path.open("r+b") as file:
+                file.write(text.ljust(nbytes - 1) + b"\n")
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:

@@ -24,6 +24,7 @@ from spawnsim.run.watched import LOOK_S
 from spawnsim.run.writer import add_late, begin_folder, describe
 
 if TYPE_CHECKING:
+    from spawnsim.real.launch.supervisor import JobEnd
     from spawnsim.record import Journal
     from spawnsim.record.journal import Merged
 
@@ -202,11 +203,12 @@ class Shards:
 
 def collect(out: Path, *, what: Mapping[str, Any], counted: Mapping[str, Any], outcome: str) -> Run:
     """Merge the shards of a run folder into its own files, and return the run. The shards stay."""
+    from spawnsim.record import folder
     from spawnsim.record import journal as shards
 
     # Ranks that fail together come here together, each as the one who may be last: one merge at a time, or files of
     # one are moved over by those of another that has seen less.
-    with shards.locked(out):
+    with shards.locked(out), folder.failing_in_place(out):
         if not shards.has_shards(out):  # another has done so, and has taken this one for dead
             return Run.load(out)
         run = _result(shards.merge(out), what=what, counted=counted, outcome=outcome)
@@ -228,10 +230,13 @@ def _result(merged: Merged, *, what: Mapping[str, Any], counted: Mapping[str, An
     )
 
 
-def tidy(out: Path, status: int, cause: str = "") -> bool:
+def tidy(out: Path, ended: JobEnd, begun_s: float) -> bool:
     """Merge the shards that a job left behind, once all its processes have ended; return whether they held anything.
 
-    `cause` is why it ended, where its ranks could not say it.
+    Args:
+        out: the run folder.
+        ended: how the job has ended.
+        begun_s: when it began, in seconds of `time.time()`: an older run.json is another run's.
     """
     from spawnsim.record import journal as shards
 
@@ -240,21 +245,27 @@ def tidy(out: Path, status: int, cause: str = "") -> bool:
     except (ParameterError, OSError):  # there is none, or another job has begun there: the shards are its own
         return False
     try:
-        return _tidied(out, status, cause)
+        return _tidied(out, ended, begun_s)
     finally:
         hold.release()
 
 
-def _tidied(out: Path, status: int, cause: str) -> bool:
+def _tidied(out: Path, ended: JobEnd, begun_s: float) -> bool:
     from spawnsim.record import folder
     from spawnsim.record import journal as shards
 
-    if not shards.has_shards(out):
-        shards.discard(out)
-        return False
+    status, cause = ended.status, ended.cause
     try:
         manifest = folder.read_manifest(out)
     except ParameterError:  # it ended before rank 0 wrote one: there is nothing to merge either
+        return False
+    if not shards.has_shards(out):
+        shards.discard(out)
+        # The ranks had recorded and merged all; then one of them failed. The outcome must agree with the status.
+        written_s = (out / folder.MANIFEST).stat().st_mtime + 1.0  # some file systems keep whole seconds
+        if status and manifest["outcome"] == FINISHED and written_s >= begun_s:
+            how = cause or f"the job ended with status {status}"
+            folder.write_manifest(out, manifest | {"outcome": f"{how}, after all had been recorded"})
         return False
     # A rank's own words of the end stand there already, if one could still write them.
     outcome = manifest["outcome"]

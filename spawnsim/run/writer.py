@@ -185,6 +185,7 @@ class RunWriter:
     def _save(self, error: BaseException | None) -> None:
         """Write the run's files, beside the journal, which is left where they cannot be written."""
         from spawnsim import checkpoints
+        from spawnsim.record import folder
 
         # A run that failed has returned no counts; its error carries those up to its end.
         if self.counted is None:
@@ -198,8 +199,9 @@ class RunWriter:
             if told in getattr(error, "__notes__", ()):  # a first call of `tell` has added it
                 error.__notes__.remove(told)  # type: ignore[union-attr]  # it is not part of the outcome
         try:
-            self._run = self._gathered(outcome_of(error))
-            self._run.save(self.out)
+            with folder.failing_in_place(self.out):
+                self._run = self._gathered(outcome_of(error))
+                self._run.save(self.out)
         except StorageError as full:
             full.add_note(note)
             # A full disk hides the run's own error unless it is chained to it.

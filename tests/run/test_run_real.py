@@ -20,10 +20,13 @@ import spawnsim
 pytestmark = pytest.mark.mpi
 
 PROGRAM = """
-import os, sys, time
+import atexit, os, sys, time
 
-def main(comm, iterations=3, raise_on=-1, kill_on=-1, signal=9, leave=False, wait_s=0.0, unread=0, talk=0, meet=True):
+def main(comm, iterations=3, raise_on=-1, kill_on=-1, signal=9, leave=False, wait_s=0.0, unread=0, talk=0, meet=True,
+         kill_at_exit=-1):
     rank = comm.Get_rank()
+    if rank == kill_at_exit:
+        atexit.register(os.kill, os.getpid(), signal)
     for line in range(talk):
         print("rank", rank, "x" * 60, "line", line, "end")
     for _ in range(unread if rank == 0 else 0):
@@ -233,6 +236,33 @@ def test_a_raising_rank_ends_the_job_and_the_folder_is_kept(train: Path, tmp_pat
     run = spawnsim.Run.load(tmp_path / "a")
     assert run.outcome == "ValueError: no such luck"
     assert run.table.of_rank(1)["total"].tolist() == [3, 3, 3]
+
+
+@pytest.mark.parametrize("backend", ["mpi", "torch"])
+@pytest.mark.parametrize(
+    ("given", "status", "outcome"),
+    [
+        ((), 0, "finished"),
+        (("raise_on=1",), 1, "ValueError: no such luck"),
+        (("leave=true",), 0, "finished"),
+        (("kill_on=1",), 137, r"rank 1 \(process .*\) was killed by signal 9 \(SIGKILL\)"),
+        (
+            ("kill_at_exit=1",), 137,
+            r"rank 1 \(process .*\) was killed by signal 9 \(SIGKILL\), after all had been recorded",
+        ),
+        (("kill_on=1", "signal=15"), 143, r"rank 1 was told to stop \(SIGTERM\)"),
+    ],
+)  # fmt: skip
+def test_the_outcome_agrees_with_the_status(
+    train: Path, tmp_path: Path, backend: str, given: tuple[str, ...], status: int, outcome: str
+) -> None:
+    """However a job ends, run.json and the status of the command say the same."""
+    told = [word for value in given for word in ("--set", value)]
+    done = _spawnsim("run", train, "--backend", backend, "-n", 2, *told, "--out", tmp_path / "a")
+    assert done.returncode == status, done.stderr
+    run = spawnsim.Run.load(tmp_path / "a")
+    assert re.fullmatch(outcome, run.outcome)
+    assert run.table.rows == 6
 
 
 @pytest.mark.parametrize("backend", ["mpi", "torch"])

@@ -204,6 +204,7 @@ def test_a_full_disk_is_named_and_what_it_holds_stays(train: Path, tmp_path: Pat
     )
     assert err.splitlines()[-1] == f"What was recorded until then: {place}"
     assert "Traceback" not in err
+    assert spawnsim.Run.load(place).outcome.startswith("StorageError: cannot write")
 
 
 def test_a_frame_that_does_not_fit_is_tried_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
