@@ -2,18 +2,19 @@
 
 Names are loaded on first use: `import spawnsim` brings neither torch nor MPI nor pyplot.
 
-The layers, top to bottom (imports point down only; `lint-imports` holds it):
+The layers, top to bottom. Imports point down only; siblings separated by | do not import one another (`lint-imports`):
 
     cli
     study · report · fidelity · fuzzing · rerun
+    columnar
     plots · testing · run
     record
-    bagua · torchgfn
-    policies | workloads | real | virtual     (siblings: none imports another)
+    torchgfn · bagua
+    policies | workloads | real | virtual
     training
     comm
     options
-    backends · columns · importing · phantoms · random · scenario · units
+    backends · checkpoints · columns · importing · phantoms · random · scenario · units
     errors
 """
 

@@ -8,6 +8,7 @@ import re
 import statistics
 import subprocess
 import sys
+import tomllib
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -157,6 +158,17 @@ def test_importing_spawnsim_is_quick() -> None:
     """It takes under 0.25 s of a core (the best of three: others may use the machine)."""
     code = "import time; t = time.process_time(); import spawnsim; print(time.process_time() - t)"
     assert min(float(_python(code)) for _ in range(3)) < 0.25
+
+
+def test_the_diagram_of_the_layers_is_the_contract() -> None:
+    """The docstring of the package, which the docs include, and what lint-imports checks."""
+    contracts = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]["contracts"]
+    layers = next(each["layers"] for each in contracts if each["id"] == "layers")
+    drawn = re.findall(r"^ {4}(\S.*)$", spawnsim.__doc__ or "", re.MULTILINE)
+    assert [re.split(r" [·|] ", line) for line in drawn] == [re.findall(r"\w+", layer) for layer in layers]
+    assert [line for line in drawn if "|" in line] == [
+        re.sub(r"[()]", "", layer) for layer in layers if "|" in layer
+    ]
 
 
 def test_run_stays_the_function() -> None:
