@@ -400,8 +400,12 @@ class Crashes:
             world.recorder.event(last.id, last.death_s, "requeue", {"ranks": len(members)})
 
     def _announce(self) -> None:
-        """Wake the tasks that wait for ranks that are now known to be dead."""
+        """Let survivors agree, and wake who waits, now that the others know of a death."""
         self._check_agreements()
+        self.end_waits()
+
+    def end_waits(self) -> None:
+        """Wake the tasks that wait for ranks that are known to be dead."""
         kernel, now_s = self._world.kernel, self._world.kernel.env.now
         for task in kernel.tasks:
             doomed = task.wait.doomed(now_s) if task.parked and task.wait is not None else ()  # type: ignore[attr-defined]

@@ -6,6 +6,7 @@ target serves it is decided in `rma_service`.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -30,7 +31,7 @@ from spawnsim.comm.group import Group
 from spawnsim.comm.handles import AINT, Attributes, Info, integer
 from spawnsim.comm.memory import address, as_bytes
 from spawnsim.comm.ops import NO_OP, REPLACE, SUM, Op
-from spawnsim.errors import ParameterError, RankFailed, Revoked
+from spawnsim.errors import ParameterError, RankFailed, Revoked, WorldError
 from spawnsim.phantoms import PhantomError
 from spawnsim.virtual.engine.completion import Completion
 from spawnsim.virtual.engine.waiting import Waiting, await_one
@@ -78,6 +79,15 @@ class WaitingForPart(Waiting):
     def peers(self) -> Sequence[int]:
         """Return the world ranks any of which could end the wait: those that hold the lock, not whose part it is."""
         return self.target.holding_up(self.origin) or Waiting.peers(self)
+
+    def missing(self, by_s: float = math.inf) -> Sequence[int]:
+        """Return the ranks still awaited: those that hold the lock, or whose part it is."""
+        return [self.members.index(rank) for rank in self.peers()]
+
+    def doomed(self, by_s: float) -> Sequence[int]:
+        """Return the ranks, known to be dead by a time, that hold the lock, or whose part it is."""
+        dead = self.context.dead(by_s)
+        return Waiting.doomed(self, by_s) or [rank for rank in self.missing() if self.members[rank] in dead]
 
 
 class Epochs(Attributes):
@@ -153,7 +163,11 @@ class Epochs(Attributes):
         # Locks are ordered by time, so the request may not be sent before all others have reached this time.
         windows.world.kernel.observe()
         access = Access(windows.world, "Lock", (0, 0), lambda data: None, lock=lock_type)
-        self._wait(windows.request(origin, rank, access), "Lock", rank)
+        try:
+            self._wait(windows.request(origin, rank, access), "Lock", rank)
+        except WorldError:  # given to a rank that waits no longer, the lock would be lost to all others
+            windows.release(origin, rank)
+            raise
         self._epoch.locked = self._epoch.locked or set()
         self._epoch.locked.add(rank)
 

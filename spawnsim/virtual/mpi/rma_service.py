@@ -10,7 +10,7 @@ the network has a `window`, ranks of one node copy instead, each with its own pr
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -134,6 +134,10 @@ class Target:
         # lock, and queueing a holder's access behind it would deadlock both.
         if (self.queue and not self._is_held_by(access.connection.origin.id)) or not self.free_for(access):
             self.queue.append(access)
+            windows = access.connection.windows
+            dead = windows.dead()
+            if dead and not dead.isdisjoint(self.holding_up(access.connection.origin.id)):
+                windows.world.crashes.end_waits()  # they began before the access was here
         else:
             self._admit(access)
 
@@ -156,8 +160,14 @@ class Target:
         # The lock is noted before the access is served, since that may send an answer and so let others ask.
         access.connection.windows.serve(access)
 
-    def release(self, who: int) -> None:
-        """Give up the lock and let the next ones in."""
+    def release(self, who: int, dead: Set[int]) -> None:
+        """Give up the lock, or the request for it, and let the next ones in."""
+        # A lock that is given to the dead is never given back.
+        if dead or not self._is_held_by(who):
+            gone = {who, *dead}
+            self.queue = [
+                each for each in self.queue if not each.lock or each.connection.origin.id not in gone
+            ]
         if self.exclusive == who:
             self.exclusive = None
         if who in self.sharers:
@@ -272,13 +282,14 @@ class Access(RoundTrip):
 
 
 class Release(Access):
-    """The end of a lock, on its way to the target; no answer comes back."""
+    """The end of a lock, or of a wait for it, on its way to the target; no answer comes back."""
 
     __slots__ = ()
 
     def ask(self) -> None:
         """Give up the lock."""
-        self.connection.target.release(self.connection.origin.id)
+        connection = self.connection
+        connection.target.release(connection.origin.id, connection.windows.dead())
 
 
 @dataclass(eq=False)
@@ -288,9 +299,14 @@ class WindowState:
     world: World
     targets: list[Target]
     flavor: int
-    number: int  # of the window's context
+    context: Any  # of the window: its number keys the draws of faults, and it knows which members are dead
     shared: Any = None  # the memory of Allocate_shared
     _connections: dict[tuple[int, int], Connection] = field(default_factory=dict)  # by origin and place
+
+    def dead(self) -> Set[int]:
+        """Return the world ranks of the members that are known to have died."""
+        dead: Set[int] = self.context.dead(self.world.kernel.env.now) if self.world.failed else NOBODY
+        return dead
 
     def answers_at(self, target: Target, time_s: float) -> float:
         """Return when a target serves what reaches it at `time_s`."""
@@ -313,7 +329,7 @@ class WindowState:
         return access
 
     def release(self, origin: Rank, place: int) -> None:
-        """Send the end of a lock."""
+        """Send the end of a lock, or of a wait for it."""
         # Through the same connection: a release that overtook the accesses before it would let the next holder in
         # too soon.
         self._send(origin, place, Release(self.world, "Unlock", (0, 0), lambda data: None))
@@ -344,7 +360,7 @@ class WindowState:
     def _judge(self, link: tuple[Rank, Rank], now_s: float, access: Access, kind: int) -> Verdict:
         """Return what the link makes of one direction of an access; what it carries may be damaged."""
         links, (source, dest) = self.world.links, (link[0].id, link[1].id)
-        key = kind, self.number, access.number
+        key = kind, self.context.number, access.number
         verdict: Verdict = links.judge(source, dest, now_s, *key)
         payload = access.data if kind == REQUEST else access.answer
         if verdict.corrupt and can_be_damaged(payload):

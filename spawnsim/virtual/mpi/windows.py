@@ -241,7 +241,7 @@ def _build(
         for rank, memory, (_, unit, _) in zip(members, memories, parts, strict=True)
     ]
     context = comm._context.derive(tuple(members), inner=True)
-    return context, WindowState(world, targets, flavor, context.number, shared)
+    return context, WindowState(world, targets, flavor, context, shared)
 
 
 class Windows:
