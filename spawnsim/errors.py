@@ -54,8 +54,11 @@ class Livelock(UsageError):
     exit_status = 121
 
 
-class MismatchError(UsageError):
-    """Ranks of one communicator met in different collectives, or with another root, count, type or op."""
+class MismatchError(UsageError, RuntimeError):
+    """Ranks of one communicator met in different collectives, or with another root, count, type or op.
+
+    A `RuntimeError` too, as MPI's exceptions and those of torch.distributed are: programs catch it as one.
+    """
 
 
 class TruncationError(UsageError):

@@ -21,6 +21,7 @@ from spawnsim.errors import (
 )
 from spawnsim.scenario import Scenario
 from spawnsim.virtual import simulate
+from spawnsim.virtual.mpi.requests import Request
 
 
 def test_a_cycle_of_receives_is_a_deadlock_with_table_and_cycle():
@@ -143,6 +144,57 @@ def test_a_mismatch_gives_both_lines(main, other, line):
     place = f"{Path(__file__).name}:{main.__code__.co_firstlineno + line}"
     with pytest.raises(MismatchError, match=rf"{call} and waits at {place}\. All"):
         run(lambda comm: main(comm, np.zeros(4)), 4)
+
+
+def _polled(request):
+    while not request.Test():
+        pass
+
+
+ALL_WAIT = {
+    "a blocking call": lambda comm: comm.Barrier(),
+    "a rooted call": lambda comm: comm.bcast(None, root=3),
+    "a request": lambda comm: comm.Ibarrier().Wait(),
+    "one of several requests": lambda comm: Request.Waitany([comm.Ibarrier(), comm.irecv(source=0, tag=9)]),
+    "a request that is polled": lambda comm: _polled(comm.Ibarrier()),
+    "a new communicator": lambda comm: comm.Split(0),
+    "a new communicator's request": lambda comm: comm.Idup()[1].Wait(),
+    "a window": lambda comm: comm.Win.Allocate(8, comm=comm),
+}
+
+
+@pytest.mark.parametrize("call", ALL_WAIT.values(), ids=ALL_WAIT)
+@pytest.mark.parametrize("odd", [1, 3])
+def test_a_mismatch_reaches_all_members_and_they_may_go_on(call, odd):
+    """Those who wait already, and those who come later: with one text. It is a RuntimeError, as MPI's errors are."""
+
+    def main(comm):
+        comm.clock.sleep(float(comm.rank))
+        with pytest.raises(RuntimeError) as caught:
+            comm.allreduce(1) if comm.rank == odd else call(comm)
+        assert type(caught.value) is MismatchError
+        comm.record(text=str(caught.value), at=comm.clock.now())
+        comm.Barrier()
+
+    notes = run(main, 4)[1]
+    assert len(notes.column("text")) == 4
+    assert len(set(notes.column("text").values())) == 1
+    assert notes.column("at") == {rank: pytest.approx(max(rank, odd), abs=0.01) for rank in range(4)}
+
+
+def test_who_has_left_before_the_mismatch_learns_of_none():
+    """A root that broadcasts goes on before others come, and so does who has received."""
+
+    def main(comm):
+        comm.clock.sleep(float(comm.rank))
+        if comm.rank < 2:
+            comm.record(got=comm.bcast("text" if comm.rank == 0 else None))
+        else:
+            with pytest.raises(MismatchError, match="rank 2 calls Barrier"):
+                comm.Barrier()
+        comm.Barrier()
+
+    assert run(main, 3)[1].column("got") == {0: "text", 1: "text"}
 
 
 @pytest.mark.parametrize(

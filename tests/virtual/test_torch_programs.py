@@ -236,6 +236,23 @@ def test_mistakes_are_named(text: str, program: Any) -> None:
     assert "program.py:" in said
 
 
+def test_a_mismatch_reaches_all_members_as_a_runtime_error(program: Any) -> None:
+    """As over gloo: whoever waits already gets it, too, and the program may go on."""
+    text = """
+for issue in (lambda: dist.all_reduce(torch.ones(3 + (R == 1))),
+              lambda: dist.all_reduce(torch.ones(3 + (R == 1)), async_op=True).wait(),
+              lambda: dist.all_gather([torch.zeros(1 + k) for k in range(N)], torch.ones(1 + R))):
+    try:
+        issue()
+    except RuntimeError as error:
+        print(R, type(error).__name__)
+dist.barrier()
+print(R, "end")
+"""
+    expected = [line for rank in range(3) for line in [f"{rank} MismatchError"] * 3 + [f"{rank} end"]]
+    assert sorted(program(text, 3)[1]) == sorted(expected)
+
+
 def test_time_outs_and_deaths_end_calls_in_the_words_of_gloo(program: Any) -> None:
     """After their limit in virtual time, which the program has set; they are RuntimeErrors, and it may go on."""
     text = """

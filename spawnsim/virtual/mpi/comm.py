@@ -245,7 +245,9 @@ class Comm(PointToPoint, Collectives):
         outcome = lambda m, rank: None  # noqa: E731
         departure = self._join(Call("Idup", "allgather", None, 8, outcome=outcome))
         context = departure.instance.agreed(self._copy)
-        return self._duplicate(context, info), request_for(self._world, departure, departure)
+        deliver = lambda _: departure.instance.outcome(departure.me)  # noqa: E731
+        request = request_for(self._world, departure, departure, deliver, writes=False)
+        return self._duplicate(context, info), request
 
     def Idup_with_info(self, info: Info) -> tuple[Self, Request]:
         """Start Dup_with_info."""

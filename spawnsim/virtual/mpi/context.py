@@ -178,10 +178,11 @@ class Context:
             call = replace(
                 call, timing="allgather", part=part, lent=False, nbytes=total(call.nbytes), sizes="each"
             )
-        departure = instance.join(me, call)
-        if instance.here == len(self.everyone):
-            del self.instances[number]
-        return departure
+        try:
+            return instance.join(me, call)
+        finally:
+            if instance.here == len(self.everyone):
+                del self.instances[number]
 
 
 KINDS: dict[str, Any] = {}

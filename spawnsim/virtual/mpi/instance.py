@@ -12,7 +12,7 @@ import math
 from collections.abc import Callable, Sequence
 from copy import copy
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 
@@ -96,6 +96,11 @@ def nothing(instance: CollectiveInstance, me: int) -> None:
     """Be the outcome of a collective that has none."""
 
 
+def refuse(instance: CollectiveInstance, me: int) -> NoReturn:
+    """Be the outcome of a collective whose calls do not fit."""
+    raise MismatchError(instance.mismatch)
+
+
 def drop(outcome: Any) -> None:
     """Be what is done with the outcome on a rank that receives nothing."""
 
@@ -162,6 +167,7 @@ class CollectiveInstance:
     after: dict[int, Departure] = field(default_factory=dict)
     here: int = 0
     opening: int = -1  # who came first
+    mismatch: str = ""  # what is wrong, if a call has not fitted the others: each member gets it as an error
     _shared: dict[bool, Any] = field(default_factory=dict)  # by group
     _tree: ops.ReductionTree | None = None  # of contributions that are combined as they come
     _dirty: bool = False
@@ -193,6 +199,9 @@ class CollectiveInstance:
         else:
             self._compare(me, call)
         self.calls[me], self.arrivals[me] = call, task.clock
+        if self.mismatch:
+            self.here += 1
+            refuse(self, me)
         rank = world.ranks[task.rank]
         if self._tree is not None:
             self._combine(self._tree, rank)
@@ -278,16 +287,24 @@ class CollectiveInstance:
             self._tree = None  # its leaves are what was lent
 
     def _compare(self, me: int, call: Call) -> None:
-        """Refuse a call that does not fit those already here."""
-        held = self._first()
-        if held.name != call.name or held.root != call.root or held.agree != call.agree:
-            other, place = self._example()
-            held = self.calls[other]  # type: ignore[assignment]
-            raise MismatchError(
-                f"collective number {self.number} on {self.comm}: rank {me} calls {call.describe()} at "
-                f"{self.world.kernel.current.clock:.6g} s where rank {other} called {held.describe()} at "
-                f"{self.arrivals[other]:.6g} s{place}. {_advice(call, held)}"
-            )
+        """Note it if a call does not fit those already here, and let those go who wait."""
+        held, now_s = self._first(), self.world.kernel.current.clock
+        fits = held.name == call.name and held.root == call.root and held.agree == call.agree
+        if fits or self.mismatch:
+            return
+        other, place = self._example()
+        held = self.calls[other]  # type: ignore[assignment]
+        self.mismatch = (
+            f"collective number {self.number} on {self.comm}: rank {me} calls {call.describe()} at {now_s:.6g} s "
+            f"where rank {other} called {held.describe()} at {self.arrivals[other]:.6g} s{place}. "
+            f"{_advice(call, held)}"
+        )
+        # A message later than the one who calls, whose error is then the first, and ends the run if nobody catches it.
+        for rank, departure in enumerate(self.gone):
+            if departure is not None and departure.finish_s is None:
+                self.calls[rank].outcome = refuse  # type: ignore[union-attr]
+                notice_s = self.world.network.cost(self.members[me], self.members[rank], 0)[2]
+                departure.leave(max(float(self.arrivals[rank]), now_s + notice_s))
 
     def _example(self) -> tuple[int, str]:
         """Return one of those who are here, and, if it waits in this call, where in the program."""
@@ -451,7 +468,11 @@ class CollectiveInstance:
         """Before time moves: let those go whose part is over, although others are still to come."""
         self._dirty = False
         first = self._first()
-        if self.here == len(self.members) or (first.sizes == "root" and self.calls[first.root] is None):
+        if (
+            self.mismatch
+            or self.here == len(self.members)
+            or (first.sizes == "root" and self.calls[first.root] is None)
+        ):
             return  # all have left; or nobody knows the size yet, and all depend on the root
         members = np.asarray(self.members)
         plan = self.world.timing.plan(

@@ -17,7 +17,7 @@ from torch.distributed import Work
 from torch.futures import Future
 
 from spawnsim.comm.status import Status
-from spawnsim.errors import RankFailed, Timeout
+from spawnsim.errors import MismatchError, RankFailed, Timeout
 from spawnsim.virtual.engine.kernel import current_task
 from spawnsim.virtual.engine.waiting import limited
 from spawnsim.virtual.mpi.requests import Request
@@ -182,6 +182,8 @@ class VirtualWork(Work):
         elif isinstance(error, RankFailed):
             who = ", ".join(f"rank {rank}" for rank in error.ranks)
             self._error = PeerClosed(error.ranks, f"[gloo] Connection closed by peer [{who}]: {error}")
+        elif isinstance(error, MismatchError):
+            self._error = error
         return error if self._error is None else self._error
 
     def is_completed(self) -> bool:
