@@ -37,7 +37,7 @@ from spawnsim.options import (
     time_limit,
 )
 from spawnsim.run import Run, run
-from spawnsim.run.process_setup import loading_without_threads, stoppable
+from spawnsim.run.process_setup import ended_in_c, loading_without_threads, stoppable
 from spawnsim.run.program import is_unmodified, program, refuse_arguments, require_main
 from spawnsim.run.real import Job, run_rank, tidy
 from spawnsim.run.result import shown
@@ -67,7 +67,7 @@ def main(argv: Sequence[str]) -> int:
         )
     if options.ranks is None:
         raise ParameterError("how many virtual ranks? Give --ranks N")
-    with stoppable(), _stdout_for_the_totals(options.json):
+    with stoppable(), ended_in_c(), _stdout_for_the_totals(options.json):
         result = run(
             options.file,
             ranks=options.ranks,

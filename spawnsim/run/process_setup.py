@@ -12,14 +12,17 @@ machines of 2 and of 64 cores. Whoever sets OMP_NUM_THREADS is obeyed, and run.j
 from __future__ import annotations
 
 import os
+import select
 import signal
 import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from traceback import walk_stack
 from types import FrameType
-from typing import Any
+from typing import Any, NoReturn
 
+from spawnsim.errors import program_place
 from spawnsim.real.runtime.abort import outcome_of_signal
 
 # With what a process does that nobody has told otherwise. Python itself turns SIGINT into a KeyboardInterrupt, but the
@@ -75,6 +78,58 @@ def _stop(number: int, _frame: FrameType | None) -> None:
     # Reset before raising: a program that hangs in its `finally` blocks ends at the second signal.
     signal.signal(number, signal.SIG_DFL)
     raise Stopped(number)
+
+
+GRACE_S = 2.0  # real seconds in which the main thread must take note of a signal
+
+
+@contextmanager
+def ended_in_c() -> Iterator[None]:
+    """While the block runs, a signal to stop ends the process even if its main thread stays in a call into C.
+
+    Python's handlers run in the main thread alone, between two instructions. C's handler writes each signal's number to
+    a pipe, which a thread reads. It needs Python's lock: a call that keeps that for ever can only be killed.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    reading, writing = os.pipe()
+    os.set_blocking(writing, False)
+    before = signal.set_wakeup_fd(writing, warn_on_full_buffer=False)
+    os.register_at_fork(after_in_child=lambda: signal.set_wakeup_fd(-1))  # a child's signals are its own
+    listening = threading.Thread(target=_listen, args=(reading,), name="spawnsim-signals", daemon=True)
+    listening.start()
+    try:
+        yield
+    finally:
+        signal.set_wakeup_fd(before)
+        os.write(writing, b"\0")  # children may hold the pipe open
+        listening.join()
+        os.close(writing)
+        os.close(reading)
+
+
+def _listen(reading: int) -> None:
+    """Read the numbers of signals until a 0 comes; end the process at one that nobody has taken note of."""
+    stop = 0
+    while True:
+        if not select.select([reading], [], [], GRACE_S if stop else None)[0]:
+            if signal.getsignal(stop) is _stop:  # which resets it when it is called
+                _leave_at_once(stop)
+            stop = 0
+        elif not (number := os.read(reading, 1)[0]):
+            return
+        elif number in SIGNALS:
+            stop = number
+
+
+def _leave_at_once(number: int) -> NoReturn:
+    frame = sys._current_frames().get(threading.main_thread().ident or 0)
+    place = program_place(walk_stack(frame))
+    where = f" ({place})" if place else ""
+    sys.stderr.write(f"spawnsim: {outcome_of_signal(number)}, in a call into C that heeds no signal{where}\n")
+    sys.stderr.flush()
+    os._exit(128 + number)
 
 
 def end_at_once() -> None:

@@ -41,6 +41,7 @@ from spawnsim.virtual.mpi.module import MPI  # and all classes that communicator
 from spawnsim.virtual.platform import Platform, load_platform
 from spawnsim.virtual.reproducibility import TorchStates, generators_per_rank, leaks_noticed
 from spawnsim.virtual.services import RankServices
+from spawnsim.virtual.stalls import accepts_refused, stalls_noted
 from spawnsim.virtual.threads import join_all, virtual_threads
 
 if TYPE_CHECKING:
@@ -297,7 +298,8 @@ class Cluster:
         kernel, self._began_s, self._on_error = self.world.kernel, time.perf_counter(), on_error
         with (
             generators_per_rank(), TorchStates(kernel).in_place(), leaks_noticed(), self._torch_distributed(),
-            diagnosis.stalls_noted(kernel, on_note), self._timeline.followed() if self._timeline else nullcontext(),
+            stalls_noted(kernel, on_note), accepts_refused(),
+            self._timeline.followed() if self._timeline else nullcontext(),
             virtual_threads() if self._carrier == "threads" else nullcontext(),
         ):  # fmt: skip
             kernel.run(self._judge)

@@ -1,13 +1,10 @@
-"""Why a run does not end: deadlock, livelock, and ranks that compute for long.
+"""Why a run does not end: deadlock and livelock.
 
 *Reports* say who waits for whom, in which call, since when, and where in the program; they read tasks and change
 nothing.
 
 *Livelock*: whether polls can ever succeed is decided by the rule in `engine.kernel`. A *fruitless* poll has found
 nothing, and knows of nothing that is on its way to it. Any progress anywhere resets `kernel.idle`, which counts them.
-
-*Stalls*: an endless loop and a long step look alike from outside. A thread looks at the time on the wall and says
-which rank computes on while nothing else happens; it changes nothing of the run.
 """
 
 from __future__ import annotations
@@ -16,10 +13,8 @@ import math
 import os
 import sys
 import sysconfig
-import threading
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Sequence
 from functools import cache, partial
 from pathlib import Path
 from traceback import walk_stack
@@ -347,56 +342,3 @@ class LivelockWatchdog:
         if not isinstance(action, partial):
             return action is not None
         return self._kernel.ends_a_wait(action)
-
-
-FIRST_STALL_S = 10.0  # on the wall, until the first note
-STALL_FACTOR = 3.0  # each further note after so many times as many seconds: a run of days gets a dozen
-LOOK_S = 1.0
-
-
-@contextmanager
-def stalls_noted(kernel: Kernel, note: Callable[[str], None] | None) -> Iterator[None]:
-    """While the block runs, `note` is given a sentence about a rank that makes no call for long."""
-    if note is None:
-        yield
-        return
-    over = threading.Event()
-    watching = threading.Thread(
-        target=_watch_for_stalls, args=(kernel, note, over), name="spawnsim-stalls", daemon=True
-    )
-    watching.start()
-    try:
-        yield
-    finally:
-        over.set()
-        watching.join()
-
-
-def _watch_for_stalls(kernel: Kernel, note: Callable[[str], None], over: threading.Event) -> None:
-    before, still_s, due_s = _state(kernel), 0.0, FIRST_STALL_S
-    while not over.wait(LOOK_S):
-        now = _state(kernel)
-        still_s = still_s + LOOK_S if now == before else 0.0
-        before, due_s = now, due_s if still_s else FIRST_STALL_S
-        if still_s >= due_s:
-            note(_sentence(kernel, still_s, sys._current_frames().get(kernel.thread)))
-            due_s *= STALL_FACTOR
-
-
-def _running(kernel: Kernel) -> Task | None:
-    """Return the task that runs, or None where a `NoTask` stands in for it."""
-    return kernel.current if type(kernel.current) is Task else None
-
-
-def _state(kernel: Kernel) -> tuple[object, ...]:
-    task = _running(kernel)
-    own = () if task is None else (task.clock, task.budget, task.polls)
-    return kernel.steps, id(task), kernel.env.now, *own
-
-
-def _sentence(kernel: Kernel, still_s: float, frame: FrameType | None) -> str:
-    task = _running(kernel)
-    return (
-        f"{'the run' if task is None else task.name} has computed for {still_s:.0f} s without a call "
-        f"({place(frame) or 'at an unknown line'}); virtual time stands at {kernel.env.now:.6g} s"
-    )

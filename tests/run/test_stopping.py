@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 import resource
 import signal
 import subprocess
@@ -18,7 +17,6 @@ import spawnsim
 from spawnsim.real.launch.processes import children
 from spawnsim.record import Recorder, journal
 from spawnsim.run.writer import RunWriter
-from spawnsim.virtual import diagnosis
 
 PROGRAM = """
 import os, sys, time
@@ -303,23 +301,3 @@ def _await(folder: Path, started: subprocess.Popen[str]) -> int:
             return len(found)
         assert started.poll() is None
         time.sleep(0.05)
-
-
-def test_a_rank_that_computes_for_ever_is_named_with_its_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An endless loop says nothing by itself: notes do, at growing intervals, and change nothing of the run."""
-    monkeypatch.setattr(diagnosis, "LOOK_S", 0.01)
-    monkeypatch.setattr(diagnosis, "FIRST_STALL_S", 0.05)
-    notes: list[str] = []
-
-    def main(comm: spawnsim.Comm) -> None:
-        comm.Barrier()
-        while comm.rank == 10 and len(notes) < 2:
-            sum(range(1000))
-
-    line = main.__code__.co_firstlineno + 3
-    with_notes = spawnsim.run(main, ranks=12, on_note=notes.append)
-    place = re.escape(f"({Path(__file__).name}:") + f"({line - 1}|{line})" + re.escape(")")
-    assert re.fullmatch(
-        rf"rank 10 has computed for \d+ s without a call {place}; virtual time stands at \S+ s", notes[0]
-    )
-    assert with_notes.totals["digest"] == spawnsim.run(main, ranks=12).totals["digest"]

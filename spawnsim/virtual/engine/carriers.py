@@ -23,6 +23,9 @@ from greenlet import getcurrent, greenlet
 
 from spawnsim.virtual import interpreter
 
+GRACE_S = (
+    1.0  # real seconds between two looks at a thread that is told to end: at one place in both, it will not
+)
 STACK_B = 1 << 20  # of each thread; 8 MB, the usual size, would be all memory that 1,000 ranks may map
 
 
@@ -104,15 +107,23 @@ class ThreadHub(_Turn):
     raised: BaseException | None = None  # by a task, or by the user's Ctrl-C
 
     def wait(self) -> None:
-        """Wait for the turn. An interrupt meanwhile ends the task that runs, and is raised here once that has ended."""
-        limit_s = -1.0
+        """Wait for the turn. An interrupt meanwhile ends the task that runs, and is raised here once that has ended.
+
+        One that stands in a call into C takes no note of it, and is left there.
+        """
+        limit_s, stood = -1.0, None
         while True:
             try:
                 if self._woken.acquire(timeout=limit_s) or self._threads.running is self:
                     break
+                stands = self._threads.stands()
+                if stands == stood:
+                    self._threads.abandon()
+                    break
+                stood = stands
             except KeyboardInterrupt as stop:
                 # From now on limited: the call that was interrupted may have taken the turn already.
-                self.raised, limit_s = stop, 1.0
+                self.raised, limit_s = stop, GRACE_S
                 self._threads.interrupt()
         raised, self.raised = self.raised, None
         if raised is not None:
@@ -160,6 +171,8 @@ class TaskThread(_Turn):
         except BaseException as error:  # noqa: BLE001 - as with greenlets, the hub raises it
             hub.raised = error
         forget_thread()
+        if self.dead:  # abandoned: the others have gone on without it
+            return
         self.dead = True
         self._threads.running = hub
         hub.wake()
@@ -201,6 +214,17 @@ class Threads:
     def carry(self, task: Any, run: Callable[[], None]) -> Any:
         """Return what will carry `run()` when it is first switched to; at its end the hub goes on."""
         return TaskThread(self, task, run)
+
+    def stands(self) -> tuple[int, int] | None:
+        """Return what identifies the place at which the thread that runs stands in its program."""
+        frame = sys._current_frames().get(self.thread())
+        return None if frame is None else (id(frame), frame.f_lasti)
+
+    def abandon(self) -> None:
+        """Go on in the hub without the thread that runs: it stands in C, and heeds no exception."""
+        running, self.running = self.running, self.hub
+        if isinstance(running, TaskThread):
+            running.dead = True
 
     def interrupt(self) -> None:
         """Raise KeyboardInterrupt in the task that runs, as soon as it executes Python."""

@@ -36,7 +36,7 @@ from typing import Any, NoReturn, Protocol
 from greenlet import GreenletExit, getcurrent
 
 from spawnsim.errors import Timeout, UsageError, WorldError
-from spawnsim.virtual.engine.carriers import CARRIERS, Carrier
+from spawnsim.virtual.engine.carriers import CARRIERS, Carrier, Threads
 from spawnsim.virtual.engine.event_queue import LATE, Entry, EventQueue, ScheduledCall
 from spawnsim.virtual.interpreter import AmidBackwardError, watched_collections
 
@@ -223,6 +223,11 @@ class Kernel:
     def thread(self) -> int:
         """The identifier of the thread that runs now, be it a task's or the hub's."""
         return self._carriers.thread()
+
+    @property
+    def threaded(self) -> bool:
+        """Whether tasks are carried by threads."""
+        return isinstance(self._carriers, Threads)
 
     def spawn(self, rank: int, program: Program, *, clock: float = 0.0, beside: bool = False) -> Task:
         """Add a task of a rank that will run `program(rank)`; it starts when the kernel next runs ready tasks.
