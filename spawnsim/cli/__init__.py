@@ -13,7 +13,7 @@ import os
 import select
 import sys
 import traceback
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from importlib import import_module
 from io import TextIOWrapper
 
@@ -82,6 +82,12 @@ def print_note_beside_bar(sentence: str) -> None:
     """Print what the user may want to know while the run goes on."""
     with beside_the_bar():
         print(f"spawnsim: note: {sentence}", file=sys.stderr, flush=True)
+
+
+def print_warnings(sentences: Iterable[str]) -> None:
+    """Print the warnings of a run, or of the runs that a command uses, a line each; no option hides them."""
+    for sentence in sentences:
+        print(f"spawnsim: warning: {sentence}", file=sys.stderr, flush=True)
 
 
 def report_interrupt(stop: KeyboardInterrupt) -> int:

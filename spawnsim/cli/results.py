@@ -12,10 +12,11 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from spawnsim.cli import print_warnings
 from spawnsim.errors import ParameterError
 from spawnsim.fidelity import chakra
 from spawnsim.options import Parser, listed
-from spawnsim.plots.experiments import grouped, read
+from spawnsim.plots.experiments import Groups, grouped, read
 from spawnsim.plots.gallery import save_all
 from spawnsim.plots.panels import CLOCKS
 from spawnsim.plots.style import FORMATS
@@ -25,6 +26,7 @@ from spawnsim.report import kineto, perfetto
 from spawnsim.report.page import render
 from spawnsim.report.perfetto import PACKED
 from spawnsim.report.trace_reader import LIMIT, Selection, Timeline
+from spawnsim.run.result import warnings_of_runs
 from spawnsim.study.results import DONE, PLAN, Sweep
 from spawnsim.units import seconds
 
@@ -44,6 +46,7 @@ def plot(argv: Sequence[str] | None = None) -> int:
             f"--{unfit[0]} is for a sweep's folder (spawnsim sweep); {args.runs[0]} is none{instead}"
         )
     found = grouped([read(folder) for folder in args.runs], args.by, args.label)
+    _warn(found)
     silent = [name for name, run in found.named if not len(run.table["rank"])]
     paths = save_all(found, out, args.column, args.formats)
     sys.stdout.writelines(f"{path}\n" for path in paths)
@@ -52,6 +55,11 @@ def plot(argv: Sequence[str] | None = None) -> int:
     elif not paths:
         sys.stderr.write("spawnsim: no column of numbers was recorded, so there is nothing to draw\n")
     return 0 if paths else 2
+
+
+def _warn(found: Groups) -> None:
+    """Print the warnings of runs before anything is made of them."""
+    print_warnings(warnings_of_runs({name: run.what for name, run in found.named}))
 
 
 OF_SWEEPS = ("y", "x", "hue", "facet", "where", "against", "heat")
@@ -78,6 +86,7 @@ def _plot_sweep(args: argparse.Namespace, out: Path) -> int:
         columns = [drawing.metric_of(sweep)]
     wanted = wanted or [f"final:{name}" if args.x not in CLOCKS else name for name in columns]
     asked = [drawing.ask(sweep, y, **how) for y in wanted] or drawing.defaults(sweep)
+    print_warnings(sweep.warnings())
     sys.stderr.write("".join(f"spawnsim: {line}\n" for line in drawing.missing(sweep).splitlines()))
     for each in asked:
         drawn = drawing.draw(sweep, each)
@@ -167,7 +176,9 @@ def report(argv: Sequence[str] | None = None) -> int:
     # Before the runs are read, since a page over a run's own file would lose it.
     require_no_file_of_a_run(out)
     folders = [run for folder in args.runs for run in _runs_of(folder)]
-    text = render(grouped([read(folder) for folder in folders], args.by, args.label), args.title)
+    found = grouped([read(folder) for folder in folders], args.by, args.label)
+    _warn(found)
+    text = render(found, args.title)
     out.parent.mkdir(parents=True, exist_ok=True)
     out.write_text(text, encoding="utf-8")
     sys.stdout.write(f"{out}\n")
@@ -238,7 +249,9 @@ def trace(argv: Sequence[str] | None = None) -> int:
     )
     if args.format != "perfetto":
         return _for_other_tools(args.format, args.runs, selection, out)
-    drawing = perfetto.draw([(read(folder), Timeline.of(Path(folder))) for folder in args.runs], selection)
+    runs = {folder: read(folder) for folder in args.runs}
+    print_warnings(warnings_of_runs({folder: run.what for folder, run in runs.items()}))
+    drawing = perfetto.draw([(run, Timeline.of(Path(folder))) for folder, run in runs.items()], selection)
     path = out or perfetto.default_path(drawing)
     # As with figures and pages, which can be made again; but of another run it may have been the only copy.
     notes = [*drawing.notes, *([f"{path} was there before, and is replaced"] if path.exists() else [])]

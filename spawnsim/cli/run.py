@@ -22,6 +22,7 @@ from spawnsim.cli import (
     exit_code,
     print_error_beside_bar,
     print_note_beside_bar,
+    print_warnings,
     report_error,
     report_internal_error,
 )
@@ -96,11 +97,7 @@ def main(argv: Sequence[str]) -> int:
         )
     print_result(result, options)
     # No rank raises where all die at once, and a job script would take the run for one that came to its end.
-    if not result.what.get("all_dead"):
-        return 0
-    if options.quiet:  # else the run's warnings have said so
-        print("spawnsim: no rank came to the end of its program: all have died", file=sys.stderr)
-    return WorldError.exit_status
+    return WorldError.exit_status if result.what.get("all_dead") else 0
 
 
 def observers(options: argparse.Namespace) -> list[str]:
@@ -110,8 +107,9 @@ def observers(options: argparse.Namespace) -> list[str]:
 
 def print_result(result: Run, options: argparse.Namespace) -> None:
     """Print what was noticed of a run that has finished, and its totals, as `--json` and `--quiet` say."""
-    if not options.quiet:
-        _print_notes(result.what)
+    for sentence in () if options.quiet else result.what.get("notes", ()):
+        print(f"spawnsim: note: {sentence}", file=sys.stderr)
+    print_warnings(result.what.get("warnings", ()))
     if options.json:
         print(json.dumps(dict(result.totals)))
     elif not options.quiet:
@@ -151,13 +149,6 @@ def program_options(options: argparse.Namespace) -> dict[str, Any]:
         "prefix": not options.no_prefix, "virtual_time": options.virtual_time, "private": tuple(options.private),
         "futures": options.futures, "carrier": options.carrier,
     }  # fmt: skip
-
-
-def _print_notes(what: Mapping[str, Any]) -> None:
-    """Print what was noticed of a run, a line each."""
-    for kind in ("note", "warning"):
-        for sentence in what.get(f"{kind}s", ()):
-            print(f"spawnsim: {kind}: {sentence}", file=sys.stderr)
 
 
 def _stdout_for_the_totals(as_json: bool) -> contextlib.AbstractContextManager[object]:
@@ -237,7 +228,7 @@ def _add_results(parser: Parser) -> None:
         help=f"what else watches the run, among {', '.join(OBSERVERS)}; repeatable. Needs --out DIR",
     )  # fmt: skip
     add("--json", action="store_true", help="print the totals as one JSON object, and nothing else")
-    add("--quiet", action="store_true", help="no progress bar, no totals")
+    add("--quiet", action="store_true", help="no progress bar, notes or totals; warnings and errors remain")
     add("--progress", action="store_true", help="a progress bar (of rank 0) also where there is no terminal")
 
 

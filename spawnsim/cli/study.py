@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from spawnsim.cli import print_warnings
 from spawnsim.cli.listing import find
 from spawnsim.errors import ParameterError
 from spawnsim.options import Parser
@@ -33,7 +34,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         load_ahead()  # beside this process's own libraries: with both cores it is there 3 s earlier
     with stoppable():
         given = {"quick": args.quick, "repeats": args.seeds, "jobs": args.jobs, "say": say}
-        load(path)(Context(path.stem, path.parent, out, **given))
+        context = Context(path.stem, path.parent, out, **given)
+        try:
+            load(path)(context)
+        finally:
+            print_warnings(context.warnings())
     return 0
 
 

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from spawnsim.backends import BACKENDS
+from spawnsim.cli import print_warnings
 from spawnsim.cli.listing import find
 from spawnsim.cli.study import add_jobs, require_jobs, say
 from spawnsim.errors import ParameterError
@@ -83,8 +84,11 @@ def main(argv: Sequence[str]) -> int:
             what = f"{counted(len(left), 'run')} of an earlier command, or of files that were edited since"
             say(f"{what}: kept in {out / 'runs'}, no longer part of the sweep")
         say(f"{found.says()}, in {out}; figures at any time: spawnsim plot {shlex.quote(str(out))}")
-        with chosen as carrier:
-            Sweep.run(cells, out, jobs=options.jobs, executor=carrier, limit_s=limit_s, say=say)
+        try:
+            with chosen as carrier:
+                Sweep.run(cells, out, jobs=options.jobs, executor=carrier, limit_s=limit_s, say=say)
+        finally:
+            print_warnings(found.warnings())
     say(f"{found.says()}; {_advice(found)}")
     return 0
 

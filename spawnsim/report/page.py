@@ -149,6 +149,7 @@ def _row(run: Recorded, name: str) -> dict[str, Any]:
         "totals": {total: number(run.totals.get(total)) for total in (*TOTALS, *LOSSES)},
         "ending": Ending.of(run.outcome),
         "made": _made(run),
+        "warnings": run.what.get("warnings", ()),
         "what": [(key, number(value)) for key, value in run.what.items()],
     }
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from bisect import bisect_left, bisect_right
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -201,6 +202,34 @@ def warnings_of(table: Table, events: Sequence[Event]) -> list[str]:
         *dict.fromkeys(told), *_never_joined(events), *_donors_that_are_none(events),
         *_metrics_that_mislead(table, events),
     ]  # fmt: skip
+
+
+def warnings_of_runs(runs: Mapping[str, Mapping[str, Any]]) -> list[str]:
+    """Return each kind of warning of several runs once, as its first run words it, with the number of runs.
+
+    Warnings that differ in their numbers alone, such as a rank or a time, are of one kind.
+
+    Args:
+        runs: name of a run → what ran (`Run.what`).
+
+    Returns:
+        A sentence per kind, in order of first appearance; of one run its own sentences.
+    """
+    found: dict[str, dict[str, str]] = {}
+    for name, what in runs.items():
+        for sentence in what.get("warnings", ()):
+            found.setdefault(_MORE.sub("", _NUMBER.sub("#", sentence)), {}).setdefault(name, sentence)
+    return [
+        f"{len(each)} of {len(runs)} runs, the first is {first}: {each[first]}"
+        if len(runs) > 1
+        else each[first]
+        for each in found.values()
+        for first in [next(iter(each))]
+    ]
+
+
+_NUMBER = re.compile(r"\d[\d,.]*(?:e[+-]?\d+)?")
+_MORE = re.compile(r" \(and # more like it\)|; and # more\b")
 
 
 def _never_joined(events: Sequence[Event]) -> list[str]:

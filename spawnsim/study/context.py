@@ -8,12 +8,13 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Executor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from spawnsim.plots.experiments import read
 from spawnsim.run import Run
+from spawnsim.run.result import warnings_of_runs
 from spawnsim.study import claims, sweeping
 from spawnsim.study.store import Cell, Cost, Scalar, Store, grid
 
@@ -43,6 +44,7 @@ class Context:
         jobs: how many runs may go on at once.
         say: takes one line of text for the user.
         executor: carries runs out; None means a pool of `jobs` processes, or this process when `jobs` is 0.
+        used: folder of each run that a sweep has returned → what ran; contexts made of this one share it.
     """
 
     name: str
@@ -53,6 +55,7 @@ class Context:
     jobs: int = 1
     say: Callable[[str], None] = lambda _: None
     executor: Executor | None = None
+    used: dict[str, Mapping[str, Any]] = field(default_factory=dict, repr=False, compare=False)
 
     def file(self, name: str) -> Path:
         """Return the path of a program that lies beside the study.
@@ -118,10 +121,19 @@ class Context:
 
         def ended(cell: Cell) -> None:
             found[cell.key] = Result(cell, read(store.folder(cell)), store.cost(cell))
+            self.used[str(store.folder(cell))] = found[cell.key].run.what
             each(found[cell.key])
 
         sweeping.complete(cells, store, jobs=self.jobs, executor=self.executor, say=self.say, ended=ended)
         return [replace(found[cell.key], cell=cell) for cell in cells]
+
+    def warnings(self) -> list[str]:
+        """Return each kind of warning of the runs that this study has used, once, with the number of runs.
+
+        Returns:
+            A sentence per kind.
+        """
+        return warnings_of_runs(self.used)
 
     def alone(self) -> Context:
         """Return this context with one run at a time: for real processes, whose seconds must not be shared.

@@ -25,7 +25,7 @@ from spawnsim.errors import ParameterError
 from spawnsim.record import Table, manifest
 from spawnsim.record.folder import prepare, read_manifest, require_free
 from spawnsim.run import Run
-from spawnsim.run.result import shown
+from spawnsim.run.result import shown, warnings_of_runs
 from spawnsim.study.store import COST, FAILED, STOPPED, Cell, Store, labels, read_cost
 from spawnsim.study.sweeping import command_of, complete, require_limit
 from spawnsim.units import counted
@@ -173,6 +173,17 @@ class Sweep:
         """
         for cell in self.of_state(DONE):
             yield cell, Run.load(self.store.root / cell.folder)
+
+    def warnings(self) -> list[str]:
+        """Return each kind of warning of the finished runs once, with the number of runs.
+
+        Returns:
+            A sentence per kind, with the label of its first run.
+        """
+        done = self.of_state(DONE)
+        return warnings_of_runs(
+            {cell.label: read_manifest(self.store.root / cell.folder)["what"] for cell in done}
+        )
 
     @property
     def varied(self) -> list[str]:
