@@ -43,9 +43,14 @@ class UnsupportedError(UsageError, NotImplementedError):
 
 
 class Deadlock(UsageError):
-    """Every rank still alive waits for another. The message holds the table and the cycle."""
+    """Every rank still alive waits for another. The message holds the table and the cycle.
+
+    Attributes:
+        causes: call and line of each wait that no rank can end, such as "Ssend heat.py:24"; not of those that follow.
+    """
 
     exit_status = 121
+    causes: tuple[str, ...] = ()
 
 
 class Livelock(UsageError):

@@ -126,18 +126,18 @@ def report(found: Found, file: str) -> str:
 
 def _failure(found: Found, key: tuple[str, str], file: str) -> str:
     failure, small = found.failures[key], found.small.get(key)
-    best = small or failure
-    where = f" at {best.place}" if best.place else ""
+    where = f" at {failure.place}" if failure.place else ""
+    shrunk = small is not None and small.case != failure.case
     lines = [
-        f"{best.what}{where}: {found.counts[key]:,} of {found.runs:,} cases",
-        best.message,
-        *filter(None, [best.table]),
-    ]
-    if small is not None and small.case != failure.case:
-        lines += [f"replay: {small.case.command(file)}", f"as found: {failure.case.command(file)}"]
-    else:
-        lines.append(f"replay: {failure.case.command(file)}")
-    return "\n".join(lines)
+        f"{failure.what}{where}: {found.counts[key]:,} of {found.runs:,} cases", failure.message, failure.table,
+        f"{'as found' if shrunk else 'replay'}: {failure.case.command(file)}",
+    ]  # fmt: skip
+    if small is not None and shrunk:
+        lines += [
+            "the same error in the smallest case:", small.message, small.table,
+            f"replay: {small.case.command(file)}",
+        ]  # fmt: skip
+    return "\n".join(filter(None, lines))
 
 
 def document(found: Found, file: Path) -> dict[str, Any]:

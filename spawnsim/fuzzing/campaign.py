@@ -67,6 +67,7 @@ class Failure:
         message: the whole message.
         case: the case.
         table: where all ranks stood that had not ended, where the message does not say it.
+        waits: of a deadlock the calls and lines that cause it, of a time-out the line.
     """
 
     what: str
@@ -74,11 +75,16 @@ class Failure:
     message: str
     case: Case
     table: str = ""
+    waits: tuple[str, ...] = ()
 
     @property
     def key(self) -> tuple[str, str]:
         """What failures that are the same have in common."""
         return self.what, self.place
+
+    def is_same(self, other: Failure) -> bool:
+        """Whether another case fails with the same error: its type, and the line or, of waits, calls and lines."""
+        return (*self.key, self.waits) == (*other.key, other.waits)
 
 
 @dataclass(frozen=True)
@@ -178,12 +184,12 @@ def attempt(target: Target, case: Case) -> tuple[Failure | None, Watch, bool]:
     try:
         task, check = target.load(case.parameters)
         with watch.in_place(), _overdue(LIMIT_S):
-            carry_out(
+            counted = carry_out(
                 task, case.scenario(watch.plan), watch, prepare=watch.prepare, on_error=watch.failed,
                 argv=case.world.get("argv", ()),
             )  # fmt: skip
         if watch.broken_at_end() is None and check is not None:
-            _user_check(check, watch)
+            _user_check(check, watch, counted)
     except KeyboardInterrupt:
         raise
     except (Exception, Overdue) as raised:  # noqa: BLE001 - whatever it is, it is judged
@@ -196,10 +202,11 @@ def attempt(target: Target, case: Case) -> tuple[Failure | None, Watch, bool]:
     return _failure(error, case, watch.table_of_ranks), watch, False
 
 
-def _user_check(check: Callable[[Run], Any], watch: Watch) -> None:
-    """Call the function `check(run)` of a program's file."""
+def _user_check(check: Callable[[Run], Any], watch: Watch, counted: Any) -> None:
+    """Call the function `check(run)` of a program's file, with the totals that the simulator has counted."""
     case, table, events = watch.case, watch.table(), watch.events()
-    run = Run(asdict(case), table, events, totals_of(table, events, {"ranks": case.ranks}))
+    known = {"ranks": case.ranks, "plan": case.faults} | asdict(counted)
+    run = Run(asdict(case), table, events, totals_of(table, events, known))
     if check(run) is False:
         raise CheckFailed("check(run)", "check(run) returned False")
 
@@ -234,11 +241,13 @@ def _failure(error: BaseException, case: Case, table: str) -> Failure:
             if not diagnosis.is_installed(each.filename)
         ]
         message += "".join(f"\n  {frame.filename}:{frame.lineno}: {frame.line}" for frame in trace[-2:])
+    found = re.search(r"[\w.-]+\.py:\d+", message)
+    place, waits = found[0] if found else "", getattr(cause, "causes", ())
     # Waits are named by a table of lines, of which each case has others.
-    stuck = isinstance(cause, (Deadlock, Timeout, Overdue))
-    place = None if stuck else re.search(r"[\w.-]+\.py:\d+", message)
+    if isinstance(cause, (Deadlock, Timeout, Overdue)):
+        place, waits = "", waits or ((place,) if isinstance(cause, Timeout) else ())
     table = "" if isinstance(cause, (Deadlock, Livelock)) else table
-    return Failure(what, place[0] if place else "", message, case, table)
+    return Failure(what, place, message, case, table, waits)
 
 
 @contextmanager
@@ -331,15 +340,15 @@ def portion(target: Target, space: Space, seeds: Sequence[int]) -> Found:
     return found
 
 
-def reduce(target: Target, failure: Failure) -> Failure:
-    """Return the same failure in the smallest case that is found; see `shrinking`."""
+def reduce(target: Target, failure: Failure, ranks: Sequence[int]) -> Failure:
+    """Return the same failure in the smallest case that is found, with one of these numbers of ranks."""
 
     def fails(case: Case) -> Failure | None:
         found = attempt(target, case)[0]
-        return found if found is not None and found.what == failure.what else None
+        return found if found is not None and found.is_same(failure) else None
 
     with one_thread(), _silent():
-        return shrunk(failure, fails, SHRINKING)
+        return shrunk(failure, fails, ranks, SHRINKING)
 
 
 Told = Callable[[Found], None]
@@ -386,7 +395,7 @@ def campaign(
             if not over():
                 found.add(portion(target, space, part))
                 told(found)
-        small = [reduce(target, failure) for failure in found.failures.values()] if shrink else []
+        small = [reduce(target, each, space.ranks) for each in found.failures.values()] if shrink else []
     else:
         with pool(jobs, fresh=False) as executor:
             waiting: set[Future[Found]] = set()
@@ -399,9 +408,8 @@ def campaign(
                 for each in done:
                     found.add(each.result())
                 told(found)
-            tasks = (
-                [executor.submit(reduce, target, each) for each in found.failures.values()] if shrink else []
-            )
+            failures = found.failures.values() if shrink else ()
+            tasks = [executor.submit(reduce, target, each, space.ranks) for each in failures]
             small = [task.result() for task in tasks]
     found.small = dict(zip(found.failures, small, strict=False))
     found.seconds = time.monotonic() - began_s

@@ -26,7 +26,10 @@ def pytest_addoption(parser: Any) -> None:
     """Add the options that replay a failure."""
     group = parser.getgroup("spawnsim")
     group.addoption(
-        SEED, type=int, metavar="K", help="carry out the case of this seed alone, in tests on virtual ranks"
+        SEED,
+        type=int,
+        metavar="K",
+        help="carry out the case of this seed alone, as it is, in tests on virtual ranks",
     )
     group.addoption(CASE, metavar="JSON", help="carry out this case alone, as a failure shows it")
 
@@ -58,7 +61,7 @@ def virtual(
         parameters: keyword arguments of the program; `iterations` is made smaller where a case fails.
         survive: ending in `RankFailed`, `Revoked` or `Timeout` is a failure too, whatever the faults.
         alive_s: virtual seconds after the last fault within which each rank must get on.
-        shrink: whether a failing case is made smaller.
+        shrink: whether a failing case is made smaller, with the same error and among the `ranks` above.
         world: further circumstances: platform, compute, deadline_s, argv.
 
     Returns:
@@ -130,18 +133,18 @@ def _hold(target: Any, space: Any, seeds: int, request: Any, *, shrink: bool) ->
             pytest.fail(_told(failure), pytrace=False)
         return
     chosen = range(seeds) if one is None else range(one, one + 1)
-    found = campaign(target, space, chosen, jobs=0, shrink=shrink, most=1)
+    found = campaign(target, space, chosen, jobs=0, shrink=shrink and one is None, most=1)
     if not found.failures:
         return
     key, failure = next(iter(found.failures.items()))
+    parts = [f"{_told(failure)}\nas found:     pytest {node} {SEED} {failure.case.seed}"]
     small = found.small.get(key, failure)
-    case = shlex.quote(small.case.to_json())
-    pytest.fail(
-        f"{_told(small)}\n\n"
-        f"replay:       pytest {node} {CASE} {case}\n"
-        f"as found:     pytest {node} {SEED} {failure.case.seed}",
-        pytrace=False,
-    )
+    if small.case != failure.case:
+        case = shlex.quote(small.case.to_json())
+        parts.append(
+            f"The same error in the smallest case:\n{_told(small)}\nreplay:       pytest {node} {CASE} {case}"
+        )
+    pytest.fail("\n\n".join(parts), pytrace=False)
 
 
 def _told(failure: Any) -> str:

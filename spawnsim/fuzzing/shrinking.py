@@ -1,13 +1,16 @@
 """A failing case made small: fewer ranks, fewer iterations, fewer faults, then simpler times, ties and stragglers.
 
-Greedy: a change is kept if the same thing still breaks. Nothing random: the same failure has the same smallest case.
+Greedy: a change is kept if the same error remains. The numbers of ranks are those that the caller allows. Nothing is
+random: the same failure has the same smallest case.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from bisect import bisect_left
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import fields, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from spawnsim.errors import ParameterError
@@ -21,21 +24,25 @@ ITERATIONS = "iterations"  # the parameter of `main` that is made smaller
 OTHER_SEEDS = 4  # that are tried for each number of ranks: its draws are other ones anyhow
 
 
-def shrunk(failure: Failure, fails: Callable[[Case], Failure | None], budget: int) -> Failure:
+def shrunk(
+    failure: Failure, fails: Callable[[Case], Failure | None], ranks: Collection[int], budget: int
+) -> Failure:
     """Return the failure in the smallest case that is found.
 
     Args:
         failure: as it was found.
         fails: carries out a case; the same failure in it, or None.
+        ranks: the numbers of ranks that a case may have.
         budget: cases at most that are tried.
 
     Returns:
         The same failure, maybe in a smaller case.
     """
     best, tried, improved = failure, {failure.case.command("")}, True
+    fewer = partial(_ranks, allowed=sorted(ranks))
     while improved and budget > 0:
         improved = False
-        for change in (_ranks, _faults, _iterations, _simpler, _times):
+        for change in (fewer, _faults, _iterations, _simpler, _times):
             for case in change(best.case):
                 text = case.command("")
                 if text in tried or not _possible(case):
@@ -57,9 +64,9 @@ def _possible(case: Case) -> bool:
     return True
 
 
-def _ranks(case: Case) -> Iterator[Case]:
+def _ranks(case: Case, allowed: list[int]) -> Iterator[Case]:
     """Yield the case with fewer ranks, the fewest first; faults of ranks that are gone go to others, or away."""
-    for ranks in range(1, case.ranks):
+    for ranks in allowed[: bisect_left(allowed, case.ranks)]:
         for faults in dict.fromkeys((_moved(case, ranks), _within(case, ranks))):
             for seed in (case.seed, *range(OTHER_SEEDS)):
                 yield replace(case, ranks=ranks, faults=faults, seed=seed)

@@ -50,13 +50,17 @@ def deadlock(tasks: Sequence[Task], ended: Sequence[int], died: str = "") -> Dea
     else:
         reason = _dead_end(tasks, ended)
     wait = "waits" if len(tasks) == 1 else "wait"
-    return Deadlock(
+    error = Deadlock(
         f"deadlock: {len(tasks)} of {len(tasks) + len(ended)} ranks {wait} and nothing can end it; {reason}\n"
         + standing(tasks, ring)
         + _remedy([task for task in tasks if task.rank in ring])
         + _unmatched(tasks)
         + died
     )
+    ends = _waiting_for_ended(tasks, ended)
+    causes = [task for task in tasks if task.rank in ring] or ends[:1] or tasks
+    error.causes = tuple(sorted({f"{_call(task, None).partition('(')[0]} {where(task)}" for task in causes}))
+    return error
 
 
 def dead(ranks: Sequence[Rank]) -> str:
@@ -161,15 +165,19 @@ def _doing(rank: Rank) -> tuple[str, str]:
 
 def _dead_end(tasks: Sequence[Task], ended: Sequence[int]) -> str:
     """Say which wait no rank can end, when the waits form no cycle."""
-    gone = set(ended)
-    for task in tasks:
+    for task in _waiting_for_ended(tasks, ended)[:1]:
         peers = _others(task)
-        if peers and gone.issuperset(peers):
-            names = ", ".join(map(str, peers[:8]))
-            more = f" and {len(peers) - 8} more" if len(peers) > 8 else ""
-            ranks, program = ("rank", "program has") if len(peers) == 1 else ("ranks", "programs have")
-            return f"{task.name} waits for {ranks} {names}{more}, whose {program} ended"
+        names = ", ".join(map(str, peers[:8]))
+        more = f" and {len(peers) - 8} more" if len(peers) > 8 else ""
+        ranks, program = ("rank", "program has") if len(peers) == 1 else ("ranks", "programs have")
+        return f"{task.name} waits for {ranks} {names}{more}, whose {program} ended"
     return "no rank is left that could act"
+
+
+def _waiting_for_ended(tasks: Sequence[Task], ended: Sequence[int]) -> list[Task]:
+    """Return the tasks of which all ranks that could end their wait have finished."""
+    gone = set(ended)
+    return [task for task in tasks if (peers := _others(task)) and gone.issuperset(peers)]
 
 
 def _others(task: Task) -> list[int]:

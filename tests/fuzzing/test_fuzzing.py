@@ -468,7 +468,39 @@ def test_shrinking_keeps_the_failure():
             seed=5, ranks=8, faults=faults, ties="random:5", parameters={"iterations": 20, "needs": needs}
         )
         target = Target(main)
-        small = reduce(target, attempt(target, case)[0])
+        small = reduce(target, attempt(target, case)[0], range(1, 9))
         assert [fault.kind for fault in small.case.plan.faults] == left
         assert (small.case.ranks, small.case.ties) == (1 if needs else 3, "fifo")
         assert small.case.parameters["iterations"] == 1
+
+
+def test_shrinking_keeps_to_the_error_and_to_the_numbers_of_ranks():
+    """A ring that closes with an odd number of ranks; alone a rank would send to itself, another deadlock."""
+
+    def main(comm):
+        down, up = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
+        if comm.rank % 2:
+            comm.recv(source=up)
+            comm.ssend("first", up)
+            comm.recv(source=down)
+            comm.ssend("last", down)
+        else:
+            comm.ssend("last", down)
+            comm.recv(source=down)
+            comm.ssend("first", up)
+            comm.recv(source=up)
+        comm.barrier()
+
+    def alone(comm):
+        comm.check(comm.size != 8, "eight")
+        comm.check(comm.size != 2, "two")
+
+    target = Target(main)
+    failure = attempt(target, Case(seed=0, ranks=7))[0]
+    assert failure.what == "Deadlock"
+    assert failure.waits[0].startswith("ssend test_fuzzing.py:")
+    for allowed, ranks in ((range(2, 9), 3), ([1, 7, 8], 7), ([5, 6, 7], 5)):
+        small = reduce(target, failure, allowed)
+        assert (small.case.ranks, small.waits) == (ranks, failure.waits)
+    found = attempt(Target(alone), Case(seed=0, ranks=8))[0]
+    assert reduce(Target(alone), found, range(1, 9)).case.ranks == 8

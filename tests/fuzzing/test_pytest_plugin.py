@@ -65,7 +65,7 @@ def pytest_in(folder: Path, *arguments: str) -> str:
 
 
 def test_failures_show_what_broke_and_how_to_replay_it(tmp_path):
-    """What is right passes; of what fails: message, case, replay lines; these fail in the same way."""
+    """What is right passes; of what fails: the case as found, then the smallest; both lines fail in the same way."""
     (tmp_path / "test_them.py").write_text(TESTS)
     (tmp_path / "train.py").write_text(TRAIN)
     (tmp_path / "script.py").write_text(SCRIPT)
@@ -76,7 +76,7 @@ def test_failures_show_what_broke_and_how_to_replay_it(tmp_path):
         text,
     )
     assert "3 ranks, seed" in text
-    assert "assert np.float64(9.0) < 9" in text
+    assert "assert np.float64(10.0) < 9" in text
     assert "rank 1 failed" in text or "rank 1 has failed" in text
     replays = [
         shlex.split(line.partition(":")[2])
@@ -84,12 +84,58 @@ def test_failures_show_what_broke_and_how_to_replay_it(tmp_path):
         if line.startswith(("replay:", "as found:"))
     ]
     assert all(each[0] == "pytest" for each in replays)
-    assert [each[2] for each in replays[:2]] == ["--spawnsim-case", "--spawnsim-seed"]
-    small, found = (pytest_in(tmp_path, *each[1:]) for each in replays[:2])
-    assert "1 failed" in small
-    assert "1 failed" in found
-    first = next(line for line in text.splitlines() if line.startswith("AssertionError: rank 0"))
-    assert first in small
+    assert [each[2] for each in replays[:2]] == ["--spawnsim-seed", "--spawnsim-case"]
+    runs = [pytest_in(tmp_path, *each[1:]) for each in replays[:2]]
+    told = [line for line in text.splitlines() if line.startswith("AssertionError: rank 0")]
+    for each, first in zip(runs, told, strict=False):
+        assert "1 failed" in each
+        assert [line for line in each.splitlines() if line.startswith("AssertionError: rank")] == [first]
+
+
+LISTED = """
+import numpy as np
+import spawnsim
+
+
+@spawnsim.virtual(ranks=[2, 3, 8], seeds=2)
+def test_wrong(comm):
+    total = np.empty(1)
+    comm.Allreduce(np.ones(1), total)
+    assert total[0] == 2
+
+
+@spawnsim.virtual("ring.py", ranks=[4, 5], seeds=6)
+def test_ring(run):
+    assert run.totals["messages"]
+"""
+RING = """
+from mpi4py import MPI
+
+comm = MPI.COMM_WORLD
+rank, down, up = comm.rank, (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
+if rank % 2 == 0:
+    comm.ssend("last", down)
+    comm.recv(source=down)
+    comm.ssend("first", up)
+comm.recv(source=up)
+if rank % 2:
+    comm.ssend("first", up)
+    comm.recv(source=down)
+    comm.ssend("last", down)
+"""
+
+
+def test_cases_keep_to_the_numbers_of_ranks_that_a_test_lists(tmp_path):
+    """With one rank both fail, too, each in a way that the test does not have."""
+    (tmp_path / "test_them.py").write_text(LISTED)
+    (tmp_path / "ring.py").write_text(RING)
+    text = pytest_in(tmp_path)
+    assert "2 failed" in text
+    ranks = {line.partition(",")[0] for line in text.splitlines() if ", seed " in line and "ranks" in line}
+    assert ranks <= {"3 ranks", "8 ranks", "5 ranks"}
+    assert "3 ranks" in ranks
+    assert "a cycle of waits: rank 0 → rank 4 → rank 0" in text
+    assert "waits for itself" not in text
 
 
 def test_the_plugin_is_shipped_and_light():
