@@ -49,7 +49,7 @@ register(
     Backend(
         "mpi",
         "spawnsim.real.mpi",
-        "mpi4py",
+        "mpi4py.MPI:Comm",
         "mpi4py.MPI:COMM_WORLD",
         "mpiexec",
         survives=True,
@@ -58,7 +58,7 @@ register(
 )
 register(
     Backend(
-        "torch", "spawnsim.real.torch", "torch", "torch.distributed:group.WORLD", "torchrun",
+        "torch", "spawnsim.real.torch", "torch.distributed:ProcessGroup", "torch.distributed:group.WORLD", "torchrun",
         aliases=("gloo", "nccl", "ccl", "xccl"),
     )
 )  # fmt: skip

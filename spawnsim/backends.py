@@ -23,7 +23,7 @@ class Backend:
     Attributes:
         name: what `--backend` takes.
         package: the package, by its dotted name.
-        wraps: the package that groups of its library come from ("mpi4py"); "" for virtual ranks, which wrap nothing.
+        wraps: the class of its library's groups, as "module:class"; "" for virtual ranks, which wrap nothing.
         group: where that library keeps the group of all ranks, as "module:attribute".
         launcher: what starts its ranks: "mpiexec" or "torchrun"; "" where no processes are started.
         survives: whether a job can be started that goes on when ranks die.
@@ -47,18 +47,28 @@ class Backend:
         """Return the package, imported when it is first asked for."""
         return import_module(self.package)
 
+    def has(self, group: Any) -> bool:
+        """Return whether a group is one of its library's."""
+        kind = _loaded(self.wraps)
+        return kind is not None and isinstance(group, kind)
+
     def group_of_all(self, *, load: bool = False) -> Any:
         """Return the library's own group of all ranks; None if there is none yet.
 
         A library that is not loaded has none; `load` loads it first.
         """
-        module, _, attribute = self.group.partition(":")
         if load:
             self.load()
-        try:
-            return attrgetter(attribute)(sys.modules[module])
-        except (KeyError, AttributeError):  # not loaded; a build of torch without torch.distributed
-            return None
+        return _loaded(self.group)
+
+
+def _loaded(address: str) -> Any:
+    """Return the attribute at "module:attribute"; None if it is not loaded."""
+    module, _, attribute = address.partition(":")
+    try:
+        return attrgetter(attribute)(sys.modules[module])
+    except (KeyError, AttributeError):  # not loaded; a build of torch without torch.distributed
+        return None
 
 
 BACKENDS: dict[str, Backend] = {}

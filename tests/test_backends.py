@@ -26,10 +26,11 @@ def shout(monkeypatch: pytest.MonkeyPatch) -> Any:
     package: Any = ModuleType("shout_backend")
     package.wrap = lambda group: SimpleNamespace(compute=None, clock=None, of=group)
     library: Any = ModuleType("shout")
-    library.everyone = type("Group", (), {"__module__": "shout.groups"})()
+    library.Group = type("Group", (), {})
+    library.everyone = library.Group()
     monkeypatch.setitem(sys.modules, "shout_backend", package)
     monkeypatch.setitem(sys.modules, "shout", library)
-    entry = Backend("shout", "shout_backend", "shout", "shout:everyone", "shoutrun")
+    entry = Backend("shout", "shout_backend", "shout:Group", "shout:everyone", "shoutrun")
     monkeypatch.setitem(BACKENDS, "shout", entry)
     return library
 
@@ -46,12 +47,21 @@ def test_one_entry_is_enough(shout: Any, tmp_path: Path) -> None:
         Cell(file=program, ranks=2, backend="whisper")
 
 
+def test_a_group_is_known_by_its_class_or_by_what_it_says(shout: Any) -> None:
+    """A program's subclass is wrapped like its base; an object with `as_comm` is asked; a name decides nothing."""
+    mine: Any = type("Mine", (shout.Group,), {"__module__": "program"})()
+    assert as_comm(mine).of is mine  # type: ignore[attr-defined]
+    assert as_comm(SimpleNamespace(as_comm=lambda: "its own")) == "its own"
+    with pytest.raises(ParameterError, match="pass a spawnsim Comm"):
+        as_comm(type("Group", (), {"__module__": "shout.groups"})())
+
+
 def test_the_named_one_of_two_backends_wraps_its_world(shout: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two may wrap one library; what is passed as a group goes to the first."""
     package: Any = ModuleType("second_backend")
     package.wrap = lambda group: "second"
     monkeypatch.setitem(sys.modules, "second_backend", package)
-    entry = Backend("second", "second_backend", "shout", "shout:everyone", "shoutrun")
+    entry = Backend("second", "second_backend", "shout:Group", "shout:everyone", "shoutrun")
     monkeypatch.setitem(BACKENDS, "second", entry)
     assert world("second") == "second"
     assert as_comm(shout.everyone).of is shout.everyone  # type: ignore[attr-defined]
@@ -60,7 +70,9 @@ def test_the_named_one_of_two_backends_wraps_its_world(shout: Any, monkeypatch: 
 def test_the_table_names_the_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
     """A further backend over torchrun is started with it."""
     monkeypatch.setitem(
-        BACKENDS, "torch2", Backend("torch2", "spawnsim.real.torch", "torch", launcher="torchrun")
+        BACKENDS,
+        "torch2",
+        Backend("torch2", "spawnsim.real.torch", "torch.distributed:ProcessGroup", launcher="torchrun"),
     )
     assert "spawnsim.real.launch.forked" in command_line("train.py", 2, ["--backend", "torch2"])
 

@@ -1,7 +1,8 @@
 """From what a program holds to a `Comm`: wrap another library's group, or find the world of the calling rank.
 
-Backends are known by the names of their modules and imported only when they are needed (MPI) or looked up among the
-modules that are loaded already (virtual ranks, torch). Makes no communicator itself and keeps none.
+A group of another kind than its library's own says itself which communicator it stands for, by `as_comm()`. Backends
+are imported only when they are needed (MPI), and classes of groups are looked up among the modules that are loaded
+already. Makes no communicator itself and keeps none.
 """
 
 from __future__ import annotations
@@ -18,7 +19,8 @@ def as_comm(group: Any) -> Comm:
     """Return a spawnsim `Comm` for what a user passed as a group.
 
     Args:
-        group: a `Comm`, which comes back unchanged, an mpi4py communicator, or a torch.distributed process group.
+        group: a `Comm`, which comes back unchanged, an mpi4py communicator, a torch.distributed process group, or an
+            object with `as_comm()`, as process groups of virtual ranks have it.
 
     Raises:
         ParameterError: anything else.
@@ -26,9 +28,10 @@ def as_comm(group: Any) -> Comm:
     if hasattr(group, "compute") and hasattr(group, "clock"):
         found: Comm = group
         return found
-    library = type(group).__module__.partition(".")[0]
+    if hasattr(group, "as_comm"):
+        return group.as_comm()  # type: ignore[no-any-return]
     for backend in BACKENDS.values():
-        if backend.wraps == library:
+        if backend.has(group):
             wrapped: Comm = backend.load().wrap(group)
             return wrapped
     raise ParameterError(
@@ -52,19 +55,19 @@ def virtual_world() -> Comm | None:
 def world(kind: str = "mpi") -> Comm:
     """Return the communicator of all ranks of the caller's job.
 
-    On a virtual rank that is its COMM_WORLD, whatever the kind. On a real one, "torch" is torch.distributed's default
-    group, and "mpi" MPI's COMM_WORLD; a job whose MPI world is this process alone, but whose default group has others
-    too (torchrun started it), means the default group in both cases.
+    On a virtual rank that is its COMM_WORLD, or its default group if it has entered torch.distributed, whatever the
+    kind. On a real one, "torch" is torch.distributed's default group, and "mpi" MPI's COMM_WORLD; a job whose MPI
+    world is this process alone, but whose default group has others too (torchrun started it), means the default group
+    in both cases.
 
     Raises:
         ParameterError: another kind.
         UsageError: "torch" before `torch.distributed.init_process_group`.
     """
     wanted = backend_of(kind, real_backends())
-    virtual = virtual_world()
+    virtual, default = virtual_world(), default_group()
     if virtual is not None:
-        return virtual
-    default = default_group()
+        return virtual if default is None else as_comm(default)
     if wanted.launcher == "torchrun":
         if default is None:
             raise UsageError(

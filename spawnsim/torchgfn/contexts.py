@@ -12,6 +12,7 @@ import socket
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, fields
 from functools import partial
+from importlib import import_module
 from typing import Any
 
 from spawnsim.backends import BACKENDS, backend_of, real_backends
@@ -223,9 +224,9 @@ class DistributedContextMPI4Py:
 class DistributedContext(DistributedContextMPI4Py):
     """A rank's place, as `initialize_distributed_compute` gives it. See `DistributedContextMPI4Py` for the fields.
 
-    Over torch.distributed the groups are torch's own (`ProcessGroup`), for its calls and for those of this toolkit
-    alike; over MPI and on virtual ranks they are communicators. `dc_mpi4py` is the same place with communicators, which
-    have mpi4py's names everywhere.
+    Over torch.distributed, also on virtual ranks, the groups are torch's own (`ProcessGroup`), for its calls and for
+    those of this toolkit alike; over MPI, and where virtual ranks run `main(comm)`, they are communicators.
+    `dc_mpi4py` is the same place with communicators, which have mpi4py's names everywhere.
     """
 
     agent_groups: list[Group] | None = None
@@ -311,7 +312,8 @@ def initialize_distributed_compute(
 
     Args:
         dist_backend: "gloo", "nccl", "xccl" or "ccl" for groups of torch.distributed over that backend; "mpi" for MPI's
-            own communicators, whatever torch was built with. Virtual ranks take any of them and have one kind of group.
+            own communicators, whatever torch was built with. Virtual ranks take any of them; those that run
+            `main(comm)`, where torch.distributed is refused, have communicators alone.
         num_remote_buffers: ranks that keep replay buffers instead of training; each serves a chunk of ranks.
         num_agent_groups: groups of training ranks, all of one size.
         use_coordinator: whether the last rank does nothing but coordinate.
@@ -327,15 +329,20 @@ def initialize_distributed_compute(
         raise ParameterError(f"dist_backend={dist_backend!r}: choose one of {', '.join(kinds)}")
     kind, end = kinds[dist_backend], None
     # Only what was begun here is ended here: a default group of the program's own stays.
-    if comm is None and kind == "torch" and virtual_world() is None and default_group() is None:
+    if comm is None and kind == "torch" and default_group() is None:
         comm, end = _enter_torch(dist_backend)
     place = _divide(comm_of(comm, kind), num_remote_buffers, num_agent_groups, int(use_coordinator), hosts)
     return with_torch_groups(place, end)
 
 
-def _enter_torch(backend: str) -> tuple[Comm, Callable[[], None]]:
-    """Enter torch.distributed; return the world, and what leaves again."""
-    package = BACKENDS["torch"].load()
+def _enter_torch(backend: str) -> tuple[Comm | None, Callable[[], None] | None]:
+    """Enter torch.distributed; return the world, and what leaves again. None where virtual ranks are refused it."""
+    if virtual_world() is None:
+        package = BACKENDS["torch"].load()
+    elif import_module("spawnsim.virtual.torch_distributed").is_offered():
+        package = import_module("spawnsim.virtual.torch.communicators")
+    else:
+        return None, None
     world: Comm = package.world(backend=backend)
     return world, partial(package.close, world)
 

@@ -19,6 +19,7 @@ from typing import Any
 
 from spawnsim.errors import UnsupportedError
 from spawnsim.importing import after_import
+from spawnsim.virtual.engine.carriers import TaskThread
 from spawnsim.virtual.engine.kernel import Task, current_task
 from spawnsim.virtual.engine.world import World
 from spawnsim.virtual.interpreter import Patches, Put
@@ -62,6 +63,12 @@ def offered(world: World) -> Iterator[None]:
         stack.enter_context(after_import("torch", loaded))
         stack.enter_context(after_import("torchft", torchft_loaded))
         yield
+
+
+def is_offered() -> bool:
+    """Return whether the calling virtual rank may use torch.distributed."""
+    task = current_task()
+    return task is not None and isinstance(task.carrier, TaskThread)
 
 
 def _refuse(put: Put) -> None:

@@ -19,7 +19,7 @@ NUMBER = re.compile(r"-?\d+\.\d+")
 EXACT = re.compile(r"\d+ (plain|view|own) \d")
 CASES = (
     *(("collectives", 3), ("messages", 4), ("ddp", 2), ("ddp", 3), ("ddp", 4)),
-    *(("optimizers", 4), ("mesh", 4), ("sharding", 2), ("sharding", 4)),
+    *(("optimizers", 4), ("mesh", 4), ("sharding", 2), ("sharding", 4), ("groups", 3)),
 )
 
 

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+import spawnsim
+
 pytestmark = [pytest.mark.mpi, pytest.mark.timeout(180)]
 
 PROGRAM = Path(__file__).parents[1] / "programs" / "starting.py"
@@ -25,3 +27,9 @@ def test_a_program_that_only_a_launcher_has_started(line: list[str], size: int) 
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("done") == size
+
+
+def test_virtual_ranks_enter_torch_distributed_too(capfd: pytest.CaptureFixture[str]) -> None:
+    """The same program, unmodified: its groups are torch's there, too."""
+    spawnsim.run(PROGRAM, ranks=3, argv=["3"], options={"prefix": False})
+    assert capfd.readouterr().out.count("done") == 3

@@ -7,11 +7,13 @@ enters it.
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable
+from importlib import import_module
 from typing import Any, NoReturn, Self
 
 import numpy as np
 
 from spawnsim.checkpoints import Saved
+from spawnsim.comm.backends import default_group
 from spawnsim.comm.calls import refusing
 from spawnsim.comm.constants import (
     COMM_TYPE_HW_GUIDED,
@@ -332,8 +334,19 @@ class Comm(PointToPoint, Collectives):
         It asks for no time and no rank, so that finalizers may call it wherever they run.
         """
         self._check_freed("freed")
+        if self._context.notes and default_group() is not None:
+            import_module("spawnsim.virtual.torch.communicators").free(self)
         self.delete_attributes()
         self._let_go()
+
+    def as_process_group(self) -> Any:
+        """Return torch.distributed's group of these ranks; itself before the program enters torch.distributed.
+
+        Collective on the first call. `as_comm` gives the group back as this communicator.
+        """
+        if default_group() is None:
+            return self
+        return import_module("spawnsim.virtual.torch.communicators").process_group(self)
 
     def Disconnect(self) -> None:
         """Wait until all members have called, and give up the communicator. Of a revoked one nobody is awaited."""

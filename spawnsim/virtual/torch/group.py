@@ -40,6 +40,7 @@ from spawnsim.virtual.torch.collectives import (
     sum_sparse,
     write,
 )
+from spawnsim.virtual.torch.communicators import communicator
 from spawnsim.virtual.torch.profiling import communicating
 from spawnsim.virtual.torch.work import GroupTimeout, VirtualWork, Works
 
@@ -112,6 +113,10 @@ class VirtualProcessGroup(Base):  # type: ignore[misc]
     def getGroupDesc(self) -> str:
         """Return the description of the group."""
         return self._desc
+
+    def as_comm(self) -> Any:
+        """Return the communicator of the members: `spawnsim.comm.as_comm` asks for it."""
+        return communicator(self)
 
     def get_group_store(self) -> Any:
         """Return the group's store."""
