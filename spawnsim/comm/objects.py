@@ -1,7 +1,7 @@
 """Protocols of the objects that a communicator gives: clock, tasks, recorder; requests, matched messages, windows.
 
-Signatures, and two records: `Capabilities` is what a communicator says of itself, `Recovery` what is left after ranks
-have died.
+Signatures, reasons for an absence, and two records: `Capabilities` is what a communicator says of itself, `Recovery`
+what is left after ranks have died.
 """
 
 from __future__ import annotations
@@ -15,6 +15,9 @@ from spawnsim.checkpoints import Saved
 from spawnsim.comm.constants import LOCK_EXCLUSIVE, UNDEFINED
 from spawnsim.comm.ops import SUM, Op
 from spawnsim.comm.status import Status
+
+# Why nothing can be expected of a rank: `Comm.absent`.
+DIED, ENDED, SILENT = "has died", "has ended its program", "does not answer"
 
 
 @runtime_checkable

@@ -94,6 +94,13 @@ class Comm(Checkpointing, Protocol):
             Facts about the backend; the same on all ranks.
         """
 
+    def absent(self) -> dict[int, str]:
+        """Tell of which ranks nothing can be expected now. A rank that computes or waits is not among them.
+
+        Returns:
+            By rank why: it has died, it has ended its program, or it does not answer (it is stopped).
+        """
+
     def recover(self, step: int | None = None) -> Recovery:
         """Go on without the dead, after `RankFailed`, `Revoked` or `Timeout`; all survivors must call.
 

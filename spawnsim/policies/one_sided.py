@@ -365,14 +365,14 @@ class OneSidedSelectiveAveragingPolicy(SpawnPolicy):
         return {"total_iterations": self.total_iterations, "num_replacements": self.num_replacements, **counts}
 
     def shutdown(self) -> None:
-        """Offer nothing any more and free the windows, if all others come within `windows.shutdown_timeout_s`."""
+        """Free the windows once all ranks have come; until then those that still train read this rank's snapshot."""
         opened, self._opened = self._opened, None
         if opened is not None and self._by_board:
             self.warn_if_never_due(self.total_iterations - 1, opened.comm)
         elif opened is not None and self.replacement_mode == "age":
             self.warn_if_all_lived(self.age_range, self.total_iterations, opened.comm)
-        if opened is not None and not opened.close(self.windows.shutdown_timeout_s):
-            logger.warning("rank %d: not all ranks came to free the windows; they stay", opened.comm.Get_rank())
+        if opened is not None and (why := opened.close(self.windows.shutdown_timeout_s)):
+            logger.warning("rank %d: the windows were not freed: %s", opened.comm.Get_rank(), why)
 
     def state_dict(self) -> dict[str, Any]:
         age = (self.age, self.max_age) if self._age else self._resumed_age

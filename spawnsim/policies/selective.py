@@ -227,24 +227,24 @@ class AsyncSelectiveAveragingPolicy(SpawnPolicy):
         return usable(exchange.comm, contributions, whose, self.replacement.travels, guard=self.guard)
 
     def shutdown(self) -> None:
-        """Serve what was promised, for `wiring.shutdown_timeout_s` at most. Not collective; may be called twice."""
+        """Serve what was promised, and wait for all ranks of the group that still train. May be called twice."""
         exchange, self._exchange = self._exchange, None
         if exchange is None or self._latest is None:
             return
         self._resume = self._progress(exchange)
         self._warn_if_idle(exchange, self._latest[0])
         books, leave = exchange.coordinator, ShutdownDrain(exchange, *self._latest)
-        whole = leave(together=self._draining)
+        left = leave(together=self._draining)
         if leave.unfinished.open or leave.unfinished.cut:
             # Held again in the next call: else, with a checkpoint at each decision, no rank would ever be replaced.
             self._resume["cut"] = exchange.reported
             if leave.unfinished.cut and books is not None:
                 self._resume["last_trigger"] = books.trigger_before  # no cooldown for what was not carried out
-        if not whole:
+        if left:
             logger.warning(
-                "rank %d: shut down with %d messages under way: a rank has died, or answers no more",
-                exchange.comm.rank, exchange.endpoint.unfinished,
-            )
+                "rank %d: shut down with %d messages under way: %s",
+                exchange.comm.rank, exchange.endpoint.unfinished, left,
+            )  # fmt: skip
         self._latest = None
 
     def _warn_if_idle(self, exchange: Exchange, last: int) -> None:

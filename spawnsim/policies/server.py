@@ -53,7 +53,8 @@ class AsyncServerPolicy(SpawnPolicy):
         server: the rank that serves (the global one, with a tier).
         tier: servers of regions between workers and the global one.
         travels: which parts of the state are exchanged; the optimizer's is kept, or reset in each exchange.
-        patience_s: seconds after which a server that does not answer is given up, and a server ends that hears nothing.
+        patience_s: seconds after which a server that does not answer is given up. At the end a server waits for workers
+            that still train, and for as long as this for one that does not answer.
         timing: a dictionary to fill with durations in seconds, by step.
         tag: of the messages; two policies at once need two.
 

@@ -312,7 +312,7 @@ def test_a_board_without_holder_and_deputies_ends_replacements_not_training() ->
 
 
 def test_shutdown_never_hangs_and_may_be_called_early_and_twice() -> None:
-    """A rank that does not come to free the windows costs the time-out, no more."""
+    """A rank that does not come to free the windows has ended its program: it is not waited for."""
     windows(None).shutdown()
 
     def main(comm: Any) -> None:
@@ -322,7 +322,9 @@ def test_shutdown_never_hangs_and_may_be_called_early_and_twice() -> None:
             policy.shutdown()
             policy.shutdown()
 
-    assert spawnsim.run(main, ranks=3).totals["virtual_seconds"] == pytest.approx(0.1, abs=0.01)
+    run = spawnsim.run(main, ranks=3)
+    assert run.totals["virtual_seconds"] < 0.1
+    assert "rank 0 has ended its program" in run.what["warnings"][0]
 
 
 def test_windows_are_made_explicitly_or_in_the_first_call() -> None:

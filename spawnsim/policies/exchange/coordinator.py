@@ -174,7 +174,8 @@ class ExchangeOptions:
         part_nbytes: larger snapshots travel in several messages.
         checksum: check the weights too, at about 4 GB/s (control messages always are).
         poll_interval_s: seconds between polls while `shutdown` waits.
-        shutdown_timeout_s: seconds for which `shutdown` waits at most.
+        shutdown_timeout_s: seconds for which `shutdown` waits for a rank that does not answer, and for messages that do
+            not arrive. A rank that still trains is waited for as long as it takes.
 
     Raises:
         ParameterError: an argument is out of range.

@@ -1,13 +1,13 @@
 """One rank's side of the replacement protocol on one communicator: state machines on an endpoint, and the shutdown.
 
-Every call does what can be done and returns; only `ShutdownDrain` waits, within `shutdown_timeout_s`. Progress is made
+Every call does what can be done and returns; only `ShutdownDrain` waits, for ranks that still train. Progress is made
 in the policy's own calls alone, once per training step, because a snapshot must be taken between two steps; so there
 is no progress engine here. If the coordinating rank dies, the next one takes its place. What a decision does to a
 model is the policy's business.
 
 MPI does not allow messages that are never received (MPICH kills such a job when it finalizes). So at the end rank 0
 adds up what each rank has sent to each, after which none sends any more, and each stays until it has received its
-share. The coordinator goes on deciding for those who still train, until all others have left or are known to be dead.
+share. The coordinator goes on deciding for those who still train, until all others have left or are known to be absent.
 """
 
 from __future__ import annotations
@@ -20,7 +20,9 @@ from dataclasses import dataclass, field
 import torch
 
 from spawnsim.comm import Comm
+from spawnsim.comm.objects import DIED
 from spawnsim.errors import RankFailed, Revoked, Timeout
+from spawnsim.policies.exchange.attendance import Attendance, shown
 from spawnsim.policies.exchange.coordinator import Coordinator, ExchangeOptions, Inbox, Outcome
 from spawnsim.policies.exchange.endpoint import Endpoint
 from spawnsim.policies.exchange.messages import Kind, Message, Unreadable, assign_message, assignment_of
@@ -238,6 +240,7 @@ class Unfinished:
 
 PATIENCE_CALLS = 4  # others answer once a call
 PATIENCE_POLLS = 10
+UNTAKEN = "its receivers did not take them in time"
 
 
 class ShutdownDrain:
@@ -250,33 +253,51 @@ class ShutdownDrain:
         self._clock, self._wiring = exchange.comm.clock, exchange.wiring
         self.unfinished = Unfinished()
 
-    def __call__(self, *, together: bool = False) -> bool:
-        """Leave; return whether nothing was left behind.
+    def __call__(self, *, together: bool = False) -> str:
+        """Leave; return why messages were left behind, "" if none were.
 
         `together`: all do so now, for a checkpoint. Rounds that are under way end at once, and `unfinished` says so.
         """
         exchange = self.exchange
-        end_s = self._clock.now() + self._wiring.shutdown_timeout_s
         try:
             if together:
                 self.unfinished = Unfinished.of(exchange)
                 exchange.inbox.give_up()
             else:
                 exchange.tell_leader(Message(Kind.LEAVE, self._latest[0], self._latest[0]))
-                self._finish(min(end_s, self._clock.now() + PATIENCE_CALLS * exchange.call_s))
-                while exchange.coordinator and not self._alone() and self._clock.now() < end_s:
-                    self._rest()
-            # The coordinator stops before the sends are counted: a decision after the count would be a message that
-            # nobody expects.
-            exchange.coordinator, exchange.leaving = None, True
-            expected = self._expected(end_s)
+                self._finish()
+            if absent := self._absent():
+                return shown(absent)
+            expected = self._expected()
             if together:
                 self.unfinished = Unfinished.all_of(exchange.comm, self.unfinished)
-            return self._receive(expected, end_s)
-        except (RankFailed, Revoked, Timeout):
-            return False
+            return self._receive(expected)
+        except RankFailed as error:
+            return shown(dict.fromkeys(error.ranks, DIED))
+        except (Revoked, Timeout) as error:
+            return str(error)
         finally:
             exchange.endpoint.close()
+
+    def _absent(self) -> dict[int, str]:
+        """Wait until all have come here, while the coordinating rank decides; return by rank why it will not."""
+        exchange, patience_s = self.exchange, self._wiring.shutdown_timeout_s
+        attendance, absent = Attendance(exchange.comm, patience_s), dict[int, str]()
+        while exchange.coordinator and not self._alone():
+            if attendance.absences.is_due():
+                if attendance.all_here():  # a LEAVE was lost
+                    break
+                absent |= attendance.absences.look()
+                for rank in absent:
+                    exchange.coordinator.leave(rank)
+                continue
+            # Only an open round comes to its deadline without a message.
+            self._rest(0.0 if exchange.coordinator.waiting else attendance.absences.wait_s())
+        # The coordinator stops before the sends are counted: a decision after the count would be a message that nobody
+        # expects.
+        exchange.coordinator, exchange.leaving = None, True
+        # Once more, for who was paused may come when others have given it up: those do not come a second time.
+        return absent or attendance.complete() or Attendance(exchange.comm, patience_s).complete()
 
     def _alone(self) -> bool:
         """Whether all others have said goodbye to this coordinating rank, or have died."""
@@ -286,42 +307,49 @@ class ShutdownDrain:
             coordinator.leave(rank)
         return coordinator.alone
 
-    def _rest(self) -> None:
+    def _rest(self, seconds: float = 0.0) -> None:
+        """Wait for a message, for one poll interval or longer, and serve."""
+        self.exchange.endpoint.wait(max(seconds, self._wiring.poll_interval_s))
         self.exchange.serve(*self._latest)
-        self._clock.sleep(self._wiring.poll_interval_s)
 
-    def _finish(self, end_s: float) -> None:
+    def _finish(self) -> None:
         """Let donors answer that were asked; the result is too late to be of use."""
+        end_s = self._clock.now() + min(
+            self._wiring.shutdown_timeout_s, PATIENCE_CALLS * self.exchange.call_s
+        )
         while self.exchange.inbox.waiting and self._clock.now() < end_s:
             self._rest()
         self.exchange.inbox.give_up()
 
-    def _expected(self, end_s: float) -> int:
-        """Return how many messages were sent to this rank, once all ranks have come to say so."""
+    def _expected(self) -> int:
+        """Return how many messages were sent to this rank; all ranks have come to say so."""
         comm = self.exchange.comm
-        with self._clock.deadline(max(end_s - self._clock.now(), 1e-3)):
+        with self._clock.deadline(self._wiring.shutdown_timeout_s):
             # Few are sent to by each: a vector of all ranks on every rank would be the largest thing a rank holds.
             sent = comm.gather(dict(self.exchange.endpoint.sent), root=0)
-            # Gathered and scattered by rank 0, not by Alltoall: with 1,000 ranks that takes a vector of 1,000
-            # numbers on each.
+            # Gathered and scattered by rank 0, not by Alltoall: with 1,000 ranks that takes a vector of 1,000 numbers
+            # on each.
             expected = comm.scatter(None if sent is None else _by_receiver(sent), root=0)
         return int(expected)
 
-    def _receive(self, expected: int, end_s: float) -> bool:
+    def _receive(self, expected: int) -> str:
         """Receive what is still missing; what does not come while nothing moves, or in all the time left, is lost."""
         box, patience_s = self.exchange.endpoint, PATIENCE_POLLS * self._wiring.poll_interval_s
         moved_s, before = self._clock.now(), -1
-        # At least some polls are left, even if the count itself has taken all the time.
-        end_s = max(end_s, moved_s + patience_s)
+        end_s = moved_s + max(self._wiring.shutdown_timeout_s, patience_s)
         while not (box.reap() and box.received >= expected and not box.unfinished):
             now_s = self._clock.now()
             if box.received != before:
                 moved_s, before = now_s, box.received
             # Silence ends the wait only while no message is unfinished: a large part may take longer than the patience.
             elif now_s > end_s or (now_s > moved_s + patience_s and not box.unfinished):
-                return False
+                return (
+                    f"{expected - box.received} messages to it were lost"
+                    if box.received < expected
+                    else UNTAKEN
+                )
             self._rest()
-        return True
+        return ""
 
 
 def _by_receiver(sent: Sequence[Mapping[int, int]]) -> list[int]:

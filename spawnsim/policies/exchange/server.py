@@ -21,6 +21,7 @@ import torch
 
 from spawnsim.comm import Comm
 from spawnsim.errors import ParameterError, RankFailed, Timeout
+from spawnsim.policies.exchange.attendance import Absences
 from spawnsim.policies.exchange.endpoint import Endpoint, ProgressEngine
 from spawnsim.policies.exchange.group_mean import check_same
 from spawnsim.policies.exchange.messages import Kind, Message, Outgoing
@@ -261,7 +262,6 @@ class ServerNode:
         self._pulled: Message | None = None
         self._requests = [0, 0]  # of the worker, and of the region's server
         self._out: deque[Outgoing] = deque()
-        self._heard_s = comm.clock.now()
         self.endpoint = Endpoint(comm, tag)
         self.endpoint.allocate = self.form.allocate
         self.engine = ProgressEngine(
@@ -299,7 +299,6 @@ class ServerNode:
         for members in self._members.values():
             members -= dead
         for source, message in arrived:
-            self._heard_s = now_s
             if message.kind is Kind.PUSH and self.servers[message.part].is_new(source, message):
                 self._take(source, message, now_s)
             elif message.kind is Kind.PULL and message.iteration == self._requests[message.part]:
@@ -373,16 +372,18 @@ class ServerNode:
         return self._pulled is not None or self.home in self.endpoint.failed
 
     def leave(self, patience_s: float) -> None:
-        """End: tell the server, and serve until all others have left, died, or been silent for `patience_s`."""
+        """End: tell the server, and serve until all others have left or are absent; see `Absences`."""
         self.engine.stop(patience_s)  # this rank has nothing else to do now: it waits for messages itself
         if self.working:
             self._out.append((self.home, Message(Kind.LEAVE, 0)))
         for tier in sorted(self.servers):
             if not (self.working or tier):  # it is no worker of its own
                 self._members[0].discard(self.comm.Get_rank())
-            self._heard_s = self.comm.clock.now()
-            while self._members[tier] and (left_s := self._heard_s + patience_s - self.comm.clock.now()) > 0:
-                self.engine.drive(partial(not_, self._members[tier]), left_s)
+            absences = Absences(self.comm, patience_s)
+            while self._members[tier]:
+                self.engine.drive(partial(not_, self._members[tier]), absences.wait_s())
+                if absences.is_due():
+                    self._members[tier] -= absences.look().keys()
             if tier == 0 and self.tier is not None:
                 self._out.append((self.top, Message(Kind.LEAVE, 0, part=1)))
         self.engine.progress()

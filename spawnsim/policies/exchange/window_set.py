@@ -18,7 +18,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from spawnsim.comm import Comm, Request
+from spawnsim.comm.objects import DIED
 from spawnsim.errors import ParameterError, RankFailed, Revoked, Timeout
+from spawnsim.policies.exchange.attendance import Attendance, shown
 from spawnsim.policies.exchange.snapshot_window import MOST_SLOTS, SnapshotWindow
 from spawnsim.policies.rules.cadence import Deadline, Every, Fixed, as_deadline
 from spawnsim.policies.rules.selection import NEVER, ReportTable, check_choice
@@ -28,7 +30,7 @@ from spawnsim.policies.state.snapshot import Compression
 
 # Of a line: two numbers, then pairs of an iteration + 1 (0: none) and its metric.
 BUSY, WRITTEN, REPORTS = 0, 1, 2
-HERE, MOVED = 1.0, 2.0  # what WRITTEN says, of a line that is not blank
+HERE, MOVED, FINISHED = 1.0, 2.0, 3.0  # what WRITTEN says, of a line that is not blank
 DEPUTIES = 2
 MOST_REPORTS, ALL_REPORTS = 16, 2048  # of a line; of a board
 PATIENCE = 4  # reports of this rank after which a line that has not changed is taken for that of a dead rank
@@ -92,6 +94,11 @@ class MetricsBoard:
         if self.reports:
             self._write(0, REPORTS)
 
+    def finish(self) -> None:
+        """Say in this rank's line that it reports no more, and is not dead."""
+        self._mine[WRITTEN] = FINISHED
+        self.mark(busy=False)
+
     def read(self) -> ReportTable:
         """Return the lines of the ranks that have written one; this rank's as it is here."""
         if self._known is None:
@@ -115,8 +122,9 @@ class MetricsBoard:
         self._newest = iterations[:, 0].copy()
         self._since[changed] = self.reports
         # Counted in own reports, not in seconds: ranks that train slowly report slowly, and are not dead.
-        alive = self.reports - self._since < PATIENCE
-        every = ReportTable(np.arange(self._size), iterations, metrics, lines[:, BUSY] > 0, alive)
+        finished = lines[:, WRITTEN] == FINISHED
+        alive = finished | (self.reports - self._since < PATIENCE)
+        every = ReportTable(np.arange(self._size), iterations, metrics, lines[:, BUSY] > 0, alive, finished)
         return every.of(lines[:, WRITTEN] > 0)
 
     def agree(self, verdict: int) -> int:
@@ -202,7 +210,8 @@ class WindowOptions:
         board_timeout_s: seconds that a reader gives the rank which holds the board.
         holder: the rank of the group (of a smaller one, the last) whose window holds all metrics; if it does not
             answer, the next takes over, and then the one after.
-        shutdown_timeout_s: seconds for which `shutdown` waits for the others.
+        shutdown_timeout_s: seconds for which `shutdown` waits for a rank that does not answer. One that still trains is
+            waited for as long as it takes, and may read this rank's last snapshot.
         checksum: check the weights too, at about 4 GB/s (headers always are): what was damaged on its way is refused,
             counted ("unreadable") and read again.
 
@@ -266,32 +275,29 @@ class OpenWindows:
     snapshots: SnapshotWindow
     board: MetricsBoard
 
-    def _all_come(self, timeout_s: float) -> bool:
-        try:
-            # A nonblocking barrier: a blocking one cannot be left when its deadline has passed.
-            with self.comm.clock.deadline(timeout_s):
-                return self.comm.Ibarrier().Wait()
-        except (Timeout, RankFailed):
-            return False
+    def close(self, patience_s: float) -> str:
+        """Free the windows once all ranks of the group come to do so; return why they stay, "" if they are freed.
 
-    def close(self, timeout_s: float) -> bool:
-        """Offer nothing any more; free the windows if all ranks of the group come to do so within the time-out.
-
-        Freeing is collective, so a rank that does not come would hold up the others: then the windows stay.
+        Until then this rank's last snapshot can be read. Freeing is collective, so where a rank does not come the
+        windows stay: one that does not answer is waited for as long as `patience_s`.
         """
-        # Ranks time out at different moments, so some may have seen all come where others have given up, and a
+        # Ranks give up at different moments, so some may have seen all come where others have given up, and a
         # collective of a part of the group would never end. The first verdict is therefore put on the board by
         # compare-and-swap, and all take that one: either all free or none.
         try:
-            self.snapshots.withdraw()
+            self.board.finish()
             if self.board.moved:  # the others will not see all come, and give up as well
-                return False
-            if self.board.agree(FREE if self._all_come(timeout_s) else KEEP) != FREE:
-                return False
+                return "the rank that holds the metrics did not answer"
+            absent = Attendance(self.comm, patience_s).complete()
+            if self.board.agree(KEEP if absent else FREE) != FREE:
+                return shown(absent) if absent else "another rank has waited for one in vain"
             # Stated, for a verdict may be lost on its way.
             with self.comm.clock.deadline(self.comm.clock.limit_s()):
+                self.snapshots.withdraw()
                 self.snapshots.free()
                 self.board.free()
-        except (Timeout, RankFailed, Revoked):  # also of a rank that dies while all free
-            return False
-        return True
+        except RankFailed as error:  # also of a rank that dies while all free
+            return shown(dict.fromkeys(error.ranks, DIED))
+        except (Timeout, Revoked) as error:
+            return str(error)
+        return ""

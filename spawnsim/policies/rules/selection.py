@@ -347,7 +347,7 @@ class ReportTable:
     """The lines of the ranks that have written one, by rank.
 
     `iterations` and `metrics`, shape (ranks, reports), newest first; iteration `NEVER` where there is none yet. `busy`:
-    being replaced. `alive`: whether the line has changed of late.
+    being replaced. `alive`: whether the line has changed of late, or will not any more since the rank has `finished`.
     """
 
     ranks: NDArray[np.int64]
@@ -355,6 +355,7 @@ class ReportTable:
     metrics: NDArray[np.float64]
     busy: NDArray[np.bool_]
     alive: NDArray[np.bool_]
+    finished: NDArray[np.bool_]
 
     def of(self, which: NDArray[np.bool_]) -> ReportTable:
         """Return some of the lines."""
@@ -364,10 +365,11 @@ class ReportTable:
             self.metrics[which],
             self.busy[which],
             self.alive[which],
+            self.finished[which],
         )
 
     def of_alive(self) -> ReportTable:
-        """Return the lines that have changed of late."""
+        """Return the lines of the ranks that are alive."""
         return self.of(self.alive)
 
     def near(self, iteration: int) -> list[Report]:
@@ -384,9 +386,9 @@ class ReportTable:
         return int(found[counts == counts.max()].max()) if found.size else NEVER
 
     def awaited(self, iteration: int, floor: int) -> NDArray[np.bool_]:
-        """Return which ranks have come to `floor`, but not to `iteration` yet."""
+        """Return which ranks have come to `floor`, but not to `iteration` yet, and still train."""
         newest = self.iterations[:, 0]
-        return (newest < iteration) & (newest >= floor)
+        return (newest < iteration) & (newest >= floor) & ~self.finished
 
 
 class ReportRounds:

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any, TypeVar
 
+from spawnsim.comm.objects import DIED, ENDED, SILENT
 from spawnsim.errors import SpawnsimError
 from spawnsim.real.runtime.abort import AbortProtocol, stoppable
 from spawnsim.real.runtime.checkpoints import Checkpoints
@@ -126,12 +127,20 @@ class RankRuntime:
         """Wait for all ranks, while requests go on."""
         self._barrier(self.registry.sweep)
 
+    def absent(self) -> dict[int, str]:
+        """Return by world rank why nothing can be expected of it now; all watchdogs are asked."""
+        found = self.watchdog.ask_all()
+        silent = self._still({where.rank for where in found if not where.answered})
+        reasons = {where.rank: ENDED for where in found if where.note == ENDED}
+        gone = self.abort.lost | self.abort.dead()
+        return reasons | dict.fromkeys(silent, SILENT) | dict.fromkeys(gone, DIED)
+
     # ------------------------------------------------------------------------------------------------ at the end
     def _note(self) -> str:
         """Return what the rank does outside any call, for other ranks' messages."""
         began = self.services.compute.began_s
         if self.abort.program_ended:
-            return "has ended its program"
+            return ENDED
         return "" if began is None else f"computing for {time.perf_counter() - began:.1f} s"
 
     def _drain(self) -> None:
@@ -183,6 +192,7 @@ class RankComm:
     """What every communicator of a real rank has beside MPI's calls. `label`: its name, the same on all its ranks."""
 
     runtime: RankRuntime
+    members: tuple[int, ...]  # the world ranks
 
     def __init__(self, runtime: RankRuntime, label: str) -> None:
         self.runtime, self.label, services = runtime, label, runtime.services
@@ -209,6 +219,15 @@ class RankComm:
         """
         if not condition:
             self.record.event("warning", text=message or "a check failed")
+
+    def absent(self) -> dict[int, str]:
+        """Tell of which ranks nothing can be expected now. A rank that computes or waits is not among them.
+
+        Returns:
+            By rank of this communicator why: it has died, it has ended its program, or it does not answer.
+        """
+        reasons = self.runtime.absent()
+        return {rank: reasons[member] for rank, member in enumerate(self.members) if member in reasons}
 
     def poll(self) -> None:
         """Let requests make progress now; every operation and the end of every compute block do it anyhow."""

@@ -125,6 +125,7 @@ class World:
     # (rank, incarnation) -> when the others know of its death. A dead incarnation never comes back: a restarted rank is
     # another member, which no communicator made before takes.
     failed: dict[tuple[int, int], float] = field(default_factory=dict)
+    ended: int = 0  # programs that have come to their end
     # Agreements of survivors, to be checked again.
     on_death: list[Callable[[], None]] = field(default_factory=list)
     revoked: bool = False  # whether any communicator ever was: only then need waits look

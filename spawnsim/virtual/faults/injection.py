@@ -349,6 +349,7 @@ class Crashes:
             self._mark_dead(rank)
         elif task is rank.tasks[0] and not rank.dead:
             rank.ended_s = task.clock
+            self._world.ended += 1
         self._check_agreements()
 
     def _expire(self, rank: Rank, death_s: float) -> None:

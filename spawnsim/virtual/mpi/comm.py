@@ -419,6 +419,10 @@ class Comm(PointToPoint, Collectives):
             threads="multiple",
         )
 
+    def absent(self) -> dict[int, str]:
+        """Return by rank why nothing can be expected of it now: it is dead, paused, or at its program's end."""
+        return fault_tolerance.absent(self)
+
     def recover(self, step: int | None = None) -> Recovery:
         """Meet all survivors; return their new communicator, and the smallest `step` that any of them gave.
 

@@ -17,6 +17,7 @@ import numpy as np
 
 from spawnsim.comm.buffers import as_buffer
 from spawnsim.comm.failures import Revoked
+from spawnsim.comm.objects import DIED, ENDED, SILENT
 from spawnsim.comm.protocols import Recovery
 from spawnsim.errors import Timeout
 from spawnsim.virtual.engine.completion import Completion, Message
@@ -348,6 +349,25 @@ def look_for_dead(comm: Member) -> list[int]:
     if not dead:
         kernel.fruitless()
     return dead
+
+
+def absent(comm: Member) -> dict[int, str]:
+    """Return by rank of a communicator why nothing can be expected of it at the running task's time."""
+    world = comm._world
+    world.kernel.observe()
+    now_s, dead = world.kernel.current.clock, comm._context.dead(world.kernel.current.clock)
+    if not (dead or world.ended or (world.plan is not None and world.plan.paused)):
+        return {}  # without a look at each of 100,000 ranks
+    reasons: dict[int, str] = {}
+    for place, member in enumerate(comm._members):
+        rank = world.ranks[member]
+        if member in dead:
+            reasons[place] = DIED
+        elif rank.ended_s <= now_s:
+            reasons[place] = ENDED
+        elif rank.awake is not None and world.plan.paused_s(member, now_s) < math.inf:
+            reasons[place] = SILENT
+    return reasons
 
 
 def agree(comm: Member, flag: int) -> int:

@@ -17,7 +17,8 @@ def lines(*rows: list[tuple[int, float]], dead: tuple[int, ...] = ()) -> ReportT
     iterations = np.array([[iteration for iteration, _ in row] for row in full])
     metrics = np.array([[metric for _, metric in row] for row in full])
     alive = np.array([rank not in dead for rank in range(len(rows))])
-    return ReportTable(np.arange(len(rows)), iterations, metrics, np.zeros(len(rows), bool), alive)
+    no = np.zeros(len(rows), bool)
+    return ReportTable(np.arange(len(rows)), iterations, metrics, no, alive, no)
 
 
 def metrics(reports: list[Report]) -> list[float]:
