@@ -80,6 +80,17 @@ def _stop(number: int, _frame: FrameType | None) -> None:
     raise Stopped(number)
 
 
+def _reset_in_child() -> None:
+    """Let a forked process end as any other: what it is told to do is not the run's business."""
+    for number, usual in SIGNALS.items():
+        if signal.getsignal(number) == _stop:
+            signal.signal(number, usual)
+            signal.set_wakeup_fd(-1)
+
+
+os.register_at_fork(after_in_child=_reset_in_child)
+
+
 GRACE_S = 2.0  # real seconds in which the main thread must take note of a signal
 
 
@@ -96,7 +107,6 @@ def ended_in_c() -> Iterator[None]:
     reading, writing = os.pipe()
     os.set_blocking(writing, False)
     before = signal.set_wakeup_fd(writing, warn_on_full_buffer=False)
-    os.register_at_fork(after_in_child=lambda: signal.set_wakeup_fd(-1))  # a child's signals are its own
     listening = threading.Thread(target=_listen, args=(reading,), name="spawnsim-signals", daemon=True)
     listening.start()
     try:

@@ -39,6 +39,7 @@ from spawnsim.virtual.mpi.communicators import Intracomm, held, make_comm_self
 from spawnsim.virtual.mpi.context import Context
 from spawnsim.virtual.mpi.module import MPI  # and all classes that communicators make
 from spawnsim.virtual.platform import Platform, load_platform
+from spawnsim.virtual.process_state import ProcessStates
 from spawnsim.virtual.reproducibility import TorchStates, generators_per_rank, leaks_noticed
 from spawnsim.virtual.services import RankServices
 from spawnsim.virtual.stalls import accepts_refused, stalls_noted
@@ -297,8 +298,8 @@ class Cluster:
         # as they are ended may hang, and then the report would never come.
         kernel, self._began_s, self._on_error = self.world.kernel, time.perf_counter(), on_error
         with (
-            generators_per_rank(), TorchStates(kernel).in_place(), leaks_noticed(), self._torch_distributed(),
-            stalls_noted(kernel, on_note), accepts_refused(),
+            ProcessStates(kernel).in_place(), generators_per_rank(), TorchStates(kernel).in_place(), leaks_noticed(),
+            self._torch_distributed(), stalls_noted(kernel, on_note), accepts_refused(),
             self._timeline.followed() if self._timeline else nullcontext(),
             virtual_threads() if self._carrier == "threads" else nullcontext(),
         ):  # fmt: skip

@@ -16,6 +16,7 @@ import pytest
 import spawnsim
 from spawnsim.real.launch.processes import children
 from spawnsim.record import Recorder, journal
+from spawnsim.run.process_setup import SIGNALS, stoppable
 from spawnsim.run.writer import RunWriter
 
 PROGRAM = """
@@ -301,3 +302,14 @@ def _await(folder: Path, started: subprocess.Popen[str]) -> int:
             return len(found)
         assert started.poll() is None
         time.sleep(0.05)
+
+
+def test_a_forked_child_has_pythons_handlers_of_signals() -> None:
+    """A pool that is terminated printed a traceback for each worker."""
+    with stoppable():
+        child = os.fork()
+        if not child:
+            usual = all(signal.getsignal(number) == handler for number, handler in SIGNALS.items())
+            os._exit(0 if usual else 1)
+        assert os.waitpid(child, 0)[1] == 0
+        assert signal.getsignal(signal.SIGTERM) != signal.SIG_DFL

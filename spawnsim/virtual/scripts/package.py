@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import concurrent.futures as base
 import importlib.util
+import os
 import sys
 import traceback
 from collections import deque
@@ -24,9 +25,10 @@ from typing import Any
 from spawnsim.comm.constants import ANY_SOURCE
 from spawnsim.comm.status import Status
 from spawnsim.errors import UnsupportedError
-from spawnsim.virtual.engine.kernel import current_task
+from spawnsim.virtual.engine.kernel import current_task, current_world
 from spawnsim.virtual.mpi.communicators import COMM_WORLD
 from spawnsim.virtual.mpi.module import MPI
+from spawnsim.virtual.mpi.payload import OPTIONS, pickler
 
 TASK, RESULT = 2**20 + 1, 2**20 + 2  # tags
 PoolTask = tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]
@@ -345,33 +347,91 @@ def build_futures() -> Any:
 NAME = "mpi4py"
 
 
-class Rc:
-    """`mpi4py.rc`: options. Most mean nothing on virtual ranks; all are kept."""
+class Options:
+    """The values of `mpi4py.rc` on one rank. Most mean nothing on virtual ranks; all are kept."""
 
     def __init__(self) -> None:
         self.initialize, self.threads, self.thread_level = True, True, "multiple"
         self.finalize: bool | None = None
         self.fast_reduce, self.recv_mprobe, self.irecv_bufsz, self.errors = True, True, 32768, "exception"
 
+    def read_environment(self) -> None:
+        """Take the values of MPI4PY_RC_* and MPI4PY_PICKLE_*, as mpi4py does when MPI is imported."""
+        for name, usual in vars(self).items():
+            text = os.environ.get(f"MPI4PY_RC_{name.upper()}")
+            if text is not None:
+                setattr(self, name, _value(text, usual))
+        for name in ("PROTOCOL", "THRESHOLD"):
+            if (text := os.environ.get(f"MPI4PY_PICKLE_{name}")) is not None:
+                setattr(pickler, name, int(text))  # of all ranks
+
+
+_TRUTH = dict.fromkeys(("1", "on", "yes", "true", "y", "t"), True) | dict.fromkeys(
+    ("0", "off", "no", "false", "n", "f"), False
+)
+
+
+def _value(text: str, usual: Any) -> Any:
+    if type(usual) is int and text.isdigit():
+        return int(text)
+    return _TRUTH.get(text.lower(), text.lower())
+
+
+class Rc:
+    """`mpi4py.rc`: the options of the calling rank."""
+
+    def __init__(self) -> None:
+        vars(self)["_outside"] = Options()
+
+    def _here(self) -> Any:
+        outside = vars(self)["_outside"]
+        return outside if current_task() is None else current_world().here().attachments.get(OPTIONS, outside)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._here(), name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        setattr(self._here(), name, value)
+
     def __call__(self, **options: Any) -> None:
         """Set options."""
         for name, value in options.items():
-            if name not in vars(self):
+            if name not in vars(self._here()):
                 raise TypeError(f"unexpected argument {name!r}")
             setattr(self, name, value)
+
+    def __dir__(self) -> list[str]:
+        return [*vars(self._here())]
 
     def __repr__(self) -> str:
         return "<mpi4py.rc>"
 
 
+class Package(ModuleType):
+    """`mpi4py`, of which each rank asks for `MPI` a first time."""
+
+    @property
+    def MPI(self) -> Any:
+        """The module. When a rank first asks, its environment says which options hold."""
+        if current_task() is not None:
+            held = current_world().here().attachments
+            if ASKED not in held:
+                held[ASKED] = True
+                held[OPTIONS].read_environment()
+        return MPI
+
+
+ASKED = "mpi4py.MPI"  # among the attachments of a rank that has imported it
+
+
 def stand_in() -> dict[str, Any]:
     """Return the entries for `sys.modules`."""
-    package: Any = ModuleType(NAME, "The virtual mpi4py of spawnsim.")
+    package: Any = Package(NAME, "The virtual mpi4py of spawnsim.")
     place = _installed()
     package.__path__ = [str(place)] if place is not None else []
     package.__spec__ = ModuleSpec(NAME, None, is_package=True)
     package.__package__, package.__version__ = NAME, _version()
-    package.MPI, package.rc, package.futures = MPI, Rc(), build_futures()
+    package.rc, package.futures = Rc(), build_futures()
     package.__file__ = str(place / "__init__.py") if place is not None else __file__
     package.get_include = lambda: str(place / "include") if place is not None else ""
     package.get_config = dict
@@ -401,7 +461,7 @@ def _version() -> str:
 
 
 @contextmanager
-def installed_as_mpi4py() -> Iterator[Rc]:
+def installed_as_mpi4py() -> Iterator[None]:
     """Let `import mpi4py` find the virtual one while the block runs; then what was there before."""
     # All modules of a real mpi4py are hidden, not only its top: a program's `import mpi4py.MPI` must not find the
     # binary part, which would call MPI_Init in this process. Afterwards what was imported meanwhile and holds the
@@ -413,7 +473,7 @@ def installed_as_mpi4py() -> Iterator[Rc]:
         del sys.modules[name]
     sys.modules.update(entries)
     try:
-        yield entries[f"{NAME}.rc"]
+        yield
     finally:
         for name in [name for name in sys.modules if _is_mpi4py(name) or _holds_virtual_mpi(name, known)]:
             del sys.modules[name]

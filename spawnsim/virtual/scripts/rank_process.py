@@ -8,6 +8,7 @@ whole lines, each with its rank in front. The clocks of `time` show virtual seco
 from __future__ import annotations
 
 import atexit
+import builtins
 import io
 import os
 import sys
@@ -19,17 +20,15 @@ from importlib.machinery import ExtensionFileLoader, ModuleSpec, PathFinder
 from itertools import takewhile
 from pathlib import Path
 from types import FrameType, ModuleType
-from typing import Any, NamedTuple, TextIO
-
-import numpy as np
+from typing import Any, TextIO
 
 from spawnsim.errors import ParameterError
 from spawnsim.importing import of_a_rank
 from spawnsim.virtual.engine.kernel import Task, current_task
-from spawnsim.virtual.engine.world import World
 from spawnsim.virtual.interpreter import CLOCKS, Patches, Put
 from spawnsim.virtual.mpi.communicators import held
 from spawnsim.virtual.mpi.module import MPI
+from spawnsim.virtual.scripts.environment import CEnvironment, set_environ
 
 SHARED_PACKAGES = {"spawnsim", "mpi4py"}  # never a rank's own, wherever they lie
 
@@ -140,17 +139,19 @@ def _origin(module: Any) -> str:
 
 # Of sys, one each a rank.
 ATTRIBUTES = ("argv", "path", "stdin", "stdout", "stderr", "excepthook", "displayhook")
+# Of builtins: programs replace `print` by one that does nothing on all ranks but the first.
+BUILTINS = ("print", "input", "open")
 
 
-_environ: Any = os.environ  # whose stub knows nothing of how it keeps them
 _locks: dict[str, Any] = getattr(sys.modules["importlib._bootstrap"], "_module_locks", {})
 
 
-def _set_environ(variables: Any) -> None:
-    """Let `os.environ`, which programs may have imported by name, hold other variables."""
-    _environ._data = variables
-    if hasattr(os, "environb"):
-        os.environb._data = variables  # type: ignore[attr-defined]
+def _builtins() -> tuple[Any, ...]:
+    return tuple(map(vars(builtins).get, BUILTINS))
+
+
+def _set_builtins(values: tuple[Any, ...]) -> None:
+    vars(builtins).update(zip(BUILTINS, values, strict=True))
 
 
 @dataclass(eq=False)
@@ -162,6 +163,8 @@ class Process:
     environ: dict[Any, Any] = field(default_factory=dict)  # as `os.environ` keeps it
     locks: dict[str, Any] = field(default_factory=dict)  # of modules that it is importing
     at_exit: list[Callable[[], Any]] = field(default_factory=list)
+    builtins: tuple[Any, ...] | None = None  # None: as they are outside
+    written: dict[bytes, bytes | None] = field(default_factory=dict)  # to C's environment; None: deleted
 
 
 class Processes:
@@ -170,9 +173,10 @@ class Processes:
     def __init__(self, own: RankModules, attributes: dict[str, Any]) -> None:
         self.own = own
         self._attributes = attributes
-        self._environ = dict(_environ._data)
+        self._c_environment = CEnvironment(self.calling)
         self._all: dict[int, Process] = {}
         self._here: Process | None = None
+        self._builtins = _builtins()
 
     def add(self, rank: int, variables: Mapping[str, str]) -> None:
         """Add a rank, at the start of its program; `variables` are in its environment beside those of all."""
@@ -183,8 +187,8 @@ class Processes:
         if rank:
             attributes["stdin"] = io.StringIO()  # as under mpiexec: rank 0 reads what is typed
         main = ModuleType("__main__")
-        own = {_environ.encodekey(name): _environ.encodevalue(value) for name, value in variables.items()}
-        self._all[rank] = Process(attributes, {"__main__": main}, environ=self._environ | own)
+        environ = self._c_environment.with_variables(variables)
+        self._all[rank] = Process(attributes, {"__main__": main}, environ=environ)
 
     def enter(self, task: Task) -> None:
         """Put the process of a task's rank in place."""
@@ -199,13 +203,19 @@ class Processes:
         self._here = process
         for name, value in process.attributes.items():
             setattr(sys, name, value)
-        _set_environ(process.environ)
+        if process.builtins is not None:
+            _set_builtins(process.builtins)
+        set_environ(process.environ)
         sys.modules.update(process.modules)
         _locks.update(process.locks)
 
     def _put_away(self, process: Process) -> None:
         for name in ATTRIBUTES:
             process.attributes[name] = getattr(sys, name)
+        now = _builtins()
+        if now != self._builtins:
+            _set_builtins(self._builtins)
+        process.builtins = now if now != self._builtins else None
         loaded = sys.modules
         process.modules = {name: loaded.pop(name) for name in self.own.names if name in loaded}
         # A rank may wait within the import of a module. Others import modules of their own by that name, and must not
@@ -221,40 +231,25 @@ class Processes:
     def in_place(self) -> Iterator[None]:
         """Let ranks come and go while the block runs; then everything is as it was."""
         attributes = {name: getattr(sys, name) for name in ATTRIBUTES}
-        self._before = _environ._data
         hidden = self.own.hidden() | {"__main__": sys.modules["__main__"]}
         for name in hidden:
             sys.modules.pop(name, None)
-        register, unregister = atexit.register, atexit.unregister
-        atexit.register, atexit.unregister = self._registering(register), self._unregistering(unregister)
-        for name, value in self._common().items():  # libraries in C see one environment for all
-            os.putenv(name, value)
+        environs = [process.environ for process in self._all.values()]
         try:
-            with self.own.asked():
+            with self.own.asked(), Patches(self._install).in_place(), self._c_environment.shared(environs):
                 yield
         finally:
-            atexit.register, atexit.unregister = register, unregister
             if self._here is not None:
                 self._put_away(self._here)
             self._here = None
             for name, value in attributes.items():
                 setattr(sys, name, value)
-            self._restore_environ()
             sys.modules.update(hidden)
 
-    def _common(self) -> dict[Any, Any]:
-        """Return the variables that all ranks begin with alike."""
-        environs = [process.environ.items() for process in self._all.values()]
-        return dict(set(environs[0]).intersection(*environs) - set(self._environ.items())) if environs else {}
-
-    def _restore_environ(self) -> None:
-        """Put back `os.environ`, also what programs in C see of it: each rank's changes went there."""
-        _set_environ(self._before)
-        for name in {name for process in self._all.values() for name in process.environ} | set(self._before):
-            if name in self._before:
-                os.putenv(name, self._before[name])
-            else:
-                os.unsetenv(name)
+    def _install(self, put: Put) -> None:
+        put(atexit, "register", self._registering(atexit.register))
+        put(atexit, "unregister", self._unregistering(atexit.unregister))
+        self._c_environment.install(put)
 
     # -- atexit ------------------------------------------------------------------------------------------------
 
@@ -399,71 +394,6 @@ class RawLines(io.RawIOBase):
 
     def close(self) -> None:
         """Stay open."""
-
-
-MASTER = "127.0.0.1", 29500  # torchrun's store: never opened
-
-
-class Placement(NamedTuple):
-    """Where a rank is, by the platform's nodes."""
-
-    rank: int
-    size: int
-    local_rank: int  # among those of its node
-    local_size: int
-    node: int  # counted in the order in which ranks come to nodes
-    nodes: int
-
-
-def placements(world: World) -> list[Placement]:
-    """Return where each rank of the virtual cluster is; its network says which share a node."""
-    places = world.network.place(np.arange(len(world.ranks))).tolist()
-    beside: dict[int, int] = {}  # how many ranks each node has, so far
-    local_ranks = []
-    for place in places:
-        local_ranks.append(beside.get(place, 0))
-        beside[place] = local_ranks[-1] + 1
-    numbers = {place: number for number, place in enumerate(beside)}
-    return [
-        Placement(rank, len(places), local_ranks[rank], beside[place], numbers[place], len(beside))
-        for rank, place in enumerate(places)
-    ]
-
-
-def as_mpiexec(where: Placement) -> dict[str, str]:
-    """Return the variables that MPICH's mpiexec gives a process: programs ask by them whether it has started them."""
-    return {
-        "PMI_RANK": str(where.rank),
-        "PMI_SIZE": str(where.size),
-        "MPI_LOCALRANKID": str(where.local_rank),
-        "MPI_LOCALNRANKS": str(where.local_size),
-    }
-
-
-def as_torchrun(where: Placement, incarnation: int) -> dict[str, str]:
-    """Return the variables that torchrun gives a process."""
-    return {
-        "RANK": str(where.rank),
-        "WORLD_SIZE": str(where.size),
-        "LOCAL_RANK": str(where.local_rank),
-        "LOCAL_WORLD_SIZE": str(where.local_size),
-        "GROUP_RANK": str(where.node),
-        "GROUP_WORLD_SIZE": str(where.nodes),
-        "ROLE_NAME": "default",
-        "ROLE_RANK": str(where.rank),
-        "ROLE_WORLD_SIZE": str(where.size),
-        "MASTER_ADDR": MASTER[0],
-        "MASTER_PORT": str(MASTER[1]),
-        "TORCHELASTIC_RESTART_COUNT": str(incarnation),
-        "TORCHELASTIC_MAX_RESTARTS": "0",
-        "TORCHELASTIC_RUN_ID": "spawnsim",
-        "TORCHELASTIC_USE_AGENT_STORE": "False",
-        "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1",
-        # As torchft's launcher: each rank is a replica.
-        "REPLICA_GROUP_ID": str(where.rank),
-        "NUM_REPLICA_GROUPS": str(where.size),
-        "TORCHFT_LIGHTHOUSE": "http://lighthouse:29510",
-    }
 
 
 VIRTUAL_TIME = ("all", "sleep", "none")

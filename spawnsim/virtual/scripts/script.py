@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import builtins
 import sys
+import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
@@ -15,10 +16,10 @@ from typing import Any
 
 from greenlet import GreenletExit
 
-from spawnsim.errors import Deadlock, ParameterError, RankError
+from spawnsim.errors import Deadlock, ParameterError, RankError, UsageError
 from spawnsim.scenario import Scenario
 from spawnsim.virtual.cluster import Cluster, OnError, OnNote, Prepare, Progress, Totals
-from spawnsim.virtual.engine.kernel import current_task
+from spawnsim.virtual.engine.kernel import NoTask, current_task
 from spawnsim.virtual.engine.world import Rank, Recorder
 from spawnsim.virtual.interpreter import rare_collections
 from spawnsim.virtual.left_open import ResourceLeaks
@@ -27,16 +28,9 @@ from spawnsim.virtual.mpi.payload import OPTIONS, pickler
 from spawnsim.virtual.platform import load_platform
 from spawnsim.virtual.reproducibility import TORCHS_OWN
 from spawnsim.virtual.scripts.accounting import CallCosts, Cost
-from spawnsim.virtual.scripts.package import Pool, installed_as_mpi4py, serve
-from spawnsim.virtual.scripts.rank_process import (
-    Lines,
-    Processes,
-    RankModules,
-    as_mpiexec,
-    as_torchrun,
-    placements,
-    virtual_time,
-)
+from spawnsim.virtual.scripts.environment import as_mpiexec, as_torchrun, placements
+from spawnsim.virtual.scripts.package import Options, Pool, installed_as_mpi4py, serve
+from spawnsim.virtual.scripts.rank_process import Lines, Processes, RankModules, virtual_time
 from spawnsim.virtual.threads import join_all
 
 
@@ -133,6 +127,7 @@ class ScriptRun:
     def _equip(self, rank: Rank) -> None:
         """Give a rank, or its next incarnation, its communicators and its process."""
         rank.attachments["OWN"] = self.cluster.comm_world(rank.id)._own
+        rank.attachments[OPTIONS] = Options()
         where = self._placements[rank.id]
         variables = as_mpiexec(where)
         if self.script.carrier == "threads":  # then the program is one of torch.distributed
@@ -148,9 +143,7 @@ class ScriptRun:
             stack.callback(pickler.__init__)  # type: ignore[misc]
             stack.callback(self.err.finish)
             stack.callback(self.out.finish)
-            options = stack.enter_context(installed_as_mpi4py())
-            for rank in self.cluster.world.ranks:
-                rank.attachments[OPTIONS] = self._options = options
+            stack.enter_context(installed_as_mpi4py())
             stack.enter_context(virtual_time(self.script.virtual_time))
             stack.enter_context(self.call_costs.collected(self.cluster.world))
             stack.enter_context(self.processes.in_place())
@@ -165,7 +158,6 @@ class ScriptRun:
         rank = self.cluster.world.ranks[task.rank]
         if rank.incarnation:
             self._equip(rank)
-            rank.attachments[OPTIONS] = self._options
             self.processes.enter(task)
         self.call_costs.begin()
         try:
@@ -178,6 +170,7 @@ class ScriptRun:
             raise
         except BaseException as error:
             _ask_the_hook(error)
+            self._run_at_exit_apart()
             raise
         meter = self.call_costs.enter() if self.cost.runs else None
         if meter is not None:
@@ -217,6 +210,24 @@ class ScriptRun:
         while process is not None and process.at_exit:
             process.at_exit.pop()()
 
+    def _run_at_exit_apart(self) -> None:
+        """Run the `atexit` functions of a rank that has failed; they cannot communicate.
+
+        A deadlock among them would hide the error.
+        """
+        kernel, process = self.cluster.world.kernel, self.processes.calling()
+        task, kernel.current = kernel.current, FAILED
+        try:
+            while process is not None and process.at_exit:
+                try:
+                    process.at_exit.pop()()
+                except UsageError:
+                    pass  # a call of MPI
+                except Exception:  # noqa: BLE001 - printed, as by Python, which then goes on
+                    traceback.print_exc()
+        finally:
+            kernel.current = task
+
     def _tell(self, error: BaseException) -> None:
         """Say which ranks had left by `sys.exit`, and which messages lay there, when the others could not go on.
 
@@ -231,6 +242,9 @@ class ScriptRun:
         self.out.finish()
         self.err.finish()
         self.on_error(error)
+
+
+FAILED: Any = NoTask(lambda: UsageError("a rank that has failed cannot communicate in its atexit functions"))
 
 
 def _rank() -> int | None:

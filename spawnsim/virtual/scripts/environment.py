@@ -1,0 +1,175 @@
+"""Environment variables: what launchers set for each rank, and what processes inherit that a rank starts.
+
+Python's `os.environ` is each rank's own. C has one environment: what any rank writes goes there too, for libraries that
+read it, and before a rank starts a process it becomes that rank's.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess  # and with it the module in C that starts processes
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import wraps
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from spawnsim.virtual.engine.world import World
+from spawnsim.virtual.interpreter import Put
+
+# What starts processes that inherit C's environment.
+STARTING = (
+    (os, "system"), (os, "fork"), (os, "forkpty"), (subprocess, "_fork_exec"),
+    (sys.modules.get("_posixsubprocess"), "fork_exec"),
+)  # fmt: skip
+Environ = dict[Any, Any]  # as `os.environ` keeps it
+_environ: Any = os.environ  # whose stub knows nothing of that
+_putenv, _unsetenv = os.putenv, os.unsetenv
+
+
+def set_environ(variables: Any) -> None:
+    """Let `os.environ`, which programs may have imported by name, hold other variables."""
+    _environ._data = variables
+    if hasattr(os, "environb"):
+        os.environb._data = variables  # type: ignore[attr-defined]
+
+
+class CEnvironment:
+    """The environment that C has, while ranks run.
+
+    Args:
+        calling: returns the process of the rank that calls (`rank_process.Process`), or None.
+    """
+
+    def __init__(self, calling: Callable[[], Any]) -> None:
+        self._calling = calling
+        self._before: Environ = _environ._data
+        self._names = set(self._before)  # that are in it, at least
+
+    def with_variables(self, variables: Mapping[str, str]) -> Environ:
+        """Return the environment of a rank that begins: that outside the run, and variables."""
+        own = {_environ.encodekey(name): _environ.encodevalue(value) for name, value in variables.items()}
+        return self._before | own
+
+    @contextmanager
+    def shared(self, environs: Sequence[Environ]) -> Iterator[None]:
+        """Let C see the variables that all ranks begin with alike while the block runs; then it is as it was."""
+        common = (
+            set(environs[0].items()).intersection(*(each.items() for each in environs[1:]))
+            if environs
+            else ()
+        )
+        self._set(self._before | dict(common))
+        try:
+            yield
+        finally:
+            set_environ(self._before)
+            self._set(self._before)
+
+    def _set(self, variables: Mapping[Any, Any]) -> None:
+        for name in self._names - variables.keys():
+            _unsetenv(name)
+        for name, value in variables.items():
+            _putenv(name, value)
+        self._names = set(variables)
+
+    def install(self, put: Put) -> None:
+        """Replace what writes to it, and what starts processes that inherit it."""
+        put(os, "putenv", self._writing(_putenv))
+        put(os, "unsetenv", self._writing(_unsetenv))
+        for owner, name in STARTING:
+            if hasattr(owner, name):
+                put(owner, name, self._starting(getattr(owner, name)))
+
+    def _writing(self, original: Callable[..., None]) -> Callable[..., None]:
+        """Return an `os.putenv` or `os.unsetenv` that remembers what a rank writes; `os.environ` calls both."""
+
+        @wraps(original)
+        def write(name: Any, *value: Any) -> None:
+            original(name, *value)
+            process = self._calling()
+            if process is not None:
+                self._names.add(os.fsencode(name))
+                process.written[os.fsencode(name)] = os.fsencode(value[0]) if value else None
+
+        return write
+
+    def _starting(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        """Return a function that starts a process, which inherits the environment of the calling rank."""
+
+        @wraps(original)
+        def start(*args: Any, **kwargs: Any) -> Any:
+            process = self._calling()
+            if process is not None:
+                environ = process.environ | process.written
+                self._set({name: value for name, value in environ.items() if value is not None})
+            return original(*args, **kwargs)
+
+        return start
+
+
+MASTER = "127.0.0.1", 29500  # torchrun's store: never opened
+
+
+class Placement(NamedTuple):
+    """Where a rank is, by the platform's nodes."""
+
+    rank: int
+    size: int
+    local_rank: int  # among those of its node
+    local_size: int
+    node: int  # counted in the order in which ranks come to nodes
+    nodes: int
+
+
+def placements(world: World) -> list[Placement]:
+    """Return where each rank of the virtual cluster is; its network says which share a node."""
+    places = world.network.place(np.arange(len(world.ranks))).tolist()
+    beside: dict[int, int] = {}  # how many ranks each node has, so far
+    local_ranks = []
+    for place in places:
+        local_ranks.append(beside.get(place, 0))
+        beside[place] = local_ranks[-1] + 1
+    numbers = {place: number for number, place in enumerate(beside)}
+    return [
+        Placement(rank, len(places), local_ranks[rank], beside[place], numbers[place], len(beside))
+        for rank, place in enumerate(places)
+    ]
+
+
+def as_mpiexec(where: Placement) -> dict[str, str]:
+    """Return the variables that MPICH's mpiexec gives a process: programs ask by them whether it has started them."""
+    return {
+        "PMI_RANK": str(where.rank),
+        "PMI_SIZE": str(where.size),
+        "MPI_LOCALRANKID": str(where.local_rank),
+        "MPI_LOCALNRANKS": str(where.local_size),
+    }
+
+
+def as_torchrun(where: Placement, incarnation: int) -> dict[str, str]:
+    """Return the variables that torchrun gives a process."""
+    return {
+        "RANK": str(where.rank),
+        "WORLD_SIZE": str(where.size),
+        "LOCAL_RANK": str(where.local_rank),
+        "LOCAL_WORLD_SIZE": str(where.local_size),
+        "GROUP_RANK": str(where.node),
+        "GROUP_WORLD_SIZE": str(where.nodes),
+        "ROLE_NAME": "default",
+        "ROLE_RANK": str(where.rank),
+        "ROLE_WORLD_SIZE": str(where.size),
+        "MASTER_ADDR": MASTER[0],
+        "MASTER_PORT": str(MASTER[1]),
+        "TORCHELASTIC_RESTART_COUNT": str(incarnation),
+        "TORCHELASTIC_MAX_RESTARTS": "0",
+        "TORCHELASTIC_RUN_ID": "spawnsim",
+        "TORCHELASTIC_USE_AGENT_STORE": "False",
+        "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1",
+        # As torchft's launcher: each rank is a replica.
+        "REPLICA_GROUP_ID": str(where.rank),
+        "NUM_REPLICA_GROUPS": str(where.size),
+        "TORCHFT_LIGHTHOUSE": "http://lighthouse:29510",
+    }
