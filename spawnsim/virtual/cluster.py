@@ -29,6 +29,7 @@ from spawnsim.virtual.engine.cores import Cores
 from spawnsim.virtual.engine.event_queue import tie_order
 from spawnsim.virtual.engine.kernel import Kernel, NoTask, Program, Task, current_task
 from spawnsim.virtual.engine.matching import undelivered
+from spawnsim.virtual.engine.strays import strays_refused
 from spawnsim.virtual.engine.world import Rank, Recorder, World
 from spawnsim.virtual.faults import FaultPlan, Pause, Skew, SlowDown
 from spawnsim.virtual.faults.injection import Crashes, FaultyLinks
@@ -301,7 +302,7 @@ class Cluster:
             ProcessStates(kernel).in_place(), generators_per_rank(), TorchStates(kernel).in_place(), leaks_noticed(),
             self._torch_distributed(), stalls_noted(kernel, on_note), accepts_refused(),
             self._timeline.followed() if self._timeline else nullcontext(),
-            virtual_threads() if self._carrier == "threads" else nullcontext(),
+            virtual_threads() if self._carrier == "threads" else strays_refused(),
         ):  # fmt: skip
             kernel.run(self._judge)
         if self._error is not None:

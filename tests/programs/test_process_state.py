@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from spawnsim.errors import RankError, UsageError
 from spawnsim.record import Recorder
 from spawnsim.scenario import Scenario
 from spawnsim.virtual.scripts import run_program
@@ -200,8 +201,6 @@ def test_atexit_functions_are_called_after_an_exception(
     lines: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """One that communicates ends, for the error would be lost in a deadlock."""
-    from spawnsim.errors import RankError
-
     with pytest.raises(RankError, match="rank 0 raised ValueError: x"):
         lines("""
             import atexit
@@ -263,3 +262,48 @@ def test_a_program_that_changes_nothing_is_not_asked(lines: Any) -> None:
         os.chdir(".")
         print(len(comm._world.kernel.on_resume) - asked)
         """, ranks=1) == ["0] 1"]  # fmt: skip
+
+
+@pytest.mark.parametrize("call", ["comm.recv(source=MPI.ANY_SOURCE)", "own.send(1, 0)", "MPI.Wtime()"])
+def test_a_thread_of_a_greenlet_that_calls_mpi_ends_the_run(lines: Any, call: str) -> None:
+    """Also while its rank waits for it in real time; the error names the carrier under which it may call."""
+    with pytest.raises(
+        UsageError, match=r"a thread of rank \d has called MPI \(program.py:\d+\).*--carrier threads"
+    ):
+        lines(f"""
+            import contextlib, queue, threading
+            own, results = comm.Dup(), queue.Queue()
+            def serve():
+                with contextlib.suppress(SystemExit):  # which ends the thread: pytest would report it
+                    results.put({call})
+            threading.Thread(target=serve).start()
+            results.get()
+            """)
+
+
+def test_threads_of_a_greenlet_that_compute_are_left_alone(lines: Any) -> None:
+    """They see no MPI."""
+    assert lines("""
+        from concurrent.futures import ThreadPoolExecutor
+        with ThreadPoolExecutor(2) as pool:
+            comm.Barrier()
+            print(sum(pool.map(abs, range(10))))
+            comm.Barrier()
+        """) == [f"{rank}] 45" for rank in range(3)]
+
+
+@pytest.mark.parametrize(("carrier", "level"), [("greenlets", "FUNNELED"), ("threads", "MULTIPLE")])
+def test_the_level_of_threads_is_that_of_the_carrier(lines: Any, carrier: str, level: str) -> None:
+    """Programs with threads leave at once where it is too low; a thread is not the main one."""
+    assert lines(
+        f"""
+        import threading
+        levels = MPI.Query_thread(), MPI.Init_thread()
+        main = []
+        thread = threading.Thread(target=lambda: main.append(MPI.Is_thread_main()))
+        thread.start()
+        thread.join()
+        print({{*levels}} == {{MPI.THREAD_{level}}}, MPI.Is_thread_main(), *main)
+        """,
+        carrier=carrier,
+    ) == [f"{rank}] True True False" for rank in range(3)]

@@ -181,6 +181,9 @@ def current_world() -> Any:
     """Return the owner of the kernel that runs the caller's task, or raise `UsageError` outside virtual ranks."""
     task = current_task()
     if task is None:
+        from spawnsim.virtual.engine.strays import refuse_stray  # which needs the kernel
+
+        refuse_stray()
         raise UsageError("a communication call outside a virtual rank: no rank is the caller")
     return task.kernel.owner
 
@@ -192,7 +195,7 @@ class Kernel:
         self, deadline_s: float = math.inf, carrier: str = "greenlets", *, ties: str = "fifo"
     ) -> None:
         self.env = EventQueue(ties)
-        self._carriers = CARRIERS[carrier]()
+        self._carriers, self.threaded = CARRIERS[carrier](), carrier == "threads"
         self._timers: list[tuple[float, int, int, Task]] = []  # a heap of default ones: when, rank, number
         self._timers_set = 0  # so far
         self._alarms = 0  # events in the heap that stand for default timers

@@ -24,6 +24,7 @@ from spawnsim.comm.ops import SUM, Op
 from spawnsim.errors import MismatchError, UsageError
 from spawnsim.importing import is_of_a_rank, loading
 from spawnsim.virtual.engine.kernel import current_task
+from spawnsim.virtual.engine.strays import refuse_stray
 from spawnsim.virtual.engine.world import Rank, World
 from spawnsim.virtual.mpi import semantics
 from spawnsim.virtual.mpi.collectives import agreed_op, collective, folded
@@ -157,6 +158,7 @@ def held(name: str) -> Any:
     """Return what the calling rank holds under a name. Raises `UsageError` outside virtual ranks."""
     task = current_task()
     if task is None:
+        refuse_stray()
         raise UsageError(
             f"{name} was used outside a virtual rank: it means the rank that calls, and none does"
         )

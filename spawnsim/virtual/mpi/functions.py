@@ -87,13 +87,14 @@ def Is_finalized() -> bool:
 
 
 def Query_thread() -> int:
-    """Return THREAD_FUNNELED: the calls of a rank come from its program, not from threads of it."""
-    return constants.THREAD_FUNNELED
+    """Return THREAD_MULTIPLE where ranks are threads; else THREAD_FUNNELED: a rank's program alone may call."""
+    return constants.THREAD_MULTIPLE if _world().kernel.threaded else constants.THREAD_FUNNELED
 
 
 def Is_thread_main() -> bool:
     """Return whether the caller is a rank's program."""
-    return current_task() is not None
+    task = current_task()
+    return task is not None and task is _here().tasks[0]
 
 
 def _set_abort_status(status: int) -> None:

@@ -1,0 +1,89 @@
+"""Calls from a thread that a rank has started, where ranks are greenlets and share one thread: each ends the run.
+
+The kernel would take a call for one of the rank that happens to run. So it looks who calls, from the first thread of a
+program on. The rank itself may wait for the thread in real time, where nothing but
+a signal reaches it.
+"""
+
+from __future__ import annotations
+
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable
+from functools import wraps
+from typing import Any, NoReturn
+
+from spawnsim.errors import UsageError
+from spawnsim.importing import loading
+from spawnsim.virtual.diagnosis import place
+from spawnsim.virtual.engine.kernel import Kernel, Task, current_task
+from spawnsim.virtual.interpreter import Patches, Put
+
+GRACE_S, LOOK_S = 0.5, 0.02  # how long a rank has to meet the error in a call of its own
+OF_TASK = "_spawnsim_task"  # the attribute of a thread that says which task has started it
+
+
+def _marking(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a `Thread.start` that remembers which rank has started a thread."""
+
+    @wraps(original)
+    def start(thread: Any) -> None:
+        task = current_task()
+        if task is not None and not loading():  # else it is a library's, for all ranks
+            vars(thread)[OF_TASK] = task
+            task.kernel.__class__ = GuardedKernel
+        original(thread)
+
+    return start
+
+
+class GuardedKernel(Kernel):
+    """A kernel whose program has threads: a call, which first asks for the running task, may come from one of them."""
+
+    @property
+    def current(self) -> Task:
+        """The running task. Ends a thread of a rank that asks."""
+        if current_task() is None:
+            refuse_stray()
+        running: Task = vars(self)["current"]
+        return running
+
+    @current.setter
+    def current(self, task: Task) -> None:
+        vars(self)["current"] = task
+
+
+def refuse_stray() -> None:
+    """End the run if the caller is a thread that a rank has started, and the thread with it."""
+    task: Task | None = vars(threading.current_thread()).get(OF_TASK)
+    if task is None or task.kernel.closed:
+        return
+    line = place(sys._getframe(1))
+    error = UsageError(
+        f"a thread of rank {task.rank} has called MPI ({line}): a rank that is a greenlet calls from its program "
+        "alone. Give --carrier threads, under which threads of a rank may communicate"
+    )
+    error.__dict__["placed"] = True  # the message has rank and line
+    task.kernel.fail(error, task)
+    _wake(task.kernel)
+
+
+def _wake(kernel: Kernel) -> NoReturn:
+    """Interrupt the rank that runs, unless the run has ended within the grace; then end the calling thread."""
+    main = threading.main_thread().ident
+    for _ in range(round(GRACE_S / LOOK_S)):
+        if kernel.closed:
+            break
+        time.sleep(LOOK_S)
+    if not kernel.closed and kernel.thread == main and callable(signal.getsignal(signal.SIGINT)):
+        signal.pthread_kill(main, signal.SIGINT)
+    raise SystemExit  # no traceback: the run's report has the error
+
+
+def _install(put: Put) -> None:
+    put(threading.Thread, "start", _marking(threading.Thread.start))
+
+
+strays_refused = Patches(_install).in_place
