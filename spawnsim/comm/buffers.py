@@ -147,6 +147,33 @@ class Buffer:
         return f"Buffer({self.blocks} x {self.count} of {name}, {self.nbytes} bytes)"
 
 
+class UnpaddedPairs(Buffer):
+    """Pairs in memory that ends before the last pair's padding, as numpy's packed dtypes of 12 bytes do."""
+
+    __slots__ = ()
+
+    @property
+    def array(self) -> Array:
+        """Copy of the pairs: numpy has no view of them."""
+        return self.pack()
+
+    def pack(self) -> Array:
+        """Return an owned snapshot."""
+        pairs = np.zeros(self.count * self.blocks, self.datatype.dtype)
+        as_bytes(pairs)[: self._source.size] = self._source
+        return pairs
+
+    def unpack(self, data: Array) -> int:
+        """Write a snapshot to the user's memory, as bytes: neighbours of the pairs stay as they are."""
+        memory = Buffer(self._source, self.datatype.Dup(), self.count, self.blocks)
+        return memory.unpack(_wire(data))
+
+    def part(self, start: int, count: int) -> Buffer:
+        """Return some pairs."""
+        first, extent = start * self.datatype.layout.extent, self.datatype.layout.extent
+        return locate(self._source[first : first + count * extent], self.datatype, 0, (count, 1))
+
+
 def _wire_nbytes(data: Array) -> int:
     """Return the bytes that travel: pairs travel without their padding."""
     pair = _PAIRS.get(data.dtype) if data.dtype.names else None
@@ -285,8 +312,7 @@ def locate(memory: Array, datatype: Datatype, start: int, shape: tuple[int, int]
     layout = datatype.live()
     if not layout.size:  # it touches nothing, wherever it lies
         return Buffer(_empty(datatype), datatype, count, blocks)
-    # Pair types may end in padding, and the slices below must be of whole elements.
-    low, high = (0, total * layout.extent) if datatype.is_predefined else layout.span(total)
+    low, high = layout.span(total)
     # The address is the caller's word (mpi4py): the memory reaches as far as the count and type say, also before
     # the start.
     if isinstance(memory, Unbounded):
@@ -300,11 +326,14 @@ def locate(memory: Array, datatype: Datatype, start: int, shape: tuple[int, int]
         new = Buffer(as_bytes(memory), datatype, count, blocks)
         new.origin = -start
         return new
+    whole = total * layout.extent
+    if start + whole > memory.nbytes:  # pair types end in padding
+        return UnpaddedPairs(as_bytes(memory)[start : start + high], datatype, count, blocks)
     # Typed slices where they fall on whole elements, since only these let reductions work without a copy.
     if memory.dtype == datatype.dtype and start % memory.itemsize == 0:
         first = start // memory.itemsize
         return Buffer(memory[first : first + total], datatype, count, blocks)
-    return Buffer(as_bytes(memory)[start : start + high].view(datatype.dtype), datatype, count, blocks)
+    return Buffer(as_bytes(memory)[start : start + whole].view(datatype.dtype), datatype, count, blocks)
 
 
 def _empty(datatype: Datatype) -> Array:

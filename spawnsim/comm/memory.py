@@ -281,7 +281,7 @@ def of_tensor(obj: Any) -> NDArray[Any] | None:
 def flat(obj: Any) -> NDArray[Any]:
     """Return a 1-D array over an object's memory, in memory order.
 
-    numpy arrays (C or Fortran order), torch CPU tensors (bfloat16 as `BF16`), anything with the buffer protocol or
+    numpy arrays and torch CPU tensors in C or Fortran order (bfloat16 as `BF16`), anything with the buffer protocol or
     DLPack. Raises `SpecBufferError` when the memory is not contiguous, of foreign byte order or on another device.
     """
     if isinstance(obj, PhantomArray):
@@ -337,6 +337,11 @@ def _torch(tensor: Any) -> NDArray[Any]:
     if str(tensor.layout) != "torch.strided":
         raise SpecBufferError(f"the tensor's layout is {tensor.layout}: pass tensor.to_dense()")
     if not tensor.is_contiguous():
+        turned = tensor.permute(
+            *reversed(range(tensor.ndim))
+        )  # contiguous in Fortran order, as `_flatten` takes it
+        if turned.is_contiguous():
+            return _torch(turned)
         raise SpecBufferError(
             f"the tensor is not contiguous (strides {tensor.stride()}): pass tensor.contiguous()"
         )

@@ -9,6 +9,7 @@ import pytest
 from spawnsim import comm
 from spawnsim.comm.memory import address, buffer
 from spawnsim.comm.predefined import BY_NAME
+from spawnsim.errors import ParameterError
 
 DATA = np.arange(4.0)
 VECTOR = comm.DOUBLE.Create_vector(2, 1, 2).Commit()
@@ -117,6 +118,25 @@ def test_a_snapshot_is_owned():
         assert not np.shares_memory(packed, source)
 
 
+@pytest.mark.parametrize("name", ["DOUBLE_INT", "LONG_INT", "SHORT_INT", "LONG_DOUBLE_INT"])
+def test_the_last_pair_needs_no_padding(name):
+    """Numpy's packed dtypes have none; bytes behind the pairs stay as they are, and the padding between them."""
+    pair = BY_NAME[name]
+    size = pair.Get_true_extent()[1]
+    whole = np.array([(1, 2), (3, 4), (5, 6)], pair.dtype)
+    memory = np.full(2 * pair.extent + size + 1, 7, np.uint8)
+    message = comm.as_buffer([memory[:-1], 3, pair], writable=True)
+    assert message.unpack(comm.as_buffer([whole, 3, pair]).pack()) == 3 * pair.size
+    assert message.pack().tolist() == whole.tolist()
+    assert message.part(1, 2).pack().tolist() == whole[1:].tolist()
+    assert message.nbytes == 3 * pair.size
+    assert memory[-1] == 7
+    gap = memory[2:4] if name == "SHORT_INT" else memory[size : pair.extent]
+    assert set(gap.tolist()) == {7}
+    with pytest.raises(ParameterError, match="but the buffer has"):
+        comm.as_buffer([memory[:-2], 3, pair])
+
+
 def test_pairs_travel_without_padding():
     """A pair of double and int counts 12 bytes on the wire and 16 in memory."""
     pair = BY_NAME["DOUBLE_INT"]
@@ -156,6 +176,20 @@ def test_torch_tensors(kind):
     target = torch.zeros_like(source)
     comm.as_buffer(target, writable=True).unpack(comm.as_buffer(source).pack())
     assert torch.equal(source, target)
+
+
+@pytest.mark.parametrize("kind", ["float32", "bfloat16"])
+def test_torch_tensors_in_fortran_order(kind):
+    """A transposed tensor is a row of memory, as a transposed array of numpy is; other orders are refused."""
+    torch = pytest.importorskip("torch")
+    source = torch.arange(24.0).reshape(2, 3, 4).to(getattr(torch, kind))
+    target = torch.zeros_like(source)
+    comm.as_buffer(target.permute(2, 1, 0), writable=True).unpack(
+        comm.as_buffer(source.permute(2, 1, 0)).pack()
+    )
+    assert torch.equal(source, target)
+    with pytest.raises(BufferError, match="not contiguous"):
+        comm.as_buffer(source.permute(0, 2, 1))
 
 
 def test_bad_tensors():

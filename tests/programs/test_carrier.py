@@ -315,6 +315,30 @@ def test_finalize(script: Any) -> None:
     _run(script(text))
 
 
+def test_finalize_deletes_attributes_and_leaves_handles(
+    script: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Those of COMM_SELF first, the last one set first, while MPI still works; the handles can be compared."""
+    text = """
+        own, alone, names = comm.Dup(), MPI.COMM_SELF, []
+        keys = [MPI.Comm.Create_keyval(delete_fn=lambda comm, key, value: names.append((value, comm.size)))
+                for _ in range(3)]
+        comm.Set_attr(keys[0], "world")
+        alone.Set_attr(keys[1], "first")
+        alone.Set_attr(keys[2], "last")
+        MPI.Finalize()
+        print(names, comm == MPI.COMM_WORLD, comm == own, comm != alone, bool(comm), alone == MPI.COMM_NULL,
+              comm in (MPI.COMM_NULL, MPI.COMM_WORLD), own == MPI.Intracomm(own))
+        try:
+            MPI.Finalize()
+        except MPI.Exception:
+            print("once")
+    """
+    _run(script(text), ranks=2, prefix=False)
+    told = "[('last', 1), ('first', 1), ('world', 2)] True False True True False True True"
+    assert _lines(capsys) == [told, "once"] * 2
+
+
 @pytest.mark.parametrize(
     "call", ["MPI.File.Open(comm, 'x')", "MPI.Session.Init()", "MPI.Open_port()", "comm.Spawn('x')"]
 )

@@ -24,7 +24,7 @@ from spawnsim.importing import amid_shared_import, versions
 from spawnsim.virtual.engine.kernel import current_task, current_world
 from spawnsim.virtual.engine.world import Rank, World
 from spawnsim.virtual.mpi import point_to_point, topology
-from spawnsim.virtual.mpi.communicators import Intercomm, Intracomm
+from spawnsim.virtual.mpi.communicators import Intercomm, Intracomm, held
 from spawnsim.virtual.mpi.payload import OPTIONS
 from spawnsim.virtual.mpi.requests import Request, request_over
 
@@ -47,10 +47,18 @@ def _here() -> Rank:
 # -- beginning and end ---------------------------------------------------------------------------------------
 
 
+OF_HANDLES = {"_identity", "handle", "toint", "py2f"}
+
+
 class Finished:
-    """What stands for COMM_WORLD and COMM_SELF after Finalize."""
+    """What stands for COMM_WORLD and COMM_SELF after Finalize: handles, to be compared, without calls."""
+
+    def __init__(self, comm: Any) -> None:
+        self._comm = comm
 
     def __getattr__(self, name: str) -> Any:
+        if name in OF_HANDLES:
+            return getattr(self._comm, name)
         raise CallError(ERR_OTHER, f"{name} was called after MPI.Finalize")
 
 
@@ -69,9 +77,14 @@ def Init_thread(required: int = constants.THREAD_MULTIPLE) -> int:
 
 def Finalize() -> None:
     """End: the rank may go on, but calls of MPI no more."""
+    if Is_finalized():
+        raise CallError(ERR_OTHER, "Finalize was called after MPI.Finalize")
     held_here = _here().attachments
+    # MPI: Finalize begins with the attributes of COMM_SELF, by which libraries clean up while MPI still works.
+    for comm in held("COMM_SELF"), held_here["COMM_WORLD"]:
+        comm.delete_attributes()
     held_here[STATE] = "finalized"
-    held_here |= {"COMM_WORLD": Finished(), "COMM_SELF": Finished()}
+    held_here |= {name: Finished(held_here[name]) for name in ("COMM_SELF", "COMM_WORLD")}
 
 
 def Is_initialized() -> bool:
