@@ -195,7 +195,7 @@ class Kernel:
         self, deadline_s: float = math.inf, carrier: str = "greenlets", *, ties: str = "fifo"
     ) -> None:
         self.env = EventQueue(ties)
-        self._carriers, self.threaded = CARRIERS[carrier](), carrier == "threads"
+        self._carriers = CARRIERS[carrier]()
         self._timers: list[tuple[float, int, int, Task]] = []  # a heap of default ones: when, rank, number
         self._timers_set = 0  # so far
         self._alarms = 0  # events in the heap that stand for default timers
