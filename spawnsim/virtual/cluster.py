@@ -411,6 +411,8 @@ class Cluster:
             return _placed(error, task) if isinstance(error, SpawnsimError) else error
         kind = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
         place = _line(error)
+        if refused := torch_distributed.without_gpu(error, task, place):
+            return refused
         told = f"{task.name} raised {kind} at {task.clock:.6g} s{place}"
         # RankFailed says itself when the other died; the task's clock is when the call was made.
         if isinstance(error, RankFailed):

@@ -24,6 +24,13 @@ from spawnsim.virtual.engine.kernel import Task, current_task
 from spawnsim.virtual.engine.world import World
 from spawnsim.virtual.interpreter import Patches, Put
 
+# Parts of the messages with which torch ends a program that asks for a GPU that is not there.
+_NO_GPU = (
+    "not compiled with CUDA", "Cannot access accelerator device", "has no attribute '_cuda_", "requires CUDA support",
+    "instantiate dummy base class", "deserialize object on a CUDA device", "accelerator support: None",
+    "No CUDA GPUs are available", "Found no NVIDIA driver", "invalid device ordinal",
+    "device_ids and output_device arguments only work",
+)  # fmt: skip
 C10D, RENDEZVOUS = "torch.distributed.distributed_c10d", "torch.distributed.rendezvous"
 STORES = ("TCPStore", "FileStore")
 ASKING = ("_get_default_group", "init_process_group")  # who asks for the default group cannot do without one
@@ -31,7 +38,7 @@ _OWN_FOLDERS = ("torch.distributed", "torch.nn.parallel")
 
 
 class NotOnVirtualRanks(UnsupportedError, ValueError):
-    """torch.distributed was called on a virtual rank. Also the `ValueError` that torch raises without a group."""
+    """torch.distributed, or a GPU, was asked for. Also the `ValueError` that torch raises without a group."""
 
     placed = False  # whether the message says where
 
@@ -69,6 +76,19 @@ def is_offered() -> bool:
     """Return whether the calling virtual rank may use torch.distributed."""
     task = current_task()
     return task is not None and isinstance(task.carrier, TaskThread)
+
+
+def without_gpu(error: BaseException, task: Task, line: str) -> NotOnVirtualRanks | None:
+    """Return an error of one line for a program that has asked torch for a GPU; None if another error ended it."""
+    text = str(error).partition("\n")[0]
+    if not any(part in text for part in _NO_GPU):
+        return None
+    found = NotOnVirtualRanks(
+        f"{task.name} asked for a GPU at {task.clock:.6g} s{line}: virtual ranks have CPU tensors. Use `device = "
+        f"'cuda' if torch.cuda.is_available() else 'cpu'`, and no device_ids (torch: {text.partition(', but got')[0]})"
+    )
+    found.__cause__, found.placed = error, True
+    return found
 
 
 def _refuse(put: Put) -> None:

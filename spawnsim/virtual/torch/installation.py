@@ -220,6 +220,16 @@ def _naming(original: Callable[..., Any]) -> Callable[..., Any]:
     return told
 
 
+def _default_timeout(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Return what gives a backend's timeout, without a warning that a torch for CPUs has no nccl: none is needed."""
+
+    @wraps(original)
+    def timeout(backend: Any) -> Any:
+        return original(backend) if current_task() is None or backend != "nccl" else c10d.default_pg_timeout
+
+    return timeout
+
+
 class _Pickler:
     """A pickler whose bytes do not depend on where in memory tensors lie."""
 
@@ -259,6 +269,7 @@ def _install(put: Put) -> None:
     put(c10d._WorldMeta, "WORLD", _default_group(c10d._WorldMeta.WORLD))
     put(c10d, "_new_process_group_helper", _new_group(c10d._new_process_group_helper))
     put(c10d, "_pickler", _Pickler)
+    put(c10d, "_get_default_timeout", _default_timeout(c10d._get_default_timeout))
     if not hasattr(torch._C, "_nccl_version"):  # which torch's log of an error asks for in a group of "nccl"
         put(import_module("torch.cuda.nccl"), "version", lambda: (0, 0, 0))
     profiling.install(put)
