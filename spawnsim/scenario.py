@@ -8,13 +8,17 @@ from __future__ import annotations
 
 import math
 import os
+from contextlib import suppress
 from dataclasses import dataclass, fields
+from pathlib import Path
 from typing import Any
 
 from spawnsim.errors import ParameterError
 
 DEADLINE_S = 30.0
 LEAST_B = 10_000  # bytes that a rank takes which does nothing; docs/figures.md
+MANY = 10_000  # ranks from which on memory is looked at
+COLUMNAR = "give fewer ranks, or let `spawnsim columnar` time a policy on so many, as rows of arrays"
 
 
 @dataclass(frozen=True)
@@ -53,10 +57,11 @@ class Scenario:
             if not isinstance(value, int) or isinstance(value, bool) or value < least:
                 raise ParameterError(f"{name}={value!r}: give an integer of at least {least}")
         # Refused here because the operating system would not refuse: it ends the process once the memory is used up.
-        if self.ranks * LEAST_B > memory_B():
+        if self.ranks >= MANY and self.ranks * LEAST_B > available_B():
             raise ParameterError(
                 f"ranks={self.ranks:,}: each takes about {LEAST_B / 1e3:g} kB before it keeps anything, "
-                f"{self.ranks * LEAST_B / 1e9:,.0f} GB in all; this machine has {memory_B() / 1e9:,.0f} GB"
+                f"{self.ranks * LEAST_B / 1e9:,.0f} GB in all, and {available_B() / 1e9:,.1f} GB are available; "
+                f"{COLUMNAR}"
             )
         if not self.deadline_s > 0:
             raise ParameterError(
@@ -69,6 +74,35 @@ class Scenario:
         return values | {"deadline_s": None if math.isinf(self.deadline_s) else self.deadline_s}
 
 
-def memory_B() -> int:
-    """Return the bytes of this machine's main memory."""
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+def available_B() -> float:
+    """Return the bytes of memory that this process may still take: of the machine, and of its control groups."""
+    left = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    with suppress(OSError):  # macOS has no such file
+        for line in Path("/proc/meminfo").read_text().splitlines():
+            if line.startswith("MemAvailable:"):
+                left = int(line.split()[1]) * 1024
+    return min([left, *map(_left_in_group, _control_groups())])
+
+
+def _control_groups() -> list[Path]:
+    """Return the folders of the control groups that may limit this process's memory."""
+    try:
+        lines = Path("/proc/self/cgroup").read_text().splitlines()
+    except OSError:
+        return []
+    found = []
+    for controllers, path in (line.split(":", 2)[1:] for line in lines):
+        if controllers in ("", "memory"):  # version 2, and 1
+            root = Path("/sys/fs/cgroup", controllers)
+            found += [root, root / path.strip("/")]  # in a container the path is one outside of it
+    return found
+
+
+def _left_in_group(group: Path) -> float:
+    """Return the bytes that a control group leaves; inf without a limit. Files that are kept in memory give way."""
+    for limit, used in (("memory.max", "memory.current"), ("memory.limit_in_bytes", "memory.usage_in_bytes")):
+        with suppress(OSError, ValueError):  # "max": no limit
+            left = int((group / limit).read_text()) - int((group / used).read_text())
+            stat = dict(line.split(" ", 1) for line in (group / "memory.stat").read_text().splitlines())
+            return max(left + int(stat.get("total_inactive_file", stat.get("inactive_file", 0))), 0)
+    return math.inf

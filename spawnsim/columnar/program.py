@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from spawnsim.errors import ParameterError, ProgramError, SpawnsimError, UnsupportedError, UsageError
 from spawnsim.random import Streams, global_states, seeded, set_global_states
-from spawnsim.scenario import memory_B
+from spawnsim.scenario import available_B
 from spawnsim.training import structure
 from spawnsim.training.arena import Arena, Plan
 from spawnsim.training.functions import Alone
@@ -63,14 +63,14 @@ def arena_of(model: nn.Module, optimizer: torch.optim.Optimizer, ranks: int) -> 
     if nbytes > room:
         raise ParameterError(
             f"ranks={ranks:,}: weights and optimizers of {type(model).__name__} take {nbytes / 1e9:,.0f} GB; this "
-            f"{'machine' if like.device.type == 'cpu' else 'GPU'} has {room / 1e9:,.0f} GB"
+            f"{'machine' if like.device.type == 'cpu' else 'GPU'} has {room / 1e9:,.0f} GB left"
         )
     return Arena(plan, like, rule, states=states, capacity=ranks)
 
 
 def _room_B(device: torch.device) -> float:
     if device.type == "cpu":
-        return memory_B()
+        return available_B()
     return torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else math.inf
 
 

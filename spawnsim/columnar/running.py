@@ -39,7 +39,7 @@ from spawnsim.record.recorder import Recorder, document, vars_of
 from spawnsim.record.table import Table
 from spawnsim.run.process_setup import one_thread
 from spawnsim.run.result import Run, ordered
-from spawnsim.scenario import memory_B
+from spawnsim.scenario import available_B
 from spawnsim.virtual.digest import checksum
 from spawnsim.virtual.faults import Crash, FaultPlan, Pause, SlowDown
 from spawnsim.virtual.network.cost import Floats, Ints
@@ -105,10 +105,10 @@ class _Circumstances:
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool) or value < least:
                 raise ParameterError(f"{name}={value!r}: give an integer of at least {least}")
-        if self.ranks * LEAST_B > memory_B():
+        if self.ranks * LEAST_B > available_B():
             raise ParameterError(
                 f"ranks={self.ranks:,}: columns take about {LEAST_B} bytes a rank, "
-                f"{self.ranks * LEAST_B / 1e9:,.0f} GB; this machine has {memory_B() / 1e9:,.0f} GB"
+                f"{self.ranks * LEAST_B / 1e9:,.0f} GB, and {available_B() / 1e9:,.1f} GB are available: give fewer"
             )
         if self.streams not in STREAMS:
             raise ParameterError(f"streams={self.streams!r}: choose one of {', '.join(STREAMS)}")

@@ -35,6 +35,7 @@ from spawnsim.virtual.faults import FaultPlan, Pause, Skew, SlowDown
 from spawnsim.virtual.faults.injection import Crashes, FaultyLinks
 from spawnsim.virtual.interpreter import rare_collections
 from spawnsim.virtual.left_open import left_open
+from spawnsim.virtual.memory_estimate import MemoryEstimate
 from spawnsim.virtual.mpi.comm import ProgramAbort
 from spawnsim.virtual.mpi.communicators import Intracomm, held, make_comm_self
 from spawnsim.virtual.mpi.context import Context
@@ -157,6 +158,7 @@ class Cluster:
             RankServices(self.world, rank, model.open(scenario.seed, rank.id)) for rank in ranks
         ]
         self._compute_given = scenario.compute, scenario.stragglers
+        self._memory = MemoryEstimate(kernel, scenario.ranks)
         self._finished = 0
         self._progress = progress
         self._timeline = _timeline(self.world, trace)
@@ -205,7 +207,7 @@ class Cluster:
 
     def start(self, rank: int, program: Program) -> None:
         """Let a rank run a program."""
-        self.crashes.begin(self.world.ranks[rank], program)
+        self.crashes.begin(self.world.ranks[rank], self._memory.around(rank, program))
 
     # -- work that is put off --------------------------------------------------------------------------------
 
@@ -298,6 +300,7 @@ class Cluster:
         # The error is reported while the ranks still stand where they stood: what programs do in their `finally` blocks
         # as they are ended may hang, and then the report would never come.
         kernel, self._began_s, self._on_error = self.world.kernel, time.perf_counter(), on_error
+        self._memory.note = on_note
         with (
             ProcessStates(kernel).in_place(), generators_per_rank(), TorchStates(kernel).in_place(), leaks_noticed(),
             self._torch_distributed(), stalls_noted(kernel, on_note), accepts_refused(),

@@ -91,11 +91,16 @@ def rare_collections(ranks: int) -> Iterator[None]:
 def _memory() -> tuple[int, int]:
     """Return how many blocks Python has handed out, and the bytes that this process has: 0 where nothing tells it."""
     # To count objects, those that are frozen too, takes longer than many a run.
+    return sys.getallocatedblocks(), resident_B()
+
+
+def resident_B() -> int:
+    """Return the bytes of memory that this process has: 0 where nothing tells it."""
     try:
         pages = int(Path("/proc/self/statm").read_text().split()[1])
     except OSError:
         pages = 0
-    return sys.getallocatedblocks(), pages * resource.getpagesize()
+    return pages * resource.getpagesize()
 
 
 @contextmanager

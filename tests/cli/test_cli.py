@@ -742,7 +742,7 @@ def test_a_setting_needs_a_name_and_a_value(setting: str) -> None:
             "arguments: --steps 4; main(comm) has parameters: give --set NAME=VALUE",
         ),
         ("run digitz -n 3", "no file 'digitz'; did you mean digits?"),
-        ("run FILE -n 100000000", "1,000 GB in all; this machine has"),
+        ("run FILE -n 100000000", "1,000 GB in all, and "),
         (
             "advise -n 4 --model 1MB --step -3s",
             "4 ranks, 1000000 bytes, steps of -3.0 s, 4 rounds: give at least 2 ranks, 4 bytes, a duration above 0 and "
