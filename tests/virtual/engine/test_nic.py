@@ -22,6 +22,28 @@ def times(main, ranks, **how):
     return [found[rank] for rank in sorted(found)]
 
 
+@pytest.mark.parametrize("mode", ["eager", "rendezvous"])
+@pytest.mark.parametrize("contention", ["none", "serial", "fifo", "fair"])
+def test_a_message_to_oneself_passes_no_card(contention, mode):
+    """It neither waits behind 1 MB that the card sends and 1 MB that it receives, nor delays them."""
+
+    def main(comm):
+        peer = 1 - comm.rank
+        others = [comm.Irecv(mega(), peer), comm.Isend(mega(), peer)]
+        kept = mega()
+        own = [comm.Irecv(kept, comm.rank, 1), comm.Isend(mega(), comm.rank, 1)]
+        Request.Waitall(own)
+        comm.record(at=comm.clock.now())
+        Request.Waitall(others)
+        comm.record(end=comm.clock.now())
+
+    how = {"eager_bytes": 1 << 30 if mode == "eager" else 1000, "contention": contention}
+    notes = run(main, 2, platform=platform(**how))[1]
+    assert notes.column("at") == dict.fromkeys(range(2), pytest.approx(0.0, abs=1e-5))
+    flights = 1 if mode == "eager" else 3
+    assert notes.column("end") == dict.fromkeys(range(2), pytest.approx(BYTES_S + flights * LATENCY))
+
+
 # ------------------------------------------------------------------------------------------------ collectives
 
 
