@@ -103,7 +103,9 @@ class _Follower:
 # no chain of ranks waits for each other's answers. A leader that joins another one sends its followers on to that one
 # (DISBAND with a hint) instead of bringing them along: groups then never merge, and each member has asked its leader
 # itself and has been checked by it. Only one request is open at a time, because two acceptances would make this rank a
-# member of two groups, and one of them would wait for it until a time-out.
+# member of two groups, and one of them would wait for it until a time-out. For the same reason a full group is formed
+# only once the open request is answered. A group that is not full is formed when its search expires, and may still be
+# short of a member whose LEAVE and the leader's BEGIN have crossed: its average is then partial, and says so.
 class Search:
     """One search. Feed it messages, candidates and time; send what is in `out`; it ends with a `group` or `over`."""
 
@@ -173,6 +175,7 @@ class Search:
             self._refused[request.leader] = place
         if hint is not None and hint not in (self.rank, request.leader):
             self._hint = hint
+        self._assemble_if_complete()
         self._ask_next(now_s)
 
     # -------------------------------------------------------------------------------------------------- messages
@@ -226,7 +229,9 @@ class Search:
         here = len(self.followers) + 1
         complete = bool(terms.expected) and not self.awaited - set(self.followers)
         # The order matters: a group that is complete but too small ends the search for all at once.
-        if (complete and here >= terms.least) or (terms.size is not None and here >= terms.size):
+        # Not while a request is open: its leader may just now have counted this rank in, and would begin without it.
+        full = terms.size is not None and here >= terms.size
+        if (complete and here >= terms.least) or (full and self._request is None):
             self.assemble()
         elif complete:
             self.leave()

@@ -14,7 +14,7 @@ from spawnsim.comm.objects import SILENT
 from spawnsim.errors import RankFailed, Timeout
 
 FIRST = 1 / 32  # of the patience, after which absent ranks are first looked for
-# Each look comes later than the one before, without limit. Once the time to the next one is infinite, ranks that wait
+# Each look comes later than the one before, without limit: once the time to the next one is infinite, ranks that wait
 # for each other, of which one waits here, are a deadlock, which virtual ranks report.
 GROWTH = 1.25
 LEAST_S = 1e-6

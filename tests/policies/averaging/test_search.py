@@ -182,6 +182,29 @@ def test_a_group_is_formed_once() -> None:
     assert sum(message.kind is Kind.BEGIN for _, message in search.out) == 1
 
 
+@pytest.mark.parametrize("reply", [Reply.ACCEPTED, Reply.GROUP_IS_FULL, None])
+def test_a_full_group_is_formed_when_the_open_request_is_answered(reply: Reply | None) -> None:
+    """The asked leader may have counted this rank in already, and would begin a group that it declines."""
+    net = Net(dict.fromkeys(range(4), 5.0), size=3)
+    search = net.searches[1]
+    search.offer([(5.0, 0)], 0.0)
+    asked = search.out.pop()[1]
+    for rank in (2, 3):
+        net.searches[rank].offer([(5.0, 1)], 0.0)
+        search.handle(rank, net.searches[rank].out.pop()[1], 0.0)
+    assert not search.ended
+    assert len(search.followers) == 2
+    if reply is None:  # the leader is silent
+        search.tick(3.0)
+    else:
+        search.handle(0, Message(Kind.REPLY, asked.number, part=reply, meta=5.0), 0.1)
+    if reply is Reply.ACCEPTED:
+        assert (search.group, search.leader, search.followers) == (None, 0, {})
+    else:
+        assert search.group is not None
+        assert sorted(search.group.ranks) == [1, 2, 3]
+
+
 def test_a_silent_leader_is_given_up() -> None:
     """After `request_timeout`; the next candidate is asked, and the late answer is declined."""
     [search] = Net({5: 9.0}, size=2).searches.values()
