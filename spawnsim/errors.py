@@ -14,9 +14,10 @@ from __future__ import annotations
 import os
 import traceback
 from collections.abc import Iterable
+from difflib import get_close_matches
 from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
-from types import FrameType
+from types import FrameType, ModuleType
 from typing import ClassVar
 
 _PACKAGE = str(Path(__file__).parent) + os.sep
@@ -169,6 +170,26 @@ def program_traceback(error: BaseException) -> str:
     return "".join(shown.format()).rstrip()
 
 
+def did_you_mean(error: BaseException) -> str:
+    """Return the names that an `AttributeError` may mean, as the interpreter says at the end of a plain program.
+
+    >>> try:
+    ...     "".joyn
+    ... except AttributeError as error:
+    ...     print(error, did_you_mean(error), sep="")
+    'str' object has no attribute 'joyn'; did you mean join?
+    """
+    name, owner = getattr(error, "name", None), getattr(error, "obj", None)
+    if not isinstance(error, AttributeError) or name is None:
+        return ""
+    # Not `dir` of the object itself, which may be the program's own code.
+    known = dir(owner if isinstance(owner, (type, ModuleType)) else type(owner))
+    public = [each for each in known if not each.startswith("_")]
+    # MPI has most calls twice, such as Allreduce and allreduce.
+    found = [each for each in public if each.lower() == name.lower()] or get_close_matches(name, public, n=1)
+    return f"; did you mean {' or '.join(found)}?" if found else ""
+
+
 def told_place(error: BaseException) -> str:
     """Return type and text of a program's exception, and the program's innermost line of it, in one line.
 
@@ -176,7 +197,7 @@ def told_place(error: BaseException) -> str:
     the rest.
     """
     text = "" if isinstance(error, SpawnsimError) else str(error).strip().partition("\n")[0]
-    kind = ": ".join(filter(None, [type(error).__name__, text]))
+    kind = ": ".join(filter(None, [type(error).__name__, text])) + did_you_mean(error)
     place = program_place(list(traceback.walk_tb(error.__traceback__))[::-1])
     return f"{kind} ({place})" if place else kind
 

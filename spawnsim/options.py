@@ -76,6 +76,9 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         """Raise `ParameterError`."""
+        if found := re.fullmatch(r"argument (\S+): invalid (int|float) value: '(.*)'", message):
+            kind = "a whole number" if found[2] == "int" else "a number"
+            raise ParameterError(f"{found[1].rpartition('/')[2]} {found[3]}: give {kind}")
         hint = self._hint(message)
         raise ParameterError(f"{message}; {f'{hint} See' if hint else 'see'} `{self.prog} --help`")
 

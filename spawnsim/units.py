@@ -36,8 +36,17 @@ def _parse(text: str | float, units: dict[str, float], what: str) -> float:
 
 
 def number(text: str) -> float:
-    """Return a number without a unit; ParameterError if the text is none."""
-    return _plain(text, float, "number")
+    """Return a number without a unit; ParameterError if the text is none.
+
+    >>> number("5%")
+    Traceback (most recent call last):
+    spawnsim.errors.ParameterError: '5%' is not a number: write 0.05
+    """
+    try:
+        return _plain(text, float, "number")
+    except ParameterError as error:
+        share = re.fullmatch(r"(\d+(?:\.\d*)?)\s*%", text)
+        raise ParameterError(f"{error}: write {float(share[1]) / 100:g}") if share else error from None
 
 
 def whole(text: str) -> int:

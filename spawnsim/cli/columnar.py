@@ -14,6 +14,7 @@ from spawnsim.columnar.durations import STREAMS
 from spawnsim.columnar.running import SAMPLE
 from spawnsim.errors import ParameterError
 from spawnsim.options import Parser, nearest, parameters
+from spawnsim.record.folder import named, require_own
 from spawnsim.run.process_setup import stoppable
 from spawnsim.run.program import load_module
 
@@ -31,6 +32,8 @@ def main(argv: Sequence[str]) -> int:
     if options.train is not None and options.quality:
         raise ParameterError("--train and --quality: give one, models or numbers that stand for them")
     training = None if options.train is None else trained(Path(options.train))
+    if options.out is not None and not options.overwrite:
+        require_own(named(options.out))
     model = options.model if options.model is not None or training is not None else MODEL
     with stoppable():
         run = columnar.run(
@@ -165,9 +168,9 @@ def parser() -> Parser:
     )
     _add_circumstances(parser)
     add("--out", metavar="DIR", help="run folder to write")
-    add("--overwrite", action="store_true", help="even if DIR holds a run")
+    add("--overwrite", action="store_true", help="replace the run in DIR")
     add("--json", action="store_true", help="print the totals as JSON")
-    add("-q", "--quiet", action="store_true", help="print nothing but errors")
+    add("-q", "--quiet", action="store_true", help="print nothing but warnings and errors")
     return parser
 
 

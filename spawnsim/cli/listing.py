@@ -138,13 +138,13 @@ def _summary(thing: object) -> str:
 
 
 def studies() -> Iterator[Line]:
-    """Yield the programs and studies of `studies/`, with the first line that each says about itself."""
+    """Yield the programs and studies of `studies/` by the names that commands take, with the first line of each."""
     found: dict[str, Path] = {}
     for folder in folders():
         found = {path.stem: path for path in folder.glob("*.py")} | found
     for _, path in sorted(found.items()):
         text = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or ""
-        yield str(path), text.partition("\n")[0]
+        yield path.stem, text.partition("\n")[0]
 
 
 SECTIONS: dict[str, Callable[[], Iterator[Line]]] = {

@@ -202,6 +202,36 @@ def _runs_of(folder: str) -> list[str | Path]:
 
 def trace(argv: Sequence[str] | None = None) -> int:
     """`spawnsim trace RUN…`: write the runs named in `argv`; return the exit code."""
+    args = _trace_parser().parse_args(argv)
+    out = None if args.out is None else named(args.out)
+    if out is not None:
+        require_no_file_of_a_run(out)
+    selection = Selection(
+        None if args.ranks is None else Selection.of_ranks(args.ranks),
+        seconds(args.begin),
+        math.inf if args.until is None else seconds(args.until),
+        args.limit,
+    )
+    if args.format != "perfetto":
+        return _for_other_tools(args.format, args.runs, selection, out)
+    runs = {folder: read(folder) for folder in args.runs}
+    print_warnings(warnings_of_runs({folder: run.what for folder, run in runs.items()}))
+    drawing = perfetto.draw([(run, Timeline.of(Path(folder))) for folder, run in runs.items()], selection)
+    for note in drawing.notes:
+        sys.stderr.write(f"spawnsim: trace: {note}\n")
+    if drawing.is_empty:
+        raise ParameterError("trace: there is nothing to show, and no file is written")
+    # A run's own folder, where it replaces no other run's; several runs share a file in the working folder.
+    own = out is None and len(args.runs) == 1
+    path = out or perfetto.default_path(drawing, Path(args.runs[0]) if own else Path())
+    if path.exists() and not own:
+        sys.stderr.write(f"spawnsim: trace: {path} was there before, and is replaced\n")
+    perfetto.write(drawing, path)
+    sys.stdout.write(f"{path}\n")
+    return 0
+
+
+def _trace_parser() -> Parser:
     parser = Parser(
         prog="spawnsim trace",
         description="Write runs as Chrome/Perfetto JSON: open it at ui.perfetto.dev. Or a traced run for other tools.",
@@ -235,31 +265,10 @@ def trace(argv: Sequence[str] | None = None) -> int:
     )  # fmt: skip
     add(
         "--out",
-        help=f"the file; packed if it ends in {PACKED} (default: trace.json, or trace.json{PACKED} if large)",
+        help=f"the file; packed if it ends in {PACKED} (default: trace.json, or trace.json{PACKED} if large, in the "
+        "run's folder; of several runs in this one)",
     )
-    args = parser.parse_args(argv)
-    out = None if args.out is None else named(args.out)
-    if out is not None:
-        require_no_file_of_a_run(out)
-    selection = Selection(
-        None if args.ranks is None else Selection.of_ranks(args.ranks),
-        seconds(args.begin),
-        math.inf if args.until is None else seconds(args.until),
-        args.limit,
-    )
-    if args.format != "perfetto":
-        return _for_other_tools(args.format, args.runs, selection, out)
-    runs = {folder: read(folder) for folder in args.runs}
-    print_warnings(warnings_of_runs({folder: run.what for folder, run in runs.items()}))
-    drawing = perfetto.draw([(run, Timeline.of(Path(folder))) for folder, run in runs.items()], selection)
-    path = out or perfetto.default_path(drawing)
-    # As with figures and pages, which can be made again; but of another run it may have been the only copy.
-    notes = [*drawing.notes, *([f"{path} was there before, and is replaced"] if path.exists() else [])]
-    perfetto.write(drawing, path)
-    for note in notes:
-        sys.stderr.write(f"spawnsim: trace: {note}\n")
-    sys.stdout.write(f"{path}\n")
-    return 0
+    return parser
 
 
 def _for_other_tools(form: str, runs: Sequence[str], selection: Selection, out: Path | None) -> int:

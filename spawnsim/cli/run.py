@@ -41,7 +41,7 @@ from spawnsim.run import Run, run
 from spawnsim.run.process_setup import ended_in_c, loading_without_threads, stoppable
 from spawnsim.run.program import is_unmodified, program, refuse_arguments, require_main
 from spawnsim.run.real import Job, run_rank, tidy
-from spawnsim.run.result import shown
+from spawnsim.run.result import shown, shown_totals
 from spawnsim.run.watched import OBSERVERS, require_observers, watched
 
 if TYPE_CHECKING:
@@ -68,6 +68,7 @@ def main(argv: Sequence[str]) -> int:
         )
     if options.ranks is None:
         raise ParameterError("how many virtual ranks? Give --ranks N")
+    _require_own_folder(options)
     with stoppable(), ended_in_c(), _stdout_for_the_totals(options.json):
         result = run(
             options.file,
@@ -100,6 +101,13 @@ def main(argv: Sequence[str]) -> int:
     return WorldError.exit_status if result.what.get("all_dead") else 0
 
 
+def _require_own_folder(options: argparse.Namespace) -> None:
+    from spawnsim.record.folder import named, require_own
+
+    if options.out is not None and not (options.overwrite or options.resume):
+        require_own(named(options.out))
+
+
 def observers(options: argparse.Namespace) -> list[str]:
     """Return what watches the run, each once."""
     return list(dict.fromkeys([*(["live"] if options.live else []), *options.observe]))
@@ -113,7 +121,9 @@ def print_result(result: Run, options: argparse.Namespace) -> None:
     if options.json:
         print(json.dumps(dict(result.totals)))
     elif not options.quiet:
-        facts = {**result.totals} | ({} if options.out is None else {"folder": options.out})
+        facts = shown_totals(result.totals, result.table.rows) | (
+            {} if options.out is None else {"folder": options.out}
+        )
         if "reproducible" in result.what:
             facts["reproducible"] = (
                 f"no: {'; '.join(result.what['leaks'])}" if result.what["leaks"] else "yes"
@@ -218,7 +228,7 @@ def _add_results(parser: Parser) -> None:
     """Add where a run is kept, and what is said of it on the terminal."""
     add = parser.add_argument
     add("--out", metavar="DIR", help="run folder to write: run.json, metrics.npz, events.jsonl")
-    add("--overwrite", action="store_true", help="the run that the folder holds may be lost")
+    add("--overwrite", action="store_true", help="replace the run in DIR")
     add(
         "--live", action="store_true",
         help="a page on 127.0.0.1 that shows the run while it goes on; its address is printed. Needs --out DIR",
@@ -343,6 +353,7 @@ def _start(options: argparse.Namespace, parameters: Mapping[str, Any]) -> int:
     require_main(options.file, options.ranks)  # else each rank would say so
     if options.out is not None:
         require_free(options.out, overwrite=options.overwrite or options.resume, empty_too=True)
+        _require_own_folder(options)
     arguments = [
         "--backend", options.backend, "--seed", str(options.seed), "--deadline", str(options.deadline),
         *arguments_of(parameters), *(["--json"] if options.json else []), *(["--quiet"] if options.quiet else []),
@@ -407,6 +418,10 @@ def _be_a_rank(options: argparse.Namespace, parameters: Mapping[str, Any], here:
                 require_fit(here)
             if options.out is not None:  # each rank looks before any of them has begun to write
                 require_free(options.out, overwrite=options.overwrite or options.resume, empty_too=True)
+                if (
+                    REGISTRY not in os.environ
+                ):  # the launcher has looked, and observers may have begun to write
+                    _require_own_folder(options)
             job = Job(
                 program(options.file, parameters), options.backend, out=options.out or scratch_folder(os.environ),
                 seed=options.seed, deadline_s=options.deadline, progress=_wants_bar(options),

@@ -6,7 +6,7 @@
 | `highest:accuracy`, `lowest:loss` | the highest, or lowest, that this median over ranks was at any time |
 | `time_to:accuracy>0.8` | (virtual) seconds until half of the ranks stand above 0.8; infinite if never |
 | `iterations_to:loss<0.1` | likewise, the iteration |
-| `virtual_seconds`, `bytes`, `messages`, `replacements`, … | a total of the run |
+| `virtual_seconds` (of real ranks `run_seconds`), `bytes`, `messages`, `replacements`, … | a total of the run |
 
 `KIND.FIELD` in the place of a column is a number that events of a kind tell: `final:consensus.accuracy`, of the mean of
 all ranks' models.
@@ -25,12 +25,13 @@ from spawnsim.errors import ParameterError
 from spawnsim.plots.convergence import Curve, curve, of_events, since_start
 from spawnsim.plots.experiments import Recorded
 from spawnsim.plots.series import Floats, column, numbers, spread_at_end
-from spawnsim.run.result import TOTALS
+from spawnsim.run.result import SECONDS, TOTALS, end_s
 
 KINDS = ("final", "highest", "lowest", "time_to", "iterations_to")
 LESS = re.compile(r"loss|error|wait|distance|_s$|seconds|bytes|messages|lowest")  # of these, less is better
 UNITS = {
     "virtual_seconds": "virtual time (s)",
+    "run_seconds": "time (s)",
     "wall_seconds": "seconds on this machine",
     "bytes": "bytes sent",
 }
@@ -74,7 +75,7 @@ class Measure:
         if not colon:
             if re.search("[<>]", text):
                 raise ParameterError(f"{text!r}: what of it? Write time_to:{text} or iterations_to:{text}")
-            return cls(text, "total" if text in TOTALS else "final", text)
+            return cls(text, "total" if text in (*TOTALS, *SECONDS) else "final", text)
         if kind not in KINDS:
             raise ParameterError(f"{text!r} is no measure: it begins with one of {', '.join(KINDS)}")
         if not kind.endswith("_to"):
@@ -131,7 +132,8 @@ class Measure:
             ParameterError: the run has no such column or event.
         """
         if run is None or self.kind == "total":
-            told = totals.get(self.name)
+            # Virtual and real ranks may share a figure.
+            told = end_s(totals) if self.name in SECONDS else totals.get(self.name)
             return float("nan") if told is None else float(told)
         if "." in self.name and self.name not in run.table:
             told = of_events(run, self.name, "iteration" if self.kind == "iterations_to" else "time_s")

@@ -59,9 +59,11 @@ COOLDOWN = _WithThreshold(200)
 
 
 class AsyncSelectiveAveragingPolicy(SpawnPolicy):
-    """Asynchronous selective averaging: at each cadence ranks report their metric; a coordinating rank of the group
-    names those to be replaced and their donors; donors answer at their next call with a snapshot of their current
-    model, and the replaced rank takes it over at the first call after that. No call waits for another rank.
+    """Asynchronous selective averaging: the worst ranks take over others' models, and no call waits for another rank.
+
+    At each cadence ranks report their metric; a coordinating rank of the group names those to be replaced and their
+    donors; donors answer at their next call with a snapshot of their current model, and the replaced rank takes it over
+    at the first call after that.
 
     Ranks are compared by what they give as `local_metric`: it must mean the same on all of them, such as an accuracy on
     the same held-out data. The loss on a rank's own data tells how hard these are, not how good its model is.

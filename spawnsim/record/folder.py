@@ -30,6 +30,7 @@ from spawnsim.units import LONGEST_S
 
 MANIFEST, METRICS, EVENTS = "run.json", "metrics.npz", "events.jsonl"
 TRACE = "trace.gz"  # the timeline of a run that was traced: its journal, packed
+DRAWN = ("trace.json", "trace.json.gz")  # what `spawnsim trace` draws of a run
 HELD = (MANIFEST, METRICS, EVENTS, TRACE, journal.FOLDER, checkpoints.FOLDER)
 RUNNING = "running"
 _EPOCH = (1980, 1, 1, 0, 0, 0)  # the earliest that a zip archive can hold
@@ -66,6 +67,19 @@ def require_free(folder: Path, *, overwrite: bool = False, empty_too: bool = Fal
     if held and not overwrite and not (empty_too and _failed_with_nothing(folder)):
         raise ParameterError(
             f"{folder} holds a run already ({', '.join(held)}): choose another folder, or overwrite it (--overwrite)"
+        )
+
+
+def require_own(folder: Path) -> None:
+    """Raise `ParameterError` for a folder that holds files, but no run: a run's files would lie among them."""
+    if (folder / MANIFEST).exists() or not folder.is_dir():
+        return
+    found = sorted(path.name for path in folder.iterdir() if not path.name.startswith("."))
+    if found:
+        some = ", ".join(found[:3]) + " …" * (len(found) > 3)
+        raise ParameterError(
+            f"--out {folder} is a folder with files that are no run's ({some}): name a new folder, such as "
+            f"{folder / 'run'}"
         )
 
 
@@ -106,7 +120,7 @@ def begin(folder: Path, what: Mapping[str, Any], inputs: Files | None = None) ->
     """Open a run folder for a run: what an earlier one left there goes, and run.json says "running"."""
     prepare(folder)
     # run.json is written last: until then the old one may stand there, but never beside rows of another run.
-    for name in (METRICS, EVENTS, TRACE):
+    for name in (METRICS, EVENTS, TRACE, *DRAWN):
         (folder / name).unlink(missing_ok=True)
     journal.discard(folder)
     checkpoints.discard(folder)
@@ -125,7 +139,7 @@ def begin_again(
     journal.begin_after(folder, _portions(*before))
     # "running" only now: until then the old rows are read of the files that held them.
     write_manifest(folder, {"what": what, "totals": {}, "outcome": RUNNING})
-    for name in (METRICS, EVENTS, TRACE):
+    for name in (METRICS, EVENTS, TRACE, *DRAWN):
         (folder / name).unlink(missing_ok=True)
     # Not removed first: the program that runs may be the one that is kept there.
     keep(folder, {name: path for name, path in inputs.items() if not _is_kept(folder, name, path)})
@@ -261,6 +275,10 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     if ranks is not None and not _is_count(ranks, MOST_RANKS + 1):
         raise ParameterError(f"{path}: {str(ranks)[:20]} is no number of ranks")
     found: dict[str, Any] = manifest
+    totals = found["totals"]
+    # Folders of earlier versions: the clock of real ranks had the name of virtual time.
+    if found["what"].get("backend", "virtual") != "virtual" and "virtual_seconds" in totals:
+        totals["run_seconds"] = totals.pop("virtual_seconds")
     return found
 
 

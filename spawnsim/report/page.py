@@ -19,7 +19,7 @@ from spawnsim.plots.experiments import KNOWN_ENDINGS, Groups, Recorded, grouped,
 from spawnsim.plots.gallery import metrics_of
 from spawnsim.record.journal import RankStates
 from spawnsim.report.ranks import MOST, Curve, curve, kinds, latest, standing
-from spawnsim.run.result import DASH, FINISHED, LOSSES, TOTALS, ordered
+from spawnsim.run.result import DASH, FINISHED, LOSSES, SECONDS, TOTALS, shown_totals
 
 PIXELS = 88  # of an inch of a figure: letters of all figures have one size, and most figures fill the page
 
@@ -133,7 +133,7 @@ def contents(runs: Sequence[Recorded] | Groups, title: str, live: Live | None = 
         "ranks": [(name, standing(run, live and live.states, room)) for name, run in found.named],
         "events": [(name, kinds(run.events), latest(run.events)) for name, run in found.named if run.events],
         "setting": setting(found.runs),
-        "total_names": [*ordered({name: any(run.totals.get(name) for run in found.runs) for name in LOSSES})],
+        "total_names": _total_names(found.runs, live),
         "ends": _ends(found.runs),
         "runs": [_row(run, name) for name, run in found.named],
         "finals": [row for name, run in found.named for row in _finals(run, name)],
@@ -146,12 +146,21 @@ def contents(runs: Sequence[Recorded] | Groups, title: str, live: Live | None = 
 def _row(run: Recorded, name: str) -> dict[str, Any]:
     return {
         "name": name,
-        "totals": {total: number(run.totals.get(total)) for total in (*TOTALS, *LOSSES)},
+        "totals": {total: number(run.totals.get(total)) for total in (*SECONDS, *TOTALS, *LOSSES)},
         "ending": Ending.of(run.outcome),
         "made": _made(run),
         "warnings": run.what.get("warnings", ()),
         "what": [(key, number(value)) for key, value in run.what.items()],
     }
+
+
+def _total_names(runs: Sequence[Recorded], live: Live | None) -> list[str]:
+    """Return the totals that some run tells, in their order; of a run that goes on those that are known by now."""
+    every = [each for run in runs for each in shown_totals(run.totals, len(run.table["rank"])).items()]
+    some = {name for name, value in every if not live or value is not None}
+    return [
+        name for name in ("ranks", "iterations", *SECONDS, *TOTALS[3:-1], *LOSSES, "digest") if name in some
+    ]
 
 
 def _made(run: Recorded) -> dict[str, str]:

@@ -28,6 +28,7 @@ from numpy.typing import NDArray
 from spawnsim.plots.experiments import Recorded, donors_of, grouped, is_real, ranks_of
 from spawnsim.record.recorder import document
 from spawnsim.report.trace_reader import Row, Selection, Timeline, fitting
+from spawnsim.run.result import end_s
 
 Entry = dict[str, Any]
 LARGE = 20_000  # entries beyond which a file is packed unless its name says otherwise: some 4 MB
@@ -56,11 +57,18 @@ class Span(NamedTuple):
     number: float
 
 
+NAMES = 2  # lines of a sheet that name its run
+
+
 @dataclass
 class Drawing:
-    """What goes into a file: `lines`, what they show (`about`, for the file), and what a person is told (`notes`)."""
+    """What goes into a file: `lines`, what they show (`about`, for the file), and what a person is told (`notes`).
+
+    `is_empty`: the lines name runs alone.
+    """
 
     lines: list[Line] = field(default_factory=list)
+    is_empty: bool = True
     about: list[Entry] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
 
@@ -76,6 +84,7 @@ def draw(runs: Sequence[tuple[Recorded, Timeline | None]], selection: Selection 
         sheet = _Sheet(run, process, shown, timeline)
         sheet.draw(name)
         drawing.lines += sheet.lines
+        drawing.is_empty = drawing.is_empty and not sheet.lines[NAMES:]
         drawing.about.append(_about(run, name, left_out))
         drawing.notes += [f"{name}: {note}" for note in _notes(sheet, left_out, selection.limit)]
     # Sorted at the very end and over all runs: viewers give an arrow to the slice that stands before it in the file.
@@ -93,7 +102,7 @@ def _about(run: Recorded, name: str, left_out: str) -> Entry:
 
 def _notes(sheet: _Sheet, left_out: str, limit: int) -> Iterator[str]:
     """Yield a sentence about each kind of thing that is not there."""
-    if not sheet.lines[2:]:  # but the names of the run
+    if not sheet.lines[NAMES:]:
         yield "nothing was recorded of these ranks in this time"
     if left_out:
         yield f"only {left_out}: at most {limit:,} entries; choose by --ranks, --from, --until, --limit"
@@ -124,7 +133,7 @@ class _Sheet:
         self.process = process * THREADS * ranks_of(run)
         self.lines: list[Line] = []
         self._ranks = ranks_of(run)
-        self._end_ns = _ns(float(run.totals.get("virtual_seconds") or 0.0))
+        self._end_ns = _ns(end_s(run.totals) or 0.0)
         self._arrows = 0
         self._paused_ns: defaultdict[int, int] = defaultdict(int)  # until when, by rank
         self._threads: dict[int, str] = {}
@@ -344,9 +353,9 @@ def _iteration(iteration: NDArray[Any] | None, row: int) -> Entry:
 
 
 # -------------------------------------------------------------------------------------------------------------- files
-def default_path(drawing: Drawing) -> Path:
-    """Return trace.json, or trace.json.gz of a drawing that is large."""
-    return Path("trace.json" if len(drawing.lines) <= LARGE else f"trace.json{PACKED}")
+def default_path(drawing: Drawing, folder: Path) -> Path:
+    """Return trace.json of a folder, or trace.json.gz of a drawing that is large."""
+    return folder / ("trace.json" if len(drawing.lines) <= LARGE else f"trace.json{PACKED}")
 
 
 def write(drawing: Drawing, path: Path) -> Path:

@@ -16,7 +16,7 @@ from spawnsim.plots import series
 from spawnsim.plots.experiments import Recorded, is_real, ranks_of
 from spawnsim.plots.gallery import metrics_of
 from spawnsim.record.journal import RankStates
-from spawnsim.run.result import FINISHED
+from spawnsim.run.result import FINISHED, end_s
 
 PER_ROW = 50  # cells: a row begins with its first rank's number, so a rank is found by counting
 MOST = 4_096  # cells of one grid
@@ -58,9 +58,7 @@ def standing(run: Recorded, states: RankStates | None = None, most: int = MOST) 
         The grid.
     """
     words = _ended(run) if states is None else states.ranks
-    last_s = max(
-        [run.totals.get("virtual_seconds") or 0.0, *_times(run), *([] if states is None else [states.time_s])]
-    )
+    last_s = max([end_s(run.totals) or 0.0, *_times(run), *([] if states is None else [states.time_s])])
     replaced: dict[int, list[float]] = {}
     for event in run.events:
         if event.get("kind") == "replacement":

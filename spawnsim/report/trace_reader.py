@@ -18,7 +18,7 @@ from spawnsim.errors import ParameterError
 from spawnsim.plots.experiments import Recorded
 from spawnsim.record import folder, journal
 from spawnsim.record.recorder import Block, Portion
-from spawnsim.run.result import FINISHED
+from spawnsim.run.result import FINISHED, end_s
 from spawnsim.units import spans
 
 LIMIT = 300_000  # entries of a file: some 45 MB of text, 2 MB packed, which viewers open in seconds
@@ -223,6 +223,6 @@ def _left_out(run: Recorded, asked: Selection, shown: Selection, heard: int) -> 
     if len(ranks) < heard:
         said.append(f"{len(ranks):,} of {heard:,} ranks ({spans(ranks)})")
     if (shown.from_s, shown.until_s) != (asked.from_s, asked.until_s):
-        end_s = min(shown.until_s, float(run.totals.get("virtual_seconds") or math.inf))
-        said.append(f"{shown.from_s:.6g} s to {end_s:.6g} s")
+        last_s = min(shown.until_s, end_s(run.totals) or math.inf)
+        said.append(f"{shown.from_s:.6g} s to {last_s:.6g} s")
     return " and ".join(said)

@@ -78,6 +78,9 @@ def _met_mpi4py(error: Exception) -> bool:
         frame = frame.tb_next
     # What a program's own lines raise is its own affair: it may use mpi4py beside its communicator.
     where = "" if frame is None else frame.tb_frame.f_code.co_filename
+    # A name that a communicator does not have, such as a mistyped call: over MPI mpi4py's object says so.
+    if frame is not None and frame.tb_frame.f_code.co_name == "__getattr__":
+        return False
     ours = where.startswith((str(Path(__file__).parents[1]) + os.sep, "src/mpi4py/"))
     return "expected mpi4py.MPI." in str(error) or (ours and "mpi4py.MPI." in str(error))
 

@@ -63,12 +63,12 @@ def run_rank(job: Job) -> Run | None:
     backend = BACKENDS[job.backend].load()
     # The journal exists before the communicator, which is given it as its recorder, and gets its file only once all
     # ranks have met: until then it keeps in memory, and a job that never begins leaves no folder behind.
-    journal = Journal()
+    journal, began_s = Journal(), time.perf_counter()
     thin = (job.record_every, ranks_named(job.record_ranks))
     sink = journal if thin == (1, None) else Thinned(journal, *thin)
     comm = backend.world(recorder=sink, seed=job.seed, deadline_s=job.deadline_s)
     with backend.guarded(comm), seeded(comm.rng):
-        shards = Shards(job, comm, journal)
+        shards = Shards(job, comm, journal, began_s)
         # Before the program begins: a peer may fail at the first call, and rows of this rank would be lost with the
         # job.
         comm.runtime.on_abort(shards.last_words)
@@ -86,12 +86,12 @@ def run_rank(job: Job) -> Run | None:
 class Shards:
     """The run folder of a real job, seen from one of its ranks."""
 
-    def __init__(self, job: Job, comm: Any, journal: Journal) -> None:
+    def __init__(self, job: Job, comm: Any, journal: Journal, began_s: float) -> None:
         from spawnsim import checkpoints
         from spawnsim.real.runtime.checkpoints import Checkpoints
         from spawnsim.record import journal as shards
 
-        self._out, self._comm, self._journal = job.out, comm, journal
+        self._out, self._comm, self._journal, self._began_s = job.out, comm, journal, began_s
         circumstances = {"ranks": comm.Get_size(), "seed": job.seed, "deadline_s": job.deadline_s}
         self.what, self._inputs = describe(job.task, circumstances, backend=job.backend, command=job.command)
         journal.counted = self._counted
@@ -113,7 +113,6 @@ class Shards:
             comm.runtime.watchdog.looked = self._look
         comm.runtime.counters.clear()  # the program's alone counts
         journal.flush()  # from now on the shard says which process this rank is
-        self._began_s = time.perf_counter()
         self._due_s = 0.0
 
     def _begin(self, job: Job) -> dict[int, float]:
@@ -221,7 +220,7 @@ def _result(merged: Merged, *, what: Mapping[str, Any], counted: Mapping[str, An
     of_ranks = list(merged.counted.values())
     known = {name: sum(each.get(name, 0) for each in of_ranks) for name in ("messages", "bytes", "events")}
     # The longest clock is the run's length; of a rank that was killed it is that of its last frame.
-    known["virtual_seconds"] = max((each.get("clock_s", 0.0) for each in of_ranks), default=0.0)
+    known["run_seconds"] = max((each.get("clock_s", 0.0) for each in of_ranks), default=0.0)
     totals = totals_of(table, events, {**counted, **known})
     if mixed := [*merged.recorder.mixed.values()]:
         what = {**what, "warnings": [*what.get("warnings", ()), *mixed]}

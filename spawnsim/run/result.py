@@ -21,12 +21,12 @@ DASH = "–"
 TOTALS = (
     "ranks", "iterations", "virtual_seconds", "wall_seconds", "events", "messages", "bytes", "replacements", "digest",
 )  # fmt: skip
-"""What every run's `totals` holds, on virtual ranks and on real ones. None (shown as a dash): not known.
+"""What every run's `totals` holds; real ranks have `run_seconds` for `virtual_seconds`. None (a dash): not known.
 
 * `ranks`, `iterations`: ranks of the world; how far the furthest came.
-* `virtual_seconds`: the time on the ranks' clocks (`comm.clock`) when the last one ended: virtual time on virtual
-  ranks; on real ranks wall time since they met.
-* `wall_seconds`: what the run took on this machine.
+* `virtual_seconds`, of real ranks `run_seconds`: the time on the ranks' clocks (`comm.clock`) when the last one ended;
+  real clocks begin when the ranks have met.
+* `wall_seconds`: what the run took on this machine; of real ranks their meeting included, loading Python not.
 * `events`: all that ranks did: sends, receives, parts in collectives, accesses to windows, computed blocks, sleeps; on
   virtual ranks also births and deaths.
 * `messages`, `bytes`: sent, with their payload. Of a collective: on virtual ranks the messages that its algorithm is
@@ -38,6 +38,7 @@ TOTALS = (
   Real ranks have no trace that repeats: there it is of the rows without times (`time_s`, and every name that ends in
   `_s`), so it tells whether two runs have come to equal results bit for bit; None if nothing was recorded.
 """
+SECONDS = ("virtual_seconds", "run_seconds")
 LOSSES = ("deaths", "faults")
 """What `totals` holds besides, before the digest, of a run that had any.
 
@@ -97,9 +98,9 @@ class Run:
             what = what | {"processes": {rank: each.get("process") for rank, each in counted.items()}}
             table, events = recorder.table(), recorder.events()
             # A job that told its end has totals already; of one that was killed they are what the rows tell.
-            totals = totals or totals_of(
-                table, events, {"ranks": what.get("ranks"), "plan": what.get("faults")}
-            )
+            clock = SECONDS[what.get("backend", "virtual") != "virtual"]
+            known = {"ranks": what.get("ranks"), "plan": what.get("faults"), clock: None}
+            totals = totals or totals_of(table, events, known)
         elif outcome == folder.RUNNING:
             raise ParameterError(
                 f"{place}: the run has not ended yet, or was killed before it could write its rows"
@@ -132,7 +133,7 @@ class Run:
 
         rows = "".join(
             f"<tr><th>{name}</th><td>{escape(shown(value))}</td></tr>"
-            for name, value in ordered(self.totals).items()
+            for name, value in shown_totals(self.totals, self.table.rows).items()
         )
         # Texts of a program are shown in notebooks, so all of them are escaped.
         return f"<p>{escape(', '.join(self._facts()))}</p><table>{rows}</table>{self.table._repr_html_()}"
@@ -143,7 +144,7 @@ class Run:
         return bool(self.what.get("backend", "virtual") != "virtual")
 
     def _facts(self) -> list[str]:
-        seconds = self.totals.get("virtual_seconds")
+        seconds = end_s(self.totals)
         return [
             str(self.what.get("file") or self.what.get("main")),
             f"{self.totals.get('ranks')} ranks",
@@ -181,7 +182,21 @@ def totals_of(table: Table, events: Sequence[Event], counted: Mapping[str, Any])
 def ordered(found: Mapping[str, Any]) -> dict[str, Any]:
     """Return the totals among some values, in their order: all of `TOTALS`, and those of `LOSSES` that are not 0."""
     lost = [name for name in LOSSES if found.get(name)]
-    return {name: found.get(name) for name in (*TOTALS[:-1], *lost, TOTALS[-1])}
+    names = [*TOTALS[:-1], *lost, TOTALS[-1]]
+    if SECONDS[1] in found:
+        names[names.index(SECONDS[0])] = SECONDS[1]
+    return {name: found.get(name) for name in names}
+
+
+def shown_totals(totals: Mapping[str, Any], rows: int) -> dict[str, Any]:
+    """Return the totals that are shown: without rows nothing is known of iterations and replacements."""
+    unknown = () if rows else ("iterations", "replacements")
+    return {name: value for name, value in ordered(totals).items() if name not in unknown}
+
+
+def end_s(totals: Mapping[str, Any]) -> float | None:
+    """Return the time on the ranks' clocks when the last one ended; None: not known."""
+    return next((totals[name] for name in SECONDS if totals.get(name) is not None), None)
 
 
 def warned(what: Mapping[str, Any], table: Table, events: Sequence[Event]) -> dict[str, Any]:

@@ -25,7 +25,7 @@ from spawnsim.errors import ParameterError
 from spawnsim.record import Table, manifest
 from spawnsim.record.folder import prepare, read_manifest, require_free
 from spawnsim.run import Run
-from spawnsim.run.result import shown, warnings_of_runs
+from spawnsim.run.result import SECONDS, shown, warnings_of_runs
 from spawnsim.study.store import COST, FAILED, STOPPED, Cell, Store, labels, read_cost
 from spawnsim.study.sweeping import command_of, complete, require_limit
 from spawnsim.units import counted
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 PLAN = "sweep.json"
 DONE, MISSING = "done", "missing"
 STATES = (DONE, FAILED, STOPPED, MISSING)  # of a cell
-TOTALS = ("iterations", "virtual_seconds", "messages", "bytes", "replacements")  # columns of every table
+TOTALS = ("iterations", "messages", "bytes", "replacements")  # columns of every table, beside the seconds
 SHOWN = 8  # rows of a table in a notebook
 
 
@@ -224,7 +224,7 @@ class Sweep:
             for row in rows
         ]
         names = {name: None for row in rows for name in row}
-        numbers = {*TOTALS, "wall_s", "peak_memory_B", *(each.text for each in asked)}
+        numbers = {*TOTALS, *SECONDS, "wall_s", "peak_memory_B", *(each.text for each in asked)}
         return Table({name: column_of([row.get(name) for row in rows], name in numbers) for name in names})
 
     def _row(self, cell: Planned, measures: Sequence[Measure]) -> dict[str, Any]:
@@ -234,7 +234,8 @@ class Sweep:
             return row | {"outcome": state, "folder": cell.folder} | {each.text: None for each in measures}
         told, cost = read_manifest(place), read_cost(place)
         row |= {"outcome": told["outcome"], "folder": cell.folder}
-        row |= {name: told["totals"].get(name) for name in TOTALS}
+        clock = next(name for name in SECONDS[::-1] if name in told["totals"] or name == SECONDS[0])
+        row |= {name: told["totals"].get(name) for name in (clock, *TOTALS)}
         row |= {"wall_s": cost.wall_s, "peak_memory_B": cost.peak_memory_B}
         # The rows of a run are read only where something is worked out of them.
         run = Run.load(place) if any(each.needs_rows for each in measures) else None

@@ -16,7 +16,15 @@ from greenlet import GreenletExit
 
 from spawnsim.comm.backends import register_world
 from spawnsim.comm.deferred import WAITING, Caller, Deferred, register_callers
-from spawnsim.errors import Livelock, RankError, RankFailed, SpawnsimError, UsageError, WorldError
+from spawnsim.errors import (
+    Livelock,
+    RankError,
+    RankFailed,
+    SpawnsimError,
+    UsageError,
+    WorldError,
+    did_you_mean,
+)
 from spawnsim.random import Streams
 from spawnsim.scenario import Scenario
 from spawnsim.virtual import diagnosis, interpreter, torch_distributed
@@ -416,7 +424,7 @@ class Cluster:
         place = _line(error)
         if refused := torch_distributed.without_gpu(error, task, place):
             return refused
-        told = f"{task.name} raised {kind} at {task.clock:.6g} s{place}"
+        told = f"{task.name} raised {kind}{did_you_mean(error)} at {task.clock:.6g} s{place}"
         # RankFailed says itself when the other died; the task's clock is when the call was made.
         if isinstance(error, RankFailed):
             told = f"{task.name} raised {type(error).__name__}{place}: {error}"

@@ -33,6 +33,8 @@ SIMULATOR = str(Path(__file__).parent) + os.sep
 STANDARD = tuple(sysconfig.get_path(name) for name in ("stdlib", "platstdlib"))
 INSTALLED = ("site-packages", "dist-packages")  # the interpreter's, a user's, and Debian's, wherever they lie
 SHOWN = 24  # rows of the table
+SHOWN_ALIKE = 3  # ranks that stand in one call at one line and have a row each: of more the first has
+SHOWN_LINES = 8  # such calls and lines of which the number of further ranks is shown
 SHOWN_LEFT = 4  # kinds of messages that fit no receive
 WRAPPER = "watching"  # the function in which `timeline` wraps calls
 
@@ -134,13 +136,29 @@ def amid_backward(task: Task) -> UsageError:
 
 
 def standing(tasks: Sequence[Task], first: Collection[int] = (), below: FrameType | None = None) -> str:
-    """Return a table of where tasks stand, those of the ranks `first` on top; of the one that runs, from `below` on."""
-    shown = sorted(tasks, key=lambda task: (task.rank not in first, task.rank))[:SHOWN]
-    rows = [(task.name, f"{task.clock:.6g} s", _call(task, below), where(task, below)) for task in shown]
-    more = f"\n  … and {len(tasks) - SHOWN} more" if len(tasks) > SHOWN else ""
+    """Return a table of where tasks stand, those of the ranks `first` on top; of the one that runs, from `below` on.
+
+    Of many ranks in one call at one line a row shows the first, and a line below the table counts the others.
+    """
+    ordered = sorted(tasks, key=lambda task: (task.rank not in first, task.rank))
+    found = {task: (_call(task, below), where(task, below)) for task in ordered}
+    alike = {task: (call.partition("(")[0], line) for task, (call, line) in found.items()}
+    counts, rows, left = Counter(alike.values()), list[tuple[str, ...]](), Counter[tuple[str, str]]()
+    seen = set[tuple[str, str]]()
+    for task, kind in alike.items():
+        # At the debugger's prompt the clock of each rank is asked for.
+        own_row = task.rank in first or counts[kind] <= SHOWN_ALIKE or kind not in seen or below is not None
+        if own_row and len(rows) < SHOWN:
+            rows.append((task.name, f"{task.clock:.6g} s", *found[task]))
+        else:
+            left[kind] += 1
+        seen.add(kind)
+    lines = [f"\n  {left[kind]:,} more in {kind[0]} at {kind[1]}" for kind in [*left][:SHOWN_LINES]]
+    rest = left.total() - sum(left[kind] for kind in [*left][:SHOWN_LINES])
+    lines += [f"\n  … and {rest:,} more"] if rest else []
     # The clock of a rank that waits says since when; at the debugger's prompt, that of one that computes is ahead.
     since = "since" if below is None else "clock"
-    return text_table(("rank", since, "call", "at"), rows, left=4, indent="  ") + more
+    return text_table(("rank", since, "call", "at"), rows, left=4, indent="  ") + "".join(lines)
 
 
 def doing(world: World) -> list[tuple[str, str]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import inspect
 import json
 import os
 import subprocess
@@ -15,7 +16,7 @@ from typing import Any
 
 import pytest
 
-import spawnsim
+import spawnsim.policies
 from spawnsim import cli, options
 from spawnsim.errors import Deadlock, InternalError, Livelock, ParameterError, RankError, RankFailed, Timeout
 from spawnsim.run import virtual
@@ -436,6 +437,41 @@ def test_donors_that_no_figure_can_read_are_a_warning(
             "ranks, donors=[3, 17], or one, donor=3; and 1 more\n"
         )
         assert capsys.readouterr().err == ("" if said is None else expected)
+
+
+def test_a_run_does_not_fill_a_folder_with_other_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """`--out .` put run.json, metrics.npz and more among the user's programs."""
+    monkeypatch.chdir(tmp_path)
+    Path("notes.txt").write_text("mine")
+    Path("train.py").write_text("def main(comm):\n    comm.record(loss=1.0)\n")
+    run = ["run", "train.py", "-n", "2", "--out"]
+    before = sorted(Path().iterdir())
+    for backend in ("virtual", "mpi"):
+        assert cli.main([*run, ".", "--backend", backend]) == 2
+        assert "name a new folder, such as run" in capsys.readouterr().err
+    assert sorted(Path().iterdir()) == before
+    (tmp_path / "new").mkdir()
+    (tmp_path / "new" / ".gitkeep").touch()
+    assert cli.main([*run, "new"]) == 0
+    assert cli.main([*run, "new", "--overwrite"]) == 0
+    assert cli.main([*run, ".", "--overwrite"]) == 0
+    assert Path("notes.txt").read_text() == "mine"
+
+
+def test_a_program_that_records_nothing_has_no_iterations(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Of an mpi4py program the totals said "iterations 0, replacements 0"; for programs the names remain."""
+    file = tmp_path / "plain.py"
+    file.write_text("from mpi4py import MPI\nMPI.COMM_WORLD.Barrier()\n")
+    assert cli.main(["run", str(file), "-n", "2", "--out", str(tmp_path / "a")]) == 0
+    out = capsys.readouterr().out
+    assert "iterations" not in out and "replacements" not in out and "virtual_seconds" in out
+    assert (_json_of(capsys, ["run", str(file), "-n", "2", "--json"])["iterations"]) == 0
+    assert cli.main(["report", str(tmp_path / "a"), "--out", str(tmp_path / "page.html")]) == 0
+    assert "<th>iterations</th>" not in (tmp_path / "page.html").read_text()
 
 
 def test_totals_tell_of_deaths_and_faults_where_there_were_any(
@@ -992,6 +1028,12 @@ def test_list_prints_names_that_other_commands_take(capsys: pytest.CaptureFixtur
         "Digits",
     ):
         assert f"  {name} " in out
+    assert "\n  demo " in out and "/studies/" not in out  # by the name that `spawnsim study` takes
+    kinds = [
+        getattr(spawnsim.policies, name) for name in spawnsim.policies.__all__ if name.endswith("Policy")
+    ]
+    firsts = [(inspect.getdoc(kind) or "").partition("\n")[0] for kind in kinds]
+    assert [line for line in firsts if not line.endswith(".")] == []  # cut where the docstring wraps
 
 
 def test_list_refuses_what_it_does_not_know(capsys: pytest.CaptureFixture[str]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import dataclasses
 import gc
 import io
 import math
@@ -28,9 +29,11 @@ from hypothesis import strategies as st
 
 import spawnsim
 from spawnsim.errors import ParameterError, StorageError
+from spawnsim.plots.measures import Measure
 from spawnsim.record import Journal, Recorder, Table, folder, journal, manifest, merge
+from spawnsim.report.page import render
 from spawnsim.run import Run
-from spawnsim.run.result import results_digest, shown, totals_of, warnings_of
+from spawnsim.run.result import SECONDS, results_digest, shown, totals_of, warnings_of
 from spawnsim.virtual.compute import Trace as ComputeTrace
 
 
@@ -262,6 +265,22 @@ def test_a_run_folder_reads_as_it_was_written(tmp_path: Path) -> None:
     assert sorted(path.name for path in (tmp_path / "deep" / "a").iterdir()) == [
         "events.jsonl", "metrics.npz", "run.json",
     ]  # fmt: skip
+
+
+def test_seconds_of_real_ranks_are_not_called_virtual(tmp_path: Path) -> None:
+    """Folders of earlier versions say "virtual_seconds" of them; they are read, measured and shown like new ones."""
+    virtual = dataclasses.replace(_run(), table=Recorder().table(), events=[])
+    old = dataclasses.replace(virtual, what={"file": "train.py", "backend": "mpi"})
+    old.save(tmp_path / "old")
+    new = Run.load(tmp_path / "old")
+    assert new.totals == {"ranks": 2, "run_seconds": 0.75}
+    assert "0.75 s" in repr(new) and "run_seconds" in new._repr_html_() and "virtual" not in new._repr_html_()
+    for run in (virtual, new):
+        for name in SECONDS:
+            assert Measure.of(name).value(None, run.totals) == 0.75
+    page = render([virtual, new])
+    assert "<th>virtual seconds</th><th>run seconds</th>" in page
+    assert "virtual seconds" not in render([new])
 
 
 def test_equal_runs_give_equal_bytes(tmp_path: Path) -> None:

@@ -496,20 +496,30 @@ def test_the_command_line_traces_packs_and_says_what_is_missing(
     assert command(["run", str(text), "--ranks", "12", "--quiet", "--trace", "--out", "run"]) == 0
     assert command(["trace", "run"]) == 0
     first = capfd.readouterr()
-    assert first.out.splitlines()[-1] == "trace.json" and "replaced" not in first.err
-    entries = checked(tmp_path / "trace.json")
+    assert first.out.splitlines()[-1] == "run/trace.json" and "replaced" not in first.err
+    entries = checked(tmp_path / "run" / "trace.json")
+    Path("trace.json").write_text("another's")
     assert command(["trace", "run"]) == 0
+    assert "replaced" not in capfd.readouterr().err
+    assert Path("trace.json").read_text() == "another's"
+    assert command(["trace", "run", "run"]) == 0
     assert "spawnsim: trace: trace.json was there before, and is replaced\n" in capfd.readouterr().err
     assert command(["trace", "run", "--out", "packed.json.gz"]) == 0
     assert checked(tmp_path / "packed.json.gz") == entries
     monkeypatch.setattr(perfetto, "LARGE", 100)
     assert command(["trace", "run", "--ranks", "11"]) == 0
-    assert {e["tid"] for e in checked(tmp_path / "trace.json.gz")} == set(range(11))
+    assert {e["tid"] for e in checked(tmp_path / "run" / "trace.json.gz")} == set(range(11))
     capfd.readouterr()
     assert command(["trace", "run", "--limit", "200"]) == 0
     assert "only " in capfd.readouterr().err
-    about = json.loads((tmp_path / "trace.json").read_text())["otherData"]["runs"][0]
+    about = json.loads((tmp_path / "run" / "trace.json").read_text())["otherData"]["runs"][0]
     assert (about["outcome"], about["seed"], about["spawnsim"]) == ("finished", 0, spawnsim.__version__)
+    # Run again without a timeline or rows, the folder has no drawing of the run before; and nothing is to be drawn.
+    Path("plain.py").write_text("from mpi4py import MPI\nMPI.COMM_WORLD.Barrier()\n")
+    assert command(["run", "plain.py", "--ranks", "2", "--quiet", "--out", "run", "--overwrite"]) == 0
+    assert command(["trace", "run"]) == 2
+    assert "there is nothing to show" in capfd.readouterr().err
+    assert not [*Path("run").glob("trace.json*")]
 
 
 @pytest.mark.parametrize(

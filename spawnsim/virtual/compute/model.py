@@ -330,9 +330,10 @@ def parse_base(text: str | float | Fixed | Trace) -> Fixed | Trace:
         return _trace(folder, options)
     try:
         return Fixed(units.seconds(text))
-    except ParameterError as error:
+    except ParameterError:
         raise ParameterError(
-            f"compute {text!r}: neither a duration ({error}) nor a run folder that exists"
+            f"compute {text!r}: write a number and one of {', '.join(units.SECONDS)}, such as '10 ms'; or a run folder "
+            "that exists"
         ) from None
 
 

@@ -277,7 +277,10 @@ def test_a_compute_text_is_a_duration_or_a_run() -> None:
     """Anything else names both."""
     assert parse_base("50ms") == Fixed(0.05)
     assert parse_base(0.01) == Fixed(0.01)
-    with pytest.raises(ParameterError, match=r"neither a duration .* nor a run folder"):
+    with pytest.raises(
+        ParameterError,
+        match=r"^compute '.*': write a number and one of ns, us.*such as '10 ms'; or a run folder",
+    ):
         parse_base("fifty")
 
 

@@ -1,11 +1,13 @@
 """How the ranks that are left are ended when a run has failed: `finally` blocks run, and nothing can go on for ever."""
 
+import re
 import subprocess
 import sys
 
 import pytest
 from support.virtual_run import Notes, platform
 
+import spawnsim
 from spawnsim.errors import Deadlock
 from spawnsim.scenario import Scenario
 from spawnsim.virtual import simulate
@@ -107,3 +109,20 @@ def test_torch_may_raise_while_a_run_ends(tmp_path):
     assert found.stderr.count("deadlock") == 1
     assert "GreenletExit" not in found.stderr
     assert "InternalError" not in found.stderr
+
+
+def test_ranks_that_stand_alike_share_a_line():
+    """Of 40 ranks that wait in one call, whose ring is two others, one has a row and a line counts the rest."""
+
+    def main(comm):
+        if comm.rank in (0, 41):
+            comm.ssend("x", 41 - comm.rank)
+        comm.barrier()
+
+    with pytest.raises(Deadlock) as caught:
+        spawnsim.run(main, ranks=42)
+    text = str(caught.value)
+    assert text.count("\n  rank ") == 4  # the head, the ring, and the first that waits for it
+    assert re.search(r"\n  39 more in Barrier at test_ending_tasks\.py:\d+\n", text)
+    assert len(caught.value.causes) == 1
+    assert caught.value.causes[0].startswith("ssend test_ending_tasks.py:")

@@ -179,7 +179,7 @@ def test_short_hands_expand() -> None:
         ("nosuch.json", "cannot read nosuch.json: No such file"),
         ("slow:3@0s+1s,x", "factor: 'x' is not a number"),
         ("slow:3@0s+1s,1e-320", "factor must be"),
-        ("drop:0>1@1s,10%", "probability: '10%' is not a number"),
+        ("drop:0>1@1s,10%", "probability: '10%' is not a number: write 0.1"),
         ("delay:0>1@1s,5,x", "spread_s: 'x' is not a duration"),
         ("skew:3@1s,1s,fast", "drift: 'fast' is not a number"),
         ("mtbf:0@0s+1s,5s,1s,1.5", "'1.5' is not a whole number"),
