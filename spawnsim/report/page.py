@@ -18,7 +18,7 @@ from spawnsim.plots import figures, replacement, series, talk, timeuse
 from spawnsim.plots.experiments import KNOWN_ENDINGS, Groups, Recorded, grouped, ranks_of, setting
 from spawnsim.plots.gallery import metrics_of
 from spawnsim.record.journal import RankStates
-from spawnsim.report.ranks import MOST, Curve, curve, kinds, latest, standing
+from spawnsim.report.ranks import MOST, Curve, curve, kinds, latest, progress, standing
 from spawnsim.run.result import DASH, FINISHED, LOSSES, SECONDS, TOTALS, shown_totals
 
 PIXELS = 88  # of an inch of a figure: letters of all figures have one size, and most figures fill the page
@@ -130,6 +130,7 @@ def contents(runs: Sequence[Recorded] | Groups, title: str, live: Live | None = 
     return {
         "title": title,
         "live": live,
+        "progress": progress(found.runs[0]) if live is not None else None,
         "ranks": [(name, standing(run, live and live.states, room)) for name, run in found.named],
         "events": [(name, kinds(run.events), latest(run.events)) for name, run in found.named if run.events],
         "setting": setting(found.runs),

@@ -22,6 +22,7 @@ PER_ROW = 50  # cells: a row begins with its first rank's number, so a rank is f
 MOST = 4_096  # cells of one grid
 FRESH = 0.05  # of the run's time: how long ago a replacement is marked
 EVENTS = 12  # the latest are listed
+ELEMENTS, LONGEST = 8, 160  # of a list in an event; of all that an event says, in letters
 WIDTH, HEIGHT, POINTS = 160.0, 36.0, 60  # of a curve: pixels, and how many points it has
 
 WORDS = ("starting", "computing", "waiting", "running", "finished", "not finished", "died", "given up")
@@ -131,7 +132,45 @@ def _last_rows(run: Recorded) -> dict[int, str]:
 
 
 def _short(value: Any) -> str:
-    return f"{value:.4g}" if isinstance(value, float) else str(value)
+    """Return a value for a line: of a list a few elements; of equal ones their number."""
+    if not isinstance(value, (list, tuple)):
+        return f"{value:.4g}" if isinstance(value, float) else str(value)
+    texts = [_short(each) for each in value]
+    if len(texts) > 2 and len({*texts}) == 1:
+        return f"{len(texts)} × {texts[0]}"
+    more = f" … ({len(texts)} in all)" if len(texts) > ELEMENTS else ""
+    return f"[{', '.join(texts[:ELEMENTS])}{more}]"
+
+
+class Progress(NamedTuple):
+    """How far a run is: iterations of the furthest and of the slowest rank, and of the program; 0: not known."""
+
+    furthest: int
+    slowest: int
+    of: int
+
+    @property
+    def text(self) -> str:
+        """All of it in words."""
+        whole = f" of {self.of:,}" if self.of else ""
+        slowest = f"; the slowest rank: {self.slowest:,}" if self.slowest < self.furthest else ""
+        return f"iteration {self.furthest:,}{whole}{slowest}"
+
+
+def progress(run: Recorded) -> Progress | None:
+    """Return how far a run is, by its rows; None without a column `iteration`.
+
+    The number of the program's iterations is its parameter of this name.
+    """
+    if "iteration" not in run.table or run.table["iteration"].dtype.kind not in "iuf":
+        return None
+    _, reverse = np.unique(run.table["rank"][::-1], return_index=True)
+    last = run.table["iteration"][len(run.table["rank"]) - 1 - reverse]
+    known = last[np.isfinite(last)]
+    given = run.what.get("parameters")
+    wanted = given.get("iterations") if isinstance(given, Mapping) else None
+    whole = wanted if isinstance(wanted, int) and not isinstance(wanted, bool) and wanted > 0 else 0
+    return Progress(int(known.max()) + 1, int(known.min()) + 1, whole) if len(known) else None
 
 
 class Curve(NamedTuple):
@@ -171,7 +210,8 @@ def latest(events: Sequence[Mapping[str, Any]]) -> list[tuple[str, int, str, str
     for event in list(events)[: -EVENTS - 1 : -1]:
         more = {name: value for name, value in event.items() if name not in ("kind", "time_s", "rank")}
         text = ", ".join(f"{name} {_short(value)}" for name, value in more.items())
-        rows.append((f"{event['time_s']:.6g}", event["rank"], event["kind"], text[:160]))
+        text = text if len(text) <= LONGEST else f"{text[:LONGEST].rpartition(', ')[0] or text[:LONGEST]} …"
+        rows.append((f"{event['time_s']:.6g}", event["rank"], event["kind"], text))
     return rows
 
 

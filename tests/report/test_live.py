@@ -16,16 +16,19 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+import numpy as np
 import pytest
 from support import synthetic
 
 import spawnsim
 from spawnsim.cli import main as command
 from spawnsim.errors import ParameterError, UnsupportedError
+from spawnsim.record import Table
 from spawnsim.record.folder import RUNNING
 from spawnsim.record.journal import FOLDER, RankStates, read_states, write_states
 from spawnsim.report import observers, ranks
 from spawnsim.report.live import BEFORE, LivePage
+from spawnsim.report.page import Live, render
 from spawnsim.run import Run, watched
 
 WAITING = RankStates(
@@ -162,7 +165,11 @@ def test_browsers_are_sent_each_page_and_the_last_one(live: LivePage) -> None:
     assert kind == "page"
     assert "<b>" not in page
     assert "&lt;b&gt;" in page
-    assert "The run goes on" in page
+    assert "<h2>Running</h2>" in page
+    far = ranks.progress(running())
+    assert far is not None and f"{far.text}</p>" in page
+    totals = page[page.index('id="totals"') : page.index('id="finals"')]
+    assert "<td>–</td>" not in totals  # six dashes while the run went on
     assert "11 waiting</span>" in page
     assert 'title="rank 11: waiting Barrier() on &lt;MPI_COMM_WORLD&gt;' in page
     live.end(synthetic.run(ranks=12, iterations=25))
@@ -213,6 +220,35 @@ def test_a_grid_has_an_end(most: int, rows: int, left: int) -> None:
     """All ranks count; those that have no cell are told of."""
     found = ranks.standing(synthetic.run("none", ranks=100, iterations=2), most=most)
     assert (len(found.rows), found.left_out, found.counts) == (rows, left, [("finished", "finished", 100)])
+
+
+def test_a_run_that_goes_on_says_how_far_it_is() -> None:
+    """By the program's parameter `iterations`, if it has one; a rank that lags is told of."""
+    run = synthetic.run("none", ranks=12, iterations=99)
+    what = {**run.what, "parameters": {"iterations": 400}}
+    lags = (run.table["rank"] != 3) | (run.table["iteration"] < 40)
+    table = Table({name: column[lags] for name, column in run.table.items()})
+    behind = dataclasses.replace(run, what=what, table=table)
+    assert ranks.progress(behind) == (99, 40, 400)
+    assert ranks.progress(dataclasses.replace(run, table=Table({"rank": np.zeros(0, int)}))) is None
+    bar = '<progress value="99" max="400"></progress> iteration 99 of 400; the slowest rank: 40</p>'
+    assert bar in render([behind], live=Live())
+    assert "<progress value" not in render([behind])
+
+
+def test_events_are_cut_between_their_parts() -> None:
+    """Equal weights of many donors filled the row, and the last part was cut amid a list."""
+    event = {
+        "kind": "replacement",
+        "time_s": 1.0,
+        "rank": 2,
+        "donors": list(range(64)),
+        "weights": [0.125] * 64,
+    }
+    event |= {"versions": [7, 8], "why": "x" * 90, "more": "y" * 20}
+    (row,) = ranks.latest([event])
+    donors = "donors [0, 1, 2, 3, 4, 5, 6, 7 … (64 in all)], weights 64 × 0.125, versions [7, 8]"
+    assert row[3] == f"{donors} …"
 
 
 def test_a_curve_needs_two_points() -> None:

@@ -29,7 +29,7 @@ def test_the_page_is_whole_and_loads_nothing(runs: list[Run]):
     html = page.render(runs, "Two policies")
     for text in (
         "Two policies",
-        "lost in lockstep",
+        "would wait, if in lockstep",
         "Replacements",
         "0f3c" * 8,
         "54,321",
