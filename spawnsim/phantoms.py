@@ -98,7 +98,12 @@ class PhantomArray(NDArrayOperatorsMixin):
         if isinstance(value, PhantomArray) and value.nbytes <= part.nbytes:
             held, shift = value.stored(), part._start - value._start
         elif not isinstance(value, PhantomArray) and value.nbytes <= part.nbytes:
-            held, shift = {0: np.asarray(value).tobytes()}, part._start
+            base: Any = getattr(value, "base", None)
+            if (
+                type(base) is not bytes or len(base) != value.nbytes
+            ):  # else it cannot change, and needs no copy
+                base = np.asarray(value).tobytes()
+            held, shift = {0: base}, part._start
         else:
             raise PhantomError(f"{value.nbytes} bytes do not fit {part.nbytes} bytes of a phantom array")
         end = part._start + value.nbytes
@@ -164,7 +169,10 @@ class PhantomArray(NDArrayOperatorsMixin):
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> NDArray[Any]:
         """Return what was stored as an array, if that is all of it."""
-        return np.frombuffer(bytearray(self.tobytes()), self.dtype)
+        found = self.data
+        if len(found) < self.nbytes:
+            raise PhantomError(NO_DATA)
+        return np.frombuffer(bytearray(found), self.dtype)
 
     def __array_ufunc__(self, ufunc: Any, method: str, *given: Any, **how: Any) -> Any:
         """Compute nothing; the result is a phantom as well."""

@@ -6,6 +6,7 @@ must not know how models train.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -175,9 +176,7 @@ def replace(arena: Arena, decision: Decision, policy: AsyncSelectiveAveragingPol
     rows = _travelling(arena, how.travels, state=how.travels.with_optimizer)
     found: dict[int, dict[str, Tensor]] = {}
     for rank, given in _contributions(rows, decision).items():
-        out = (
-            nonfinite_donors(given, {name: each[rank] for name, each in rows.items()}) if policy.guard else []
-        )
+        out = nonfinite_donors(given, partial(_row_of, rows, rank)) if policy.guard else []
         kept = normalized([each for each in given if each.donor not in out])
         if not kept:  # it stays as it is
             continue
@@ -185,7 +184,7 @@ def replace(arena: Arena, decision: Decision, policy: AsyncSelectiveAveragingPol
         found[rank] = {WEIGHTS: with_momentum(_mixed(WEIGHTS, own, kept), own, how.momentum)}
         names = [name for name in rows if name != WEIGHTS]
         if state == "copy":
-            heaviest = max(kept, key=lambda each: (each.weight, -each.donor))
+            heaviest = max(kept, key=lambda each: each.precedence)
             found[rank] |= {name: heaviest.tensors[name].clone() for name in names}
         elif state == "average":
             found[rank] |= {name: _mixed(name, rows[name][rank], kept) for name in names}
@@ -195,6 +194,10 @@ def replace(arena: Arena, decision: Decision, policy: AsyncSelectiveAveragingPol
             rows[name][rank] = value
     if state == "reset":
         _reset(arena, torch.tensor([*found], dtype=torch.int64))
+
+
+def _row_of(rows: dict[str, Tensor], rank: int) -> dict[str, Tensor]:
+    return {name: each[rank] for name, each in rows.items()}
 
 
 def _contributions(rows: dict[str, Tensor], decision: Decision) -> dict[int, list[Contribution]]:

@@ -17,9 +17,9 @@ import torch
 from spawnsim.comm import Comm, Status
 from spawnsim.errors import UsageError
 from spawnsim.policies.base import Info, SpawnPolicy
+from spawnsim.policies.exchange.gathering import Gathering
 from spawnsim.policies.exchange.messages import Message, decode
 from spawnsim.policies.exchange.replacement import (
-    Contribution,
     Explore,
     ModelBuilder,
     Packer,
@@ -167,17 +167,19 @@ class ReplayPolicy(SpawnPolicy):
     ) -> ModelAndOptimizer:
         began_s, members = comm.clock.now(), comm.Get_group().members
         donors = [members.index(donor) for donor in due.donors]
-        messages = [self._receive(comm, donor, due.round) for donor in donors]
-        contributions = [
-            Contribution(donor, message.iteration, weight, self._unpacker.unpack([message]))
-            for donor, message, weight in zip(donors, messages, due.weights, strict=True)
-        ]
+        weights = dict(zip(donors, due.weights, strict=True))
+        gathering, nbytes = Gathering(weights, due.replacement.travels, guard=False), 0
+        for donor in donors:
+            message = self._receive(comm, donor, due.round)
+            gathering.add(donor, message.iteration, self._unpacker.unpack([message]), whose)
+            nbytes += message.body.size
+        contributions, recorded = gathering.finish(comm, whose)
         new = due.replacement(*whose, contributions, reference=self._reference, rng=comm.rng("explore"))
         self._reference = {}
         self.count_replacement()
         record = ReplacementRecord(
-            due.iteration, due.round, due.asked, info["local_metric"], contributions,
-            nbytes=sum(message.body.size for message in messages), wait_s=comm.clock.now() - began_s,
+            due.iteration, due.round, due.asked, info["local_metric"], recorded,
+            nbytes=nbytes, wait_s=comm.clock.now() - began_s,
             unmatched=new.unmatched,
         )  # fmt: skip
         record.publish(comm, info, self.num_replacements, due.replacement, served=due.served)

@@ -17,13 +17,11 @@ from spawnsim.policies.base import Info, SpawnPolicy
 from spawnsim.policies.exchange.coordinator import ExchangeOptions, Outcome
 from spawnsim.policies.exchange.protocol import Exchange, ShutdownDrain
 from spawnsim.policies.exchange.replacement import (
-    Contribution,
     Explore,
     ModelBuilder,
     Replacement,
     ReplacementRecord,
     Rule,
-    usable,
 )
 from spawnsim.policies.rules.cadence import Cadence
 from spawnsim.policies.rules.donors import (
@@ -46,7 +44,7 @@ from spawnsim.policies.rules.selection import (
 )
 from spawnsim.policies.state.codecs import Codec
 from spawnsim.policies.state.layout import ModelAndOptimizer, StateScope, Tensors
-from spawnsim.policies.state.snapshot import Compression, model_device
+from spawnsim.policies.state.snapshot import Compression
 
 logger = logging.getLogger(__name__)
 
@@ -85,8 +83,8 @@ class AsyncSelectiveAveragingPolicy(SpawnPolicy):
             age, drawn from `age_range`, both ends included, has run out).
         donors: a donor rule, or a number of donors drawn uniformly from the survivors (share if float; 1.0: all). By
             default the best alone for "best_only", which then gives to all replaced ranks; else all survivors, but 8 at
-            most, so that traffic and memory grow with the group and not with its square
-            (`spawnsim.torchgfn.spawn_policy` takes all, as the original does).
+            most, so that traffic grows with the group and not with its square (`spawnsim.torchgfn.spawn_policy` takes
+            all, as the original does). More than 8 are averaged in order of arrival, fewer in order of rank.
         selection, mixing, cadence: your own objects in place of the named ones.
         rule: "replace": the replaced rank takes the donors' weights as they are, which heals it whatever has become of
             its own. It loses the steps that it took since it asked, one or two as a rule. "delta" adds these, so a rank
@@ -185,7 +183,7 @@ class AsyncSelectiveAveragingPolicy(SpawnPolicy):
         travels, resume = self.replacement.travels, self._resume
         exchange = Exchange(
             comm, self.rules, self.wiring, travels=travels, cooldown=self._cooldown,
-            compression=Compression(self.compression),
+            guard=self.guard, compression=Compression(self.compression),
         )  # fmt: skip
         exchange.inbox.settled = resume.get("settled", -1)
         exchange.call_s = resume.get("call_s", math.inf)
@@ -200,7 +198,7 @@ class AsyncSelectiveAveragingPolicy(SpawnPolicy):
     def _take_over(self, exchange: Exchange, outcome: Outcome, info: Info) -> ModelAndOptimizer:
         assert self._latest is not None
         iteration, model, optimizer = self._latest
-        contributions = self._contributions(exchange, outcome, (model, optimizer))
+        contributions, recorded = exchange.gathering.finish(exchange.comm, (model, optimizer))
         if not (contributions or outcome.fresh_start):
             return model, optimizer
         asked, reference = self._reference
@@ -213,20 +211,12 @@ class AsyncSelectiveAveragingPolicy(SpawnPolicy):
         self.note("wait", outcome.wait_s)
         assignment = outcome.assignment
         record = ReplacementRecord(
-            iteration, assignment.round, asked, info["local_metric"], contributions, assignment.low, assignment.high,
+            iteration, assignment.round, asked, info["local_metric"], recorded, assignment.low, assignment.high,
             outcome.nbytes, outcome.wait_s, new.unmatched, self.mode,
         )  # fmt: skip
         record.publish(exchange.comm, info, self.num_replacements, self.replacement, served="before")
         self._latest = (iteration, new.model, new.optimizer)
         return new.model, new.optimizer
-
-    def _contributions(self, exchange: Exchange, outcome: Outcome, whose: ModelAndOptimizer) -> list[Contribution]:
-        weights = dict(zip(outcome.assignment.donors, outcome.assignment.weights, strict=True))
-        contributions = [
-            Contribution(donor, outcome.given[donor][0].iteration, weights[donor], tensors)
-            for donor, tensors in exchange.unpack(outcome, model_device(whose[0])).items()
-        ]
-        return usable(exchange.comm, contributions, whose, self.replacement.travels, guard=self.guard)
 
     def shutdown(self) -> None:
         """Serve what was promised, and wait for all ranks of the group that still train. May be called twice."""

@@ -3,11 +3,11 @@
 Every name here is one of `spawnsim.policies`; see there for what else they can do. `group` may be a spawnsim `Comm`, a
 raw `mpi4py.MPI.Comm` or a `torch.distributed` group; left out, it is the world of the job, as in the originals.
 
-Three defaults are the originals' where `spawnsim.policies` has others, for the sake of large groups and models:
-"mean" and "weighted_mean" average all survivors (there: 8 at most), so that a round's traffic, and the snapshots that a
-replaced rank holds at once, grow with the group: give `donors=8` from some dozens of ranks on. The one-sided policies
-take half of the group (there: 8 at most), and lay their model out in every call (there: at the cadence), in four slots
-so that readers are not overtaken: a pass over the model each time, and four times its memory;
+Three defaults are the originals' where `spawnsim.policies` has others, for the sake of large groups and models: "mean"
+and "weighted_mean" average all survivors (there: 8 at most), so that a round's traffic grows with the square of the
+group (its memory does not: snapshots are averaged as they come): give `donors=8` from some dozens of ranks on. The
+one-sided policies take half of the group (there: 8 at most), and lay their model out in every call (there: at the
+cadence), in four slots so that readers are not overtaken: a pass over the model each time, and four times its memory;
 `windows=WindowOptions("flat", publish_every=10)` lays it out in every tenth, in two.
 """
 

@@ -280,7 +280,7 @@ def by_plain_torch(how, ranks, iterations, seed, policy, decisions):
             pairs = zip(decision.donors[edges].tolist(), decision.weights[edges].tolist(), strict=True)
             contributions = [Contribution(donor, iteration, weight, given[donor]) for donor, weight in pairs]
             rank = int(decision.replaced[index])
-            out = nonfinite_donors(contributions, given[rank])
+            out = nonfinite_donors(contributions, partial(given.__getitem__, rank))
             contributions = normalized([each for each in contributions if each.donor not in out])
             if not contributions:
                 continue

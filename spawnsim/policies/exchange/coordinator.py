@@ -216,16 +216,16 @@ Wiring = ExchangeOptions  # the name that it had first
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """How an assignment ended: the parts of each donor that gave a whole snapshot, in order of donor rank."""
+    """How an assignment ended: the bytes of each donor that gave a whole snapshot, in order of arrival."""
 
     assignment: Assignment
-    given: dict[int, list[Message]]
+    given: dict[int, int]
     wait_s: float
 
     @property
     def nbytes(self) -> int:
         """Bytes that the donors have sent."""
-        return sum(part.body.size for parts in self.given.values() for part in parts)
+        return sum(self.given.values())
 
     @property
     def fresh_start(self) -> bool:
@@ -237,15 +237,9 @@ class Outcome:
 class _OpenAssignment:
     assignment: Assignment
     asked_s: float
-    parts: dict[int, dict[int, Message]] = field(default_factory=dict)
-
-    def whole(self) -> dict[int, list[Message]]:
-        # Complete by count: parts come in any order, and each says how many there are.
-        return {
-            donor: [got[index] for index in sorted(got)]
-            for donor in self.assignment.donors
-            if (got := self.parts.get(donor)) and len(got) == next(iter(got.values())).parts
-        }
+    parts: dict[int, dict[int, Message]] = field(default_factory=dict)  # of those that are not whole
+    given: dict[int, int] = field(default_factory=dict)  # bytes of those that are
+    unseen: int = 0  # parts that came since the latest look at the time
 
 
 class Inbox:
@@ -270,8 +264,8 @@ class Inbox:
         self._pending = _OpenAssignment(assignment, now_s)
         return True
 
-    def part(self, donor: int, message: Message, now_s: float) -> None:
-        """Take one part of a donor's snapshot."""
+    def part(self, donor: int, message: Message) -> list[Message]:
+        """Take one part of a donor's snapshot; return all its parts, in order, if it was the last one."""
         # Answers to an earlier round may come after its deadline, from donors that were slow.
         pending = self._pending
         if (
@@ -280,28 +274,37 @@ class Inbox:
             or donor not in pending.assignment.donors
         ):
             self.counts["late"] += 1
-            return
+            return []
         got = pending.parts.setdefault(donor, {})
-        if message.part in got:
+        if donor in pending.given or message.part in got:
             self.counts["duplicate"] += 1
-            return
+            return []
         if got and (first := next(iter(got.values()))).iteration != message.iteration:
             # answers to an asking that was repeated: parts of two snapshots never mix
             if message.iteration < first.iteration:
                 self.counts["late"] += 1
-                return
+                return []
             got.clear()
         got[message.part] = message
-        self.deadline.observe(now_s - pending.asked_s)
+        pending.unseen += 1
+        # Complete by count: parts come in any order, and each says how many there are.
+        if len(got) < message.parts:
+            return []
+        whole = [got[index] for index in sorted(got)]
+        pending.given[donor] = sum(part.body.size for part in whole)
+        got.clear()  # handed over: what becomes of it is not the inbox's to keep
+        return whole
 
     def outcome(self, now_s: float) -> Outcome | None:
         """Return how the open assignment ended, or None while it has not; after that nothing is open."""
         pending = self._pending
         if pending is None:
             return None
-        given = pending.whole()
-        asked = len(pending.assignment.donors)
+        given, asked = pending.given, len(pending.assignment.donors)
         missing, wait_s = asked - len(given), now_s - pending.asked_s
+        for _ in range(pending.unseen):
+            self.deadline.observe(wait_s)
+        pending.unseen = 0
         # Donors that do not come are done without: those that gave whole snapshots share the weight (`normalized`).
         if missing and wait_s < self.deadline.limit_s(len(given) / asked):
             return None

@@ -19,8 +19,11 @@ from threading import Lock
 from typing import TYPE_CHECKING, Any, Protocol
 from weakref import WeakKeyDictionary, WeakValueDictionary
 
+import numpy as np
+
 from spawnsim.comm import ANY_SOURCE, Comm, Status, Task
 from spawnsim.errors import RankFailed, Timeout, UsageError, WorldError
+from spawnsim.phantoms import is_phantom
 from spawnsim.policies.exchange.messages import Foreign, Message, Outgoing, Unreadable, decode, encode
 from spawnsim.policies.state.arithmetic import new_memory, phantom_memory
 from spawnsim.policies.state.codecs import Bytes
@@ -50,6 +53,11 @@ class _Receive:
     source: int
     buffer: Bytes
     request: Request | None
+
+    def release(self) -> Bytes:
+        """Return the buffer, and keep nothing."""
+        buffer, self.buffer = self.buffer, new_memory(0)  # no part of it, which would keep the whole
+        return buffer
 
 
 class Endpoint:
@@ -98,6 +106,7 @@ class Endpoint:
         self._receives: list[_Receive] = []
         # `Comm` lists what every backend has; Probe, Get_failed and Ack_failed are MPI's.
         self._any: Any = comm
+        self._virtual = comm.capabilities().backend == "virtual"
 
     def _open(self) -> WeakValueDictionary[int, Endpoint]:
         """Return this rank's endpoints on this communicator, by tag."""
@@ -197,25 +206,33 @@ class Endpoint:
     # ---------------------------------------------------------------------------------------------- receiving
     def poll(self) -> list[tuple[int, Message]]:
         """Return (source, message) for everything that has arrived; never waits, one probe if there is nothing."""
-        arrived = self.from_self()
-        complete = self._finished() if self._receives else []
+        return [*self.messages()]
+
+    def messages(self) -> Iterator[tuple[int, Message]]:
+        """Yield what `poll` returns, one by one: the memory of one can be given up before the next is complete."""
+        yield from self.from_self()
+        for source, buffer in self._complete():
+            try:
+                message = decode(self._filled(buffer), self.channel)
+            except Unreadable as error:
+                self.counts["foreign" if isinstance(error, Foreign) else "unreadable"] += 1
+            else:
+                self.counts["damaged"] += message.damaged
+                del buffer
+                yield source, message
+
+    def _complete(self) -> Iterator[tuple[int, Bytes]]:
+        yield from self._finished() if self._receives else ()
         try:
             while self._probe(ANY_SOURCE, self.tag, self._status):
-                self._take(complete)
+                receive = self._take()
+                if receive is not None and receive.buffer.size:
+                    yield receive.source, receive.release()
         except RankFailed as error:
             # On ULFM one dead rank spoils every probe of ANY_SOURCE until its failure is acknowledged.
             self._note_failure(error)
             if self.comm.capabilities().survives:
                 self._any.Ack_failed()
-        for source, buffer in complete:
-            try:
-                message = decode(buffer, self.channel)
-            except Unreadable as error:
-                self.counts["foreign" if isinstance(error, Foreign) else "unreadable"] += 1
-            else:
-                self.counts["damaged"] += message.damaged
-                arrived.append((source, message))
-        return arrived
 
     def empty(self, patience_s: float) -> None:
         """Receive and drop what others have sent before they left, and who sent it waits for; `patience_s` at most."""
@@ -237,10 +254,10 @@ class Endpoint:
         with suppress(WorldError):
             while self._receives and (left_s := end_s - self.comm.clock.now()) > 0:
                 self._wait_for(self._receives[0], left_s)
-                self._finished()
+                deque(self._finished(), maxlen=0)
 
-    def _take(self, complete: list[tuple[int, Bytes]]) -> None:
-        """Receive the message that was probed, or begin to.
+    def _take(self) -> _Receive | None:
+        """Receive the message that was probed, or begin to; return it if it is complete.
 
         A small message is often complete before a large one that the same rank sent earlier. It waits for that one:
         the protocols above rely on MPI's promise that messages do not overtake each other.
@@ -249,7 +266,7 @@ class Endpoint:
         if source == self.rank:  # by `wake`: all else to this rank does not travel
             self._wakes -= 1
             self.comm.Recv(new_memory(0), source, self.tag)
-            return
+            return None
         self.counts["bytes_received"] += nbytes
         self.received += 1
         # Where large ones are coming in, a small one may have to wait for them at the card.
@@ -261,18 +278,25 @@ class Endpoint:
             receive = _Receive(source, buffer, self.comm.Irecv(buffer, source, self.tag))
         if any(earlier.source == source for earlier in self._receives) or not self._is_complete(receive):
             self._receives.append(receive)
-        elif receive.buffer.size:
-            complete.append((source, receive.buffer))
+            return None
+        return receive
 
     def _room(self, nbytes: int) -> Bytes:
         """Return memory to receive a message into; a short one's is plain memory, where it is no phantom."""
-        phantom = self.allocate is phantom_memory
-        make = self.allocate if nbytes > AT_ONCE_NBYTES or phantom else new_memory
-        return make(nbytes)
+        small = nbytes <= AT_ONCE_NBYTES
+        # Of all virtual ranks, what is on its way at one time may be far more than one machine holds.
+        phantom = self.allocate is phantom_memory or (self._virtual and not small)
+        room: Bytes = (phantom_memory if phantom else new_memory if small else self.allocate)(nbytes)
+        return room
 
-    def _finished(self) -> list[tuple[int, Bytes]]:
-        """Return those receives that are complete, but none before an earlier one of the same source."""
-        complete: list[tuple[int, Bytes]] = []
+    def _filled(self, room: Bytes) -> Bytes:
+        """Return what was received into a room, in memory; phantoms stay phantoms where the models are."""
+        if is_phantom(room) and self.allocate is not phantom_memory:
+            return np.asarray(room)
+        return room
+
+    def _finished(self) -> Iterator[tuple[int, Bytes]]:
+        """Yield those receives that are complete, but none before an earlier one of the same source."""
         incomplete: list[_Receive] = []
         held: set[int] = set()  # sources with an earlier message under way
         for receive in self._receives:
@@ -280,9 +304,8 @@ class Endpoint:
                 held.add(receive.source)
                 incomplete.append(receive)
             elif receive.buffer.size:
-                complete.append((receive.source, receive.buffer))
+                yield receive.source, receive.release()
         self._receives = incomplete
-        return complete
 
     def _is_complete(self, receive: _Receive) -> bool:
         return receive.request is None or self._has_ended(receive, receive.request.Test)

@@ -253,6 +253,13 @@ def encode(message: Message, channel: int = 0) -> Bytes:
     return np.concatenate((np.frombuffer(head, np.uint8), body))
 
 
+def immutable(buffer: Bytes) -> Bytes:
+    """Return an encoded message in memory that cannot change: virtual ranks send it to many without a copy for each."""
+    if is_phantom(buffer) or isinstance(buffer.base, bytes):
+        return buffer
+    return np.frombuffer(buffer.tobytes(), np.uint8)
+
+
 def decode(buffer: Bytes, channel: int = 0) -> Message:
     """Return the message in a buffer; its body is a view into it, or empty if it was damaged.
 

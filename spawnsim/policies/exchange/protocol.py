@@ -25,11 +25,18 @@ from spawnsim.errors import RankFailed, Revoked, Timeout
 from spawnsim.policies.exchange.attendance import Attendance, shown
 from spawnsim.policies.exchange.coordinator import Coordinator, ExchangeOptions, Inbox, Outcome
 from spawnsim.policies.exchange.endpoint import Endpoint
-from spawnsim.policies.exchange.messages import Kind, Message, Unreadable, assign_message, assignment_of
+from spawnsim.policies.exchange.gathering import Gathering
+from spawnsim.policies.exchange.messages import (
+    Kind,
+    Message,
+    Unreadable,
+    assign_message,
+    assignment_of,
+    immutable,
+)
 from spawnsim.policies.exchange.replacement import Packer
 from spawnsim.policies.rules.donors import Assignment, Decision, Rules
 from spawnsim.policies.rules.selection import Report
-from spawnsim.policies.state.arithmetic import CPU
 from spawnsim.policies.state.codecs import Bytes
 from spawnsim.policies.state.layout import StateScope, collect
 from spawnsim.policies.state.snapshot import Compression, allocator_for, model_device
@@ -40,12 +47,14 @@ class Exchange:
 
     def __init__(
         self, comm: Comm, rules: Rules, wiring: ExchangeOptions, *, travels: StateScope, cooldown: int,
-        compression: Compression | None = None,
+        guard: bool, compression: Compression | None = None,
     ) -> None:  # fmt: skip
         self.comm, self.wiring, self.travels = comm, wiring, travels
         self.rules, self.cooldown = rules, cooldown
         self.endpoint = Endpoint(comm, wiring.tag, tracked=True)
         self.inbox = Inbox(wiring.new_deadline())
+        self.guard = guard
+        self.gathering = Gathering({}, travels, guard=guard)  # for the open assignment
         self.leader = min(wiring.coordinator, comm.Get_size() - 1)  # after recoveries groups are smaller
         self.coordinator = self._new_coordinator() if comm.Get_rank() == self.leader else None
         self.assigned: Assignment | None = None  # taken in the latest `serve`: the time to take a reference
@@ -97,10 +106,18 @@ class Exchange:
         """Handle all that has arrived; return this rank's replacement if it is ready to be carried out."""
         self.assigned = None
         self._calls += 1
-        arrived = self.endpoint.poll()
+        arrived: list[tuple[int, Message]] = []
+        gathered = False
+        for source, message in self.endpoint.messages():
+            if message.kind == Kind.SNAPSHOT and not message.damaged:
+                # At once, before the next has been received: together they may be more than memory holds.
+                gathered = True
+                self._gather(source, self.inbox.part(source, message), (model, optimizer))
+            else:
+                arrived.append((source, message))
         # No look at the clock where nothing happened: most calls of a training loop are such, and a look costs
         # virtual ranks an event.
-        if not (arrived or self.inbox.waiting or (self.coordinator and self.coordinator.waiting)):
+        if not (arrived or gathered or self.inbox.waiting or (self.coordinator and self.coordinator.waiting)):
             return None
         now_s = self.comm.clock.now()
         # Snapshots are of this call's model; kept any longer, they would be another iteration's weights.
@@ -128,8 +145,6 @@ class Exchange:
             # A leaving rank sends nothing: what each has sent was counted for the shutdown already.
             if message.kind == Kind.FETCH and not self.leaving:
                 self._give(source, message.number, iteration, whose)
-            elif message.kind == Kind.SNAPSHOT:
-                self.inbox.part(source, message, now_s)
             elif message.kind == Kind.ASSIGN and not self.leaving:
                 self.endpoint.allocate = allocator_for(model_device(whose[0]))
                 self._ask(assignment_of(message), now_s, iteration)
@@ -157,6 +172,8 @@ class Exchange:
         if messages is None:
             live = collect(*whose, self.travels)
             messages = self._packed[round_] = self._packer.pack(live, round_, iteration, busy=self._busy)
+        else:  # several ask
+            messages = self._packed[round_] = [immutable(message) for message in messages]
         for message in messages:
             self.endpoint.send_packed(replaced, message)
 
@@ -169,6 +186,8 @@ class Exchange:
     def _ask(self, assignment: Assignment, now_s: float, iteration: int) -> None:
         if self.inbox.assign(assignment, now_s):
             self.assigned = assignment
+            weights = dict(zip(assignment.donors, assignment.weights, strict=True))
+            self.gathering = Gathering(weights, self.travels, guard=self.guard)
             for donor in assignment.donors:
                 self.endpoint.send(donor, Message(Kind.FETCH, assignment.round, iteration))
 
@@ -192,15 +211,18 @@ class Exchange:
             high=decision.high,
         )
 
-    def unpack(self, outcome: Outcome, device: torch.device = CPU) -> dict[int, dict[str, torch.Tensor]]:
-        """Return the tensors of each donor whose snapshot is whole and can be read, on the given device."""
-        unpacked = {}
-        for donor, parts in outcome.given.items():
-            try:
-                unpacked[donor] = self._packer.unpack(parts, device)
-            except Unreadable:
-                self.counts["unreadable"] += 1
-        return unpacked
+    def _gather(
+        self, donor: int, parts: list[Message], whose: tuple[torch.nn.Module, torch.optim.Optimizer]
+    ) -> None:
+        """Take in a snapshot that is whole."""
+        if not parts:
+            return
+        try:
+            tensors = self._packer.unpack(parts, model_device(whose[0]))
+        except Unreadable:
+            self.counts["unreadable"] += 1
+        else:
+            self.gathering.add(donor, parts[0].iteration, tensors, whose)
 
     def tally(self) -> Counter[str]:
         """Return all counters of this rank's side of the protocol."""

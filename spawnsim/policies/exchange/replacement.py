@@ -131,6 +131,11 @@ class Contribution:
         """All tensors as one flat view, if they lie end to end, as those of a snapshot do; else None."""
         return as_one_view([*self.tensors.values()]) if self.tensors else None
 
+    @property
+    def precedence(self) -> tuple[float, int]:
+        """Where optimizer state is copied, it is that of the donor of the highest."""
+        return self.weight, -self.donor
+
 
 def normalized(contributions: Sequence[Contribution]) -> list[Contribution]:
     """Return the contributions that have arrived with weights that sum to 1."""
@@ -141,13 +146,14 @@ def normalized(contributions: Sequence[Contribution]) -> list[Contribution]:
     return [replace(each, weight=each.weight / total) for each in contributions]
 
 
-def nonfinite_donors(contributions: Sequence[Contribution], own: Tensors) -> list[int]:
+def nonfinite_donors(contributions: Sequence[Contribution], own: Callable[[], Tensors]) -> list[int]:
     """Return the donors whose state holds a NaN, or an infinity where this rank has none (masks may hold some)."""
     return [
         each.donor
         for each in contributions
         if not _finite_as_one(each.row)
-        and not all(_is_usable(tensor, own.get(name)) for name, tensor in each.tensors.items())
+        and not all(map(_finite, each.tensors.values()))
+        and not all(_is_usable(tensor, own().get(name)) for name, tensor in each.tensors.items())
     ]
 
 
@@ -156,8 +162,12 @@ def _finite_as_one(row: torch.Tensor | None) -> bool:
     return row is not None and row.is_floating_point() and surely_finite(row)
 
 
+def _finite(value: torch.Tensor) -> bool:
+    return not (value.is_floating_point() or value.is_complex()) or all_finite(value)
+
+
 def _is_usable(value: torch.Tensor, own: torch.Tensor | None) -> bool:
-    if not (value.is_floating_point() or value.is_complex()) or all_finite(value):
+    if _finite(value):
         return True
     if own is None or own.shape != value.shape:
         return False
@@ -314,14 +324,14 @@ class Replacement:
             return
         if fresh_optimizer is not optimizer:
             everything = collect(model, optimizer, StateScope(optimizer_state="copy"))
-            assign_optimizer(fresh, fresh_optimizer, _of_optimizer(everything))
+            assign_optimizer(fresh, fresh_optimizer, of_optimizer(everything))
         if how == "copy" and contributions:
-            heaviest = max(contributions, key=lambda each: (each.weight, -each.donor))
-            assign_optimizer(fresh, fresh_optimizer, _of_optimizer(heaviest.tensors))
+            heaviest = max(contributions, key=lambda each: each.precedence)
+            assign_optimizer(fresh, fresh_optimizer, of_optimizer(heaviest.tensors))
         elif how == "average" and contributions:
             first: Tensors = {}  # of each tensor, the first donor's that has one: it gives shape and dtype
             for each in contributions:
-                for name, tensor in _of_optimizer(each.tensors).items():
+                for name, tensor in of_optimizer(each.tensors).items():
                     first.setdefault(name, tensor)
             mixed = {name: mixture(name, tensor, contributions) for name, tensor in first.items()}
             found = {name: value for name, value in mixed.items() if value is not None}
@@ -376,7 +386,8 @@ def mixture(name: str, like: torch.Tensor, contributions: Sequence[Contribution]
     return mixed.to(device=like.device, dtype=like.dtype)
 
 
-def _of_optimizer(tensors: Tensors) -> Tensors:
+def of_optimizer(tensors: Tensors) -> Tensors:
+    """Return the tensors of a state that are an optimizer's."""
     return {name: tensor for name, tensor in tensors.items() if name.startswith("optimizer/")}
 
 
@@ -451,9 +462,14 @@ def usable(
     With `guard`, donors whose state holds a NaN, or an infinity that this rank's model has not in that place, are left
     out, with an event "left_out" and a warning.
     """
-    out = nonfinite_donors(contributions, collect(*own, travels)) if guard else []
-    if out:
-        world = comm.Get_group().members
-        comm.record.event("left_out", donors=[world[donor] for donor in out])
-        logger.warning("rank %d: what donors %s gave is not finite: left out", comm.rank, out)
+    out = nonfinite_donors(contributions, lambda: collect(*own, travels)) if guard else []
+    leave_out(comm, out)
     return normalized([each for each in contributions if each.donor not in out])
+
+
+def leave_out(comm: Comm, donors: Sequence[int]) -> None:
+    """Record that these donors are left out, and warn, if there are any."""
+    if donors:
+        world = comm.Get_group().members
+        comm.record.event("left_out", donors=[world[donor] for donor in donors])
+        logger.warning("rank %d: what donors %s gave is not finite: left out", comm.rank, donors)

@@ -154,6 +154,17 @@ def _drift(
     return drift
 
 
+def accumulate(drift: torch.Tensor, value: torch.Tensor, anchor: torch.Tensor, share: float) -> None:
+    """Add share·(value - anchor) to a contiguous drift of the summing dtype: one step of `blend`, to the bit."""
+    if not share:
+        return
+    pieces: list[Sequence[torch.Tensor]] = [[each.reshape(-1)] for each in (drift, value, anchor)]
+    if all(each[0].device.type == "cpu" for each in pieces):
+        pieces = [torch.split(each[0], PIECE) for each in pieces]  # as in `_piecewise`
+    for to, new, base in zip(*pieces, strict=True):
+        to += _difference(new.to(to.dtype), base.to(to.dtype)).mul_(share)
+
+
 def add(anchor: torch.Tensor, drift: torch.Tensor) -> torch.Tensor:
     """Return anchor + drift in the anchor's dtype, and spoil drift; whole numbers and truth values are rounded."""
     if anchor.dtype == torch.bool:

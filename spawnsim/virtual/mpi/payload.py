@@ -85,6 +85,9 @@ def pack(spec: Any, dest: int = 0) -> tuple[Any, Any]:
         settle()
     array = spec if type(spec) is ndarray else of_tensor(spec)
     if array is not None and array.flags.c_contiguous and array.dtype in PLAIN:
+        base: Any = array.base
+        if type(base) is bytes and len(base) == array.nbytes:  # nobody can write to it: it is a snapshot
+            return base, array
         return array.tobytes(), array
     if type(spec) is PhantomArray and spec.dtype in PLAIN:
         return spec.copy(), spec
