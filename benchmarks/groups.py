@@ -25,6 +25,7 @@ def measure(ranks: int, platform: str, megabytes: float) -> tuple[int, float]:
         averager = DecentralizedAverager(
             values,
             comm,
+            start=False,
             prefix="bench",
             target_group_size=ranks,
             min_matchmaking_time=1.0,

@@ -97,5 +97,6 @@ def backend_of(name: str, among: tuple[str, ...] = ()) -> Backend:
     """
     known = among or tuple(BACKENDS)
     if name not in known:
-        raise ParameterError(f"backend={name!r}: choose one of {', '.join(known)}")
+        # The first words are torchgfn's.
+        raise ParameterError(f"Unknown backend {name!r}: choose one of {', '.join(known)}")
     return BACKENDS[name]

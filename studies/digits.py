@@ -23,7 +23,10 @@ POLICIES = ("none", "average", "selective", "groups", "clock")
 
 def main(
     comm,
-    policy: str = "selective",  # one of the five, or several in turn: "none+average"
+    # The last choice: one after the other in one job.
+    policy: Literal[
+        "none", "average", "selective", "groups", "clock", "none+average+selective"
+    ] = "selective",
     iterations: int = 200,
     # Dirichlet split of the classes over ranks; 0.1: one or two digits each; None: even
     alpha: float | None = 0.3,

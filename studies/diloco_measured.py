@@ -27,6 +27,7 @@ import csv
 import math
 from dataclasses import dataclass
 from statistics import median
+from typing import Literal
 
 import torch
 
@@ -58,7 +59,7 @@ POLICIES = {
 REPEATS = {"ddp": 1, "localsgd": 1, "diloco": 3}
 
 
-def main(comm, algorithm="diloco", h=8, steps=150):
+def main(comm, algorithm: Literal["ddp", "localsgd", "diloco"] = "diloco", h=8, steps=150):
     """Train so many steps; record what each computed, and waited in an exchange."""
     model = torch.nn.Linear(PARAMETERS, 1, bias=False, device="meta")
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

@@ -21,6 +21,7 @@ which acts once in 60 iterations under its cooldown of 50, does no harm. Three s
 """
 
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 import torch
@@ -82,7 +83,7 @@ def chosen(policy, build, model, average_every, comm):
 
 def main(
     comm,
-    policy="selective",  # "none", "average", "selective" or "one-sided"
+    policy: Literal["none", "average", "selective", "one-sided"] = "selective",
     iterations=200,
     dimensions=2,
     height=16,

@@ -8,6 +8,7 @@ ranks leaves; it comes back a round later, and takes over the state of a peer.
 """
 
 import math
+from typing import Literal
 
 import torch
 
@@ -16,7 +17,15 @@ from spawnsim.policies.averaging import DecentralizedAverager, Exponential, Grid
 STATIC = {"grid": lambda size: Grid(), "random": RandomGroups, "exponential": lambda size: Exponential()}
 
 
-def main(comm, matchmaking="dynamic", group_size=16, rounds=5, leaving=0.05, period_s=5.0, numbers=8):
+def main(
+    comm,
+    matchmaking: Literal["dynamic", "grid", "random", "exponential"] = "dynamic",
+    group_size=16,
+    rounds=5,
+    leaving=0.05,
+    period_s=5.0,
+    numbers=8,
+):
     """Average once a period; record the group's size, the wait, and the values."""
     values = torch.from_numpy(comm.rng("values").normal(size=numbers))
     averager = join(comm, values, matchmaking, group_size)
@@ -52,7 +61,7 @@ def join(comm, values, matchmaking, group_size):
     width = max(math.ceil(math.log2(comm.Get_size() / group_size)), 0)
     bits = format(comm.Get_rank() * 2**width // comm.Get_size(), f"0{width}b") if width else ""
     return DecentralizedAverager(
-        [values], comm, prefix="study", target_group_size=group_size, initial_group_bits=bits,
+        [values], comm, start=False, prefix="study", target_group_size=group_size, initial_group_bits=bits,
         matchmaking=None if matchmaking == "dynamic" else STATIC[matchmaking](group_size),
         min_matchmaking_time=1.0, request_timeout=0.5, sender_timeout=0.5, reducer_timeout=1.0,
     )  # fmt: skip

@@ -8,6 +8,8 @@ Each row tells how many modes its rank has found; each first find is an event "m
 so that `len({e["mode"] for e in run.events if e["kind"] == "mode"})` is what all ranks found together.
 """
 
+from typing import Literal
+
 from spawnsim import AsyncSelectiveAveragingPolicy, AverageAllPolicy
 from spawnsim.errors import ParameterError
 from spawnsim.workloads import GFlowNet, HyperGrid
@@ -15,7 +17,7 @@ from spawnsim.workloads import GFlowNet, HyperGrid
 
 def main(
     comm,
-    policy="selective",  # "none", "average" or "selective"
+    policy: Literal["none", "average", "selective"] = "selective",
     iterations=500,
     dimensions=2,
     height=32,  # 2 x 32 x 32 has 36 modes, 9 near each corner

@@ -21,6 +21,8 @@ sure. Of 10 founders 5.8 are left in effect under the mean, as many as by chance
 under "best_only", 1.2 in a population: as good a median rank, at the price of diversity.
 """
 
+from typing import Literal
+
 import numpy as np
 
 import spawnsim
@@ -43,7 +45,14 @@ AGES = (0.0, 0.02, 0.05, 0.1, 0.15)  # seconds that a message travels
 MIDDLE = {"every": 5, "ratio": 0.25}
 
 
-def main(comm, strategy="mean", every=5, ratio=0.25, iterations=ITERATIONS, spread=SPREAD):
+def main(
+    comm,
+    strategy: Literal["none", "pbt", "mean", "weighted_mean", "best_only", "reset_weights"] = "mean",
+    every=5,
+    ratio=0.25,
+    iterations=ITERATIONS,
+    spread=SPREAD,
+):
     """Train on an even share of the digits with a learning rate of one's own."""
     lr = 0.1 * float(comm.rng("rate").lognormal(0.0, spread))
     digits = Digits(comm.rng, comm.Get_rank(), comm.Get_size(), lr=lr)

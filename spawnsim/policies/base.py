@@ -4,8 +4,14 @@ from __future__ import annotations
 
 import logging
 import math
-from types import TracebackType
+import os
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType, TracebackType
 from typing import Any, ClassVar, Self
+from weakref import WeakKeyDictionary, ref
 
 import numpy as np
 import torch
@@ -17,6 +23,7 @@ from spawnsim.policies.state.layout import ModelAndOptimizer
 
 logger = logging.getLogger("spawnsim.policies")
 
+PACKAGE = str(Path(__file__).parents[1]) + os.sep
 Info = dict[str, Any]
 Result = tuple[torch.nn.Module, torch.optim.Optimizer, Info]
 
@@ -48,8 +55,10 @@ def blank_info(mode: str, check_every: int) -> Info:
     }
 
 
-def as_metric(value: float | torch.Tensor) -> float:
+def as_metric(value: Any) -> float:
     """Return a metric as a number, also where it is a tensor that carries a gradient."""
+    if isinstance(value, (str, bytes)):  # of which `float` would make a number, too
+        raise ParameterError(f"local_metric={value!r} is text: give a number, as by float(...)")
     try:
         return float(value.detach() if isinstance(value, torch.Tensor) and value.requires_grad else value)
     except (TypeError, ValueError, RuntimeError) as error:  # torch has raised each of the last two
@@ -57,6 +66,42 @@ def as_metric(value: float | torch.Tensor) -> float:
         raise ParameterError(
             f"local_metric is a {type(value).__name__}{shape}: give one number, or a tensor of one element"
         ) from error
+
+
+@dataclass(slots=True)
+class _Use:
+    """What is known of a policy when it is gone: whether it was shut down, and how often it was called."""
+
+    name: str
+    cadence: Cadence
+    needs_shutdown: bool
+    last: int = 0
+    open: bool = True
+
+    def warnings(self) -> Iterator[str]:
+        """Yield what the user should know at the end of the program."""
+        if self.needs_shutdown:
+            yield (
+                "shutdown() was not called, so that what was under way at the end was dropped: call it after the "
+                "training loop, or put the loop into `with policy:`"
+            )
+        if sentence := _never_due(self.cadence, self.last):
+            yield sentence
+
+
+# By rank (its clock). No communicator and no policy: these have the clock as well, and would never be freed.
+_USED: WeakKeyDictionary[Any, list[_Use]] = WeakKeyDictionary()
+
+
+def warn_of_the_open(comm: Comm) -> None:
+    """Warn of policies of this rank that were called and not shut down; called when its program has come to its end.
+
+    Args:
+        comm: the communicator of the whole run.
+    """
+    for use in _USED.pop(comm.clock, ()):
+        for sentence in use.warnings() if use.open else ():
+            comm.record.event("warning", text=f"{use.name}: {sentence}")
 
 
 class SpawnPolicy:
@@ -88,6 +133,7 @@ class SpawnPolicy:
     paper: ClassVar[str] = ""  # where the rule was published, for `spawnsim list policies`
     promises: tuple[str, ...] = ()
     _draining = False
+    _warned = False  # of a result that was not taken
 
     def __init__(
         self,
@@ -105,6 +151,8 @@ class SpawnPolicy:
         self._group: Any = None
         self._comm: Comm | None = None
         self._last: tuple[int, Any] | None = None  # iteration and group of the latest call
+        self._use: _Use | None = None
+        self._replaced: list[Callable[[], Any]] = []  # by the latest call: weak references
 
     def __call__(
         self,
@@ -144,7 +192,13 @@ class SpawnPolicy:
             ) from None
         if local_metric is not None:
             info["local_metric"] = local_metric = as_metric(local_metric)
+        if self._replaced:
+            self._warn_if_not_rebound(model, optimizer)
+        if self._last is None:
+            self._open(group)
         self._last = (iteration, group)
+        if self._use is not None:
+            self._use.last = iteration
         if self.acts_in_every_call or self.cadence.due(iteration):
             acted: object = self.act(iteration, model, optimizer, local_metric, self._bound(group), info)
             if not (isinstance(acted, tuple) and len(acted) == 2 and isinstance(acted[0], torch.nn.Module)):
@@ -157,8 +211,45 @@ class SpawnPolicy:
                     "parameter, so that nothing would train it: make a new optimizer with it, or change the model in "
                     "place"
                 )
+            if acted[0] is not model:
+                self._replaced.append(ref(model))
+            if acted[1] is not optimizer:
+                self._replaced.append(ref(optimizer))
             model, optimizer = acted
         return model, optimizer, info
+
+    def _open(self, group: Any) -> None:
+        """Note that the policy is in use: at the end of the program one that was not shut down is warned of."""
+        clock = getattr(group, "clock", None)
+        if self._use is None and clock is not None:
+            # A shutdown that only the base class has drops nothing; one of a user's class may not call it.
+            ends = type(self).shutdown
+            needed = ends is not SpawnPolicy.shutdown and ends.__module__.startswith("spawnsim.")
+            self._use = _Use(type(self).__name__, self.cadence, needed)
+            _USED.setdefault(clock, []).append(self._use)
+        if self._use is not None:
+            self._use.open = True
+
+    def _closed(self) -> tuple[int, Any] | None:
+        """Note that the policy was shut down; return the iteration and the group of its latest call."""
+        last, self._last = self._last, None
+        if self._use is not None:
+            self._use.open = False
+        return last
+
+    def _warn_if_not_rebound(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        """Warn, once, if a call is given what the one before it has replaced."""
+        replaced, self._replaced = self._replaced, []
+        given = {id(model), id(optimizer)}
+        old = [each for each in (made() for made in replaced) if each is not None and id(each) in given]
+        ignored = ["model" if isinstance(each, torch.nn.Module) else "optimizer" for each in old]
+        if ignored and not self._warned:
+            self._warned = True
+            logger.warning(
+                "%s: %s passes the %s that an earlier call has replaced, so that training goes on with the old state: "
+                "rebind what each call returns, model, optimizer, info = policy(...)",
+                type(self).__name__, _line_of_the_program(), " and the ".join(ignored),
+            )  # fmt: skip
 
     def act(
         self,
@@ -209,7 +300,7 @@ class SpawnPolicy:
 
     def shutdown(self) -> None:
         """Finish what is under way; warn if it was never the policy's turn. May be called twice, waits with a bound."""
-        last, self._last = self._last, None
+        last = self._closed()
         if last is not None:
             self.warn_if_never_due(*last)
 
@@ -284,14 +375,8 @@ class SpawnPolicy:
             last: the last iteration.
             group: the communicator.
         """
-        if isinstance(self.cadence, Every) and 0 < last < self.cadence.first:
-            first = self.cadence.first
-            due = (
-                f"due in iteration 0 and then in {first}" if self.cadence.at_zero else f"first due in {first}"
-            )
-            self.warn(
-                group, f"average_every={self.cadence.period} is {due}, and the last iteration was {last}"
-            )
+        if sentence := _never_due(self.cadence, last):
+            self.warn(group, sentence)
 
     def warn_if_all_lived(self, age_range: tuple[int, int], calls: int, group: Any) -> None:
         """Warn if no rank can have reached the age at which it is replaced.
@@ -354,6 +439,26 @@ class SpawnPolicy:
     def stats(self) -> dict[str, float]:
         """Counters of this rank."""
         return {"num_replacements": self.num_replacements}
+
+
+def _never_due(cadence: Cadence, last: int) -> str:
+    """Return what to warn of if it was never a policy's turn until the last iteration; else nothing."""
+    if not (isinstance(cadence, Every) and 0 < last < cadence.first):
+        return ""
+    due = (
+        f"due in iteration 0 and then in {cadence.first}"
+        if cadence.at_zero
+        else f"first due in {cadence.first}"
+    )
+    return f"average_every={cadence.period} is {due}, and the last iteration was {last}"
+
+
+def _line_of_the_program() -> str:
+    """Return the innermost line that is not spawnsim's own, as file:line."""
+    frame: FrameType | None = sys._getframe()
+    while frame is not None and frame.f_code.co_filename.startswith(PACKAGE):
+        frame = frame.f_back
+    return "the program" if frame is None else f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
 
 
 def _shown(returned: object) -> str:

@@ -150,7 +150,7 @@ class DecentralizedAveragingPolicy(SpawnPolicy):
         self._latest = whose
         live = collect(whose[1], whose[2], self.travels)
         averager = self.averager = _ModelAverager(
-            list(live.values()), comm, **{"tensor_infos": infos_by_name(live), **self._parameters}
+            list(live.values()), comm, **{"start": False, "tensor_infos": infos_by_name(live), **self._parameters}
         )
         averager.policy = self
         self._control = None

@@ -366,6 +366,7 @@ class OneSidedSelectiveAveragingPolicy(SpawnPolicy):
 
     def shutdown(self) -> None:
         """Free the windows once all ranks have come; until then those that still train read this rank's snapshot."""
+        self._closed()
         opened, self._opened = self._opened, None
         if opened is not None and self._by_board:
             self.warn_if_never_due(self.total_iterations - 1, opened.comm)

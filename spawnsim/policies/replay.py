@@ -209,5 +209,6 @@ class ReplayPolicy(SpawnPolicy):
 
     def shutdown(self) -> None:
         """Wait until all that was given has been taken; bounded by the communicator's deadline."""
+        self._closed()
         while self._requests:
             self._requests.pop()[0].Wait()

@@ -220,6 +220,7 @@ class AsyncSelectiveAveragingPolicy(SpawnPolicy):
 
     def shutdown(self) -> None:
         """Serve what was promised, and wait for all ranks of the group that still train. May be called twice."""
+        self._closed()
         exchange, self._exchange = self._exchange, None
         if exchange is None or self._latest is None:
             return

@@ -51,6 +51,8 @@ class Program:
         """
         try:
             self.main(comm, **self.given)
+            if (policies := sys.modules.get("spawnsim.policies.base")) is not None:
+                policies.warn_of_the_open(comm)
         except SystemExit as leaving:
             if leaving.code not in (None, 0):
                 raise
@@ -202,6 +204,8 @@ def require_kind(value: Any, parameter: inspect.Parameter) -> None:
     Its annotation says so. Without one, a default of true or false says that a text is none: each would count as true.
     """
     name, default, also, hint = parameter.name, parameter.default, "", parameter.annotation
+    if name == "iterations" and isinstance(value, int) and value < 0:
+        raise ParameterError(f"iterations={value}: give 0 or more; below it a loop over range() does nothing")
     if hint is parameter.empty and isinstance(default, bool) and isinstance(value, str):
         hint, also = bool, f"; if main takes text as well, say so there: {name}: bool | str"
     if (

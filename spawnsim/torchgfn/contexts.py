@@ -326,7 +326,9 @@ def initialize_distributed_compute(
     """
     kinds = {"mpi": "mpi"} | {alias: each.name for each in BACKENDS.values() for alias in each.aliases}
     if dist_backend not in kinds:
-        raise ParameterError(f"dist_backend={dist_backend!r}: choose one of {', '.join(kinds)}")
+        raise ParameterError(
+            f"Unknown backend {dist_backend!r} (dist_backend): choose one of {', '.join(kinds)}"
+        )
     kind, end = kinds[dist_backend], None
     # Only what was begun here is ended here: a default group of the program's own stays.
     if comm is None and kind == "torch" and default_group() is None:

@@ -13,6 +13,7 @@ cadence), in four slots so that readers are not overtaken: a pass over the model
 
 from __future__ import annotations
 
+import abc
 import logging
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
@@ -20,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 from spawnsim import policies
 from spawnsim.comm import Comm, as_comm
 from spawnsim.comm.backends import world
-from spawnsim.policies import SpawnPolicy, WindowOptions
+from spawnsim.policies import WindowOptions
 from spawnsim.policies.rules.selection import compute_worst_ranks_by_ratio
 
 if TYPE_CHECKING:
@@ -33,7 +34,23 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
-class _OnTheWorld(SpawnPolicy):
+class SpawnPolicy(policies.SpawnPolicy, abc.ABC):
+    """The original's base class: abstract, its subclasses define `__call__` (of `spawnsim.SpawnPolicy`, `act`)."""
+
+    @abc.abstractmethod
+    def __call__(
+        self,
+        iteration: int,
+        model: torch.nn.Module,
+        optimizer: torch.optim.Optimizer,
+        local_metric: float | None = None,
+        group: Any = None,
+    ) -> Result:
+        """Perhaps average or replace; return the model and the optimizer to go on with, and what happened."""
+
+
+@SpawnPolicy.register  # no subclass, or it would inherit the abstract call
+class _OnTheWorld(policies.SpawnPolicy):
     """Takes the world of the job where no group is given."""
 
     def comm_of(self, group: Any) -> Comm:

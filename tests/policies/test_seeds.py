@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import abc
 import inspect
 import subprocess
 import sys
@@ -13,6 +14,7 @@ import torch
 from support.policy_ranks import line, numbers
 
 import spawnsim
+from spawnsim.policies import DecentralizedAverager
 from spawnsim.torchgfn import spawn_policy
 
 SIGNATURES = {
@@ -57,10 +59,31 @@ def test_calls_have_the_seeds_arguments_in_their_order(name: str) -> None:
     assert found == ["self", "iteration", "model", "optimizer", "local_metric", *middle, "group"]
 
 
+def test_the_base_class_is_abstract() -> None:
+    """As in the original: only a class that defines the call can be made; all policies count as its subclasses."""
+    assert abc.ABC in spawn_policy.SpawnPolicy.__mro__
+    with pytest.raises(TypeError, match="abstract"):
+        spawn_policy.SpawnPolicy(1)  # type: ignore[abstract]
+
+    class Mine(spawn_policy.SpawnPolicy):
+        def __call__(self, iteration: int, model: Any, optimizer: Any, *_: Any, **__: Any) -> Any:
+            return model, optimizer, {}
+
+    assert Mine(3).average_every == 3
+    assert isinstance(spawn_policy.AverageAllPolicy(2), spawn_policy.SpawnPolicy)
+    assert issubclass(spawn_policy.AsyncSelectiveAveragingPolicympi4pyFast, spawn_policy.SpawnPolicy)
+
+
+def test_the_averager_must_be_told_whether_to_start() -> None:
+    """As in the original, where the argument has no default."""
+    start = inspect.signature(DecentralizedAverager).parameters["start"]
+    assert (start.kind, start.default) == (start.KEYWORD_ONLY, start.empty)
+
+
 def test_the_rest_of_the_seeds_names() -> None:
     """The base class, the logger, and the helper that ranks the worst."""
     with pytest.raises(NotImplementedError, match=r"define act\(\), or __call__\(\)"):
-        spawn_policy.SpawnPolicy().act(0, *line(0.0), None, cast("Any", None), {})
+        spawnsim.SpawnPolicy().act(0, *line(0.0), None, cast("Any", None), {})
     assert spawn_policy.logger.name == "spawnsim.torchgfn.spawn_policy"
     assert spawn_policy._compute_worst_ranks_by_ratio([3.0, 1.0, 2.0, float("nan")], 0.5) == {1, 3}
     assert spawn_policy._compute_worst_ranks_by_ratio([1.0], 0.5) == set()

@@ -206,7 +206,7 @@ from spawnsim import DecentralizedAverager
 
 world = MPI.COMM_WORLD
 averager = DecentralizedAverager(
-    [torch.full((1000,), float(world.rank))], world, prefix="t", target_group_size=world.size,
+    [torch.full((1000,), float(world.rank))], world, start=False, prefix="t", target_group_size=world.size,
     min_matchmaking_time=1.0, request_timeout=0.5,
 )
 assert averager.step(timeout=10.0) is not None

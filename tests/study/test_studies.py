@@ -10,10 +10,11 @@ import numpy as np
 import pytest
 
 import spawnsim
+from spawnsim import cli
 from spawnsim.cli import study as commands
 from spawnsim.errors import ParameterError
 from spawnsim.random import Streams
-from spawnsim.run.program import load
+from spawnsim.run.program import load, program
 
 STUDIES = Path(__file__).parents[2] / "studies"
 
@@ -151,6 +152,19 @@ def test_the_demo_takes_apart_a_run_of_several_policies_in_turn():
         assert 0.0099 < part.table["time_s"].min() < 0.031 and part.table["time_s"].max() < 0.4
     with pytest.raises(ParameterError, match=r"policy='none.gossip': choose none"):
         load(STUDIES / "digits.py")(Solo(), policy="none+gossip")
+
+
+@pytest.mark.parametrize(
+    ("name", "parameter"),
+    [("digits", "policy"), ("hypergrid", "policy"), ("groups", "matchmaking"), ("selective_settings", "strategy"),
+     ("diloco_measured", "algorithm")],
+)  # fmt: skip
+def test_a_choice_that_a_study_does_not_have_is_refused_before_the_run(name, parameter):
+    """By `sweep --dry-run`, too: no misspelt name falls through to another branch."""
+    with pytest.raises(ParameterError, match=f"{parameter}='dilco': give "):
+        program(STUDIES / f"{name}.py", {parameter: "dilco"})
+    path = str(STUDIES / f"{name}.py")
+    assert cli.main(["sweep", path, "--ranks", "2", "--set", f"{parameter}=dilco", "--dry-run"]) == 2
 
 
 # ------------------------------------------------------------------------------- studies: what they reckon, and say

@@ -11,6 +11,7 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
+import torch
 from programs.toolkit import CHECKS, Check
 from torchgfn.toolkit_defects import DEFECTS
 
@@ -99,3 +100,16 @@ def test_every_defect_of_the_original_has_its_test() -> None:
     for place in (place for places in DEFECTS.values() for place in places):
         name = place.rpartition("::")[2]
         assert f"def {name.partition('[')[2].rstrip(']') or name}(" in text, place
+
+
+def test_an_unknown_backend_is_refused_in_the_originals_words() -> None:
+    """A ValueError, by each function that takes a backend."""
+    for call in (
+        lambda: toolkit.get_rank("nccl2"),
+        lambda: toolkit.barrier("nccl2"),
+        lambda: toolkit.all_reduce(torch.zeros(1), backend="nccl2"),
+        lambda: toolkit.isend(torch.zeros(1), 0, "nccl2"),
+        lambda: toolkit.initialize_distributed_compute("nccl2", 0, 1),
+    ):
+        with pytest.raises(ValueError, match="Unknown backend 'nccl2'"):
+            call()

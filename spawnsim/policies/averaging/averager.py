@@ -103,7 +103,7 @@ class DecentralizedAverager:
 
     # fmt: off
     def __init__(
-        self, averaged_tensors: Sequence[torch.Tensor], comm: Any, *, prefix: str, start: bool = False,
+        self, averaged_tensors: Sequence[torch.Tensor], comm: Any, *, start: bool, prefix: str,
         target_group_size: int | None = None, min_group_size: int = 2, initial_group_bits: str = "",
         min_matchmaking_time: float = 5.0, request_timeout: float = 3.0, averaging_alpha: float = 1.0,
         part_size_bytes: int = 2**19, allreduce_timeout: float | None = None, next_chunk_timeout: float | None = None,

@@ -27,5 +27,5 @@ def play(main: Callable[[Any], Any], ranks: int, **circumstances: Any) -> dict[i
 def averager_of(comm: Any, value: float = 0.0, count: int = 10, **parameters: Any) -> DecentralizedAverager:
     """Return an averager of one tensor full of a number."""
     return DecentralizedAverager(
-        [torch.full((count,), value)], comm, **({"prefix": "t"} | QUICK | parameters)
+        [torch.full((count,), value)], comm, **({"start": False, "prefix": "t"} | QUICK | parameters)
     )

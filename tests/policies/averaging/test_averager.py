@@ -65,7 +65,14 @@ def test_one_average(clients: int, auxiliaries: int) -> None:
         values = tensors(comm)
         before = flat(values)
         averager = DecentralizedAverager(
-            values, comm, prefix="t", **QUICK, part_size_bytes=64, client_mode=client, auxiliary=auxiliary
+            values,
+            comm,
+            start=False,
+            prefix="t",
+            **QUICK,
+            part_size_bytes=64,
+            client_mode=client,
+            auxiliary=auxiliary,
         )
         gathered = averager.step(gather={"rank": comm.rank})
         averager.serve(0.1)
@@ -89,7 +96,7 @@ def test_auxiliaries_alone_change_nothing() -> None:
     def main(comm: Any) -> tuple[np.ndarray, np.ndarray]:
         values = tensors(comm)
         before = flat(values)
-        averager = DecentralizedAverager(values, comm, prefix="t", **QUICK, auxiliary=True)
+        averager = DecentralizedAverager(values, comm, start=False, prefix="t", **QUICK, auxiliary=True)
         assert averager.step() is not None
         return before, flat(values)
 
@@ -104,7 +111,7 @@ def test_weights() -> None:
     def main(comm: Any) -> tuple[np.ndarray, np.ndarray, float]:
         values, weight = tensors(comm), float(comm.rng("weight").uniform(0.1, 9))
         before = flat(values)
-        averager = DecentralizedAverager(values, comm, prefix="t", target_group_size=16, **QUICK)
+        averager = DecentralizedAverager(values, comm, start=False, prefix="t", target_group_size=16, **QUICK)
         averager.step(weight=weight)
         return before, flat(values), weight
 
@@ -119,7 +126,7 @@ def rounds_of(count: int, **parameters: Any) -> Callable[[Any], list[np.ndarray]
     def main(comm: Any) -> list[np.ndarray]:
         values = tensors(comm)
         own = {name: value(comm) if callable(value) else value for name, value in parameters.items()}
-        averager = DecentralizedAverager(values, comm, prefix="t", **(QUICK | own))
+        averager = DecentralizedAverager(values, comm, start=False, prefix="t", **(QUICK | own))
         history = [flat(values)]
         for round_ in range(count):
             averager.serve(max(round_ - comm.clock.now(), 0.0))
@@ -192,7 +199,7 @@ def test_triggers() -> None:
     """Groups form at once; those who wait for a trigger hold up the all-reduce, and nobody else's stage."""
 
     def main(comm: Any) -> list[Stage]:
-        averager = DecentralizedAverager(tensors(comm), comm, prefix="t", **QUICK)
+        averager = DecentralizedAverager(tensors(comm), comm, start=False, prefix="t", **QUICK)
         control = averager.step(wait=False, require_trigger=comm.rank in (1, 2))
         stages = [control.stage]
         averager.serve(0.6)
@@ -220,7 +227,9 @@ def test_cancelling(size: int | None) -> None:
     """Two of four cancel while looking; the others find each other."""
 
     def main(comm: Any) -> int:
-        averager = DecentralizedAverager(tensors(comm), comm, prefix="t", target_group_size=size, **QUICK)
+        averager = DecentralizedAverager(
+            tensors(comm), comm, start=False, prefix="t", target_group_size=size, **QUICK
+        )
         if comm.rank >= 2:
             control = averager.step(wait=False, scheduled_time=comm.clock.now() + 0.5)
             assert control.cancel()
@@ -241,7 +250,7 @@ def test_too_few_peers() -> None:
     """Alone, a step ends at its deadline, not later: None, or an error from the control."""
 
     def main(comm: Any) -> tuple[float, float]:
-        averager = DecentralizedAverager(tensors(comm), comm, prefix="t", **QUICK)
+        averager = DecentralizedAverager(tensors(comm), comm, start=False, prefix="t", **QUICK)
         began_s = comm.clock.now()
         assert averager.step(timeout=2.0) is None
         retried_s = comm.clock.now() - began_s
@@ -261,7 +270,9 @@ def test_bits_and_tensors() -> None:
 
     def main(comm: Any) -> float:
         values = tensors(comm)
-        averager = DecentralizedAverager(values, comm, prefix="t", initial_group_bits="01", **QUICK)
+        averager = DecentralizedAverager(
+            values, comm, start=False, prefix="t", initial_group_bits="01", **QUICK
+        )
         assert averager.get_group_bits() == "01"
         averager.set_group_bits("110")
         assert averager.get_group_bits() == "110"
@@ -360,7 +371,9 @@ def test_clients_and_auxiliaries_share_nothing_by_default() -> None:
     """And a client never can."""
 
     def main(comm: Any) -> None:
-        client = DecentralizedAverager(tensors(comm), comm, prefix="t", client_mode=True, **QUICK)
+        client = DecentralizedAverager(
+            tensors(comm), comm, start=False, prefix="t", client_mode=True, **QUICK
+        )
         assert not client.allow_state_sharing
         with pytest.raises(ParameterError):
             client.allow_state_sharing = True
@@ -382,6 +395,6 @@ def test_bad_parameters_are_refused(bad: dict[str, Any]) -> None:
 
     def main(comm: Any) -> None:
         with pytest.raises(ParameterError):
-            DecentralizedAverager(tensors(comm), comm, prefix="t", **bad)
+            DecentralizedAverager(tensors(comm), comm, start=False, prefix="t", **bad)
 
     world(main, 1)

@@ -84,11 +84,11 @@ def test_bad_descriptions_are_refused() -> None:
         tensors = [torch.zeros(3), torch.zeros(4)]
         for infos in (infos_by_place(tensors)[:1], infos_by_place(tensors[::-1])):
             with pytest.raises(ParameterError, match="tensor_infos"):
-                DecentralizedAverager(tensors, comm, prefix="t", tensor_infos=infos)
+                DecentralizedAverager(tensors, comm, start=False, prefix="t", tensor_infos=infos)
         with pytest.raises(ParameterError, match="codecs"):
-            DecentralizedAverager(tensors, comm, prefix="t", compression=["float16"])
+            DecentralizedAverager(tensors, comm, start=False, prefix="t", compression=["float16"])
         with pytest.raises(ParameterError, match="compression"):
-            DecentralizedAverager(tensors, comm, prefix="t", state_compression=7)
+            DecentralizedAverager(tensors, comm, start=False, prefix="t", state_compression=7)
 
     spawnsim.run(main, ranks=1)
 
@@ -127,6 +127,7 @@ def averaged(compression: Any) -> list[torch.Tensor]:
         averager = DecentralizedAverager(
             tensors,
             comm,
+            start=False,
             prefix="t",
             matchmaking=Everyone(),
             client_mode=comm.rank == 0,
@@ -178,8 +179,8 @@ def test_parts_are_cut_by_the_size_of_what_is_packed() -> None:
     def main(comm: Any) -> None:
         tensors = [torch.randn(12_000), torch.randn(12_000)]
         averager = DecentralizedAverager(
-            tensors, comm, prefix="t", matchmaking=Everyone(), part_size_bytes=5000, compression=[half, byte],
-            bandwidth=float(comm.rank),
+            tensors, comm, start=False, prefix="t", matchmaking=Everyone(), part_size_bytes=5000,
+            compression=[half, byte], bandwidth=float(comm.rank),
         )  # fmt: skip
         averager.step()
         averager.serve(0.1)

@@ -30,7 +30,9 @@ def step_once(ranks: int, count: int, *, many: bool, **circumstances: Any) -> di
 
     def main(comm: Any) -> None:
         values = tensors_of(comm.rank, count, many=many)
-        averager = DecentralizedAverager(values, comm, prefix="t", target_group_size=ranks, **QUICK)
+        averager = DecentralizedAverager(
+            values, comm, start=False, prefix="t", target_group_size=ranks, **QUICK
+        )
         result = averager.step()
         averager.serve(0.2)
         averager.shutdown()
@@ -102,7 +104,9 @@ def test_an_average_that_takes_longer_than_any_deadline() -> None:
 
     def main(comm: Any) -> None:
         values = torch.full((5_000_000,), float(comm.rank))
-        averager = DecentralizedAverager([values], comm, prefix="t", target_group_size=3, **QUICK)
+        averager = DecentralizedAverager(
+            [values], comm, start=False, prefix="t", target_group_size=3, **QUICK
+        )
         began_s = comm.clock.now()
         result = averager.step(timeout=3.0)
         took[comm.rank] = comm.clock.now() - began_s, result.complete and bool((values == 1).all())
@@ -119,7 +123,7 @@ def test_static_groups_of_ten() -> None:
 
     def main(comm: Any) -> None:
         values = tensors_of(comm.rank, 300_000)
-        averager = DecentralizedAverager(values, comm, prefix="t", matchmaking=Grid())
+        averager = DecentralizedAverager(values, comm, start=False, prefix="t", matchmaking=Grid())
         for _ in range(2):
             assert averager.step().complete
         averager.serve(0.2)

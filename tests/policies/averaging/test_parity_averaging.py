@@ -39,7 +39,9 @@ def play(main: Callable[[Any], Any], ranks: int) -> list[Any]:
 
 def averager_of(tensors: Sequence[torch.Tensor], comm: Any, **parameters: Any) -> DecentralizedAverager:
     """Return an averager with quick times."""
-    return DecentralizedAverager(tensors, comm, **({"prefix": "mygroup"} | QUICK | parameters))
+    return DecentralizedAverager(
+        tensors, comm, **({"start": False, "prefix": "mygroup"} | QUICK | parameters)
+    )
 
 
 def tensors_of(rank: int) -> list[torch.Tensor]:

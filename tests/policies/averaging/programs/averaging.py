@@ -29,7 +29,8 @@ def once(comm, rule, compression, tag):
     ]
     comm.Barrier()  # the search has a time limit: nobody comes late to it
     averager = DecentralizedAverager(
-        values, comm, prefix="p", matchmaking=RULES[rule], min_matchmaking_time=2.0 if rule == "dynamic" else 10.0,
+        values, comm, start=False, prefix="p", matchmaking=RULES[rule],
+        min_matchmaking_time=2.0 if rule == "dynamic" else 10.0,
         request_timeout=1.5, part_size_bytes=1000, compression=compression, tag=tag,
     )  # fmt: skip
     groups = [
