@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import lru_cache
 from importlib.machinery import ModuleSpec, SourceFileLoader
+from threading import get_ident
 from types import FrameType, ModuleType
 from typing import Any
 
@@ -45,6 +46,7 @@ def _changed_ns(place: str) -> int:
 
 _before: set[str] = set()
 _of_ranks: set[str] = set()
+exclusive: list[int] = []  # threads that hold a lock which all ranks need
 
 
 def notice_imports() -> None:
@@ -74,8 +76,10 @@ def amid_shared_import(frame: FrameType | None) -> bool:
     """Return whether who stands at a frame, a virtual rank, is importing a module that all ranks share.
 
     Then it should not wait for others if it need not: they would find the module half made, or, in threads, wait for
-    the end of its import in vain.
+    the end of its import in vain. The same holds for a thread that holds a lock which all ranks need (`exclusive`).
     """
+    if exclusive and get_ident() in exclusive:
+        return True
     if not loading():  # as nearly always: nobody is
         return False
     while frame is not None:

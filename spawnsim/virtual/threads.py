@@ -229,6 +229,11 @@ def _install(put: Put) -> None:
 virtual_threads = Patches(_install).in_place
 
 
+def has_threads() -> bool:
+    """Whether the calling rank has threads that have not ended, beside its program."""
+    return any(thread.is_alive() for thread in current_world().here().attachments.get(STARTED, ()))
+
+
 def join_all() -> None:
     """Wait at the end of the calling rank's program for its threads that are no daemons, as Python does."""
     # The workers of a pool that nobody has shut down wait for work for ever: Python wakes them to end them.

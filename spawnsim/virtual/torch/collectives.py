@@ -70,8 +70,15 @@ def raw(tensor: torch.Tensor, *, lent: bool = False) -> Bytes:
         whole = tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1)
         if not whole.numel():
             return np.empty(0, np.uint8)
-        found: Bytes = whole.view(torch.uint8).numpy()
+        found = _memory(whole)
         return found if lent or whole.data_ptr() != tensor.data_ptr() else found.copy()
+
+
+def _memory(tensor: torch.Tensor) -> Bytes:
+    """Return the memory of a tensor in one piece, which it keeps. After `tensor.numpy()` none could be resized."""
+    block: Any = (ctypes.c_uint8 * tensor.nbytes).from_address(tensor.data_ptr())
+    block.tensor = tensor
+    return np.frombuffer(block, np.uint8)
 
 
 def write(tensor: torch.Tensor, data: Bytes) -> None:

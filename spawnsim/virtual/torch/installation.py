@@ -10,17 +10,19 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import wraps
 from importlib import import_module
 from inspect import CO_OPTIMIZED
+from threading import get_ident
 from typing import Any
 
 import torch
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
 from spawnsim.comm.packing import Pickle
 from spawnsim.errors import UnsupportedError
-from spawnsim.importing import is_of_a_rank
+from spawnsim.importing import after_import, exclusive, is_of_a_rank
 from spawnsim.virtual.engine.kernel import current_task
 from spawnsim.virtual.engine.world import World
 from spawnsim.virtual.interpreter import Patches, Put
@@ -29,11 +31,15 @@ from spawnsim.virtual.mpi.module import MPI
 from spawnsim.virtual.scripts.environment import MASTER
 from spawnsim.virtual.torch import profiling, stores
 from spawnsim.virtual.torch.group import VIRTUAL, VirtualProcessGroup
-from spawnsim.virtual.torch.work import following, waiting
+from spawnsim.virtual.torch.work import following, unbroken, waiting
 
 c10d: Any = sys.modules["torch.distributed.distributed_c10d"]  # whose stubs know little of its inside
 native: Any = stores.native
-STATE = "torch.world"
+STATE, COMPILER = "torch.world", "torch._dynamo.convert_frame"
+HOOKS = {
+    native.BuiltinCommHookType.FP16_COMPRESS: default_hooks.fp16_compress_hook,
+    native.BuiltinCommHookType.ALLREDUCE: default_hooks.allreduce_hook,
+}
 NATIVE_STORES = {name: getattr(native, name) for name in stores.KINDS}
 
 
@@ -230,6 +236,24 @@ def _default_timeout(original: Callable[..., Any]) -> Callable[..., Any]:
     return timeout
 
 
+def _builtin_hook(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Return DistributedDataParallel's way to built-in hooks, which gives virtual ranks those written in Python.
+
+    C++'s own reads from the future of a work a list of tensors as C++ knows it, which Python cannot put there.
+    """
+
+    @wraps(original)
+    def register(self: Any, kind: Any) -> None:
+        hook = None if current_task() is None else HOOKS.get(kind)
+        if hook is None:
+            original(self, kind)
+        else:
+            self.logger._set_comm_hook_name(str(kind))
+            native._register_comm_hook(self.reducer, self.process_group, hook)
+
+    return register
+
+
 class _Pickler:
     """A pickler whose bytes do not depend on where in memory tensors lie."""
 
@@ -275,6 +299,8 @@ def _install(put: Put) -> None:
     profiling.install(put)
     parallel = torch.nn.parallel.DistributedDataParallel
     put(parallel, "_get_ddp_logging_data", _naming(parallel._get_ddp_logging_data))
+    put(parallel, "_register_builtin_comm_hook", _builtin_hook(parallel._register_builtin_comm_hook))
+    put(native.Reducer, "_delay_all_reduce", unbroken(native.Reducer._delay_all_reduce))
     put(torch._C.Future, "wait", waiting(torch._C.Future.wait))
     put(torch._C.Future, "then", following(torch._C.Future.then))
     for (name, function), what in REFUSED.items():
@@ -290,6 +316,35 @@ def _install_torchft(put: Put) -> None:
     _replace(put, "torchft", kinds)
 
 
+class CompileLock:
+    """torch.compile's lock, whose holder lets no other rank run when it only reads its clock: that one would stop all.
+
+    Args:
+        lock: torch's own.
+    """
+
+    def __init__(self, lock: Any) -> None:
+        self._lock = lock
+
+    def __enter__(self) -> None:
+        self._lock.acquire()
+        exclusive.append(get_ident())
+
+    def __exit__(self, *_: object) -> None:
+        exclusive.pop()
+        self._lock.release()
+
+
+def _install_compiler(put: Put) -> None:
+    convert, rules = sys.modules[COMPILER], import_module("torch._dynamo.trace_rules")
+    put(convert, "compile_lock", CompileLock(convert.compile_lock))
+    if not any("spawnsim" in folder for folder in rules.SKIP_DIRS):
+        rules.add(
+            "spawnsim.virtual"
+        )  # a call of a group ends a compiled graph, as one of torch's own groups does
+
+
+_compiler_installed = Patches(_install_compiler).in_place
 _installed, torchft_installed = Patches(_install).in_place, Patches(_install_torchft).in_place
 
 
@@ -302,7 +357,9 @@ def installed(world: World) -> Iterator[None]:
     address.served = True
     native._set_thread_isolation_mode(True)
     try:
-        with _installed():
-            yield
+        with _installed(), ExitStack() as stack:
+            compiler = after_import(COMPILER, lambda: stack.enter_context(_compiler_installed()))
+            with compiler:
+                yield
     finally:
         native._set_thread_isolation_mode(False)

@@ -3,13 +3,16 @@
 A work begins at the clock at which it was issued; `wait` moves the rank's clock to its end. C++ waits for a future by
 stopping the thread, so a future must be complete by then: those of a backward pass (the buckets of
 DistributedDataParallel) are completed by a callback that autograd runs at the end of the pass, before the reducer's
-own; others by the wait itself, in Python.
+own; others by the wait itself, in Python. A static graph's first pass issues its buckets and waits for them in one
+call of C++: there a work is over before its future is returned (`unbroken`).
 """
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from datetime import timedelta
+from functools import wraps
 from typing import Any
 
 import torch
@@ -21,6 +24,7 @@ from spawnsim.errors import MismatchError, RankFailed, Timeout
 from spawnsim.virtual.engine.kernel import current_task
 from spawnsim.virtual.engine.waiting import limited
 from spawnsim.virtual.mpi.requests import Request
+from spawnsim.virtual.threads import has_threads
 from spawnsim.virtual.torch.profiling import ProfiledEvent
 
 OPEN = "torch.futures"  # what of futures a rank has open
@@ -40,6 +44,7 @@ class OpenFutures:
     def __init__(self) -> None:
         self.works: dict[VirtualWork, list[Any]] = {}
         self.by_id: dict[int, VirtualWork] = {}
+        self.unbroken = False  # amid a call of C++ that issues works and waits for their futures
 
     def add(self, future: Any, work: VirtualWork) -> None:
         """Take note that a future waits for a work. It is kept until then, so that its identity stays its own."""
@@ -80,11 +85,38 @@ def waiting(original: Callable[..., Any]) -> Callable[..., Any]:
             work = open_futures().by_id.get(id(self))
             if work is None:
                 settle_all()  # one that is made of several, or of C++'s: which, nobody can tell
+                _await_threads(self)
             else:
                 work.settle()
         return original(self)
 
     return wait
+
+
+def _await_threads(future: Any) -> None:
+    """Let the threads of the calling rank run, one of which may complete the future."""
+    if not future.done() and has_threads():
+        over = threading.Event()
+        future.add_done_callback(lambda _: over.set())
+        over.wait()
+
+
+def unbroken(original: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """Return C++'s reduction of all buckets at once, amid which the rank completes each work as it is issued."""
+
+    @wraps(original)
+    def reduce(reducer: Any) -> Any:
+        if current_task() is None:
+            return original(reducer)
+        settle_all()
+        pending = open_futures()
+        pending.unbroken = True
+        try:
+            return original(reducer)
+        finally:
+            pending.unbroken = False
+
+    return reduce
 
 
 def following(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -222,6 +254,8 @@ class VirtualWork(Work):
     def get_future(self) -> VirtualFuture:
         """Return the future of the outputs."""
         if self._future is None:
+            if open_futures().unbroken:
+                self.wait()
             self._future = self._new_future(self)
             if self._over or self._error is not None:
                 self._complete(self._future)
