@@ -71,6 +71,8 @@ class RunWriter:
     ) -> None:
         from spawnsim.record import Journal, Recorder, folder, journal
 
+        self._named = out  # in messages
+        out = None if out is None else out.absolute()  # ranks may change their working directory
         self.what, self.out, self._inputs = dict(what), out, inputs or {}
         self.recorder: Recorder | Journal = Recorder()
         # What the ranks are given: the recorder, or what passes a part on to it.
@@ -192,8 +194,8 @@ class RunWriter:
             self.counted = getattr(error, "totals", None)
         if self.out is None:
             return
-        note = f"What was recorded until then: {self.out}"
-        nothing = f"Nothing was recorded until then; how the run ended: {self.out}"
+        note = f"What was recorded until then: {self._named}"
+        nothing = f"Nothing was recorded until then; how the run ended: {self._named}"
         # The outcome is made of the notes, too, so ours is taken off while it is made and put back below.
         for told in (note, nothing):
             if told in getattr(error, "__notes__", ()):  # a first call of `tell` has added it

@@ -309,11 +309,13 @@ class Cluster:
         # as they are ended may hang, and then the report would never come.
         kernel, self._began_s, self._on_error = self.world.kernel, time.perf_counter(), on_error
         self._memory.note = on_note
+        threads = self._carrier == "threads"
         with (
-            ProcessStates(kernel).in_place(), generators_per_rank(), TorchStates(kernel).in_place(), leaks_noticed(),
-            self._torch_distributed(), stalls_noted(kernel, on_note), accepts_refused(),
+            ProcessStates(kernel).in_place(), generators_per_rank(), TorchStates(kernel).in_place(),
+            nullcontext() if threads else strays_refused(), leaks_noticed(), self._torch_distributed(),
+            stalls_noted(kernel, on_note), accepts_refused(),
             self._timeline.followed() if self._timeline else nullcontext(),
-            virtual_threads() if self._carrier == "threads" else strays_refused(),
+            virtual_threads() if threads else nullcontext(),
         ):  # fmt: skip
             kernel.run(self._judge)
         if self._error is not None:

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+import spawnsim
 from spawnsim.errors import RankError, UsageError
 from spawnsim.record import Recorder
 from spawnsim.scenario import Scenario
@@ -85,6 +86,17 @@ def test_each_rank_has_its_working_directory_and_umask(lines: Any, tmp_path: Pat
         """) == [f"{rank}] {rank} {rank} {rank} {oct(8 * rank)}" for rank in range(3)]
     assert Path.cwd() == tmp_path
     assert os.umask(mask) == mask
+
+
+def test_a_run_is_kept_where_it_began(tmp_path: Path) -> None:
+    """A rank that changes its working directory changes no relative path of the run, nor `__file__`."""
+    path = Path("program.py")
+    path.write_text(
+        HEAD + "os.mkdir(str(rank)); os.chdir(str(rank))\ncomm.Barrier()\nassert os.path.exists(__file__)\n"
+    )
+    assert spawnsim.run(path, ranks=2, out="runs/a").totals["ranks"] == 2
+    assert (tmp_path / "runs" / "a" / "run.json").exists()
+    assert [*(tmp_path / "1").iterdir()] == []
 
 
 def test_a_working_directory_that_is_gone_is_reported(lines: Any) -> None:

@@ -187,7 +187,7 @@ class ScriptRun:
 
     def _execute(self) -> None:
         main: Any = sys.modules["__main__"]
-        main.__file__, main.__builtins__, main.__cached__ = str(self.script.path), builtins, None
+        main.__file__, main.__builtins__, main.__cached__ = self.code.co_filename, builtins, None
         if not self.script.futures:
             exec(self.code, main.__dict__)
         elif _rank() == 0:
@@ -260,7 +260,7 @@ def _heard() -> bool:
 
 def _compiled(path: Path) -> Any:
     try:
-        return compile(path.read_bytes(), str(path), "exec", dont_inherit=True)
+        return compile(path.read_bytes(), str(path.absolute()), "exec", dont_inherit=True)
     except OSError as error:
         raise ParameterError(f"cannot read {path}: {error.strerror}") from error
     except (SyntaxError, ValueError) as error:
