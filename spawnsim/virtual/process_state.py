@@ -157,6 +157,7 @@ def _of_logger(logger: Any) -> State:
 START = State(
     "the start method of multiprocessing", "multiprocessing.set_start_method",
     lambda: _start._actual_context, lambda value: setattr(_start, "_actual_context", value),
+    begin=lambda outside: None,  # a process may choose once, and this one may have chosen
 )  # fmt: skip
 SWAPPED = (
     State("the working directory", "os.chdir os.fchdir", _get_folder, _set_folder),
@@ -257,7 +258,10 @@ class ProcessStates:
             self._here = self._key(task)
             self._kernel.on_resume.append(self.enter)
         if state not in self._outside:
-            self._outside[state] = state.get()
+            self._outside[state] = outside = state.get()
+            begun = state.begin(outside)
+            if begun is not outside:
+                state.set(begun)
 
     def touch_logger(self, logger: Any, task: Task) -> None:
         """Swap the state of a logger from now on."""
