@@ -170,8 +170,14 @@ def program_traceback(error: BaseException) -> str:
     return "".join(shown.format()).rstrip()
 
 
+EXTRAS = {"torchft": "torchft", "gfn": "gfn", "sklearn": "demo"}
+"""Package that a program imports → the extra of spawnsim that installs it."""
+
+
 def did_you_mean(error: BaseException) -> str:
     """Return the names that an `AttributeError` may mean, as the interpreter says at the end of a plain program.
+
+    Of a module that is not installed, the extra of spawnsim that installs it.
 
     >>> try:
     ...     "".joyn
@@ -180,6 +186,9 @@ def did_you_mean(error: BaseException) -> str:
     'str' object has no attribute 'joyn'; did you mean join?
     """
     name, owner = getattr(error, "name", None), getattr(error, "obj", None)
+    if isinstance(error, ModuleNotFoundError):
+        extra = EXTRAS.get(str(name).partition(".")[0])
+        return f"; pip install 'spawnsim[{extra}]'" if extra else ""
     if not isinstance(error, AttributeError) or name is None:
         return ""
     # Not `dir` of the object itself, which may be the program's own code.

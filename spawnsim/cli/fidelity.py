@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from spawnsim.cli.listing import program_file
-from spawnsim.errors import ParameterError, SpawnsimError
+from spawnsim.errors import ParameterError, SpawnsimError, Timeout
 from spawnsim.fidelity import Effort, fit, measure
 from spawnsim.fidelity.measuring import Measured, doubts, facts
 from spawnsim.fidelity.predicting import (
@@ -38,9 +38,9 @@ from spawnsim.fidelity.predicting import (
 )
 from spawnsim.fidelity.scoring import Pair, Score, compare, require_fit, score_table, scores
 from spawnsim.fidelity.watching import Seen, watched
-from spawnsim.options import Parser, parameters, picture
+from spawnsim.options import Parser, parameters, picture, time_limit
 from spawnsim.run.program import Program, program
-from spawnsim.scenario import Scenario
+from spawnsim.scenario import DEADLINE_S, Scenario
 from spawnsim.virtual.platform import Cores, Platform, load_platform, to_toml
 
 QUICK = Effort(budget_s=0.002, most=10, passes=3, largest_nbytes=4 << 20)
@@ -49,7 +49,7 @@ QUICK = Effort(budget_s=0.002, most=10, passes=3, largest_nbytes=4 << 20)
 def calibrate(argv: Sequence[str]) -> int:
     """Measure, fit, write and print."""
     options = calibrate_parser().parse_args(argv)
-    measured = measure_here(QUICK if options.quick else Effort())
+    measured = measure_here(QUICK if options.quick else Effort(), options.deadline)
     if measured is None:
         return 0
     platform = fit(measured, options.out.stem)
@@ -68,7 +68,7 @@ def calibrate(argv: Sequence[str]) -> int:
     return 0
 
 
-def measure_here(effort: Effort) -> Measured | None:
+def measure_here(effort: Effort, deadline_s: float) -> Measured | None:
     """Measure the communicator of this job. Collective; None on all ranks but 0."""
     from spawnsim.real.launch.launchers import detect_launcher
 
@@ -78,9 +78,16 @@ def measure_here(effort: Effort) -> Measured | None:
 
     # Before the job's own ranks make the load.
     load = os.getloadavg()[0]
-    comm: Any = world()
+    comm: Any = world(deadline_s=deadline_s)
     with guarded(comm):
-        measured = measure(comm, effort)
+        try:
+            measured = measure(comm, effort)
+        except Timeout as error:
+            error.add_note(
+                "a calibration on a busy machine: take fewer ranks than cores, wait until it is quiet, or give "
+                f"--deadline {10 * deadline_s:g}"
+            )
+            raise
     if comm.Get_rank() != 0:
         return None
     warn(measured.ranks_per_node, load)
@@ -141,6 +148,13 @@ def calibrate_parser() -> Parser:
     )
     parser.add_argument(
         "--quick", action="store_true", help="seconds instead of half a minute; larger errors"
+    )
+    parser.add_argument(
+        "--deadline",
+        type=time_limit,
+        default=DEADLINE_S,
+        metavar="S",
+        help="seconds that one call may wait; default: 30",
     )
     return parser
 

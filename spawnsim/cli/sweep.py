@@ -43,8 +43,8 @@ from spawnsim.units import counted, limit, seconds, text_table
 
 QUOTING = """\
 Options with LIST take several values: --ranks 8,64 or --set ratio=0.1,0.2,0.4; all combinations are run. A value that
-has commas itself is put in quotes, within those of the shell: --straggler "none,'slow:0.05,10'", --set "name='a,b',c";
-a tuple needs none: --set "hidden=(32,),(64,64)". The same option again adds values.
+has commas itself is put in quotes, within those of the shell: --set "name='a,b',c". A tuple needs none, --set
+"hidden=(32,),(64,64)", nor does a straggler, --straggler none,slow:0.05,10. The same option again adds values.
 
   spawnsim sweep train.py --ranks 64 --set policy=average,selective --straggler none,pareto:1.5 --seeds 8 --out runs/q
   spawnsim plot runs/q --y 'time_to:accuracy>0.8' --x stragglers --hue policy
@@ -142,7 +142,7 @@ def cells_of(options: argparse.Namespace, argv: Sequence[str] = ()) -> list[Cell
 
 def _around(name: str, given: Sequence[str]) -> list[Any]:
     option = OPTIONS[name]
-    texts = [unquoted(each) for text in given for each in listed(text)]
+    texts = [unquoted(each) for text in given for each in _parts(name, text)]
     if name == "backend" and (wrong := [each for each in texts if each not in BACKENDS]):
         raise ParameterError(f"{option} {wrong[0]}: choose {', '.join(BACKENDS)}")
     try:
@@ -150,6 +150,22 @@ def _around(name: str, given: Sequence[str]) -> list[Any]:
     except ParameterError as error:
         raise ParameterError(f"{option}: {error}") from error
     return [_circumstance(name, each) for each in values]
+
+
+def _parts(name: str, text: str) -> list[str]:
+    """Return the values of a list.
+
+    >>> _parts("stragglers", "none,slow:0.05,10,pareto:1.5")
+    ['none', 'slow:0.05,10', 'pareto:1.5']
+    """
+    found: list[str] = []
+    for part in listed(text):
+        # The name of a straggler begins with a letter, so a number is a parameter of the one before.
+        if name == "stragglers" and found and part[:1].isdigit() | part.startswith("."):
+            found[-1] += f",{part}"
+        else:
+            found.append(part)
+    return found
 
 
 def _circumstance(name: str, value: Any) -> Any:

@@ -19,7 +19,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from spawnsim.errors import ParameterError, ProgramError, SpawnsimError, UsageError
+from spawnsim.errors import ParameterError, ProgramError, SpawnsimError, UsageError, did_you_mean
 from spawnsim.importing import notice_imports
 from spawnsim.options import nearest
 
@@ -283,7 +283,9 @@ def load_module(path: Path) -> types.ModuleType:
         raise
     # SystemExit is no Exception, and would end the launcher with the program's status and no line.
     except (Exception, SystemExit) as error:
-        raise ProgramError(f"{path} raised {type(error).__name__} while it was loaded") from error
+        raise ProgramError(
+            f"{path} raised {type(error).__name__} while it was loaded{did_you_mean(error)}"
+        ) from error
     return module
 
 

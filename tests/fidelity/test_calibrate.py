@@ -96,7 +96,7 @@ def test_ranks_that_share_cores_are_given_back(
     assert isinstance(found.step, Fixed)
     assert found.step.duration_s == pytest.approx(0.004, rel=1e-3)
     path = tmp_path / "measured.toml"
-    monkeypatch.setattr(fidelity, "measure_here", lambda effort: measured)
+    monkeypatch.setattr(fidelity, "measure_here", lambda *_: measured)
     assert fidelity.calibrate(["--out", str(path)]) == 0
     assert "of the 4 ranks on a node 2 were measured" in capsys.readouterr().err
     assert load_platform(path).cores == found.cores
@@ -301,7 +301,7 @@ def test_measurements_that_fit_no_network_are_refused(
     """Times of a busy machine gave 1.5e19 MB/s and 0 us with status 0: no file, and one line that says what to do."""
     truth = Platform("truth", Switch(Hockney(1e-5, 1e9), eager_bytes=1 << 30), step=Fixed(0.001))
     spoiled = _spoiled(_measured(truth, ranks=2), seconds)
-    monkeypatch.setattr(fidelity, "measure_here", lambda effort: spoiled)
+    monkeypatch.setattr(fidelity, "measure_here", lambda *_: spoiled)
     with pytest.raises(
         WorldError, match=rf"({says}).*no file was written: measure again while the machine is idle"
     ):
@@ -316,7 +316,7 @@ def test_a_flat_stretch_of_short_messages_is_no_fault(
     steps = ((0, LogGP(L=2e-5, o=1e-6, g=1e-6, G=0.0)), (4096, LogGP(L=2e-5, o=1e-6, g=1e-6, G=1e-9)))
     truth = Platform("truth", Switch(Piecewise(steps), eager_bytes=1 << 30), step=Fixed(0.001))
     measured = _measured(truth, ranks=2)
-    monkeypatch.setattr(fidelity, "measure_here", lambda effort: measured)
+    monkeypatch.setattr(fidelity, "measure_here", lambda *_: measured)
     assert fidelity.calibrate(["--out", str(tmp_path / "here.toml")]) == 0
     link = load_platform(tmp_path / "here.toml").network.link  # type: ignore[attr-defined]
     bandwidths = [1.0 / step.G for _, step in link.steps]

@@ -16,6 +16,7 @@ import pytest
 from support.surviving import processes
 
 import spawnsim
+from spawnsim.errors import did_you_mean
 
 pytestmark = pytest.mark.mpi
 
@@ -230,6 +231,18 @@ def test_a_mistyped_call_is_answered_with_the_names_that_come_closest(backend: s
     last = done.stderr.splitlines()[-1]
     assert "raised AttributeError" in last
     assert "; did you mean Allreduce or allreduce?" in last and "typo.py:2" in last
+
+
+def test_a_package_that_an_extra_installs_is_named(tmp_path: Path) -> None:
+    """A page's first program ended in ModuleNotFoundError; of other packages nothing is said."""
+    for name, said in (("torchft", "pip install 'spawnsim[torchft]'"), ("nowhere_to_be_found", "")):
+        error = ModuleNotFoundError(f"No module named {name!r}", name=f"{name}.manager")
+        assert did_you_mean(error).removeprefix("; ") == said
+    (tmp_path / "torchft.py").write_text("raise ModuleNotFoundError('gone', name='torchft')")
+    (tmp_path / "ft.py").write_text("import torchft\n\ndef main(comm):\n    pass\n")
+    done = _spawnsim("run", tmp_path / "ft.py", "-n", 2)
+    assert done.returncode == 1
+    assert done.stderr.endswith("while it was loaded; pip install 'spawnsim[torchft]'\n")
 
 
 def test_a_raising_rank_ends_the_job_and_the_folder_is_kept(train: Path, tmp_path: Path) -> None:

@@ -26,6 +26,8 @@ from support import synthetic
 import spawnsim
 from spawnsim import cli
 from spawnsim.cli.run import parse
+from spawnsim.cli.sweep import cells_of
+from spawnsim.cli.sweep import parser as sweep_parser
 from spawnsim.errors import ParameterError, StudyError, WorldError
 from spawnsim.options import choices, listed
 from spawnsim.record import Table
@@ -645,3 +647,17 @@ def test_a_damaged_plan_is_told(half: Path):
         Sweep.load(half)
     with pytest.raises(ParameterError, match=r"nowhere is not a sweep's folder"):
         Sweep.load("nowhere")
+
+
+def test_a_straggler_needs_no_quotes_within_those_of_the_shell(program: Path) -> None:
+    """The commas of its parameters are followed by numbers, and its name begins with a letter."""
+    shown = [
+        cell.world.get("stragglers")
+        for cell in _cells("none,slow:0.05,10,markov:10,1,.5+speed:0.3,'slow:0.1,2'")
+    ]
+    assert shown == [None, "slow:0.05,10", "markov:10,1,.5+speed:0.3", "slow:0.1,2"]
+
+
+def _cells(stragglers: str) -> list[Any]:
+    line = ["prog.py", "-n", "12", "--straggler", stragglers]
+    return cells_of(sweep_parser().parse_args(line))
