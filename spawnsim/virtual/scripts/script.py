@@ -29,6 +29,7 @@ from spawnsim.virtual.platform import load_platform
 from spawnsim.virtual.reproducibility import TORCHS_OWN
 from spawnsim.virtual.scripts.accounting import CallCosts, Cost
 from spawnsim.virtual.scripts.environment import as_mpiexec, as_torchrun, placements
+from spawnsim.virtual.scripts.event_loops import EventLoops
 from spawnsim.virtual.scripts.package import Options, Pool, installed_as_mpi4py, serve
 from spawnsim.virtual.scripts.rank_process import Lines, Processes, RankModules, virtual_time
 from spawnsim.virtual.threads import join_all
@@ -145,6 +146,8 @@ class ScriptRun:
             stack.callback(self.out.finish)
             stack.enter_context(installed_as_mpi4py())
             stack.enter_context(virtual_time(self.script.virtual_time))
+            if self.script.virtual_time == "all":
+                stack.enter_context(EventLoops(self.cluster.world.kernel).in_place())
             stack.enter_context(self.call_costs.collected(self.cluster.world))
             stack.enter_context(self.processes.in_place())
             yield

@@ -1,0 +1,95 @@
+"""asyncio in unmodified programs: each rank has its own running loop, and what its loop waits for is virtual time.
+
+asyncio asks for the time by `time.monotonic`, which is virtual, and waits in a selector, which is not: a coroutine that
+sleeps would never wake. Ranks that are greenlets share a thread, of which asyncio knows one running loop. Waits without
+a limit are for what comes from outside, and take real time.
+"""
+
+from __future__ import annotations
+
+import selectors
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+from spawnsim.importing import after_import
+from spawnsim.virtual.engine.kernel import Kernel, Task, current_task
+from spawnsim.virtual.mpi.communicators import held
+
+LOOPS = "asyncio.selector_events"
+
+
+class VirtualSelector(selectors.DefaultSelector):
+    """The selector of a rank's loop: it looks at files, and lets virtual time pass."""
+
+    def select(self, timeout: float | None = None) -> Any:
+        """Return what is ready, now or when a time has passed for the rank."""
+        found = super().select(0)
+        if found or (timeout is not None and timeout <= 0):
+            return found
+        if timeout is None:
+            return super().select()
+        held("OWN").clock.sleep(timeout)
+        return super().select(0)
+
+
+class EventLoops:
+    """What asyncio keeps per thread, for each task of a kernel; nothing is done before a rank has made a loop."""
+
+    def __init__(self, kernel: Kernel) -> None:
+        self._kernel = kernel
+        self._kept: dict[Task, tuple[Any, Any]] = {}  # of tasks that have left amid a loop
+        self._last: Task | None = None  # None: no rank has made a loop yet
+        self._outside: tuple[Any, Any] = (None, None)
+
+    @contextmanager
+    def in_place(self) -> Iterator[None]:
+        """Give the loops of ranks virtual time while the block runs."""
+        with ExitStack() as stack, after_import(LOOPS, lambda: self._change(stack)):
+            yield
+            if self._last is not None:
+                self._put(self._outside)
+
+    def _change(self, stack: ExitStack) -> None:
+        kind: Any = sys.modules[LOOPS].BaseSelectorEventLoop
+        make = kind.__init__
+
+        def init(loop: Any, selector: Any = None) -> None:
+            task = current_task()
+            if task is not None and selector is None:
+                self._begin(task)
+                selector = VirtualSelector()
+            make(loop, selector)
+
+        kind.__init__ = init
+        stack.callback(setattr, kind, "__init__", make)
+
+    def _begin(self, task: Task) -> None:
+        """Follow the kernel's tasks from the first loop on. Among threads asyncio itself keeps them apart."""
+        if self._last is None and not self._kernel.threaded:
+            self._last, self._outside = task, self._state()
+            self._kernel.on_resume.append(self._enter)
+
+    def _enter(self, task: Task) -> None:
+        """Put aside what the task before has left, and put in place what is this one's."""
+        last, self._last = self._last, task
+        if last is task or last is None:
+            return
+        state = self._state()
+        if state == self._outside:
+            self._kept.pop(last, None)
+        else:
+            self._kept[last] = state
+        mine = self._kept.get(task, self._outside)
+        if mine != state:
+            self._put(mine)
+
+    @staticmethod
+    def _state() -> tuple[Any, Any]:
+        return sys.modules["asyncio.events"]._get_running_loop(), sys.get_asyncgen_hooks()
+
+    @staticmethod
+    def _put(state: tuple[Any, Any]) -> None:
+        sys.modules["asyncio.events"]._set_running_loop(state[0])
+        sys.set_asyncgen_hooks(*state[1])
