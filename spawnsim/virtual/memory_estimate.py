@@ -18,7 +18,7 @@ from spawnsim.virtual.interpreter import resident_B
 
 # The ranks at whose begin memory is looked at. What the first ones load, such as packages and data, is all ranks'.
 FIRST, SECOND = 100, 1000
-NOTED = 100_000  # ranks from which on the estimate is told
+NOTED = 100_000  # ranks from which on the estimate is reported
 
 
 class MemoryEstimate:

@@ -33,7 +33,7 @@ APART = (
     ". A rank that waits for another one outside of MPI waits for ever: all share one process. Use real ranks "
     "(--backend mpi)"
 )
-THREADS = ", or --carrier threads if it waits for a thread of its own"
+THREADS = ", or --carrier threads if it waits for another thread of the rank"
 
 
 @contextmanager
@@ -53,7 +53,7 @@ def stalls_noted(kernel: Kernel, note: Callable[[str], None] | None) -> Iterator
 
 
 class StallWatchdog:
-    """Looks at a kernel from a thread of its own, and gives `note` sentences."""
+    """Looks at a kernel from another thread, and gives `note` sentences."""
 
     def __init__(self, kernel: Kernel, note: Callable[[str], None]) -> None:
         self._kernel, self._note = kernel, note
@@ -76,8 +76,8 @@ class StallWatchdog:
 
     def no_rank_can_run_while_one_call_into_C_lasts(self, over: threading.Event) -> bool:
         """Wait for the next look; return whether the run is over."""
-        # Put off at each look. Who keeps Python's lock for so long keeps this thread from it: then C prints the stack,
-        # in which this function's name is the only word of explanation. Not where standard error is no file.
+        # Deferred at each look. A call that keeps Python's lock for so long keeps this thread from it: then C prints
+        # the stack, in which this function's name is the only explanation. Standard error may lack a file.
         with suppress(AttributeError, ValueError, OSError, RuntimeError):
             faulthandler.dump_traceback_later(NOTED_S[0] + LOOK_S, file=sys.__stderr__)  # type: ignore[arg-type]
         return over.wait(LOOK_S)

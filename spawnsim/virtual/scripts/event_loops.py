@@ -2,7 +2,7 @@
 
 asyncio asks for the time by `time.monotonic`, which is virtual, and waits in a selector, which is not: a coroutine that
 sleeps would never wake. Ranks that are greenlets share a thread, of which asyncio knows one running loop. Waits without
-a limit are for what comes from outside, and take real time.
+a limit are for events from outside, and take real time.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class VirtualSelector(selectors.DefaultSelector):
     """The selector of a rank's loop: it looks at files, and lets virtual time pass."""
 
     def select(self, timeout: float | None = None) -> Any:
-        """Return what is ready, now or when a time has passed for the rank."""
+        """Return the files that are ready now, or when a time has passed for the rank."""
         found = super().select(0)
         if found or (timeout is not None and timeout <= 0):
             return found
@@ -72,7 +72,7 @@ class EventLoops:
             self._kernel.on_resume.append(self._enter)
 
     def _enter(self, task: Task) -> None:
-        """Put aside what the task before has left, and put in place what is this one's."""
+        """Keep the state of the task before, and restore this one's."""
         last, self._last = self._last, task
         if last is task or last is None:
             return
