@@ -146,9 +146,10 @@ def test_a_mismatch_gives_both_lines(main, other, line):
         run(lambda comm: main(comm, np.zeros(4)), 4)
 
 
-def _polled(request):
+def _polled(comm):
+    request = comm.Ibarrier()
     while not request.Test():
-        pass
+        comm.clock.sleep(0.1)
 
 
 ALL_WAIT = {
@@ -156,7 +157,7 @@ ALL_WAIT = {
     "a rooted call": lambda comm: comm.bcast(None, root=3),
     "a request": lambda comm: comm.Ibarrier().Wait(),
     "one of several requests": lambda comm: Request.Waitany([comm.Ibarrier(), comm.irecv(source=0, tag=9)]),
-    "a request that is polled": lambda comm: _polled(comm.Ibarrier()),
+    "a request that is polled": _polled,
     "a new communicator": lambda comm: comm.Split(0),
     "a new communicator's request": lambda comm: comm.Idup()[1].Wait(),
     "a window": lambda comm: comm.Win.Allocate(8, comm=comm),
@@ -179,7 +180,7 @@ def test_a_mismatch_reaches_all_members_and_they_may_go_on(call, odd):
     notes = run(main, 4)[1]
     assert len(notes.column("text")) == 4
     assert len(set(notes.column("text").values())) == 1
-    assert notes.column("at") == {rank: pytest.approx(max(rank, odd), abs=0.01) for rank in range(4)}
+    assert notes.column("at") == {rank: pytest.approx(max(rank, odd), abs=0.11) for rank in range(4)}
 
 
 def test_who_has_left_before_the_mismatch_learns_of_none():
