@@ -30,7 +30,7 @@ from spawnsim.plots.series import (
     resampled,
 )
 
-BANDS = 6  # of more curves none has its band drawn: they would be one brown area
+BANDS = 6  # of more curves bands would be one brown area: each has a bar instead
 POINTS = 2000  # of a curve whose axis is logarithmic: 240 would leave its beginning to a few
 # Only what policies define themselves: what a program calls "loss" or "accuracy" is its own to say.
 QUANTITIES = {"wait_s": "waiting time (s)"}
@@ -221,6 +221,21 @@ def draw(
     return ax
 
 
+def draw_bar(info: Curve, ax: Axes, place: float, *, look: style.Look) -> None:
+    """Draw what would be a curve's band as a bar at one place of it, from 0 to 1: of many curves, bands would merge."""
+    if len(info.x) and not 1 < info.runs < FEW:
+        at = min(int(place * len(info.x)), len(info.x) - 1)
+        low, middle, high = info.low[at], info.median[at], info.high[at]
+        ax.errorbar(
+            info.x[at],
+            middle,
+            [[middle - low], [high - middle]],
+            color=look.colour,
+            capsize=4,
+            elinewidth=1.4,
+        )
+
+
 def draw_measured(info: Curve, ax: Axes | None = None, *, look: style.Look = style.LOOKS[0]) -> Axes:
     """Draw a curve's median as a dozen markers: the way real runs lie over virtual ones."""
     ax = style.axes_or_new(ax)
@@ -275,14 +290,17 @@ def _looking_alike(found: Groups) -> dict[str, str]:
 def panel(found: Groups, name: str, over: str, ax: Axes) -> dict[str, Curve]:
     """Draw all groups against one axis; returns their curves by label."""
     curves, styles = {}, looks_of(found)
-    for group in found:
+    many = len(found.groups) > BANDS
+    for place, group in enumerate(found, 1):
         # Each run is first a median over its ranks: ranks of one run are not independent, so only seeds make an
         # interval.
         info = over_seeds([of_run(run, name, over) for run in group.runs])
         if group.real:
             draw_measured(info, ax, look=styles[group.label])
         else:
-            draw(info, ax, look=styles[group.label], band=len(found.groups) <= BANDS)
+            draw(info, ax, look=styles[group.label], band=not many)
+            if many:  # side by side, over the second half
+                draw_bar(info, ax, 0.5 + 0.5 * place / (len(found.groups) + 1), look=styles[group.label])
         curves[group.label] = info
     ax.set_xlabel(clock_of(found.runs) if over == "time_s" else over)
     return curves
@@ -318,9 +336,10 @@ def lines_caption(found: Groups, curves: Sequence[Curve], one: str, *, of_ranks:
         parts.append(f"{small}: each of {_range(few)} seeds; {large}: their median, while all go on")
     if many:
         what = drawn_as([info for info in curves if info.runs >= FEW])
-        what += "" if len(found.groups) > BANDS else " and band"
-        interval = "" if len(found.groups) > BANDS else " and its 90 % bootstrap interval"
-        parts.append(f"{what}: median{interval} over {_range(many)} seeds, while all go on")
+        what += " and bar" if len(found.groups) > BANDS else " and band"
+        parts.append(
+            f"{what}: median and its 90 % bootstrap interval over {_range(many)} seeds, while all go on"
+        )
         if any(
             each.x[-1] > info.x[-1]
             for info in curves
@@ -363,7 +382,7 @@ def figure(runs: Sequence[Recorded] | Groups, name: str = "accuracy", title: str
         for ax in (left, right):
             ax.set_xlim(left=0)
         style.plain_seconds(left)
-        band = "; band: 10–90 % of ranks" if len(found.groups) <= BANDS else ""
+        band = f"; {'band' if len(found.groups) <= BANDS else 'bars'}: 10–90 % of ranks"
         # Real ranks are markers without a band, of which more is said behind.
         alone = [curves[group.label] for group in found if not group.real and len(group.runs) == 1]
         lines = lines_caption(

@@ -27,6 +27,7 @@ Ints = NDArray[np.int64]
 NEUTRAL_DRAWS = 10
 # Of which a tree is drawn without being asked for: more lines than that cannot be told apart.
 MOST_RANKS = 512
+NAMED_RANKS = 16  # beside whose lines their numbers are written
 OTHERS = "#C8C8C8"
 
 
@@ -149,8 +150,8 @@ def of_run(run: Recorded) -> Genealogy:
 def draw_tree(info: Genealogy, ax: Axes | None = None) -> Axes:
     """Draw a line for each rank, coloured by the founder that it mostly descends from, families side by side.
 
-    The founders that lead in most ranks at the end have a colour, all others are grey. Where all have one donor, thin
-    lines lead from donor to replaced.
+    The founders that lead in most ranks at the end have a colour, and their rank is written at the right edge; all
+    others are grey. Where all have one donor, thin lines lead from donor to replaced.
 
     Args:
         info: the descent.
@@ -161,15 +162,16 @@ def draw_tree(info: Genealogy, ax: Axes | None = None) -> Axes:
     """
     ax = style.axes_or_new(ax)
     ranks = info.leading.shape[1]
+    edges = np.append(info.time_s, max(info.end_s, info.time_s[-1]))
+    # Most heirs at the end first; among those without any, those that have led in most ranks for the longest time.
     heirs = np.bincount(info.leading[-1], minlength=ranks)
-    families = [int(founder) for founder in np.argsort(-heirs, kind="stable") if heirs[founder]]
-    colours = {
-        founder: look.colour for founder, look in zip(families[: len(style.LOOKS)], style.LOOKS, strict=False)
-    }
+    lasted_s = np.bincount(info.leading.ravel(), np.repeat(np.diff(edges), ranks), minlength=ranks)
+    families = np.lexsort((-lasted_s, -heirs)).tolist()
+    styles = dict(zip(families, style.LOOKS, strict=False))
+    colours = {founder: look.colour for founder, look in styles.items()}
     # Families side by side, the largest at the bottom: rows in order of ranks would be a thicket of crossing lines.
     order = np.argsort([families.index(founder) for founder in info.leading[-1].tolist()], kind="stable")
     row = np.argsort(order)
-    edges = np.append(info.time_s, max(info.end_s, info.time_s[-1]))
     width = float(np.clip(150 / ranks, 0.6, 4))
     lines, inks = [], []
     for rank in range(ranks):
@@ -187,6 +189,12 @@ def draw_tree(info: Genealogy, ax: Axes | None = None) -> Axes:
     ax.set_yticks([])
     ax.grid(visible=False)
     ax.set_ylabel(f"{ranks:,} ranks, by family")
+    if ranks <= NAMED_RANKS:
+        ax.set_yticks(row, [f"{rank}" for rank in range(ranks)])
+    ends = {founder: float(np.mean(row[info.leading[-1] == founder])) for founder in styles if heirs[founder]}
+    style.label_ends(
+        ax, {f"{rank}": at for rank, at in ends.items()}, {f"{rank}": look for rank, look in styles.items()}
+    )
     return ax
 
 
@@ -271,9 +279,11 @@ def figure(runs: Mapping[str, Recorded], title: str = "") -> Figure:
         same = len({info.leading.shape[1] for info in found.values()}) == 1
         for ax in [*axes[1, 1:], *(axes[0, 1:] if same else ())]:
             ax.set_ylabel("")
+        crowd = max(info.leading.shape[1] for info in found.values()) > len(style.LOOKS)
+        most = f", of the {len(style.LOOKS)} with most heirs; grey: others" if crowd else ""
         caption = (
-            f"{grouped([*runs.values()]).caption()}\ncolour: the founder whose first model a rank mostly "
-            f"descends from, the {len(style.LOOKS)} with most heirs; grey: others\neffective number of founders: "
+            f"{grouped([*runs.values()]).caption()}\ncolour, and number at the right: the founder (a rank) whose first "
+            f"model a rank mostly descends from{most}\neffective number of founders: "
             f"1/Σp² of their shares; dashed: ranks and donors drawn at random{since_first_row([*runs.values()])}"
         )
         return style.frame(drawn, title or "Who descends from whom after replacements", caption)

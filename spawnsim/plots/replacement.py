@@ -172,16 +172,20 @@ def draw_raster(info: Replacements, ax: Axes | None = None, *, colour: str = sty
     ax.set_xlim(0, info.end_s * PAST_END or 1)
     ax.set_ylim(-0.5 - 0.005 * info.ranks, info.ranks - 0.5 + 0.005 * info.ranks)
     ax.set(xlabel="virtual time (s)", ylabel="rank")
+    ax.yaxis.set_major_locator(MaxNLocator(6, integer=True))  # there is no rank between two
     style.in_thousands(ax, "y")
     return ax
 
 
 def _draw_rate(info: Replacements, ax: Axes, colour: str) -> None:
-    counts, edges = np.histogram(info.time_s, bins=120, range=(0, info.end_s or 1))
-    ax.stairs(counts / max(np.diff(edges)[0], 1e-12), edges, fill=True, color=colour, alpha=0.75)
+    # Counts, and not counts per second: a single replacement in a bin of 10 ms is no rate of 100 per second.
+    bins = int(np.clip(len(info.rank), 12, 120))
+    counts, edges = np.histogram(info.time_s, bins=bins, range=(0, info.end_s or 1))
+    ax.stairs(counts, edges, fill=True, color=colour, alpha=0.75)
     # Above the panel: beside it, two lines are taller than the panel is.
-    ax.set_title("replaced per second", fontsize=11)
-    ax.locator_params(axis="y", nbins=3)
+    ax.set_title(f"replacements in each {style.three_digits(1000 * edges[1])} ms", fontsize=11)
+    ax.yaxis.set_major_locator(MaxNLocator(3, integer=True))
+    ax.set_ylim(bottom=0)
     ax.tick_params(labelbottom=False)
     style.in_thousands(ax, "y")
 
@@ -192,14 +196,10 @@ def _draw_margin(info: Replacements, ax: Axes, colour: str) -> None:
     # Divided by the ranks in each bin, as the last one may be only partly filled.
     total, _ = np.histogram(np.arange(info.ranks), bins=edges, weights=per_rank(info))
     held, _ = np.histogram(np.arange(info.ranks), bins=edges)
-    ax.stairs(
-        total / np.maximum(held, 1),
-        edges - 0.5,
-        orientation="horizontal",
-        fill=True,
-        color=colour,
-        alpha=0.75,
-    )
+    width = float(edges[1])
+    # Bars with gaps, as long as these can be seen: equal counts would be one block.
+    height = 0.8 * width if len(held) <= 50 else width
+    ax.barh(edges[:-1] + (width - 1) / 2, total / np.maximum(held, 1), height, color=colour, alpha=0.75)
     mean = f",\nmean of {most}" if (most := int(held.max(initial=1))) > 1 else ""
     ax.set_xlabel(f"times\nreplaced{mean}", fontsize=11)
     ax.xaxis.set_major_locator(MaxNLocator(2, integer=not mean))

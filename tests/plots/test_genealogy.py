@@ -7,6 +7,7 @@ import dataclasses
 import numpy as np
 import pytest
 from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.colors import to_rgba
 from support import synthetic
 
 import spawnsim
@@ -148,3 +149,19 @@ def test_the_tree_of_a_short_run_counts_milliseconds() -> None:
         events=[event | {"time_s": event["time_s"] / 100} for event in run.events],
     )
     assert genealogy.figure({"selective": run}).axes[-1].get_xlabel() == "virtual time (ms)"
+
+
+def test_founders_have_a_colour_and_a_name():
+    """Of four ranks all founders, also those without heirs; a family's name stands at its height."""
+    found = genealogy.genealogy([birth(1, 1, 3), birth(2, 0, 3)], 4, end_s=4)
+    ax = genealogy.draw_tree(found)
+    lines = ax.collections[0]
+    begun = {
+        float(path.vertices[0, 1]): tuple(ink)
+        for path, ink in zip(lines.get_paths(), lines.get_colors(), strict=True)
+        if path.vertices[0, 0] == 0
+    }
+    assert len(begun) == len(set(begun.values())) == 4
+    assert to_rgba(genealogy.OTHERS) not in begun.values()
+    assert sorted(label.get_text() for label in ax.get_yticklabels()) == ["0", "1", "2", "3"]
+    assert {text.get_text() for text in ax.texts} == {"2", "3"}

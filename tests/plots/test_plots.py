@@ -881,7 +881,7 @@ def test_what_is_written_keeps_clear_of_edges_and_of_other_panels():
     for drawn in (raster, curves, used):
         FigureCanvasAgg(drawn).draw()
     above = raster.axes[0]
-    assert above.get_title(loc="left") == "replaced per second" and not above.get_ylabel()
+    assert "replacements in each " in above.get_title(loc="left") and not above.get_ylabel()
     assert curves.bbox.x1 - curves.axes[1].texts[0].get_window_extent().x1 > 0.09 * curves.dpi
     left, right = used.axes[:2]
     last, first = left.get_xticklabels()[-1], right.get_xticklabels()[0]
@@ -892,3 +892,30 @@ def test_bins_of_ranks_divide_them_where_they_can():
     """1,000 ranks in at most 50 bins are 20 wide; 64 in at most 10 are 8 wide; a prime takes what it needs."""
     edges = [replacement.rank_edges(*args) for args in ((1000, 50), (64, 10), (97, 10), (3, 50))]
     assert [(each[1], each[-1]) for each in edges] == [(20, 1000), (8, 64), (10, 100), (1, 3)]
+
+
+def test_a_single_replacement_is_one_and_no_rate_and_ranks_are_whole():
+    """100 per second were drawn for one in a bin of 10 ms, ticks at half ranks, and equal counts as one block."""
+    info = replacement.replacements([*events(*((rank, 1.3, [3]) for rank in range(3)))], 4, end_s=1.32)
+    one = replacement.replacements([*events((1, 1.3, [3]))], 4, end_s=1.32)
+    drawn = Figure()
+    rate, raster, margin = drawn.subplots(3, 1)
+    replacement._draw_rate(one, rate, "k")
+    replacement.draw_raster(info, raster)
+    replacement._draw_margin(info, margin, "k")
+    FigureCanvasAgg(drawn).draw()
+    assert rate.get_title(loc="left") + rate.get_title() == "replacements in each 110 ms"
+    (stairs,) = rate.patches
+    assert stairs.get_data().values.max() == 1
+    assert all(tick == int(tick) for tick in raster.get_yticks())
+    bars = sorted((bar.get_y(), bar.get_y() + bar.get_height()) for bar in margin.patches)
+    assert [(low + high) / 2 for low, high in bars] == pytest.approx([0, 1, 2, 3])
+    assert all(high < low for (_, high), (low, _) in pairwise(bars))
+
+
+@pytest.mark.parametrize(("count", "bars"), [(6, 0), (7, 7)])
+def test_of_many_curves_each_has_a_bar_in_place_of_its_band(count: int, bars: int):
+    """Without either, no reader could tell a difference from noise."""
+    drawn = convergence.figure([made(parameters={"every": every}) for every in range(count)], "loss")
+    assert len(drawn.axes[0].containers) == bars
+    assert f"{'bars' if bars else 'band'}: 10–90 % of ranks" in drawn.get_supxlabel()

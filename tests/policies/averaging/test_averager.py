@@ -326,7 +326,7 @@ def test_a_newcomer_gets_the_best_state() -> None:
     """Of the highest priority that shares; then of the next one; None if nobody does."""
 
     def main(comm: Any) -> Any:
-        averager = WithState(tensors(comm), comm, prefix="t", part_size_bytes=256, **QUICK)
+        averager = WithState(tensors(comm), comm, start=False, prefix="t", part_size_bytes=256, **QUICK)
         averager.state_sharing_priority = float(comm.rank)
         averager.serve(0.1)
         loaded = []
@@ -356,7 +356,7 @@ def test_a_dead_donor_is_passed_over() -> None:
     """Donors that crash, or have stopped answering, cost a chunk's time-out at most."""
 
     def main(comm: Any) -> Any:
-        averager = WithState(tensors(comm), comm, prefix="t", next_chunk_timeout=0.2, **QUICK)
+        averager = WithState(tensors(comm), comm, start=False, prefix="t", next_chunk_timeout=0.2, **QUICK)
         averager.state_sharing_priority = float(comm.rank)
         averager.serve(0.5 if comm.rank == 4 else 3.0 if comm.rank else 1.0)
         if comm.rank == 4:
