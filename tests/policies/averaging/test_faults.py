@@ -54,7 +54,7 @@ def play(
         generator = torch.Generator().manual_seed(comm.rng.seed("values"))
         values = torch.randn(LENGTH, generator=generator, dtype=torch.float64)
         averager = Faulty(
-            [values], comm, prefix="t", matchmaking=Everyone(), part_size_bytes=400, burst=2,
+            [values], comm, start=False, prefix="t", matchmaking=Everyone(), part_size_bytes=400, burst=2,
             sender_timeout=SENDER_S, reducer_timeout=REDUCER_S, step_timeout=20.0,
         )  # fmt: skip
         before[comm.rank] = values.numpy().copy()

@@ -213,7 +213,9 @@ class Stateful(DecentralizedAverager):
     def __init__(self, comm: Any, state: Any, **parameters: Any) -> None:
         self.state, self.calls = state, 0
         super().__init__(
-            [torch.zeros(3)], comm, **({"prefix": "demo", "target_group_size": 2} | QUICK | parameters)
+            [torch.zeros(3)],
+            comm,
+            **({"start": False, "prefix": "demo", "target_group_size": 2} | QUICK | parameters),
         )
 
     def get_current_state(self) -> Any:
