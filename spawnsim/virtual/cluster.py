@@ -54,6 +54,7 @@ from spawnsim.virtual.reproducibility import TorchStates, generators_per_rank, l
 from spawnsim.virtual.services import RankServices
 from spawnsim.virtual.stalls import accepts_refused, stalls_noted
 from spawnsim.virtual.threads import join_all, virtual_threads
+from spawnsim.virtual.torch_values import values_per_rank
 
 if TYPE_CHECKING:
     from spawnsim.virtual.timeline import Timeline
@@ -312,8 +313,8 @@ class Cluster:
         threads = self._carrier == "threads"
         with (
             ProcessStates(kernel).in_place(), generators_per_rank(), TorchStates(kernel).in_place(),
-            nullcontext() if threads else strays_refused(), leaks_noticed(), self._torch_distributed(),
-            stalls_noted(kernel, on_note), accepts_refused(),
+            nullcontext() if threads else strays_refused(), leaks_noticed(), values_per_rank(self.world),
+            self._torch_distributed(), stalls_noted(kernel, on_note), accepts_refused(),
             self._timeline.followed() if self._timeline else nullcontext(),
             virtual_threads() if threads else nullcontext(),
         ):  # fmt: skip
