@@ -36,6 +36,7 @@ class Scenario:
         eager: whether each `spawnsim.TrainingStep` is carried out at once and alone, not with those of other ranks.
         deadline_s: virtual seconds that one call may wait before it ends in `Timeout`; `math.inf`: without limit.
         ties: in which order ranks act at one and the same time: "fifo" (by their numbers), "reverse", "random:SEED".
+        sums: in whose order communicators add floats: "mpi", or "gloo", which gives the bits of the torch backend.
 
     Raises:
         ParameterError: a number out of its range, or more ranks than this machine's memory can hold.
@@ -50,6 +51,7 @@ class Scenario:
     deadline_s: float = DEADLINE_S
     eager: bool = False
     ties: str = "fifo"
+    sums: str = "mpi"
 
     def __post_init__(self) -> None:
         for name, least in (("ranks", 1), ("seed", 0)):

@@ -90,6 +90,7 @@ def main(argv: Sequence[str]) -> int:
             observe=observers(options),
             eager=options.eager,
             ties=options.ties or "fifo",
+            sums=options.sums or "mpi",
             parameters=parameters(options.set),
             argv=script_arguments,
             options=program_options(options),
@@ -219,6 +220,10 @@ def parser() -> Parser:
     add(
         "--ties", metavar="ORDER",
         help="the order of virtual ranks at one and the same time: fifo (by number; default), reverse, random:SEED",
+    )  # fmt: skip
+    add(
+        "--sums", metavar="LIBRARY",
+        help="the order in which virtual ranks add floats: mpi (default), or gloo for the same bits as --backend torch",
     )  # fmt: skip
     _add_results(parser)
     return parser
@@ -511,7 +516,7 @@ def _gives(arguments: Sequence[str], option: str) -> bool:
 
 
 _CIRCUMSTANCES = (
-    "ranks", "seed", "deadline_s", "platform", "stragglers", "faults", "compute", "ties", "record_every",
+    "ranks", "seed", "deadline_s", "platform", "stragglers", "faults", "compute", "ties", "sums", "record_every",
     "record_ranks",
 )  # fmt: skip
 

@@ -58,6 +58,7 @@ AROUND = {
     "compute": "seconds of a comm.compute() that states none, such as '5 ms'",
     "deadline_s": "seconds that one call may wait; default: 30",
     "ties": "order of virtual ranks at one time: fifo, reverse, random:SEED; default: fifo",
+    "sums": "order in which virtual ranks add floats: mpi, gloo; default: mpi",
     "backend": f"{', '.join(BACKENDS)}; default: virtual. Real ranks: with --jobs 1",
 }
 """Keyword argument of `spawnsim.run` → what its option is."""
@@ -223,9 +224,12 @@ def _require_possible(cell: Cell, whole: bool) -> None:
         if name in cell.world
     }
     world |= {"compute": 0.0} if whole else {}  # there it is a cost of calls
-    deadline_s, ties = cell.world.get("deadline_s", DEADLINE_S), cell.world.get("ties", "fifo")
+    deadline_s = cell.world.get("deadline_s", DEADLINE_S)
+    ties, sums = cell.world.get("ties", "fifo"), cell.world.get("sums", "mpi")
     try:
-        require_possible(Scenario(cell.ranks, seed=cell.seed, deadline_s=deadline_s, ties=ties, **world))
+        require_possible(
+            Scenario(cell.ranks, seed=cell.seed, deadline_s=deadline_s, ties=ties, sums=sums, **world)
+        )
     except ParameterError as error:
         error.add_note("a value with commas is put in quotes: --straggler \"none,'slow:0.05,10'\"")
         raise

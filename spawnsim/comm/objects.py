@@ -84,6 +84,7 @@ class Capabilities:
         threads: the thread level, such as "multiple".
         devices: where the memory of buffers may lie, in torch's words: "cpu", and "cuda" where GPU tensors are taken.
         missing: launcher flags or settings that would give more, with what each would give.
+        sums: whose order of summation it has: "mpi", or "gloo" (`comm.ring`), where the order depends on the length.
     """
 
     backend: str
@@ -94,6 +95,7 @@ class Capabilities:
     threads: str
     devices: tuple[str, ...] = ("cpu",)
     missing: tuple[str, ...] = ()
+    sums: str = "mpi"
 
 
 @dataclass(frozen=True)

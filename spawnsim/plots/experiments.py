@@ -134,7 +134,17 @@ def _circumstance(name: str, value: Any) -> Fact:
 
 
 LACKING = (None, "", "none")  # of a circumstance: there is none
-CIRCUMSTANCES = {"file", "backend", "platform", "stragglers", "faults", "compute", "deadline_s", "ties"}
+CIRCUMSTANCES = {
+    "file",
+    "backend",
+    "platform",
+    "stragglers",
+    "faults",
+    "compute",
+    "deadline_s",
+    "ties",
+    "sums",
+}
 
 
 def shown(name: str, value: Any) -> str:

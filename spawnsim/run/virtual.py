@@ -78,6 +78,7 @@ def run(
     trace: bool = False,
     eager: bool = False,
     ties: str = "fifo",
+    sums: str = "mpi",
     resume: bool = False,
     record_every: int = 1,
     record_ranks: str | Collection[int] | None = None,
@@ -114,6 +115,7 @@ def run(
         eager: carry out each `TrainingStep` at once and alone, not with those of other ranks.
         ties: in which order ranks act at one and the same time: "fifo" (by their numbers), "reverse", "random:SEED".
             What is right under one of them alone is a race.
+        sums: in whose order communicators add floats: "mpi", or "gloo", which gives the bits of the torch backend.
         resume: go on from the newest checkpoint (`comm.checkpoint`) that `out` holds; without one the run begins anew.
         record_every: keep rows of every so-many-th iteration alone; events are all kept.
         record_ranks: whose rows to keep, such as "0-9,100"; None: those of all ranks.
@@ -140,6 +142,7 @@ def run(
         DEADLINE_S if deadline_s is None else deadline_s,
         eager,
         ties,
+        sums,
     )
     if trace and out is None:
         raise ParameterError("trace: where to? Give the run folder that keeps it (--out DIR)")

@@ -16,6 +16,7 @@ from greenlet import GreenletExit
 
 from spawnsim.comm.backends import register_world
 from spawnsim.comm.deferred import WAITING, Caller, Deferred, register_callers
+from spawnsim.comm.ring import check_order
 from spawnsim.errors import (
     Livelock,
     RankError,
@@ -104,6 +105,7 @@ def parts(scenario: Scenario) -> tuple[Platform, FaultPlan, ComputeModel]:
     platform = load_platform(scenario.platform)
     platform.check(scenario.ranks)
     tie_order(scenario.ties)
+    check_order(scenario.sums)
     plan = FaultPlan.parse(
         scenario.faults, seed=scenario.seed, ranks=scenario.ranks, network=platform.network
     )
@@ -135,6 +137,7 @@ class Cluster:
         self.world = World(
             kernel, ranks, platform, platform.network, timing, recorder, scenario.seed, plan or None
         )
+        self.world.sums = scenario.sums
         if platform.crowded(scenario.ranks):
             assert platform.cores is not None
             places = platform.places(scenario.ranks)

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import textwrap
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
+from programs import summing
+from programs.summing import digests
 from support.crew import first
 
+import spawnsim
 from spawnsim.real.launch import launchers
 
 pytestmark = pytest.mark.timeout(120)
@@ -73,6 +77,31 @@ def test_a_part_in_a_collective_counts_once_with_the_bytes_that_a_rank_contribut
             call()
             found[name] = counters.messages - before[0], counters.nbytes - before[1], counters.received - before[2]
         assert found == {name: (1, nbytes, 0) for name, (_, nbytes) in calls.items()}, found
+        """
+    )
+
+
+def test_virtual_ranks_have_the_bits_of_either_library(alike):
+    """Of MPI by default, of the torch backend with `sums="gloo"`: whatever the call, the type and the length."""
+    by_sums = {}
+    for sums in ("mpi", "gloo"):
+        found = by_sums[sums] = {}
+        spawnsim.run(
+            lambda comm, found=found: found.update({comm.Get_rank(): digests(comm)}), ranks=4, sums=sums
+        )
+    assert by_sums["mpi"] != by_sums["gloo"]
+    alike(
+        f"""
+        import sys
+        sys.path.insert(0, {str(Path(summing.__file__).parent)!r})
+        from summing import digests
+        sums = "gloo" if backend == "torch" else "mpi"
+        found, expected = digests(comm), {by_sums!r}[sums][rank]
+        differing = {{name for name in found if found[name] != expected[name]}}
+        if backend == "mpi":  # MPICH has other orders for these calls
+            differing = {{name for name in differing if not name.startswith(("Reduce", "Scan"))}}
+        assert not differing, differing
+        assert comm.capabilities().sums == sums
         """
     )
 

@@ -47,7 +47,8 @@ def test_a_run_that_repeats(tmp_path, capsys, monkeypatch):
     monkeypatch.setenv("PYTHONWARNINGS", "error")
     spawnsim.run(
         PROGRAMS / "planted" / "off_by_one_age.py", ranks=12, out=tmp_path / "run", faults="slow:11@0.02s+0.1s,3",
-        stragglers="lognormal:0.3", platform="ethernet-10g", ties="random:5", seed=3, parameters={"fixed": True},
+        stragglers="lognormal:0.3", platform="ethernet-10g", ties="random:5", seed=3,
+        sums="gloo", parameters={"fixed": True},
     )  # fmt: skip
     assert verify([str(tmp_path / "run")]) == 0
     assert "the same digest three times" in capsys.readouterr().out

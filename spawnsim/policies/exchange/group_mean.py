@@ -255,13 +255,15 @@ class BufferedMean:
 class InPlaceMean:
     """Memory that is summed piece by piece where it lies: a large tensor, or tensors end to end in one storage.
 
-    `pending` are the means that `heal` may have to mend when all have been taken.
+    If it is to be `copied`, the pieces are those of a copy, which replaces the memory in the end. `pending` are the
+    means that `heal` may have to mend when all have been taken.
     """
 
     def __init__(
-        self, wire: torch.dtype, entries: Sequence[Entry], piece_nbytes: int, *, guard: bool
+        self, wire: torch.dtype, entries: Sequence[Entry], piece_nbytes: int, *, guard: bool, copied: bool
     ) -> None:
         self._names, self._wire, self._guard = [entry.name for entry in entries], wire, guard
+        self._copied, self._copy = copied, torch.empty(0)
         self._step = piece_nbytes // wire.itemsize
         self.nbytes = sum(entry.count for entry in entries) * wire.itemsize
         self.pending: list[MeanPiece] = []
@@ -278,21 +280,28 @@ class InPlaceMean:
         # Reset for each call: what a call that failed has left must not be mended in the next one.
         self.pending = []
         row = self._row
-        if row is None:  # it was moved apart, or lies across memory
+        if row is None or self._copied:  # it was moved apart, or lies across memory
             row = torch.cat([tensor.reshape(-1) for tensor in self._own])
         staged = row.dtype != self._wire or momentum
         healed = self._staged(comm, row, momentum) if staged else self._in_place(comm, row)
         # Tensors without common memory are mended in the copy before it is written back, so none is left for later.
         if row is not self._row:
             healed += heal(comm, self.pending)
-            self.pending = []
-            lengths = [tensor.numel() for tensor in self._own]
-            for tensor, mean in zip(self._own, torch.split(row, lengths), strict=True):
-                tensor.copy_(mean.view(tensor.shape))
+            self.pending, self._copy = [], row
+            if not self._copied:
+                self._write_back()
         return healed
 
+    def _write_back(self) -> None:
+        lengths = [tensor.numel() for tensor in self._own]
+        for tensor, mean in zip(self._own, torch.split(self._copy, lengths), strict=True):
+            tensor.copy_(mean.view(tensor.shape))
+        self._copy = torch.empty(0)
+
     def store(self) -> None:
-        """Do nothing: the mean is where it belongs."""
+        """Replace copied memory by its mean; elsewhere the mean is where it belongs."""
+        if self._copied:
+            self._write_back()
 
     def _in_place(self, comm: Comm, row: torch.Tensor) -> Healed:
         for piece in torch.split(row, self._step):
@@ -372,8 +381,10 @@ class GroupMean:
         check_same(comm, self.layout, guard=guard)
         able = comm.capabilities()
         # Summing a tensor where it lies saves two passes over its memory, but a group that does not meet to the end
-        # leaves it half summed. Where that is survived, the model must be as it was: all goes through a buffer.
-        in_place = not able.survives and all(
+        # leaves it half summed. Where that is survived, the model must be as it was: all goes through a buffer. But
+        # gloo's bits depend on where the pieces end, so virtual ranks that sum as gloo take the same pieces, copied.
+        self._survives = able.survives
+        in_place = (not able.survives or able.sums == "gloo") and all(
             t.device.type in able.devices or without_data(t) for t in live.values()
         )
         self._parts: list[BufferedMean | InPlaceMean] = []
@@ -394,11 +405,14 @@ class GroupMean:
         together, near = _agree_on_place(comm, [live[entry.name] for entry in entries])
         nbytes = max(PIECE_NBYTES if near else PIECE_ON_GPU_NBYTES, comm.Get_size() * SHARE_NBYTES)
         if together and sum(entry.count for entry in entries) >= LARGE:
-            self._parts.append(InPlaceMean(wire, entries, nbytes, guard=self._guard))
+            self._parts.append(self._pieces(wire, entries, nbytes))
             return []
         large = [entry for entry in entries if entry.count >= LARGE]
-        self._parts += [InPlaceMean(wire, [entry], nbytes, guard=self._guard) for entry in large]
+        self._parts += [self._pieces(wire, [entry], nbytes) for entry in large]
         return [entry for entry in entries if entry.count < LARGE]
+
+    def _pieces(self, wire: torch.dtype, entries: list[Entry], nbytes: int) -> InPlaceMean:
+        return InPlaceMean(wire, entries, nbytes, guard=self._guard, copied=self._survives)
 
     def __call__(self, comm: Comm, live: Tensors, momentum: float = 0.0) -> Healed:
         """Average the live tensors in place; return what became of this rank's numbers that were not finite."""

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from spawnsim.comm.buffers import as_buffer
 from spawnsim.comm.constants import is_in_place
-from spawnsim.comm.ops import SUM, Op
+from spawnsim.comm.ops import SUM, Op, reduce_binomial
 from spawnsim.errors import MismatchError, ParameterError, program_place
 from spawnsim.units import spans
 
@@ -84,7 +84,7 @@ Combine = Callable[[Any, Any], Any]
 
 
 class ObjectCollectives:
-    """Collectives of Python objects, combined in rank order: all are made of `allgather`.
+    """Collectives of Python objects, combined in the order of mpi4py's: all are made of `allgather`.
 
     A backend that can send to some ranks alone overrides `bcast`, `gather`, `scatter` and `alltoall`.
     """
@@ -112,10 +112,10 @@ class ObjectCollectives:
 
     def reduce(self, sendobj: Any, op: Combine = SUM, root: int = 0) -> Any:
         found = self.gather(sendobj, root)
-        return None if found is None else reduce(op, found)
+        return None if found is None else reduce_binomial(found, op)
 
     def allreduce(self, sendobj: Any, op: Combine = SUM) -> Any:
-        return reduce(op, self.allgather(sendobj))
+        return reduce_binomial(self.allgather(sendobj), op)
 
     def scan(self, sendobj: Any, op: Combine = SUM) -> Any:
         return reduce(op, self.allgather(sendobj)[: self.rank + 1])

@@ -3,7 +3,7 @@
 Each is counted, bounded by its deadline, known to the watchdog and, on demand, compared between ranks; the way
 through is short, because between two calls each line costs several times what it costs in a loop of its own. Tensors
 on a GPU go to NCCL where the group has it, else over gloo by way of pinned memory. What torch cannot reduce (other
-types, other ops, ops of the program) is combined in rank order over the wire.
+types, other ops, ops of the program) is combined over the wire, as on virtual ranks.
 """
 
 from __future__ import annotations
@@ -319,9 +319,13 @@ class NativeCollectives(Exchanges):
         given = flat_tensor(sendbuf)
         return given.clone() if given is not None and (given.dtype, op.name) in REDUCING else None
 
-    def Ireduce(self, sendbuf: Any, recvbuf: Any, op: Op = SUM, root: int = 0) -> CompositeRequest:
+    def Ireduce(self, sendbuf: Any, recvbuf: Any, op: Op = SUM, root: int = 0) -> RealRequest:
         self._root(root, "Ireduce")
-        return self._reduction("Ireduce", (sendbuf, recvbuf), op, root)
+        on_host = not on_gpu(recvbuf if is_in_place(sendbuf) else sendbuf)
+        tensor = self._contribution(sendbuf, recvbuf, op, root=root) if on_host else None
+        if tensor is None:
+            return self._reduction("Ireduce", (sendbuf, recvbuf), op, root)
+        return self._begun("Ireduce", self._gloo.reduce, ([tensor], _reduced(op.name, root)))
 
     def Allgather(self, sendbuf: Any, recvbuf: Any) -> None:
         into, given, after = self._table(sendbuf, recvbuf)

@@ -97,6 +97,7 @@ class TorchComm(PointToPoint, NativeCollectives):
             threads="multiple",
             devices=("cpu", "cuda"),
             missing=(*filter(None, [self.runtime.lacks]), SURVIVAL),
+            sums="gloo",
         )
 
     def recover(self, step: int | None = None) -> Any:

@@ -1,12 +1,13 @@
 """Collectives made of messages over the wire: gathers, scatters, all-to-alls, objects, reductions that torch has not.
 
 Each call is a plan (what goes to whom, what comes from whom, what to do with it), which the blocking form waits for
-and the `I` form returns. Objects are pickled once per call and combined in rank order.
+and the `I` form returns. Objects are pickled once per call. Contributions are combined in the orders of virtual ranks.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -16,7 +17,7 @@ from spawnsim.comm.buffers import Buffer, as_buffer
 from spawnsim.comm.constants import is_in_place
 from spawnsim.comm.failures import ERR_ROOT, CallError
 from spawnsim.comm.memory import as_bytes
-from spawnsim.comm.ops import SUM, Op
+from spawnsim.comm.ops import SUM, Merge, Op, reduce_ordered, reduce_to_root, reduce_tree
 from spawnsim.errors import Timeout
 from spawnsim.real.runtime.collectives import ObjectCollectives
 from spawnsim.real.runtime.requests import RealRequest
@@ -24,6 +25,7 @@ from spawnsim.real.torch.point_to_point import OBJECT, CompositeRequest, PointTo
 from spawnsim.real.torch.runtime import CommCore
 from spawnsim.real.torch.transport import Bytes, as_payload
 
+Array = NDArray[Any]
 Sends = Iterable[tuple[int, Bytes]]
 Receives = Iterable[tuple[int, Buffer]]
 Compared = tuple[str, Any]
@@ -137,26 +139,24 @@ class Exchanges(CommCore, ObjectCollectives):
         ranks: tuple[list[int], list[int]],
         op: Op,
         *,
+        combine: Callable[[list[Array], Merge], Array],
         finish: Callable[[Any], object],
         root: int | None = None,
     ) -> CompositeRequest:
-        """Combine in rank order what `ranks[0]` contribute; `ranks[1]` are those who need this rank's part."""
+        """Combine the parts of `ranks[0]`; `ranks[1]` need this rank's part."""
         op.check(given.datatype)
-        own, datatype = given.pack(), given.datatype
+        own = given.pack()
         sources, dests = ranks
-        parts: dict[int, NDArray[Any]] = {rank: np.empty_like(own) for rank in sources}
+        parts: dict[int, Array] = {rank: np.empty_like(own) for rank in sources}
 
-        def combine() -> None:
-            total: NDArray[Any] | None = None
-            for part in parts.values():
-                total = part if total is None else op.reduce(total, part, datatype)
-            if total is not None:
-                finish(total)
+        def after() -> None:
+            if parts:
+                finish(combine([*parts.values()], op.merging(given.datatype)))
 
         blocks = [(rank, as_buffer(as_bytes(part))) for rank, part in parts.items()]
         sends = [(rank, as_bytes(own)) for rank in dests]
         what = op.name if root is None else f"root {root}, {op.name}", given
-        return self._plan(operation, sends, blocks, contributed=own.nbytes, after=combine, what=what)
+        return self._plan(operation, sends, blocks, contributed=own.nbytes, after=after, what=what)
 
     def _reduction(
         self, operation: str, buffers: tuple[Any, Any], op: Op, root: int | None
@@ -167,7 +167,10 @@ class Exchanges(CommCore, ObjectCollectives):
         given = into if is_in_place(sendbuf) and into is not None else as_buffer(sendbuf)
         finish = into.unpack if into is not None else len
         ranks = (everyone if mine else [], everyone if root is None else [root])
-        return self._fold(operation, given, ranks, op, finish=finish, root=root)
+        # The orders of virtual ranks, which are MPI's.
+        to_root = partial(reduce_to_root, root=(root or 0) if op.Is_commutative() else 0)
+        combine = reduce_tree if root is None else to_root
+        return self._fold(operation, given, ranks, op, combine=combine, finish=finish, root=root)
 
     def _scan(self, operation: str, sendbuf: Any, recvbuf: Any, op: Op) -> CompositeRequest:
         into = as_buffer(recvbuf, writable=True)
@@ -175,7 +178,7 @@ class Exchanges(CommCore, ObjectCollectives):
         exclusive = operation in ("Exscan", "Iexscan")
         before = list(range(self.rank + (not exclusive)))
         after = list(range(self.rank + exclusive, self.size))
-        return self._fold(operation, given, (before, after), op, finish=into.unpack)
+        return self._fold(operation, given, (before, after), op, combine=_in_rank_order, finish=into.unpack)
 
     def Scan(self, sendbuf: Any, recvbuf: Any, op: Op = SUM) -> None:
         self._met(self._scan("Scan", sendbuf, recvbuf, op), "Scan")
@@ -214,9 +217,7 @@ class Exchanges(CommCore, ObjectCollectives):
         whole = sum(data.nbytes for _, data in slices)
         what = op.name, given
         self._met(self._plan(operation, slices, blocks, contributed=whole, what=what), operation)
-        total = parts[0]
-        for part in parts[1:]:
-            total = op.reduce(total, part, given.datatype)
+        total = reduce_tree(parts, op.merging(given.datatype))
         into.part(0, counts[self.rank]).unpack(total)
 
     # ----------------------------------------------------------------------------------------------- objects
@@ -262,6 +263,10 @@ class Exchanges(CommCore, ObjectCollectives):
 
     def alltoall(self, sendobj: Sequence[Any]) -> list[Any]:
         return self._swap("alltoall", dict(enumerate(self._one_each(sendobj, "alltoall"))), range(self.size))
+
+
+def _in_rank_order(parts: list[Array], merge: Merge) -> Array:
+    return reduce_ordered(parts, lambda total, part: merge(total, part, part))
 
 
 def as_blocks(

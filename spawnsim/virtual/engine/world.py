@@ -145,6 +145,7 @@ class World:
     checkpoints: Any = None  # `checkpoints.Checkpoints`
     crashes: Any = None  # `faults.injection.Crashes`
     cores: Any = None  # `cores.Cores`, if ranks share them
+    sums: str = "mpi"  # in whose order communicators sum: one of `comm.ring.ORDERS`
     deferred: Any = None  # `comm.deferred.Deferred`, unless training steps are to be carried out at once
 
     def __post_init__(self) -> None:

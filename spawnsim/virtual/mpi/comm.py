@@ -417,6 +417,7 @@ class Comm(PointToPoint, Collectives):
             ulfm=True,
             progress=self._world.platform.progress,
             threads="multiple",
+            sums=self._context.sums,
         )
 
     def absent(self) -> dict[int, str]:

@@ -16,8 +16,9 @@ from typing import Any, NoReturn
 
 import numpy as np
 
-from spawnsim.comm import ops
+from spawnsim.comm import ops, ring
 from spawnsim.errors import MismatchError
+from spawnsim.phantoms import is_phantom
 from spawnsim.virtual.collectives import CollectivePlan, Edges, Finish
 from spawnsim.virtual.diagnosis import where
 from spawnsim.virtual.engine.completion import Uncertain
@@ -227,6 +228,8 @@ class CollectiveInstance:
         one_result = self.first == len(self.members) and self.strikes is None
         if not one_result or call.op.function is not None or call.part.nbytes <= ops.SHORT_NBYTES:
             return None
+        if self._as_allreduce_of_gloo(call):
+            return None
         return ops.ReductionTree(call.op.merging(call.datatype), ops.surplus(len(self.members)))
 
     def _combine(self, tree: ops.ReductionTree, arrived: Rank) -> None:
@@ -277,7 +280,17 @@ class CollectiveInstance:
     def _reduced(self, me: int) -> Any:
         call = self.calls[me]
         assert call is not None
+        if self._as_allreduce_of_gloo(call):
+            return ring.combined(self.parts(me), call.op, call.datatype)
         return ops.reduce_tree(self.parts(me), call.op.merging(call.datatype))
+
+    def _as_allreduce_of_gloo(self, call: Call) -> bool:
+        return call.name == "Allreduce" and self.sums_as_gloo(call.op, call.datatype, call.part)
+
+    def sums_as_gloo(self, op: ops.Op, datatype: Any, part: Any) -> bool:
+        """Return whether the order of a sum is gloo's, and makes a difference."""
+        as_gloo = self.context is not None and self.context.sums == "gloo"
+        return as_gloo and ring.depends_on_order(op, datatype) and not is_phantom(part)
 
     def keep(self, me: int) -> None:
         """Take a snapshot of what a rank has lent: it leaves before the collective is over, and may go on to write."""

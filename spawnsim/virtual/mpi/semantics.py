@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from spawnsim.comm import ops
+from spawnsim.comm import ops, ring
 from spawnsim.comm.buffers import Buffer, Vector, as_buffer
 from spawnsim.comm.constants import is_in_place
 from spawnsim.comm.failures import ERR_COUNT, ERR_TYPE, ArgumentError
@@ -237,7 +237,7 @@ def _lent(own: Buffer) -> tuple[Any, bool]:
 
 
 def reduce(sendbuf: Any, recvbuf: Any, op: Op, *, root: int, me: int) -> Call:
-    """The root gets the combination of all contributions, in the order of a binomial tree."""
+    """The root gets the combination of all contributions, in the order of a binomial tree, or of gloo's rings."""
     call, own = _reducing("Reduce", (sendbuf, recvbuf), op)
     datatype = own.datatype
     # Commutative: the tree is rooted at the root, as libraries do it. Otherwise it begins at rank 0, so that
@@ -245,7 +245,11 @@ def reduce(sendbuf: Any, recvbuf: Any, op: Op, *, root: int, me: int) -> Call:
     first = root if op.Is_commutative() else 0
 
     def outcome(instance: CollectiveInstance, rank: int) -> Any:
-        return ops.reduce_to_root(instance.parts(rank), op.merging(datatype), first) if rank == root else None
+        if rank != root:
+            return None
+        if instance.sums_as_gloo(op, datatype, call.part):
+            return ring.combined(instance.parts(rank), op, datatype, rooted=True)
+        return ops.reduce_to_root(instance.parts(rank), op.merging(datatype), first)
 
     call.root, call.outcome = root, outcome
     if me == root:
@@ -254,7 +258,10 @@ def reduce(sendbuf: Any, recvbuf: Any, op: Op, *, root: int, me: int) -> Call:
 
 
 def allreduce(sendbuf: Any, recvbuf: Any, op: Op) -> Call:
-    """Every rank gets the combination, in the order of recursive doubling: bit for bit what both MPI wheels return."""
+    """Every rank gets the combination, in the order of recursive doubling: bit for bit what both MPI wheels return.
+
+    Or in the order of gloo's rings, if the communicator sums so.
+    """
     call, own = _reducing("Allreduce", (sendbuf, recvbuf), op, for_all=True)
     call.outcome, call.collect = CollectiveInstance.combined, _receiving("Allreduce", own, recvbuf)
     return call

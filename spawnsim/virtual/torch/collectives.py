@@ -1,7 +1,7 @@
 """What each collective of torch.distributed brings, and what it makes of what all have brought.
 
 A contribution is the bytes of a tensor (or a list of them), so that the digest covers it and a faulty link can damage
-it. A reduction is made once for all ranks, in the tree order of `comm.ops`, in the tensors' own type.
+it. A reduction is made once for all ranks, in the tensors' own type, and in gloo's order (`comm.ring`).
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from spawnsim.comm import ops
 from spawnsim.comm.deferred import WAITING, settle
+from spawnsim.comm.ring import reduce_ring, ring_block
 from spawnsim.errors import UnsupportedError, UsageError
 from spawnsim.virtual.mpi.instance import Call, CollectiveInstance
 
@@ -161,13 +162,17 @@ _MERGES: dict[str, Any] = {
 }  # fmt: skip
 
 
-def reduced(parts: list[Bytes], op: Any, dtype: torch.dtype) -> Bytes:
-    """Return the combination of all ranks' bytes, in memory of its own."""
+def reduced(parts: list[Bytes], op: Any, dtype: torch.dtype, *, rooted: bool = False) -> Bytes:
+    """Return the combination of all ranks' bytes, in memory of its own; `rooted`: of a reduce."""
     name = op_name(op)
     merge = _MERGES.get(name, torch.add)
+    in_rings = merge in (torch.add, torch.mul) and dtype.is_floating_point
+    number = dtype
+    if merge is torch.add and dtype.is_complex:  # gloo adds real and imaginary parts as numbers
+        in_rings, number = True, dtype.to_real()
 
     def merged(a: Any, b: Any, out: Any) -> Any:
-        merge(typed(a, dtype), typed(b, dtype), out=typed(out, dtype))
+        merge(typed(a, number), typed(b, number), out=typed(out, number))
         return out
 
     if not parts[0].size:
@@ -176,7 +181,12 @@ def reduced(parts: list[Bytes], op: Any, dtype: torch.dtype) -> Bytes:
         if name == "PREMUL_SUM":
             _, factor = op.__getstate__()  # torch before 2.13 has no `op.factor`
             parts = [typed(part, dtype).mul(factor).view(torch.uint8).numpy() for part in parts]
-        found: Bytes = ops.reduce_tree(parts, merged)
+        found: Bytes
+        if in_rings:
+            block = ring_block(len(parts[0]), number.itemsize, len(parts), rooted=rooted)
+            found = reduce_ring(parts, merged, block)
+        else:
+            found = ops.reduce_tree(parts, merged)
         if name == "AVG":
             whole = typed(found, dtype)
             whole.div_(
@@ -199,12 +209,15 @@ def sum_sparse(parts: Sequence[Bytes], like: torch.Tensor) -> torch.Tensor:
     return total.coalesce()
 
 
-def combination(op: Any, dtypes: Sequence[torch.dtype]) -> Callable[[CollectiveInstance, int], list[Bytes]]:
+def combination(
+    op: Any, dtypes: Sequence[torch.dtype], *, rooted: bool = False
+) -> Callable[[CollectiveInstance, int], list[Bytes]]:
     """Return the outcome that is the combination of each of several tensors; made once for all ranks."""
 
     def make(instance: CollectiveInstance) -> list[Bytes]:
         columns = zip(*(_listed(part) for part in instance.parts(0)), strict=True)
-        return [reduced(list(column), op, dtype) for column, dtype in zip(columns, dtypes, strict=True)]
+        pairs = zip(columns, dtypes, strict=True)
+        return [reduced(list(column), op, dtype, rooted=rooted) for column, dtype in pairs]
 
     return lambda instance, rank: instance.shared(rank, lambda: make(instance))
 
@@ -213,16 +226,27 @@ def _listed(part: Any) -> list[Bytes]:
     return part if isinstance(part, list) else [part]
 
 
-def scattered(op: Any, dtypes: Sequence[torch.dtype]) -> Callable[[CollectiveInstance, int], list[Bytes]]:
+def scattered(
+    op: Any, dtypes: Sequence[torch.dtype], *, apart: bool
+) -> Callable[[CollectiveInstance, int], list[Bytes]]:
     """Return the outcome that is a rank's own block of the combination of each of several rows of blocks.
 
-    A contribution has the blocks of the first row for all ranks, then those of the second row.
+    A contribution has the blocks of the first row for all ranks, then the blocks of the second row. Blocks are combined
+    `apart`, or the row as a whole: gloo does either, according to the call.
     """
 
-    def outcome(instance: CollectiveInstance, rank: int) -> list[Bytes]:
+    def make(instance: CollectiveInstance) -> list[Bytes]:
         size = len(instance.members)
-        every = [dtype for dtype in dtypes for _ in range(size)]
-        whole: list[Bytes] = combination(op, every)(instance, rank)
-        return whole[rank::size]
+        blocks = list(
+            zip(*instance.parts(0), strict=True)
+        )  # by row and rank: the blocks of all contributions
+        if apart:
+            kinds = [dtype for dtype in dtypes for _ in range(size)]
+            return [reduced(list(block), op, dtype) for block, dtype in zip(blocks, kinds, strict=True)]
+        found: list[Bytes] = []
+        for at, dtype in enumerate(dtypes):
+            rows = [np.concatenate(part[at * size : (at + 1) * size]) for part in instance.parts(0)]
+            found += np.split(reduced(rows, op, dtype), size)
+        return found
 
-    return outcome
+    return lambda instance, rank: instance.shared(rank, lambda: make(instance))[rank :: len(instance.members)]

@@ -223,18 +223,26 @@ class VirtualProcessGroup(Base):  # type: ignore[misc]
         call = TorchCall(
             name, "allreduce", nbytes=nbytes_of(tensors), agree=(("op", op_name(op)), *agree), shapes=shapes
         )
-        # One tensor is lent: nothing may write to it before the operation is over, and copying costs as much as adding.
-        call.lent = len(tensors) == 1
-        call.part = raw(tensors[0], lent=True) if call.lent else [raw(tensor) for tensor in tensors]
-        call.outcome = combination(op, [tensor.dtype for tensor in tensors])
-        return self._run(call, lambda found: _fill(tensors, found), opts, outputs=list(tensors))
+        dtypes = [tensor.dtype for tensor in tensors]
+        if len(tensors) > 1 and len(set(dtypes)) == 1:  # gloo joins them, and cuts the whole into blocks
+            call.part, dtypes = np.concatenate([raw(tensor, lent=True) for tensor in tensors]), dtypes[:1]
+            cuts = np.cumsum([nbytes_of([tensor]) for tensor in tensors])[:-1]
+            collect = lambda found: _fill(tensors, np.split(found[0], cuts))  # noqa: E731
+        else:
+            # One tensor is lent: nothing may write to it before the operation is over, and copying costs as much as
+            # adding.
+            call.lent = len(tensors) == 1
+            call.part = raw(tensors[0], lent=True) if call.lent else [raw(tensor) for tensor in tensors]
+            collect = lambda found: _fill(tensors, found)  # noqa: E731
+        call.outcome = combination(op, dtypes)
+        return self._run(call, collect, opts, outputs=list(tensors))
 
     def reduce(self, tensors: Any, opts: Any = None, *rest: Any) -> VirtualWork:
         """Combine tensors at the root."""
         tensors, root = _listed(tensors), int(getattr(opts, "rootRank", 0))
         op = _op(opts)
         shapes, agree = described(tensors)
-        whole = combination(op, [tensor.dtype for tensor in tensors])
+        whole = combination(op, [tensor.dtype for tensor in tensors], rooted=True)
         call = TorchCall(
             "reduce", "reduce", [raw(tensor) for tensor in tensors], nbytes_of(tensors), root,
             agree=(("op", op_name(op)), *agree), shapes=shapes,
@@ -273,7 +281,8 @@ class VirtualProcessGroup(Base):  # type: ignore[misc]
         counts = np.array([nbytes_of(flat[rank::size]) for rank in range(size)], np.int64)
         call = TorchCall(
             name, "reduce_scatter", [raw(tensor) for tensor in flat], counts, agree=(("op", op_name(op)), *agree),
-            sizes="same", shapes=shapes, outcome=scattered(op, [row[0].dtype for row in rows]),
+            sizes="same", shapes=shapes,
+            outcome=scattered(op, [row[0].dtype for row in rows], apart=name == "reduce_scatter"),
         )  # fmt: skip
         return self._run(call, lambda found: _fill(outputs, found), opts, outputs=list(outputs))
 

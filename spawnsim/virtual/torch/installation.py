@@ -125,7 +125,7 @@ def _new_group(original: Callable[..., Any]) -> Callable[..., Any]:
 
         def share(meeting: stores.Meeting) -> Context:
             context = Context(world, (tuple(meeting.members[rank] for rank in range(group_size)),))
-            context.name, context.lasting, context.queue = str(label), True, {}
+            context.name, context.lasting, context.queue, context.sums = str(label), True, {}, "gloo"
             return context
 
         context = stores.meet(store, (group_rank, group_size), limit, share)

@@ -6,7 +6,10 @@ import numpy as np
 import pytest
 from support.virtual_run import run
 
-from spawnsim.comm import ops
+import spawnsim
+from spawnsim import PhantomArray
+from spawnsim.comm import ops, ring
+from spawnsim.errors import ParameterError
 from spawnsim.virtual.mpi import semantics
 from spawnsim.virtual.mpi.instance import CollectiveInstance
 from spawnsim.virtual.mpi.module import MPI
@@ -171,3 +174,36 @@ def test_no_rank_makes_a_list_of_all_ranks():
     assert semantics.scatter(None, np.zeros(1), 0, (1, many)).nbytes == 0
     call = semantics.reduce_scatter(np.zeros(0), np.zeros(0), None, ops.SUM, place=(1, many))
     assert (call.nbytes, call.sizes) == (0, "blocks")
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 13])
+def test_ranks_that_sum_as_gloo(ranks):
+    """Also on communicators made of the first; whole numbers, and calls that gloo lacks, are summed as ever."""
+    parts = [contribution(rank) for rank in range(ranks)]
+    expected = {
+        "Allreduce": ring.combined(parts, MPI.SUM, MPI.DOUBLE),
+        "Reduce": ring.combined(parts, MPI.SUM, MPI.DOUBLE, rooted=True),
+        "Reduce_scatter": in_the_end(ranks),
+    }
+
+    def main(comm):
+        mine, again = contribution(comm.rank), comm.Split(0, comm.rank).Dup()
+        found = {name: np.zeros(LONG) for name in expected}
+        again.Allreduce(mine, found["Allreduce"])
+        again.Reduce(mine, found["Reduce"], root=0)
+        again.Reduce_scatter(mine, found["Reduce_scatter"], [LONG] + [0] * (ranks - 1))
+        found["Reduce"] = again.bcast(found["Reduce"])
+        found["Reduce_scatter"] = again.bcast(found["Reduce_scatter"])
+        phantom = PhantomArray(10**9, np.float64)
+        comm.Allreduce(phantom, PhantomArray(10**9, np.float64))
+        return all(found[name].tobytes() == expected[name].tobytes() for name in expected)
+
+    results = []
+    spawnsim.run(lambda comm: results.append(main(comm)), ranks=ranks, sums="gloo")
+    assert results == [True] * ranks
+
+
+def test_whose_order_must_be_known():
+    """Before anything runs."""
+    with pytest.raises(ParameterError, match="sums='nccl': choose one of mpi, gloo"):
+        spawnsim.run(lambda comm: None, ranks=2, sums="nccl")
