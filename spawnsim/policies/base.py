@@ -58,7 +58,7 @@ def blank_info(mode: str, check_every: int) -> Info:
 def as_metric(value: Any) -> float:
     """Return a metric as a number, also where it is a tensor that carries a gradient."""
     if isinstance(value, (str, bytes)):  # of which `float` would make a number, too
-        raise ParameterError(f"local_metric={value!r} is text: give a number, as by float(...)")
+        raise ParameterError(f"local_metric is a {type(value).__name__}, {value!r}: give one number")
     try:
         return float(value.detach() if isinstance(value, torch.Tensor) and value.requires_grad else value)
     except (TypeError, ValueError, RuntimeError) as error:  # torch has raised each of the last two

@@ -115,7 +115,7 @@ def test_a_shutdown_of_ones_own_counts_as_called() -> None:
 @pytest.mark.parametrize("text", ["0.5", b"0.5"])
 def test_a_metric_given_as_text_is_refused(text: Any) -> None:
     """`float` would take it."""
-    with pytest.raises(ParameterError, match=r"local_metric=b?'0.5' is text: give a number"):
+    with pytest.raises(ParameterError, match=r"local_metric is a \w+, b?'0.5': give one number"):
         warnings(lambda _: _Texting(text))
 
 

@@ -212,8 +212,10 @@ class Endpoint:
         """Yield what `poll` returns, one by one: the memory of one can be given up before the next is complete."""
         yield from self.from_self()
         for source, buffer in self._complete():
+            if is_phantom(buffer) and self.allocate is not phantom_memory:
+                buffer = np.asarray(buffer)
             try:
-                message = decode(self._filled(buffer), self.channel)
+                message = decode(buffer, self.channel)
             except Unreadable as error:
                 self.counts["foreign" if isinstance(error, Foreign) else "unreadable"] += 1
             else:
@@ -287,12 +289,6 @@ class Endpoint:
         # Of all virtual ranks, what is on its way at one time may be far more than one machine holds.
         phantom = self.allocate is phantom_memory or (self._virtual and not small)
         room: Bytes = (phantom_memory if phantom else new_memory if small else self.allocate)(nbytes)
-        return room
-
-    def _filled(self, room: Bytes) -> Bytes:
-        """Return what was received into a room, in memory; phantoms stay phantoms where the models are."""
-        if is_phantom(room) and self.allocate is not phantom_memory:
-            return np.asarray(room)
         return room
 
     def _finished(self) -> Iterator[tuple[int, Bytes]]:
