@@ -84,8 +84,12 @@ class OwnValues:
 
     def own(self, module: str) -> None:
         """Make what a module keeps each rank's own: the calling rank is about to change it."""
-        new = {(module, path): _value(sys.modules[module], path) for path in TABLE[module].values}
-        new = {name: value for name, value in new.items() if value and name not in self._values}
+        new: dict[tuple[str, str], Value] = {}
+        for path in TABLE[module].values:
+            name = "" if path == HANDLERS else module, path  # two modules write the handlers
+            value = None if name in self._values else _value(sys.modules[module], path)
+            if value is not None:
+                new[name] = value
         if not new:
             return
         task = current_task()

@@ -214,6 +214,11 @@ MISMATCHED = {
     "dist.send(torch.ones(1), (R + 1) % N)\ndist.recv(torch.ones(1), (R - 1) % N)": (Deadlock, r"rank 0 → rank 1"),
     "if R != 1: dist.new_group([0, 1])": (Deadlock, "waits for rank 1, whose program has ended"),
     "dist.distributed_c10d._get_default_store().get('nobody')": (Deadlock, r"wait\(/default_pg/0//nobody\)"),
+    "dist.broadcast(torch.ones(2), 7)": (UsageError, "invalid root rank 7: the group has the ranks 0 to 2"),
+    "dist.broadcast(torch.ones(2, dtype=torch.int16), 0)": (UsageError, "broadcast of torch.int16, a type that gloo"),
+    "dist.all_to_all([torch.ones(1 + R) for _ in range(N)], [torch.ones(1 + k) for k in range(N)])": (
+        UsageError, "all_to_all: the tensor at index 1 has the shape"),
+    "dist.scatter(torch.ones(4), [torch.ones(2, 2)] * N if R == 0 else None)": (UsageError, "scatter: the tensor at"),
     "dist.init_process_group('gloo')": (RankError, "rank 0 raised ValueError: trying to initialize the default"),
     "import torch.multiprocessing as mp\nmp.spawn(print, nprocs=2)": (UnsupportedError, "starts processes"),
     "import torch.distributed.rpc as rpc\nrpc.init_rpc('a', rank=R, world_size=N)": (UnsupportedError, "rpc is not"),
@@ -251,6 +256,28 @@ print(R, "end")
 """
     expected = [line for rank in range(3) for line in [f"{rank} MismatchError"] * 3 + [f"{rank} end"]]
     assert sorted(program(text, 3)[1]) == sorted(expected)
+
+
+STRIDED = {
+    "broadcast": "dist.broadcast(column, 1)",
+    "all_reduce": "dist.all_reduce(column)",
+    "reduce": "dist.reduce(column, 0)",
+    "scatter": "dist.scatter(torch.empty(4), [column] * N if R == 0 else None)",
+}
+
+
+@pytest.mark.parametrize("name", STRIDED)
+def test_silent_mistakes_of_gloo_are_reported(name: str, program: Any) -> None:
+    """A column of a matrix, which gloo takes for one piece of memory: once. A transposed matrix is one piece."""
+    text = f"column = torch.ones(4, 4)[:, 1]\n{STRIDED[name]}\ndist.broadcast(torch.ones(4, 4).t(), 0)\n"
+    (words,) = gaps(program(text, 3)[0])
+    assert f"(program.py:8) gave {name} a tensor of shape [4] with gaps in memory (strides [4])" in words
+    assert not gaps(program(text.replace("[:, 1]", "[1]"), 3)[0])
+
+
+def gaps(run: Any) -> list[str]:
+    """Return the sentences about tensors with gaps."""
+    return [each for each in run.what.get("warnings", ()) if "gaps in memory" in each]
 
 
 def test_time_outs_and_deaths_end_calls_in_the_words_of_gloo(program: Any) -> None:

@@ -83,7 +83,9 @@ assert functional.scaled_dot_product_attention is original
 """
 
 
-@pytest.mark.parametrize("text", [LOSS, REPLICATED, CONTEXT], ids=["loss", "replicated", "context"])
+@pytest.mark.parametrize(
+    "text", [LOSS, REPLICATED, CONTEXT, LOSS + CONTEXT], ids=["loss", "replicated", "context", "both"]
+)
 def test_ranks_do_not_end_each_others_contexts(text: str, torch_program: Any) -> None:
     """`loss_parallel`, `implicit_replication` and `context_parallel`, entered and left at other times on each rank."""
     before = dict(DTensor._op_dispatcher._custom_op_handlers)

@@ -41,6 +41,7 @@ from spawnsim.virtual.torch.collectives import (
     write,
 )
 from spawnsim.virtual.torch.communicators import communicator
+from spawnsim.virtual.torch.gloo import check, check_equal, root_of
 from spawnsim.virtual.torch.profiling import communicating
 from spawnsim.virtual.torch.work import GroupTimeout, VirtualWork, Works
 
@@ -219,6 +220,7 @@ class VirtualProcessGroup(Base):  # type: ignore[misc]
     def _allreduce(self, name: str, tensors: Tensors, op: Any, opts: Any) -> VirtualWork:
         if len(tensors) == 1 and tensors[0].layout is torch.sparse_coo:
             return self._allreduce_sparse(tensors[0], op, opts)
+        check(name, self._backend, tensors)
         shapes, agree = described(tensors)
         call = TorchCall(
             name, "allreduce", nbytes=nbytes_of(tensors), agree=(("op", op_name(op)), *agree), shapes=shapes
@@ -239,8 +241,9 @@ class VirtualProcessGroup(Base):  # type: ignore[misc]
 
     def reduce(self, tensors: Any, opts: Any = None, *rest: Any) -> VirtualWork:
         """Combine tensors at the root."""
-        tensors, root = _listed(tensors), int(getattr(opts, "rootRank", 0))
+        tensors, root = _listed(tensors), root_of(opts, self.size())
         op = _op(opts)
+        check("reduce", self._backend, tensors)
         shapes, agree = described(tensors)
         whole = combination(op, [tensor.dtype for tensor in tensors], rooted=True)
         call = TorchCall(
@@ -300,7 +303,8 @@ class VirtualProcessGroup(Base):  # type: ignore[misc]
 
     def broadcast(self, tensors: Any, opts: Any = None, *rest: Any) -> VirtualWork:
         """Send the root's tensors to all ranks."""
-        tensors, root = _listed(tensors), int(getattr(opts, "rootRank", 0))
+        tensors, root = _listed(tensors), root_of(opts, self.size())
+        check("broadcast", self._backend, tensors)
         shapes, agree = described(tensors)
         mine = self.rank() == root
         call = TorchCall(
@@ -312,7 +316,7 @@ class VirtualProcessGroup(Base):  # type: ignore[misc]
 
     def gather(self, outputs: Any, inputs: Any, opts: Any = None, *rest: Any) -> VirtualWork:
         """Collect a tensor of each rank at the root."""
-        (given,), root = _listed(inputs), int(getattr(opts, "rootRank", 0))
+        (given,), root = _listed(inputs), root_of(opts, self.size())
         shapes, agree = described([given])
         call = TorchCall(
             "gather", "gather", raw(given), nbytes_of([given]), root, agree=agree, sizes="all", shapes=shapes,
@@ -324,8 +328,10 @@ class VirtualProcessGroup(Base):  # type: ignore[misc]
 
     def scatter(self, outputs: Any, inputs: Any, opts: Any = None, *rest: Any) -> VirtualWork:
         """Hand out the root's tensors."""
-        (target,), root, size = _listed(outputs), int(getattr(opts, "rootRank", 0)), self.size()
+        (target,), root, size = _listed(outputs), root_of(opts, self.size()), self.size()
         given = _rows(inputs)[0] if self.rank() == root and inputs else []
+        check("scatter", self._backend, [target, *given])
+        check_equal("scatter", self._backend, [target, *given])
         shapes, agree = described([target])
         sizes = np.array([nbytes_of([tensor]) for tensor in given] or [0] * size, np.int64)
         call = TorchCall(
@@ -384,6 +390,8 @@ class VirtualProcessGroup(Base):  # type: ignore[misc]
 
     def alltoall(self, outputs: Tensors, inputs: Tensors, opts: Any = None, *rest: Any) -> VirtualWork:
         """Send a tensor to each rank, and receive one from each."""
+        for tensors in (inputs, outputs):
+            check_equal("all_to_all", self._backend, tensors)
         blocks = [raw(tensor) for tensor in inputs]
         collect = lambda found: _fill(outputs, found)  # noqa: E731
         return self._alltoall("all_to_all", (inputs, blocks), collect, opts, outputs=list(outputs))

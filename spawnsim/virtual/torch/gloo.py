@@ -1,0 +1,85 @@
+"""What gloo refuses, and what it gets wrong without an error: refused and reported here, so that no fault is hidden.
+
+gloo takes the memory of a tensor as one piece, whatever its strides. Of other backends only this is checked that all
+refuse.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from spawnsim.errors import UsageError
+from spawnsim.virtual.diagnosis import place
+from spawnsim.virtual.engine.kernel import current_task
+
+GLOO = "gloo"
+TYPES = {
+    torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int8, torch.uint8, torch.int32, torch.int64,
+    torch.bool, torch.complex64, torch.complex128,
+}  # fmt: skip
+
+
+class Refused(UsageError, RuntimeError):
+    """A call that gloo refuses: spawnsim's `UsageError`, and the RuntimeError that torch raises."""
+
+
+def root_of(opts: Any, size: int) -> int:
+    """Return the root that options name, in a group of `size` ranks."""
+    root = int(getattr(opts, "rootRank", 0))
+    if not 0 <= root < size:
+        raise Refused(f"invalid root rank {root}: the group has the ranks 0 to {size - 1}")
+    return root
+
+
+def check(name: str, backend: str, tensors: Sequence[torch.Tensor]) -> None:
+    """Refuse types that gloo does not know; report tensors that are in several pieces."""
+    if GLOO not in backend:
+        return
+    for tensor in tensors:
+        if tensor.dtype not in TYPES:
+            raise Refused(
+                f"{name} of {tensor.dtype}, a type that gloo does not know: convert the tensor, or send its bytes "
+                "(tensor.view(torch.uint8))"
+            )
+        if not tensor.is_contiguous() and not _in_one_piece(tensor):
+            _report(name, tensor)
+
+
+def check_equal(name: str, backend: str, tensors: Sequence[torch.Tensor]) -> None:
+    """Refuse a list of tensors of several shapes, all of which gloo takes for that of the first."""
+    for place_, tensor in enumerate(tensors):
+        if GLOO in backend and tensor.shape != tensors[0].shape:
+            raise Refused(
+                f"{name}: the tensor at index {place_} has the shape {list(tensor.shape)}, and that at index 0 "
+                f"{list(tensors[0].shape)}; gloo takes equal ones alone: use all_to_all_single with split sizes, or pad"
+            )
+
+
+def _in_one_piece(tensor: torch.Tensor) -> bool:
+    """Return whether the elements fill a piece of memory, in any order of dimensions."""
+    if tensor.layout is not torch.strided:
+        return True
+    filled = 1
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size != 1 and stride != filled:
+            return False
+        filled *= size
+    return True
+
+
+def _report(name: str, tensor: torch.Tensor) -> None:
+    task = current_task()
+    if task is None:
+        return
+    line = place(sys._getframe()).partition(" (in ")[0]
+    task.kernel.owner.mistakes.setdefault(
+        ("strided", line),
+        f"rank {task.rank} at {task.clock:.6g} s ({line}) gave {name} a tensor of shape {list(tensor.shape)} with gaps "
+        f"in memory (strides {list(tensor.stride())}): gloo takes its memory for one piece, and moves wrong elements "
+        "without an error; NCCL refuses it. Here the right ones were moved: give tensor.contiguous(), and copy the "
+        "result back",
+    )
