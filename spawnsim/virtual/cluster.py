@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -317,7 +317,8 @@ class Cluster:
         with (
             ProcessStates(kernel).in_place(), generators_per_rank(), TorchStates(kernel).in_place(),
             nullcontext() if threads else strays_refused(), leaks_noticed(), values_per_rank(self.world),
-            self._torch_distributed(), stalls_noted(kernel, on_note), accepts_refused(),
+            torch_distributed.offered(self.world) if threads else torch_distributed.refused(),
+            stalls_noted(kernel, on_note), accepts_refused(),
             self._timeline.followed() if self._timeline else nullcontext(),
             virtual_threads() if threads else nullcontext(),
         ):  # fmt: skip
@@ -326,12 +327,6 @@ class Cluster:
             raise self._error
         assert self._counted is not None
         return self._counted
-
-    def _torch_distributed(self) -> AbstractContextManager[None]:
-        """Return what offers torch.distributed, once a program imports it, to ranks in threads, and refuses others."""
-        if self._carrier == "threads":
-            return torch_distributed.offered(self.world)
-        return torch_distributed.refused()
 
     def _judge(self) -> None:
         """Count, and tell what is wrong with how the run ended, if anything."""

@@ -70,14 +70,14 @@ class Context:
     # By world rank, the last collective: each begins on a rank when the one before has ended there. None: at once.
     queue: dict[int, Any] | None = None
     name: str = ""  # if MPI or a member has given it one
-    sums: str = ""  # in whose order it sums, one of `ring.ORDERS`; "": the world's
+    sums: str = ""  # in whose order it sums, one of `ring.ORDERS`; "": its origin's, or the world's
     # Members, by world rank, in the order in which they have died.
     _dead: list[int] = field(default_factory=list)
     _deaths_seen: int = 0  # of those that the world knows
 
     def __post_init__(self) -> None:
         self.number = self.number or self.world.next_context()
-        self.sums = self.sums or self.world.sums
+        self.sums = self.sums or (self.origin or self.world).sums
         self.world.open_contexts.add(self)
         if self.world.resource_leaks is not None:
             self.world.resource_leaks.made(self)
@@ -122,9 +122,7 @@ class Context:
         origin = self.origin or self
         groups = tuple(tuple(rank for rank in side if rank in incarnations) for side in origin.groups)
         again = {rank: incarnation for rank, incarnation in incarnations.items() if incarnation}
-        return Context(
-            self.world, groups, ancestors=self.ancestors, incarnations=again, origin=origin, sums=self.sums
-        )
+        return Context(self.world, groups, ancestors=self.ancestors, incarnations=again, origin=origin)
 
     def incarnation(self, rank: int) -> int:
         """Return which incarnation of a world rank is a member."""
