@@ -203,11 +203,11 @@ def test_no_message_names_a_module_of_the_package() -> None:
     """Metadata is built of plain types: moving a file must not change the bytes of messages, and so virtual times."""
     member = Member(1, Role.CLIENT, 2.5, {"any": "object"})
     terms = SearchTerms("key", 7, (2.0, 1), member, 9.0, 3.0, lambda: 5, list, 2)
-    search = Search(terms)
-    search.offer([(1.0, 0)], 0.0)
-    search.handle(2, Message(Kind.JOIN, 4, meta=((3.0, 2), "key", 7, Member(2).plain())), 0.0)
+    asking, leading = Search(terms), Search(terms)
+    asking.offer([(1.0, 0)], 0.0)
+    leading.handle(2, Message(Kind.JOIN, 4, meta=((3.0, 2), "key", 7, Member(2).plain())), 0.0)
     state = list(chunks(1, ({"bits": "01"}, []), None, 100))
-    sent = [message for _, message in search.out] + state
+    sent = [message for _, message in (*asking.out, *leading.out)] + state
     assert {message.kind for message in sent} >= {Kind.JOIN, Kind.REPLY, Kind.BEGIN, Kind.STATE}
     for message in sent:
         assert b"spawnsim" not in encode(message).tobytes()
