@@ -18,6 +18,13 @@ from spawnsim.virtual import memory_estimate
 RANKS = 12_000
 
 
+@pytest.fixture
+def taken(monkeypatch):
+    """Memory that grows by 100 kB a rank: what this process takes depends on the tests before."""
+    looks = iter((100_000_000, 190_000_000))
+    monkeypatch.setattr(memory_estimate, "resident_B", lambda: next(looks))
+
+
 def holding(elements: int):
     """Return a program whose ranks hold that many numbers while they wait for each other."""
 
@@ -29,29 +36,29 @@ def holding(elements: int):
     return main
 
 
-def test_what_the_first_ranks_take_is_too_much_for_all(monkeypatch):
+def test_what_the_first_ranks_take_is_too_much_for_all(monkeypatch, taken):
     """Nobody has passed the first wait; one line names the number, what there is, and what to use instead."""
     monkeypatch.setattr(memory_estimate, "available_B", lambda: 200_000_000)
     passed = []
 
     def main(comm):
-        holding(10_000)(comm)
+        holding(10)(comm)
         passed.append(comm.rank)
 
-    said = r"ranks=12,000: they would take about 1\.\d GB, by what the first 1,000 have taken.*`spawnsim columnar`"
+    said = r"ranks=12,000: they would take about 1\.3 GB, by what the first 1,000 have taken.*`spawnsim columnar`"
     with pytest.raises(ParameterError, match=said) as caught:
         run(main, RANKS)
     assert not passed
     assert not getattr(caught.value, "__notes__", [])
 
 
-def test_what_fits_goes_on_and_very_many_ranks_are_told(monkeypatch):
+def test_what_fits_goes_on_and_very_many_ranks_are_told(monkeypatch, taken):
     """One note says what they will take."""
     monkeypatch.setattr(memory_estimate, "NOTED", RANKS)
     notes = []
     run(holding(10), RANKS, on_note=notes.append)
     assert len(notes) == 1
-    assert notes[0].startswith("12,000 ranks will take about 0.")
+    assert notes[0].startswith("12,000 ranks will take about 1.3 GB of ")
     assert "`spawnsim columnar`" in notes[0]
 
 
