@@ -9,6 +9,7 @@ from subprocess import run as run_command
 from typing import Any
 
 import pytest
+import torch
 from support.policy_ranks import line
 
 import spawnsim
@@ -26,6 +27,7 @@ from spawnsim.policies import (
     WAGMAPolicy,
     WindowOptions,
 )
+from spawnsim.virtual.network import Hockney, Switch
 
 SLOW, TIMES, STEP_S, STEPS = 3, 10, 0.1, 80
 BEHIND_S = 72  # more than any time-out of any policy
@@ -71,6 +73,24 @@ def test_the_slowest_rank_ends_the_run_and_nobody_has_died(name: str) -> None:
     assert ended_s[SLOW] == max(ended_s.values()) or ended_s[SLOW] > max(ended_s.values()) - 0.1
     assert run.totals["virtual_seconds"] == pytest.approx(STEPS * STEP_S * TIMES, abs=0.2)
     assert run.what.get("warnings", []) == []
+
+
+def test_a_server_that_finishes_first_still_takes_what_is_on_its_way() -> None:
+    """Models are slow to arrive: of some, the server has begun to receive when it has finished its own steps."""
+    ended = []
+
+    def main(comm: Any) -> None:
+        model = torch.nn.Linear(200, 200)
+        optimizer, policy = torch.optim.SGD(model.parameters(), 0.1), POLICIES["server"]()
+        for iteration in range(11):
+            with comm.compute(0.01 if comm.rank == 0 else 0.02):
+                pass
+            model, optimizer, _ = policy(iteration, model, optimizer, None, comm)
+        policy.shutdown()
+        ended.append(comm.rank)
+
+    spawnsim.run(main, ranks=6, platform=Switch(Hockney(1e-4, 1e6)), deadline_s=100)
+    assert sorted(ended) == [*range(6)]
 
 
 @pytest.mark.parametrize("name", ["selective", "one_sided"])

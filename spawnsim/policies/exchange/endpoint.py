@@ -484,10 +484,11 @@ class ProgressEngine:
             # Revoked: the rank's program learns of it from its own next call, recovers, and makes a new engine.
             self._stopping = True
 
-    def stop(self, timeout_s: float = 0.0) -> bool:
+    def stop(self, timeout_s: float = 0.0, *, served: bool = False) -> bool:
         """End the background task, if there is one; return whether it ended in time. With no time it is not awaited.
 
-        The tag is then free for another endpoint.
+        The tag is then free for another endpoint. `served`: the rank goes on to serve in its own task, so messages that
+        it has begun to receive are not dropped.
         """
         self._stopping = True
         self.endpoint.close()
@@ -500,5 +501,6 @@ class ProgressEngine:
             if not self._task.join(timeout_s):
                 return False
             self.endpoint.take_wakes()
-        self.endpoint.complete_receives(timeout_s)
+        if not served:
+            self.endpoint.complete_receives(timeout_s)
         return True

@@ -373,7 +373,9 @@ class ServerNode:
 
     def leave(self, patience_s: float) -> None:
         """End: tell the server, and serve until all others have left or are absent; see `Absences`."""
-        self.engine.stop(patience_s)  # this rank has nothing else to do now: it waits for messages itself
+        self.engine.stop(
+            patience_s, served=True
+        )  # this rank has nothing else to do now: it waits for messages itself
         if self.working:
             self._out.append((self.home, Message(Kind.LEAVE, 0)))
         for tier in sorted(self.servers):
@@ -387,3 +389,4 @@ class ServerNode:
             if tier == 0 and self.tier is not None:
                 self._out.append((self.top, Message(Kind.LEAVE, 0, part=1)))
         self.engine.progress()
+        self.endpoint.complete_receives(patience_s)
