@@ -33,10 +33,11 @@ class Scenario:
         seed: of every random stream of the run, at least 0.
         compute: what computing costs where the program states nothing: seconds, text such as "5 ms", a recorded run's
             folder, or an object; for an unmodified program what lies between two calls, see `run_program`.
-        eager: whether each `spawnsim.TrainingStep` is carried out at once and alone, not with those of other ranks.
+        eager: whether each `spawnsim.TrainingStep` is executed alone, in its rank's turn, not with others'.
         deadline_s: virtual seconds that one call may wait before it ends in `Timeout`; `math.inf`: without limit.
         ties: in which order ranks act at one and the same time: "fifo" (by their numbers), "reverse", "random:SEED".
         sums: in whose order communicators add floats: "mpi", or "gloo", which gives the bits of the torch backend.
+        check_steps: whether each `TrainingStep` and `Evaluation` is compared with the same call executed alone.
 
     Raises:
         ParameterError: a number out of its range, or more ranks than this machine's memory can hold.
@@ -52,6 +53,7 @@ class Scenario:
     eager: bool = False
     ties: str = "fifo"
     sums: str = "mpi"
+    check_steps: bool = False
 
     def __post_init__(self) -> None:
         for name, least in (("ranks", 1), ("seed", 0)):

@@ -16,7 +16,6 @@ os.environ.pop("PYTHONUNBUFFERED", None)
 import pytest
 from hypothesis import settings
 
-from spawnsim.comm.deferred import Deferred
 from spawnsim.real.launch.supervisor import shared_memory_removed
 
 # An example that took long on a busy machine is no defect.
@@ -29,21 +28,3 @@ def no_shared_memory_is_left() -> Iterator[None]:
     """Remove what MPICH leaves of jobs that tests start by a bare mpiexec and that abort: 4 MB each in /dev/shm."""
     with shared_memory_removed():
         yield
-
-
-@pytest.fixture(autouse=True)
-def what_was_put_off_was_carried_out_together(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Let no test pass whose models are computed one by one because computing them together fails.
-
-    The outcome is right then, several times later, and a warning of the run says so, which few tests read.
-    """
-    warn, failed = Deferred.warn, []
-
-    def noted(self: Deferred, sentence: str) -> None:
-        if "failed together" in sentence:
-            failed.append(sentence)
-        warn(self, sentence)
-
-    monkeypatch.setattr(Deferred, "warn", noted)
-    yield
-    assert not failed

@@ -89,6 +89,7 @@ def main(argv: Sequence[str]) -> int:
             trace=options.trace,
             observe=observers(options),
             eager=options.eager,
+            check_steps=options.check_steps,
             ties=options.ties or "fifo",
             sums=options.sums or "mpi",
             parameters=parameters(options.set),
@@ -215,7 +216,11 @@ def parser() -> Parser:
     )  # fmt: skip
     add(
         "--eager", action="store_true",
-        help="carry out each TrainingStep of virtual ranks at once, as real ones do",
+        help="execute each TrainingStep of virtual ranks alone, as real ones do",
+    )  # fmt: skip
+    add(
+        "--check-steps", action="store_true",
+        help="compare each TrainingStep with the same step executed alone; default: the first ones, then 1 in 100",
     )  # fmt: skip
     add(
         "--ties", metavar="ORDER",
@@ -508,6 +513,7 @@ def resume(argv: Sequence[str]) -> int:
     if isinstance(recorded, dict):
         own += arguments_of({name: each for name, each in recorded.items() if each is not None})
     own += ["--eager"] * bool(what.get("eager") and backend == "virtual")
+    own += ["--check-steps"] * bool(what.get("check_steps") and backend == "virtual")
     return main([str(file), "--backend", backend, *own, "--out", str(options.run), "--resume", *given])
 
 

@@ -1,4 +1,4 @@
-"""What a turn does to models in the rows of an arena: their mean, and what replaced ranks take from donors.
+"""What a turn does to models in the rows: their mean, and what replaced ranks take from donors.
 
 A policy's own arithmetic on rows, so that a model becomes what it becomes on an ordinary rank. Knows rows and policies;
 must not know how models train.
@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from spawnsim.columnar.decisions import Decision, Members
+from spawnsim.columnar.rows import WEIGHTS, Rows
 from spawnsim.errors import UnsupportedError
 from spawnsim.policies import (
     AsyncSelectiveAveragingPolicy,
@@ -25,9 +26,7 @@ from spawnsim.policies.exchange.replacement import Contribution, mixture, nonfin
 from spawnsim.policies.state.arithmetic import with_momentum
 from spawnsim.policies.state.layout import StateScope
 from spawnsim.policies.state.outer import OuterSGD
-from spawnsim.training.arena import Arena
 
-WEIGHTS = "weights"
 AT_ONCE_NBYTES = 64 << 20  # of differences to global weights
 BITS = {torch.float32: torch.int32, torch.float64: torch.int64}
 
@@ -50,26 +49,26 @@ def check_policy(policy: SpawnPolicy) -> None:
         raise UnsupportedError("columnar: settings that travel with the optimizer's state have no columns")
 
 
-def _travelling(arena: Arena, travels: StateScope, *, state: bool) -> dict[str, Tensor]:
+def _travelling(models: Rows, travels: StateScope, *, state: bool) -> dict[str, Tensor]:
     """Return the columns that travel, by name: of weights, and of the optimizer's state if that does."""
-    weights = arena.rows[WEIGHTS] if travels.frozen else arena.rows[WEIGHTS][:, arena.plan.columns]
-    return {WEIGHTS: weights} | (_of_state(arena) if state else {})
+    weights = models.of[WEIGHTS] if travels.frozen else models.of[WEIGHTS][:, models.plan.columns]
+    return {WEIGHTS: weights} | (_of_state(models) if state else {})
 
 
-def _of_state(arena: Arena) -> dict[str, Tensor]:
-    return {name: rows for name, rows in arena.rows.items() if name != WEIGHTS}
+def _of_state(models: Rows) -> dict[str, Tensor]:
+    return {name: rows for name, rows in models.of.items() if name != WEIGHTS}
 
 
-def _reset(arena: Arena, rows: Any) -> None:
-    for each in _of_state(arena).values():
+def _reset(models: Rows, rows: Any) -> None:
+    for each in _of_state(models).values():
         each[rows] = 0
 
 
 # ------------------------------------------------------------------------------------------------------- averaging
-def are_equal(arena: Arena, members: Members, policy: AverageAllPolicy) -> bool:
+def are_equal(models: Rows, members: Members, policy: AverageAllPolicy) -> bool:
     """Return whether what travels of some models is the same, to the bit."""
     state = policy.travels.optimizer_state == "average"
-    for each in _travelling(arena, policy.travels, state=state).values():
+    for each in _travelling(models, policy.travels, state=state).values():
         rows = each[members].view(BITS[each.dtype])
         # Most differ in the first two already.
         if not bool((rows[:2] == rows[0]).all()) or not bool((rows == rows[0]).all()):
@@ -78,18 +77,18 @@ def are_equal(arena: Arena, members: Members, policy: AverageAllPolicy) -> bool:
 
 
 @torch.no_grad()
-def average(arena: Arena, members: Members, policy: AverageAllPolicy, *, equal: bool) -> None:
+def average(models: Rows, members: Members, policy: AverageAllPolicy, *, equal: bool) -> None:
     """Give some rows their mean, unless they are equal, and do to the optimizer's state what the policy says."""
     how = policy.travels.optimizer_state
     if not equal:
         healed = torch.zeros(0, dtype=torch.bool)
-        for each in _travelling(arena, policy.travels, state=how == "average").values():
+        for each in _travelling(models, policy.travels, state=how == "average").values():
             # Counts of steps are in main memory, wherever the weights are.
             found = _average(each, members, policy.momentum, guard=policy.guard).cpu()
             healed = found if not healed.numel() else healed | found
-        _reset_if_not_finite(arena, members, healed)
+        _reset_if_not_finite(models, members, healed)
     if how == "reset":
-        _reset(arena, members)
+        _reset(models, members)
 
 
 def _average(rows: Tensor, members: Members, momentum: float, *, guard: bool) -> Tensor:
@@ -110,13 +109,13 @@ def _average(rows: Tensor, members: Members, momentum: float, *, guard: bool) ->
     return healed
 
 
-def _reset_if_not_finite(arena: Arena, members: Members, healed: Tensor) -> None:
+def _reset_if_not_finite(models: Rows, members: Members, healed: Tensor) -> None:
     """Forget the state of healed ranks that is not finite: it would spoil again what was healed."""
     if not healed.any():
         return
-    ranks = torch.arange(len(arena.rows[WEIGHTS]))[members][healed.cpu()].tolist()
-    state = _of_state(arena).values()
-    _reset(arena, [rank for rank in ranks if not all(bool(rows[rank].isfinite().all()) for rows in state)])
+    ranks = torch.arange(len(models.of[WEIGHTS]))[members][healed.cpu()].tolist()
+    state = _of_state(models).values()
+    _reset(models, [rank for rank in ranks if not all(bool(rows[rank].isfinite().all()) for rows in state)])
 
 
 # -------------------------------------------------------------------------------------------------- global weights
@@ -147,33 +146,33 @@ class GlobalWeights:
 
 
 @torch.no_grad()
-def begin_together(arena: Arena, members: Members, policy: OuterOptimizerPolicy) -> GlobalWeights:
+def begin_together(models: Rows, members: Members, policy: OuterOptimizerPolicy) -> GlobalWeights:
     """Give some ranks the model of the lowest one; return what all go on from."""
-    whole = arena.rows[WEIGHTS]
+    whole = models.of[WEIGHTS]
     whole[members] = whole[members][0].clone()
-    return GlobalWeights(_travelling(arena, policy.travels, state=False)[WEIGHTS][members][0])
+    return GlobalWeights(_travelling(models, policy.travels, state=False)[WEIGHTS][members][0])
 
 
 @torch.no_grad()
 def step_together(
-    arena: Arena, members: Members, policy: OuterOptimizerPolicy, *, outer: GlobalWeights, scale: float
+    models: Rows, members: Members, policy: OuterOptimizerPolicy, *, outer: GlobalWeights, scale: float
 ) -> None:
     """Make an outer step from what some ranks have moved, and let them go on from there."""
-    rows = _travelling(arena, policy.travels, state=False)[WEIGHTS]
+    rows = _travelling(models, policy.travels, state=False)[WEIGHTS]
     healed = outer.step(rows[members], policy.rule, scale)
     rows[members] = outer.weights
-    _reset_if_not_finite(arena, members, healed)
+    _reset_if_not_finite(models, members, healed)
     if policy.travels.optimizer_state == "reset":
-        _reset(arena, members)
+        _reset(models, members)
 
 
 # ----------------------------------------------------------------------------------------------------- replacement
 @torch.no_grad()
-def replace(arena: Arena, decision: Decision, policy: AsyncSelectiveAveragingPolicy) -> None:
+def replace(models: Rows, decision: Decision, policy: AsyncSelectiveAveragingPolicy) -> None:
     """Give replaced ranks the weighted mean of their donors, and do to the optimizer's state what the policy says."""
     how = policy.replacement
     state = how.travels.optimizer_state
-    rows = _travelling(arena, how.travels, state=how.travels.with_optimizer)
+    rows = _travelling(models, how.travels, state=how.travels.with_optimizer)
     found: dict[int, dict[str, Tensor]] = {}
     for rank, given in _contributions(rows, decision).items():
         out = nonfinite_donors(given, partial(_row_of, rows, rank)) if policy.guard else []
@@ -193,7 +192,7 @@ def replace(arena: Arena, decision: Decision, policy: AsyncSelectiveAveragingPol
         for name, value in values.items():
             rows[name][rank] = value
     if state == "reset":
-        _reset(arena, torch.tensor([*found], dtype=torch.int64))
+        _reset(models, torch.tensor([*found], dtype=torch.int64))
 
 
 def _row_of(rows: dict[str, Tensor], rank: int) -> dict[str, Tensor]:

@@ -13,13 +13,12 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 
+from spawnsim.columnar.rows import Plan, Rows
 from spawnsim.errors import ParameterError, ProgramError, SpawnsimError, UnsupportedError, UsageError
 from spawnsim.random import Streams, global_states, seeded, set_global_states
 from spawnsim.scenario import available_B
-from spawnsim.training import structure
-from spawnsim.training.arena import Arena, Plan
-from spawnsim.training.functions import Alone
-from spawnsim.training.steps import require_alike
+from spawnsim.training.grouping import Ungroupable, key_of
+from spawnsim.training.seats import Seat
 
 
 # ---------------------------------------------------------------------------------------------------------- models
@@ -33,39 +32,50 @@ def built(made: Any, rank: int) -> tuple[nn.Module, torch.optim.Optimizer]:
     return model, optimizer
 
 
-def kind_of(model: nn.Module, optimizer: torch.optim.Optimizer, rank: int) -> Any:
-    """Return what is equal for models that train together."""
+def seat_of(model: nn.Module, optimizer: torch.optim.Optimizer, rank: int) -> Seat:
+    """Return a model as a member of a group, if it has a form over columns."""
     try:
-        rule = require_alike(model, optimizer)
-        if structure.statistics(model):
-            raise Alone("it keeps running statistics, as BatchNorm does")
+        seat = Seat(model, optimizer)
+        if seat.rule is None:
+            raise Ungroupable(
+                f"its optimizer is {type(optimizer).__name__}, or has hooks or settings of its own"
+            )
         if optimizer.state:
-            raise Alone("its optimizer has made steps already")
+            raise Ungroupable("its optimizer has made steps already")
         if hasattr(optimizer.step, "_wrapped_by_lr_sched"):
-            raise Alone("a scheduler moves its learning rate, which columns have as Training(schedule=...)")
-        settings = tuple([rule.settings(group) for group in optimizer.param_groups])
-        return Plan(model, optimizer).key(), structure.of_model(model), rule.kind, settings
-    except (Alone, structure.Unequal) as why:
+            raise Ungroupable(
+                "a scheduler moves its learning rate, which columns have as Training(schedule=...)"
+            )
+    except Ungroupable as why:
         raise UnsupportedError(
             f"columnar: the {type(model).__name__} of rank {rank} has no form over columns: {why}; or run it on "
             "virtual ranks"
         ) from why
+    return seat
 
 
-def arena_of(model: nn.Module, optimizer: torch.optim.Optimizer, ranks: int) -> Arena:
+def kind_of(seat: Seat) -> Any:
+    """Return a key that is equal for models that train together."""
+    assert seat.optimizer is not None
+    assert seat.rule is not None
+    settings = tuple([seat.rule.settings(group) for group in seat.optimizer.param_groups])
+    return seat.key, settings, tuple(key_of(seat.buffer(number)) for number in range(len(seat.buffers)))
+
+
+def rows_of(seat: Seat, ranks: int) -> Rows:
     """Return rows for so many models like one, trained by optimizers like one."""
-    rule, plan = require_alike(model, optimizer), Plan(model, optimizer)
-    if not plan.trained:
-        raise UnsupportedError(f"columnar: the optimizer trains no parameter of {type(model).__name__}")
+    model, optimizer, rule = seat.module(), seat.optimizer, seat.rule
+    assert optimizer is not None
+    assert rule is not None
+    plan, like = Plan(model, optimizer), seat.parameters[0]
     states = max((rule.states(rule.settings(group)) for group in optimizer.param_groups), key=len)
-    like = next(model.parameters())
     nbytes, room = ranks * plan.width * like.element_size() * (1 + len(states)), _room_B(like.device)
     if nbytes > room:
         raise ParameterError(
             f"ranks={ranks:,}: weights and optimizers of {type(model).__name__} take {nbytes / 1e9:,.0f} GB; this "
             f"{'machine' if like.device.type == 'cpu' else 'GPU'} has {room / 1e9:,.0f} GB left"
         )
-    return Arena(plan, like, rule, states=states, capacity=ranks)
+    return Rows(plan, like, rule, states=states, ranks=ranks)
 
 
 def _room_B(device: torch.device) -> float:

@@ -9,10 +9,8 @@ from __future__ import annotations
 import copy
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack, closing
 from dataclasses import dataclass, field
-from itertools import compress
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -23,16 +21,18 @@ from spawnsim.columnar.decisions import Decision, Members
 from spawnsim.columnar.models import Models
 from spawnsim.columnar.program import (
     Generators,
-    arena_of,
     built,
     generators_kept,
     in_words,
     kind_of,
     name_of,
     refused,
+    rows_of,
+    seat_of,
     told_of,
     version,
 )
+from spawnsim.columnar.rows import STEP, WEIGHTS, at
 from spawnsim.errors import ParameterError, UnsupportedError, UsageError
 from spawnsim.policies import (
     AsyncSelectiveAveragingPolicy,
@@ -43,12 +43,12 @@ from spawnsim.policies import (
 from spawnsim.policies.state.layout import Layout, StateScope, collect
 from spawnsim.random import WORLD, Streams, seeded
 from spawnsim.record.recorder import document
-from spawnsim.training import structure
-from spawnsim.training.arena import STEP, Arena
-from spawnsim.training.objective import Objective, of_row, of_rows, tensors, trial
-from spawnsim.training.row_step import RowStep, chunk_of, fewer, rows_at
-from spawnsim.training.settings import Settings
-from spawnsim.training.threads import Threads
+from spawnsim.training import checks
+from spawnsim.training.checks import EVERY, Reference
+from spawnsim.training.execution import FIRST
+from spawnsim.training.grouping import Ungroupable
+from spawnsim.training.seats import Seat
+from spawnsim.training.vmapped import Outcome, Tensors, Vmapped, as_outputs, clip, rows_at_once
 from spawnsim.virtual.digest import checksum
 from spawnsim.virtual.network.cost import Floats
 
@@ -118,19 +118,6 @@ class Training:
         return self._trained.model(rank)
 
 
-class _Given(NamedTuple):
-    """A step of some ranks: their batches, by input, their learning rates, and how it is computed."""
-
-    ranks: list[int]
-    staged: list[Tensor]
-    rates: list[tuple[float, ...]]
-    step: RowStep
-
-    def part(self, rows: slice) -> _Given:
-        """Return that of some of the ranks."""
-        return _Given(self.ranks[rows], [each[rows] for each in self.staged], self.rates[rows], self.step)
-
-
 class Trained(Models):
     """The models of a run.
 
@@ -157,14 +144,14 @@ class Trained(Models):
         self._members = np.arange(ranks)  # who is alive
         self._losses, self._scores = np.full(ranks, np.nan), np.full(ranks, np.nan)
         self._scored = False  # since the last step
-        self._steps: dict[Any, RowStep] = {}
+        self._steps: dict[Any, Vmapped] = {}
         self._generators = Generators(Streams(seed, WORLD))
         with torch.inference_mode(False), torch.enable_grad():
-            self._pattern, optimizer = self._begin()
-            self._chunk = chunk_of(self._arena)  # rows that are computed at once
-            self._of_loss = self._settings_of(how.loss)
+            self._pattern, self._optimizer = self._begin()
+            self._chunk = rows_at_once(self._seat.parameters)
             self._score = self._open_score()
-        self._settings = tuple([self._arena.rule.settings(group) for group in optimizer.param_groups])
+        groups = self._optimizer.param_groups
+        self._settings = tuple([self._rows.rule.settings(group) for group in groups])
         self.nbytes = self._nbytes_of(policy)
         self.whole_nbytes = Layout.of(collect(self._pattern, None, StateScope())).nbytes
 
@@ -181,31 +168,32 @@ class Trained(Models):
                     model, optimizer = built(how.build(streams), rank)
                 with told_of(how.data, rank):
                     self._data.append(iter(how.data(streams, rank, self._ranks)))
-            own = kind_of(model, optimizer, rank)
+            seat = seat_of(model, optimizer, rank)
+            own = kind_of(seat)
             if first is None:
-                first, kind = (model, optimizer), own
-                self._arena = arena_of(model, optimizer, self._ranks)
+                first, kind, self._seat = (model, optimizer), own, seat
+                self._rows = rows_of(seat, self._ranks)
             if own != kind:
                 raise UnsupportedError(
                     f"columnar: the model or optimizer of rank {rank} differs from that of rank 0 in more than weights "
                     "and learning rates: run it on virtual ranks, which form groups"
                 )
             named = dict(model.named_parameters())
-            for place in self._arena.plan.places:
-                self._arena.rows["weights"][rank, place.columns] = named[place.name].detach().flatten()
+            for place in self._rows.plan.places:
+                self._rows.of[WEIGHTS][rank, place.columns] = named[place.name].detach().flatten()
             self._rates.append(tuple(float(group["lr"]) for group in optimizer.param_groups))
         assert first is not None
         return first
 
     def _nbytes_of(self, policy: SpawnPolicy) -> int:
         """Return the bytes of what travels of one model."""
-        travels, arena = exchange.travels_of(policy), self._arena
+        travels, rows = exchange.travels_of(policy), self._rows
         given = collect(self._pattern, None, travels)
-        for place in arena.plan.trained if travels.with_optimizer else ():
-            for name in arena.rule.states(self._settings[place.group]):
-                given[f"{name} of {place.name}"] = arena.rows[name].new_empty(place.shape)
-            if STEP in arena.rows:
-                given[f"{STEP} of {place.name}"] = arena.rows[STEP].new_empty(())
+        for place in rows.plan.trained if travels.with_optimizer else ():
+            for name in rows.rule.states(self._settings[place.group]):
+                given[f"{name} of {place.name}"] = rows.of[name].new_empty(place.shape)
+            if STEP in rows.of:
+                given[f"{STEP} of {place.name}"] = rows.of[STEP].new_empty(())
         # Sums are of the tensors; a message is laid out, each dtype on a cache line.
         if isinstance(policy, (AverageAllPolicy, OuterOptimizerPolicy)):
             return sum(each.nbytes for each in given.values())
@@ -218,62 +206,91 @@ class Trained(Models):
             how._trained = self
         chunk, iterations = self._chunk, range(first, first + count)
         ranks = self._members.tolist()
-        chunks = [ranks[begin : begin + chunk] for begin in range(0, len(ranks), chunk)]
         # Batches are to be drawn from the rank's streams; what draws otherwise does the same each time, too.
         with self._generators.in_place(), torch.inference_mode(False), torch.enable_grad():
-            # A GPU computes all rows of a chunk at once by itself.
-            if torch.get_num_threads() > 1 and len(chunks) > 1 and self._arena.rows["weights"].is_cpu:
-                self._train_side_by_side(chunks, iterations)
-                return
-            for ranks in chunks:
+            for begin in range(0, len(ranks), chunk):
                 for iteration in iterations:
-                    given = self._given(ranks, iteration)
-                    with given.step.traced.repeating():
-                        self._compute(given)
+                    self._step(ranks[begin : begin + chunk], iteration)
 
-    def _train_side_by_side(self, chunks: Sequence[list[int]], iterations: range) -> None:
-        """Compute chunks at the same time: batches of all are drawn first, in this thread."""
-        with closing(Threads(torch.get_num_threads())) as threads:
-            for iteration in iterations:
-                given = [self._given(ranks, iteration) for ranks in chunks]
-                with ExitStack() as repeating:
-                    for step in {id(each.step): each.step for each in given}.values():
-                        repeating.enter_context(step.traced.repeating())
-                    # What is not repeated from a record may be anything of Python's.
-                    ready = [each.step.traced.ready(len(each.ranks)) for each in given]
-                    for each in compress(given, [not is_so for is_so in ready]):
-                        self._compute(each)
-                    threads.map(self._compute, [*compress(given, ready)])
-
-    def _given(self, ranks: list[int], iteration: int) -> _Given:
-        """Return what a step of some ranks is given: all that the program's functions have a part in."""
+    def _step(self, ranks: list[int], iteration: int) -> None:
+        """Make one step of some ranks."""
         staged, rates = self._staged(ranks, iteration), self._rates_of(ranks, iteration)
-        return _Given(ranks, staged, rates, self._step_for(staged))
-
-    def _compute(self, given: _Given) -> None:
-        begin, count = 0, len(given.ranks)
+        step = self._step_for([each[0] for each in staged])
+        begin, count = 0, len(ranks)
         while begin < count:  # so many at a time as there is memory for, which may become less meanwhile
-            part = given.part(slice(begin, begin + self._chunk)) if count > self._chunk else given
-            at = rows_at(part.ranks)
+            part = slice(begin, begin + self._chunk)
+            inputs = [each[part] for each in staged]
             try:
-                gradient, losses, *_ = part.step.differentiate(self._arena.of(at), part.staged)
+                outcome = self._outcome(step, ranks[part], inputs)
             except torch.cuda.OutOfMemoryError:
-                if len(part.ranks) == 1:
+                if self._chunk == 1:
                     raise
-                self._chunk = fewer(len(part.ranks))
-                continue  # out of this block, in which the error keeps what was in memory
+                self._chunk = -(-min(self._chunk, count) // 2)
+                torch.cuda.empty_cache()
+                continue
+            if begin == 0 and (iteration < FIRST or iteration % EVERY == 0):
+                self._check(step, outcome, ranks[part], iteration, inputs)
             with torch.no_grad():
-                part.step.update(at, gradient, part.rates, self._settings)
-            self._losses[part.ranks] = losses.double().cpu().numpy()
-            begin += len(part.ranks)
+                if self._how.max_norm is not None:
+                    clip(outcome.gradients, self._how.max_norm)
+                gradient = torch.cat([each.flatten(1) for each in outcome.gradients], 1)
+                self._rows.update(ranks[part], gradient, rates[part], self._settings)
+            self._losses[ranks[part]] = outcome.outputs[0].double().cpu().numpy()
+            begin += len(ranks[part])
 
-    def _step_for(self, staged: Sequence[Tensor]) -> RowStep:
-        """Return the step for inputs of one kind, and for what the loss reads now."""
-        if not self._of_loss.unchanged():
-            self._of_loss = self._settings_of(self._how.loss)
-        key = (self._of_loss.key, *[(each.shape[1:], each.dtype) for each in staged])
+    def _outcome(self, step: Vmapped, ranks: list[int], inputs: Sequence[Tensor]) -> Outcome:
+        rows = self._tensors(self._rows.of[WEIGHTS][at(ranks)], inputs)
+        return step.rows(rows, [0] * len(inputs))
+
+    def _tensors(self, weights: Tensor, inputs: Sequence[Tensor] = ()) -> Tensors:
+        plan, seat = self._rows.plan, self._seat
+        buffers = [seat.buffer(number) for number in range(len(seat.buffers))]
+        return Tensors(
+            [place.of(weights) for place in plan.trained],
+            [place.of(weights) for place in plan.fixed],
+            [each.expand(len(weights), *each.shape) for each in buffers],
+            (),
+            inputs,
+        )
+
+    def _check(
+        self, step: Vmapped, outcome: Outcome, ranks: Sequence[int], iteration: int, inputs: Sequence[Tensor]
+    ) -> None:
+        """Compare a row with the same step executed alone; another one each time."""
+        row = iteration // EVERY % len(ranks)
+        model, own = self._of_rank(ranks[row]), [each[row] for each in inputs]
+        reference = Reference(
+            self._how.loss, model, seat_of(model, self._optimizer_of(model), ranks[row]), own
+        )
+        names = [place.name for place in self._rows.plan.trained]
+        rows = self._tensors(
+            self._rows.of[WEIGHTS][ranks[row] : ranks[row] + 1], [each[None] for each in own]
+        )
+        alone = Tensors(*([each[0] for each in part] for part in rows))
+        order = [self._seat.names.index(name) for name in names]
+        ordered = reference.outcome._replace(
+            gradients=[reference.outcome.gradients[place] for place in order]
+        )
+        what = checks.mismatch(step, alone, checks.row_of(outcome, row), ordered, names)
+        if what:
+            raise UsageError(
+                f"columnar: rank {ranks[row]}, iteration {iteration}: {what}. {name_of(self._how.loss)} may depend on "
+                "the model, its arguments and constants alone: yield a value that changes with the batch"
+            )
+
+    def _optimizer_of(self, model: nn.Module) -> torch.optim.Optimizer:
+        """Return an optimizer of a copy of the pattern, as the pattern's."""
+        groups, named = self._optimizer.param_groups, dict(model.named_parameters())
+        names = {id(p): name for name, p in self._pattern.named_parameters()}
+        return type(self._optimizer)(
+            [{**group, "params": [named[names[id(p)]] for p in group["params"]]} for group in groups]
+        )
+
+    def _step_for(self, inputs: Sequence[Tensor]) -> Vmapped:
+        """Return the step for inputs of one kind."""
+        key = tuple([(each.shape, each.dtype) for each in inputs])
         if key not in self._steps:
-            self._steps[key] = self._open([each[0] for each in staged])
+            self._steps[key] = self._open(inputs)
         return self._steps[key]
 
     def _rates_of(self, ranks: Sequence[int], iteration: int) -> list[tuple[float, ...]]:
@@ -313,35 +330,31 @@ class Trained(Models):
                 f"tensors of the same number and shapes: {error}"
             ) from error
 
-    def _open(self, inputs: Sequence[Tensor]) -> RowStep:
-        """Return a step for inputs of one kind; say what vmap has against it."""
-        how, arena = self._how, self._arena
+    def _open(self, inputs: Sequence[Tensor]) -> Vmapped:
+        """Return a step for inputs of one kind; say why there can be none."""
+        how, model = self._how, self._of_rank(0)
         name = name_of(how.loss)
-        objective = Objective(self._pattern, how.loss, self._of_loss)
-        step = RowStep(arena, objective, max_norm=how.max_norm)
         with told_of(how.loss):  # the program's own errors, before what vmap has against it
-            _, found = of_row(arena.plan, objective, _copied(arena), inputs)
-        loss: Any = found[0]
+            loss: Any = as_outputs(how.loss(model, *[each.clone() for each in inputs]))[0]
         if not isinstance(loss, Tensor) or loss.dim() or not loss.requires_grad:
             raise UsageError(
                 f"columnar: {name} returned {in_words(loss)}: return a tensor without dimensions that depends on the "
                 "model's weights"
             )
         with refused(name):
-            trial(objective, arena, step.gradient, inputs)
-        unused = step.open(slice(0, 1), inputs)
-        if unused:
-            raise UnsupportedError(
-                f"columnar: {name} does not depend on {unused}: leave it out of the optimizer, and let it require no "
-                "gradient"
-            )
+            self._require_pure(seat_of(model, self._optimizer_of(model), 0), how.loss, inputs)
+            step = Vmapped(self._pattern, how.loss, [place.name for place in self._rows.plan.trained])
+            self._outcome(step, [0], [each[None] for each in inputs])
         return step
 
-    def _settings_of(self, function: Callable[..., Any]) -> Settings:
-        try:
-            return Settings(function, self._pattern)
-        except structure.Unequal as why:
-            raise UnsupportedError(f"columnar: {name_of(function)} has no form over columns: {why}") from why
+    @staticmethod
+    def _require_pure(seat: Seat, function: Callable[..., Any], inputs: Sequence[Tensor]) -> None:
+        """Raise `Ungroupable` if a function draws random numbers, or changes the model."""
+        reference = Reference(function, seat.module(), seat, inputs)
+        if reference.masks or reference.draws():
+            raise Ungroupable("it draws random numbers")
+        if reference.changed:
+            raise Ungroupable("its forward pass changes buffers, as BatchNorm does")
 
     # -------------------------------------------------------------------------------------------------- judging
     def metrics(self, iteration: int) -> Floats:
@@ -354,64 +367,66 @@ class Trained(Models):
         name = name_of(score)
         return losses | {name if name.isidentifier() and name not in COLUMNS else "score": self._evaluated()}
 
-    def _open_score(self) -> tuple[Settings, Callable[..., Any]] | None:
-        """Return the score as a function of rows, with what it reads; say what vmap has against it."""
-        score, arena = self._how.score, self._arena
+    def _open_score(self) -> Vmapped | None:
+        """Return the score of many models; say why there can be none."""
+        score = self._how.score
         if score is None:
             return None
-        settings = self._settings_of(score)
-        objective = Objective(self._pattern, score, settings)
+        model = self._of_rank(0)
         with told_of(score), torch.no_grad():
-            _, found = of_row(arena.plan, objective, _copied(arena), ())
+            found = as_outputs(score(copy.deepcopy(model)))
         value: Any = found[0]
         if len(found) > 1 or not isinstance(value, Tensor) or value.dim():
             what = "several values" if len(found) > 1 else in_words(value)
             raise UsageError(
                 f"columnar: {name_of(score)} returned {what}: return a tensor without dimensions"
             )
+        with refused(name_of(score)):
+            self._require_pure(Seat(model, None), score, ())
+            found_of_rows = Vmapped(self._pattern, score, ())
+            self._scored_rows(found_of_rows, slice(0, 1))
+        return found_of_rows
 
-        def outcome(trained: Any, fixed: Any) -> Tensor:
-            return objective.outputs(trained, fixed, ())[0]
-
-        with refused(name_of(score)), torch.no_grad():
-            trial(objective, arena, outcome, (), trains=False)
-        return settings, of_rows(objective.model, outcome, (0, 0))
+    def _scored_rows(self, score: Vmapped, rows: slice) -> Tensor:
+        own = self._tensors(self._rows.of[WEIGHTS][rows])
+        places = self._rows.plan.places
+        named = {place.name: each for place, each in zip(places, [*own.trained, *own.fixed], strict=True)}
+        fixed = [named[name] for name, _ in self._pattern.named_parameters()]
+        return score.rows(Tensors((), fixed, own.buffers, (), ()), ()).outputs[0]
 
     def _evaluated(self) -> Floats:
         if self._scored:
             return self._scores
         assert self._score is not None
-        if not self._score[0].unchanged():
-            self._score = self._open_score()
-            assert self._score is not None
         begin = 0
         with torch.inference_mode(False), torch.no_grad():
             while begin < self._ranks:
-                at = slice(begin, min(begin + self._chunk, self._ranks))
+                rows = slice(begin, min(begin + self._chunk, self._ranks))
                 try:
-                    found = self._score[1](*tensors(self._arena.plan, self._arena.of(at)))
+                    found = self._scored_rows(self._score, rows)
                 except torch.cuda.OutOfMemoryError:
-                    if at.stop - at.start == 1:
+                    if self._chunk == 1:
                         raise
-                    self._chunk = fewer(at.stop - at.start)
+                    self._chunk = -(-(rows.stop - begin) // 2)
+                    torch.cuda.empty_cache()
                     continue
-                self._scores[at] = found.double().cpu().numpy()
-                begin = at.stop
+                self._scores[rows] = found.double().cpu().numpy()
+                begin = rows.stop
         self._scored = True
         return self._scores
 
     # ------------------------------------------------------------------------------------------------- exchange
     def are_equal(self, members: Members, policy: AverageAllPolicy) -> bool:
-        return exchange.are_equal(self._arena, members, policy)
+        return exchange.are_equal(self._rows, members, policy)
 
     def average(self, members: Members, policy: AverageAllPolicy, *, equal: bool) -> None:
-        exchange.average(self._arena, members, policy, equal=equal)
+        exchange.average(self._rows, members, policy, equal=equal)
 
     def replace(self, decision: Decision, policy: AsyncSelectiveAveragingPolicy) -> None:
-        exchange.replace(self._arena, decision, policy)
+        exchange.replace(self._rows, decision, policy)
 
     def begin_together(self, members: Members, policy: OuterOptimizerPolicy) -> None:
-        self._outer = exchange.begin_together(self._arena, members, policy)
+        self._outer = exchange.begin_together(self._rows, members, policy)
 
     def step_together(self, members: Members, policy: OuterOptimizerPolicy, iteration: int) -> None:
         ranks = np.arange(self._ranks)[members].tolist()
@@ -421,24 +436,32 @@ class Trained(Models):
                 f"columnar: {type(policy).__name__} with inner_lr, and ranks whose learning rates differ: each would "
                 "have global weights of its own"
             )
-        exchange.step_together(self._arena, members, policy, outer=self._outer, scale=rates.pop())
+        exchange.step_together(self._rows, members, policy, outer=self._outer, scale=rates.pop())
 
     # -------------------------------------------------------------------------------------------------- looking
     def model(self, rank: int | None) -> nn.Module:
         """Return a copy of a rank's model; None: with the mean of those that are alive."""
         if rank is not None and not (type(rank) is int and 0 <= rank < self._ranks):
             raise ParameterError(f"rank={rank!r}: there are {self._ranks}, numbered from 0")
-        weights = self._arena.rows["weights"]
-        row = weights[rows_at(self._members.tolist())].mean(0) if rank is None else weights[rank]
+        weights = self._rows.of[WEIGHTS]
+        if rank is None:
+            return self._filled(weights[at(self._members.tolist())].mean(0))
+        return self._of_rank(rank)
+
+    def _of_rank(self, rank: int) -> nn.Module:
+        return self._filled(self._rows.of[WEIGHTS][rank])
+
+    def _filled(self, row: Tensor) -> nn.Module:
+        """Return a copy of the first model with the weights of a row."""
         model = copy.deepcopy(self._pattern)
         named = dict(model.named_parameters())
         with torch.no_grad():
-            for place in self._arena.plan.places:
+            for place in self._rows.plan.places:
                 named[place.name].copy_(row[place.columns].view(place.shape))
         return model
 
     def checksum(self) -> int:
-        return checksum([self._arena.rows["weights"].cpu().numpy(), self._losses])
+        return checksum([self._rows.of[WEIGHTS].cpu().numpy(), self._losses])
 
     def described(self) -> dict[str, Any]:
         return {"training": document(self._how)}
@@ -458,8 +481,3 @@ def _as_tensors(batch: Any, rank: int, iteration: int) -> tuple[Tensor, ...]:
             "a tuple of tensors"
         )
     return tuple(found)
-
-
-def _copied(arena: Arena) -> list[Tensor]:
-    """Return the first row, as a copy: what is tried may write there."""
-    return [each.clone() for each in arena.of(slice(0, 1))]

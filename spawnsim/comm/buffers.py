@@ -18,7 +18,6 @@ from numpy.typing import NDArray
 
 from spawnsim.comm.constants import BOTTOM, is_in_place
 from spawnsim.comm.datatypes import Datatype
-from spawnsim.comm.deferred import WAITING, settle
 from spawnsim.comm.failures import (
     ERR_TYPE,
     CallError,
@@ -428,8 +427,6 @@ def as_buffer(
     Raises `SpecTypeError`, `SpecBufferError`, `UnknownTypeError` or `ParameterError`, which are also the TypeError,
     BufferError, KeyError and ValueError of mpi4py.
     """
-    if WAITING:
-        settle()
     # `type() is` and not isinstance, to leave subclasses (matrices, masked arrays, `buffer`) to the general path,
     # which knows their memory.
     if blocks < 2 and not vector:

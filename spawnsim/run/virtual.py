@@ -77,6 +77,7 @@ def run(
     whole: bool = False,
     trace: bool = False,
     eager: bool = False,
+    check_steps: bool = False,
     ties: str = "fifo",
     sums: str = "mpi",
     resume: bool = False,
@@ -112,7 +113,9 @@ def run(
         on_note: is given a sentence when a rank computes for long without a call, with its line.
         overwrite: whether a run that `out` holds may be lost.
         whole: run the file whole on every rank, as an unmodified program, whatever it defines.
-        eager: carry out each `TrainingStep` at once and alone, not with those of other ranks.
+        eager: execute each `TrainingStep` alone, in its rank's turn, not with those of other ranks.
+        check_steps: compare each `TrainingStep` and `Evaluation` with the same call executed alone, and raise where
+            they differ; without it, the first ones and every hundredth one of each rank are compared.
         ties: in which order ranks act at one and the same time: "fifo" (by their numbers), "reverse", "random:SEED".
             What is right under one of them alone is a race.
         sums: in whose order communicators add floats: "mpi", or "gloo", which gives the bits of the torch backend.
@@ -143,6 +146,7 @@ def run(
         eager,
         ties,
         sums,
+        check_steps,
     )
     if trace and out is None:
         raise ParameterError("trace: where to? Give the run folder that keeps it (--out DIR)")

@@ -1,15 +1,15 @@
-"""torch's optimizers, on many models at once: each row by its own learning rate and count of steps.
+"""torch's optimizers, on many models at once: each by its own learning rate and count of steps.
 
-SGD, Adam and AdamW are taken as they are: their settings are read at each step, and their state lies in rows beside
-the weights, where the optimizer itself finds it too. A row is updated by the fused kernels of torch.optim (2.13), which
-go through weights, gradient and state once. What a rule does not know is refused by name, and the model steps alone.
+The settings of SGD, Adam and AdamW are read at each step, and their state is where the optimizer itself keeps it. The
+fused kernels of torch.optim (2.13) update the parameters of all models as one list, in one pass over weights, gradients
+and state. An optimizer without a rule makes its step itself.
 """
 
 from __future__ import annotations
 
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -17,6 +17,7 @@ from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimize
 
 Group = Mapping[str, Any]
 Rows = Mapping[str, list[Tensor]]
+STEP = "step"
 
 
 @dataclass(frozen=True)
@@ -24,9 +25,9 @@ class Rule:
     """How one class of optimizer updates.
 
     Attributes:
-        kind: the class.
-        counts: whether it counts steps, a tensor for each parameter.
-        refused: settings that it may not have, with the value that is fine.
+        kind: The class.
+        counts: Whether it counts steps, a tensor for each parameter.
+        refused: Settings that it may not have, with the value that is fine.
     """
 
     kind: type[torch.optim.Optimizer]
@@ -34,20 +35,20 @@ class Rule:
     refused: tuple[tuple[str, Any], ...] = ()
 
     def states(self, settings: Sequence[Any]) -> tuple[str, ...]:
-        """Return the names of the state that a parameter has under some settings."""
+        """Return the names of the state that a parameter has under some settings, its count of steps apart."""
         raise NotImplementedError
 
     def settings(self, group: Group) -> tuple[Hashable, ...]:
-        """Return what decides how a group is updated, but for its learning rate; what is refused, too."""
+        """Return the settings of a group that decide how it is updated, but for its learning rate."""
         raise NotImplementedError
 
     def update(self, rows: Rows, lr: float, settings: Sequence[Any]) -> None:
-        """Update some rows in place; the gradients may be overwritten.
+        """Update parameters in place; the gradients may be overwritten.
 
         Args:
-            rows: their "weights", "gradient" and each state, (columns,) each, and "step", 0-dim each, counted before.
-            lr: of all these rows.
-            settings: as `settings` returned them.
+            rows: Their "weights", "gradient" and each state, lists of tensors, and "step", 0-dim each, counted before.
+            lr: The learning rate of all of them.
+            settings: As `settings` returned them.
         """
         raise NotImplementedError
 
@@ -97,19 +98,70 @@ RULES: dict[type, Rule] = {
 }
 
 
-def rule_of(optimizer: torch.optim.Optimizer) -> Rule | str:
-    """Return the rule of an optimizer, or why there is none."""
+def rule_of(optimizer: torch.optim.Optimizer) -> Rule | None:
+    """Return the rule of an optimizer; None where it must make its step itself."""
     rule = RULES.get(type(optimizer))
     if rule is None:
-        return f"its optimizer is {type(optimizer).__name__}, none of {', '.join(kind.__name__ for kind in RULES)}"
-    for group in optimizer.param_groups:
-        for name, fine in rule.refused:
-            if group.get(name, fine) != fine:
-                return f"{type(optimizer).__name__} has {name}={group[name]}"
-    hooks = optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks
-    if hooks or _global_optimizer_pre_hooks or _global_optimizer_post_hooks:
-        return "its optimizer has hooks"
-    replaced = vars(optimizer).get("step")  # schedulers replace it by what calls that of the class
+        return None
+    if any(group.get(name, fine) != fine for group in optimizer.param_groups for name, fine in rule.refused):
+        return None
+    if optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks:
+        return None
+    if _global_optimizer_pre_hooks or _global_optimizer_post_hooks:
+        return None
+    replaced = vars(optimizer).get("step")  # schedulers replace it by a wrapper of the class's own
     if replaced is not None and getattr(replaced, "__wrapped__", None) is not type(optimizer).step:
-        return "its optimizer's step was replaced"
+        return None
     return rule
+
+
+class Trained(Protocol):
+    """A model whose optimizer is to make a step."""
+
+    optimizer: torch.optim.Optimizer
+    trained: Sequence[Tensor]
+
+
+def update(models: Sequence[Trained], groups: Sequence[int], gradients: Sequence[Sequence[Tensor]]) -> None:
+    """Make one step of the optimizers of some models, which have one rule.
+
+    Args:
+        models: Each with its optimizer.
+        groups: The optimizer's group of each trained parameter, the same for all models.
+        gradients: By trained parameter, those of all models; they may be overwritten.
+    """
+    rule = RULES[type(models[0].optimizer)]
+    for group in sorted(set(groups)):
+        places = [place for place, own in enumerate(groups) if own == group]
+        alike: dict[tuple[float, Any], list[int]] = {}
+        for number, model in enumerate(models):
+            settings = model.optimizer.param_groups[group]
+            alike.setdefault((float(settings["lr"]), rule.settings(settings)), []).append(number)
+        for (lr, settings), chosen in alike.items():
+            some = models if len(chosen) == len(models) else [models[number] for number in chosen]
+            rows = {
+                "weights": [model.trained[place] for place in places for model in some],
+                "gradient": [gradients[place][number] for place in places for number in chosen],
+            }
+            entries = [model.optimizer.state[model.trained[place]] for place in places for model in some]
+            _add_state(rows, entries, rule, rule.states(settings))
+            rule.update(rows, lr, settings)
+
+
+def _add_state(
+    rows: dict[str, list[Tensor]], entries: Sequence[dict[str, Any]], rule: Rule, states: Sequence[str]
+) -> None:
+    """Add the state of parameters to their rows, zeros where there is none yet; count the step."""
+    if rule.counts:  # first, as torch has it
+        for entry in entries:
+            if not isinstance(entry.get(STEP), Tensor):
+                count = torch.promote_types(torch.get_default_dtype(), torch.float32)
+                entry[STEP] = torch.tensor(float(entry.get(STEP, 0.0)), dtype=count)
+        counts = [entry[STEP] for entry in entries]
+        torch._foreach_add_(counts, 1)
+        rows[STEP] = [each.to(rows["weights"][0].device) for each in counts]
+    for name in states:
+        for entry, weights in zip(entries, rows["weights"], strict=True):
+            if entry.get(name) is None:
+                entry[name] = torch.zeros_like(weights)
+        rows[name] = [entry[name] for entry in entries]

@@ -94,8 +94,6 @@ def checkpoint(comm: Member, iteration: int, *, policy: Any, **states: Any) -> N
         policy.drain()
     meet: Any = comm
     meet.Barrier()  # whatever was sent before the cut is on its way
-    if world.deferred is not None:  # a step that fails is told before anything is kept
-        world.deferred.begin_anew(rank.id)
     shard = Shard()
     place = f"{rank.id}/"
     states = checkpoints.states_of(**states, policy=policy)
@@ -116,8 +114,6 @@ def restore(comm: Member, **whose: Any) -> Saved | None:
     world, rank = comm._world, comm._rank
     meet: Any = comm
     if world.checkpoints.resumed and not rank.incarnation:
-        if world.deferred is not None:
-            world.deferred.begin_anew(rank.id)
         meet.Barrier()  # nobody is where the cut was before all have come so far
     part: Part | None = world.checkpoints.latest(rank.id, rank.incarnation, len(world.ranks))
     if part is None:
@@ -147,7 +143,7 @@ def restore(comm: Member, **whose: Any) -> Saved | None:
 def _rank_state(comm: Member) -> dict[str, Any]:
     """Return what a rank is beside its program's states, at the end of a checkpoint."""
     world, rank = comm._world, comm._rank
-    links, deferred = world.links, world.deferred
+    links, batching = world.links, world.batching
     return {
         "clock_s": world.kernel.current.clock,
         "digest": rank.digest.cut(),
@@ -160,8 +156,8 @@ def _rank_state(comm: Member) -> dict[str, Any]:
         "calls": comm._context.calls.get(rank.id, 0),
         "contexts": world.contexts,
         "links": None if links is None else links.sent_by(rank.id),
-        "batched": deferred is not None and deferred.batched,
-        "told": [] if deferred is None else deferred.told(rank.id),
+        "batched": batching.batched,
+        "told": batching.warned(rank.id),
     }
 
 
@@ -186,8 +182,7 @@ def _set_rank(comm: Member, state: Mapping[str, Any], messages: list[Any]) -> No
     world.contexts = max(world.contexts, int(state["contexts"]))
     if world.links is not None and state["links"] is not None:
         world.links.go_on(rank.id, state["links"])
-    if world.deferred is not None:
-        world.deferred.resume(rank.id, batched=bool(state["batched"]), told=state.get("told", ()))
+    world.batching.go_on(rank.id, batched=bool(state["batched"]), warned=state.get("told", ()))
     for number, each in messages:
         _deliver(world, rank, int(number), each)
     world.crashes.skip(rank, clock_s)  # deaths of before the cut are past

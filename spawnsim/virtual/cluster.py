@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -15,20 +15,19 @@ from typing import TYPE_CHECKING, Any
 from greenlet import GreenletExit
 
 from spawnsim.comm.backends import register_world
-from spawnsim.comm.deferred import WAITING, Caller, Deferred, register_callers
 from spawnsim.comm.ring import check_order
 from spawnsim.errors import (
     Livelock,
     RankError,
     RankFailed,
     SpawnsimError,
-    UsageError,
     WorldError,
     did_you_mean,
 )
 from spawnsim.random import Streams
 from spawnsim.scenario import Scenario
-from spawnsim.virtual import diagnosis, interpreter, torch_distributed
+from spawnsim.virtual import diagnosis, torch_distributed
+from spawnsim.virtual.batching import BatchedCalls
 from spawnsim.virtual.checkpoints import Checkpoints
 from spawnsim.virtual.collectives import Timing
 from spawnsim.virtual.compute import ComputeModel
@@ -36,7 +35,7 @@ from spawnsim.virtual.diagnosis import LivelockWatchdog
 from spawnsim.virtual.digest import RankDigest
 from spawnsim.virtual.engine.cores import Cores
 from spawnsim.virtual.engine.event_queue import tie_order
-from spawnsim.virtual.engine.kernel import Kernel, NoTask, Program, Task, current_task
+from spawnsim.virtual.engine.kernel import Kernel, Program, Task, current_task
 from spawnsim.virtual.engine.matching import undelivered
 from spawnsim.virtual.engine.strays import strays_refused
 from spawnsim.virtual.engine.world import Rank, Recorder, World
@@ -144,11 +143,10 @@ class Cluster:
             self.world.cores = Cores(self.world, places, platform.cores.count)
         if plan.links:
             self.world.links = FaultyLinks(self.world)
-        if not scenario.eager:
-            self.world.deferred = Deferred(
-                scenario.ranks, wait=self._others_come, clock=lambda: kernel.current.clock, warn=self._warn,
-                apart=self._apart,
-            )  # fmt: skip
+        self.world.batching = BatchedCalls(
+            self.world, eager=scenario.eager, check=scenario.check_steps,
+            compute_of=lambda rank: self._services[rank].compute,
+        )  # fmt: skip
         for disturbed in plan.disturbed:
             ranks[disturbed].awake = partial(plan.awake_s, disturbed)
         self._untold: list[Pause | SlowDown | Skew] = []
@@ -222,34 +220,6 @@ class Cluster:
         self.crashes.begin(self.world.ranks[rank], self._memory.around(rank, program))
 
     # -- work that is put off --------------------------------------------------------------------------------
-
-    def _others_come(self, since_s: float) -> None:
-        """Let the calling rank wait for its own time, unless SimPy's clock has passed a time.
-
-        What an event does, or a rank that has ended, cannot wait.
-        """
-        kernel, task = self.world.kernel, current_task()
-        if kernel.env.now > since_s:
-            return
-        if task is not None and task is kernel.current and not kernel.env.happening and not kernel.closed:
-            kernel.observe()
-
-    def _warn(self, sentence: str) -> None:
-        task = current_task()
-        rank, time_s = (0, self.world.kernel.env.now) if task is None else (task.rank, task.clock)
-        self.world.recorder.event(rank, time_s, "warning", {"text": sentence})
-
-    @contextmanager
-    def _apart(self) -> Iterator[None]:
-        """Be nobody's program while the work of many ranks is carried out: none calls, and torch's modes are plain."""
-        kernel, restore = self.world.kernel, interpreter.suspend_torch_modes()
-        calling, kernel.current = kernel.current, TOGETHER
-        try:
-            yield
-        finally:
-            kernel.current = calling
-            if restore is not None:
-                restore()
 
     # -- endings ---------------------------------------------------------------------------------------------
 
@@ -330,9 +300,6 @@ class Cluster:
 
     def _judge(self) -> None:
         """Count, and tell what is wrong with how the run ended, if anything."""
-        if self.world.deferred is not None:
-            dead = [rank.id for rank in self.world.ranks if rank.dead]
-            self._tell_late(self.world.deferred.close(dead))
         for fault in [*self._untold]:  # ranks that ran ahead have ended before these were due
             if fault.at_s <= max((task.clock for task in self.world.ranks[fault.rank].tasks), default=0.0):
                 self._tell(fault)
@@ -378,13 +345,6 @@ class Cluster:
         if stragglers and given != 0 and not any(blocks for blocks, _ in counts):
             return "stragglers have had no effect: they stretch blocks `with comm.compute(...):`, and there was none"
         return ""
-
-    def _tell_late(self, errors: Mapping[int, Exception]) -> None:
-        """Let the run end with what a rank's work has raised after its end or death: the rank that ended first."""
-        tasks = [self.world.ranks[rank].tasks[0] for rank in sorted(errors)]
-        if tasks:
-            first = min(tasks, key=lambda task: task.clock)
-            self.world.kernel.fail(errors[first.rank], first)
 
     def _wrong(self) -> BaseException | None:
         """Return what is wrong with how the run ended, if anything."""
@@ -482,29 +442,13 @@ def _line(error: BaseException) -> str:
     return f" ({found})" if found else ""
 
 
-TOGETHER: Any = NoTask(
-    lambda: UsageError(
-        "a loss or an evaluation cannot communicate, nor draw from a rank's streams: it is carried out for many ranks "
-        "at once. Do so outside of the function that a TrainingStep or an Evaluation is given, or run eagerly"
-    )
-)
-
-
 def _world_of_caller() -> Any:
     return None if current_task() is None else held("COMM_WORLD")
-
-
-def _deferred_of_caller() -> Caller | None:
-    task = current_task()
-    if task is None or task.kernel.owner is None or task.kernel.owner.deferred is None:
-        return None
-    return task.kernel.owner.deferred, task.rank
 
 
 # Virtual ranks share one process, so `world()` asks here which of them is calling. This module is loaded wherever one
 # runs; a real job never loads the simulator to learn that its ranks are not virtual.
 register_world(_world_of_caller)
-register_callers(_deferred_of_caller)
 
 
 def simulate(
@@ -550,8 +494,6 @@ def simulate(
             """Run the program of a rank. A restarted one holds a world of which it is no member until it recovers."""
             main(cluster.comm_world(rank))
             join_all()
-            if WAITING and cluster.world.deferred is not None:
-                cluster.world.deferred.leave(rank)  # what the program has put off and never looked at
 
         for rank in range(scenario.ranks):
             cluster.start(rank, program)

@@ -9,10 +9,8 @@ import math
 import sys
 from collections.abc import Callable
 from contextlib import nullcontext
-from functools import partial
 from typing import Any
 
-from spawnsim.comm.deferred import WAITING
 from spawnsim.errors import CheckFailed, Timeout, UsageError
 from spawnsim.importing import amid_shared_import
 from spawnsim.random import Streams
@@ -113,12 +111,15 @@ class Clock:
 class Compute:
     """`comm.compute(...)`: a block whose duration the compute model gives, or the program states."""
 
-    __slots__ = ("_called", "_rank", "_stated_s", "_world", "sampler", "seconds")
+    __slots__ = ("_blocks", "_called", "_rank", "_stated_s", "_world", "sampler", "seconds")
 
     def __init__(self, world: World, rank: Rank, sampler: Sampler) -> None:
         self._world, self._rank, self.sampler = world, rank, sampler
         self._stated_s: float | None = None
         self._called = False  # and no block begun since
+        self._blocks: list[
+            tuple[Task, float | None, bool]
+        ] = []  # open ones: whose, how long, whether it has passed
         self.seconds = 0.0  # what the last block took
 
     def __call__(self, seconds: float | None = None) -> Compute:
@@ -148,11 +149,30 @@ class Compute:
 
     def __enter__(self) -> Compute:
         self._called = False
+        self._blocks.append((self._world.kernel.current, self._stated_s, False))
         return self
 
     def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
-        if kind is None:
-            self.spend(self._stated_s)
+        place = self._innermost()
+        if place is None:  # the run is over
+            return
+        _, stated_s, passed = self._blocks.pop(place)
+        if kind is None and not passed:
+            self.spend(stated_s)
+
+    def pass_block(self, *, observe: bool = True) -> None:
+        """Let the time of the innermost open block pass now, and not at its end; do nothing outside of blocks."""
+        place = self._innermost()
+        if place is None or self._blocks[place][2]:
+            return
+        task, stated_s, _ = self._blocks[place]
+        self._blocks[place] = task, stated_s, True
+        self.spend(stated_s, observe=observe)
+
+    def _innermost(self) -> int | None:
+        """Return the place of the calling task's innermost open block."""
+        task, blocks = self._world.kernel.current, self._blocks
+        return next((at for at in range(len(blocks) - 1, -1, -1) if blocks[at][0] is task), None)
 
     def sampler_counts(self) -> tuple[int, int]:
         """Return how many durations were drawn, and how many of these the program did not state."""
@@ -163,8 +183,11 @@ class Compute:
         if hasattr(self.sampler, "__self__"):
             self.sampler.__self__.skip(taken, unstated)
 
-    def spend(self, stated_s: float | None, *, call_cost: bool = False) -> None:
-        """Let the time of one block pass. A `call_cost` is not progress: polls that pay it are still fruitless."""
+    def spend(self, stated_s: float | None, *, call_cost: bool = False, observe: bool = True) -> None:
+        """Let the time of one block pass. A `call_cost` is not progress: polls that pay it are still fruitless.
+
+        Without `observe` the caller waits for its own time later, if others may look at what the rank stores.
+        """
         world, rank = self._world, self._rank
         kernel = world.kernel
         task = kernel.current
@@ -186,7 +209,7 @@ class Compute:
             rank.compute_from(begin_s, end_s)
         rank.advance_to(task, end_s)
         # Others may look at what this rank stores next: that must happen at its own time.
-        if rank.observers:
+        if rank.observers and observe:
             kernel.observe()
 
 
@@ -205,23 +228,7 @@ class Record:
             values: One value for each column: numbers, texts, booleans. Rank and time are columns of every row.
         """
         self._world.kernel.idle = 0
-        deferred, clock = self._world.deferred, self._world.kernel.current.clock
-        # A loss that is put off is not looked at to be recorded: its row waits for it, and later rows for that one.
-        if WAITING and deferred is not None and deferred.holds(self._rank.id, values.values()):
-            # What is known already counts as it is now: the program may change an array before the row is kept.
-            for name, each in values.items():
-                if type(each) not in PLAIN and type(each) is not deferred.unknown and _one(each):
-                    values[name] = each.item()
-            deferred.hold(self._rank.id, partial(self._keep, clock, values), values)
-        else:
-            self._world.recorder.row(self._rank.id, clock, values)
-
-    def _keep(self, clock: float, values: dict[str, Any]) -> None:
-        """Add a row whose values are known by now."""
-        for name, each in values.items():
-            if type(each) not in PLAIN and getattr(each, "ndim", 1) == 0:
-                values[name] = each.item()
-        self._world.recorder.row(self._rank.id, clock, values)
+        self._world.recorder.row(self._rank.id, self._world.kernel.current.clock, values)
 
     def event(self, kind: str, **fields: Any) -> None:
         """Add one event to the run's events, such as a replacement.
@@ -231,13 +238,6 @@ class Record:
             fields: What is known of it, as JSON can hold it.
         """
         self._world.recorder.event(self._rank.id, self._world.kernel.current.clock, kind, fields)
-
-
-PLAIN = {float, int, bool, str, type(None)}  # what nobody can change, and a row can hold
-
-
-def _one(value: Any) -> bool:
-    return hasattr(value, "item") and math.prod(getattr(value, "shape", ())) == 1
 
 
 class Background:

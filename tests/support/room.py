@@ -7,18 +7,18 @@ from typing import Any
 import pytest
 import torch
 
-from spawnsim.training.row_step import RowStep
+from spawnsim.training.vmapped import Vmapped
 
 
 def limit_rows(monkeypatch: pytest.MonkeyPatch, most: int) -> list[int]:
-    """Let steps of more rows find no memory; return how many rows were asked for, call by call, as they come."""
-    compute, sizes = RowStep.differentiate, list[int]()
+    """Let calls of more rows find no memory; return how many rows were asked for, call by call, as they come."""
+    rows_of, sizes = Vmapped.rows, list[int]()
 
-    def limited(self: RowStep, rows: Any, inputs: Any) -> Any:
-        sizes.append(len(rows[0]))
-        if len(rows[0]) > most:
+    def limited(self: Vmapped, rows: Any, dims: Any) -> Any:
+        sizes.append(len((*rows.trained, *rows.fixed)[0]))
+        if sizes[-1] > most:
             raise torch.cuda.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB.")
-        return compute(self, rows, inputs)
+        return rows_of(self, rows, dims)
 
-    monkeypatch.setattr(RowStep, "differentiate", limited)
+    monkeypatch.setattr(Vmapped, "rows", limited)
     return sizes

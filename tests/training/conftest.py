@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import pytest
 
-from spawnsim.training.batches import StepBatch
+from spawnsim.training.vmapped import Vmapped
 
 
 @pytest.fixture
 def sizes(monkeypatch):
-    """How many steps each call of the batched computation carries out."""
+    """How many rows each batched call has."""
     found = []
-    compute = StepBatch.compute
+    rows_of = Vmapped.rows
 
-    def counted(self, works):
-        found.append(len(works))
-        compute(self, works)
+    def counted(self, rows, dims):
+        found.append(len((*rows.trained, *rows.fixed)[0]))
+        return rows_of(self, rows, dims)
 
-    monkeypatch.setattr(StepBatch, "compute", counted)
+    monkeypatch.setattr(Vmapped, "rows", counted)
     return found

@@ -19,7 +19,6 @@ from typing import Any
 import torch
 
 from spawnsim.comm import as_comm
-from spawnsim.comm.deferred import WAITING, settle
 from spawnsim.errors import ParameterError, Timeout, UsageError
 from spawnsim.policies.averaging.butterfly import Group
 from spawnsim.policies.averaging.download import Download, Loaded, State, StateDonor, StateDownload
@@ -206,8 +205,6 @@ class DecentralizedAverager:
         """
         while not self.acquire_tensors():
             self.comm.clock.sleep(PAUSE_S)
-        if WAITING:
-            settle()
         try:
             yield self.vector.tensors
         finally:

@@ -20,7 +20,6 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from spawnsim.comm.deferred import WAITING, settle
 from spawnsim.errors import ParameterError
 from spawnsim.phantoms import PhantomArray
 from spawnsim.policies.averaging.grouping import digest
@@ -151,8 +150,6 @@ class Vector:
 
     def read(self) -> list[Values]:
         """Return a copy of each segment, shape (count,), in its wide type."""
-        if WAITING:
-            settle()
         copies: list[Values] = []
         for group, segment in zip(self._groups, self.segments, strict=True):
             if without_data(group[0]):
@@ -168,8 +165,6 @@ class Vector:
 
     def add(self, deltas: Sequence[Values]) -> None:
         """Add deltas of the segments' shapes to the tensors, in place; whole numbers round to the nearest."""
-        if WAITING:
-            settle()
         for group, delta in zip(self._groups, deltas, strict=True):
             if without_data(group[0]):
                 continue

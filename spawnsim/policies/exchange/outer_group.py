@@ -16,7 +16,6 @@ import numpy as np
 import torch
 
 from spawnsim.comm import IN_PLACE, Comm
-from spawnsim.comm.deferred import WAITING, settle
 from spawnsim.errors import MismatchError, ParameterError, UsageError
 from spawnsim.phantoms import PhantomArray
 from spawnsim.policies.exchange.group_mean import check_same
@@ -170,8 +169,6 @@ class OuterGroup:
             ParameterError: it has none.
             UsageError: they are others than those that have: layers were frozen or unfrozen.
         """
-        if WAITING:
-            settle()
         found = {name: each for name, each in self._collect(model, None).items() if each.is_floating_point()}
         if not found:
             raise ParameterError("the model has no floating-point parameters: there is nothing to average")
@@ -199,8 +196,6 @@ class OuterGroup:
         Raises:
             MismatchError: on all ranks, if models or settings differ.
         """
-        if WAITING:
-            settle()
         rows = np.empty((comm.Get_size(), 3), np.int64)
         digest = digest_of(self._settings.encode()) >> 1
         comm.Allgather(np.array([self.steps, self.last, digest], np.int64), rows)

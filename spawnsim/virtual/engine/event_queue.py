@@ -17,10 +17,12 @@ from spawnsim.errors import InternalError, ParameterError
 # The order of what happens at one time: each stands in the place of a rank. One-sided accesses that have waited for
 # that time at their target, and messages on their way to a NIC, come first; then all arrivals, so that a probe sees
 # what arrives at that very time; then the ranks; then decisions among all that ranks have done (which of several
-# rendezvous starts); then deadlines, so that what arrives at that very time is in time. Of rank r: DECIDING + r, LATE +
-# r. The distances leave room for a trillion ranks between two kinds.
+# rendezvous starts); then training steps that are executed together; then deadlines, so that what arrives at that very
+# time is in time. Of rank r: DECIDING + r, LATE + r. The distances leave room for a trillion ranks between two kinds.
 _ROOM = 1 << 40
-WAITED, UNDER_WAY, ARRIVING, DECIDING, LATE = -3 * _ROOM, -2 * _ROOM, -_ROOM, _ROOM, 2 * _ROOM
+WAITED, UNDER_WAY, ARRIVING, DECIDING, BATCHED, LATE = (
+    -3 * _ROOM, -2 * _ROOM, -_ROOM, _ROOM, 2 * _ROOM, 3 * _ROOM,
+)  # fmt: skip
 
 TIES = "fifo, reverse or random:SEED"
 Place = Callable[[int, float], int]

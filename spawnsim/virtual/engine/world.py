@@ -19,7 +19,7 @@ from spawnsim.virtual.engine.contention import model_of
 from spawnsim.virtual.engine.kernel import Kernel, Task
 from spawnsim.virtual.network import Network
 
-BATCHED = "batched-"  # begins the digest of a run whose training steps were carried out together
+BATCHED = "batched-"  # begins the digest of a run whose training steps were executed together
 
 
 class Recorder(Protocol):
@@ -146,7 +146,7 @@ class World:
     crashes: Any = None  # `faults.injection.Crashes`
     cores: Any = None  # `cores.Cores`, if ranks share them
     sums: str = "mpi"  # in whose order communicators sum: one of `comm.ring.ORDERS`
-    deferred: Any = None  # `comm.deferred.Deferred`, unless training steps are to be carried out at once
+    batching: Any = None  # `batching.BatchedCalls`
 
     def __post_init__(self) -> None:
         self.contention = model_of(self.kernel.env, self.network, len(self.ranks))
@@ -214,5 +214,5 @@ class World:
         whole = hashlib.blake2b(digest_size=16)
         for rank in self.ranks:
             whole.update(rank.digest.value())
-        # Steps that were carried out together have other sums in the last bits than steps one by one.
-        return BATCHED * (self.deferred is not None and self.deferred.batched) + whole.hexdigest()
+        # Steps that were executed together have other sums in the last bits than steps one by one.
+        return BATCHED * (self.batching is not None and self.batching.batched) + whole.hexdigest()

@@ -19,7 +19,6 @@ from numpy import ndarray
 
 from spawnsim.comm.buffers import as_buffer
 from spawnsim.comm.constants import PROC_NULL
-from spawnsim.comm.deferred import WAITING, settle
 from spawnsim.comm.failures import SpecBufferError, SpecTypeError, Truncated
 from spawnsim.comm.memory import as_bytes, flat, of_tensor
 from spawnsim.comm.packing import Pickle
@@ -37,8 +36,6 @@ pickler = Pickle()  # MPI.pickle: a program may give it other functions, as in m
 
 def dumps(obj: Any) -> bytes:
     """Return an object as bytes."""
-    if WAITING:
-        settle()
     return pickler.dumps(obj)
 
 
@@ -81,8 +78,6 @@ def pack(spec: Any, dest: int = 0) -> tuple[Any, Any]:
 
     Of a CPU tensor that is the array over its memory, which is quicker to look at.
     """
-    if WAITING:
-        settle()
     array = spec if type(spec) is ndarray else of_tensor(spec)
     if array is not None and array.flags.c_contiguous and array.dtype in PLAIN:
         base: Any = array.base
@@ -101,8 +96,6 @@ def target(spec: Any, source: int = 0) -> Any:
     It is kept until the message is there, and the program may free a datatype meanwhile. What cannot be received into
     is refused, before anything is received.
     """
-    if WAITING:
-        settle()
     array = spec if type(spec) is ndarray else of_tensor(spec)
     if array is not None and array.flags.carray and array.dtype in PLAIN:
         return array
@@ -120,8 +113,6 @@ def _check_given(spec: Any, peer: int) -> None:
 
 def unpack(into: Any, payload: Any) -> None:
     """Write a payload to a `target`. A payload longer than that is an error that changes nothing."""
-    if WAITING:
-        settle(wait=False)
     if type(into) is ndarray:
         if type(payload) is bytes and len(payload) <= into.nbytes:
             try:

@@ -15,7 +15,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from spawnsim.comm.constants import LOCK_EXCLUSIVE
-from spawnsim.comm.deferred import WAITING
 from spawnsim.virtual.digest import ONE_SIDED
 from spawnsim.virtual.engine.completion import Message, ReceivingNic, Uncertain
 from spawnsim.virtual.engine.event_queue import ARRIVING, WAITED
@@ -378,8 +377,6 @@ class WindowState:
     def serve(self, access: Access) -> None:
         """Carry out an access at its target, and send the answer."""
         target, origin = access.connection.target.rank, access.connection.origin
-        if WAITING and self.world.deferred is not None:
-            self.world.deferred.settle(target.id, wait=False)  # the window may be over its weights
         # Served before the link is judged, since the memory is changed even if the answer is then lost.
         access.answer, verdict = access.serve(access.data), DELIVERED
         access.serve = access.data = None  # a program may keep the request for long

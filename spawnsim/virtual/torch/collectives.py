@@ -18,7 +18,6 @@ from torch.distributed import ReduceOp
 from torch.utils._python_dispatch import _disable_current_modes
 
 from spawnsim.comm import ops
-from spawnsim.comm.deferred import WAITING, settle
 from spawnsim.comm.ring import reduce_ring, ring_block
 from spawnsim.errors import UnsupportedError, UsageError
 from spawnsim.virtual.mpi.instance import Call, CollectiveInstance
@@ -60,8 +59,6 @@ def _in_one_piece(tensor: torch.Tensor) -> bool:
 
 def raw(tensor: torch.Tensor, *, lent: bool = False) -> Bytes:
     """Return the bytes of a tensor: a copy, or if they may be `lent` its own memory where that is in one piece."""
-    if WAITING:  # it may be a view of weights, which nobody watches
-        settle()
     if not lent and _in_one_piece(tensor):
         copy = np.empty(tensor.nbytes, np.uint8)
         ctypes.memmove(copy.ctypes.data, tensor.data_ptr(), tensor.nbytes)
@@ -89,8 +86,6 @@ def write(tensor: torch.Tensor, data: Bytes) -> None:
             f"{data.nbytes} bytes have come for a tensor of shape {list(tensor.shape)} and {name_of(tensor)}, which "
             f"takes {tensor.nbytes}"
         )
-    if WAITING:
-        settle(wait=False)
     if _in_one_piece(tensor):
         ctypes.memmove(tensor.data_ptr(), data.ctypes.data, data.nbytes)
         return

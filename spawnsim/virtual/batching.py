@@ -1,0 +1,212 @@
+"""Training steps of virtual ranks: parked until the earliest of their compute blocks ends, then executed together.
+
+A parked rank's clock stands at the end of its block, so once its call is executed it may run ahead like any rank. What
+happens before the earliest end cannot depend on the calls, and happens first. Knows time, blocks and parked ranks; must
+not know what the calls compute.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from heapq import heappop, heappush
+from typing import Any
+
+import numpy as np
+
+from spawnsim.comm.batching import register_batching
+from spawnsim.errors import UsageError
+from spawnsim.virtual import interpreter
+from spawnsim.virtual.engine.event_queue import BATCHED
+from spawnsim.virtual.engine.kernel import NoTask, Task, current_task
+from spawnsim.virtual.engine.waiting import Unbroken
+from spawnsim.virtual.engine.world import Rank, World
+
+TOGETHER: Any = NoTask(
+    lambda: UsageError(
+        "a loss or an evaluation cannot communicate, nor draw from a rank's streams: it is executed for many ranks at "
+        "once. Do so outside of the function that a TrainingStep or an Evaluation is given, or run with --eager"
+    )
+)
+
+
+class WaitingForStep(Unbroken):
+    """A parked training step or evaluation. The event of the earliest end of a block ends the wait."""
+
+    __slots__ = ()
+
+    def describe(self) -> str:
+        """Return the call."""
+        return "a training step"
+
+    def peers(self) -> tuple[int, ...]:
+        """Return (): no rank is awaited."""
+        return ()
+
+    def missing(self, by_s: float = math.inf) -> tuple[int, ...]:
+        """Return (): no rank is awaited."""
+        return ()
+
+
+WAIT = WaitingForStep()
+
+
+class BatchedCalls:
+    """The parked calls of one run: `comm.batching.Batching` for virtual ranks.
+
+    Args:
+        world: The run.
+        eager: Whether each call executes alone, in its rank's turn.
+        check: Whether each call is compared with the same call executed alone.
+        compute_of: Returns the `services.Compute` of a rank.
+    """
+
+    def __init__(self, world: World, *, eager: bool, check: bool, compute_of: Callable[[int], Any]) -> None:
+        self.world, self.kernel, self.eager, self.check = world, world.kernel, eager, check
+        self.ranks = len(world.ranks)
+        self.batched = False
+        self.attachments: dict[Any, Any] = {}
+        self._compute_of = compute_of
+        self._parked: dict[Task, Any] = {}
+        self._execute: Callable[[Sequence[Any]], None]
+        self._due_s: list[float] = []  # a heap of the times for which an event is scheduled
+        self._warned: dict[str, int] = {}
+
+    def rank(self) -> int:
+        """Return the calling rank."""
+        return self.kernel.current.rank
+
+    def clock_s(self) -> float:
+        """Return the calling rank's virtual time."""
+        return self.kernel.current.clock
+
+    def wait(
+        self, call: Any, execute: Callable[[Sequence[Any]], None], memory: Callable[[], Sequence[Any]]
+    ) -> None:
+        """Park the calling rank until `execute` has been called with its call among others."""
+        kernel, task = self.kernel, self.kernel.current
+        rank = self.world.ranks[task.rank]
+        ahead = self._may_pass(rank, memory)
+        if ahead:
+            self._compute_of(task.rank).pass_block(observe=False)
+        else:
+            kernel.observe()
+        self._execute = execute
+        self._schedule(task.clock)
+        self._parked[task] = call
+        limit = task.deadline_s, task.explicit
+        task.deadline_s, task.explicit = math.inf, False
+        try:
+            kernel.block(WAIT)
+        finally:
+            task.deadline_s, task.explicit = limit
+            self._parked.pop(task, None)
+        if ahead and rank.observers:
+            kernel.observe()
+
+    def flush(self) -> None:
+        """Let all parked calls be executed now, and their ranks go on before the calling one."""
+        if self._parked:
+            self.execute()
+            self.kernel.observe()
+
+    def pass_block(self, memory: Callable[[], Sequence[Any]]) -> None:
+        """Let the compute block of a call pass that was executed alone, as `wait` would."""
+        rank = self.kernel.current.rank
+        if self._may_pass(self.world.ranks[rank], memory):
+            self._compute_of(rank).pass_block()
+
+    def _may_pass(self, rank: Rank, memory: Callable[[], Sequence[Any]]) -> bool:
+        """Return whether a rank's block may pass before its call: its end is known, and nobody looks meanwhile."""
+        if self.world.cores is not None:
+            return False
+        if rank.observers == 0:
+            return True
+        if sum(task.alive for task in rank.tasks) > 1:
+            return False
+        windows = rank.attachments.get("windows")
+        return not windows or not _overlap(windows, memory())
+
+    # -- execution -----------------------------------------------------------------------------------------------
+
+    def _schedule(self, due_s: float) -> None:
+        """See that an event stands at or before a time."""
+        if not self._due_s or due_s < self._due_s[0]:
+            heappush(self._due_s, due_s)
+            self.kernel.env.at(max(due_s, self.kernel.env.now), BATCHED, self._fire)
+
+    def _fire(self) -> None:
+        heappop(self._due_s)
+        if not self._parked:
+            return
+        first_s = min(task.clock for task in self._parked)
+        if first_s <= self.kernel.env.now:
+            self.execute()
+        else:  # the rank for which the event was scheduled has died
+            self._schedule(first_s)
+
+    def execute(self) -> None:
+        """Execute all parked calls, and let their ranks go on."""
+        parked = sorted(self._parked.items(), key=lambda item: (item[0].rank, item[0].clock))
+        self._parked.clear()
+        with self.apart():
+            self._execute([call for _, call in parked])
+        for task, _ in parked:
+            self.kernel.resume(task)
+
+    @contextmanager
+    def apart(self) -> Iterator[None]:
+        """Let no rank communicate within the block; torch's modes are the default ones there."""
+        kernel, restore = self.kernel, interpreter.suspend_torch_modes()
+        calling, kernel.current = kernel.current, TOGETHER
+        try:
+            yield
+        finally:
+            kernel.current = calling
+            if restore is not None:
+                restore()
+
+    # -- warnings ------------------------------------------------------------------------------------------------
+
+    def warn(self, sentence: str) -> None:
+        """Record a warning of the calling rank, once a run."""
+        if sentence not in self._warned:
+            task = self.kernel.current
+            self._warned[sentence] = task.rank
+            self.world.recorder.event(task.rank, task.clock, "warning", {"text": sentence})
+
+    def warned(self, rank: int) -> list[str]:
+        """Return the warnings that a rank has recorded."""
+        return [sentence for sentence, whose in self._warned.items() if whose == rank]
+
+    def go_on(self, rank: int, *, batched: bool, warned: Sequence[str]) -> None:
+        """Take over what a rank did in an earlier part of this run."""
+        self.batched = self.batched or batched
+        self._warned |= dict.fromkeys(warned, rank)
+
+
+def _overlap(windows: Sequence[Any], tensors: Sequence[Any]) -> bool:
+    """Return whether any window of a rank lies over tensors."""
+    targets = [window._windows.targets[window._place] for window in windows]
+    arrays = [
+        array for each in targets for array in (each.memory, *each.regions) if type(array) is np.ndarray
+    ]
+    exposed = [(array.ctypes.data, array.ctypes.data + array.nbytes) for array in arrays]
+    own = [(each.data_ptr(), each.data_ptr() + each.nbytes) for each in tensors]
+    return any(
+        begin < end_of_own and begin_of_own < end
+        for begin, end in exposed
+        for begin_of_own, end_of_own in own
+    )
+
+
+def _of_caller() -> BatchedCalls | None:
+    task = current_task()
+    if task is None or task.kernel.owner is None:
+        return None
+    found: BatchedCalls | None = task.kernel.owner.batching
+    return found
+
+
+register_batching(_of_caller)
