@@ -1,4 +1,4 @@
-"""Live models: a simulated run whose steps are carried out together, beside loops without a simulator.
+"""Live models: a simulated run whose steps are executed together, beside loops without a simulator.
 
 usage: python benchmarks/training.py [--ranks N] [--iterations N] [--widths N,N,…] [--momentum M] [--repeats N] [--lean]
                                      [--norm] [--device cuda]
@@ -29,7 +29,7 @@ from torch.nn.functional import cross_entropy
 import spawnsim
 from spawnsim import TrainingStep, columnar
 from spawnsim.policies import AverageAllPolicy, Every
-from spawnsim.training import batches, row_step
+from spawnsim.training import vmapped
 
 BATCH, KINDS = 32, 16  # so many different batches, in turn: drawing them is no part of a step
 
@@ -63,7 +63,7 @@ def data(ranks: int) -> list[tuple[Tensor, Tensor]]:
 def simulated(
     ranks: int, iterations: int, straggler: str | None = None, *, looks: bool = False, eager: bool = False
 ) -> None:
-    """Run as a user would: a loss recorded in each iteration; with `looks`, needed at once."""
+    """Run as a user would: a loss recorded in each iteration; with `looks`, read first."""
     examples = data(ranks)
 
     def main(comm: Any) -> None:
@@ -149,22 +149,22 @@ def spent(call: Callable[[int], None], iterations: int) -> tuple[float, float]:
     return times[0][0] - times[1][0], times[0][1] - times[1][1]
 
 
-def assert_calls(ranks: int) -> None:
-    """In lockstep, all ranks' steps are carried out in one call for each chunk."""
+def assert_calls(ranks: int, straggler: str | None) -> None:
+    """All ranks' steps are executed in one call for each chunk, also if ranks straggle."""
     sizes: list[int] = []
-    compute = batches.StepBatch.compute
+    rows_of = vmapped.Vmapped.rows
 
-    def counted(self: Any, works: Any) -> None:
-        sizes.append(len(works))
-        compute(self, works)
+    def counted(self: Any, rows: Any, dims: Any) -> Any:
+        sizes.append(len(rows.trained[0]))
+        return rows_of(self, rows, dims)
 
-    batches.StepBatch.compute = counted  # type: ignore[method-assign]
+    vmapped.Vmapped.rows = counted  # type: ignore[method-assign]
     try:
-        simulated(ranks, 3)
+        simulated(ranks, 3, straggler)
     finally:
-        batches.StepBatch.compute = compute  # type: ignore[method-assign]
+        vmapped.Vmapped.rows = rows_of  # type: ignore[method-assign]
     assert sum(sizes) == 3 * ranks
-    assert len(sizes) <= 3 * -(-ranks // row_step.CHUNK[0]), sizes
+    assert len(sizes) <= 3 * -(-ranks // vmapped.CHUNK[0]), sizes
 
 
 def arguments() -> argparse.Namespace:
@@ -210,7 +210,8 @@ def main() -> None:
     if chosen.lean:
         contenders = {name: contenders[name] for name in (lockstep, "over columns") if name in contenders}
     else:
-        assert_calls(ranks)
+        assert_calls(ranks, None)
+        assert_calls(ranks, "lognormal:0.3")
     seconds: dict[str, list[tuple[float, float]]] = {name: [] for name in contenders}
     for _ in range(chosen.repeats):
         for name, (call, number) in contenders.items():

@@ -123,6 +123,8 @@ def refused(name: str) -> Iterator[None]:
     """Say what vmap has against a function."""
     try:
         yield
+    except torch.cuda.OutOfMemoryError:
+        raise
     except Exception as error:  # its refusals are of many classes
         text = f"{error}".splitlines()[0].partition(". ")[0]
         raise UnsupportedError(

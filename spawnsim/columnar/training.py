@@ -32,7 +32,7 @@ from spawnsim.columnar.program import (
     told_of,
     version,
 )
-from spawnsim.columnar.rows import STEP, WEIGHTS, at
+from spawnsim.columnar.rows import WEIGHTS, at
 from spawnsim.errors import ParameterError, UnsupportedError, UsageError
 from spawnsim.policies import (
     AsyncSelectiveAveragingPolicy,
@@ -47,6 +47,7 @@ from spawnsim.training import checks
 from spawnsim.training.checks import EVERY, Reference
 from spawnsim.training.execution import FIRST
 from spawnsim.training.grouping import Ungroupable
+from spawnsim.training.optimizers import STEP
 from spawnsim.training.seats import Seat
 from spawnsim.training.vmapped import Outcome, Tensors, Vmapped, as_outputs, clip, rows_at_once
 from spawnsim.virtual.digest import checksum
@@ -229,7 +230,7 @@ class Trained(Models):
                 torch.cuda.empty_cache()
                 continue
             if begin == 0 and (iteration < FIRST or iteration % EVERY == 0):
-                self._check(step, outcome, ranks[part], iteration, inputs)
+                self._check(step, outcome, ranks[part], iteration=iteration, inputs=inputs)
             with torch.no_grad():
                 if self._how.max_norm is not None:
                     clip(outcome.gradients, self._how.max_norm)
@@ -254,7 +255,13 @@ class Trained(Models):
         )
 
     def _check(
-        self, step: Vmapped, outcome: Outcome, ranks: Sequence[int], iteration: int, inputs: Sequence[Tensor]
+        self,
+        step: Vmapped,
+        outcome: Outcome,
+        ranks: Sequence[int],
+        *,
+        iteration: int,
+        inputs: Sequence[Tensor],
     ) -> None:
         """Compare a row with the same step executed alone; another one each time."""
         row = iteration // EVERY % len(ranks)
@@ -271,7 +278,7 @@ class Trained(Models):
         ordered = reference.outcome._replace(
             gradients=[reference.outcome.gradients[place] for place in order]
         )
-        what = checks.mismatch(step, alone, checks.row_of(outcome, row), ordered, names)
+        what = checks.mismatch(step, alone, checks.row_of(outcome, row), alone=ordered, names=names)
         if what:
             raise UsageError(
                 f"columnar: rank {ranks[row]}, iteration {iteration}: {what}. {name_of(self._how.loss)} may depend on "
@@ -282,9 +289,11 @@ class Trained(Models):
         """Return an optimizer of a copy of the pattern, as the pattern's."""
         groups, named = self._optimizer.param_groups, dict(model.named_parameters())
         names = {id(p): name for name, p in self._pattern.named_parameters()}
-        return type(self._optimizer)(
+        kind: Any = type(self._optimizer)
+        made: torch.optim.Optimizer = kind(
             [{**group, "params": [named[names[id(p)]] for p in group["params"]]} for group in groups]
         )
+        return made
 
     def _step_for(self, inputs: Sequence[Tensor]) -> Vmapped:
         """Return the step for inputs of one kind."""

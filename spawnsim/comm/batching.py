@@ -49,9 +49,6 @@ class Batching(Protocol):
             memory: Returns the tensors that the call changes.
         """
 
-    def flush(self) -> None:
-        """Let all parked calls be executed now, and their ranks go on before the calling one."""
-
     def pass_block(self, memory: Callable[[], Sequence[Any]]) -> None:
         """Let the compute block of a call pass that was executed alone, as `wait` would."""
 

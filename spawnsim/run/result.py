@@ -34,7 +34,7 @@ TOTALS = (
   more (and without bytes for objects, such as `comm.allreduce(1)` over MPI). Windows: one message an access.
 * `replacements`: events of this kind.
 * `digest`: of the trace with the contents of all messages, and of all recorded rows and events; equal for equal seeds.
-  It begins with "batched-" where training steps of many ranks were carried out together (`spawnsim.TrainingStep`).
+  It begins with "batched-" where training steps of many ranks were executed together (`spawnsim.TrainingStep`).
   Real ranks have no trace that repeats: there it is of the rows without times (`time_s`, and every name that ends in
   `_s`), so it tells whether two runs have come to equal results bit for bit; None if nothing was recorded.
 """

@@ -86,7 +86,7 @@ class Reference:
         outputs = as_outputs(function(model, *inputs))
         gradients: Sequence[Tensor] = ()
         if seat.trained:
-            found = torch.autograd.grad(outputs[0], seat.trained, allow_unused=True)
+            found: Sequence[Tensor | None] = torch.autograd.grad(outputs[0], seat.trained, allow_unused=True)
             unused = next((name for name, each in zip(seat.names, found, strict=True) if each is None), None)
             if unused is not None:
                 raise Ungroupable(f"the loss does not depend on {unused}: exclude it from the optimizer")
@@ -142,7 +142,7 @@ def _shown(value: Tensor) -> str:
     return f"{float(value):.6g}" if value.numel() == 1 else f"a tensor of {value.numel()} numbers"
 
 
-def mismatch(vmapped: Vmapped, own: Tensors, row: Outcome, alone: Outcome, names: Sequence[str]) -> str:
+def mismatch(vmapped: Vmapped, own: Tensors, row: Outcome, *, alone: Outcome, names: Sequence[str]) -> str:
     """Return what differs between a row of a batched call and the call executed alone, in words; "" for nothing.
 
     Args:

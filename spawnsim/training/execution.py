@@ -46,12 +46,13 @@ class Call:
         trouble: Why, if that was an error of the batched call.
         error: What the rank is to raise.
         outputs: Of the function.
-        gradients: Of what is trained.
+        gradients: Of what is trained, if the rank `wants_gradients`.
+        versions: How often the inputs of an evaluation had been changed, which are not copied.
     """
 
     __slots__ = (
         "alone", "broken", "error", "function", "gradients", "inputs", "kind", "masks", "outputs", "rank", "reference",
-        "seat", "state", "time_s", "trouble", "versions",
+        "seat", "state", "time_s", "trouble", "versions", "wants_gradients",
     )  # fmt: skip
 
     def __init__(self, rank: int, seat: Seat, kind: Kind, inputs: Sequence[Any]) -> None:
@@ -67,6 +68,7 @@ class Call:
         self.error: Exception | None = None
         self.outputs: Sequence[Tensor] = ()
         self.gradients: Sequence[Tensor] = ()
+        self.wants_gradients = False
         self.versions: Sequence[int] = ()
 
     def draw(self) -> None:
@@ -191,7 +193,7 @@ class Kind:
         for row, call in enumerate(calls):
             if call.reference is not None:
                 self._compare(call, row_of(outcome, row))
-            elif call.versions != versions_of(call.inputs):
+            elif call.versions and call.versions != versions_of(call.inputs):
                 call.error = _overwritten(call)
         seats = [call.seat for call in calls]
         outputs = [each.unbind() for each in outcome.outputs]
@@ -204,7 +206,8 @@ class Kind:
                     clip(outcome.gradients, self._max_norm)
                 gradients = [each.unbind() for each in outcome.gradients]
                 for row, call in enumerate(calls):
-                    call.gradients = [each[row] for each in gradients]
+                    if call.wants_gradients:
+                        call.gradients = [each[row].clone() for each in gradients]
                 if self._rule is not None:
                     optimizers.update(seats, self._groups, gradients)
         for row, call in enumerate(calls):
@@ -214,7 +217,9 @@ class Kind:
         assert call.reference is not None
         buffers = [call.seat.buffer(number) for number in range(len(call.seat.buffers))]
         own = Tensors(call.seat.trained, call.seat.fixed, buffers, call.masks, call.inputs)
-        what = call.broken or checks.mismatch(self._vmapped, own, row, call.reference.outcome, self._names)
+        what = call.broken or checks.mismatch(
+            self._vmapped, own, row, alone=call.reference.outcome, names=self._names
+        )
         if what:
             call.error = self._broken(call, what)
 

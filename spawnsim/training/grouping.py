@@ -6,6 +6,7 @@ rank's first call; afterwards identity is compared alone. Knows objects; must no
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import hashlib
 import types
@@ -90,7 +91,7 @@ def parts_of_model(model: nn.Module) -> Parts:
 
 def class_of(module: nn.Module) -> Hashable:
     """Return the class of a module; where torch has made one for this module alone, what that was made of."""
-    kind = type(module)
+    kind: Any = type(module)
     if kind.__module__ != parametrize.__name__ or not parametrize.is_parametrized(module):
         return kind
     return kind.__mro__[1], *getattr(module, "parametrizations", ())
@@ -150,7 +151,7 @@ def _content(cell: Any) -> Any:
 
 def key_of(value: Any, depth: int = 0) -> Hashable:
     """Return a key that is equal for equal plain values; other objects are equal to themselves alone."""
-    kind = type(value)
+    kind: Any = type(value)
     if isinstance(value, (float, complex)):
         return kind, repr(value)  # -0.0 equals 0.0, and NaN not even itself
     if isinstance(value, CONSTANTS):
@@ -172,7 +173,8 @@ def key_of(value: Any, depth: int = 0) -> Hashable:
     own = getattr(value, "__dict__", None)
     if kind.__eq__ is not object.__eq__ and kind.__hash__ not in (None, object.__hash__):
         return kind, value
-    if isinstance(own, dict) and kind.__module__.partition(".")[0] not in ("torch", "numpy", "spawnsim"):
+    library = kind.__module__.partition(".")[0] in ("torch", "numpy", "spawnsim")
+    if isinstance(own, dict) and (not library or dataclasses.is_dataclass(kind)):
         return kind, tuple((name, key_of(each, depth + 1)) for name, each in own.items())
     return Same(value)
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -115,18 +115,11 @@ def rule_of(optimizer: torch.optim.Optimizer) -> Rule | None:
     return rule
 
 
-class Trained(Protocol):
-    """A model whose optimizer is to make a step."""
-
-    optimizer: torch.optim.Optimizer
-    trained: Sequence[Tensor]
-
-
-def update(models: Sequence[Trained], groups: Sequence[int], gradients: Sequence[Sequence[Tensor]]) -> None:
+def update(models: Sequence[Any], groups: Sequence[int], gradients: Sequence[Sequence[Tensor]]) -> None:
     """Make one step of the optimizers of some models, which have one rule.
 
     Args:
-        models: Each with its optimizer.
+        models: Each with its `optimizer`, and the `trained` parameters.
         groups: The optimizer's group of each trained parameter, the same for all models.
         gradients: By trained parameter, those of all models; they may be overwritten.
     """

@@ -47,7 +47,7 @@ class Seat:
         self.optimizer = optimizer
         self.parts: Parts = parts_of_model(model)
         self.parameters = [*model.parameters()]
-        self.buffers = [
+        self.buffers: list[tuple[dict[str, Any], str]] = [
             (each._buffers, name)
             for each in model.modules()
             for name, own in each._buffers.items()
@@ -106,15 +106,16 @@ class Seat:
             return False
         if [*map(_REQUIRES_GRADIENT, self.parameters)] != self._wanted:
             return False
-        if optimizer is not None and (
-            self._of_groups() != self._in_groups or rule_of(optimizer) is not self.rule
-        ):
+        if optimizer is not None and not self._is_trained_alike(optimizer):
             return False
         # Torch numbers the hooks of the whole process: as long as there is no new one, none is looked for.
         if RemovableHandle.next_id != self._handles:
             self._handles = RemovableHandle.next_id
             return not hooks_of(model)
         return True
+
+    def _is_trained_alike(self, optimizer: torch.optim.Optimizer) -> bool:
+        return self._of_groups() == self._in_groups and rule_of(optimizer) is self.rule
 
     def _of_groups(self) -> list[int]:
         groups = [] if self.optimizer is None else self.optimizer.param_groups

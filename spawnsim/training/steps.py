@@ -59,7 +59,6 @@ class _OfModel:
             rank = run.rank()
             if optimizer is not None and (model in engine.shared or seat.rank not in (rank, -1)):
                 engine.shared.add(model)
-                run.flush()
                 raise Ungroupable("several ranks train its parameters")
             seat.rank, seat.steps = rank, seat.steps + 1
             return self._opened(engine, seat, model, inputs)
@@ -83,11 +82,7 @@ class _OfModel:
         if isinstance(kind, str) or kind.refusal:
             raise Ungroupable(kind if isinstance(kind, str) else kind.refusal)
         call = Call(engine.run.rank(), seat, kind, self._copied(inputs))
-        call.time_s, call.function, call.versions = (
-            engine.run.clock_s(),
-            self.function,
-            versions_of(call.inputs),
-        )
+        call.time_s, call.function = engine.run.clock_s(), self.function
         first = seat.steps <= FIRST and kind.compared < seat.steps
         if first or engine.run.check or (seat.steps + call.rank) % EVERY == 0:
             kind.compared = max(kind.compared, seat.steps)
@@ -209,6 +204,7 @@ class TrainingStep(_OfModel):
                 return self._at_once(model, optimizer, batch)
             finally:
                 run.pass_block(lambda: [*model.parameters(), *model.buffers()])
+        call.wants_gradients = self.gradients or call.seat.rule is None
         assert self._engine is not None
         run.wait(call, self._engine.execute, call.seat.memory)
         if call.error is not None:
@@ -221,11 +217,11 @@ class TrainingStep(_OfModel):
     def _finish(self, call: Call, optimizer: torch.optim.Optimizer) -> None:
         """Leave gradients where the program looks for them, or none."""
         seat = call.seat
-        if any(p.grad is not None for p in seat.trained):
+        if [p.grad for p in seat.trained].count(None) < len(seat.trained):
             optimizer.zero_grad()
-        if self.gradients or seat.rule is None:
+        if call.wants_gradients:
             for p, gradient in zip(seat.trained, call.gradients, strict=True):
-                p.grad = gradient.clone()
+                p.grad = gradient
         if seat.rule is None:
             optimizer.step()
             if not self.gradients:
@@ -285,6 +281,8 @@ class Evaluation(_OfModel):
         if run is None:
             return self._at_once(model, batch)
         call = None if torch.is_inference_mode_enabled() else self._call(run, model, None, batch)
+        if call is not None:
+            call.versions = versions_of(batch)
         if call is None:
             try:
                 return self._at_once(model, batch)
@@ -317,10 +315,12 @@ def _apart(outputs: Sequence[Tensor], given: Sequence[Any]) -> tuple[Tensor, ...
 def _of_inputs(inputs: Sequence[Any]) -> tuple[Any, ...]:
     """Return what the inputs of calls that are alike have in common."""
     return tuple(
-        (each.shape, each.dtype, each.device, each.requires_grad)
-        if isinstance(each, Tensor)
-        else _plain(each)
-        for each in inputs
+        [
+            (each.shape, each.dtype, each.device, each.requires_grad)
+            if isinstance(each, Tensor)
+            else _plain(each)
+            for each in inputs
+        ]
     )
 
 

@@ -105,12 +105,6 @@ class BatchedCalls:
         if ahead and rank.observers:
             kernel.observe()
 
-    def flush(self) -> None:
-        """Let all parked calls be executed now, and their ranks go on before the calling one."""
-        if self._parked:
-            self.execute()
-            self.kernel.observe()
-
     def pass_block(self, memory: Callable[[], Sequence[Any]]) -> None:
         """Let the compute block of a call pass that was executed alone, as `wait` would."""
         rank = self.kernel.current.rank

@@ -219,8 +219,6 @@ class Cluster:
         """Let a rank run a program."""
         self.crashes.begin(self.world.ranks[rank], self._memory.around(rank, program))
 
-    # -- work that is put off --------------------------------------------------------------------------------
-
     # -- endings ---------------------------------------------------------------------------------------------
 
     def _on_wake(self, task: Task) -> None:

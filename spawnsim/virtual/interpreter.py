@@ -58,8 +58,6 @@ class Patches:
 # what is there before a run is frozen, and looks are rarer than a collective is long. But what was frozen counts as old
 # for good, and a run that is over is a cycle: before the next one is built, all is collected if memory has grown by
 # half since the last time. Before the first one there is nothing to find, and to look through torch takes 0.3 s.
-# Eight training steps that a rank has put off are some 70 objects: looking through tensors takes 1 µs each, 8 to 12 µs
-# of a step.
 YOUNG_OBJECTS = 20_000  # new objects between two looks, at least
 YOUNG_PER_RANK = 200  # and for each rank of the run
 # Below which growth old runs are not worth a collection: blocks of memory, and bytes. Tensors are few blocks.

@@ -1,8 +1,8 @@
 """What ranks train on: small learners on real input, one object per rank.
 
 A learner is given its rank and the number of ranks as plain integers, and never talks to another one: communicators,
-policies and clocks are not known here. Steps and evaluations are those of `spawnsim.training`: on virtual ranks carried
-out together.
+policies and clocks are not known here. Steps and evaluations are those of `spawnsim.training`: on virtual ranks
+executed together.
 """
 
 from spawnsim.workloads.digits import Digits

@@ -244,7 +244,6 @@ class GFlowNet:
         self.lr, self.lr_logZ, self.learned_backward = lr, lr_logZ, learned_backward
         self._found: set[int] = set()
         self._fresh: set[int] = set()
-        self._final: Tensor | None = None  # of the last step, not looked at yet
         self._train = TrainingStep(partial(loss_of, epsilon))
         self._draws = rng("gflownet.trajectories")
         self._starts = (Streams(rng.key[0], WORLD) if same_start else rng)("gflownet.init")
@@ -252,13 +251,11 @@ class GFlowNet:
     @property
     def found(self) -> set[int]:
         """Numbers of the modes in which a trajectory of this rank has ended so far."""
-        self._look()
         return self._found
 
     @property
     def fresh(self) -> set[int]:
         """Those among them that the last step was the first to find."""
-        self._look()
         return self._fresh
 
     @property
@@ -282,17 +279,11 @@ class GFlowNet:
 
     def step(self, model: Flow, optimizer: torch.optim.Optimizer) -> Tensor:
         """Sample a batch, train on it, note its modes; return the loss before the update, 0-dim."""
-        self._look()
-        loss, self._final = self._train(model, optimizer, self.luck())
+        loss, final = self._train(model, optimizer, self.luck())
+        ends = self.grid.number(final[self.grid.is_mode(final)])
+        self._fresh = set(ends.tolist()) - self._found
+        self._found |= self._fresh
         return loss
-
-    def _look(self) -> None:
-        """Note the modes of the last step: not before somebody asks, for until then it need not be carried out."""
-        if self._final is not None:
-            final, self._final = self._final, None
-            ends = self.grid.number(final[self.grid.is_mode(final)])
-            self._fresh = set(ends.tolist()) - self._found
-            self._found |= self._fresh
 
 
 @torch.no_grad()

@@ -720,8 +720,8 @@ def test_every_dtype_and_a_large_model(name: str, dtype: torch.dtype) -> None:
         )  # the lowest rank's at the beginning, and its own from then on
 
 
-def test_training_steps_are_carried_out_before_a_round_looks() -> None:
-    """With `TrainingStep`, steps of all ranks are put off: the weights that policies read are those after them."""
+def test_a_round_reads_weights_after_batched_steps() -> None:
+    """With `TrainingStep`, the weights that policies read are those of eager steps."""
     ends: dict[bool, list[float]] = {}
 
     def main(comm: Any) -> None:

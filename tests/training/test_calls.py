@@ -274,7 +274,7 @@ def test_what_others_overwrite_while_a_step_waits_is_copied():
 
 
 def test_a_model_that_all_ranks_train_is_trained_in_turn():
-    """Each step alone, as eagerly, with a warning; so are models that share a layer."""
+    """Each step alone, with a warning; so are models that share a layer."""
 
     def main(comm, model=None, layer=None):
         own = nn.Sequential(layer, nn.Tanh(), nn.Linear(12, 5)) if model is None else model
@@ -288,15 +288,10 @@ def test_a_model_that_all_ranks_train_is_trained_in_turn():
                 loss = step(own, optimizer, *batch(generator))
             comm.record(iteration=iteration, loss=float(loss))
 
-    for given in ({"model": mlp}, {"layer": lambda: nn.Linear(8, 12)}):
-        losses = []
-        for eager in (False, True):
-            torch.manual_seed(0)
-            parameters = {name: make() for name, make in given.items()}
-            run = spawnsim.run(main, ranks=5, parameters=parameters, eager=eager)
-            losses.append(run.table["loss"])
-            assert any("several ranks train" in each for each in warnings_of(run)) == (not eager)
-        np.testing.assert_allclose(*losses, rtol=1e-5)
+    for given in ({"model": mlp()}, {"layer": nn.Linear(8, 12)}):
+        run = spawnsim.run(main, ranks=5, parameters=given)
+        assert any("several ranks train" in each for each in warnings_of(run))
+        assert np.isfinite(run.table["loss"]).all()
 
 
 class Noisy(nn.Linear):

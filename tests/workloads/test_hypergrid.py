@@ -9,7 +9,6 @@ import torch
 import spawnsim
 from spawnsim.errors import ParameterError
 from spawnsim.random import Streams
-from spawnsim.training import tracing
 from spawnsim.workloads import Digits, GFlowNet, HyperGrid
 from spawnsim.workloads.gflownet import balance, distribution, l1_distance, sample
 
@@ -104,14 +103,8 @@ def test_training_approaches_the_true_distribution(learned_backward):
     assert flow.modes_found == 4
 
 
-def test_models_are_computed_together_and_from_a_record(monkeypatch):
-    """On virtual ranks a step of all is one call, and soon one without Python: of the digits, too."""
-    compiled = []
-    compile_graph = tracing._compiled
-    monkeypatch.setattr(tracing, "CALLS_BEFORE", 2)
-    monkeypatch.setattr(
-        tracing, "_compiled", lambda graph: compiled.append(compile_graph(graph)) or compiled[-1]
-    )
+def test_models_are_computed_together():
+    """On virtual ranks a step of all is one call: of the digits, too."""
 
     def main(comm, learner):
         own = learner(comm)
@@ -121,17 +114,14 @@ def test_models_are_computed_together_and_from_a_record(monkeypatch):
                 loss = own.step(model, optimizer)
             comm.record(loss=float(loss))
 
-    for number, learner in enumerate(
-        [
-            lambda comm: GFlowNet(comm.rng),
-            lambda comm: GFlowNet(comm.rng, learned_backward=True),
-            lambda comm: Digits(comm.rng, comm.rank, comm.size),
-        ],
-        start=1,
+    for learner in (
+        lambda comm: GFlowNet(comm.rng),
+        lambda comm: GFlowNet(comm.rng, learned_backward=True),
+        lambda comm: Digits(comm.rng, comm.rank, comm.size),
     ):
-        result = spawnsim.run(lambda comm, learner=learner: main(comm, learner), ranks=12)
+        result = spawnsim.run(lambda comm, learner=learner: main(comm, learner), ranks=12, check_steps=True)
         assert "warnings" not in result.what
-        assert len(compiled) == number and compiled[-1] is not None
+        assert result.totals["digest"].startswith("batched-")
 
 
 def test_found_modes_are_modes_and_are_fresh_once():

@@ -43,7 +43,6 @@ from spawnsim.policies.state.arithmetic import (
     without_data,
 )
 from spawnsim.policies.state.layout import Entry, Layout, StateScope, Tensors, as_real, collect
-from spawnsim.training import Evaluation
 
 FEW, HEAD = 8, 16  # tensors that are looked at first, and numbers of each
 
@@ -516,8 +515,6 @@ class Consensus:
         if not every_s > 0:
             raise ParameterError(f"every_s={every_s!r}: give seconds above 0")
         self._comm, self._every_s, self._model = comm, every_s, model
-        # Put off, as training steps are: copied at once in each iteration, the weights would be looked at in each.
-        self._weights = Evaluation(_weights)
         self._held: Any = _weights(model)
         self._kept: list[Tensor] = []
 
@@ -530,7 +527,7 @@ class Consensus:
         due = int(self._comm.clock.now() / self._every_s) + 1
         # A long iteration may pass several times: the rank held the older model at each of them.
         self._kept += [self._held] * (due - len(self._kept))
-        self._held, self._model = self._weights(model), model
+        self._held, self._model = _weights(model), model
 
     def means(self) -> Iterator[tuple[float, torch.nn.Module]]:
         """Give the mean model at each time, until the last rank has ended. Collective; waits for that rank.
@@ -557,6 +554,7 @@ class Consensus:
                     yield tick * self._every_s, found
 
 
+@torch.no_grad()
 def _weights(model: torch.nn.Module) -> Tensor:
     """Return all weights as one vector of the widest type, float32 at least."""
     live = as_real(collect(model, None, StateScope())).values()

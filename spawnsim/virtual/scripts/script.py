@@ -78,7 +78,7 @@ class ScriptRun:
                 "compute=counted counts torch's operations of ranks in threads: give --carrier threads"
             )
         self.code = _compiled(script.path)
-        # A training step that is put off costs nothing where it is called.
+        # A step that is executed with others costs nothing where it is called.
         self.cluster = Cluster(
             replace(scenario, compute=0.0, eager=scenario.eager or self.cost.runs),
             recorder,
