@@ -49,7 +49,7 @@ class Reference:
     def __init__(
         self, function: Callable[..., Any], model: nn.Module, seat: Seat, inputs: Sequence[Any]
     ) -> None:
-        states = global_states(torch)
+        self._before = global_states(torch)
         held = [own[name] for own, name in seat.buffers]
         buffers = [each.clone() for each in held]
         changing = [*seat.parameters, *[each for each in inputs if isinstance(each, Tensor)]]
@@ -69,7 +69,7 @@ class Reference:
                     for each, kept in zip(changing, before, strict=True):
                         each.copy_(kept)
             self._now = global_states(torch)
-            set_global_states(torch, states)
+            set_global_states(torch, self._before)
         self.masks = tuple(drawing.masks)
         self.changed = [
             number
@@ -96,11 +96,12 @@ class Reference:
 
     def draws(self) -> str:
         """Return DRAWS if the function draws random numbers otherwise than by dropout, else ""; draw nothing."""
-        states = global_states(torch)
-        for mask in self.masks:
-            mask.draw()
-        drawn = global_states(torch)
-        set_global_states(torch, states)
+        drawn = self._before
+        if self.masks:
+            for mask in self.masks:
+                mask.draw()
+            drawn = global_states(torch)
+            set_global_states(torch, self._before)
         numbers = zip(self._now[1], drawn[1], strict=True)
         drew = self._now[0] != drawn[0] or any(np.any(a != b) for a, b in numbers)
         return DRAWS if drew or not torch.equal(self._now[2], drawn[2]) else ""
