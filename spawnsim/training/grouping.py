@@ -93,7 +93,8 @@ def class_of(module: nn.Module) -> Hashable:
     """Return the class of a module; where torch has made one for this module alone, what that was made of."""
     kind: Any = type(module)
     if kind.__module__ != parametrize.__name__ or not parametrize.is_parametrized(module):
-        return kind
+        found: Hashable = kind
+        return found
     return kind.__mro__[1], *getattr(module, "parametrizations", ())
 
 
