@@ -214,14 +214,7 @@ def parser() -> Parser:
         "--trace", action="store_true",
         help="keep all calls and messages of virtual ranks in the run folder, for `spawnsim trace DIR`",
     )  # fmt: skip
-    add(
-        "--eager", action="store_true",
-        help="execute each TrainingStep of virtual ranks alone, as real ones do",
-    )  # fmt: skip
-    add(
-        "--check-steps", action="store_true",
-        help="compare each TrainingStep with the same step executed alone; default: the first ones, then 1 in 100",
-    )  # fmt: skip
+    _add_training_options(parser)
     add(
         "--ties", metavar="ORDER",
         help="the order of virtual ranks at one and the same time: fifo (by number; default), reverse, random:SEED",
@@ -232,6 +225,19 @@ def parser() -> Parser:
     )  # fmt: skip
     _add_results(parser)
     return parser
+
+
+def _add_training_options(parser: Parser) -> None:
+    """Add how training steps of virtual ranks are executed."""
+    add = parser.add_argument
+    add(
+        "--eager", action="store_true",
+        help="execute each TrainingStep of virtual ranks alone, as real ones do",
+    )  # fmt: skip
+    add(
+        "--check-steps", action="store_true",
+        help="compare each TrainingStep with the same step executed alone; default: the first ones, then 1 in 100",
+    )  # fmt: skip
 
 
 def _add_results(parser: Parser) -> None:

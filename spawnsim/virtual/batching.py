@@ -68,7 +68,7 @@ class BatchedCalls:
         self.batched = False
         self.attachments: dict[Any, Any] = {}
         self._compute_of = compute_of
-        self._parked: dict[Task, Any] = {}
+        self._parked: dict[Task, tuple[Any, bool]] = {}  # a call, and whether it stands in a compute block
         self._execute: Callable[[Sequence[Any]], None]
         self._due_s: list[float] = []  # a heap of the times for which an event is scheduled
         self._warned: dict[str, int] = {}
@@ -88,13 +88,12 @@ class BatchedCalls:
         kernel, task = self.kernel, self.kernel.current
         rank = self.world.ranks[task.rank]
         ahead = self._may_pass(rank, memory)
-        if ahead:
-            self._compute_of(task.rank).pass_block(observe=False)
-        else:
+        in_block = ahead and self._compute_of(task.rank).pass_block(observe=False)
+        if not ahead:
             kernel.observe()
         self._execute = execute
         self._schedule(task.clock)
-        self._parked[task] = call
+        self._parked[task] = call, in_block
         limit = task.deadline_s, task.explicit
         task.deadline_s, task.explicit = math.inf, False
         try:
@@ -134,19 +133,22 @@ class BatchedCalls:
         heappop(self._due_s)
         if not self._parked:
             return
-        first_s = min(task.clock for task in self._parked)
-        if first_s <= self.kernel.env.now:
-            self.execute()
-        else:  # the rank for which the event was scheduled has died
-            self._schedule(first_s)
+        due = [task for task in self._parked if task.clock <= self.kernel.env.now]
+        # Outside of blocks ranks seldom call at one time: that must not divide the calls of those that compute.
+        if any(self._parked[task][1] for task in due):
+            due = [*self._parked]
+        if due:
+            self._run(due)
+        if self._parked:
+            self._schedule(min(task.clock for task in self._parked))
 
-    def execute(self) -> None:
-        """Execute all parked calls, and let their ranks go on."""
-        parked = sorted(self._parked.items(), key=lambda item: (item[0].rank, item[0].clock))
-        self._parked.clear()
+    def _run(self, tasks: Sequence[Task]) -> None:
+        """Execute the calls of some ranks, and let these continue."""
+        tasks = sorted(tasks, key=lambda task: (task.rank, task.clock))
+        calls = [self._parked.pop(task)[0] for task in tasks]
         with self.apart():
-            self._execute([call for _, call in parked])
-        for task, _ in parked:
+            self._execute(calls)
+        for task in tasks:
             self.kernel.resume(task)
 
     @contextmanager

@@ -160,14 +160,16 @@ class Compute:
         if kind is None and not passed:
             self.spend(stated_s)
 
-    def pass_block(self, *, observe: bool = True) -> None:
-        """Let the time of the innermost open block pass now, and not at its end; do nothing outside of blocks."""
+    def pass_block(self, *, observe: bool = True) -> bool:
+        """Let the time of the innermost open block pass now, and not at its end; return whether there is one."""
         place = self._innermost()
-        if place is None or self._blocks[place][2]:
-            return
-        task, stated_s, _ = self._blocks[place]
-        self._blocks[place] = task, stated_s, True
-        self.spend(stated_s, observe=observe)
+        if place is None:
+            return False
+        task, stated_s, passed = self._blocks[place]
+        if not passed:
+            self._blocks[place] = task, stated_s, True
+            self.spend(stated_s, observe=observe)
+        return True
 
     def _innermost(self) -> int | None:
         """Return the place of the calling task's innermost open block."""
