@@ -54,6 +54,7 @@ def _paper(
     for rank in range(ranks):
         comm = SimpleNamespace(
             rank=rank,
+            clock=lambda: 0.5,
             record=lambda rank=rank, **values: recorder.row(rank, 0.5, values),
             event=lambda kind, rank=rank, **fields: recorder.event(rank, 1.0, kind, fields),
         )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import subprocess
+import threading
 from pathlib import Path
 
 import pytest
@@ -151,3 +152,23 @@ def test_a_rank_that_nobody_keeps_is_missed_in_time(
         each.kill()
         each.wait()
     assert job.ended(143) == JobEnd(122, "rank 1 died at its start: no job survives that")
+
+
+def test_a_process_that_registers_again_can_be_read_meanwhile(
+    tmp_path: Path, environ: dict[str, str]
+) -> None:
+    """The launcher looks at any time: a file that was being written made it raise ValueError."""
+    registry, done = ProcessRegistry(tmp_path), threading.Event()
+    register(3, environ, 1000)
+
+    def again() -> None:
+        while not done.is_set():
+            register(3, environ, 1000)
+
+    writer = threading.Thread(target=again)
+    writer.start()
+    try:
+        assert all(registry.ranks == {3} for _ in range(1000))
+    finally:
+        done.set()
+        writer.join()

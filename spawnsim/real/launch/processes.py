@@ -90,7 +90,10 @@ class ProcessRegistry:
 def register(rank: int | str, environ: Mapping[str, str], process: int) -> None:
     """Write which process a rank is, where the launcher asked for it and its folder can be reached from here."""
     if folder := _folder(environ):
-        (folder / str(process)).write_text(str(rank))
+        # Moved into its place as a whole: the launcher reads at any time, also while a process registers once more.
+        draft = folder / f"{process} by {os.getpid()}"
+        draft.write_text(str(rank))
+        draft.replace(folder / str(process))
 
 
 def register_stage(stage: str, rank: int, environ: Mapping[str, str]) -> None:
