@@ -254,12 +254,14 @@ def _tidied(out: Path, ended: JobEnd, begun_s: float) -> bool:
     from spawnsim.record import journal as shards
 
     status, cause = ended.status, ended.cause
+    merged = not shards.has_shards(out)
+    if merged:
+        shards.discard(out)
     try:
         manifest = folder.read_manifest(out)
     except ParameterError:  # it ended before rank 0 wrote one: there is nothing to merge either
         return False
-    if not shards.has_shards(out):
-        shards.discard(out)
+    if merged:
         # The ranks had recorded and merged all; then one of them failed. The outcome must agree with the status.
         written_s = (out / folder.MANIFEST).stat().st_mtime + 1.0  # some file systems keep whole seconds
         if status and manifest["outcome"] == FINISHED and written_s >= begun_s:
