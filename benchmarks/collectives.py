@@ -19,8 +19,8 @@ from pathlib import Path
 import numpy as np
 
 import spawnsim
-from spawnsim.virtual.collectives import Planner, Selection, Timing
-from spawnsim.virtual.network import Hockney, LogGP, Network, Nodes, Switch
+from spawnsim.models.collectives import Planner, Selection, Timing
+from spawnsim.models.network import Hockney, LogGP, Network, Nodes, Switch
 
 FLOATS, ROUNDS, REPEATS = 10_000, 5, 5
 NETWORKS: dict[str, Network] = {

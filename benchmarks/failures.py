@@ -23,6 +23,7 @@ import torch
 
 import spawnsim
 from spawnsim.errors import RankFailed, Revoked, SpawnsimError, Timeout
+from spawnsim.models.faults import Crash, Failures, FaultPlan
 from spawnsim.policies import (
     AsyncModelAveragePolicy,
     AsyncSelectiveAveragingPolicy,
@@ -48,7 +49,6 @@ from spawnsim.policies import (
     WindowOptions,
     graphs,
 )
-from spawnsim.virtual.faults import Crash, Failures, FaultPlan
 
 NODE = 8
 POLICIES: dict[str, Callable[[], SpawnPolicy]] = {

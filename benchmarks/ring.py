@@ -27,8 +27,8 @@ import torch
 
 import spawnsim
 from spawnsim import PhantomArray
+from spawnsim.models.platform import Platform, load_platform
 from spawnsim.virtual.mpi.requests import Request
-from spawnsim.virtual.platform import Platform, load_platform
 
 NBYTES, REPEATS = 4096, 5
 ARGUMENTS = ["-platform", "platform.xml", "-hostfile", "hosts", "--log=root.thres:error"]

@@ -12,7 +12,7 @@ The layers, top to bottom. Imports point down only; siblings separated by | do n
     torchgfn · bagua
     policies | workloads | real | virtual
     training
-    comm
+    comm | models
     options
     backends · checkpoints · columns · importing · phantoms · random · scenario · units
     errors

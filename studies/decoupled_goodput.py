@@ -14,12 +14,12 @@ import numpy as np
 import torch
 
 import spawnsim
+from spawnsim.models.network import Hockney, LogGP, Switch
 from spawnsim.plots import style
 from spawnsim.policies import DecoupledDiLoCoPolicy
 from spawnsim.policies.state.outer import FlatFloats, radial_directional_mean
 from spawnsim.random import WORLD, generator
 from spawnsim.study import Context
-from spawnsim.virtual.network import Hockney, LogGP, Switch
 
 CHIPS, FAILS_EVERY_S, LOST_S, STEP_S = 1_200_000, 365.25 * 86400, 19.7, 4.0
 PUBLISHED = {1: 58, 2: 70, 8: 88, 16: 93}  # learners → goodput, percent (second hand)

@@ -33,13 +33,13 @@ import torch
 
 from spawnsim import AverageAllPolicy, PhantomArray
 from spawnsim.comm import IN_PLACE
+from spawnsim.models.collectives import Selection
+from spawnsim.models.compute import Fixed
+from spawnsim.models.network import Hockney, Switch
+from spawnsim.models.platform import Platform, to_toml
 from spawnsim.policies import OuterOptimizerPolicy
 from spawnsim.policies.rules.cadence import Every
 from spawnsim.study import Cell
-from spawnsim.virtual.collectives import Selection
-from spawnsim.virtual.compute import Fixed
-from spawnsim.virtual.network import Hockney, Switch
-from spawnsim.virtual.platform import Platform, to_toml
 
 RANKS, PARAMETERS = 4, 30_846_720
 NBYTES = 4 * PARAMETERS

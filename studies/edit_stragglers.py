@@ -11,11 +11,11 @@ import numpy as np
 import torch
 
 import spawnsim
+from spawnsim.models.network import Hockney, LogGP, Switch
 from spawnsim.plots import style
 from spawnsim.policies import AverageAllPolicy, EDiTPolicy
 from spawnsim.random import WORLD, generator
 from spawnsim.study import Context
-from spawnsim.virtual.network import Hockney, LogGP, Switch
 
 RANKS, STEP_S, EVERY = 8, 1.0, 16
 POLICIES = {

@@ -21,10 +21,10 @@ import numpy as np
 
 import spawnsim
 from spawnsim.errors import RankFailed, Revoked
+from spawnsim.models.network import Hockney, LogGP, Switch
 from spawnsim.plots import series, style
 from spawnsim.policies import AsyncSelectiveAveragingPolicy, AverageAllPolicy
 from spawnsim.study import Context
-from spawnsim.virtual.network import Hockney, LogGP, Switch
 from spawnsim.workloads.mlp import without_data
 
 STEP_S, LASTS_S, REPAIR_S = 1.0, 120.0, 10.0

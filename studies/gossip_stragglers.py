@@ -11,11 +11,11 @@ import numpy as np
 import torch
 
 import spawnsim
+from spawnsim.models.collectives.catalogue import Selection
+from spawnsim.models.network import Hockney, LogGP, Regions
+from spawnsim.models.platform import Platform
 from spawnsim.policies import AsyncModelAveragePolicy, AverageAllPolicy, GossipPolicy, graphs
 from spawnsim.study import Context
-from spawnsim.virtual.collectives.catalogue import Selection
-from spawnsim.virtual.network import Hockney, LogGP, Regions
-from spawnsim.virtual.platform import Platform
 
 RANKS, PARAMETERS, STEP_S, RATE_BPS, SLOW = 32, 25_600_000, 0.25, 1.25e9, 10
 POLICIES = {

@@ -13,11 +13,11 @@ import numpy as np
 import torch
 
 import spawnsim
+from spawnsim.models.collectives.catalogue import Selection
+from spawnsim.models.network import Hockney, Regions
+from spawnsim.models.platform import Platform
 from spawnsim.policies import HALOS, AsyncServerPolicy, AverageAllPolicy, ServerOptions, ServerRule, Tier
 from spawnsim.study import Context
-from spawnsim.virtual.collectives.catalogue import Selection
-from spawnsim.virtual.network import Hockney, Regions
-from spawnsim.virtual.platform import Platform
 
 GBPS = (
     (100.0, 0.537, 0.935, 0.202),

@@ -24,11 +24,11 @@ import numpy as np
 
 import spawnsim
 from spawnsim import AsyncSelectiveAveragingPolicy, AverageAllPolicy
+from spawnsim.models.collectives.catalogue import Selection
+from spawnsim.models.network import LogGP
+from spawnsim.models.platform import load_platform
 from spawnsim.plots import style
 from spawnsim.study import Context
-from spawnsim.virtual.collectives.catalogue import Selection
-from spawnsim.virtual.network import LogGP
-from spawnsim.virtual.platform import load_platform
 from spawnsim.workloads.mlp import without_data
 
 HEAVY = "10 Gbit/s, heavy stack"

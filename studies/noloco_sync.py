@@ -10,12 +10,12 @@ import numpy as np
 import torch
 
 import spawnsim
+from spawnsim.models.collectives.catalogue import Selection
+from spawnsim.models.network import Hockney, LogGP, Switch
+from spawnsim.models.platform import Platform
 from spawnsim.plots import style
 from spawnsim.policies import NoLoCoPolicy, OuterOptimizerPolicy
 from spawnsim.study import Context
-from spawnsim.virtual.collectives.catalogue import Selection
-from spawnsim.virtual.network import Hockney, LogGP, Switch
-from spawnsim.virtual.platform import Platform
 
 PARAMETERS, RATE_BPS = 125_000_000, 1.25e9  # the smallest of the paper's models; 10 Gbit/s
 NETWORKS = {

@@ -27,6 +27,7 @@ import torch
 
 import spawnsim
 from spawnsim import columnar
+from spawnsim.models.network import Hockney, LogGP, Switch
 from spawnsim.plots import style
 from spawnsim.policies import (
     AsyncModelAveragePolicy,
@@ -36,7 +37,6 @@ from spawnsim.policies import (
     graphs,
 )
 from spawnsim.study import Context
-from spawnsim.virtual.network import Hockney, LogGP, Switch
 from spawnsim.workloads.mlp import without_data
 
 SIZES = (8, 64, 512, 4096)

@@ -26,11 +26,11 @@ from typing import Literal
 import numpy as np
 
 import spawnsim
+from spawnsim.models.network import Hockney, Switch
 from spawnsim.plots import genealogy, series, style, sweeps
 from spawnsim.policies import AsyncSelectiveAveragingPolicy, PopulationBasedTrainingPolicy
 from spawnsim.study import Context
 from spawnsim.units import counted
-from spawnsim.virtual.network import Hockney, Switch
 from spawnsim.workloads import Digits
 
 NAMES = {

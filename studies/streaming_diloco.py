@@ -12,10 +12,10 @@ import numpy as np
 import torch
 
 import spawnsim
+from spawnsim.models.network import Hockney, LogGP, Switch
 from spawnsim.plots import style
 from spawnsim.policies import AverageAllPolicy, OuterOptimizerPolicy, StreamingDiLoCoPolicy
 from spawnsim.study import Context
-from spawnsim.virtual.network import Hockney, LogGP, Switch
 
 SIZES = {"1 B": (1e9, 0.1), "10 B": (1e10, 0.8), "100 B": (1e11, 4.9)}  # parameters, seconds a step
 EVERY, FRAGMENTS, OVERLAP, LATENCY_S = 100, 20, 5, 0.03

@@ -11,10 +11,10 @@ import numpy as np
 import torch
 
 import spawnsim
+from spawnsim.models.network import Hockney, LogGP, Switch
+from spawnsim.models.platform import Platform
 from spawnsim.policies import AverageAllPolicy, GossipPolicy, WAGMAPolicy, graphs
 from spawnsim.study import Context
-from spawnsim.virtual.network import Hockney, LogGP, Switch
-from spawnsim.virtual.platform import Platform
 
 PARAMETERS, MEDIAN_S, LEAST_S, MOST_S, RATE_BPS, SYNC = 8_500_000, 1.9, 1.7, 43.5, 1e10, 10
 UNEVEN = {"mild": 0.3, "episodes": 1.0}  # standard deviations of the logarithm

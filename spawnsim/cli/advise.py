@@ -16,11 +16,11 @@ from spawnsim.errors import ParameterError
 from spawnsim.fidelity.advising import Advice, Budget, advise, report
 from spawnsim.fidelity.converging import Need, by_time, converge
 from spawnsim.fidelity.goodput import POLICIES, Case, Choice, Failures
+from spawnsim.models.compute import Fixed, parse_stragglers
+from spawnsim.models.faults import rates
+from spawnsim.models.platform import load_platform
 from spawnsim.options import Parser, nearest, picture
 from spawnsim.run.process_setup import stoppable
-from spawnsim.virtual.compute import Fixed, parse_stragglers
-from spawnsim.virtual.faults import rates
-from spawnsim.virtual.platform import load_platform
 
 MOST_SEEDS = 10_000
 ALL = "all"  # in place of policies' names

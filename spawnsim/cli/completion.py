@@ -97,7 +97,7 @@ def _complete(action: Any, shtab: Any) -> None:
 
 
 def _platforms() -> list[str]:
-    from spawnsim.virtual.platform import list_platforms
+    from spawnsim.models.platform import list_platforms
 
     return [platform.name for platform in list_platforms()]
 

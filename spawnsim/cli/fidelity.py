@@ -38,10 +38,10 @@ from spawnsim.fidelity.predicting import (
 )
 from spawnsim.fidelity.scoring import Pair, Score, compare, require_fit, score_table, scores
 from spawnsim.fidelity.watching import Seen, watched
+from spawnsim.models.platform import Cores, Platform, load_platform, to_toml
 from spawnsim.options import Parser, parameters, picture, time_limit
 from spawnsim.run.program import Program, program
 from spawnsim.scenario import DEADLINE_S, Scenario
-from spawnsim.virtual.platform import Cores, Platform, load_platform, to_toml
 
 QUICK = Effort(budget_s=0.002, most=10, passes=3, largest_nbytes=4 << 20)
 

@@ -13,9 +13,9 @@ import numpy as np
 
 from spawnsim.errors import ParameterError
 from spawnsim.fidelity import chakra, inputs, whatif
+from spawnsim.models.compute import Trace
+from spawnsim.models.platform import Platform, to_toml
 from spawnsim.options import Parser
-from spawnsim.virtual.compute import Trace
-from spawnsim.virtual.platform import Platform, to_toml
 
 KINDS = {
     "nccl": "report of all_reduce_perf -J: a platform file",

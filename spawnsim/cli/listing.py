@@ -81,7 +81,7 @@ def folders() -> list[Path]:
 
 def platforms() -> Iterator[Line]:
     """Yield the platform files that come along."""
-    from spawnsim.virtual.platform import list_platforms
+    from spawnsim.models.platform import list_platforms
 
     for platform in list_platforms():
         yield platform.name, platform.description
@@ -89,7 +89,7 @@ def platforms() -> Iterator[Line]:
 
 def stragglers() -> Iterator[Line]:
     """Yield the forms that `--straggler` takes."""
-    from spawnsim.virtual.compute.model import FORMS
+    from spawnsim.models.compute.model import FORMS
 
     for form, model, _ in FORMS:
         yield form, _summary(model)
@@ -97,9 +97,9 @@ def stragglers() -> Iterator[Line]:
 
 def faults() -> Iterator[Line]:
     """Yield the forms that `--faults` takes, joined by ";"."""
-    from spawnsim.virtual.faults import KINDS
-    from spawnsim.virtual.faults.failures import Failures
-    from spawnsim.virtual.faults.plan import MTBF, MTBF_FORM, REQUEUE, form
+    from spawnsim.models.faults import KINDS
+    from spawnsim.models.faults.failures import Failures
+    from spawnsim.models.faults.plan import MTBF, MTBF_FORM, REQUEUE, form
 
     for kind in KINDS.values():
         yield form(kind), _summary(kind)

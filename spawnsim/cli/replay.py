@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from spawnsim.errors import ParameterError
+from spawnsim.models.faults import FaultPlan
 from spawnsim.options import Parser, parameters
 from spawnsim.rerun.again import Again
 from spawnsim.rerun.debugger import Change, Replay, Stop
@@ -21,7 +22,6 @@ from spawnsim.run.process_setup import stoppable
 from spawnsim.run.program import program
 from spawnsim.run.result import FINISHED, shown
 from spawnsim.units import seconds, text_table
-from spawnsim.virtual.faults import FaultPlan
 
 SHOWN = 60  # characters of an outcome
 COMPARED = ("virtual_seconds", "events", "messages", "bytes", "replacements", "digest")

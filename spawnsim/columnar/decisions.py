@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 
 from spawnsim.errors import UnsupportedError, UsageError
+from spawnsim.models.network.cost import Floats, Ints
 from spawnsim.policies.rules.donors import Best, Rules, Uniform, how_many, weights_in_rows
-from spawnsim.virtual.network.cost import Floats, Ints
 
 Mask = np.ndarray[Any, np.dtype[np.bool_]]
 Members = Ints | slice

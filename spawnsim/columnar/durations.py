@@ -15,7 +15,7 @@ import numpy as np
 
 from spawnsim import random
 from spawnsim.errors import ParameterError, UnsupportedError
-from spawnsim.virtual.compute import (
+from spawnsim.models.compute import (
     ComputeModel,
     Constant,
     Fixed,
@@ -26,8 +26,8 @@ from spawnsim.virtual.compute import (
     Straggler,
     StreamKey,
 )
-from spawnsim.virtual.faults import FaultPlan
-from spawnsim.virtual.network.cost import Floats
+from spawnsim.models.faults import FaultPlan
+from spawnsim.models.network.cost import Floats
 
 Streams = Literal["ranks", "bulk"]
 STREAMS: tuple[str, ...] = get_args(Streams)

@@ -19,6 +19,11 @@ from spawnsim.columnar.durations import Streams
 from spawnsim.columnar.models import Models
 from spawnsim.columnar.transfers import Cards, exchange
 from spawnsim.errors import ParameterError, UnsupportedError
+from spawnsim.models.collectives import Timing
+from spawnsim.models.collectives.catalogue import CallSize
+from spawnsim.models.faults import FaultPlan
+from spawnsim.models.network.cost import Floats, Ints
+from spawnsim.models.platform import Platform
 from spawnsim.policies import (
     AsyncSelectiveAveragingPolicy,
     AverageAllPolicy,
@@ -28,11 +33,6 @@ from spawnsim.policies import (
 from spawnsim.policies.exchange.coordinator import ExchangeOptions
 from spawnsim.policies.exchange.messages import HEADER_NBYTES
 from spawnsim.policies.rules.donors import how_many
-from spawnsim.virtual.collectives import Timing
-from spawnsim.virtual.collectives.catalogue import CallSize
-from spawnsim.virtual.faults import FaultPlan
-from spawnsim.virtual.network.cost import Floats, Ints
-from spawnsim.virtual.platform import Platform
 
 # Algorithms with a step for each rank: a million steps of a million ranks are more than anybody waits for.
 STEPWISE = ("ring", "pairwise", "linear", "chain", "scatter_ring")

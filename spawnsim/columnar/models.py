@@ -17,10 +17,10 @@ from spawnsim import random
 from spawnsim.columnar.decisions import Decision, Members
 from spawnsim.columnar.exchange import GlobalWeights
 from spawnsim.errors import ParameterError
+from spawnsim.models.network.cost import Floats
 from spawnsim.policies import AsyncSelectiveAveragingPolicy, AverageAllPolicy, OuterOptimizerPolicy
 from spawnsim.record.recorder import document
 from spawnsim.virtual.digest import checksum
-from spawnsim.virtual.network.cost import Floats
 
 
 class Models(ABC):

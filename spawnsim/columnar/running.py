@@ -25,6 +25,9 @@ from spawnsim.columnar.meetings import Group, Turn, turn_of
 from spawnsim.columnar.models import Models, Numbers, Quality, RandomWalk
 from spawnsim.columnar.training import Trained, Training
 from spawnsim.errors import ParameterError, UnsupportedError
+from spawnsim.models.faults import Crash, FaultPlan, Pause, SlowDown
+from spawnsim.models.network.cost import Floats, Ints
+from spawnsim.models.platform import load_platform
 from spawnsim.policies import (
     AsyncSelectiveAveragingPolicy,
     AverageAllPolicy,
@@ -41,13 +44,10 @@ from spawnsim.run.process_setup import one_thread
 from spawnsim.run.result import Run, ordered
 from spawnsim.scenario import available_B
 from spawnsim.virtual.digest import checksum
-from spawnsim.virtual.faults import Crash, FaultPlan, Pause, SlowDown
-from spawnsim.virtual.network.cost import Floats, Ints
-from spawnsim.virtual.platform import load_platform
 
 if TYPE_CHECKING:
-    from spawnsim.virtual.compute import ComputeModel
-    from spawnsim.virtual.platform import Platform
+    from spawnsim.models.compute import ComputeModel
+    from spawnsim.models.platform import Platform
 
 SAMPLE = 256  # ranks whose rows are kept
 

@@ -34,6 +34,7 @@ from spawnsim.columnar.program import (
 )
 from spawnsim.columnar.rows import WEIGHTS, at
 from spawnsim.errors import ParameterError, UnsupportedError, UsageError
+from spawnsim.models.network.cost import Floats
 from spawnsim.policies import (
     AsyncSelectiveAveragingPolicy,
     AverageAllPolicy,
@@ -51,7 +52,6 @@ from spawnsim.training.optimizers import STEP
 from spawnsim.training.seats import Seat
 from spawnsim.training.vmapped import Outcome, Tensors, Vmapped, as_outputs, clip, rows_at_once
 from spawnsim.virtual.digest import checksum
-from spawnsim.virtual.network.cost import Floats
 
 Build = Callable[[Streams], tuple[nn.Module, torch.optim.Optimizer]]
 Data = Callable[[Streams, int, int], Iterable[Any]]

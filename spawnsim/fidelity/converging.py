@@ -17,8 +17,8 @@ import numpy as np
 from spawnsim.errors import ParameterError
 from spawnsim.fidelity.advising import Advice, require_short
 from spawnsim.fidelity.goodput import Case, Choice, policy_of
+from spawnsim.models.network import Hockney, Switch
 from spawnsim.run import run
-from spawnsim.virtual.network import Hockney, Switch
 
 RANKS = 8
 STEP_S = 4e-4  # of a core, that a step of one rank takes

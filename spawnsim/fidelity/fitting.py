@@ -6,7 +6,7 @@ answered, two flights of an empty message, and so does the fit. `o` comes from h
 `g` from a stream of messages. The robust least squares are scipy's (the extra `calibrate`).
 
 Stragglers: persistent differences are taken out first, then rare blocks far from the others (transient stragglers),
-and what is left is the noise: of the families that `spawnsim.virtual.compute` has, the one whose distribution
+and what is left is the noise: of the families that `spawnsim.models.compute` has, the one whose distribution
 function is nearest (Kolmogorov and Smirnov's distance).
 """
 
@@ -25,9 +25,9 @@ from spawnsim import random
 from spawnsim.errors import ParameterError, UnsupportedError
 from spawnsim.fidelity.measuring import Measured
 from spawnsim.fidelity.microbenchmarks import STREAM, FloatArray, Point, held_out
-from spawnsim.virtual.collectives import Selection, Timing
-from spawnsim.virtual.collectives.catalogue import names
-from spawnsim.virtual.compute import (
+from spawnsim.models.collectives import Selection, Timing
+from spawnsim.models.collectives.catalogue import names
+from spawnsim.models.compute import (
     Bimodal,
     ComputeModel,
     Exponential,
@@ -40,8 +40,8 @@ from spawnsim.virtual.compute import (
     Speed,
     Straggler,
 )
-from spawnsim.virtual.network import Fabric, Hockney, Link, LogGP, Nodes, Piecewise, Switch
-from spawnsim.virtual.platform import Cores, Platform
+from spawnsim.models.network import Fabric, Hockney, Link, LogGP, Nodes, Piecewise, Switch
+from spawnsim.models.platform import Cores, Platform
 
 MOST_PIECES = 4
 LEAST_S_PER_B = 1e-13  # 10 TB/s: no link is quicker

@@ -26,8 +26,7 @@ import numpy as np
 
 from spawnsim import columnar
 from spawnsim.errors import ParameterError
-from spawnsim.run.virtual import run
-from spawnsim.virtual.compute import (
+from spawnsim.models.compute import (
     Bimodal,
     Exponential,
     Gamma,
@@ -39,8 +38,9 @@ from spawnsim.virtual.compute import (
     Speed,
     Straggler,
 )
-from spawnsim.virtual.network import Changing, Hockney, HomeLinks, Link, LogGP, Network, Piecewise, Tcp
-from spawnsim.virtual.platform import Platform
+from spawnsim.models.network import Changing, Hockney, HomeLinks, Link, LogGP, Network, Piecewise, Tcp
+from spawnsim.models.platform import Platform
+from spawnsim.run.virtual import run
 
 POLICIES = ("average", "streaming", "gossip", "server", "selective", "groups", "clock", "pairs", "windows")
 # All ranks meet, or wait for one that waits for one that has died: a death holds all of them up.

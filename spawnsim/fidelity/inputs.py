@@ -19,11 +19,11 @@ from typing import Any
 import numpy as np
 
 from spawnsim.errors import ParameterError
-from spawnsim.virtual.collectives import Selection
-from spawnsim.virtual.compute import Trace
-from spawnsim.virtual.faults import Crash, Fault, FaultPlan, Restart
-from spawnsim.virtual.network import Hockney, Regions, Switch
-from spawnsim.virtual.platform import Platform
+from spawnsim.models.collectives import Selection
+from spawnsim.models.compute import Trace
+from spawnsim.models.faults import Crash, Fault, FaultPlan, Restart
+from spawnsim.models.network import Hockney, Regions, Switch
+from spawnsim.models.platform import Platform
 
 Intervals = list[tuple[float, float]]
 

@@ -18,11 +18,11 @@ from spawnsim.fidelity.fitting import Fit, fit_stragglers
 from spawnsim.fidelity.microbenchmarks import FloatArray
 from spawnsim.fidelity.scoring import NullRecorder
 from spawnsim.fidelity.watching import Seen, watched
+from spawnsim.models.compute import Straggler, Trace
+from spawnsim.models.platform import Cores, Platform
 from spawnsim.scenario import Scenario
 from spawnsim.units import text_table
 from spawnsim.virtual import simulate
-from spawnsim.virtual.compute import Straggler, Trace
-from spawnsim.virtual.platform import Cores, Platform
 
 MEASURES = ("iteration", "policy", "waiting share", "total")
 

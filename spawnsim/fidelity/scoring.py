@@ -12,11 +12,11 @@ from spawnsim.errors import WorldError
 from spawnsim.fidelity.fitting import LEAST_S_PER_B
 from spawnsim.fidelity.measuring import Measured, points
 from spawnsim.fidelity.microbenchmarks import Effort, Point, held_out
+from spawnsim.models.network import Link, Network, Piecewise
+from spawnsim.models.platform import Platform
 from spawnsim.scenario import Scenario
 from spawnsim.units import text_table
 from spawnsim.virtual import simulate
-from spawnsim.virtual.network import Link, Network, Piecewise
-from spawnsim.virtual.platform import Platform
 
 ALL = "all operations"
 MEDIUM = (10_000, 200_000)  # bytes

@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 
 from spawnsim.errors import ParameterError, UnsupportedError
 from spawnsim.fidelity.inputs import table_rows
-from spawnsim.virtual.compute import Trace
+from spawnsim.models.compute import Trace
 
 FORWARD, BACKWARD = "forward-compute", "backward-compute"
 WHOLE = ("rank", "stage", "step")  # numbers without a fraction

@@ -44,7 +44,7 @@ from spawnsim.run.program import MODULE, is_unmodified, program
 from spawnsim.run.result import totals_of
 from spawnsim.run.virtual import carry_out
 from spawnsim.study.executors import pool
-from spawnsim.virtual import diagnosis
+from spawnsim.virtual.engine import diagnosis
 
 LIMIT_S = 60.0  # of processor time, for one case
 STARVED = 10  # times as long on the wall: for a case on a busy machine, or one that waits for real

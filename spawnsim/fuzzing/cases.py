@@ -17,12 +17,12 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from spawnsim.errors import ParameterError
+from spawnsim.models.faults import FaultPlan, Swarm
+from spawnsim.models.faults.events import KINDS, LinkFault, Partition
 from spawnsim.options import arguments_of, nearest
 from spawnsim.random import WORLD, generator
 from spawnsim.scenario import Scenario
 from spawnsim.virtual.engine.event_queue import tie_order
-from spawnsim.virtual.faults import FaultPlan, Swarm
-from spawnsim.virtual.faults.events import KINDS, LinkFault, Partition
 
 DEADLINE_S = 2.0  # of a call: short, so that a wait for the dead does not outlast the run
 # Those that MPI's rules allow. Messages that are lost, doubled or damaged MPI rules out, and most programs rely on

@@ -22,12 +22,12 @@ from typing import Any, NamedTuple
 
 from spawnsim.errors import CheckFailed
 from spawnsim.fuzzing.cases import Case
+from spawnsim.models.faults import DELIVERED, FaultPlan, Pause, Skew, SlowDown, Verdict
 from spawnsim.record import Recorder
-from spawnsim.virtual import diagnosis
+from spawnsim.virtual.engine import diagnosis
 from spawnsim.virtual.engine.kernel import Task, current_task
 from spawnsim.virtual.engine.matching import undelivered
 from spawnsim.virtual.engine.world import World
-from spawnsim.virtual.faults import DELIVERED, FaultPlan, Pause, Skew, SlowDown, Verdict
 from spawnsim.virtual.interpreter import Patches, Put
 
 ROUNDING = 64  # units in the last place by which sums may differ

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from spawnsim.errors import ParameterError
 from spawnsim.fuzzing.cases import Case
-from spawnsim.virtual.faults import Fault, FaultPlan
+from spawnsim.models.faults import Fault, FaultPlan
 
 if TYPE_CHECKING:
     from spawnsim.fuzzing.campaign import Failure

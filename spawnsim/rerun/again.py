@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from spawnsim.errors import ParameterError, SpawnsimError
+from spawnsim.models.faults import KINDS, FaultPlan
 from spawnsim.record import Recorder, Thinned, ranks_named
 from spawnsim.record.folder import MANIFEST
 from spawnsim.record.manifest import INPUTS
@@ -22,7 +23,6 @@ from spawnsim.run.virtual import carry_out
 from spawnsim.run.writer import outcome_of
 from spawnsim.scenario import Scenario
 from spawnsim.virtual.engine.world import World
-from spawnsim.virtual.faults import KINDS, FaultPlan
 
 TEXTS = ("platform", "stragglers", "compute")  # circumstances that are texts, or objects of Python's
 

@@ -22,7 +22,7 @@ from spawnsim.errors import ParameterError, SpawnsimError
 from spawnsim.options import nearest
 from spawnsim.record import Recorder
 from spawnsim.units import seconds
-from spawnsim.virtual import diagnosis
+from spawnsim.virtual.engine import diagnosis
 from spawnsim.virtual.engine.event_queue import LATE
 from spawnsim.virtual.engine.kernel import Task
 from spawnsim.virtual.engine.matching import undelivered

@@ -24,8 +24,8 @@ from spawnsim.errors import WorldError
 from spawnsim.record import Recorder
 from spawnsim.record.manifest import versions
 from spawnsim.rerun.again import Again
-from spawnsim.virtual import diagnosis
 from spawnsim.virtual.digest import Entry, RankDigest, checksum
+from spawnsim.virtual.engine import diagnosis
 from spawnsim.virtual.engine.kernel import current_task
 from spawnsim.virtual.engine.world import World
 

@@ -360,8 +360,8 @@ def _run_unmodified(
 
     `run.what["notes"]` and `run.what["warnings"]` hold what the user should know, a sentence each.
     """
+    from spawnsim.models.platform import load_platform
     from spawnsim.record import manifest
-    from spawnsim.virtual.platform import load_platform
     from spawnsim.virtual.scripts import Cost, run_program
 
     options = _carrier(path, dict(options))

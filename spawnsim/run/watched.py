@@ -132,7 +132,7 @@ class Looking:
 
     def _look(self, world: Any) -> None:
         from spawnsim.record.journal import RankStates, write_states
-        from spawnsim.virtual.diagnosis import doing
+        from spawnsim.virtual.engine.diagnosis import doing
 
         assert self._out is not None
         wait_s = LOOK_S

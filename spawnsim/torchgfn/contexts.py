@@ -341,7 +341,7 @@ def _enter_torch(backend: str) -> tuple[Comm | None, Callable[[], None] | None]:
     """Enter torch.distributed; return the world, and what leaves again. None where virtual ranks are refused it."""
     if virtual_world() is None:
         package = BACKENDS["torch"].load()
-    elif import_module("spawnsim.virtual.torch_distributed").is_offered():
+    elif import_module("spawnsim.virtual.torch.entry").is_offered():
         package = import_module("spawnsim.virtual.torch.communicators")
     else:
         return None, None

@@ -24,36 +24,37 @@ from spawnsim.errors import (
     WorldError,
     did_you_mean,
 )
+from spawnsim.models.collectives import Timing
+from spawnsim.models.compute import ComputeModel
+from spawnsim.models.faults import FaultPlan, Pause, Skew, SlowDown
+from spawnsim.models.platform import Platform, load_platform
 from spawnsim.random import Streams
 from spawnsim.scenario import Scenario
-from spawnsim.virtual import diagnosis, torch_distributed
 from spawnsim.virtual.batching import BatchedCalls
-from spawnsim.virtual.checkpoints import Checkpoints
-from spawnsim.virtual.collectives import Timing
-from spawnsim.virtual.compute import ComputeModel
-from spawnsim.virtual.diagnosis import LivelockWatchdog
 from spawnsim.virtual.digest import RankDigest
+from spawnsim.virtual.engine import diagnosis
 from spawnsim.virtual.engine.cores import Cores
+from spawnsim.virtual.engine.diagnosis import LivelockWatchdog
 from spawnsim.virtual.engine.event_queue import tie_order
+from spawnsim.virtual.engine.injection import Crashes, FaultyLinks
 from spawnsim.virtual.engine.kernel import Kernel, Program, Task, current_task
 from spawnsim.virtual.engine.matching import undelivered
 from spawnsim.virtual.engine.strays import strays_refused
 from spawnsim.virtual.engine.world import Rank, Recorder, World
-from spawnsim.virtual.faults import FaultPlan, Pause, Skew, SlowDown
-from spawnsim.virtual.faults.injection import Crashes, FaultyLinks
 from spawnsim.virtual.interpreter import rare_collections
 from spawnsim.virtual.left_open import left_open
 from spawnsim.virtual.memory_estimate import MemoryEstimate
+from spawnsim.virtual.mpi.checkpoints import Checkpoints
 from spawnsim.virtual.mpi.comm import ProgramAbort
 from spawnsim.virtual.mpi.communicators import Intracomm, held, make_comm_self
 from spawnsim.virtual.mpi.context import Context
 from spawnsim.virtual.mpi.module import MPI  # and all classes that communicators make
-from spawnsim.virtual.platform import Platform, load_platform
 from spawnsim.virtual.process_state import ProcessStates
 from spawnsim.virtual.reproducibility import TorchStates, generators_per_rank, leaks_noticed
 from spawnsim.virtual.services import RankServices
 from spawnsim.virtual.stalls import accepts_refused, stalls_noted
 from spawnsim.virtual.threads import join_all, virtual_threads
+from spawnsim.virtual.torch import entry as torch_distributed
 from spawnsim.virtual.torch_values import values_per_rank
 
 if TYPE_CHECKING:

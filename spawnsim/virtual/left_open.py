@@ -14,7 +14,7 @@ from functools import cache
 from types import FrameType
 from typing import Any
 
-from spawnsim.virtual.diagnosis import is_program, line
+from spawnsim.virtual.engine.diagnosis import is_program, line
 from spawnsim.virtual.engine.matching import undelivered
 from spawnsim.virtual.engine.world import World
 

@@ -28,7 +28,7 @@ from types import FrameType
 from typing import Any, NamedTuple
 
 from spawnsim.importing import after_import, amid_shared_import
-from spawnsim.virtual.diagnosis import STANDARD, is_installed, place
+from spawnsim.virtual.engine.diagnosis import STANDARD, is_installed, place
 from spawnsim.virtual.engine.kernel import Kernel, Task, current_task
 from spawnsim.virtual.interpreter import Patches, Put
 

@@ -24,7 +24,7 @@ import numpy as np
 
 from spawnsim.importing import after_import
 from spawnsim.random import NUMPY, PYTHON, TORCH, GPUStates, Streams, gpu_states, set_gpu_states
-from spawnsim.virtual.diagnosis import STANDARD, is_installed, is_program
+from spawnsim.virtual.engine.diagnosis import STANDARD, is_installed, is_program
 from spawnsim.virtual.engine.kernel import Kernel, Task, current_task
 from spawnsim.virtual.interpreter import (
     CLOCKS,

@@ -13,11 +13,11 @@ from typing import Any
 
 from spawnsim.errors import CheckFailed, Timeout, UsageError
 from spawnsim.importing import amid_shared_import
+from spawnsim.models.compute import Sampler
 from spawnsim.random import Streams
 from spawnsim.units import check_duration
-from spawnsim.virtual import diagnosis
-from spawnsim.virtual.compute import Sampler
 from spawnsim.virtual.digest import COMPUTE, SLEEP, nanoseconds
+from spawnsim.virtual.engine import diagnosis
 from spawnsim.virtual.engine.completion import Completion
 from spawnsim.virtual.engine.kernel import AFTERWARDS, NoTask, Task
 from spawnsim.virtual.engine.waiting import Unbroken, await_one

@@ -20,7 +20,7 @@ from types import FrameType
 from typing import Any
 
 from spawnsim.errors import UnsupportedError
-from spawnsim.virtual.diagnosis import place
+from spawnsim.virtual.engine.diagnosis import place
 from spawnsim.virtual.engine.kernel import Kernel, Task, current_task
 from spawnsim.virtual.interpreter import Patches, Put
 

@@ -28,11 +28,11 @@ from typing import Any
 
 from greenlet import GreenletExit
 
+from spawnsim.models.faults.events import Pause
 from spawnsim.virtual.engine import wire
 from spawnsim.virtual.engine.completion import Message
 from spawnsim.virtual.engine.kernel import RankDied, Task, current_task
 from spawnsim.virtual.engine.world import Rank, Recorder, World
-from spawnsim.virtual.faults.events import Pause
 from spawnsim.virtual.interpreter import Patches, Put
 from spawnsim.virtual.mpi import context as members
 from spawnsim.virtual.mpi.communicators import CurrentComm

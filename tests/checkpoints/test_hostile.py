@@ -22,9 +22,9 @@ import spawnsim
 from spawnsim import checkpoints
 from spawnsim.checkpoints import Shard
 from spawnsim.errors import ParameterError, SpawnsimError
-from spawnsim.virtual.faults import FaultPlan
-from spawnsim.virtual.platform import list_platforms, load_platform
-from spawnsim.virtual.platform.files import to_toml
+from spawnsim.models.faults import FaultPlan
+from spawnsim.models.platform import list_platforms, load_platform
+from spawnsim.models.platform.files import to_toml
 
 MUTANTS = 1000
 LIMIT_S = 60.0  # processor time of one reading: none needs a second

@@ -16,9 +16,9 @@ import pytest
 import spawnsim
 from spawnsim import checkpoints, cli
 from spawnsim.errors import ParameterError, RankError, RankFailed, Revoked, UsageError
+from spawnsim.models.faults import Crash, FaultPlan, Restart
+from spawnsim.models.faults.plan import Setting, from_toml
 from spawnsim.plots.experiments import ranks_of
-from spawnsim.virtual.faults import Crash, FaultPlan, Restart
-from spawnsim.virtual.faults.plan import Setting, from_toml
 
 PROGRAM = Path(__file__).parents[1] / "programs" / "resumable.py"
 RANKS = 12

@@ -12,6 +12,12 @@ from spawnsim.cli import main as command
 from spawnsim.columnar import decisions, durations, meetings, transfers
 from spawnsim.columnar.decisions import Reports
 from spawnsim.errors import ParameterError, UnsupportedError, UsageError
+from spawnsim.models.collectives import Selection, finish
+from spawnsim.models.compute import ComputeModel, Fixed, parse_stragglers
+from spawnsim.models.faults import FaultPlan
+from spawnsim.models.network import Changing, Hockney, LogGP, Nodes, Switch
+from spawnsim.models.network.changing import PoissonFlows
+from spawnsim.models.platform import Platform
 from spawnsim.plots import experiments
 from spawnsim.policies import (
     AsyncSelectiveAveragingPolicy,
@@ -32,12 +38,6 @@ from spawnsim.policies import (
 from spawnsim.policies.rules import donors as donor_rules
 from spawnsim.policies.rules.donors import Rules
 from spawnsim.policies.rules.selection import Report
-from spawnsim.virtual.collectives import Selection, finish
-from spawnsim.virtual.compute import ComputeModel, Fixed, parse_stragglers
-from spawnsim.virtual.faults import FaultPlan
-from spawnsim.virtual.network import Changing, Hockney, LogGP, Nodes, Switch
-from spawnsim.virtual.network.changing import PoissonFlows
-from spawnsim.virtual.platform import Platform
 
 STRAGGLERS = "lognormal:0.3+slow:0.05,3+speed:0.2"
 EQUAL_S = 1e-9

@@ -21,13 +21,13 @@ from spawnsim.fidelity import goodput
 from spawnsim.fidelity.advising import Advice, Budget, Row, advise, report
 from spawnsim.fidelity.converging import _accuracies, by_time, converge
 from spawnsim.fidelity.goodput import STEADY, WORSE, Case, Choice, Failures, other_costs, simulate
+from spawnsim.models.collectives import Selection
+from spawnsim.models.compute import Lognormal, Slow, SlowRank, Speed, parse_stragglers
+from spawnsim.models.faults import rates
+from spawnsim.models.network import BandwidthTrace, Changing, Hockney, LogGP, Nodes, Switch, Tcp
+from spawnsim.models.network.changing import Constant
+from spawnsim.models.platform import Platform, load_platform
 from spawnsim.policies import AverageAllPolicy
-from spawnsim.virtual.collectives import Selection
-from spawnsim.virtual.compute import Lognormal, Slow, SlowRank, Speed, parse_stragglers
-from spawnsim.virtual.faults import rates
-from spawnsim.virtual.network import BandwidthTrace, Changing, Hockney, LogGP, Nodes, Switch, Tcp
-from spawnsim.virtual.network.changing import Constant
-from spawnsim.virtual.platform import Platform, load_platform
 
 STUDIES = Path(__file__).parents[2] / "studies"
 RING = Selection(fixed=(("allreduce", "ring"),))

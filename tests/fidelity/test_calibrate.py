@@ -30,12 +30,12 @@ from spawnsim.fidelity.fitting import copy_s_per_B, fit_lines, overheads
 from spawnsim.fidelity.measuring import doubts
 from spawnsim.fidelity.microbenchmarks import Point, held_out, measure_points
 from spawnsim.fidelity.scoring import ALL, NullRecorder
+from spawnsim.models.collectives import Selection
+from spawnsim.models.compute import Bimodal, Exponential, Fixed, Gamma, Lognormal, Noise, SlowRank, Speed
+from spawnsim.models.network import Hockney, LogGP, Nodes, Piecewise, Switch
+from spawnsim.models.platform import Cores, Platform, load_platform, to_toml
 from spawnsim.scenario import Scenario
 from spawnsim.virtual import simulate
-from spawnsim.virtual.collectives import Selection
-from spawnsim.virtual.compute import Bimodal, Exponential, Fixed, Gamma, Lognormal, Noise, SlowRank, Speed
-from spawnsim.virtual.network import Hockney, LogGP, Nodes, Piecewise, Switch
-from spawnsim.virtual.platform import Cores, Platform, load_platform, to_toml
 
 EFFORT = Effort(least=3, most=3, passes=1, largest_nbytes=1 << 20)
 MEDIUM = Effort(least=3, most=3, passes=1, largest_nbytes=1 << 18)

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from spawnsim.models.platform import load_platform
 from spawnsim.real.launch.launchers import find_library, flags
-from spawnsim.virtual.platform import load_platform
 
 pytestmark = pytest.mark.mpi
 

@@ -17,10 +17,10 @@ import spawnsim
 from spawnsim.cli import main
 from spawnsim.errors import ParameterError
 from spawnsim.fidelity import inputs
-from spawnsim.virtual.collectives import Timing
-from spawnsim.virtual.faults import Crash, FaultPlan, Restart
-from spawnsim.virtual.network import Hockney, Regions, Switch
-from spawnsim.virtual.platform import load_platform
+from spawnsim.models.collectives import Timing
+from spawnsim.models.faults import Crash, FaultPlan, Restart
+from spawnsim.models.network import Hockney, Regions, Switch
+from spawnsim.models.platform import load_platform
 
 
 def _written(folder: Path, document: Any, name: str = "given.json") -> Path:

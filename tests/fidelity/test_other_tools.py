@@ -17,8 +17,8 @@ from spawnsim.errors import ParameterError
 from spawnsim.fidelity import chakra
 from spawnsim.fidelity.chakra import COLL, COMP, RECV, SEND, Node, read_nodes, read_traces, write_nodes
 from spawnsim.fidelity.inputs import read_kineto
+from spawnsim.models.network import Hockney, Switch
 from spawnsim.phantoms import PhantomArray
-from spawnsim.virtual.network import Hockney, Switch
 
 LINK = Switch(Hockney(1e-3, 1e6))  # times in whole microseconds
 

@@ -27,11 +27,11 @@ from spawnsim.fidelity import (
 )
 from spawnsim.fidelity.predicting import MEASURES, Row, Validated, case_table, read_cases
 from spawnsim.fidelity.scoring import NullRecorder
+from spawnsim.models.compute import Fixed
+from spawnsim.models.network import Hockney, Switch
+from spawnsim.models.platform import Cores, Platform
 from spawnsim.scenario import Scenario
 from spawnsim.virtual import simulate
-from spawnsim.virtual.compute import Fixed
-from spawnsim.virtual.network import Hockney, Switch
-from spawnsim.virtual.platform import Cores, Platform
 
 TRUTH = Platform("truth", Switch(Hockney(50e-6, 1e9)), step=Fixed(0.002))
 

@@ -16,7 +16,7 @@ from spawnsim.cli import main
 from spawnsim.errors import ParameterError, UnsupportedError
 from spawnsim.fidelity import whatif
 from spawnsim.fidelity.whatif import read_bytedance
-from spawnsim.virtual.network import Hockney, Switch
+from spawnsim.models.network import Hockney, Switch
 
 
 def _written(folder: Path, text: str, name: str) -> Path:

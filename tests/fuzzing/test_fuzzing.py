@@ -19,8 +19,8 @@ from spawnsim.errors import CheckFailed, ParameterError, SpawnsimError, Timeout
 from spawnsim.fuzzing import campaign as campaigns
 from spawnsim.fuzzing.campaign import Target, attempt, campaign, portion, reduce
 from spawnsim.fuzzing.cases import Calm, Case, Space
+from spawnsim.models.faults import KINDS
 from spawnsim.policies import NoLoCoPolicy, OuterOptimizerPolicy
-from spawnsim.virtual.faults import KINDS
 
 PROGRAMS = Path(__file__).parent.parent / "programs"
 PLANTED = sorted(path.stem for path in (PROGRAMS / "planted").glob("*.py"))

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 from support.policy_ranks import numbers, walk
 
+from spawnsim.models.faults import Swarm
 from spawnsim.policies import AsyncSelectiveAveragingPolicy, ExchangeOptions
-from spawnsim.virtual.faults import Swarm
 
 RANKS, STEPS, HORIZON_S = 10, 60, 0.3
 KINDS = ("crash", "pause", "slow", "down", "drop", "delay", "duplicate", "corrupt", "partition")

@@ -13,6 +13,7 @@ import torch
 from support.policy_ranks import line
 
 import spawnsim
+from spawnsim.models.network import Hockney, Switch
 from spawnsim.policies import (
     AsyncModelAveragePolicy,
     AsyncSelectiveAveragingPolicy,
@@ -27,7 +28,6 @@ from spawnsim.policies import (
     WAGMAPolicy,
     WindowOptions,
 )
-from spawnsim.virtual.network import Hockney, Switch
 
 SLOW, TIMES, STEP_S, STEPS = 3, 10, 0.1, 80
 BEHIND_S = 72  # more than any time-out of any policy

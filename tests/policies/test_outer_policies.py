@@ -16,6 +16,7 @@ from support.walks import WIDTH, drift, model_of, move, recursion, start, vector
 import spawnsim
 from spawnsim import TrainingStep
 from spawnsim.errors import MismatchError, ParameterError, RankFailed, Revoked, Timeout, UsageError
+from spawnsim.models.network import Hockney, Switch
 from spawnsim.policies import (
     DecoupledDiLoCoPolicy,
     EASGDPolicy,
@@ -35,7 +36,6 @@ from spawnsim.policies.noloco import partner_of
 from spawnsim.policies.state.difference_codecs import LowBit, RandomMask
 from spawnsim.policies.state.outer import FlatFloats, radial_directional_mean
 from spawnsim.random import WORLD, generator
-from spawnsim.virtual.network import Hockney, Switch
 
 Weights = NDArray[np.float64]
 CLOSE: dict[str, Any] = {"rtol": 0, "atol": 1e-12}

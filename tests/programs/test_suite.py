@@ -10,10 +10,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from spawnsim.models.collectives import Timing
+from spawnsim.models.platform import load_platform
 from spawnsim.record import Recorder
 from spawnsim.scenario import Scenario
-from spawnsim.virtual.collectives import Timing
-from spawnsim.virtual.platform import load_platform
 from spawnsim.virtual.scripts import run_program
 
 SUITE = Path(__file__).parent / "suite"

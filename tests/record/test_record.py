@@ -29,12 +29,12 @@ from hypothesis import strategies as st
 
 import spawnsim
 from spawnsim.errors import ParameterError, StorageError
+from spawnsim.models.compute import Trace as ComputeTrace
 from spawnsim.plots.measures import Measure
 from spawnsim.record import Journal, Recorder, Table, folder, journal, manifest, merge
 from spawnsim.report.page import render
 from spawnsim.run import Run
 from spawnsim.run.result import SECONDS, results_digest, shown, totals_of, warnings_of
-from spawnsim.virtual.compute import Trace as ComputeTrace
 
 
 def test_rows_are_ordered_by_rank_then_as_recorded() -> None:

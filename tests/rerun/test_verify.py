@@ -9,8 +9,8 @@ import pytest
 import spawnsim
 from spawnsim.cli.replay import verify
 from spawnsim.errors import ParameterError
+from spawnsim.models.faults import Crash, FaultPlan, Partition, Pause
 from spawnsim.rerun import Again
-from spawnsim.virtual.faults import Crash, FaultPlan, Partition, Pause
 
 PROGRAMS = Path(__file__).parent.parent / "programs"
 LEAKS = {  # the reason that is named, and the rank that differs first; None: any

@@ -148,7 +148,7 @@ def test_the_key_covers_the_library_and_nothing_beside(world: tuple[Path, dict[s
     assert Cell(file=program, ranks=2, world=circumstances).key == before
     root = manifest.PACKAGE
     covered = {path.relative_to(root).as_posix() for path in cell_module._sources(root)}
-    assert {"errors.py", "bagua.py", "virtual/platform/presets/laptop.toml", "cli/run.py"} <= covered
+    assert {"errors.py", "bagua.py", "models/platform/presets/laptop.toml", "cli/run.py"} <= covered
     assert {"torchgfn", "run", "policies", "comm"} <= {path.split("/")[0] for path in covered}
     assert not any(path.startswith(("plots/", "report/")) for path in covered)
 

@@ -12,8 +12,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from spawnsim.virtual.collectives import CollectivePlan
-from spawnsim.virtual.collectives.schedule import Lengths
+from spawnsim.models.collectives import CollectivePlan
+from spawnsim.models.collectives.schedule import Lengths
 from spawnsim.virtual.engine import wire
 from spawnsim.virtual.engine.completion import Message, Receive
 from spawnsim.virtual.engine.waiting import Waiting, await_one

@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 from hypothesis import strategies as st
 
-from spawnsim.virtual.collectives import ALGORITHMS, CollectivePlan, Planner, Selection
-from spawnsim.virtual.network import BandwidthTrace, Changing, Hockney, LogGP, Nodes, Switch, Tcp
-from spawnsim.virtual.network.changing import PoissonFlows
+from spawnsim.models.collectives import ALGORITHMS, CollectivePlan, Planner, Selection
+from spawnsim.models.network import BandwidthTrace, Changing, Hockney, LogGP, Nodes, Switch, Tcp
+from spawnsim.models.network.changing import PoissonFlows
 
 SIZES = (2, 3, 5, 8, 16, 64, 1000)
 ALPHA, BANDWIDTH, GAMMA = 1e-5, 1.25e9, 1e-10

@@ -15,13 +15,13 @@ from support.collective_messages import Performer
 from support.virtual_run import Notes
 
 from spawnsim.errors import Timeout
+from spawnsim.models.collectives import Edges, Selection
+from spawnsim.models.network import Hockney, LogGP, Nodes, Switch
+from spawnsim.models.platform import Platform
 from spawnsim.scenario import Scenario
 from spawnsim.virtual.cluster import Cluster
-from spawnsim.virtual.collectives import Edges, Selection
-from spawnsim.virtual.faults.injection import COLLECTIVE
+from spawnsim.virtual.engine.injection import COLLECTIVE
 from spawnsim.virtual.mpi.context import Context
-from spawnsim.virtual.network import Hockney, LogGP, Nodes, Switch
-from spawnsim.virtual.platform import Platform
 
 DEADLINE_S = 1e4
 

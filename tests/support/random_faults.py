@@ -30,8 +30,8 @@ from support.random_policies import CHECKED, ON_GRAPHS_AND_SERVERS, POLICIES, WH
 
 import spawnsim
 from spawnsim.errors import RankError, RankFailed, Revoked, Timeout, WorldError
-from spawnsim.virtual.faults import Crash, FaultPlan, Partition, Restart, Swarm
-from spawnsim.virtual.faults.events import LinkFault
+from spawnsim.models.faults import Crash, FaultPlan, Partition, Restart, Swarm
+from spawnsim.models.faults.events import LinkFault
 
 FAILED = (RankFailed, Revoked, Timeout)
 BLOCK_S = 0.01  # of computing, in each step

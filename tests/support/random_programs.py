@@ -15,11 +15,11 @@ from support.virtual_run import run
 from spawnsim.comm import Status
 from spawnsim.comm.constants import ANY_SOURCE, ANY_TAG, LOCK_EXCLUSIVE, LOCK_SHARED
 from spawnsim.errors import Deadlock, Timeout
+from spawnsim.models.network import Switch
+from spawnsim.models.network.cost import Costs
+from spawnsim.models.network.links import Piece
+from spawnsim.models.platform import Platform
 from spawnsim.virtual.mpi.requests import Request
-from spawnsim.virtual.network import Switch
-from spawnsim.virtual.network.cost import Costs
-from spawnsim.virtual.network.links import Piece
-from spawnsim.virtual.platform import Platform
 from spawnsim.virtual.reproducibility import generators_per_rank
 
 LARGEST = 4096

@@ -1,9 +1,9 @@
 """Running a main on virtual ranks in tests, with rows in a list."""
 
+from spawnsim.models.network import Hockney, Switch
+from spawnsim.models.platform import Platform
 from spawnsim.scenario import Scenario
 from spawnsim.virtual import simulate
-from spawnsim.virtual.network import Hockney, Switch
-from spawnsim.virtual.platform import Platform
 
 LATENCY, BANDWIDTH, OVERHEAD = 1e-3, 1e6, 1e-6
 

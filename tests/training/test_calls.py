@@ -11,10 +11,10 @@ from torch import nn
 import spawnsim
 from spawnsim import Evaluation, TrainingStep
 from spawnsim.errors import RankError, UsageError
+from spawnsim.models.platform import load_platform
 from spawnsim.policies import AsyncSelectiveAveragingPolicy, AverageAllPolicy
 from spawnsim.policies.averaging import RandomGroups
 from spawnsim.virtual.mpi.module import MPI
-from spawnsim.virtual.platform import load_platform
 
 
 def accuracy_of(model, x, y):

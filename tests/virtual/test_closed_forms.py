@@ -12,44 +12,44 @@ import pytest
 
 import spawnsim
 from spawnsim import columnar
+from spawnsim.models.compute import Exponential
+from spawnsim.models.network import Hockney, Switch
+from spawnsim.models.platform import Platform
 from spawnsim.policies import AverageAllPolicy
-from spawnsim.virtual.compute import Exponential
-from spawnsim.virtual.network import Hockney, Switch
-from spawnsim.virtual.platform import Platform
 
 TESTS = Path(__file__).parents[1]
 FAST = Platform("fast", Switch(Hockney(1e-9, 1e12)))
 
 HELD = {
-    "a message: α + nβ; LogGP's L + 2o + (n - 1)G": ("virtual/network/test_network.py", "test_loggp"),
+    "a message: α + nβ; LogGP's L + 2o + (n - 1)G": ("models/network/test_network.py", "test_loggp"),
     "a rendezvous: its envelope, then 2α + nβ from when both are there": (
         "virtual/engine/test_matching.py", "test_a_receive_is_cancelled_before_its_message_has_come"
     ),
-    "each algorithm of a collective": ("virtual/collectives/test_collectives_timing.py", "test_textbook_form"),
-    "collectives under LogGP": ("virtual/collectives/test_collectives_timing.py", "test_loggp_forms"),
-    "many to one, in turn or fairly": ("virtual/network/test_contention.py", "test_an_incast"),
-    "shares of links: max-min fairness": ("virtual/network/test_network.py", "test_fair_share_is_fair"),
+    "each algorithm of a collective": ("models/collectives/test_collectives_timing.py", "test_textbook_form"),
+    "collectives under LogGP": ("models/collectives/test_collectives_timing.py", "test_loggp_forms"),
+    "many to one, in turn or fairly": ("models/network/test_contention.py", "test_an_incast"),
+    "shares of links: max-min fairness": ("models/network/test_network.py", "test_fair_share_is_fair"),
     "a node's ranks on one NIC": (
-        "virtual/network/test_contention.py", "test_the_messages_of_a_round_share_the_card_of_their_node"
+        "models/network/test_contention.py", "test_the_messages_of_a_round_share_the_card_of_their_node"
     ),
     "one-sided accesses": ("virtual/engine/test_nic.py", "test_gets_queue_at_the_targets_up_link"),
     "ranks that share cores": ("virtual/engine/test_cores.py", "test_unequal_blocks_by_hand"),
-    "TCP's slow start": ("virtual/network/test_changing.py", "test_slow_start"),
+    "TCP's slow start": ("models/network/test_changing.py", "test_slow_start"),
     "TCP's goodput: line, window, loss": (
-        "virtual/network/test_changing.py", "test_goodput_is_the_least_of_line_window_and_loss"
+        "models/network/test_changing.py", "test_goodput_is_the_least_of_line_window_and_loss"
     ),
     "background traffic": (
-        "virtual/network/test_changing.py", "test_traffic_takes_on_average_what_its_closed_form_says"
+        "models/network/test_changing.py", "test_traffic_takes_on_average_what_its_closed_form_says"
     ),
-    "links that change": ("virtual/network/test_changing.py", "test_work_is_the_integral_of_what_is_left"),
+    "links that change": ("models/network/test_changing.py", "test_work_is_the_integral_of_what_is_left"),
     "the slowest of N steps": (
-        "virtual/compute/test_compute.py", "test_expected_slowest_rank_matches_the_formula_within_one_percent"
+        "models/compute/test_compute.py", "test_expected_slowest_rank_matches_the_formula_within_one_percent"
     ),
     "a synchronous run with stragglers": ("virtual/test_closed_forms.py", "test_a_run_in_step_takes_its_slowest_rank"),
     "what a checkpoint takes": ("checkpoints/test_resume.py", "test_a_checkpoint_costs_what_the_platform_says"),
     "goodput with checkpoints and failures": ("virtual/test_closed_forms.py", "test_checkpoints_pay_as_daly_says"),
     "failures: Poisson; spares: a queue": (
-        "virtual/faults/test_failures.py", "test_failures_are_poisson_and_wait_for_spares"
+        "models/faults/test_failures.py", "test_failures_are_poisson_and_wait_for_spares"
     ),
     "goodput of an average under failures": ("fidelity/test_advise.py", "test_failures_agree_with_ranks_that_die"),
     "goodput of an average every H steps": ("fidelity/test_advise.py", "test_averaging_follows_its_closed_form"),

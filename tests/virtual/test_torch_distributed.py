@@ -16,7 +16,7 @@ from torch.distributed import all_reduce, init_process_group  # taken before any
 
 import spawnsim
 from spawnsim.errors import UnsupportedError
-from spawnsim.virtual.torch_distributed import C10D, RENDEZVOUS, STORES
+from spawnsim.virtual.torch.entry import C10D, RENDEZVOUS, STORES
 
 CALLS: dict[str, Callable[[], Any]] = {
     "init_process_group": lambda: init_process_group(

@@ -24,8 +24,8 @@ from spawnsim.errors import (
     UsageError,
 )
 from spawnsim.fidelity.inputs import read_kineto
-from spawnsim.virtual.platform import load_platform
-from spawnsim.virtual.platform.files import to_toml
+from spawnsim.models.platform import load_platform
+from spawnsim.models.platform.files import to_toml
 
 PROGRAMS = Path(__file__).parent.parent / "programs" / "torchrun"
 HEAD = """

@@ -25,11 +25,11 @@ from typing import Protocol, cast
 
 import numpy as np
 
+from spawnsim.models.network import Cost, Flow, FlowNetwork, Network
+from spawnsim.models.network.cost import Floats
 from spawnsim.virtual.engine.completion import Message
 from spawnsim.virtual.engine.event_queue import UNDER_WAY, EventQueue
 from spawnsim.virtual.engine.matching import Mailbox
-from spawnsim.virtual.network import Cost, Flow, FlowNetwork, Network
-from spawnsim.virtual.network.cost import Floats
 
 
 class Bulk(Protocol):

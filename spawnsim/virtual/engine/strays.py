@@ -17,7 +17,7 @@ from typing import Any, NoReturn
 
 from spawnsim.errors import UsageError
 from spawnsim.importing import loading
-from spawnsim.virtual.diagnosis import place
+from spawnsim.virtual.engine.diagnosis import place
 from spawnsim.virtual.engine.kernel import Kernel, Task, current_task
 from spawnsim.virtual.interpreter import Patches, Put
 

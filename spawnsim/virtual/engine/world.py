@@ -11,13 +11,13 @@ from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from spawnsim.models.collectives import Timing
+from spawnsim.models.network import Network
 from spawnsim.random import Streams
-from spawnsim.virtual.collectives import Timing
 from spawnsim.virtual.digest import RankDigest
 from spawnsim.virtual.engine.completion import ReceivingNic
 from spawnsim.virtual.engine.contention import model_of
 from spawnsim.virtual.engine.kernel import Kernel, Task
-from spawnsim.virtual.network import Network
 
 BATCHED = "batched-"  # begins the digest of a run whose training steps were executed together
 

@@ -7,7 +7,6 @@ enters it.
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable
-from importlib import import_module
 from typing import Any, NoReturn, Self
 
 import numpy as np
@@ -36,8 +35,7 @@ from spawnsim.comm.failures import ERR_ARG, ERR_COMM, ERR_GROUP, CallError, last
 from spawnsim.comm.group import Group
 from spawnsim.comm.handles import INFO_NULL, Info, Named, integer, same_kind
 from spawnsim.comm.protocols import Capabilities, Recovery
-from spawnsim.virtual import checkpoints
-from spawnsim.virtual.mpi import fault_tolerance
+from spawnsim.virtual.mpi import checkpoints, fault_tolerance
 from spawnsim.virtual.mpi.collectives import Collectives
 from spawnsim.virtual.mpi.context import KINDS, NOWHERE, Context, Member
 from spawnsim.virtual.mpi.instance import Call
@@ -334,8 +332,8 @@ class Comm(PointToPoint, Collectives):
         It asks for no time and no rank, so that finalizers may call it wherever they run.
         """
         self._check_freed("freed")
-        if self._context.notes and default_group() is not None:
-            import_module("spawnsim.virtual.torch.communicators").free(self)
+        if self._context.notes and (default := default_group()) is not None:
+            default.freed(self)
         self.delete_attributes()
         self._let_go()
 
@@ -344,9 +342,8 @@ class Comm(PointToPoint, Collectives):
 
         Collective on the first call. `as_comm` gives the group back as this communicator.
         """
-        if default_group() is None:
-            return self
-        return import_module("spawnsim.virtual.torch.communicators").process_group(self)
+        default = default_group()
+        return self if default is None else default.group_of(self)
 
     def Disconnect(self) -> None:
         """Wait until all members have called, and give up the communicator. Of a revoked one nobody is awaited."""

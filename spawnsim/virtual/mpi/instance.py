@@ -1,7 +1,7 @@
 """One collective in progress: the ranks of a communicator meet once, instead of exchanging N² messages.
 
 Each arrival brings its clock and its contribution. The result is computed once for all; when each rank leaves is
-decided by the algorithms of `spawnsim.virtual.collectives`. From a rooted collective a rank leaves as soon as those
+decided by the algorithms of `spawnsim.models.collectives`. From a rooted collective a rank leaves as soon as those
 have arrived on whom its own part depends, so that no rank waits for one that it does not need. Knows arrivals and
 departures, and must not know buffers or algorithms.
 """
@@ -18,13 +18,13 @@ import numpy as np
 
 from spawnsim.comm import ops, ring
 from spawnsim.errors import MismatchError
+from spawnsim.models.collectives import CollectivePlan, Edges, Finish
 from spawnsim.phantoms import is_phantom
-from spawnsim.virtual.collectives import CollectivePlan, Edges, Finish
-from spawnsim.virtual.diagnosis import where
 from spawnsim.virtual.engine.completion import Uncertain
 from spawnsim.virtual.engine.contention import Sharing
+from spawnsim.virtual.engine.diagnosis import where
+from spawnsim.virtual.engine.injection import CollectiveFaults
 from spawnsim.virtual.engine.world import Rank, World
-from spawnsim.virtual.faults.injection import CollectiveFaults
 
 
 class Departure(Uncertain):

@@ -24,8 +24,8 @@ from spawnsim.comm.memory import as_bytes, flat, of_tensor
 from spawnsim.comm.packing import Pickle
 from spawnsim.comm.status import Status
 from spawnsim.phantoms import PhantomArray, is_phantom
-from spawnsim.virtual.diagnosis import place
 from spawnsim.virtual.engine.completion import Message
+from spawnsim.virtual.engine.diagnosis import place
 from spawnsim.virtual.engine.world import World
 
 # Dtypes without padding (not long double) in the byte order of the machine.

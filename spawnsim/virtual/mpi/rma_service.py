@@ -15,13 +15,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from spawnsim.comm.constants import LOCK_EXCLUSIVE
+from spawnsim.models.faults import DELIVERED, Verdict
 from spawnsim.virtual.digest import ONE_SIDED
 from spawnsim.virtual.engine.completion import Message, ReceivingNic, Uncertain
 from spawnsim.virtual.engine.event_queue import ARRIVING, WAITED
+from spawnsim.virtual.engine.injection import ANSWER, REQUEST, can_be_damaged, damaged
 from spawnsim.virtual.engine.kernel import Kernel
 from spawnsim.virtual.engine.world import Rank, World
-from spawnsim.virtual.faults import DELIVERED, Verdict
-from spawnsim.virtual.faults.injection import ANSWER, REQUEST, can_be_damaged, damaged
 
 OnArrival = Callable[[float], None]
 

@@ -18,6 +18,7 @@ import numpy as np
 
 from spawnsim.virtual.engine.world import World
 from spawnsim.virtual.interpreter import Put
+from spawnsim.virtual.torch.entry import MASTER
 
 # What starts processes that inherit C's environment.
 STARTING = (
@@ -108,9 +109,6 @@ class CEnvironment:
             return original(*args, **kwargs)
 
         return start
-
-
-MASTER = "127.0.0.1", 29500  # torchrun's store: never opened
 
 
 class Placement(NamedTuple):

@@ -17,7 +17,9 @@ from typing import Any
 from greenlet import GreenletExit
 
 from spawnsim.errors import Deadlock, ParameterError, RankError, UsageError
+from spawnsim.models.platform import load_platform
 from spawnsim.scenario import Scenario
+from spawnsim.virtual.accounting import CallCosts, Cost
 from spawnsim.virtual.cluster import Cluster, OnError, OnNote, Prepare, Progress, Totals
 from spawnsim.virtual.engine.kernel import NoTask, current_task
 from spawnsim.virtual.engine.world import Rank, Recorder
@@ -25,9 +27,7 @@ from spawnsim.virtual.interpreter import rare_collections
 from spawnsim.virtual.left_open import ResourceLeaks
 from spawnsim.virtual.mpi.communicators import COMM_WORLD
 from spawnsim.virtual.mpi.payload import OPTIONS, pickler
-from spawnsim.virtual.platform import load_platform
 from spawnsim.virtual.reproducibility import TORCHS_OWN
-from spawnsim.virtual.scripts.accounting import CallCosts, Cost
 from spawnsim.virtual.scripts.environment import as_mpiexec, as_torchrun, placements
 from spawnsim.virtual.scripts.event_loops import EventLoops
 from spawnsim.virtual.scripts.package import Options, Pool, installed_as_mpi4py, serve

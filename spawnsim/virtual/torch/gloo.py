@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from spawnsim.errors import UsageError
-from spawnsim.virtual.diagnosis import place
+from spawnsim.virtual.engine.diagnosis import place
 from spawnsim.virtual.engine.kernel import current_task
 
 GLOO = "gloo"

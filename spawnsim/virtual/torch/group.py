@@ -20,7 +20,7 @@ from torch.distributed import ReduceOp
 
 from spawnsim.comm.constants import ANY_SOURCE
 from spawnsim.errors import Timeout, UnsupportedError, UsageError
-from spawnsim.virtual.diagnosis import place
+from spawnsim.virtual.engine.diagnosis import place
 from spawnsim.virtual.engine.wire import SYNCHRONOUS
 from spawnsim.virtual.mpi.instance import CollectiveInstance
 from spawnsim.virtual.mpi.requests import request_for
@@ -40,7 +40,7 @@ from spawnsim.virtual.torch.collectives import (
     sum_sparse,
     write,
 )
-from spawnsim.virtual.torch.communicators import communicator
+from spawnsim.virtual.torch.communicators import communicator, free, process_group
 from spawnsim.virtual.torch.gloo import check, check_equal, root_of
 from spawnsim.virtual.torch.profiling import communicating
 from spawnsim.virtual.torch.work import GroupTimeout, VirtualWork, Works
@@ -118,6 +118,14 @@ class VirtualProcessGroup(Base):  # type: ignore[misc]
     def as_comm(self) -> Any:
         """Return the communicator of the members: `spawnsim.comm.as_comm` asks for it."""
         return communicator(self)
+
+    def group_of(self, comm: Any) -> Any:
+        """Return the process group of a communicator's members. Collective on the first call."""
+        return process_group(comm)
+
+    def freed(self, comm: Any) -> None:
+        """Destroy the process group of a communicator that was freed, if it has one."""
+        free(comm)
 
     def get_group_store(self) -> Any:
         """Return the group's store."""

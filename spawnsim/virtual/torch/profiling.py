@@ -20,9 +20,9 @@ from torch._C._autograd import DeviceType
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from spawnsim.errors import UnsupportedError, UsageError
+from spawnsim.virtual.accounting import PENDING
 from spawnsim.virtual.engine.kernel import Task, current_task
 from spawnsim.virtual.interpreter import Put
-from spawnsim.virtual.scripts.accounting import PENDING
 
 PROFILES = "torch.profiles"
 OPERATION, RANGE, COMMUNICATION = "cpu_op", "user_annotation", "communication"

@@ -10,9 +10,7 @@ import pytest
 import torch
 
 import spawnsim
-from spawnsim.policies.averaging import Everyone, Exponential, Grid, Matchmaking, Pairs, RandomGroups
-from spawnsim.policies.decentralized import DecentralizedAveragingPolicy
-from spawnsim.virtual.faults import (
+from spawnsim.models.faults import (
     Corrupt,
     Crash,
     Delay,
@@ -24,6 +22,8 @@ from spawnsim.virtual.faults import (
     Pause,
     SlowDown,
 )
+from spawnsim.policies.averaging import Everyone, Exponential, Grid, Matchmaking, Pairs, RandomGroups
+from spawnsim.policies.decentralized import DecentralizedAveragingPolicy
 
 IMPATIENT = {
     "min_matchmaking_time": 0.05, "request_timeout": 0.02, "sender_timeout": 0.1, "reducer_timeout": 0.25,

@@ -15,6 +15,7 @@ from support.effort import tried
 
 import spawnsim
 from spawnsim.errors import RankFailed
+from spawnsim.models.network import Hockney, Switch
 from spawnsim.policies import (
     AsyncModelAveragePolicy,
     AsyncServerPolicy,
@@ -38,7 +39,6 @@ from spawnsim.policies.exchange.messages import (
     decode,
     encode,
 )
-from spawnsim.virtual.network import Hockney, Switch
 from spawnsim.workloads.mlp import without_data
 
 LARGE = AT_ONCE_NBYTES + 1

@@ -9,10 +9,10 @@ from support.virtual_run import platform, run
 from spawnsim import columnar
 from spawnsim.comm import constants
 from spawnsim.errors import ParameterError, UnsupportedError
+from spawnsim.models.compute import Fixed
+from spawnsim.models.network import Hockney, Nodes
+from spawnsim.models.platform import Cores, load_platform, to_toml
 from spawnsim.policies import AverageAllPolicy
-from spawnsim.virtual.compute import Fixed
-from spawnsim.virtual.network import Hockney, Nodes
-from spawnsim.virtual.platform import Cores, load_platform, to_toml
 
 
 def crowded(cores=2, ranks_per_node=4, **how):

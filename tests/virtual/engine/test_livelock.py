@@ -6,7 +6,7 @@ from support.virtual_run import LATENCY, OVERHEAD, run
 
 from spawnsim.errors import Livelock, Timeout
 from spawnsim.scenario import Scenario
-from spawnsim.virtual import diagnosis
+from spawnsim.virtual.engine import diagnosis
 from spawnsim.virtual.scripts import run_program
 
 

@@ -9,9 +9,9 @@ from support.virtual_run import BANDWIDTH, LATENCY, OVERHEAD, platform, run
 from spawnsim.comm import Status
 from spawnsim.comm.constants import ANY_SOURCE
 from spawnsim.errors import Deadlock, RankError, Timeout
+from spawnsim.models.network import Hockney, Switch
+from spawnsim.models.platform import Platform
 from spawnsim.virtual.mpi.requests import Request
-from spawnsim.virtual.network import Hockney, Switch
-from spawnsim.virtual.platform import Platform
 
 BYTE = 1 / BANDWIDTH
 SMALL = platform(eager_bytes=1000, contention="none")

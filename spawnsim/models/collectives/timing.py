@@ -1,0 +1,293 @@
+"""When a collective is over, for whom, and who waits for whom: what the kernel's side asks of this package.
+
+A `CollectivePlan` is one collective of a group as it is going to be carried out: algorithm, schedule, lengths, root. A
+`Planner` chooses and lays out; a `Timing` also remembers, so that ranks that arrive together leave alike.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from spawnsim.errors import ParameterError
+from spawnsim.models.collectives import catalogue
+from spawnsim.models.collectives.catalogue import CallSize, Selection
+from spawnsim.models.collectives.dataflow import Finish, run
+from spawnsim.models.collectives.faulty import Judge, Struck, run_struck
+from spawnsim.models.collectives.schedule import MessageSizes, Schedule, Sizes
+from spawnsim.models.network.cost import Floats, Ints, Network
+
+
+@dataclass(frozen=True, eq=False)
+class CollectivePlan:
+    """One collective of a group: an algorithm, its schedule, the lengths of its messages, its root.
+
+    Attributes:
+        operation: "allreduce" and so on.
+        algorithm: "ring" and so on.
+        schedule: Its rounds, in ranks relative to the root.
+        amounts: The lengths of its messages.
+        root: The root's rank in the group; 0 where there is none.
+    """
+
+    operation: str
+    algorithm: str
+    schedule: Schedule
+    amounts: MessageSizes
+    root: int = 0
+
+    def depends(self, rank: int) -> frozenset[int] | None:
+        """Return the ranks on whose arrival the leaving of `rank` depends; None stands for all."""
+        return heard(self.operation, self.schedule, self.root, rank)
+
+    def let_go(self, here: NDArray[np.bool_]) -> NDArray[np.bool_]:
+        """Return whose leaving depends only on ranks that are `here`, bool (P,), in the order of the group."""
+        if self.operation in catalogue.SYNCHRONISING:
+            return np.full(len(here), bool(here.all()))
+        return np.roll(self.schedule.let_go(np.roll(here, -self.root)), self.root)
+
+    def finish(
+        self,
+        arrivals: Floats,
+        network: Network,
+        ranks: Ints | None = None,
+        *,
+        out_free: Floats | None = None,
+    ) -> Finish:
+        """Return when each rank leaves; a rank that has not arrived is NaN (see `finish`)."""
+        world = np.arange(self.schedule.size) if ranks is None and self.root else ranks
+        turned, world, free = self._from_root(arrivals, world, out_free)
+        found = run(self.schedule, self.amounts, turned, network, ranks=world, out_free=free)
+        return self._in_group(self._with_copies(found, network))
+
+    def struck(
+        self,
+        arrivals: Floats,
+        network: Network,
+        ranks: Ints,
+        *,
+        judge: Judge,
+        out_free: Floats | None = None,
+    ) -> Struck:
+        """Return when each rank leaves, and what the faults that `judge` knows have done.
+
+        Its times are in the order of the group; its other ranks are relative to the root.
+        """
+        turned, world, free = self._from_root(arrivals, ranks, out_free)
+        found = run_struck(
+            self.schedule, self.amounts, turned, network, ranks=world, judge=judge, out_free=free
+        )
+        return found._replace(finish=self._in_group(self._with_copies(found.finish, network)))
+
+    def _with_copies(self, found: Finish, network: Network) -> Finish:
+        """Let ranks copy their own blocks, from one buffer of the caller's to the other."""
+        if not network.copy_s_per_B or self.operation not in catalogue.OWN_BLOCK:
+            return found
+        nbytes = self.amounts.own(0 if self.operation in ("gather", "scatter") else None)
+        return found._replace(times=found.times + np.multiply(nbytes, network.copy_s_per_B))
+
+    def _from_root(self, *values: Any) -> Any:
+        """Return vectors in the order of the group from the root on; None stays."""
+        return [v if v is None or not self.root else np.roll(v, -self.root) for v in values]
+
+    def _in_group(self, found: Finish) -> Finish:
+        """Return times that begin at the root in the order of the group."""
+        root = self.root
+        if not root:
+            return found
+        return found._replace(times=np.roll(found.times, root), out_free=np.roll(found.out_free, root))
+
+
+def heard(operation: str, schedule: Schedule, root: int, rank: int) -> frozenset[int] | None:
+    """Return the ranks on whose arrival the leaving of `rank` depends; None stands for all."""
+    if operation in catalogue.SYNCHRONISING:
+        return None
+    heard = schedule.heard((rank - root) % schedule.size)
+    if heard is None or not root:
+        return heard
+    return frozenset((other + root) % schedule.size for other in heard)
+
+
+class Edges(NamedTuple):
+    """The sizes of a neighbour exchange: edge i carries nbytes[i] from source[i] to dest[i] (ranks of the group)."""
+
+    source: Ints
+    dest: Ints
+    nbytes: Ints | int
+
+
+_BLOCKED = {"gather", "scatter", "allgather", "alltoall", "reduce_scatter"}
+
+
+def base_name(operation: str) -> str:
+    """Return the operation that a variant is a form of: "alltoallv" is an alltoall.
+
+    >>> base_name("gatherv"), base_name("reduce_scatter_block"), base_name("neighbor_alltoallv")
+    ('gather', 'reduce_scatter', 'neighbor')
+    """
+    name = operation.lower()
+    if name.startswith("neighbor"):
+        return "neighbor"
+    name = name.removesuffix("_block")
+    trimmed = name.removesuffix("w").removesuffix("v")
+    name = trimmed if trimmed in _BLOCKED else name
+    if not catalogue.names(name):
+        raise ParameterError(f"no collective is called {operation!r}")
+    return name
+
+
+def _even(sizes: Sizes | Edges) -> Sizes | Edges:
+    """Return the one size that all blocks have, if they have."""
+    if isinstance(sizes, np.ndarray) and sizes.size and (sizes == sizes.flat[0]).all():
+        return int(sizes.flat[0])
+    return sizes
+
+
+def _call(operation: str, size: int, sizes: Sizes | Edges) -> CallSize:
+    if isinstance(sizes, Edges):
+        return CallSize(size, 0)
+    # The algorithm of a gather must not depend on the lengths: its ranks leave before all of these are known.
+    known = operation.lower() != "gatherv"
+    if not isinstance(sizes, np.ndarray):
+        return CallSize(size, int(sizes), equal=known)
+    equal = known and bool((sizes == sizes.flat[:1]).all())
+    return CallSize(size, int(sizes.mean()) if sizes.size else 0, equal=equal)
+
+
+class Planner:
+    """Chooses algorithms and lays them out.
+
+    Args:
+        network: What a message costs, and on which node each rank is.
+        selection: Which algorithm runs; as MPICH chooses, if None.
+    """
+
+    def __init__(self, network: Network, selection: Selection | None = None) -> None:
+        self.network, self.selection = network, selection or Selection()
+
+    def plan(
+        self, operation: str, size: int, sizes: Sizes | Edges, root: int = 0, *, ranks: Ints | None = None
+    ) -> CollectivePlan:
+        """Lay out one collective among `size` ranks.
+
+        Args:
+            operation: "barrier", "bcast", "allreduce", …, "alltoallv", "neighbor".
+            size: Number of ranks in the group.
+            sizes: Bytes: see `collectives.amounts`; `Edges` for a neighbour exchange.
+            root: The root's rank in the group.
+            ranks: World ranks of the members, int (P,); None if they are 0 to P-1.
+        """
+        name = base_name(operation)
+        sizes = 0 if name == "barrier" else sizes
+        algorithm = self.selection.algorithm(name, _call(operation, size, sizes))
+        schedule = self._schedule(name, algorithm, sizes, size=size, ranks=ranks)
+        nbytes = sizes.nbytes if isinstance(sizes, Edges) else sizes
+        if root and isinstance(nbytes, np.ndarray):
+            nbytes = np.roll(nbytes, -root)
+        return CollectivePlan(name, algorithm, schedule, MessageSizes(schedule, nbytes), root)
+
+    def _schedule(
+        self, name: str, algorithm: str, sizes: Sizes | Edges, *, size: int, ranks: Ints | None
+    ) -> Schedule:
+        if isinstance(sizes, Edges):
+            return catalogue.neighbours(size, _frozen(sizes.source), _frozen(sizes.dest))
+        if algorithm == "chain":
+            return catalogue.chain(size, max(1, -(-int(sizes) // self.selection.segment_bytes)))
+        if algorithm.startswith("two_level"):
+            places = self.network.place(np.arange(size) if ranks is None else ranks)
+            return catalogue.two_level(_frozen(places), algorithm.partition(":")[2] or "recursive_doubling")
+        return catalogue.schedule(name, algorithm, size)
+
+
+def _frozen(values: Ints) -> bytes:
+    return np.ascontiguousarray(values, np.int64).tobytes()
+
+
+class Timing(Planner):
+    """A planner that remembers: ranks that arrive together on the same call leave alike.
+
+    Where all arrive at one time t, and each waits for all, the leaving times are t plus those of an arrival at 0,
+    computed once.
+    """
+
+    _ROOM = 1024  # collectives remembered; a program with more different ones pays for them anew
+
+    def __init__(self, network: Network, selection: Selection | None = None) -> None:
+        super().__init__(network, selection)
+        self._known: dict[tuple[str, int, int, int, bytes], Finish] = {}
+
+    def finish(
+        self,
+        operation: str,
+        arrivals: Floats,
+        sizes: Sizes | Edges,
+        root: int = 0,
+        *,
+        ranks: Ints | None = None,
+        out_free: Floats | None = None,
+    ) -> Finish:
+        """Return when each rank leaves: see the function `finish`."""
+        # Ranks in step, the commonest case by far, arrive at one time, and then a collective takes as long as any other
+        # of its kind. Where the sizes or the state of the NICs differ, equal calls are too rare to be worth a key.
+        # Where ranks leave early, they may have left before it is known that all come together: their times must not
+        # depend on that, nor differ from those of ranks that leave when all are there, by the rounding of a sum.
+        size, sizes = len(arrivals), _even(sizes)
+        together = out_free is None and size and (arrivals == arrivals[0]).all()
+        together = together and base_name(operation) in catalogue.SYNCHRONISING
+        if self.network.changes or not together or isinstance(sizes, (np.ndarray, Edges)):
+            plan = self.plan(operation, size, sizes, root, ranks=ranks)
+            return plan.finish(arrivals, self.network, ranks, out_free=out_free)
+        key = (operation, size, int(sizes), root, b"" if ranks is None else ranks.tobytes())
+        found = self._known.get(key)
+        if found is None:
+            plan = self.plan(operation, size, sizes, root, ranks=ranks)
+            found = plan.finish(np.zeros(size), self.network, ranks)
+            self._remember(key, found)
+        return found.later(arrivals[0])
+
+    def _remember(self, key: tuple[str, int, int, int, bytes], together: Finish) -> None:
+        if len(self._known) >= self._ROOM:
+            self._known.clear()
+        self._known[key] = together
+
+
+def finish(
+    operation: str,
+    arrivals: Floats,
+    sizes: Sizes | Edges,
+    root: int = 0,
+    *,
+    network: Network,
+    ranks: Ints | None = None,
+    selection: Selection | None = None,
+    out_free: Floats | None = None,
+) -> Finish:
+    """Return when a collective is over for each rank.
+
+    Args:
+        operation: "barrier", "bcast", "reduce", "allreduce", "gather", "scatter", "allgather", "alltoall",
+            "reduce_scatter", "scan", "exscan", their v-forms, "neighbor".
+        arrivals: When each rank enters, float64 (P,), seconds. NaN for one that has not arrived: then the times of
+            exactly those ranks that depend on it are NaN.
+        sizes: Bytes: see `collectives.amounts`; `Edges` for a neighbour exchange.
+        root: The root's rank in the group.
+        network: What a message costs.
+        ranks: World ranks of the members, int (P,); None if they are 0 to P-1.
+        selection: Which algorithm runs; as MPICH chooses, if None.
+        out_free: When each rank's NIC can begin to inject, float64 (P,), seconds; None: all are idle.
+
+    Raises:
+        ParameterError: An unknown operation, or sizes that do not fit it.
+    """
+    timing = Timing(network, selection)
+    return timing.finish(operation, arrivals, sizes, root, ranks=ranks, out_free=out_free)
+
+
+def depends(operation: str, algorithm: str, size: int, root: int = 0, *, rank: int) -> frozenset[int] | None:
+    """Return the ranks on whose arrival the leaving of `rank` depends; None stands for all."""
+    name = base_name(operation)
+    schedule = catalogue.chain(size, 1) if algorithm == "chain" else catalogue.schedule(name, algorithm, size)
+    return heard(name, schedule, root, rank)

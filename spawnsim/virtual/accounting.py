@@ -1,0 +1,235 @@
+"""What the computing of a script costs between its calls.
+
+It costs nothing, a constant, or what it really took; each call of the virtual MPI is charged for the computing before
+it. A run whose computing costs nothing is not touched.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from spawnsim import units
+from spawnsim.errors import ParameterError
+from spawnsim.virtual.engine.diagnosis import outside
+from spawnsim.virtual.engine.kernel import Task, current_task
+from spawnsim.virtual.engine.world import World
+from spawnsim.virtual.mpi.communicators import held
+from spawnsim.virtual.mpi.module import MPI
+from spawnsim.virtual.timeline import being_watched, watched
+
+NONE = "none"
+PENDING = "pending computing"  # of a world's attachments: what tells the seconds that a task has not paid yet
+
+
+@dataclass(frozen=True)
+class Cost:
+    """What computing costs: `call_s` before each call; `sites` by "file.py:line"; `factor` × measured; or at a device's
+    rates what torch's operations count: (operations, bytes) a second.
+    """
+
+    call_s: float = 0.0
+    sites: Mapping[str, float] = field(default_factory=dict)
+    factor: float | None = None
+    rates: tuple[float, float] | None = None
+
+    @classmethod
+    def of(cls, text: Any, device: tuple[float, float] | None = None) -> Cost:
+        """Return the cost that a word, a number of seconds, or a mapping of call sites names.
+
+        "none"; "5 us"; "measured"; "measured*2.5"; "jacobi.py:31=2ms,jacobi.py:44=0.5ms"; "counted:h100",
+        "counted:h100*0.4", "counted:10 TFLOP/s, 800 GB/s"; "counted": at the rates of the platform's `device`.
+        """
+        if text is None or text == NONE:
+            return cls()
+        if isinstance(text, Mapping):
+            return cls(sites={site: units.seconds(seconds) for site, seconds in text.items()})
+        if isinstance(text, str) and text.startswith("measured"):
+            return cls(factor=_factor(text))
+        if isinstance(text, str) and text.startswith("counted"):
+            return cls(rates=_rates(text, device))
+        if isinstance(text, str) and "=" in text:
+            pairs = [part.partition("=") for part in text.split(",")]
+            return cls(sites={site.strip(): units.seconds(seconds) for site, _, seconds in pairs})
+        seconds = units.seconds(text)
+        if seconds < 0:
+            raise ParameterError(f"compute={text!r}: give a time of at least 0 s")
+        return cls(call_s=seconds)
+
+    @property
+    def free(self) -> bool:
+        """Whether computing costs nothing."""
+        return not self.call_s and not self.sites and not self.runs
+
+    @property
+    def runs(self) -> bool:
+        """Whether computing itself takes time, so that what comes after a rank's last call counts, too."""
+        return self.factor is not None or self.rates is not None
+
+    @property
+    def reproducible(self) -> bool:
+        """Whether two runs cost the same."""
+        return self.factor is None
+
+
+def _factor(text: str) -> float:
+    rest = text.removeprefix("measured").strip().lstrip("*×x ")
+    try:
+        factor = float(rest or 1.0)
+    except ValueError:
+        factor = -1.0
+    if factor <= 0:
+        raise ParameterError(f"compute={text!r}: write measured, or measured*2.5")
+    return factor
+
+
+# Peak rates by the makers' data sheets, dense, of bfloat16 and of the memory (80 GB SXM versions; L40S: PCIe).
+DEVICES = {
+    "a100": (312e12, 2.039e12), "h100": (989e12, 3.35e12), "h200": (989e12, 4.8e12), "l40s": (362e12, 864e9),
+}  # fmt: skip
+
+
+def _rates(text: str, own: tuple[float, float] | None) -> tuple[float, float]:
+    """Return operations and bytes a second; `own` are those of the platform, if it has any."""
+    device, _, share = text.removeprefix("counted").lstrip(":").partition("*")
+    flops, comma, memory = device.partition(",")
+    try:
+        factor = float(share or 1.0)
+        if own and not device.strip():
+            found = own
+        elif not comma:
+            found = DEVICES[device.strip().lower()]
+        else:
+            found = units.flop_per_second(flops), units.bytes_per_second(memory)
+    except (KeyError, ValueError) as error:
+        raise ParameterError(
+            f"compute={text!r}: write counted: and a device ({', '.join(DEVICES)}), maybe with the share of its peak "
+            'that is reached (counted:h100*0.4), or its rates ("counted:10 TFLOP/s, 800 GB/s"), or give the platform a '
+            "[device] and write counted"
+        ) from error
+    if not min(*found, factor) > 0:
+        raise ParameterError(f"compute={text!r}: rates are above 0")
+    return found[0] * factor, found[1] * factor
+
+
+@dataclass
+class CallMeter:
+    """Where one rank stands: inside a call or not, and since when it computes."""
+
+    depth: int = 0
+    since_s: float = field(default_factory=time.perf_counter)
+    counted_s: float = 0.0  # that its torch operations take, since it was last charged
+
+
+# The real clock, bound before any run: `time.perf_counter` itself tells virtual time while programs run.
+_clock = time.perf_counter
+
+
+class CallCosts:
+    """Collects the costs of the calling rank."""
+
+    def __init__(self, cost: Cost) -> None:
+        self.cost = cost
+        self._meters: dict[Task, CallMeter] = {}  # of a rank's program, and of each thread beside it
+        self._unmet = set(cost.sites)
+
+    def warnings(self) -> list[str]:
+        """Return a line about the call sites that have a cost and that no call came from."""
+        if not self._unmet:
+            return []
+        return [
+            f"no call was made at {', '.join(sorted(self._unmet))}: what --compute says of it has no effect"
+        ]
+
+    def enter(self) -> CallMeter | None:
+        """Pay for the computing before a call; None inside another call, or outside ranks."""
+        # The library's calls use each other (Sendrecv sends and receives): only the outermost is the program's.
+        task = current_task()
+        if task is None:
+            return None
+        meter = self._meters.get(task)
+        if meter is None:
+            meter = self._meters[task] = CallMeter(since_s=_clock())
+        if meter.depth:
+            return None
+        meter.depth = 1
+        self._pay(meter)
+        return meter
+
+    def leave(self, meter: CallMeter) -> None:
+        """Note that the rank computes from now on."""
+        meter.depth, meter.since_s = 0, _clock()
+
+    def begin(self) -> None:
+        """Note that the calling rank begins to compute."""
+        task = current_task()
+        if task is not None:
+            self._meters[task] = CallMeter(since_s=_clock())
+
+    def pending(self, task: Task) -> float:
+        """Return the seconds that a task has computed since its last call, which the next one charges."""
+        meter = self._meters.get(task)
+        if meter is None or meter.depth:
+            return 0.0
+        return meter.counted_s if self.cost.factor is None else (_clock() - meter.since_s) * self.cost.factor
+
+    def counting(self) -> AbstractContextManager[Any]:
+        """Return what counts the calling rank's torch operations, if they are to be counted."""
+        task = current_task()
+        if self.cost.rates is None or task is None:
+            return nullcontext()
+        from spawnsim.virtual.counting import Counting  # which imports torch
+
+        return Counting(self._meters[task], self.cost.rates)
+
+    def _pay(self, meter: CallMeter) -> None:
+        cost = self.cost
+        if cost.rates is not None:
+            seconds, meter.counted_s = meter.counted_s, 0.0
+        elif cost.factor is not None:
+            seconds = (_clock() - meter.since_s) * cost.factor
+        else:
+            seconds = cost.call_s
+            if cost.sites:
+                site = _site()
+                self._unmet.discard(site)
+                seconds += cost.sites.get(site, 0.0)
+        if seconds > 0:
+            held("OWN").compute.spend(seconds, call_cost=True)
+
+    @contextmanager
+    def collected(self, world: World) -> Iterator[None]:
+        """Charge every call while the block runs."""
+        if self.cost.free:
+            yield
+            return
+        world.watchers.append(self.watching)
+        world.attachments[PENDING] = self.pending
+        reads = MPI.Wtime
+        with being_watched():
+            if self.cost.runs:
+                MPI.Wtime = watched("Wtime", reads)
+            try:
+                yield
+            finally:
+                MPI.Wtime = reads
+
+    def watching(self, name: str, subject: Any, call: Callable[[], Any]) -> Any:
+        """Make a call after it was charged."""
+        meter = self.enter()
+        if meter is None:
+            return call()
+        try:
+            return call()
+        finally:
+            self.leave(meter)
+
+
+def _site() -> str:
+    frame, _ = outside(sys._getframe())
+    return f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}" if frame is not None else ""

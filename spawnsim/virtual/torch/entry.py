@@ -1,0 +1,171 @@
+"""torch.distributed on virtual ranks: offered to those in threads (`virtual.torch`), refused to greenlets by name.
+
+There it would wait within frames of C++, which greenlets cannot leave, or for other processes, and freeze this one.
+During a run, three things that all of torch.distributed goes through end in one error: asking for the default
+group, meeting others, and making a store. A group of the process around the run is not seen. Other threads, and
+everything outside virtual ranks, go on as before; after the run torch.distributed is as it was. This module knows
+names of torch's internals, and never imports torch.
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from functools import partial, wraps
+from importlib import import_module
+from typing import Any
+
+from spawnsim.errors import UnsupportedError
+from spawnsim.importing import after_import
+from spawnsim.virtual.engine.carriers import TaskThread
+from spawnsim.virtual.engine.kernel import Task, current_task
+from spawnsim.virtual.engine.world import World
+from spawnsim.virtual.interpreter import Patches, Put
+
+# Parts of the messages with which torch ends a program that asks for a GPU that is not there.
+_NO_GPU = (
+    "not compiled with CUDA", "Cannot access accelerator device", "has no attribute '_cuda_", "requires CUDA support",
+    "instantiate dummy base class", "deserialize object on a CUDA device", "accelerator support: None",
+    "No CUDA GPUs are available", "Found no NVIDIA driver", "invalid device ordinal",
+    "device_ids and output_device arguments only work",
+)  # fmt: skip
+C10D, RENDEZVOUS = "torch.distributed.distributed_c10d", "torch.distributed.rendezvous"
+STORES = ("TCPStore", "FileStore")
+MASTER = "127.0.0.1", 29500  # torchrun's store: never opened
+ASKING = ("_get_default_group", "init_process_group")  # who asks for the default group cannot do without one
+_OWN_FOLDERS = ("torch.distributed", "torch.nn.parallel")
+
+
+class NotOnVirtualRanks(UnsupportedError, ValueError):
+    """torch.distributed, or a GPU, was asked for. Also the `ValueError` that torch raises without a group."""
+
+    placed = False  # whether the message says where
+
+
+@contextmanager
+def refused() -> Iterator[None]:
+    """Refuse torch.distributed on the virtual ranks that run within the block, also where it is imported there."""
+    with ExitStack() as stack, after_import("torch.distributed", lambda: stack.enter_context(_refusals())):
+        yield
+
+
+@contextmanager
+def offered(world: World) -> Iterator[None]:
+    """Offer torch.distributed to the virtual ranks that run within the block, also where it is imported there."""
+    with ExitStack() as stack:
+
+        def loaded() -> None:
+            import_module("torch.distributed")  # as torch itself may not have been told to
+            from spawnsim.virtual.torch.installation import installed  # which imports torch
+
+            stack.enter_context(installed(world))
+
+        def torchft_loaded() -> None:
+            from spawnsim.virtual.torch.installation import torchft_installed
+
+            stack.enter_context(torchft_installed())
+
+        # When all of torch is there: torch.distributed is loaded in the middle of it.
+        stack.enter_context(after_import("torch", loaded))
+        stack.enter_context(after_import("torchft", torchft_loaded))
+        yield
+
+
+def is_offered() -> bool:
+    """Return whether the calling virtual rank may use torch.distributed."""
+    task = current_task()
+    return task is not None and isinstance(task.carrier, TaskThread)
+
+
+def without_gpu(error: BaseException, task: Task, line: str) -> NotOnVirtualRanks | None:
+    """Return an error of one line for a program that has asked torch for a GPU; None if another error ended it."""
+    text = str(error).partition("\n")[0]
+    if not any(part in text for part in _NO_GPU):
+        return None
+    found = NotOnVirtualRanks(
+        f"{task.name} asked for a GPU at {task.clock:.6g} s{line}: virtual ranks have CPU tensors. Use `device = "
+        f"'cuda' if torch.cuda.is_available() else 'cpu'`, and no device_ids (torch: {text.partition(', but got')[0]})"
+    )
+    found.__cause__, found.placed = error, True
+    return found
+
+
+def _refuse(put: Put) -> None:
+    """Replace the ways in. A name that another version of torch lacks is left out."""
+    import_module(C10D)  # loaded already; another thread may still be at it, then this waits
+    modules = sys.modules
+    world, native = (
+        getattr(modules[C10D], "_World", None),
+        getattr(modules["torch._C"], "_distributed_c10d", None),
+    )
+    ways: list[tuple[Any, str, Callable[[Any], Any]]] = [
+        (world, "default_pg", _unseen),
+        (modules.get(RENDEZVOUS), "_rendezvous_helper", partial(_refusing, "rendezvous")),
+        *((getattr(native, store, None), "__init__", partial(_refusing, store)) for store in STORES),
+    ]
+    for owner, name, by in ways:
+        if owner is not None and hasattr(owner, name):
+            put(owner, name, by(vars(owner)[name] if name in vars(owner) else getattr(owner, name)))
+
+
+_refusals = Patches(_refuse).in_place
+
+
+def _refusing(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        task = current_task()
+        if task is None:
+            return function(*args, **kwargs)
+        raise _refusal(task, name)
+
+    return call
+
+
+def _unseen(default: property) -> property:
+    """Return torch's property of the default group, of which virtual ranks see nothing."""
+    get: Any = default.fget
+
+    def look(world: Any) -> Any:
+        task = current_task()
+        if task is None:
+            return get(world)
+        asking: Any = sys._getframe(1)
+        while asking is not None and asking.f_globals.get("__name__") == C10D:
+            if asking.f_code.co_name in ASKING:
+                raise _refusal(task, asking.f_code.co_name)
+            asking = asking.f_back
+        return None
+
+    return property(look, default.fset)
+
+
+def _refusal(task: Task, name: str) -> NotOnVirtualRanks:
+    called, line = _called(name)
+    error = NotOnVirtualRanks(
+        f"{task.name} called {called} at {task.clock:.6g} s{line}: virtual ranks that are greenlets share one thread, "
+        "which torch.distributed would stop for ever. Use the communicator (`comm` in main(comm), MPI.COMM_WORLD in an "
+        "mpi4py program), a program without main(comm) (--carrier threads), or real ranks (torchrun … -m spawnsim run "
+        "FILE --backend torch)"
+    )
+    error.placed = True  # the message has rank, time and line
+    return error
+
+
+def _called(name: str) -> tuple[str, str]:
+    """Return which function of torch the program has called, and in which of its lines: torch's outermost frame."""
+    called, line = f"torch.distributed.{name}", ""
+    frame = inspect.currentframe()
+    while frame is not None:
+        module = frame.f_globals.get("__name__", "")
+        if module.startswith(_OWN_FOLDERS):
+            if frame.f_code.co_name != "wrapper":  # torch's own logging of calls
+                package = "torch.nn.parallel" if module.startswith("torch.nn") else "torch.distributed"
+                called = f"{package}.{frame.f_code.co_qualname.removesuffix('.__init__')}"
+            line = ""
+        elif not line and module != __name__:
+            line = f" ({frame.f_code.co_filename.rpartition('/')[2]}:{frame.f_lineno})"
+        frame = frame.f_back
+    return called, line
