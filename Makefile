@@ -3,6 +3,7 @@ PYTHON ?= $(shell command -v python3.11 || command -v python3)
 VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
+FOR_DEMO := $(VENV)/.installed-for-demo
 
 # Ranks share the cores: a thread pool per process would only fight the others.
 export OMP_NUM_THREADS := 1
@@ -24,14 +25,19 @@ help:
 $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)
 
+# What `make demo` needs. `make test` installs the rest on top.
+$(FOR_DEMO): pyproject.toml constraints.txt | $(BIN)/python
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e ".[mpi,demo]"
+	@touch $@
+
 $(INSTALLED): pyproject.toml constraints.txt studies/gfn_requirements.txt | $(BIN)/python
 	$(BIN)/python -m pip install --quiet -c constraints.txt -e ".[test,mpi,demo,report,torchft,docs]"
 	$(BIN)/python -m pip install --quiet --no-deps -r studies/gfn_requirements.txt
-	@touch $@
+	@touch $@ $(FOR_DEMO)
 
 install: $(INSTALLED)
 
-demo: $(INSTALLED)
+demo: $(FOR_DEMO)
 	$(BIN)/spawnsim study demo --seeds 1 --out demo
 
 # What tests/test_site.py does: a warning is an error, such as a link to a page or heading that is not there.
