@@ -134,6 +134,65 @@ def _imports(path: Path) -> Iterator[str]:
             yield from (f"{node.module}.{alias.name}" for alias in node.names)
 
 
+# ------------------------------------------------------------------------------------------------------ layers
+@cache
+def _edges() -> frozenset[tuple[str, str]]:
+    """Return (module, imported module) for all imports at run time, also those within functions and by name."""
+    modules = {_module(path): path for path in FILES}
+    edges = set()
+    for module, path in modules.items():
+        skipped = {
+            id(each) for node in ast.walk(_tree(path)) if _is_for_types(node) for each in ast.walk(node)
+        }
+        for node in ast.walk(_tree(path)):
+            if id(node) not in skipped:
+                edges |= {(module, name) for name in _imported_names(node)}
+    return frozenset((module, found) for module, name in edges if (found := _nearest(name, modules)))
+
+
+def _module(path: Path) -> str:
+    parts = path.relative_to(ROOT).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def _is_for_types(node: ast.AST) -> bool:
+    return isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)
+
+
+def _imported_names(node: ast.AST) -> list[str]:
+    if isinstance(node, ast.Import):
+        return [alias.name for alias in node.names]
+    if isinstance(node, ast.ImportFrom):
+        return [f"{node.module}.{alias.name}" for alias in node.names]
+    if isinstance(node, ast.Constant) and isinstance(node.value, str):
+        return re.findall(r"^spawnsim(?:\.\w+)+$", node.value)  # for import_module, or python -m
+    return []
+
+
+def _nearest(name: str, modules: dict[str, Path]) -> str:
+    while name not in modules and name:
+        name = name.rpartition(".")[0]
+    return name
+
+
+# Those that still have circles, to be removed.
+TANGLED = {"spawnsim", "spawnsim.real", "spawnsim.real.launch", "spawnsim.study", "spawnsim.testing"}
+PACKAGES = sorted({_module(path) for path in FILES if path.name == "__init__.py"} - TANGLED)
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_no_circles_within_a_package(package: str) -> None:
+    """Members of a package, modules and subpackages alike, import one another in one direction only."""
+    below: dict[str, set[str]] = {}
+    for source, target in _edges():
+        if source.startswith(f"{package}.") and target.startswith(f"{package}."):
+            first, second = (name[len(package) + 1 :].split(".")[0] for name in (source, target))
+            below.setdefault(first, set()).update({second} - {first})
+    while free := {name for name in below if not below[name] & below.keys()}:
+        below = {name: others for name, others in below.items() if name not in free}
+    assert below == {}
+
+
 # ------------------------------------------------------------------------------------------------ import spawnsim
 def _python(code: str) -> str:
     done = subprocess.run(

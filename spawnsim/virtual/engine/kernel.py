@@ -25,6 +25,7 @@ from __future__ import annotations
 
 import ctypes
 import math
+import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -46,6 +47,8 @@ RUN_AHEAD = 4096
 # Calls that a task may make after its end. A loop around `except BaseException` would otherwise keep the run from
 # ending.
 PATIENCE = 32
+# An attribute of threads that a rank has started which is a greenlet: it refuses their calls.
+STRAY = "_spawnsim_stray"
 Program = Callable[[int], Any]  # of a task: given its rank
 
 
@@ -177,12 +180,17 @@ def timeout(task: Task, wait: Wait) -> Timeout:
     return Timeout(ranks, wait.describe(), wait.sequence(), message)
 
 
+def refuse_stray() -> None:
+    """End the run, and the calling thread, if a rank that is a greenlet has started it: see `strays`."""
+    refuse = vars(threading.current_thread()).get(STRAY)
+    if refuse is not None:
+        refuse()
+
+
 def current_world() -> Any:
     """Return the owner of the kernel that runs the caller's task, or raise `UsageError` outside virtual ranks."""
     task = current_task()
     if task is None:
-        from spawnsim.virtual.engine.strays import refuse_stray  # which needs the kernel
-
         refuse_stray()
         raise UsageError("a communication call outside a virtual rank: no rank is the caller")
     return task.kernel.owner

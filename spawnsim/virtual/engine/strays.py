@@ -12,17 +12,16 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from functools import wraps
+from functools import partial, wraps
 from typing import Any, NoReturn
 
 from spawnsim.errors import UsageError
 from spawnsim.importing import loading
 from spawnsim.virtual.engine.diagnosis import place
-from spawnsim.virtual.engine.kernel import Kernel, Task, current_task
+from spawnsim.virtual.engine.kernel import STRAY, Kernel, Task, current_task, refuse_stray
 from spawnsim.virtual.interpreter import Patches, Put
 
 GRACE_S, LOOK_S = 0.5, 0.02  # how long a rank has to meet the error in a call of its own
-OF_TASK = "_spawnsim_task"  # the attribute of a thread that says which task has started it
 
 
 def _marking(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -32,7 +31,7 @@ def _marking(original: Callable[..., Any]) -> Callable[..., Any]:
     def start(thread: Any) -> None:
         task = current_task()
         if task is not None and not loading():  # else it is a library's, for all ranks
-            vars(thread)[OF_TASK] = task
+            vars(thread)[STRAY] = partial(_refuse, task)
             task.kernel.__class__ = GuardedKernel
         original(thread)
 
@@ -55,10 +54,9 @@ class GuardedKernel(Kernel):
         vars(self)["current"] = task
 
 
-def refuse_stray() -> None:
-    """End the run if the caller is a thread that a rank has started, and the thread with it."""
-    task: Task | None = vars(threading.current_thread()).get(OF_TASK)
-    if task is None or task.kernel.closed:
+def _refuse(task: Task) -> None:
+    """End the run that the rank belongs to, and the calling thread with it."""
+    if task.kernel.closed:
         return
     line = place(sys._getframe(1))
     error = UsageError(

@@ -23,8 +23,7 @@ from spawnsim.comm.handles import INFO_NULL, Info, integer
 from spawnsim.comm.ops import SUM, Op
 from spawnsim.errors import MismatchError, UsageError
 from spawnsim.importing import is_of_a_rank, loading
-from spawnsim.virtual.engine.kernel import current_task
-from spawnsim.virtual.engine.strays import refuse_stray
+from spawnsim.virtual.engine.kernel import current_task, refuse_stray
 from spawnsim.virtual.engine.world import Rank, World
 from spawnsim.virtual.mpi import semantics
 from spawnsim.virtual.mpi.collectives import agreed_op, collective, folded

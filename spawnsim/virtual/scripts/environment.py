@@ -18,7 +18,7 @@ import numpy as np
 
 from spawnsim.virtual.engine.world import World
 from spawnsim.virtual.interpreter import Put
-from spawnsim.virtual.torch.entry import MASTER
+from spawnsim.virtual.torch import MASTER
 
 # What starts processes that inherit C's environment.
 STARTING = (

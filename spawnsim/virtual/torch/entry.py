@@ -33,7 +33,6 @@ _NO_GPU = (
 )  # fmt: skip
 C10D, RENDEZVOUS = "torch.distributed.distributed_c10d", "torch.distributed.rendezvous"
 STORES = ("TCPStore", "FileStore")
-MASTER = "127.0.0.1", 29500  # torchrun's store: never opened
 ASKING = ("_get_default_group", "init_process_group")  # who asks for the default group cannot do without one
 _OWN_FOLDERS = ("torch.distributed", "torch.nn.parallel")
 

@@ -28,8 +28,7 @@ from spawnsim.virtual.engine.world import World
 from spawnsim.virtual.interpreter import Patches, Put
 from spawnsim.virtual.mpi.context import Context
 from spawnsim.virtual.mpi.module import MPI
-from spawnsim.virtual.torch import profiling, stores
-from spawnsim.virtual.torch.entry import MASTER
+from spawnsim.virtual.torch import MASTER, profiling, stores
 from spawnsim.virtual.torch.group import VIRTUAL, VirtualProcessGroup
 from spawnsim.virtual.torch.work import following, unbroken, waiting
 
