@@ -63,7 +63,6 @@ class Cost:
 
     @property
     def free(self) -> bool:
-        """Whether computing costs nothing."""
         return not self.call_s and not self.sites and not self.runs
 
     @property
@@ -73,7 +72,6 @@ class Cost:
 
     @property
     def reproducible(self) -> bool:
-        """Whether two runs cost the same."""
         return self.factor is None
 
 
@@ -162,7 +160,6 @@ class CallCosts:
         return meter
 
     def leave(self, meter: CallMeter) -> None:
-        """Note that the rank computes from now on."""
         meter.depth, meter.since_s = 0, _clock()
 
     def begin(self) -> None:

@@ -37,7 +37,6 @@ class WaitingForStep(Unbroken):
     __slots__ = ()
 
     def describe(self) -> str:
-        """Return the call."""
         return "a training step"
 
     def peers(self) -> tuple[int, ...]:
@@ -74,11 +73,9 @@ class BatchedCalls:
         self._warned: dict[str, int] = {}
 
     def rank(self) -> int:
-        """Return the calling rank."""
         return self.kernel.current.rank
 
     def clock_s(self) -> float:
-        """Return the calling rank's virtual time."""
         return self.kernel.current.clock
 
     def wait(
@@ -173,7 +170,6 @@ class BatchedCalls:
             self.world.recorder.event(task.rank, task.clock, "warning", {"text": sentence})
 
     def warned(self, rank: int) -> list[str]:
-        """Return the warnings that a rank has recorded."""
         return [sentence for sentence, whose in self._warned.items() if whose == rank]
 
     def go_on(self, rank: int, *, batched: bool, warned: Sequence[str]) -> None:

@@ -205,7 +205,6 @@ class Cluster:
         make_comm_self(self.world.ranks[rank], self._services[rank], alone)
 
     def _begin_job(self, members: tuple[int, ...]) -> None:
-        """Give those who begin again after all have died a world of their own."""
         again = {rank: self.world.ranks[rank].incarnation + 1 for rank in members}
         self._whole = Context(self.world, (members,), incarnations=again)
 
@@ -217,13 +216,11 @@ class Cluster:
         return comm
 
     def start(self, rank: int, program: Program) -> None:
-        """Let a rank run a program."""
         self.crashes.begin(self.world.ranks[rank], self._memory.around(rank, program))
 
     # -- endings ---------------------------------------------------------------------------------------------
 
     def _on_wake(self, task: Task) -> None:
-        """A paused rank takes note of an error when it wakes."""
         self.world.ranks[task.rank].advance_to(task, task.clock)
         self.world.kernel.observe()
 
@@ -427,7 +424,6 @@ def _timeline(world: World, trace: Recorder | None) -> Timeline | None:
 
 
 def _placed(error: SpawnsimError, task: Task) -> SpawnsimError:
-    """Add rank, time and line to an error of a call, once."""
     if not getattr(error, "placed", False) and not isinstance(error, (RankError, Livelock)):
         error.add_note(f"on {task.name} at {task.clock:.6g} s{_line(error)}")
         error.placed = True  # type: ignore[attr-defined]
@@ -435,7 +431,6 @@ def _placed(error: SpawnsimError, task: Task) -> SpawnsimError:
 
 
 def _line(error: BaseException) -> str:
-    """Return the line of the program that an error comes from."""
     stack = [(frame.f_code.co_filename, number) for frame, number in walk_tb(error.__traceback__)]
     found = diagnosis.line(stack[::-1])
     return f" ({found})" if found else ""

@@ -51,11 +51,9 @@ class ResourceLeaks:
         self._freed: Counter[Any] = Counter()  # how many members have
 
     def opened(self, completion: Any, rank: int, waiting: Any) -> None:
-        """Note a request."""
         self._requests[completion] = rank, waiting
 
     def closed(self, completion: Any) -> None:
-        """Note that a request was collected, or freed."""
         self._requests.pop(completion, None)
 
     def made(self, context: Any) -> None:
@@ -67,7 +65,6 @@ class ResourceLeaks:
         self._contexts[context] = "" if frame is None else _line(frame.f_code.co_filename, frame.f_lineno)
 
     def freed(self, context: Any) -> None:
-        """Note that one more member has freed a communicator."""
         self._freed[context] += 1
 
     def warnings(self, world: World) -> list[str]:
@@ -141,7 +138,6 @@ def _line(file: str, number: int) -> str:
 
 
 def _where(context: Any, *ranks: int) -> str:
-    """Return the name of a communicator, and what its ranks are in the world if that differs."""
     world = [context.everyone[rank] for rank in ranks]
     if world == [*ranks]:
         return str(context.label)

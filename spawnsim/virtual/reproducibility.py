@@ -137,7 +137,6 @@ class Generators:
 
 
 def _head(state: Any) -> bytes:
-    """Return the head of a state of torch's generator."""
     # The caller holds the state: read behind `get_state().data_ptr()` it was freed memory, and each rank kept 5 kB.
     return ctypes.string_at(state.data_ptr(), HEAD)
 

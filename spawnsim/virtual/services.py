@@ -172,7 +172,6 @@ class Compute:
         return True
 
     def _innermost(self) -> int | None:
-        """Return the place of the calling task's innermost open block."""
         task, blocks = self._world.kernel.current, self._blocks
         return next((at for at in range(len(blocks) - 1, -1, -1) if blocks[at][0] is task), None)
 
@@ -265,7 +264,6 @@ class Background:
 
     @property
     def alive(self) -> bool:
-        """Whether the task still runs."""
         return self._over.finish_s is None
 
     def join(self, timeout: float | None = None) -> bool:
@@ -300,11 +298,9 @@ class WaitingForTask(Unbroken):
         self._task = task
 
     def describe(self) -> str:
-        """Return what is waited for."""
         return f"join of {self._task.name}"
 
     def peers(self) -> tuple[int, ...]:
-        """Return the rank itself."""
         return (self._task.rank,)
 
     def missing(self, by_s: float = math.inf) -> tuple[int, ...]:

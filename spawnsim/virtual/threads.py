@@ -44,11 +44,9 @@ class WaitingForLock(Unbroken):
         self._rank = rank
 
     def describe(self) -> str:
-        """Return what is waited for."""
         return "a lock, event or queue of threading"
 
     def peers(self) -> tuple[int, ...]:
-        """Return the rank itself."""
         return (self._rank,)
 
     def missing(self, by_s: float = 0.0) -> tuple[int, ...]:
@@ -96,7 +94,6 @@ class Lock:
             self._taken = False
 
     def locked(self) -> bool:
-        """Return whether it is taken."""
         return self._taken
 
     def _at_fork_reinit(self) -> None:
@@ -121,7 +118,6 @@ def _calling() -> Task | None:
 
 
 def _of_ranks(original: Callable[..., Any], virtual: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function that makes virtual objects for virtual ranks, and Python's for others."""
 
     @wraps(original, updated=())
     def make(*args: Any, **kwargs: Any) -> Any:

@@ -201,7 +201,6 @@ class Timeline:
     # -- what moves in a call ----------------------------------------------------------------------------------
 
     def call_of(self, task: Task, rank: int) -> CallRecord | None:
-        """Return the call that a task makes, if it is of this rank, and followed."""
         return self._calls.get(task) if task.rank == rank else None
 
     def sent(self, call: CallRecord, mailbox: Any, message: Message, task: Task) -> None:

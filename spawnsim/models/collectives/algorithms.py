@@ -30,7 +30,6 @@ def _down(size: int, mask: int) -> Lane:
 
 
 def _up(size: int, mask: int) -> Lane:
-    """Return the same sends the other way round."""
     down = _down(size, mask)
     return lane(down.pattern.dest, down.pattern.source, size, first=down.first, blocks=down.blocks)
 
@@ -136,7 +135,6 @@ class _Circle:
 
 
 def _around(size: int, lag: int, *, reduces: bool = False) -> tuple[Round, ...]:
-    """Return the P-1 steps of a ring in which rank r passes on block r - lag - step."""
     circle = _Circle(size)
     onward = circle.rotation(1)
     lanes = (Lane(onward, circle.turned(-lag - step)) for step in range(size - 1))
@@ -217,7 +215,6 @@ class Core:
 
     @property
     def masks(self) -> list[int]:
-        """The powers of two below P', rising."""
         return masks(len(self.ranks))
 
     @property
@@ -236,7 +233,6 @@ class Core:
         )
 
     def unfold(self, first: Ints | int = 0, blocks: Ints | int = 1) -> tuple[Round, ...]:
-        """Return the round in which they are sent the result."""
         return one_by_one([lane(self.mates, self.out, self.size, first=first, blocks=blocks)])
 
     def partners(self, mask: int) -> Pattern:
@@ -382,7 +378,6 @@ def _inside(places: Ints) -> Iterator[tuple[Ints, Ints]]:
 
 
 def _leaders(places: Ints) -> Ints:
-    """Return the first rank of each node, rising."""
     return np.sort(np.unique(places, return_index=True)[1])
 
 

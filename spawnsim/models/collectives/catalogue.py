@@ -144,12 +144,10 @@ class CallSize(NamedTuple):
 
     @property
     def total(self) -> int:
-        """All blocks together."""
         return self.block * self.size
 
     @property
     def power(self) -> bool:
-        """Whether the number of ranks is a power of two."""
         return self.size & (self.size - 1) == 0
 
 

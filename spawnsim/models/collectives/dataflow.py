@@ -43,7 +43,6 @@ def _some(seconds: Floats | float) -> bool:
 
 
 def _is_one(value: Floats | Ints | float) -> bool:
-    """Whether one number holds for all messages."""
     return not isinstance(value, np.ndarray)
 
 
@@ -84,12 +83,10 @@ class Evaluation:
 
     @cached_property
     def world(self) -> Ints:
-        """The world rank of each."""
         return np.arange(self.size) if self.ranks is None else self.ranks
 
     @property
     def alike(self) -> bool:
-        """Whether one number stands for all ranks."""
         return len(self.clock) == 1 < self.size
 
     def tell_apart(self) -> None:
@@ -204,7 +201,6 @@ class Evaluation:
             self.posted = self.clock.copy()
 
     def _later(self, pattern: Pattern, nbytes: Lengths, begin: Floats) -> Costs:
-        """Return the costs of a lane on links that change with time, each message begun at its own."""
         source, dest = self.world[pattern.source], self.world[pattern.dest]
         begin_s = np.broadcast_to(begin, len(source))
         return self.network.costs_at(source, dest, self._crowded(pattern, nbytes), begin_s=begin_s)

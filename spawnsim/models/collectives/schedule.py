@@ -39,7 +39,6 @@ class Pattern:
 
     @cached_property
     def senders(self) -> Ints | slice:
-        """Index of the senders into an array over all ranks."""
         return slice(None) if self.whole else _evenly(self.source)
 
     @cached_property
@@ -65,12 +64,10 @@ class Pattern:
 
     @cached_property
     def message_to(self) -> dict[int, int]:
-        """Receiver -> index of the message that it takes."""
         return {int(rank): i for i, rank in enumerate(self.dest)}
 
     @cached_property
     def message_from(self) -> dict[int, int]:
-        """Sender -> index of its message."""
         return {int(rank): i for i, rank in enumerate(self.source)}
 
 

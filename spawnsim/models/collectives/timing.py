@@ -94,7 +94,6 @@ class CollectivePlan:
         return [v if v is None or not self.root else np.roll(v, -self.root) for v in values]
 
     def _in_group(self, found: Finish) -> Finish:
-        """Return times that begin at the root in the order of the group."""
         root = self.root
         if not root:
             return found
@@ -140,7 +139,6 @@ def base_name(operation: str) -> str:
 
 
 def _even(sizes: Sizes | Edges) -> Sizes | Edges:
-    """Return the one size that all blocks have, if they have."""
     if isinstance(sizes, np.ndarray) and sizes.size and (sizes == sizes.flat[0]).all():
         return int(sizes.flat[0])
     return sizes

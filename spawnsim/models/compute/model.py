@@ -149,9 +149,7 @@ Sampler = Callable[[float | None, float], float]
 class Base(Protocol):
     """Where durations come from before stragglers: an iterator of seconds for each rank."""
 
-    def open(self, key: StreamKey) -> Iterator[float]:
-        """Return the durations of one rank in order."""
-        ...
+    def open(self, key: StreamKey) -> Iterator[float]: ...
 
 
 @dataclass(frozen=True)
@@ -165,7 +163,6 @@ class Fixed:
             raise ParameterError(f"compute duration {self.duration_s} s: give a finite time of at least 0 s")
 
     def open(self, key: StreamKey) -> Iterator[float]:
-        """Return the durations of one rank in order."""
         return repeat(self.duration_s)
 
     def __str__(self) -> str:

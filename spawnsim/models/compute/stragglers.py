@@ -42,7 +42,6 @@ class StreamKey:
     purpose: str
 
     def generator(self) -> np.random.Generator:
-        """Return a fresh generator at the start of the stream."""
         return random.generator(self.seed, self.rank, self.purpose)
 
     def world(self, part: str) -> np.random.Generator:
@@ -165,7 +164,6 @@ class Pareto(Noise):
 
     @property
     def least(self) -> float:
-        """The smallest factor, x_m."""
         return (self.tail - 1.0) / self.tail
 
     def draw(self, stream: np.random.Generator, count: int) -> FloatArray:
@@ -241,7 +239,6 @@ class Constant(Straggler):
         return self.factor
 
     def open(self, key: StreamKey) -> Stretch:
-        """Return the stretch of one rank."""
         return _times(self.factor)
 
     def __str__(self) -> str:
@@ -263,7 +260,6 @@ class Speed(Straggler):
         return 1.0
 
     def open(self, key: StreamKey) -> Stretch:
-        """Return the stretch of one rank."""
         return _times(float(key.generator().lognormal(-0.5 * self.sigma**2, self.sigma)))
 
     def __str__(self) -> str:
@@ -291,7 +287,6 @@ class Slow(Straggler):
         return 1.0 + self.share * (self.slowdown - 1.0)
 
     def open(self, key: StreamKey) -> Stretch:
-        """Return the stretch of one rank."""
         return _times(self.slowdown if self._chosen(key) else 1.0)
 
     def _chosen(self, key: StreamKey) -> bool:
@@ -325,7 +320,6 @@ class SlowRank(Straggler):
         return 1.0
 
     def open(self, key: StreamKey) -> Stretch:
-        """Return the stretch of one rank."""
         return _times(self.slowdown if key.rank == self.rank else 1.0)
 
     def __str__(self) -> str:
@@ -358,7 +352,6 @@ class Markov(Straggler):
         return (self.fast_s + self.slow_s) / (self.fast_s + self.slow_s / self.slowdown)
 
     def open(self, key: StreamKey) -> Stretch:
-        """Return the stretch of one rank."""
         return Episodes(self, key.generator()).stretch
 
     def __str__(self) -> str:
@@ -375,7 +368,6 @@ class Episodes:
         self.ends_s: list[float] = []
 
     def slow(self, episode: int) -> bool:
-        """Say whether the episode of this number, counted from 0, is a slow one."""
         return self.starts_slow ^ bool(episode % 2)
 
     def end_s(self, episode: int) -> float:

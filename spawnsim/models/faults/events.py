@@ -126,7 +126,6 @@ class Fault(ABC):
         return tuple(rank for rank in named if rank is not None)
 
     def refuse(self, why: str) -> ParameterError:
-        """Return the error that says what is wrong with this fault."""
         return ParameterError(f"fault {self!r}: {why}")
 
     def check_window(self, at_s: float, for_s: float) -> None:
@@ -381,7 +380,6 @@ class Partition(Fault):
 
     @property
     def ranks(self) -> tuple[int, ...]:
-        """The ranks that the fault names."""
         return self.members
 
     def covers(self, source: int, dest: int, sent_s: float) -> bool:

@@ -452,22 +452,18 @@ class FaultPlan:
 
     @cached_property
     def mortal(self) -> bool:
-        """Whether any rank crashes."""
         return any(isinstance(fault, Crash) for fault in self.faults)
 
     @cached_property
     def of_machines(self) -> tuple[Pause | SlowDown | Skew, ...]:
-        """The faults that change what a rank's machine does, and end nothing."""
         return tuple(fault for fault in self.faults if isinstance(fault, (Pause, SlowDown, Skew)))
 
     @cached_property
     def restarts(self) -> bool:
-        """Whether any rank begins again."""
         return any(isinstance(fault, Restart) for fault in self.faults)
 
     @cached_property
     def paused(self) -> frozenset[int]:
-        """The ranks that are paused at some time."""
         return frozenset(fault.rank for fault in self.faults if isinstance(fault, Pause))
 
     def paused_s(self, rank: int, time_s: float) -> float:
@@ -525,7 +521,6 @@ class FaultPlan:
         return _chance(self.seed, *key)
 
     def quiet(self, begin_s: float, end_s: float) -> bool:
-        """Whether no link has a fault from one time to another."""
         return all(fault.at_s > end_s or fault.at_s + fault.for_s <= begin_s for _, fault in self.links)
 
 
@@ -553,7 +548,6 @@ def _speeds(faults: list[Pause | SlowDown]) -> _Speeds:
 
 
 def _chance(*key: int) -> float:
-    """Return a uniform number from [0, 1) that is a function of the key."""
     # A hash and not a stream: a stream would give each question the next number, so that one message more, or another
     # order of ranks, would change the fate of all that follow. 53 of the 64 bits are what a float holds.
     words = b"".join(number.to_bytes(max(8, number.bit_length() + 7 >> 3), "little") for number in key)

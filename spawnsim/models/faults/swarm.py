@@ -84,7 +84,6 @@ class Swarm:
         return Restart(crash.rank, round(crash.at_s + 1e-3 + left_s * float(stream.random()) ** 3, 3))
 
     def rank(self, stream: np.random.Generator) -> int:
-        """Draw a rank."""
         return int(stream.integers(self.ranks))
 
     def link(self, stream: np.random.Generator) -> tuple[int | None, int | None]:

@@ -106,7 +106,6 @@ class Constant:
             raise ParameterError(f"share {self.share}: others take from 0 up to, not including, 1")
 
     def steps(self, key: Key) -> Iterator[Step]:
-        """Yield the one step."""
         yield 0.0, 1.0 - self.share, 0.0
 
     def __str__(self) -> str:
@@ -229,13 +228,11 @@ class Capacity:
         return drawn > 0
 
     def _reach(self, time_s: float) -> int:
-        """Return which step holds at a time, with one more step known behind it, if there is one."""
         while self.times[-1] <= time_s and self._draw(len(self.times)):
             pass
         return max(bisect_right(self.times, time_s) - 1, 0)
 
     def share_at(self, time_s: float) -> float:
-        """Return the share of the bandwidth that is left."""
         return self.shares[self._reach(time_s)]
 
     def latency_at(self, time_s: float) -> float:
@@ -334,7 +331,6 @@ class Changing:
         return float(self.link.pieces()[0].fixed.flight_s), 1.0 / per_byte_s
 
     def pieces(self) -> tuple[Piece, ...]:
-        """Return those of the link at best."""
         return self.link.pieces()
 
     def farther(self, latency_s: float, share: float = 1.0) -> Changing:

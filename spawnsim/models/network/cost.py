@@ -60,9 +60,7 @@ class Costs(NamedTuple):
 class Share(Protocol):
     """What is left of links, as a function of time: see `changing.Capacity`."""
 
-    def share_at(self, time_s: float) -> float:
-        """Return the share of the bandwidth that is left."""
-        ...
+    def share_at(self, time_s: float) -> float: ...
 
     def next_change(self, time_s: float) -> float:
         """Return when the share changes next; inf if it does not."""
@@ -105,9 +103,7 @@ class Network(Protocol):
         """Seconds from the sending of any message until its first byte can be at its receiver's NIC, at least."""
         ...
 
-    def shared_links(self, ranks: int) -> SharedLinks:
-        """Return the links that messages share where contention is "fair"."""
-        ...
+    def shared_links(self, ranks: int) -> SharedLinks: ...
 
     @property
     def gamma_s_per_B(self) -> float:
@@ -119,30 +115,22 @@ class Network(Protocol):
         """Seconds per byte of a rank's own block that a collective copies."""
         ...
 
-    def cost(self, source: int, dest: int, nbytes: int) -> Cost:
-        """Return the cost of one message between two world ranks."""
-        ...
+    def cost(self, source: int, dest: int, nbytes: int) -> Cost: ...
 
     def costs(self, source: Ints, dest: Ints, nbytes: Ints | Floats | float) -> Costs:
         """Return the costs of many messages; `source` and `dest` are int arrays of one shape (M,)."""
         ...
 
     @property
-    def changes(self) -> bool:
-        """Whether the cost of a message depends on when it is sent."""
-        ...
+    def changes(self) -> bool: ...
 
-    def cost_at(self, source: int, dest: int, nbytes: int, begin_s: float) -> Cost:
-        """Return the cost of one message whose injection begins at a time."""
-        ...
+    def cost_at(self, source: int, dest: int, nbytes: int, begin_s: float) -> Cost: ...
 
     def costs_at(self, source: Ints, dest: Ints, nbytes: Ints | Floats | float, *, begin_s: Floats) -> Costs:
         """Return the costs of many messages; `begin_s` is float64 (M,), NaN for one that is not sent yet."""
         ...
 
-    def place(self, ranks: Ints) -> Ints:
-        """Return the number of the node on which each world rank is."""
-        ...
+    def place(self, ranks: Ints) -> Ints: ...
 
     def copy_s(self, source: int, dest: int, nbytes: int) -> float | None:
         """Return how long a rank copies to or from another's window in memory that both map; None: by messages."""

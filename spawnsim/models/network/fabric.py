@@ -127,15 +127,12 @@ class Overheads:
 
     @property
     def changes(self) -> bool:
-        """Whether the cost of a message depends on when it is sent."""
         return False
 
     def cost_at(self, source: int, dest: int, nbytes: int, begin_s: float) -> Cost:
-        """Return the cost of one message whose injection begins at a time."""
         raise UnsupportedError(f"the links of a {type(self).__name__} do not change with time")
 
     def costs_at(self, source: Ints, dest: Ints, nbytes: Ints | Floats | float, *, begin_s: Floats) -> Costs:
-        """Return the costs of many messages, each begun at its own time."""
         raise UnsupportedError(f"the links of a {type(self).__name__} do not change with time")
 
     def capacity(self) -> int | None:
@@ -147,11 +144,9 @@ class Overheads:
         return rank
 
     def place(self, ranks: Ints) -> Ints:
-        """Return the number of the node on which each world rank is."""
         return self.node(ranks)
 
     def maps(self, source: int, dest: int) -> bool:
-        """Return whether two ranks can map the same memory."""
         return self.node(source) == self.node(dest)
 
     def copy_s(self, source: int, dest: int, nbytes: int) -> float | None:
@@ -184,7 +179,6 @@ class Fabric(Overheads, ABC):
 
     @cached_property
     def table(self) -> CostTable:
-        """The costs of all kinds of links."""
         return CostTable(self.links(), drains=self.contention != "none")
 
     @cached_property
@@ -233,7 +227,6 @@ class Fabric(Overheads, ABC):
 
     @cached_property
     def changes(self) -> bool:
-        """Whether the cost of a message depends on when it is sent."""
         return any(self.capacities)
 
     def cost_at(self, source: int, dest: int, nbytes: int, begin_s: float) -> Cost:
@@ -274,11 +267,9 @@ class Switch(Fabric):
     link: Link
 
     def kind(self, source: Index, dest: Index) -> Index:
-        """Return kind 0."""
         return source * 0
 
     def links(self) -> tuple[Link, ...]:
-        """Return the one link."""
         return (self.link,)
 
     def maps(self, source: int, dest: int) -> bool:
@@ -331,7 +322,6 @@ class Nodes(Fabric):
         return apart
 
     def links(self) -> tuple[Link, ...]:
-        """Return the link inside a node and the link between nodes."""
         return (self.intra, self.inter)
 
     def shared_links(self, ranks: int) -> SharedLinks:
@@ -344,5 +334,4 @@ class Nodes(Fabric):
         return None if self.nodes is None else self.nodes * self.ranks_per_node
 
     def node(self, rank: Index) -> Index:
-        """Return the number of the node on which a rank is."""
         return rank // self.ranks_per_node

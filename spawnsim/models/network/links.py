@@ -36,9 +36,7 @@ class Link(Protocol):
         """Return the pieces by rising `from_bytes`, the first from 0."""
         ...
 
-    def farther(self, latency_s: float, share: float = 1.0) -> Self:
-        """Return the same link with so much more latency and this share of its bandwidth."""
-        ...
+    def farther(self, latency_s: float, share: float = 1.0) -> Self: ...
 
 
 def at_least(value: float, least: float, what: str, *, above: bool = False) -> float:
@@ -101,7 +99,6 @@ class Hockney:
         return (Piece(0, fixed, Costs(0.0, beta, beta, 0.0, beta * into)),)
 
     def farther(self, latency_s: float, share: float = 1.0) -> Hockney:
-        """Return the same link with so much more latency and this share of its bandwidth."""
         return replace(self, latency_s=self.latency_s + latency_s, bandwidth_Bps=self.bandwidth_Bps * share)
 
 
@@ -145,7 +142,6 @@ class LogGP:
         )
 
     def farther(self, latency_s: float, share: float = 1.0) -> LogGP:
-        """Return the same link with so much more latency and this share of its bandwidth."""
         return replace(self, L=self.L + latency_s, G=self.G / share)
 
 
@@ -216,7 +212,6 @@ class Tcp:
         return tuple(found)
 
     def farther(self, latency_s: float, share: float = 1.0) -> Tcp:
-        """Return the same link with so much more latency and this share of its bandwidth."""
         return replace(self, latency_s=self.latency_s + latency_s, bandwidth_Bps=self.bandwidth_Bps * share)
 
 

@@ -106,7 +106,6 @@ class FatTree(Bounded):
         )
 
     def capacity(self) -> int:
-        """Return how many ranks fit."""
         return math.prod(self.radices)
 
 
@@ -160,11 +159,9 @@ class Torus(Bounded):
         return (self.intra or self.link, *away)
 
     def node(self, rank: Index) -> Index:
-        """Return the number of the node on which a rank is."""
         return rank // self.ranks_per_node
 
     def capacity(self) -> int:
-        """Return how many ranks fit."""
         return math.prod(self.shape) * self.ranks_per_node
 
 
@@ -221,7 +218,6 @@ class Dragonfly(Bounded):
         )
 
     def capacity(self) -> int:
-        """Return how many ranks fit."""
         return self.ranks_per_router * self.routers_per_group * self.groups
 
 
@@ -271,11 +267,9 @@ class Regions(Bounded):
         return self._region_list[source] * len(self.members) + self._region_list[dest]
 
     def links(self) -> tuple[Link, ...]:
-        """Return all links, row by row."""
         return tuple(link for row in self.joins for link in row)
 
     def capacity(self) -> int:
-        """Return how many ranks fit."""
         return sum(self.members)
 
 
@@ -314,7 +308,6 @@ class HomeLinks(Overheads):
 
     @classmethod
     def alike(cls, ranks: int, latency_s: float, up_Bps: float, down_Bps: float) -> HomeLinks:
-        """Return as many equal connections."""
         return cls((latency_s,) * ranks, (up_Bps,) * ranks, (down_Bps,) * ranks)
 
     @cached_property
@@ -330,7 +323,6 @@ class HomeLinks(Overheads):
         return np.array(self.down_Bps)
 
     def capacity(self) -> int:
-        """Return how many ranks there are connections for."""
         return len(self.up_Bps)
 
     def cost(self, source: int, dest: int, nbytes: int) -> Cost:
@@ -348,7 +340,6 @@ class HomeLinks(Overheads):
         return min(self.latency_s)
 
     def shared_links(self, ranks: int) -> SharedLinks:
-        """Return every rank's own upload and download."""
         return SharedLinks.switch(self.up_Bps[:ranks], self.down_Bps[:ranks])
 
     def costs(self, source: Ints, dest: Ints, nbytes: Ints | Floats | float) -> Costs:

@@ -110,11 +110,9 @@ class Section:
             raise self.error(key, str(error)) from error
 
     def has(self, key: str) -> bool:
-        """Whether the key is there."""
         return key in self.values
 
     def seconds(self, key: str, default: float | None = None) -> float:
-        """Return a duration of at least 0 s, written with its unit."""
         return self.get(key, lambda value: _least(units.seconds(_with_unit(value, "2 us")), 0.0), default)
 
     def bytes_per_second(self, key: str, default: float | None = None) -> float:
@@ -132,11 +130,9 @@ class Section:
         return self.get(key, lambda value: int(_least(units.nbytes(_with_unit(value, "64 KiB")), 0)), default)
 
     def string(self, key: str, default: str | None = None) -> str:
-        """Return a text."""
         return self.get(key, _string, default)
 
     def choice(self, key: str, choices: Sequence[str], default: str | None = None) -> str:
-        """Return one of several texts."""
         return self.get(key, lambda value: _one_of(value, choices), default)
 
     def integer(self, key: str, default: int | None = None, *, least: int = 1, most: int = MOST) -> int:

@@ -64,11 +64,9 @@ class Greenlets:
         self._thread = threading.get_ident()
 
     def thread(self) -> int:
-        """Return the identifier of the thread that runs."""
         return self._thread
 
     def ours(self) -> bool:
-        """Whether the caller runs in a thread of these carriers."""
         return threading.get_ident() == self._thread
 
     def carry(self, task: Any, run: Callable[[], None]) -> Any:
@@ -86,18 +84,15 @@ class _Turn:
         self._woken.acquire()
 
     def switch(self) -> None:
-        """Hand the caller's turn to this one, and wait for it to come back."""
         threads = self._threads
         here, threads.running = threads.running, self
         self.wake()
         here.wait()
 
     def wake(self) -> None:
-        """Let it go on, now that the turn is its own."""
         self._woken.release()
 
     def wait(self) -> None:
-        """Wait for the turn."""
         self._woken.acquire()
 
 
@@ -208,7 +203,6 @@ class Threads:
         return self._thread if begun is None else begun
 
     def ours(self) -> bool:
-        """Whether the caller runs in a thread of these carriers."""
         return threading.get_ident() == self.thread()
 
     def carry(self, task: Any, run: Callable[[], None]) -> Any:

@@ -38,9 +38,7 @@ class Bulk(Protocol):
     message: Message
 
     @property
-    def pair(self) -> tuple[int, int]:
-        """The world ranks of sender and receiver."""
-        ...
+    def pair(self) -> tuple[int, int]: ...
 
     def complete(self, finish_s: float) -> None:
         """Let the sender go on at `finish_s`."""
@@ -50,9 +48,7 @@ class Bulk(Protocol):
 class Model(Protocol):
     """Decides when messages arrive that are under way together."""
 
-    def cost(self, source: int, dest: int, nbytes: int) -> Cost:
-        """Return what a message costs besides what the model adds."""
-        ...
+    def cost(self, source: int, dest: int, nbytes: int) -> Cost: ...
 
     def cost_at(self, source: int, dest: int, nbytes: int, begin_s: float) -> Cost:
         """Return the same on links that change with time, for a message whose injection begins at a time."""

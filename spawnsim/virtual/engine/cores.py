@@ -24,7 +24,6 @@ class Computing(Unbroken):
     """A block of computing, which ends whatever others do."""
 
     def describe(self) -> str:
-        """Return what goes on."""
         return "comm.compute()"
 
     def peers(self) -> tuple[int, ...]:

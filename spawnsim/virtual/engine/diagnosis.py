@@ -106,7 +106,6 @@ def _unmatched(tasks: Sequence[Task]) -> str:
 
 
 def _receives(wait: Wait) -> list[Waiting]:
-    """Return the receives of messages among what a wait waits for."""
     parts = wait.parts if isinstance(wait, WaitingForAny) else (wait,)
     return [each for each in parts if isinstance(each, Waiting) and each.keyword == "source"]
 
@@ -193,7 +192,6 @@ def _dead_end(tasks: Sequence[Task], ended: Sequence[int]) -> str:
 
 
 def _waiting_for_ended(tasks: Sequence[Task], ended: Sequence[int]) -> list[Task]:
-    """Return the tasks of which all ranks that could end their wait have finished."""
     gone = set(ended)
     return [task for task in tasks if (peers := _others(task)) and gone.issuperset(peers)]
 
@@ -254,7 +252,6 @@ def line(stack: Sequence[tuple[str, int]]) -> str:
 
 
 def _call(task: Task, below: FrameType | None) -> str:
-    """Return the call in which a task waits, or the name of the one that it makes now."""
     return task.wait.describe() if task.wait is not None else _frames(task, below)[1]
 
 

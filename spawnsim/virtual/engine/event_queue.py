@@ -104,7 +104,6 @@ class EventQueue(simpy.Environment):
         return time_s, rank, next(self._eid), scheduled_call
 
     def enter(self, entry: Entry) -> None:
-        """Put an entry into the heap."""
         heappush(self._queue, entry)  # type: ignore[misc]
 
     def reach(self, entry: Entry) -> bool:

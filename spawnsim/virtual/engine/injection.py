@@ -401,7 +401,6 @@ class Crashes:
             world.recorder.event(last.id, last.death_s, "requeue", {"ranks": len(members)})
 
     def _announce(self) -> None:
-        """Let survivors agree, and wake who waits, now that the others know of a death."""
         self._check_agreements()
         self.end_waits()
 

@@ -59,9 +59,7 @@ class Wait(Protocol):
         """Return the call with its peer and tag, such as `Recv(source=3, tag=7)`."""
         ...
 
-    def peers(self) -> Sequence[int]:
-        """Return the world ranks any of which could end the wait."""
-        ...
+    def peers(self) -> Sequence[int]: ...
 
     def missing(self, by_s: float = math.inf) -> Sequence[int]:
         """Return the ranks that had not come by a time, numbered in the communicator of the call."""
@@ -105,7 +103,6 @@ class Task:
 
     @property
     def name(self) -> str:
-        """What reports call it."""
         return f"rank {self.rank} (background)" if self.beside else f"rank {self.rank}"
 
     @property
@@ -232,12 +229,10 @@ class Kernel:
 
     @property
     def thread(self) -> int:
-        """The identifier of the thread that runs now, be it a task's or the hub's."""
         return self._carriers.thread()
 
     @property
     def threaded(self) -> bool:
-        """Whether tasks are carried by threads."""
         return isinstance(self._carriers, Threads)
 
     def spawn(self, rank: int, program: Program, *, clock: float = 0.0, beside: bool = False) -> Task:
@@ -416,7 +411,6 @@ class Kernel:
             self._arm_explicit(task)
 
     def _arm(self, task: Task) -> None:
-        """See that a timer stands at or before the deadline of the wait that begins."""
         if task.explicit:
             self._arm_explicit(task)
         elif not task.timer:
@@ -516,7 +510,6 @@ class Kernel:
             env.step()
 
     def _enter(self, task: Task) -> None:
-        """Let a task run, from the hub."""
         # A greenlet's stack begins in the hub's. Whatever unwinds it (C++ does when torch raises) goes on from its
         # beginning into the hub's frames, and must find there what the hub was calling when the task began. So tasks
         # are begun, continued and ended by this one call, in functions that Python runs in one frame of C. Throwing

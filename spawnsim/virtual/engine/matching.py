@@ -338,7 +338,6 @@ class Mailbox:
 
 
 def _first(queue: Iterable[Message], tag: int) -> Message | None:
-    """Return the first message in a queue that fits a tag and is still there."""
     for message in queue:
         if (tag == message.tag or tag == ANY_TAG) and message.queued:
             return message

@@ -42,18 +42,15 @@ class Waiting:
         return f"{self.operation}({asked}) on {self.comm}"
 
     def _who(self) -> str:
-        """Return the peer's rank, and that in the world if it is another."""
         if self.peer == ANY_SOURCE:
             return "ANY_SOURCE"
         world = self.members[self.peer]
         return str(self.peer) if world == self.peer else f"{self.peer} (rank {world} of the world)"
 
     def peers(self) -> Sequence[int]:
-        """Return the world ranks any of which could end the wait."""
         return self.members if self.peer == ANY_SOURCE else (self.members[self.peer],)
 
     def missing(self, by_s: float = math.inf) -> Sequence[int]:
-        """Return the ranks still awaited."""
         return () if self.peer == ANY_SOURCE else (self.peer,)
 
     def doomed(self, by_s: float) -> Sequence[int]:
@@ -64,7 +61,6 @@ class Waiting:
         return [self.members.index(rank) for rank in sorted(gone) if rank in self.members]
 
     def contexts(self) -> Sequence[Any]:
-        """Return what ends the wait when it is revoked."""
         return () if self.context is None else (self.context,)
 
     def sequence(self) -> int:
@@ -78,11 +74,9 @@ class Unbroken:
     __slots__ = ()
 
     def doomed(self, by_s: float) -> Sequence[int]:
-        """Return nobody."""
         return ()
 
     def contexts(self) -> Sequence[Any]:
-        """Return nothing."""
         return ()
 
     def sequence(self) -> int:
@@ -95,7 +89,6 @@ class Assured(Waiting):
     """A pending operation whose end is known: no death changes it any more, but a revocation does."""
 
     def doomed(self, by_s: float) -> Sequence[int]:
-        """Return nobody."""
         return ()
 
 
@@ -113,19 +106,15 @@ class WaitingForAny:
         return f"{self.operation}[{shown}{more}]"
 
     def peers(self) -> Sequence[int]:
-        """Return the world ranks any of which could end the wait."""
         return sorted({rank for part in self.parts for rank in part.peers()})
 
     def missing(self, by_s: float = math.inf) -> Sequence[int]:
-        """Return the ranks still awaited."""
         return sorted({rank for part in self.parts for rank in part.missing(by_s)})
 
     def doomed(self, by_s: float) -> Sequence[int]:
-        """Return those known to be dead by a time that any part waits for."""
         return sorted({rank for part in self.parts for rank in part.doomed(by_s)})
 
     def contexts(self) -> Sequence[Any]:
-        """Return what ends any part when it is revoked."""
         return [context for part in self.parts for context in part.contexts()]
 
     def sequence(self) -> int:

@@ -40,7 +40,6 @@ class Transfer(Completion):
 
     @property
     def pair(self) -> tuple[int, int]:
-        """The world ranks of sender and receiver."""
         return self.source.id, self.dest.id
 
     def answered_s(self, message: Message, posted_s: float) -> float:
@@ -57,7 +56,6 @@ class Acknowledged(Transfer):
     __slots__ = ()
 
     def matched(self, message: Message, posted_s: float) -> None:
-        """The acknowledgement starts when message and receive have met."""
         self.complete(self.answered_s(message, posted_s))
 
 

@@ -25,9 +25,7 @@ BATCHED = "batched-"  # begins the digest of a run whose training steps were exe
 class Recorder(Protocol):
     """What a backend calls to record; see `spawnsim.record`."""
 
-    def row(self, rank: int, time_s: float, values: Any) -> None:
-        """Keep one row of a rank."""
-        ...
+    def row(self, rank: int, time_s: float, values: Any) -> None: ...
 
     def event(self, rank: int, time_s: float, kind: str, fields: Any) -> None:
         """Keep one event."""
@@ -206,7 +204,6 @@ class World:
         return self.contexts
 
     def here(self) -> Rank:
-        """Return the rank whose task runs now."""
         return self.ranks[self.kernel.current.rank]
 
     def digest(self) -> str:

@@ -66,7 +66,6 @@ class EventLoops:
         stack.callback(setattr, kind, "__init__", make)
 
     def _begin(self, task: Task) -> None:
-        """Follow the kernel's tasks from the first loop on. Among threads asyncio itself keeps them apart."""
         if self._last is None and not self._kernel.threaded:
             self._last, self._outside = task, self._state()
             self._kernel.on_resume.append(self._enter)

@@ -198,7 +198,6 @@ class Executor(_Mapping):
 
     @property
     def num_workers(self) -> int:
-        """The number of workers."""
         return 0 if self._pool is None else self._pool.size
 
     _max_workers = num_workers
@@ -209,7 +208,6 @@ class Executor(_Mapping):
         return self
 
     def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future:
-        """Queue a call."""
         return self._open().submit((fn, args, kwargs))
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
@@ -233,7 +231,6 @@ class ThreadPoolExecutor(_Mapping, base.ThreadPoolExecutor):
 
     @property
     def num_workers(self) -> int:
-        """The number of threads."""
         return 0 if self._shutdown else self._max_workers
 
     def bootup(self, wait: bool = True) -> ThreadPoolExecutor:
@@ -394,7 +391,6 @@ class Rc:
         setattr(self._here(), name, value)
 
     def __call__(self, **options: Any) -> None:
-        """Set options."""
         for name, value in options.items():
             if name not in vars(self._here()):
                 raise TypeError(f"unexpected argument {name!r}")
@@ -485,7 +481,6 @@ def _is_mpi4py(name: str) -> bool:
 
 
 def _holds_virtual_mpi(name: str, known: set[str]) -> bool:
-    """Return whether a module was imported meanwhile and holds the virtual MPI."""
     if name in known or name.startswith("spawnsim"):
         return False
     values = getattr(sys.modules[name], "__dict__", {}).values()

@@ -319,7 +319,6 @@ class Lines(io.TextIOBase):
 
     @property
     def encoding(self) -> str:  # type: ignore[override]
-        """The encoding of the process's own stream."""
         return getattr(self._target, "encoding", None) or "utf-8"
 
     @property
@@ -328,15 +327,12 @@ class Lines(io.TextIOBase):
         return getattr(self._target, "errors", None) or "strict"
 
     def writable(self) -> bool:
-        """Return True."""
         return True
 
     def isatty(self) -> bool:
-        """Return False, as under mpiexec."""
         return False
 
     def fileno(self) -> int:
-        """Return the descriptor of the process's own stream."""
         return self._target.fileno()
 
     def write(self, text: str) -> int:
@@ -357,7 +353,6 @@ class Lines(io.TextIOBase):
         return len(text)
 
     def flush(self) -> None:
-        """Pass on what is whole."""
         self._target.flush()
 
     def close(self) -> None:
@@ -379,7 +374,6 @@ class RawLines(io.RawIOBase):
         self._lines = lines
 
     def writable(self) -> bool:
-        """Return True."""
         return True
 
     def write(self, data: Any) -> int:
@@ -389,7 +383,6 @@ class RawLines(io.RawIOBase):
         return len(raw)
 
     def flush(self) -> None:
-        """Pass on what is whole."""
         self._lines.flush()
 
     def close(self) -> None:

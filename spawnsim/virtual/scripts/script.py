@@ -183,7 +183,6 @@ class ScriptRun:
 
     @contextmanager
     def _around_thread(self) -> Iterator[None]:
-        """Charge a thread that a rank has started for its own computing."""
         self.call_costs.begin()
         with self.call_costs.counting():
             yield
@@ -205,7 +204,6 @@ class ScriptRun:
             serve(COMM_WORLD, 0)
 
     def _printed(self, rank: int, text: str) -> None:
-        """Let the digest cover what a rank prints. What it writes to stderr holds paths and addresses."""
         self.cluster.world.ranks[rank].digest.cover(text.encode("utf-8", "surrogatepass"))
 
     def _run_at_exit(self) -> None:

@@ -87,15 +87,12 @@ class VirtualProcessGroup(Base):  # type: ignore[misc]
     # -- names ---------------------------------------------------------------------------------------------------
 
     def size(self) -> int:
-        """Return the number of members."""
         return self.comm.size  # type: ignore[no-any-return]
 
     def rank(self) -> int:
-        """Return this rank's place in the group."""
         return self.comm.rank  # type: ignore[no-any-return]
 
     def name(self) -> str:
-        """Return the name of the backend that was asked for."""
         return self._backend
 
     _get_backend_name = name
@@ -108,11 +105,9 @@ class VirtualProcessGroup(Base):  # type: ignore[misc]
     group_desc = property(lambda self: self._desc)
 
     def getGroupName(self) -> str:
-        """Return the name of the group."""
         return self._name
 
     def getGroupDesc(self) -> str:
-        """Return the description of the group."""
         return self._desc
 
     def as_comm(self) -> Any:
@@ -124,11 +119,9 @@ class VirtualProcessGroup(Base):  # type: ignore[misc]
         return process_group(comm)
 
     def freed(self, comm: Any) -> None:
-        """Destroy the process group of a communicator that was freed, if it has one."""
         free(comm)
 
     def get_group_store(self) -> Any:
-        """Return the group's store."""
         return self._store
 
     def __repr__(self) -> str:
@@ -144,7 +137,6 @@ class VirtualProcessGroup(Base):  # type: ignore[misc]
     supports_splitting = supports_coalescing = supports_time_estimate = False
 
     def set_timeout(self, timeout: timedelta) -> None:
-        """Set the limit of operations that begin from now on."""
         self._limit = timeout.total_seconds(), True
 
     _set_default_timeout = set_timeout
@@ -202,7 +194,6 @@ class VirtualProcessGroup(Base):  # type: ignore[misc]
         return self._allreduce("all_reduce", tensors, _op(opts), opts if timeout is None else timeout)
 
     def allreduce_coalesced(self, tensors: Tensors, opts: Any = None) -> VirtualWork:
-        """Combine several tensors on all ranks, in one operation."""
         return self._allreduce("all_reduce_coalesced", tensors, _op(opts), opts)
 
     def _allreduce_sparse(self, tensor: torch.Tensor, op: Any, opts: Any) -> VirtualWork:
@@ -351,7 +342,6 @@ class VirtualProcessGroup(Base):  # type: ignore[misc]
     # -- all to all ------------------------------------------------------------------------------------------------
 
     def allgather(self, outputs: Any, inputs: Any, opts: Any = None, *rest: Any) -> VirtualWork:
-        """Collect a tensor of each rank on all ranks."""
         return self._allgather("all_gather", _rows(outputs), _listed(inputs), opts)
 
     def allgather_coalesced(self, outputs: Any, inputs: Tensors, opts: Any = None) -> VirtualWork:
@@ -360,11 +350,9 @@ class VirtualProcessGroup(Base):  # type: ignore[misc]
         return self._allgather("all_gather_coalesced", rows, inputs, opts)
 
     def all_gather_single(self, output: Any, input: Any, opts: Any = None) -> VirtualWork:  # noqa: A002 - torch's
-        """Collect blocks of all ranks in one tensor."""
         return self._gathered("all_gather_single", [output], [input], opts)
 
     def all_gather_single_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> VirtualWork:
-        """Collect blocks of all ranks in several tensors."""
         return self._gathered("all_gather_single_coalesced", outputs, inputs, opts)
 
     _allgather_base = all_gather_into_tensor = all_gather_single
@@ -456,7 +444,6 @@ class VirtualProcessGroup(Base):  # type: ignore[misc]
         return self._run(call, collect, opts, outputs=outputs)
 
     def barrier(self, opts: Any = None) -> VirtualWork:
-        """Wait until all ranks have come."""
         return self._run(TorchCall("barrier", "barrier"), lambda _: None, opts)
 
     def monitored_barrier(self, timeout: Any = None, wait_all_ranks: bool = False) -> None:
@@ -496,7 +483,6 @@ class VirtualProcessGroup(Base):  # type: ignore[misc]
         return self._kept(VirtualWork(request, [tensor], self._limit), name, [list(tensor.shape)])
 
     def recv_anysource(self, tensors: Any, tag: int = 0) -> VirtualWork:
-        """Receive a tensor from any rank."""
         return self.recv(tensors, ANY_SOURCE, tag)
 
     # -- what there is not -----------------------------------------------------------------------------------------
@@ -506,7 +492,6 @@ class VirtualProcessGroup(Base):  # type: ignore[misc]
         raise UnsupportedError("split_group splits NCCL's communicators: use new_group on virtual ranks")
 
     def merge_remote_group(self, *args: Any, **kwargs: Any) -> Any:
-        """Refuse."""
         raise UnsupportedError("merge_remote_group is not offered on virtual ranks: use new_group")
 
 

@@ -260,7 +260,6 @@ class _Pickler:
         self._file = file
 
     def dump(self, obj: Any) -> None:
-        """Write an object."""
         self._file.write(_pickle.dumps(obj))
 
 

@@ -78,7 +78,6 @@ class Lighthouse:
     due_s: float = math.inf  # when it looks again by itself
 
     def join(self, replica: Replica) -> None:
-        """Take note of a replica, from which heartbeats come now."""
         self.replicas[replica.place] = replica
 
     def ask(self, replica: Replica) -> None:

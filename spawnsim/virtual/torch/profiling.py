@@ -94,7 +94,6 @@ class ProfileResult:
         return self.found
 
     def trace_start_ns(self) -> int:
-        """Return when the profile began."""
         return _nanoseconds(self.begin_s)
 
     def experimental_event_tree(self) -> Any:

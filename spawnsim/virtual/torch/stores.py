@@ -76,7 +76,6 @@ class WaitingForStore(Unbroken):
         self._world, self._what, self._absent = world, what, absent
 
     def describe(self) -> str:
-        """Return what is waited for."""
         return self._what if isinstance(self._what, str) else self._what()
 
     def peers(self) -> Sequence[int]:
@@ -164,7 +163,6 @@ class VirtualStore(native.Store):  # type: ignore[misc]
     # -- c10d's calls ----------------------------------------------------------------------------------------
 
     def set(self, key: str, value: Any) -> None:
-        """Set a key."""
         self._do(lambda: self.shared.values.__setitem__(key, _bytes(value)), writes=True)
 
     def get(self, key: str) -> bytes:
@@ -218,11 +216,9 @@ class VirtualStore(native.Store):  # type: ignore[misc]
         return self._do(lambda: self.shared.values.pop(key, None) is not None, writes=True)  # type: ignore[no-any-return]
 
     def num_keys(self) -> int:
-        """Return the number of keys."""
         return self._do(lambda: len(self.shared.values))  # type: ignore[no-any-return]
 
     def list_keys(self) -> list[str]:
-        """Return the keys."""
         return self._do(lambda: sorted(self.shared.values))  # type: ignore[no-any-return]
 
     def multi_get(self, keys: Sequence[str]) -> list[bytes]:
@@ -236,11 +232,9 @@ class VirtualStore(native.Store):  # type: ignore[misc]
         self._do(lambda: self.shared.values.update(fresh), writes=True)
 
     def queue_push(self, key: str, value: Any) -> None:
-        """Append to a queue."""
         self._do(lambda: self.shared.queues.setdefault(key, []).append(_bytes(value)), writes=True)
 
     def queue_len(self, key: str) -> int:
-        """Return the length of a queue."""
         return self._do(lambda: len(self.shared.queues.get(key, ())))  # type: ignore[no-any-return]
 
     def queue_pop(self, key: str, block: bool = True) -> bytes:
@@ -260,16 +254,13 @@ class VirtualStore(native.Store):  # type: ignore[misc]
         return True
 
     def set_timeout(self, timeout: timedelta) -> None:
-        """Set the limit of waits."""
         self._timeout = timeout
 
     @property
     def timeout(self) -> timedelta:
-        """The limit of waits."""
         return self._timeout
 
     def clone(self) -> VirtualStore:
-        """Return another handle of the same store."""
         return VirtualStore(self.shared, self._timeout)
 
     def __repr__(self) -> str:
@@ -344,7 +335,6 @@ class PrefixStore(native.Store):  # type: ignore[misc]
         return [self._key(key) for key in keys]
 
     def set(self, key: str, value: Any) -> None:
-        """Set a key."""
         self.underlying_store.set(self._key(key), value)
 
     def get(self, key: str) -> bytes:
@@ -352,11 +342,9 @@ class PrefixStore(native.Store):  # type: ignore[misc]
         return self.underlying_store.get(self._key(key))  # type: ignore[no-any-return]
 
     def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
-        """Wait for keys."""
         self.underlying_store.wait(self._keys(keys), *(() if timeout is None else (timeout,)))
 
     def check(self, keys: Sequence[str]) -> bool:
-        """Return whether all keys are there."""
         return self.underlying_store.check(self._keys(keys))  # type: ignore[no-any-return]
 
     def add(self, key: str, value: int) -> int:
@@ -364,7 +352,6 @@ class PrefixStore(native.Store):  # type: ignore[misc]
         return self.underlying_store.add(self._key(key), value)  # type: ignore[no-any-return]
 
     def append(self, key: str, value: Any) -> None:
-        """Append to a value."""
         self.underlying_store.append(self._key(key), value)
 
     def compare_set(self, key: str, expected_value: Any, desired_value: Any) -> bytes:
@@ -380,44 +367,34 @@ class PrefixStore(native.Store):  # type: ignore[misc]
         return self.underlying_store.multi_get(self._keys(keys))  # type: ignore[no-any-return]
 
     def multi_set(self, keys: Sequence[str], values: Sequence[Any]) -> None:
-        """Set keys."""
         self.underlying_store.multi_set(self._keys(keys), values)
 
     def queue_push(self, key: str, value: Any) -> None:
-        """Append to a queue."""
         self.underlying_store.queue_push(self._key(key), value)
 
     def queue_len(self, key: str) -> int:
-        """Return the length of a queue."""
         return self.underlying_store.queue_len(self._key(key))  # type: ignore[no-any-return]
 
     def queue_pop(self, key: str, block: bool = True) -> bytes:
-        """Take the first value of a queue."""
         return self.underlying_store.queue_pop(self._key(key), block)  # type: ignore[no-any-return]
 
     def num_keys(self) -> int:
-        """Return the number of keys of the whole store."""
         return self.underlying_store.num_keys()  # type: ignore[no-any-return]
 
     def list_keys(self) -> list[str]:
-        """Return the keys of the whole store."""
         return self.underlying_store.list_keys()  # type: ignore[no-any-return]
 
     def has_extended_api(self) -> bool:
-        """Return whether there are append, multi_get and multi_set."""
         return self.underlying_store.has_extended_api()  # type: ignore[no-any-return]
 
     def set_timeout(self, timeout: timedelta) -> None:
-        """Set the limit of waits."""
         self.underlying_store.set_timeout(timeout)
 
     @property
     def timeout(self) -> timedelta:
-        """The limit of waits."""
         return self.underlying_store.timeout  # type: ignore[no-any-return]
 
     def clone(self) -> PrefixStore:
-        """Return another handle of the same part."""
         return PrefixStore(self.prefix, self.underlying_store.clone())
 
 

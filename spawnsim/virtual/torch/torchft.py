@@ -76,11 +76,9 @@ class NoWork(torch.distributed.Work):
         self._future.set_result(tensor)
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        """Return at once."""
         return True
 
     def get_future(self) -> Any:
-        """Return a future that is done."""
         return self._future
 
 
@@ -170,7 +168,6 @@ class Manager:
     disallow_state_dict_read = allow_state_dict_read
 
     def state_dict(self) -> dict[str, int]:
-        """Return the count of steps, and of batches of all replicas."""
         return {"step": self._step, "batches_committed": self._committed}
 
     def load_state_dict(self, state_dict: dict[str, int]) -> None:
@@ -178,11 +175,9 @@ class Manager:
         self._step, self._committed = state_dict["step"], state_dict["batches_committed"]
 
     def current_step(self) -> int:
-        """Return the number of steps committed."""
         return self._step
 
     def batches_committed(self) -> int:
-        """Return the number of batches committed by all replicas."""
         return self._committed
 
     # -- the quorum --------------------------------------------------------------------------------------------
@@ -368,7 +363,6 @@ class Manager:
         return self._part[1]
 
     def is_participating(self) -> bool:
-        """Return whether this replica does."""
         return self._part[0] is not None and not self._healing
 
     def shutdown(self, wait: bool = True) -> None:

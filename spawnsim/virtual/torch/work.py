@@ -94,7 +94,6 @@ def waiting(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _await_threads(future: Any) -> None:
-    """Let the threads of the calling rank run, one of which may complete the future."""
     if not future.done() and has_threads():
         over = threading.Event()
         future.add_done_callback(lambda _: over.set())
@@ -225,15 +224,12 @@ class VirtualWork(Work):
         return self._over or self._error is not None
 
     def is_success(self) -> bool:
-        """Return whether it is over, and well."""
         return self.is_completed() and self._error is None
 
     def exception(self) -> BaseException | None:
-        """Return the error in which it has ended."""
         return self._error
 
     def synchronize(self) -> None:
-        """Wait for the end."""
         self.wait()
 
     block_current_stream = synchronize
@@ -244,7 +240,6 @@ class VirtualWork(Work):
         return self._outputs
 
     def source_rank(self) -> int:
-        """Return the rank, in the group, from which a receive from anybody has received."""
         return self._status.source
 
     _source_rank = source_rank
@@ -301,7 +296,6 @@ class Works(Work):
         return True
 
     def is_completed(self) -> bool:
-        """Return whether all are over."""
         return all(work.is_completed() for work in self.works)
 
     def result(self) -> list[Any]:
@@ -309,5 +303,4 @@ class Works(Work):
         return [tensor for work in self.works for tensor in work.result()]
 
     def get_future(self) -> Any:
-        """Return the future of all their outputs."""
         return torch.futures.collect_all([work.get_future() for work in self.works])
