@@ -282,7 +282,7 @@ class Cluster:
         threads = self._carrier == "threads"
         with (
             ProcessStates(kernel).in_place(), generators_per_rank(), TorchStates(kernel).in_place(),
-            nullcontext() if threads else strays_refused(), leaks_noticed(), values_per_rank(self.world),
+            nullcontext() if threads else strays_refused(), leaks_noticed(), values_per_rank(),
             torch_distributed.offered(self.world) if threads else torch_distributed.refused(),
             stalls_noted(kernel, on_note), accepts_refused(),
             self._timeline.followed() if self._timeline else nullcontext(),

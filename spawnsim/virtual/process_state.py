@@ -4,8 +4,8 @@
 exchanged before a rank calls one of them: programs that change nothing pay nothing. `SHARED` lists functions whose
 effect all ranks share: the first call of each by a rank is reported, with its line. docs/unmodified.md has the table.
 
-Others are always swapped: modules, streams and the environment (`scripts.rank_process`), random generators and
-torch's settings (`reproducibility`).
+`torch_values` has more of torch's. Others are always swapped: modules, streams and the environment
+(`scripts.rank_process`), random generators and torch's settings (`reproducibility`).
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from __future__ import annotations
 import locale
 import logging
 import multiprocessing.context
+import operator
 import os
 import signal
 import socket
@@ -42,6 +43,7 @@ class State:
         changed_by: the functions, "module.name".
         by_programs: whether to ignore calls within packages, which restore the state before they return.
         begin: returns the value with which a rank begins, from that outside the run.
+        same: whether one value need not be replaced by another.
     """
 
     name: str
@@ -50,6 +52,7 @@ class State:
     set: Callable[[Any], object]
     by_programs: bool = False
     begin: Callable[[Any], Any] = lambda outside: outside
+    same: Callable[[Any, Any], bool] = operator.eq
 
 
 # -- the interpreter -------------------------------------------------------------------------------------------
@@ -284,7 +287,7 @@ class ProcessStates:
         for state, outside in self._outside.items():
             now, wanted = state.get(), coming[state] if state in coming else state.begin(outside)
             leaving[state] = now
-            if wanted != now:
+            if not state.same(wanted, now):
                 self._set(state, wanted)
 
     def _set(self, state: State, value: Any) -> None:
@@ -334,7 +337,9 @@ def _changing(task: Task | None, frame: FrameType, *, by_programs: bool = False)
     return not (by_programs and (is_installed(file) or file.startswith(STANDARD)))
 
 
-def _swapping(state: State, original: Callable[..., Any]) -> Callable[..., Any]:
+def swapping(state: State, original: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function that changes a state, which is from then on each rank's own."""
+
     @wraps(original)
     def change(*args: Any, **kwargs: Any) -> Any:
         task = current_task()
@@ -419,7 +424,7 @@ def _replace(put: Put, name: str, change: Callable[[Any], Any]) -> None:
 def _install(put: Put, states: tuple[State, ...] = SWAPPED, shared: tuple[Shared, ...] = SHARED) -> None:
     for state in states:
         for name in state.changed_by.split():
-            _replace(put, name, partial(_swapping, state))
+            _replace(put, name, partial(swapping, state))
     for each in shared:
         if each.function in ADAPTED:
             _replace(put, each.function, ADAPTED[each.function])
