@@ -250,11 +250,11 @@ def test_an_unknown_name_lists_the_known_ones() -> None:
 
 
 # --------------------------------------------------------------------------------------------------- the package
-def test_the_readme_is_short_and_begins_with_the_two_commands() -> None:
-    """At most 150 lines, with `make demo` and `make test` in the first screen."""
+def test_the_readme_is_short_and_has_the_two_commands() -> None:
+    """At most 130 lines; `make demo` and `make test` have lines of their own."""
     lines = (ROOT / "README.md").read_text(encoding="utf-8").splitlines()
-    assert len(lines) <= 150
-    assert {"make demo", "make test"} <= {line.split("#")[0].strip() for line in lines[:40]}
+    assert len(lines) <= 130
+    assert {"make demo", "make test"} <= {line.split("#")[0].strip() for line in lines}
 
 
 def test_ci_calls_make_test_alone() -> None:

@@ -13,15 +13,22 @@ from typing import Any
 import pytest
 
 import spawnsim
+from spawnsim.errors import Deadlock
 
 README = Path(__file__).resolve().parent.parent / "README.md"
 
 
 @pytest.fixture
 def train(tmp_path: Path) -> Path:
-    """The first Python block of the README, as a file."""
-    path = tmp_path / "train.py"
-    path.write_text(README.read_text(encoding="utf-8").split("```python\n")[1].split("```")[0])
+    """The program that shows a policy, as a file."""
+    return _block("train.py", tmp_path)
+
+
+def _block(name: str, folder: Path) -> Path:
+    """Write the README's block of Python that begins with this name into a file."""
+    path = folder / name
+    block = README.read_text(encoding="utf-8").split(f"```python\n# {name}")[1].split("```")[0]
+    path.write_text(f"#{block}")
     return path
 
 
@@ -62,6 +69,15 @@ def test_the_program_exchanges_again_and_again(train: Path) -> None:
     rounds = {event["round"] for event in run.events if event["kind"] == "replacement"}
     assert rounds >= {10, 20, 30, 40, 50, 60, 70, 80}
     assert "warnings" not in run.what
+
+
+def test_the_deadlock_is_found(tmp_path: Path) -> None:
+    """All ranks send before they receive; shorter messages leave at once."""
+    ring = _block("ring.py", tmp_path)
+    with pytest.raises(Deadlock, match=r"33 of 33 ranks wait"):
+        spawnsim.run(ring, ranks=33)
+    ring.write_text(ring.read_text().replace("20_000", "2_000"))
+    spawnsim.run(ring, ranks=33)
 
 
 @pytest.mark.mpi
