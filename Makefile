@@ -46,7 +46,7 @@ docs: $(INSTALLED)
 	@echo build/site/index.html
 
 # A quarter of the work each, with what is left. The first start many processes, and what they time suffers if much else runs beside them.
-REAL := tests/real tests/testing/test_contract.py
+REAL := tests/real tests/contract
 POLICIES := tests/policies tests/torchgfn
 VIRTUAL := $(addprefix tests/,virtual columnar fuzzing training)
 

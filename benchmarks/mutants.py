@@ -54,7 +54,7 @@ MUTANTS = (
     Mutant("MAXLOC: the lowest index wins a tie", 'lowest = np.minimum(first["index"], inout["index"])',
            'lowest = np.maximum(first["index"], inout["index"])', "tests/comm tests/virtual/mpi"),
     Mutant("logical operations give 0 or 1", '"LXOR": lambda x, y: bool(x) ^ bool(y),', '"LXOR": lambda x, y: x ^ y,',
-           "tests/comm tests/virtual/mpi tests/testing"),
+           "tests/comm tests/virtual/mpi tests/contract"),
     # -- random numbers, stragglers, faults
     Mutant("stragglers keep the mean", "return stream.lognormal(-0.5 * self.sigma**2, self.sigma, count)",
            "return stream.lognormal(0.0, self.sigma, count)", "tests/models/compute"),

@@ -5,9 +5,9 @@ Names are loaded on first use: `import spawnsim` brings neither torch nor MPI no
 The layers, top to bottom. Imports point down only; siblings separated by | do not import one another (`lint-imports`):
 
     cli
-    study · report · fidelity · fuzzing · rerun
+    study · report · fidelity · fuzzing · rerun · testing
     columnar
-    plots · testing · run
+    plots · run
     record
     torchgfn · bagua
     policies | workloads | real | virtual
@@ -28,7 +28,6 @@ from spawnsim.run import Run, run
 
 if TYPE_CHECKING:  # the same names, where editors and type checkers look for them
     from spawnsim.comm import Comm
-    from spawnsim.fuzzing.pytest_plugin import virtual
     from spawnsim.phantoms import PhantomArray
     from spawnsim.policies import (
         AsyncModelAveragePolicy,
@@ -81,19 +80,20 @@ _HOME = {
 __all__ = [
     "AsyncModelAveragePolicy", "AsyncSelectiveAveragingPolicy", "AverageAllPolicy", "Comm", "DecentralizedAverager",
     "DecentralizedAveragingPolicy", "Evaluation", "PhantomArray", "Run", "SpawnPolicy", "Sweep", "Table",
-    "TrainingStep", "__version__", "run", "virtual",
+    "TrainingStep", "__version__", "run",
 ]  # fmt: skip
 
 
 def __getattr__(name: str) -> Any:
-    if name == "virtual":  # a package that can be called
-        return import_module("spawnsim.virtual")
     if name not in _HOME:
-        raise AttributeError(f"module 'spawnsim' has no attribute {name!r}; it has: {', '.join(__all__)}")
+        hint = "; for tests: from spawnsim.testing import virtual" if name == "virtual" else ""
+        raise AttributeError(
+            f"module 'spawnsim' has no attribute {name!r}; it has: {', '.join(__all__)}{hint}"
+        )
     value = getattr(import_module(_HOME[name]), name)
     globals()[name] = value
     return value
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *_HOME, "virtual"})
+    return sorted({*globals(), *_HOME})

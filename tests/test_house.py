@@ -53,7 +53,6 @@ def _names_of_mpi4py() -> frozenset[str]:
 SHORT_FILES = {
     "spawnsim/policies/easgd.py": "one policy, one file",
     "spawnsim/cli/doctor.py": "one subcommand, one file",
-    "spawnsim/testing/worker.py": "started with python -m",
     "spawnsim/run/workers/__program__.py": "imported by that name",
     "spawnsim/run/preloading.py": "does what it is for when it is imported",
 }
@@ -176,7 +175,7 @@ def _nearest(name: str, modules: dict[str, Path]) -> str:
 
 
 # Those that still have circles, to be removed.
-TANGLED = {"spawnsim", "spawnsim.real", "spawnsim.real.launch", "spawnsim.study", "spawnsim.testing"}
+TANGLED = {"spawnsim", "spawnsim.real", "spawnsim.real.launch", "spawnsim.study"}
 PACKAGES = sorted({_module(path) for path in FILES if path.name == "__init__.py"} - TANGLED)
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from spawnsim.testing.cases import claim, close, poll, refused, ring, same
+from contract.cases import claim, close, poll, refused, ring, same
 
 
 def objects_go_round_a_ring(MPI: Any, comm: Any) -> None:

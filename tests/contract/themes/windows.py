@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from spawnsim.testing.cases import claim, needs, poll, ring, same
+from contract.cases import claim, needs, poll, ring, same
 
 
 def exposed(MPI: Any, comm: Any, length: int = 4, value: float = -1.0) -> tuple[Any, Any]:

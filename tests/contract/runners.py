@@ -19,12 +19,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
+from contract.cases import ABSENT, FAILED, PASSED, SKIPPED, Case, Outcome, Skipped, find_cases
 from spawnsim import backends
 from spawnsim.errors import RankError, SpawnsimError, UnsupportedError
 from spawnsim.real.launch import launchers
 from spawnsim.record import Recorder
 from spawnsim.scenario import Scenario
-from spawnsim.testing.cases import ABSENT, FAILED, PASSED, SKIPPED, Case, Outcome, Skipped, find_cases
 
 # "mpi" is taken by the bare library, against which the suite itself is checked; so spawnsim over MPI is "real".
 WRAPPED: Final = {
@@ -81,6 +81,7 @@ class Job:
     def __init__(self, command: Sequence[str], folder: Path) -> None:
         self.folder = folder
         self.output = folder / "output.txt"
+        path = [str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH")]
         with self.output.open("w", encoding="utf-8") as sink:
             self.process = subprocess.Popen(
                 command,
@@ -88,6 +89,7 @@ class Job:
                 stderr=subprocess.STDOUT,
                 stdin=subprocess.DEVNULL,
                 start_new_session=True,
+                env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, path))},
             )
 
     def stop(self) -> None:
@@ -148,11 +150,6 @@ def _ending(job: Job, sight: JobSnapshot, left: list[str], ended: int | None) ->
         # Struck out, or the next job would begin with the same case, and never end.
         left.remove(case)
     return Outcome(case, FAILED, f"{how}{inside}\n{said}\n{job.tail()}")
-
-
-def worker_command(backend: str) -> list[str]:
-    """Return the arguments of Python for one member; the folder of logs follows them."""
-    return ["-m", "spawnsim.testing.worker", backend]
 
 
 BACKENDS: Final = ("virtual", *REAL_BACKENDS)
@@ -236,7 +233,8 @@ def run_real(cases: Iterable[Case], ranks: int, backend: str = "mpi") -> Iterato
     Returns:
         An iterator of outcomes, one per case; of a case that kills or stops the job it says how.
     """
-    return watch([*_launcher(backend, ranks), *worker_command(backend)], list(cases), ranks)
+    member = ["-m", "contract", "--backend", backend, "--member"]
+    return watch([*_launcher(backend, ranks), *member], list(cases), ranks)
 
 
 def _launcher(backend: str, ranks: int) -> list[str]:

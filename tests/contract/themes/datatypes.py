@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from spawnsim.testing.cases import Skipped, claim, fails, refused, ring, same
+from contract.cases import Skipped, claim, fails, refused, ring, same
 
 
 def echoed(comm: Any, source: Any, target: Any, status: Any = None) -> None:

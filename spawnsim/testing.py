@@ -1,11 +1,13 @@
-"""pytest: a test that runs on virtual ranks, under many seeds, faults and orders of events.
+"""Tests that run on virtual ranks, under many seeds, faults and orders of events.
 
-    @spawnsim.virtual(ranks=64, seeds=20, faults="crash; delay")
+    from spawnsim.testing import virtual
+
+    @virtual(ranks=64, seeds=20, faults="crash; delay")
     def test_everybody_has_the_mean(comm):
         ...
 
-The body is what each rank runs, as `main(comm)`. Of a file (`@spawnsim.virtual("train.py", ...)`) the test gets each
-run that has ended well, to look at what was recorded. Nothing heavy is imported before such a test is made.
+Each rank runs the body, as `main(comm)`. With a file (`@virtual("train.py", ...)`) the test gets each run that has
+ended well, to look at its records. `pytest -p spawnsim.testing` adds the options that replay a failure.
 """
 
 from __future__ import annotations
@@ -18,6 +20,9 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+__all__ = ["virtual"]
+
+PYTEST = "pytest -p spawnsim.testing"
 SEED, CASE = "--spawnsim-seed", "--spawnsim-case"
 SEEDS = 20
 
@@ -137,12 +142,12 @@ def _hold(target: Any, space: Any, seeds: int, request: Any, *, shrink: bool) ->
     if not found.failures:
         return
     key, failure = next(iter(found.failures.items()))
-    parts = [f"{_told(failure)}\nas found:     pytest {node} {SEED} {failure.case.seed}"]
+    parts = [f"{_told(failure)}\nas found:     {PYTEST} {node} {SEED} {failure.case.seed}"]
     small = found.small.get(key, failure)
     if small.case != failure.case:
         case = shlex.quote(small.case.to_json())
         parts.append(
-            f"The same error in the smallest case:\n{_told(small)}\nreplay:       pytest {node} {CASE} {case}"
+            f"The same error in the smallest case:\n{_told(small)}\nreplay:       {PYTEST} {node} {CASE} {case}"
         )
     pytest.fail("\n\n".join(parts), pytrace=False)
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from spawnsim.testing.cases import Skipped, claim, needs, poll, ring, same
+from contract.cases import Skipped, claim, needs, poll, ring, same
 
 
 def exchange(comm: Any) -> tuple[list[Any], list[Any], Any]:

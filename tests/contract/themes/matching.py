@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from spawnsim.testing.cases import claim, needs, poll, ring, same
+from contract.cases import claim, needs, poll, ring, same
 
 
 def iprobe_sees_nothing_where_nothing_is(MPI: Any, comm: Any) -> None:

@@ -23,8 +23,8 @@ from typing import Any, TypeVar
 
 import numpy as np
 
+from contract import themes
 from spawnsim.errors import ParameterError, UnsupportedError
-from spawnsim.testing import contract
 
 Test = TypeVar("Test", bound=Callable[..., None])
 
@@ -171,8 +171,8 @@ def _is_test(signature: inspect.Signature) -> bool:
 @cache
 def every_case() -> tuple[Case, ...]:
     """Return all cases, theme by theme."""
-    names = sorted(found.name for found in pkgutil.iter_modules(contract.__path__))
-    modules = (importlib.import_module(f"{contract.__name__}.{name}") for name in names)
+    names = sorted(found.name for found in pkgutil.iter_modules(themes.__path__))
+    modules = (importlib.import_module(f"{themes.__name__}.{name}") for name in names)
     return tuple(case for module in modules for case in _tests(module))
 
 
@@ -238,7 +238,7 @@ def run_together(MPI: Any, comm: Any, cases: Iterable[Case], log: Path | None = 
     """Run cases on all ranks of a communicator, each on a duplicate of it, and yield the outcomes that all agree on.
 
     A rank that fails goes to the agreement at once; if others wait for it inside the case, the run stands still:
-    let `spawnsim.testing.run_real` watch it, which starts a new job behind the case.
+    let `contract.run_real` watch it, which starts a new job behind the case.
 
     Args:
         MPI: a namespace with mpi4py's names.

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from spawnsim.testing.cases import claim, close, fails, refused, same
+from contract.cases import claim, close, fails, refused, same
 
 
 def bcast_from_every_root(MPI: Any, comm: Any) -> None:

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from spawnsim.testing.cases import needs, refused, ring, same
+from contract.cases import needs, refused, ring, same
 
 
 def window(MPI: Any, comm: Any, length: int = 4) -> tuple[Any, Any]:

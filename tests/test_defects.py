@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from torchgfn.toolkit_defects import DEFECTS as TOOLKIT
 
-TESTS = Path(__file__).parents[1]
+TESTS = Path(__file__).parent
 
 # defect, file test_….py under tests/policies/, test; a defect may have several
 POLICIES = """

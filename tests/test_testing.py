@@ -1,4 +1,4 @@
-"""The pytest plugin, as another project meets it: a test on virtual ranks, its failure, and its replay."""
+"""`spawnsim.testing`, as another project meets it: a test on virtual ranks, its failure, and its replay."""
 
 import os
 import re
@@ -8,16 +8,15 @@ import sys
 import tomllib
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent.parent
-PLUGIN = "spawnsim.fuzzing.pytest_plugin"
+ROOT = Path(__file__).resolve().parent.parent
 
 TESTS = """
 import numpy as np
 import pytest
-import spawnsim
+from spawnsim.testing import virtual
 
 
-@spawnsim.virtual(ranks=[2, 12], seeds=6, faults="crash:*@*; delay")
+@virtual(ranks=[2, 12], seeds=6, faults="crash:*@*; delay")
 def test_right(comm, tmp_path):
     assert tmp_path.is_dir()
     total = np.empty(1)
@@ -29,7 +28,7 @@ def test_right(comm, tmp_path):
 
 class TestGroup:
     @pytest.mark.parametrize("tag", [0, 1])
-    @spawnsim.virtual(ranks=range(3, 9), seeds=20, parameters={"iterations": 20})
+    @virtual(ranks=range(3, 9), seeds=20, parameters={"iterations": 20})
     def test_order(self, comm, tag, iterations):
         for iteration in range(iterations):
             with comm.compute(0.01):
@@ -41,12 +40,12 @@ class TestGroup:
                 assert got == sorted(got) or tag == 0
 
 
-@spawnsim.virtual("train.py", ranks=3, seeds=4)
+@virtual("train.py", ranks=3, seeds=4)
 def test_of_a_file(run):
     assert run.table["loss"].max() < 9
 
 
-@spawnsim.virtual("script.py", ranks=3, seeds=2, faults="crash:1@0s", survive=True)
+@virtual("script.py", ranks=3, seeds=2, faults="crash:1@0s", survive=True)
 def test_of_an_unmodified_program(run):
     pass
 """
@@ -56,7 +55,7 @@ SCRIPT = "from mpi4py import MPI\nfor _ in range(9):\n    MPI.COMM_WORLD.Barrier
 
 def pytest_in(folder: Path, *arguments: str) -> str:
     """Run pytest as another project would; return what it prints."""
-    line = [sys.executable, "-m", "pytest", "-p", PLUGIN, "-p", "no:cacheprovider", "-q", *arguments]
+    line = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-q", *arguments]
     done = subprocess.run(
         line, cwd=folder, capture_output=True, text=True, timeout=300, check=False,
         env=os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])},
@@ -83,8 +82,8 @@ def test_failures_show_what_broke_and_how_to_replay_it(tmp_path):
         for line in text.splitlines()
         if line.startswith(("replay:", "as found:"))
     ]
-    assert all(each[0] == "pytest" for each in replays)
-    assert [each[2] for each in replays[:2]] == ["--spawnsim-seed", "--spawnsim-case"]
+    assert all(each[:3] == ["pytest", "-p", "spawnsim.testing"] for each in replays)
+    assert [each[4] for each in replays[:2]] == ["--spawnsim-seed", "--spawnsim-case"]
     runs = [pytest_in(tmp_path, *each[1:]) for each in replays[:2]]
     told = [line for line in text.splitlines() if line.startswith("AssertionError: rank 0")]
     for each, first in zip(runs, told, strict=False):
@@ -94,17 +93,17 @@ def test_failures_show_what_broke_and_how_to_replay_it(tmp_path):
 
 LISTED = """
 import numpy as np
-import spawnsim
+from spawnsim.testing import virtual
 
 
-@spawnsim.virtual(ranks=[2, 3, 8], seeds=2)
+@virtual(ranks=[2, 3, 8], seeds=2)
 def test_wrong(comm):
     total = np.empty(1)
     comm.Allreduce(np.ones(1), total)
     assert total[0] == 2
 
 
-@spawnsim.virtual("ring.py", ranks=[4, 5], seeds=6)
+@virtual("ring.py", ranks=[4, 5], seeds=6)
 def test_ring(run):
     assert run.totals["messages"]
 """
@@ -138,13 +137,7 @@ def test_cases_keep_to_the_numbers_of_ranks_that_a_test_lists(tmp_path):
     assert "waits for itself" not in text
 
 
-def test_the_plugin_is_shipped_and_light():
-    """Installed, pytest finds it by itself; in projects that do not use it, it imports nothing heavy."""
-    declared = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["entry-points"]["pytest11"]
-    assert declared == {PLUGIN: PLUGIN}
-    heavy = "('torch', 'mpi4py.MPI', 'matplotlib', 'simpy', 'greenlet', 'numpy')"
-    code = f"import sys, {PLUGIN}; print([n for n in {heavy} if n in sys.modules])"
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60
-    )
-    assert done.stdout.strip() == "[]"
+def test_the_options_are_for_sessions_that_ask_for_them():
+    """No session of pytest loads the plugin by itself, and a test needs no more than its import."""
+    declared = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert "pytest11" not in declared.get("entry-points", {})

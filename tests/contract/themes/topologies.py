@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from spawnsim.testing.cases import claim, fails, needs, same
+from contract.cases import claim, fails, needs, same
 
 
 def grid(MPI: Any, comm: Any, periodic: bool = True) -> Any:

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from spawnsim.testing.cases import claim, fails, needs, refused, ring, same
+from contract.cases import claim, fails, needs, refused, ring, same
 
 
 def shifted(comm: Any, source: Any, target: Any, tag: int = 0) -> None:

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from spawnsim.testing.cases import claim, fails, needs, ring, same
+from contract.cases import claim, fails, needs, ring, same
 
 
 def rank_and_size(MPI: Any, comm: Any) -> None:

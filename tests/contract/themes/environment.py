@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from spawnsim.testing.cases import Skipped, claim, fails, needs, refused, ring, same
+from contract.cases import Skipped, claim, fails, needs, refused, ring, same
 
 
 def time_moves_forward(MPI: Any, comm: Any) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from spawnsim.testing.cases import needs, poll, refused, ring, same
+from contract.cases import needs, poll, refused, ring, same
 
 
 def starts(counts: list[int]) -> list[int]:

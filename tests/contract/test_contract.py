@@ -7,9 +7,19 @@ from pathlib import Path
 import pytest
 import torch
 
+from contract.cases import (
+    ABSENT,
+    FAILED,
+    PASSED,
+    SKIPPED,
+    Case,
+    Outcome,
+    cases_by_id,
+    every_case,
+    find_cases,
+)  # fmt: skip
+from contract.runners import run_contract, run_real, run_virtual
 from spawnsim.errors import ParameterError
-from spawnsim.testing import every_case, find_cases, run_contract, run_real, run_virtual
-from spawnsim.testing.cases import ABSENT, FAILED, PASSED, SKIPPED, Case, Outcome, cases_by_id
 
 assert torch  # loaded, so that its integers serve as ranks and tags here too
 THEMES = sorted({case.theme for case in every_case()})
@@ -163,7 +173,7 @@ def test_a_real_job_goes_on_behind_failures(tmp_path: Path, monkeypatch: pytest.
     (tmp_path / "stubborn.py").write_text(STUBBORN, encoding="utf-8")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     monkeypatch.syspath_prepend(str(tmp_path))
-    monkeypatch.setattr("spawnsim.testing.runners.GRACE_S", 0.5)
+    monkeypatch.setattr("contract.runners.GRACE_S", 0.5)
     cases = cases_by_id(["stubborn.fine", "stubborn.waits", "stubborn.dies", "stubborn.fine"])
     outcomes = list(run_real(cases, 2))
     assert [one.status for one in outcomes] == [PASSED, FAILED, FAILED, PASSED]
