@@ -14,7 +14,6 @@ from pathlib import Path
 
 from spawnsim.cli import print_warnings
 from spawnsim.errors import ParameterError
-from spawnsim.fidelity import chakra
 from spawnsim.options import Parser, listed
 from spawnsim.plots.experiments import Groups, grouped, read
 from spawnsim.plots.gallery import save_all
@@ -22,7 +21,7 @@ from spawnsim.plots.panels import CLOCKS
 from spawnsim.plots.style import FORMATS
 from spawnsim.record import manifest
 from spawnsim.record.folder import named, require_no_file_of_a_run
-from spawnsim.report import kineto, perfetto
+from spawnsim.report import perfetto
 from spawnsim.report.page import render
 from spawnsim.report.perfetto import PACKED
 from spawnsim.report.trace_reader import LIMIT, Selection, Timeline
@@ -212,8 +211,6 @@ def trace(argv: Sequence[str] | None = None) -> int:
         math.inf if args.until is None else seconds(args.until),
         args.limit,
     )
-    if args.format != "perfetto":
-        return _for_other_tools(args.format, args.runs, selection, out)
     runs = {folder: read(folder) for folder in args.runs}
     print_warnings(warnings_of_runs({folder: run.what for folder, run in runs.items()}))
     drawing = perfetto.draw([(run, Timeline.of(Path(folder))) for folder, run in runs.items()], selection)
@@ -234,7 +231,7 @@ def trace(argv: Sequence[str] | None = None) -> int:
 def _trace_parser() -> Parser:
     parser = Parser(
         prog="spawnsim trace",
-        description="Write runs as Chrome/Perfetto JSON: open it at ui.perfetto.dev. Or a traced run for other tools.",
+        description="Write runs as Chrome/Perfetto JSON: open it at ui.perfetto.dev.",
     )
     add = parser.add_argument
     add(
@@ -259,36 +256,8 @@ def _trace_parser() -> Parser:
         help="entries of the file at most: fewer ranks are shown, or less time (default: %(default)s)",
     )  # fmt: skip
     add(
-        "--format", default="perfetto", choices=("perfetto", "kineto", "chakra"),
-        help="kineto: a file for each rank, as the PyTorch profiler writes them; chakra: execution traces; "
-        "both of one run, in the folder --out (default: %(default)s)",
-    )  # fmt: skip
-    add(
         "--out",
         help=f"the file; packed if it ends in {PACKED} (default: trace.json, or trace.json{PACKED} if large, in the "
         "run's folder; of several runs in this one)",
     )
     return parser
-
-
-def _for_other_tools(form: str, runs: Sequence[str], selection: Selection, out: Path | None) -> int:
-    """Write one traced run as files of another tool."""
-    if len(runs) != 1 or out is None:
-        raise ParameterError(f"--format {form}: give one run, and a folder as --out")
-    run, timeline = read(runs[0]), Timeline.of(Path(runs[0]))
-    if timeline is None:
-        raise ParameterError(f"{runs[0]}: no calls: run it with --trace")
-    if form == "kineto":
-        paths = kineto.write(run, timeline, selection, out)
-        sys.stdout.write(f"written: {len(paths)} files in {out}\n")
-        return 0
-    written = chakra.write_traces([*timeline.rows(selection)], out)
-    counts = ", ".join(f"{count} {kind}" for kind, count in sorted(written.nodes.items()))
-    sys.stdout.write(f"written: {out} ({counts})\n")
-    if written.left_out:
-        names = ", ".join(f"{count} {name}" for name, count in sorted(written.left_out.items()))
-        sys.stderr.write(f"spawnsim: trace: Chakra has no node for these calls: {names}\n")
-    refused = ", ".join(f"{count} {name}" for name, count in sorted(written.refused.items()) if count)
-    if refused:
-        sys.stderr.write(f"spawnsim: trace: nodes that ASTRA-sim refuses, unlike Chakra: {refused}\n")
-    return 0

@@ -3,8 +3,7 @@
 Calibration measures a communicator (`microbenchmarks`, `measuring`), fits a platform to it (`fitting`), and says how
 well it fits (`scoring`). Validation watches a real run (`watching`), predicts the same run on virtual ranks of a
 calibrated platform, and compares (`predicting`). Advice ranks policies on a platform (`goodput`, `advising`,
-`converging`). `inputs` and `chakra` read and write the files of other tools; `whatif` says what stragglers cost a
-traced job.
+`converging`). `inputs` reads files of other tools.
 """
 
 from __future__ import annotations

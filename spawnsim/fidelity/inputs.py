@@ -1,6 +1,6 @@
-"""What clusters write, read: nccl-tests and iperf3 to platforms, traces to compute times, sacct to faults, WAN tables.
+"""Readers of files from clusters: nccl-tests reports and WAN tables become platforms, profiler traces compute times.
 
-Every error names the file and the field. Nothing is run, and nothing is measured here.
+Every error names the file and the field.
 """
 
 from __future__ import annotations
@@ -11,8 +11,7 @@ import json
 import math
 import re
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
-from datetime import datetime
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +20,6 @@ import numpy as np
 from spawnsim.errors import ParameterError
 from spawnsim.models.collectives import Selection
 from spawnsim.models.compute import Trace
-from spawnsim.models.faults import Crash, Fault, FaultPlan, Restart
 from spawnsim.models.network import Hockney, Regions, Switch
 from spawnsim.models.platform import Platform
 
@@ -65,19 +63,6 @@ def _above_zero(path: Path, name: str, value: Any) -> float:
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < math.inf:
         raise ParameterError(f"{path}: {name} is {value!r}, not a number above 0")
     return float(value)
-
-
-def table_rows(path: Path, names: Sequence[str], delimiter: str) -> Iterator[tuple[int, dict[str, str]]]:
-    """Yield each row of a table with its line number; the columns named must be there."""
-    reader = csv.DictReader(_text(path).splitlines(), delimiter=delimiter)
-    missing = [name for name in names if name not in (reader.fieldnames or ())]
-    if missing:
-        raise ParameterError(f"{path}: no column {missing[0]!r}; it needs {', '.join(names)}")
-    for row in reader:
-        for name in names:
-            if row[name] is None:
-                raise ParameterError(f"{path}, line {reader.line_num}: {name} is missing")
-        yield reader.line_num, row
 
 
 # ---------------------------------------------------------------------------------------------------------- platforms
@@ -149,45 +134,6 @@ def _ranks_of(path: Path, document: Any) -> int:
     return ranks
 
 
-def read_iperf3(path: Path) -> Platform:
-    """Return the platform of an iperf3 report (`iperf3 -c HOST -J`): goodput, and half of the mean round trip.
-
-    Args:
-        path: the report of the client, over TCP.
-
-    Returns:
-        A switch of Hockney links. Under load the round trip holds what queues: measured with `-b` below the link's rate
-        it is shorter.
-
-    Raises:
-        ParameterError: the file cannot be read, the test failed, or a field is missing or no number.
-    """
-    document = _json(path)
-    if isinstance(document, dict) and document.get("error"):
-        raise ParameterError(f"{path}: error: the test failed: {document['error']}")
-    if _field(path, document, "start", "test_start", "protocol") != "TCP":
-        raise ParameterError(f"{path}: start.test_start.protocol is not TCP: run iperf3 without -u")
-    rate = _field(path, document, "end", "sum_received", "bits_per_second")
-    bandwidth = _above_zero(path, "end.sum_received.bits_per_second", rate) / 8
-    streams = _field(path, document, "end", "streams")
-    if not streams:
-        raise ParameterError(f"{path}: end.streams[0] is missing")
-    trips = [
-        _above_zero(
-            path,
-            f"end.streams[{at}].sender.mean_rtt",
-            _field(path, document, "end", "streams", at, "sender", "mean_rtt"),
-        )
-        for at in range(len(streams))
-    ]
-    return Platform(
-        path.stem,
-        Switch(Hockney(0.5e-6 * float(np.mean(trips)), bandwidth)),
-        description=f"iperf3, {len(streams)} streams: goodput as received, half of the mean round trip",
-        fitted=(("round_trips", ", ".join(f"{trip:g} us" for trip in trips)),),
-    )
-
-
 _CELL = re.compile(r"\s*([\d.eE+-]+)\s*/\s*([\d.eE+-]+)\s*")
 
 
@@ -206,7 +152,10 @@ def read_wan(path: Path, members: int | Sequence[int] = 1) -> Platform:
     Raises:
         ParameterError: the file cannot be read; a row, column or pair is missing, or no such pair of numbers.
     """
-    rows = {row["region"].strip(): (line, row) for line, row in table_rows(path, ["region"], ",")}
+    reader = csv.DictReader(_text(path).splitlines())
+    if "region" not in (reader.fieldnames or ()):
+        raise ParameterError(f"{path}: no column 'region'")
+    rows = {row["region"].strip(): (reader.line_num, row) for row in reader if row["region"]}
     pairs: dict[tuple[str, str], tuple[float, float]] = {}
     for source, (line, row) in rows.items():
         for dest in rows:
@@ -339,119 +288,3 @@ def _covered(spans: Intervals, begin: float, end: float) -> float:
 def _both(spans: Intervals, others: Intervals, begin: float, end: float) -> float:
     cut = [(max(first, begin), min(last, end)) for first, last in spans]
     return sum(_covered(others, first, last) for first, last in cut if last > first)
-
-
-# ------------------------------------------------------------------------------------------------------------- faults
-def read_spot(path: Path, *, ranks_per_node: int = 1) -> tuple[FaultPlan, int]:
-    """Return the preemptions and joins of a trace of how many spot instances there were.
-
-    Such traces ({"metadata": {"gap_seconds": 60}, "data": [4, 3, …]}) count instances and do not name them: the node
-    that came last goes first, and is the first to come back.
-
-    Args:
-        path: the trace, JSON.
-        ranks_per_node: on each node.
-
-    Returns:
-        The plan, and the number of ranks that it is for: those of the most nodes at one time.
-
-    Raises:
-        ParameterError: the file cannot be read, a field is missing or no number, or there never is a node.
-    """
-    document = _json(path)
-    gap_s = _above_zero(path, "metadata.gap_seconds", _field(path, document, "metadata", "gap_seconds"))
-    counts = _field(path, document, "data")
-    if not isinstance(counts, list):
-        raise ParameterError(f"{path}: data is {counts!r}, no list of numbers of nodes")
-    for at, count in enumerate(counts):
-        if isinstance(count, bool) or not isinstance(count, int) or not 0 <= count <= _MOST_NODES:
-            raise ParameterError(
-                f"{path}: data[{at}] is {count!r}, no number of nodes from 0 to {_MOST_NODES:,}"
-            )
-    most = max(counts, default=0)
-    if not most:
-        raise ParameterError(f"{path}: data: there never is a node")
-    faults: list[Fault] = []
-    for at, (before, now) in enumerate(zip([most, *counts], counts, strict=False)):
-        kind = Crash if now < before else Restart
-        fewer, more = sorted((before * ranks_per_node, now * ranks_per_node))
-        faults += [kind(rank, at * gap_s) for rank in range(fewer, more)]
-    return FaultPlan(tuple(faults)), most * ranks_per_node
-
-
-_MOST_NODES = 100_000
-_NEVER = ("Unknown", "None", "")  # what sacct writes of a run that was cancelled before it began
-_SACCT = ("JobID", "State", "Start", "End", "NodeList", "FailedNode")
-_NODES = re.compile(r"([^,\[]+)(?:\[([^\]]+)\])?,?")
-
-
-def read_sacct(path: Path, job: str | None = None, *, ranks_per_node: int = 8) -> FaultPlan:
-    """Return the node failures of one job, from `sacct -P -D --format=JobID,State,Start,End,NodeList,FailedNode`.
-
-    A row of state NODE_FAIL ends one run of the job: the ranks of its failed node crash at its end, and start again
-    when the next row of the job (it was requeued) does. Times count from the first start, queues included. Nodes hold
-    ranks in the order of the row's NodeList.
-
-    Args:
-        path: the table; steps of jobs (123.batch) are passed over.
-        job: which job; None: the only one.
-        ranks_per_node: on each node.
-
-    Returns:
-        The plan, without faults if no node failed.
-
-    Raises:
-        ParameterError: the file cannot be read, lacks a column, has several jobs or none, or a field makes no sense.
-    """
-    rows = [(line, row) for line, row in table_rows(path, _SACCT, "|") if "." not in row["JobID"]]
-    jobs = list(dict.fromkeys(row["JobID"] for _, row in rows))
-    if job is None and len(jobs) != 1:
-        raise ParameterError(f"{path}: JobID: {len(jobs)} jobs ({', '.join(jobs[:5])}): say which")
-    runs = [
-        (line, row) for line, row in rows if row["JobID"] == (job or jobs[0]) and row["Start"] not in _NEVER
-    ]
-    if not runs:
-        raise ParameterError(f"{path}: JobID: no run of job {job or jobs[0]} has started")
-    starts = [_time(path, line, "Start", row["Start"]) for line, row in runs]
-    faults: list[Fault] = []
-    for place, (line, row) in enumerate(runs):
-        if not row["State"].startswith("NODE_FAIL"):
-            continue
-        at_s = (_time(path, line, "End", row["End"]) - starts[0]).total_seconds()
-        nodes = _expanded(path, line, row)
-        if row["FailedNode"] not in nodes:
-            raise ParameterError(
-                f"{path}, line {line}: FailedNode is {row['FailedNode']!r}, none of the job's nodes"
-            )
-        first = nodes.index(row["FailedNode"]) * ranks_per_node
-        for rank in range(first, first + ranks_per_node):
-            faults.append(Crash(rank, at_s))
-            if place + 1 < len(runs):
-                faults.append(Restart(rank, (starts[place + 1] - starts[0]).total_seconds()))
-    return FaultPlan(tuple(faults))
-
-
-def _time(path: Path, line: int, name: str, words: str) -> datetime:
-    try:
-        return datetime.fromisoformat(words)
-    except ValueError:
-        raise ParameterError(
-            f"{path}, line {line}: {name} is {words!r}, not a time such as 2026-01-31T09:30:00"
-        ) from None
-
-
-def _expanded(path: Path, line: int, row: Mapping[str, str]) -> list[str]:
-    """Return the names that Slurm writes short: "gpu[01-03,07],login" is gpu01, gpu02, gpu03, gpu07, login."""
-    names = []
-    for stem, numbers in _NODES.findall(row["NodeList"]):
-        for part in numbers.split(",") if numbers else [""]:
-            first, _, last = part.partition("-")
-            if not part:
-                names.append(stem)
-            elif first.isdigit() and (last or first).isdigit():
-                names += [f"{stem}{at:0{len(first)}}" for at in range(int(first), int(last or first) + 1)]
-            else:
-                raise ParameterError(
-                    f"{path}, line {line}: NodeList is {row['NodeList']!r}: {part!r} is no range"
-                )
-    return names

@@ -18,7 +18,6 @@ from spawnsim.cli import main
 from spawnsim.errors import ParameterError
 from spawnsim.fidelity import inputs
 from spawnsim.models.collectives import Timing
-from spawnsim.models.faults import Crash, FaultPlan, Restart
 from spawnsim.models.network import Hockney, Regions, Switch
 from spawnsim.models.platform import load_platform
 
@@ -68,27 +67,6 @@ def test_nccl_tests(tmp_path: Path) -> None:
     assert max(times) == pytest.approx(30 * 20e-6 + 30 / 16 * (1 << 26) / 20e9, rel=0.01)
 
 
-def _iperf() -> dict[str, Any]:
-    sender = {"mean_rtt": 300}
-    return {
-        "start": {"test_start": {"protocol": "TCP"}},
-        "end": {
-            "streams": [{"sender": sender}, {"sender": {"mean_rtt": 500}}],
-            "sum_received": {"bits_per_second": 9.4e9},
-        },
-    }
-
-
-def test_iperf3(tmp_path: Path) -> None:
-    """Goodput as received; half of the mean round trip of the streams."""
-    platform = inputs.read_iperf3(_written(tmp_path, _iperf()))
-    assert isinstance(platform.network, Switch)
-    assert isinstance(platform.network.link, Hockney)
-    assert (platform.network.link.latency_s, platform.network.link.bandwidth_Bps) == pytest.approx(
-        (2e-4, 1.175e9)
-    )
-
-
 def _growing_quicker(document: Any) -> None:
     for place, result in enumerate(document["results"]):
         result["out_of_place"]["time"] = 5 - place / 9
@@ -103,46 +81,21 @@ NCCL_FAULTS = [
     (lambda d: d["config"].update(ngpus=0), "config.ngpus is 0"),
     (_growing_quicker, "larger sizes"),
 ]
-IPERF_FAULTS = [
-    (lambda d: d["end"].pop("sum_received"), "end.sum_received is missing"),
-    (lambda d: d["end"]["streams"][1]["sender"].clear(), r"end.streams\[1\].sender.mean_rtt is missing"),
-    (lambda d: d["end"].update(streams=[]), r"end.streams\[0\] is missing"),
-    (lambda d: d.update(error="unable to connect"), "error: the test failed: unable"),
-    (lambda d: d["start"]["test_start"].update(protocol="UDP"), "start.test_start.protocol is not TCP"),
-    (lambda d: d["end"]["sum_received"].update(bits_per_second=0), "bits_per_second is 0"),
-]
 
 
-@pytest.mark.parametrize(
-    ("read", "made", "change", "said"),
-    [(inputs.read_nccl, _nccl, *fault) for fault in NCCL_FAULTS]
-    + [(inputs.read_iperf3, _iperf, *fault) for fault in IPERF_FAULTS],
-)
-def test_reports_that_lack_something(
-    tmp_path: Path,
-    read: Callable[[Path], Any],
-    made: Callable[[], Any],
-    change: Callable[[Any], Any],
-    said: str,
-) -> None:
+@pytest.mark.parametrize(("change", "said"), NCCL_FAULTS)
+def test_reports_that_lack_something(tmp_path: Path, change: Callable[[Any], Any], said: str) -> None:
     """The error names the file and the field."""
-    document = json.loads(json.dumps(made()))  # a copy in which no two results are one object
+    document = json.loads(json.dumps(_nccl()))  # a copy in which no two results are one object
     change(document)
     path = _written(tmp_path, document)
     with pytest.raises(ParameterError, match=f"given.json: .*{said}"):
-        read(path)
+        inputs.read_nccl(path)
 
 
-@pytest.mark.parametrize("read", [inputs.read_nccl, inputs.read_iperf3, inputs.read_spot])
-def test_a_file_that_is_nested_too_deep(tmp_path: Path, read: Callable[[Path], Any]) -> None:
-    """The reader of JSON stops at the depth of the stack."""
-    with pytest.raises(ParameterError, match="deep: not valid JSON"):
-        read(_written(tmp_path, "[" * 100_000 + "]" * 100_000, "deep"))
-
-
-@pytest.mark.parametrize("read", [inputs.read_nccl, inputs.read_iperf3, inputs.read_wan, inputs.read_sacct])
+@pytest.mark.parametrize("read", [inputs.read_nccl, inputs.read_wan])
 def test_files_that_cannot_be_read(tmp_path: Path, read: Callable[[Path], Any]) -> None:
-    """No file, no text, nothing in it; a folder."""
+    """No file, no text, nothing in it, nested deeper than the stack; a folder."""
     with pytest.raises(ParameterError, match="is a folder: give its files"):
         read(tmp_path)
     with pytest.raises(ParameterError, match="cannot be read"):
@@ -150,10 +103,9 @@ def test_files_that_cannot_be_read(tmp_path: Path, read: Callable[[Path], Any]) 
     (tmp_path / "bytes").write_bytes(b"\xff\xfe\x00")
     with pytest.raises(ParameterError, match="bytes: "):
         read(tmp_path / "bytes")
-    with pytest.raises(ParameterError, match="empty: "):
-        read(_written(tmp_path, "", "empty"))
-    with pytest.raises(ParameterError, match="list: "):
-        read(_written(tmp_path, "[1, 2]", "list"))
+    for name, text in (("empty", ""), ("list", "[1, 2]"), ("deep", "[" * 60_000 + "]" * 60_000)):
+        with pytest.raises(ParameterError, match=f"{name}: "):
+            read(_written(tmp_path, text, name))
 
 
 WAN = "region,Oregon,Virginia,Tokyo\nOregon,2.5/2,33.5/0.79,48/0.523\nVirginia,,2.5/2,\nTokyo,,71.5/0.524,2.5/2\n"
@@ -273,83 +225,16 @@ def test_a_trace_of_the_profiler_itself(tmp_path: Path) -> None:
     assert (row > 0).all()
 
 
-SACCT = """JobID|State|Start|End|NodeList|FailedNode
-77|NODE_FAIL|2026-03-01T10:00:00|2026-03-01T11:30:00|gpu[09-11],big|gpu11
-77.batch|CANCELLED|2026-03-01T10:00:00|2026-03-01T11:30:00|gpu09|
-77|NODE_FAIL|2026-03-01T11:40:00|2026-03-01T12:00:00|gpu[09-10,12],big|big
-77|COMPLETED|2026-03-01T12:10:00|2026-03-01T20:00:00|gpu[09-12]|
-"""
-
-
-def test_sacct(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """All ranks of a failed node crash when the run ends, and are back when the job is; text that --faults takes."""
-    path = _written(tmp_path, SACCT, "sacct.txt")
-    found = set(inputs.read_sacct(path, ranks_per_node=4).faults)
-    first = {kind(rank, at) for rank in range(8, 12) for kind, at in ((Crash, 5400.0), (Restart, 6000.0))}
-    then = {kind(rank, at) for rank in range(12, 16) for kind, at in ((Crash, 7200.0), (Restart, 7800.0))}
-    assert found == first | then
-    out = tmp_path / "plan.json"
-    assert main(["import", "sacct", str(path), "--ranks-per-node", "4", "--out", str(out)]) == 0
-    assert set(FaultPlan.parse(str(out)).faults) == found
-    for change, said in (
-        (("|gpu11\n", "|gpu13\n"), "line 2: FailedNode is 'gpu13'"),
-        (("T11:30:00|gpu[", "T11h30|gpu["), "line 2: End is '2026-03-01T11h30'"),
-        (("[09-11]", "[x-11]"), "'x-11' is no range"),
-        (("|FailedNode", "|Reason"), "no column 'FailedNode'"),
-        (("77|COMPLETED", "78|COMPLETED"), r"JobID: 2 jobs \(77, 78\)"),
-    ):
-        with pytest.raises(ParameterError, match=f"sacct.txt.*{said}"):
-            inputs.read_sacct(_written(tmp_path, SACCT.replace(*change), "sacct.txt"))
-    waited = "77|CANCELLED by 0|None|Unknown|None assigned|\n"
-    with pytest.raises(ParameterError, match="no run of job"):
-        inputs.read_sacct(_written(tmp_path, SACCT.split("\n")[0] + "\n" + waited, "sacct.txt"))
-    with pytest.raises(ParameterError, match="no run of job 5"):
-        inputs.read_sacct(_written(tmp_path, SACCT, "sacct.txt"), "5")
+def test_the_command_writes_platforms(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A report becomes a file that loads, with the largest error of its fit; misuse is refused."""
+    path, out = str(_written(tmp_path, _nccl())), str(tmp_path / "nccl.toml")
+    assert main(["import", "nccl", path, "--out", out]) == 0
+    assert isinstance(load_platform(out).network, Switch)
+    assert "off by up to 0% of 14 times" in capsys.readouterr().out
     for wrong, said in (
-        (["sacct", str(path), "--out", "plan.txt"], ".json file"),
-        (["wan", str(path), "--members", "a", "--out", "wan.toml"], "--members 'a'"),
-        (["nccl", str(path), str(path), "--out", str(out)], "give one file"),
-        (["wan", str(path), "--out", str(out)], "a platform is a .toml file"),
+        (["wan", path, "--members", "a", "--out", "wan.toml"], "--members 'a'"),
+        (["nccl", path, path, "--out", out], "give one file"),
+        (["wan", path, "--out", "plan.json"], "a platform is a .toml file"),
     ):
         assert main(["import", *wrong]) == 2
         assert said in capsys.readouterr().err
-
-
-def test_spot_instances(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Three nodes of two ranks at most: who is not there at first, goes, and comes back, the last one first."""
-    path = _written(tmp_path, {"metadata": {"gap_seconds": 60}, "data": [2, 3, 3, 1, 2]}, "spot.json")
-    plan, ranks = inputs.read_spot(path, ranks_per_node=2)
-    assert ranks == 6
-    expected = [
-        (Crash, (4, 5), 0.0),
-        (Restart, (4, 5), 60.0),
-        (Crash, (2, 3, 4, 5), 180.0),
-        (Restart, (2, 3), 240.0),
-    ]
-    assert set(plan.faults) == {kind(rank, at) for kind, who, at in expected for rank in who}
-    out = tmp_path / "plan.json"
-    assert main(["import", "spot", str(path), "--ranks-per-node", "2", "--out", str(out)]) == 0
-    assert "--ranks 6 --faults" in capsys.readouterr().out
-    plan = FaultPlan.parse(str(out))
-    alive = spawnsim.run(lambda comm: (comm.clock.sleep(100.0), comm.record(at=1)), ranks=6, faults=plan)
-    assert sorted(set(alive.table["rank"].tolist())) == [0, 1, 2, 3, 4, 5]
-    for document, said in (
-        ({"data": [1]}, "metadata is missing"),
-        ({"metadata": {"gap_seconds": 0}, "data": [1]}, "metadata.gap_seconds is 0"),
-        ({"metadata": {"gap_seconds": 60}, "data": [1, -1]}, r"data\[1\] is -1"),
-        ({"metadata": {"gap_seconds": 60}, "data": [0]}, "data: there never is a node"),
-        ({"metadata": {"gap_seconds": 60}, "data": "x"}, "data is .x., no list of numbers of nodes"),
-        ({"metadata": {"gap_seconds": 60}, "data": 5}, "data is 5, no list"),
-    ):
-        with pytest.raises(ParameterError, match=f"spot.json: {said}"):
-            inputs.read_spot(_written(tmp_path, document, "spot.json"))
-    assert main(["import", "spot", str(path), "--ranks-per-node", "0", "--out", str(out)]) == 2
-
-
-def test_the_command_writes_platforms(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Both reports become files that load; how far a fit is off is told."""
-    for kind, document in (("nccl", _nccl()), ("iperf3", _iperf())):
-        out = tmp_path / f"{kind}.toml"
-        assert main(["import", kind, str(_written(tmp_path, document)), "--out", str(out)]) == 0
-        assert isinstance(load_platform(out).network, Switch)
-    assert "off by up to 0% of 14 times" in capsys.readouterr().out

@@ -58,7 +58,6 @@ HELD = {
     "goodput of a server whose card is full, or not": (
         "fidelity/test_advise.py", "test_a_server_follows_its_closed_form"
     ),
-    "a pipeline, and what its stragglers cost": ("fidelity/test_whatif.py", "test_a_long_last_stage"),
 }  # fmt: skip
 
 
