@@ -15,7 +15,7 @@ import torch
 from spawnsim.comm import Comm
 from spawnsim.errors import ParameterError, UsageError, WorldError
 from spawnsim.policies.averaging.averager import DecentralizedAverager
-from spawnsim.policies.averaging.download import State
+from spawnsim.policies.averaging.directory import State
 from spawnsim.policies.averaging.interface import StepControl
 from spawnsim.policies.averaging.vector import Vector
 from spawnsim.policies.base import Info, SpawnPolicy

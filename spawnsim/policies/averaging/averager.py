@@ -21,24 +21,27 @@ import torch
 from spawnsim.comm import as_comm
 from spawnsim.errors import ParameterError, Timeout, UsageError
 from spawnsim.policies.averaging.butterfly import Group
-from spawnsim.policies.averaging.download import Download, Loaded, State, StateDonor, StateDownload
-from spawnsim.policies.averaging.grouping import (
+from spawnsim.policies.averaging.directory import (
     DirectoryClient,
     DirectoryShard,
-    Matchmaking,
-    check_bits,
-    next_bits,
+    Loaded,
+    State,
+    StateDonor,
+    StateDownload,
 )
 from spawnsim.policies.averaging.interface import (
     Averaged,
     AveragingFailed,
     Cancelled,
+    Matchmaking,
     Settings,
     StepControl,
+    check_bits,
     check_weight,
+    next_bits,
 )
 from spawnsim.policies.averaging.steps import StepQueue, StepRequest
-from spawnsim.policies.averaging.vector import Values, Vector
+from spawnsim.policies.averaging.vector import Vector
 from spawnsim.policies.exchange.endpoint import PAUSE_S, Endpoint, ProgressEngine
 from spawnsim.policies.exchange.messages import Kind, Message
 from spawnsim.policies.state.codecs import (
@@ -89,9 +92,7 @@ class DecentralizedAverager:
         declare_state_period: seconds between declarations as a donor.
         shutdown_timeout: seconds that `shutdown` waits for the background at most.
         step_timeout: seconds for finding a group if `step(timeout=...)` does not say (default: the deadline).
-        error_feedback: add what compression lost to what is sent next time.
         matchmaking: a rule that says who averages with whom in each round, instead of the protocol.
-        burst: parts sent between two looks at what has arrived.
         tag: of all messages; by default the prefix's own, from 16384 to 32767.
 
     Raises:
@@ -111,16 +112,15 @@ class DecentralizedAverager:
         tensor_infos: Sequence[CompressionInfo] | None = None,
         bandwidth: float | None = None, min_vector_size: int = 0, auxiliary: bool = False,
         allow_state_sharing: bool | None = None, declare_state_period: float = 30.0, client_mode: bool | None = None,
-        shutdown_timeout: float = 5.0, step_timeout: float | None = None, error_feedback: bool = False,
-        matchmaking: Matchmaking | None = None, burst: int = 64, tag: int | None = None,
+        shutdown_timeout: float = 5.0, step_timeout: float | None = None, matchmaking: Matchmaking | None = None,
+        tag: int | None = None,
     ) -> None:
         given = dict(locals())  # the arguments, as long as no other name is local: all but three are settings
         # fmt: on
-        # By name, not by position: of 27 values of a few types, two that are exchanged would pass every check.
+        # By name, not by position: of 25 values of a few types, two that are exchanged would pass every check.
         self.settings = settings = Settings(**{field.name: given[field.name] for field in fields(Settings)})
         self.comm = as_comm(comm)
         self.vector = Vector(averaged_tensors, self.codecs(averaged_tensors))
-        self.residuals: list[Values] | None = self.vector.zeros() if error_feedback else None
         self.rank, self.size, self.round = self.comm.Get_rank(), self.comm.Get_size(), 0
         self.bits = initial_group_bits
         self.endpoint = Endpoint(
@@ -185,14 +185,7 @@ class DecentralizedAverager:
             return None
 
     def search_s(self, timeout: float | None = None) -> float:
-        """Return how long a search may take.
-
-        Args:
-            timeout: seconds, if the caller gave any.
-
-        Returns:
-            Seconds: `timeout`, else `step_timeout`, else the communicator's deadline.
-        """
+        """Return how long a search may take: `timeout`, else `step_timeout`, else the communicator's deadline."""
         given = self.settings.step_timeout if timeout is None else timeout
         return self.comm.clock.limit_s() if given is None else given
 
@@ -227,13 +220,9 @@ class DecentralizedAverager:
         now_s, chunk_s = self.comm.clock.now(), self.settings.next_chunk_timeout
         if chunk_s is None:
             chunk_s = min(self.comm.clock.limit_s(), math.inf if timeout is None else timeout / 2)
-        rng, until_s = self.comm.rng("groups.donors"), None if timeout is None else now_s + timeout
         # In `hold`, since a background task may be routing messages to the former download.
         with self.engine.hold():
-            download = Download(self.number(), chunk_s, rng)
-            self.loading = StateDownload(
-                self.settings, self.directory, self.engine, download, self.number, until_s
-            )
+            self.loading = StateDownload(self, chunk_s, None if timeout is None else now_s + timeout)
         self.progress()
         return self.loading.result() if wait else self.loading
 
@@ -263,22 +252,14 @@ class DecentralizedAverager:
         self.engine.progress()
 
     def serve(self, seconds: float) -> None:
-        """Make progress for some time: what an auxiliary, or a rank that has nothing else to do, is for.
-
-        Args:
-            seconds: of `comm.clock`.
-        """
+        """Make progress for some seconds, as an auxiliary does, or a rank that has nothing else to do."""
         self.engine.drive(lambda: False, seconds)
 
     def run_in_background(self, await_ready: bool = True, timeout: float | None = None) -> None:
         """Make progress beside the rank's program, until `shutdown`.
 
-        Args:
-            await_ready: wait until this rank answers others.
-            timeout: seconds to wait at most (default: the communicator's deadline).
-
-        Raises:
-            Timeout: it was not ready in time.
+        With `await_ready`, wait until this rank answers others, at most `timeout` seconds (default: the communicator's
+        deadline), then raise `Timeout`.
         """
         self.engine.run_in_background()
         if await_ready and not self.engine.await_ready(self.comm.clock.limit_s() if timeout is None else timeout):
@@ -286,29 +267,11 @@ class DecentralizedAverager:
 
     # ------------------------------------------------------------------------------------------------ the rest
     def get_group_bits(self, wait: bool = True) -> str | Future[str]:
-        """Return the bits of this rank's group key.
-
-        Args:
-            wait: there is nothing to wait for; False wraps the result, as hivemind's signature has it.
-
-        Returns:
-            A string of 0 and 1; with `wait=False` a future of it.
-        """
+        """Return the bits of this rank's group key; with `wait=False` a future of them, as hivemind does."""
         return self.bits if wait else _future(self.bits)
 
     def set_group_bits(self, group_bits: str, wait: bool = True) -> Future[None] | None:
-        """Set the bits of this rank's group key, from the next search on.
-
-        Args:
-            group_bits: a string of 0 and 1.
-            wait: as for `get_group_bits`.
-
-        Returns:
-            None; with `wait=False` a future of it.
-
-        Raises:
-            ParameterError: `group_bits` has other characters.
-        """
+        """Set the bits of this rank's group key, a string of 0 and 1, from the next search on."""
         self.bits = check_bits(group_bits)
         return None if wait else _future(None)
 
@@ -321,11 +284,7 @@ class DecentralizedAverager:
     def shutdown(self, timeout: float | None = None) -> bool:
         """Cancel what is under way, withdraw all declarations, stop the background. Not collective; may be repeated.
 
-        Args:
-            timeout: seconds to wait at most (default: `shutdown_timeout`).
-
-        Returns:
-            Whether the background has stopped; True if there was none.
+        Wait at most `timeout` seconds (default: `shutdown_timeout`) and return whether the background has stopped.
         """
         # Inside `hold`, since a background task may be in the middle of a step. The progress between the two lets the
         # cancelled steps tell their groups (ABSENT, LEAVE), so that no member waits for this rank until a time-out.
@@ -339,53 +298,29 @@ class DecentralizedAverager:
         return self.engine.stop(self.settings.shutdown_timeout if timeout is None else timeout)
 
     def codecs(self, tensors: Sequence[torch.Tensor]) -> list[Codec]:
-        """Return the codec of each tensor, as `compression` and `tensor_infos` choose it.
-
-        Args:
-            tensors: as many as are averaged, of any dtype and shape.
-
-        Returns:
-            One codec for each.
-
-        Raises:
-            ParameterError: `tensor_infos` describes other tensors.
-        """
+        """Return the codec of each tensor, as `compression` and `tensor_infos` choose it."""
         if self.settings.tensor_infos is not None:
             check_infos(self.settings.tensor_infos, tensors)
         return codecs_for(self.settings.compression, self.settings.tensor_infos or infos_by_place(tensors))
 
     # --------------------------------------------------------------------------------------------- the tensors
     def acquire_tensors(self) -> bool:
-        """Take the tensors, unless `get_tensors` or another thread has them.
-
-        Returns:
-            Whether they were free; then `release_tensors` must follow.
-        """
+        """Take the tensors, unless `get_tensors` or another thread has them; `release_tensors` gives them back."""
         # Not blocking: a task that waited here would keep a virtual rank's other tasks from releasing it.
         return self._tensors.acquire(blocking=False)
 
     def release_tensors(self) -> None:
-        """Give the tensors back."""
         self._tensors.release()
 
     def get_current_state(self) -> State:
-        """Return the state that newcomers download. Meant to be overridden.
+        """Return the state that newcomers download: (small metadata, tensors, their `CompressionInfo`s or None).
 
-        Returns:
-            (small metadata, tensors, their `CompressionInfo`s or None); an override may leave the third out. By
-            default: the group key's bits, and the averaged tensors.
+        Meant to be overridden; an override may leave the third out.
         """
         return {"group_key": self.bits}, self.vector.tensors, self.settings.tensor_infos
 
     # -------------------------------------------------------------------- called by the engine, the search, the steps
     def advance(self, arrived: list[tuple[int, Message]], now_s: float, dead: set[int]) -> None:
-        """Take what has arrived and do what is due. The engine calls this.
-
-        Args:
-            arrived: (source, message), those of one source in the order in which it sent them.
-            now_s: time of `comm.clock`.
-            dead: ranks newly known to be dead.
-        """
         for source, message in arrived:
             self._route(source, message, now_s)
         # After the messages: an answer that has just come must not be counted as missing.
@@ -394,14 +329,13 @@ class DecentralizedAverager:
             self.loading.tick(now_s, dead)
         self.donor.declare(now_s)
         # Only if a newcomer waits, and the tensors are free: a snapshot in the middle of a step would mix two states.
-        if self.donor.waiting and self.acquire_tensors():
+        if self.donor.fetches and self.acquire_tensors():
             try:
                 self.donor.answer(self.get_current_state)
             finally:
                 self.release_tensors()
 
     def _route(self, source: int, message: Message, now_s: float) -> None:
-        """Hand a message to the part of the averager that it is for."""
         if message.kind is Kind.DECLARE:
             self.endpoint.send_all(self.shard.handle(source, message, now_s))
         elif message.kind is Kind.LISTED and not message.number:  # the search's; a number names a download's question
@@ -409,7 +343,7 @@ class DecentralizedAverager:
             if step is not None and step.matchmaker is not None and key == step.matchmaker.key:
                 step.matchmaker.listed(now_s)
         elif message.kind is Kind.FETCH:
-            self.donor.asked(source, message)
+            self.donor.fetches.append((source, message))
         elif message.kind in (Kind.STATE, Kind.LISTED):
             if self.loading is not None:
                 self.loading.handle(source, message, now_s)
@@ -417,27 +351,17 @@ class DecentralizedAverager:
             self.steps.handle(source, message, now_s)
 
     def wake_s(self) -> float:
-        """Return when `advance` is next needed. The engine calls this.
-
-        Returns:
-            Seconds of `comm.clock`: −∞ for at once, ∞ for not before a message arrives.
-        """
-        times = [self.directory.wake_s(), self.donor.wake_s(), self.steps.wake_s()]
+        times = [self.directory.wake_s(), self.donor.declare_s, self.steps.wake_s()]
         if self.loading is not None and not self.loading.done():
             times.append(self.loading.wake_s())
         return min(times)
 
     def formed(self, group: Group, led: bool) -> None:
-        """Take note of a formed group: the members scatter over the keys of the next round.
-
-        Args:
-            group: a group that this rank is in.
-            led: whether this rank is its leader, which alone records the event "group".
-        """
+        """Take note of a group with this rank in it; its leader alone records the event "group"."""
         self.steps.note_group(group.number)
         index, size = group.ranks.index(self.rank), len(group.members)
         target = self.settings.target_group_size
-        # From the group's number, so that all members scatter without another message.
+        # From the group's number, so that all members scatter over the next round's keys without another message.
         self.bits = next_bits(self.bits, group.number, index=index, group_size=size, target=target)
         if led:
             self.comm.record.event(
@@ -445,11 +369,6 @@ class DecentralizedAverager:
             )
 
     def averaged(self, result: Averaged) -> None:
-        """Take note of a result: one that is not complete is an event of the run.
-
-        Args:
-            result: of a step that has ended with an average.
-        """
         self.donor.renew(self.comm.clock.now())
         if not result.complete:
             missing = {str(rank): share for rank, share in result.missing.items()}
@@ -458,16 +377,11 @@ class DecentralizedAverager:
             )
 
     def number(self) -> int:
-        """Draw a number for a request, group or download.
-
-        Returns:
-            62 random bits, so that in practice no two ranks draw the same.
-        """
+        """Draw 62 random bits, which name a request, group or download: in practice no two ranks draw the same."""
         return int(self.comm.rng("groups.number").integers(1, 2**62))
 
 
 def _future(value: Any) -> Future[Any]:
-    """Return a future that is done."""
     future: Future[Any] = Future()
     future.set_result(value)
     return future

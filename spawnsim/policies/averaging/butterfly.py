@@ -1,4 +1,4 @@
-"""The all-reduce of one group, as one member sees it: a state machine driven by messages and the time it is told.
+"""The all-reduce of one group, as one member sees it: a state machine driven by messages and the time it is given.
 
 Every member reduces a range of the vector (`vector.py`): it collects that range's parts from all senders, averages
 them in the members' order, and returns to each sender the average minus what that sender sent. No communicator and no
@@ -41,7 +41,7 @@ class PartSender:
         self.window = max(AHEAD // max(len(self.counts) - 1, 1), AHEAD_EACH)
         self.failed: set[int] = set()
         self._sent = dict.fromkeys(self.counts, 0)
-        self._answered = dict.fromkeys(self.counts, 0)
+        self.answers = Counter[int]()  # parts that each reducer has answered, or passed over
         self._turn = deque(self.counts)  # reducers that have not been sent all their parts
 
     def next(self) -> tuple[int, int] | None:
@@ -58,35 +58,30 @@ class PartSender:
         return None
 
     def _has_room(self, rank: int) -> bool:
-        return self._sent[rank] - self._answered[rank] < self.window
+        return self._sent[rank] - self.answers[rank] < self.window
 
     @property
     def can_send(self) -> bool:
-        """Whether `next` has something to send."""
         return any(map(self._has_room, self._turn))
 
     def awaits(self, rank: int) -> bool:
         """Whether a reducer owes an answer."""
-        return rank not in self.failed and self._answered.get(rank, 0) < self._sent.get(rank, 0)
+        return rank not in self.failed and self.answers[rank] < self._sent.get(rank, 0)
 
     def answered(self, rank: int, index: int) -> bool:
         """Note the answer to a part (and that those before it are lost); false if none is expected."""
-        if rank in self.failed or not self._answered.get(rank, 0) <= index < self.counts.get(rank, 0):
+        if rank in self.failed or not self.answers[rank] <= index < self.counts.get(rank, 0):
             return False
-        self._answered[rank] = index + 1
+        self.answers[rank] = index + 1
         if self._sent[rank] <= index:  # it does not wait for the part: it has averaged without this sender
             self._sent[rank] = index + 1
             if self._sent[rank] == self.counts[rank]:
                 self._turn.remove(rank)
         return True
 
-    def answers(self, rank: int) -> int:
-        """Return how many parts a reducer has answered."""
-        return self._answered.get(rank, 0)
-
     def fail(self, rank: int) -> bool:
         """Give a reducer up; return whether anything was expected of it."""
-        if rank in self.failed or self._answered.get(rank, 0) >= self.counts.get(rank, 0):
+        if rank in self.failed or self.answers[rank] >= self.counts.get(rank, 0):
             return False
         self.failed.add(rank)
         if rank in self._turn:
@@ -96,9 +91,7 @@ class PartSender:
     @property
     def finished(self) -> bool:
         """Whether all parts were sent and answered, but for the failed reducers'."""
-        return all(
-            rank in self.failed or self._answered[rank] == count for rank, count in self.counts.items()
-        )
+        return all(rank in self.failed or self.answers[rank] == count for rank, count in self.counts.items())
 
 
 class ReducedPart(NamedTuple):
@@ -121,7 +114,6 @@ class PartReducer:
 
     @property
     def finished(self) -> bool:
-        """Whether all parts are averaged."""
         return self.done == len(self.parts)
 
     def awaits(self, sender: int) -> bool:
@@ -140,10 +132,6 @@ class PartReducer:
         self.progress[sender] = index + 1
         return True
 
-    def ban(self, sender: int) -> None:
-        """Wait for a sender no more: what it has sent counts, what comes later does not."""
-        self.live.discard(sender)
-
     def ready(self) -> Iterator[ReducedPart]:
         """Yield the parts for which no sender is awaited any more, in order."""
         while not self.finished and not any(map(self.awaits, self.live)):
@@ -157,14 +145,12 @@ class PartReducer:
         missing = tuple(sender for sender in self.senders if sender not in came)
         if not present:
             return ReducedPart(index, {}, 0.0, missing)
-        mean, total = average(
-            [came[sender][0] for sender in present], [came[sender][1] for sender in present]
-        )
+        parts, weights = zip(*(came[sender] for sender in present), strict=True)
+        mean, total = average(parts, weights)
         if total == 0:
             return ReducedPart(index, {}, 0.0, tuple(self.senders))
-        return ReducedPart(
-            index, {sender: difference(mean, came[sender][0]) for sender in present}, total, missing
-        )
+        deltas = {sender: difference(mean, part) for sender, part in zip(present, parts, strict=True)}
+        return ReducedPart(index, deltas, total, missing)
 
 
 class Role(Enum):
@@ -189,7 +175,6 @@ class Member(NamedTuple):
 
     @classmethod
     def of(cls, plain: tuple[int, str, float | None, Any]) -> Member:
-        """Return the member that travelled."""
         rank, role, bandwidth, gathered = plain
         return cls(rank, Role(role), bandwidth, gathered)
 
@@ -203,16 +188,13 @@ class Group(NamedTuple):
 
     @property
     def ranks(self) -> tuple[int, ...]:
-        """The members' ranks, in order."""
         return tuple(member.rank for member in self.members)
 
     def plain(self) -> tuple[int, list[Any], str]:
-        """Return what travels."""
         return self.number, [member.plain() for member in self.members], self.key
 
     @classmethod
     def of(cls, plain: tuple[int, list[Any], str]) -> Group:
-        """Return the group that travelled."""
         number, members, key = plain
         return cls(number, tuple(map(Member.of, members)), key)
 
@@ -249,11 +231,10 @@ class Butterfly:
     """One member's part in one all-reduce. Feed it messages and time, send what is in `out`, until `finished`."""
 
     def __init__(
-        self, rank: int, group: Group, vector: Vector, *, weight: float, limits: Limits, now_s: float,
-        residuals: list[Values] | None = None,
-    ) -> None:  # fmt: skip
+        self, rank: int, group: Group, vector: Vector, *, weight: float, limits: Limits, now_s: float
+    ) -> None:
         self.rank, self.group, self.vector, self.limits = rank, group, vector, limits
-        self.weight, self.began_s, self.residuals = weight, now_s, residuals
+        self.weight, self.began_s = weight, now_s
         self.out: deque[Outgoing] = deque()
         self.counts: Counter[str] = Counter()
         self.deltas = vector.zeros()
@@ -292,15 +273,7 @@ class Butterfly:
 
     def _message(self, part: Part, index: int) -> Message:
         codec = self.vector.segments[part.segment].codec
-        piece = self._values[part.segment][part.start : part.stop]
-        if self.residuals is None:
-            raw, body = pack(codec, piece)
-        else:
-            kept = self.residuals[part.segment][part.start : part.stop]
-            piece = piece + kept
-            raw, body = pack(codec, piece)
-            # What compression lost is kept for the next time, in the very place that it was lost.
-            kept[:] = difference(piece, self.vector.unpacked(part, raw, body))
+        raw, body = pack(codec, self._values[part.segment][part.start : part.stop])
         return Message(Kind.PART, self.group.number, part=index, value=self.weight, body=body, raw=raw)
 
     # ---------------------------------------------------------------------------------------------- receiving
@@ -383,16 +356,13 @@ class Butterfly:
         """Note that a member takes no part any more: it is banned as a sender and has failed as a reducer."""
         self._lost.add(rank)
         self._ban(rank, now_s)
-        self._fail(rank)
+        self.counts["failed reducers"] += self.sending.fail(rank)
 
     def _ban(self, rank: int, now_s: float) -> None:
         if rank in self.reducer.live:
             self.counts["banned"] += not self.reducer.finished
-            self.reducer.ban(rank)
+            self.reducer.live.discard(rank)
             self._reduce(now_s)
-
-    def _fail(self, rank: int) -> None:
-        self.counts["failed reducers"] += self.sending.fail(rank)
 
     def _late(self) -> Iterator[tuple[float, bool, int]]:
         """Yield (due, whether as sender, rank) for each member that is awaited."""
@@ -407,20 +377,19 @@ class Butterfly:
                 yield min(self._heard_s[rank] + limits.reducer_timeout_s, end_s), False, rank
 
     def tick(self, now_s: float) -> None:
-        """Ban senders and give up reducers whose time is over."""
         # A list first, since a ban may average parts and so change who is awaited.
         for due_s, as_sender, rank in list(self._late()):
-            if due_s <= now_s:
-                self._ban(rank, now_s) if as_sender else self._fail(rank)
+            if due_s <= now_s and as_sender:
+                self._ban(rank, now_s)
+            elif due_s <= now_s:
+                self.counts["failed reducers"] += self.sending.fail(rank)
 
     def wake_s(self) -> float:
-        """Return when `tick` is next needed."""
         return min((due_s for due_s, _, _ in self._late()), default=math.inf)
 
     # ---------------------------------------------------------------------------------------------- the result
     @property
     def finished(self) -> bool:
-        """Whether this member has all it can get and has given all it owes."""
         return self.sending.finished and self.reducer.finished
 
     @property
@@ -433,6 +402,5 @@ class Butterfly:
 
         An auxiliary knows it of the parts that it has averaged itself.
         """
-        return {
-            rank: self._lacking[rank] / self._returned for rank in self.group.ranks if self._lacking[rank]
-        }
+        lacking, returned = self._lacking, self._returned
+        return {rank: lacking[rank] / returned for rank in self.group.ranks if lacking[rank]}

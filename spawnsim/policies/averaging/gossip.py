@@ -71,7 +71,6 @@ class Pace:
 
     @property
     def patience_s(self) -> float:
-        """Seconds to wait for an answer."""
         return self.patience_for(1)
 
     def patience_for(self, levels: int) -> float:
@@ -125,8 +124,7 @@ class PairwiseGossip:
         self._gain = share * GAIN[mode]
         self.out: deque[Outgoing] = deque()
         self.counts: Counter[str] = Counter()
-        self.rounds = 0
-        self.active = False
+        self.rounds, self.active = 0, False
         self._rng = rng
         self._asked: _Pending | None = None
         self._absent: dict[int, float] = {}  # rank → until when it is not asked
@@ -135,30 +133,25 @@ class PairwiseGossip:
         self._due_s = math.inf
 
     def set_active(self, active: bool, now_s: float, *, for_good: bool = False) -> None:
-        """Begin or cease to ask and to answer."""
         self.active = active
         self._due_s = now_s + self.pace.interval_s if active else math.inf
 
     def note_step(self, step_s: float) -> None:
-        """Note how long this rank usually does not look at its messages."""
+        """Note how long this rank is usually busy between two looks at its messages."""
         self.pace.step_s = step_s
 
     @property
     def settled(self) -> bool:
-        """Whether nothing is under way."""
         return self._asked is None
 
     @property
     def relied_on(self) -> bool:
-        """Whether others rely on this rank: none does."""
-        return False
+        return False  # others find another partner
 
     def forget(self) -> None:
-        """Take no answer any more."""
         self._asked = None
 
     def tick(self, now_s: float, vector: Vector) -> None:
-        """Ask the next partner if it is time."""
         if self._asked is not None and now_s >= self._asked.until_s:
             self.counts["silent peers"] += 1
             self._silences[self._asked.peer] += 1
@@ -186,18 +179,16 @@ class PairwiseGossip:
         self._absent[peer] = now_s + doubled * max(4 * self.pace.interval_s, self.pace.patience_s)
 
     def lost(self, rank: int, now_s: float) -> None:
-        """Note that a rank is dead."""
         # For ever: a rank that restarts comes in another communicator.
         self._absent[rank] = math.inf
         if self._asked is not None and self._asked.peer == rank:
             self._asked = None
 
     def handle(self, source: int, message: Message, now_s: float, vector: Vector) -> None:
-        """Take a message."""
         self._silences[source] = 0
         if message.kind is Kind.SWAP:
             self._absent.pop(source, None)
-            # Asking ranks are remembered, so that leaving can be told to those who would ask again.
+            # Remembered, so that this rank, when it leaves, can warn those who would ask again.
             self._requesters.add(source)
             self._swap(source, message, vector)
             return
@@ -219,11 +210,9 @@ class PairwiseGossip:
         # Read before they change: the answer holds the weights as they were, or the sum over both would not be kept.
         own = vector.read()
         # A gain above one half would overshoot; it can only come from damage or another version.
-        fair = self.active and 0 < message.value <= 0.5
+        fair, answer = self.active and 0 < message.value <= 0.5, Message(Kind.DECLINED, message.number)
         if fair and self._approach(vector, message.body, own, message.value):
             answer = Message(Kind.SWAPPED, message.number, body=as_body(own))
-        else:
-            answer = Message(Kind.DECLINED, message.number)
         self.out.append((source, answer))
 
     def _approach(self, vector: Vector, body: Bytes, own: list[Values], gain: float) -> bool:
@@ -238,9 +227,8 @@ class PairwiseGossip:
         return True
 
     def wake_s(self) -> float:
-        """Return when `tick` is next needed."""
         return self._due_s if self._asked is None else self._asked.until_s
 
     def leave(self) -> None:
-        """Tell the ranks that have asked before not to ask again."""
+        """Ask the ranks that have asked before not to ask again."""
         self.out.extend((rank, Message(Kind.DECLINED, 0, part=1)) for rank in sorted(self._requesters))

@@ -1,7 +1,8 @@
-"""What the caller of an averager gives and gets: settings, the handle of a step, and its result.
+"""What the caller of an averager gives and gets: settings, rules that say who averages, a step's handle and result.
 
-Settings are checked when they are made. A step is seen from outside: its stage, its weight, its trigger, and how whole
-the average is; what drives it is handed in as functions. No communicator, no tensor.
+A static rule is any object with `members(rank, size, round)`, which returns the sorted ranks of the group, `rank`
+included; each partitions the ranks in every round, the same on every rank. Settings are checked when they are made.
+What drives a step is handed to its handle as a function. No communicator, no tensor.
 """
 
 from __future__ import annotations
@@ -11,12 +12,138 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any
+from typing import Any, Protocol
+
+import numpy as np
 
 from spawnsim.errors import ParameterError, Timeout, UsageError, WorldError
 from spawnsim.policies.averaging.butterfly import Butterfly, Limits, Role
-from spawnsim.policies.averaging.grouping import Matchmaking, check_bits, digest
+from spawnsim.policies.averaging.vector import digest
 from spawnsim.policies.state.codecs import Choices, CompressionInfo, as_compression
+from spawnsim.random import generator
+
+
+def check_bits(bits: str) -> str:
+    """Return the bits, or raise `ParameterError`."""
+    if set(bits) - {"0", "1"}:
+        raise ParameterError(f"group bits {bits!r}: give a string of 0 and 1, such as '0110', or ''")
+    return bits
+
+
+def next_bits(bits: str, group: int, *, index: int, group_size: int, target: int | None) -> str:
+    """Return a member's bits after its group has formed, so that its members scatter next time (Moshpit).
+
+    All members draw the same distinct buckets from the group's number, one each; the bucket's bits are appended and
+    the oldest fall out. There are `target` buckets, rounded up to a power of two (by default the group's size, so).
+    Source: Ryabinin et al., "Moshpit SGD" (2021), section 3.
+    """
+    if not bits:
+        return ""
+    count = max(int(target or group_size), group_size, 2)
+    width = (count - 1).bit_length()
+    stream = np.random.Generator(np.random.PCG64(group))
+    bucket = int(stream.permutation(count)[index])
+    return (bits + format(bucket, f"0{width}b"))[-len(bits) :]
+
+
+class Matchmaking(Protocol):
+    """A static rule: which ranks average with each other in a round."""
+
+    def members(self, rank: int, size: int, round_: int) -> tuple[int, ...]:
+        """Return the sorted ranks of this rank's group, itself included."""
+
+
+@dataclass(frozen=True, slots=True)
+class Everyone:
+    """All ranks, in every round."""
+
+    def members(self, rank: int, size: int, round_: int) -> tuple[int, ...]:
+        return tuple(range(size))
+
+
+@dataclass(frozen=True, slots=True)
+class Grid:
+    """Ranks are coordinates; round t averages along axis t mod d. N = M₁·…·M_d ranks agree exactly after d rounds.
+
+    `shape` names the sides; None takes the most nearly square pair. Where the ranks do not fill the grid, its last
+    lines are short.
+    """
+
+    shape: tuple[int, ...] | None = None
+
+    def __post_init__(self) -> None:
+        if self.shape is not None and (not self.shape or min(self.shape) < 1):
+            raise ParameterError(f"shape={self.shape!r}: give at least one side, each of at least 1")
+
+    def sides(self, size: int) -> tuple[int, ...]:
+        if self.shape is None:
+            side = math.isqrt(size - 1) + 1 if size > 1 else 1
+            return (-(-size // side), side)
+        if math.prod(self.shape) < size:
+            raise ParameterError(
+                f"a grid of {self.shape} has {math.prod(self.shape)} places for {size} ranks"
+            )
+        return self.shape
+
+    def members(self, rank: int, size: int, round_: int) -> tuple[int, ...]:
+        sides = self.sides(size)
+        axis = len(sides) - 1 - round_ % len(sides)
+        stride = math.prod(sides[axis + 1 :])
+        first = rank - (rank // stride % sides[axis]) * stride
+        line = range(first, first + stride * sides[axis], stride)
+        return tuple(member for member in line if member < size)
+
+
+@dataclass(frozen=True, slots=True)
+class RandomGroups:
+    """Fresh random groups of `size` in each round; the ranks left over form a smaller one.
+
+    Variance contracts by (N/M − 1)/(N − 1) a round in expectation.
+    """
+
+    size: int
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if int(self.size) != self.size or self.size < 2:
+            raise ParameterError(f"group size {self.size!r}: give a whole number of at least 2")
+
+    def members(self, rank: int, size: int, round_: int) -> tuple[int, ...]:
+        order = generator(self.seed, -1, f"groups.{round_}.{size}").permutation(size)
+        place = int(np.flatnonzero(order == rank)[0]) // self.size * self.size
+        return tuple(sorted(int(member) for member in order[place : place + self.size]))
+
+
+@dataclass(frozen=True, slots=True)
+class Pairs:
+    """Pairs by distance: round t pairs the ranks of the lower half with those of the upper, shifted by t.
+
+    With an odd number of ranks another one sits out each round.
+    """
+
+    def members(self, rank: int, size: int, round_: int) -> tuple[int, ...]:
+        skipped = round_ % size if size % 2 else None
+        if rank == skipped or size < 2:
+            return (rank,)
+        half = size // 2
+        place = rank - (skipped is not None and rank > skipped)
+        other = (place + round_) % half + half if place < half else (place - half - round_) % half
+        peer = other + (skipped is not None and other >= skipped)
+        return tuple(sorted((rank, peer)))
+
+
+@dataclass(frozen=True, slots=True)
+class Exponential:
+    """Round t pairs ranks whose numbers differ in bit t mod k. N = 2ᵏ ranks agree exactly after k rounds.
+
+    Ranks without a partner (N no power of two) sit out.
+    """
+
+    def members(self, rank: int, size: int, round_: int) -> tuple[int, ...]:
+        bits = max((size - 1).bit_length(), 1)
+        peer = rank ^ (1 << round_ % bits)
+        return tuple(sorted((rank, peer))) if peer < size else (rank,)
+
 
 FIRST_TAG, LAST_TAG = 16384, 32767  # every MPI has these; policies and examples use smaller ones
 
@@ -48,18 +175,13 @@ class Settings:
     declare_state_period: float = 30.0
     shutdown_timeout: float = 5.0
     step_timeout: float | None = None
-    error_feedback: bool = False
     matchmaking: Matchmaking | None = None
-    burst: int = 64
     tag: int | None = None
 
     def __post_init__(self) -> None:
-        for name in (
-            *_ABOVE_ZERO,
-            *(name for name in _ABOVE_ZERO_OR_NONE if getattr(self, name) is not None),
-        ):
+        for name in _ABOVE_ZERO:
             value = getattr(self, name)
-            if not (value > 0 and math.isfinite(value)):
+            if value is not None and not (value > 0 and math.isfinite(value)):
                 raise ParameterError(f"{name}={value!r}: give a finite number above 0")
         check_bits(self.initial_group_bits)
         self._check_sizes()
@@ -98,7 +220,7 @@ class Settings:
             )
 
     def _awaited_s(self, patience_s: float) -> tuple[float, float]:
-        """Return how long a sender and a reducer may be silent. What is not given is the communicator's patience."""
+        """Return how long a sender and a reducer may be silent, by default as long as a call may wait."""
         sender_s = self.sender_timeout if self.sender_timeout is not None else self.next_chunk_timeout
         # Half of the reducers' time, if that alone is given: a reducer waits for its senders first, and must still be
         # able to answer in time.
@@ -137,9 +259,7 @@ class Settings:
 
 
 _ABOVE_ZERO = (
-    "min_matchmaking_time", "request_timeout", "declare_state_period", "part_size_bytes", "burst", "shutdown_timeout",
-)  # fmt: skip
-_ABOVE_ZERO_OR_NONE = (
+    "min_matchmaking_time", "request_timeout", "declare_state_period", "part_size_bytes", "shutdown_timeout",
     "allreduce_timeout", "next_chunk_timeout", "sender_timeout", "reducer_timeout", "step_timeout", "target_group_size",
 )  # fmt: skip
 
@@ -164,7 +284,6 @@ class Averaged(dict[int, Any]):
 
     @property
     def complete(self) -> bool:
-        """Whether all of the group were averaged in all elements."""
         return self.received == 1 and not self.missing
 
 
@@ -184,7 +303,7 @@ def why_no_average(butterfly: Butterfly) -> str | None:
 def result_of(butterfly: Butterfly) -> Averaged:
     """Return the result of a finished all-reduce: without the members of whose values nothing was averaged."""
     missing = butterfly.missing()
-    failed = {rank for rank in butterfly.sending.failed if not butterfly.sending.answers(rank)}
+    failed = {rank for rank in butterfly.sending.failed if not butterfly.sending.answers[rank]}
     members = {
         member.rank: member.gathered
         for member in butterfly.group.members
@@ -218,20 +337,17 @@ def check_weight(weight: float) -> float:
     return float(weight)
 
 
-Drive = Callable[[Callable[[], bool], float], bool]
-
-
 class StepControl:
     """Handle of a step: look at its stage, change its weight, trigger it, cancel it, wait for its result.
 
     `result()` returns what the averaged ranks gave to `gather`, by rank, and says how whole the average is.
     """
 
-    def __init__(self, drive: Drive, *, weight: float, scheduled_s: float, triggered: bool) -> None:
-        self.stage = Stage.IDLE
-        self.triggered = triggered
-        self.began_allreduce = False
-        self.cancel_requested = False
+    def __init__(
+        self, drive: Callable[[Callable[[], bool], float], bool], *, weight: float, scheduled_s: float, triggered: bool
+    ) -> None:  # fmt: skip
+        self.stage, self.triggered = Stage.IDLE, triggered
+        self.began_allreduce = self.cancel_requested = False
         self._drive = drive
         self._weight, self._scheduled_s = weight, scheduled_s
         self._result: Averaged | None = None
@@ -241,21 +357,6 @@ class StepControl:
     def averaged(self) -> Averaged | None:
         """The result, if there is one yet."""
         return self._result
-
-    @property
-    def received(self) -> float:
-        """The share of this rank's elements that came back averaged; 0 as long as there is no result."""
-        return self._result.received if self._result is not None else 0.0
-
-    @property
-    def missing(self) -> dict[int, float]:
-        """Ranks whose values are not in all that came back, with the share in which they are not."""
-        return self._result.missing if self._result is not None else {}
-
-    @property
-    def complete(self) -> bool:
-        """Whether there is an average of all of the group, in all elements."""
-        return self._result is not None and self._result.complete
 
     @property
     def weight(self) -> float:
@@ -296,11 +397,9 @@ class StepControl:
         return True
 
     def done(self) -> bool:
-        """Whether the step has ended, in whatever way."""
         return self.stage is Stage.FINISHED
 
     def cancelled(self) -> bool:
-        """Whether the step was cancelled."""
         return isinstance(self._error, Cancelled)
 
     def exception(self) -> BaseException | None:
@@ -316,9 +415,8 @@ class StepControl:
             Timeout: `timeout` is over and the step goes on.
         """
         if not (self.done() or self._drive(self.done, math.inf if timeout is None else timeout)):
-            raise Timeout(
-                (), "StepControl.result", -1, f"the averaging step is not over ({self.stage.value})"
-            )
+            unfinished = f"the averaging step is not over ({self.stage.value})"
+            raise Timeout((), "StepControl.result", -1, unfinished)
         if self._error is not None:
             raise self._error
         if self._result is None:

@@ -15,14 +15,16 @@ from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from spawnsim.policies.averaging.butterfly import Group, Member
-from spawnsim.policies.averaging.grouping import DirectoryClient, Entry, digest, group_key
-from spawnsim.policies.averaging.interface import Averaged, Settings
-from spawnsim.policies.averaging.vector import Values, Vector
-from spawnsim.policies.exchange.endpoint import Endpoint
+from spawnsim.policies.averaging.directory import Entry
+from spawnsim.policies.averaging.interface import Matchmaking
+from spawnsim.policies.averaging.vector import digest
 from spawnsim.policies.exchange.messages import Kind, Message, Outgoing
+
+if TYPE_CHECKING:
+    from spawnsim.policies.averaging.averager import DecentralizedAverager
 
 Place = tuple[float, int]
 
@@ -74,13 +76,12 @@ class Position(NamedTuple):
 
 
 def declined(rank: int, source: int, message: Message) -> list[Outgoing]:
-    """Return what to tell ranks that count on this one although it is not, or no longer, looking for their group."""
+    """Return the answer to ranks that count on this one although it is not, or no longer, looking for their group."""
     if message.kind is Kind.REPLY and message.part == Reply.ACCEPTED:
         return [(source, Message(Kind.LEAVE, message.number))]
     if message.kind is Kind.BEGIN:
         group = Group.of(message.meta)
-        absent = Message(Kind.ABSENT, group.number)
-        return [(member, absent) for member in group.ranks if member != rank]
+        return [(member, Message(Kind.ABSENT, group.number)) for member in group.ranks if member != rank]
     return []
 
 
@@ -92,8 +93,7 @@ class _Request:
     accepted: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class _Follower:
+class _Follower(NamedTuple):
     number: int
     member: Member
 
@@ -129,7 +129,6 @@ class Search:
 
     @property
     def ended(self) -> bool:
-        """Whether the search has ended."""
         return self.over or self.group is not None
 
     @property
@@ -149,12 +148,9 @@ class Search:
     def _ask_next(self, now_s: float) -> None:
         if self._request is not None or self.ended:
             return
-        hint, self._hint = self._hint, None
-        leader = (
-            hint
-            if hint is not None
-            else min(self._candidates, key=lambda r: self._candidates[r], default=None)
-        )
+        leader, self._hint = self._hint, None
+        if leader is None:
+            leader = min(self._candidates, key=lambda rank: self._candidates[rank], default=None)
         if leader is None or now_s >= self.terms.expires_s:
             return
         terms = self.terms
@@ -181,39 +177,35 @@ class Search:
     # -------------------------------------------------------------------------------------------------- messages
     def handle(self, source: int, message: Message, now_s: float) -> None:
         """Take a JOIN, REPLY, LEAVE, DISBAND, BEGIN or CALL."""
-        if self.ended:
-            self._too_late(source, message)
+        request = self._request
+        if self.ended and message.kind is Kind.JOIN:
+            self.out.append((source, Message(Kind.REPLY, message.number, part=Reply.NOT_LOOKING_FOR_GROUP)))
+        elif self.ended:
+            self.out.extend(declined(self.rank, source, message))
         elif message.kind is Kind.JOIN:
             self._join(source, message)
         elif message.kind is Kind.CALL:
-            self._called(message.meta[0], now_s)
+            # Ask a rank that has come after all; one with a later place will ask by itself. If it refused before, it
+            # had not begun its search: now that it calls, it may be asked again.
+            self._refused.pop(message.meta[0][1], None)
+            self.offer([message.meta[0]], now_s)
         elif message.kind is Kind.REPLY and isinstance(message.meta, tuple):
             self.told(source, Position(*message.meta), now_s)
         elif message.kind is Kind.LEAVE:
             follower = self.followers.get(source)
             if follower is not None and follower.number == message.number:
                 del self.followers[source]
-        elif self._request is None or (source, message.number) != (
-            self._request.leader,
-            self._request.number,
-        ):
+        elif request is None or (source, message.number) != (request.leader, request.number):
             self.counts["late answers"] += 1
             # A late acceptance must be declined, or that leader counts on this rank.
             self.out.extend(declined(self.rank, source, message))
         elif message.kind is Kind.REPLY:
-            self._replied(message, now_s)
+            self._replied(request, message, now_s)
         elif message.kind is Kind.DISBAND:
             self._give_up(now_s, tell=False, hint=message.meta)
         elif message.kind is Kind.BEGIN:
             self.group = Group.of(message.meta)
             self._dismiss(None)
-
-    def _too_late(self, source: int, message: Message) -> None:
-        """Answer a message that came after the search had ended."""
-        if message.kind is Kind.JOIN:
-            self.out.append((source, Message(Kind.REPLY, message.number, part=Reply.NOT_LOOKING_FOR_GROUP)))
-        else:
-            self.out.extend(declined(self.rank, source, message))
 
     def _join(self, source: int, message: Message) -> None:
         reply, meta = self._judge(source, message.meta)
@@ -237,12 +229,6 @@ class Search:
             self.leave()
 
     # ---------------------------------------------------------------------------------------- expected members
-    def _called(self, place: Place, now_s: float) -> None:
-        """Ask a rank that has come after all; one with a later place will ask by itself."""
-        # A refusal came before this rank had begun its search; now that it calls, it may be asked again.
-        self._refused.pop(place[1], None)
-        self.offer([place], now_s)
-
     def told(self, source: int, position: Position, now_s: float) -> None:
         """Learn where a rank is: beyond this round, or with a group of it that this rank is not in."""
         if source not in self.awaited:
@@ -298,9 +284,7 @@ class Search:
             return Reply.GROUP_IS_FULL, None
         return Reply.ACCEPTED, terms.expires_s
 
-    def _replied(self, message: Message, now_s: float) -> None:
-        request = self._request
-        assert request is not None
+    def _replied(self, request: _Request, message: Message, now_s: float) -> None:
         if message.part == Reply.ACCEPTED:
             request.accepted = True
             request.due_s = float(message.meta) + self.terms.request_timeout_s
@@ -342,27 +326,26 @@ class Search:
             self.leave()
 
     def wake_s(self) -> float:
-        """Return when `tick` is next needed."""
         due_s = self._request.due_s if self._request is not None else math.inf
         waits = self._request is not None and len(self.followers) + 1 < max(self.terms.least, 2)
         return due_s if self.leader is not None or waits else min(due_s, self.terms.expires_s)
 
-    def leave(self) -> None:
-        """End the search without a group; leader and followers are told."""
-        if self.ended:
-            return
+    def _withdraw(self) -> None:
+        """Take back the open request: an acceptance that came later would put this rank into two groups."""
         if self._request is not None:
             self.out.append((self._request.leader, Message(Kind.LEAVE, self._request.number)))
             self._request = None
-        self._dismiss(None)
-        self.over = True
+
+    def leave(self) -> None:
+        """End the search without a group, and say so to leader and followers."""
+        if not self.ended:
+            self._withdraw()
+            self._dismiss(None)
+            self.over = True
 
     def assemble(self) -> None:
-        """Form the group of this rank and its followers, and tell them."""
-        if self._request is not None:
-            self.out.append((self._request.leader, Message(Kind.LEAVE, self._request.number)))
-            # The open request is withdrawn first: an acceptance that came later would put this rank into two groups.
-            self._request = None
+        """Form the group of this rank and its followers."""
+        self._withdraw()
         members = self.terms.shuffle([self.terms.member, *(f.member for f in self.followers.values())])
         self.group, self.led = Group(self.terms.number(), tuple(members), self.terms.key), True
         for rank, follower in self.followers.items():
@@ -372,35 +355,6 @@ class Search:
 REFRESHES = 5  # times that a rank asks the directory again within min_matchmaking_time
 
 
-class AveragerState(Protocol):
-    """What the search and the steps use of the averager that they belong to: all that outlives one step."""
-
-    settings: Settings
-    vector: Vector
-    residuals: list[Values] | None
-    directory: DirectoryClient
-    endpoint: Endpoint
-    rank: int
-    size: int
-    bits: str
-    round: int
-
-    def number(self) -> int:
-        """Draw a number that no other rank draws."""
-
-    def formed(self, group: Group, led: bool) -> None:
-        """Take note of a formed group."""
-
-    def averaged(self, result: Averaged) -> None:
-        """Take note of a result."""
-
-    def acquire_tensors(self) -> bool:
-        """Take the tensors if they are free; `release_tensors` afterwards."""
-
-    def release_tensors(self) -> None:
-        """Give the tensors back."""
-
-
 class Matchmaker:
     """One search, until `expires_s`. It has ended when `search.ended`; then call `end`.
 
@@ -408,44 +362,38 @@ class Matchmaker:
     """
 
     def __init__(
-        self, averager: AveragerState, gathered: Any, expires_s: float, now_s: float, *, missed: bool = False
-    ) -> None:
+        self, averager: DecentralizedAverager, gathered: Any, expires_s: float, now_s: float, *, missed: bool = False
+    ) -> None:  # fmt: skip
         self.averager, self.settings = averager, averager.settings
         self._gathered, self._expires_s = gathered, expires_s
         self._out: deque[Outgoing] = deque()
         self._refresh_s = self._call_s = math.inf
         if self.settings.matchmaking is None:
-            self.key = group_key(self.settings.prefix, averager.bits)
-            self.search = self._begin(
-                (expires_s, averager.rank), self.settings.target_group_size, self._shuffled
-            )
+            self.key = f"{self.settings.prefix}.0b{averager.bits}"
+            self.search = self._begin((expires_s, averager.rank), self.settings.target_group_size)
             self._declare(now_s)
         else:
-            self.key = static_key(self.settings.prefix, averager.round)
-            self._begin_round(now_s, missed)
+            self.key = f"{self.settings.prefix}.round{averager.round}"
+            self._begin_round(self.settings.matchmaking, now_s, missed)
 
-    def _shuffled(self, members: list[Member]) -> list[Member]:
-        order = self.averager.endpoint.comm.rng("groups.order").permutation(len(members))
-        return [members[index] for index in order]
-
-    def _begin_round(self, now_s: float, missed: bool) -> None:
-        """Begin the search for the group that the static matchmaking says."""
-        place, others = self._static_places()
-        expected = tuple(rank for _, rank in others)
-        self.search = self._begin(place, len(others) + 1, _by_rank, expected)
-        if not others:
+    def _begin_round(self, rule: Matchmaking, now_s: float, missed: bool) -> None:
+        """Begin the search for the group that a static rule names; its members lead in turn."""
+        averager, failed = self.averager, self.averager.endpoint.failed
+        members = rule.members(averager.rank, averager.size, averager.round)
+        # Leadership rotates with the round: a dead or slow rank leads only once in a while.
+        shift = averager.round % len(members)
+        places = {rank: (float(index), rank) for index, rank in enumerate(members[shift:] + members[:shift])}
+        self.search = self._begin(places.pop(averager.rank), len(members), tuple(places))
+        if not places:
             self.search.assemble()
             return
         self._call_s = now_s if missed else now_s + self.settings.request_timeout
-        self.search.offer([each for each in others if each[1] not in self.averager.endpoint.failed], now_s)
-        for rank in expected:
-            if rank in self.averager.endpoint.failed and not self.search.ended:
+        self.search.offer([place for rank, place in places.items() if rank not in failed], now_s)
+        for rank in places:
+            if rank in failed and not self.search.ended:
                 self.search.gone(rank, now_s)
 
-    def _begin(
-        self, place: Place, size: int | None, shuffle: Callable[[list[Member]], list[Member]],
-        expected: tuple[int, ...] = (),
-    ) -> Search:  # fmt: skip
+    def _begin(self, place: Place, size: int | None, expected: tuple[int, ...] = ()) -> Search:
         averager, settings = self.averager, self.settings
         if settings.client_mode:
             # An infinite place: clients never lead, as all others are earlier.
@@ -453,6 +401,7 @@ class Matchmaker:
         member = Member(averager.rank, settings.role, settings.bandwidth, self._gathered)
         least = min(settings.min_group_size, size or settings.min_group_size)
         schema = digest(repr((averager.vector.schema, settings.part_size_bytes, settings.min_vector_size)))
+        shuffle = self._shuffled if settings.matchmaking is None else sorted
         return Search(
             SearchTerms(
                 self.key, schema, place, member, self._expires_s, settings.request_timeout,
@@ -460,16 +409,9 @@ class Matchmaker:
             )
         )  # fmt: skip
 
-    def _static_places(self) -> tuple[Place, list[Place]]:
-        """Return this rank's place and the others' in this round's group: they lead in turn."""
-        averager = self.averager
-        assert self.settings.matchmaking is not None
-        members = self.settings.matchmaking.members(averager.rank, averager.size, averager.round)
-        # Leadership rotates with the round: a dead or slow rank leads only once in a while.
-        shift = averager.round % len(members)
-        order = members[shift:] + members[:shift]
-        places = [(float(index), rank) for index, rank in enumerate(order)]
-        return places[order.index(averager.rank)], [place for place in places if place[1] != averager.rank]
+    def _shuffled(self, members: list[Member]) -> list[Member]:
+        order = self.averager.comm.rng("groups.order").permutation(len(members))
+        return [members[index] for index in order]
 
     # ------------------------------------------------------------------------------------------- the directory
     def _declare(self, now_s: float) -> None:
@@ -492,7 +434,6 @@ class Matchmaker:
 
     # ---------------------------------------------------------------------------------------------------- time
     def tick(self, now_s: float) -> None:
-        """Do what is due."""
         self.search.tick(now_s)
         if now_s >= self._refresh_s and not self.search.ended and self.search.leader is None:
             self._declare(now_s)
@@ -501,11 +442,8 @@ class Matchmaker:
             self._call_s = now_s + self.settings.request_timeout
 
     def wake_s(self) -> float:
-        """Return when `tick` is next needed."""
-        return min(
-            self.search.wake_s(),
-            math.inf if self.search.leader is not None else min(self._refresh_s, self._call_s),
-        )
+        own_s = min(self._refresh_s, self._call_s) if self.search.leader is None else math.inf
+        return min(self.search.wake_s(), own_s)
 
     def end(self) -> None:
         """Take back what was declared."""
@@ -514,27 +452,10 @@ class Matchmaker:
 
     @property
     def out(self) -> deque[Outgoing]:
-        """What is to be sent."""
         self._out.extend(self.search.out)
         self.search.out.clear()
         return self._out
 
     @property
     def counts(self) -> Counter[str]:
-        """What the search met."""
         return self.search.counts
-
-
-def _by_rank(members: Iterable[Member]) -> list[Member]:
-    return sorted(members, key=lambda member: member.rank)
-
-
-def static_key(prefix: str, round_: int) -> str:
-    """Return the key of a round of a static matchmaking."""
-    return f"{prefix}.round{round_}"
-
-
-def round_of(key: str, prefix: str) -> int:
-    """Return the round that a static key names, -1 if it names none."""
-    head, _, number = key.rpartition(".round")
-    return int(number) if head == prefix and number.isdigit() else -1

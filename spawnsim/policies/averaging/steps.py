@@ -3,7 +3,7 @@
 `Step` is a state machine over the search and the all-reduce, driven by messages and time. Its deadline bounds the
 search alone: an all-reduce ends by itself, since its members wait for each other's messages only so long, and to leave
 one early would cost all other members a time-out. `StepQueue` holds the step under way, those that wait for it, and
-messages that came too early. What survives a step (group bits, round, residuals) is the averager's.
+messages that came too early. What survives a step (group bits, round) is the averager's.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections import Counter, deque
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from spawnsim.policies.averaging.butterfly import Butterfly, Group
 from spawnsim.policies.averaging.interface import (
@@ -22,18 +22,14 @@ from spawnsim.policies.averaging.interface import (
     result_of,
     why_no_average,
 )
-from spawnsim.policies.averaging.matchmaking import (
-    AveragerState,
-    Matchmaker,
-    Position,
-    Reply,
-    Search,
-    declined,
-    round_of,
-)
+from spawnsim.policies.averaging.matchmaking import Matchmaker, Position, Reply, Search, declined
 from spawnsim.policies.exchange.messages import Kind, Message, Outgoing
 
+if TYPE_CHECKING:
+    from spawnsim.policies.averaging.averager import DecentralizedAverager
+
 SEARCH_KINDS = (Kind.JOIN, Kind.REPLY, Kind.LEAVE, Kind.DISBAND, Kind.BEGIN, Kind.CALL)
+BURST = 64  # parts sent between two looks at what has arrived
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,13 +46,7 @@ class Step:
     """One step under way. `missed`: members of its static group have looked for this rank before it came."""
 
     def __init__(
-        self,
-        queue: StepQueue,
-        control: StepControl,
-        request: StepRequest,
-        now_s: float,
-        *,
-        missed: bool = False,
+        self, queue: StepQueue, control: StepControl, request: StepRequest, now_s: float, *, missed: bool
     ) -> None:
         self.queue, self.averager, self.control, self.request = queue, queue.averager, control, request
         self.out: deque[Outgoing] = deque()
@@ -72,7 +62,6 @@ class Step:
 
     # ------------------------------------------------------------------------------------------ matchmaking
     def _begin_search(self, now_s: float, missed: bool = False) -> None:
-        """Begin a search."""
         self.control.stage = Stage.LOOKING_FOR_GROUP
         until_s = max(self.control.scheduled_time, now_s + self.averager.settings.min_matchmaking_time)
         until_s = min(until_s, self.request.deadline_s)
@@ -126,7 +115,6 @@ class Step:
         return True
 
     def _handle_member(self, group: Group, source: int, message: Message, now_s: float) -> bool:
-        """Take a message once the group is formed."""
         if message.kind is Kind.BEGIN and Group.of(message.meta).number == group.number:
             return True  # it came twice
         if message.kind is Kind.JOIN and self.led and source in group.ranks and message.meta[1] == group.key:
@@ -141,11 +129,6 @@ class Step:
             self.butterfly.handle(source, message, now_s)
         return True
 
-    def told(self, rank: int, position: Position, now_s: float) -> None:
-        """Learn how far a rank is that is not where this one is."""
-        if self.matchmaker is not None:
-            self.matchmaker.search.told(rank, position, now_s)
-
     def lost(self, rank: int, now_s: float) -> None:
         """Note that a rank is dead."""
         if self.matchmaker is not None:
@@ -155,9 +138,9 @@ class Step:
 
     # ------------------------------------------------------------------------------------------------ time
     def tick(self, now_s: float) -> None:
-        """Do what is due."""
         if self.control.cancel_requested:
-            self._cancel()
+            self._withdraw()
+            self.control.finish(error=self.queue.cancelled())
         elif self.matchmaker is not None:
             self._tick_search(self.matchmaker, now_s)
         if self.group is not None and self.butterfly is None and self.control.triggered:
@@ -180,7 +163,7 @@ class Step:
         self.control.stage, self.control.began_allreduce = Stage.RUNNING_ALLREDUCE, True
         self.butterfly = Butterfly(
             averager.rank, group, averager.vector, weight=self.control.weight,
-            limits=averager.settings.limits(self.request.patience_s), now_s=now_s, residuals=averager.residuals,
+            limits=averager.settings.limits(self.request.patience_s), now_s=now_s,
         )  # fmt: skip
         averager.release_tensors()
         for rank in sorted(averager.endpoint.failed & set(group.ranks)):
@@ -190,7 +173,7 @@ class Step:
             self.butterfly.handle(source, message, now_s)
 
     def _tick_butterfly(self, butterfly: Butterfly, now_s: float) -> None:
-        butterfly.send_some(self.averager.settings.burst, now_s)
+        butterfly.send_some(BURST, now_s)
         butterfly.tick(now_s)
         if not butterfly.finished:
             return
@@ -202,16 +185,10 @@ class Step:
             self._apply(butterfly)
 
     def _apply(self, butterfly: Butterfly) -> None:
-        averager = self.averager
+        averager, deltas = self.averager, butterfly.deltas
         alpha = averager.settings.averaging_alpha
-        deltas = (
-            butterfly.deltas
-            if alpha == 1
-            else [delta * delta.dtype.type(alpha) for delta in butterfly.deltas]
-        )
-        averager.vector.add(deltas)
+        averager.vector.add(deltas if alpha == 1 else [delta * delta.dtype.type(alpha) for delta in deltas])
         averager.release_tensors()
-        self._collect()
         self._retire()
         averaged = result_of(butterfly)
         self.counts["partial steps"] += not averaged.complete
@@ -224,14 +201,12 @@ class Step:
         return self.butterfly is not None and self.butterfly.sending.can_send
 
     def wake_s(self) -> float:
-        """Return when `tick` is next needed."""
         if self.matchmaker is not None:
             return min(self.request.deadline_s, self.matchmaker.wake_s())
         return self.butterfly.wake_s() if self.butterfly is not None else math.inf
 
     # ---------------------------------------------------------------------------------------------- endings
     def _failed(self, why: str, now_s: float, again: bool = True) -> None:
-        """Try again, or end."""
         self.failures.append(why)
         # In a static matchmaking the other members go on to the next round: a second try would find none of them.
         gone_on = self.group is not None and self.averager.settings.matchmaking is not None
@@ -242,30 +217,26 @@ class Step:
             shown = self.failures if len(self.failures) < 4 else [*self.failures[:2], "…", self.failures[-1]]
             self.control.finish(error=AveragingFailed(f"rank {self.averager.rank}: {'; '.join(shown)}"))
 
-    def _cancel(self) -> None:
-        self._withdraw()
-        self.control.finish(error=Cancelled(f"rank {self.averager.rank}: the averaging step was cancelled"))
-
     def _withdraw(self) -> None:
-        """Tell all ranks that count on this one."""
+        """Leave search and group, and say so to all ranks that count on this one."""
         if self.matchmaker is not None:
             self.matchmaker.search.leave()
         if self.group is not None:
             absent = Message(Kind.ABSENT, self.group.number)
             self.out.extend((rank, absent) for rank in self.group.ranks if rank != self.averager.rank)
-        self._collect()
         self._retire()
         self.group = None
         self._early.clear()
 
     def _retire(self) -> None:
         """Let go of the machines, and keep what they counted."""
+        self._collect()
         if self.matchmaker is not None:
             self.matchmaker.end()
-        for machine in (self.matchmaker, self.butterfly):
-            if machine is not None:
-                self.out.extend(machine.out)
-                self.counts.update(machine.counts)
+            self.out.extend(self.matchmaker.out)
+            self.counts.update(self.matchmaker.counts)
+        if self.butterfly is not None:
+            self.counts.update(self.butterfly.counts)
         self.matchmaker = self.butterfly = None
 
     def _collect(self) -> None:
@@ -287,30 +258,27 @@ GROUPS_AT_MOST = 64  # that are remembered
 class StepQueue:
     """At most one step is under way; the others begin in the order in which they were asked for."""
 
-    def __init__(self, averager: AveragerState) -> None:
+    def __init__(self, averager: DecentralizedAverager) -> None:
         self.averager = averager
         self.counts: Counter[str] = Counter()
         self._step: Step | None = None
         self._waiting: deque[tuple[StepControl, StepRequest]] = deque()
-        # Source, message, when it came.
-        self._early: deque[tuple[int, Message, float]] = deque(maxlen=EARLY_AT_MOST)
+        self._early: deque[tuple[int, Message, float]] = deque(maxlen=EARLY_AT_MOST)  # source, message, time
         self._groups: deque[int] = deque(maxlen=GROUPS_AT_MOST)  # numbers of the latest groups
         self._missed: set[int] = set()  # ranks that asked for the next static round, and did not wait
         self._formed = -1  # the last static round in which this rank was in a group
 
     @property
     def current(self) -> Step | None:
-        """The step under way, if any."""
         return self._step if self._step is not None and not self._step.control.done() else None
 
     def ask(self, control: StepControl, request: StepRequest) -> None:
-        """Take up a step; it begins when those before it have ended."""
         self._waiting.append((control, request))
 
     def cancel_all(self) -> None:
         """Ask all steps to end without a result."""
-        step = self.current
-        for control in [*([step.control] if step is not None else []), *(each for each, _ in self._waiting)]:
+        controls = [control for control, _ in self._waiting]
+        for control in controls if self.current is None else [self.current.control, *controls]:
             control.cancel_requested = True
 
     def _begin_next(self, now_s: float) -> None:
@@ -318,9 +286,7 @@ class StepQueue:
         while self.current is None and self._waiting:
             control, request = self._waiting.popleft()
             if control.cancel_requested:
-                control.finish(
-                    error=Cancelled(f"rank {self.averager.rank}: the averaging step was cancelled")
-                )
+                control.finish(error=self.cancelled())
                 continue
             missed, self._missed = bool(self._missed), set()
             step = self._step = Step(self, control, request, now_s, missed=missed)
@@ -333,6 +299,9 @@ class StepQueue:
                     self.handle(source, message, now_s)
                 elif now_s - came_s < request.patience_s:
                     self._early.append((source, message, came_s))
+
+    def cancelled(self) -> Cancelled:
+        return Cancelled(f"rank {self.averager.rank}: the averaging step was cancelled")
 
     def note_group(self, number: int) -> None:
         """Take note that this rank is in a group of the round under way."""
@@ -359,43 +328,39 @@ class StepQueue:
             self._unexpected(source, message, now_s)
 
     def _static(self, source: int, message: Message, now_s: float) -> None:
-        """Take a JOIN or CALL for a round: keep it if this rank has not come so far, else tell how far it is."""
+        """Take a JOIN or CALL for a round: keep it if this rank has not come so far, else answer how far it is."""
         step = self.current
-        round_ = round_of(str(message.meta[1]), self.averager.settings.prefix)
+        prefix, _, number = str(message.meta[1]).rpartition(".round")
+        round_ = int(number) if prefix == self.averager.settings.prefix and number.isdigit() else -1
         if round_ > self.averager.round or (round_ == self.averager.round and step is None):
             if message.kind is Kind.JOIN:
                 self._early.append((source, message, now_s))
-                if step is not None:
-                    step.told(source, Position(round_, True, -1), now_s)
+                if step is not None and step.matchmaker is not None:
+                    step.matchmaker.search.told(source, Position(round_, True, -1), now_s)
         elif step is None or round_ < self.averager.round or not step.handle(source, message, now_s):
-            reply = Message(
-                Kind.REPLY, message.number, part=Reply.NOT_LOOKING_FOR_GROUP, meta=tuple(self._position())
-            )
-            self.averager.endpoint.send(source, reply)
+            position = Position(self.averager.round, step is not None, self._formed)
+            if step is not None and step.group is not None:
+                position = Position(step.next_round, False, self.averager.round)
+            self._refuse(source, message, tuple(position))
 
-    def _position(self) -> Position:
-        step = self.current
-        if step is not None and step.group is not None:
-            return Position(step.next_round, False, self.averager.round)
-        return Position(self.averager.round, step is not None, self._formed)
+    def _refuse(self, source: int, message: Message, position: tuple[int, ...] | None = None) -> None:
+        reply = Message(Kind.REPLY, message.number, part=Reply.NOT_LOOKING_FOR_GROUP, meta=position)
+        self.averager.endpoint.send(source, reply)
 
     def _unexpected(self, source: int, message: Message, now_s: float) -> None:
-        if message.kind is Kind.JOIN:
-            self.averager.endpoint.send(
-                source, Message(Kind.REPLY, message.number, part=Reply.NOT_LOOKING_FOR_GROUP)
-            )
-        elif message.kind in (Kind.PART, Kind.ABSENT, Kind.BEGIN) and self._is_over(message):
-            if message.kind is Kind.PART:  # its sender may still wait for an answer, if one was lost
-                self.averager.endpoint.send(source, Message(Kind.ABSENT, message.number))
+        kind, number = message.kind, message.number
+        if kind is Kind.BEGIN:
+            number = Group.of(message.meta).number
+        if kind is Kind.JOIN:
+            self._refuse(source, message)
+        elif kind in (Kind.PART, Kind.ABSENT, Kind.BEGIN) and number in self._groups:  # which is over
+            if kind is Kind.PART:  # its sender may still wait for an answer, if one was lost
+                self.averager.endpoint.send(source, Message(Kind.ABSENT, number))
         # Others of the group may begin before its BEGIN is here.
-        elif message.kind in (Kind.PART, Kind.ABSENT):
+        elif kind in (Kind.PART, Kind.ABSENT):
             self._early.append((source, message, now_s))
         else:
             self.averager.endpoint.send_all(declined(self.averager.rank, source, message))
-
-    def _is_over(self, message: Message) -> bool:
-        number = Group.of(message.meta).number if message.kind is Kind.BEGIN else message.number
-        return number in self._groups
 
     def _left(self, source: int, message: Message) -> bool:
         """Forget a request that was kept, if there is one: its rank has waited long enough."""
@@ -427,15 +392,13 @@ class StepQueue:
         """Keep what a step leaves behind, and drop what came for its groups."""
         self.averager.endpoint.send_queue(step.out)
         self.averager.round = step.next_round
-        self._early = deque(
-            (item for item in self._early if item[1].number not in self._groups), maxlen=EARLY_AT_MOST
-        )
+        kept = (item for item in self._early if item[1].number not in self._groups)
+        self._early = deque(kept, maxlen=EARLY_AT_MOST)
         self.counts.update(step.counts)
         self.counts["steps"] += 1
         self.counts["failed steps"] += step.control.exception() is not None
 
     def wake_s(self) -> float:
-        """Return when `tick` is next needed."""
         step = self.current
         if step is None:
             return -math.inf if self._waiting else math.inf

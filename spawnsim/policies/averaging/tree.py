@@ -2,18 +2,19 @@
 
 Means rise from the leaves to the root, weighted by how many ranks are in them; the mean of all comes down to those
 that gave something. Each member adds (mean − what it had sent), so that steps taken meanwhile survive. The coordinator
-(`leadership.py`) keeps the list of averaging ranks and opens a round when the interval is over; it is the root of the
-round's tree. Flat arrays, no communicator.
+keeps the list of averaging ranks and opens a round when the interval is over; it is the root of the round's tree. Epoch
+e is coordinated by rank e mod size, and a higher epoch replaces a lower one wherever the two meet; a rank moves on to
+the next epoch when the coordinator is dead, or does not answer a question. Flat arrays, no communicator.
 """
 
 from __future__ import annotations
 
 import math
 from collections import Counter, deque
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
 
 from spawnsim.policies.averaging.gossip import Pace, as_body, from_body, scaled
-from spawnsim.policies.averaging.leadership import Leadership, Roster, epoch_of, first_of, is_no_round
 from spawnsim.policies.averaging.vector import Values, Vector, average, difference
 from spawnsim.policies.exchange.messages import Kind, Message, Outgoing
 
@@ -35,10 +36,10 @@ def tree(members: tuple[int, ...], rank: int, fanout: int) -> tuple[int | None, 
 
 
 class TreeRound:
-    """What one rank holds of a round; `message` is the OPEN that told it, whose `meta` lists members, root first."""
+    """What one rank holds of a round; `message` is the OPEN that began it, whose `meta` lists members, root first."""
 
     def __init__(self, message: Message, rank: int, pace: Pace, began_s: float, sent: list[Values]) -> None:
-        self.message, self.number, self.pace, self.sent = message, message.number, pace, sent
+        self.number, self.pace, self.sent = message.number, pace, sent
         members: tuple[int, ...] = tuple(message.meta)
         self.parent, self.children = tree(members, rank, FANOUT)
         self.awaited, self.silent = set(self.children), set[int]()
@@ -47,12 +48,8 @@ class TreeRound:
         self._levels, below = _height(len(members), 0), _height(len(members), members.index(rank))
         self.until_s = began_s + pace.patience_for(self._levels) * below / max(self._levels, 1)
         self.risen = False
-        self.step_s = 0.0  # the longest that ranks below have told
+        self.step_s = 0.0  # the longest of the ranks below
         self._means: dict[int, Mean] = {}
-
-    def opening(self) -> Iterator[Outgoing]:
-        """Return the messages that tell the children."""
-        return ((child, self.message) for child in self.children)
 
     def give(self, child: int, message: Message, values: list[Values] | None) -> None:
         """Take what a child's branch has given; nothing, if it came damaged."""
@@ -69,7 +66,7 @@ class TreeRound:
 
     def rise(self, now_s: float) -> Mean:
         """Return the mean of the branch. From now on the mean of all is awaited."""
-        # Silent are those that never gave, besides those that children have told: the root drops them all.
+        # Silent are the children that never gave, besides those below that they have named: the root drops them all.
         self.risen, self.silent = True, self.silent | self.awaited
         # Twice, as the mean has to rise through the rest of the tree and come down again.
         self.until_s = now_s + 2 * self.pace.patience_for(self._levels)
@@ -79,12 +76,10 @@ class TreeRound:
         return [average(parts, weights)[0] for parts in columns], sum(weights)
 
     def rising(self, mean: Mean, own_step_s: float) -> Message:
-        """Return the message that takes the branch's mean to the parent."""
-        told = sorted(self.silent), max(self.step_s, own_step_s)
-        return Message(Kind.UP, self.number, value=mean[1], meta=told, body=as_body(mean[0]))
+        below = sorted(self.silent), max(self.step_s, own_step_s)
+        return Message(Kind.UP, self.number, value=mean[1], meta=below, body=as_body(mean[0]))
 
     def falling(self, mean: Mean) -> Iterator[Outgoing]:
-        """Return the messages that take the mean of all to those children whose own is in it."""
         message = Message(Kind.DOWN, self.number, value=mean[1], body=as_body(mean[0]))
         # A branch that gave nothing does not get the mean: its members' deltas would lack their own part.
         return ((child, message) for child in self.children if child in self._means)
@@ -101,6 +96,110 @@ def _height(count: int, place: int) -> int:
     while first < count:
         height, first = height + 1, first * FANOUT + 1
     return height
+
+
+_EPOCH = 1 << 32
+ASKED = 3  # how often a coordinator is asked before it counts as failed
+REMINDERS = 5  # how often the time between two reminders of the missing doubles
+
+
+def first_of(epoch: int) -> int:
+    """Return the number of an epoch's round 0, which is never held: rounds of later epochs have higher numbers."""
+    return epoch * _EPOCH
+
+
+def epoch_of(number: int) -> int:
+    """Return the epoch of a round."""
+    return number // _EPOCH
+
+
+# There is no election: any two ranks that know the same epoch agree on its coordinator, whatever messages were lost,
+# and a rank that is wrong about the epoch learns so from its first message to one that is not. Silence alone proves
+# nothing, since a rank that trains looks at its messages only between its steps; so it is asked before it is given up.
+class Leadership:
+    """One rank's view: the epoch, which ranks are dead or gone, when to ask a silent coordinator and to give it up."""
+
+    def __init__(self, rank: int, size: int, pace: Pace) -> None:
+        self.rank, self.size, self.pace = rank, size, pace
+        self.epoch = 0
+        self.away: set[int] = set()  # dead, or gone for good
+        self.ask_s = self.answer_s = math.inf
+
+    @property
+    def coordinator(self) -> int:
+        return self.epoch % self.size
+
+    def next_epoch(self) -> int:
+        """Return the next epoch whose coordinator may be there."""
+        epoch = self.epoch + 1
+        while epoch % self.size in self.away and epoch % self.size != self.rank:
+            epoch += 1
+        return epoch
+
+    def epoch_led_by(self, rank: int) -> int:
+        """Return the next epoch that another rank coordinates."""
+        return self.epoch + 1 + (rank - self.epoch - 1) % self.size
+
+    def heard(self, now_s: float) -> None:
+        """Note a sign of life of the coordinator."""
+        self.ask_s = now_s + max(2 * self.pace.interval_s, self.pace.patience_s / 2)
+        self.answer_s = math.inf
+
+    def asked(self, now_s: float) -> None:
+        """Note that the coordinator was sent something that it answers; a message may be lost, so ask again."""
+        self.ask_s = now_s + self.pace.patience_s / ASKED
+        self.answer_s = min(self.answer_s, now_s + self.pace.patience_s)
+
+    def expects_nothing(self) -> None:
+        """Expect no answer: the rank that was asked is not the coordinator any more."""
+        self.ask_s = self.answer_s = math.inf
+
+
+@dataclass
+class Roster:
+    """What the coordinator of an epoch knows: which ranks average (`present`), pause (`idle`), or have left (`gone`).
+
+    `number` is the last round opened, `members` are its ranks while it is under way.
+    """
+
+    number: int
+    pace: Pace
+    due_s: float = -math.inf  # when the next round opens; -inf: an interval after the first rank is here
+    remind_s: float = math.inf
+    present: set[int] = field(default_factory=set)
+    idle: set[int] = field(default_factory=set)
+    gone: set[int] = field(default_factory=set)
+    members: tuple[int, ...] = ()
+    _reminders: int = 0
+
+    def note(self, rank: int, part: int, now_s: float) -> None:
+        """Note what a rank says of itself: it averages (1), does not (0), or leaves for good (-1)."""
+        if self.due_s == -math.inf:
+            self.due_s = now_s + self.pace.interval_s
+            self.remind_s = min(self.remind_s, now_s + self.pace.patience_s)
+        self.forget(rank)
+        {1: self.present, 0: self.idle, -1: self.gone}[part].add(rank)
+
+    def forget(self, rank: int) -> None:
+        for each in (self.present, self.idle, self.gone):
+            each.discard(rank)
+
+    def drop(self, silent: Iterable[int], now_s: float) -> None:
+        """Count on silent ranks no more, until they say that they are there; they are reminded of it."""
+        self.present.difference_update(silent)
+        self._reminders, self.remind_s = 0, min(self.remind_s, now_s + self.pace.patience_s)
+
+    def missing(self, size: int, away: set[int]) -> list[int]:
+        return sorted(set(range(size)) - self.present - self.idle - self.gone - away)
+
+    def reminded(self, now_s: float) -> None:
+        """Note that the missing were reminded: the next time comes later and later."""
+        self.remind_s = now_s + self.pace.patience_s * 2**self._reminders
+        self._reminders = min(self._reminders + 1, REMINDERS)
+
+    def wake_s(self) -> float:
+        open_s = self.due_s if not self.members and len(self.present) > 1 else math.inf
+        return min(open_s, self.remind_s)
 
 
 LEAVES, STANDS_BY, AVERAGES = -1, 0, 1  # what a rank says of itself
@@ -124,7 +223,7 @@ class TreeAverage:
         self._last_round: int | None = None  # that counts on this rank, once the coordinator has said so
         self._leadership = Leadership(*ranks, pace)
         self._roster = Roster(0, pace) if self._leadership.coordinator == self.rank else None
-        self._step_s = 0.0  # this rank's own; what others have told is in `pace`
+        self._step_s = 0.0  # this rank's own; that of the others is in `pace`
         self._hand_over_s = math.inf  # when a coordinator that does not average itself leaves that to another
         self._round: TreeRound | None = None
 
@@ -137,19 +236,16 @@ class TreeAverage:
         """Take part from now on, or negotiate to leave."""
         self._standing = AVERAGES if active else LEAVES if for_good else STANDS_BY
         self._leaving = not active
-        self._tell(now_s)
+        self._report(now_s)
 
-    def _tell(self, now_s: float) -> None:
-        """Tell the coordinator where this rank stands; it answers."""
-        self._last_round = None
-        message = Message(
-            Kind.PRESENT, first_of(self._leadership.epoch), part=self._standing, value=self._step_s
-        )
+    def _report(self, now_s: float) -> None:
+        """Report to the coordinator where this rank stands; it answers."""
+        self._last_round, number = None, first_of(self._leadership.epoch)
+        message = Message(Kind.PRESENT, number, part=self._standing, value=self._step_s)
         self.out.append((self._leadership.coordinator, message))
         self._leadership.asked(now_s)
 
     def note_step(self, step_s: float) -> None:
-        """Note how long this rank usually does not look at its messages."""
         self._step_s, self.pace.step_s = step_s, max(self.pace.step_s, step_s)
 
     @property
@@ -158,7 +254,7 @@ class TreeAverage:
         if not self._leaving:
             return True
         last = self._last_round
-        return self._round is None and last is not None and (is_no_round(last) or last <= self.rounds)
+        return self._round is None and last is not None and (last % _EPOCH == 0 or last <= self.rounds)
 
     def _settle(self, last_round: int) -> None:
         self._last_round = last_round
@@ -172,12 +268,11 @@ class TreeAverage:
         return self._roster is not None and bool(self._roster.members or self._successors(self._roster))
 
     def _successors(self, roster: Roster) -> set[int]:
-        """Return the ranks of which one should coordinate when this rank no longer averages."""
+        """Return the ranks of which one should coordinate once this rank no longer averages."""
         present, idle = roster.present - {self.rank}, roster.idle - {self.rank}
         return present or (idle if self._standing == LEAVES else set())
 
     def forget(self) -> None:
-        """Take part in nothing that is under way."""
         self._round, self._leaving = None, False
         if self._roster is not None:
             self._roster.members = ()
@@ -190,34 +285,33 @@ class TreeAverage:
         # The lowest epoch among the successors' next ones, so that all ranks name the same successor.
         self._roster, self._leadership.epoch = None, min(map(self._leadership.epoch_led_by, successors))
         self._leadership.expects_nothing()
-        told = sorted((roster.present | roster.idle) - {self.rank})
+        others = sorted((roster.present | roster.idle) - {self.rank})
         lists = tuple(map(sorted, (roster.present - {self.rank}, roster.idle, roster.gone)))
         message = Message(Kind.HANDOVER, first_of(self._leadership.epoch), meta=lists)
-        self.out.extend((rank, message) for rank in told)
+        self.out.extend((rank, message) for rank in others)
 
     # ------------------------------------------------------------------------------------------------- epochs
     def _adopt(self, epoch: int, now_s: float) -> None:
-        """Go over to a later epoch."""
         deposed, self._roster = self._roster, None
         self._leadership.epoch = epoch
         self._leadership.expects_nothing()
         self._give_up_round()
         if deposed is not None:
-            # Told to those it led: they would go on reporting to a coordinator that has stepped down.
+            # For those it led: they would go on reporting to a coordinator that has stepped down.
             self.out.extend((rank, self._epoch_message()) for rank in sorted(deposed.present - {self.rank}))
         if self._leadership.coordinator == self.rank:  # a first reminder asks all others where they stand
             self._roster = Roster(first_of(epoch), self.pace, now_s + self.pace.interval_s, remind_s=now_s)
             self._roster.note(self.rank, self._standing, now_s)
             self._last_round = first_of(epoch)
         elif self._takes_part:
-            self._tell(now_s)
+            self._report(now_s)
 
     def _give_up_round(self) -> None:
         self.counts["rounds given up"] += self._round is not None
         self._round = None
 
     def _epoch_message(self) -> Message:
-        """Return the message that tells of the epoch, and of the ranks that have left for good."""
+        """Return the message that names the epoch, and the ranks that have left for good."""
         gone = sorted(self._roster.gone) if self._roster is not None else []
         return Message(Kind.HANDOVER, first_of(self._leadership.epoch), meta=([], [], gone))
 
@@ -231,15 +325,15 @@ class TreeAverage:
             self._roster.gone.update(gone)
             self._roster.note(self.rank, self._standing, now_s)
         elif source == self._leadership.coordinator:
-            self._tell(now_s)
+            self._report(now_s)
 
     def _suspect(self, now_s: float) -> None:
         """Ask a silent coordinator, and turn to the next one if it does not answer."""
-        if self._leadership.has_failed(now_s):
+        if now_s >= self._leadership.answer_s:
             self.counts["silent coordinators"] += 1
             self._adopt(self._leadership.next_epoch(), now_s)
-        elif self._leadership.should_ask(now_s):
-            self._tell(now_s)
+        elif now_s >= self._leadership.ask_s:
+            self._report(now_s)
 
     # --------------------------------------------------------------------------------------------- coordinating
     def _coordinate(self, roster: Roster, now_s: float, vector: Vector) -> None:
@@ -282,9 +376,8 @@ class TreeAverage:
         """Give up a round that a death has cut; the next one opens at once."""
         self._give_up_round()
         left = set(roster.members) - roster.present - self._leadership.away
-        self.out.extend(
-            (rank, Message(Kind.SETTLED, first_of(self._leadership.epoch))) for rank in sorted(left)
-        )
+        nothing = Message(Kind.SETTLED, first_of(self._leadership.epoch))
+        self.out.extend((rank, nothing) for rank in sorted(left))
         roster.members, roster.due_s = (), now_s
 
     # ------------------------------------------------------------------------------------------------- a round
@@ -295,17 +388,16 @@ class TreeAverage:
             self.counts["late"] += 1
             return
         if not self._takes_part:  # it left without waiting for the negotiation
-            self._tell(now_s)
+            self._report(now_s)
             return
         self._give_up_round()
         # The coordinator's step is the longest known; the patience of all levels depends on it.
         self.pace.step_s = max(message.value, self._step_s)
         self._round = TreeRound(message, self.rank, self.pace, now_s, vector.read())
-        self.out.extend(self._round.opening())
+        self.out.extend((child, message) for child in self._round.children)
         self._rise(now_s, vector)
 
     def _rise(self, now_s: float, vector: Vector) -> None:
-        """Pass the branch's mean on, if it is time."""
         here = self._round
         if here is None or not here.is_ready(now_s):
             return
@@ -317,11 +409,10 @@ class TreeAverage:
             return
         self.pace.step_s = max(self._step_s, here.step_s)
         self._roster.drop(here.silent, now_s)
-        self._roster.close(now_s)
+        self._roster.members, self._roster.due_s = (), now_s + self.pace.interval_s
         self._fall(mean, vector)
 
     def _fall(self, mean: Mean, vector: Vector) -> None:
-        """Take the mean of all, and pass it on."""
         here, self._round = self._round, None
         assert here is not None
         self.rounds = here.number
@@ -331,7 +422,6 @@ class TreeAverage:
             self.counts["exchanges"] += 1
 
     def _take(self, source: int, message: Message, now_s: float, vector: Vector) -> None:
-        """Take the mean of a branch, or of all."""
         here = self._round
         values = from_body(message.body, vector)
         self.counts["other shapes"] += values is None  # a damaged body has no length
@@ -345,11 +435,10 @@ class TreeAverage:
 
     # ------------------------------------------------------------------------------------------ messages, time
     def handle(self, source: int, message: Message, now_s: float, vector: Vector) -> None:
-        """Take a message."""
         epoch = epoch_of(message.number)
         if epoch < self._leadership.epoch:
             self.counts["late"] += 1
-            # A sender that still lives in an earlier epoch must be told, or it waits for a coordinator that is gone.
+            # A sender that still lives in an earlier epoch must learn of it, or it waits for one that is gone.
             if message.kind in (Kind.PRESENT, Kind.OPEN, Kind.HANDOVER):
                 self.out.append((source, self._epoch_message()))
             return
@@ -369,7 +458,6 @@ class TreeAverage:
             self._take(source, message, now_s, vector)
 
     def tick(self, now_s: float, vector: Vector) -> None:
-        """Do what is due."""
         if self._roster is not None:
             self._coordinate(self._roster, now_s, vector)
         elif self._takes_part:
@@ -381,7 +469,6 @@ class TreeAverage:
         self._rise(now_s, vector)
 
     def lost(self, rank: int, now_s: float) -> None:
-        """Note that a rank is dead."""
         self._leadership.away.add(rank)
         if self._round is not None:
             self._round.awaited.discard(rank)
@@ -393,10 +480,9 @@ class TreeAverage:
             self._adopt(self._leadership.next_epoch(), now_s)
 
     def wake_s(self) -> float:
-        """Return when `tick` is next needed."""
         times = [self._round.until_s] if self._round is not None else []
         if self._roster is not None:
             times += [self._roster.wake_s(), self._hand_over_s]
         elif self._takes_part:
-            times.append(self._leadership.wake_s())
+            times += [self._leadership.ask_s, self._leadership.answer_s]
         return min((time_s for time_s in times if time_s != -math.inf), default=math.inf)

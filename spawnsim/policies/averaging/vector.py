@@ -12,6 +12,7 @@ the slowest peer's time, and among all such choices the next slowest, and so on.
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, is_dataclass
 from typing import Any
@@ -22,11 +23,15 @@ from numpy.typing import NDArray
 
 from spawnsim.errors import ParameterError
 from spawnsim.phantoms import PhantomArray
-from spawnsim.policies.averaging.grouping import digest
 from spawnsim.policies.state.arithmetic import add, new_memory, phantom_memory, sum_dtype, without_data
 from spawnsim.policies.state.codecs import Bytes, Codec, Float16, NoCompression, unpack
 
 Floats = NDArray[np.float64]
+
+
+def digest(text: str) -> int:
+    """Return a 63-bit number for a text, the same on every rank."""
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") >> 1
 
 
 def fractions(bandwidths: Sequence[float] | Floats) -> Floats:
@@ -132,20 +137,17 @@ class Vector:
         for (dtype, codec), group in zip(kinds, self._groups, strict=True):
             wide = np.dtype("float64" if sum_dtype(dtype) == torch.float64 else "float32")
             self.segments.append(Segment(self.count, sum(each.numel() for each in group), wide, codec))
-        layout = [
-            (str(t.dtype), tuple(t.shape), _codec_name(codec))
-            for t, codec in zip(self.tensors, codecs, strict=True)
-        ]
+        kinds_of = zip(self.tensors, codecs, strict=True)
+        layout = [(str(t.dtype), tuple(t.shape), _codec_name(codec)) for t, codec in kinds_of]
         self.schema = digest(repr(layout))
 
     @property
     def count(self) -> int:
-        """Elements in all segments."""
         return sum(segment.count for segment in self.segments)
 
     @property
     def allocate(self) -> Callable[[int], Bytes]:
-        """What makes the memory into which others' vectors are received."""
+        """The function that makes memory to receive others' vectors into."""
         return phantom_memory if without_data(self.tensors[0]) else new_memory
 
     def read(self) -> list[Values]:
@@ -175,7 +177,6 @@ class Vector:
                 at += tensor.numel()
 
     def zeros(self) -> list[Values]:
-        """Return zeros of the segments' shapes."""
         kinds: list[Any] = [PhantomArray if without_data(group[0]) else np.zeros for group in self._groups]
         return [make(each.count, each.wide) for make, each in zip(kinds, self.segments, strict=True)]
 
@@ -185,7 +186,7 @@ class Vector:
         return unpack(segment.codec, body, raw=raw, dtype=segment.wide, count=part.stop - part.start)
 
     def cut(self, counts: Sequence[int], part_size_bytes: int) -> list[list[Part]]:
-        """Return each reducer's parts: reducer i has `counts[i]` elements, in order, none in two segments."""
+        """Return each reducer's parts: reducer i has `counts[i]` elements, in order, no part is in two segments."""
         cuts, begin = [], 0
         for count in counts:
             cuts.append(self._range(begin, begin + count, part_size_bytes))
@@ -207,9 +208,9 @@ def _codec_name(codec: object) -> str:
 
 
 def _plus_drift(value: torch.Tensor, drift: torch.Tensor) -> torch.Tensor:
-    """Return value + drift; whole numbers round halves up."""
     if value.dtype.is_floating_point or value.dtype == torch.bool:
         return add(value, drift.clone())
+    # Whole numbers round halves up.
     return torch.floor(value.double() + drift + HALF).to(value.dtype)
 
 

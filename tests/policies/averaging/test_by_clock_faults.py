@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from functools import cache
 from typing import Any
 
@@ -13,7 +14,7 @@ import spawnsim
 from spawnsim.errors import RankFailed, Revoked, Timeout
 from spawnsim.policies.asynchronous import AsyncModelAveragePolicy
 from spawnsim.policies.averaging.gossip import Pace
-from spawnsim.policies.averaging.leadership import Leadership, Roster, epoch_of, first_of
+from spawnsim.policies.averaging.tree import Leadership, Roster, epoch_of, first_of
 
 MODES = ("all", "ring", "shift_one", "random")
 FAILED = (RankFailed, Revoked, Timeout)
@@ -312,16 +313,13 @@ def test_silence_is_asked_about_before_it_is_held_against_anybody() -> None:
     """Asked for again and again until patience is over; any sign of life ends the doubt."""
     leadership = Leadership(1, 3, Pace(0.1, 1.2))
     leadership.heard(0.0)
-    assert not leadership.should_ask(0.5)
-    assert leadership.should_ask(0.6)
+    assert (leadership.ask_s, leadership.answer_s) == (0.6, math.inf)
     leadership.asked(0.6)
-    assert not leadership.should_ask(0.9)
-    assert leadership.should_ask(1.0)
+    assert (leadership.ask_s, leadership.answer_s) == pytest.approx((1.0, 1.8))
     leadership.asked(1.0)
-    assert not leadership.has_failed(1.79)
-    assert leadership.has_failed(1.8)
+    assert (leadership.ask_s, leadership.answer_s) == pytest.approx((1.4, 1.8))
     leadership.heard(1.79)
-    assert not leadership.has_failed(2.0)
+    assert leadership.answer_s == math.inf
 
 
 def test_the_missing_are_reminded_less_and_less_often() -> None:

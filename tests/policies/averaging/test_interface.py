@@ -144,7 +144,7 @@ def test_timeout_bounds_the_search_and_not_the_trigger() -> None:
         averager.serve(5.0)
         control.allow_allreduce()
         control.result()
-        return control.complete, value_of(averager)
+        return control.result().complete, value_of(averager)
 
     assert play(main, 2) == dict.fromkeys(range(2), (True, [0.5]))
 

@@ -37,7 +37,7 @@ def test_late_parts_of_a_banned_sender_are_not_averaged() -> None:
     for index in range(3):
         assert give(reducer, 4, index, 0.0)
     assert give(reducer, 9, 0, 30.0)
-    reducer.ban(9)
+    reducer.live.discard(9)
     assert not give(reducer, 9, 1, 30.0)
     assert not give(reducer, 9, 2, 30.0)
     assert list(reducer.ready()) == []  # sender 2 is awaited
@@ -75,7 +75,7 @@ def test_without_any_part_or_weight_there_is_no_average() -> None:
     reducer = reducer_of(2)
     for sender in SENDERS:
         give(reducer, sender, 0, 1.0, weight=0.0)
-        reducer.ban(sender)
+        reducer.live.discard(sender)
     assert [(each.deltas, each.weight, each.missing) for each in reducer.ready()] == [({}, 0.0, SENDERS)] * 2
 
 

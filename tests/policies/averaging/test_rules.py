@@ -13,8 +13,9 @@ from support.effort import tried
 
 from spawnsim.errors import ParameterError
 from spawnsim.policies.averaging import Everyone, Exponential, Grid, Pairs, RandomGroups
+from spawnsim.policies.averaging.directory import replicas
 from spawnsim.policies.averaging.gossip import partner
-from spawnsim.policies.averaging.grouping import next_bits, replicas
+from spawnsim.policies.averaging.interface import next_bits
 from spawnsim.policies.averaging.tree import tree
 from spawnsim.policies.averaging.vector import element_counts, fractions, whole_shares
 

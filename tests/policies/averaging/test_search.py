@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from support.effort import tried
 
 from spawnsim.policies.averaging.butterfly import Member
-from spawnsim.policies.averaging.grouping import DirectoryClient, DirectoryShard, replicas
+from spawnsim.policies.averaging.directory import DirectoryClient, DirectoryShard, replicas
 from spawnsim.policies.averaging.matchmaking import Reply, Search, SearchTerms
 from spawnsim.policies.exchange.messages import Kind, Message
 
@@ -246,7 +246,7 @@ def test_declare_renew_leave() -> None:
     assert shard.find("k", 4.0)[0].place == 8.0
     shard.handle(3, Message(Kind.DECLARE, 0, meta=("k", False)), 4.0)
     assert shard.find("k", 4.0) == shard.find("unknown", 4.0) == []
-    assert len(shard) == 0
+    assert shard.entries == {}
 
 
 def test_news_of_an_earlier_place() -> None:

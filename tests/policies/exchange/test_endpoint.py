@@ -26,7 +26,7 @@ from spawnsim.policies import (
     WAGMAPolicy,
 )
 from spawnsim.policies.averaging.butterfly import Group, Member, Role
-from spawnsim.policies.averaging.download import chunks, rebuild
+from spawnsim.policies.averaging.directory import chunks, rebuild
 from spawnsim.policies.averaging.matchmaking import Search, SearchTerms
 from spawnsim.policies.exchange.endpoint import AT_ONCE_NBYTES, Endpoint
 from spawnsim.policies.exchange.messages import (
