@@ -57,11 +57,13 @@ def _parameters_only(compression: Choices) -> Choices:
 class _ModelAverager(DecentralizedAverager):
     """An averager of the tensors of a model, whose state for newcomers is all of model and optimizer."""
 
-    policy: DecentralizedAveragingPolicy
+    latest: tuple[int, torch.nn.Module, torch.optim.Optimizer]
 
     def get_current_state(self) -> State:
-        """Return (names and iteration, tensors) of the model and optimizer as they are now."""
-        return self.policy.state_for_newcomers()
+        """Return ((iteration, names), tensors, their `CompressionInfo`s) of model and optimizer as they are now."""
+        iteration, model, optimizer = self.latest
+        tensors = collect(model, optimizer, StateScope(optimizer_state="copy"))
+        return (iteration, list(tensors)), list(tensors.values()), infos_by_name(tensors)
 
 
 class DecentralizedAveragingPolicy(SpawnPolicy):
@@ -113,7 +115,6 @@ class DecentralizedAveragingPolicy(SpawnPolicy):
         self.averager: _ModelAverager | None = None
         self._parameters = {"prefix": prefix, **averager, "compression": _parameters_only(averager.get("compression"))}
         self._control: tuple[StepControl, float, int] | None = None  # step, when it began, bytes sent before
-        self._latest: tuple[int, torch.nn.Module, torch.optim.Optimizer] | None = None
         self._resumed = False  # a checkpoint was taken up, so nothing is to be downloaded
         self.idle_info |= {"group_size": 0, "received": 0.0, "complete": False, "missing": 0}
 
@@ -129,8 +130,11 @@ class DecentralizedAveragingPolicy(SpawnPolicy):
         """Average with a group if this iteration is due; serve others in any case."""
         averager = self.averager
         if averager is None or averager.comm is not comm:
-            averager = self._join(comm, (iteration, model, optimizer), info)
-        self._rebind(averager, iteration, model, optimizer)
+            averager = self._join(comm, iteration, model, optimizer, info)
+        elif model is not averager.latest[1]:
+            self._rebind(averager, model, optimizer)
+        averager.latest = iteration, model, optimizer
+        averager.donor.priority = float(iteration)  # newcomers ask the rank that has come furthest
         averager.progress()
         self._finish(averager, info)
         alone = comm.Get_size() == 1  # such as the last survivor: a search would use up its time
@@ -142,38 +146,33 @@ class DecentralizedAveragingPolicy(SpawnPolicy):
         return model, optimizer
 
     def _join(
-        self, comm: Comm, whose: tuple[int, torch.nn.Module, torch.optim.Optimizer], info: Info
+        self, comm: Comm, iteration: int, model: torch.nn.Module, optimizer: torch.optim.Optimizer, info: Info
     ) -> _ModelAverager:
         if self.averager is not None:
             with suppress(WorldError):  # the group of before may have been revoked, since a rank of it has died
                 self.averager.shutdown(0.0)
-        self._latest = whose
-        live = collect(whose[1], whose[2], self.travels)
+        live = collect(model, optimizer, self.travels)
         averager = self.averager = _ModelAverager(
             list(live.values()), comm, **{"start": False, "tensor_infos": infos_by_name(live), **self._parameters}
         )
-        averager.policy = self
+        averager.latest = iteration, model, optimizer
         self._control = None
-        if self.load_state and whose[0] > 0 and not self._resumed:
+        if self.load_state and iteration > 0 and not self._resumed:
             info["loaded_from_peer"] = self._load(averager, live)
         self._resumed = False
         return averager
 
     def _rebind(
-        self, averager: DecentralizedAverager, iteration: int, model: torch.nn.Module, optimizer: torch.optim.Optimizer
+        self, averager: DecentralizedAverager, model: torch.nn.Module, optimizer: torch.optim.Optimizer
     ) -> None:
         """Follow the caller to another model object, if it has the same tensors."""
-        if self._latest is not None and model is not self._latest[1]:
-            tensors = list(collect(model, optimizer, self.travels).values())
-            vector = Vector(tensors, averager.codecs(tensors))
-            if vector.schema != averager.vector.schema:
-                raise UsageError(f"rank {averager.rank}: the model has other tensors than before; make a new policy")
-            averager.vector = vector
-        self._latest = (iteration, model, optimizer)
-        averager.donor.priority = float(iteration)  # newcomers ask the rank that has come furthest
+        tensors = list(collect(model, optimizer, self.travels).values())
+        vector = Vector(tensors, averager.codecs(tensors))
+        if vector.schema != averager.vector.schema:
+            raise UsageError(f"rank {averager.rank}: the model has other tensors than before; make a new policy")
+        averager.vector = vector
 
-    def _load(self, averager: DecentralizedAverager, live: Tensors) -> bool:
-        assert self._latest is not None
+    def _load(self, averager: _ModelAverager, live: Tensors) -> bool:
         state = averager.load_state_from_peers(timeout=averager.search_s())
         if not isinstance(state, tuple):
             return False
@@ -181,21 +180,10 @@ class DecentralizedAveragingPolicy(SpawnPolicy):
         values = dict(zip(names, tensors, strict=True))
         if any(name in values and values[name].shape != tensor.shape for name, tensor in live.items()):
             raise UsageError(f"rank {averager.rank}: the donor's model has other shapes than this one")
-        _, model, optimizer = self._latest
+        _, model, optimizer = averager.latest
         assign(collect(model, None, StateScope()), values)
         assign_optimizer(model, optimizer, values)
         return True
-
-    def state_for_newcomers(self) -> State:
-        """Return what newcomers download.
-
-        Returns:
-            ((iteration, names), tensors, their `CompressionInfo`s) of model and optimizer.
-        """
-        assert self._latest is not None
-        iteration, model, optimizer = self._latest
-        tensors = collect(model, optimizer, StateScope(optimizer_state="copy"))
-        return (iteration, list(tensors)), list(tensors.values()), infos_by_name(tensors)
 
     def _start(self, averager: DecentralizedAverager) -> None:
         began_s = averager.comm.clock.now()
@@ -205,11 +193,8 @@ class DecentralizedAveragingPolicy(SpawnPolicy):
         self._control = (control, began_s, sent)
 
     def _search_s(self, averager: DecentralizedAverager) -> float:
-        """Return how long a search may take.
-
-        A rank that no group has room for may be late for a collective call, a checkpoint's or the last one, where all
-        others wait for it. If it searched for the whole of the deadline, they would meet theirs first.
-        """
+        # A rank that no group has room for may be late for a collective call, a checkpoint's or the last one, where all
+        # others wait for it. If it searched for the whole of the deadline, they would meet theirs first.
         settings = averager.settings
         one_s = settings.min_matchmaking_time + settings.request_timeout
         return averager.search_s() if settings.step_timeout is not None else min(averager.search_s(), one_s)
@@ -244,7 +229,7 @@ class DecentralizedAveragingPolicy(SpawnPolicy):
         super().shutdown()
         if self.averager is not None:
             self.averager.shutdown()
-        self._control = self._latest = None
+        self._control = None
 
     def drain(self) -> None:
         """Wait for the step that is under way, and leave; see `SpawnPolicy.drain`."""
@@ -257,7 +242,6 @@ class DecentralizedAveragingPolicy(SpawnPolicy):
 
     @property
     def stats(self) -> dict[str, float]:
-        """Averagings, and what the averager did and met."""
         own: dict[str, float] = {"num_averagings": self.num_averagings, "num_partial": self.num_partial}
         return own | (self.averager.stats if self.averager is not None else {})
 

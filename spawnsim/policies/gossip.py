@@ -119,11 +119,7 @@ class GossipPolicy(SpawnPolicy):
         began_s, live = comm.clock.now(), self._collect(model, None)
         if self._met is not comm:
             self._meet(comm, live)
-        if (
-            self._mean is not None
-            and self.global_every
-            and (self.num_averagings + 1) % self.global_every == 0
-        ):
+        if self._mean and self.global_every and (self.num_averagings + 1) % self.global_every == 0:
             if comm.Get_size() > 1:
                 self._mean(comm, live)
             donors, nbytes = comm.Get_size() - 1, self._mean.nbytes
@@ -154,9 +150,8 @@ class GossipPolicy(SpawnPolicy):
         """Take part in a round; return the number of donors, and bytes sent and received."""
         rank, device = comm.Get_rank(), self._device
         weights = self._weights(comm, self.num_averagings)
-        to, sources = (
-            [other for other, _ in each] for each in (weights.outgoing(rank), weights.incoming(rank))
-        )
+        to = [other for other, _ in weights.outgoing(rank)]
+        sources = [other for other, _ in weights.incoming(rank)]
         # A call that timed out has sent already: its round is finished first, with the weights as they are now.
         sent = self._sum.taken(live) if self.push_sum else live
         if self._rounds.under_way <= self.delay:
@@ -176,11 +171,8 @@ class GossipPolicy(SpawnPolicy):
             # Written last, so that a round which was not completed leaves the model as it was. `blend` starts from the
             # first tensor and adds weighted differences: equal models stay equal to the bit.
             row = [weights.own(rank), *(shares[other] for other in given)]
-            mixed = {
-                name: blend([own, *(each[name] for each in given.values())], row)
-                for name, own in live.items()
-            }
-            assign(live, mixed)
+            rows = {name: [own, *(each[name] for each in given.values())] for name, own in live.items()}
+            assign(live, {name: blend(values, row) for name, values in rows.items()})
         return len(given), (len(to) + len(sources)) * self._layout.nbytes
 
     def _weights(self, comm: Comm, round_: int) -> Mixing:
@@ -188,7 +180,6 @@ class GossipPolicy(SpawnPolicy):
 
     @property
     def stats(self) -> dict[str, float]:
-        """Rounds so far, and this rank's push-sum weight (1 without)."""
         return {"num_averagings": self.num_averagings, "push_sum_weight": self._sum.weight}
 
     def state_dict(self) -> dict[str, Any]:
@@ -226,12 +217,10 @@ class PushSum:
         return {"weight": self.weight, "numerators": {**self._numerators}, "written": {**self._written}}
 
     def load(self, state: dict[str, Any]) -> None:
-        """Take up a checkpoint."""
         self.weight = float(state["weight"])
         self._numerators, self._written = dict(state["numerators"]), dict(state["written"])
 
     def add(self, share: float, given: Tensors) -> None:
-        """Take in a share of what another rank has sent."""
         if without_data(given[WEIGHT]):
             return
         self.weight += share * float(given[WEIGHT])
@@ -243,7 +232,6 @@ class PushSum:
         return Layout([*entries, Entry(WEIGHT, torch.float64, ())])
 
     def begin(self) -> None:
-        """Begin with a weight of 1."""
         self.weight, self._numerators, self._written = 1.0, {}, {}
 
     def taken(self, live: Tensors) -> Tensors:
@@ -265,10 +253,7 @@ class PushSum:
         self._numerators = {name: own * numerator for name, numerator in self._numerators.items()}
         for share, each in given:
             self.add(share, each)
-        values: Tensors = {}
-        for name, numerator in self._numerators.items():
-            value = numerator / self.weight
-            target = live[name]
-            values[name] = value if target.is_floating_point() else value.round()
+        values = {name: numerator / self.weight for name, numerator in self._numerators.items()}
+        values = {name: v if live[name].is_floating_point() else v.round() for name, v in values.items()}
         assign(live, values)
         self._written = {name: live[name].to(value.dtype, copy=True) for name, value in values.items()}

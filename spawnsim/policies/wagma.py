@@ -132,7 +132,6 @@ class WAGMAPolicy(SpawnPolicy):
 
     @property
     def stats(self) -> dict[str, float]:
-        """Rounds so far, and those to which this rank came late."""
         return {"num_averagings": self.num_averagings, "num_late": self.num_late}
 
     def state_dict(self) -> dict[str, Any]:
@@ -144,7 +143,6 @@ class WAGMAPolicy(SpawnPolicy):
 
 
 def _wide(live: Tensors) -> Tensors:
-    """Return copies of the tensors in the types in which they are summed."""
     return {name: tensor.detach().to(sum_dtype(tensor.dtype), copy=True) for name, tensor in live.items()}
 
 

@@ -282,7 +282,9 @@ class StateDonor:
 
     def __init__(self, settings: Settings, directory: DirectoryClient, endpoint: Endpoint) -> None:
         self.settings, self.directory, self.endpoint = settings, directory, endpoint
-        self.sharing, self.priority, self.given = settings.shares_state, 0.0, 0
+        given = settings.allow_state_sharing
+        self.sharing = not (settings.client_mode or settings.auxiliary) if given is None else given
+        self.priority, self.given = 0.0, 0
         self.declare_s = -math.inf
         self.fetches: list[tuple[int, Message]] = []  # not answered yet
         self._key, self._declared = _state_key(settings), 0.0

@@ -247,14 +247,7 @@ class Settings:
         return FIRST_TAG + digest(self.prefix) % (LAST_TAG + 1 - FIRST_TAG) if self.tag is None else self.tag
 
     @property
-    def shares_state(self) -> bool:
-        """Whether newcomers may download this rank's state."""
-        given = self.allow_state_sharing
-        return not (self.client_mode or self.auxiliary) if given is None else given
-
-    @property
     def role(self) -> Role:
-        """What this peer does in a group."""
         return Role.CLIENT if self.client_mode else Role.AUX if self.auxiliary else Role.NODE
 
 
@@ -337,6 +330,9 @@ def check_weight(weight: float) -> float:
     return float(weight)
 
 
+Done = Callable[[], bool]
+
+
 class StepControl:
     """Handle of a step: look at its stage, change its weight, trigger it, cancel it, wait for its result.
 
@@ -344,8 +340,8 @@ class StepControl:
     """
 
     def __init__(
-        self, drive: Callable[[Callable[[], bool], float], bool], *, weight: float, scheduled_s: float, triggered: bool
-    ) -> None:  # fmt: skip
+        self, drive: Callable[[Done, float], bool], *, weight: float, scheduled_s: float, triggered: bool
+    ) -> None:
         self.stage, self.triggered = Stage.IDLE, triggered
         self.began_allreduce = self.cancel_requested = False
         self._drive = drive

@@ -362,8 +362,8 @@ class Matchmaker:
     """
 
     def __init__(
-        self, averager: DecentralizedAverager, gathered: Any, expires_s: float, now_s: float, *, missed: bool = False
-    ) -> None:  # fmt: skip
+        self, averager: DecentralizedAverager, gathered: Any, expires_s: float, now_s: float, *, missed: bool
+    ) -> None:
         self.averager, self.settings = averager, averager.settings
         self._gathered, self._expires_s = gathered, expires_s
         self._out: deque[Outgoing] = deque()

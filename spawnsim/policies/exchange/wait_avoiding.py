@@ -129,8 +129,10 @@ class WaitAvoidingSums:
 
     # ---------------------------------------------------------------------------------------------- for the engine
     def advance(self, arrived: list[tuple[int, Message]], now_s: float, dead: set[int]) -> None:
-        """Take partial sums, and contribute to the rounds that they are of. The engine calls this."""
+        """Take partial sums, and contribute to the rounds that they are of."""
         for _, message in arrived:
+            if message.damaged:
+                continue  # as if it were lost: the round times out
             current = self._round(message.number)
             current.early[message.part] = self.form.unpack(self.form.weights, message)
             if current.total is None:
@@ -139,5 +141,4 @@ class WaitAvoidingSums:
                 self._go_on(message.number, current)
 
     def wake_s(self) -> float:
-        """Return when `advance` is next needed: when something arrives. The engine calls this."""
-        return math.inf
+        return math.inf  # until something arrives

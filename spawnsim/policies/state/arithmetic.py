@@ -144,13 +144,13 @@ def _drift(
     base: torch.Tensor,
     values: Sequence[torch.Tensor],
     shares: Sequence[float],
-    difference: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
+    minus: Callable[..., torch.Tensor],
 ) -> torch.Tensor:
     """Return Σ w (x - a) over all values but the first, whose wide form is `base`."""
     drift = torch.zeros_like(base)
     for value, share in zip(values[1:], shares[1:], strict=True):
         if share:
-            drift += difference(value.to(base.dtype), base).mul_(share)
+            drift += minus(value.to(base.dtype), base).mul_(share)
     return drift
 
 

@@ -84,8 +84,23 @@ class Scaled16Bit:
         return np.asarray(scaled * std + mean, dtype=np.float32)
 
 
+class _Codebook:
+    """Means of 256 buckets, in float32, and then each value's bucket."""
+
+    __slots__ = ()
+
+    @staticmethod
+    def _coded(codes: Bytes, values: Floats) -> Bytes:
+        filled = np.bincount(codes, minlength=256)
+        book = np.bincount(codes, weights=values, minlength=256) / np.maximum(filled, 1)
+        return np.concatenate([as_bytes(book.astype(np.float32)), codes])
+
+    def decode(self, body: Bytes, count: int) -> Float32s:
+        return np.asarray(body[:1024].view(np.float32)[body[1024 : 1024 + count]])
+
+
 @dataclass(frozen=True, slots=True)
-class Uniform8Bit:
+class Uniform8Bit(_Codebook):
     """256 equal buckets over `sigmas` standard deviations; each stands for the mean of the values in it."""
 
     sigmas: float = 6.0
@@ -100,26 +115,20 @@ class Uniform8Bit:
         scale = self.sigmas * std / 256
         if scale == 0:
             # One bucket whose mean is the value: equal values come back exactly.
-            return _with_codebook(np.zeros(values.size, np.uint8), values)
+            return self._coded(np.zeros(values.size, np.uint8), values)
         codes = np.clip(np.rint((values - mean) / scale) + 128, 0, 255).astype(np.uint8)
-        return _with_codebook(codes, values)
-
-    def decode(self, body: Bytes, count: int) -> Float32s:
-        return _from_codebook(body, count)
+        return self._coded(codes, values)
 
 
 @dataclass(frozen=True, slots=True)
-class Quantile8Bit:
+class Quantile8Bit(_Codebook):
     """256 buckets with about equally many values each; each stands for the mean of the values in it."""
 
     nbytes_per_value: float = 1.0
 
     def encode(self, values: Floats) -> Bytes:
         edges = np.quantile(values, np.arange(1, 256) / 256) if values.size else np.empty(0)
-        return _with_codebook(np.searchsorted(edges, values, side="right").astype(np.uint8), values)
-
-    def decode(self, body: Bytes, count: int) -> Float32s:
-        return _from_codebook(body, count)
+        return self._coded(np.searchsorted(edges, values, side="right").astype(np.uint8), values)
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,8 +206,8 @@ def phantom_bytes(codec: Codec, count: int) -> Any:
 
 def encoded_nbytes(codec: Any, count: int) -> int:
     """Return how many bytes a codec makes of so many values, whatever they are; it may say so itself."""
-    told = getattr(codec, "encoded_nbytes", None)
-    return int(told(count)) if told is not None else _encoded_nbytes(codec, count)
+    own = getattr(codec, "encoded_nbytes", None)
+    return int(own(count)) if own is not None else _encoded_nbytes(codec, count)
 
 
 @lru_cache(maxsize=4096)
@@ -228,17 +237,6 @@ def _moments(values: Floats) -> tuple[float, float]:
     return float(wide.mean()), float(wide.std())
 
 
-def _with_codebook(codes: Bytes, values: Floats) -> Bytes:
-    """Return 256 bucket means and a code per value."""
-    filled = np.bincount(codes, minlength=256)
-    book = np.bincount(codes, weights=values, minlength=256) / np.maximum(filled, 1)
-    return np.concatenate([as_bytes(book.astype(np.float32)), codes])
-
-
-def _from_codebook(body: Bytes, count: int) -> Float32s:
-    return np.asarray(body[:1024].view(np.float32)[body[1024 : 1024 + count]])
-
-
 class TensorRole(Enum):
     """What a tensor is to its model."""
 
@@ -262,12 +260,10 @@ class CompressionInfo:
     def from_tensor(
         cls, tensor: torch.Tensor, key: Any = None, role: TensorRole = TensorRole.UNSPECIFIED
     ) -> CompressionInfo:
-        """Return the description of a tensor."""
         return cls(key, tuple(tensor.shape), tensor.dtype, role)
 
     @property
     def size(self) -> int:
-        """Number of elements."""
         return torch.Size(self.shape).numel()
 
 
@@ -287,15 +283,12 @@ def _codec_of(choice: Choice, info: CompressionInfo) -> Codec:
     return choice.codec_for(info) if isinstance(choice, CodecChoice) else as_codec(choice)
 
 
-def _is_codec(choice: object) -> bool:
-    return all(hasattr(choice, name) for name in ("encode", "decode", "nbytes_per_value"))
-
-
 def check_codec(choice: object) -> None:
     """Raise `ParameterError` if this does not name or describe a codec."""
+    is_codec = all(hasattr(choice, name) for name in ("encode", "decode", "nbytes_per_value"))
     if choice is None or isinstance(choice, str):
         as_codec(choice)
-    elif isinstance(choice, type) or not (isinstance(choice, CodecChoice) or _is_codec(choice)):
+    elif isinstance(choice, type) or not (isinstance(choice, CodecChoice) or is_codec):
         raise ParameterError(
             f"compression={choice!r}: give the name of a codec, a codec, or an object with codec_for(info)"
         )
@@ -314,7 +307,6 @@ class SizeAdaptiveCompression:
         check_codec(self.greater_equal)
 
     def codec_for(self, info: CompressionInfo) -> Codec:
-        """Return the codec for a tensor of this size."""
         return _codec_of(self.greater_equal if info.size >= self.threshold else self.less, info)
 
 
@@ -333,7 +325,6 @@ class RoleAdaptiveCompression:
             check_codec(choice)
 
     def codec_for(self, info: CompressionInfo) -> Codec:
-        """Return the codec for a tensor of this role."""
         given = None if info.role is TensorRole.UNSPECIFIED else getattr(self, info.role.value)
         return _codec_of(self.default if given is None else given, info)
 
@@ -350,7 +341,6 @@ class PerTensorCompression:
             check_codec(choice)
 
     def codec_for(self, info: CompressionInfo) -> Codec:
-        """Return the codec for the tensor of this key."""
         try:
             return _codec_of(self.tensor_compressions[info.key], info)
         except (KeyError, IndexError, TypeError):
@@ -367,10 +357,9 @@ def as_compression(given: Choices) -> Choice:
 
 def check_infos(infos: Sequence[CompressionInfo], tensors: Sequence[torch.Tensor]) -> None:
     """Raise `ParameterError` if the descriptions are not those of the tensors."""
-    shapes = [tuple(tensor.shape) for tensor in tensors]
-    if [tuple(info.shape) for info in infos] != shapes:
+    if [tuple(info.shape) for info in infos] != [tuple(tensor.shape) for tensor in tensors]:
         raise ParameterError(
-            f"tensor_infos describes {len(infos)} tensors, not these {len(shapes)}, in this order"
+            f"tensor_infos describes {len(infos)} tensors, not these {len(tensors)}, in this order"
         )
 
 
@@ -382,10 +371,10 @@ def infos_by_place(tensors: Sequence[torch.Tensor]) -> list[CompressionInfo]:
 def codecs_for(given: Choices, infos: Sequence[CompressionInfo]) -> list[Codec]:
     """Return each tensor's codec. A sequence must name one for each of them."""
     choice = as_compression(given)
-    if isinstance(given, (list, tuple)):
-        if len(given) != len(infos):
-            raise ParameterError(
-                f"compression names {len(given)} codecs for {len(infos)} tensors: give one for each"
-            )
-        return [_codec_of(each, info) for each, info in zip(given, infos, strict=True)]
-    return [_codec_of(choice, info) for info in infos]
+    if not isinstance(given, (list, tuple)):
+        return [_codec_of(choice, info) for info in infos]
+    if len(given) != len(infos):
+        raise ParameterError(
+            f"compression names {len(given)} codecs for {len(infos)} tensors: give one for each"
+        )
+    return [_codec_of(each, info) for each, info in zip(given, infos, strict=True)]

@@ -48,12 +48,7 @@ class LowBit:
     and ±1/4; 2 bits: 0 and ±1; 1 bit: the sign, times the mean magnitude of the block (0 counts as positive). Values go
     to the nearest of these.
 
-    Args:
-        bits: 1 to 4.
-        block: values with a scale of their own (4 bytes), at least 1.
-
-    Raises:
-        ParameterError: an argument is out of range.
+    Each `block` of values has a scale of its own (4 bytes).
     """
 
     bits: int = 4
@@ -70,7 +65,6 @@ class LowBit:
         return self.bits / 8 + 4 / self.block
 
     def encoded_nbytes(self, count: int) -> int:
-        """Return the length of `count` values."""
         return 4 * -(-count // self.block) + -(-count * self.bits // 8)
 
     @property
@@ -110,20 +104,12 @@ class LowBit:
 class TopK:
     """The largest magnitudes of each chunk, with their places; all other values come back as 0.
 
-    For differences with error feedback (`ErrorFeedback`), not for weights.
-
-    Args:
-        chunk: values in a chunk, at least 1.
-        keep: how many of them are kept, 1 to `chunk`. Ties go to the first.
-        values: how the kept ones are encoded, all as one vector; "none": as float32.
-
-    Raises:
-        ParameterError: an argument is out of range.
+    For differences with error feedback (`ErrorFeedback`), not for weights. Ties go to the first.
     """
 
     chunk: int = 4096
-    keep: int = 64
-    values: str | Codec = "none"
+    keep: int = 64  # values of each chunk
+    values: str | Codec = "none"  # how the kept ones are encoded, all as one vector; "none": as float32
 
     def __post_init__(self) -> None:
         if not 1 <= self.keep <= self.chunk:
@@ -139,7 +125,6 @@ class TopK:
         return self.keep / self.chunk * (self._place_bits / 8 + as_codec(self.values).nbytes_per_value)
 
     def encoded_nbytes(self, count: int) -> int:
-        """Return the length of `count` values."""
         kept = -(-count // self.chunk) * self.keep
         return -(-kept * self._place_bits // 8) + encoded_nbytes(as_codec(self.values), kept)
 
@@ -173,18 +158,10 @@ def cosines(length: int) -> NDArray[np.float64]:
 
 @dataclass(frozen=True, slots=True)
 class DCT:
-    """Chunks by their cosine coefficients, which another codec encodes: DeMo's, with `TopK` of the same chunk.
+    """Chunks by their cosine coefficients, which another codec encodes: DeMo's, with `TopK` of the same chunk."""
 
-    Args:
-        chunk: values that are transformed together, at least 1.
-        codec: of the coefficients, all as one vector.
-
-    Raises:
-        ParameterError: `chunk` is out of range, or the codec is unknown.
-    """
-
-    chunk: int = 64
-    codec: str | Codec = TopK(64, 32)
+    chunk: int = 64  # values that are transformed together
+    codec: str | Codec = TopK(64, 32)  # of the coefficients, all as one vector
 
     def __post_init__(self) -> None:
         if self.chunk < 1:
@@ -196,7 +173,6 @@ class DCT:
         return as_codec(self.codec).nbytes_per_value
 
     def encoded_nbytes(self, count: int) -> int:
-        """Return the length of `count` values."""
         return encoded_nbytes(as_codec(self.codec), -(-count // self.chunk) * self.chunk)
 
     def encode(self, values: Floats) -> Bytes:
@@ -213,13 +189,7 @@ class DCT:
 class RandomMask:
     """A random share of the values, the same places on all ranks, so that none need to travel; others come back as 0.
 
-    Args:
-        share: of the values, above 0 and at most 1.
-        seed: of the run.
-        number: of the mask; give each round another.
-
-    Raises:
-        ParameterError: `share` is out of range.
+    `seed` is the run's; give each round another `number`.
     """
 
     share: float = 0.005
@@ -244,7 +214,6 @@ class RandomMask:
         return np.sort(draw.choice(count, self.kept(count), replace=False))
 
     def encoded_nbytes(self, count: int) -> int:
-        """Return the length of `count` values."""
         return 4 * self.kept(count)
 
     def encode(self, values: Floats) -> Bytes:
@@ -259,12 +228,7 @@ class RandomMask:
 class ErrorFeedback:
     """Remembers what a codec has left out of a rank's vectors, and adds it to the next: e ← decay·e + x; e −= sent.
 
-    Args:
-        codec: what encodes.
-        decay: of what was left out, from 0 (nothing is remembered) to 1.
-
-    Raises:
-        ParameterError: `decay` is out of range, or the codec is unknown.
+    `decay` is of what was left out, from 0 (nothing is remembered) to 1.
     """
 
     def __init__(self, codec: str | Codec, decay: float = 1.0) -> None:

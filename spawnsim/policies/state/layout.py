@@ -170,11 +170,8 @@ def reset_optimizer(optimizer: torch.optim.Optimizer) -> None:
 def reset_if_not_finite(optimizer: torch.optim.Optimizer) -> None:
     """Forget an optimizer's state if any of it is not finite: the next step would undo what has healed the weights."""
     held = [value for state in optimizer.state.values() for value in state.values()]
-    floats = [value for value in held if isinstance(value, torch.Tensor) and not value.dtype.is_complex]
-    floats += [
-        torch.view_as_real(value) for value in held if isinstance(value, torch.Tensor) and value.is_complex()
-    ]
-    if not all(all_finite(value) for value in floats if value.is_floating_point()):
+    real = as_real({str(n): value for n, value in enumerate(held) if isinstance(value, torch.Tensor)})
+    if not all(all_finite(value) for value in real.values() if value.is_floating_point()):
         reset_optimizer(optimizer)
 
 
@@ -188,12 +185,10 @@ class Entry:
 
     @property
     def count(self) -> int:
-        """Number of elements; 1 for a 0-dim tensor."""
         return torch.Size(self.shape).numel()
 
     @property
     def nbytes(self) -> int:
-        """Size in bytes."""
         return self.count * self.dtype.itemsize
 
 
@@ -210,32 +205,26 @@ class Layout:
         self.digest = digest_of(self.text)
         self.segments: dict[torch.dtype, tuple[int, int]] = {}  # dtype → (first byte, elements)
         self._counts: dict[torch.dtype, list[int]] = {}
-        self.nbytes = self._place()
-
-    def _place(self) -> int:
-        offset = 0
+        self.nbytes = 0
         for dtype in dict.fromkeys(entry.dtype for entry in self.entries):
             counts = self._counts[dtype] = [entry.count for entry in self.entries if entry.dtype == dtype]
-            self.segments[dtype] = (offset, sum(counts))
+            self.segments[dtype] = (self.nbytes, sum(counts))
             # Segments begin on cache lines, so that no copy of one begins in the middle of another's line.
-            offset += -(-sum(counts) * dtype.itemsize // ALIGN_NBYTES) * ALIGN_NBYTES
-        return offset
+            self.nbytes += -(-sum(counts) * dtype.itemsize // ALIGN_NBYTES) * ALIGN_NBYTES
 
     @classmethod
     def of(cls, tensors: Mapping[str, torch.Tensor]) -> Layout:
-        """Return the layout of these tensors."""
-        return layout_of(
-            tuple(Entry(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items())
-        )
+        return layout_of(tuple(Entry(name, each.dtype, tuple(each.shape)) for name, each in tensors.items()))
 
     @classmethod
     def parse(cls, text: bytes) -> Layout:
         """Return the layout that another rank described with `text`."""
         try:
             rows = json.loads(text)
-            return layout_of(
-                tuple(Entry(str(name), _dtype(dtype), tuple(map(int, shape))) for name, dtype, shape in rows)
+            entries = tuple(
+                Entry(str(name), _dtype(dtype), tuple(map(int, shape))) for name, dtype, shape in rows
             )
+            return layout_of(entries)
         except (ValueError, TypeError) as error:
             raise UsageError(
                 f"a rank sent a description of its model that cannot be read: {error}"
@@ -255,9 +244,7 @@ class Layout:
         # Not `torch.split`, two functions of Python around the same call.
         rows = (row.split_with_sizes(self._counts[dtype]) for dtype, row in self.flat(buffer).items())
         pieces = zip(self.entries, chain.from_iterable(rows), strict=True)
-        return {
-            entry.name: piece if len(entry.shape) == 1 else piece.view(entry.shape) for entry, piece in pieces
-        }
+        return {it.name: piece if len(it.shape) == 1 else piece.view(it.shape) for it, piece in pieces}
 
     def flat(self, buffer: torch.Tensor) -> dict[torch.dtype, torch.Tensor]:
         """Return each dtype's segment of a uint8 buffer as one flat tensor."""

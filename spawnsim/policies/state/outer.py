@@ -18,6 +18,8 @@ from spawnsim.policies.state.arithmetic import CPU, META, all_finite, new_buffer
 from spawnsim.policies.state.layout import Entry, Layout, Tensors
 from spawnsim.policies.state.snapshot import device_of, laid_out, lay_out
 
+_Rows = Sequence[torch.Tensor]
+
 
 class FlatFloats:
     """Vectors of the shapes of some tensors, at first all 0: `rows` to compute with, `memory` to send.
@@ -48,11 +50,9 @@ class FlatFloats:
         return found
 
     def zeros(self) -> FlatFloats:
-        """Return vectors of the same shapes, all 0."""
         return FlatFloats(self.layout, self.device)
 
     def read(self, live: Tensors) -> None:
-        """Take over the values of the tensors."""
         lay_out(self.layout, self.memory, live, self.device)
 
     def tensors(self) -> Tensors:
@@ -60,7 +60,6 @@ class FlatFloats:
         return laid_out(self.layout, self.memory, self.device)
 
     def copies(self) -> Tensors:
-        """Return copies of the values by name."""
         return {name: each.clone() for name, each in self.tensors().items()}
 
     def set_difference(self, weights: FlatFloats) -> int:
@@ -111,13 +110,7 @@ class OuterSGD:
                 "give lr >= 0, 0 <= momentum < 1, clip > 0"
             )
 
-    def step(
-        self,
-        weights: Sequence[torch.Tensor],
-        buffers: Sequence[torch.Tensor],
-        deltas: Sequence[torch.Tensor],
-        scale: float = 1.0,
-    ) -> None:
+    def step(self, weights: _Rows, buffers: _Rows, deltas: _Rows, scale: float = 1.0) -> None:
         """Move the weights; momentum buffers, of the same shapes, begin as 0. `scale` is γ. Spoils the deltas."""
         for weight, buffer, delta in zip(weights, buffers, deltas, strict=True):
             if scale != 1:
@@ -143,11 +136,10 @@ class Fragment:
 
     @property
     def nbytes(self) -> int:
-        """Size of each of the vectors, gaps included."""
+        """The size of each vector, gaps included."""
         return self.weights.layout.nbytes
 
     def copy(self) -> Fragment:
-        """Return another fragment with the same weights and momentum."""
         return Fragment.from_state(self.state())
 
     def state(self) -> dict[str, Tensors]:

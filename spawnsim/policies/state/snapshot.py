@@ -78,7 +78,7 @@ class Compression:
         changing = {n: t for n, t in live.items() if t.dtype in WIDE and not n.startswith("optimizer/")}
         limit = torch.finfo(self.small or torch.float32).max  # codecs give float32 back
         # A value beyond the limit would become infinite on the way; its whole tensor travels as it is.
-        fitting = _within(changing, limit)
+        fitting = {name for name, largest in _magnitudes(changing) if largest <= limit}
         sources: Tensors = {}
         entries = []
         for name, tensor in live.items():
@@ -171,11 +171,6 @@ def name_of(codec: Codec) -> str:
     """Return what a codec is called in a snapshot: its short name, its fields, or its type."""
     short = next((name for name, known in NAMED.items() if known == codec), None)
     return short or (repr(codec) if hasattr(codec, "__dataclass_fields__") else type(codec).__qualname__)
-
-
-def _within(tensors: Mapping[str, torch.Tensor], limit: float) -> frozenset[str]:
-    """Return the names of tensors whose values are all finite and at most `limit` in magnitude."""
-    return frozenset(name for name, largest in _magnitudes(tensors) if largest <= limit)
 
 
 def _magnitudes(tensors: Mapping[str, torch.Tensor]) -> Iterator[tuple[str, float]]:
