@@ -68,14 +68,6 @@ def documented_once(app, what, name, obj, skip, options):
     return True if inherited else None
 
 
-def listed_at_last(app, docname, source):
-    """Add pages that the home page does not list to the end of its guides, so that none is out of reach."""
-    if docname == "index":
-        known = set(re.findall(r"^(?:.*<)?([\w/-]+)>?$", source[0], re.MULTILINE))
-        others = sorted(name for name in app.env.found_docs - known if "/" not in name and name != "index")
-        source[0] = source[0].replace("columnar>\n", "\n".join(["columnar>", *others, ""]))
-
-
 class Commands(Directive):
     """`{commands}`: what `--help` prints of spawnsim and each of its commands."""
 
@@ -101,5 +93,4 @@ def setup(app):
     """Connect the above; docstrings are turned before napoleon reads their sections."""
     app.connect("autodoc-process-docstring", as_restructured_text, priority=100)
     app.connect("autodoc-skip-member", documented_once)
-    app.connect("source-read", listed_at_last)
     app.add_directive("commands", Commands)
