@@ -81,11 +81,11 @@ def fails(mpi: Any, error_class: int) -> Iterator[None]:
     raise AssertionError(f"nothing was raised; wanted {mpi.Get_error_string(error_class)}")
 
 
-def needs(ranks: int = 1, at_most: int | None = None) -> Callable[[Test], Test]:
-    """Mark a test as one that makes sense from (and up to) a number of ranks."""
+def needs(ranks: int) -> Callable[[Test], Test]:
+    """Mark a test as one that makes sense from a number of ranks on."""
 
     def mark(test: Test) -> Test:
-        test.__dict__["ranks"] = (ranks, at_most)
+        test.__dict__["ranks"] = ranks
         return test
 
     return mark
@@ -122,12 +122,14 @@ class Case:
 
     theme: str
     name: str
-    test: Callable[[Any, Any], None]
+    test: Callable[..., None]
+    form: str = ""
+    """Of collective calls by `call`: blocking "", "nonblocking" or "persistent"."""
 
     @property
     def id(self) -> str:
-        """Theme and name: "p2p_objects.tags_choose"."""
-        return f"{self.theme}.{self.name}"
+        """Theme, name and form: "collectives.allgather_nonblocking"."""
+        return "_".join(filter(None, (f"{self.theme}.{self.name}", self.form)))
 
     @property
     def claim(self) -> str:
@@ -135,16 +137,37 @@ class Case:
         return (inspect.getdoc(self.test) or "").partition("\n")[0]
 
     def fits(self, ranks: int) -> bool:
-        """Say whether the test makes sense on a number of ranks.
+        """Return whether the test makes sense on a number of ranks."""
+        return ranks >= getattr(self.test, "ranks", 1)
 
-        Args:
-            ranks: the size of the communicator.
+    def run(self, MPI: Any, comm: Any) -> list[Any]:
+        """Run the test with the arguments that it names; return the handles to free when all ranks are through."""
+        owned: list[Any] = []
 
-        Returns:
-            True if it can run there.
-        """
-        least, most = getattr(self.test, "ranks", (1, None))
-        return ranks >= least and (most is None or ranks <= most)
+        def own(handle: Any) -> Any:
+            owned.append(handle)
+            return handle
+
+        given = dict(zip(("rank", "size", "left", "right"), ring(comm), strict=True)) | {
+            "own": own,
+            "call": self.call,
+        }
+        self.test(
+            MPI, comm, **{name: given[name] for name in list(inspect.signature(self.test).parameters)[2:]}
+        )
+        return owned[::-1]
+
+    def call(self, comm: Any, name: str, *arguments: Any, **options: Any) -> None:
+        """Carry out a collective call in the form of this case."""
+        if not self.form:
+            getattr(comm, name)(*arguments, **options)
+        elif self.form == "nonblocking":
+            getattr(comm, f"I{name.lower()}")(*arguments, **options).Wait()
+        else:
+            request = getattr(comm, f"{name}_init")(*arguments, **options)
+            request.Start()
+            request.Wait()
+            request.Free()
 
 
 @dataclass(frozen=True)
@@ -158,14 +181,13 @@ class Outcome:
 
 def _tests(module: ModuleType) -> Iterator[Case]:
     for name, test in vars(module).items():
-        own = inspect.isfunction(test) and test.__module__ == module.__name__ and not name.startswith("_")
-        if own and _is_test(inspect.signature(test)):
-            yield Case(module.__name__.rpartition(".")[2], name, test)
-
-
-def _is_test(signature: inspect.Signature) -> bool:
-    # By signature and not by name: helpers of a module need no underscore, and no case can be forgotten in a list.
-    return list(signature.parameters) == ["MPI", "comm"] and signature.return_annotation in (None, "None")
+        if inspect.isfunction(test) and test.__module__ == module.__name__:
+            signature = inspect.signature(test)
+            names = list(signature.parameters)
+            # By signature and not by name: no case can be forgotten in a list. A helper says what it returns.
+            if names[:2] == ["MPI", "comm"] and signature.return_annotation is signature.empty:
+                for form in ("", "nonblocking", "persistent") if "call" in names else ("",):
+                    yield Case(module.__name__.rpartition(".")[2], name, test, form)
 
 
 @cache
@@ -210,18 +232,25 @@ def _users_case(module: str, name: str) -> Case:
 _RANKING = (FAILED, ABSENT, SKIPPED, PASSED)
 
 
-def run_case(case: Case, MPI: Any, comm: Any) -> tuple[str, str]:  # mpi4py's name
-    """Run a case on this rank; return its status and, if it did not pass, why."""
+def run_case(case: Case, MPI: Any, comm: Any) -> tuple[str, str, list[Any]]:  # mpi4py's name
+    """Run a case on this rank; return its status, why it did not pass, and the handles that it leaves."""
     try:
-        case.test(MPI, comm)
+        return PASSED, "", case.run(MPI, comm)
     # Before Exception, of which it is one.
     except Skipped as reason:
-        return SKIPPED, str(reason)
+        return SKIPPED, str(reason), []
     except UnsupportedError as reason:
-        return ABSENT, str(reason)
+        return ABSENT, str(reason), []
     except Exception:  # noqa: BLE001  # whatever a case raises is its result
-        return FAILED, traceback.format_exc(limit=-4)
-    return PASSED, ""
+        return FAILED, traceback.format_exc(limit=-4), []
+
+
+def free_all(comm: Any, owned: list[Any]) -> None:
+    """Free what a case leaves, and its communicator, when all ranks are through with it."""
+    # MPI asks that all accesses to a window have ended before Free, and a target does not know of those to its part.
+    comm.Barrier()
+    for handle in (*owned, comm):
+        handle.Free()
 
 
 def merge_verdicts(case: str, verdicts: list[tuple[str, str]]) -> Outcome:
@@ -255,9 +284,9 @@ def run_together(MPI: Any, comm: Any, cases: Iterable[Case], log: Path | None = 
         notes.write(case=case.id)
         # Each case has a context of its own: messages that a failed case left cannot match in the next.
         own = comm.Dup()
-        verdict = run_case(case, MPI, own)
+        *verdict, owned = run_case(case, MPI, own)
         notes.write(case=case.id, status=verdict[0], text=verdict[1])
-        own.Free()
+        free_all(own, owned)
         # On the parent communicator, which no case has touched.
         outcome = merge_verdicts(case.id, comm.allgather(verdict))
         notes.write(case=case.id, agreed=outcome.status, text=outcome.text)

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from contract.cases import ABSENT, FAILED, PASSED, SKIPPED, Case, Outcome, Skipped, find_cases
+from contract.cases import ABSENT, FAILED, PASSED, SKIPPED, Case, Outcome, Skipped, find_cases, free_all
 from spawnsim import backends
 from spawnsim.errors import RankError, SpawnsimError, UnsupportedError
 from spawnsim.real.launch import launchers
@@ -198,8 +198,7 @@ def run_virtual(cases: Iterable[Case], ranks: int, **cluster: Any) -> Iterator[O
 def _on_a_duplicate(case: Case, mpi: Any, comm: Any) -> None:
     """Run a case as every backend does: on a communicator of its own."""
     own = comm.Dup()
-    case.test(mpi, own)
-    own.Free()
+    free_all(own, case.run(mpi, own))
 
 
 def outcome_of(case: Case, run: Callable[[], Any]) -> Outcome:

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from contract.cases import Skipped, claim, fails, refused, ring, same
+from contract.cases import Skipped, claim, fails, refused, same
 
 
 def echoed(comm: Any, source: Any, target: Any, status: Any = None) -> None:
@@ -17,7 +17,7 @@ def echoed(comm: Any, source: Any, target: Any, status: Any = None) -> None:
     comm.Sendrecv(source, rank, 0, target, rank, 0, status)
 
 
-def sizes_and_names(MPI: Any, comm: Any) -> None:
+def sizes_and_names(MPI, comm):
     """Predefined types have C's sizes, and names."""
     sizes = {
         "INT": 4,
@@ -41,7 +41,7 @@ def sizes_and_names(MPI: Any, comm: Any) -> None:
         )
 
 
-def codes(MPI: Any, comm: Any) -> None:
+def codes(MPI, comm):
     """Types and typecodes lead to each other."""
     for code in "bhilqBHILQfd":
         same(MPI.Datatype.fromcode(code).tocode(), code)
@@ -52,7 +52,7 @@ def codes(MPI: Any, comm: Any) -> None:
         MPI.DOUBLE.Create_contiguous(2).tocode()
 
 
-def a_column(MPI: Any, comm: Any) -> None:
+def a_column(MPI, comm):
     """A vector picks a column, which may be received as a line or as another column."""
     grid, line, other = np.arange(12.0).reshape(3, 4), np.zeros(3), np.zeros((3, 2))
     column, narrow = MPI.DOUBLE.Create_vector(3, 1, 4).Commit(), MPI.DOUBLE.Create_vector(3, 1, 2).Commit()
@@ -66,16 +66,15 @@ def a_column(MPI: Any, comm: Any) -> None:
     narrow.Free()
 
 
-def a_column_received(MPI: Any, comm: Any) -> None:
+def a_column_received(MPI, comm, own):
     """What lies between the elements of a derived type stays when it is received."""
     grid = np.full((3, 4), -1.0)
-    column = MPI.DOUBLE.Create_hvector(3, 2, 32).Commit()
+    column = own(MPI.DOUBLE.Create_hvector(3, 2, 32).Commit())
     echoed(comm, np.arange(6.0), [grid, 1, column])
     same(grid, [[0, 1, -1, -1], [2, 3, -1, -1], [4, 5, -1, -1]])
-    column.Free()
 
 
-def indexed_elements(MPI: Any, comm: Any) -> None:
+def indexed_elements(MPI, comm):
     """Indexed types pick blocks in any order, by elements or bytes."""
     source, target = np.arange(10, dtype=np.int32), np.zeros(3, np.int32)
     for datatype in (
@@ -92,7 +91,7 @@ def indexed_elements(MPI: Any, comm: Any) -> None:
         datatype.Free()
 
 
-def structures(MPI: Any, comm: Any) -> None:
+def structures(MPI, comm):
     """A struct of several types is C's struct: numpy's aligned records travel with it."""
     dtype = np.dtype([("id", "i4"), ("value", "f8"), ("flag", "i1")], align=True)
     places = [dtype.fields[name][1] for name in dtype.names]  # type: ignore[index,union-attr]
@@ -108,19 +107,17 @@ def structures(MPI: Any, comm: Any) -> None:
     record.Free()
 
 
-def fields_of_records(MPI: Any, comm: Any) -> None:
+def fields_of_records(MPI, comm, own):
     """A resized type walks over one field of an array of records."""
     dtype = np.dtype([("id", "i4"), ("value", "f8")], align=True)
     source, target = np.array([(1, 0.5), (2, 1.5), (3, 2.5)], dtype), np.zeros(3)
-    one = MPI.DOUBLE.Create_hindexed([1], [8])
-    field = one.Create_resized(0, dtype.itemsize).Commit()
+    one = own(MPI.DOUBLE.Create_hindexed([1], [8]))
+    field = own(one.Create_resized(0, dtype.itemsize).Commit())
     echoed(comm, [source, 3, field], target)
     same(target, [0.5, 1.5, 2.5])
-    field.Free()
-    one.Free()
 
 
-def boxes(MPI: Any, comm: Any) -> None:
+def boxes(MPI, comm):
     """Subarrays are boxes of arrays, in C and Fortran order."""
     grid, target = np.arange(20.0).reshape(4, 5), np.zeros((2, 3))
     box = MPI.DOUBLE.Create_subarray([4, 5], [2, 3], [1, 2]).Commit()
@@ -134,7 +131,7 @@ def boxes(MPI: Any, comm: Any) -> None:
     box.Free()
 
 
-def distributed_arrays(MPI: Any, comm: Any) -> None:
+def distributed_arrays(MPI, comm):
     """The parts of a distributed array are disjoint and cover it."""
     grid, seen = np.arange(48, dtype=np.int32).reshape(8, 6), []
     for rank in range(4):
@@ -147,7 +144,7 @@ def distributed_arrays(MPI: Any, comm: Any) -> None:
     same(sorted(seen), list(range(48)))
 
 
-def nested_types(MPI: Any, comm: Any) -> None:
+def nested_types(MPI, comm):
     """Types are made of types of types."""
     pair = MPI.INT.Create_vector(2, 1, 2)
     pairs = pair.Create_hvector(2, 1, 24)
@@ -160,29 +157,26 @@ def nested_types(MPI: Any, comm: Any) -> None:
         datatype.Free()
 
 
-def negative_strides(MPI: Any, comm: Any) -> None:
+def negative_strides(MPI, comm, own):
     """A vector with a negative stride runs backwards from its start."""
-    backwards = MPI.DOUBLE.Create_vector(4, 1, -1)
+    backwards = own(MPI.DOUBLE.Create_vector(4, 1, -1))
     # Blocks lie before the start, so the type is placed at the last element.
-    shifted = MPI.Datatype.Create_struct([1], [24], [backwards]).Commit()
+    shifted = own(MPI.Datatype.Create_struct([1], [24], [backwards]).Commit())
     same((backwards.Get_extent(), backwards.Get_true_extent()), ((-24, 32), (-24, 32)))
     target = np.zeros(4)
     echoed(comm, [np.arange(4.0), 1, shifted], target)
     same(target, [3, 2, 1, 0])
-    shifted.Free()
-    backwards.Free()
 
 
-def several_elements(MPI: Any, comm: Any) -> None:
+def several_elements(MPI, comm, own):
     """Elements of a derived type follow each other at its extent."""
-    every_other = MPI.DOUBLE.Create_resized(0, 16).Commit()
+    every_other = own(MPI.DOUBLE.Create_resized(0, 16).Commit())
     target = np.full(6, -1.0)
     echoed(comm, np.arange(3.0), [target, 3, every_other])
     same(target, [0, -1, 1, -1, 2, -1])
-    every_other.Free()
 
 
-def counts_and_elements(MPI: Any, comm: Any) -> None:
+def counts_and_elements(MPI, comm):
     """A message that ends inside a derived element has no count, but basic elements."""
     triple, status = MPI.INT.Create_contiguous(3).Commit(), MPI.Status()
     target = np.zeros(9, np.int32)
@@ -198,15 +192,14 @@ def counts_and_elements(MPI: Any, comm: Any) -> None:
     triple.Free()
 
 
-def uncommitted_types(MPI: Any, comm: Any) -> None:
+def uncommitted_types(MPI, comm, own):
     """A type must be committed before it is used in a message."""
-    pair = MPI.INT.Create_contiguous(2)
+    pair = own(MPI.INT.Create_contiguous(2))
     with fails(MPI, MPI.ERR_TYPE):
         comm.Isend([np.zeros(2, np.int32), 1, pair], dest=comm.Get_rank())
-    pair.Free()
 
 
-def freed_and_null_types(MPI: Any, comm: Any) -> None:
+def freed_and_null_types(MPI, comm):
     """A freed type is null and of no use; predefined ones cannot be freed."""
     pair = MPI.INT.Create_contiguous(2)
     pair.Free()
@@ -216,28 +209,26 @@ def freed_and_null_types(MPI: Any, comm: Any) -> None:
             call()
 
 
-def duplicates_and_names(MPI: Any, comm: Any) -> None:
+def duplicates_and_names(MPI, comm, own):
     """A duplicate is a type of its own with the same layout."""
-    twin = MPI.DOUBLE.Dup()
+    twin = own(MPI.DOUBLE.Dup())
     twin.Set_name("twin")
     same((twin.Get_name(), MPI.DOUBLE.Get_name(), twin.Get_size()), ("twin", "MPI_DOUBLE", 8))
     claim(twin != MPI.DOUBLE, "a duplicate is another type")
     target = np.zeros(2)
     echoed(comm, [np.ones(2), twin], target)
     same(target, [1, 1])
-    twin.Free()
 
 
-def what_a_type_is_made_of(MPI: Any, comm: Any) -> None:
+def what_a_type_is_made_of(MPI, comm, own):
     """Decode tells constructor and arguments; envelopes tell the constructor."""
-    vector = MPI.INT.Create_vector(3, 2, 4)
+    vector = own(MPI.INT.Create_vector(3, 2, 4))
     base, name, arguments = vector.decode()
     same((base == MPI.INT, name, arguments), (True, "VECTOR", {"count": 3, "blocklength": 2, "stride": 4}))
     same((vector.combiner, MPI.INT.combiner), (MPI.COMBINER_VECTOR, MPI.COMBINER_NAMED))
-    vector.Free()
 
 
-def pack_and_unpack(MPI: Any, comm: Any) -> None:
+def pack_and_unpack(MPI, comm):
     """Several messages travel as one packed one."""
     buf, rank = bytearray(64), comm.Get_rank()
     position = MPI.INT.Pack(np.array([rank, 7], np.int32), buf, 0, comm)
@@ -251,7 +242,7 @@ def pack_and_unpack(MPI: Any, comm: Any) -> None:
     same((numbers.tolist(), value.tolist(), position), ([rank, 7], [0.5], 16))
 
 
-def portable_packing(MPI: Any, comm: Any) -> None:
+def portable_packing(MPI, comm):
     """external32 is big-endian."""
     buf, back = bytearray(8), np.zeros(2, np.int32)
     same(MPI.INT.Pack_external_size("external32", 2), 8)
@@ -261,19 +252,18 @@ def portable_packing(MPI: Any, comm: Any) -> None:
     same(back, [1, 2])
 
 
-def absolute_addresses(MPI: Any, comm: Any) -> None:
+def absolute_addresses(MPI, comm, own):
     """With BOTTOM, displacements are addresses: one message from two arrays."""
     one, two = np.array([1.0, 2.0]), np.array([3, 4], np.int32)
     places = [MPI.Get_address(one), MPI.Get_address(two)]
-    both = MPI.Datatype.Create_struct([2, 2], places, [MPI.DOUBLE, MPI.INT]).Commit()
+    both = own(MPI.Datatype.Create_struct([2, 2], places, [MPI.DOUBLE, MPI.INT]).Commit())
     target = np.zeros(3)
     echoed(comm, [MPI.BOTTOM, 1, both], [target, 24, MPI.BYTE])
     same((target[:2].tolist(), target[2:].view(np.int32).tolist()), ([1, 2], [3, 4]))
     same(MPI.Aint_diff(places[0], MPI.Aint_add(places[0], 8)), -8)
-    both.Free()
 
 
-def bad_arguments(MPI: Any, comm: Any) -> None:
+def bad_arguments(MPI, comm):
     """Negative counts are ERR_COUNT, a null base is ERR_TYPE."""
     with fails(MPI, MPI.ERR_COUNT):
         MPI.INT.Create_contiguous(-1)
@@ -281,7 +271,7 @@ def bad_arguments(MPI: Any, comm: Any) -> None:
         MPI.DATATYPE_NULL.Create_contiguous(2)
 
 
-def attributes_of_types(MPI: Any, comm: Any) -> None:
+def attributes_of_types(MPI, comm):
     """Types carry attributes, copied to duplicates as their keyval says."""
     keyval = MPI.Datatype.Create_keyval(lambda t, k, v: v + 1)
     first = MPI.INT.Dup()
@@ -300,10 +290,9 @@ def load_torch() -> Any:
     return importlib.import_module("torch")
 
 
-def tensors_go_round_a_ring(MPI: Any, comm: Any) -> None:
+def tensors_go_round_a_ring(MPI, comm, rank, left, right):
     """Tensors of all usual dtypes are sent and received in place."""
     torch = load_torch()
-    rank, _, left, right = ring(comm)
     for name in ("float32", "float64", "int64", "int32", "uint8", "bool", "complex64", "float16"):
         source, target = (
             torch.full((2, 3), rank).to(getattr(torch, name)),
@@ -313,10 +302,9 @@ def tensors_go_round_a_ring(MPI: Any, comm: Any) -> None:
         claim(torch.equal(target, torch.full((2, 3), left).to(getattr(torch, name))), f"{name} arrives")
 
 
-def tensors_are_reduced(MPI: Any, comm: Any) -> None:
+def tensors_are_reduced(MPI, comm, rank, size):
     """Averaging parameters, in place and not."""
     torch = load_torch()
-    rank, size = comm.Get_rank(), comm.Get_size()
     parameter = torch.nn.Parameter(torch.full((4,), float(rank)))
     total = torch.zeros(4)
     comm.Allreduce(parameter.detach(), total)
@@ -325,7 +313,7 @@ def tensors_are_reduced(MPI: Any, comm: Any) -> None:
     same(parameter.tolist(), total.tolist())
 
 
-def tensors_and_arrays_meet(MPI: Any, comm: Any) -> None:
+def tensors_and_arrays_meet(MPI, comm):
     """A tensor is broadcast to arrays."""
     torch = load_torch()
     import numpy as np
@@ -335,19 +323,17 @@ def tensors_and_arrays_meet(MPI: Any, comm: Any) -> None:
     same(np.asarray(buf), np.arange(5.0))
 
 
-def tensors_that_cannot_be_buffers(MPI: Any, comm: Any) -> None:
+def tensors_that_cannot_be_buffers(MPI, comm, rank):
     """A tensor that requires grad or has gaps is refused."""
     torch = load_torch()
-    rank = comm.Get_rank()
     for tensor in (torch.zeros(3, requires_grad=True), torch.zeros(4, 4)[:, 1]):
         with refused(BufferError, RuntimeError, ValueError):
             comm.Isend(tensor, dest=rank)
 
 
-def tensors_as_objects(MPI: Any, comm: Any) -> None:
+def tensors_as_objects(MPI, comm, rank, left, right):
     """State dictionaries travel as objects."""
     torch = load_torch()
-    rank, _, left, right = ring(comm)
     state = torch.nn.Linear(2, 2).state_dict() | {"rank": torch.tensor(rank)}
     found = comm.sendrecv(state, dest=right, source=left)
     same((int(found["rank"]), found["weight"].shape), (left, (2, 2)))

@@ -14,23 +14,23 @@ from typing import Any
 
 import numpy as np
 
-from contract.cases import Skipped, claim, fails, needs, refused, ring, same
+from contract.cases import Skipped, claim, fails, needs, refused, same
 
 
-def time_moves_forward(MPI: Any, comm: Any) -> None:
+def time_moves_forward(MPI, comm):
     """Wtime never goes back, and its tick is positive."""
     before = MPI.Wtime()
     comm.Barrier()
     claim(MPI.Wtime() >= before and MPI.Wtick() > 0, "time moves forward")
 
 
-def the_library_is_up(MPI: Any, comm: Any) -> None:
+def the_library_is_up(MPI, comm):
     """MPI is initialised and not finalised; the main thread asks."""
     same((MPI.Is_initialized(), MPI.Is_finalized(), MPI.Is_thread_main()), (True, False, True))
     claim(MPI.THREAD_SINGLE <= MPI.Query_thread() <= MPI.THREAD_MULTIPLE, "a level of threads")
 
 
-def versions_and_names(MPI: Any, comm: Any) -> None:
+def versions_and_names(MPI, comm):
     """Version, library and processor have names."""
     claim(min(MPI.Get_version()[0], MPI.VERSION) >= 3 and MPI.SUBVERSION >= 0, "a version of MPI")
     claim(MPI.Get_library_version() and MPI.Get_processor_name(), "names are not empty")
@@ -38,7 +38,7 @@ def versions_and_names(MPI: Any, comm: Any) -> None:
     claim(isinstance(name, str) and len(numbers) == 3, "a vendor has a name and three numbers")
 
 
-def constants_differ(MPI: Any, comm: Any) -> None:
+def constants_differ(MPI, comm):
     """Special ranks differ from each other and from all ranks."""
     special = {MPI.ANY_SOURCE, MPI.PROC_NULL, MPI.ROOT, MPI.UNDEFINED}
     same((len(special), max(special) < 0), (4, True))
@@ -46,7 +46,7 @@ def constants_differ(MPI: Any, comm: Any) -> None:
     same(len({MPI.IDENT, MPI.CONGRUENT, MPI.SIMILAR, MPI.UNEQUAL}), 4)
 
 
-def allocated_memory(MPI: Any, comm: Any) -> None:
+def allocated_memory(MPI, comm):
     """Memory of the library is a writable buffer of bytes."""
     memory = MPI.Alloc_mem(16)
     same((len(memory), memory.nbytes, memory.readonly, memory.itemsize), (16, 16, False, 1))
@@ -57,7 +57,7 @@ def allocated_memory(MPI: Any, comm: Any) -> None:
     MPI.Free_mem(memory)
 
 
-def buffer_objects(MPI: Any, comm: Any) -> None:
+def buffer_objects(MPI, comm):
     """MPI.buffer views memory: items are integers, slices buffers."""
     source = bytearray(b"abcdef")
     view = MPI.buffer(source)
@@ -71,7 +71,7 @@ def buffer_objects(MPI: Any, comm: Any) -> None:
     )
 
 
-def infos(MPI: Any, comm: Any) -> None:
+def infos(MPI, comm):
     """Infos are mappings of strings."""
     info = MPI.Info.Create()
     info.Set("one", "1")
@@ -90,7 +90,7 @@ def infos(MPI: Any, comm: Any) -> None:
     claim(info == MPI.INFO_NULL, "a freed info is null")
 
 
-def statuses(MPI: Any, comm: Any) -> None:
+def statuses(MPI, comm):
     """A fresh status is empty, and its fields can be set."""
     status = MPI.Status()
     same(
@@ -106,19 +106,17 @@ def statuses(MPI: Any, comm: Any) -> None:
     same(MPI.Status(status) == status, True)
 
 
-def handles_survive_pickle(MPI: Any, comm: Any) -> None:
+def handles_survive_pickle(MPI, comm, own):
     """Predefined handles and constants are themselves after pickling; derived types and infos are equal in content."""
     for one in (MPI.SUM, MPI.DOUBLE, MPI.IN_PLACE, MPI.BOTTOM, MPI.INFO_NULL, MPI.DATATYPE_NULL):
         same(pickle.loads(pickle.dumps(one)) == one, True)
-    vector = MPI.DOUBLE.Create_vector(3, 1, 2).Commit()
+    vector = own(MPI.DOUBLE.Create_vector(3, 1, 2).Commit())
     same(pickle.loads(pickle.dumps(vector)).Get_extent(), vector.Get_extent())
-    info = MPI.Info.Create({"a": "b"})
+    info = own(MPI.Info.Create({"a": "b"}))
     same(pickle.loads(pickle.dumps(info)).items(), [("a", "b")])
-    vector.Free()
-    info.Free()
 
 
-def own_pickle(MPI: Any, comm: Any) -> None:
+def own_pickle(MPI, comm):
     """Programs choose how objects become bytes, and the protocol."""
     chosen = MPI.Pickle(protocol=2)
     same((chosen.PROTOCOL, chosen.loads(chosen.dumps([1]))), (2, [1]))
@@ -127,7 +125,7 @@ def own_pickle(MPI: Any, comm: Any) -> None:
     same(MPI.pickle.loads_oob(data, buffers), np.arange(100.0))
 
 
-def truth_of_handles(MPI: Any, comm: Any) -> None:
+def truth_of_handles(MPI, comm):
     """Null handles are false, all others true."""
     for name in (
         "COMM_NULL",
@@ -144,7 +142,7 @@ def truth_of_handles(MPI: Any, comm: Any) -> None:
     same(MPI.Comm() == MPI.COMM_NULL, True)
 
 
-def ranks_that_do_not_exist(MPI: Any, comm: Any) -> None:
+def ranks_that_do_not_exist(MPI, comm):
     """A peer outside the communicator is ERR_RANK, in every call that names one."""
     size, buf = comm.Get_size(), np.zeros(1)
     for call in (comm.Send, comm.Isend, comm.Ssend, comm.Irecv, comm.Recv):
@@ -159,34 +157,31 @@ def ranks_that_do_not_exist(MPI: Any, comm: Any) -> None:
         comm.Iprobe(size)
 
 
-def tags_that_do_not_exist(MPI: Any, comm: Any) -> None:
+def tags_that_do_not_exist(MPI, comm, rank):
     """Negative tags are ERR_TAG in sends."""
-    rank = comm.Get_rank()
     with fails(MPI, MPI.ERR_TAG):
         comm.Isend(np.zeros(1), dest=rank, tag=-5)
     with fails(MPI, MPI.ERR_TAG):
         comm.isend(1, dest=rank, tag=MPI.ANY_TAG)
 
 
-def roots_that_do_not_exist(MPI: Any, comm: Any) -> None:
+def roots_that_do_not_exist(MPI, comm, size):
     """A root outside the communicator is ERR_ROOT."""
-    size = comm.Get_size()
     for call in (comm.Bcast, comm.Ibcast):
         for root in (size, -77):
             with fails(MPI, MPI.ERR_ROOT):
                 call(np.zeros(1), root=root)
 
 
-def null_communicators(MPI: Any, comm: Any) -> None:
+def null_communicators(MPI, comm):
     """COMM_NULL is of no use: ERR_COMM."""
     for name in ("Get_rank", "Get_size", "Barrier", "Free"):
         with fails(MPI, MPI.ERR_COMM):
             getattr(MPI.COMM_NULL, name)()
 
 
-def a_communicator_works_on_after_errors(MPI: Any, comm: Any) -> None:
+def a_communicator_works_on_after_errors(MPI, comm, rank, size):
     """An error leaves the communicator as it was."""
-    rank, size = comm.Get_rank(), comm.Get_size()
     with fails(MPI, MPI.ERR_RANK):
         comm.Send(np.zeros(1), dest=size)
     # MPI promises nothing after an error; mpi4py's programs catch such mistakes and go on.
@@ -194,7 +189,7 @@ def a_communicator_works_on_after_errors(MPI: Any, comm: Any) -> None:
     same(comm.sendrecv("still here", dest=rank, source=rank), "still here")
 
 
-def exceptions_are_codes(MPI: Any, comm: Any) -> None:
+def exceptions_are_codes(MPI, comm):
     """MPI.Exception compares with codes, knows its class and text, and is a RuntimeError."""
     try:
         comm.Send(np.zeros(1), dest=comm.Get_size())
@@ -208,7 +203,7 @@ def exceptions_are_codes(MPI: Any, comm: Any) -> None:
     same((hash(made), made.Get_error_class()), (hash(MPI.ERR_TAG), MPI.ERR_TAG))
 
 
-def texts_of_errors(MPI: Any, comm: Any) -> None:
+def texts_of_errors(MPI, comm):
     """Every error class has a text, and is its own class."""
     for name in (
         "SUCCESS",
@@ -226,7 +221,7 @@ def texts_of_errors(MPI: Any, comm: Any) -> None:
         same(MPI.Get_error_class(code), code)
 
 
-def errors_of_the_program(MPI: Any, comm: Any) -> None:
+def errors_of_the_program(MPI, comm):
     """Programs add error classes, codes and texts."""
     error_class = MPI.Add_error_class()
     code = MPI.Add_error_code(error_class)
@@ -235,18 +230,16 @@ def errors_of_the_program(MPI: Any, comm: Any) -> None:
     same(MPI.Exception(code).Get_error_class(), error_class)
 
 
-def errors_return_by_default(MPI: Any, comm: Any) -> None:
+def errors_return_by_default(MPI, comm, own):
     """Errors are exceptions in Python; the handler of a duplicate is its parent's."""
-    twin = comm.Dup()
+    twin = own(comm.Dup())
     with fails(MPI, MPI.ERR_RANK):
         twin.Send(np.zeros(1), dest=comm.Get_size())
-    handler = twin.Get_errhandler()
+    handler = own(twin.Get_errhandler())
     same(handler == MPI.ERRORS_RETURN, True)
-    handler.Free()
-    twin.Free()
 
 
-def missing_arguments(MPI: Any, comm: Any) -> None:
+def missing_arguments(MPI, comm):
     """Python's own errors are raised for calls that cannot be."""
     with refused(TypeError):
         comm.Send(np.zeros(1))
@@ -258,9 +251,8 @@ def missing_arguments(MPI: Any, comm: Any) -> None:
         comm.no_such_call()
 
 
-def counts_are_checked(MPI: Any, comm: Any) -> None:
+def counts_are_checked(MPI, comm, rank):
     """Counts must be whole numbers of at least zero."""
-    rank = comm.Get_rank()
     with refused(ValueError):
         comm.Isend([np.zeros(2), -1, MPI.DOUBLE], dest=rank)
     with refused(TypeError):
@@ -269,13 +261,13 @@ def counts_are_checked(MPI: Any, comm: Any) -> None:
         comm.Isend([None, 1, MPI.DOUBLE], dest=rank)
 
 
-def keyvals_are_checked(MPI: Any, comm: Any) -> None:
+def keyvals_are_checked(MPI, comm):
     """A keyval that nobody made is refused."""
     with refused(MPI.Exception):
         comm.Set_attr(MPI.KEYVAL_INVALID, 1)
 
 
-def null_requests_and_operations(MPI: Any, comm: Any) -> None:
+def null_requests_and_operations(MPI, comm):
     """Cancelling or freeing a null request, freeing a null operation, are errors."""
     with fails(MPI, MPI.ERR_REQUEST):
         MPI.REQUEST_NULL.Cancel()
@@ -287,14 +279,14 @@ def null_requests_and_operations(MPI: Any, comm: Any) -> None:
         MPI.Op(MPI.SUM).Free()
 
 
-def predefined_communicators_stay(MPI: Any, comm: Any) -> None:
+def predefined_communicators_stay(MPI, comm):
     """COMM_WORLD cannot be freed."""
     with fails(MPI, MPI.ERR_COMM):
         MPI.COMM_WORLD.Free()
     same(MPI.COMM_WORLD.Get_size(), comm.Get_size())
 
 
-def errors_of_the_program_can_be_removed(MPI: Any, comm: Any) -> None:
+def errors_of_the_program_can_be_removed(MPI, comm):
     """What was added can be taken away, where the library is recent enough."""
     error_class = MPI.Add_error_class()
     code = MPI.Add_error_code(error_class)
@@ -320,9 +312,8 @@ def number_types() -> Iterator[Callable[[int], Any]]:
     yield from (float, np.float64, Fraction, lambda value: value + 0.75)
 
 
-def integers_in_messages(MPI: Any, comm: Any) -> None:
+def integers_in_messages(MPI, comm, rank, left, right):
     """Sends, receives and probes take them for ranks and tags, and match those of any other type."""
-    rank, _, left, right = ring(comm)
     for made in number_types():
         target, status = np.zeros(1), MPI.Status()
         request = comm.Irecv(target, made(left), made(3))
@@ -339,9 +330,8 @@ def integers_in_messages(MPI: Any, comm: Any) -> None:
         same(target[0], left)
 
 
-def integers_in_persistent_messages(MPI: Any, comm: Any) -> None:
+def integers_in_persistent_messages(MPI, comm, rank, left, right):
     """Persistent requests take them when they are prepared."""
-    rank, _, left, right = ring(comm)
     for made in number_types():
         target = np.zeros(1)
         requests = [
@@ -353,9 +343,8 @@ def integers_in_persistent_messages(MPI: Any, comm: Any) -> None:
         same(target[0], left)
 
 
-def integers_as_roots(MPI: Any, comm: Any) -> None:
+def integers_as_roots(MPI, comm, rank, size):
     """Collectives take them for the root."""
-    rank, size, _, _ = ring(comm)
     root = size - 1
     for made in number_types():
         same(comm.bcast(rank, made(root)), root)
@@ -369,9 +358,8 @@ def integers_as_roots(MPI: Any, comm: Any) -> None:
         comm.Reduce(np.ones(1), np.zeros(1), root=made(root))
 
 
-def integers_as_colors_and_keys(MPI: Any, comm: Any) -> None:
+def integers_as_colors_and_keys(MPI, comm, rank, size):
     """Split takes them; the order follows their values."""
-    rank, size, _, _ = ring(comm)
     for made in number_types():
         sub = comm.Split(made(rank % 2), made(size - rank))
         same(sub.Get_size(), len(range(rank % 2, size, 2)))
@@ -379,9 +367,8 @@ def integers_as_colors_and_keys(MPI: Any, comm: Any) -> None:
         sub.Free()
 
 
-def integers_in_grids(MPI: Any, comm: Any) -> None:
+def integers_in_grids(MPI, comm, rank, size, left, right):
     """Dimensions, directions, displacements and coordinates of a grid."""
-    rank, size, left, right = ring(comm)
     for made in integer_types():
         grid = comm.Create_cart([made(size)], [made(1)])
         same(grid.Shift(made(0), made(1)), (left, right))
@@ -391,9 +378,8 @@ def integers_in_grids(MPI: Any, comm: Any) -> None:
         same(MPI.Compute_dims(made(6), [made(3), made(0)]), [3, 2])
 
 
-def integers_in_lists(MPI: Any, comm: Any) -> None:
+def integers_in_lists(MPI, comm, rank, size):
     """Lists of ranks, counts and displacements: of integers only."""
-    rank, size, _, _ = ring(comm)
     group = comm.Get_group()
     for made in integer_types():
         same(group.Incl([made(size - 1)]).Get_size(), 1)
@@ -410,10 +396,9 @@ def integers_in_lists(MPI: Any, comm: Any) -> None:
             group.Incl([value])
 
 
-@needs(2)
-def integers_in_one_sided_calls(MPI: Any, comm: Any) -> None:
+@needs(ranks=2)
+def integers_in_one_sided_calls(MPI, comm, rank, left, right):
     """Windows take them for sizes, targets and displacements."""
-    rank, _, left, right = ring(comm)
     for made in integer_types():
         window = MPI.Win.Allocate(made(16), made(8), comm=comm)
         found = np.zeros(1)
@@ -428,9 +413,8 @@ def integers_in_one_sided_calls(MPI: Any, comm: Any) -> None:
         window.Free()
 
 
-def what_is_no_integer(MPI: Any, comm: Any) -> None:
+def what_is_no_integer(MPI, comm, rank):
     """Text, None and lists are a TypeError, in whatever place."""
-    rank = comm.Get_rank()
     for value in ("0", None, [0], 1j):
         with refused(TypeError):
             comm.send("x", value)

@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 
-from contract.cases import claim, needs, poll, ring, same
+from contract.cases import claim, needs, poll, same
 
 
-def iprobe_sees_nothing_where_nothing_is(MPI: Any, comm: Any) -> None:
+def iprobe_sees_nothing_where_nothing_is(MPI, comm):
     """Without a message Iprobe is False, for any source and tag."""
     same(comm.Iprobe(), False)
     same(comm.iprobe(source=comm.Get_rank(), tag=3), False)
 
 
-def iprobe_sees_what_comes(MPI: Any, comm: Any) -> None:
+def iprobe_sees_what_comes(MPI, comm, rank, left, right):
     """Iprobe becomes true when a message has arrived, and does not take it."""
-    rank, _, left, right = ring(comm)
     request = comm.Isend(np.full(3, float(rank)), dest=right, tag=5)
     status, target = MPI.Status(), np.zeros(3)
     poll(lambda: comm.Iprobe(source=left, tag=5, status=status))
@@ -30,9 +27,8 @@ def iprobe_sees_what_comes(MPI: Any, comm: Any) -> None:
     same(comm.Iprobe(source=left, tag=5), False)
 
 
-def probe_waits_and_tells_the_size(MPI: Any, comm: Any) -> None:
+def probe_waits_and_tells_the_size(MPI, comm, rank, left, right):
     """Probe waits for a message of any source, so that a buffer of the right size can be made."""
-    rank, _, left, right = ring(comm)
     request = comm.Isend(np.full(rank + 1, rank), dest=right)
     status = MPI.Status()
     same(comm.Probe(MPI.ANY_SOURCE, MPI.ANY_TAG, status), True)
@@ -43,9 +39,8 @@ def probe_waits_and_tells_the_size(MPI: Any, comm: Any) -> None:
     same((status.source, target.tolist()), (left, [left] * (left + 1)))
 
 
-def probe_of_objects(MPI: Any, comm: Any) -> None:
+def probe_of_objects(MPI, comm, left, right):
     """Objects are probed like buffers."""
-    _, _, left, right = ring(comm)
     request, status = comm.isend("object", dest=right, tag=2), MPI.Status()
     same(comm.probe(source=left, tag=2, status=status), True)
     claim(status.Get_count(MPI.BYTE) > 0, "a pickled object has bytes")
@@ -53,9 +48,8 @@ def probe_of_objects(MPI: Any, comm: Any) -> None:
     request.wait()
 
 
-def probe_chooses_by_tag(MPI: Any, comm: Any) -> None:
+def probe_chooses_by_tag(MPI, comm, left, right):
     """A probe for a tag passes over messages of other tags."""
-    _, _, left, right = ring(comm)
     requests = [comm.isend(tag, dest=right, tag=tag) for tag in (1, 2)]
     status = MPI.Status()
     comm.probe(source=left, tag=2, status=status)
@@ -64,9 +58,8 @@ def probe_chooses_by_tag(MPI: Any, comm: Any) -> None:
     MPI.Request.waitall(requests)
 
 
-def a_matched_message_is_taken(MPI: Any, comm: Any) -> None:
+def a_matched_message_is_taken(MPI, comm, rank, left, right):
     """Mprobe takes the message out of the queue; only its Message can receive it."""
-    rank, _, left, right = ring(comm)
     request, status = comm.Isend(np.full(2, float(rank)), dest=right, tag=7), MPI.Status()
     message = comm.Mprobe(source=left, tag=7, status=status)
     # What Mprobe has matched no probe or receive can find, so a thread beside it cannot take it away.
@@ -78,18 +71,16 @@ def a_matched_message_is_taken(MPI: Any, comm: Any) -> None:
     claim(message == MPI.MESSAGE_NULL, "a received message is null")
 
 
-def a_matched_message_is_received_later(MPI: Any, comm: Any) -> None:
+def a_matched_message_is_received_later(MPI, comm, rank, left, right):
     """Message.Irecv is a request like any other."""
-    rank, _, left, right = ring(comm)
     request, target = comm.Isend(np.full(2, float(rank)), dest=right), np.zeros(2)
     comm.Mprobe(source=left).Irecv(target).Wait()
     request.Wait()
     same(target, np.full(2, float(left)))
 
 
-def improbe_may_find_nothing(MPI: Any, comm: Any) -> None:
+def improbe_may_find_nothing(MPI, comm, rank, left, right):
     """Improbe returns None, or the message."""
-    rank, _, left, right = ring(comm)
     same(comm.Improbe(source=left, tag=1), None)
     comm.Barrier()
     request, target = comm.Isend(np.full(1, rank), dest=right, tag=1), np.zeros(1, np.int64)
@@ -99,18 +90,16 @@ def improbe_may_find_nothing(MPI: Any, comm: Any) -> None:
     same(int(target[0]), left)
 
 
-def matched_objects(MPI: Any, comm: Any) -> None:
+def matched_objects(MPI, comm, rank, left, right):
     """Objects are matched by mprobe and improbe, and received by recv and irecv."""
-    rank, _, left, right = ring(comm)
     requests = [comm.isend((rank, tag), dest=right, tag=tag) for tag in (1, 2)]
     same(comm.mprobe(source=left, tag=2).recv(), (left, 2))
     same(poll(lambda: comm.improbe(source=left, tag=1)).irecv().wait(), (left, 1))
     MPI.Request.waitall(requests)
 
 
-def messages_are_matched_by_the_class_too(MPI: Any, comm: Any) -> None:
+def messages_are_matched_by_the_class_too(MPI, comm, rank, left, right):
     """Message.Probe and Message.probe are Mprobe and mprobe of a communicator."""
-    rank, _, left, right = ring(comm)
     requests = [comm.isend(rank, dest=right, tag=1), comm.Isend(np.full(1, rank), dest=right, tag=2)]
     target = np.zeros(1, np.int64)
     MPI.Message.Probe(comm, left, 2).Recv(target)
@@ -119,7 +108,7 @@ def messages_are_matched_by_the_class_too(MPI: Any, comm: Any) -> None:
     requests[1].Wait()
 
 
-def nowhere_has_a_message_always(MPI: Any, comm: Any) -> None:
+def nowhere_has_a_message_always(MPI, comm):
     """A probe of PROC_NULL succeeds at once with an empty message."""
     status = MPI.Status()
     same(comm.Iprobe(source=MPI.PROC_NULL, status=status), True)
@@ -132,9 +121,8 @@ def nowhere_has_a_message_always(MPI: Any, comm: Any) -> None:
 
 
 @needs(ranks=2)
-def probes_of_any_source_find_each_sender_once(MPI: Any, comm: Any) -> None:
+def probes_of_any_source_find_each_sender_once(MPI, comm, rank, size):
     """Rank 0 meets every other rank exactly once by probing."""
-    rank, size = comm.Get_rank(), comm.Get_size()
     if rank:
         comm.Send(np.full(rank, rank), dest=0)
         return
@@ -147,9 +135,8 @@ def probes_of_any_source_find_each_sender_once(MPI: Any, comm: Any) -> None:
     same(sorted(seen), [(other, other) for other in range(1, size)])
 
 
-def many_messages_under_way(MPI: Any, comm: Any) -> None:
+def many_messages_under_way(MPI, comm, rank, size):
     """Hundreds of messages to everybody are received in any order of tags."""
-    rank, size = comm.Get_rank(), comm.Get_size()
     sending = [comm.isend((rank, i), dest=other, tag=i) for i in range(50) for other in range(size)]
     # Against the order of sending, so that most messages lie in the queue of unexpected ones.
     for i in reversed(range(50)):
@@ -158,9 +145,8 @@ def many_messages_under_way(MPI: Any, comm: Any) -> None:
     MPI.Request.waitall(sending)
 
 
-def receives_posted_first_match_in_order(MPI: Any, comm: Any) -> None:
+def receives_posted_first_match_in_order(MPI, comm, left, right):
     """Posted receives are filled in the order of posting."""
-    _, _, left, right = ring(comm)
     targets = np.zeros((4, 1), np.int64)
     receiving = [comm.Irecv(targets[i], source=left, tag=1) for i in range(4)]
     sending = [comm.Isend(np.full(1, i), dest=right, tag=1) for i in range(4)]
@@ -168,9 +154,8 @@ def receives_posted_first_match_in_order(MPI: Any, comm: Any) -> None:
     same(targets.ravel(), [0, 1, 2, 3])
 
 
-def wildcards_and_names_match_in_the_order_of_posting(MPI: Any, comm: Any) -> None:
+def wildcards_and_names_match_in_the_order_of_posting(MPI, comm, left, right):
     """A wildcard posted first takes the first message, a named receive posted later the next."""
-    _, _, left, right = ring(comm)
     targets = np.zeros((2, 1), np.int64)
     receiving = [comm.Irecv(targets[0], source=MPI.ANY_SOURCE), comm.Irecv(targets[1], source=left, tag=1)]
     sending = [comm.Isend(np.full(1, i), dest=right, tag=1) for i in (10, 20)]
@@ -179,9 +164,8 @@ def wildcards_and_names_match_in_the_order_of_posting(MPI: Any, comm: Any) -> No
 
 
 @needs(ranks=2)
-def each_sender_is_in_order_under_wildcards(MPI: Any, comm: Any) -> None:
+def each_sender_is_in_order_under_wildcards(MPI, comm, rank, size):
     """Messages of different senders mix, those of one do not overtake each other."""
-    rank, size = comm.Get_rank(), comm.Get_size()
     if rank:
         for i in range(10):
             comm.send((rank, i), dest=0)
@@ -195,9 +179,8 @@ def each_sender_is_in_order_under_wildcards(MPI: Any, comm: Any) -> None:
 
 
 @needs(ranks=2)
-def a_message_can_cause_another(MPI: Any, comm: Any) -> None:
+def a_message_can_cause_another(MPI, comm, rank, size, left, right):
     """A token passes twice round the ring, growing."""
-    rank, size, left, right = ring(comm)
     token: list[int] = []
     for turn in range(2):
         if rank or turn:
@@ -208,9 +191,8 @@ def a_message_can_cause_another(MPI: Any, comm: Any) -> None:
 
 
 @needs(ranks=2)
-def large_messages_in_both_directions(MPI: Any, comm: Any) -> None:
+def large_messages_in_both_directions(MPI, comm, rank, left, right):
     """With receives posted first, large blocking sends towards each other complete."""
-    rank, _, left, right = ring(comm)
     target = np.zeros(200_000)
     # Beyond the eager limit a blocking send waits for its receive: without this line all ranks would wait for each
     # other.
@@ -221,9 +203,8 @@ def large_messages_in_both_directions(MPI: Any, comm: Any) -> None:
 
 
 @needs(ranks=2)
-def polling_makes_progress(MPI: Any, comm: Any) -> None:
+def polling_makes_progress(MPI, comm, rank, size):
     """A rank that only polls still receives."""
-    rank, size = comm.Get_rank(), comm.Get_size()
     if rank == 0:
         for other in range(1, size):
             comm.send(other, dest=other)
@@ -233,9 +214,8 @@ def polling_makes_progress(MPI: Any, comm: Any) -> None:
 
 
 @needs(ranks=2)
-def a_master_and_its_workers(MPI: Any, comm: Any) -> None:
+def a_master_and_its_workers(MPI, comm, rank, size):
     """Work is handed to whoever asks, until none is left."""
-    rank, size = comm.Get_rank(), comm.Get_size()
     if rank:
         done = 0
         while (item := comm.sendrecv(done, dest=0, source=0)) is not None:
@@ -252,18 +232,16 @@ def a_master_and_its_workers(MPI: Any, comm: Any) -> None:
     same(sorted(results), sorted([n * n for n in range(20)] + [0] * (size - 1)))
 
 
-def messages_to_oneself_keep_their_order(MPI: Any, comm: Any) -> None:
+def messages_to_oneself_keep_their_order(MPI, comm, rank):
     """A rank's messages to itself are messages like others."""
-    rank = comm.Get_rank()
     sending = [comm.isend(i, dest=rank, tag=i % 2) for i in range(6)]
     same([comm.recv(source=rank, tag=1) for _ in range(3)], [1, 3, 5])
     same([comm.recv(source=rank, tag=0) for _ in range(3)], [0, 2, 4])
     MPI.Request.waitall(sending)
 
 
-def a_wavefront(MPI: Any, comm: Any) -> None:
+def a_wavefront(MPI, comm, rank, size):
     """A pipeline of many small messages passes through all ranks."""
-    rank, size = comm.Get_rank(), comm.Get_size()
     total = 0
     for i in range(30):
         value = i if rank == 0 else comm.recv(source=rank - 1)
@@ -273,9 +251,8 @@ def a_wavefront(MPI: Any, comm: Any) -> None:
     same(total, sum(range(30)) + 30 * rank)
 
 
-def neighbours_exchange_many_times(MPI: Any, comm: Any) -> None:
+def neighbours_exchange_many_times(MPI, comm, rank, size, left, right):
     """A hundred rounds of exchange with both neighbours stay in step."""
-    rank, size, left, right = ring(comm)
     value = float(rank)
     for _ in range(100):
         targets = np.zeros((2, 1))

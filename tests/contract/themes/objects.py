@@ -7,38 +7,34 @@ from typing import Any
 
 import numpy as np
 
-from contract.cases import claim, close, poll, refused, ring, same
+from contract.cases import claim, close, poll, refused, same
 
 
-def objects_go_round_a_ring(MPI: Any, comm: Any) -> None:
+def objects_go_round_a_ring(MPI, comm, rank, left, right):
     """Each rank receives what its left neighbour has sent."""
-    rank, _, left, right = ring(comm)
     request = comm.isend({"from": rank}, dest=right, tag=11)
     same(comm.recv(source=left, tag=11), {"from": left})
     request.wait()
 
 
-def objects_of_many_kinds(MPI: Any, comm: Any) -> None:
+def objects_of_many_kinds(MPI, comm, left, right):
     """Objects arrive equal and of their own type, None and empty ones included."""
-    _, _, left, right = ring(comm)
     empty: list[Any] = [(), [], {}, None, ""]
     for sent in (*empty, True, 7, 2.5, 1j, "häh", b"bytes", {"a": [1, (2,)]}, {1, 2}, range(3), ...):
         found = comm.sendrecv(sent, dest=right, source=left)
         same((type(found), found), (type(sent), sent))
 
 
-def arrays_as_objects(MPI: Any, comm: Any) -> None:
+def arrays_as_objects(MPI, comm, rank, left, right):
     """Arrays of all dtypes and shapes travel as objects, with their dtype."""
-    rank, _, left, right = ring(comm)
     for dtype in ("f8", "i4", "?", "c16", "U3", ">f4", "M8[s]", "i4,f8"):
         found = comm.sendrecv(np.full((2, 3), rank).astype(dtype), dest=right, source=left)
         same((found.dtype, found.shape), (np.dtype(dtype), (2, 3)))
         same(found, np.full((2, 3), left).astype(dtype))
 
 
-def a_received_object_is_the_receivers_own(MPI: Any, comm: Any) -> None:
+def a_received_object_is_the_receivers_own(MPI, comm, rank):
     """Changing an object after isend, or the received one, changes nobody else's."""
-    rank = comm.Get_rank()
     sent = [rank, [rank]]
     request = comm.isend(sent, dest=rank)
     # isend pickles within the call, so what happens to the object later must not travel.
@@ -50,9 +46,8 @@ def a_received_object_is_the_receivers_own(MPI: Any, comm: Any) -> None:
     same(sent, [rank, [rank, "later"]])
 
 
-def the_status_tells_who_and_what(MPI: Any, comm: Any) -> None:
+def the_status_tells_who_and_what(MPI, comm, rank, left, right):
     """A status has the source, the tag and the size in bytes."""
-    rank, _, left, right = ring(comm)
     status = MPI.Status()
     request = comm.isend("x" * 100, dest=right, tag=rank + 5)
     comm.recv(source=MPI.ANY_SOURCE, tag=MPI.ANY_TAG, status=status)
@@ -62,9 +57,8 @@ def the_status_tells_who_and_what(MPI: Any, comm: Any) -> None:
     claim(status.Get_count(MPI.BYTE) >= 100, "the status counts the bytes of the object")
 
 
-def any_source_finds_all(MPI: Any, comm: Any) -> None:
+def any_source_finds_all(MPI, comm, rank, size):
     """Rank 0 receives one object of each other rank, from whomever it comes."""
-    rank, size = comm.Get_rank(), comm.Get_size()
     if rank:
         comm.send(rank * rank, dest=0, tag=rank)
         return
@@ -75,63 +69,55 @@ def any_source_finds_all(MPI: Any, comm: Any) -> None:
     same(found, {other: (other, other * other) for other in range(1, size)})
 
 
-def tags_choose(MPI: Any, comm: Any) -> None:
+def tags_choose(MPI, comm, left, right):
     """Messages are taken by tag, whatever the order in which they were sent."""
-    _, _, left, right = ring(comm)
     requests = [comm.isend(f"tag {tag}", dest=right, tag=tag) for tag in (3, 1, 2)]
     same([comm.recv(source=left, tag=tag) for tag in (1, 2, 3)], ["tag 1", "tag 2", "tag 3"])
     MPI.Request.waitall(requests)
 
 
-def one_tag_keeps_the_order(MPI: Any, comm: Any) -> None:
+def one_tag_keeps_the_order(MPI, comm, left, right):
     """Messages of one sender under one tag arrive in the order of sending."""
-    _, _, left, right = ring(comm)
     requests = [comm.isend(i, dest=right, tag=4) for i in range(20)]
     same([comm.recv(source=left, tag=4) for _ in range(20)], list(range(20)))
     MPI.Request.waitall(requests)
 
 
-def any_tag_keeps_the_order(MPI: Any, comm: Any) -> None:
+def any_tag_keeps_the_order(MPI, comm, left, right):
     """Messages of one sender under several tags are received in order when any tag will do."""
-    _, _, left, right = ring(comm)
     requests = [comm.isend(tag, dest=right, tag=tag) for tag in (5, 3, 9)]
     same([comm.recv(source=left) for _ in range(3)], [5, 3, 9])
     MPI.Request.waitall(requests)
 
 
-def a_rank_sends_to_itself(MPI: Any, comm: Any) -> None:
+def a_rank_sends_to_itself(MPI, comm, rank):
     """A rank is its own peer like any other."""
-    rank = comm.Get_rank()
     request = comm.irecv(source=rank, tag=2)
     comm.send(("self", rank), dest=rank, tag=2)
     same(request.wait(), ("self", rank))
 
 
-def sendrecv_of_objects(MPI: Any, comm: Any) -> None:
+def sendrecv_of_objects(MPI, comm, rank, left, right):
     """Sendrecv sends one way and receives from the other, with tags of its own for each."""
-    rank, _, left, right = ring(comm)
     status = MPI.Status()
     found = comm.sendrecv(rank, dest=right, sendtag=6, source=left, recvtag=6, status=status)
     same((found, status.source, status.tag), (left, left, 6))
 
 
-def sendrecv_with_oneself(MPI: Any, comm: Any) -> None:
+def sendrecv_with_oneself(MPI, comm, rank):
     """Sendrecv to oneself does not deadlock."""
-    rank = comm.Get_rank()
     same(comm.sendrecv([rank], dest=rank, source=rank), [rank])
 
 
-def irecv_returns_its_object_from_wait(MPI: Any, comm: Any) -> None:
+def irecv_returns_its_object_from_wait(MPI, comm, rank, left, right):
     """The object of an irecv is what its wait returns."""
-    rank, _, left, right = ring(comm)
     request, status = comm.irecv(source=left, tag=3), MPI.Status()
     comm.isend(rank, dest=right, tag=3).wait()
     same((request.wait(status), status.source, status.tag), (left, left, 3))
 
 
-def irecv_returns_its_object_from_test(MPI: Any, comm: Any) -> None:
+def irecv_returns_its_object_from_test(MPI, comm, rank, left, right):
     """Test gives (False, None) until the object is there, then (True, object)."""
-    rank, _, left, right = ring(comm)
     request = comm.irecv(source=left, tag=3)
     sending = comm.isend({"n": rank}, dest=right, tag=3)
     flag, found = poll(lambda: (lambda done: done if done[0] else None)(request.test()))
@@ -139,15 +125,14 @@ def irecv_returns_its_object_from_test(MPI: Any, comm: Any) -> None:
     sending.wait()
 
 
-def irecv_into_a_buffer_of_the_program(MPI: Any, comm: Any) -> None:
+def irecv_into_a_buffer_of_the_program(MPI, comm, rank, left, right):
     """An irecv may be given the bytes that receive the pickled object."""
-    rank, _, left, right = ring(comm)
     request = comm.irecv(bytearray(1 << 12), source=left)
     comm.isend(list(range(rank, rank + 100)), dest=right).wait()
     same(request.wait(), list(range(left, left + 100)))
 
 
-def objects_to_and_from_nowhere(MPI: Any, comm: Any) -> None:
+def objects_to_and_from_nowhere(MPI, comm):
     """PROC_NULL swallows what is sent and answers None at once."""
     status = MPI.Status()
     comm.send("lost", dest=MPI.PROC_NULL)
@@ -158,17 +143,15 @@ def objects_to_and_from_nowhere(MPI: Any, comm: Any) -> None:
     same(comm.irecv(source=MPI.PROC_NULL).wait(), None)
 
 
-def large_objects(MPI: Any, comm: Any) -> None:
+def large_objects(MPI, comm, rank, left, right):
     """Objects of megabytes arrive whole."""
-    rank, _, left, right = ring(comm)
     sent = np.arange(300_000, dtype=np.float64) + rank
     found = comm.sendrecv(sent, dest=right, source=left)
     same(found, np.arange(300_000, dtype=np.float64) + left)
 
 
-def waitall_of_objects(MPI: Any, comm: Any) -> None:
+def waitall_of_objects(MPI, comm, rank, size):
     """Waitall returns objects of receives, in the order of the requests, and None for sends."""
-    rank, size = comm.Get_rank(), comm.Get_size()
     receiving = [comm.irecv(source=other, tag=rank) for other in range(size)]
     sending = [comm.isend((rank, other), dest=other, tag=other) for other in range(size)]
     statuses = [MPI.Status() for _ in range(size)]
@@ -177,9 +160,8 @@ def waitall_of_objects(MPI: Any, comm: Any) -> None:
     same(MPI.Request.waitall(sending), [None] * size)
 
 
-def waitany_of_objects(MPI: Any, comm: Any) -> None:
+def waitany_of_objects(MPI, comm, rank, size):
     """Waitany returns one index and object at a time until all are done, then UNDEFINED."""
-    rank, size = comm.Get_rank(), comm.Get_size()
     receiving = [comm.irecv(source=other, tag=1) for other in range(size)]
     sending = [comm.isend(rank, dest=other, tag=1) for other in range(size)]
     found = dict(MPI.Request.waitany(receiving) for _ in range(size))
@@ -188,9 +170,8 @@ def waitany_of_objects(MPI: Any, comm: Any) -> None:
     MPI.Request.waitall(sending)
 
 
-def testall_of_objects(MPI: Any, comm: Any) -> None:
+def testall_of_objects(MPI, comm, rank, size):
     """Testall gives all objects at once, and none before."""
-    rank, size = comm.Get_rank(), comm.Get_size()
     receiving = [comm.irecv(source=other, tag=1) for other in range(size)]
     sending = [comm.isend(rank, dest=other, tag=1) for other in range(size)]
     found = poll(lambda: MPI.Request.testall(receiving)[1])
@@ -198,9 +179,8 @@ def testall_of_objects(MPI: Any, comm: Any) -> None:
     MPI.Request.waitall(sending)
 
 
-def waitsome_of_objects(MPI: Any, comm: Any) -> None:
+def waitsome_of_objects(MPI, comm, rank, size):
     """Waitsome returns indices and objects of all that are done, until none is left."""
-    rank, size = comm.Get_rank(), comm.Get_size()
     receiving = [comm.irecv(source=other, tag=1) for other in range(size)]
     sending = [comm.isend(rank, dest=other, tag=1) for other in range(size)]
     found: dict[int, int] = {}
@@ -213,17 +193,15 @@ def waitsome_of_objects(MPI: Any, comm: Any) -> None:
     MPI.Request.waitall(sending)
 
 
-def an_object_that_cannot_be_pickled(MPI: Any, comm: Any) -> None:
+def an_object_that_cannot_be_pickled(MPI, comm, rank):
     """Pickling fails in the sender's call; the communicator stays usable."""
-    rank = comm.Get_rank()
     with refused(pickle.PicklingError, AttributeError, TypeError):
         comm.isend(lambda: None, dest=rank)
     same(comm.sendrecv("fine", dest=rank, source=rank), "fine")
 
 
-def objects_and_buffers_do_not_mix_up(MPI: Any, comm: Any) -> None:
+def objects_and_buffers_do_not_mix_up(MPI, comm, rank, left, right):
     """An object and a buffer under different tags reach their own receives."""
-    rank, _, left, right = ring(comm)
     target = np.empty(3)
     requests = [
         comm.isend("object", dest=right, tag=1),
@@ -236,59 +214,54 @@ def objects_and_buffers_do_not_mix_up(MPI: Any, comm: Any) -> None:
     requests[1].Wait()
 
 
-def bcast_from_every_root(MPI: Any, comm: Any) -> None:
+def bcast_from_every_root(MPI, comm, rank, size):
     """All receive the root's object; what others pass is ignored."""
-    rank, size = comm.Get_rank(), comm.Get_size()
     for root in range(size):
         found = comm.bcast({"root": root, "list": [1, 2]} if rank == root else "ignored", root=root)
         same(found, {"root": root, "list": [1, 2]})
 
 
-def bcast_of_nothing(MPI: Any, comm: Any) -> None:
+def bcast_of_nothing(MPI, comm):
     """None, empty containers and False are objects too."""
     nothing: list[Any] = [None, [], False, ""]
     for sent in nothing:
         same(comm.bcast(sent if comm.Get_rank() == 0 else 1), sent)
 
 
-def bcast_objects_are_independent(MPI: Any, comm: Any) -> None:
+def bcast_objects_are_independent(MPI, comm, rank):
     """Changing a received object changes nobody else's."""
-    rank = comm.Get_rank()
     found = comm.bcast([0] if rank == 0 else None)
     found.append(rank)
     comm.Barrier()
     same(found, [0, rank])
 
 
-def bcast_of_large_objects(MPI: Any, comm: Any) -> None:
+def bcast_of_large_objects(MPI, comm):
     """Megabytes arrive whole at every rank."""
     found = comm.bcast(np.arange(200_000) if comm.Get_rank() == 0 else None)
     same(found, np.arange(200_000))
 
 
-def gather_to_every_root(MPI: Any, comm: Any) -> None:
+def gather_to_every_root(MPI, comm, rank, size):
     """The root gets all objects by rank, the others None."""
-    rank, size = comm.Get_rank(), comm.Get_size()
     for root in range(size):
         found = comm.gather([rank] * rank, root=root)
         same(found, [[other] * other for other in range(size)] if rank == root else None)
 
 
-def scatter_from_every_root(MPI: Any, comm: Any) -> None:
+def scatter_from_every_root(MPI, comm, rank, size):
     """Each rank gets its object of the root's list."""
-    rank, size = comm.Get_rank(), comm.Get_size()
     for root in range(size):
         sent = [f"for {other}" for other in range(size)] if rank == root else None
         same(comm.scatter(sent, root=root), f"for {rank}")
 
 
-def scatter_takes_any_sequence(MPI: Any, comm: Any) -> None:
+def scatter_takes_any_sequence(MPI, comm, rank, size):
     """The root's objects may be a tuple or an iterator of the right length."""
-    rank, size = comm.Get_rank(), comm.Get_size()
     same(comm.scatter(tuple(range(size)) if rank == 0 else None), rank)
 
 
-def scatter_of_a_wrong_number(MPI: Any, comm: Any) -> None:
+def scatter_of_a_wrong_number(MPI, comm):
     """A list that does not hold one object per rank is refused (tried on one rank, where nobody waits)."""
     with refused(ValueError):
         MPI.COMM_SELF.scatter([1, 2])
@@ -296,28 +269,24 @@ def scatter_of_a_wrong_number(MPI: Any, comm: Any) -> None:
         MPI.COMM_SELF.alltoall([])
 
 
-def allgather(MPI: Any, comm: Any) -> None:
+def allgather(MPI, comm, rank, size):
     """Everybody gets all objects by rank."""
-    rank, size = comm.Get_rank(), comm.Get_size()
     same(comm.allgather((rank, "x" * rank)), [(other, "x" * other) for other in range(size)])
 
 
-def alltoall(MPI: Any, comm: Any) -> None:
+def alltoall(MPI, comm, rank, size):
     """Object j of rank i becomes object i of rank j."""
-    rank, size = comm.Get_rank(), comm.Get_size()
     same(comm.alltoall([(rank, other) for other in range(size)]), [(other, rank) for other in range(size)])
 
 
-def reduce_to_every_root(MPI: Any, comm: Any) -> None:
+def reduce_to_every_root(MPI, comm, rank, size):
     """The root gets the sum, the others None."""
-    rank, size = comm.Get_rank(), comm.Get_size()
     for root in range(size):
         same(comm.reduce(rank + 1, root=root), size * (size + 1) // 2 if rank == root else None)
 
 
-def allreduce_with_every_operation(MPI: Any, comm: Any) -> None:
+def allreduce_with_every_operation(MPI, comm, rank, size):
     """Predefined operations act on Python numbers."""
-    rank, size = comm.Get_rank(), comm.Get_size()
     first_odd = min(1, size - 1)
     same(comm.allreduce(rank, op=MPI.MAX), size - 1)
     same(comm.allreduce(rank, op=MPI.MIN), 0)
@@ -332,9 +301,8 @@ def allreduce_with_every_operation(MPI: Any, comm: Any) -> None:
     same(comm.allreduce((rank % 2, rank), op=MPI.MINLOC), (0, 0))
 
 
-def reductions_with_functions(MPI: Any, comm: Any) -> None:
+def reductions_with_functions(MPI, comm, rank, size):
     """Any function of two objects is an operation, applied in the order of ranks."""
-    rank, size = comm.Get_rank(), comm.Get_size()
     text = "".join(chr(ord("a") + other) for other in range(size))
     same(comm.allreduce(chr(ord("a") + rank), op=lambda x, y: x + y), text)
     same(comm.allreduce({rank}, op=lambda x, y: x | y), set(range(size)))
@@ -342,45 +310,40 @@ def reductions_with_functions(MPI: Any, comm: Any) -> None:
     same(found, list(range(size)) if rank == size - 1 else None)
 
 
-def reductions_keep_the_order_of_ranks(MPI: Any, comm: Any) -> None:
+def reductions_keep_the_order_of_ranks(MPI, comm, rank, size):
     """Sums of lists are concatenations in the order of ranks, in reduce, allreduce, scan and exscan."""
-    rank, size = comm.Get_rank(), comm.Get_size()
     same(comm.allreduce([rank]), list(range(size)))
     same(comm.scan([rank]), list(range(rank + 1)))
     same(comm.exscan([rank]), list(range(rank)) if rank else None)
 
 
-def reductions_of_arrays(MPI: Any, comm: Any) -> None:
+def reductions_of_arrays(MPI, comm, rank, size):
     """Arrays are objects with an addition of their own."""
-    rank, size = comm.Get_rank(), comm.Get_size()
     same(comm.allreduce(np.array([1, rank])), [size, size * (size - 1) // 2])
 
 
-def reductions_of_floats_agree(MPI: Any, comm: Any) -> None:
+def reductions_of_floats_agree(MPI, comm, rank, size):
     """All ranks get the same sum of floats, to the last bit."""
-    rank, size = comm.Get_rank(), comm.Get_size()
     total = comm.allreduce(1.0 / (rank + 3))
     claim(len(set(comm.allgather(total))) == 1, "all ranks have the same bits")
     close(total, sum(1.0 / (other + 3) for other in range(size)))
 
 
-def scan_and_exscan(MPI: Any, comm: Any) -> None:
+def scan_and_exscan(MPI, comm, rank):
     """Scan includes the rank itself, exscan does not, and rank 0 of exscan gets None."""
-    rank = comm.Get_rank()
     same(comm.scan(rank + 1), (rank + 1) * (rank + 2) // 2)
     same(comm.exscan(rank + 1), rank * (rank + 1) // 2 if rank else None)
     same(comm.scan(rank, op=MPI.MAX), rank)
     same(comm.scan(-rank, op=MPI.MIN), -rank)
 
 
-def barriers(MPI: Any, comm: Any) -> None:
+def barriers(MPI, comm):
     """Both spellings wait for all and return None."""
     same((comm.barrier(), comm.Barrier()), (None, None))
 
 
-def many_collectives_in_a_row(MPI: Any, comm: Any) -> None:
+def many_collectives_in_a_row(MPI, comm, rank, size):
     """Results of successive calls are not mixed up."""
-    rank, size = comm.Get_rank(), comm.Get_size()
     for i in range(30):
         root = i % size
         same(comm.bcast(i if rank == root else None, root=root), i)
@@ -388,20 +351,17 @@ def many_collectives_in_a_row(MPI: Any, comm: Any) -> None:
         same(comm.gather(rank + i, root=root), [i + r for r in range(size)] if rank == root else None)
 
 
-def operations_of_the_program_on_objects(MPI: Any, comm: Any) -> None:
+def operations_of_the_program_on_objects(MPI, comm, rank, size, own):
     """An Op made of a Python function works on objects: its third argument is then None."""
-    rank, size = comm.Get_rank(), comm.Get_size()
-    op = MPI.Op.Create(lambda x, y, datatype: (x[0] + y[0], datatype), commute=True)
+    op = own(MPI.Op.Create(lambda x, y, datatype: (x[0] + y[0], datatype), commute=True))
     found = comm.allreduce((rank, "start"), op=op)
     same(found[0], size * (size - 1) // 2)
     if size > 1:
         same(found[1], None)
-    op.Free()
 
 
-def the_roots_own_object_is_a_copy(MPI: Any, comm: Any) -> None:
+def the_roots_own_object_is_a_copy(MPI, comm, rank, size):
     """What a collective returns is never the object that was passed, on no rank: all get copies."""
-    rank, size = comm.Get_rank(), comm.Get_size()
     own = [rank, [rank]]
     several = [[rank, other] for other in range(size)]
     found = [

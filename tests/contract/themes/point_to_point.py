@@ -16,9 +16,8 @@ def shifted(comm: Any, source: Any, target: Any, tag: int = 0) -> None:
     comm.Sendrecv(source, right, tag, target, left, tag)
 
 
-def buffers_go_round_a_ring(MPI: Any, comm: Any) -> None:
+def buffers_go_round_a_ring(MPI, comm, rank, left, right):
     """Each rank receives the array of its left neighbour."""
-    rank, _, left, right = ring(comm)
     target = np.empty(5)
     request = comm.Isend(np.full(5, float(rank)), dest=right)
     comm.Recv(target, source=left)
@@ -26,18 +25,16 @@ def buffers_go_round_a_ring(MPI: Any, comm: Any) -> None:
     same(target, np.full(5, float(left)))
 
 
-def every_dtype(MPI: Any, comm: Any) -> None:
+def every_dtype(MPI, comm, rank, left):
     """Arrays of every dtype that has an MPI type arrive bit for bit."""
-    rank, _, left, _ = ring(comm)
     for code in "?bhilqBHILQfdFD":
         target = np.zeros(4, code)
         shifted(comm, np.arange(rank, rank + 4).astype(code), target)
         same(target, np.arange(left, left + 4).astype(code))
 
 
-def specifications_of_part_of_an_array(MPI: Any, comm: Any) -> None:
+def specifications_of_part_of_an_array(MPI, comm, rank, left):
     """Count, displacement and type choose a part of the array, on both sides."""
-    rank, _, left, _ = ring(comm)
     for spec in (
         lambda a: [a, 2],
         lambda a: [a, 2, MPI.DOUBLE],
@@ -53,18 +50,16 @@ def specifications_of_part_of_an_array(MPI: Any, comm: Any) -> None:
         same(target, [-1, left + 1.0, left + 2.0, -1])
 
 
-def specifications_of_a_whole_array(MPI: Any, comm: Any) -> None:
+def specifications_of_a_whole_array(MPI, comm, rank, left):
     """A type alone, as object or code, takes as many elements as the memory holds."""
-    rank, _, left, _ = ring(comm)
     for kind in ((MPI.DOUBLE,), ("f8",), (None, "d"), (None,)):
         target = np.zeros(3)
         shifted(comm, [np.full(3, rank + 0.5), *kind], [target, *kind])
         same(target, np.full(3, left + 0.5))
 
 
-def memory_of_many_kinds(MPI: Any, comm: Any) -> None:
+def memory_of_many_kinds(MPI, comm, rank, left):
     """Bytes, bytearrays, memoryviews and arrays of the standard library are buffers."""
-    rank, _, left, _ = ring(comm)
     sent = bytes([rank % 256] * 8)
     target = bytearray(8)
     for source in (sent, bytearray(sent), memoryview(sent)):
@@ -75,9 +70,8 @@ def memory_of_many_kinds(MPI: Any, comm: Any) -> None:
     same(list(numbers), [left] * 3)
 
 
-def several_dimensions(MPI: Any, comm: Any) -> None:
+def several_dimensions(MPI, comm, rank, left):
     """Arrays of several dimensions go by memory, C and Fortran order alike; a scalar is one element."""
-    rank, _, left, _ = ring(comm)
     grid = np.arange(6.0).reshape(2, 3) + rank
     target = np.zeros((2, 3))
     shifted(comm, grid, target)
@@ -89,16 +83,15 @@ def several_dimensions(MPI: Any, comm: Any) -> None:
     same(float(point), float(left))
 
 
-def memory_with_gaps_is_refused(MPI: Any, comm: Any) -> None:
+def memory_with_gaps_is_refused(MPI, comm, rank):
     """A slice with a step is no buffer; nothing is sent."""
-    rank = comm.Get_rank()
     with refused(BufferError, ValueError):
         comm.Isend(np.zeros(8)[::2], dest=rank)
     with refused(BufferError, ValueError):
         comm.Irecv(np.zeros((4, 4))[:, 1], source=rank)
 
 
-def read_only_memory_cannot_receive(MPI: Any, comm: Any) -> None:
+def read_only_memory_cannot_receive(MPI, comm):
     """Receiving into bytes or a frozen array is refused before anything happens."""
     frozen = np.zeros(3)
     frozen.flags.writeable = False
@@ -107,9 +100,8 @@ def read_only_memory_cannot_receive(MPI: Any, comm: Any) -> None:
             comm.Irecv(target, source=comm.Get_rank())
 
 
-def a_foreign_byte_order_is_refused(MPI: Any, comm: Any) -> None:
+def a_foreign_byte_order_is_refused(MPI, comm, rank):
     """An array in another byte order than the machine's has no datatype: sent as it is, it would be other numbers."""
-    rank = comm.Get_rank()
     native, foreign = np.zeros(3, "i4"), np.arange(3).astype(np.dtype("i4").newbyteorder())
     with refused(BufferError):
         comm.Isend(foreign, dest=rank)
@@ -121,9 +113,8 @@ def a_foreign_byte_order_is_refused(MPI: Any, comm: Any) -> None:
     same(native.tolist(), [0, 1, 2])
 
 
-def things_that_are_no_buffers(MPI: Any, comm: Any) -> None:
+def things_that_are_no_buffers(MPI, comm, rank):
     """Numbers, text and lists of the wrong length are refused with the type of error that mpi4py raises."""
-    rank = comm.Get_rank()
     for thing in (3, "text", None, object()):
         with refused(TypeError):
             comm.Isend(thing, dest=rank)
@@ -135,9 +126,8 @@ def things_that_are_no_buffers(MPI: Any, comm: Any) -> None:
         comm.Isend([np.zeros(2), "no such type"], dest=rank)
 
 
-def a_shorter_message_leaves_the_rest(MPI: Any, comm: Any) -> None:
+def a_shorter_message_leaves_the_rest(MPI, comm, rank, left, right):
     """A message may be shorter than its buffer; the status says how long it was."""
-    rank, _, left, right = ring(comm)
     target, status = np.full(6, -1.0), MPI.Status()
     request = comm.Isend(np.full(2, float(rank)), dest=right)
     comm.Recv(target, source=left, status=status)
@@ -147,9 +137,8 @@ def a_shorter_message_leaves_the_rest(MPI: Any, comm: Any) -> None:
     same(status.Get_count(MPI.INT), 4)
 
 
-def a_longer_message_is_truncation(MPI: Any, comm: Any) -> None:
+def a_longer_message_is_truncation(MPI, comm, rank):
     """A message longer than its buffer is ERR_TRUNCATE at the receiver."""
-    rank = comm.Get_rank()
     # To oneself, so that no other rank is left in a call when the receive fails.
     request = comm.Isend(np.zeros(4), dest=rank)
     with fails(MPI, MPI.ERR_TRUNCATE):
@@ -157,7 +146,7 @@ def a_longer_message_is_truncation(MPI: Any, comm: Any) -> None:
     request.Wait()
 
 
-def counts_of_bytes_that_fill_no_element(MPI: Any, comm: Any) -> None:
+def counts_of_bytes_that_fill_no_element(MPI, comm):
     """A count in a type that does not divide the message is UNDEFINED."""
     rank, status = comm.Get_rank(), MPI.Status()
     request = comm.Isend(np.zeros(3, np.int32), dest=rank)
@@ -167,9 +156,8 @@ def counts_of_bytes_that_fill_no_element(MPI: Any, comm: Any) -> None:
     same((status.Get_count(MPI.INT), status.Get_count(MPI.DOUBLE)), (3, MPI.UNDEFINED))
 
 
-def empty_messages(MPI: Any, comm: Any) -> None:
+def empty_messages(MPI, comm, left, right):
     """A message without data is a message: it matches, completes and counts zero."""
-    _, _, left, right = ring(comm)
     status = MPI.Status()
     request = comm.Isend(np.zeros(0), dest=right, tag=8)
     comm.Recv(np.zeros(0), source=left, tag=8, status=status)
@@ -180,7 +168,7 @@ def empty_messages(MPI: Any, comm: Any) -> None:
     request.Wait()
 
 
-def buffers_to_and_from_nowhere(MPI: Any, comm: Any) -> None:
+def buffers_to_and_from_nowhere(MPI, comm):
     """PROC_NULL takes anything and leaves receiving buffers untouched."""
     target, status = np.full(3, -1.0), MPI.Status()
     comm.Send(np.zeros(3), dest=MPI.PROC_NULL)
@@ -193,9 +181,8 @@ def buffers_to_and_from_nowhere(MPI: Any, comm: Any) -> None:
     same(target, np.full(3, -1.0))
 
 
-def a_shift_along_an_open_line(MPI: Any, comm: Any) -> None:
+def a_shift_along_an_open_line(MPI, comm, rank, size, left, right):
     """Sendrecv with PROC_NULL at the ends shifts along a line."""
-    rank, size, left, right = ring(comm)
     left = left if rank > 0 else MPI.PROC_NULL
     right = right if rank < size - 1 else MPI.PROC_NULL
     target = np.full(1, -1.0)
@@ -203,27 +190,24 @@ def a_shift_along_an_open_line(MPI: Any, comm: Any) -> None:
     same(float(target[0]), rank - 1.0)
 
 
-def sendrecv_of_different_shapes(MPI: Any, comm: Any) -> None:
+def sendrecv_of_different_shapes(MPI, comm, rank, size, left, right):
     """The two halves of Sendrecv have counts, types and tags of their own."""
-    rank, size, left, right = ring(comm)
     target, status = np.full(size, -1, np.int32), MPI.Status()
     comm.Sendrecv(np.full(rank + 1, rank, np.int32), right, rank, target, left, left, status)
     same((status.Get_count(MPI.INT), status.tag), (left + 1, left))
     same(target[: left + 1], np.full(left + 1, left))
 
 
-def sendrecv_replace(MPI: Any, comm: Any) -> None:
+def sendrecv_replace(MPI, comm, rank, left, right):
     """One buffer is sent and then holds what was received."""
-    rank, _, left, right = ring(comm)
     buf, status = np.full(4, rank), MPI.Status()
     comm.Sendrecv_replace(buf, right, 1, left, 1, status)
     same(buf, np.full(4, left))
     same((status.source, status.tag), (left, 1))
 
 
-def isendrecv(MPI: Any, comm: Any) -> None:
+def isendrecv(MPI, comm, rank, left, right):
     """The nonblocking pair and its replacing form complete like the blocking ones."""
-    rank, _, left, right = ring(comm)
     target = np.zeros(2, np.int64)
     comm.Isendrecv(np.full(2, rank), right, 1, target, left, 1).Wait()
     same(target, np.full(2, left))
@@ -232,9 +216,8 @@ def isendrecv(MPI: Any, comm: Any) -> None:
     same(buf, np.full(2, left))
 
 
-def tags_choose_among_buffers(MPI: Any, comm: Any) -> None:
+def tags_choose_among_buffers(MPI, comm, rank, left, right):
     """Buffers are taken by tag, out of the order of sending."""
-    rank, _, left, right = ring(comm)
     requests = [comm.Isend(np.array([rank, tag]), dest=right, tag=tag) for tag in (2, 1)]
     target = np.zeros(2, np.int64)
     for tag in (1, 2):
@@ -243,9 +226,8 @@ def tags_choose_among_buffers(MPI: Any, comm: Any) -> None:
     MPI.Request.Waitall(requests)
 
 
-def messages_do_not_overtake(MPI: Any, comm: Any) -> None:
+def messages_do_not_overtake(MPI, comm, left, right):
     """Small and large messages of one tag arrive in the order of sending."""
-    _, _, left, right = ring(comm)
     # Eager and rendezvous mixed: a small message is complete before a large one that was sent earlier, and must not
     # be matched before it.
     sizes = (100_000, 1, 20_000, 3)
@@ -257,9 +239,8 @@ def messages_do_not_overtake(MPI: Any, comm: Any) -> None:
     MPI.Request.Waitall(requests)
 
 
-def large_buffers(MPI: Any, comm: Any) -> None:
+def large_buffers(MPI, comm, rank, left, right):
     """Megabytes arrive whole, also when the receive is posted first."""
-    rank, _, left, right = ring(comm)
     target = np.zeros(500_000)
     receiving = comm.Irecv(target, source=left)
     sending = comm.Isend(np.full(500_000, float(rank)), dest=right)
@@ -267,9 +248,8 @@ def large_buffers(MPI: Any, comm: Any) -> None:
     same(target, np.full(500_000, float(left)))
 
 
-def the_largest_tag(MPI: Any, comm: Any) -> None:
+def the_largest_tag(MPI, comm, rank):
     """Tags go up to TAG_UB, at least 32767, and not beyond."""
-    rank = comm.Get_rank()
     highest = comm.Get_attr(MPI.TAG_UB)
     claim(highest >= 32767, "MPI promises tags up to 32767")
     target = np.zeros(1)
@@ -281,9 +261,8 @@ def the_largest_tag(MPI: Any, comm: Any) -> None:
 
 
 @needs(ranks=2)
-def synchronous_and_ready_sends(MPI: Any, comm: Any) -> None:
+def synchronous_and_ready_sends(MPI, comm, rank):
     """Ssend, Rsend and their nonblocking forms deliver like Send."""
-    rank = comm.Get_rank()
     if rank == 0:
         # Rank 1 has posted all receives when it comes here, which the ready sends need.
         comm.Barrier()
@@ -300,9 +279,8 @@ def synchronous_and_ready_sends(MPI: Any, comm: Any) -> None:
         same(targets.ravel(), [1, 2, 3, 4])
 
 
-def buffered_sends(MPI: Any, comm: Any) -> None:
+def buffered_sends(MPI, comm, rank, left, right):
     """With a buffer attached, all may Bsend before any receives; detaching waits and gives it back."""
-    rank, _, left, right = ring(comm)
     # Without it MPI has no place for the messages of a ring in which all send first.
     MPI.Attach_buffer(bytearray(1 << 14))
     source, targets = np.full(3, float(rank)), np.zeros((2, 3))
@@ -315,9 +293,8 @@ def buffered_sends(MPI: Any, comm: Any) -> None:
     claim(MPI.Detach_buffer() is not None, "the attached buffer comes back")
 
 
-def a_buffered_send_without_room(MPI: Any, comm: Any) -> None:
+def a_buffered_send_without_room(MPI, comm, rank):
     """A buffered send without enough buffer is ERR_BUFFER or ERR_OTHER, not a wait."""
-    rank = comm.Get_rank()
     MPI.Attach_buffer(bytearray(MPI.BSEND_OVERHEAD + 64))
     try:
         # To wait for room would be a standard send: MPI asks for an error.
@@ -328,9 +305,8 @@ def a_buffered_send_without_room(MPI: Any, comm: Any) -> None:
 
 
 @needs(ranks=2)
-def a_synchronous_send_waits_for_its_receiver(MPI: Any, comm: Any) -> None:
+def a_synchronous_send_waits_for_its_receiver(MPI, comm, rank):
     """An issend is incomplete until the receive has begun."""
-    rank = comm.Get_rank()
     if rank == 0:
         request = comm.issend("hello", dest=1, tag=1)
         # Rank 1 posts this receive only after "now", which has not been sent yet.
@@ -343,18 +319,16 @@ def a_synchronous_send_waits_for_its_receiver(MPI: Any, comm: Any) -> None:
 
 
 @needs(ranks=2)
-def ssend_of_objects(MPI: Any, comm: Any) -> None:
+def ssend_of_objects(MPI, comm, rank):
     """A synchronous send completes when its receiver takes the message."""
-    rank = comm.Get_rank()
     if rank == 0:
         comm.ssend({"a": 1}, dest=1)
     elif rank == 1:
         same(comm.recv(source=0), {"a": 1})
 
 
-def bsend_of_objects(MPI: Any, comm: Any) -> None:
+def bsend_of_objects(MPI, comm, rank, left, right):
     """With a buffer attached, all ranks may send before any receives."""
-    rank, _, left, right = ring(comm)
     MPI.Attach_buffer(bytearray(1 << 16))
     comm.bsend([rank] * 10, dest=right)
     request = comm.ibsend(rank, dest=right, tag=1)

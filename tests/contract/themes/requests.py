@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from contract.cases import Skipped, claim, needs, poll, ring, same
+from contract.cases import Skipped, claim, needs, poll, same
 
 
 def exchange(comm: Any) -> tuple[list[Any], list[Any], Any]:
@@ -18,7 +18,7 @@ def exchange(comm: Any) -> tuple[list[Any], list[Any], Any]:
     return receiving, sending, targets
 
 
-def waitall(MPI: Any, comm: Any) -> None:
+def waitall(MPI, comm):
     """Waitall completes all requests, fills the statuses in their order and makes the requests null."""
     receiving, sending, targets = exchange(comm)
     statuses = [MPI.Status() for _ in receiving]
@@ -29,7 +29,7 @@ def waitall(MPI: Any, comm: Any) -> None:
     claim(all(request == MPI.REQUEST_NULL for request in receiving + sending), "completed requests are null")
 
 
-def waitany(MPI: Any, comm: Any) -> None:
+def waitany(MPI, comm):
     """Waitany completes one request at a time; with none left it says UNDEFINED."""
     receiving, sending, targets = exchange(comm)
     status, seen = MPI.Status(), []
@@ -42,7 +42,7 @@ def waitany(MPI: Any, comm: Any) -> None:
     MPI.Request.Waitall(sending)
 
 
-def waitsome(MPI: Any, comm: Any) -> None:
+def waitsome(MPI, comm):
     """Waitsome completes at least one request; with none left it returns None."""
     receiving, sending, targets = exchange(comm)
     seen: list[int] = []
@@ -55,7 +55,7 @@ def waitsome(MPI: Any, comm: Any) -> None:
     MPI.Request.Waitall(sending)
 
 
-def testall(MPI: Any, comm: Any) -> None:
+def testall(MPI, comm):
     """Testall is all or nothing."""
     receiving, sending, targets = exchange(comm)
     poll(lambda: MPI.Request.Testall(receiving))
@@ -63,7 +63,7 @@ def testall(MPI: Any, comm: Any) -> None:
     poll(lambda: MPI.Request.Testall(sending))
 
 
-def testany(MPI: Any, comm: Any) -> None:
+def testany(MPI, comm):
     """Testany completes at most one request, and is (UNDEFINED, True) with none left."""
     receiving, sending, targets = exchange(comm)
     seen = []
@@ -78,7 +78,7 @@ def testany(MPI: Any, comm: Any) -> None:
     MPI.Request.Waitall(sending)
 
 
-def testsome(MPI: Any, comm: Any) -> None:
+def testsome(MPI, comm):
     """Testsome completes what is done, perhaps nothing, and is None with none left."""
     receiving, sending, targets = exchange(comm)
     seen: list[int] = []
@@ -94,13 +94,13 @@ def testsome(MPI: Any, comm: Any) -> None:
     MPI.Request.Waitall(sending)
 
 
-def empty_lists_are_done(MPI: Any, comm: Any) -> None:
+def empty_lists_are_done(MPI, comm):
     """There is nothing to wait for in an empty list."""
     same((MPI.Request.Waitall([]), MPI.Request.Testall([])), (True, True))
     same((MPI.Request.Waitany([]), MPI.Request.Waitsome([])), (MPI.UNDEFINED, None))
 
 
-def null_requests_are_done(MPI: Any, comm: Any) -> None:
+def null_requests_are_done(MPI, comm):
     """A null request is false, and waiting for it returns at once with an empty status."""
     request, status = MPI.Request(), MPI.Status()
     claim(request == MPI.REQUEST_NULL and not request, "a fresh request is null")
@@ -108,9 +108,8 @@ def null_requests_are_done(MPI: Any, comm: Any) -> None:
     same((status.source, status.tag, status.Get_count(MPI.BYTE)), (MPI.ANY_SOURCE, MPI.ANY_TAG, 0))
 
 
-def test_becomes_true(MPI: Any, comm: Any) -> None:
+def test_becomes_true(MPI, comm, rank, left, right):
     """Test of a receive is False while nothing was sent, True once it is complete, and then again."""
-    rank, _, left, right = ring(comm)
     target, status = np.full(1, -1), MPI.Status()
     request = comm.Irecv(target, source=left)
     same(request.Test(), False)
@@ -122,9 +121,8 @@ def test_becomes_true(MPI: Any, comm: Any) -> None:
     same((int(target[0]), status.source, request.Test(), bool(request)), (left, left, True, False))
 
 
-def get_status_does_not_complete(MPI: Any, comm: Any) -> None:
+def get_status_does_not_complete(MPI, comm, rank, left, right):
     """Get_status looks without making the request null."""
-    rank, _, left, right = ring(comm)
     target, status = np.full(1, -1), MPI.Status()
     request = comm.Irecv(target, source=left)
     sending = comm.Isend(np.array([rank]), dest=right)
@@ -135,7 +133,7 @@ def get_status_does_not_complete(MPI: Any, comm: Any) -> None:
     same(int(target[0]), left)
 
 
-def a_receive_can_be_cancelled(MPI: Any, comm: Any) -> None:
+def a_receive_can_be_cancelled(MPI, comm):
     """A cancelled receive completes, says so, and takes no later message."""
     rank, status = comm.Get_rank(), MPI.Status()
     target = np.full(1, -1)
@@ -149,7 +147,7 @@ def a_receive_can_be_cancelled(MPI: Any, comm: Any) -> None:
     same((int(target[0]), int(other[0])), (-1, 5))
 
 
-def a_completed_receive_is_not_cancelled(MPI: Any, comm: Any) -> None:
+def a_completed_receive_is_not_cancelled(MPI, comm):
     """The status of an ordinary receive says that it was not cancelled."""
     rank, status = comm.Get_rank(), MPI.Status()
     request = comm.Isend(np.zeros(1), dest=rank)
@@ -159,9 +157,8 @@ def a_completed_receive_is_not_cancelled(MPI: Any, comm: Any) -> None:
 
 
 @needs(ranks=2)
-def a_freed_send_still_arrives(MPI: Any, comm: Any) -> None:
+def a_freed_send_still_arrives(MPI, comm, rank):
     """Freeing the request of a send gives up the handle, not the message."""
-    rank = comm.Get_rank()
     if rank == 0:
         source = np.arange(3.0)
         request = comm.Isend(source, dest=1)
@@ -175,9 +172,8 @@ def a_freed_send_still_arrives(MPI: Any, comm: Any) -> None:
     comm.Barrier()
 
 
-def copies_of_requests_are_equal(MPI: Any, comm: Any) -> None:
+def copies_of_requests_are_equal(MPI, comm, rank):
     """Request(request) is the same request."""
-    rank = comm.Get_rank()
     target = np.zeros(1)
     request = comm.Irecv(target, source=rank)
     claim(MPI.Request(request) == request, "a copy of a handle is equal")
@@ -186,7 +182,7 @@ def copies_of_requests_are_equal(MPI: Any, comm: Any) -> None:
     same(target, [1])
 
 
-def generalised_requests(MPI: Any, comm: Any) -> None:
+def generalised_requests(MPI, comm):
     """A request of the program is completed by the program, and asks its functions."""
     called = []
 
@@ -203,9 +199,8 @@ def generalised_requests(MPI: Any, comm: Any) -> None:
     same((called[0], "query" in called, "free" in called), ("cancel", True, True))
 
 
-def a_failed_request_in_waitall(MPI: Any, comm: Any) -> None:
+def a_failed_request_in_waitall(MPI, comm, rank):
     """When a request of many fails, Waitall raises ERR_IN_STATUS, and the statuses say which one."""
-    rank = comm.Get_rank()
     targets = [np.zeros(1), np.zeros(4)]
     receiving = [comm.Irecv(targets[i], source=rank, tag=i) for i in range(2)]
     sending = [comm.Isend(np.ones(4), dest=rank, tag=i) for i in range(2)]
@@ -228,10 +223,9 @@ def a_failed_request_in_waitall(MPI: Any, comm: Any) -> None:
     same(targets[1], np.ones(4))
 
 
-@needs(2)
-def a_receive_that_is_known_to_be_over_has_its_data(MPI: Any, comm: Any) -> None:
+@needs(ranks=2)
+def a_receive_that_is_known_to_be_over_has_its_data(MPI, comm, rank, left, right):
     """Get_status leaves the request alone, but the buffer is full; Wait then gives the same status."""
-    rank, _, left, right = ring(comm)
     target, status = np.zeros(3), MPI.Status()
     request = comm.Irecv(target, left, 7)
     comm.Send(np.full(2, rank + 1.0), right, 7)
@@ -246,7 +240,7 @@ def a_receive_that_is_known_to_be_over_has_its_data(MPI: Any, comm: Any) -> None
     same(target[0], -1.0)
 
 
-def a_collective_that_is_known_to_be_over_has_its_data(MPI: Any, comm: Any) -> None:
+def a_collective_that_is_known_to_be_over_has_its_data(MPI, comm):
     """Get_status of a collective in progress, too."""
     target = np.zeros(1)
     request = comm.Iallreduce(np.ones(1), target)
@@ -256,10 +250,9 @@ def a_collective_that_is_known_to_be_over_has_its_data(MPI: Any, comm: Any) -> N
     same(target[0], comm.Get_size())
 
 
-@needs(2)
-def freed_receives_go_on(MPI: Any, comm: Any) -> None:
+@needs(ranks=2)
+def freed_receives_go_on(MPI, comm, rank, left, right):
     """A request that is freed is null; its buffer is filled when the message comes."""
-    rank, _, left, right = ring(comm)
     before, after, waiting = np.zeros(2), np.zeros(2), np.zeros(2)
     comm.Send(np.full(2, rank + 1.0), right, 1) if rank % 2 else None
     requests = [comm.Irecv(before, left, 1), comm.Irecv(after, left, 2), comm.Recv_init(waiting, left, 3)]
@@ -278,9 +271,8 @@ def freed_receives_go_on(MPI: Any, comm: Any) -> None:
     same((before[1], after[1], waiting[1]), (left + 1.0, left + 2.0, left + 3.0))
 
 
-def persistent_messages(MPI: Any, comm: Any) -> None:
+def persistent_messages(MPI, comm, rank, left, right):
     """A pair of persistent requests carries what the buffer holds at each start."""
-    rank, _, left, right = ring(comm)
     source, target = np.zeros(3), np.zeros(3)
     sending, receiving = comm.Send_init(source, dest=right, tag=3), comm.Recv_init(target, source=left, tag=3)
     for round_ in range(4):
@@ -295,9 +287,8 @@ def persistent_messages(MPI: Any, comm: Any) -> None:
     claim(not sending and not receiving, "freed requests are null")
 
 
-def startall(MPI: Any, comm: Any) -> None:
+def startall(MPI, comm, rank, left, right):
     """Startall starts a list of persistent requests, Waitall completes them and keeps them."""
-    rank, _, left, right = ring(comm)
     source, target = np.full(2, rank), np.zeros(2, np.int64)
     requests = [comm.Recv_init(target, source=left), comm.Send_init(source, dest=right)]
     for _ in range(2):
@@ -310,18 +301,16 @@ def startall(MPI: Any, comm: Any) -> None:
         request.Free()
 
 
-def an_inactive_request_is_done(MPI: Any, comm: Any) -> None:
+def an_inactive_request_is_done(MPI, comm, left):
     """A persistent request that was not started completes at once with an empty status."""
-    _, _, left, _ = ring(comm)
     request, status = comm.Recv_init(np.zeros(1), source=left), MPI.Status()
     same((request.Test(status), request.Wait(status)), (True, True))
     same((status.source, status.tag, status.Get_count(MPI.BYTE)), (MPI.ANY_SOURCE, MPI.ANY_TAG, 0))
     request.Free()
 
 
-def persistent_send_modes(MPI: Any, comm: Any) -> None:
+def persistent_send_modes(MPI, comm, rank, left, right):
     """All send modes have a persistent form."""
-    rank, _, left, right = ring(comm)
     MPI.Attach_buffer(bytearray(1 << 12))
     source, target = np.full(1, rank), np.full(1, -1)
     for name in ("Send_init", "Bsend_init", "Ssend_init", "Rsend_init"):
@@ -338,27 +327,23 @@ def persistent_send_modes(MPI: Any, comm: Any) -> None:
     MPI.Detach_buffer()
 
 
-def persistent_and_plain_ends_meet(MPI: Any, comm: Any) -> None:
+def persistent_and_plain_ends_meet(MPI, comm, rank, left, right, own):
     """A persistent send is received by a plain receive, and the other way round."""
-    rank, _, left, right = ring(comm)
     source, target = np.full(1, rank), np.full(1, -1)
-    sending = comm.Send_init(source, dest=right)
+    sending = own(comm.Send_init(source, dest=right))
     sending.Start()
     comm.Recv(target, source=left)
     sending.Wait()
     same(int(target[0]), left)
-    receiving = comm.Recv_init(target, source=right)
+    receiving = own(comm.Recv_init(target, source=right))
     receiving.Start()
     comm.Isend(source, dest=left).Wait()
     receiving.Wait()
     same(int(target[0]), right)
-    sending.Free()
-    receiving.Free()
 
 
-def persistent_collectives(MPI: Any, comm: Any) -> None:
+def persistent_collectives(MPI, comm, rank, size):
     """Persistent Bcast, Allreduce and Barrier do at each start what the plain calls do."""
-    rank, size = comm.Get_rank(), comm.Get_size()
     value, total = np.zeros(2), np.zeros(2)
     requests = [
         comm.Bcast_init(value, root=0),
@@ -375,47 +360,8 @@ def persistent_collectives(MPI: Any, comm: Any) -> None:
         request.Free()
 
 
-def persistent_gathers(MPI: Any, comm: Any) -> None:
-    """Persistent Gather, Scatter, Allgather and Alltoall."""
-    rank, size = comm.Get_rank(), comm.Get_size()
-    mine, one, row = np.full(1, rank), np.full(1, -1), np.full(size, -1)
-    table = np.arange(size) * 10 + rank
-    crossed = np.zeros(size, np.int64)
-    requests = [comm.Allgather_init(mine, row), comm.Alltoall_init(table, crossed)]
-    requests += [
-        comm.Gather_init(mine, row if rank == 0 else None),
-        comm.Scatter_init(row if rank == 0 else None, one),
-    ]
-    for request in requests:
-        request.Start()
-        request.Wait()
-        request.Free()
-    same((row.tolist(), int(one[0])), (list(range(size)), rank))
-    same(crossed, rank * 10 + np.arange(size))
-
-
-def persistent_reductions(MPI: Any, comm: Any) -> None:
-    """Persistent Reduce, Scan, Exscan and Reduce_scatter_block."""
-    rank, size = comm.Get_rank(), comm.Get_size()
-    mine, total, upto, before = np.full(1, rank + 1), np.zeros(1, int), np.zeros(1, int), np.zeros(1, int)
-    whole, part = np.full(size, rank), np.zeros(1, np.int64)
-    requests = [
-        comm.Reduce_init(mine, total, MPI.SUM, 0),
-        comm.Scan_init(mine, upto),
-        comm.Exscan_init(mine, before),
-    ]
-    requests.append(comm.Reduce_scatter_block_init(whole, part))
-    for request in requests:
-        request.Start()
-        request.Wait()
-        request.Free()
-    same(int(total[0]), size * (size + 1) // 2 if rank == 0 else 0)
-    same((int(upto[0]), int(before[0])), ((rank + 1) * (rank + 2) // 2, rank * (rank + 1) // 2))
-    same(int(part[0]), size * (size - 1) // 2)
-
-
 @needs(ranks=2)
-def partitioned_messages(MPI: Any, comm: Any) -> None:
+def partitioned_messages(MPI, comm):
     """A partitioned message is complete when all of its parts were marked ready."""
     rank, parts = comm.Get_rank(), 4
     if rank == 0:

@@ -6,18 +6,18 @@ from typing import Any
 
 import numpy as np
 
-from contract.cases import claim, needs, poll, ring, same
+from contract.cases import claim, needs, poll, same
 
 
-def exposed(MPI: Any, comm: Any, length: int = 4, value: float = -1.0) -> tuple[Any, Any]:
+def exposed(MPI: Any, comm: Any, own: Any, length: int = 4, value: float = -1.0) -> tuple[Any, Any]:
     """Return a window of doubles and its memory."""
     memory = np.full(length, value)
-    return MPI.Win.Create(memory, 8, MPI.INFO_NULL, comm), memory
+    return own(MPI.Win.Create(memory, 8, MPI.INFO_NULL, comm)), memory
 
 
-def attributes(MPI: Any, comm: Any) -> None:
+def attributes(MPI, comm):
     """A window knows its size, unit, flavour and group."""
-    win, memory = exposed(MPI, comm)
+    win, memory = exposed(MPI, comm, lambda win: win)
     same((win.Get_attr(MPI.WIN_SIZE), win.Get_attr(MPI.WIN_DISP_UNIT)), (32, 8))
     same((win.attrs[1:], win.flavor), ((32, 8), MPI.WIN_FLAVOR_CREATE))
     claim(win.model in (MPI.WIN_SEPARATE, MPI.WIN_UNIFIED), "the memory model is one of two")
@@ -27,65 +27,55 @@ def attributes(MPI: Any, comm: Any) -> None:
     claim(win == MPI.WIN_NULL, "a freed window is null")
 
 
-def names(MPI: Any, comm: Any) -> None:
+def names(MPI, comm, own):
     """Windows have names."""
-    win, _ = exposed(MPI, comm)
+    win, _ = exposed(MPI, comm, own)
     win.Set_name("store")
     same((win.Get_name(), win.name), ("store", "store"))
-    win.Free()
 
 
-def put_between_fences(MPI: Any, comm: Any) -> None:
+def put_between_fences(MPI, comm, rank, left, right, own):
     """A Put has arrived after the fence."""
-    rank, _, left, right = ring(comm)
-    win, memory = exposed(MPI, comm)
+    win, memory = exposed(MPI, comm, own)
     win.Fence()
     win.Put(np.full(4, float(rank)), right)
     win.Fence()
     same(memory, np.full(4, float(left)))
-    win.Free()
 
 
-def get_between_fences(MPI: Any, comm: Any) -> None:
+def get_between_fences(MPI, comm, rank, right, own):
     """What was got is there after the fence."""
-    rank, _, _, right = ring(comm)
-    win, _ = exposed(MPI, comm, value=float(rank))
+    win, _ = exposed(MPI, comm, own, value=float(rank))
     target = np.zeros(4)
     win.Fence()
     win.Get(target, right)
     win.Fence()
     same(target, np.full(4, float(right)))
-    win.Free()
 
 
-def a_window_of_ones_own(MPI: Any, comm: Any) -> None:
+def a_window_of_ones_own(MPI, comm, rank, own):
     """A rank reaches its own part like any other."""
-    rank = comm.Get_rank()
-    win, memory = exposed(MPI, comm)
+    win, memory = exposed(MPI, comm, own)
     win.Fence()
     win.Put(np.array([float(rank)]), rank, 2)
     win.Fence()
     same(memory, [-1, -1, rank, -1])
-    win.Free()
 
 
-def targets(MPI: Any, comm: Any) -> None:
+def targets(MPI, comm, rank, left, right, own):
     """A target has a displacement in units of the window, a count and a type."""
-    rank, _, left, right = ring(comm)
-    win, memory = exposed(MPI, comm, length=6)
+    win, memory = exposed(MPI, comm, own, length=6)
     win.Fence()
     win.Put(np.full(1, float(rank)), right, 1)
     win.Put(np.full(2, float(rank)), right, [3, 2])
     win.Put(np.full(1, float(rank)), right, [5, 1, MPI.DOUBLE])
     win.Fence()
     same(memory, [-1, left, -1, left, left, left])
-    win.Free()
 
 
-def targets_with_derived_types(MPI: Any, comm: Any) -> None:
+def targets_with_derived_types(MPI, comm, rank, left, right, own):
     """A row is put into a column of the target."""
-    rank, _, left, right = ring(comm)
-    win, memory = exposed(MPI, comm, length=9)
+    win, memory = exposed(MPI, comm, own, length=9)
     column = MPI.DOUBLE.Create_vector(3, 1, 3).Commit()
     win.Fence()
     win.Put(np.full(3, float(rank)), right, [1, 1, column])
@@ -97,39 +87,34 @@ def targets_with_derived_types(MPI: Any, comm: Any) -> None:
     win.Fence()
     same(found, np.full(3, float(rank)))
     column.Free()
-    win.Free()
 
 
-def units_of_displacement(MPI: Any, comm: Any) -> None:
+def units_of_displacement(MPI, comm, rank, left, right, own):
     """Displacements count units that each rank chooses for its own part."""
-    rank, _, left, right = ring(comm)
     memory = np.full(4, -1.0)
     unit = 8 if rank % 2 else 1
-    win = MPI.Win.Create(memory, unit, MPI.INFO_NULL, comm)
+    win = own(MPI.Win.Create(memory, unit, MPI.INFO_NULL, comm))
     units = comm.allgather(unit)
     win.Fence()
     # The target's own unit scales the displacement, not the origin's.
     win.Put(np.full(1, float(rank)), right, 16 // units[right])
     win.Fence()
     same(memory, [-1, -1, left, -1])
-    win.Free()
 
 
-def parts_of_different_size(MPI: Any, comm: Any) -> None:
+def parts_of_different_size(MPI, comm, rank, size, own):
     """Each rank exposes as much as it likes, nothing too."""
-    rank, size = comm.Get_rank(), comm.Get_size()
     memory = np.zeros(rank)
-    win = MPI.Win.Create(memory, 8, MPI.INFO_NULL, comm)
+    win = own(MPI.Win.Create(memory, 8, MPI.INFO_NULL, comm))
     win.Fence()
     if rank == 0:
         for other in range(1, size):
             win.Put(np.full(other, float(other)), other)
     win.Fence()
     same(memory, np.full(rank, float(rank)))
-    win.Free()
 
 
-def exposing_nothing(MPI: Any, comm: Any) -> None:
+def exposing_nothing(MPI, comm):
     """None or BOTTOM as memory exposes nothing."""
     for nothing in (None, MPI.BOTTOM):
         win = MPI.Win.Create(nothing, 1, MPI.INFO_NULL, comm)
@@ -139,10 +124,9 @@ def exposing_nothing(MPI: Any, comm: Any) -> None:
         win.Free()
 
 
-def allocated_windows(MPI: Any, comm: Any) -> None:
+def allocated_windows(MPI, comm, rank, left, right, own):
     """A window may bring its memory."""
-    rank, _, left, right = ring(comm)
-    win = MPI.Win.Allocate(32, 8, MPI.INFO_NULL, comm)
+    win = own(MPI.Win.Allocate(32, 8, MPI.INFO_NULL, comm))
     memory = np.frombuffer(win.tomemory(), np.float64)
     same((win.flavor, len(memory)), (MPI.WIN_FLAVOR_ALLOCATE, 4))
     memory[:] = -1
@@ -152,15 +136,14 @@ def allocated_windows(MPI: Any, comm: Any) -> None:
     same(memory, [-1, left, left, -1])
     # The view must go before the memory does: Free releases what the window has brought.
     del memory
-    win.Free()
 
 
-def shared_windows(MPI: Any, comm: Any) -> None:
+def shared_windows(MPI, comm, own):
     """Ranks on one node see each other's parts as plain memory."""
     # MPI allows shared windows only among ranks that can share memory.
-    node = comm.Split_type(MPI.COMM_TYPE_SHARED)
+    node = own(comm.Split_type(MPI.COMM_TYPE_SHARED))
     rank, size = node.Get_rank(), node.Get_size()
-    win = MPI.Win.Allocate_shared(16, 8, MPI.INFO_NULL, node)
+    win = own(MPI.Win.Allocate_shared(16, 8, MPI.INFO_NULL, node))
     mine = np.frombuffer(win.tomemory(), np.float64)
     # Both fences are needed: the first opens the epoch, the second makes the stores visible to the neighbours' loads.
     win.Fence()
@@ -171,13 +154,10 @@ def shared_windows(MPI: Any, comm: Any) -> None:
     same((unit, win.flavor), (8, MPI.WIN_FLAVOR_SHARED))
     win.Fence()
     del mine, other
-    win.Free()
-    node.Free()
 
 
-def dynamic_windows(MPI: Any, comm: Any) -> None:
+def dynamic_windows(MPI, comm, rank, left, right):
     """Memory is attached later, and reached by its address."""
-    rank, _, left, right = ring(comm)
     win, memory = MPI.Win.Create_dynamic(MPI.INFO_NULL, comm), np.full(2, -1.0)
     win.Attach(memory)
     # A dynamic window has no base, so displacements are addresses of the target's process, which it has to tell.
@@ -190,22 +170,19 @@ def dynamic_windows(MPI: Any, comm: Any) -> None:
     win.Free()
 
 
-def accumulate_from_all(MPI: Any, comm: Any) -> None:
+def accumulate_from_all(MPI, comm, rank, size, own):
     """Contributions of all ranks add up, element by element."""
-    rank, size = comm.Get_rank(), comm.Get_size()
-    win, memory = exposed(MPI, comm, value=0.0)
+    win, memory = exposed(MPI, comm, own, value=0.0)
     win.Fence()
     for other in range(size):
         win.Accumulate(np.full(4, rank + 1.0), other)
     win.Fence()
     same(memory, np.full(4, size * (size + 1) / 2))
-    win.Free()
 
 
-def accumulate_with_other_operations(MPI: Any, comm: Any) -> None:
+def accumulate_with_other_operations(MPI, comm, rank, size, own):
     """All predefined operations accumulate; REPLACE puts."""
-    rank, size = comm.Get_rank(), comm.Get_size()
-    win, memory = exposed(MPI, comm, value=0.0)
+    win, memory = exposed(MPI, comm, own, value=0.0)
     for op, result in ((MPI.MAX, size - 1.0), (MPI.MIN, 0.0), (MPI.REPLACE, None), (MPI.PROD, 0.0)):
         win.Fence()
         win.Accumulate(np.full(1, float(rank)), 0, 0, op)
@@ -214,12 +191,11 @@ def accumulate_with_other_operations(MPI: Any, comm: Any) -> None:
             same(float(memory[0]), result)
         # Concurrent accumulates of one operation are atomic for each element, but their order is not defined.
         claim(memory[0] in range(size), "whatever was replaced, one rank's value stands")
-    win.Free()
 
 
-def nowhere_is_no_target(MPI: Any, comm: Any) -> None:
+def nowhere_is_no_target(MPI, comm, own):
     """One-sided calls to PROC_NULL do nothing."""
-    win, memory = exposed(MPI, comm)
+    win, memory = exposed(MPI, comm, own)
     buf = np.full(4, 5.0)
     win.Fence()
     win.Put(buf, MPI.PROC_NULL)
@@ -227,13 +203,11 @@ def nowhere_is_no_target(MPI: Any, comm: Any) -> None:
     win.Accumulate(buf, MPI.PROC_NULL)
     win.Fence()
     same((memory.tolist(), buf.tolist()), ([-1.0] * 4, [5.0] * 4))
-    win.Free()
 
 
-def matching_epochs(MPI: Any, comm: Any) -> None:
+def matching_epochs(MPI, comm, rank, left, right, own):
     """Post and Wait expose to a group, Start and Complete access it."""
-    rank, _, left, right = ring(comm)
-    win, memory = exposed(MPI, comm)
+    win, memory = exposed(MPI, comm, own)
     group = comm.Get_group()
     # Post before Start, since Start may block until the target has posted: on a ring the other order may deadlock.
     win.Post(group.Incl([left]))
@@ -242,14 +216,12 @@ def matching_epochs(MPI: Any, comm: Any) -> None:
     win.Complete()
     win.Wait()
     same(memory, np.full(4, float(left)))
-    win.Free()
 
 
 @needs(ranks=2)
-def matching_epochs_can_be_tested(MPI: Any, comm: Any) -> None:
+def matching_epochs_can_be_tested(MPI, comm, rank, own):
     """Test ends an exposure like Wait, once all have completed their access."""
-    rank = comm.Get_rank()
-    win, memory = exposed(MPI, comm)
+    win, memory = exposed(MPI, comm, own)
     group = comm.Get_group()
     win.Post(group.Incl([]))
     same(win.Test(), True)
@@ -266,13 +238,11 @@ def matching_epochs_can_be_tested(MPI: Any, comm: Any) -> None:
         win.Put(np.full(4, 3.0), 0)
         win.Complete()
     comm.Barrier()
-    win.Free()
 
 
-def matching_epochs_follow_each_other(MPI: Any, comm: Any) -> None:
+def matching_epochs_follow_each_other(MPI, comm, rank, left, right, own):
     """Each Start meets one Post, in order: no rank is an epoch ahead of its target."""
-    rank, _, left, right = ring(comm)
-    win, memory = exposed(MPI, comm)
+    win, memory = exposed(MPI, comm, own)
     group = comm.Get_group()
     for step in range(5):
         win.Post(group.Incl([left]))
@@ -281,13 +251,11 @@ def matching_epochs_follow_each_other(MPI: Any, comm: Any) -> None:
         win.Complete()
         win.Wait()
         same(memory, np.full(4, 10.0 * step + left))
-    win.Free()
 
 
-def many_origins_in_one_epoch(MPI: Any, comm: Any) -> None:
+def many_origins_in_one_epoch(MPI, comm, rank, size, own):
     """A target waits for all ranks of its group; an origin reads and adds between Start and Complete."""
-    rank, size = comm.Get_rank(), comm.Get_size()
-    win, memory = exposed(MPI, comm, value=0.0)
+    win, memory = exposed(MPI, comm, own, value=0.0)
     group, found = comm.Get_group(), np.zeros(4)
     if rank == 0:
         # Stored before Post: in the epoch the target's own stores would conflict with accesses.
@@ -303,15 +271,13 @@ def many_origins_in_one_epoch(MPI: Any, comm: Any) -> None:
         win.Complete()
         same(found[1], 7.0)
     comm.Barrier()
-    win.Free()
 
 
-def epochs_of_nobody(MPI: Any, comm: Any) -> None:
+def epochs_of_nobody(MPI, comm, own):
     """Epochs with an empty group begin and end at once."""
-    win, _ = exposed(MPI, comm)
+    win, _ = exposed(MPI, comm, own)
     nobody = comm.Get_group().Incl([])
     win.Post(nobody)
     win.Start(nobody)
     win.Complete()
     win.Wait()
-    win.Free()
