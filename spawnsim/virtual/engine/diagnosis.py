@@ -28,7 +28,7 @@ from spawnsim.virtual.engine.matching import undelivered
 from spawnsim.virtual.engine.waiting import Waiting, WaitingForAny
 from spawnsim.virtual.engine.world import Rank, World
 
-PACKAGE = str(Path(__file__).parent.parent) + os.sep  # where spawnsim's own files lie
+PACKAGE = str(Path(__file__).parents[2]) + os.sep  # where spawnsim's own files lie
 SIMULATOR = str(Path(__file__).parent) + os.sep
 STANDARD = tuple(sysconfig.get_path(name) for name in ("stdlib", "platstdlib"))
 INSTALLED = ("site-packages", "dist-packages")  # the interpreter's, a user's, and Debian's, wherever they lie
