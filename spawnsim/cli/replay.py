@@ -126,7 +126,7 @@ def _parser() -> Parser:
     parser = Parser(
         prog="spawnsim replay",
         description="Run a recorded run on virtual ranks again, stop at a time or condition, and look at every rank: "
-        "`help` at the prompt lists the commands. Commands may also come from a pipe.",
+        "the prompt is pdb, and `ranks`, `rank N`, `rows`, `messages`. Commands may also come from a pipe.",
     )
     add = parser.add_argument
     add("run", type=Path, metavar="RUN", help="run folder")

@@ -52,70 +52,49 @@ def at_prompt(folder, monkeypatch, capsys):
 
 
 def test_at_a_time_every_rank_can_be_looked_at(at_prompt):
-    """Clock, call and line of all; stack, variables, rows of one; and it ends as recorded."""
+    """Clock, call and line of all; frames, variables, rows of one; and it ends as recorded."""
     out = at_prompt(
-        ["ranks 11", "where 11", "p 11 loss", "rows 11", "loss + 1", "messages", "c"], "--until", "0.05s"
+        [
+            "ranks 11",
+            "rank x",
+            "rank 11",
+            "w",
+            "p loss > 0",
+            "rows",
+            "loss - loss",
+            "p nothing",
+            "messages",
+            "c",
+        ],
+        "--until",
+        "0.05s",
     )
     assert "stopped at 0.05 s" in out
     assert "since" not in out  # a rank that computes has a clock that is ahead of the time
-    assert "rank 11 " in out
-    assert "train.py:" in out
-    assert "in main" in out
-    assert "'rank': 11" in out
-    assert "ended as recorded" in out
+    for words in (
+        "rank 11 ", "rank x: give the number of a rank that runs", "train.py(", "main()", "True\n{'rank': 11",
+        "\n0.0\n", "NameError: name 'nothing' is not defined", "ended as recorded",
+    ):  # fmt: skip
+        assert words in out
 
 
 def test_at_a_condition_on_recorded_values(at_prompt):
     """It stops where the row was recorded, on that rank, and nowhere else."""
-    out = at_prompt(
-        ["p loss > 90", "p comm.rank, iteration", "locals", "events", "c"],
-        "--break",
-        "rank == 11 and loss > 50",
-    )
+    out = at_prompt(["p loss > 90", "p comm.rank, iteration", "c"], "--break", "rank == 11 and loss > 50")
     assert "stopped at rank 11 at" in out
     assert "True\n(11, 5)" in out
-    assert "iterations = 20" in out
 
 
-def test_on_from_a_stop_to_the_next_and_out(at_prompt):
-    """`until`, `break`, `quit`; what is nonsense is said, and the prompt stays."""
-    out = at_prompt(
-        ["until soon", "p 3 nothing", "break loss >", "until 0.1s", "ranks", "q"], "--until", "0.05s"
-    )
-    assert "'soon' is not a duration" in out
-    assert "NameError: name 'nothing' is not defined" in out
-    assert "write 'rank == 17 and loss > 3'" in out
-    assert out.index("stopped at 0.05 s") < out.index("stopped at 0.1 s")
-    assert "ended" not in out
+@pytest.mark.parametrize("commands", [["q"], []])
+def test_one_may_leave_before_the_end(at_prompt, commands):
+    """By a command, or at the end of the commands."""
+    assert "ended" not in at_prompt(commands, "--until", "0.05s")
 
 
-def test_a_time_that_is_past_is_refused_and_after_the_end_one_may_quit(at_prompt):
-    """The prompt stays at the first, and leaving a run that has ended is no fault."""
-    out = at_prompt(["until 0.01s", "until 100s", "ranks", "q"], "--until", "0.05s")
-    assert "until 0.01s: it is 0.05" in out
+def test_after_the_end_there_is_nothing_to_look_at(at_prompt):
+    """The run has ended as recorded."""
+    out = at_prompt(["ranks"], "--until", "100s")
     assert "all ranks have ended" in out
-    assert "stopped at 0.01 s" not in out
-
-
-def test_a_run_can_be_changed_at_the_prompt(at_prompt):
-    """And is told to be another one."""
-    out = at_prompt(["set 3 loss = 50.0", "p 3 loss", "c"], "--until", "0.05s")
-    assert "50.0" in out
-    assert "another digest than recorded" in out
-
-
-def test_what_the_prompt_does_not_know_is_said(at_prompt):
-    """No name that is not there is set, no rank guessed; and the run stays what it was."""
-    out = at_prompt(
-        ["where x", "set 3 lss=5", "set 3 loss", "set 3 rate.velue=2", "break lss > 3", "c"],
-        "--until",
-        "0.05s",
-    )
-    for words in (
-        "where x: give the number of a rank", "main has no variable lss", "set 3 loss: write NAME=VALUE",
-        "rate.velue cannot be changed", "nothing that was recorded is called lss",
-    ):  # fmt: skip
-        assert words in out
     assert "ended as recorded" in out
 
 
@@ -174,7 +153,7 @@ def test_unmodified_programs_are_replayed_too(tmp_path, monkeypatch, capsys):
         "from mpi4py import MPI\ncomm = MPI.COMM_WORLD\nfor step in range(5):\n    total = comm.allreduce(step)\n"
     )
     spawnsim.run(tmp_path / "script.py", ranks=12, out=tmp_path / "run", compute="10 ms")
-    monkeypatch.setattr("sys.stdin", io.StringIO("p 11 step\nc\n"))
+    monkeypatch.setattr("sys.stdin", io.StringIO("rank 11\np step\nc\n"))
     assert replay([str(tmp_path / "run"), "--until", "0.025s"]) == 0
     out = capsys.readouterr().out
     assert "script.py:4" in out
