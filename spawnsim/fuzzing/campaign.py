@@ -15,7 +15,7 @@ import time
 import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, wait
+from concurrent.futures import FIRST_COMPLETED, Executor, Future, wait
 from contextlib import contextmanager, nullcontext, redirect_stderr, redirect_stdout
 from dataclasses import asdict, dataclass, field
 from functools import cache
@@ -79,7 +79,6 @@ class Failure:
 
     @property
     def key(self) -> tuple[str, str]:
-        """What failures that are the same have in common."""
         return self.what, self.place
 
     def is_same(self, other: Failure) -> bool:
@@ -104,7 +103,6 @@ class Target:
 
     @property
     def name(self) -> str:
-        """The file as it was given, or the function's name."""
         return str(self.program) if isinstance(self.program, Path) else self.program.__name__
 
     def load(self, parameters: Mapping[str, Any]) -> tuple[Any, Callable[[Run], Any] | None]:
@@ -128,7 +126,6 @@ _unmodified = cache(is_unmodified)
 
 @cache
 def _own_modules(path: Path) -> frozenset[str]:
-    """Return the files of a program and of all modules of its folder that it imports."""
     return frozenset(str(each.resolve()) for each in manifest.own_files(path).values())
 
 
@@ -157,7 +154,6 @@ class Found:
     seconds: float = 0.0
 
     def add(self, other: Found) -> None:
-        """Take up what another part has found."""
         self.runs, self.ended = self.runs + other.runs, self.ended + other.ended
         self.drawn, self.fired, self.counts = (
             self.drawn + other.drawn, self.fired + other.fired, self.counts + other.counts
@@ -168,7 +164,6 @@ class Found:
                 self.failures[key] = failure
 
     def kinds(self) -> Counter[str]:
-        """Return how often each kind of fault has struck."""
         kinds: Counter[str] = Counter()
         for (kind, _), times in self.fired.items():
             kinds[kind] += times
@@ -180,7 +175,7 @@ class Found:
 
 def attempt(target: Target, case: Case) -> tuple[Failure | None, Watch, bool]:
     """Carry out one case; return what broke, what was watched, and whether faults have ended the run."""
-    watch, error, check = Watch(case), None, None
+    watch, error = Watch(case), None
     try:
         task, check = target.load(case.parameters)
         with watch.in_place(), _overdue(LIMIT_S):
@@ -190,8 +185,6 @@ def attempt(target: Target, case: Case) -> tuple[Failure | None, Watch, bool]:
             )  # fmt: skip
         if watch.broken_at_end() is None and check is not None:
             _user_check(check, watch, counted)
-    except KeyboardInterrupt:
-        raise
     except (Exception, Overdue) as raised:  # noqa: BLE001 - whatever it is, it is judged
         error = raised
     if error is None:
@@ -235,12 +228,9 @@ def _failure(error: BaseException, case: Case, table: str) -> Failure:
     if not isinstance(error, (SpawnsimError, Overdue)):
         message = f"{what}: {message}"
     if not isinstance(cause, (SpawnsimError, Overdue)):
-        trace = [
-            each
-            for each in traceback.extract_tb(cause.__traceback__)
-            if not diagnosis.is_installed(each.filename)
-        ]
-        message += "".join(f"\n  {frame.filename}:{frame.lineno}: {frame.line}" for frame in trace[-2:])
+        trace = traceback.extract_tb(cause.__traceback__)
+        own = [frame for frame in trace if not diagnosis.is_installed(frame.filename)]
+        message += "".join(f"\n  {frame.filename}:{frame.lineno}: {frame.line}" for frame in own[-2:])
     found = re.search(r"[\w.-]+\.py:\d+", message)
     place, waits = found[0] if found else "", getattr(cause, "causes", ())
     # Waits are named by a table of lines, of which each case has others.
@@ -273,13 +263,12 @@ def _overdue(limit_s: float) -> Iterator[None]:
     def ring(*_: object) -> None:
         took_s, spent_s = time.monotonic() - began_s, time.process_time() - processor_s
         if spent_s >= limit_s:
-            raise Overdue(
-                f"still running after {spent_s:.0f} s of processor time: an endless loop without a call?"
-            )
-        if took_s >= STARVED * limit_s:
-            raise Overdue(
-                f"still running after {took_s:.0f} s: does it wait for something outside of the simulation?"
-            )
+            why = f"{spent_s:.0f} s of processor time: an endless loop without a call?"
+        elif took_s >= STARVED * limit_s:
+            why = f"{took_s:.0f} s: does it wait for something outside of the simulation?"
+        else:
+            return
+        raise Overdue(f"still running after {why}")
 
     before = signal.signal(signal.SIGALRM, ring)
     signal.setitimer(signal.ITIMER_REAL, limit_s, 1.0)
@@ -290,46 +279,28 @@ def _overdue(limit_s: float) -> Iterator[None]:
         signal.signal(signal.SIGALRM, before)
 
 
-class Rehearsals:
-    """How long the calm case of a target takes, for each number of ranks; each is carried out once in a process."""
-
-    def __init__(self, target: Target, space: Space) -> None:
-        self._target, self._space = target, space
-        self._known: dict[int, Calm] = {}
-
-    def __call__(self, ranks: int) -> Calm:
-        """Return what the calm case does."""
-        if ranks not in self._known:
-            _, watch, _ = attempt(self._target, self._space.calm(ranks))
-            clocks = [0.0] if watch.world is None else [task.clock for task in watch.world.kernel.tasks]
-            gap_s = watch.longest_gap_s() if watch.world is not None else 0.0
-            self._known[ranks] = Calm(max(clocks), gap_s, watch.has_policies)
-        return self._known[ranks]
-
-
 # ------------------------------------------------------------------------------------------------------ many cases
 
-_rehearsed: dict[tuple[str, str], Rehearsals] = {}  # a fact about this process
+# What the calm case of a target and a space does, for each number of ranks: carried out once in a process.
+_rehearsed: dict[tuple[str, str], dict[int, Calm]] = {}
 
 
 def portion(target: Target, space: Space, seeds: Sequence[int]) -> Found:
-    """Carry out the cases of some seeds.
+    """Carry out the cases of some seeds."""
+    found, known = Found(), _rehearsed.setdefault((target.name, repr(space)), {})
 
-    Args:
-        target: the program.
-        space: what its cases are drawn from.
-        seeds: of which cases.
+    def calm(ranks: int) -> Calm:
+        if ranks not in known:
+            _, watch, _ = attempt(target, space.calm(ranks))
+            clocks = [0.0] if watch.world is None else [task.clock for task in watch.world.kernel.tasks]
+            gap_s = watch.longest_gap_s() if watch.world is not None else 0.0
+            known[ranks] = Calm(max(clocks), gap_s, watch.has_policies)
+        return known[ranks]
 
-    Returns:
-        What was found.
-    """
-    found = Found()
-    key = target.name, repr(space)
-    lasts_s = _rehearsed.setdefault(key, Rehearsals(target, space))
     linecache.checkcache()
     with one_thread(), _silent() if len(seeds) > 1 else nullcontext():
         for seed in seeds:
-            case = space.case(seed, lasts_s)
+            case = space.case(seed, calm)
             failure, watch, ended = attempt(target, case)
             found.runs, found.ended = found.runs + 1, found.ended + ended
             found.drawn.update({fault.kind for fault in case.plan.faults})
@@ -351,7 +322,14 @@ def reduce(target: Target, failure: Failure, ranks: Sequence[int]) -> Failure:
         return shrunk(failure, fails, ranks, SHRINKING)
 
 
-Told = Callable[[Found], None]
+class _Here(Executor):
+    """An executor that carries out each task at once, in this process: its functions need not be importable."""
+
+    def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
+        """Carry out a task; what it raises is raised here."""
+        future: Future[Any] = Future()
+        future.set_result(fn(*args, **kwargs))
+        return future
 
 
 def campaign(
@@ -361,7 +339,7 @@ def campaign(
     *,
     jobs: int = 0,
     shrink: bool = True,
-    told: Told = lambda found: None,
+    told: Callable[[Found], None] = lambda found: None,
     seconds: float = float("inf"),
     most: int = DIFFERENT,
 ) -> Found:
@@ -387,30 +365,20 @@ def campaign(
     found, began_s = Found(), time.monotonic()
     portions = [list(seeds[at : at + PORTION]) for at in range(0, len(seeds), PORTION)]
 
-    def over() -> bool:
-        return time.monotonic() - began_s > seconds or len(found.failures) >= most
-
-    if jobs <= 0:
-        for part in portions:
-            if not over():
-                found.add(portion(target, space, part))
-                told(found)
-        small = [reduce(target, each, space.ranks) for each in found.failures.values()] if shrink else []
-    else:
-        with pool(jobs, fresh=False) as executor:
-            waiting: set[Future[Found]] = set()
-            while portions or waiting:
-                while portions and len(waiting) < 2 * jobs and not over():
-                    waiting.add(executor.submit(portion, target, space, portions.pop(0)))
-                if not waiting:
-                    break
-                done, waiting = wait(waiting, return_when=FIRST_COMPLETED)
-                for each in done:
-                    found.add(each.result())
-                told(found)
-            failures = found.failures.values() if shrink else ()
-            tasks = [executor.submit(reduce, target, each, space.ranks) for each in failures]
-            small = [task.result() for task in tasks]
-    found.small = dict(zip(found.failures, small, strict=False))
+    with pool(jobs, fresh=False) if jobs > 0 else _Here() as executor:
+        waiting: set[Future[Found]] = set()
+        while portions or waiting:
+            over = time.monotonic() - began_s > seconds or len(found.failures) >= most
+            while portions and len(waiting) < max(2 * jobs, 1) and not over:
+                waiting.add(executor.submit(portion, target, space, portions.pop(0)))
+            if not waiting:
+                break
+            done, waiting = wait(waiting, return_when=FIRST_COMPLETED)
+            for each in done:
+                found.add(each.result())
+            told(found)
+        failures = found.failures.items() if shrink else ()
+        tasks = {key: executor.submit(reduce, target, each, space.ranks) for key, each in failures}
+        found.small = {key: task.result() for key, task in tasks.items()}
     found.seconds = time.monotonic() - began_s
     return found

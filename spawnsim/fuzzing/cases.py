@@ -75,7 +75,6 @@ class Case:
 
     @property
     def plan(self) -> FaultPlan:
-        """The fault plan."""
         return FaultPlan.parse(self.faults, seed=self.seed)
 
     def scenario(self, faults: Any = None) -> Scenario:
@@ -91,20 +90,18 @@ class Case:
         told = ["--runs", "1", "--seed", str(self.seed), "--ranks", str(self.ranks)]
         told += ["--faults", self.faults or "none", "--ties", self.ties]
         told += ["--straggler", self.straggler or "none", *arguments_of(self.parameters)]
-        names = {"platform": "--platform", "compute": "--compute", "deadline_s": "--deadline"}
-        told += [
-            part
-            for name, word in names.items()
-            if name in self.world
-            for part in (word, str(self.world[name]))
-        ]
+        for name, word in (
+            ("platform", "--platform"),
+            ("compute", "--compute"),
+            ("deadline_s", "--deadline"),
+        ):
+            told += [word, str(self.world[name])] if name in self.world else []
         told += ["--alive", "none" if math.isinf(self.alive_s) else repr(self.alive_s)]
         told += ["--survive"] if self.survive else []
         argv = self.world.get("argv", ())
         return [*told, "--no-shrink", *(["--", *argv] if argv else [])]
 
     def command(self, file: str) -> str:
-        """Return one line for a shell that carries out this case of a file."""
         return shlex.join(["spawnsim", "fuzz", file, *self.options()])
 
     def to_json(self) -> str:
@@ -118,10 +115,8 @@ class Case:
         """Return the case that `to_json` has written; `ParameterError` for other texts."""
         try:
             values = json.loads(text)
-            alive_s = values.pop("alive_s", None)
-            return cls(
-                alive_s=math.inf if alive_s is None else float(alive_s), world=dict(world or {}), **values
-            )
+            alive_s = float(math.inf if (given := values.pop("alive_s", None)) is None else given)
+            return cls(alive_s=alive_s, world=dict(world or {}), **values)
         except (ValueError, TypeError, AttributeError, RecursionError) as error:
             raise ParameterError(f"no case: {text!r} ({error}); copy it from a failure") from error
 
@@ -183,9 +178,7 @@ class Space:
     @cached_property
     def kinds(self) -> tuple[str, ...]:
         """The kinds of fault that are drawn."""
-        found = [
-            part.partition(":")[0] for part in self._parts if ":" not in part or part.endswith(f"@{RANDOM}")
-        ]
+        found = [part.partition(":")[0] for part in self._parts if part not in self.fixed]
         unknown = [kind for kind in found if kind not in KINDS]
         if unknown:
             hint = nearest(unknown[0], KINDS) or f"kinds: {', '.join(KINDS)}"
@@ -194,7 +187,6 @@ class Space:
 
     @cached_property
     def fixed(self) -> tuple[str, ...]:
-        """The faults that happen in every case."""
         return tuple(part for part in self._parts if ":" in part and not part.endswith(f"@{RANDOM}"))
 
     def calm(self, ranks: int) -> Case:
@@ -202,27 +194,17 @@ class Space:
         return Case(seed=0, ranks=ranks, parameters=self.parameters, world=self.world, survive=self.survive)
 
     def case(self, seed: int, calm: Callable[[int], Calm]) -> Case:
-        """Return the case of a seed.
-
-        Args:
-            seed: its seed.
-            calm: tells of a number of ranks what the calm case does.
-
-        Returns:
-            The case.
-        """
+        """Return the case of a seed; `calm` returns what the calm case does on a number of ranks."""
         draw = generator(seed, WORLD, "fuzzing.case")
         ranks = int(draw.choice(self.ranks))
         ties = self.ties[int(draw.integers(len(self.ties)))]
         ties = f"random:{seed}" if ties == "random" else ties
         straggler = self.stragglers[int(draw.integers(len(self.stragglers)))]
-        drawn = self.kinds or self.alive_s is None
-        whole = calm(ranks) if drawn else Calm(0.0, 0.0)
         alive_s = self.alive_s
+        whole = calm(ranks) if self.kinds or alive_s is None else Calm(0.0, 0.0)
         quiet = draw.random() < 0.5 if alive_s is None else math.isfinite(alive_s)
-        faults = "; ".join(
-            [*self.fixed, *self._drawn(ranks, whole.lasts_s * (QUIET if quiet else 1.0), seed, draw)]
-        )
+        horizon_s = whole.lasts_s * (QUIET if quiet else 1.0)
+        faults = "; ".join([*self.fixed, *self._drawn(ranks, horizon_s, seed, draw)])
         if alive_s is None:
             alive_s = self._alive_s(whole, faults) if quiet else math.inf
         return Case(
@@ -256,21 +238,15 @@ class Space:
 
 
 def _scaled(fault: str, scale: float) -> str:
-    """Return a fault with its window, drawn in other units of time, in seconds."""
-    plan = FaultPlan.parse(fault.strip()) if not fault.startswith("restart") else None
-    if plan is None:  # alone it would be no plan
+    """Return a fault with its window, drawn in other units of time, in seconds with few digits."""
+    if fault.startswith("restart"):  # alone it would be no plan
         head, _, at = fault.partition("@")
-        return f"{head}@{_short(float(at.rstrip('s')) / scale)}s"
+        return f"{head}@{float(format(float(at.rstrip('s')) / scale, '.4g'))}s"
     parts = []
-    for each in plan.faults:
-        values: dict[str, Any] = {"at_s": _short(each.at_s / scale)}  # type: ignore[attr-defined]
-        for name in ("for_s", "delay_s", "spread_s"):
-            if math.isfinite(getattr(each, name, math.inf)):
-                values[name] = _short(getattr(each, name) / scale)
+    for each in FaultPlan.parse(fault.strip()).faults:
+        times_s = {name: getattr(each, name, math.inf) for name in ("at_s", "for_s", "delay_s", "spread_s")}
+        values = {
+            name: float(f"{time_s / scale:.4g}") for name, time_s in times_s.items() if math.isfinite(time_s)
+        }
         parts.append(replace(each, **values))
     return str(FaultPlan(tuple(parts)))
-
-
-def _short(seconds: float) -> float:
-    """Return a time in few digits."""
-    return float(f"{seconds:.4g}")

@@ -43,7 +43,6 @@ class WatchedPlan(FaultPlan):
     fired: Counter[tuple[str, str]] = field(default_factory=Counter, compare=False)
 
     def message(self, source: int, dest: int, sent_s: float, *sequence: int) -> Verdict:
-        """Return what becomes of a message, as the plan does."""
         verdict = super().message(source, dest, sent_s, *sequence)
         if verdict != DELIVERED:
             for number, fault in self.links:
@@ -60,7 +59,6 @@ class WatchedPlan(FaultPlan):
                 self.fired[kind, call] += self.fired.pop((kind, known))
 
     def stretch(self, rank: int, start_s: float, duration_s: float) -> float:
-        """Return when work ends, as the plan does."""
         end_s = super().stretch(rank, start_s, duration_s)
         if end_s > start_s + duration_s:
             for fault in self.faults:
@@ -70,7 +68,6 @@ class WatchedPlan(FaultPlan):
         return end_s
 
     def awake_s(self, rank: int, time_s: float) -> float:
-        """Return when a rank is awake, as the plan does."""
         awake_s = super().awake_s(rank, time_s)
         if awake_s > time_s:
             self.fired[Pause.kind, _call()] += 1
@@ -126,7 +123,6 @@ class Watch(Recorder):
     # -- what is recorded --------------------------------------------------------------------------------------
 
     def row(self, rank: int, time_s: float, values: Mapping[str, Any]) -> None:
-        """Keep one row."""
         super().row(rank, time_s, values)
         if not self.has_policies:
             self.progress_s[rank].append(time_s)
@@ -141,7 +137,6 @@ class Watch(Recorder):
             self.plan.place(str(fields.get("call", "")))
 
     def _where(self, rank: int) -> str:
-        """Return the call in which a rank dies."""
         tasks = self.world.ranks[rank].tasks if self.world is not None else []
         wait = tasks[0].wait if tasks else None
         return "between calls" if wait is None else wait.describe().partition("(")[0].partition(" ")[0]
@@ -150,18 +145,15 @@ class Watch(Recorder):
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
-        """Follow all policies while the block runs."""
         with Patches(self._wrap).in_place():
             yield
 
     def prepare(self, world: World) -> None:
-        """Take note of the world that is about to run."""
         self.world = world
         for rank in world.ranks:
             rank.skews = [WatchedSkew(fault, self.struck) for fault in rank.skews]
 
     def failed(self, _error: BaseException) -> None:
-        """Take note of where all ranks stand when the run fails."""
         if self.world is not None:
             alive = [task for task in self.world.kernel.tasks if task.alive]
             self.table_of_ranks = diagnosis.standing(alive) if alive else ""
@@ -362,7 +354,6 @@ class Watch(Recorder):
         return longest
 
     def fired(self) -> Counter[tuple[str, str]]:
-        """Return how often each kind of fault has struck, by kind and call."""
         return self.struck + self.plan.fired
 
 
@@ -381,7 +372,6 @@ class Extent(NamedTuple):
 
 
 def _extents(model: Any) -> dict[str, Extent]:
-    """Return the extents of a model's floating-point parameters, by name."""
     return {
         name: Extent(tuple(each.shape), _largest(each.detach()))
         for name, each in model.named_parameters()
@@ -390,7 +380,6 @@ def _extents(model: Any) -> dict[str, Extent]:
 
 
 def _numbers(model: Any) -> dict[str, Any]:
-    """Return copies of a model's floating-point parameters, by name."""
     return {
         name: each.detach().clone() for name, each in model.named_parameters() if each.is_floating_point()
     }

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import fields, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -45,7 +45,7 @@ def shrunk(
         for change in (fewer, _faults, _iterations, _simpler, _times):
             for case in change(best.case):
                 text = case.command("")
-                if text in tried or not _possible(case):
+                if text in tried:
                     continue
                 tried.add(text)
                 budget -= 1
@@ -56,29 +56,27 @@ def shrunk(
     return best
 
 
-def _possible(case: Case) -> bool:
+def _with(case: Case, faults: Iterable[Fault], **changes: Any) -> Iterator[Case]:
+    """Yield the case with other faults and other values, if they are a plan for its ranks."""
     try:
-        case.plan.check(case.ranks)
+        plan = FaultPlan(tuple(faults))
+        plan.check(changes.get("ranks", case.ranks))
     except ParameterError:
-        return False
-    return True
+        return
+    yield replace(case, faults=str(plan), **changes)
 
 
 def _ranks(case: Case, allowed: list[int]) -> Iterator[Case]:
     """Yield the case with fewer ranks, the fewest first; faults of ranks that are gone go to others, or away."""
     for ranks in allowed[: bisect_left(allowed, case.ranks)]:
-        for faults in dict.fromkeys((_moved(case, ranks), _within(case, ranks))):
+        within = [fault for fault in case.plan.faults if all(rank < ranks for rank in fault.ranks)]
+        for faults in (list(_moved(case, ranks)), within):
             for seed in (case.seed, *range(OTHER_SEEDS)):
-                yield replace(case, ranks=ranks, faults=faults, seed=seed)
+                yield from _with(case, faults, ranks=ranks, seed=seed)
 
 
-def _within(case: Case, ranks: int) -> str:
-    return _text(fault for fault in case.plan.faults if all(rank < ranks for rank in fault.ranks))
-
-
-def _moved(case: Case, ranks: int) -> str:
-    """Return the plan with the numbers of ranks that are gone taken modulo those that are left."""
-    moved: list[Fault] = []
+def _moved(case: Case, ranks: int) -> Iterator[Fault]:
+    """Yield the faults with the numbers of ranks that are gone taken modulo those that are left."""
     for fault in case.plan.faults:
         values: dict[str, Any] = {}
         for part in fields(fault):
@@ -88,56 +86,40 @@ def _moved(case: Case, ranks: int) -> str:
             elif part.name == "members":
                 values[part.name] = tuple({member % ranks for member in value})
         try:
-            moved.append(replace(fault, **values))
+            yield replace(fault, **values)
         except ParameterError:
             continue  # a link of a rank with itself
-    return _text(moved) if _plan(moved) else _within(case, ranks)
-
-
-def _plan(faults: list[Fault]) -> bool:
-    try:
-        FaultPlan(tuple(faults))
-    except ParameterError:
-        return False
-    return True
-
-
-def _text(faults: Any) -> str:
-    try:
-        return str(FaultPlan(tuple(faults)))
-    except ParameterError:
-        return ""
 
 
 def _faults(case: Case) -> Iterator[Case]:
     """Yield the case without any fault, with half of them, and without each."""
     faults = case.plan.faults
     half = len(faults) // 2
-    subsets = [(), faults[:half], faults[half:]] if len(faults) > 1 else [()]
-    subsets += [(*faults[:at], *faults[at + 1 :]) for at in range(len(faults))]
-    for subset in subsets:
-        if _plan(list(subset)) and len(subset) < len(faults):
-            yield replace(case, faults=_text(subset))
+    for subset in (
+        (),
+        faults[:half],
+        faults[half:],
+        *((*faults[:at], *faults[at + 1 :]) for at in range(len(faults))),
+    ):
+        if len(subset) < len(faults):
+            yield from _with(case, subset)
 
 
 def _iterations(case: Case) -> Iterator[Case]:
     """Yield the case with fewer iterations, the fewest first."""
     now = case.parameters.get(ITERATIONS)
     if isinstance(now, int):
-        for fewer in dict.fromkeys((1, 2, 3, 4, 5, 7, 10, now // 2, 3 * now // 4, now - 1)):
+        for fewer in (1, 2, 3, 4, 5, 7, 10, now // 2, 3 * now // 4, now - 1):
             if 0 < fewer < now:
                 yield replace(case, parameters={**case.parameters, ITERATIONS: fewer})
 
 
 def _simpler(case: Case) -> Iterator[Case]:
-    """Yield the case with the usual order of events, with ranks that are equally fast, with the first seeds."""
-    if case.straggler is not None:
-        yield replace(case, straggler=None)
+    """Yield the case with ranks that are equally fast, with the usual order of events, with the first seeds."""
+    yield replace(case, straggler=None)
     if case.ties != "fifo":
-        yield replace(case, ties="fifo")
-        yield replace(case, ties="reverse") if case.ties != "reverse" else case
-    for seed in range(min(case.seed, 3)):
-        yield replace(case, seed=seed)
+        yield from (replace(case, ties=ties) for ties in ("fifo", "reverse"))
+    yield from (replace(case, seed=seed) for seed in range(min(case.seed, 3)))
 
 
 def _times(case: Case) -> Iterator[Case]:
@@ -153,6 +135,4 @@ def _times(case: Case) -> Iterator[Case]:
                         changed = replace(fault, **{part.name: smaller})
                     except ParameterError:
                         continue
-                    others = (*case.plan.faults[:at], changed, *case.plan.faults[at + 1 :])
-                    if _plan(list(others)):
-                        yield replace(case, faults=_text(others))
+                    yield from _with(case, (*case.plan.faults[:at], changed, *case.plan.faults[at + 1 :]))

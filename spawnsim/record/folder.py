@@ -142,7 +142,8 @@ def begin_again(
     for name in (METRICS, EVENTS, TRACE, *DRAWN):
         (folder / name).unlink(missing_ok=True)
     # Not removed first: the program that runs may be the one that is kept there.
-    keep(folder, {name: path for name, path in inputs.items() if not _is_kept(folder, name, path)})
+    kept = {name for name, path in inputs.items() if path.resolve() == (folder / INPUTS / name).resolve()}
+    keep(folder, {name: path for name, path in inputs.items() if name not in kept})
 
 
 def _portions(tables: Iterable[Table], events: Sequence[Event]) -> Iterator[Portion]:
@@ -153,10 +154,6 @@ def _portions(tables: Iterable[Table], events: Sequence[Event]) -> Iterator[Port
     for table in tables:
         recorder.precede(table)
         yield recorder.drain()
-
-
-def _is_kept(folder: Path, name: str, path: Path) -> bool:
-    return path.resolve() == (folder / INPUTS / name).resolve()
 
 
 def write_manifest(folder: Path, manifest: Mapping[str, Any]) -> None:
@@ -231,20 +228,16 @@ def failing_in_place(folder: Path) -> Iterator[None]:
     try:
         yield
     except StorageError as error:
-        _fail_in_place(folder, error)
+        path = folder / MANIFEST
+        with suppress(ParameterError, OSError):
+            manifest, nbytes = read_manifest(folder), path.stat().st_size
+            # The disk has no room for another file. Without indentation the text is shorter than the one that it
+            # replaces, so it needs no further block.
+            text = json.dumps(manifest | {"outcome": f"{type(error).__name__}: {error}"}).encode()
+            if manifest["outcome"] == RUNNING and len(text) < nbytes:
+                with path.open("r+b") as file:
+                    file.write(text.ljust(nbytes - 1) + b"\n")
         raise
-
-
-def _fail_in_place(folder: Path, error: StorageError) -> None:
-    """Set the outcome of a run that says "running", on a disk that has no room for another file."""
-    path = folder / MANIFEST
-    with suppress(ParameterError, OSError):
-        manifest, nbytes = read_manifest(folder), path.stat().st_size
-        # Without indentation the text is shorter than the one that it replaces, so it needs no further block.
-        text = json.dumps(manifest | {"outcome": f"{type(error).__name__}: {error}"}).encode()
-        if manifest["outcome"] == RUNNING and len(text) < nbytes:
-            with path.open("r+b") as file:
-                file.write(text.ljust(nbytes - 1) + b"\n")
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:

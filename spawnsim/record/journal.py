@@ -72,12 +72,10 @@ class Journal:
 
     @property
     def rows(self) -> int:
-        """How many rows were recorded so far."""
         return self._recorder.rows
 
     @property
     def time_s(self) -> float:
-        """The time of the latest row."""
         return self._recorder.time_s
 
     def row(self, rank: int, time_s: float, values: Mapping[str, Any]) -> None:

@@ -181,7 +181,6 @@ _TRACE = re.compile(rb"""^\s*trace\s*=\s*["']([^"'\n]+)["']""", re.MULTILINE)
 
 
 def _traces(file: Path) -> Iterator[tuple[str, Path]]:
-    """Yield the tables of bandwidths that a platform file names."""
     for name in _TRACE.findall(file.read_bytes()) if file.suffix == ".toml" else ():
         path = file.parent / os.fsdecode(name)
         if path.is_file():
@@ -197,11 +196,8 @@ def _source(value: Any) -> Path | None:
         return None
     # Installed code is covered by the versions; only the user's own can change under one version.
     installed_ = PACKAGE in path.parents or {"site-packages", "dist-packages"} & set(path.parts)
-    return None if installed_ or not path.is_file() or _is_standard(definition) else path
-
-
-def _is_standard(definition: Any) -> bool:
-    return (definition.__module__ or "").partition(".")[0] in sys.stdlib_module_names - {"__main__"}
+    standard = (definition.__module__ or "").partition(".")[0] in sys.stdlib_module_names - {"__main__"}
+    return None if installed_ or not path.is_file() or standard else path
 
 
 # ------------------------------------------------------------------------------------------------------------ made
@@ -239,18 +235,13 @@ def threads() -> int:
 
 def revision(folder: Path) -> str | None:
     """Return the git revision that the folder is checked out at, or None. Reads files, starts no git."""
-    for parent in (folder, *folder.parents):
-        git = parent / ".git"
-        if git.is_dir():
-            return _resolve(git)
-    return None
-
-
-def _resolve(git: Path) -> str | None:
+    git = next((git for parent in (folder, *folder.parents) if (git := parent / ".git").is_dir()), None)
     try:
-        head = (git / "HEAD").read_text().strip()
-        if not head.startswith("ref: "):
-            return head
-        return (git / head.removeprefix("ref: ")).read_text().strip()
+        head = "" if git is None else (git / "HEAD").read_text().strip()
+        return (
+            (git / head.removeprefix("ref: ")).read_text().strip()
+            if git and head.startswith("ref: ")
+            else head or None
+        )
     except OSError:  # packed, or no commit yet
         return None

@@ -34,7 +34,7 @@ def scalar(value: Any) -> Scalar:
     """Return a value as float, int, bool, str or None; `ParameterError` for anything that is not one value."""
     if value is None or isinstance(value, (bool, float, int, str)):
         return _builtin(value)
-    if hasattr(value, "item") and _elements(value) == 1:
+    if hasattr(value, "item") and math.prod(getattr(value, "shape", ())) == 1:
         return scalar(value.item())
     raise ParameterError(f"a {type(value).__name__} is not one number, bool or short text")
 
@@ -46,11 +46,6 @@ def _builtin(value: Scalar) -> Scalar:
         if isinstance(value, kind):
             return value if type(value) is kind else kind(value)
     return None
-
-
-def _elements(value: Any) -> int:
-    shape = getattr(value, "shape", ())
-    return math.prod(shape)
 
 
 def document(value: Any) -> Any:
@@ -145,7 +140,6 @@ class Thinned:
         self._after_s = after_s or {}
 
     def row(self, rank: int, time_s: float, values: Mapping[str, Any]) -> None:
-        """Keep a row, or not."""
         if (self._ranks is not None and rank not in self._ranks) or time_s < self._after_s.get(rank, 0.0):
             return
         number = values.get("iteration")
@@ -155,7 +149,6 @@ class Thinned:
             self._sink.row(rank, time_s, values)
 
     def flush(self) -> None:
-        """Let what was recorded reach the disk, if it is to."""
         if isinstance(self._sink, Flushed):
             self._sink.flush()
 
@@ -172,12 +165,11 @@ def ranks_named(text: str | Collection[int] | None, ranks: int | None = None) ->
         ParameterError: it names none, or one that is not among the run's `ranks`, if these are known.
     """
     found = _named_ranks(text) if isinstance(text, str) else None if text is None else frozenset(text)
-    beyond = min((rank for rank in found or () if ranks is not None and not 0 <= rank < ranks), default=None)
-    if beyond is not None:
-        assert ranks is not None
-        raise ParameterError(
-            f"record_ranks={text!r}: the run has ranks 0 to {ranks - 1}, and no rank {beyond}"
-        )
+    if ranks is not None and found is not None:
+        for beyond in sorted(rank for rank in found if not 0 <= rank < ranks):
+            raise ParameterError(
+                f"record_ranks={text!r}: the run has ranks 0 to {ranks - 1}, and no rank {beyond}"
+            )
     return found
 
 
@@ -365,7 +357,6 @@ class Recorder:
             self._put_away()
 
     def _put_away(self) -> None:
-        """Move the rows to disk."""
         assert self._scratch is not None
         self._sorted = self._sorted or SortedRows(self._scratch)
         for block in self._blocks.values():
@@ -386,7 +377,6 @@ class Recorder:
         return sorted(self._events, key=lambda event: (event["time_s"], event["rank"]))
 
     def table(self) -> Table:
-        """Return all rows, by rank, then as recorded."""
         if self._sorted is not None:
             assert self._scratch is not None
             self._put_away()

@@ -55,7 +55,6 @@ class Scratch:
             self._file = TemporaryFile(buffering=0)  # noqa: SIM115
 
     def append(self, values: Column) -> int:
-        """Write an array, and return where it lies."""
         begin, left = self.nbytes, memoryview(values.tobytes())
         self.nbytes += len(left)
         with storing(self.folder):
@@ -64,7 +63,6 @@ class Scratch:
         return begin
 
     def read(self, begin: int, count: int, dtype: np.dtype[Any]) -> Column:
-        """Return an array that lies there."""
         parts, nbytes = list[bytes](), count * dtype.itemsize
         while nbytes:
             # At a place, not at the file's own: several may read in turn.
@@ -94,7 +92,6 @@ class _Part:
         return int(self.rows["\0rank"][-1]), int(self.rows["\0order"][-1])
 
     def taken(self, until: tuple[int, int] | None) -> Column:
-        """Return the rows up to a rank and number, or all, and keep the others."""
         cut = len(self.rows)
         if until is not None:
             first, last = np.searchsorted(self.rows["\0rank"], (until[0], until[0] + 1))
@@ -155,6 +152,5 @@ class FiledColumns(StoredColumns):
         super().__init__(sum(rows for rows, _ in self._places), dtypes)
 
     def pieces(self, name: str) -> Iterator[Column]:
-        """Yield a column from its beginning to its end."""
         for rows, places in self._places:
             yield self._scratch.read(places[name], rows, self.dtypes[name])

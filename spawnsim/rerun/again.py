@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -45,14 +45,7 @@ class Again:
 
     @classmethod
     def of(cls, folder: Path, file: Path | None = None) -> Again:
-        """Return what a folder says of its run.
-
-        Args:
-            folder: the run folder.
-            file: the program, in place of the copy that the folder keeps.
-
-        Returns:
-            What is needed to run it again.
+        """Return what a folder says of its run; `file` replaces the copy of the program that the folder keeps.
 
         Raises:
             ParameterError: the folder holds no run on virtual ranks, or no program.
@@ -97,14 +90,8 @@ class Again:
     ) -> Run:
         """Run it again; a run that ends in an error is returned like others, with its outcome.
 
-        Args:
-            recorder: gets rows and events.
-            prepare: is given the world before its ranks begin.
-            faults: a plan in place of the recorded one.
-            thinned: keep those rows alone that the recorded run has kept (`record_every`, `record_ranks`).
-
-        Returns:
-            The run, in memory.
+        `prepare` gets the world before its ranks begin, `faults` replaces the recorded plan, and `thinned` keeps only
+        the rows that the recorded run has kept (`record_every`, `record_ranks`).
         """
         what = self.recorded.what
         which = int(what.get("record_every", 1)), ranks_named(what.get("record_ranks"))
@@ -112,9 +99,7 @@ class Again:
         given = what.get("parameters", {})
         options = {name: value for name, value in given.items() if name != "argv"} if self.is_whole else {}
         argv = given.get("argv", ()) if self.is_whole else ()
-        scenario = self.scenario
-        if faults is not None:
-            scenario = Scenario(**(vars(scenario) | {"faults": faults}))
+        scenario = self.scenario if faults is None else replace(self.scenario, faults=faults)
         outcome, counted = FINISHED, None
         try:
             task = self.file if self.is_whole else program(self.file, self.parameters)
@@ -125,9 +110,8 @@ class Again:
         facts = {"ranks": scenario.ranks, "plan": scenario.faults} | (
             asdict(counted) if counted is not None else {}
         )
-        totals = totals_of(table, events, facts)
         leaks = {"leaks": list(facts.get("leaks", ()))}
-        return Run(dict(what) | leaks, table, events, totals, outcome)
+        return Run(dict(what) | leaks, table, events, totals_of(table, events, facts), outcome)
 
 
 def _scenario(folder: Path, what: Mapping[str, Any]) -> Scenario:

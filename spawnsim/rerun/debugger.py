@@ -200,7 +200,6 @@ def _plain(value: Any) -> Any:
 
 
 def _own(task: Task) -> list[FrameType]:
-    """Return the frames of a task that are the program's, the innermost first."""
     stack = traceback.walk_stack(task.carrier.gr_frame or sys._getframe())
     return [frame for frame, _ in stack if diagnosis.is_program(frame.f_code.co_filename)]
 
@@ -236,7 +235,6 @@ class Prompt(pdb.Pdb):
         return [task for task in self._world.kernel.tasks if task.alive]
 
     def _frame(self) -> FrameType | None:
-        """Return the program's innermost frame on the current rank."""
         tasks = [task for task in self._tasks() if task.rank == self._rank and not task.beside]
         return next(iter(_own(tasks[0])), None) if tasks else None
 

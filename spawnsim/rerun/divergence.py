@@ -15,6 +15,7 @@ import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,15 @@ from spawnsim.virtual.engine.world import World
 HASH_SEEDS = ("0", "1")  # of the two processes; the command line fixes the first
 KEPT = 2_000_000  # events in all of which lines are kept
 _bits: Any = np.random.bit_generator  # whose stub lacks the source of seeds
+
+HASHING = (
+    "likely: the order of a set, or hash() of a text, which differ with PYTHONHASHSEED: sort what is iterated over "
+    "(`spawnsim run` fixes it, other programs do not)"
+)
+KINDS = {
+    1: "send", 2: "collective", 3: "receive", 4: "compute", 5: "sleep", 6: "access", 8: "crash", 9: "restart",
+    10: "fault",
+}  # fmt: skip
 
 Logged = tuple[float, str, str]
 """When, what, and on which line."""
@@ -84,7 +94,7 @@ def verify(folder: Path, file: Path | None = None) -> Verdict:
     third = _elsewhere(again, HASH_SEEDS[0])
     hashing = first["digest"] == third["digest"]
     found = _first_difference(first, second if hashing else third)
-    hint = _hashing_hint() if hashing else _hint([*first["leaks"], *third["leaks"]])
+    hint = HASHING if hashing else _hint([*first["leaks"], *third["leaks"]])
     if found is None:
         return Verdict(False, f"digests differ, though no event of any rank does; {hint}", hint=hint)
     rank, mine, theirs = found
@@ -93,13 +103,6 @@ def verify(folder: Path, file: Path | None = None) -> Verdict:
         f"another time: {theirs[1]} at {theirs[0]:.6g} s ({theirs[2]})\n{hint}"
     )
     return Verdict(False, text, rank, mine[0], mine[1].partition(" ")[0], mine[2], hint)
-
-
-def _hashing_hint() -> str:
-    return (
-        "likely: the order of a set, or hash() of a text, which differ with PYTHONHASHSEED: sort what is iterated "
-        "over (`spawnsim run` fixes it, other programs do not)"
-    )
 
 
 def _hint(leaks: list[str]) -> str:
@@ -116,9 +119,7 @@ def _other_world(again: Again, now: Mapping[str, Any]) -> Verdict:
     """Return the verdict on a run that repeats here, but not as it was recorded."""
     before, today = again.recorded.what.get("versions", {}), versions()
     changed = [
-        f"{name} {before.get(name)} → {today[name]}"
-        for name in today
-        if before.get(name) not in (None, today[name])
+        f"{name} {old} → {new}" for name, new in today.items() if (old := before.get(name)) not in (None, new)
     ]
     reason = f"versions differ: {', '.join(changed)}" if changed else (
         "the program may read files that have changed since, or the threads, the processor or libraries differ"
@@ -129,22 +130,18 @@ def _other_world(again: Again, now: Mapping[str, Any]) -> Verdict:
         reason = (
             f"it was resumed at iteration {at}, perhaps with another program, ranks or parameters; {reason}"
         )
-    table = again.recorded.table
-    first = _first_row(table, now["rows"])
+    differing = list(_differing(again.recorded.table, now["rows"]))
     told = f"the run repeats here, but not as it was recorded ({reason})"
-    if first is None:
+    if not differing:
         return Verdict(False, told, hint=reason)
-    rank, time_s, column = first
-    return Verdict(
-        False, f"{told}. First recorded value that differs: {column} of rank {rank} at {time_s:.6g} s", rank, time_s,
-        "record", "", reason,
-    )  # fmt: skip
+    time_s, rank, column = min(differing)
+    told += f". First recorded value that differs: {column} of rank {rank} at {time_s:.6g} s"
+    return Verdict(False, told, rank, time_s, "record", "", reason)
 
 
-def _first_row(table: Any, rows: list[list[Any]]) -> tuple[int, float, str] | None:
-    """Return rank, time and column of the first value recorded that differs from a row of now."""
+def _differing(table: Any, rows: list[list[Any]]) -> Iterator[tuple[float, int, str]]:
+    """Yield time, rank and column of recorded values that differ from a row of now."""
     names = [name for name in table if name not in ("rank", "time_s")]
-    found: list[tuple[float, int, str]] = []
     for at, (rank, time_s, values) in enumerate(rows):
         if at >= table.rows or int(table["rank"][at]) != rank:
             break
@@ -153,12 +150,7 @@ def _first_row(table: Any, rows: list[list[Any]]) -> tuple[int, float, str] | No
             is_now = values.get(name, was)
             # A column holds NaN where a row has no number: what is missing, None or NaN now is the same.
             if was != is_now and not (was != was and (is_now is None or is_now != is_now)):
-                found.append((time_s, rank, name))
-                break
-    if not found:
-        return None
-    time_s, rank, name = min(found)
-    return rank, time_s, name
+                yield time_s, rank, name
 
 
 def _first_difference(
@@ -166,22 +158,14 @@ def _first_difference(
 ) -> tuple[int, Logged, Logged] | None:
     """Return rank and events of the earliest difference between two logs."""
     found = []
-    for rank, (mine, theirs) in enumerate(zip(first["log"], second["log"], strict=True)):
-        for a, b in zip(mine, theirs, strict=False):
-            if a[:2] != b[:2]:
-                found.append((min(a[0], b[0]), rank, tuple(a), tuple(b)))
+    for rank, logs in enumerate(zip(first["log"], second["log"], strict=True)):
+        for a, b in zip_longest(*logs):
+            if a is None or b is None or a[:2] != b[:2]:
+                time_s = min(each[0] for each in (a, b) if each is not None)
+                nothing = (time_s, "nothing", "")
+                found.append((time_s, rank, tuple(a or nothing), tuple(b or nothing)))
                 break
-        else:
-            if len(mine) != len(theirs):
-                at = min(len(mine), len(theirs))
-                over = (mine if len(mine) > at else theirs)[at]
-                nothing = (over[0], "nothing", "")
-                a, b = (tuple(over), nothing) if len(mine) > at else (nothing, tuple(over))
-                found.append((over[0], rank, a, b))
-    if not found:
-        return None
-    _, rank, a, b = min(found)
-    return rank, a, b
+    return min(found)[1:] if found else None
 
 
 def _elsewhere(again: Again, hash_seed: str) -> dict[str, Any]:
@@ -223,7 +207,6 @@ class LoggedDigest(RankDigest):
         self.add(time_s, f"{KINDS.get(kind, 'event')} peer={peer} bytes={nbytes} tag={tag}")
 
     def cover(self, payload: Any) -> None:
-        """Add the contents of a payload."""
         super().cover(payload)
         task = current_task()
         self.add(task.clock if task is not None else 0.0, f"contents {checksum(payload):08x}")
@@ -235,19 +218,6 @@ class LoggedDigest(RankDigest):
             frame = sys._getframe(2)
             call = diagnosis.calling(frame)
             self.log.append((time_s, f"{call} {what}".strip(), diagnosis.place(frame) or "?"))
-
-
-KINDS = {
-    1: "send",
-    2: "collective",
-    3: "receive",
-    4: "compute",
-    5: "sleep",
-    6: "access",
-    8: "crash",
-    9: "restart",
-    10: "fault",
-}
 
 
 class LoggedRecorder(Recorder):
@@ -264,7 +234,6 @@ class LoggedRecorder(Recorder):
             rank.digest = LoggedDigest(rank.id, max(1, KEPT // len(world.ranks)))
 
     def row(self, rank: int, time_s: float, values: Mapping[str, Any]) -> None:
-        """Keep one row."""
         super().row(rank, time_s, values)
         if self.world is not None:
             digest: Any = self.world.ranks[rank].digest
@@ -306,13 +275,7 @@ def unseeded(found: list[str]) -> Iterator[None]:
 
 
 def main(folder: str, file: str, out: str) -> None:
-    """Run a folder's run once, and write down its digest, its leaks, its rows and its ranks' events.
-
-    Args:
-        folder: the run folder.
-        file: the program.
-        out: the file to write.
-    """
+    """Run a folder's run once, and write its digest, its leaks, its rows and its ranks' events to the file `out`."""
     from spawnsim.run.program import program
 
     again, recorder, leaks = Again.of(Path(folder), Path(file)), LoggedRecorder(), list[str]()

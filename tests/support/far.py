@@ -25,7 +25,6 @@ class Far(torch.Tensor):
 
     @staticmethod
     def __new__(cls, near: torch.Tensor) -> Far:
-        """Return the tensor over memory that stays out of sight."""
         kind = {"strides": near.stride(), "storage_offset": near.storage_offset(), "dtype": near.dtype}
         self: Far = torch.Tensor._make_wrapper_subclass(cls, near.shape, device=AWAY, **kind)
         self.near = near
@@ -33,7 +32,6 @@ class Far(torch.Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Do what torch asks for on the memory behind."""
         return _done(func, args, dict(kwargs or {}))
 
 
@@ -41,7 +39,6 @@ class card(TorchDispatchMode):  # noqa: N801  # used as a context
     """A machine with the far device."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Take part in what is asked for on the far device."""
         given = dict(kwargs or {})
         asked = given.get("device") == AWAY or any(isinstance(part, Far) for part in _flat((args, given)))
         return _done(func, args, given) if asked else func(*args, **given)

@@ -37,11 +37,9 @@ class Maker:
         return getattr(self, kind)(base, n)
 
     def contiguous(self, base, n):
-        """Return a few in a row."""
         return base.Create_contiguous(n % 5)
 
     def vector(self, base, n):
-        """Return strided blocks."""
         return base.Create_vector(n % 5, *self.numbers(1, 0, 3), *self.numbers(1, -4, 5))
 
     def hvector(self, base, n):
@@ -49,11 +47,9 @@ class Maker:
         return base.Create_hvector(n % 5, *self.numbers(1, 0, 3), *self.numbers(1, -40, 80))
 
     def indexed(self, base, n):
-        """Return blocks here and there."""
         return base.Create_indexed(self.numbers(n, 0, 3), self.numbers(n, -5, 9))
 
     def block(self, base, n):
-        """Return equal blocks here and there."""
         return base.Create_indexed_block(*self.numbers(1, 0, 3), self.numbers(n, -5, 9))
 
     def hblock(self, base, n):
@@ -75,7 +71,6 @@ class Maker:
         )
 
     def resized(self, base, n):
-        """Return other bounds."""
         return base.Create_resized(*self.numbers(1, -20, 20), *self.numbers(1, 1, 100))
 
 

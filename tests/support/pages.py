@@ -55,7 +55,6 @@ class Block:
 
     @property
     def small(self) -> str:
-        """The text as a test runs it."""
         text = self.text
         for change in filter(None, (self._after("in small: ") or "").split("; ")):
             old, arrow, new = (part.strip() for part in change.partition("→"))
@@ -66,7 +65,6 @@ class Block:
 
     @property
     def exit_status(self) -> int:
-        """The status with which its last command ends."""
         return int(self._after("exit ") or 0)
 
     def _after(self, word: str) -> str | None:
@@ -74,7 +72,6 @@ class Block:
         return notes[0] if notes else None
 
     def commands(self, text: str | None = None) -> list[list[str]]:
-        """Return the command lines of a block, as lists of words."""
         joined = (self.text if text is None else text).replace("\\\n", " ")
         return [words for line in joined.splitlines() if (words := shlex.split(line, comments=True))]
 

@@ -29,7 +29,6 @@ class Given:
 
     @property
     def members(self) -> tuple[int, ...]:
-        """The members' ranks in the world."""
         return tuple(self.comm.Get_group().members)
 
     def of(self, member: int, blocks: int = 1) -> Numbers:
@@ -39,15 +38,12 @@ class Given:
 
     @property
     def mine(self) -> Numbers:
-        """What this rank gives."""
         return self.of(self.comm.Get_rank())
 
     def empty(self, blocks: int = 1) -> Numbers:
-        """Return memory for so many blocks."""
         return np.zeros(self.count * blocks, self.dtype)
 
     def all(self, blocks: int = 1) -> list[Numbers]:
-        """Return what all members give."""
         return [self.of(member, blocks) for member in range(len(self.members))]
 
 

@@ -67,12 +67,10 @@ class Program:
         self.begin()
 
     def begin(self) -> None:
-        """Forget what was noted of an earlier run."""
         self.stages: list[tuple[int, str, float, float]] = []  # rank, name, from when, until when
         self.finished: set[int] = set()
 
     def loop(self, comm: Any, step: Callable[[Any, int], None]) -> None:
-        """Carry out all steps on one rank."""
         group, number, again = comm, 0, Counter[int]()
         while number < self.steps and comm.clock.now() < self.until_s:
             try:
@@ -112,7 +110,6 @@ class Calls(Program):
         ]
 
     def __call__(self, comm: Any) -> None:
-        """Make all calls on one rank."""
 
         def step(group: Any, number: int) -> None:
             name, count, dtype, root = self.calls[number]
@@ -148,18 +145,15 @@ class Training(Program):
         super().__init__(**how)
 
     def begin(self) -> None:
-        """Forget what was noted of an earlier run."""
         super().begin()
         self.models: dict[int, Mixed] = {}
         self.acted_s: dict[int, float] = {}  # when a rank last averaged, or had a part in a replacement
         self.means: defaultdict[tuple[int, int], dict[int, list[float]]] = defaultdict(dict)
 
     def value(self, rank: int) -> float:
-        """Return the number of which a rank's model is full at the beginning."""
         return 1.7 if self.equal else rank + 1.0
 
     def __call__(self, comm: Any) -> None:
-        """Train on one rank."""
         rank = comm.Get_rank()
         model = self.models[rank] = Mixed(self.value(rank), self.width)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -212,7 +206,6 @@ class Training(Program):
             self.acted_s[rank] = group.clock.now()
 
     def check(self, run: spawnsim.Run) -> None:
-        """Hold the models to what policies promise."""
         for rank in self.finished:
             self._check_model(rank, self.models[rank].ends())
         for told in self.means.values():

@@ -44,7 +44,6 @@ class Draw:
         self.hurried, self.damaged, self.mortal = hurried, damaged, mortal
 
     def one(self, *choices: Any) -> Any:
-        """Draw one of several."""
         return choices[int(self.rng.integers(len(choices)))]
 
     def patience(self, seconds: float) -> float | None:
@@ -171,5 +170,4 @@ class Mixed(torch.nn.Module):
         self.register_buffer("seen", torch.full((3,), round(value)))
 
     def ends(self) -> dict[str, tuple[float, float]]:
-        """Return the least and the greatest number of each tensor."""
         return {name: (float(t.min()), float(t.max())) for name, t in self.state_dict().items() if t.numel()}

@@ -263,7 +263,6 @@ class Part:
         self.memory = np.zeros(self.ends[-1], np.int64)
 
     def place(self, first, count=1):
-        """Return the displacement and the length of some numbers."""
         return self.ends[first], self.ends[first + count] - self.ends[first]
 
     def values(self):

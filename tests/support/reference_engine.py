@@ -239,7 +239,6 @@ class Engine:
                 target.serve_in_time(waiting.popleft())
 
         def there(arrival, drain):
-            """The last byte is there, if the card has let nothing else in meanwhile."""
             end = target.book(arrival, drain)
             self.at(end, key, arrive) if end > arrival else arrive()
 

@@ -29,7 +29,6 @@ class Notes:
         self.events.append((rank, time_s, kind, fields))
 
     def column(self, name):
-        """Return the values of one name, by rank."""
         return {
             rank: values[name]
             for rank, _, values in sorted(self.rows, key=lambda row: row[0])
