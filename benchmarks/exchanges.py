@@ -1,6 +1,6 @@
 """A training of matrix products under any policy, to be run for real and predicted.
 
-    mpiexec -n 2 spawnsim validate benchmarks/exchanges.py --vary policy=average,selective --vary size=1e4,1e6
+    mpiexec -n 2 spawnsim validate benchmarks/exchanges.py --set policy=average,selective --set size=1e4,1e6
 
 A step takes some milliseconds of one core. What is exchanged is a model of `size` parameters in four tensors.
 """

@@ -121,7 +121,8 @@ def main() -> None:
             "-n",
             str(given.ranks),
             "--quiet",
-            "--no-prefix",
+            "--set",
+            "prefix=false",
         ]
         if given.way == "threaded":
             line = [sys.executable, str(file), str(given.steps), str(given.ranks)]

@@ -7,7 +7,7 @@ In a checkout the full version replaces docs/claims.md; the table lies in the st
 
 from dataclasses import replace
 
-from spawnsim.cli.study import load
+from spawnsim.cli.sweep import load
 from spawnsim.study import Context
 from spawnsim.study.claims import claiming, read, table
 

@@ -52,7 +52,6 @@ def _names_of_mpi4py() -> frozenset[str]:
 # Under 60 lines for a reason of their own, beside __init__ and __main__.
 SHORT_FILES = {
     "spawnsim/policies/easgd.py": "one policy, one file",
-    "spawnsim/cli/doctor.py": "one subcommand, one file",
     "spawnsim/run/workers/__program__.py": "imported by that name",
     "spawnsim/run/preloading.py": "does what it is for when it is imported",
 }

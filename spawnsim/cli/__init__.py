@@ -1,9 +1,8 @@
-"""The command line: one subcommand, one function of its arguments that returns the exit code.
+"""The command line: one dataclass per command (`declaring`), whose call returns the exit code.
 
-The table says which module serves a subcommand; it is imported when its subcommand is called, so `spawnsim --help` is
-quick and needs nothing installed. An error ends a command with one clear message on standard error and the exit code
-of its family. A traceback is shown for the program's own exception alone, and only the part of it that is the
-program's.
+A command's module is imported when the command is called, so `spawnsim --help` is quick and needs nothing installed.
+An error ends a command with one clear message on standard error and the exit code of its family. A traceback is shown
+for the program's own exception alone, and only the part of it that is the program's.
 """
 
 from __future__ import annotations
@@ -18,6 +17,7 @@ from importlib import import_module
 from io import TextIOWrapper
 
 from spawnsim import __version__
+from spawnsim.cli.declaring import Command, Parser
 from spawnsim.errors import (
     Deadlock,
     InternalError,
@@ -25,16 +25,14 @@ from spawnsim.errors import (
     ProgramError,
     RankError,
     SpawnsimError,
-    UnsupportedError,
     UsageError,
     WorldError,
     exit_status_of,
     program_traceback,
 )
-from spawnsim.options import Parser
 from spawnsim.run import process_setup
 from spawnsim.run.process_setup import use_one_thread
-from spawnsim.run.progress_bar import beside_the_bar
+from spawnsim.run.watched import beside_the_bar
 from spawnsim.units import text_table
 
 UNREAD = 128 + 13  # as of a process that SIGPIPE ends
@@ -114,78 +112,28 @@ def report_internal_error(error: Exception) -> int:
 
 
 COMMANDS = {
-    "run": ("spawnsim.cli.run:main", "run a file on virtual ranks, or on real ones"),
-    "resume": ("spawnsim.cli.run:resume", "go on with a run from its newest checkpoint"),
-    "watch": ("spawnsim.cli.watch:main", "show a run while it goes on: a live page, TensorBoard, …"),
-    "columnar": ("spawnsim.cli.columnar:main", "time a policy on up to millions of ranks, as rows of arrays"),
-    "sweep": (
-        "spawnsim.cli.sweep:main",
-        "run a file under all combinations of values, seeds and circumstances",
-    ),
-    "study": ("spawnsim.cli.study:main", "run a study: a grid of runs, and its figures"),
-    "fuzz": (
-        "spawnsim.cli.fuzz:main",
-        "run a file under many seeds, faults and orders of events, and say what breaks",
-    ),
-    "verify": (
-        "spawnsim.cli.replay:verify",
-        "run a folder's run again, and name the first event that differs",
-    ),
-    "replay": (
-        "spawnsim.cli.replay:replay",
-        "run a folder's run again up to a time or condition, and look around",
-    ),
-    "plot": ("spawnsim.cli.results:plot", "draw figures of runs"),
-    "report": ("spawnsim.cli.results:report", "write one HTML page about runs"),
-    "trace": ("spawnsim.cli.results:trace", "write a run's timeline for Perfetto or chrome://tracing"),
-    "calibrate": ("spawnsim.cli.fidelity:calibrate", "measure this cluster, and write a platform file"),
-    "validate": ("spawnsim.cli.fidelity:validate", "predict a real run, and compare"),
-    "advise": ("spawnsim.cli.advise:main", "rank policies and cadences on a cluster, in timing alone"),
-    "import": (
-        "spawnsim.cli.inputs:main",
-        "read files from clusters: nccl-tests, WAN tables, profiler traces",
-    ),
-    "list": ("spawnsim.cli.listing:main", "list platforms, policies, workloads, studies"),
-    "new": ("spawnsim.cli.new:main", "write a file to begin with: a study, policy, workload or program"),
-    "completion": ("spawnsim.cli.completion:main", "print what bash, zsh or fish need to complete commands"),
-    "doctor": ("spawnsim.cli.doctor:main", "say what this machine can run, and what to change"),
+    "run": ("run:RunCommand", "run a file on virtual ranks, or on real ones"),
+    "resume": ("run:Resume", "go on with a run from its newest checkpoint"),
+    "watch": ("replay:Watch", "show a run while it goes on: a live page, TensorBoard, …"),
+    "columnar": ("columnar:Columnar", "time a policy on up to millions of ranks, as rows of arrays"),
+    "sweep": ("sweep:SweepCommand", "run a file under all combinations of values, seeds and circumstances"),
+    "study": ("sweep:Study", "run a study: a grid of runs, and its figures"),
+    "fuzz": ("fuzz:Fuzz", "run a file under many seeds, faults and orders of events, and report failures"),
+    "verify": ("replay:Verify", "run a folder's run again, and name the first event that differs"),
+    "replay": ("replay:ReplayCommand", "run a folder's run again up to a time or condition, and look around"),
+    "plot": ("results:Plot", "draw figures of runs"),
+    "report": ("results:Report", "write one HTML page about runs"),
+    "trace": ("results:Trace", "write a run's timeline for Perfetto or chrome://tracing"),
+    "calibrate": ("fidelity:Calibrate", "measure this cluster, and write a platform file"),
+    "validate": ("fidelity:Validate", "predict a real run, and compare"),
+    "advise": ("advise:Advise", "rank policies and cadences on a cluster, in timing alone"),
+    "import": ("fidelity:Import", "read files from clusters: nccl-tests, WAN tables, profiler traces"),
+    "list": ("listing:List", "list platforms, policies, workloads, studies"),
+    "new": ("listing:New", "write a file to begin with: a study, policy, workload or program"),
+    "completion": ("listing:Completion", "print what bash, zsh or fish need to complete commands"),
+    "doctor": ("listing:Doctor", "report what this machine can run, and what to change"),
 }
-
-EXAMPLES = {
-    "run": (
-        "spawnsim run train.py --ranks 1000 --platform ethernet-10g --straggler lognormal:0.3 --out runs/a --live",
-        "spawnsim run train.py --backend mpi -n 4 --set lr=0.1 --out runs/b --observe tensorboard",
-        "spawnsim run script_of_mpi4py.py --ranks 64 --trace --out runs/c -- --its-own-option 3",
-    ),
-    "resume": ("spawnsim resume runs/a", "spawnsim resume runs/a --ranks 8"),
-    "watch": ("spawnsim watch runs/a --live", "spawnsim watch runs/a --observe tensorboard --observe wandb"),
-    "columnar": ("spawnsim columnar average -n 1000000 --straggler lognormal:0.3 --set average_every=10",),
-    "sweep": (
-        "spawnsim sweep train.py -n 64 --set ratio=0.1,0.2,0.4 --straggler none,pareto:1.5 --seeds 8 --out runs/q",
-    ),
-    "study": ("spawnsim study demo --quick", "spawnsim study my_study.py --seeds 8 --jobs 2 --out runs/mine"),
-    "fuzz": ("spawnsim fuzz train.py --runs 200 -n 2-8 --faults 'crash; delay' --seconds 600",),
-    "verify": ("spawnsim verify runs/a",),
-    "replay": (
-        "spawnsim replay runs/a --until 12.5s",
-        "spawnsim replay runs/a --break 'rank == 17 and loss > 3'",
-    ),
-    "plot": (
-        "spawnsim plot runs/a runs/b --column loss --formats png svg --out figures",
-        "spawnsim plot runs/q --x ratio --y 'time_to:loss<0.1'",
-    ),
-    "report": ("spawnsim report runs/a runs/b --title 'Two policies' --out report.html",),
-    "trace": ("spawnsim trace runs/c --ranks 0-15 --from 1s --until 1500ms",),
-    "calibrate": ("mpiexec -n 4 spawnsim calibrate --out mine.toml --picture mine.png",),
-    "validate": ("mpiexec -n 4 spawnsim validate train.py --platform mine.toml --repeats 3",),
-    "advise": ("spawnsim advise -n 1024 --model '14 GB' --step 300ms --policy average --failures llama3",),
-    "import": ("spawnsim import nccl report.json --out mine.toml",),
-    "list": ("spawnsim list", "spawnsim list platforms stragglers"),
-    "new": ("spawnsim new study stragglers", "spawnsim new policy my_policy"),
-    "completion": ("spawnsim completion bash > ~/.local/share/bash-completion/completions/spawnsim",),
-    "doctor": ("spawnsim doctor", "spawnsim doctor --json"),
-}
-"""What the help of each command ends with; a test parses them all."""
+"""Name -> the module in this package and its class, which `declaring` describes; and one line of help."""
 
 EXIT_CODES = f"""\
 exit codes:
@@ -201,10 +149,9 @@ exit codes:
 
 def main(argv: Sequence[str] | None = None, *, last: bool = False) -> int:
     """Run one command line and return its exit code; `last` says that the process then ends."""
-    Parser.examples = ()
     try:
-        arguments = _parser().parse_args(argv)
-        return _serve(arguments.command, arguments.arguments)
+        given = _parser().parse_args(argv)
+        return serve(given.command, getattr(given, "arguments", ()))
     except SpawnsimError as error:
         return report_error(error)
     except KeyboardInterrupt as stop:
@@ -266,32 +213,35 @@ def _fix_hashing() -> None:
         os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])
 
 
-def _serve(command: str, arguments: Sequence[str]) -> int:
-    name, _, function = COMMANDS[command][0].partition(":")
-    try:
-        module = import_module(name)
-    except ModuleNotFoundError as error:
-        # A missing library of somebody else's is another error than a command that this version has not.
-        if error.name is None or not name.startswith(error.name):
-            raise
-        raise UnsupportedError(f"spawnsim {command}: not in this version ({__version__})") from error
-    Parser.examples = EXAMPLES.get(command, ())
-    code: int = getattr(module, function)(arguments)
-    return code
-
-
-def parser_of(command: str) -> Parser:
-    """Return the parser of a command, as its help is shown.
+def command_of(name: str) -> type[Command]:
+    """Return the class of a command; its module is imported now.
 
     Args:
-        command: one of `COMMANDS`.
+        name: one of `COMMANDS`.
 
     Returns:
-        Its parser.
+        The class.
     """
-    with Parser.caught() as shown:
-        _serve(command, ["--help"])
-    return shown[0]
+    module, _, kind = COMMANDS[name][0].partition(":")
+    found: type[Command] = getattr(import_module(f"spawnsim.cli.{module}"), kind)
+    found.prog = f"{found.launcher}spawnsim {name}"
+    return found
+
+
+def serve(name: str, argv: Sequence[str]) -> int:
+    """Run a command and return its exit code.
+
+    Args:
+        name: one of `COMMANDS`.
+        argv: the words after it.
+
+    Returns:
+        The exit code.
+
+    Raises:
+        SpawnsimError: what ended it.
+    """
+    return command_of(name).parse(argv)()
 
 
 def _parser() -> Parser:

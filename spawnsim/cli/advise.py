@@ -7,11 +7,13 @@ import json
 import math
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 from spawnsim import units
 from spawnsim.cli import print_note_beside_bar
+from spawnsim.cli.declaring import Command, Json, Option, Picture, PlatformName, Ranks
 from spawnsim.errors import ParameterError
 from spawnsim.fidelity.advising import Advice, Budget, advise, report
 from spawnsim.fidelity.converging import Need, by_time, converge
@@ -19,60 +21,124 @@ from spawnsim.fidelity.goodput import POLICIES, Case, Choice, Failures
 from spawnsim.models.compute import Fixed, parse_stragglers
 from spawnsim.models.faults import rates
 from spawnsim.models.platform import load_platform
-from spawnsim.options import Parser, nearest, picture
+from spawnsim.options import nearest, settings_of
 from spawnsim.run.process_setup import stoppable
 
 MOST_SEEDS = 10_000
 ALL = "all"  # in place of policies' names
+SETTINGS: dict[str, tuple[Any, Callable[[str], Any]]] = {
+    "detection": (30.0, units.seconds),
+    "restart": (300.0, units.seconds),
+    "ranks_per_node": (8, units.whole),
+    "rounds": (4, units.whole),
+    "target": (0.9, units.number),
+    "budget": (None, units.number),
+    "price": (None, units.number),
+}
+"""Name of a setting -> its default, and what reads it."""
 
 
-def main(argv: Sequence[str]) -> int:
-    """Run the subcommand."""
-    options = parser().parse_args(argv)
-    # A step takes what it is said to take, with as many ranks beside it as there are.
-    platform = dataclasses.replace(load_platform(options.platform), cores=None)
-    model_nbytes = units.nbytes(options.model)
-    step = units.seconds(options.step) if options.step else _step(platform.step)
-    stragglers = platform.stragglers if options.straggler is None else parse_stragglers(options.straggler)
-    failures = _failures(options.failures, options.ranks_per_node)
-    costs = {"detection_s": units.seconds(options.detection), "restart_s": units.seconds(options.restart)}
-    case = Case(
-        platform,
-        options.ranks,
-        model_nbytes,
-        step,
-        stragglers=tuple(stragglers),
-        failures=dataclasses.replace(failures, **costs),
-        rounds=options.rounds,
-    )
-    choices = [
-        Choice(policy, every, ratio)
-        for policy in _policies(options.policy)
-        for every in _numbers("--every", options.every, int)
-        for ratio in _numbers("--compression", options.compression, float)
-    ]
-    if not 1 <= options.seeds <= MOST_SEEDS:
-        raise ParameterError(f"--seeds {options.seeds}: give at least 1, at most {MOST_SEEDS:,}")
-    with stoppable():
-        seeds = range(options.seeds)
-        found = advise(
-            case, choices, seeds=seeds, target=options.target, noted=_bar, say=print_note_beside_bar
+@dataclass(kw_only=True)
+class Advise(Command):
+    """Rank policies and cadences on a cluster by goodput, in timing alone. docs/clusters.md says what is simulated, and
+    what is not.
+    """
+
+    examples = ("spawnsim advise -n 1024 --model '14 GB' --compute 300ms --policy average --failures llama3",)
+    ranks: Ranks
+    platform: PlatformName = None
+    model: Annotated[str, Option("one model, such as '123 MB'", "BYTES")]
+    compute: Annotated[
+        str | None, Option("what a compute step takes, such as 300ms; default: the platform's", "S")
+    ] = None
+    policy: Annotated[
+        Sequence[str],
+        Option(
+            f"{', '.join(POLICIES)}; or all; repeatable; default: average",
+            "LIST",
+            names=(*POLICIES, ALL),
+        ),
+    ] = ("average",)
+    every: Annotated[str, Option("steps between exchanges", "LIST")] = "1,8,32,128"
+    compression: Annotated[str, Option("how many times smaller what travels is", "LIST")] = "1"
+    straggler: Annotated[
+        str | None,
+        Option(f"such as {rates.PERSISTENT} (persistent, realistic); default: the platform's", "KIND"),
+    ] = None
+    failures: Annotated[
+        str | None,
+        Option(f"{', '.join(rates.FAILURES)}, or one rank's mean time between failures", "NAME|TIME"),
+    ] = None
+    seeds: Annotated[int, Option("how many seeds", "N")] = 3
+    train: Annotated[
+        int,
+        Option(
+            "train a small model for so many steps under each choice, and rank by the time until all are as good; "
+            "default: none",
+            "STEPS",
+        ),
+    ] = 0
+    set: Annotated[
+        Sequence[str],
+        Option(
+            "detection=30s (until a death is noticed), restart=5min (until a rank is back), ranks_per_node=8 (that "
+            "fail together), rounds=4 (exchanges simulated for each choice), target=0.9 (share of time computing, for "
+            "break-even), budget=AMOUNT (node-hours, or money with price=AMOUNT of a node's hour); repeatable",
+            "NAME=VALUE",
+        ),
+    ] = ()
+    picture: Picture = None
+    json: Json = False
+
+    def __call__(self) -> int:
+        known = {name: read for name, (_, read) in SETTINGS.items()}
+        given = settings_of(self.set, known, "advise")
+        how = {name: default for name, (default, _) in SETTINGS.items()} | given
+        if how["price"] is not None and how["budget"] is None:
+            raise ParameterError("--set price: of what? Give a budget, too")
+        # A step takes what it is said to take, with as many ranks beside it as there are.
+        platform = dataclasses.replace(load_platform(self.platform), cores=None)
+        model_nbytes = units.nbytes(self.model)
+        step = units.seconds(self.compute) if self.compute else _step(platform.step)
+        stragglers = platform.stragglers if self.straggler is None else parse_stragglers(self.straggler)
+        failures = dataclasses.replace(
+            _failures(self.failures, how["ranks_per_node"]),
+            detection_s=how["detection"],
+            restart_s=how["restart"],
         )
-    needs = None
-    if options.train:
+        case = Case(
+            platform,
+            self.ranks,
+            model_nbytes,
+            step,
+            stragglers=tuple(stragglers),
+            failures=failures,
+            rounds=how["rounds"],
+        )
+        choices = [
+            Choice(policy, every, ratio)
+            for policy in _policies(self.policy)
+            for every in _numbers("--every", self.every, int)
+            for ratio in _numbers("--compression", self.compression, float)
+        ]
+        if not 1 <= self.seeds <= MOST_SEEDS:
+            raise ParameterError(f"--seeds {self.seeds}: give at least 1, at most {MOST_SEEDS:,}")
+        seeds, needs = range(self.seeds), None
         with stoppable():
-            needs = converge(case, found, steps=options.train, seeds=range(options.seeds))
-    budget = None
-    if options.budget is not None:
-        budget = Budget(options.budget, options.ranks_per_node, options.price)
-    elif options.price is not None:
-        raise ParameterError("--price: of what? Give a --budget, too")
-    more = _more(found, case, budget, needs)
-    told = json.dumps(document(found) | more) if options.json else "\n".join([report(found), *_said(more)])
-    sys.stdout.write(told + "\n")
-    if options.picture:
-        draw(found, case, options.picture)
-    return 0
+            found = advise(
+                case, choices, seeds=seeds, target=how["target"], noted=_bar, say=print_note_beside_bar
+            )
+            if self.train:
+                needs = converge(case, found, steps=self.train, seeds=seeds)
+        budget = None
+        if how["budget"] is not None:
+            budget = Budget(how["budget"], how["ranks_per_node"], how["price"])
+        more = _more(found, case, budget, needs)
+        told = json.dumps(document(found) | more) if self.json else "\n".join([report(found), *_said(more)])
+        sys.stdout.write(told + "\n")
+        if self.picture:
+            draw(found, case, self.picture)
+        return 0
 
 
 def _bar(choices: Sequence[Choice]) -> Iterable[Choice]:
@@ -85,7 +151,7 @@ def _bar(choices: Sequence[Choice]) -> Iterable[Choice]:
 
 def _step(step: object) -> float:
     if not isinstance(step, Fixed):
-        raise ParameterError("this platform states no compute step: give --step, such as 300ms")
+        raise ParameterError("this platform states no compute step: give --compute, such as 300ms")
     return step.duration_s
 
 
@@ -145,7 +211,7 @@ def _failures(text: str | None, per_node: int) -> Failures:
 
 def _policies(texts: Sequence[str]) -> list[str]:
     """Return the policies that lists name, each once, in the order of their first mention."""
-    words = [word.strip() for text in texts or ["average"] for word in text.split(",")]
+    words = [word.strip() for text in texts for word in text.split(",")]
     wrong = [word for word in words if word not in (*POLICIES, ALL)]
     if wrong:
         hint = nearest(wrong[0], (*POLICIES, ALL)) or f"{ALL} is all of them"
@@ -203,68 +269,3 @@ def draw(found: Advice, case: Case, picture: Path) -> None:
     caption = " · ".join(parts)
     asked = sorted({row.choice.every for row in found.rows})
     style.save_as(fidelity.advice_figure(curves, asked, found.target, caption), picture)
-
-
-def parser() -> Parser:
-    """Return the options of `spawnsim advise`.
-
-    Returns:
-        The parser.
-    """
-    parser = Parser(
-        prog="spawnsim advise",
-        description="Rank policies and cadences on a cluster by goodput, in timing alone. docs/clusters.md says what "
-        "is simulated, and what is not.",
-    )
-    add = parser.add_argument
-    add("-n", "--ranks", type=int, required=True, metavar="N", help="how many ranks")
-    add("--platform", metavar="NAME|FILE", help="default: as of `spawnsim run`")
-    add("--model", required=True, metavar="BYTES", help="one model, such as '123 MB'")
-    add("--step", metavar="TIME", help="of a compute step, such as 300ms; default: the platform's")
-    policies = f"{', '.join(POLICIES)}; or all; repeatable; default: average"
-    add("--policy", action="append", default=[], metavar="LIST", help=policies)
-    add("--every", default="1,8,32,128", metavar="LIST", help="steps between exchanges; default: 1,8,32,128")
-    add(
-        "--compression",
-        default="1",
-        metavar="LIST",
-        help="how many times smaller what travels is; default: 1",
-    )
-    add(
-        "--straggler",
-        metavar="KIND",
-        help=f"such as {rates.PERSISTENT} (persistent, realistic); default: the platform's",
-    )
-    add(
-        "--failures",
-        metavar="NAME|TIME",
-        help=f"{', '.join(rates.FAILURES)}, or one rank's mean time between failures",
-    )
-    add(
-        "--ranks-per-node",
-        type=int,
-        default=8,
-        metavar="N",
-        help="that fail together, for a name; default: 8",
-    )
-    add("--detection", default="30s", metavar="TIME", help="until a death is noticed; default: 30s")
-    add("--restart", default="5min", metavar="TIME", help="until a rank is back; default: 5min")
-    add("--seeds", type=int, default=3, metavar="N", help="default: 3")
-    add("--rounds", type=int, default=4, metavar="N", help="exchanges simulated for each choice; default: 4")
-    add(
-        "--target",
-        type=float,
-        default=0.9,
-        metavar="SHARE",
-        help="of time computing, for break-even; default: 0.9",
-    )
-    add("--budget", type=float, metavar="AMOUNT", help="node-hours, or money where --price is given")
-    add("--price", type=float, metavar="AMOUNT", help="of a node of --ranks-per-node ranks for an hour")
-    add(
-        "--train", type=int, default=0, metavar="STEPS",
-        help="train a small model for so many steps under each choice, and rank by the time until all are as good; "
-        "default: 0, none",
-    )  # fmt: skip
-    add("--picture", type=picture, metavar="FILE", help="draw goodput against cadence: .png, .pdf or .svg")
-    add("--json", action="store_true", help="print one JSON object")
-    return parser

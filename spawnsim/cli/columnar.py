@@ -5,65 +5,135 @@ from __future__ import annotations
 import dataclasses
 import inspect
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from spawnsim import columnar, units
+from spawnsim.cli.declaring import (
+    Argument,
+    Command,
+    Json,
+    Option,
+    Out,
+    Overwrite,
+    PlatformName,
+    Quiet,
+    Ranks,
+    Seed,
+    Straggler,
+)
 from spawnsim.cli.run import print_result
-from spawnsim.columnar.durations import STREAMS
 from spawnsim.columnar.running import SAMPLE
 from spawnsim.errors import ParameterError
-from spawnsim.options import Parser, nearest, parameters
+from spawnsim.options import nearest, parameters
 from spawnsim.record.folder import named, require_own
 from spawnsim.run.process_setup import stoppable
-from spawnsim.run.program import load_module
+from spawnsim.run.program import ProgramFile
 
 if TYPE_CHECKING:
     from spawnsim.policies import SpawnPolicy
 
-POLICIES = ("average", "selective", "diloco")
 MODEL = "100 MB"
+OF_RUN = ("iterations", "streams", "sample", "mtbf", "detection")  # settings that are none of the policy
+OF_METRIC = tuple(inspect.signature(columnar.RandomWalk).parameters)
 
 
-def main(argv: Sequence[str]) -> int:
-    """Run the subcommand."""
-    options = parser().parse_args(argv)
-    policy = made(options.policy, parameters(options.set))
-    if options.train is not None and options.quality:
-        raise ParameterError("--train and --quality: give one, models or numbers that stand for them")
-    training = None if options.train is None else trained(Path(options.train))
-    if options.out is not None and not options.overwrite:
-        require_own(named(options.out))
-    model = options.model if options.model is not None or training is not None else MODEL
-    with stoppable():
-        run = columnar.run(
-            policy,
-            ranks=options.ranks,
-            iterations=options.iterations,
-            model_nbytes=None if model is None else units.nbytes(model),
-            quality=_called(columnar.RandomWalk, parameters(options.quality)) if training is None else None,
-            training=training,
-            platform=options.platform,
-            stragglers=options.straggler,
-            faults=options.faults,
-            mtbf_s=None if options.mtbf is None else units.seconds(options.mtbf),
-            detection_s=units.seconds(options.detection),
-            seed=options.seed,
-            compute=options.compute,
-            streams=options.streams,
-            sample=options.sample,
-            out=options.out,
-            overwrite=options.overwrite,
-        )
-    print_result(run, options)
-    return 0
+@dataclass(kw_only=True)
+class Columnar(Command):
+    """A policy on up to millions of ranks, each a row of arrays: all meet where it is due, with numbers that stand for
+    models, or (--train) models that train. docs/columnar.md says what it can and cannot run.
+    """
+
+    examples = (
+        "spawnsim columnar average -n 1000000 --straggler lognormal:0.3 --set average_every=10",
+        "spawnsim columnar selective -n 1000000 --set streams=bulk --set mtbf=50000h --set detection=30s",
+    )
+    policy: Annotated[
+        Literal["average", "selective", "diloco"],
+        Argument("AverageAllPolicy, AsyncSelectiveAveragingPolicy (lockstep), OuterOptimizerPolicy"),
+    ]
+    ranks: Ranks
+    model: Annotated[
+        str | None,
+        Option(
+            f"one model as it travels, such as '2 GB'; default: {MODEL}, or what that of --train takes",
+            "BYTES",
+        ),
+    ] = None
+    train: Annotated[
+        Path | None,
+        Option(
+            "of Python, that defines build(rng), loss(model, *batch), data(rng, rank, size), perhaps score(model)",
+            "FILE",
+        ),
+    ] = None
+    set: Annotated[
+        Sequence[str],
+        Option(
+            f"a parameter of the policy; of the random walk of the metric: {', '.join(OF_METRIC)}; or iterations=100, "
+            f"sample={SAMPLE} (ranks with rows and events), streams=ranks (draws of an ordinary run) or bulk (for all "
+            "ranks at once), mtbf=50000h (mean time between failures of one rank), detection=30s (how long the others "
+            "wait where a death is noticed; else 0 s); repeatable",
+            "NAME=VALUE",
+        ),
+    ] = ()
+    platform: PlatformName = None
+    straggler: Straggler = None
+    faults: Annotated[str | None, Option("crashes, pauses and slow-downs, such as crash:17@3.5s", "PLAN")] = (
+        None
+    )
+    compute: Annotated[str | None, Option("of an iteration, such as 10ms; default: the platform's", "S")] = (
+        None
+    )
+    seed: Seed = 0
+    out: Out = None
+    overwrite: Overwrite = False
+    json: Json = False
+    quiet: Quiet = False
+
+    def __call__(self) -> int:
+        given = parameters(self.set)
+        own = {name: given.pop(name) for name in OF_RUN if name in given}
+        metric = {name: given.pop(name) for name in OF_METRIC if name in given}
+        policy = made(self.policy, given)
+        if self.train is not None and metric:
+            raise ParameterError(
+                f"--train and --set {next(iter(metric))}: give one, models or numbers that stand for them"
+            )
+        training = None if self.train is None else trained(self.train)
+        if self.out is not None and not self.overwrite:
+            require_own(named(self.out))
+        model = self.model if self.model is not None or training is not None else MODEL
+        with stoppable():
+            run = columnar.run(
+                policy,
+                ranks=self.ranks,
+                iterations=own.get("iterations", 100),
+                model_nbytes=None if model is None else units.nbytes(model),
+                quality=_called(columnar.RandomWalk, metric) if training is None else None,
+                training=training,
+                platform=self.platform,
+                stragglers=self.straggler,
+                faults=self.faults,
+                mtbf_s=units.seconds(own["mtbf"]) if "mtbf" in own else None,
+                detection_s=units.seconds(own.get("detection", 0.0)),
+                seed=self.seed,
+                compute=self.compute,
+                streams=own.get("streams", "ranks"),
+                sample=own.get("sample", SAMPLE),
+                out=self.out,
+                overwrite=self.overwrite,
+            )
+        print_result(run, out=self.out, as_json=self.json, quiet=self.quiet)
+        return 0
 
 
 def made(name: str, given: dict[str, Any]) -> SpawnPolicy:
     """Return the policy of a name.
 
     Args:
-        name: one of `POLICIES`.
+        name: "average", "selective" or "diloco".
         given: parameters of its class.
 
     Returns:
@@ -97,7 +167,7 @@ def trained(path: Path) -> columnar.Training:
         ParameterError: the file cannot be read, is not Python, or lacks one of the three.
         ProgramError: the file raised.
     """
-    defined = vars(load_module(path))
+    defined = vars(ProgramFile.read(path).module())
     fields = [each for each in dataclasses.fields(columnar.Training) if each.init]
     lacking = [
         each.name for each in fields if each.default is dataclasses.MISSING and each.name not in defined
@@ -121,84 +191,3 @@ def _called(kind: Any, given: dict[str, Any]) -> Any:
         return kind(**given)
     except TypeError as error:
         raise ParameterError(f"{kind.__name__}: {error}") from error
-
-
-def parser() -> Parser:
-    """Return the options of `spawnsim columnar`.
-
-    Returns:
-        The parser.
-    """
-    parser = Parser(
-        prog="spawnsim columnar",
-        description="A policy on up to millions of ranks, each a row of arrays: all meet where it is due, with numbers "
-        "that stand for models, or (--train) models that train. docs/columnar.md says what it can and cannot run.",
-    )
-    add = parser.add_argument
-    add(
-        "policy",
-        choices=POLICIES,
-        help="AverageAllPolicy, AsyncSelectiveAveragingPolicy (lockstep), OuterOptimizerPolicy",
-    )
-    add("-n", "--ranks", type=int, required=True, metavar="N", help="how many ranks")
-    add("--iterations", type=int, default=100, metavar="N", help="default: 100")
-    add(
-        "--model",
-        metavar="BYTES",
-        help=f"one model as it travels, such as '2 GB'; default: {MODEL}, or what that of --train takes",
-    )
-    add(
-        "--train",
-        metavar="FILE",
-        help="of Python, that defines build(rng), loss(model, *batch), data(rng, rank, size), perhaps score(model)",
-    )
-    add(
-        "--set",
-        action="append",
-        default=[],
-        metavar="NAME=VALUE",
-        help="a parameter of the policy; again for more",
-    )
-    add(
-        "--quality",
-        action="append",
-        default=[],
-        metavar="NAME=VALUE",
-        help="of the random walk of the metric: spread, gain, drift",
-    )
-    _add_circumstances(parser)
-    add("--out", metavar="DIR", help="run folder to write")
-    add("--overwrite", action="store_true", help="replace the run in DIR")
-    add("--json", action="store_true", help="print the totals as JSON")
-    add("-q", "--quiet", action="store_true", help="print nothing but warnings and errors")
-    return parser
-
-
-def _add_circumstances(parser: Parser) -> None:
-    """Add where and how ranks run."""
-    add = parser.add_argument
-    add("--platform", metavar="NAME|FILE", help="default: as of `spawnsim run`")
-    add("--straggler", metavar="KIND", help="such as lognormal:0.3+slow:0.02,5")
-    add("--faults", metavar="PLAN", help="crashes, pauses and slow-downs, such as crash:17@3.5s")
-    add("--mtbf", metavar="TIME", help="mean time between failures of one rank, such as 50000h")
-    add(
-        "--detection",
-        default="0s",
-        metavar="TIME",
-        help="how long the others wait where a death is noticed; default: 0s",
-    )
-    add("--compute", metavar="TIME", help="of an iteration, such as 10ms; default: the platform's")
-    add(
-        "--streams",
-        choices=STREAMS,
-        default="ranks",
-        help="draws of an ordinary run (default: ranks), or (bulk) for all ranks at once",
-    )
-    add(
-        "--sample",
-        type=int,
-        default=SAMPLE,
-        metavar="N",
-        help=f"ranks with rows and events; default: {SAMPLE}",
-    )
-    add("--seed", type=int, default=0, help="of every random stream; default: 0")

@@ -1,11 +1,11 @@
-"""`spawnsim calibrate` and `spawnsim validate`, under mpiexec: fit a platform to this cluster; predict a real run.
+"""`spawnsim calibrate`, `validate` and `import`: a platform from measurements of this cluster, or from what clusters
+write; and how well it predicts a real run.
 
-Rank 0 alone fits, predicts and prints.
+The first two run under mpiexec, where rank 0 alone fits, predicts and prints.
 """
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import json
 import os
@@ -13,11 +13,25 @@ import socket
 import sys
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from datetime import date
 from itertools import product
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
+import numpy as np
+
+from spawnsim.cli.declaring import (
+    Argument,
+    Command,
+    Deadline,
+    Json,
+    Option,
+    Picture,
+    PlatformName,
+    ProgramPath,
+    Seed,
+)
 from spawnsim.cli.listing import program_file
 from spawnsim.errors import ParameterError, SpawnsimError, Timeout
 from spawnsim.fidelity import Effort, fit, measure
@@ -39,33 +53,47 @@ from spawnsim.fidelity.predicting import (
 from spawnsim.fidelity.scoring import Pair, Score, compare, require_fit, score_table, scores
 from spawnsim.fidelity.watching import Seen, watched
 from spawnsim.models.platform import Cores, Platform, load_platform, to_toml
-from spawnsim.options import Parser, parameters, picture, time_limit
+from spawnsim.options import listed, parameters, settings_of
 from spawnsim.run.program import Program, program
 from spawnsim.scenario import DEADLINE_S, Scenario
 
+if TYPE_CHECKING:
+    from spawnsim.models.compute import Trace
+
 QUICK = Effort(budget_s=0.002, most=10, passes=3, largest_nbytes=4 << 20)
+BEFORE_A_RUN = Effort(budget_s=0.004, most=15, passes=4, largest_nbytes=4 << 20)
 
 
-def calibrate(argv: Sequence[str]) -> int:
-    """Measure, fit, write and print."""
-    options = calibrate_parser().parse_args(argv)
-    measured = measure_here(QUICK if options.quick else Effort(), options.deadline)
-    if measured is None:
+@dataclass(kw_only=True)
+class Calibrate(Command):
+    """Measure messages, collectives and compute steps on this job's ranks, and fit a platform."""
+
+    launcher = "mpiexec -n N "
+    examples = ("mpiexec -n 4 spawnsim calibrate --out mine.toml --picture mine.png",)
+    out: Annotated[Path, Option("the platform file", "FILE")] = Path("measured.toml")
+    picture: Picture = None
+    quick: Annotated[bool, Option("seconds instead of half a minute; larger errors")] = False
+    deadline: Deadline = None
+
+    def __call__(self) -> int:
+        deadline_s = DEADLINE_S if self.deadline is None else self.deadline
+        measured = measure_here(QUICK if self.quick else Effort(), deadline_s)
+        if measured is None:
+            return 0
+        platform = fit(measured, self.out.stem)
+        pairs = compare(measured, platform)
+        if measured.sharing > measured.ranks_per_node:
+            sys.stderr.write(
+                f"spawnsim: note: of the {measured.sharing} ranks on a node {measured.ranks_per_node} were measured, "
+                "as many as it has cores; the file says how many share them\n"
+            )
+        if self.picture:  # it shows, too, why measurements are refused
+            draw_fit(pairs, platform, self.picture)
+        found = scores(pairs)
+        # Before the file is written: a wrong platform is used by other people later, who do not see this warning.
+        require_fit(platform, found)
+        write(self.out, platform, found)
         return 0
-    platform = fit(measured, options.out.stem)
-    pairs = compare(measured, platform)
-    if measured.sharing > measured.ranks_per_node:
-        sys.stderr.write(
-            f"spawnsim: note: of the {measured.sharing} ranks on a node {measured.ranks_per_node} were measured, as "
-            "many as it has cores; the file says how many share them\n"
-        )
-    if options.picture:  # it shows, too, why measurements are refused
-        draw_fit(pairs, platform, options.picture)
-    found = scores(pairs)
-    # Before the file is written: a wrong platform is used by other people later, who do not see this warning.
-    require_fit(platform, found)
-    write(options.out, platform, found)
-    return 0
 
 
 def measure_here(effort: Effort, deadline_s: float) -> Measured | None:
@@ -134,87 +162,96 @@ def draw_fit(pairs: Sequence[Pair], platform: Platform, picture: Path) -> None:
     sys.stdout.write(f"drawn: {picture}\n")
 
 
-def calibrate_parser() -> Parser:
-    """Return the options of `spawnsim calibrate`."""
-    parser = Parser(
-        prog="mpiexec -n N spawnsim calibrate",
-        description="Measure messages, collectives and compute steps on this job's ranks, and fit a platform.",
-    )
-    parser.add_argument(
-        "--out", type=Path, default=Path("measured.toml"), metavar="FILE", help="default: measured.toml"
-    )
-    parser.add_argument(
-        "--picture", type=picture, metavar="FILE", help="draw measured against fitted: .png, .pdf or .svg"
-    )
-    parser.add_argument(
-        "--quick", action="store_true", help="seconds instead of half a minute; larger errors"
-    )
-    parser.add_argument(
-        "--deadline",
-        type=time_limit,
-        default=DEADLINE_S,
-        metavar="S",
-        help="seconds that one call may wait; default: 30",
-    )
-    return parser
+@dataclass(kw_only=True)
+class Validate(Command):
+    """Run a file for real, predict the same run on virtual ranks, and compare."""
 
+    launcher = "mpiexec -n N "
+    examples = ("mpiexec -n 4 spawnsim validate train.py --platform mine.toml --runs 3",)
+    file: ProgramPath
+    platform: PlatformName = None
+    runs: Annotated[int, Option("real runs; the median error is shown, and its range", "N")] = 1
+    warmup: Annotated[int, Option("compute blocks at the start that are left aside", "N")] = 5
+    seed: Seed = 0
+    set: Annotated[
+        Sequence[str],
+        Option(
+            "a keyword argument of main; of several values, and of several such options, each combination is run, and "
+            "one table and figure shows them all; repeatable",
+            "NAME=LIST",
+        ),
+    ] = ()
+    add: Annotated[
+        Sequence[Path],
+        Option("what --json printed of another job, of other ranks say: shown in the same table", "FILE"),
+    ] = ()
+    picture: Picture = None
+    json: Json = False
 
-BEFORE_A_RUN = Effort(budget_s=0.004, most=15, passes=4, largest_nbytes=4 << 20)
+    def __call__(self) -> int:
+        from spawnsim.real.launch.launchers import detect_launcher
 
+        here = detect_launcher()
+        try:
+            self.file = program_file(self.file)
+            tasks, platform = self.tasks(here.size)
+            earlier = [case for path in self.add for case in read_cases(path)]
+        except SpawnsimError:  # all ranks find the same fault before they meet: one of them says so
+            if here.rank == 0:
+                raise
+            return 2
+        cases: list[Validated] = []
+        first = platform is None  # measured before the first run, and kept by rank 0 alone
+        for name, task in tasks.items():
+            found = observe(task, platform, repeats=self.runs, seed=self.seed, calibrated=not first)
+            first = False
+            if found is None:
+                continue
+            platform = found.platform
+            setting = Setting(task, Scenario(len(found.runs[0]), seed=self.seed), self.warmup, found.cores)
+            if len(tasks) == 1 and not self.add:
+                self._judge(setting, found)
+            else:
+                ranks = f"{len(found.runs[0])} ranks"
+                # Of several programs one seed each: they are many, and replayed times need none.
+                rows = summary(predicted(setting, found, seeds=1))
+                cases.append(Validated(f"{ranks}, {name}" if name else ranks, rows))
+        if cases:
+            judge_all([*earlier, *cases], as_json=self.json, picture=self.picture)
+        return 0
 
-def validate(argv: Sequence[str]) -> int:
-    """Run, predict, compare and print."""
-    from spawnsim.real.launch.launchers import detect_launcher
+    def tasks(self, ranks: int) -> tuple[dict[str, Program], Platform | None]:
+        """Return the programs by what is varied, and the platform, if one is named."""
+        if self.runs < 1 or self.warmup < 0:
+            raise ParameterError(f"--runs {self.runs} --warmup {self.warmup}: give at least 1 and 0")
+        if ranks < 2:
+            raise ParameterError(
+                f"a validation needs at least 2 ranks: mpiexec -n 2 spawnsim validate {self.file}"
+            )
+        parameters(self.set)  # raises if one is no setting
+        values = [listed(each.partition("=")[2]) for each in self.set]
+        names = [each.partition("=")[0] for each in self.set]
+        tasks = {}
+        for combination in product(*values):
+            words = [f"{name}={value}" for name, value in zip(names, combination, strict=True)]
+            varied = [word for word, each in zip(words, values, strict=True) if len(each) > 1]
+            tasks[" ".join(varied)] = program(self.file, parameters(words))
+        return tasks, load_platform(self.platform) if self.platform else None
 
-    options = validate_parser().parse_args(argv)
-    here = detect_launcher()
-    try:
-        options.file = program_file(options.file)
-        tasks, platform = _asked(options, here.size)
-        earlier = [case for path in options.add for case in read_cases(path)]
-    except SpawnsimError:  # all ranks find the same fault before they meet: one of them says so
-        if here.rank == 0:
-            raise
-        return 2
-    cases: list[Validated] = []
-    first = platform is None  # measured before the first run, and kept by rank 0 alone
-    for name, task in tasks.items():
-        found = observe(task, platform, repeats=options.repeats, seed=options.seed, calibrated=not first)
-        first = False
-        if found is None:
-            continue
-        platform = found.platform
-        if not (options.vary or options.add):
-            judge(options, task, found)
+    def _judge(self, setting: Setting, found: Observed) -> None:
+        """Predict each run, and print and draw how far off that is."""
+        runs, repeats = found.runs, predicted(setting, found, seeds=5)
+        rows, stragglers = summary(repeats), fitted(found.runs[0], setting)
+        if self.json:
+            document = {"rows": [dataclasses.asdict(row) for row in rows], "stragglers": str(stragglers)}
+            sys.stdout.write(json.dumps(document) + "\n")
         else:
-            cases.append(validated(options, task, found, name))
-    if cases:
-        judge_all(options, [*earlier, *cases])
-    return 0
-
-
-def _asked(options: argparse.Namespace, ranks: int) -> tuple[dict[str, Program], Platform | None]:
-    """Return the programs by what is varied, and the platform, if one is named."""
-    if options.repeats < 1 or options.warmup < 0:
-        raise ParameterError(f"--repeats {options.repeats} --warmup {options.warmup}: give at least 1 and 0")
-    if ranks < 2:
-        raise ParameterError(
-            f"a validation needs at least 2 ranks: mpiexec -n 2 spawnsim validate {options.file}"
-        )
-    tasks = {}
-    varied = [[(word.partition("=")[0], value) for value in _values(word)] for word in options.vary]
-    for combination in product(*varied):
-        words = [f"{name}={value}" for name, value in combination]
-        tasks[" ".join(words)] = program(options.file, parameters([*options.set, *words]))
-    return tasks, load_platform(options.platform) if options.platform else None
-
-
-def _values(word: str) -> list[str]:
-    name, _, values = word.partition("=")
-    found = [value for value in values.split(",") if value]
-    if not name or not found:
-        raise ParameterError(f"--vary {word!r}: write NAME=VALUE,VALUE")
-    return found
+            where = f"platform {found.platform.name}, stragglers {stragglers}"
+            sys.stdout.write(
+                f"{len(runs[0])} ranks, {len(runs)} runs, {where}\n{error_table(rows, len(runs))}\n"
+            )
+        if self.picture:
+            draw_prediction(rows, repeats, self.picture)
 
 
 class Observed(NamedTuple):
@@ -270,43 +307,13 @@ def predicted(setting: Setting, found: Observed, seeds: int) -> list[Repeat]:
     ]
 
 
-def setting_of(options: argparse.Namespace, task: Program, found: Observed) -> Setting:
-    """Return what is predicted."""
-    return Setting(task, Scenario(len(found.runs[0]), seed=options.seed), options.warmup, found.cores)
-
-
-def judge(options: argparse.Namespace, task: Program, found: Observed) -> None:
-    """Predict each run, and print and draw how far off that is."""
-    setting, runs = setting_of(options, task, found), found.runs
-    repeats = predicted(setting, found, seeds=5)
-    rows = summary(repeats)
-    stragglers = fitted(runs[0], setting)
-    if options.json:
-        document = {"rows": [dataclasses.asdict(row) for row in rows], "stragglers": str(stragglers)}
-        sys.stdout.write(json.dumps(document) + "\n")
-    else:
-        facts_line = (
-            f"{len(runs[0])} ranks, {len(runs)} runs, platform {found.platform.name}, stragglers {stragglers}"
-        )
-        sys.stdout.write(f"{facts_line}\n{error_table(rows, len(runs))}\n")
-    if options.picture:
-        draw_prediction(rows, repeats, options.picture)
-
-
-def validated(options: argparse.Namespace, task: Program, found: Observed, name: str) -> Validated:
-    """Predict the runs of one program, and say how far off that is."""
-    ranks, setting = f"{len(found.runs[0])} ranks", setting_of(options, task, found)
-    # Of several programs one seed each: they are many, and replayed times need none.
-    return Validated(f"{ranks}, {name}" if name else ranks, summary(predicted(setting, found, seeds=1)))
-
-
-def judge_all(options: argparse.Namespace, cases: Sequence[Validated]) -> None:
+def judge_all(cases: Sequence[Validated], *, as_json: bool, picture: Path | None) -> None:
     """Print and draw several programs in one table and figure."""
-    if options.json:
+    if as_json:
         sys.stdout.write(json.dumps({"cases": [dataclasses.asdict(case) for case in cases]}) + "\n")
     else:
         sys.stdout.write(f"{case_table(cases)}\n")
-    if options.picture:
+    if picture:
         from spawnsim.plots import fidelity, style
 
         errors = {
@@ -319,7 +326,7 @@ def judge_all(options: argparse.Namespace, cases: Sequence[Validated]) -> None:
             for case in cases
         }
         caption = f"whole runs of {len(cases)} programs; marks: least, median and largest error"
-        style.save_as(fidelity.validation_figure(errors, caption), options.picture)
+        style.save_as(fidelity.validation_figure(errors, caption), picture)
 
 
 def draw_prediction(rows: Sequence[Row], repeats: Sequence[Repeat], picture: Path) -> None:
@@ -334,45 +341,71 @@ def draw_prediction(rows: Sequence[Row], repeats: Sequence[Repeat], picture: Pat
     style.save_as(drawn, picture)
 
 
-def validate_parser() -> Parser:
-    """Return the options of `spawnsim validate`."""
-    parser = Parser(
-        prog="mpiexec -n N spawnsim validate",
-        description="Run a file for real, predict the same run on virtual ranks, and compare.",
-    )
-    add = parser.add_argument
-    add("file", type=Path, help="Python file that defines main(comm)")
-    add("--platform", metavar="P", help="a measured platform file; default: a quick calibration first")
-    add(
-        "--repeats",
-        type=int,
-        default=1,
-        metavar="N",
-        help="real runs; the median error is shown, and its range; default: 1",
-    )
-    add(
-        "--warmup",
-        type=int,
-        default=5,
-        metavar="N",
-        help="compute blocks at the start that are left aside; default: 5",
-    )
-    add("--seed", type=int, default=0, metavar="K", help="of every random stream; default: 0")
-    add(
-        "--set",
-        action="append",
-        default=[],
-        metavar="NAME=VALUE",
-        help="a keyword argument of main; repeatable",
-    )
-    add(
-        "--vary", action="append", default=[], metavar="NAME=V,V",
-        help="run once with each value, and with each combination of several; one table and figure for all",
-    )  # fmt: skip
-    add(
-        "--add", action="append", type=Path, default=[], metavar="FILE",
-        help="what --json printed of another job, of other ranks say: shown in the same table",
-    )  # fmt: skip
-    add("--picture", type=picture, metavar="FILE", help="draw predicted against measured: .png, .pdf or .svg")
-    add("--json", action="store_true", help="print one JSON object")
-    return parser
+# ------------------------------------------------------------------------------------------------------- import
+KINDS = {
+    "nccl": "report of all_reduce_perf -J: a platform file",
+    "wan": "CSV of milliseconds/Gbit/s between regions: a platform file; members=8,4: ranks in each region",
+    "kineto": "PyTorch profiler traces, one a rank: a folder for --compute",
+}
+
+
+@dataclass(kw_only=True)
+class Import(Command):
+    """Read files from a cluster. See docs/clusters.md."""
+
+    examples = ("spawnsim import nccl report.json --out mine.toml",)
+    kind: Annotated[
+        str, Argument("; ".join(f"{kind}: {what}" for kind, what in KINDS.items()), choices=KINDS)
+    ]
+    files: Annotated[Sequence[Path], Argument("kineto: one for each rank; else one", "FILE")]
+    out: Annotated[Path, Option("a .toml file; kineto: a folder", "PATH")]
+    set: Annotated[Sequence[str], Option("a setting of the kind, such as members=8,4", "NAME=VALUE")] = ()
+
+    def __call__(self) -> int:
+        from spawnsim.fidelity import inputs
+
+        out = self.out
+        given = settings_of(
+            self.set, {"members": _members} if self.kind == "wan" else {}, f"import {self.kind}"
+        )
+        if self.kind == "kineto":
+            use = write_times(inputs.read_kineto(list(self.files)), out)
+        else:
+            if len(self.files) != 1:
+                raise ParameterError(f"import {self.kind}: give one file, not {len(self.files)}")
+            if out.suffix != ".toml":
+                raise ParameterError(f"--out {out}: a platform is a .toml file")
+            if self.kind == "nccl":
+                platform = inputs.read_nccl(self.files[0])
+            else:
+                platform = inputs.read_wan(self.files[0], given.get("members", 1))
+            out.write_text(to_toml(platform), encoding="utf-8")
+            error = dict(platform.fitted).get("largest_error")
+            use = f"--platform {out}" + (f" (one link for all: off by up to {error})" if error else "")
+        sys.stdout.write(f"written: {out}; use it as {use}\n")
+        return 0
+
+
+def _members(text: str) -> list[int] | int:
+    try:
+        counts = [int(word) for word in text.split(",")]
+    except ValueError:
+        raise ParameterError("give whole numbers, such as 8 or 4,4,8") from None
+    return counts if len(counts) > 1 else counts[0]
+
+
+def write_times(trace: Trace, out: Path) -> str:
+    """Write compute times as the columns of a run.
+
+    Args:
+        trace: a row for each rank.
+        out: the folder.
+
+    Returns:
+        The option that reads them.
+    """
+    rows = [np.asarray(row, dtype=np.float64) for row in trace.rows]
+    out.mkdir(parents=True, exist_ok=True)
+    ranks = np.repeat(np.arange(len(rows)), [len(row) for row in rows])
+    np.savez(out / "metrics.npz", rank=ranks, compute_s=np.concatenate(rows))
+    return f"--compute {out},cycle ({len(rows)} ranks, {len(ranks)} steps)"

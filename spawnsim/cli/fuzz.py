@@ -10,77 +10,146 @@ import json
 import math
 import os
 import sys
-from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import asdict
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
+from spawnsim.cli.declaring import (
+    Command,
+    Json,
+    Option,
+    PlatformName,
+    ProgramPath,
+    Quiet,
+    Settings,
+    Whole,
+    number_of_jobs,
+)
 from spawnsim.cli.listing import program_file
 from spawnsim.errors import ParameterError
 from spawnsim.fuzzing.campaign import Failure, Found, Target, campaign
 from spawnsim.fuzzing.cases import DEADLINE_S, DEFAULT_FAULTS, SURVIVED, Space
-from spawnsim.options import Parser, parameters, split_at_dashes, time_limit
+from spawnsim.options import parameters
 from spawnsim.run.process_setup import stoppable
-from spawnsim.run.program import is_unmodified, refuse_arguments, tree_of
-from spawnsim.units import counted, seconds, text_table
+from spawnsim.run.program import ProgramFile, refuse_arguments
+from spawnsim.units import counted, limit, seconds, text_table
 
-RUNS = 1000
 PAIRS = 40  # pairs of call and fault that are shown
 NONE = ("none", "")
 
 
-def main(argv: Sequence[str]) -> int:
-    """Run the subcommand; 1 if anything broke."""
-    own, own_arguments = split_at_dashes(argv)
-    options = _parser().parse_args(own)
-    options.file = program_file(options.file)
-    tree_of(options.file)  # raises if it cannot be read
-    unmodified = options.whole or is_unmodified(options.file)
-    if own_arguments and not unmodified:
-        refuse_arguments(own_arguments)
-    if options.runs < 1 or options.seed < 0 or options.jobs < 0:
-        raise ParameterError("--runs must be at least 1, --seed and --jobs at least 0")
-    space = _space(options, own_arguments, unmodified=unmodified)
-    target = Target(options.file, options.whole)
-    # A pool takes two seconds to begin, in which one process is done with a few cases.
-    jobs = options.jobs if options.runs > 1 else 0
-    with stoppable(), _bar(options) as told:
-        found = campaign(
-            target, space, range(options.seed, options.seed + options.runs), jobs=jobs, shrink=not options.no_shrink,
-            told=told, seconds=math.inf if options.seconds is None else seconds(options.seconds),
-        )  # fmt: skip
-    if options.json:
-        print(json.dumps(document(found, options.file)))
-    else:
-        print(report(found, str(options.file)))
-    return 1 if found.failures else 0
+@dataclass(kw_only=True)
+class Fuzz(Command):
+    """Run a file under many seeds, fault plans, delays and orders of simultaneous events; say what breaks, in the
+    smallest case, with the command that replays it. An unmodified program's arguments come after --.
+    """
+
+    takes_arguments = True
+    examples = ("spawnsim fuzz train.py --runs 200 -n 2-8 --faults 'crash; delay' --limit 10min",)
+    file: ProgramPath
+    runs: Annotated[int, Option("cases", "N")] = 1000
+    seed: Annotated[int, Option("of the first case; the next has the next one (default: 0)", "K")] = 0
+    ranks: Annotated[str, Option("numbers of ranks to draw from, such as 8, 2-8 or 4,8,64", "LIST", "-n")] = (
+        "2-8"
+    )
+    faults: Annotated[
+        str | None,
+        Option(
+            "kinds of fault to draw, and faults of every case, separated by ';': 'crash; pause', 'crash:3@2s', 'none' "
+            f"(default: '{DEFAULT_FAULTS}', and restart with --survive)",
+            "PLAN",
+        ),
+    ] = None
+    ties: Annotated[
+        str | None,
+        Option("orders of simultaneous events: fifo, reverse, random, random:SEED (default: all)", "LIST"),
+    ] = None
+    straggler: Annotated[str | None, Option("separated by ';' (default: 'none;lognormal:0.3')", "LIST")] = (
+        None
+    )
+    platform: PlatformName = None
+    compute: Annotated[str | None, Option("seconds of a comm.compute() that states none", "S")] = None
+    deadline: Annotated[
+        float | None,
+        Option(
+            f"seconds that one call may wait (default: {DEADLINE_S:g}; unmodified: no limit)",
+            "S",
+            parse=limit,
+        ),
+    ] = None
+    set: Settings = ()
+    alive: Annotated[
+        str | None,
+        Option(
+            "virtual seconds after the last fault within which each rank must get on; none: not asked (default: some, "
+            "in half of the cases)",
+            "S",
+        ),
+    ] = None
+    survive: Annotated[
+        bool,
+        Option(
+            "the program promises to go on when ranks die and calls meet deadlines: ending in them is a failure, too"
+        ),
+    ] = False
+    whole: Whole = False
+    jobs: Annotated[
+        int, Option("cases at once; 0: in this process (default: one per core)", "N", parse=number_of_jobs)
+    ] = os.cpu_count() or 1
+    limit: Annotated[
+        str | None, Option("begin no further case after so many seconds, or such as 10min", "S")
+    ] = None
+    json: Json = False
+    quiet: Quiet = False
+
+    def __call__(self) -> int:
+        self.file = program_file(self.file)
+        program = ProgramFile.read(self.file, whole=self.whole)
+        if not program.is_whole:
+            refuse_arguments(self.arguments)
+        if self.runs < 1 or self.seed < 0:
+            raise ParameterError("--runs must be at least 1, --seed at least 0")
+        space = _space(self, unmodified=program.is_whole)
+        # A pool takes two seconds to begin, in which one process is done with a few cases.
+        jobs = self.jobs if self.runs > 1 else 0
+        with stoppable(), _bar(self.runs, shown=sys.stderr.isatty() and not self.quiet) as told:
+            found = campaign(
+                Target(self.file, self.whole), space, range(self.seed, self.seed + self.runs), jobs=jobs,
+                # The one case of a command that replays a failure is as small as it can be.
+                shrink=self.runs > 1, told=told, seconds=math.inf if self.limit is None else seconds(self.limit),
+            )  # fmt: skip
+        print(json.dumps(document(found, self.file)) if self.json else report(found, str(self.file)))
+        return 1 if found.failures else 0
 
 
-def _space(options: Any, argv: Sequence[str], *, unmodified: bool) -> Space:
+def _space(asked: Fuzz, *, unmodified: bool) -> Space:
     """Return what the options say is to be drawn."""
-    world = {
-        name: getattr(options, name) for name in ("platform", "compute") if getattr(options, name) is not None
+    world: dict[str, Any] = {
+        name: value
+        for name, value in (
+            ("platform", asked.platform),
+            ("compute", asked.compute),
+            ("deadline_s", asked.deadline),
+        )
+        if value is not None
     }
-    if options.deadline is not None:
-        world["deadline_s"] = options.deadline
-    elif unmodified:  # written for an MPI that knows no deadlines
-        world["deadline_s"] = math.inf
-    if argv:
-        world["argv"] = tuple(argv)
+    if unmodified:  # written for an MPI that knows no deadlines
+        world = {"deadline_s": math.inf} | world
+    if asked.arguments:
+        world["argv"] = tuple(asked.arguments)
     how: dict[str, Any] = {}
-    if options.straggler is not None:
-        how["stragglers"] = [None if word in NONE else word for word in options.straggler.split(";")]
-    if options.alive is not None:
-        how["alive_s"] = math.inf if options.alive in NONE else seconds(options.alive)
-    if options.ties is not None:
-        how["ties"] = options.ties.split(",")
-    faults = options.faults
-    if faults is None:
-        faults = DEFAULT_FAULTS + SURVIVED * options.survive
+    if asked.straggler is not None:
+        how["stragglers"] = [None if word in NONE else word for word in asked.straggler.split(";")]
+    if asked.alive is not None:
+        how["alive_s"] = math.inf if asked.alive in NONE else seconds(asked.alive)
+    if asked.ties is not None:
+        how["ties"] = asked.ties.split(",")
     return Space(
-        ranks=numbers(options.ranks), faults=faults,
-        parameters=parameters(options.set), world=world, survive=options.survive, **how,
+        ranks=numbers(asked.ranks),
+        faults=DEFAULT_FAULTS + SURVIVED * asked.survive if asked.faults is None else asked.faults,
+        parameters=parameters(asked.set), world=world, survive=asked.survive, **how,
     )  # fmt: skip
 
 
@@ -159,117 +228,15 @@ def document(found: Found, file: Path) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _bar(options: Any) -> AbstractContextManager[Any]:
-    """Return a block that gives a function which shows how far the campaign is."""
-    if not (options.progress or (sys.stderr.isatty() and not options.quiet)):
-        return nullcontext(lambda found: None)
-    return _Bar(options.runs)
+@contextmanager
+def _bar(runs: int, *, shown: bool) -> Iterator[Any]:
+    """Give a function that shows how far the campaign is."""
+    from tqdm import tqdm
 
+    with tqdm(total=runs, unit=" cases", leave=False, dynamic_ncols=True, disable=not shown) as bar:
 
-class _Bar:
-    """A bar of cases on standard error."""
+        def tell(found: Found) -> None:
+            bar.set_postfix_str(f"{len(found.failures)} failures", refresh=False)
+            bar.update(found.runs - bar.n)
 
-    def __init__(self, runs: int) -> None:
-        self._runs = runs
-
-    def __enter__(self) -> Any:
-        from tqdm import tqdm
-
-        self._bar = tqdm(total=self._runs, unit=" cases", leave=False, dynamic_ncols=True)
-        return self._tell
-
-    def __exit__(self, *_error: object) -> None:
-        self._bar.close()
-
-    def _tell(self, found: Found) -> None:
-        self._bar.set_postfix_str(f"{len(found.failures)} failures", refresh=False)
-        self._bar.update(found.runs - self._bar.n)
-
-
-def _parser() -> Parser:
-    parser = Parser(
-        prog="spawnsim fuzz",
-        description="Run a file under many seeds, fault plans, delays and orders of simultaneous events; say "
-        "what breaks, in the smallest case, with the command that replays it. An unmodified program's arguments come "
-        "after --.",
-    )
-    add = parser.add_argument
-    add("file", type=Path, help="file with main(comm), unmodified program, or name (`spawnsim list studies`)")
-    add("--runs", type=int, default=RUNS, metavar="N", help="cases (default: %(default)s)")
-    add(
-        "--seed",
-        type=int,
-        default=0,
-        metavar="K",
-        help="of the first case; the next has the next one (default: 0)",
-    )
-    add(
-        "-n",
-        "--ranks",
-        default="2-8",
-        metavar="LIST",
-        help="numbers of ranks to draw from: 8, 2-8, 4,8,64 (default: 2-8)",
-    )
-    _add_dimensions(parser)
-    _add_campaign(parser)
-    return parser
-
-
-def _add_dimensions(parser: Parser) -> None:
-    """Add what cases are drawn from, beside ranks and seeds."""
-    add = parser.add_argument
-    add(
-        "--faults", metavar="F",
-        help="kinds of fault to draw, and faults of every case, separated by ';': 'crash; pause', 'crash:3@2s', 'none' "
-        f"(default: '{DEFAULT_FAULTS}', and restart with --survive)",
-    )  # fmt: skip
-    add(
-        "--ties",
-        metavar="LIST",
-        help="orders of simultaneous events: fifo, reverse, random, random:SEED (default: all)",
-    )
-    add(
-        "--straggler", "--stragglers", metavar="LIST", help="separated by ';' (default: 'none;lognormal:0.3')"
-    )
-    add("--platform", metavar="P", help="virtual network: a name or a TOML file")
-    add("--compute", metavar="S", help="seconds of a comm.compute() that states none, as for `spawnsim run`")
-    add(
-        "--deadline",
-        type=time_limit,
-        metavar="S",
-        help=f"seconds that one call may wait (default: {DEADLINE_S:g}; unmodified: no limit)",
-    )
-    add(
-        "--set",
-        action="append",
-        default=[],
-        metavar="NAME=VALUE",
-        help="a keyword argument of main; repeatable",
-    )
-    add(
-        "--alive", metavar="S",
-        help="virtual seconds after the last fault within which each rank must get on; none: not asked (default: some, "
-        "in half of the cases)",
-    )  # fmt: skip
-    add(
-        "--survive", action="store_true",
-        help="the program promises to go on when ranks die and calls meet deadlines: ending in them is a failure, too",
-    )  # fmt: skip
-    add("--whole", action="store_true", help="run the file whole on every rank, as an unmodified program")
-
-
-def _add_campaign(parser: Parser) -> None:
-    """Add how cases are carried out, and what is said of them."""
-    add = parser.add_argument
-    add(
-        "--jobs",
-        type=int,
-        default=os.cpu_count() or 1,
-        metavar="N",
-        help="processes (default: one per core; 0: this one)",
-    )
-    add("--seconds", metavar="S", help="begin no further case after so many seconds, or such as 10min")
-    add("--no-shrink", action="store_true", help="do not look for smaller cases of what fails")
-    add("--json", action="store_true", help="print one JSON object")
-    add("--progress", action="store_true", help="a progress bar also where there is no terminal")
-    add("--quiet", action="store_true", help="no progress bar")
+        yield tell

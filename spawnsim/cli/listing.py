@@ -1,40 +1,38 @@
-"""`spawnsim list [WHAT]`: the names that other commands take, with one line each. Loads only what it is asked about.
+"""`spawnsim list`, `new`, `completion` and `doctor`: what there is, what to begin with, and what this machine can run.
 
-Also what a name of a study, or of a program that studies run, stands for.
+Each loads only what it is asked about. Also the file that a name of a study, or of a program of studies, stands for.
 """
 
 from __future__ import annotations
 
+import argparse
 import ast
 import inspect
+import json
+import keyword
+import re
+import sys
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
 from importlib import import_module
 from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
 
 import spawnsim
-from spawnsim.errors import ParameterError
-from spawnsim.options import Parser, nearest
+from spawnsim.cli import COMMANDS, command_of
+from spawnsim.cli.declaring import Argument, Command, Json, Parser, parser_of
+from spawnsim.errors import ParameterError, SpawnsimError, UnsupportedError
+from spawnsim.options import nearest
 from spawnsim.units import text_table
+
+if TYPE_CHECKING:
+    from spawnsim.real.launch.doctor import Finding
 
 Line = tuple[str, str]
 
 
-def main(argv: Sequence[str]) -> int:
-    """Print the sections asked for, or all of them."""
-    parser = Parser(prog="spawnsim list", description="List the names that other commands take.")
-    parser.add_argument("what", nargs="*", metavar="WHAT", help=f"among {', '.join(SECTIONS)}; default: all")
-    wanted = parser.parse_args(argv).what
-    unknown = [name for name in wanted if name not in SECTIONS]
-    if unknown:
-        parser.error(f"{unknown[0]}: choose among {', '.join(SECTIONS)}")
-    for name in wanted or SECTIONS:
-        print(f"{name}:")
-        print(text_table((), list(SECTIONS[name]()), left=2, indent="  ") or "  none here")
-    return 0
-
-
 def find(name: str, defines: str = "study") -> Path:
-    """Return the path of a study: a path to a file, or a name in one of `folders()`.
+    """Return the path of a study, given the path or a name in one of `folders()`.
 
     Args:
         name: the path or name.
@@ -155,3 +153,175 @@ SECTIONS: dict[str, Callable[[], Iterator[Line]]] = {
     "workloads": workloads,
     "studies": studies,
 }
+
+
+@dataclass(kw_only=True)
+class List(Command):
+    """List the names that other commands take."""
+
+    examples = ("spawnsim list", "spawnsim list platforms stragglers")
+    what: Annotated[
+        Sequence[str], Argument(f"among {', '.join(SECTIONS)}; default: all", "WHAT", names=SECTIONS)
+    ] = ()
+
+    def __call__(self) -> int:
+        unknown = [name for name in self.what if name not in SECTIONS]
+        if unknown:
+            parser_of(List).error(f"{unknown[0]}: choose among {', '.join(SECTIONS)}")
+        for name in self.what or SECTIONS:
+            print(f"{name}:")
+            print(text_table((), list(SECTIONS[name]()), left=2, indent="  ") or "  none here")
+        return 0
+
+
+# ---------------------------------------------------------------------------------------------------------- new
+KINDS = {
+    "study": "a question, a grid of runs, a figure",
+    "policy": "a subclass of SpawnPolicy, and a program that tries it",
+    "workload": "data, model, step and accuracy, and a program that trains it",
+    "program": "a training loop for virtual and for real ranks",
+}
+
+
+@dataclass(kw_only=True)
+class New(Command):
+    """Write a commented file to begin with, which runs at once."""
+
+    examples = ("spawnsim new study stragglers", "spawnsim new policy my_policy")
+    kind: Annotated[
+        str, Argument("; ".join(f"{kind}: {what}" for kind, what in KINDS.items()), choices=KINDS)
+    ]
+    name: Annotated[str, Argument("of the file, with or without .py; a folder may stand before it", "NAME")]
+
+    def __call__(self) -> int:
+        from spawnsim.record.sorting import storing
+
+        path = _place(self.name)
+        if path.exists():
+            raise ParameterError(f"{path} is there already, and is not overwritten: choose another name")
+        if not path.parent.is_dir():
+            raise ParameterError(f"{path}: there is no folder {path.parent}")
+        template = Path(__file__).parent / "templates" / f"{self.kind}.py.txt"
+        name = "".join(word[:1].upper() + word[1:] for word in path.stem.split("_")) or "Mine"
+        name += "Policy" * (self.kind == "policy" and not name.endswith("Policy"))
+        text = template.read_text(encoding="utf-8").replace("__NAME__", path.stem).replace("__CLASS__", name)
+        with storing(path):
+            path.write_text(text, encoding="utf-8")
+        is_study = self.kind == "study"
+        use = f"spawnsim study {path} --quick" if is_study else f"spawnsim run {path} --ranks 12"
+        sys.stdout.write(f"written: {path}; run it: {use}\n")
+        return 0
+
+
+def _place(name: str) -> Path:
+    """Return the path that a name means; raise `ParameterError` if no module can have the name."""
+    path = Path(name if name.endswith(".py") else f"{name}.py")
+    if not path.stem.isidentifier() or keyword.iskeyword(path.stem):
+        raise ParameterError(f"{name!r}: give a name that Python can import, of letters, digits and _")
+    # A program's folder comes first where modules are looked for.
+    if path.stem in {*sys.stdlib_module_names, "mpi4py", "numpy", "spawnsim", "torch"}:
+        raise ParameterError(f"{path} would be imported where programs beside it want the module {path.stem}")
+    return path
+
+
+# --------------------------------------------------------------------------------------------------- completion
+SHELLS = {
+    "bash": "~/.local/share/bash-completion/completions/spawnsim",
+    "zsh": "_spawnsim in a folder of $fpath",
+    "fish": "~/.config/fish/completions/spawnsim.fish",
+}
+
+
+@dataclass(kw_only=True)
+class Completion(Command):
+    """Print a script that completes spawnsim's commands, options and names. It is static: a Tab starts no Python, and
+    it knows the names of the day on which it was made.
+    """
+
+    examples = (f"spawnsim completion bash > {SHELLS['bash']}",)
+    shell: Annotated[
+        str,
+        Argument(
+            "which shell; write its script to "
+            + "; ".join(f"{shell}: {place}" for shell, place in SHELLS.items()),
+            choices=SHELLS,
+        ),
+    ]
+
+    def __call__(self) -> int:
+        try:
+            import shtab
+        except ImportError as error:
+            raise UnsupportedError("completion needs shtab: pip install 'spawnsim[completion]'") from error
+        whole = argparse.ArgumentParser(prog="spawnsim", description="Simulate and run distributed training.")
+        commands = whole.add_subparsers(dest="command")
+        for name, (_, text) in COMMANDS.items():
+            own = parser_of(command_of(name))
+            if name == "resume":  # it passes options of `run` on
+                _add_options_of_run(own)
+            for action in own._actions:
+                _complete(action, shtab)
+            commands.add_parser(name, help=text, parents=[own], add_help=False)
+        made: str = shtab.complete(whole, self.shell)
+        if self.shell == "bash":
+            # shtab's own words name a folder that bash does not look into by itself.
+            made = re.sub(
+                r"\A(# AUTO.*\n)(#.*\n)+",
+                rf"\1# Write it to {SHELLS['bash']}: bash reads it from there.\n",
+                made,
+            )
+            # What is no known name may be a path.
+            made = made.replace(" -F _shtab_spawnsim spawnsim", " -o default -F _shtab_spawnsim spawnsim")
+        sys.stdout.write(made)
+        return 0
+
+
+def _add_options_of_run(resume: Parser) -> None:
+    taken = {*resume._option_string_actions, "--resume", "--out", "--overwrite"}
+    for action in parser_of(command_of("run"))._actions:
+        if action.option_strings and not taken.intersection(action.option_strings):
+            resume._add_action(action)
+
+
+def _complete(action: Any, shtab: Any) -> None:
+    """Say what an argument takes: known names, files or folders."""
+    words = str(action.metavar).split("|")
+    if action.choices is not None:
+        action.choices = list(action.choices)
+    elif names := getattr(action, "names", ()):
+        action.choices = list(names() if callable(names) else names)
+    elif {"FILE", "PATH"}.intersection(words):
+        action.complete = shtab.FILE
+    elif {"DIR", "RUN"}.intersection(words):
+        action.complete = shtab.DIRECTORY
+
+
+# ------------------------------------------------------------------------------------------------------- doctor
+@dataclass(kw_only=True)
+class Doctor(Command):
+    """Report what this machine can run, and what to change; the status is 1 if something is lacking."""
+
+    examples = ("spawnsim doctor", "spawnsim doctor --json")
+    json: Json = False
+
+    def __call__(self) -> int:
+        from spawnsim.real.launch.doctor import examine
+        from spawnsim.real.launch.launchers import detect_launcher
+
+        try:
+            if detect_launcher().rank > 0:  # a launcher has started several: the first one prints
+                return 0
+        except SpawnsimError:
+            pass  # it is a finding
+        findings = examine()
+        if self.json:
+            print(json.dumps([asdict(finding) for finding in findings], indent=1))
+        else:
+            print("\n".join(line for finding in findings for line in _lines(finding)))
+        return int(any(finding.state == "lacking" for finding in findings))
+
+
+def _lines(finding: Finding) -> list[str]:
+    mark = {"good": "ok", "note": "--", "lacking": "!!"}[finding.state]
+    text = [f"{mark} {finding.topic:20} {finding.found}"]
+    return [*text, *([f"   {'':20} → {finding.advice}"] if finding.advice else [])]

@@ -1,92 +1,125 @@
-"""`spawnsim verify RUN` and `spawnsim replay RUN`: run a recorded run again, to compare it or to stop in the middle."""
+"""`spawnsim watch`, `verify` and `replay`: look at a run while it goes on; or run a recorded one again, to compare it
+or to stop in the middle.
+"""
 
 from __future__ import annotations
 
 import json
+import os
+import select
 import sys
 import textwrap
-from collections.abc import Sequence
-from dataclasses import asdict
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import numpy as np
 
+from spawnsim.cli.declaring import Command, Json, KeptProgram, Observers, Option, RunFolder
 from spawnsim.errors import ParameterError
 from spawnsim.models.faults import FaultPlan
-from spawnsim.options import Parser, parameters
+from spawnsim.options import parameters
+from spawnsim.record.folder import MANIFEST, RUNNING, read_manifest
 from spawnsim.rerun.again import Again
 from spawnsim.rerun.debugger import Change, Replay, Stop
-from spawnsim.rerun.divergence import verify as compare
+from spawnsim.rerun.divergence import verify
+from spawnsim.run import Run
 from spawnsim.run.process_setup import stoppable
 from spawnsim.run.program import program
 from spawnsim.run.result import FINISHED, shown
+from spawnsim.run.watched import PIPE, require_observers
 from spawnsim.units import seconds, text_table
 
+if TYPE_CHECKING:
+    from spawnsim.report.observers import Observer
+
+FOR_EVER_S = 10 * 365 * 86_400.0
 SHOWN = 60  # characters of an outcome
 COMPARED = ("virtual_seconds", "events", "messages", "bytes", "replacements", "digest")
 
 
-def verify(argv: Sequence[str]) -> int:
-    """Run a folder's run again and compare; 0 if it repeats, else 1."""
-    parser = Parser(
-        prog="spawnsim verify",
-        description="Run a recorded run on virtual ranks again, and name the first event that differs.",
+@dataclass(kw_only=True)
+class Verify(Command):
+    """Run a recorded run on virtual ranks again, and name the first event that differs; the status is then 1."""
+
+    examples = ("spawnsim verify runs/a",)
+    run: RunFolder
+    program: KeptProgram = None
+    json: Json = False
+
+    def __call__(self) -> int:
+        verdict = verify(self.run, self.program)
+        print(json.dumps(asdict(verdict)) if self.json else verdict.text)
+        return 0 if verdict.repeats else 1
+
+
+@dataclass(kw_only=True)
+class ReplayCommand(Command):
+    """Run a recorded run on virtual ranks again, stop at a time or condition, and look at every rank: the prompt
+    is pdb, and `ranks`, `rank N`, `rows`, `messages`. Commands may also come from a pipe.
+    """
+
+    examples = (
+        "spawnsim replay runs/a --until 12.5s",
+        "spawnsim replay runs/a --break 'rank == 17 and loss > 3'",
     )
-    parser.add_argument("run", type=Path, metavar="RUN", help="run folder")
-    parser.add_argument("--file", type=Path, help="the program, in place of the copy that the folder keeps")
-    parser.add_argument("--json", action="store_true", help="print one JSON object")
-    options = parser.parse_args(argv)
-    verdict = compare(options.run, options.file)
-    print(json.dumps(asdict(verdict)) if options.json else verdict.text)
-    return 0 if verdict.repeats else 1
+    run: RunFolder
+    until: Annotated[str | None, Option("stop at this virtual time, such as 12.5s", "TIME")] = None
+    break_: Annotated[
+        str, Option("stop where a recorded row meets this: 'rank == 17 and loss > 3'", "EXPRESSION")
+    ] = ""
+    what_if: Annotated[
+        Sequence[str],
+        Option(
+            "from --until on: a fault more (crash:3@13s), or another value of a variable of main, or of an attribute "
+            "(lr=0.1, policy.cooldown=5); the ends are compared. Repeatable",
+            "CHANGE",
+        ),
+    ] = ()
+    program: KeptProgram = None
 
-
-def replay(argv: Sequence[str]) -> int:
-    """Run a folder's run again up to a stop, and prompt there; or change something there, and compare the ends."""
-    options = _parser().parse_args(argv)
-    again = Again.of(options.run, options.file)
-    until_s = None if options.until is None else seconds(options.until)
-    stop = Stop(until_s, options.break_at or "")
-    faults, changes = _what_if(again, options.what_if, until_s)
-    if until_s is None and not stop.condition and not options.what_if:
-        raise ParameterError("where to stop? Give --until TIME or --break EXPRESSION")
-    main = None if again.is_whole else program(again.file, again.parameters).main.__code__
-    prompts = not options.what_if or bool(stop.condition)
-    whole = again.recorded.what.get("record_every", 1) == 1 and not again.recorded.what.get("record_ranks")
-    columns = list(again.recorded.table) if whole else None  # of thinned rows some may be missing
-    recorder = Replay(stop, changes, sys.stdin if prompts else None, columns=columns, main=main)
-    with stoppable():
-        found = again.run(recorder, prepare=recorder.prepare, faults=faults)
-    if recorder.error is not None:
-        raise recorder.error
-    if recorder.left:
+    def __call__(self) -> int:
+        again = Again.of(self.run, self.program)
+        until_s = None if self.until is None else seconds(self.until)
+        stop = Stop(until_s, self.break_)
+        faults, changes = _what_if(again, self.what_if, until_s)
+        if until_s is None and not stop.condition and not self.what_if:
+            raise ParameterError("where to stop? Give --until TIME or --break EXPRESSION")
+        main = None if again.is_whole else program(again.file, again.parameters).main.__code__
+        prompts = not self.what_if or bool(stop.condition)
+        what = again.recorded.what
+        whole = what.get("record_every", 1) == 1 and not what.get("record_ranks")
+        columns = list(again.recorded.table) if whole else None  # of thinned rows some may be missing
+        recorder = Replay(stop, changes, sys.stdin if prompts else None, columns=columns, main=main)
+        with stoppable():
+            found = again.run(recorder, prepare=recorder.prepare, faults=faults)
+        if recorder.error is not None:
+            raise recorder.error
+        if recorder.left:
+            return 0
+        if prompts and not recorder.stops:
+            print(f"the run ended ({found.outcome}) without a stop")
+        if self.what_if:
+            print(_compared(again, found))
+        elif found.totals.get("digest") == again.recorded.totals.get("digest"):
+            print(f"ended as recorded: {found.totals.get('digest')}")
+        elif found.outcome != FINISHED:
+            print(f"ended: {found.outcome}")
+        else:
+            print("ended, with another digest than recorded")
         return 0
-    if prompts and not recorder.stops:
-        print(f"the run ended ({found.outcome}) without a stop")
-    if options.what_if:
-        print(_compared(again, found))
-    elif found.totals.get("digest") == again.recorded.totals.get("digest"):
-        print(f"ended as recorded: {found.totals.get('digest')}")
-    else:
-        print(
-            f"ended: {found.outcome}"
-            if found.outcome != FINISHED
-            else "ended, with another digest than recorded"
-        )
-    return 0
 
 
 def _what_if(
     again: Again, texts: Sequence[str], until_s: float | None
 ) -> tuple[FaultPlan | None, list[Change]]:
     """Return the plan with the faults that are added, and the variables that are changed."""
-    added, changes = [], []
-    for text in texts:
-        if "@" in text:
-            added.append(text)
-        else:
-            changes += [Change(name, value) for name, value in _assignment(text).items()]
+    added = [text for text in texts if "@" in text]
+    changes = [
+        Change(name, value) for text in texts if "@" not in text for name, value in _assignment(text).items()
+    ]
     if texts and until_s is None:
         raise ParameterError("--what-if: from when on? Give --until TIME")
     if not added:
@@ -108,7 +141,7 @@ def _assignment(text: str) -> dict[str, Any]:
     return {name: next(iter(parameters([f"value={value}"]).values()))}
 
 
-def _compared(again: Again, found: Any) -> str:
+def _compared(again: Again, found: Run) -> str:
     was, now = again.recorded, found
     rows = [(name, shown(was.totals.get(name)), shown(now.totals.get(name))) for name in COMPARED]
     rows.append(("outcome", textwrap.shorten(was.outcome, SHOWN), textwrap.shorten(now.outcome, SHOWN)))
@@ -122,23 +155,66 @@ def _compared(again: Again, found: Any) -> str:
     return text_table(("", "recorded", "what if"), rows)
 
 
-def _parser() -> Parser:
-    parser = Parser(
-        prog="spawnsim replay",
-        description="Run a recorded run on virtual ranks again, stop at a time or condition, and look at every rank: "
-        "the prompt is pdb, and `ranks`, `rank N`, `rows`, `messages`. Commands may also come from a pipe.",
-    )
-    add = parser.add_argument
-    add("run", type=Path, metavar="RUN", help="run folder")
-    add("--until", metavar="TIME", help="stop at this virtual time, such as 12.5s")
-    add(
-        "--break", dest="break_at", metavar="EXPRESSION",
-        help="stop where a recorded row meets this: 'rank == 17 and loss > 3'",
-    )  # fmt: skip
-    add(
-        "--what-if", action="append", default=[], metavar="CHANGE",
-        help="from --until on: a fault more (crash:3@13s), or another value of a variable of main, or of an attribute "
-        "(lr=0.1, policy.cooldown=5); the ends are compared. Repeatable",
-    )  # fmt: skip
-    add("--file", type=Path, help="the program, in place of the copy that the folder keeps")
-    return parser
+# -------------------------------------------------------------------------------------------------------- watch
+@dataclass(kw_only=True)
+class Watch(Command):
+    """Show a run to a browser on this machine, or to loggers, while it goes on, and one that has ended as a whole.
+    `spawnsim run --observe` does so from its beginning. Ctrl-C ends it.
+    """
+
+    examples = ("spawnsim watch runs/a", "spawnsim watch runs/a --observe tensorboard --observe mlflow")
+    run: RunFolder
+    observe: Observers = ("live",)
+
+    def __call__(self) -> int:
+        from spawnsim.report.live import LivePage
+        from spawnsim.report.observers import LOGGERS, Logging, follow
+
+        names = list(dict.fromkeys(self.observe))
+        # Started by a run, it ends when the run's folder is whole, which the run says by closing its end of a pipe.
+        registry = os.environ.get(PIPE)
+        require_observers(names, self.run)
+        if registry is None and read_manifest(self.run)["outcome"] != RUNNING:
+            Run.load(self.run)  # what cannot be read is told now; that of a run which goes on may come yet
+        pages = [LivePage(str(self.run))] if "live" in names else []
+        try:
+            for page in pages:
+                print(f"spawnsim: live: {page.url}", file=sys.stderr, flush=True)
+            if registry is not None and not _begun(self.run):
+                return 0  # what has kept the run from beginning is told by it
+            what = read_manifest(self.run)["what"]
+            loggers = [Logging(LOGGERS[name](self.run, what)) for name in names if name in LOGGERS]
+            observers: list[Observer] = [*pages, *loggers]
+            over = _ended(stays=bool(pages)) if registry is None else _closed
+            follow(self.run, observers, over, Path(registry) if registry else None)
+        finally:
+            for page in pages:
+                page.close()
+        return 0
+
+
+def _begun(folder: Path) -> bool:
+    """Wait until a run has begun its folder; return whether it has, before it has ended."""
+    while not (folder / MANIFEST).exists():
+        if _closed(0.1):
+            return False
+    return True
+
+
+def _closed(wait_s: float, _run: Run | None = None) -> bool:
+    """Wait until standard input is closed, so long at most; return whether it is."""
+    return bool(select.select([sys.stdin], [], [], wait_s)[0]) and not os.read(sys.stdin.fileno(), 4096)
+
+
+def _ended(*, stays: bool) -> Callable[[float, Run | None], bool]:
+    """Return what waits until the run has ended; a page that was opened by hand stays until Ctrl-C."""
+
+    def over(wait_s: float, run: Run | None) -> bool:
+        ended = run is not None and run.outcome != RUNNING
+        if ended and not stays:
+            return True
+        # Nothing new comes any more, and the page stays as it is.
+        time.sleep(FOR_EVER_S if ended else wait_s)
+        return False
+
+    return over

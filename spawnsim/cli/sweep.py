@@ -1,97 +1,132 @@
-"""`spawnsim sweep FILE`: one program under all combinations of values, without a study's file.
-
-Most options are those of `spawnsim run`, and take several values with commas between them.
+"""`spawnsim sweep FILE`: one program under all combinations of values, without a study's file; `spawnsim study NAME`: a
+file that makes its own grid of runs, and draws it.
 """
 
 from __future__ import annotations
 
-import argparse
-import ast
+import importlib.util
 import os
 import shlex
-from collections.abc import Sequence
+import sys
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 from spawnsim.backends import BACKENDS
 from spawnsim.cli import print_warnings
-from spawnsim.cli.listing import find
-from spawnsim.cli.study import add_jobs, require_jobs, say
+from spawnsim.cli.declaring import JOBS, Argument, Command, Jobs, Option, Whole
+from spawnsim.cli.listing import find, names
 from spawnsim.errors import ParameterError
-from spawnsim.options import (
-    OPTIONS,
-    VIRTUAL_ONLY,
-    Parser,
-    choices,
-    listed,
-    nearest,
-    of_virtual_ranks,
-    split_at_dashes,
-    unquoted,
-)
-from spawnsim.record.folder import named
+from spawnsim.options import OPTIONS, VIRTUAL_ONLY, choices, listed, nearest, of_virtual_ranks, unquoted
+from spawnsim.record.folder import named, require_free
 from spawnsim.run.process_setup import stoppable
-from spawnsim.run.program import is_unmodified, require_kind, require_main, tree_of, written_parameters
+from spawnsim.run.program import ProgramFile, require_kind
 from spawnsim.run.virtual import require_possible
 from spawnsim.scenario import DEADLINE_S, Scenario
 from spawnsim.study import executors
+from spawnsim.study.context import Context
+from spawnsim.study.executors import load_ahead
 from spawnsim.study.results import DONE, Sweep
 from spawnsim.study.store import Cell, grid
 from spawnsim.study.sweeping import require_limit
 from spawnsim.units import counted, limit, seconds, text_table
 
-QUOTING = """\
-Options with LIST take several values: --ranks 8,64 or --set ratio=0.1,0.2,0.4; all combinations are run. A value that
-has commas itself is put in quotes, within those of the shell: --set "name='a,b',c". A tuple needs none, --set
-"hidden=(32,),(64,64)", nor does a straggler, --straggler none,slow:0.05,10. The same option again adds values.
-
-  spawnsim sweep train.py --ranks 64 --set policy=average,selective --straggler none,pareto:1.5 --seeds 8 --out runs/q
-  spawnsim plot runs/q --y 'time_to:accuracy>0.8' --x stragglers --hue policy
-
-The same command goes on with a sweep that was stopped or killed, and tries again what failed. See docs/sweeps.md.
-"""
-AROUND = {
-    "platform": "virtual network: a name or a TOML file; default: the default platform",
-    "stragglers": "virtual compute times, such as none,lognormal:0.3",
-    "faults": "virtual fault plans: texts, or files",
-    "compute": "seconds of a comm.compute() that states none, such as '5 ms'",
-    "deadline_s": "seconds that one call may wait; default: 30",
-    "ties": "order of virtual ranks at one time: fifo, reverse, random:SEED; default: fifo",
-    "sums": "order in which virtual ranks add floats: mpi, gloo; default: mpi",
-    "backend": f"{', '.join(BACKENDS)}; default: virtual. Real ranks: with --jobs 1",
-}
-"""Keyword argument of `spawnsim.run` → what its option is."""
+AROUND = ("platform", "stragglers", "faults", "compute", "deadline_s", "ties", "sums", "backend")
+"""Keyword arguments of `spawnsim.run` whose options take lists."""
 TIME_LIMITS = ("deadline_s",)
+Several = Sequence[str]
 
 
-def main(argv: Sequence[str]) -> int:
-    """Run the subcommand."""
-    own, rest = split_at_dashes(argv)
-    options = parser().parse_args(own)
-    require_jobs(options.jobs)
-    limit_s = None if options.run_limit is None else seconds(options.run_limit)
-    own_pool = options.executor == "processes"
-    require_limit(limit_s, options.jobs, None if own_pool else options.executor)
-    cells = cells_of(options, rest)
-    out = named(options.out) if options.out else Path("runs") / Path(options.file).stem
-    if options.dry_run:
-        return _list(cells, out)
-    with stoppable():
-        chosen = nullcontext() if own_pool else executors.named(options.executor, options.jobs, out / "jobs")
-        before = _finished(out)
-        found = Sweep.plan(cells, out)
-        if left := before - {cell.folder for cell in found.cells}:
-            what = f"{counted(len(left), 'run')} of an earlier command, or of files that were edited since"
-            say(f"{what}: kept in {out / 'runs'}, no longer part of the sweep")
-        say(f"{found.says()}, in {out}; figures at any time: spawnsim plot {shlex.quote(str(out))}")
-        try:
-            with chosen as carrier:
-                Sweep.run(cells, out, jobs=options.jobs, executor=carrier, limit_s=limit_s, say=say)
-        finally:
-            print_warnings(found.warnings())
-    say(f"{found.says()}; {_advice(found)}")
-    return 0
+@dataclass(kw_only=True)
+class SweepCommand(Command):
+    """Run a file under all combinations of values, under several seeds; go on where it was stopped. Options with LIST
+    take several values with commas between them, such as --set ratio=0.1,0.2, and may be repeated. A value that has
+    commas itself is put in quotes, within those of the shell: --set "name='a,b',c"; a tuple needs none, nor does a
+    straggler, --straggler none,slow:0.05,10. The same command goes on with a sweep that was stopped or killed, and
+    tries again what failed. See docs/sweeps.md.
+    """
+
+    takes_arguments = True
+    examples = (
+        "spawnsim sweep train.py -n 64 --set ratio=0.1,0.2,0.4 --straggler none,pareto:1.5 --seeds 8 --out runs/q",
+        "spawnsim sweep train.py --ranks 8,64 --set 'hidden=(32,),(64,64)' --out runs/r",
+    )
+    file: Annotated[
+        str, Argument("file with main(comm), unmodified program, or name (`spawnsim list studies`)", "FILE")
+    ]
+    ranks: Annotated[Several, Option("how many ranks", "LIST", "-n")]
+    set: Annotated[Several, Option("values of a keyword argument of main; repeatable", "NAME=LIST")] = ()
+    platform: Annotated[Several, Option("virtual networks: names or TOML files", "LIST")] = ()
+    straggler: Annotated[Several, Option("virtual compute times, such as none,lognormal:0.3", "LIST")] = ()
+    faults: Annotated[Several, Option("virtual fault plans: texts, or files", "LIST")] = ()
+    compute: Annotated[
+        Several, Option("seconds of a comm.compute() that states none, such as '5 ms'", "LIST")
+    ] = ()
+    deadline: Annotated[Several, Option("seconds that one call may wait; default: 30", "LIST")] = ()
+    ties: Annotated[
+        Several, Option("order of virtual ranks at one time: fifo (default), reverse, random:SEED", "LIST")
+    ] = ()
+    sums: Annotated[
+        Several, Option("order in which virtual ranks add floats: mpi (default), gloo", "LIST")
+    ] = ()
+    backend: Annotated[
+        Several, Option(f"{', '.join(BACKENDS)}; default: virtual. Real ranks: with --jobs 1", "LIST")
+    ] = ()
+    seed: Annotated[Several, Option("the seeds, or the first of --seeds; default: 0", "LIST")] = ()
+    seeds: Annotated[int | None, Option("how many seeds; default: one", "N")] = None
+    eager: Annotated[bool, Option("carry out each TrainingStep at once")] = False
+    whole: Whole = False
+    record_every: Annotated[
+        int, Option("keep the rows of every Nth iteration alone; default: of all", "N")
+    ] = 1
+    record_ranks: Annotated[
+        str | None, Option("keep the rows of these ranks alone, such as 0-9,100", "R")
+    ] = None
+    out: Annotated[str | None, Option("the sweep's folder; default: runs/NAME of the file", "DIR")] = None
+    dry_run: Annotated[bool, Option("list the runs, and which are done")] = False
+    jobs: Jobs = JOBS
+    limit: Annotated[
+        str | None,
+        Option("how long one run may take here, such as '10 min'; one that takes longer has failed", "S"),
+    ] = None
+    executor: Annotated[
+        str,
+        Option(
+            "what carries the runs: processes (of this machine), dask[:ADDRESS], ray[:ADDRESS], mpi, "
+            "submitit[:cluster=local,timeout_min=60,slurm_partition=…]",
+            "E",
+        ),
+    ] = "processes"
+
+    def __call__(self) -> int:
+        limit_s = None if self.limit is None else seconds(self.limit)
+        own_pool = self.executor == "processes"
+        require_limit(limit_s, self.jobs, None if own_pool else self.executor)
+        cells = cells_of(self)
+        out = named(self.out) if self.out else Path("runs") / Path(self.file).stem
+        if self.dry_run:
+            return _list(cells, out)
+        with stoppable():
+            chosen = nullcontext() if own_pool else executors.named(self.executor, self.jobs, out / "jobs")
+            before = _finished(out)
+            found = Sweep.plan(cells, out)
+            if left := before - {cell.folder for cell in found.cells}:
+                what = (
+                    f"{counted(len(left), 'run')} of an earlier command, or of files that were edited since"
+                )
+                say(f"{what}: kept in {out / 'runs'}, no longer part of the sweep")
+            say(f"{found.says()}, in {out}; figures at any time: spawnsim plot {shlex.quote(str(out))}")
+            try:
+                with chosen as carrier:
+                    Sweep.run(cells, out, jobs=self.jobs, executor=carrier, limit_s=limit_s, say=say)
+            finally:
+                print_warnings(found.warnings())
+        x = next((name for name in found.varied if name != "policy"), "")
+        line = shlex.join(["spawnsim", "plot", str(found.folder), *(["--x", x] if x else [])])
+        say(f"{found.says()}; figures: {line}")
+        return 0
 
 
 def _finished(out: Path) -> set[str]:
@@ -103,41 +138,41 @@ def _finished(out: Path) -> set[str]:
     return {cell.folder for cell in sweep.of_state(DONE)}
 
 
-def cells_of(options: argparse.Namespace, argv: Sequence[str] = ()) -> list[Cell]:
+def cells_of(asked: SweepCommand) -> list[Cell]:
     """Return the cells that the options ask for, each checked as far as it can be without running it.
+
+    Args:
+        asked: the command.
+
+    Returns:
+        The cells.
 
     Raises:
         ParameterError: a value means nothing.
     """
     # Absolute, as are the files of circumstances: an executor's processes may stand elsewhere.
-    file = find(options.file, "main").absolute()
-    whole = options.whole or is_unmodified(file)
-    over = choices(options.set)
-    if whole and over:
+    program = ProgramFile.read(find(asked.file, "main").absolute(), whole=asked.whole)
+    over, argv = choices(asked.set), list(asked.arguments)
+    if program.is_whole and over:
         raise ParameterError(
-            f"--set: {options.file} is run whole and has no main(comm); its arguments follow --"
+            f"--set: {asked.file} is run whole and has no main(comm); its arguments follow --"
         )
-    if argv and not whole:
+    if argv and not program.is_whole:
         raise ParameterError(
             f"unrecognized arguments: {shlex.join(argv)}; main(comm) has parameters: --set NAME=VALUE"
         )
-    if not whole:
-        require_main(file)
-        _require_parameters(file, over)
-    around = {name: _around(name, given) for name in AROUND if (given := getattr(options, name))}
-    more = {
-        "eager": options.eager,
-        "whole": options.whole,
-        "argv": list(argv),
-        "record_ranks": options.record_ranks,
-    }
-    more |= {} if options.record_every == 1 else {"record_every": options.record_every}
+    if not program.is_whole:
+        program.require_main()
+        _require_parameters(program, over)
+    around = {name: _around(name, given) for name in AROUND if (given := getattr(asked, OPTIONS[name][2:]))}
+    more = {"eager": asked.eager, "whole": asked.whole, "argv": argv, "record_ranks": asked.record_ranks}
+    more |= {} if asked.record_every == 1 else {"record_every": asked.record_every}
     cells = grid(
-        file, ranks=_whole_numbers("--ranks", options.ranks), seeds=seeds_of(options.seed, options.seeds),
+        program.path, ranks=_whole_numbers("--ranks", asked.ranks), seeds=_seeds_of(asked.seed, asked.seeds),
         over=over, around=around, **{name: value for name, value in more.items() if value},
     )  # fmt: skip
     for cell in {str([cell.ranks, cell.backend, *cell.world.items()]): cell for cell in cells}.values():
-        _require_possible(cell, whole)
+        _require_possible(cell, program.is_whole)
     return cells
 
 
@@ -186,7 +221,7 @@ def _whole_numbers(option: str, given: Sequence[str]) -> list[int]:
         raise ParameterError(f"{option} {','.join(texts)}: give whole numbers, such as 8 or 8,64") from None
 
 
-def seeds_of(first: Sequence[str], count: int | None) -> list[int]:
+def _seeds_of(first: Sequence[str], count: int | None) -> list[int]:
     """Return the seeds: those listed; or so many, from the one given on, or from 0."""
     listed_ = _whole_numbers("--seed", first) if first else [0]
     if count is None:
@@ -198,18 +233,16 @@ def seeds_of(first: Sequence[str], count: int | None) -> list[int]:
     return list(range(listed_[0], listed_[0] + count))
 
 
-def _require_parameters(file: Path, over: dict[str, list[Any]]) -> None:
+def _require_parameters(program: ProgramFile, over: dict[str, list[Any]]) -> None:
     """Raise `ParameterError` for what `main` does not take; read of its text, since loading it may take long."""
-    for node in tree_of(file).body:
-        if isinstance(node, ast.FunctionDef) and node.name == "main":
-            known = written_parameters(node)
-            for name, values in over.items():
-                if name in known:
-                    for value in values:
-                        require_kind(value, known[name])
-                elif node.args.kwarg is None:
-                    hint = nearest(name, known) or f"its parameters: {', '.join(known) or 'none'}"
-                    raise ParameterError(f"--set {name}: main takes no parameter {name}; {hint}")
+    known, takes_any = program.parameters
+    for name, values in over.items():
+        if name in known:
+            for value in values:
+                require_kind(value, known[name])
+        elif not takes_any:
+            hint = nearest(name, known) or f"its parameters: {', '.join(known) or 'none'}"
+            raise ParameterError(f"--set {name}: main takes no parameter {name}; {hint}")
 
 
 def _require_possible(cell: Cell, whole: bool) -> None:
@@ -250,68 +283,58 @@ def _list(cells: Sequence[Cell], out: Path) -> int:
     return 0
 
 
-def _advice(found: Sweep) -> str:
-    """Return a command that draws the sweep, of what it varies."""
-    x = next((name for name in found.varied if name != "policy"), "")
-    line = ["spawnsim", "plot", str(found.folder), *(["--x", x] if x else [])]
-    return f"figures: {shlex.join(line)}"
+@dataclass(kw_only=True)
+class Study(Command):
+    """Run a study: a grid of runs, then figures."""
+
+    examples = (
+        "spawnsim study demo --quick",
+        "spawnsim study my_study.py --seeds 8 --jobs 2 --out runs/mine",
+    )
+    missing = "`spawnsim list studies` names them."
+    study: Annotated[str, Argument("a file of studies/, by name, or a path to one", "NAME|PATH", names=names)]
+    quick: Annotated[bool, Option("a small version, to see that it works")] = False
+    seeds: Annotated[int | None, Option("how many seeds (default: the study's own)", "N")] = None
+    jobs: Jobs = JOBS
+    out: Annotated[str | None, Option("figures and runs go here (default: runs/NAME)", "DIR")] = None
+
+    def __call__(self) -> int:
+        if self.seeds is not None and self.seeds < 1:
+            raise ParameterError(f"--seeds {self.seeds}: give how many seeds to run, at least 1")
+        path = find(self.study)
+        out = Path("runs") / path.stem if self.out is None else named(self.out)
+        if out.exists() and not out.is_dir():
+            raise ParameterError(f"--out {out} is a file: name a folder")
+        # A study's files would lie among those of a run, and its clean-up could take them.
+        require_free(out)
+        if self.jobs:
+            load_ahead()  # beside this process's own libraries: with both cores it is there 3 s earlier
+        with stoppable():
+            context = Context(
+                path.stem, path.parent, out, quick=self.quick, repeats=self.seeds, jobs=self.jobs, say=say
+            )
+            try:
+                load(path)(context)
+            finally:
+                print_warnings(context.warnings())
+        return 0
 
 
-def parser() -> Parser:
-    """Return the options of `spawnsim sweep`.
+def say(line: str) -> None:
+    """Print a line at once, also into a pipe."""
+    sys.stdout.write(f"{line}\n")
+    sys.stdout.flush()
 
-    Returns:
-        The parser.
-    """
-    parser = Parser(
-        prog="spawnsim sweep", epilog=QUOTING, formatter_class=argparse.RawDescriptionHelpFormatter,
-        description="Run a file under all combinations of values, under several seeds; go on where it was stopped.",
-    )  # fmt: skip
-    add = parser.add_argument
-    add(
-        "file",
-        help="Python file that defines main(comm), an unmodified program (its arguments after --), or a program of the "
-        "studies by name, such as digits",
-    )
-    add("-n", "--ranks", action="append", required=True, metavar="LIST", help="how many ranks")
-    add(
-        "--set",
-        action="append",
-        default=[],
-        metavar="NAME=LIST",
-        help="values of a keyword argument of main; repeatable",
-    )
-    for name, text in AROUND.items():
-        others = ["--stragglers"] if name == "stragglers" else []
-        add(OPTIONS[name], *others, dest=name, action="append", default=[], metavar="LIST", help=text)
-    add(
-        "--seed",
-        action="append",
-        default=[],
-        metavar="LIST",
-        help="the seeds, or the first of --seeds; default: 0",
-    )
-    add("--seeds", type=int, metavar="N", help="how many seeds; default: one")
-    add("--eager", action="store_true", help="carry out each TrainingStep at once")
-    add("--whole", action="store_true", help="run the file whole on every rank")
-    add(
-        "--record-every",
-        type=int,
-        default=1,
-        metavar="N",
-        help="keep the rows of every Nth iteration alone; default: of all",
-    )
-    add("--record-ranks", metavar="R", help="keep the rows of these ranks alone, such as 0-9,100")
-    add("--out", metavar="DIR", help="the sweep's folder; default: runs/NAME of the file")
-    add("--dry-run", action="store_true", help="list the runs, and which are done")
-    add_jobs(parser)
-    add(
-        "--run-limit", metavar="S",
-        help="how long one run may take here, such as '10 min'; one that takes longer is ended, and has failed",
-    )  # fmt: skip
-    add(
-        "--executor", default="processes", metavar="E",
-        help="what carries the runs: processes (of this machine; default), dask[:ADDRESS], ray[:ADDRESS], mpi, "
-        "submitit[:cluster=local,timeout_min=60,slurm_partition=…]",
-    )  # fmt: skip
-    return parser
+
+def load(path: Path) -> Callable[[Context], None]:
+    """Import a study's file and return its function `study(context)`."""
+    spec = importlib.util.spec_from_file_location(f"spawnsim_study_{path.stem}", path)
+    if spec is None or spec.loader is None:
+        raise ParameterError(f"{path} cannot be imported")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    study: Callable[[Context], None] | None = getattr(module, "study", None)
+    if study is None:
+        what = f"; it has `main`, so run it: spawnsim run {path} --ranks N" if hasattr(module, "main") else ""
+        raise ParameterError(f"{path} has no function `study(context)`{what}")
+    return study

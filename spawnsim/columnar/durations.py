@@ -67,7 +67,7 @@ class Durations:
         if streams == "ranks" and 8.0 * noises * ranks * blocks > KEPT_B:
             raise ParameterError(
                 f"{ranks:,} ranks with streams of their own keep {8e-9 * noises * ranks * blocks:,.0f} GB for "
-                f'{blocks:,} blocks: draw for all of them at once (streams="bulk", --streams bulk)'
+                f'{blocks:,} blocks: draw for all of them at once (streams="bulk", --set streams=bulk)'
             )
         self._base = np.full(ranks, model.base.duration_s)
         self._plan, self._blocks, self._seed = plan, blocks, seed
@@ -140,7 +140,7 @@ class Durations:
             return _times(_strata(straggler, ranks, lambda _stratum: stream.random()))
         raise UnsupportedError(
             f"columnar: {straggler} has no draws for all ranks at once: give each rank its own streams "
-            '(streams="ranks", --streams ranks)'
+            '(streams="ranks", --set streams=ranks)'
         )
 
 

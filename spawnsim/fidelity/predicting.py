@@ -266,7 +266,9 @@ def read_cases(path: Path) -> list[Validated]:
             for case in document["cases"]
         ]
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ParameterError(f"{path}: not what validate --vary --json prints ({error!r})") from error
+        raise ParameterError(
+            f"{path}: not what validate --json prints of several programs ({error!r})"
+        ) from error
 
 
 def _cell(errors: tuple[float, float, float], share: bool, repeats: int) -> str:

@@ -40,7 +40,7 @@ from spawnsim.fuzzing.shrinking import shrunk
 from spawnsim.record import manifest
 from spawnsim.run import Run
 from spawnsim.run.process_setup import one_thread
-from spawnsim.run.program import MODULE, is_unmodified, program
+from spawnsim.run.program import MODULE, ProgramFile, program
 from spawnsim.run.result import totals_of
 from spawnsim.run.virtual import carry_out
 from spawnsim.study.executors import pool
@@ -109,19 +109,22 @@ class Target:
         """Return the program as it is before any run, and the function `check(run)` that its file may define."""
         if not isinstance(self.program, Path):
             return program(self.program, parameters), self.check
-        if self.whole or _unmodified(self.program):
-            return self.program, self.check
+        file = _file(self.program, self.whole)
+        if file.is_whole:
+            return file, self.check
         own = _own_modules(self.program)
         if len(own) > 1:  # it imports others of its folder
             for name, module in list(sys.modules.items()):
                 if getattr(module, "__file__", None) in own:
                     del sys.modules[name]
-        task = program(self.program, parameters)
+        task = program(file, parameters)
         return task, self.check or getattr(sys.modules[MODULE], "check", None)
 
 
 # Read once in a process: to parse a file for each case would take a quarter of the time of a small one.
-_unmodified = cache(is_unmodified)
+@cache
+def _file(path: Path, whole: bool) -> ProgramFile:
+    return ProgramFile.read(path, whole=whole)
 
 
 @cache

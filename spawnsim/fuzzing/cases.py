@@ -99,7 +99,7 @@ class Case:
         told += ["--alive", "none" if math.isinf(self.alive_s) else repr(self.alive_s)]
         told += ["--survive"] if self.survive else []
         argv = self.world.get("argv", ())
-        return [*told, "--no-shrink", *(["--", *argv] if argv else [])]
+        return [*told, *(["--", *argv] if argv else [])]
 
     def command(self, file: str) -> str:
         return shlex.join(["spawnsim", "fuzz", file, *self.options()])

@@ -17,7 +17,7 @@ from spawnsim.record import Recorder, Thinned, ranks_named
 from spawnsim.record.folder import MANIFEST
 from spawnsim.record.manifest import INPUTS
 from spawnsim.run import Run
-from spawnsim.run.program import program
+from spawnsim.run.program import ProgramFile, program
 from spawnsim.run.result import FINISHED, totals_of
 from spawnsim.run.virtual import carry_out
 from spawnsim.run.writer import outcome_of
@@ -60,7 +60,7 @@ class Again:
             )
         kept = file or folder / INPUTS / "program" / str(what["file"])
         if not kept.is_file():
-            raise ParameterError(f"{folder} keeps no copy of {what['file']}: name the program with --file")
+            raise ParameterError(f"{folder} keeps no copy of {what['file']}: name the program with --program")
         try:
             scenario = _scenario(folder, what)
         except ParameterError:
@@ -102,7 +102,8 @@ class Again:
         scenario = self.scenario if faults is None else replace(self.scenario, faults=faults)
         outcome, counted = FINISHED, None
         try:
-            task = self.file if self.is_whole else program(self.file, self.parameters)
+            file = ProgramFile.read(self.file, whole=self.is_whole)
+            task = file if self.is_whole else program(file, self.parameters)
             counted = carry_out(task, scenario, kept, argv=argv, options=options, prepare=prepare)
         except SpawnsimError as error:
             outcome, counted = outcome_of(error), getattr(error, "totals", None)

@@ -13,9 +13,9 @@ import re
 import sys
 import types
 import typing
-from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, cached_property
 from pathlib import Path
 from typing import Any
 
@@ -87,11 +87,11 @@ def _met_mpi4py(error: Exception) -> bool:
     return "expected mpi4py.MPI." in str(error) or (ours and "mpi4py.MPI." in str(error))
 
 
-def program(main: Main | str | Path, parameters: Mapping[str, Any] | None = None) -> Program:
+def program(main: Main | str | Path | ProgramFile, parameters: Mapping[str, Any] | None = None) -> Program:
     """Return a checked program, from a function or from a file that defines `main(comm)`.
 
     Args:
-        main: the function, or the file's path.
+        main: the function, or the file.
         parameters: keyword arguments of `main`.
 
     Returns:
@@ -102,36 +102,50 @@ def program(main: Main | str | Path, parameters: Mapping[str, Any] | None = None
     """
     # Before the file is loaded: its imports are what shall be noticed.
     notice_imports()
-    function = load(Path(main)) if isinstance(main, (str, Path)) else main
+    if isinstance(main, (str, Path)):
+        main = ProgramFile.read(Path(main))
+    function = main.load() if isinstance(main, ProgramFile) else main
     if not callable(function):
         raise ParameterError(
             f"main is a {type(function).__name__}: give a function of the communicator, or a file"
         )
     given = dict(parameters or {})
+    return Program(function, checked(function, given), given)
+
+
+def checked(function: Main, given: Mapping[str, Any], name: str = "main") -> dict[str, Any]:
+    """Return every keyword parameter of a function with its value, defaults included.
+
+    Args:
+        function: its first parameter is the communicator.
+        given: values by name.
+        name: what the function is called in errors.
+
+    Returns:
+        The values.
+
+    Raises:
+        ParameterError: a parameter that the function does not take, that is missing, or that has another type.
+    """
     takes = _parameters(function)
     # Checked before the run: as a TypeError on each rank it would come after the ranks have been made.
-    unknown = [name for name in given if name not in takes.names and not takes.anything]
+    unknown = [each for each in given if each not in takes.named and not takes.anything]
     if unknown:
-        known = ", ".join(takes.names) or "none"
-        hint = nearest(unknown[0], takes.names) or f"its parameters: {known}"
-        raise ParameterError(f"main takes no parameter {', '.join(unknown)}; {hint}")
-    missing = [name for name in takes.names if name not in takes.defaults and name not in given]
+        hint = nearest(unknown[0], takes.named) or f"its parameters: {', '.join(takes.named) or 'none'}"
+        raise ParameterError(f"{name} takes no parameter {', '.join(unknown)}; {hint}")
+    missing = [each for each in takes.named if each not in takes.defaults and each not in given]
     if missing:
-        raise ParameterError(f"main needs a value for {', '.join(missing)}: give --set {missing[0]}=VALUE")
-    for name, parameter in takes.named.items():
-        if name in given:
-            require_kind(given[name], parameter)
-    return Program(function, takes.defaults | given, given)
+        raise ParameterError(f"{name} needs a value for {', '.join(missing)}: give --set {missing[0]}=VALUE")
+    for each, parameter in takes.named.items():
+        if each in given:
+            require_kind(given[each], parameter)
+    return takes.defaults | dict(given)
 
 
 @dataclass(frozen=True)
 class _Takes:
     named: dict[str, inspect.Parameter]
     anything: bool
-
-    @property
-    def names(self) -> list[str]:
-        return list(self.named)
 
     @property
     def defaults(self) -> dict[str, Any]:
@@ -156,24 +170,6 @@ def _parameters(function: Main) -> _Takes:
         named={each.name: each.replace(annotation=_hint(each.annotation, names)) for each in named},
         anything=any(each.kind is inspect.Parameter.VAR_KEYWORD for each in parameters),
     )
-
-
-def written_parameters(function: ast.FunctionDef) -> dict[str, inspect.Parameter]:
-    """Return what a `main` that is not loaded takes by name, as far as its text tells: without the communicator."""
-    own, empty, named = function.args, inspect.Parameter.empty, {}
-    positional = [*own.posonlyargs, *own.args]
-    defaults = [None] * (len(positional) - len(own.defaults)) + [*own.defaults, *own.kw_defaults]
-    for arg, default in [*zip([*positional, *own.kwonlyargs], defaults, strict=True)][1:]:
-        if arg in own.posonlyargs:  # as in `_parameters`
-            continue
-        try:
-            value = empty if default is None else ast.literal_eval(default)
-        except ValueError:  # it is no literal
-            value = empty
-        hint = empty if arg.annotation is None else _hint(ast.unparse(arg.annotation), vars(typing))
-        kind = inspect.Parameter.KEYWORD_ONLY
-        named[arg.arg] = inspect.Parameter(arg.arg, kind, default=value, annotation=hint)
-    return named
 
 
 def _hint(annotation: Any, names: Mapping[str, Any]) -> Any:
@@ -231,6 +227,208 @@ def require_kind(value: Any, parameter: inspect.Parameter) -> None:
     raise ParameterError(f"{name}={value!r}: give {given}{also}")
 
 
+@dataclass(frozen=True)
+class ProgramFile:
+    """A program's file, read once: its text says how it is run. Nothing of it is executed.
+
+    Attributes:
+        path: the file.
+        tree: its syntax tree.
+        whole: whether it shall be run whole, whatever it defines.
+    """
+
+    path: Path
+    tree: ast.Module
+    whole: bool = False
+
+    @classmethod
+    def read(cls, path: Path, *, whole: bool = False) -> ProgramFile:
+        """Return the file of a path.
+
+        Args:
+            path: the file.
+            whole: as the attribute.
+
+        Returns:
+            The file.
+
+        Raises:
+            ParameterError: there is no such file, or it is not Python.
+        """
+        try:
+            # Bytes, which may begin with a mark, or name their encoding.
+            return cls(path, ast.parse(path.read_bytes(), str(path)), whole)
+        except OSError as error:
+            raise ParameterError(f"cannot read {path}: {error.strerror}") from error
+        # A byte that is 0 raises a ValueError in some versions of Python.
+        except (SyntaxError, ValueError) as error:
+            raise ParameterError(f"{path} is not a Python program: {error}") from error
+
+    @cached_property
+    def main(self) -> ast.FunctionDef | None:
+        """The function `main`; None if there is none, or if it is bound by an import or an assignment."""
+        found = (node for node in self.tree.body if isinstance(node, ast.FunctionDef) and node.name == "main")
+        return next(found, None)
+
+    @cached_property
+    def has_main(self) -> bool:
+        """Whether the file binds the name `main` at its top level."""
+        return any("main" in _bound(statement) for statement in self.tree.body)
+
+    @cached_property
+    def is_whole(self) -> bool:
+        """Whether the file is run whole on every rank, and not through its `main(comm)`.
+
+        It is if it speaks MPI (itself, through a module beside it, or through a package that requires mpi4py) or names
+        torch.distributed, and has no `main`, or one without arguments; if it calls its `main()` without arguments; or
+        if it calls `main` where it is run as a script and imports one of the two (or calls the first argument something
+        else than comm).
+
+        Raises:
+            ParameterError: its `main()` takes no communicator, and it speaks neither.
+        """
+        if self.whole:
+            return True
+        if not self.has_main:
+            return self.speaks_mpi or self.speaks_torch
+        # Bound by an import or an assignment: its arguments cannot be read here, and are checked when it is loaded.
+        if self.main is None:
+            return False
+        own = self.main.args
+        first = next(iter([*own.posonlyargs, *own.args, *filter(None, [own.vararg])]), None)
+        if first is not None:
+            # A file that has a main with arguments and calls it is either a script of its own, or one of ours that can
+            # also be started by hand: that mpi4py is imported, or the argument's name, tells which.
+            speaks = "mpi4py" in _imported(self.tree) or self.speaks_torch
+            return self._calls_main and (speaks or first.arg != "comm")
+        if self._calls_main or self.speaks_mpi or self.speaks_torch:
+            return True
+        raise ParameterError(
+            f"{self.path}: main() takes no argument; its first one is the communicator: write def main(comm). "
+            "A file with main() is run whole only if it calls main(), or if it speaks MPI"
+        )
+
+    @cached_property
+    def _own(self) -> list[tuple[Path, ast.Module]]:
+        """The modules of its folder that it imports, and itself: a program may import MPI in one of them alone."""
+        from spawnsim.record import manifest
+
+        return [(file, manifest.tree(file)) for file in manifest.own_files(self.path).values()]
+
+    @cached_property
+    def speaks_mpi(self) -> bool:
+        """Whether the file, or a module of its folder that it imports, imports mpi4py or a package that needs it."""
+        names = {name for _, tree in self._own for name in _imported(tree)}
+        # Modules of the folder hide installed packages of the same name, as on `sys.path`.
+        names -= sys.stdlib_module_names | {file.stem for file, _ in self._own}
+        return "mpi4py" in names or bool(names & _packages_with_mpi())
+
+    @cached_property
+    def speaks_torch(self) -> bool:
+        """Whether the file, or a module of its folder that it imports, names torch.distributed."""
+        return any(_names_torch_distributed(node) for _, tree in self._own for node in ast.walk(tree))
+
+    @property
+    def _calls_main(self) -> bool:
+        """Whether the file calls `main` when it is run, on its top level or below an `if`."""
+        # A call within a function or a class is not made when the file is run as a script.
+        definitions = (ast.FunctionDef, ast.ClassDef, ast.AsyncFunctionDef)
+        statements = [each for each in self.tree.body if not isinstance(each, definitions)]
+        return any(
+            isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "main"
+            for each in statements
+            for node in ast.walk(each)
+        )
+
+    @property
+    def parameters(self) -> tuple[dict[str, inspect.Parameter], bool]:
+        """What `main` takes by name, as far as its text tells, and whether it takes anything else."""
+        if self.main is None:
+            return {}, True
+        own, empty, named = self.main.args, inspect.Parameter.empty, {}
+        positional = [*own.posonlyargs, *own.args]
+        defaults = [None] * (len(positional) - len(own.defaults)) + [*own.defaults, *own.kw_defaults]
+        for arg, default in [*zip([*positional, *own.kwonlyargs], defaults, strict=True)][1:]:
+            if arg in own.posonlyargs:  # as in `_parameters`
+                continue
+            try:
+                value = empty if default is None else ast.literal_eval(default)
+            except ValueError:  # it is no literal
+                value = empty
+            hint = empty if arg.annotation is None else _hint(ast.unparse(arg.annotation), vars(typing))
+            kind = inspect.Parameter.KEYWORD_ONLY
+            named[arg.arg] = inspect.Parameter(arg.arg, kind, default=value, annotation=hint)
+        return named, own.kwarg is not None
+
+    def require_main(self, ranks: int | None = None) -> None:
+        """Raise `ParameterError` unless the file defines `main`.
+
+        Args:
+            ranks: how many real ranks were asked for, if that is known.
+        """
+        # Text alone decides, since running the file to look would already start an unmodified program.
+        if self.has_main:
+            return
+        lacks = f"{self.path} has no main(comm)"
+        # On virtual ranks such a program does not come here: it is run whole.
+        for speaks, starter in (
+            (self.speaks_mpi, f"mpiexec -n {ranks or 'N'} python"),
+            (self.speaks_torch, f"torchrun --nproc-per-node {ranks or 'N'}"),
+        ):
+            if speaks:
+                raise ParameterError(
+                    f"{lacks}: unmodified programs are run whole on virtual ranks only; for real ranks: {starter} "
+                    f"{self.path}"
+                )
+        raise ParameterError(
+            f"{lacks}: define it; it is called once per rank with a communicator. "
+            "On virtual ranks a program without one is run whole if it speaks MPI, or with --whole"
+        )
+
+    def load(self) -> Main:
+        """Return the function `main` of `module()`, if the file's text defines one."""
+        # Read before it is run: a file without main may do anything at its top level.
+        self.require_main()
+        main: Main = self.module().main
+        return main
+
+    def module(self) -> types.ModuleType:
+        """Run the file as a module, once for all virtual ranks.
+
+        Returns:
+            The module.
+
+        Raises:
+            ParameterError: its name is not that of a Python file.
+            ProgramError: the file raised, or called `sys.exit()`.
+        """
+        spec = importlib.util.spec_from_file_location(MODULE, self.path)
+        if spec is None or spec.loader is None:
+            raise ParameterError(f"{self.path} is not a Python file")
+        folder = str(self.path.resolve().parent)
+        # It stays there: programs import their own modules also while they run.
+        if folder not in sys.path:
+            sys.path.insert(0, folder)
+        # Processes that the program starts by `multiprocessing`, and that are not forked from it, find its file so. Not
+        # where a link leads: data may lie beside the link.
+        os.environ[FILE] = str(self.path.absolute())
+        if str(WORKERS) not in sys.path:
+            sys.path.append(str(WORKERS))
+        # In `sys.modules` before it runs, as dataclasses and pickle look a class's module up there.
+        module = sys.modules[MODULE] = importlib.util.module_from_spec(spec)
+        try:
+            spec.loader.exec_module(module)
+        # A program may call spawnsim at its top level; what that raises already says what is wrong.
+        except SpawnsimError:
+            raise
+        # SystemExit is no Exception, and would end the launcher with the program's status and no line.
+        except (Exception, SystemExit) as error:
+            raise ProgramError(
+                f"{self.path} raised {type(error).__name__} while it was loaded{did_you_mean(error)}"
+            ) from error
+        return module
+
+
 def load(path: Path) -> Main:
     """Run a Python file as a module, once for all virtual ranks, and return its `main`.
 
@@ -246,92 +444,7 @@ def load(path: Path) -> Main:
         ParameterError: the file cannot be read, is not Python, or defines no `main`.
         ProgramError: the file raised, or called `sys.exit()`.
     """
-    # Read before it is run: a file without main may do anything at its top level.
-    require_main(path)
-    main: Main = load_module(path).main
-    return main
-
-
-def load_module(path: Path) -> types.ModuleType:
-    """Run a Python file as a module, once for all virtual ranks.
-
-    Args:
-        path: the file.
-
-    Returns:
-        The module.
-
-    Raises:
-        ParameterError: the file cannot be read, or is not Python.
-        ProgramError: the file raised, or called `sys.exit()`.
-    """
-    tree_of(path)
-    spec = importlib.util.spec_from_file_location(MODULE, path)
-    if spec is None or spec.loader is None:
-        raise ParameterError(f"{path} is not a Python file")
-    folder = str(path.resolve().parent)
-    # It stays there: programs import their own modules also while they run.
-    if folder not in sys.path:
-        sys.path.insert(0, folder)
-    _share_with_workers(path)
-    # In `sys.modules` before it runs, as dataclasses and pickle look a class's module up there.
-    module = sys.modules[MODULE] = importlib.util.module_from_spec(spec)
-    try:
-        spec.loader.exec_module(module)
-    # A program may call spawnsim at its top level; what that raises already says what is wrong.
-    except SpawnsimError:
-        raise
-    # SystemExit is no Exception, and would end the launcher with the program's status and no line.
-    except (Exception, SystemExit) as error:
-        raise ProgramError(
-            f"{path} raised {type(error).__name__} while it was loaded{did_you_mean(error)}"
-        ) from error
-    return module
-
-
-def _share_with_workers(path: Path) -> None:
-    """Let processes that a program starts by `multiprocessing`, and that are not forked from it, find its file."""
-    os.environ[FILE] = str(path.absolute())  # and not where a link leads: data may lie beside the link
-    if str(WORKERS) not in sys.path:
-        sys.path.append(str(WORKERS))
-
-
-def require_main(path: Path, ranks: int | None = None) -> None:
-    """Raise `ParameterError` unless a file can be read and defines `main`; nothing of it is run.
-
-    `ranks`: how many real ranks were asked for, if that is known.
-    """
-    # Text alone decides, since running the file to look would already start an unmodified program.
-    if has_main(path):
-        return
-    lacks = f"{path} has no main(comm)"
-    # On virtual ranks such a program does not come here: it is run whole.
-    for speaks, starter in ((_speaks_mpi, "mpiexec -n"), (speaks_torch, "torchrun --nproc-per-node")):
-        if speaks(path):
-            raise ParameterError(
-                f"{lacks}: unmodified programs are run whole on virtual ranks only; for real ranks: "
-                f"{starter} {ranks or 'N'} {'python ' * (speaks is _speaks_mpi)}{path}"
-            )
-    raise ParameterError(
-        f"{lacks}: define it; it is called once per rank with a communicator. "
-        "On virtual ranks a program without one is run whole if it speaks MPI, or with --whole"
-    )
-
-
-def has_main(path: Path) -> bool:
-    """Return whether a file binds the name `main` at its top level. Reads the file, and runs nothing of it."""
-    return any("main" in _bound(statement) for statement in tree_of(path).body)
-
-
-def tree_of(path: Path) -> ast.Module:
-    """Return a file's syntax tree. Raises `ParameterError` if there is no such file, or it is not Python."""
-    try:
-        return ast.parse(path.read_bytes(), str(path))  # which may begin with a mark, or name its encoding
-    except OSError as error:
-        raise ParameterError(f"cannot read {path}: {error.strerror}") from error
-    # A byte that is 0 raises a ValueError in some versions of Python.
-    except (SyntaxError, ValueError) as error:
-        raise ParameterError(f"{path} is not a Python program: {error}") from error
+    return ProgramFile.read(path).load()
 
 
 def _bound(statement: ast.stmt) -> set[str]:
@@ -342,62 +455,6 @@ def _bound(statement: ast.stmt) -> set[str]:
     if isinstance(statement, ast.Assign):
         return {target.id for target in statement.targets if isinstance(target, ast.Name)}
     return set()
-
-
-def is_unmodified(path: Path) -> bool:
-    """Return whether a file is to be run whole, and not through its `main(comm)`. Runs nothing of it.
-
-    It is if it speaks MPI (itself, through a module beside it, or through a package that requires mpi4py) or names
-    torch.distributed, and has no `main`, or one without arguments; if it calls its `main()` without arguments; or if it
-    calls `main` where it is run as a script and imports one of the two (or calls the first argument something else than
-    comm).
-    """
-    if not has_main(path):
-        return _speaks_mpi(path) or speaks_torch(path)
-    tree = tree_of(path)
-    main = next(
-        (each for each in tree.body if isinstance(each, ast.FunctionDef) and each.name == "main"), None
-    )
-    # Bound by an import or an assignment: its arguments cannot be read here, and are checked when it is loaded.
-    if main is None:
-        return False
-    first = next(iter([*main.args.posonlyargs, *main.args.args, *filter(None, [main.args.vararg])]), None)
-    if first is None:
-        return _calls_main(tree) or _requires_mpi(path)
-    # A file that has a main with arguments and calls it is either a script of its own, or one of ours that can also
-    # be started by hand: that mpi4py is imported, or the argument's name, tells which.
-    speaks = "mpi4py" in _imported(tree) or speaks_torch(path)
-    return _calls_main(tree) and (speaks or first.arg != "comm")
-
-
-def _requires_mpi(path: Path) -> bool:
-    """Return true if a file that has `main()` is an mpi4py program; else its author has forgotten the argument."""
-    if _speaks_mpi(path) or speaks_torch(path):
-        return True
-    raise ParameterError(
-        f"{path}: main() takes no argument; its first one is the communicator: write def main(comm). "
-        "A file with main() is run whole only if it calls main(), or if it speaks MPI"
-    )
-
-
-def _speaks_mpi(path: Path) -> bool:
-    """Return whether a file, or a module of its folder that it imports, imports mpi4py or a package that needs it."""
-    from spawnsim.record import manifest
-
-    # A program may import MPI in a helper module beside it alone, so all modules of its folder are read.
-    own = manifest.own_files(path).values()
-    names = _imported(tree_of(path)).union(*(_imported(manifest.tree(file)) for file in own))
-    # Modules of the folder hide installed packages of the same name, as on `sys.path`.
-    names -= sys.stdlib_module_names | {file.stem for file in own}
-    return "mpi4py" in names or bool(names & _packages_with_mpi())
-
-
-def speaks_torch(path: Path) -> bool:
-    """Return whether a file, or a module of its folder that it imports, names torch.distributed."""
-    from spawnsim.record import manifest
-
-    trees = [tree_of(path), *(manifest.tree(file) for file in manifest.own_files(path).values())]
-    return any(_names_torch_distributed(node) for tree in trees for node in ast.walk(tree))
 
 
 def _names_torch_distributed(node: ast.AST) -> bool:
@@ -433,28 +490,15 @@ def _packages_with_mpi() -> Set[str]:
     return found - {"spawnsim"}
 
 
-def _calls_main(tree: ast.Module) -> bool:
-    """Return whether the file calls `main` when it is run, on its top level or below an `if`."""
-    # A call within a function or a class is not made when the file is run as a script.
-    definitions = (ast.FunctionDef, ast.ClassDef, ast.AsyncFunctionDef)
-    statements = [each for each in tree.body if not isinstance(each, definitions)]
-    return any(
-        isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "main"
-        for each in statements
-        for node in ast.walk(each)
-    )
-
-
 def _imported(tree: ast.Module) -> set[str]:
-    return set(_modules(tree))
-
-
-def _modules(tree: ast.Module) -> Iterator[str]:
+    """Return the first names of all modules that a text imports."""
+    found = set()
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
-            yield from (alias.name.partition(".")[0] for alias in node.names)
+            found |= {alias.name.partition(".")[0] for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
-            yield node.module.partition(".")[0]
+            found.add(node.module.partition(".")[0])
+    return found
 
 
 def refuse_arguments(argv: Sequence[str]) -> None:

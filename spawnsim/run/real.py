@@ -18,9 +18,8 @@ from spawnsim.backends import BACKENDS
 from spawnsim.errors import ParameterError, SpawnsimError, WorldError
 from spawnsim.real.launch.processes import KnownDeaths
 from spawnsim.run.program import Program
-from spawnsim.run.progress_bar import Steps
 from spawnsim.run.result import FINISHED, Run, results_digest, totals_of, warned
-from spawnsim.run.watched import LOOK_S
+from spawnsim.run.watched import LOOK_S, Steps
 from spawnsim.run.writer import add_late, begin_folder, describe
 
 if TYPE_CHECKING:

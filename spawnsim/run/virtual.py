@@ -7,83 +7,74 @@ mpi4py program: it runs whole on every rank. Of the simulator two functions are 
 
 from __future__ import annotations
 
-import functools
-import inspect
 import logging
 import math
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, Literal, TypedDict, Unpack
 
 from spawnsim.errors import ParameterError, RankError
 from spawnsim.importing import notice_imports
 from spawnsim.options import nearest
 from spawnsim.run.process_setup import one_thread
-from spawnsim.run.program import Main, Program, is_unmodified, program, speaks_torch
-from spawnsim.run.progress_bar import Progress, listener
+from spawnsim.run.program import Main, Program, ProgramFile, checked, program
 from spawnsim.run.result import Run
-from spawnsim.run.watched import Looking, require_observers, watched
+from spawnsim.run.watched import Looking, Progress, listener, require_observers, watched
 from spawnsim.run.writer import OnError, RunWriter, describe, describe_named
-from spawnsim.scenario import DEADLINE_S, Scenario
+from spawnsim.scenario import Scenario
 
 OnNote = Callable[[str], None]
 
 
-P = ParamSpec("P")
-T = TypeVar("T")
+class Circumstances(TypedDict, total=False):
+    """Fields of a `Scenario`, as `run` takes them by name; `deadline_s` None: 30, in an unmodified program no limit."""
+
+    ranks: int
+    platform: Any
+    stragglers: Any
+    faults: Any
+    seed: int
+    compute: Any
+    deadline_s: float | None
+    eager: bool
+    ties: str
+    sums: str
+    check_steps: bool
 
 
-def _told_of_keywords(function: Callable[P, T]) -> Callable[P, T]:
-    """Return a function whose `TypeError` for a keyword that it does not take says where the value belongs."""
-    takes = list(inspect.signature(function).parameters)
+class Keeping(TypedDict, total=False):
+    """Where a run is kept, and who is told of it meanwhile: see `run`."""
 
-    @functools.wraps(function)
-    def called(*args: P.args, **kwargs: P.kwargs) -> T:
-        unknown = next((name for name in kwargs if name not in takes), None)
-        if unknown is None:
-            return function(*args, **kwargs)
-        hint = nearest(unknown, takes) or (
-            f"parameters of main are given in one mapping: parameters={{{unknown!r}: {kwargs[unknown]!r}}}"
-        )
-        raise TypeError(f"run() takes no {unknown}=; {hint}")
-
-    return called
+    out: str | Path | None
+    overwrite: bool
+    resume: bool
+    trace: bool
+    record_every: int
+    record_ranks: str | Collection[int] | None
+    observe: Sequence[str]
+    progress: bool | Progress
+    on_error: OnError | None
+    on_note: OnNote | None
 
 
-@_told_of_keywords
+class Keywords(Circumstances, Keeping):
+    """What `run` takes by name beside the program's own."""
+
+
 @one_thread()
 def run(
-    main: Main | str | Path,
+    main: Main | str | Path | ProgramFile,
+    scenario: Scenario | int | None = None,
     *,
-    ranks: int,
-    platform: Any = None,
-    stragglers: Any = None,
-    faults: Any = None,
-    seed: int = 0,
-    out: str | Path | None = None,
-    compute: Any = None,
-    deadline_s: float | None = None,
-    progress: bool | Progress = False,
     parameters: Mapping[str, Any] | None = None,
+    whole: bool = False,
     argv: Sequence[str] = (),
     options: Mapping[str, Any] | None = None,
-    on_error: OnError | None = None,
-    on_note: OnNote | None = None,
-    overwrite: bool = False,
-    whole: bool = False,
-    trace: bool = False,
-    eager: bool = False,
-    check_steps: bool = False,
-    ties: str = "fifo",
-    sums: str = "mpi",
-    resume: bool = False,
-    record_every: int = 1,
-    record_ranks: str | Collection[int] | None = None,
-    observe: Sequence[str] = (),
+    **keywords: Unpack[Keywords],
 ) -> Run:
     """Run `main(comm, **parameters)` on virtual ranks and return what they recorded.
 
@@ -95,35 +86,23 @@ def run(
 
     Args:
         main: a function of a `spawnsim.Comm`, or the path of a file that defines it.
-        ranks: how many virtual ranks.
-        platform: name, TOML file or object that describes the network; None is the default platform.
-        stragglers: such as "lognormal:0.3", or an object; None: all ranks are equally fast.
-        faults: a fault plan, or None.
-        seed: of every random stream of the run, at least 0.
-        out: run folder to write; also on errors, with what was recorded until then.
-        compute: what `comm.compute()` takes where the program states nothing: seconds, text such as "5 ms", or a
-            recorded run's folder.
-        deadline_s: virtual seconds that one call may wait before it ends in `Timeout`; None: 30, and in an
-            unmodified program no limit.
-        progress: True for a bar on the terminal, or a function that is told.
+        scenario: the circumstances, or how many ranks.
         parameters: keyword arguments for `main`.
-        argv: arguments of an unmodified program.
-        options: how an unmodified program is run: see `spawnsim.virtual.scripts.Script`.
-        on_error: is given the error that the run is going to raise, before the ranks' `finally` blocks run.
-        on_note: is given a sentence when a rank computes for long without a call, with its line.
-        overwrite: whether a run that `out` holds may be lost.
         whole: run the file whole on every rank, as an unmodified program, whatever it defines.
-        eager: execute each `TrainingStep` alone, in its rank's turn, not with those of other ranks.
-        check_steps: compare each `TrainingStep` and `Evaluation` with the same call executed alone, and raise where
-            they differ; without it, the first ones and every hundredth one of each rank are compared.
-        ties: in which order ranks act at one and the same time: "fifo" (by their numbers), "reverse", "random:SEED".
-            What is right under one of them alone is a race.
-        sums: in whose order communicators add floats: "mpi", or "gloo", which gives the bits of the torch backend.
-        resume: go on from the newest checkpoint (`comm.checkpoint`) that `out` holds; without one the run begins anew.
-        record_every: keep rows of every so-many-th iteration alone; events are all kept.
-        record_ranks: whose rows to keep, such as "0-9,100"; None: those of all ranks.
-        trace: keep all calls and messages in `out`, for `spawnsim trace`; results and digest are the same.
-        observe: what watches the run while it lasts, such as ("live", "tensorboard"); needs `out`. See docs/live.md.
+        argv: arguments of an unmodified program.
+        options: how an unmodified program is run, as `carrier="threads"`: see `spawnsim.virtual.scripts.Script`.
+        keywords: fields of `spawnsim.scenario.Scenario`, such as `ranks=8, faults="crash:3@2s"`; and
+
+            * out: run folder to write; also on errors, with what was recorded until then.
+            * overwrite: whether a run that `out` holds may be lost.
+            * resume: go on from the newest checkpoint (`comm.checkpoint`) that `out` holds; without one begin anew.
+            * trace: keep all calls and messages in `out`, for `spawnsim trace`; results and digest are the same.
+            * record_every: keep rows of every so-many-th iteration alone; events are all kept.
+            * record_ranks: whose rows to keep, such as "0-9,100"; None: those of all ranks.
+            * observe: what watches the run, such as ("live", "tensorboard"); needs `out`. See docs/live.md.
+            * progress: True for a bar on the terminal, or a function of virtual seconds, ended ranks, ranks.
+            * on_error: is given the error that the run is going to raise, before the ranks' `finally` blocks run.
+            * on_note: is given a sentence when a rank computes for long without a call, with its line.
 
     Returns:
         What was recorded: table, events, totals; see `Run`.
@@ -133,59 +112,70 @@ def run(
         RankError: `main` raised on a rank; `__cause__` is its exception.
         SpawnsimError: another way in which a run can end, such as `Deadlock`.
     """
-    from spawnsim.record import Recorder, Thinned, ranks_named
-
-    scenario = Scenario(
-        ranks,
-        platform,
-        stragglers,
-        faults,
-        seed,
-        compute,
-        DEADLINE_S if deadline_s is None else deadline_s,
-        eager,
-        ties,
-        sums,
-        check_steps,
-    )
-    if trace and out is None:
-        raise ParameterError("trace: where to? Give the run folder that keeps it (--out DIR)")
-    if resume and out is None:
-        raise ParameterError("resume: which run? Give the run folder that holds its checkpoints (--out DIR)")
-    require_observers(observe, out)
-    # Before anything is loaded or begun: a refused run must leave the folder as it was.
-    place = None if out is None else _checked_place(out, overwrite or resume)
-    # A run that goes on with fewer ranks keeps its own choice, of those that are left.
-    thin = (record_every, ranks_named(record_ranks, None if resume else ranks))
-    Thinned(Recorder(), *thin)  # refuses what cannot be
-    keeping = _Keeping(place, progress, on_error, on_note, trace, resume, thin, tuple(observe))
-    if isinstance(main, (str, Path)) and (whole or is_unmodified(Path(main))):
-        if deadline_s is None:  # such a program was written for an MPI that knows no deadlines
+    known = [*Circumstances.__annotations__, *Keeping.__annotations__]
+    for name, value in keywords.items():
+        if name not in known:
+            hint = nearest(name, known) or (
+                f"parameters of main are given in one mapping: parameters={{{name!r}: {value!r}}}"
+            )
+            raise TypeError(f"run() takes no {name}=; {hint}")
+    given = {name: value for name, value in keywords.items() if name in Circumstances.__annotations__}
+    limited = isinstance(scenario, Scenario) or given.get("deadline_s") is not None
+    if given.get("deadline_s", 0.0) is None:
+        del given["deadline_s"]
+    if isinstance(scenario, Scenario):
+        scenario = replace(scenario, **given)  # type: ignore[arg-type]  # a field's own type
+    elif scenario is None and "ranks" not in given:
+        raise TypeError("run(): how many ranks? Give ranks=N, or a Scenario")
+    else:
+        scenario = Scenario(**({} if scenario is None else {"ranks": scenario}) | given)  # type: ignore[arg-type]
+    kept = {name: value for name, value in keywords.items() if name in Keeping.__annotations__}
+    keeping = _Keeping.of(scenario.ranks, **kept)  # type: ignore[arg-type]
+    if isinstance(main, (str, Path)):
+        main = ProgramFile.read(Path(main), whole=whole)
+    if isinstance(main, ProgramFile) and main.is_whole:
+        if not limited:  # such a program was written for an MPI that knows no deadlines
             scenario = replace(scenario, deadline_s=math.inf)
-        return _run_unmodified(Path(main), tuple(argv), dict(options or {}), scenario, keeping=keeping)
+        how = dict(options or {}) | dict(parameters or {})
+        return _run_unmodified(main, scenario, keeping, argv=argv, given=how)
     return _run_main(program(main, parameters), scenario, keeping)
-
-
-def _checked_place(out: str | Path, overwrite: bool) -> Path:
-    from spawnsim.record import folder
-
-    place = folder.named(out)
-    folder.require_free(place, overwrite=overwrite, empty_too=True)
-    return place
 
 
 @dataclass(frozen=True)
 class _Keeping:
-    """Where a run is kept, and who is told of it meanwhile; see `run`."""
+    """The same, checked: `thin` is which rows to keep."""
 
-    out: Path | None
-    progress: bool | Progress
-    on_error: OnError | None
-    on_note: OnNote | None
-    trace: bool
-    resume: bool
-    thin: tuple[int, frozenset[int] | None]
+    out: Path | None = None
+    progress: bool | Progress = False
+    on_error: OnError | None = None
+    on_note: OnNote | None = None
+    trace: bool = False
+    resume: bool = False
+    thin: tuple[int, frozenset[int] | None] = (1, None)
     observe: tuple[str, ...] = ()
+
+    @classmethod
+    def of(
+        cls, ranks: int, *, out: str | Path | None = None, overwrite: bool = False, record_every: int = 1,
+        record_ranks: str | Collection[int] | None = None, observe: Sequence[str] = (), **same: Any,
+    ) -> _Keeping:  # fmt: skip
+        """Return it, or refuse what cannot be, before anything is loaded or begun: the folder stays as it was."""
+        from spawnsim.record import Recorder, Thinned, folder, ranks_named
+
+        if out is None and same.get("trace"):
+            raise ParameterError("trace: where to? Give the run folder that keeps it (--out DIR)")
+        if out is None and same.get("resume"):
+            raise ParameterError(
+                "resume: which run? Give the run folder that holds its checkpoints (--out DIR)"
+            )
+        require_observers(observe, out)
+        place = None if out is None else folder.named(out)
+        if place is not None:
+            folder.require_free(place, overwrite=overwrite or bool(same.get("resume")), empty_too=True)
+        # A run that goes on with fewer ranks keeps its own choice, of those that are left.
+        thin = (record_every, ranks_named(record_ranks, None if same.get("resume") else ranks))
+        Thinned(Recorder(), *thin)  # refuses what cannot be
+        return cls(place, thin=thin, observe=tuple(observe), **same)
 
     def described(self) -> dict[str, Any]:
         """Return what run.json says of it: which rows are left out."""
@@ -194,23 +184,33 @@ class _Keeping:
             {} if ranks is None else {"record_ranks": ",".join(map(str, sorted(ranks)))}
         )
 
-    def writer(self, what: Mapping[str, Any], inputs: Any) -> RunWriter:
-        """Return what writes the run folder."""
+    @contextmanager
+    def recording(
+        self, what: Mapping[str, Any], inputs: Any, iterations: Any = None
+    ) -> Iterator[tuple[RunWriter, dict[str, Any]]]:
+        """Give what writes the run folder, and the hooks of the simulator."""
         writer = RunWriter(
             what, self.out, self.on_error, inputs, trace=self.trace, resume=self.resume, thin=self.thin
         )
         if self.on_note is not None:
             for sentence in writer.what.get("warnings", ()):
                 self.on_note(sentence)
-        return writer
-
-    def watched(self) -> AbstractContextManager[None]:
-        """Return a block around the writer's: observers are told of the end when the folder is whole."""
-        return watched(self.out, self.observe)
-
-    def looking(self, writer: RunWriter) -> Looking:
-        """Return a block that gives what is told of the world before its ranks begin."""
-        return Looking(self.out if self.observe else None, getattr(writer.recorder, "flush", lambda: None))
+        bar = listener(self.progress, writer.recorder, int(what["ranks"]), iterations)
+        looking = Looking(self.out if self.observe else None, getattr(writer.recorder, "flush", lambda: None))
+        # Observers are told of the end when the folder is whole: they are the outermost block. The bar's thread reads
+        # the recorder: it must have ended before the writer closes that.
+        with watched(self.out, self.observe), writer, _logged(writer), bar as told, looking as prepare:
+            yield (
+                writer,
+                {
+                    "recorder": writer.sink,
+                    "progress": told,
+                    "on_error": writer.tell,
+                    "on_note": self.on_note,
+                    "trace": writer.trace,
+                    "prepare": prepare,
+                },
+            )
 
 
 def _run_main(task: Program, scenario: Scenario, keeping: _Keeping) -> Run:
@@ -220,15 +220,8 @@ def _run_main(task: Program, scenario: Scenario, keeping: _Keeping) -> Run:
     # The simulator checks its parts too, but only after the folder was begun: a typing error must not replace a run.
     if keeping.out is not None:
         require_possible(scenario)
-    writer = keeping.writer(what, inputs)
-    iterations = task.parameters.get("iterations")
-    # The bar is the inner block: its thread reads the recorder, so it must have ended before the writer closes it.
-    bar = listener(keeping.progress, writer.recorder, scenario.ranks, iterations)
-    with keeping.watched(), writer, _logged(writer), bar as told, keeping.looking(writer) as prepare:
-        writer.counted = _simulate(
-            task, scenario, recorder=writer.sink, progress=told, on_error=writer.tell, on_note=keeping.on_note,
-            trace=writer.trace, saving=writer.saving, prepare=prepare,
-        )  # fmt: skip
+    with keeping.recording(what, inputs, task.parameters.get("iterations")) as (writer, hooks):
+        writer.counted = _simulate(task, scenario, saving=writer.saving, **hooks)
     return writer.run
 
 
@@ -279,7 +272,7 @@ def require_possible(scenario: Scenario) -> None:
 
 
 def carry_out(
-    task: Program | Path,
+    task: Program | ProgramFile,
     scenario: Scenario,
     recorder: Any,
     *,
@@ -306,18 +299,41 @@ def carry_out(
     from spawnsim.virtual.scripts import run_program
 
     with one_thread(), _abort_as_error():
-        if isinstance(task, Path):
-            how = _carrier(task, dict(options or {}))
-            return run_program(task, argv, scenario, recorder=recorder, **how, **hooks)
+        if isinstance(task, ProgramFile):
+            how = _how(task, options or {})
+            return run_program(task.path, argv, scenario, recorder=recorder, **how, **hooks)
         return _simulate(task, scenario, recorder=recorder, **hooks)
 
 
-def _carrier(path: Path, options: dict[str, Any]) -> dict[str, Any]:
-    """Return the options of an unmodified program with what carries its ranks: threads, if it speaks to torch's."""
-    if not options.get("carrier"):
-        options = {name: value for name, value in options.items() if name != "carrier"}
-        options |= {"carrier": "threads"} if speaks_torch(path) else {}
-    return options
+def _settings(
+    _comm: object,
+    *,
+    carrier: Literal["greenlets", "threads"] | None = None,
+    private: str | tuple[str, ...] = (),
+    virtual_time: Literal["all", "sleep", "none"] = "all",
+    prefix: bool = True,
+    futures: bool = False,
+) -> None:
+    """Stand for the `main` of an unmodified program: these are fields of `Script`, with other defaults."""
+
+
+def _how(file: ProgramFile, given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return how an unmodified program is run; its ranks are threads if it speaks to torch's."""
+    how = checked(_settings, given, file.path.name)
+    # Checked here: `private` of a package that is not there was accepted, and did nothing.
+    private = how["private"]
+    how["private"] = tuple(private.split(",")) if isinstance(private, str) else tuple(private)
+    for name in how["private"]:
+        # Modules beside the program need not be installed, so both places count.
+        beside = file.path.resolve().parent / name
+        if not name.isidentifier() or not (
+            beside.exists() or beside.with_suffix(".py").exists() or find_spec(name)
+        ):
+            raise ParameterError(
+                f"private={name!r}: no installed package has this name; give the one that is imported"
+            )
+    how["carrier"] = how["carrier"] or ("threads" if file.speaks_torch else "greenlets")
+    return how
 
 
 def _simulate(main: Main, scenario: Scenario, **hooks: Any) -> Any:
@@ -349,24 +365,19 @@ NO_COST = (
 
 
 def _run_unmodified(
-    path: Path,
-    argv: Sequence[str],
-    options: Mapping[str, Any],
+    file: ProgramFile,
     scenario: Scenario,
-    *,
     keeping: _Keeping,
+    *,
+    argv: Sequence[str],
+    given: Mapping[str, Any],
 ) -> Run:
-    """Run an unmodified program on virtual ranks.
-
-    `run.what["notes"]` and `run.what["warnings"]` hold what the user should know, a sentence each.
-    """
+    """Run an unmodified program: `run.what["notes"]` and `run.what["warnings"]` hold a sentence each for the user."""
     from spawnsim.models.platform import load_platform
     from spawnsim.record import manifest
     from spawnsim.virtual.scripts import Cost, run_program
 
-    options = _carrier(path, dict(options))
-    # Checked before the folder is begun: `private` of a package that is not there was accepted, and did nothing.
-    _require_installed(path, options.get("private", ()))
+    options, path = _how(file, given), file.path
     # Names of modules that are imported from here on are kept: those computed at run time are in no program's text.
     notice_imports()
     named: dict[str, Any] = {"file": path.name, "main": None, "file_digest": manifest.file_digest(path)}
@@ -378,28 +389,6 @@ def _run_unmodified(
         Cost.of(scenario.compute, load_platform(scenario.platform).device)
         # Without `compute`: there it is a cost of calls, which is checked above.
         require_possible(replace(scenario, compute=0.0))
-    writer = keeping.writer(what, inputs)
-    bar = listener(keeping.progress, writer.recorder, scenario.ranks)
-    with (
-        keeping.watched(), writer, _logged(writer), bar as told, keeping.looking(writer) as prepare,
-        _abort_as_error(),
-    ):  # fmt: skip
-        writer.counted = run_program(
-            path, argv, scenario, recorder=writer.sink, progress=told, warn=what["warnings"],
-            on_error=writer.tell, on_note=keeping.on_note, trace=writer.trace, prepare=prepare, **options,
-        )  # fmt: skip
+    with keeping.recording(what, inputs) as (writer, hooks), _abort_as_error():
+        writer.counted = run_program(path, argv, scenario, warn=what["warnings"], **hooks, **options)
     return writer.run
-
-
-def _require_installed(path: Path, private: Sequence[str]) -> None:
-    """Raise `ParameterError` for a private package that is not there: naming it would do nothing."""
-    for name in private:
-        # Modules beside the program need not be installed, so both places count.
-        beside = path.resolve().parent / name
-        found = name.isidentifier() and (
-            beside.exists() or beside.with_suffix(".py").exists() or find_spec(name)
-        )
-        if not found:
-            raise ParameterError(
-                f"private={name!r}: no installed package has this name; give the one that is imported"
-            )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import re
 import shlex
 import shutil
@@ -13,7 +12,8 @@ from pathlib import Path
 import pytest
 
 from spawnsim import cli
-from spawnsim.cli import COMMANDS, EXAMPLES, new, parser_of
+from spawnsim.cli import COMMANDS, command_of, listing
+from spawnsim.cli.declaring import parser_of
 from spawnsim.run import Run
 
 LINT = ("--isolated", "--line-length", "110")
@@ -28,7 +28,7 @@ RULES = (
 
 
 # ---------------------------------------------------------------------------------------------------------- new
-@pytest.mark.parametrize("kind", new.KINDS)
+@pytest.mark.parametrize("kind", listing.KINDS)
 def test_what_is_written_runs_at_once(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """On 12 virtual ranks, and with stragglers; what it learns becomes better."""
     monkeypatch.chdir(tmp_path)
@@ -57,7 +57,7 @@ def test_what_is_written_runs_at_once(kind: str, tmp_path: Path, monkeypatch: py
 
 def test_what_is_written_is_clean(tmp_path: Path) -> None:
     """By ruff's rules and format; a policy's class has the file's name."""
-    for kind in new.KINDS:
+    for kind in listing.KINDS:
         assert cli.main(["new", kind, str(tmp_path / f"{kind}_of_mine")]) == 0
     for line in (["check", *LINT, *RULES], ["format", *LINT, "--check"]):
         done = subprocess.run(
@@ -159,37 +159,41 @@ UNIT = re.compile(r"\b(seconds|[\d.]+ ?(ns|us|ms|s|min|h)\b|as for `spawnsim run
 def test_every_option_is_explained(command: str) -> None:
     """It has a help text; one that takes a value names its default, if it has one, and the unit of a time or size."""
     missing = []
-    for action in parser_of(command)._actions:
+    for action in parser_of(command_of(command))._actions:
         text, name = action.help or "", "/".join(action.option_strings) or action.dest
         if not text.strip():
             missing.append(f"{name}: no help")
         takes = action.nargs != 0 and action.option_strings
-        has_default = action.default not in (None, "", [], argparse.SUPPRESS)
-        if takes and has_default and "default" not in text:
-            missing.append(f"{name}: its default is {action.default!r}, which is not said")
-        if (
-            takes
-            and action.metavar in TIMES
-            and name not in ("--straggler/--stragglers",)
-            and not UNIT.search(text)
-        ):
+        default = getattr(command_of(command), action.dest, None)
+        if takes and default not in (None, "", ()) and "default" not in text:
+            missing.append(f"{name}: its default is {default!r}, which is not said")
+        if takes and action.metavar in TIMES and not UNIT.search(text):
             missing.append(f"{name}: no unit in {text!r}")
     assert missing == []
+
+
+def test_there_are_few_options() -> None:
+    """A new one has to earn its place: what a command takes by name may be a setting of `--set`."""
+    parsers = [parser_of(command_of(name)) for name in COMMANDS]
+    assert (
+        len({option for each in parsers for option in each._option_string_actions if option[:2] == "--"})
+        <= 60
+    )
 
 
 @pytest.mark.parametrize("command", COMMANDS)
 def test_every_command_has_an_example_that_parses(command: str) -> None:
     """The help ends with them; each is a command line that the command's own parser takes."""
-    assert EXAMPLES[command]
-    shown = parser_of(command).format_help()
-    for example in EXAMPLES[command]:
+    assert command_of(command).examples
+    shown = parser_of(command_of(command)).format_help()
+    for example in command_of(command).examples:
         assert example in shown
         words = shlex.split(example)
         assert words[words.index("spawnsim") + 1] == command
         own = words[words.index("spawnsim") + 2 :]
         for end in (">", "--"):  # a shell's, or a script's own arguments
             own = own[: own.index(end)] if end in own else own
-        _, unknown = parser_of(command).parse_known_args(own)
+        _, unknown = parser_of(command_of(command)).parse_known_args(own)
         assert unknown == [] or command == "resume"
 
 
@@ -202,5 +206,5 @@ def test_the_help_of_one_command_leaves_the_next_alone(capsys: pytest.CaptureFix
     with pytest.raises(SystemExit):
         cli.main(["--help"])
     assert "examples:" not in capsys.readouterr().out
-    assert parser_of("plot").prog == "spawnsim plot"
+    assert parser_of(command_of("plot")).prog == "spawnsim plot"
     assert capsys.readouterr().out == ""

@@ -54,7 +54,7 @@ def test_a_sweep_and_what_is_made_of_it_show_the_warnings_of_its_runs(
     monkeypatch.chdir(tmp_path)
     Path("prog.py").write_text(PROGRAM)
     sweep = ["sweep", "prog.py", "-n", "2", "--set", "ratio=0.1,0.2,0.3", "--out", "q", "--jobs", "0"]
-    plot = ["plot", "q", "--y", "final:loss", "--formats", "svg"]
+    plot = ["plot", "q", "--y", "final:loss", "--format", "svg"]
     told = ["2 of 3 runs, the first is ratio 0.2: rank 1 doubts 0.2"]
     for command in (sweep, sweep, plot, ["report", "q"]):
         assert cli.main(command) == 0
@@ -76,7 +76,7 @@ def test_figures_and_timelines_of_runs_show_their_warnings(
         command = ["run", "prog.py", "-n", "2", "--set", f"ratio={ratio}", "--out", f"r{ratio}", "--quiet"]
         assert cli.main(command) == 0
     assert _warnings(capsys) == ["rank 1 doubts 0.2", "rank 1 doubts 0.3"]
-    for command in (["plot", "--formats", "svg"], ["report"], ["trace", "--out", "t.json"]):
+    for command in (["plot", "--format", "svg"], ["report"], ["trace", "--out", "t.json"]):
         assert cli.main([command[0], "r0.2", *command[1:]]) == 0
         assert _warnings(capsys) == ["rank 1 doubts 0.2"]
         assert cli.main([command[0], "r0.1", "r0.2", "r0.3", *command[1:]]) == 0

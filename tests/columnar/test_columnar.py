@@ -435,7 +435,7 @@ class _Own(AverageAllPolicy):
         (Selective(1), {"platform": Switch(Hockney(1e-5, 1e9), contention="fifo"), "compute": 1}, "fifo"),
         (Selective(1), {"platform": CHANGING}, "change with time"),
         (Selective(1), {"faults": "drop:0>1@1s"}, "'drop'"),
-        (Selective(1), {"stragglers": "markov:1s,1s,2", "streams": "bulk"}, "--streams ranks"),
+        (Selective(1), {"stragglers": "markov:1s,1s,2", "streams": "bulk"}, "--set streams=ranks"),
         (Selective(1), {"platform": NODES.network}, "states no duration"),
         (
             AverageAllPolicy(1),
@@ -453,37 +453,17 @@ def test_what_has_no_form_over_columns_is_refused_by_name(policy, how, word):
 
 def test_too_many_factors_are_refused_before_they_are_drawn():
     """Instead of 8 GB."""
-    with pytest.raises(ParameterError, match="streams bulk"):
+    with pytest.raises(ParameterError, match="streams=bulk"):
         columnar.run(Selective(1), ranks=10**6, iterations=1000, model_nbytes=8, stragglers="lognormal:1")
 
 
 def test_a_run_folder_can_be_read_and_drawn(tmp_path, capsys):
     """The command writes what `spawnsim plot` opens."""
     out = tmp_path / "run"
-    given = [
-        "columnar",
-        "selective",
-        "--ranks",
-        "3000",
-        "--iterations",
-        "30",
-        "--model",
-        "1 MB",
-        "--set",
-        "average_every=5",
-    ]
-    given += [
-        "--straggler",
-        "lognormal:0.2",
-        "--streams",
-        "bulk",
-        "--sample",
-        "40",
-        "--mtbf",
-        "20s",
-        "--out",
-        str(out),
-    ]
+    given = ["columnar", "selective", "--ranks", "3000", "--model", "1 MB", "--straggler", "lognormal:0.2"]
+    for setting in ("average_every=5", "iterations=30", "streams=bulk", "sample=40", "mtbf=20s"):
+        given += ["--set", setting]
+    given += ["--out", str(out)]
     assert command(given) == 0
     printed = capsys.readouterr().out
     assert "replacements" in printed

@@ -696,7 +696,7 @@ def test_models_of_a_file_train_from_the_command_line(tmp_path, capsys):
     """The bytes of one are the model's own, unless others are given."""
     path = tmp_path / "learn.py"
     path.write_text(PROGRAM + "score = error\n")
-    line = ["columnar", "average", "-n", "40", "--iterations", "31", "--train", str(path)]
+    line = ["columnar", "average", "-n", "40", "--set", "iterations=31", "--train", str(path)]
     line += ["--out", str(tmp_path / "run")]
     assert command([*line, "--set", "average_every=5", "--json"]) == 0
     run = spawnsim.Run.load(tmp_path / "run")
@@ -708,8 +708,8 @@ def test_models_of_a_file_train_from_the_command_line(tmp_path, capsys):
     assert command([*line, "--overwrite"]) == 2
     told = "has no data: --train needs build(rng), loss(model, *batch), data(rng, rank, size)"
     assert told in capsys.readouterr().err
-    assert command([*line, "--quality", "drift=0.1"]) == 2
-    assert "--train and --quality" in capsys.readouterr().err
+    assert command([*line, "--set", "drift=0.1"]) == 2
+    assert "--train and --set drift" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -327,9 +327,9 @@ def test_a_small_training_tells_what_a_cadence_costs(capsys: pytest.CaptureFixtu
         row = next(row for row in advice.rows if row.choice == choice)
         assert seconds == pytest.approx(0.1 * needs[choice].steps / row.goodput)
         assert least <= seconds <= most
-    command = ["advise", "-n", "8", "--model", "1MB", "--step", "100ms", "--every", "1,40"]
+    command = ["advise", "-n", "8", "--model", "1MB", "--compute", "100ms", "--every", "1,40"]
     command += ["--seeds", "1", "--train", "80"]
-    assert main([*command, "--budget", "16", "--price", "2", "--json"]) == 0
+    assert main([*command, "--set", "budget=16", "--set", "price=2", "--json"]) == 0
     told = json.loads(capsys.readouterr().out)
     assert [each["choice"] for each in told["live"]] == ["average, every 1", "average, every 40"]
     assert told["budget"]["hours"] == 8.0
@@ -337,7 +337,7 @@ def test_a_small_training_tells_what_a_cadence_costs(capsys: pytest.CaptureFixtu
     assert "the budget pays 8 h: " in said
     assert "as good as the worst becomes" in said
     for wrong, said in (
-        ([*command, "--price", "2"], "Give a --budget"),
+        ([*command, "--set", "price=2"], "Give a budget"),
         ([*command[:-1], "30"], "--train 30: give at least 25 steps, and as many as the rarest exchange, 40"),
     ):
         assert main(wrong) == 2
@@ -378,7 +378,10 @@ def test_published_rates() -> None:
 
 def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A table, JSON and a picture; names of rates; each wrong option is named."""
-    words = "advise -n 12 --platform gigabit --model 10MB --step 20ms --every 1,4 --failures rsc-1 --seeds 2 --rounds 2"
+    words = (
+        "advise -n 12 --platform gigabit --model 10MB --compute 20ms --every 1,4 --failures rsc-1 --seeds 2 "
+        "--set rounds=2"
+    )
     picture = tmp_path / "advice.png"
     assert main([*words.split(), "--straggler", "speed:0.04", "--picture", str(picture)]) == 0
     assert "average, every 4" in capsys.readouterr().out
@@ -394,13 +397,13 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
         (["--every", "1,x"], "--every '1,x'"),
         (["--every", "0"], "every 1 or more"),
         (["--failures", "rsc-3"], "rsc-1, rsc-2, llama3"),
-        (["--target", "1.5"], "a share between 0 and 1"),
+        (["--set", "target=1.5"], "a share between 0 and 1"),
         (["--seeds", "0"], "--seeds 0"),
-        (["--rounds", "1"], "2 rounds"),
+        (["--set", "rounds=1"], "2 rounds"),
         (["--policy", "none"], "average"),
         (["--picture", "advice.gif"], "--picture: advice.gif: figures are written as .png, .pdf or .svg"),
         (["--policy", "average,gosip"], "did you mean gossip?"),
-        (["--detection=-5s"], "at least 0 s"),
+        (["--set", "detection=-5s"], "at least 0 s"),
         (["-n", "1"], "at least 2 ranks"),
         (["--seeds", "100000"], "at most 10,000"),
         (["--model", "1e300GB"], "'1e300GB' is not a size"),

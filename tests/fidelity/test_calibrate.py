@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from spawnsim import random
-from spawnsim.cli import fidelity
+from spawnsim.cli import fidelity, serve
 from spawnsim.errors import ParameterError, RankError, WorldError
 from spawnsim.fidelity import (
     Effort,
@@ -97,7 +97,7 @@ def test_ranks_that_share_cores_are_given_back(
     assert found.step.duration_s == pytest.approx(0.004, rel=1e-3)
     path = tmp_path / "measured.toml"
     monkeypatch.setattr(fidelity, "measure_here", lambda *_: measured)
-    assert fidelity.calibrate(["--out", str(path)]) == 0
+    assert serve("calibrate", ["--out", str(path)]) == 0
     assert "of the 4 ranks on a node 2 were measured" in capsys.readouterr().err
     assert load_platform(path).cores == found.cores
 
@@ -305,7 +305,7 @@ def test_measurements_that_fit_no_network_are_refused(
     with pytest.raises(
         WorldError, match=rf"({says}).*no file was written: measure again while the machine is idle"
     ):
-        fidelity.calibrate(["--out", str(tmp_path / "here.toml")])
+        serve("calibrate", ["--out", str(tmp_path / "here.toml")])
     assert not (tmp_path / "here.toml").exists()
 
 
@@ -317,7 +317,7 @@ def test_a_flat_stretch_of_short_messages_is_no_fault(
     truth = Platform("truth", Switch(Piecewise(steps), eager_bytes=1 << 30), step=Fixed(0.001))
     measured = _measured(truth, ranks=2)
     monkeypatch.setattr(fidelity, "measure_here", lambda *_: measured)
-    assert fidelity.calibrate(["--out", str(tmp_path / "here.toml")]) == 0
+    assert serve("calibrate", ["--out", str(tmp_path / "here.toml")]) == 0
     link = load_platform(tmp_path / "here.toml").network.link  # type: ignore[attr-defined]
     bandwidths = [1.0 / step.G for _, step in link.steps]
     assert bandwidths[-1] == pytest.approx(1e9, rel=0.05)

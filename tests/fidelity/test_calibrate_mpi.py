@@ -56,7 +56,7 @@ def test_runs_of_a_real_communicator_are_predicted(tmp_path: Path) -> None:
     """Both runs, with all measures and models, and a picture."""
     (tmp_path / "train.py").write_text(PROGRAM, encoding="utf-8")
     done = _on_two_ranks(
-        "validate", "train.py", "--platform", "laptop", "--vary", "iterations=20,30", "--json", "--picture",
+        "validate", "train.py", "--platform", "laptop", "--set", "iterations=20,30", "--json", "--picture",
         "errors.png", folder=tmp_path,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr

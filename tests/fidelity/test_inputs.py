@@ -121,7 +121,9 @@ def test_a_wan_matrix(tmp_path: Path) -> None:
     preset = load_platform("wan-aws").network
     assert isinstance(preset, Regions)
     assert network.joins[0][:2] == preset.joins[0][:2]
-    assert main(["import", "wan", str(path), "--members", "4,8,4", "--out", str(tmp_path / "aws.toml")]) == 0
+    assert (
+        main(["import", "wan", str(path), "--set", "members=4,8,4", "--out", str(tmp_path / "aws.toml")]) == 0
+    )
     with pytest.raises(ParameterError, match=r"aws\.csv: region: 3 of them, and members of 2"):
         inputs.read_wan(path, [4, 8])
     assert inputs.read_wan(_written(tmp_path, "\ufeff" + WAN, "aws.csv"), [4, 8, 4]).network == network
@@ -232,7 +234,7 @@ def test_the_command_writes_platforms(tmp_path: Path, capsys: pytest.CaptureFixt
     assert isinstance(load_platform(out).network, Switch)
     assert "off by up to 0% of 14 times" in capsys.readouterr().out
     for wrong, said in (
-        (["wan", path, "--members", "a", "--out", "wan.toml"], "--members 'a'"),
+        (["wan", path, "--set", "members=a", "--out", "wan.toml"], "--set members=a: give whole numbers"),
         (["nccl", path, path, "--out", out], "give one file"),
         (["wan", path, "--out", "plan.json"], "a platform is a .toml file"),
     ):

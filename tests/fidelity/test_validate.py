@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import os
 from pathlib import Path
 from typing import Any
@@ -188,8 +187,7 @@ def test_several_programs_are_one_table(tmp_path: Path, capsys: pytest.CaptureFi
         for measure in ("iteration", "policy", "waiting share", "total")
     )
     cases = [Validated("2 ranks, size=1", rows), Validated("4 ranks, size=1", rows)]
-    options = argparse.Namespace(json=True, picture=None)
-    command.judge_all(options, cases)
+    command.judge_all(cases, as_json=True, picture=None)
     (tmp_path / "two.json").write_text(capsys.readouterr().out, encoding="utf-8")
     assert read_cases(tmp_path / "two.json") == cases
     lines = case_table(cases).splitlines()
@@ -200,19 +198,15 @@ def test_several_programs_are_one_table(tmp_path: Path, capsys: pytest.CaptureFi
         (tmp_path / "bad.json").write_text(text, encoding="utf-8")
         with pytest.raises(ParameterError, match=r"bad.json: not what validate"):
             read_cases(tmp_path / "bad.json")
-    (tmp_path / "train.py").write_text("def main(comm, size=1, mode='a'): pass\n", encoding="utf-8")
-    asked = command.validate_parser().parse_args(
-        [str(tmp_path / "train.py"), "--vary", "size=1,2", "--vary", "mode=a,b"]
+    (tmp_path / "train.py").write_text("def main(comm, size=1, mode='a', rate=1): pass\n", encoding="utf-8")
+    asked = command.Validate.parse(
+        [str(tmp_path / "train.py"), "--set", "size=1,2", "--set", "mode=a,b", "--set", "rate=3"]
     )
-    assert list(command._asked(asked, 2)[0]) == [
-        "size=1 mode=a",
-        "size=1 mode=b",
-        "size=2 mode=a",
-        "size=2 mode=b",
-    ]
-    asked.vary = ["size"]
-    with pytest.raises(ParameterError, match="write NAME=VALUE,VALUE"):
-        command._asked(asked, 2)
+    names = ["size=1 mode=a", "size=1 mode=b", "size=2 mode=a", "size=2 mode=b"]
+    assert list(asked.tasks(2)[0]) == names
+    asked.set = ["size"]
+    with pytest.raises(ParameterError, match="write --set name=value"):
+        asked.tasks(2)
 
 
 def test_another_software_is_noticed() -> None:

@@ -13,7 +13,7 @@ from support.virtual_run import platform
 
 import spawnsim
 from spawnsim import SpawnPolicy
-from spawnsim.cli.fuzz import main as fuzz
+from spawnsim.cli import serve
 from spawnsim.cli.fuzz import numbers
 from spawnsim.errors import CheckFailed, ParameterError, SpawnsimError, Timeout
 from spawnsim.fuzzing import campaign as campaigns
@@ -53,7 +53,7 @@ def test_a_planted_bug_is_found_made_small_and_replayed(name, capsys):
     assert len(small.case.plan.faults) <= 3
     words = shlex.split(small.case.command(str(target.program)))
     assert words[:2] == ["spawnsim", "fuzz"]
-    assert fuzz([*words[2:], "--json"]) == 1
+    assert serve("fuzz", [*words[2:], "--json"]) == 1
     again = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert again["failures"][0]["message"] == small.message
 
@@ -167,7 +167,7 @@ def test_a_fault_that_never_strikes_is_named(capsys):
     """A plan that has no effect proves nothing."""
     program = PROGRAMS / "planted" / "off_by_one_age.py"
     fixed = ["--set", "fixed=True", "--jobs", "0", "--runs", "2", "--alive", "none"]
-    assert fuzz([str(program), *fixed, "--faults", "slow:0@900s+1s,2"]) == 0
+    assert serve("fuzz", [str(program), *fixed, "--faults", "slow:0@900s+1s,2"]) == 0
     assert "never struck, so nothing is known about it: slow" in capsys.readouterr().out
 
 
@@ -306,8 +306,12 @@ def test_check_of_a_file_looks_at_each_run(tmp_path, capsys):
         "    return run.totals['ranks'] < 4\n"
     )
     (tmp_path / "beside.py").write_text("SEEN = []\n")
-    assert fuzz([str(program), "--runs", "8", "--ranks", "2-3", "--jobs", "0", "--faults", "none"]) == 0
-    assert fuzz([str(program), "--runs", "8", "--ranks", "2-5", "--jobs", "0", "--faults", "none"]) == 1
+    assert (
+        serve("fuzz", [str(program), "--runs", "8", "--ranks", "2-3", "--jobs", "0", "--faults", "none"]) == 0
+    )
+    assert (
+        serve("fuzz", [str(program), "--runs", "8", "--ranks", "2-5", "--jobs", "0", "--faults", "none"]) == 1
+    )
     out = capsys.readouterr().out
     assert "check(run) returned False" in out
     assert "--ranks 4 " in out
@@ -318,7 +322,7 @@ def test_a_program_that_fails_before_any_time_has_passed_is_told(body, tmp_path,
     """Where no time passes no fault is drawn, and the failure is the program's."""
     program = tmp_path / "short.py"
     program.write_text(f"def main(comm):\n    {body}\n")
-    assert fuzz([str(program), "--runs", "9", "--ranks", "2-12", "--jobs", "0"]) == 1
+    assert serve("fuzz", [str(program), "--runs", "9", "--ranks", "2-12", "--jobs", "0"]) == 1
     out = capsys.readouterr().out
     assert "9 of 9 cases" in out
     assert "at once" in out
@@ -341,7 +345,7 @@ def test_faults_may_end_a_program_that_promises_nothing():
 def test_an_unmodified_program_is_fuzzed_too(capsys):
     """With its own arguments; and what it prints stays out of the report."""
     program = PROGRAMS / "suite" / "oddeven.py"
-    assert fuzz([str(program), "--runs", "4", "--jobs", "0"]) == 0
+    assert serve("fuzz", [str(program), "--runs", "4", "--jobs", "0"]) == 0
     assert "4 cases" in capsys.readouterr().out.splitlines()[-1]
 
 
@@ -441,7 +445,7 @@ def test_what_has_no_meaning_is_refused_in_one_line(options, message):
     """Before any case is carried out."""
     program = PROGRAMS / "planted" / "reused_tag.py"
     with pytest.raises(ParameterError, match=message):
-        fuzz([str(program), "--jobs", "0", *options])
+        serve("fuzz", [str(program), "--jobs", "0", *options])
 
 
 def test_numbers_of_ranks():
@@ -449,7 +453,7 @@ def test_numbers_of_ranks():
     assert numbers("2-4,8") == [2, 3, 4, 8]
     for file, message in (("nowhere.py", "No such file"), (".", "Is a directory")):
         with pytest.raises(ParameterError, match=f"cannot read {file}: {message}"):
-            fuzz([file])
+            serve("fuzz", [file])
 
 
 def test_shrinking_keeps_the_failure():

@@ -21,7 +21,7 @@ from matplotlib.text import Text
 from support import synthetic
 
 from spawnsim import plots
-from spawnsim.cli.results import plot as plot_command
+from spawnsim.cli import serve
 from spawnsim.errors import ParameterError
 from spawnsim.plots import (
     convergence,
@@ -844,8 +844,7 @@ def test_the_command_writes_figures_of_run_folders(tmp_path: Path, capsys: pytes
     """`spawnsim plot RUN --out DIR` prints one path per file."""
     synthetic.run(ranks=6, iterations=20).save(tmp_path / "run")
     assert (
-        plot_command([str(tmp_path / "run"), "--out", str(tmp_path), "--formats", "png", "--column", "loss"])
-        == 0
+        serve("plot", [str(tmp_path / "run"), "--out", str(tmp_path), "--format", "png", "--y", "loss"]) == 0
     )
     assert all(Path(line).stat().st_size > 10_000 for line in capsys.readouterr().out.splitlines())
 
@@ -856,9 +855,9 @@ def test_the_command_says_when_there_is_nothing_to_draw(tmp_path: Path, capsys: 
     dataclasses.replace(run, table=run.table.where([])).save(tmp_path / "empty")
     made().save(tmp_path / "full")
     empty, full, out = (str(tmp_path / name) for name in ("empty", "full", "out"))
-    assert plot_command([empty, "--out", out]) == 2
+    assert serve("plot", [empty, "--out", out]) == 2
     assert "average: no row was recorded" in capsys.readouterr().err
-    assert plot_command([empty, full, "--out", out, "--formats", "png", "--column", "loss"]) == 0
+    assert serve("plot", [empty, full, "--out", out, "--format", "png", "--y", "loss"]) == 0
     told = capsys.readouterr()
     assert "convergence-loss.png" in told.out
     assert "average: no row was recorded" in told.err

@@ -22,7 +22,7 @@ import spawnsim
 from spawnsim import cli
 from spawnsim.errors import Deadlock, MismatchError, ParameterError, RankError, UnsupportedError
 from spawnsim.record import Recorder
-from spawnsim.run.program import is_unmodified
+from spawnsim.run.program import ProgramFile
 from spawnsim.scenario import Scenario
 from spawnsim.virtual.cluster import Totals
 from spawnsim.virtual.mpi.comm import ProgramAbort
@@ -368,7 +368,7 @@ def test_pool_executors_need_a_flag(script: Any, capsys: pytest.CaptureFixture[s
     for ranks in (1, 4):
         _run(path, ranks=ranks, futures=True)
         assert _lines(capsys) == ["[rank 0] done"]
-    with pytest.raises(UnsupportedError, match="--futures"):
+    with pytest.raises(UnsupportedError, match="--set futures=true"):
         _run(path)
 
 
@@ -460,7 +460,7 @@ def test_what_is_left_open_is_told(script: Any) -> None:
 def test_programs_are_told_from_files_with_a_main(tmp_path: Path, text: str, whole: bool) -> None:
     """A file with main(comm) is spawnsim's, unless it calls it itself."""
     (tmp_path / "file.py").write_text(text)
-    assert is_unmodified(tmp_path / "file.py") == whole
+    assert ProgramFile.read(tmp_path / "file.py").is_whole == whole
 
 
 def test_a_line_without_calls_that_shall_cost_is_told(
@@ -478,9 +478,9 @@ def test_a_private_package_that_is_not_there_is_refused(
 ) -> None:
     """Its name is wrong: it would do nothing."""
     path = script("comm.Barrier()")
-    assert cli.main(["run", str(path), "--ranks", "2", "--private", "no_such_package"]) == 2
+    assert cli.main(["run", str(path), "--ranks", "2", "--set", "private=no_such_package"]) == 2
     assert "no installed package has this name" in capsys.readouterr().err
-    assert cli.main(["run", str(path), "--ranks", "2", "--private", "tqdm"]) == 0
+    assert cli.main(["run", str(path), "--ranks", "2", "--set", "private=tqdm"]) == 0
 
 
 @pytest.mark.parametrize(
@@ -508,9 +508,9 @@ def test_a_package_that_asks_for_its_rank_while_it_is_imported_is_told(
     assert (cli.main(["run", str(path), "--ranks", "11"]) == 0) == (ask != "Dup()")
     errors = capsys.readouterr().err
     assert told in errors
-    assert (f"--private {package}" in errors) == bool(told)
+    assert (f"--set private={package}" in errors) == bool(told)
     monkeypatch.delitem(sys.modules, package, raising=False)
-    assert cli.main(["run", str(path), "--ranks", "11", "--private", package]) == 0
+    assert cli.main(["run", str(path), "--ranks", "11", "--set", f"private={package}"]) == 0
     assert "while it is imported" not in capsys.readouterr().err
 
 
@@ -626,10 +626,10 @@ def test_a_file_that_speaks_mpi_through_a_package_runs_whole(
     """A package whose distribution requires mpi4py will do; any other file is run whole on demand."""
     path = tmp_path / "file.py"
     path.write_text("import heat_like\n")
-    monkeypatch.setattr(sys.modules[is_unmodified.__module__], "_packages_with_mpi", lambda: {"heat_like"})
-    assert is_unmodified(path)
+    monkeypatch.setattr(sys.modules[ProgramFile.__module__], "_packages_with_mpi", lambda: {"heat_like"})
+    assert ProgramFile.read(path).is_whole
     path.write_text("exec('from mpi4py import MPI; print(MPI.COMM_WORLD.rank)')\n")
-    assert not is_unmodified(path)
+    assert not ProgramFile.read(path).is_whole
     assert cli.main(["run", str(path), "-n", "3"]) == 2
     assert "or with --whole" in capsys.readouterr().err
     assert cli.main(["run", str(path), "-n", "3", "--whole"]) == 0

@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from spawnsim.cli.doctor import main
+from spawnsim.cli import serve
 from spawnsim.real.launch import doctor, launchers
 from spawnsim.real.launch.doctor import examine
 
@@ -15,7 +15,7 @@ from spawnsim.real.launch.doctor import examine
 @pytest.mark.mpi
 def test_the_report_covers_machine_mpi_and_torch(capsys):
     """Every topic of the report has a state and says what was found."""
-    assert main(["--json"]) == 0
+    assert serve("doctor", ["--json"]) == 0
     report = {finding["topic"]: finding for finding in json.loads(capsys.readouterr().out)}
     assert {"cores", "launcher", "MPI", "MPI threads", "one-sided progress", "ULFM", "torch", "GPUs"} <= set(
         report
@@ -28,7 +28,7 @@ def test_the_report_covers_machine_mpi_and_torch(capsys):
 def test_what_is_missing_is_a_finding_with_advice(monkeypatch, capsys):
     """No MPI and no torch: the report says what to install, and the status is 1."""
     monkeypatch.setattr(launchers.importlib.util, "find_spec", lambda name: None)
-    assert main([]) == 1
+    assert serve("doctor", []) == 1
     said = capsys.readouterr().out
     assert "pip install 'spawnsim[mpi]'" in said
     assert "pip install torch" in said
@@ -65,7 +65,7 @@ def test_only_the_first_rank_reports(monkeypatch, capsys):
     """`srun -n 64 spawnsim doctor` is one report, by one probe."""
     for name, value in {"PMI_RANK": "3", "PMI_SIZE": "4", "MPI_LOCALRANKID": "3"}.items():
         monkeypatch.setenv(name, value)
-    assert main([]) == 0
+    assert serve("doctor", []) == 0
     assert capsys.readouterr().out == ""
 
 

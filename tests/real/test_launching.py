@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from spawnsim.cli.run import parse
+from spawnsim.cli.run import RunCommand
 
 LAUNCHING = Path(__file__).parents[2] / "docs" / "launching"
 
@@ -59,7 +59,7 @@ def test_the_commands_are_ones_that_spawnsim_takes():
     ]
     lines = [batch, *(words[words.index("run") + 1 :] for words in commands)]
     for words in lines:
-        options, rest = parse(words)
-        assert (options.file.name, rest) == ("train.py", [])
+        options = RunCommand.parse(words)
+        assert (options.file.name, options.arguments) == ("train.py", [])
         assert options.backend in ("mpi", "torch")
     assert len(lines) == 3

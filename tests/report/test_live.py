@@ -299,7 +299,8 @@ def started(tmp_path: Path, *more: str) -> subprocess.Popen[str]:
         str(file),
         "--set",
         f"flag={str(tmp_path / 'go')!r}",
-        "--live",
+        "--observe",
+        "live",
     ]
     return subprocess.Popen(
         [*line, "--deadline", "600", "--out", str(tmp_path / "run"), "--json", *more],

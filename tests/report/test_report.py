@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from support import synthetic
 
-from spawnsim.cli.results import report as report_command
+from spawnsim.cli import serve
 from spawnsim.plots import timeuse
 from spawnsim.plots.experiments import clock_of, grouped
 from spawnsim.report import page
@@ -118,7 +118,7 @@ def test_the_page_tells_one_share_of_computing(runs: list[Run]):
 def test_the_command_writes_one_file(runs: list[Run], tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     """`spawnsim report RUN --out PAGE` prints the page's path."""
     runs[0].save(tmp_path / "run")
-    assert report_command([str(tmp_path / "run"), "--out", str(tmp_path / "page.html")]) == 0
+    assert serve("report", [str(tmp_path / "run"), "--out", str(tmp_path / "page.html")]) == 0
     assert (tmp_path / "page.html").read_text().startswith("<!doctype html>")
     assert capsys.readouterr().out.strip() == str(tmp_path / "page.html")
 

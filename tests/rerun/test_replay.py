@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 import spawnsim
-from spawnsim.cli.replay import replay
+from spawnsim.cli import serve
 from spawnsim.errors import ParameterError
 
 PROGRAM = """
@@ -45,7 +45,7 @@ def at_prompt(folder, monkeypatch, capsys):
 
     def run(commands, *options):
         monkeypatch.setattr("sys.stdin", io.StringIO("\n".join(commands) + "\n"))
-        assert replay([str(folder), *options]) == 0
+        assert serve("replay", [str(folder), *options]) == 0
         return capsys.readouterr().out
 
     return run
@@ -144,7 +144,7 @@ def test_what_if_a_fault_struck_or_a_parameter_changed(at_prompt, folder):
 def test_what_has_no_meaning_is_refused(folder, options, message):
     """In one line."""
     with pytest.raises(ParameterError, match=message):
-        replay([str(folder), *options])
+        serve("replay", [str(folder), *options])
 
 
 def test_unmodified_programs_are_replayed_too(tmp_path, monkeypatch, capsys):
@@ -154,7 +154,7 @@ def test_unmodified_programs_are_replayed_too(tmp_path, monkeypatch, capsys):
     )
     spawnsim.run(tmp_path / "script.py", ranks=12, out=tmp_path / "run", compute="10 ms")
     monkeypatch.setattr("sys.stdin", io.StringIO("rank 11\np step\nc\n"))
-    assert replay([str(tmp_path / "run"), "--until", "0.025s"]) == 0
+    assert serve("replay", [str(tmp_path / "run"), "--until", "0.025s"]) == 0
     out = capsys.readouterr().out
     assert "script.py:4" in out
     assert "ended as recorded" in out
@@ -176,5 +176,5 @@ def test_a_replay_of_gathers_and_checkpoints_ends_as_recorded(tmp_path, monkeypa
             overwrite=True,
         )  # fmt: skip
         monkeypatch.setattr("sys.stdin", io.StringIO("c\n"))
-        assert replay([str(tmp_path / "run"), "--until", "0.003s"]) == 0
+        assert serve("replay", [str(tmp_path / "run"), "--until", "0.003s"]) == 0
         assert "ended as recorded" in capsys.readouterr().out

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 import spawnsim
-from spawnsim.cli.replay import verify
+from spawnsim.cli import serve
 from spawnsim.errors import ParameterError
 from spawnsim.models.faults import Crash, FaultPlan, Partition, Pause
 from spawnsim.rerun import Again
@@ -33,7 +33,7 @@ def test_a_leak_is_located_and_explained(name, tmp_path, capsys):
     """The first event that differs: its rank, its time, its call, its line; and the likely reason."""
     program, (reason, rank) = PROGRAMS / "leaking" / f"{name}.py", LEAKS[name]
     spawnsim.run(program, ranks=3, out=tmp_path / "run")
-    assert verify([str(tmp_path / "run"), "--json"]) == 1
+    assert serve("verify", [str(tmp_path / "run"), "--json"]) == 1
     verdict = json.loads(capsys.readouterr().out)
     assert re.search(reason, verdict["hint"])
     assert rank in (None, verdict["rank"])
@@ -50,7 +50,7 @@ def test_a_run_that_repeats(tmp_path, capsys, monkeypatch):
         stragglers="lognormal:0.3", platform="ethernet-10g", ties="random:5", seed=3,
         sums="gloo", parameters={"fixed": True},
     )  # fmt: skip
-    assert verify([str(tmp_path / "run")]) == 0
+    assert serve("verify", [str(tmp_path / "run")]) == 0
     assert "the same digest three times" in capsys.readouterr().out
 
 
@@ -64,9 +64,9 @@ def test_a_run_that_kept_some_rows_repeats(tmp_path):
     some = {"ranks": 11, "record_every": 4, "record_ranks": "0-2,10"}
     run = spawnsim.run(program, out=tmp_path / "run", **some)
     assert run.table.rows == 4 * 3
-    assert verify([str(tmp_path / "run")]) == 0
+    assert serve("verify", [str(tmp_path / "run")]) == 0
     spawnsim.run(program, out=tmp_path / "leaking", parameters={"leak": True}, **some)
-    assert verify([str(tmp_path / "leaking")]) == 1
+    assert serve("verify", [str(tmp_path / "leaking")]) == 1
 
 
 def test_what_is_not_a_number_is_no_difference(tmp_path, capsys):
@@ -81,7 +81,7 @@ def test_what_is_not_a_number_is_no_difference(tmp_path, capsys):
     read.write_text("1.0")
     spawnsim.run(program, ranks=2, out=tmp_path / "run", parameters={"read": str(read)})
     read.write_text("2.0")
-    assert verify([str(tmp_path / "run")]) == 1
+    assert serve("verify", [str(tmp_path / "run")]) == 1
     assert "First recorded value that differs: value of rank 0 at 0.4 s" in capsys.readouterr().out
 
 
@@ -95,7 +95,7 @@ def test_a_run_that_went_on_with_other_ranks_is_said_to_be_resumed(tmp_path, cap
     run = {"out": tmp_path / "run", "resume": True}
     spawnsim.run(tmp_path / "train.py", ranks=12, **run)
     spawnsim.run(tmp_path / "train.py", ranks=5, parameters={"iterations": 4}, **run)
-    assert verify([str(tmp_path / "run")]) == 1
+    assert serve("verify", [str(tmp_path / "run")]) == 1
     assert "it was resumed at iteration 2, perhaps with another program, ranks" in capsys.readouterr().out
 
 
@@ -106,8 +106,8 @@ def test_the_program_of_the_folder_is_run_not_what_became_of_it(tmp_path):
     spawnsim.run(program, ranks=2, out=tmp_path / "run")
     # Longer, for Python takes a file of the same length and second for the one that it has compiled.
     program.write_text("def main(comm):\n    comm.record(loss=22.5)\n")
-    assert verify([str(tmp_path / "run")]) == 0
-    assert verify([str(tmp_path / "run"), "--file", str(program)]) == 1
+    assert serve("verify", [str(tmp_path / "run")]) == 0
+    assert serve("verify", [str(tmp_path / "run"), "--program", str(program)]) == 1
 
 
 def test_a_plan_that_was_an_object_comes_back(tmp_path):
@@ -136,6 +136,6 @@ def test_what_cannot_be_run_again_is_refused(tmp_path):
     """A function has no file; a folder without a run is none."""
     spawnsim.run(lambda comm: None, ranks=2, out=tmp_path / "run")
     with pytest.raises(ParameterError, match="its program was a function"):
-        verify([str(tmp_path / "run")])
+        serve("verify", [str(tmp_path / "run")])
     with pytest.raises(ParameterError):
-        verify([str(tmp_path)])
+        serve("verify", [str(tmp_path)])

@@ -113,7 +113,7 @@ def test_a_second_signal_ends_a_run_at_once(tmp_path: Path, number: int) -> None
     """Also where a rank in a thread of its own hears of none."""
     program = tmp_path / "stuck.py"
     program.write_text(STUCK)
-    with _started("run", program, "--ranks", 2, "--carrier", "threads", "--no-prefix") as started:
+    with _started("run", program, "--ranks", 2, "--carrier", "threads", "--set", "prefix=false") as started:
         assert started.stdout is not None
         assert started.stdout.readline() == "ready\n"
         time.sleep(1.0)  # until it waits: before that, one signal is enough

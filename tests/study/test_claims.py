@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from spawnsim.cli import study as commands
+from spawnsim.cli import serve
 from spawnsim.study import Context
 from spawnsim.study.claims import FAILS, HOLDS, IN_PART, claiming, read, table, verdict
 
@@ -40,10 +40,10 @@ def test_one_command_makes_the_table_of_all(tmp_path: Path, monkeypatch: pytest.
     (home / "other.py").write_text("def study(context):\n    raise AssertionError('states nothing')\n")
     (home / "claims.py").write_text((ROOT / "studies" / "claims.py").read_text())
     monkeypatch.chdir(tmp_path)
-    assert commands.main(["claims", "--quick", "--jobs", "0", "--out", "quick"]) == 0
+    assert serve("study", ["claims", "--quick", "--jobs", "0", "--out", "quick"]) == 0
     assert (docs / "claims.md").read_text() == "old"
     assert [claim.verdict for claim in read(tmp_path / "quick" / "a_whole")] == [IN_PART]
-    assert commands.main(["claims", "--jobs", "0", "--out", "full"]) == 0
+    assert serve("study", ["claims", "--jobs", "0", "--out", "full"]) == 0
     page = (docs / "claims.md").read_text()
     assert page == (tmp_path / "full" / "claims.md").read_text()
     assert [line.split("|")[3:6] for line in page.splitlines() if "Four" in line] == [

@@ -11,7 +11,7 @@ import pytest
 
 import spawnsim
 from spawnsim import cli
-from spawnsim.cli import study as commands
+from spawnsim.cli import sweep as commands
 from spawnsim.errors import ParameterError
 from spawnsim.random import Streams
 from spawnsim.run.program import load, program

@@ -14,8 +14,8 @@ import pytest
 from support import synthetic
 
 from spawnsim import study
-from spawnsim.cli import listing
-from spawnsim.cli import study as commands
+from spawnsim.cli import listing, serve
+from spawnsim.cli import sweep as commands
 from spawnsim.errors import ParameterError, StudyError, UsageError
 from spawnsim.record import manifest
 from spawnsim.run import process_setup
@@ -360,7 +360,7 @@ def test_the_command_runs_a_study_from_a_path(tmp_path: Path, capsys: pytest.Cap
     path.write_text(
         "def study(context):\n    context.say(f'{context.name} {context.quick} {context.jobs} {context.out}')\n"
     )
-    assert commands.main([str(path), "--quick", "--jobs", "3", "--out", "here"]) == 0
+    assert serve("study", [str(path), "--quick", "--jobs", "3", "--out", "here"]) == 0
     assert capsys.readouterr().out == "mine True 3 here\n"
 
 
@@ -369,10 +369,10 @@ def test_the_user_says_how_many_seeds(tmp_path: Path, capsys: pytest.CaptureFixt
     path = tmp_path / "mine.py"
     path.write_text("def study(context):\n    context.say(f'{context.seeds((7, 9))}')\n")
     for asked in ([], ["--quick"], ["--seeds", "1"], ["--quick", "--seeds", "2"], ["--seeds", "4"]):
-        assert commands.main([str(path), *asked, "--out", "here"]) == 0
+        assert serve("study", [str(path), *asked, "--out", "here"]) == 0
     assert capsys.readouterr().out == "[7, 9]\n[7]\n[7]\n[7, 9]\n[7, 9, 10, 11]\n"
     with pytest.raises(ParameterError, match=r"--seeds 0: give how many seeds to run, at least 1"):
-        commands.main([str(path), "--seeds", "0"])
+        serve("study", [str(path), "--seeds", "0"])
 
 
 def test_an_unknown_study_is_answered_with_those_there_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

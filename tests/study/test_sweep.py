@@ -25,9 +25,8 @@ from support import synthetic
 
 import spawnsim
 from spawnsim import cli
-from spawnsim.cli.run import parse
-from spawnsim.cli.sweep import cells_of
-from spawnsim.cli.sweep import parser as sweep_parser
+from spawnsim.cli.run import RunCommand
+from spawnsim.cli.sweep import SweepCommand, cells_of
 from spawnsim.errors import ParameterError, StudyError, WorldError
 from spawnsim.options import choices, listed
 from spawnsim.record import Table
@@ -161,7 +160,7 @@ def test_real_seeds_may_be_listed(program: Path):
         (["--seeds", "0"], "--seeds 0: how many"),
         (["--seeds", "2", "--seed", "1,2"], "--seeds 2: how many"),
         (["--seed", "x"], "--seed x: give whole numbers"),
-        (["--jobs", "-1"], "--jobs -1"),
+        (["--jobs", "-1"], "--jobs: -1: give the number"),
         (["--backend", "mpii"], "--backend mpii: choose"),
         (["--backend", "mpi", "--straggler", "exponential:0.1"], "--straggler describes virtual ranks"),
         (["--executor", "dusk", "--jobs", "1"], "--executor dusk: not known; did you mean dask?"),
@@ -201,7 +200,7 @@ def test_failures_are_told_at_the_end_with_a_command_that_repeats_them(
     assert "2 of 4 runs failed; the first: bad, seed 0: rank 11 raised ValueError: no such luck" in told.err
     again = [line.split(":", 1)[1] for line in told.err.splitlines() if line.startswith("  again:")]
     assert len(again) == 2
-    options, _ = parse(shlex.split(again[1])[2:])
+    options = RunCommand.parse(shlex.split(again[1])[2:])
     assert (options.ranks, options.seed, options.set) == (12, 1, ["policy=bad", "ratio=0.5"])
     sweep = Sweep.load("q")
     assert sweep.says() == "4 runs: 2 done, 2 failed"
@@ -272,9 +271,9 @@ def test_a_limit_that_cannot_be_held_is_refused_before_anything_is_written(
     program: Path, capsys: pytest.CaptureFixture[str]
 ):
     """Without processes to end, and for longer than the system waits: a run of such a limit failed when it began."""
-    assert swept("--run-limit", "10 min", "--out", "q") == 2  # in this process
-    assert swept("--run-limit", "soon", "--out", "q") == 2
-    assert swept("--run-limit", "1000h", "--jobs", "1", "--out", "q") == 2
+    assert swept("--limit", "10 min", "--out", "q") == 2  # in this process
+    assert swept("--limit", "soon", "--out", "q") == 2
+    assert swept("--limit", "1000h", "--jobs", "1", "--out", "q") == 2
     told = capsys.readouterr().err
     assert "limit of 600 s: give more than 0 and at most 576 h, and processes" in told
     assert "'soon' is not a duration" in told and "limit of 3.6e+06 s" in told
@@ -510,7 +509,7 @@ def half(built: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     [
         ([], "accuracy-over-time_s"),
         (
-            ["--x", "iteration", "--y", "loss", "--band", "ranks", "--facet", "ratio,straggler"],
+            ["--x", "iteration", "--y", "loss", "--facet", "ratio,straggler"],
             "loss-over-iteration",
         ),
         (
@@ -529,7 +528,7 @@ def test_an_unfinished_sweep_is_drawn_and_says_what_is_missing(
     half: Path, words: list[str], stem: str, capsys: pytest.CaptureFixture[str]
 ):
     """With its data, and the commands that make it again."""
-    assert cli.main(["plot", str(half), "--formats", "svg", "--out", "fig", *words]) == 0
+    assert cli.main(["plot", str(half), "--format", "svg", "--out", "fig", *words]) == 0
     told = capsys.readouterr()
     assert {f"fig/{stem}.{ending}" for ending in ("svg", "csv", "sh")} <= set(told.out.split())
     assert ("1 of 24 runs not done yet" in told.err) == ("--where" not in words)
@@ -551,15 +550,15 @@ def test_what_one_policy_alone_has_recorded_is_drawn_of_it(half: Path, capsys: p
     dataclasses.replace(run, table=Table(rows)).save(sweep.store.root / planned.folder)
     found = sweep.table("final:extra")["final:extra"]
     assert np.flatnonzero(~np.isnan(found)).tolist() == [3]
-    assert cli.main(["plot", str(half), "--y", "extra", "--x", "bytes", "--formats", "svg"]) == 0
+    assert cli.main(["plot", str(half), "--y", "extra", "--x", "bytes", "--format", "svg"]) == 0
     for x in ("ratio", "time_s"):
-        assert cli.main(["plot", str(half), "--y", "extra", "--x", x, "--formats", "svg"]) == 0
+        assert cli.main(["plot", str(half), "--y", "extra", "--x", x, "--format", "svg"]) == 0
         # What is drawn blank is not what is missing, nor what has failed.
         assert "20 of 24 runs have no number of extra: none, " in capsys.readouterr().err
         assert (
             "20 of 24 runs have no number of extra: none, " in Path(f"figures/extra-over-{x}.svg").read_text()
         )
-        assert cli.main(["plot", str(half), "--y", "extre", "--x", x, "--formats", "svg"]) == 2
+        assert cli.main(["plot", str(half), "--y", "extre", "--x", x, "--format", "svg"]) == 2
         assert "column 'extre' was not recorded" in capsys.readouterr().err
 
 
@@ -580,7 +579,7 @@ def test_what_one_policy_alone_has_recorded_is_drawn_of_it(half: Path, capsys: p
         (["--y", "accuracy", "--x", "ratio", "--against", "best"], "--against best: policy is one of"),
         (["--y", "accuracy", "--x", "time_s", "--heat"], "--x time_s with --heat: give a column that varies"),
         (["--y", "accuracy", "--x", "policy", "--hue", "policy", "--heat"], "two columns that vary"),
-        (["--y", "accuracy", "--by", "policy"], "--by and --label are for run folders"),
+        (["--y", "accuracy", "--by", "policy"], "--by is for run folders"),
         (["another"], "one sweep at a time"),
     ],
 )
@@ -596,13 +595,8 @@ def test_a_figure_that_cannot_be_is_told(
 def test_options_of_sweeps_are_refused_for_run_folders(program: Path, capsys: pytest.CaptureFixture[str]):
     """They would do nothing."""
     synthetic.run("none", ranks=2, iterations=2).save("run")
-    assert cli.main(["plot", "run", "--y", "accuracy"]) == 2
-    assert (
-        "--y is for a sweep's folder (spawnsim sweep); run is none; what to draw of a run is --column NAME"
-        in (capsys.readouterr().err)
-    )
     assert cli.main(["plot", "run", "--heat"]) == 2
-    assert "run is none\n" in capsys.readouterr().err
+    assert "--heat is for a sweep's folder (spawnsim sweep); run is none\n" in capsys.readouterr().err
     assert cli.main(["plot", "runn"]) == 2
     assert "runn: no such folder" in capsys.readouterr().err
 
@@ -660,4 +654,4 @@ def test_a_straggler_needs_no_quotes_within_those_of_the_shell(program: Path) ->
 
 def _cells(stragglers: str) -> list[Any]:
     line = ["prog.py", "-n", "12", "--straggler", stragglers]
-    return cells_of(sweep_parser().parse_args(line))
+    return cells_of(SweepCommand.parse(line))

@@ -115,7 +115,18 @@ def started(tmp_path: Path, text: str, *arguments: str, before: str = "") -> sub
     program = tmp_path / "program.py"
     program.write_text(text)
     line = f"import sys\nfrom spawnsim.virtual import stalls\n{before}\nfrom spawnsim.cli import main\nsys.exit(main())"
-    command = [sys.executable, "-c", line, "run", str(program), "--ranks", "2", "--no-prefix", *arguments]
+    command = [
+        sys.executable,
+        "-c",
+        line,
+        "run",
+        str(program),
+        "--ranks",
+        "2",
+        "--set",
+        "prefix=false",
+        *arguments,
+    ]
     found = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     assert found.stdout is not None
     assert found.stdout.readline() == "ready\n"

@@ -195,7 +195,7 @@ def _mind_shared_import(name: str) -> None:
         return
     package, line = module.partition(".")[0], f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
     world: World = task.kernel.owner
-    why = f"{name} of COMM_WORLD ({line}), and is imported once for all ranks: give --private {package}"
+    why = f"{name} of COMM_WORLD ({line}), and is imported once for all ranks: give --set private={package}"
     if name in COLLECTIVE and len(world.ranks) > 1:
         raise UsageError(f"{package} calls, while it is imported, {why}")
     world.mistakes["import", package] = (

@@ -251,8 +251,9 @@ class MPIPoolExecutor(Executor):
         pool = None if current_task() is None else COMM_WORLD._rank.attachments.get("futures")
         if pool is None:
             raise UnsupportedError(
-                "MPIPoolExecutor starts processes, and virtual ranks start all at once: run the program with --futures "
-                "(as `python -m mpi4py.futures` does: rank 0 runs it, the others work), or use MPICommExecutor"
+                "MPIPoolExecutor starts processes, and virtual ranks start all at once: run the program with "
+                "--set futures=true (as `python -m mpi4py.futures` does: rank 0 runs it, the others work), or use "
+                "MPICommExecutor"
             )
         super().__init__(pool)
         pool.begin(initializer, tuple(initargs))
