@@ -9,11 +9,11 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 from spawnsim import units
 from spawnsim.cli import print_note_beside_bar
-from spawnsim.cli.declaring import Command, Json, Option, Picture, PlatformName, Ranks
+from spawnsim.cli.declaring import Command, Json, Picture, PlatformName, Ranks, option
 from spawnsim.errors import ParameterError
 from spawnsim.fidelity.advising import Advice, Budget, advise, report
 from spawnsim.fidelity.converging import Need, by_time, converge
@@ -47,46 +47,36 @@ class Advise(Command):
     examples = ("spawnsim advise -n 1024 --model '14 GB' --compute 300ms --policy average --failures llama3",)
     ranks: Ranks
     platform: PlatformName = None
-    model: Annotated[str, Option("one model, such as '123 MB'", "BYTES")]
-    compute: Annotated[
-        str | None, Option("what a compute step takes, such as 300ms; default: the platform's", "S")
-    ] = None
-    policy: Annotated[
-        Sequence[str],
-        Option(
-            f"{', '.join(POLICIES)}; or all; repeatable; default: average",
-            "LIST",
-            names=(*POLICIES, ALL),
-        ),
-    ] = ("average",)
-    every: Annotated[str, Option("steps between exchanges", "LIST")] = "1,8,32,128"
-    compression: Annotated[str, Option("how many times smaller what travels is", "LIST")] = "1"
-    straggler: Annotated[
-        str | None,
-        Option(f"such as {rates.PERSISTENT} (persistent, realistic); default: the platform's", "KIND"),
-    ] = None
-    failures: Annotated[
-        str | None,
-        Option(f"{', '.join(rates.FAILURES)}, or one rank's mean time between failures", "NAME|TIME"),
-    ] = None
-    seeds: Annotated[int, Option("how many seeds", "N")] = 3
-    train: Annotated[
-        int,
-        Option(
-            "train a small model for so many steps under each choice, and rank by the time until all are as good; "
-            "default: none",
-            "STEPS",
-        ),
-    ] = 0
-    set: Annotated[
-        Sequence[str],
-        Option(
-            "detection=30s (until a death is noticed), restart=5min (until a rank is back), ranks_per_node=8 (that "
-            "fail together), rounds=4 (exchanges simulated for each choice), target=0.9 (share of time computing, for "
-            "break-even), budget=AMOUNT (node-hours, or money with price=AMOUNT of a node's hour); repeatable",
-            "NAME=VALUE",
-        ),
-    ] = ()
+    model: str = option("one model, such as '123 MB'", "BYTES", required=True)
+    compute: str | None = option("what a compute step takes, such as 300ms; default: the platform's", "S")
+    policy: Sequence[str] = option(
+        f"{', '.join(POLICIES)}; or all; repeatable; default: average",
+        "LIST",
+        names=(*POLICIES, ALL),
+        default=("average",),
+    )
+    every: str = option("steps between exchanges", "LIST", default="1,8,32,128")
+    compression: str = option("how many times smaller what travels is", "LIST", default="1")
+    straggler: str | None = option(
+        f"such as {rates.PERSISTENT} (persistent, realistic); default: the platform's", "KIND"
+    )
+    failures: str | None = option(
+        f"{', '.join(rates.FAILURES)}, or one rank's mean time between failures", "NAME|TIME"
+    )
+    seeds: int = option("how many seeds", "N", default=3)
+    train: int = option(
+        "train a small model for so many steps under each choice, and rank by the time until all are as good; "
+        "default: none",
+        "STEPS",
+        default=0,
+    )
+    set: Sequence[str] = option(
+        "detection=30s (until a death is noticed), restart=5min (until a rank is back), ranks_per_node=8 (that "
+        "fail together), rounds=4 (exchanges simulated for each choice), target=0.9 (share of time computing, for "
+        "break-even), budget=AMOUNT (node-hours, or money with price=AMOUNT of a node's hour); repeatable",
+        "NAME=VALUE",
+        default=(),
+    )
     picture: Picture = None
     json: Json = False
 

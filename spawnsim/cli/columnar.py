@@ -7,14 +7,12 @@ import inspect
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from spawnsim import columnar, units
 from spawnsim.cli.declaring import (
-    Argument,
     Command,
     Json,
-    Option,
     Out,
     Overwrite,
     PlatformName,
@@ -22,6 +20,8 @@ from spawnsim.cli.declaring import (
     Ranks,
     Seed,
     Straggler,
+    argument,
+    option,
 )
 from spawnsim.cli.run import print_result
 from spawnsim.columnar.running import SAMPLE
@@ -49,43 +49,29 @@ class Columnar(Command):
         "spawnsim columnar average -n 1000000 --straggler lognormal:0.3 --set average_every=10",
         "spawnsim columnar selective -n 1000000 --set streams=bulk --set mtbf=50000h --set detection=30s",
     )
-    policy: Annotated[
-        Literal["average", "selective", "diloco"],
-        Argument("AverageAllPolicy, AsyncSelectiveAveragingPolicy (lockstep), OuterOptimizerPolicy"),
-    ]
+    policy: Literal["average", "selective", "diloco"] = argument(
+        "AverageAllPolicy, AsyncSelectiveAveragingPolicy (lockstep), OuterOptimizerPolicy"
+    )
     ranks: Ranks
-    model: Annotated[
-        str | None,
-        Option(
-            f"one model as it travels, such as '2 GB'; default: {MODEL}, or what that of --train takes",
-            "BYTES",
-        ),
-    ] = None
-    train: Annotated[
-        Path | None,
-        Option(
-            "of Python, that defines build(rng), loss(model, *batch), data(rng, rank, size), perhaps score(model)",
-            "FILE",
-        ),
-    ] = None
-    set: Annotated[
-        Sequence[str],
-        Option(
-            f"a parameter of the policy; of the random walk of the metric: {', '.join(OF_METRIC)}; or iterations=100, "
-            f"sample={SAMPLE} (ranks with rows and events), streams=ranks (draws of an ordinary run) or bulk (for all "
-            "ranks at once), mtbf=50000h (mean time between failures of one rank), detection=30s (how long the others "
-            "wait where a death is noticed; else 0 s); repeatable",
-            "NAME=VALUE",
-        ),
-    ] = ()
+    model: str | None = option(
+        f"one model as it travels, such as '2 GB'; default: {MODEL}, or what that of --train takes", "BYTES"
+    )
+    train: Path | None = option(
+        "of Python, that defines build(rng), loss(model, *batch), data(rng, rank, size), perhaps score(model)",
+        "FILE",
+    )
+    set: Sequence[str] = option(
+        f"a parameter of the policy; of the random walk of the metric: {', '.join(OF_METRIC)}; or iterations=100, "
+        f"sample={SAMPLE} (ranks with rows and events), streams=ranks (draws of an ordinary run) or bulk (for all "
+        "ranks at once), mtbf=50000h (mean time between failures of one rank), detection=30s (how long the others "
+        "wait where a death is noticed; else 0 s); repeatable",
+        "NAME=VALUE",
+        default=(),
+    )
     platform: PlatformName = None
     straggler: Straggler = None
-    faults: Annotated[str | None, Option("crashes, pauses and slow-downs, such as crash:17@3.5s", "PLAN")] = (
-        None
-    )
-    compute: Annotated[str | None, Option("of an iteration, such as 10ms; default: the platform's", "S")] = (
-        None
-    )
+    faults: str | None = option("crashes, pauses and slow-downs, such as crash:17@3.5s", "PLAN")
+    compute: str | None = option("of an iteration, such as 10ms; default: the platform's", "S")
     seed: Seed = 0
     out: Out = None
     overwrite: Overwrite = False

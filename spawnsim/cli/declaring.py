@@ -4,12 +4,13 @@
     class Verify(Command):
         \"\"\"Run a recorded run on virtual ranks again, and name the first event that differs.\"\"\"
 
-        run: Annotated[Path, Argument("run folder", "RUN")]
-        json: Annotated[bool, Option("print one JSON object")] = False
+        run: Path = argument("run folder", "RUN")
+        json: bool = flag("print one JSON object")
+        seed: Seed = 0
 
         def __call__(self) -> int: ...
 
-A field without a default must be given. Options that several commands share are declared here.
+Options that several commands share, such as `Seed`, are annotated types, at the end of this file.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ import re
 import types
 import typing
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import MISSING, dataclass, fields
+from dataclasses import MISSING, dataclass, field, fields
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, NoReturn, Self
 
@@ -66,6 +67,21 @@ class Option:
 
 class Argument(Option):
     """An argument that is given by its place."""
+
+
+def option(*about: Any, default: Any = None, required: bool = False, **more: Any) -> Any:
+    """Return a field that is an option; the arguments are those of `Option`."""
+    return field(default=MISSING if required else default, metadata={"option": Option(*about, **more)})
+
+
+def flag(about: str, group: str = "") -> Any:
+    """Return a field that is an option without a value."""
+    return option(about, default=False, group=group)
+
+
+def argument(*about: Any, default: Any = MISSING, **more: Any) -> Any:
+    """Return a field that is given by its place; without a default it must be given."""
+    return field(default=default, metadata={"option": Argument(*about, **more)})
 
 
 class Command:
@@ -163,7 +179,9 @@ def parser_of(command: type[Command]) -> Parser:
     groups: dict[str, Any] = {"": parser}
     hints = typing.get_type_hints(command, include_extras=True)
     for each in fields(command):  # type: ignore[arg-type]  # each command is a dataclass
-        kind, option = typing.get_args(hints[each.name])
+        kind, option = hints[each.name], each.metadata.get("option")
+        if option is None:
+            kind, option = typing.get_args(kind)
         if option.group not in groups:
             groups[option.group] = parser.add_argument_group(option.group)
         name, settings = (

@@ -17,20 +17,21 @@ from dataclasses import dataclass
 from datetime import date
 from itertools import product
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from spawnsim.cli.declaring import (
-    Argument,
     Command,
     Deadline,
     Json,
-    Option,
     Picture,
     PlatformName,
     ProgramPath,
     Seed,
+    argument,
+    flag,
+    option,
 )
 from spawnsim.cli.listing import program_file
 from spawnsim.errors import ParameterError, SpawnsimError, Timeout
@@ -70,9 +71,9 @@ class Calibrate(Command):
 
     launcher = "mpiexec -n N "
     examples = ("mpiexec -n 4 spawnsim calibrate --out mine.toml --picture mine.png",)
-    out: Annotated[Path, Option("the platform file", "FILE")] = Path("measured.toml")
+    out: Path = option("the platform file", "FILE", default=Path("measured.toml"))
     picture: Picture = None
-    quick: Annotated[bool, Option("seconds instead of half a minute; larger errors")] = False
+    quick: bool = flag("seconds instead of half a minute; larger errors")
     deadline: Deadline = None
 
     def __call__(self) -> int:
@@ -170,21 +171,18 @@ class Validate(Command):
     examples = ("mpiexec -n 4 spawnsim validate train.py --platform mine.toml --runs 3",)
     file: ProgramPath
     platform: PlatformName = None
-    runs: Annotated[int, Option("real runs; the median error is shown, and its range", "N")] = 1
-    warmup: Annotated[int, Option("compute blocks at the start that are left aside", "N")] = 5
+    runs: int = option("real runs; the median error is shown, and its range", "N", default=1)
+    warmup: int = option("compute blocks at the start that are left aside", "N", default=5)
     seed: Seed = 0
-    set: Annotated[
-        Sequence[str],
-        Option(
-            "a keyword argument of main; of several values, and of several such options, each combination is run, and "
-            "one table and figure shows them all; repeatable",
-            "NAME=LIST",
-        ),
-    ] = ()
-    add: Annotated[
-        Sequence[Path],
-        Option("what --json printed of another job, of other ranks say: shown in the same table", "FILE"),
-    ] = ()
+    set: Sequence[str] = option(
+        "a keyword argument of main; of several values, and of several such options, each combination is run, and "
+        "one table and figure shows them all; repeatable",
+        "NAME=LIST",
+        default=(),
+    )
+    add: Sequence[Path] = option(
+        "what --json printed of another job, of other ranks say: shown in the same table", "FILE", default=()
+    )
     picture: Picture = None
     json: Json = False
 
@@ -354,12 +352,10 @@ class Import(Command):
     """Read files from a cluster. See docs/clusters.md."""
 
     examples = ("spawnsim import nccl report.json --out mine.toml",)
-    kind: Annotated[
-        str, Argument("; ".join(f"{kind}: {what}" for kind, what in KINDS.items()), choices=KINDS)
-    ]
-    files: Annotated[Sequence[Path], Argument("kineto: one for each rank; else one", "FILE")]
-    out: Annotated[Path, Option("a .toml file; kineto: a folder", "PATH")]
-    set: Annotated[Sequence[str], Option("a setting of the kind, such as members=8,4", "NAME=VALUE")] = ()
+    kind: str = argument("; ".join(f"{kind}: {what}" for kind, what in KINDS.items()), choices=KINDS)
+    files: Sequence[Path] = argument("kineto: one for each rank; else one", "FILE")
+    out: Path = option("a .toml file; kineto: a folder", "PATH", required=True)
+    set: Sequence[str] = option("a setting of the kind, such as members=8,4", "NAME=VALUE", default=())
 
     def __call__(self) -> int:
         from spawnsim.fidelity import inputs

@@ -14,18 +14,19 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 from spawnsim.cli.declaring import (
     Command,
     Json,
-    Option,
     PlatformName,
     ProgramPath,
     Quiet,
     Settings,
     Whole,
+    flag,
     number_of_jobs,
+    option,
 )
 from spawnsim.cli.listing import program_file
 from spawnsim.errors import ParameterError
@@ -49,58 +50,42 @@ class Fuzz(Command):
     takes_arguments = True
     examples = ("spawnsim fuzz train.py --runs 200 -n 2-8 --faults 'crash; delay' --limit 10min",)
     file: ProgramPath
-    runs: Annotated[int, Option("cases", "N")] = 1000
-    seed: Annotated[int, Option("of the first case; the next has the next one (default: 0)", "K")] = 0
-    ranks: Annotated[str, Option("numbers of ranks to draw from, such as 8, 2-8 or 4,8,64", "LIST", "-n")] = (
-        "2-8"
+    runs: int = option("cases", "N", default=1000)
+    seed: int = option("of the first case; the next has the next one (default: 0)", "K", default=0)
+    ranks: str = option(
+        "numbers of ranks to draw from, such as 8, 2-8 or 4,8,64", "LIST", "-n", default="2-8"
     )
-    faults: Annotated[
-        str | None,
-        Option(
-            "kinds of fault to draw, and faults of every case, separated by ';': 'crash; pause', 'crash:3@2s', 'none' "
-            f"(default: '{DEFAULT_FAULTS}', and restart with --survive)",
-            "PLAN",
-        ),
-    ] = None
-    ties: Annotated[
-        str | None,
-        Option("orders of simultaneous events: fifo, reverse, random, random:SEED (default: all)", "LIST"),
-    ] = None
-    straggler: Annotated[str | None, Option("separated by ';' (default: 'none;lognormal:0.3')", "LIST")] = (
-        None
+    faults: str | None = option(
+        "kinds of fault to draw, and faults of every case, separated by ';': 'crash; pause', 'crash:3@2s', 'none' "
+        f"(default: '{DEFAULT_FAULTS}', and restart with --survive)",
+        "PLAN",
     )
+    ties: str | None = option(
+        "orders of simultaneous events: fifo, reverse, random, random:SEED (default: all)", "LIST"
+    )
+    straggler: str | None = option("separated by ';' (default: 'none;lognormal:0.3')", "LIST")
     platform: PlatformName = None
-    compute: Annotated[str | None, Option("seconds of a comm.compute() that states none", "S")] = None
-    deadline: Annotated[
-        float | None,
-        Option(
-            f"seconds that one call may wait (default: {DEADLINE_S:g}; unmodified: no limit)",
-            "S",
-            parse=limit,
-        ),
-    ] = None
+    compute: str | None = option("seconds of a comm.compute() that states none", "S")
+    deadline: float | None = option(
+        f"seconds that one call may wait (default: {DEADLINE_S:g}; unmodified: no limit)", "S", parse=limit
+    )
     set: Settings = ()
-    alive: Annotated[
-        str | None,
-        Option(
-            "virtual seconds after the last fault within which each rank must get on; none: not asked (default: some, "
-            "in half of the cases)",
-            "S",
-        ),
-    ] = None
-    survive: Annotated[
-        bool,
-        Option(
-            "the program promises to go on when ranks die and calls meet deadlines: ending in them is a failure, too"
-        ),
-    ] = False
+    alive: str | None = option(
+        "virtual seconds after the last fault within which each rank must get on; none: not asked (default: some, "
+        "in half of the cases)",
+        "S",
+    )
+    survive: bool = flag(
+        "the program promises to go on when ranks die and calls meet deadlines: ending in them is a failure, too"
+    )
     whole: Whole = False
-    jobs: Annotated[
-        int, Option("cases at once; 0: in this process (default: one per core)", "N", parse=number_of_jobs)
-    ] = os.cpu_count() or 1
-    limit: Annotated[
-        str | None, Option("begin no further case after so many seconds, or such as 10min", "S")
-    ] = None
+    jobs: int = option(
+        "cases at once; 0: in this process (default: one per core)",
+        "N",
+        parse=number_of_jobs,
+        default=os.cpu_count() or 1,
+    )
+    limit: str | None = option("begin no further case after so many seconds, or such as 10min", "S")
     json: Json = False
     quiet: Quiet = False
 

@@ -16,11 +16,11 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
 import spawnsim
 from spawnsim.cli import COMMANDS, command_of
-from spawnsim.cli.declaring import Argument, Command, Json, Parser, parser_of
+from spawnsim.cli.declaring import Command, Json, Parser, argument, parser_of
 from spawnsim.errors import ParameterError, SpawnsimError, UnsupportedError
 from spawnsim.options import nearest
 from spawnsim.units import text_table
@@ -160,9 +160,9 @@ class List(Command):
     """List the names that other commands take."""
 
     examples = ("spawnsim list", "spawnsim list platforms stragglers")
-    what: Annotated[
-        Sequence[str], Argument(f"among {', '.join(SECTIONS)}; default: all", "WHAT", names=SECTIONS)
-    ] = ()
+    what: Sequence[str] = argument(
+        f"among {', '.join(SECTIONS)}; default: all", "WHAT", names=SECTIONS, default=()
+    )
 
     def __call__(self) -> int:
         unknown = [name for name in self.what if name not in SECTIONS]
@@ -188,10 +188,8 @@ class New(Command):
     """Write a commented file to begin with, which runs at once."""
 
     examples = ("spawnsim new study stragglers", "spawnsim new policy my_policy")
-    kind: Annotated[
-        str, Argument("; ".join(f"{kind}: {what}" for kind, what in KINDS.items()), choices=KINDS)
-    ]
-    name: Annotated[str, Argument("of the file, with or without .py; a folder may stand before it", "NAME")]
+    kind: str = argument("; ".join(f"{kind}: {what}" for kind, what in KINDS.items()), choices=KINDS)
+    name: str = argument("of the file, with or without .py; a folder may stand before it", "NAME")
 
     def __call__(self) -> int:
         from spawnsim.record.sorting import storing
@@ -239,14 +237,11 @@ class Completion(Command):
     """
 
     examples = (f"spawnsim completion bash > {SHELLS['bash']}",)
-    shell: Annotated[
-        str,
-        Argument(
-            "which shell; write its script to "
-            + "; ".join(f"{shell}: {place}" for shell, place in SHELLS.items()),
-            choices=SHELLS,
-        ),
-    ]
+    shell: str = argument(
+        "which shell; write its script to "
+        + "; ".join(f"{shell}: {place}" for shell, place in SHELLS.items()),
+        choices=SHELLS,
+    )
 
     def __call__(self) -> int:
         try:

@@ -13,11 +13,11 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from spawnsim.cli.declaring import Command, Json, KeptProgram, Observers, Option, RunFolder
+from spawnsim.cli.declaring import Command, Json, KeptProgram, Observers, RunFolder, option
 from spawnsim.errors import ParameterError
 from spawnsim.models.faults import FaultPlan
 from spawnsim.options import parameters
@@ -66,18 +66,16 @@ class ReplayCommand(Command):
         "spawnsim replay runs/a --break 'rank == 17 and loss > 3'",
     )
     run: RunFolder
-    until: Annotated[str | None, Option("stop at this virtual time, such as 12.5s", "TIME")] = None
-    break_: Annotated[
-        str, Option("stop where a recorded row meets this: 'rank == 17 and loss > 3'", "EXPRESSION")
-    ] = ""
-    what_if: Annotated[
-        Sequence[str],
-        Option(
-            "from --until on: a fault more (crash:3@13s), or another value of a variable of main, or of an attribute "
-            "(lr=0.1, policy.cooldown=5); the ends are compared. Repeatable",
-            "CHANGE",
-        ),
-    ] = ()
+    until: str | None = option("stop at this virtual time, such as 12.5s", "TIME")
+    break_: str = option(
+        "stop where a recorded row meets this: 'rank == 17 and loss > 3'", "EXPRESSION", default=""
+    )
+    what_if: Sequence[str] = option(
+        "from --until on: a fault more (crash:3@13s), or another value of a variable of main, or of an attribute "
+        "(lr=0.1, policy.cooldown=5); the ends are compared. Repeatable",
+        "CHANGE",
+        default=(),
+    )
     program: KeptProgram = None
 
     def __call__(self) -> int:

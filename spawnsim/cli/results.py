@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Annotated
 
 from spawnsim.cli import print_warnings
-from spawnsim.cli.declaring import Command, Option, RunFolders
+from spawnsim.cli.declaring import Command, Option, RunFolders, flag, option
 from spawnsim.errors import ParameterError
 from spawnsim.options import listed
 from spawnsim.plots.experiments import Groups, grouped, read
@@ -59,36 +59,32 @@ class Plot(Command):
         "spawnsim plot runs/q --x ratio --y 'time_to:loss<0.1'",
     )
     runs: RunFolders
-    out: Annotated[str, Option("folder for the figures", "DIR")] = "figures"
-    y: Annotated[
-        Several,
-        Option(
-            "a recorded column (default: all); of a sweep a measure: accuracy, final:loss, highest:accuracy, "
-            "'time_to:accuracy>0.8', bytes, virtual_seconds, …; repeatable",
-            "MEASURE",
-        ),
-    ] = ()
-    format: Annotated[
-        Several, Option("of the files, with commas between (default: png,pdf)", "LIST", parse=_formats)
-    ] = FORMATS
-    by: By = ()
-    x: Annotated[
-        str,
-        Option(
-            "a column that varies, time_s, iteration, or a measure (a Pareto front)", "NAME", group=OF_SWEEPS
-        ),
-    ] = ""
-    hue: Annotated[str, Option("the column that colours tell (default: policy)", "NAME", group=OF_SWEEPS)] = (
-        ""
+    out: str = option("folder for the figures", "DIR", default="figures")
+    y: Several = option(
+        "a recorded column (default: all); of a sweep a measure: accuracy, final:loss, highest:accuracy, "
+        "'time_to:accuracy>0.8', bytes, virtual_seconds, …; repeatable",
+        "MEASURE",
+        default=(),
     )
-    facet: Annotated[
-        Several, Option("the columns that panels tell (default: the rest)", "NAMES", group=OF_SWEEPS)
-    ] = ()
-    where: Annotated[Several, Option("these values alone; repeatable", "NAME=LIST", group=OF_SWEEPS)] = ()
-    against: Annotated[
-        str, Option("differences to this value of --hue, paired by seed", "VALUE", group=OF_SWEEPS)
-    ] = ""
-    heat: Annotated[bool, Option("a heat map over --x and --hue", group=OF_SWEEPS)] = False
+    format: Several = option(
+        "of the files, with commas between (default: png,pdf)", "LIST", parse=_formats, default=FORMATS
+    )
+    by: By = ()
+    x: str = option(
+        "a column that varies, time_s, iteration, or a measure (a Pareto front)",
+        "NAME",
+        group=OF_SWEEPS,
+        default="",
+    )
+    hue: str = option("the column that colours tell (default: policy)", "NAME", group=OF_SWEEPS, default="")
+    facet: Several = option(
+        "the columns that panels tell (default: the rest)", "NAMES", group=OF_SWEEPS, default=()
+    )
+    where: Several = option("these values alone; repeatable", "NAME=LIST", group=OF_SWEEPS, default=())
+    against: str = option(
+        "differences to this value of --hue, paired by seed", "VALUE", group=OF_SWEEPS, default=""
+    )
+    heat: bool = flag("a heat map over --x and --hue", group=OF_SWEEPS)
 
     def __call__(self) -> int:
         out = named(self.out)
@@ -151,7 +147,7 @@ class Report(Command):
 
     examples = ("spawnsim report runs/a runs/b --out report.html",)
     runs: RunFolders
-    out: Annotated[str, Option("the page", "FILE")] = "report.html"
+    out: str = option("the page", "FILE", default="report.html")
     by: By = ()
 
     def __call__(self) -> int:
@@ -188,24 +184,17 @@ class Trace(Command):
 
     examples = ("spawnsim trace runs/c --ranks 0-15 --from 1s --until 1500ms",)
     runs: RunFolders
-    ranks: Annotated[
-        str | None, Option("the first N ranks only, or these: 0-15, or 3,40-47 (default: all)", "N|LIST")
-    ] = None
-    from_: Annotated[str, Option("leave out what ended before: 2.5, or '10 ms' (default: 0 s)", "S")] = "0"
-    until: Annotated[str | None, Option("leave out what began after, in seconds or such as '10 ms'", "S")] = (
-        None
+    ranks: str | None = option("the first N ranks only, or these: 0-15, or 3,40-47 (default: all)", "N|LIST")
+    from_: str = option("leave out what ended before: 2.5, or '10 ms' (default: 0 s)", "S", default="0")
+    until: str | None = option("leave out what began after, in seconds or such as '10 ms'", "S")
+    limit: int = option(
+        "entries of the file at most: fewer ranks are shown, or less time", "N", default=LIMIT
     )
-    limit: Annotated[int, Option("entries of the file at most: fewer ranks are shown, or less time", "N")] = (
-        LIMIT
+    out: str | None = option(
+        f"the file; packed if it ends in {PACKED} (default: trace.json, or trace.json{PACKED} if large, in the "
+        "run's folder; of several runs in this one)",
+        "FILE",
     )
-    out: Annotated[
-        str | None,
-        Option(
-            f"the file; packed if it ends in {PACKED} (default: trace.json, or trace.json{PACKED} if large, in the "
-            "run's folder; of several runs in this one)",
-            "FILE",
-        ),
-    ] = None
 
     def __call__(self) -> int:
         out = None if self.out is None else named(self.out)

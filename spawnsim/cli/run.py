@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 from spawnsim.backends import BACKENDS
 from spawnsim.cli import (
@@ -33,7 +33,6 @@ from spawnsim.cli.declaring import (
     Json,
     KeptProgram,
     Observers,
-    Option,
     Out,
     Overwrite,
     PlatformName,
@@ -43,6 +42,8 @@ from spawnsim.cli.declaring import (
     Seed,
     Straggler,
     Whole,
+    flag,
+    option,
     parser_of,
     split_at_dashes,
 )
@@ -79,99 +80,63 @@ class RunCommand(Command):
         "spawnsim run script_of_mpi4py.py --ranks 64 --trace --out runs/c -- --its-own-option 3",
     )
     file: ProgramPath
-    ranks: Annotated[int | None, Option("how many ranks; real ones are started with mpiexec", "N", "-n")] = (
-        None
-    )
-    backend: Annotated[str, Option("what the ranks are", choices=BACKENDS)] = "virtual"
+    ranks: int | None = option("how many ranks; real ones are started with mpiexec", "N", "-n")
+    backend: str = option("what the ranks are", choices=BACKENDS, default="virtual")
     platform: PlatformName = None
     straggler: Straggler = None
-    faults: Annotated[
-        str | None,
-        Option("fault plan, such as 'crash:17@3.5s; drop:*>3@0s+5s,0.1'; see `spawnsim list faults`", "PLAN"),
-    ] = None
-    compute: Annotated[
-        str | None,
-        Option(
-            "seconds of a comm.compute() that states none, such as 0.005 or '5 ms'; of an mpi4py program: what "
-            "computing between two calls costs: none, '5 us', file.py:12=2ms, measured, 'measured*2', counted:h100",
-            "S",
-        ),
-    ] = None
+    faults: str | None = option(
+        "fault plan, such as 'crash:17@3.5s; drop:*>3@0s+5s,0.1'; see `spawnsim list faults`", "PLAN"
+    )
+    compute: str | None = option(
+        "seconds of a comm.compute() that states none, such as 0.005 or '5 ms'; of an mpi4py program: what "
+        "computing between two calls costs: none, '5 us', file.py:12=2ms, measured, 'measured*2', counted:h100",
+        "S",
+    )
     seed: Seed = 0
     deadline: Deadline = None
-    set: Annotated[
-        Sequence[str],
-        Option(
-            "a keyword argument of main; of an unmodified program: private=PACKAGE (each rank imports it for itself), "
-            "virtual_time=all|sleep|none, prefix=false (lines without [rank 3]), futures=true (rank 0 alone runs it, "
-            "the others serve its MPIPoolExecutor); repeatable",
-            "NAME=VALUE",
-        ),
-    ] = ()
-    whole: Whole = False
-    carrier: Annotated[
-        str | None,
-        Option(
-            "what carries a rank of an unmodified program; default: threads for torch.distributed, else greenlets",
-            choices=("greenlets", "threads"),
-        ),
-    ] = None
-    resume: Annotated[
-        bool,
-        Option("go on from the newest checkpoint in --out DIR; without one begin", group=LONG),
-    ] = False
-    record_every: Annotated[
-        int,
-        Option(
-            "keep the rows of every Nth iteration alone; default: of all. Events are all kept",
-            "N",
-            group=LONG,
-        ),
-    ] = 1
-    record_ranks: Annotated[
-        str | None, Option("keep the rows of these ranks alone, such as 0-9,100", "R", group=LONG)
-    ] = None
-    survive: Annotated[
-        bool,
-        Option(
-            "of --backend mpi: the job goes on when ranks die, if its program catches RankFailed, Revoked and Timeout "
-            "and calls comm.recover(); virtual ranks always do"
-        ),
-    ] = False
-    check_calls: Annotated[
-        bool,
-        Option(
-            "of real ranks: each blocking collective first compares its call on all ranks, and another call, root, "
-            "op, dtype or size is an error that shows them all; virtual ranks always do"
-        ),
-    ] = False
-    trace: Annotated[
-        bool,
-        Option("keep all calls and messages of virtual ranks in the run folder, for `spawnsim trace DIR`"),
-    ] = False
-    eager: Annotated[bool, Option("execute each TrainingStep of virtual ranks alone, as real ones do")] = (
-        False
+    set: Sequence[str] = option(
+        "a keyword argument of main; of an unmodified program: private=PACKAGE (each rank imports it for itself), "
+        "virtual_time=all|sleep|none, prefix=false (lines without [rank 3]), futures=true (rank 0 alone runs it, "
+        "the others serve its MPIPoolExecutor); repeatable",
+        "NAME=VALUE",
+        default=(),
     )
-    check_steps: Annotated[
-        bool,
-        Option(
-            "compare each TrainingStep with the same step executed alone; default: the first ones, then 1 in 100"
-        ),
-    ] = False
-    ties: Annotated[
-        str | None,
-        Option(
-            "order of virtual ranks at one and the same time: fifo (by number; default), reverse, random:SEED",
-            "ORDER",
-        ),
-    ] = None
-    sums: Annotated[
-        str | None,
-        Option(
-            "order in which virtual ranks add floats: mpi (default), or gloo for the bits of --backend torch",
-            "LIBRARY",
-        ),
-    ] = None
+    whole: Whole = False
+    carrier: str | None = option(
+        "what carries a rank of an unmodified program; default: threads for torch.distributed, else greenlets",
+        choices=("greenlets", "threads"),
+    )
+    resume: bool = flag("go on from the newest checkpoint in --out DIR; without one begin", group=LONG)
+    record_every: int = option(
+        "keep the rows of every Nth iteration alone; default: of all. Events are all kept",
+        "N",
+        group=LONG,
+        default=1,
+    )
+    record_ranks: str | None = option("keep the rows of these ranks alone, such as 0-9,100", "R", group=LONG)
+    survive: bool = flag(
+        "of --backend mpi: the job goes on when ranks die, if its program catches RankFailed, Revoked and Timeout "
+        "and calls comm.recover(); virtual ranks always do"
+    )
+    check_calls: bool = flag(
+        "of real ranks: each blocking collective first compares its call on all ranks, and another call, root, "
+        "op, dtype or size is an error that shows them all; virtual ranks always do"
+    )
+    trace: bool = flag(
+        "keep all calls and messages of virtual ranks in the run folder, for `spawnsim trace DIR`"
+    )
+    eager: bool = flag("execute each TrainingStep of virtual ranks alone, as real ones do")
+    check_steps: bool = flag(
+        "compare each TrainingStep with the same step executed alone; default: the first ones, then 1 in 100"
+    )
+    ties: str | None = option(
+        "order of virtual ranks at one and the same time: fifo (by number; default), reverse, random:SEED",
+        "ORDER",
+    )
+    sums: str | None = option(
+        "order in which virtual ranks add floats: mpi (default), or gloo for the bits of --backend torch",
+        "LIBRARY",
+    )
     out: Out = None
     overwrite: Overwrite = False
     observe: Observers = ()
@@ -490,7 +455,7 @@ class Resume(Command):
     examples = ("spawnsim resume runs/a", "spawnsim resume runs/a --ranks 8")
     run: RunFolder
     program: KeptProgram = None
-    backend: Annotated[str | None, Option("what the ranks are; default: as in RUN", choices=BACKENDS)] = None
+    backend: str | None = option("what the ranks are; default: as in RUN", choices=BACKENDS)
 
     @classmethod
     def parse(cls, argv: Sequence[str]) -> Self:

@@ -12,11 +12,11 @@ from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 from spawnsim.backends import BACKENDS
 from spawnsim.cli import print_warnings
-from spawnsim.cli.declaring import JOBS, Argument, Command, Jobs, Option, Whole
+from spawnsim.cli.declaring import JOBS, Command, Jobs, Whole, argument, flag, option
 from spawnsim.cli.listing import find, names
 from spawnsim.errors import ParameterError
 from spawnsim.options import OPTIONS, VIRTUAL_ONLY, choices, listed, nearest, of_virtual_ranks, unquoted
@@ -53,52 +53,43 @@ class SweepCommand(Command):
         "spawnsim sweep train.py -n 64 --set ratio=0.1,0.2,0.4 --straggler none,pareto:1.5 --seeds 8 --out runs/q",
         "spawnsim sweep train.py --ranks 8,64 --set 'hidden=(32,),(64,64)' --out runs/r",
     )
-    file: Annotated[
-        str, Argument("file with main(comm), unmodified program, or name (`spawnsim list studies`)", "FILE")
-    ]
-    ranks: Annotated[Several, Option("how many ranks", "LIST", "-n")]
-    set: Annotated[Several, Option("values of a keyword argument of main; repeatable", "NAME=LIST")] = ()
-    platform: Annotated[Several, Option("virtual networks: names or TOML files", "LIST")] = ()
-    straggler: Annotated[Several, Option("virtual compute times, such as none,lognormal:0.3", "LIST")] = ()
-    faults: Annotated[Several, Option("virtual fault plans: texts, or files", "LIST")] = ()
-    compute: Annotated[
-        Several, Option("seconds of a comm.compute() that states none, such as '5 ms'", "LIST")
-    ] = ()
-    deadline: Annotated[Several, Option("seconds that one call may wait; default: 30", "LIST")] = ()
-    ties: Annotated[
-        Several, Option("order of virtual ranks at one time: fifo (default), reverse, random:SEED", "LIST")
-    ] = ()
-    sums: Annotated[
-        Several, Option("order in which virtual ranks add floats: mpi (default), gloo", "LIST")
-    ] = ()
-    backend: Annotated[
-        Several, Option(f"{', '.join(BACKENDS)}; default: virtual. Real ranks: with --jobs 1", "LIST")
-    ] = ()
-    seed: Annotated[Several, Option("the seeds, or the first of --seeds; default: 0", "LIST")] = ()
-    seeds: Annotated[int | None, Option("how many seeds; default: one", "N")] = None
-    eager: Annotated[bool, Option("carry out each TrainingStep at once")] = False
+    file: str = argument(
+        "file with main(comm), unmodified program, or name (`spawnsim list studies`)", "FILE"
+    )
+    ranks: Several = option("how many ranks", "LIST", "-n", required=True)
+    set: Several = option("values of a keyword argument of main; repeatable", "NAME=LIST", default=())
+    platform: Several = option("virtual networks: names or TOML files", "LIST", default=())
+    straggler: Several = option("virtual compute times, such as none,lognormal:0.3", "LIST", default=())
+    faults: Several = option("virtual fault plans: texts, or files", "LIST", default=())
+    compute: Several = option(
+        "seconds of a comm.compute() that states none, such as '5 ms'", "LIST", default=()
+    )
+    deadline: Several = option("seconds that one call may wait; default: 30", "LIST", default=())
+    ties: Several = option(
+        "order of virtual ranks at one time: fifo (default), reverse, random:SEED", "LIST", default=()
+    )
+    sums: Several = option("order in which virtual ranks add floats: mpi (default), gloo", "LIST", default=())
+    backend: Several = option(
+        f"{', '.join(BACKENDS)}; default: virtual. Real ranks: with --jobs 1", "LIST", default=()
+    )
+    seed: Several = option("the seeds, or the first of --seeds; default: 0", "LIST", default=())
+    seeds: int | None = option("how many seeds; default: one", "N")
+    eager: bool = flag("carry out each TrainingStep at once")
     whole: Whole = False
-    record_every: Annotated[
-        int, Option("keep the rows of every Nth iteration alone; default: of all", "N")
-    ] = 1
-    record_ranks: Annotated[
-        str | None, Option("keep the rows of these ranks alone, such as 0-9,100", "R")
-    ] = None
-    out: Annotated[str | None, Option("the sweep's folder; default: runs/NAME of the file", "DIR")] = None
-    dry_run: Annotated[bool, Option("list the runs, and which are done")] = False
+    record_every: int = option("keep the rows of every Nth iteration alone; default: of all", "N", default=1)
+    record_ranks: str | None = option("keep the rows of these ranks alone, such as 0-9,100", "R")
+    out: str | None = option("the sweep's folder; default: runs/NAME of the file", "DIR")
+    dry_run: bool = flag("list the runs, and which are done")
     jobs: Jobs = JOBS
-    limit: Annotated[
-        str | None,
-        Option("how long one run may take here, such as '10 min'; one that takes longer has failed", "S"),
-    ] = None
-    executor: Annotated[
-        str,
-        Option(
-            "what carries the runs: processes (of this machine), dask[:ADDRESS], ray[:ADDRESS], mpi, "
-            "submitit[:cluster=local,timeout_min=60,slurm_partition=…]",
-            "E",
-        ),
-    ] = "processes"
+    limit: str | None = option(
+        "how long one run may take here, such as '10 min'; one that takes longer has failed", "S"
+    )
+    executor: str = option(
+        "what carries the runs: processes (of this machine), dask[:ADDRESS], ray[:ADDRESS], mpi, "
+        "submitit[:cluster=local,timeout_min=60,slurm_partition=…]",
+        "E",
+        default="processes",
+    )
 
     def __call__(self) -> int:
         limit_s = None if self.limit is None else seconds(self.limit)
@@ -292,11 +283,11 @@ class Study(Command):
         "spawnsim study my_study.py --seeds 8 --jobs 2 --out runs/mine",
     )
     missing = "`spawnsim list studies` names them."
-    study: Annotated[str, Argument("a file of studies/, by name, or a path to one", "NAME|PATH", names=names)]
-    quick: Annotated[bool, Option("a small version, to see that it works")] = False
-    seeds: Annotated[int | None, Option("how many seeds (default: the study's own)", "N")] = None
+    study: str = argument("a file of studies/, by name, or a path to one", "NAME|PATH", names=names)
+    quick: bool = flag("a small version, to see that it works")
+    seeds: int | None = option("how many seeds (default: the study's own)", "N")
     jobs: Jobs = JOBS
-    out: Annotated[str | None, Option("figures and runs go here (default: runs/NAME)", "DIR")] = None
+    out: str | None = option("figures and runs go here (default: runs/NAME)", "DIR")
 
     def __call__(self) -> int:
         if self.seeds is not None and self.seeds < 1:
