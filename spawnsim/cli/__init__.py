@@ -214,14 +214,7 @@ def _fix_hashing() -> None:
 
 
 def command_of(name: str) -> type[Command]:
-    """Return the class of a command; its module is imported now.
-
-    Args:
-        name: one of `COMMANDS`.
-
-    Returns:
-        The class.
-    """
+    """Return the class of a command; its module is imported now."""
     module, _, kind = COMMANDS[name][0].partition(":")
     found: type[Command] = getattr(import_module(f"spawnsim.cli.{module}"), kind)
     found.prog = f"{found.launcher}spawnsim {name}"
@@ -229,18 +222,7 @@ def command_of(name: str) -> type[Command]:
 
 
 def serve(name: str, argv: Sequence[str]) -> int:
-    """Run a command and return its exit code.
-
-    Args:
-        name: one of `COMMANDS`.
-        argv: the words after it.
-
-    Returns:
-        The exit code.
-
-    Raises:
-        SpawnsimError: what ended it.
-    """
+    """Run a command and return its exit code."""
     return command_of(name).parse(argv)()
 
 

@@ -221,14 +221,7 @@ def _numbers(option: str, text: str, kind: Callable[[str], Any]) -> list[Any]:
 
 
 def document(found: Advice) -> dict[str, object]:
-    """Return the advice as JSON can hold it.
-
-    Args:
-        found: what `advise` found.
-
-    Returns:
-        `ranking` (a mapping per choice, best first), `break_even`, `changes`, and how it was made.
-    """
+    """Return the advice as JSON can hold it."""
     rows = [dataclasses.asdict(row) for row in found.rows]
     changes = {
         name: [[str(now), str(before)] for now, before in found.changes(name)] for name in found.rows[0].worse

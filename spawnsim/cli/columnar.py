@@ -116,18 +116,7 @@ class Columnar(Command):
 
 
 def made(name: str, given: dict[str, Any]) -> SpawnPolicy:
-    """Return the policy of a name.
-
-    Args:
-        name: "average", "selective" or "diloco".
-        given: parameters of its class.
-
-    Returns:
-        The policy that an ordinary program would make.
-
-    Raises:
-        ParameterError: its class has no such parameter.
-    """
+    """Return the policy of a name."""
     from spawnsim.policies import AsyncSelectiveAveragingPolicy, AverageAllPolicy, OuterOptimizerPolicy
 
     kinds: dict[str, tuple[type[SpawnPolicy], dict[str, Any]]] = {
@@ -141,18 +130,7 @@ def made(name: str, given: dict[str, Any]) -> SpawnPolicy:
 
 
 def trained(path: Path) -> columnar.Training:
-    """Return how the models of a file train: it defines `build`, `loss` and `data`, and perhaps more of `Training`.
-
-    Args:
-        path: a Python file.
-
-    Returns:
-        The training.
-
-    Raises:
-        ParameterError: the file cannot be read, is not Python, or lacks one of the three.
-        ProgramError: the file raised.
-    """
+    """Return how the models of a file train: it defines `build`, `loss` and `data`, and perhaps more of `Training`."""
     defined = vars(ProgramFile.read(path).module())
     fields = [each for each in dataclasses.fields(columnar.Training) if each.init]
     lacking = [

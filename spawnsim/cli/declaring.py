@@ -96,17 +96,7 @@ class Command:
 
     @classmethod
     def parse(cls, argv: Sequence[str]) -> Self:
-        """Return the command of a command line.
-
-        Args:
-            argv: the words after the command's name.
-
-        Returns:
-            The command.
-
-        Raises:
-            ParameterError: an option or value that does not exist.
-        """
+        """Return the command of a command line."""
         own, rest = split_at_dashes(argv) if cls.takes_arguments else (argv, [])
         command = cls(**vars(parser_of(cls).parse_args(own)))
         command.arguments = rest
@@ -166,14 +156,7 @@ class Parser(argparse.ArgumentParser):
 
 
 def parser_of(command: type[Command]) -> Parser:
-    """Return the parser of a command, from its fields: it sets those alone that were given.
-
-    Args:
-        command: a dataclass whose fields are annotated with `Argument` or `Option`.
-
-    Returns:
-        The parser; its actions have what shtab completes.
-    """
+    """Return the parser of a command, from its fields: it sets those alone that were given."""
     parser = Parser(prog=command.prog, description=" ".join((command.__doc__ or "").split()))
     parser.missing, parser.examples = command.missing, command.examples
     groups: dict[str, Any] = {"": parser}

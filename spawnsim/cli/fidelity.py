@@ -391,15 +391,7 @@ def _members(text: str) -> list[int] | int:
 
 
 def write_times(trace: Trace, out: Path) -> str:
-    """Write compute times as the columns of a run.
-
-    Args:
-        trace: a row for each rank.
-        out: the folder.
-
-    Returns:
-        The option that reads them.
-    """
+    """Write compute times as the columns of a run."""
     rows = [np.asarray(row, dtype=np.float64) for row in trace.rows]
     out.mkdir(parents=True, exist_ok=True)
     ranks = np.repeat(np.arange(len(rows)), [len(row) for row in rows])

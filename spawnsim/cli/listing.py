@@ -32,18 +32,7 @@ Line = tuple[str, str]
 
 
 def find(name: str, defines: str = "study") -> Path:
-    """Return the path of a study, given the path or a name in one of `folders()`.
-
-    Args:
-        name: the path or name.
-        defines: the function that it defines: "study", or "main" of a program that studies run.
-
-    Returns:
-        The path of a file that exists.
-
-    Raises:
-        ParameterError: there is none.
-    """
+    """Return the path of a study, given the path or a name in one of `folders()`."""
     candidates = [Path(name), *(folder / f"{name}.py" for folder in folders())]
     for path in candidates:
         if path.suffix == ".py" and path.is_file():

@@ -392,14 +392,7 @@ HANDED_ON = (
 
 
 def print_result(result: Run, *, out: str | None, as_json: bool, quiet: bool) -> None:
-    """Print what was noticed of a run that has finished, and its totals, as `--json` and `--quiet` say.
-
-    Args:
-        result: the run.
-        out: its folder, as it was given.
-        as_json: print the totals as one JSON object.
-        quiet: print warnings alone.
-    """
+    """Print what was noticed of a run that has finished, and its totals, as `--json` and `--quiet` say."""
     for sentence in () if quiet else result.what.get("notes", ()):
         print(f"spawnsim: note: {sentence}", file=sys.stderr)
     print_warnings(result.what.get("warnings", ()))

@@ -130,17 +130,7 @@ def _finished(out: Path) -> set[str]:
 
 
 def cells_of(asked: SweepCommand) -> list[Cell]:
-    """Return the cells that the options ask for, each checked as far as it can be without running it.
-
-    Args:
-        asked: the command.
-
-    Returns:
-        The cells.
-
-    Raises:
-        ParameterError: a value means nothing.
-    """
+    """Return the cells that the options ask for, each checked as far as it can be without running it."""
     # Absolute, as are the files of circumstances: an executor's processes may stand elsewhere.
     program = ProgramFile.read(find(asked.file, "main").absolute(), whole=asked.whole)
     over, argv = choices(asked.set), list(asked.arguments)
