@@ -17,14 +17,8 @@ from spawnsim.cli.declaring import parser_of
 from spawnsim.run import Run
 
 LINT = ("--isolated", "--line-length", "110")
-RULES = (
-    "--select",
-    "E,W,F,I,N,UP,B,C4,D,PIE,RET,SIM,RUF",
-    "--ignore",
-    "D107",
-    "--config",
-    "lint.pydocstyle.convention='google'",
-)
+RULES = ("--select", "E,W,F,I,N,UP,B,C4,D,PIE,RET,SIM,RUF", "--ignore", "D107")
+GOOGLE = ("--config", "lint.pydocstyle.convention='google'")
 
 
 # ---------------------------------------------------------------------------------------------------------- new
@@ -33,18 +27,8 @@ def test_what_is_written_runs_at_once(kind: str, tmp_path: Path, monkeypatch: py
     """On 12 virtual ranks, and with stragglers; what it learns becomes better."""
     monkeypatch.chdir(tmp_path)
     assert cli.main(["new", kind, "my_first"]) == 0
-    run = [
-        "run",
-        "my_first.py",
-        "--ranks",
-        "12",
-        "--straggler",
-        "lognormal:0.3",
-        "--out",
-        "runs/a",
-        "--quiet",
-    ]
-    assert cli.main(run) == 0
+    run = "run my_first.py --ranks 12 --straggler lognormal:0.3 --out runs/a --quiet"
+    assert cli.main(run.split()) == 0
     done = Run.load("runs/a")
     # What the policy's program is about is how near the models are to each other.
     spread = done.table["weight" if kind == "policy" else "loss"].reshape(12, -1).std(axis=0)
@@ -59,7 +43,7 @@ def test_what_is_written_is_clean(tmp_path: Path) -> None:
     """By ruff's rules and format; a policy's class has the file's name."""
     for kind in listing.KINDS:
         assert cli.main(["new", kind, str(tmp_path / f"{kind}_of_mine")]) == 0
-    for line in (["check", *LINT, *RULES], ["format", *LINT, "--check"]):
+    for line in (["check", *LINT, *RULES, *GOOGLE], ["format", *LINT, "--check"]):
         done = subprocess.run(
             [sys.executable, "-m", "ruff", *line, "."], cwd=tmp_path, capture_output=True, text=True
         )

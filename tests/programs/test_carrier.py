@@ -56,13 +56,97 @@ def _lines(capsys: pytest.CaptureFixture[str]) -> list[str]:
 # -- streams -------------------------------------------------------------------------------------------------
 
 
-def test_lines_are_whole_and_say_whose_they_are(script: Any, capsys: pytest.CaptureFixture[str]) -> None:
-    """Pieces of a line written between communications come out as one line; so does an unfinished last one."""
-    _run(
-        script("print('a', end=''); comm.Barrier(); print('b'); comm.Barrier(); sys.stdout.write('c')"),
-        ranks=2,
-    )
-    assert sorted(_lines(capsys)) == ["[rank 0] ab", "[rank 0] c", "[rank 1] ab", "[rank 1] c"]
+PRINTING = {
+    "pieces of a line between communications, and an unfinished last one": (
+        "print('a', end=''); comm.Barrier(); print('b'); comm.Barrier(); sys.stdout.write('c')",
+        ["[rank 0] ab", "[rank 0] c", "[rank 1] ab", "[rank 1] c"],
+    ),
+    "a rank that has redirected its output, and waits, leaves the others' alone": (
+        """
+        import contextlib, io
+        held = io.StringIO()
+        with contextlib.redirect_stdout(held) if rank == 0 else contextlib.nullcontext():
+            comm.Barrier()
+            print("here", rank)
+            comm.Barrier()
+        assert held.getvalue() == ("here 0\\n" if rank == 0 else "")
+        """,
+        ["[rank 1] here 1"],
+    ),
+    "arguments and names are as for `python program.py`": (
+        "print(sys.argv[1:], __name__, __file__ == sys.argv[0])",
+        [f"[rank {rank}] ['--n', '3'] __main__ True" for rank in range(2)],
+    ),
+    "functions at the exit of each rank: the last one first, and still able to communicate": (
+        "import atexit\natexit.register(print, 'bye')\natexit.register(comm.Barrier)",
+        ["[rank 0] bye", "[rank 1] bye"],
+    ),
+    "Finalize deletes attributes: those of COMM_SELF first, the last one set first; handles can be compared": (
+        """
+        own, alone, names = comm.Dup(), MPI.COMM_SELF, []
+        keys = [MPI.Comm.Create_keyval(delete_fn=lambda comm, key, value: names.append((value, comm.size)))
+                for _ in range(3)]
+        comm.Set_attr(keys[0], "world")
+        alone.Set_attr(keys[1], "first")
+        alone.Set_attr(keys[2], "last")
+        MPI.Finalize()
+        print(names, comm == MPI.COMM_WORLD, comm == own, comm != alone, bool(comm), alone == MPI.COMM_NULL,
+              comm in (MPI.COMM_NULL, MPI.COMM_WORLD), own == MPI.Intracomm(own))
+        try:
+            MPI.Finalize()
+        except MPI.Exception:
+            print("once")
+        """,
+        [f"[rank {rank}] {line}" for rank in range(2) for line in (
+            "[('last', 1), ('first', 1), ('world', 2)] True False True True False True True", "once"
+        )],
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", PRINTING)
+def test_ranks_print_as_processes_do(case: str, script: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    """Whole lines, which say whose they are."""
+    text, expected = PRINTING[case]
+    _run(script(text), "--n", "3", ranks=2)
+    assert sorted(_lines(capsys)) == expected
+
+
+CHECKING = {
+    "seeded by one rank, torch's default generator gives that rank what torch alone would give": """
+        import torch
+        torch.manual_seed(rank)
+        first = torch.rand(3)
+        comm.Barrier()
+        second = torch.randn(3)
+        own = torch.Generator().manual_seed(rank)
+        assert torch.equal(first, torch.rand(3, generator=own))
+        assert torch.equal(second, torch.randn(3, generator=own))
+    """,
+    "after Finalize MPI is gone and Python goes on": """
+        assert MPI.Is_initialized() and not MPI.Is_finalized()
+        MPI.Finalize()
+        assert MPI.Is_finalized()
+        try:
+            comm.Barrier()
+        except MPI.Exception:
+            pass
+        else:
+            raise AssertionError
+    """,
+    "MPI.pickle takes other functions": """
+        import json
+        MPI.pickle.__init__(lambda o: json.dumps(o).encode(), lambda b: json.loads(bytes(b)))
+        assert comm.bcast((1, 2), root=0) == [1, 2]  # at the root, too
+    """,
+    "for that run alone": "assert comm.bcast((1, 2), root=0) == (1, 2)",
+}
+
+
+@pytest.mark.parametrize("case", CHECKING)
+def test_ranks_are_processes_of_their_own(case: str, script: Any) -> None:
+    """Each program asserts its own results."""
+    _run(script(CHECKING[case]))
 
 
 def test_standard_error_and_bytes_too(script: Any, capsys: pytest.CaptureFixture[str]) -> None:
@@ -72,49 +156,23 @@ def test_standard_error_and_bytes_too(script: Any, capsys: pytest.CaptureFixture
     assert (captured.out, captured.err) == ("x\n", "e\n")
 
 
-def test_redirected_output_stays_with_its_rank(script: Any, capsys: pytest.CaptureFixture[str]) -> None:
-    """A rank that has redirected its output, and waits, leaves the others' alone."""
-    text = """
-        import contextlib, io
-        held = io.StringIO()
-        with contextlib.redirect_stdout(held) if rank == 0 else contextlib.nullcontext():
-            comm.Barrier()
-            print("here", rank)
-            comm.Barrier()
-        assert held.getvalue() == ("here 0\\n" if rank == 0 else "")
-    """
-    _run(script(text), ranks=2)
-    assert _lines(capsys) == ["[rank 1] here 1"]
-
-
 # -- a process of its own ------------------------------------------------------------------------------------
 
 
 def test_everything_is_as_before_afterwards(script: Any) -> None:
-    """`sys`, `time`, `random`, numpy's generator and the modules."""
+    """`sys`, `time`, `random`, numpy's generator, the modules and the environment."""
     random.seed(5)
     np.random.seed(5)
-    before = (
-        sys.argv,
-        sys.stdout,
-        list(sys.path),
-        time.time,
-        random.random,
-        np.random.rand,
-        set(sys.modules),
-    )
+
+    def state() -> tuple[Any, ...]:
+        places = (sys.argv, sys.stdout, list(sys.path), set(sys.modules), dict(os.environ))
+        return (*places, time.time, random.random, np.random.rand)
+
+    before = state()
     _run(script("import random, numpy as np\nrandom.seed(1); np.random.seed(1); np.random.rand(3)"))
-    after = (sys.argv, sys.stdout, list(sys.path), time.time, random.random, np.random.rand, set(sys.modules))
-    assert after == before
+    assert state() == before
     assert random.random() == random.Random(5).random()
     assert np.random.rand() == np.random.RandomState(5).rand()
-
-
-def test_arguments_and_main(script: Any, capsys: pytest.CaptureFixture[str]) -> None:
-    """`sys.argv`, `__name__` and `__file__` are as for `python program.py`."""
-    path = script("print(sys.argv[1:], __name__, __file__ == sys.argv[0])")
-    _run(path, "--n", "3", ranks=1)
-    assert _lines(capsys) == ["[rank 0] ['--n', '3'] __main__ True"]
 
 
 def test_unseeded_generators_differ_by_rank_and_repeat_by_seed(
@@ -130,21 +188,6 @@ def test_unseeded_generators_differ_by_rank_and_repeat_by_seed(
     _run(path, seed=3)
     assert _lines(capsys) == first
     assert len({line.partition("] ")[2] for line in first}) == 4
-
-
-def test_torchs_generator_is_each_ranks_own(script: Any) -> None:
-    """Seeded by one rank, torch's default generator gives that rank what torch alone would give."""
-    text = """
-        import torch
-        torch.manual_seed(rank)
-        first = torch.rand(3)
-        comm.Barrier()
-        second = torch.randn(3)
-        own = torch.Generator().manual_seed(rank)
-        assert torch.equal(first, torch.rand(3, generator=own))
-        assert torch.equal(second, torch.randn(3, generator=own))
-    """
-    _run(script(text))
 
 
 def test_packages_beside_the_script_are_each_ranks_own(script: Any, tmp_path: Path) -> None:
@@ -182,14 +225,8 @@ def test_comm_world_captured_in_a_shared_module_means_the_caller(
     )
 
 
-def test_at_exit_runs_at_the_end_of_each_rank(script: Any, capsys: pytest.CaptureFixture[str]) -> None:
-    """The last one registered first, and still able to communicate."""
-    _run(script("import atexit\natexit.register(print, 'bye')\natexit.register(comm.Barrier)"), ranks=2)
-    assert sorted(_lines(capsys)) == ["[rank 0] bye", "[rank 1] bye"]
-
-
 def test_time_is_virtual(script: Any) -> None:
-    """`time.sleep`, the clocks and `MPI.Wtime` agree; an hour takes no time."""
+    """`time.sleep`, the clocks and `MPI.Wtime` agree; an hour takes no time. With "sleep" `time.time()` is real."""
     text = """
         import time
         t = time.time(), time.perf_counter(), MPI.Wtime()
@@ -203,40 +240,23 @@ def test_time_is_virtual(script: Any) -> None:
     began = time.perf_counter()
     assert _run(script(text)).virtual_seconds > 3600
     assert time.perf_counter() - began < 30
-
-
-def test_clocks_can_be_left_alone(script: Any) -> None:
-    """With virtual_time="sleep" `time.time()` is the real one."""
     _run(script("import time\nassert time.time() > 1e9\ntime.sleep(100)"), virtual_time="sleep")
-
-
-def test_pickles_may_be_the_programs_own(script: Any) -> None:
-    """`MPI.pickle` takes other functions, for this run alone."""
-    text = """
-        import json
-        MPI.pickle.__init__(lambda o: json.dumps(o).encode(), lambda b: json.loads(bytes(b)))
-        assert comm.bcast((1, 2), root=0) == [1, 2]  # at the root, too
-    """
-    _run(script(text))
-    _run(script("assert comm.bcast((1, 2), root=0) == (1, 2)"))
 
 
 # -- computing -----------------------------------------------------------------------------------------------
 
 
-def test_computing_can_cost_a_constant(script: Any) -> None:
-    """Each call pays for what was computed before it."""
-    path = script("for _ in range(10):\n    comm.Barrier()")
-    free = _run(path).virtual_seconds
-    assert _run(path, compute="1 ms").virtual_seconds == pytest.approx(free + 0.010)
-
-
-def test_computing_can_cost_by_line(script: Any) -> None:
-    """A cost for one call site alone."""
+def test_computing_can_cost_a_constant_or_by_line(script: Any) -> None:
+    """Each call pays for what was computed before it; or calls at one line alone do."""
     path = script("comm.Barrier()\ncomm.Barrier()")
     free = _run(path).virtual_seconds
-    assert _run(path, compute={"program.py:6": 2.0}).virtual_seconds == pytest.approx(free + 2)
-    assert _run(path, compute="program.py:5=1s,program.py:9=5s").virtual_seconds == pytest.approx(free + 1)
+    for compute, cost_s in (
+        ("1 ms", 0.002), ({"program.py:6": 2.0}, 2.0), ("program.py:5=1s,program.py:9=5s", 1.0)
+    ):  # fmt: skip
+        assert _run(path, compute=compute).virtual_seconds == pytest.approx(free + cost_s)
+    for text in ("measured*-1", "fast", "-1 s"):
+        with pytest.raises(ParameterError):
+            _run(path, compute=text)
 
 
 def test_computing_can_be_measured(script: Any) -> None:
@@ -248,28 +268,17 @@ def test_computing_can_be_measured(script: Any) -> None:
     assert _run(path, compute="measured*1000", ranks=2).virtual_seconds > 1
 
 
-@pytest.mark.parametrize("text", ["measured*-1", "fast", "-1 s"])
-def test_costs_that_mean_nothing(script: Any, text: str) -> None:
-    """They are refused before anything runs."""
-    with pytest.raises(ParameterError):
-        _run(script(""), compute=text)
-
-
 # -- endings -------------------------------------------------------------------------------------------------
 
 
-def test_an_exception_ends_the_run(script: Any) -> None:
-    """With the rank, the line, and the exception itself."""
+def test_an_exception_or_an_abort_ends_the_run(script: Any) -> None:
+    """With the rank, the line, and the exception itself; the error code is the run's."""
     with pytest.raises(RankError, match=r"rank 2 raised ZeroDivisionError.*program.py:5") as caught:
         _run(script("if rank == 2: 1 / 0\ncomm.Barrier()"))
     assert isinstance(caught.value.__cause__, ZeroDivisionError)
-
-
-def test_abort(script: Any) -> None:
-    """The error code is the run's."""
-    with pytest.raises(ProgramAbort) as caught:
+    with pytest.raises(ProgramAbort) as aborted:
         _run(script("if rank == 1: comm.Abort(7)\ncomm.recv(source=1)"))
-    assert caught.value.errorcode == 7
+    assert aborted.value.errorcode == 7
 
 
 def test_an_excepthook_may_abort(script: Any, capsys: pytest.CaptureFixture[str]) -> None:
@@ -297,46 +306,6 @@ def test_exit_statuses(script: Any, capsys: pytest.CaptureFixture[str], leaving:
     else:
         _run(path)
     assert len(_lines(capsys)) == 3
-
-
-def test_finalize(script: Any) -> None:
-    """After it, MPI is gone and Python goes on."""
-    text = """
-        assert MPI.Is_initialized() and not MPI.Is_finalized()
-        MPI.Finalize()
-        assert MPI.Is_finalized()
-        try:
-            comm.Barrier()
-        except MPI.Exception:
-            pass
-        else:
-            raise AssertionError
-    """
-    _run(script(text))
-
-
-def test_finalize_deletes_attributes_and_leaves_handles(
-    script: Any, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Those of COMM_SELF first, the last one set first, while MPI still works; the handles can be compared."""
-    text = """
-        own, alone, names = comm.Dup(), MPI.COMM_SELF, []
-        keys = [MPI.Comm.Create_keyval(delete_fn=lambda comm, key, value: names.append((value, comm.size)))
-                for _ in range(3)]
-        comm.Set_attr(keys[0], "world")
-        alone.Set_attr(keys[1], "first")
-        alone.Set_attr(keys[2], "last")
-        MPI.Finalize()
-        print(names, comm == MPI.COMM_WORLD, comm == own, comm != alone, bool(comm), alone == MPI.COMM_NULL,
-              comm in (MPI.COMM_NULL, MPI.COMM_WORLD), own == MPI.Intracomm(own))
-        try:
-            MPI.Finalize()
-        except MPI.Exception:
-            print("once")
-    """
-    _run(script(text), ranks=2, prefix=False)
-    told = "[('last', 1), ('first', 1), ('world', 2)] True False True True False True True"
-    assert _lines(capsys) == [told, "once"] * 2
 
 
 @pytest.mark.parametrize(
@@ -578,13 +547,6 @@ def test_from_python(script: Any) -> None:
     runs = [spawnsim.run(path, ranks=5, seed=4, argv=["a"]) for _ in range(2)]
     assert runs[0].totals["digest"] == runs[1].totals["digest"]
     assert spawnsim.run(path, ranks=5, seed=4, compute="measured").what["reproducible"] is False
-
-
-def test_ranks_do_not_share_what_the_environment_holds(script: Any) -> None:
-    """The environment itself is the process's: nothing is added to it."""
-    before = dict(os.environ)
-    _run(script(""))
-    assert dict(os.environ) == before
 
 
 def test_a_reborn_rank_of_an_unmodified_program_joins_the_others(
