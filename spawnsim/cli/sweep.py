@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from spawnsim.backends import BACKENDS
 from spawnsim.cli import print_warnings
@@ -84,10 +84,8 @@ class SweepCommand(Command):
     limit: str | None = option(
         "how long one run may take here, such as '10 min'; one that takes longer has failed", "S"
     )
-    executor: str = option(
-        "what carries the runs: processes (of this machine), dask[:ADDRESS], ray[:ADDRESS], mpi, "
-        "submitit[:cluster=local,timeout_min=60,slurm_partition=…]",
-        "E",
+    executor: Literal["processes", "mpi"] = option(
+        "what carries the runs: processes of this machine (default), or the ranks of mpi4py.futures",
         default="processes",
     )
 
@@ -100,7 +98,7 @@ class SweepCommand(Command):
         if self.dry_run:
             return _list(cells, out)
         with stoppable():
-            chosen = nullcontext() if own_pool else executors.named(self.executor, self.jobs, out / "jobs")
+            chosen = nullcontext() if own_pool else executors.mpi_ranks(self.jobs)
             before = _finished(out)
             found = Sweep.plan(cells, out)
             if left := before - {cell.folder for cell in found.cells}:

@@ -164,78 +164,10 @@ class WeightsAndBiases:
         self._run.finish()
 
 
-class MLflow:
-    """A run of MLflow's experiment "spawnsim", in a database in the run folder or where MLFLOW_TRACKING_URI says."""
-
-    def __init__(self, folder: Path, what: Mapping[str, Any]) -> None:
-        from mlflow import MlflowClient
-
-        place = os.environ.get("MLFLOW_TRACKING_URI") or f"sqlite:///{(folder / 'mlflow.db').resolve()}"
-        self._client: Any = MlflowClient(place)
-        known = self._client.get_experiment_by_name("spawnsim")
-        kept_at = (folder / "mlartifacts").resolve().as_uri()
-        number = known.experiment_id if known else self._client.create_experiment("spawnsim", kept_at)
-        self._run: str = self._client.create_run(number, run_name=folder.name).info.run_id
-        for name, value in flat(what).items():
-            self._client.log_param(self._run, name, str(value)[:500])
-
-    def step(self, step: Step) -> None:
-        """Take one step."""
-        from mlflow.entities import Metric
-
-        now = int(time.time() * 1000)
-        told = [Metric(name, value, now, step.iteration) for name, value in step.values.items()]
-        self._client.log_batch(self._run, metrics=told)
-
-    def close(self, totals: Mapping[str, float]) -> None:
-        """Take the totals, and say that the run has ended."""
-        for name, value in totals.items():
-            self._client.log_metric(self._run, f"totals/{name}", value)
-        self._client.set_terminated(self._run)
-
-
-class Aim:
-    """A run of Aim, in a repository in the run folder."""
-
-    def __init__(self, folder: Path, what: Mapping[str, Any]) -> None:
-        import aim
-
-        self._run: Any = aim.Run(repo=str(folder), experiment="spawnsim", system_tracking_interval=None)
-        self._run.name = folder.name
-        for name, value in flat(what).items():
-            self._run[name] = value if isinstance(value, (int, float, str, bool)) else str(value)
-
-    def step(self, step: Step) -> None:
-        """Take one step; the quantile is the context."""
-        for name, value in step.values.items():
-            column, _, which = name.partition("/")
-            context = {"ranks": which} if which else {}
-            self._run.track(value, name=column, step=step.iteration, context=context)
-
-    def close(self, totals: Mapping[str, float]) -> None:
-        """Take the totals."""
-        self._run["totals"] = dict(totals)
-        self._run.close()
-
-
 LOGGERS: dict[str, Callable[[Path, Mapping[str, Any]], Logger]] = {
-    "tensorboard": TensorBoard, "wandb": WeightsAndBiases, "mlflow": MLflow, "aim": Aim,
-}  # fmt: skip
-
-
-def flat(what: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what ran without the parts that no logger compares: parameters by their own names, and plain values.
-
-    >>> flat({"ranks": 12, "parameters": {"lr": 0.1}, "versions": {"torch": "2.4"}, "platform": None})
-    {'ranks': 12, 'lr': 0.1}
-    """
-    own = {name: value for name, value in what.items() if isinstance(value, (bool, int, float, str))}
-    given = what.get("parameters")
-    return own | {
-        name: value
-        for name, value in (given if isinstance(given, Mapping) else {}).items()
-        if value is not None
-    }
+    "tensorboard": TensorBoard,
+    "wandb": WeightsAndBiases,
+}
 
 
 # ------------------------------------------------------------------------------------------------------- following

@@ -47,8 +47,6 @@ OBSERVERS = {
     "wandb": Observer(
         "wandb", "wandb", "Weights & Biases, offline unless WANDB_MODE says otherwise: RUN/wandb"
     ),
-    "mlflow": Observer("mlflow", "mlflow", "RUN/mlflow.db, or what MLFLOW_TRACKING_URI names"),
-    "aim": Observer("aim", "aim", "RUN/.aim"),
 }
 
 

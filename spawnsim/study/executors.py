@@ -1,7 +1,6 @@
-"""Executors: processes of this machine, and by name those of dask, ray, mpi4py and submitit.
+"""Executors of sweeps: processes of this machine, and the ranks of mpi4py.futures.
 
-Any `concurrent.futures.Executor` carries a sweep. Those here are made from a word of the command line; of ray and
-submitit, which have none, they are made of what these have instead.
+Any other `concurrent.futures.Executor` carries a sweep, too.
 """
 
 from __future__ import annotations
@@ -15,18 +14,16 @@ import time
 import traceback
 from collections.abc import Callable, Collection, Iterator
 from concurrent.futures import CancelledError, Executor, Future, ProcessPoolExecutor, ThreadPoolExecutor
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from functools import partial
 from importlib import import_module
 from multiprocessing import forkserver, resource_tracker
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
-from pathlib import Path
 from threading import Lock, Thread
 from typing import Any
 
-from spawnsim.errors import ParameterError, WorldError
-from spawnsim.options import nearest, parameters
+from spawnsim.errors import WorldError
 from spawnsim.run import process_setup
 from spawnsim.run.process_setup import one_thread
 
@@ -39,7 +36,6 @@ PRELOADED = [
     "torch._dynamo",  # every optimizer imports it: 1.5 s of each run
 ]  # those there are
 STOPPING_S = 5.0  # for which a run that is told to stop may go on writing what it has recorded
-POLL_S = 0.5  # between two looks at a submitted job
 
 
 def prepare() -> None:
@@ -227,137 +223,14 @@ def _stop(executor: Executor, others: Collection[BaseProcess]) -> None:
         ending.join(0.05)
 
 
-# --------------------------------------------------------------------------------------------------------- by name
-def named(text: str, jobs: int, folder: Path) -> AbstractContextManager[Executor]:
-    """Return an executor by its word on the command line; it ends with the block.
+def mpi_ranks(jobs: int) -> Executor:
+    """Return the ranks of `mpiexec -n N python -m mpi4py.futures`, or `jobs` that MPI starts, as an executor.
 
     Args:
-        text: "processes"; "dask" or "dask:ADDRESS"; "ray" or "ray:ADDRESS"; "mpi"; "submitit" or
-            "submitit:NAME=VALUE,…", whose settings are those of its `AutoExecutor`, and `cluster`.
-        jobs: runs at once, where the executor itself does not say it.
-        folder: where submitit keeps its scripts and logs; all machines see it.
+        jobs: how many runs may go on at once.
 
     Returns:
-        A context manager that gives the executor.
-
-    Raises:
-        ParameterError: another word, or its package is not installed.
+        The executor; it ends as a context manager does.
     """
-    word, _, more = text.partition(":")
-    if word not in NAMED:
-        hint = nearest(word, NAMED) or f"there are: {', '.join(NAMED)}"
-        raise ParameterError(f"--executor {text}: not known; {hint}")
-    return NAMED[word](max(jobs, 1), more, folder)
-
-
-def _package(name: str, extra: str) -> Any:
-    try:
-        return import_module(name)
-    except ModuleNotFoundError as error:
-        raise ParameterError(
-            f'--executor {extra} needs {name.partition(".")[0]}: pip install "spawnsim[{extra}]"'
-        ) from error
-
-
-def _processes(jobs: int, _more: str, _folder: Path) -> AbstractContextManager[Executor]:
-    return pool(jobs)
-
-
-@contextmanager
-def _dask(jobs: int, address: str, _folder: Path) -> Iterator[Executor]:
-    distributed = _package("distributed", "dask")
-    # One thread a worker: so many runs at once as there are workers.
-    here = {"n_workers": jobs, "threads_per_worker": 1, "dashboard_address": None}
-    with distributed.Client(address) if address else distributed.Client(**here) as client:
-        yield client.get_executor(pure=False)
-
-
-@contextmanager
-def _mpi(jobs: int, _more: str, _folder: Path) -> Iterator[Executor]:
-    # The ranks of `mpiexec -n N python -m mpi4py.futures`, or `jobs` that MPI starts.
-    with _package("mpi4py.futures", "mpi").MPIPoolExecutor(max_workers=jobs) as executor:
-        yield executor
-
-
-@contextmanager
-def _ray(jobs: int, address: str, _folder: Path) -> Iterator[Executor]:
-    ray = _package("ray", "ray")
-    ray.init(**({"address": address} if address else {"num_cpus": jobs, "include_dashboard": False}))
-    try:
-        yield RayExecutor(ray)
-    finally:
-        ray.shutdown()
-
-
-class RayExecutor(Executor):
-    """Tasks of ray, one of its CPUs each, as an executor."""
-
-    def __init__(self, ray: Any) -> None:
-        self._ray = ray
-
-    def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
-        """Make a task of a call."""
-        # Tried once: a program that raises would raise again.
-        task = self._ray.remote(max_retries=0)(_call)
-        future: Future[Any] = task.remote(partial(fn, *args, **kwargs)).future()
-        return future
-
-
-def _call(task: Callable[[], Any]) -> Any:
-    return task()
-
-
-@contextmanager
-def _submitit(_jobs: int, settings: str, folder: Path) -> Iterator[Executor]:
-    submitit = _package("submitit", "submitit")
-    given = parameters(list(filter(None, settings.split(","))))
-    executor = submitit.AutoExecutor(folder=folder, cluster=given.pop("cluster", None))
-    executor.update_parameters(**{"timeout_min": 24 * 60, "slurm_array_parallelism": 256} | given)
-    with SubmititExecutor(executor) as ours:
-        yield ours
-
-
-class SubmititExecutor(Executor):
-    """Jobs of submitit as an executor: one job a task, on Slurm in one array for those that are submitted together."""
-
-    def __init__(self, executor: Any) -> None:
-        self._executor = executor
-        self._waiting: list[tuple[Future[Any], Any]] = []
-        self._lock, self._closed = Lock(), False
-        self._watch = Thread(target=self._look, daemon=True)
-        self._watch.start()
-
-    def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
-        """Submit a job for a call."""
-        future: Future[Any] = Future()
-        job = self._executor.submit(fn, *args, **kwargs)
-        future.set_running_or_notify_cancel()
-        with self._lock:
-            self._waiting.append((future, job))
-        return future
-
-    def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
-        """Wait for the jobs, or cancel them."""
-        with self._lock:
-            self._closed = True
-            for _, job in self._waiting if cancel_futures else ():
-                job.cancel()
-        if wait and not cancel_futures:
-            self._watch.join()
-
-    def _look(self) -> None:
-        while not self._closed or self._waiting:
-            with self._lock:
-                ended = [(future, job) for future, job in self._waiting if job.done()]
-                self._waiting = [each for each in self._waiting if each not in ended]
-            for future, job in ended:
-                try:
-                    future.set_result(job.result())
-                except Exception as error:  # noqa: BLE001  raised again where the result is asked for
-                    future.set_exception(error)
-            time.sleep(POLL_S)
-
-
-NAMED: dict[str, Callable[[int, str, Path], AbstractContextManager[Executor]]] = {
-    "processes": _processes, "dask": _dask, "ray": _ray, "mpi": _mpi, "submitit": _submitit,
-}  # fmt: skip
+    executor: Executor = import_module("mpi4py.futures").MPIPoolExecutor(max_workers=max(jobs, 1))
+    return executor

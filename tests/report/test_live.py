@@ -382,13 +382,13 @@ def test_what_cannot_be_read_is_told_at_once(tmp_path: Path, capsys: pytest.Capt
             ParameterError,
             "observe='tensorbord': no such observer; did you mean tensorboard?",
         ),
-        (["x"], "a", ParameterError, "there are: live, tensorboard, wandb, mlflow, aim"),
+        (["x"], "a", ParameterError, "there are: live, tensorboard, wandb"),
         (["live"], None, ParameterError, r"through its run folder: give one \(--out DIR\)"),
         (
-            ["aim"],
+            ["wandb"],
             "a",
             UnsupportedError,
-            r"observe='aim' needs no_such_package: pip install 'spawnsim\[aim\]'",
+            r"observe='wandb' needs no_such_package: pip install 'spawnsim\[wandb\]'",
         ),
     ],
 )
@@ -402,8 +402,8 @@ def test_what_cannot_watch_is_refused_before_anything_runs(
 ) -> None:
     """One sentence, also on real ranks; no folder is made."""
     monkeypatch.chdir(tmp_path)
-    gone = watched.OBSERVERS["aim"]._replace(package="no_such_package")
-    monkeypatch.setitem(watched.OBSERVERS, "aim", gone)
+    gone = watched.OBSERVERS["wandb"]._replace(package="no_such_package")
+    monkeypatch.setitem(watched.OBSERVERS, "wandb", gone)
     (tmp_path / "train.py").write_text(PROGRAM)
     with pytest.raises(kind, match=message):
         spawnsim.run("train.py", ranks=2, out=out, observe=names)

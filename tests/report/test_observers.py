@@ -6,7 +6,7 @@ import dataclasses
 import sys
 from collections.abc import Mapping
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -203,84 +203,6 @@ def test_weights_and_biases_is_told_all(tmp_path: Path, monkeypatch: pytest.Monk
     assert given["config"]["platform"] == "ethernet-10g"
     np.testing.assert_allclose([logged[step]["loss/median"] for step in range(25)], CURVE)
     assert (summary["messages"], over) == (54321, [None])
-
-
-def test_mlflow_is_told_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As `MlflowClient` and `Metric` take it; in a database in the run folder."""
-    told: list[Any] = []
-
-    class Metric:
-        def __init__(self, key: str, value: float, timestamp: int, step: int) -> None:
-            self.key, self.value, self.step = key, value, step
-
-    class MlflowClient:
-        def __init__(self, tracking_uri: str | None = None) -> None:
-            told.append(tracking_uri)
-
-        def get_experiment_by_name(self, name: str) -> None:
-            """Return None: there is none yet."""
-
-        def create_experiment(self, name: str, artifact_location: str | None = None) -> str:
-            told.append((name, artifact_location))
-            return "1"
-
-        def create_run(
-            self, experiment_id: str, start_time: Any = None, tags: Any = None, run_name: Any = None
-        ) -> Any:
-            return SimpleNamespace(info=SimpleNamespace(run_id=f"{experiment_id}/{run_name}"))
-
-        def log_param(self, run_id: str, key: str, value: Any) -> None:
-            told.append((run_id, key, value))
-
-        def log_batch(self, run_id: str, metrics: Any = (), params: Any = (), tags: Any = ()) -> None:
-            told.extend(metrics)
-
-        def log_metric(self, run_id: str, key: str, value: float) -> None:
-            told.append((run_id, key, value))
-
-        def set_terminated(self, run_id: str) -> None:
-            told.append(run_id)
-
-    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
-    modules = {"mlflow": {"MlflowClient": MlflowClient}, "mlflow__entities": {"Metric": Metric}}
-    installed(monkeypatch, "mlflow", **modules)
-    watch("mlflow", tmp_path)
-    assert told[0] == f"sqlite:///{tmp_path}/run/mlflow.db"
-    assert told[1] == ("spawnsim", (tmp_path / "run" / "mlartifacts").as_uri())
-    assert ("1/run", "policy", "selective") in told
-    metrics = [each for each in told if isinstance(each, Metric) and each.key == "loss/median"]
-    assert [each.step for each in metrics] == list(range(25))
-    np.testing.assert_allclose([each.value for each in metrics], CURVE)
-    assert told[-1] == "1/run"
-
-
-def test_aim_is_told_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As `aim.Run` takes it: the quantile is the context of a metric."""
-    told: dict[str, Any] = {}
-    tracked: list[tuple[float, str, int, dict[str, str]]] = []
-
-    class AimRun:
-        def __init__(
-            self, run_hash: str | None = None, *, repo: str, experiment: str, system_tracking_interval: Any
-        ) -> None:
-            self.name = ""
-            told.update(repo=repo, experiment=experiment)
-
-        def __setitem__(self, key: str, value: Any) -> None:
-            told[key] = value
-
-        def track(self, value: float, *, name: str, step: int, context: dict[str, str]) -> None:
-            tracked.append((value, name, step, context))
-
-        def close(self) -> None:
-            told["closed"] = self.name
-
-    installed(monkeypatch, "aim", aim={"Run": AimRun})
-    watch("aim", tmp_path)
-    assert (told["repo"], told["policy"], told["closed"]) == (str(tmp_path / "run"), "selective", "run")
-    assert told["totals"]["messages"] == 54321
-    curve = [value for value, name, _, context in tracked if (name, context) == ("loss", {"ranks": "median"})]
-    np.testing.assert_allclose(curve, CURVE)
 
 
 def test_each_observer_has_a_logger_and_an_extra() -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import csv
 import dataclasses
-import functools
 import json
 import os
 import platform
@@ -15,7 +14,7 @@ import signal
 import subprocess
 import sys
 import time
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -163,7 +162,7 @@ def test_real_seeds_may_be_listed(program: Path):
         (["--jobs", "-1"], "--jobs: -1: give the number"),
         (["--backend", "mpii"], "--backend mpii: choose"),
         (["--backend", "mpi", "--straggler", "exponential:0.1"], "--straggler describes virtual ranks"),
-        (["--executor", "dusk", "--jobs", "1"], "--executor dusk: not known; did you mean dask?"),
+        (["--executor", "dusk", "--jobs", "1"], "argument --executor: invalid choice: 'dusk'"),
         (["--", "--steps"], "unrecognized arguments: --steps"),
     ],
 )
@@ -412,67 +411,6 @@ def test_circumstances_that_are_objects_are_for_our_own_processes(program: Path)
         pytest.raises(StudyError, match=r"stragglers=.*cannot be given on a command"),
     ):
         Sweep.run(cells, "q", executor=threads)
-
-
-class Job:
-    """What submitit gives for a task: asked whether it is done, and what came of it."""
-
-    def __init__(self, task: Any) -> None:
-        self.task, self.asked = task, 0
-
-    def done(self) -> bool:
-        self.asked += 1
-        return self.asked > 2
-
-    def result(self) -> Any:
-        return self.task()
-
-
-class Submitting:
-    """Stands in for submitit's executor."""
-
-    def submit(self, fn: Any, *args: Any) -> Job:
-        return Job(functools.partial(fn, *args))
-
-
-def test_submitit_and_ray_are_executors_by_adapters(monkeypatch: pytest.MonkeyPatch):
-    """Of submitit's jobs, and of ray's references, which give a future themselves."""
-    monkeypatch.setattr(executors, "POLL_S", 0.01)
-    with executors.SubmititExecutor(Submitting()) as pool:
-        good, bad = pool.submit(pow, 2, 5), pool.submit(int, "x")
-        assert good.result(timeout=60) == 32
-        with pytest.raises(ValueError, match="invalid literal"):
-            bad.result(timeout=60)
-
-    class Ray:
-        @staticmethod
-        def remote(**_: Any) -> Any:
-            def reference(call: Any, task: Any) -> Any:
-                future: Future[Any] = Future()
-                future.set_result(call(task))
-                return type("Reference", (), {"future": lambda _: future})()
-
-            return lambda call: type("Remote", (), {"remote": lambda _, task: reference(call, task)})()
-
-    assert executors.RayExecutor(Ray()).submit(pow, 2, 5).result() == 32
-
-
-@pytest.mark.parametrize(
-    ("word", "package"),
-    [("dask", "distributed"), ("ray", "ray"), ("submitit", "submitit"), ("mpi", "mpi4py.futures")],
-)
-def test_an_executor_whose_package_is_missing_says_what_to_install(
-    word: str, package: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
-    """In one line."""
-    monkeypatch.setitem(sys.modules, package, None)
-    with (
-        pytest.raises(
-            ParameterError, match=rf'needs {package.split(".")[0]}: pip install "spawnsim\[{word}\]"'
-        ),
-        executors.named(word, 1, tmp_path),
-    ):
-        pass
 
 
 # ------------------------------------------------------------------------------------------------------- figures
