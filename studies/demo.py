@@ -15,7 +15,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from spawnsim.plots import convergence, replacement, series
+from spawnsim.plots import convergence, curves, replacement, series
 from spawnsim.record import Table
 from spawnsim.study import Cell, Context
 
@@ -142,15 +142,15 @@ def rows(setting, runs):
     """What each policy came to: the median over seeds, and over ranks where it is of their own models."""
     for policy in POLICIES:
         some = [run for run in runs if run.what["parameters"]["policy"] == policy]
-        own = [convergence.curve(run.table, "accuracy", points=convergence.POINTS) for run in some]
-        mean = [convergence.of_mean_model(run) for run in some]
+        own = [curves.curve(run.table, "accuracy", points=convergence.POINTS) for run in some]
+        mean = [curves.of_mean_model(run) for run in some]
         yield {
             "setting": setting.lower(),
             "policy": policy,
             "ranks' accuracy": over_seeds([info.end for info in own], ".2f"),
-            f"at {TARGET:g}": over_seeds([convergence.first_at(info, TARGET) for info in own], ".1f", " s"),
+            f"at {TARGET:g}": over_seeds([curves.first_at(info, TARGET) for info in own], ".1f", " s"),
             "mean model": over_seeds([info.end for info in mean], ".2f"),
-            f"mean at {TARGET:g}": over_seeds([convergence.first_at(info, TARGET) for info in mean], ".1f", " s"),
+            f"mean at {TARGET:g}": over_seeds([curves.first_at(info, TARGET) for info in mean], ".1f", " s"),
             "median rank ended": over_seeds(
                 [float(np.median(series.per_rank_last(run.table, "time_s"))) for run in some], ".1f", " s"
             ),
@@ -170,7 +170,7 @@ def over_seeds(values, form, unit=""):
 def ended(virtual, measured):
     """The end of a run on virtual ranks and on real ones."""
     ends = [float(np.median(series.per_rank_last(each.table, "accuracy"))) for each in (virtual, measured)]
-    seconds = [convergence.training_s(each) for each in (virtual, measured)]
+    seconds = [curves.training_s(each) for each in (virtual, measured)]
     return {
         "policy": virtual.what["parameters"]["policy"],
         "accuracy, virtual": f"{ends[0]:.4f}",

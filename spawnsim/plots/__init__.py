@@ -1,8 +1,8 @@
 """Figures from runs: convergence, replacement, genealogy, time use, diversity.
 
-Each figure is a pure function from a table to a NamedTuple of arrays and a thin function `draw…(info, ax=None)` that
-returns the Axes; `figure(runs)` composes them at slide size. Nothing opens a window or changes matplotlib's state.
-How runs are made is not known here.
+One protocol for all figures: pure functions from tables to NamedTuples of arrays; thin functions `draw…(info, ax=None)`
+that return the Axes; and `figure(runs)`, which gives panels, title and caption to `style.compose`, the one place that
+makes a figure. Nothing opens a window or changes matplotlib's state. How runs are made is not known here.
 """
 
 from __future__ import annotations
@@ -11,7 +11,16 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from spawnsim.plots import convergence, diversity, gallery, genealogy, replacement, series, timeuse
+    from spawnsim.plots import (
+        convergence,
+        curves,
+        diversity,
+        gallery,
+        genealogy,
+        replacement,
+        series,
+        timeuse,
+    )
     from spawnsim.plots.experiments import Group, Groups, Recorded, grouped, read
     from spawnsim.plots.gallery import figures, save_all
     from spawnsim.plots.style import FORMATS, save, talk
@@ -22,6 +31,7 @@ __all__ = [
     "Groups",
     "Recorded",
     "convergence",
+    "curves",
     "diversity",
     "figures",
     "gallery",
@@ -38,7 +48,7 @@ __all__ = [
 
 # Loaded when they are first used: studies and searches for failures read runs by `experiments`, and matplotlib takes
 # longer to load than all else that they need, in each of their processes.
-_MODULES = {"convergence", "diversity", "gallery", "genealogy", "replacement", "series", "timeuse"}
+_MODULES = {"convergence", "curves", "diversity", "gallery", "genealogy", "replacement", "series", "timeuse"}
 _HOME = {
     **dict.fromkeys(("Group", "Groups", "Recorded", "grouped", "read"), "experiments"),
     **dict.fromkeys(("figures", "save_all"), "gallery"),

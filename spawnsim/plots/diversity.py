@@ -9,8 +9,18 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from spawnsim.plots import convergence, style
-from spawnsim.plots.convergence import QUANTITIES
+from spawnsim.plots import style
+from spawnsim.plots.curves import (
+    QUANTITIES,
+    Curve,
+    draw_measured,
+    is_clock,
+    joined,
+    lines_caption,
+    looks_of,
+    over_seeds,
+)
+from spawnsim.plots.curves import draw as draw_line
 from spawnsim.plots.experiments import Groups, Recorded, clock_of, grouped
 from spawnsim.plots.series import Floats, Table, carried_forward
 
@@ -36,7 +46,7 @@ def diversity(table: Table, name: str, *, over: str = "iteration") -> Diversity:
     # Where the mean crosses zero the coefficient says nothing; it stays NaN, which leaves a gap.
     cv = np.divide(100 * std, np.abs(mean), out=np.full_like(std, np.nan), where=mean != 0)
     spread = np.nanmax(values, axis=0) - np.nanmin(values, axis=0)
-    return Diversity(grid.x[enough], std, cv, spread, held=convergence.is_clock(over))
+    return Diversity(grid.x[enough], std, cv, spread, held=is_clock(over))
 
 
 def draw(
@@ -44,7 +54,7 @@ def draw(
 ) -> Axes:
     """Draw one measure ("std", "cv" or "range") as a line."""
     ax = style.axes_or_new(ax)
-    steps = convergence.joined(info.held)
+    steps = joined(info.held)
     ax.plot(info.x, getattr(info, measure), color=look.colour, linestyle=look.dashes, drawstyle=steps)
     ax.set_title(MEASURES[measure])
     return ax
@@ -53,35 +63,35 @@ def draw(
 def figure(runs: Sequence[Recorded] | Groups, name: str = "accuracy", over: str = "iteration") -> Figure:
     """Return three panels, one per measure, with a curve per group."""
     found = grouped(runs)
-    quantity = QUANTITIES.get(name, name.replace("_", " "))
-    styles = convergence.looks_of(found)
+    quantity, styles = QUANTITIES.get(name, name.replace("_", " ")), looks_of(found)
     spreads = {group.label: [diversity(run.table, name, over=over) for run in group.runs] for group in found}
-    with style.talk():
-        drawn = Figure(figsize=(12.4, 5.0))
-        panels = drawn.subplots(1, 3)
-        for ax, measure in zip(panels, MEASURES, strict=True):
-            curves = {which: _of_seeds(each, measure) for which, each in spreads.items()}
+    curves = {
+        measure: {which: _of_seeds(each, measure) for which, each in spreads.items()} for measure in MEASURES
+    }
+
+    def panels(drawn: Figure) -> None:
+        axes = drawn.subplots(1, 3)
+        for ax, (measure, some) in zip(axes, curves.items(), strict=True):
             for group in found:
                 # Real runs have the colour of virtual ones, so their curves must look otherwise.
-                draw_one = convergence.draw_measured if group.real else convergence.draw
-                draw_one(curves[group.label], ax, look=styles[group.label])
+                draw_one = draw_measured if group.real else draw_line
+                draw_one(some[group.label], ax, look=styles[group.label])
             ax.set_title(MEASURES[measure])
             ax.set_xlabel(clock_of(found.runs) if over == "time_s" else over)
             ax.set_ylim(bottom=0)
-        panels[0].set_ylabel(f"{quantity}, spread over ranks")
-        lines = convergence.lines_caption(found, list(curves.values()), "")
-        title = f"Diversity of the ranks{found.by}: {quantity}"
-        style.frame(drawn, title, f"{found.caption()}\n{lines}")
-        style.label_ends(panels[-1], {which: info.end for which, info in curves.items()}, styles)
-    return drawn
+        axes[0].set_ylabel(f"{quantity}, spread over ranks")
+        style.label_ends(axes[-1], {which: info.end for which, info in curves["range"].items()}, styles)
+
+    lines = lines_caption(found, list(curves["range"].values()), "")
+    title = f"Diversity of the ranks{found.by}: {quantity}"
+    return style.compose(panels, title, f"{found.caption()}\n{lines}", (12.4, 5.0))
 
 
-def _of_seeds(spreads: Sequence[Diversity], measure: str) -> convergence.Curve:
-    """Return one measure of a group's runs as a curve."""
+def _of_seeds(spreads: Sequence[Diversity], measure: str) -> Curve:
     heights = [getattr(each, measure) for each in spreads]
-    return convergence.over_seeds(
+    return over_seeds(
         [
-            convergence.Curve(each.x, height, height, height, held=each.held)
+            Curve(each.x, height, height, height, held=each.held)
             for each, height in zip(spreads, heights, strict=True)
         ]
     )

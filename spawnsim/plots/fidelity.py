@@ -40,21 +40,11 @@ def draw_calibration(info: Curve, ax: Axes | None = None) -> Axes:
     """Draw measured points (open where the fit has not seen them) on the fitted line."""
     ax = style.axes_or_new(ax)
     ax.plot(info.nbytes, info.fitted_s, color=FITTED, label="fitted")
-    for unseen, face, name in (
-        (False, MEASURED, "measured"),
-        (True, "white", "measured, held out of the fit"),
-    ):
+    faces = ((False, MEASURED, "measured"), (True, "white", "measured, held out of the fit"))
+    for unseen, face, name in faces:
         chosen = info.held_out == unseen
-        ax.plot(
-            info.nbytes[chosen],
-            info.measured_s[chosen],
-            "o",
-            ms=5,
-            mec=MEASURED,
-            mfc=face,
-            linestyle="none",
-            label=name,
-        )
+        x, y = info.nbytes[chosen], info.measured_s[chosen]
+        ax.plot(x, y, "o", ms=5, mec=MEASURED, mfc=face, linestyle="none", label=name)
     ax.set_xscale("log")
     ax.set_yscale("log")
     ax.xaxis.set_major_formatter(style.bytes_formatter())
@@ -65,27 +55,26 @@ def draw_calibration(info: Curve, ax: Axes | None = None) -> Axes:
 def calibration_figure(curves: Mapping[str, Curve], caption: str) -> Figure:
     """Return one panel per operation on shared axes."""
     rows = -(-len(curves) // COLUMNS)
-    with style.talk():
-        drawn = Figure(figsize=(11.6, 2.7 * rows + 1.3))
-        panels = drawn.subplots(rows, COLUMNS, sharex=True, sharey=True, squeeze=False).ravel()
-        for ax, (name, info) in zip(panels, curves.items(), strict=False):
+
+    def panels(drawn: Figure) -> None:
+        axes = drawn.subplots(rows, COLUMNS, sharex=True, sharey=True, squeeze=False).ravel()
+        for ax, (name, info) in zip(axes, curves.items(), strict=False):
             draw_calibration(info, ax)
-            # The median over all points, those of the fit included, as the figure shows both; scores are told apart.
-            error = float(np.median(np.abs(info.fitted_s / info.measured_s - 1.0)))
+            # The median over all points, those of the fit included, as the figure shows both; scores keep them apart.
+            error = f"{float(np.median(np.abs(info.fitted_s / info.measured_s - 1.0))):.0%} off"
             ax.set_title(name, weight="bold")
-            ax.text(
-                1, 1.03, f"{error:.0%} off", transform=ax.transAxes, ha="right", fontsize=11, color="#555555"
-            )
-        for ax in panels[len(curves) :]:
+            ax.text(1, 1.03, error, transform=ax.transAxes, ha="right", fontsize=11, color="#555555")
+        for ax in axes[len(curves) :]:
             ax.set_visible(False)
-        for ax in panels[::COLUMNS]:
+        for ax in axes[::COLUMNS]:
             ax.set_ylabel("time")
-        for ax in panels[max(len(curves) - COLUMNS, 0) : len(curves)]:
+        for ax in axes[max(len(curves) - COLUMNS, 0) : len(curves)]:
             ax.set_xlabel("message or block")
             ax.tick_params(labelbottom=True)
-        drawn.legend(*panels[0].get_legend_handles_labels(), loc="outside lower right", ncols=3)
-        style.frame(drawn, "Measured times, and what the fitted platform predicts", caption)
-    return drawn
+        drawn.legend(*axes[0].get_legend_handles_labels(), loc="outside lower right", ncols=3)
+
+    title = "Measured times, and what the fitted platform predicts"
+    return style.compose(panels, title, caption, (11.6, 2.7 * rows + 1.3))
 
 
 COLOURS = {"replayed": "#0072B2", "fitted": "#009E73", "constant": "#E69F00"}
@@ -120,13 +109,13 @@ def draw_validation(errors: Errors, ax: Axes | None = None) -> Axes:
 
 def validation_figure(errors: Errors, caption: str) -> Figure:
     """Return the figure of a validation."""
-    with style.talk():
-        drawn = Figure(figsize=(9.6, 5.2))
-        ax = drawn.subplots()
-        draw_validation(errors, ax)
+
+    def panels(drawn: Figure) -> None:
+        ax = draw_validation(errors, drawn.subplots())
         drawn.legend(*ax.get_legend_handles_labels(), loc="outside right upper", title="compute times")
-        style.frame(drawn, "How far predictions are off", f"{caption} · grey: within {AIM:.0%}")
-    return drawn
+
+    caption = f"{caption} · grey: within {AIM:.0%}"
+    return style.compose(panels, "How far predictions are off", caption, (9.6, 5.2))
 
 
 Cadences = Mapping[str, Sequence[tuple[float, float, float, float]]]
@@ -140,17 +129,8 @@ def draw_advice(curves: Cadences, asked: Sequence[int], target: float, ax: Axes 
     steps = style.aside(ax, np.unique(np.asarray(asked, dtype=float)), len(curves), log=True)
     for (name, points), step in zip(curves.items(), steps, strict=True):
         places, middle, low, high = map(np.array, zip(*sorted(points), strict=True))
-        across = np.stack([middle - low, high - middle])
-        ax.errorbar(
-            places * 10**step,
-            middle,
-            across,
-            color=looks[name].colour,
-            marker="o",
-            ms=5,
-            capsize=4,
-            label=name,
-        )
+        x, bars, colour = places * 10**step, np.stack([middle - low, high - middle]), looks[name].colour
+        ax.errorbar(x, middle, bars, color=colour, marker="o", ms=5, capsize=4, label=name)
     ax.axhline(target, color="#444444", lw=1.0, ls=":")
     ax.set_xscale("log")
     ax.set_xticks(asked, [f"{each}" for each in asked], minor=False)
@@ -164,10 +144,10 @@ def draw_advice(curves: Cadences, asked: Sequence[int], target: float, ax: Axes 
 
 def advice_figure(curves: Cadences, asked: Sequence[int], target: float, caption: str) -> Figure:
     """Return the figure of `spawnsim advise`."""
-    with style.talk():
-        drawn = Figure(figsize=(9.6, 5.2))
-        ax = drawn.subplots()
-        draw_advice(curves, asked, target, ax)
+
+    def panels(drawn: Figure) -> None:
+        ax = draw_advice(curves, asked, target, drawn.subplots())
         drawn.legend(*ax.get_legend_handles_labels(), loc="outside right upper")
-        style.frame(drawn, "What is left of perfect training", f"{caption} · dotted: target of {target:.0%}")
-    return drawn
+
+    caption = f"{caption} · dotted: target of {target:.0%}"
+    return style.compose(panels, "What is left of perfect training", caption, (9.6, 5.2))

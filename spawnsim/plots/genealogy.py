@@ -17,9 +17,8 @@ from matplotlib.ticker import LogLocator, MaxNLocator
 from numpy.typing import NDArray
 
 from spawnsim.plots import style
-from spawnsim.plots.convergence import events_since_start, median_end_s, since_first_row
+from spawnsim.plots.curves import events_since_start, median_end_s, since_first_row
 from spawnsim.plots.experiments import Recorded, clock_of, donors_of, grouped, ranks_of
-from spawnsim.plots.replacement import PAST_END
 from spawnsim.plots.series import Floats
 from spawnsim.random import WORLD, generator
 
@@ -58,15 +57,7 @@ class Genealogy(NamedTuple):
 
 
 def births_of(events: Sequence[Mapping[str, Any]], ranks: int) -> tuple[Birth, ...]:
-    """Return the replacements that had donors, in order of time; without weights all donors count alike.
-
-    Args:
-        events: of a run; those of kind "replacement" are looked at.
-        ranks: number of ranks.
-
-    Returns:
-        One birth for each.
-    """
+    """Return the replacements that had donors, in order of time; without weights all donors count alike."""
     found = []
     for event in events:
         donors = donors_of(event, ranks) if event.get("kind") == "replacement" else []
@@ -85,16 +76,7 @@ def births_of(events: Sequence[Mapping[str, Any]], ranks: int) -> tuple[Birth, .
 
 
 def genealogy(births: Sequence[Birth], ranks: int, end_s: float = 0.0) -> Genealogy:
-    """Return the descent that follows from replacements.
-
-    Args:
-        births: in order of time.
-        ranks: number of ranks.
-        end_s: the end of the run, seconds.
-
-    Returns:
-        See `Genealogy`; arrays of one row more than there are births.
-    """
+    """Return the descent that follows from replacements in order of time; one row more than there are births."""
     leading, founders = _descent(births, ranks)
     stream = generator(0, WORLD, "genealogy")
     neutral = [_descent(_at_random(births, ranks, stream), ranks)[1] for _ in range(NEUTRAL_DRAWS)]
@@ -134,14 +116,7 @@ def _at_random(births: Sequence[Birth], ranks: int, stream: np.random.Generator)
 
 
 def of_run(run: Recorded) -> Genealogy:
-    """Return the descent in a run, to the end of its median rank.
-
-    Args:
-        run: a finished run with events "replacement".
-
-    Returns:
-        See `Genealogy`.
-    """
+    """Return the descent in a run with events "replacement", to the end of its median rank."""
     ranks = ranks_of(run)
     return genealogy(births_of(events_since_start(run), ranks), ranks, median_end_s(run))
 
@@ -152,13 +127,6 @@ def draw_tree(info: Genealogy, ax: Axes | None = None) -> Axes:
 
     The founders that lead in most ranks at the end have a colour, and their rank is written at the right edge; all
     others are grey. Where all have one donor, thin lines lead from donor to replaced.
-
-    Args:
-        info: the descent.
-        ax: where to draw; None: the axes of a new figure.
-
-    Returns:
-        The axes.
     """
     ax = style.axes_or_new(ax)
     ranks = info.leading.shape[1]
@@ -183,8 +151,14 @@ def draw_tree(info: Genealogy, ax: Axes | None = None) -> Axes:
     # One collection: thousands of lines, each an object of its own, take seconds.
     ax.add_collection(LineCollection(lines, colors=inks, linewidths=width, capstyle="butt"))
     if all(len(birth.donors) == 1 for birth in info.births):
-        _draw_births(info, ax, row, colours, width=min(width, 1.0))
-    ax.set_xlim(0, info.end_s * PAST_END or 1)
+        ways = [
+            [(birth.time_s, row[birth.donors[0]]), (birth.time_s, row[birth.replaced])]
+            for birth in info.births
+        ]
+        heads = [int(info.leading[place, birth.replaced]) for place, birth in enumerate(info.births, 1)]
+        inks = [colours.get(founder, OTHERS) for founder in heads]
+        ax.add_collection(LineCollection(ways, colors=inks, linewidths=min(width, 1.0), alpha=0.7))
+    ax.set_xlim(0, info.end_s * style.PAST_END or 1)
     ax.set_ylim(-1, ranks)
     ax.set_yticks([])
     ax.grid(visible=False)
@@ -198,15 +172,6 @@ def draw_tree(info: Genealogy, ax: Axes | None = None) -> Axes:
     return ax
 
 
-def _draw_births(info: Genealogy, ax: Axes, row: Ints, colours: Mapping[int, str], *, width: float) -> None:
-    lines = [
-        [(birth.time_s, row[birth.donors[0]]), (birth.time_s, row[birth.replaced])] for birth in info.births
-    ]
-    led = [int(info.leading[place, birth.replaced]) for place, birth in enumerate(info.births, 1)]
-    inks = [colours.get(founder, OTHERS) for founder in led]
-    ax.add_collection(LineCollection(lines, colors=inks, linewidths=width, alpha=0.7))
-
-
 def _is_wide(*found: Genealogy) -> bool:
     """Say whether the numbers of founders differ by so much that a linear axis would not show the least."""
     every = np.concatenate([part for info in found for part in (info.founders, info.neutral)])
@@ -214,15 +179,9 @@ def _is_wide(*found: Genealogy) -> bool:
 
 
 def draw_founders(info: Genealogy, ax: Axes | None = None, *, log: bool | None = None) -> Axes:
-    """Draw the effective number of founders over time, beside what ranks and donors drawn at random would give.
+    """Draw the effective number of founders over time, beside that of ranks and donors drawn at random.
 
-    Args:
-        info: the descent.
-        ax: where to draw; None: the axes of a new figure.
-        log: whether the axis is logarithmic; None: where the number falls to an eighth or less.
-
-    Returns:
-        The axes.
+    The axis is logarithmic where the number falls to an eighth or less, unless `log` decides.
     """
     ax = style.axes_or_new(ax)
     # Of replacements at one time the last alone: those of a round are one step, not a spike of many.
@@ -231,21 +190,15 @@ def draw_founders(info: Genealogy, ax: Axes | None = None, *, log: bool | None =
     for values, colour, dashes, name in (
         (info.founders, style.LOOKS[0].colour, "-", "this run"), (info.neutral, "#777777", "--", "at random"),
     ):  # fmt: skip
-        ax.step(
-            edges,
-            np.append(values[last], values[-1]),
-            where="post",
-            color=colour,
-            linestyle=dashes,
-            label=name,
-        )
+        heights = np.append(values[last], values[-1])
+        ax.step(edges, heights, where="post", color=colour, linestyle=dashes, label=name)
     log = _is_wide(info) if log is None else log
     if log:
         ax.set_yscale("log", base=2)
         ax.yaxis.set_major_locator(LogLocator(2, numticks=6))
     else:
         ax.yaxis.set_major_locator(MaxNLocator(5))
-    ax.set_xlim(0, info.end_s * PAST_END or 1)
+    ax.set_xlim(0, info.end_s * style.PAST_END or 1)
     # Two lines: the panel is lower than one is long.
     ax.set_ylabel(f"effective\nfounders{' (log)' if log else ''}")
     ax.yaxis.set_major_formatter(lambda value, _: f"{value:,.3g}")
@@ -254,18 +207,11 @@ def draw_founders(info: Genealogy, ax: Axes | None = None, *, log: bool | None =
 
 
 def figure(runs: Mapping[str, Recorded], title: str = "") -> Figure:
-    """Return the trees of runs side by side, with the number of founders below each.
-
-    Args:
-        runs: what to write above each tree → the run.
-        title: of the figure; empty: a plain one.
-
-    Returns:
-        The figure.
-    """
+    """Return the trees of runs side by side, with the number of founders below each; keys stand above the trees."""
     found = {name: of_run(run) for name, run in runs.items()}
-    with style.talk():
-        drawn = Figure(figsize=(max(4.6 * len(runs), 8), 7.2))
+    sizes = {info.leading.shape[1] for info in found.values()}
+
+    def panels(drawn: Figure) -> None:
         # A tree is as high as its run has ranks, so each has its own axis: beside 100 ranks 4 would lie in a corner.
         axes = drawn.subplots(2, len(runs), sharex="col", height_ratios=(2.2, 1), squeeze=False)
         for below in axes[1, 1:]:
@@ -276,14 +222,15 @@ def figure(runs: Mapping[str, Recorded], title: str = "") -> Figure:
             draw_tree(info, above).set_title(style.in_lines(name, 70 if len(runs) == 1 else 38))
             draw_founders(info, below, log=log).set_xlabel(clock_of([*runs.values()]))
             style.plain_seconds(below)
-        same = len({info.leading.shape[1] for info in found.values()}) == 1
-        for ax in [*axes[1, 1:], *(axes[0, 1:] if same else ())]:
+        for ax in [*axes[1, 1:], *(axes[0, 1:] if len(sizes) == 1 else ())]:
             ax.set_ylabel("")
-        crowd = max(info.leading.shape[1] for info in found.values()) > len(style.LOOKS)
-        most = f", of the {len(style.LOOKS)} with most heirs; grey: others" if crowd else ""
-        caption = (
-            f"{grouped([*runs.values()]).caption()}\ncolour, and number at the right: the founder (a rank) whose first "
-            f"model a rank mostly descends from{most}\neffective number of founders: "
-            f"1/Σp² of their shares; dashed: ranks and donors drawn at random{since_first_row([*runs.values()])}"
-        )
-        return style.frame(drawn, title or "Who descends from whom after replacements", caption)
+
+    looks = len(style.LOOKS)
+    most = f", of the {looks} with most heirs; grey: others" if max(sizes) > looks else ""
+    caption = (
+        f"{grouped([*runs.values()]).caption()}\ncolour, and number at the right: the founder (a rank) whose first "
+        f"model a rank mostly descends from{most}\neffective number of founders: "
+        f"1/Σp² of their shares; dashed: ranks and donors drawn at random{since_first_row([*runs.values()])}"
+    )
+    title = title or "Who descends from whom after replacements"
+    return style.compose(panels, title, caption, (max(4.6 * len(runs), 8), 7.2))

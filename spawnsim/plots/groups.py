@@ -91,10 +91,11 @@ def draw_contraction(info: Contraction, ax: Axes | None = None, *, look: style.L
 
 def figure(run: Recorded, title: str) -> Figure:
     """Return two panels: group sizes and contraction."""
-    with style.talk():
-        drawn = Figure(figsize=(12.4, 5.0))
+    histogram, shrinking = sizes(run.table), contraction(run.table)
+
+    def panels(drawn: Figure) -> None:
         left, right = drawn.subplots(1, 2)
-        draw_sizes(sizes(run.table), left)
-        draw_contraction(contraction(run.table), right)
-        style.frame(drawn, f"Averaging in groups: {title}", setting([run]))
-    return drawn
+        draw_sizes(histogram, left)
+        draw_contraction(shrinking, right)
+
+    return style.compose(panels, f"Averaging in groups: {title}", setting([run]), (12.4, 5.0))

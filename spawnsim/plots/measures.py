@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 
 from spawnsim.errors import ParameterError
-from spawnsim.plots.convergence import Curve, curve, of_events, since_start
+from spawnsim.plots.curves import Curve, curve, of_events, since_start
 from spawnsim.plots.experiments import Recorded
 from spawnsim.plots.series import Floats, column, numbers, spread_at_end
 from spawnsim.run.result import SECONDS, TOTALS, end_s

@@ -1,6 +1,6 @@
 """Small multiples of a sweep: one panel for each value of what is left, one legend, one caption.
 
-What a figure asks for is one value, `Asked`; the panels are drawn by `spawnsim.plots.sweeps` and `convergence`.
+What a figure asks for is one value, `Asked`; the panels are drawn by `spawnsim.plots.sweeps` and `curves`.
 """
 
 from __future__ import annotations
@@ -12,10 +12,11 @@ from typing import Any, Literal
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
 
 from spawnsim.errors import ParameterError
-from spawnsim.plots import convergence, style, sweeps
-from spawnsim.plots.convergence import QUANTITIES, Curve
+from spawnsim.plots import curves, style, sweeps
+from spawnsim.plots.curves import QUANTITIES, Curve
 from spawnsim.plots.experiments import shown
 from spawnsim.plots.measures import Measure
 from spawnsim.plots.series import FEW, Floats, Table, numbers
@@ -91,23 +92,13 @@ def _better(text: str) -> str:
 
 
 def panels(table: Table, facet: Sequence[str]) -> Panels:
-    """Return a table for each combination of values of the columns that panels tell.
-
-    Args:
-        table: one row per run.
-        facet: the columns.
-
-    Returns:
-        Pairs of a title and the rows.
+    """Return a title and a table for each combination of values of the columns that panels tell.
 
     Raises:
         ParameterError: there are more of them than a figure can hold.
     """
-    rows = (
-        list(zip(*(texts(table, name) for name in facet), strict=True))
-        if facet
-        else [()] * len(texts(table, ""))
-    )
+    columns = [texts(table, name) for name in facet or ("",)]
+    rows = list(zip(*columns, strict=True))
     settings = list(dict.fromkeys(rows))
     if len(settings) > MOST:
         raise ParameterError(
@@ -116,60 +107,59 @@ def panels(table: Table, facet: Sequence[str]) -> Panels:
     found: Panels = []
     for setting in settings:
         chosen = np.array([row == setting for row in rows])
-        title = ", ".join(shown(name, value) for name, value in zip(facet, setting, strict=True))
+        title = ", ".join(shown(name, value) for name, value in zip(facet, setting, strict=False))
         found.append((title, {name: np.asarray(values)[chosen] for name, values in table.items()}))
     return found
 
 
 def figure(found: Panels, asked: Asked, caption: str = "") -> Figure:
-    """Return the figure of a measure, a panel for each table.
+    """Return the figure of a measure, a panel for each table; a description of its marks ends the caption.
 
     Args:
         found: titles and tables, as `panels` gives them.
         asked: what it shows.
-        caption: who ran where; what marks are is added.
-
-    Returns:
-        The figure, in the packaged style.
+        caption: who ran where.
 
     Raises:
         ParameterError: no row has the measure.
     """
-    # What is not done, or was not recorded, has no panel.
-    told = [(title, table) for title, table in found if not np.isnan(numbers(table, asked.y)).all()]
-    if not told:
+    # A run that is not done, or has not recorded the measure, has no panel.
+    found = [(title, table) for title, table in found if not np.isnan(numbers(table, asked.y)).all()]
+    if not found:
         raise ParameterError(f"{asked.y}: no run that is done tells it")
-    found = told
     whole = {name: np.concatenate([np.asarray(table[name]) for _, table in found]) for name in found[0][1]}
     looks = _looks(asked, map(str, sweeps.distinct(texts(whole, asked.hue))))
-    with style.talk():
-        drawn, axes = _grid(len(found), tall=asked.kind == "front", shared=asked.kind != "heat")
-        heights = numbers(whole, asked.y)
-        edge = edges(heights)
-        finite = heights[np.isfinite(heights)]
-        lines = 0  # through more than one point
-        for ax, (title, table) in zip(axes, found, strict=False):
-            if asked.kind == "front":
-                info = sweeps.front(table, asked.x, asked.y, hue=asked.hue, by=_named(asked))
-                sweeps.draw_front(info, ax, looks=looks)
-                lines += len(info.best) > 1
+    heights = numbers(whole, asked.y)
+    edge, finite = edges(heights), heights[np.isfinite(heights)]
+    shades = (float(finite.min()), float(finite.max())) if len(finite) and len(found) > 1 else None
+    fronts = [
+        sweeps.front(table, asked.x, asked.y, hue=asked.hue, by=_named(asked))
+        if asked.kind == "front"
+        else None
+        for _, table in found
+    ]
+
+    def draw(drawn: Figure) -> None:
+        axes = _grid(drawn, len(found), shared=asked.kind != "heat")
+        for ax, (title, table), front in zip(axes, found, fronts, strict=False):
+            if front is not None:
+                sweeps.draw_front(front, ax, looks=looks)
             elif asked.kind == "heat":
-                shades = (
-                    (float(finite.min()), float(finite.max())) if len(finite) and len(found) > 1 else None
-                )
                 sweeps.draw_heat(sweeps.heat(table, asked.x, asked.y, asked.hue), ax, limits=shades)
             else:
-                info_ = sweeps.response(table, asked.x, asked.y, asked.hue)
-                sweeps.draw(info_, ax, looks=looks, edge=edge)
+                info = sweeps.response(table, asked.x, asked.y, asked.hue)
+                sweeps.draw(info, ax, looks=looks, edge=edge)
                 _edges_and_zero(ax, heights, edge, asked)
             ax.set_title(_title(title, len(found)), fontsize=13)
         _label(axes, asked, rows=asked.hue.replace("_", " ") if asked.kind == "heat" else asked.label)
         if asked.kind != "heat" and asked.hue and asked.hue != asked.x:
             joined = asked.kind != "front" and whole[asked.x].dtype.kind in "if"
             _legend(drawn, asked.hue, looks, joined=joined)
-        return style.frame(
-            drawn, asked.title(), "\n".join(filter(None, [caption, _marks(found, asked, lines)]))
-        )
+
+    lines = any(front is not None and len(front.best) > 1 for front in fronts)
+    marks = _marks(found, asked, lines)
+    size = _size(len(found), tall=asked.kind == "front")
+    return style.compose(draw, asked.title(), "\n".join(filter(None, [caption, marks])), size)
 
 
 def _looks(asked: Asked, drawn: Iterable[str]) -> dict[str, style.Look]:
@@ -192,14 +182,14 @@ def _edges_and_zero(ax: Axes, heights: Floats, edge: sweeps.Edges, asked: Asked)
         ax.axhline(0.0, color="#444444", linewidth=1.1)
 
 
-def _marks(found: Panels, asked: Asked, lines: int) -> str:
-    """Return what marks, bars and lines of a figure are."""
+def _marks(found: Panels, asked: Asked, lines: bool) -> str:
+    """Describe the marks, bars and lines of a figure."""
     counts = [
         len(rows)
         for _, table in found
         for rows in _places(table, [asked.x if asked.kind != "front" else "", *_named(asked), asked.hue])
     ]
-    seeds = str(max(counts)) if min(counts) == max(counts) else f"{min(counts)} to {max(counts)}"
+    seeds = curves.counts_of(sorted({min(counts), max(counts)}))
     if asked.kind == "heat":
         return f"median over {seeds} seeds" if max(counts) > 1 else ""
     if max(counts) < 2:
@@ -233,41 +223,41 @@ def curves_figure(found: Sequence[tuple[str, Lines]], asked: Asked, caption: str
     """Return the figure of a recorded column over a clock, a panel for each setting.
 
     Args:
-        found: titles, and by hue one curve for each seed, as `convergence.curve` gives them.
+        found: titles, and by hue one curve for each seed, as `curves.curve` gives them.
         asked: what it shows.
-        caption: who ran where; what bands are is added.
-
-    Returns:
-        The figure, in the packaged style.
+        caption: who ran where; a description of the bands is added.
     """
     looks = _looks(asked, (name for _, lines in found for name in lines))
-    with style.talk():
-        drawn, axes = _grid(len(found), shared=True)
+
+    def draw(drawn: Figure) -> None:
+        axes = _grid(drawn, len(found), shared=True)
         for ax, (title, lines) in zip(axes, found, strict=False):
             for name, seeds in lines.items():
-                info = convergence.over_seeds(list(seeds), band=asked.band)
+                info = curves.over_seeds(list(seeds), band=asked.band)
                 if asked.band == "ranks" and len(info.x):
                     info = info._replace(seeds=())  # a thin line for each seed would hide the band
-                convergence.draw(info, ax, look=looks[name], band=True)
+                curves.draw(info, ax, look=looks[name], band=True)
             ax.set_title(_title(title, len(found)), fontsize=13)
         axes[0].set_xlim(left=0)
-        # What events tell is of no rank.
+        # Numbers in events belong to no rank.
         _label(axes, asked, rows=asked.label if "." in asked.y else f"{asked.label}, median over ranks")
         for ax in axes if asked.x == "time_s" else ():
             style.plain_seconds(ax)
         if asked.hue:
             _legend(drawn, asked.hue, looks, joined=True, marked=False)
-        told = _bands(asked, [seeds for _, lines in found for seeds in lines.values()])
-        return style.frame(drawn, asked.title(), "\n".join(filter(None, [caption, told])))
+
+    bands = _bands(asked, [seeds for _, lines in found for seeds in lines.values()])
+    text = "\n".join(filter(None, [caption, bands]))
+    return style.compose(draw, asked.title(), text, _size(len(found)))
 
 
-def _bands(asked: Asked, curves: Sequence[Sequence[Curve]]) -> str:
-    """Return what thick and thin lines and bands are; of each line the curves of its seeds are given."""
-    counts = [len(seeds) for seeds in curves]
-    lines = convergence.drawn_as([info for seeds in curves for info in seeds])
+def _bands(asked: Asked, each: Sequence[Sequence[Curve]]) -> str:
+    """Describe thick and thin lines and bands; `each` has the curves of the seeds of one line."""
+    counts = sorted(len(seeds) for seeds in each)
+    lines = curves.drawn_as([info for seeds in each for info in seeds])
     small, large = ("small", "large") if lines == "marker" else ("thin", "thick")
-    most, least = max(counts), min(counts)
-    seeds = f"{least} to {most} seeds" if least < most else f"{most} seeds"
+    most = counts[-1]
+    seeds = f"{curves.counts_of(sorted({counts[0], most}))} seeds"
     if asked.band == "ranks":
         return "band: 10–90 % of ranks" + (f"; {lines} and band: medians over {seeds}" if most > 1 else "")
     if most == 1:
@@ -278,16 +268,19 @@ def _bands(asked: Asked, curves: Sequence[Sequence[Curve]]) -> str:
 
 
 # ---------------------------------------------------------------------------------------------------------- panels
-def _grid(count: int, *, tall: bool = False, shared: bool) -> tuple[Figure, list[Axes]]:
+def _size(count: int, *, tall: bool = False) -> tuple[float, float]:
+    rows = -(-count // _across(count))
+    return 10.8, 5.6 if count == 1 else 1.9 + (3.4 if tall else 3.1) * rows
+
+
+def _grid(drawn: Figure, count: int, *, shared: bool) -> list[Axes]:
     columns = _across(count)
-    rows = -(-count // columns)
-    height = 5.6 if count == 1 else 1.9 + (3.4 if tall else 3.1) * rows
-    drawn = Figure(figsize=(10.8, height))
-    grid = drawn.subplots(rows, columns, squeeze=False, sharex=shared, sharey=shared)
-    axes = list(grid.ravel())
+    axes = list(
+        drawn.subplots(-(-count // columns), columns, squeeze=False, sharex=shared, sharey=shared).ravel()
+    )
     for ax in axes[count:]:
         ax.set_visible(False)
-    return drawn, axes
+    return axes
 
 
 def _across(count: int) -> int:
@@ -322,8 +315,6 @@ def _label(axes: Sequence[Axes], asked: Asked, *, rows: str) -> None:
 def _legend(
     drawn: Figure, hue: str, looks: Mapping[str, style.Look], *, joined: bool, marked: bool = True
 ) -> None:
-    from matplotlib.lines import Line2D
-
     handles = [
         Line2D(
             [],
@@ -341,18 +332,10 @@ def _legend(
 
 
 def rows_of(found: Sequence[tuple[str, Lines]], asked: Asked) -> Iterator[dict[str, Any]]:
-    """Yield the data of `curves_figure`: a row for each point of a curve.
-
-    Args:
-        found: titles, and by hue one curve for each seed.
-        asked: what the figure shows.
-
-    Returns:
-        An iterator of rows: panel, hue, the clock, median, low, high, seeds.
-    """
+    """Yield the data of `curves_figure`, a row for each point: panel, hue, the clock, median, low, high, seeds."""
     for title, lines in found:
         for name, seeds in lines.items():
-            info = convergence.over_seeds(list(seeds), band=asked.band)
+            info = curves.over_seeds(list(seeds), band=asked.band)
             for x, median, low, high in zip(info.x, info.median, info.low, info.high, strict=True):
                 values = {asked.x: float(x), "median": float(median), "low": float(low), "high": float(high)}
                 yield {"panel": title, asked.hue or "curve": name, **values, "seeds": len(seeds)}

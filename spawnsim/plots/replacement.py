@@ -12,12 +12,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 from matplotlib.axes import Axes
-from matplotlib.figure import Figure, SubFigure
+from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 from numpy.typing import NDArray
 
 from spawnsim.plots import style
-from spawnsim.plots.convergence import events_since_start, median_end_s, since_first_row
+from spawnsim.plots.curves import events_since_start, median_end_s, since_first_row
 from spawnsim.plots.experiments import Recorded, clock_of, donors_of, grouped, label, ranks_of
 from spawnsim.plots.series import Floats
 from spawnsim.units import counted
@@ -149,9 +149,6 @@ def top_share(counts: Ints, part: float = 0.1) -> float:
     return float(np.sort(counts)[-top:].sum() / counts.sum())
 
 
-PAST_END = 1.02  # of an axis: the last replacement is often the end, and would lie on the frame
-
-
 def replacements_of(run: Recorded) -> Replacements:
     """Return the replacements of a run, until half of its ranks have recorded their last row.
 
@@ -169,7 +166,7 @@ def draw_raster(info: Replacements, ax: Axes | None = None, *, colour: str = sty
     alpha = float(np.clip(25_000 / events, 0.3, 0.9))
     # Rasterized: each mark as a vector makes a PDF of many megabytes that viewers draw for minutes.
     ax.scatter(info.time_s, info.rank, s=size, color=colour, alpha=alpha, linewidths=0, rasterized=True)
-    ax.set_xlim(0, info.end_s * PAST_END or 1)
+    ax.set_xlim(0, info.end_s * style.PAST_END or 1)
     ax.set_ylim(-0.5 - 0.005 * info.ranks, info.ranks - 0.5 + 0.005 * info.ranks)
     ax.set(xlabel="virtual time (s)", ylabel="rank")
     ax.yaxis.set_major_locator(MaxNLocator(6, integer=True))  # there is no rank between two
@@ -213,8 +210,8 @@ def raster_figure(run: Recorded, title: str = "", *, name: str = "") -> Figure:
     info, colour = replacements_of(run), style.looks([label(run)])[label(run)].colour
     # The dark grey of "none" is also that of axes and text.
     colour = style.LOOKS[1].colour if colour == style.KNOWN["none"].colour else colour
-    with style.talk():
-        drawn = Figure(figsize=(10.8, 6.2))
+
+    def panels(drawn: Figure) -> None:
         grid = drawn.subplots(
             2, 2, sharex="col", sharey="row", width_ratios=(8, 1.1), height_ratios=(1, 5), squeeze=False
         )
@@ -224,10 +221,10 @@ def raster_figure(run: Recorded, title: str = "", *, name: str = "") -> Figure:
         _draw_rate(info, grid[0, 0], colour)
         _draw_margin(info, grid[1, 1], colour)
         style.plain_seconds(grid[1, 0])
-        caption = f"{found.caption()}\n{counted(len(info.rank), 'replacement')}{since_first_row([run])}"
-        default = f"Which rank was replaced, and when{f': {name}' if name else ''}"
-        style.frame(drawn, title or default, caption)
-    return drawn
+
+    title = title or f"Which rank was replaced, and when{f': {name}' if name else ''}"
+    caption = f"{found.caption()}\n{counted(len(info.rank), 'replacement')}{since_first_row([run])}"
+    return style.compose(panels, title, caption, (10.8, 6.2))
 
 
 INK, CHANCE = "#0072B2", "#777777"
@@ -296,39 +293,26 @@ def draw_never(info: Replacements, ax: Axes | None = None) -> Axes:
         where="post", color=CHANCE, linestyle="--", linewidth=1.8, label="at random",
     )  # fmt: skip
     ax.set(xlabel="virtual time (s)", ylabel="share of ranks (%)", title="never replaced so far")
-    ax.set_xlim(0, info.end_s * PAST_END or 1)
+    ax.set_xlim(0, info.end_s * style.PAST_END or 1)
     ax.set_ylim(0, 103)
     return ax
-
-
-def _lineage_caption(run: Recorded, info: Replacements) -> str:
-    replaced, pairs = len(info.rank), len(info.donor)
-    facts = f"{counted(replaced, 'replacement')}, {counted(pairs, 'donor → replaced pair')}"
-    top = (
-        f"the busiest tenth of donors gave {top_share(donations(info)):.0%}"
-        if len(info.donor)
-        else "no donors recorded"
-    )
-    dashed = f"dashed: ranks picked at random in the same rounds{since_first_row([run])}"
-    return f"{grouped([run]).caption()}\n{facts}; {top}; {dashed}"
 
 
 def lineage_figure(run: Recorded, title: str = "", *, name: str = "") -> Figure:
     """Return the matrix (left) and the two distributions (right) of one run."""
     info = replacements_of(run)
-    with style.talk():
-        drawn = Figure(figsize=(11.4, 6.4))
+
+    def panels(drawn: Figure) -> None:
         left, right = list(drawn.subfigures(1, 2, width_ratios=(1.2, 1), squeeze=False)[0])
         draw_matrix(info, left.subplots())
-        below = _right_side(info, right)
-        below.set_xlabel(clock_of([run]))
+        above, below = right.subplots(2, 1)
+        draw_counts(info, above)
+        draw_never(info, below).set_xlabel(clock_of([run]))
         style.plain_seconds(below)
-        default = f"Who replaced whom, and how evenly{f': {name}' if name else ''}"
-        style.frame(drawn, title or default, _lineage_caption(run, info))
-    return drawn
 
-
-def _right_side(info: Replacements, side: SubFigure) -> Axes:
-    above, below = side.subplots(2, 1)
-    draw_counts(info, above)
-    return draw_never(info, below)
+    facts = f"{counted(len(info.rank), 'replacement')}, {counted(len(info.donor), 'donor → replaced pair')}"
+    share = f"the busiest tenth of donors gave {top_share(donations(info)):.0%}"
+    top = share if len(info.donor) else "no donors recorded"
+    dashed = f"dashed: ranks picked at random in the same rounds{since_first_row([run])}"
+    title = title or f"Who replaced whom, and how evenly{f': {name}' if name else ''}"
+    return style.compose(panels, title, f"{grouped([run]).caption()}\n{facts}; {top}; {dashed}", (11.4, 6.4))

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 import textwrap
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -30,6 +30,7 @@ TITLE_PER_INCH = 6.5  # characters of a title
 LABEL_WIDTH = 24  # characters of a label beside its line
 LABEL_SIZES = (12.0, 9.0, 7.5, 6.0, 5.0)  # of its letters, the first in which all labels fit
 ASIDE = 6.0  # points between bars of two curves at one place
+PAST_END = 1.02  # of an axis of time: the last event is often the end, and would lie on the frame
 MOST_LINES = 5  # of a name: more would leave the axes no room
 
 
@@ -97,8 +98,28 @@ def axes_or_new(ax: Axes | None) -> Axes:
         return Figure().subplots()
 
 
+def compose(
+    panels: Callable[[Figure], object], title: str, caption: str, size: tuple[float, float] | None = None
+) -> Figure:
+    """Return a figure: the one place at which the package's figures are made.
+
+    Args:
+        panels: draws data that was computed before into an empty figure, in the packaged style.
+        title: above the panels.
+        caption: below them: who ran where, and how to read lines, markers and bands.
+        size: inches; None: the style's.
+
+    Returns:
+        The figure, which `save` writes.
+    """
+    with talk():
+        figure = Figure(figsize=size)
+        panels(figure)
+        return frame(figure, title, caption)
+
+
 def frame(figure: Figure, title: str, caption: str) -> Figure:
-    """Put the title above and the caption (who ran, where, what the bands are) below; return the figure."""
+    """Put the title above and the caption below; return the figure."""
     figure.suptitle(in_lines(title, int(TITLE_PER_INCH * figure.get_figwidth())), x=0.012, ha="left")
     # Wrapped here, as matplotlib's own wrapping needs a drawn figure, and cuts at the edge of the axes.
     width = int(CHARACTERS_PER_INCH * figure.get_figwidth())

@@ -15,7 +15,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from spawnsim.plots import style
-from spawnsim.plots.convergence import since_start
+from spawnsim.plots.curves import since_start
 from spawnsim.plots.experiments import Groups, Recorded, grouped, is_real
 from spawnsim.plots.series import Floats, Table, numbers, per_rank_last, per_rank_sum
 
@@ -103,40 +103,38 @@ def computing_share(info: TimeUse) -> float | None:
     return float(info.compute_s.sum()) / total_s if total_s else None
 
 
-def _shares(info: TimeUse) -> str:
-    share = computing_share(info)
-    return "no time passed" if share is None else f"{share:.0%} computing"
-
-
 def figure(runs: Sequence[Recorded] | Groups) -> Figure | None:
     """Return one panel per run, of many runs per group, on one height; None where no run recorded durations."""
     found = grouped(runs)
-    # Beyond two rows panels are too small to read; one run of each curve says what all of them do.
+    # Beyond two rows panels are too small to read; one run of each curve stands for its others.
     used = {id(run): info for run in found.runs if (info := of_run(run)) is not None}
     known = [(name, used[id(run)]) for name, run in found.alone(lambda run: id(run) in used, PANELS)]
-    alone = " · of each curve the first run" if len(known) < len(used) else ""
     if not known:
         return None
     rows, columns = -(-len(known) // COLUMNS), min(len(known), COLUMNS)
     real = any(map(is_real, found.runs))
     highest_s = max(float((info.compute_s + info.exchange_s).max(initial=0.0)) for _, info in known)
-    with style.talk():
-        drawn = Figure(figsize=(max(4.1 * columns + 1.6, 6.4), 4.0 * rows + 1.2))
-        panels = drawn.subplots(rows, columns, sharey=True, squeeze=False)
-        for ax, (name, info) in zip(panels.ravel(), known, strict=False):
+
+    def panels(drawn: Figure) -> None:
+        axes = drawn.subplots(rows, columns, sharey=True, squeeze=False)
+        for ax, (name, info) in zip(axes.ravel(), known, strict=False):
             draw(info, ax)
             ax.set_title(style.in_lines(name), weight="bold", pad=24)
-            ax.text(0, 1.02, _shares(info), transform=ax.transAxes, fontsize=11, color="#555555")
+            share = computing_share(info)
+            words = "no time passed" if share is None else f"{share:.0%} computing"
+            ax.text(0, 1.02, words, transform=ax.transAxes, fontsize=11, color="#555555")
             ax.set_xlabel("ranks, busiest first")
         # The panels share it: the last panel's own would cut others off.
-        panels[0, 0].set_ylim(0, 1.02 * highest_s or 1)
-        for ax in panels.ravel()[len(known) :]:
+        axes[0, 0].set_ylim(0, 1.02 * highest_s or 1)
+        for ax in axes.ravel()[len(known) :]:
             ax.set_visible(False)
-        for ax in panels[:, 0]:
+        for ax in axes[:, 0]:
             ax.set_ylabel("training time per rank (s)" if real else "time per rank (s)")
         # At the top it would meet the title.
-        drawn.legend(*panels[0, 0].get_legend_handles_labels(), loc="outside right center")
-        since = "; real ranks: since the computing of each one's first row began" if real else ""
-        caption = f"{found.caption()}\nshares are of the time of all ranks shown{alone}{since}"
-        style.frame(drawn, "What the ranks do with their time", caption)
-    return drawn
+        drawn.legend(*axes[0, 0].get_legend_handles_labels(), loc="outside right center")
+
+    alone = " · of each curve the first run" if len(known) < len(used) else ""
+    since = "; real ranks: since the computing of each one's first row began" if real else ""
+    caption = f"{found.caption()}\nshares are of the time of all ranks shown{alone}{since}"
+    size = max(4.1 * columns + 1.6, 6.4), 4.0 * rows + 1.2
+    return style.compose(panels, "What the ranks do with their time", caption, size)

@@ -12,7 +12,7 @@ import numpy as np
 
 from spawnsim.errors import ParameterError
 from spawnsim.options import listed, nearest, unquoted
-from spawnsim.plots import convergence, gallery, panels, style
+from spawnsim.plots import curves, gallery, panels, style
 from spawnsim.plots.experiments import shown
 from spawnsim.plots.measures import Measure
 from spawnsim.plots.panels import CLOCKS, Asked
@@ -195,18 +195,18 @@ def _caption(sweep: Sweep, blank: str) -> str:
 
 def _curves(
     done: Sweep, asked: Asked
-) -> tuple[list[tuple[str, dict[str, list[convergence.Curve]]]], list[Planned]]:
+) -> tuple[list[tuple[str, dict[str, list[curves.Curve]]]], list[Planned]]:
     """Return panels of curves, by hue one for each seed, and the runs that have none."""
-    found: dict[str, dict[str, list[convergence.Curve]]] = {}
+    found: dict[str, dict[str, list[curves.Curve]]] = {}
     lacking: list[tuple[Planned, ParameterError]] = []
     for cell, run in done.runs():
         title = ", ".join(shown(name, cell.values.get(name)) for name in asked.facet)
         hue = _plain(cell.values.get(asked.hue)) if asked.hue else ""
         try:
             if "." in asked.y and asked.y not in run.table:
-                info = convergence.of_events(run, asked.y, asked.x)
+                info = curves.of_events(run, asked.y, asked.x)
             else:
-                info = convergence.of_run(run, asked.y, asked.x)
+                info = curves.of_run(run, asked.y, asked.x)
         # What one policy records another may not: what there is, is drawn.
         except ParameterError as error:
             lacking.append((cell, error))

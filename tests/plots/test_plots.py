@@ -25,6 +25,7 @@ from spawnsim.cli import serve
 from spawnsim.errors import ParameterError
 from spawnsim.plots import (
     convergence,
+    curves,
     diversity,
     gallery,
     genealogy,
@@ -279,7 +280,9 @@ def test_few_seeds_are_drawn_one_by_one(seeds: int, says: str):
     assert says in caption
     assert ("bootstrap" in caption) == (seeds >= 5)
     ax = Figure().subplots()
-    (info,) = convergence.panel(found, "loss", "iteration", ax).values()
+    drawn = convergence.curves_of(found, "loss", "iteration")
+    convergence.draw_groups(found, drawn, "iteration", ax)
+    (info,) = drawn.values()
     assert len(ax.collections) == (seeds >= 5)  # the band
     assert (info.x[-1], max(line.get_xdata()[-1] for line in ax.lines)) == (
         19,
@@ -314,7 +317,7 @@ def test_a_run_that_did_not_finish_is_marked(outcome: str, mark: str):
 
 def test_the_curve_is_the_median_over_ranks():
     """Median and band of two ranks, against iterations."""
-    found = convergence.curve(TWO_RANKS, "loss", over="iteration", band=(0.0, 1.0))
+    found = curves.curve(TWO_RANKS, "loss", over="iteration", band=(0.0, 1.0))
     assert (found.x.tolist(), found.median.tolist()) == ([0, 1], [7, 3])
     assert (found.low.tolist(), found.high.tolist()) == ([6, 2], [8, 4])
 
@@ -323,8 +326,8 @@ def test_against_time_a_value_holds_until_the_next_one():
     """A slope to the next evaluation showed a target reached before `time_to` says so; against iterations it is one."""
     styles = {}
     for over in ("time_s", "iteration"):
-        info = convergence.curve(TWO_RANKS, "loss", over=over)
-        ax = convergence.draw(info)
+        info = curves.curve(TWO_RANKS, "loss", over=over)
+        ax = curves.draw(info)
         [corners] = [path.vertices for path in ax.collections[0].get_paths()]
         level = [(a[1] == b[1]) or (a[0] == b[0]) for a, b in pairwise(corners)]
         styles[over] = (ax.lines[-1].get_drawstyle(), all(level))
@@ -344,8 +347,8 @@ def test_all_lines_over_time_are_steps():
         "steps-post"
     )
     told = [{"kind": "consensus", "time_s": time_s, "at_s": time_s, "accuracy": 0.5} for time_s in (1, 2)]
-    mean = convergence.of_mean_model(dataclasses.replace(made(), events=told))
-    assert convergence.draw(mean).lines[-1].get_drawstyle() == "steps-post"
+    mean = curves.of_mean_model(dataclasses.replace(made(), events=told))
+    assert curves.draw(mean).lines[-1].get_drawstyle() == "steps-post"
 
 
 def last_rows(run: Run) -> Run:
@@ -406,11 +409,10 @@ def test_a_run_that_has_diverged_at_once_leaves_the_others_their_curves():
 
 def test_seeds_are_compared_where_all_of_them_have_values():
     """The median over seeds is that of the common stretch; each seed's own curve is kept to its end."""
-    curves = [
-        convergence.Curve(np.array(x), *[np.array(y)] * 3)
-        for x, y in (([0.0, 2], [1.0, 3]), ([1.0, 3], [5.0, 7]))
+    lines = [
+        curves.Curve(np.array(x), *[np.array(y)] * 3) for x, y in (([0.0, 2], [1.0, 3]), ([1.0, 3], [5.0, 7]))
     ]
-    both = convergence.over_seeds(curves)
+    both = curves.over_seeds(lines)
     assert (both.x.tolist(), both.median.tolist(), both.runs) == ([1, 2], [3, 4], 2)
     assert [each.x[-1] for each in both.seeds] == [2, 3]
 
@@ -418,10 +420,10 @@ def test_seeds_are_compared_where_all_of_them_have_values():
 def test_real_seconds_count_from_each_ranks_first_row():
     """Loading libraries is no training: a real rank's clock is set to zero at its first row, a virtual one's is not."""
     real, virtual = (synthetic.run("none", ranks=3, iterations=4, real=real) for real in (True, False))
-    shifted = convergence.since_start(real)
+    shifted = curves.since_start(real)
     assert shifted["time_s"][[0, 4, 8]].tolist() == [0, 0, 0]
     np.testing.assert_allclose(np.diff(shifted["time_s"][:4]), np.diff(real.table["time_s"][:4]))
-    assert convergence.since_start(virtual) is virtual.table
+    assert curves.since_start(virtual) is virtual.table
 
 
 def test_replacements_and_events_of_real_ranks_count_from_the_first_row():
@@ -436,7 +438,7 @@ def test_replacements_and_events_of_real_ranks_count_from_the_first_row():
     assert (of_real.time_s.tolist(), of_real.end_s) == ([0, 1.5, 2], 4)
     assert (of_virtual.time_s.tolist(), of_virtual.end_s) == ([4.5, 6.5, 7], 9)
     assert genealogy.of_run(real).time_s.tolist() == [0, 0, 1.5, 2]
-    assert [convergence.of_mean_model(run).x.tolist() for run in (real, virtual)] == [[3], [8]]
+    assert [curves.of_mean_model(run).x.tolist() for run in (real, virtual)] == [[3], [8]]
     for drawn in (
         replacement.raster_figure,
         replacement.lineage_figure,
@@ -572,7 +574,7 @@ def test_two_real_backends_are_told_apart(virtual):
         Run({"backend": each, "parameters": {"policy": "mine"}}, Table(columns), [], {"ranks": 1})
         for each in backends
     ]
-    looks = convergence.looks_of(grouped(runs))
+    looks = curves.looks_of(grouped(runs))
     mpi, torch = looks["mine (real MPI)"], looks["mine (real torch)"]
     assert mpi.marker != torch.marker
     assert mpi.colour != torch.colour
@@ -590,7 +592,7 @@ def test_the_legend_of_real_ranks_shows_their_markers():
         assert [each.get_text() for each in legend.get_texts()] == ["virtual ranks", "real ranks"]
         shown = {line.get_marker() for line in legend.findobj(Line2D)} - {"None"}
         found = grouped(chosen)
-        looks = convergence.looks_of(found)
+        looks = curves.looks_of(found)
         assert len(shown) == count and shown == {looks[each.label].marker for each in found if each.real}
 
 
@@ -796,13 +798,13 @@ def told(accuracies: list[float], policy: str = "selective", seed: int = 7) -> R
 
 def test_the_mean_model_has_a_curve_and_a_time_at_which_it_reaches_a_target():
     """The first time counts, also where it falls back; a target that is never reached is infinitely far."""
-    info = convergence.of_mean_model(told([0.1, 0.7, 0.85, 0.7, 0.9]))
+    info = curves.of_mean_model(told([0.1, 0.7, 0.85, 0.7, 0.9]))
     assert info.x.tolist() == pytest.approx([0, 0.05, 0.1, 0.15, 0.2])
-    assert [convergence.first_at(info, target) for target in (0.1, 0.8, 0.95)] == [0, 0.1, np.inf]
+    assert [curves.first_at(info, target) for target in (0.1, 0.8, 0.95)] == [0, 0.1, np.inf]
     with pytest.raises(
         ParameterError, match=r'no event "consensus" was recorded: see spawnsim.policies.Consensus'
     ):
-        convergence.of_mean_model(synthetic.run(ranks=3))
+        curves.of_mean_model(synthetic.run(ranks=3))
 
 
 def test_a_race_has_a_row_for_each_setting_and_names_each_policy_once_in_it():
@@ -874,14 +876,14 @@ def test_figures_need_no_pyplot():
 def test_what_is_written_keeps_clear_of_edges_and_of_other_panels():
     """A label was taller than its panel, a name at the edge, the last tick of a panel at the first of the next."""
     raster = replacement.raster_figure(made())
-    curves = convergence.figure([made()], "loss")
+    lines = convergence.figure([made()], "loss")
     used = timeuse.figure([made(), made(seed=1)])
     assert used is not None
-    for drawn in (raster, curves, used):
+    for drawn in (raster, lines, used):
         FigureCanvasAgg(drawn).draw()
     above = raster.axes[0]
     assert "replacements in each " in above.get_title(loc="left") and not above.get_ylabel()
-    assert curves.bbox.x1 - curves.axes[1].texts[0].get_window_extent().x1 > 0.09 * curves.dpi
+    assert lines.bbox.x1 - lines.axes[1].texts[0].get_window_extent().x1 > 0.09 * lines.dpi
     left, right = used.axes[:2]
     last, first = left.get_xticklabels()[-1], right.get_xticklabels()[0]
     assert first.get_window_extent().x0 - last.get_window_extent().x1 > 0.15 * used.dpi

@@ -1,0 +1,314 @@
+"""Curves over ranks and over seeds: what figures of recorded columns and of events share.
+
+A run's rows become a `Curve`, runs of several seeds one curve. Here are also the drawing of curves, the look of each
+group, and a caption's description of lines, markers and bands.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+from matplotlib.axes import Axes
+
+from spawnsim.errors import ParameterError
+from spawnsim.plots import style
+from spawnsim.plots.experiments import Groups, Recorded, is_real
+from spawnsim.plots.series import (
+    BAND,
+    FEW,
+    Floats,
+    Table,
+    bootstrap_medians,
+    carried_forward,
+    numbers,
+    per_rank_last,
+    quantiles,
+    resampled,
+)
+
+BANDS = 6  # of more curves bands would be one brown area: each has a bar instead
+# Only what policies define themselves: what a program calls "loss" or "accuracy" is its own to say.
+QUANTITIES = {"wait_s": "waiting time (s)"}
+
+
+class Curve(NamedTuple):
+    """A centre line with its band: `x`, `median`, `low`, `high`, each (points,) float64.
+
+    `seeds`: the curves of several seeds, each at its own length. `held`: each height is the last one known, and lasts
+    until the next point; such a curve is drawn in steps.
+    """
+
+    x: Floats
+    median: Floats
+    low: Floats
+    high: Floats
+    seeds: tuple[Curve, ...] = ()
+    held: bool = False
+
+    @property
+    def runs(self) -> int:
+        return len(self.seeds) or 1
+
+    @property
+    def end(self) -> float:
+        """The last height; where the seeds have no stretch in common, that of the longest one."""
+        longest = max(self.seeds, key=lambda each: each.x[-1], default=self)
+        return float((self if len(self.median) else longest).median[-1])
+
+
+def curve(
+    table: Table, name: str, *, over: str = "time_s", band: tuple[float, float] = BAND, points: int = 240
+) -> Curve:
+    """Return the median and band over ranks of one run, each rank's last value carried forward."""
+    grid = carried_forward(table, name, over, points)
+    low, median, high = quantiles(grid, (band[0], 0.5, band[1]))
+    known = ~np.isnan(median)
+    if not known.any():
+        raise ParameterError(f"column {name!r}: fewer than half of the ranks have a number, at any time")
+    return Curve(grid.x[known], median[known], low[known], high[known], held=is_clock(over))
+
+
+def is_clock(over: str) -> bool:
+    """Say whether curves against a column are drawn in steps: against time, not against iterations."""
+    # Between two of its rows a rank counts with the earlier one, in medians, bands and `time_to:`. A slope to the next
+    # row would show a target reached before `time_to:` says so. Against iterations all models of a point were measured
+    # at the same iteration, and a line is read as the way from one to the next.
+    return over == "time_s"
+
+
+def of_mean_model(run: Recorded) -> Curve:
+    """Return the accuracy of the mean of all ranks' models over time, from a run's events "consensus"."""
+    try:
+        return of_events(run, "consensus.accuracy")
+    except ParameterError as error:
+        raise ParameterError('no event "consensus" was recorded: see spawnsim.policies.Consensus') from error
+
+
+def of_events(run: Recorded, name: str, over: str = "time_s") -> Curve:
+    """Return a number in events, `KIND.FIELD`, in the order of time or of another of their fields.
+
+    The time is that of "at_s", where an event has it: the event may be recorded later than the moment that it
+    describes. For real ranks it counts from the first row.
+    """
+    kind, _, field = name.partition(".")
+    told = [event for event in run.events if event.get("kind") == kind and field in event]
+    if not told:
+        kinds = ", ".join(sorted({str(event.get("kind")) for event in run.events})) or "none"
+        raise ParameterError(f"no event {kind!r} with {field!r} was recorded; kinds of events: {kinds}")
+    place = "at_s" if over == "time_s" and "at_s" in told[0] else over
+    x, values = (
+        np.array([event.get(each, np.nan) for event in told], dtype=float) for each in (place, field)
+    )
+    x = np.maximum(x - _first_row_s(run), 0.0) if over == "time_s" else x
+    order = np.argsort(x, kind="stable")
+    return Curve(x[order], values[order], values[order], values[order], held=is_clock(over))
+
+
+def first_at(info: Curve, target: float) -> float:
+    """Return the place at which a curve first reaches a height; infinite if it never does."""
+    reached = np.flatnonzero(info.median >= target)
+    return float(info.x[reached[0]]) if len(reached) else float("inf")
+
+
+def since_start(run: Recorded) -> Table:
+    """Return a run's table; seconds of a real rank count from its first row, since virtual ones load no libraries."""
+    if not is_real(run):
+        return run.table
+    # Rows are ordered by rank and time, so the first of each rank is where its training begins.
+    _, first, rank = np.unique(run.table["rank"], return_index=True, return_inverse=True)
+    time_s = run.table["time_s"]
+    return dict(run.table) | {"time_s": time_s - time_s[first][rank]}
+
+
+def events_since_start(run: Recorded) -> list[Mapping[str, Any]]:
+    """Return a run's events; seconds of real ranks count from the first row of any of them."""
+    if not is_real(run):
+        return list(run.events)
+    # One moment for all: from each rank's own, simultaneous events would be drawn apart, and in another order.
+    begin_s = _first_row_s(run)
+    # Those before the first row have happened at the beginning, too.
+    return [dict(each) | {"time_s": max(0.0, each["time_s"] - begin_s)} for each in run.events]
+
+
+def median_end_s(run: Recorded) -> float:
+    """Return when half of the ranks have recorded their last row, on the clock of `events_since_start`."""
+    ends_s = per_rank_last(run.table, "time_s")
+    return float(np.median(ends_s)) - _first_row_s(run) if len(ends_s) else 0.0
+
+
+def since_first_row(runs: Iterable[Recorded]) -> str:
+    """Return the words of a caption for the clock of `events_since_start`; none for virtual ranks."""
+    return "; real ranks: seconds since the first row" if any(map(is_real, runs)) else ""
+
+
+def _first_row_s(run: Recorded) -> float:
+    time_s = run.table["time_s"]
+    return float(time_s.min()) if is_real(run) and len(time_s) else 0.0
+
+
+def training_s(run: Recorded) -> float:
+    """Return the seconds from the start of training to the last recorded row."""
+    return float(since_start(run)["time_s"].max(initial=0.0))
+
+
+def over_seeds(
+    curves: Sequence[Curve], *, level: float = 0.9, seed: int = 0, points: int = 240, band: str = "seeds"
+) -> Curve:
+    """Return the median over seeds of the runs' medians, where all of them have values; a single curve unchanged.
+
+    From five seeds on `low` and `high` are a bootstrap interval; below they equal the median. With `band="ranks"` they
+    are medians over seeds of each run's quantiles over ranks.
+    """
+    if len(curves) == 1:
+        return curves[0]
+    first, last = max(c.x[0] for c in curves), min(c.x[-1] for c in curves)
+    # All points of all seeds: on the grid of one of them steps of the others would move.
+    x = np.unique(np.concatenate([c.x for c in curves]))
+    # Only where all seeds have values: a median over those that go on longest bends where one of them ends.
+    x = x[(x >= first) & (x <= last)]
+    x = x[style.evenly(len(x), points)] if len(x) else x
+    heights = np.stack([resampled(c.x, c.median, x) for c in curves])
+    if band == "ranks":
+        low, high = (
+            np.median([resampled(c.x, getattr(c, end), x) for c in curves], axis=0) for end in ("low", "high")
+        )
+        median = np.median(heights, axis=0)
+    # A bootstrap of two or three numbers has no more to say than the numbers, and looks as if it had.
+    elif len(curves) < FEW:
+        median = low = high = np.median(heights, axis=0)
+    else:
+        median, low, high = bootstrap_medians(heights, level, seed=seed)
+    return Curve(x, median, low, high, tuple(curves), held=curves[0].held)
+
+
+def of_run(run: Recorded, name: str, over: str) -> Curve:
+    """Return the curve of a run over its ranks; where none of them has more than one number it is one point."""
+    info = curve(since_start(run), name, over=over)
+    rank = np.asarray(run.table["rank"])[~np.isnan(numbers(run.table, name))]
+    if len(np.unique(rank)) < len(rank):
+        return info
+    # The median moves as ranks come to their only number, not because any of them learns.
+    return Curve(info.x[-1:], info.median[-1:], info.low[-1:], info.high[-1:], held=info.held)
+
+
+# --------------------------------------------------------------------------------------------------------- drawing
+def draw(
+    info: Curve, ax: Axes | None = None, *, look: style.Look = style.LOOKS[0], band: bool = True
+) -> Axes:
+    """Draw a curve as a line in its band, in steps if it is held; as a marker if it has one point; seeds are thin."""
+    ax = style.axes_or_new(ax)
+    _draw_seeds(info, ax, look)
+    alone = len(info.x) == 1
+    # Of two to four seeds each is drawn as a line of its own, so a band would only repeat the outer ones.
+    if band and not 1 < info.runs < FEW:
+        if alone:  # an area over one point has no width
+            ax.vlines(info.x, info.low, info.high, color=look.colour, alpha=0.16, linewidth=9)
+        else:
+            ax.fill_between(
+                info.x, info.low, info.high, color=look.colour, alpha=0.16, linewidth=0,
+                step="post" if info.held else None,
+            )  # fmt: skip
+    ax.plot(
+        info.x, info.median, color=look.colour, linestyle=look.dashes, drawstyle=joined(info.held),
+        marker=look.marker if look.marked or alone else "", markevery=max(len(info.x) // 8, 1), markersize=6,
+    )  # fmt: skip
+    return ax
+
+
+def draw_bar(info: Curve, ax: Axes, place: float, *, look: style.Look) -> None:
+    """Draw what would be a curve's band as a bar at one place of it, from 0 to 1: of many curves, bands would merge."""
+    if len(info.x) and not 1 < info.runs < FEW:
+        at = min(int(place * len(info.x)), len(info.x) - 1)
+        middle = info.median[at]
+        sides = [[middle - info.low[at]], [info.high[at] - middle]]
+        ax.errorbar(info.x[at], middle, sides, color=look.colour, capsize=4, elinewidth=1.4)
+
+
+def draw_measured(info: Curve, ax: Axes | None = None, *, look: style.Look = style.LOOKS[0]) -> Axes:
+    """Draw a curve's median as a dozen markers: real runs over virtual ones."""
+    ax = style.axes_or_new(ax)
+    _draw_seeds(info, ax, look)
+    at = style.evenly(len(info.x), 14)[: len(info.x)]
+    ax.plot(
+        info.x[at], info.median[at], marker=look.marker, color=look.colour, linestyle="", markersize=7.5,
+        markerfacecolor="white", markeredgewidth=1.8, zorder=5, clip_on=False,
+    )  # fmt: skip
+    return ax
+
+
+def _draw_seeds(info: Curve, ax: Axes, look: style.Look) -> None:
+    """Draw each of few seeds; of more, the stretches that not all of them reach."""
+    for each in info.seeds:
+        outside = np.ones(len(each.x), dtype=bool)
+        if info.runs >= FEW and len(info.x):
+            # One point on either side of the common stretch joins the lines.
+            outside = (each.x >= info.x[-1]) | (each.x <= info.x[0])
+        heights = np.where(outside, each.median, np.nan)
+        marker = look.marker if len(each.x) == 1 else ""
+        ax.plot(
+            each.x, heights, color=look.colour, linewidth=1.0, alpha=0.6, marker=marker, markersize=4,
+            drawstyle=joined(each.held),
+        )  # fmt: skip
+
+
+def joined(held: bool) -> Literal["steps-post", "default"]:
+    """Return matplotlib's `drawstyle` of a curve whose heights are held, or are not."""
+    return "steps-post" if held else "default"
+
+
+def looks_of(found: Groups) -> dict[str, style.Look]:
+    """Return each group's look by its label: real runs wear the colour of the virtual ones of their name."""
+    names = alike(found)
+    styles = style.looks(names.values())
+    return {label: styles[name] for label, name in names.items()}
+
+
+def alike(found: Groups) -> dict[str, str]:
+    """Return the name that groups of one look share, by each group's label; a second real backend has its own."""
+    first: dict[str, str] = {}
+    for group in found:
+        if group.real:
+            first.setdefault(group.name, group.label)
+    return {
+        group.label: group.label if group.real and first[group.name] != group.label else group.name
+        for group in found
+    }
+
+
+def lines_caption(found: Groups, curves: Sequence[Curve], one: str, *, of_ranks: str = "") -> str:
+    """Describe the lines, markers and bands of a figure: `one` of single runs, `of_ranks` of real ranks' markers."""
+    counts = sorted({info.runs for info in curves})
+    parts = [f"{'one run: ' * (len(counts) > 1)}{one}"] if one and counts[0] == 1 else []
+    few, many = [n for n in counts if 1 < n < FEW], [n for n in counts if n >= FEW]
+    if few:
+        dots = drawn_as([info for info in curves if 1 < info.runs < FEW]) == "marker"
+        small, large = ("small", "large") if dots else ("thin", "thick")
+        parts.append(f"{small}: each of {counts_of(few)} seeds; {large}: their median, while all go on")
+    if many:
+        what = drawn_as([info for info in curves if info.runs >= FEW])
+        what += " and bar" if len(found.groups) > BANDS else " and band"
+        over = f"over {counts_of(many)} seeds, while all go on"
+        parts.append(f"{what}: median and its 90 % bootstrap interval {over}")
+        whole = [info for info in curves if info.runs >= FEW and len(info.x)]
+        if any(each.x[-1] > info.x[-1] for info in whole for each in info.seeds):
+            parts.append("thin: single seeds that go on longer")
+    virtual = [group for group in found if not group.real]
+    if len(virtual) < len(found.groups):
+        made = [run.what.get("made") for group in found if group.real for run in group.runs]
+        machines = {str(each["machine"]) for each in made if isinstance(each, Mapping) and "machine" in each}
+        where = f" on {machines.pop()}" if len(machines) == 1 else ""
+        parts.append(f"markers: real ranks{where}{of_ranks}")
+    return "; ".join(parts)
+
+
+def drawn_as(curves: Sequence[Curve]) -> str:
+    """Return what curves are drawn as: a "line", a "marker" if each has one point, or both."""
+    dots = {max(len(each.x) for each in (info, *info.seeds)) == 1 for info in curves}
+    return {(True,): "marker", (False, True): "line or marker"}.get(tuple(sorted(dots)), "line")
+
+
+def counts_of(counts: Sequence[int]) -> str:
+    """Return numbers in rising order as "3", or "3 to 5"."""
+    return str(counts[0]) if len(counts) == 1 else f"{counts[0]} to {counts[-1]}"
