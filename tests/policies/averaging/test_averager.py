@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from policies.averaging.averagers import averager_of, flat, play, rows
 
 import spawnsim
 from spawnsim.errors import ParameterError, Timeout, UsageError
@@ -21,9 +22,7 @@ from spawnsim.policies.averaging import (
     RandomGroups,
     Stage,
 )
-
-QUICK = {"min_matchmaking_time": 0.5, "request_timeout": 0.3}
-Values = dict[int, np.ndarray]
+from spawnsim.policies.averaging.interface import FIRST_TAG, LAST_TAG, Settings
 
 
 def tensors(comm: Any) -> list[torch.Tensor]:
@@ -32,92 +31,39 @@ def tensors(comm: Any) -> list[torch.Tensor]:
     return [torch.randn(shape, generator=generator, dtype=torch.float64) for shape in ((16,), (5, 2), ())]
 
 
-def flat(parts: list[torch.Tensor]) -> np.ndarray:
-    """Return all values as one array."""
-    return np.concatenate([part.reshape(-1).numpy() for part in parts]).copy()
+def values_of(averager: DecentralizedAverager) -> list[float]:
+    """Return the different values of the first tensor."""
+    return torch.unique(averager.vector.tensors[0]).tolist()
 
 
-def world(
-    main: Callable[[Any], Any], ranks: int, **circumstances: Any
-) -> tuple[dict[int, Any], spawnsim.Run]:
-    """Run a program; return what it returned on each rank."""
-    returned: dict[int, Any] = {}
+# ------------------------------------------------------------------------------------------------------ averages
+@pytest.mark.parametrize(
+    ("clients", "auxiliaries"), [(0, 0), (3, 0), (0, 4), (1, 1), (2, 1), (1, 3), (3, 4), (0, 12)]
+)
+@pytest.mark.parametrize("background", [False, True])
+def test_one_average(clients: int, auxiliaries: int, background: bool) -> None:
+    """Twelve peers, some clients, some auxiliaries, with weights: the mean to 1e-6; auxiliaries only help."""
 
-    def kept(comm: Any) -> None:
-        returned[comm.Get_rank()] = main(comm)
-
-    run = spawnsim.run(kept, ranks=ranks, platform="ethernet-10g", seed=7, **circumstances)
-    return returned, run
-
-
-def rows(returned: dict[int, Any], index: int) -> np.ndarray:
-    """Return one of the things that ranks returned, stacked by rank."""
-    return np.stack([returned[rank][index] for rank in sorted(returned)])
-
-
-@pytest.mark.parametrize("clients", range(4))
-@pytest.mark.parametrize("auxiliaries", range(5))
-def test_one_average(clients: int, auxiliaries: int) -> None:
-    """Twelve peers, up to three clients and four auxiliaries: the mean to 1e-6; auxiliaries only help."""
-
-    def main(comm: Any) -> tuple[np.ndarray, np.ndarray, Any]:
+    def main(comm: Any) -> tuple[np.ndarray, np.ndarray, float, Any]:
         client, auxiliary = comm.rank < clients, clients <= comm.rank < clients + auxiliaries
-        values = tensors(comm)
-        before = flat(values)
-        averager = DecentralizedAverager(
-            values,
-            comm,
-            start=False,
-            prefix="t",
-            **QUICK,
-            part_size_bytes=64,
-            client_mode=client,
-            auxiliary=auxiliary,
-        )
-        gathered = averager.step(gather={"rank": comm.rank})
-        averager.serve(0.1)
-        averager.shutdown()
-        return before, flat(values), gathered
-
-    returned, _ = world(main, 12)
-    before, after = rows(returned, 0), rows(returned, 1)
-    helps = np.array([clients <= rank < clients + auxiliaries for rank in range(12)])
-    assert np.abs(after[~helps] - before[~helps].mean(axis=0)).max() < 1e-6
-    assert (after[helps] == before[helps]).all()
-    assert all(
-        gathered == {rank: {"rank": rank} for rank in gathered} for _, _, gathered in returned.values()
-    )
-    assert len(returned[11][2]) == 12
-
-
-def test_auxiliaries_alone_change_nothing() -> None:
-    """Nobody sends: the step ends at once, and values stay."""
-
-    def main(comm: Any) -> tuple[np.ndarray, np.ndarray]:
-        values = tensors(comm)
-        before = flat(values)
-        averager = DecentralizedAverager(values, comm, start=False, prefix="t", **QUICK, auxiliary=True)
-        assert averager.step() is not None
-        return before, flat(values)
-
-    returned, run = world(main, 4)
-    assert (rows(returned, 0) == rows(returned, 1)).all()
-    assert run.totals["virtual_seconds"] < 1.0
-
-
-def test_weights() -> None:
-    """The weighted mean of sixteen peers to 1e-6."""
-
-    def main(comm: Any) -> tuple[np.ndarray, np.ndarray, float]:
         values, weight = tensors(comm), float(comm.rng("weight").uniform(0.1, 9))
         before = flat(values)
-        averager = DecentralizedAverager(values, comm, start=False, prefix="t", target_group_size=16, **QUICK)
-        averager.step(weight=weight)
-        return before, flat(values), weight
+        averager = averager_of(
+            comm, values, start=background, part_size_bytes=64, client_mode=client, auxiliary=auxiliary
+        )
+        gathered = averager.step(gather={"rank": comm.rank}, weight=weight)
+        averager.serve(0.1)
+        averager.shutdown()
+        return before, flat(values), weight, gathered
 
-    returned, _ = world(main, 16)
-    expected = np.average(rows(returned, 0), axis=0, weights=rows(returned, 2))
-    assert np.abs(rows(returned, 1) - expected).max() < 1e-6
+    returned = play(main, 12)
+    before, after = rows(returned, 0), rows(returned, 1)
+    helps = np.array([clients <= rank < clients + auxiliaries for rank in range(12)])
+    if not helps.all():
+        mean = np.average(before[~helps], axis=0, weights=rows(returned, 2)[~helps])
+        assert np.abs(after[~helps] - mean).max() < 1e-6
+        assert returned[11][3] == {rank: {"rank": rank} for rank in range(12)}
+    assert (after[helps] == before[helps]).all()
 
 
 def rounds_of(count: int, **parameters: Any) -> Callable[[Any], list[np.ndarray]]:
@@ -126,7 +72,7 @@ def rounds_of(count: int, **parameters: Any) -> Callable[[Any], list[np.ndarray]
     def main(comm: Any) -> list[np.ndarray]:
         values = tensors(comm)
         own = {name: value(comm) if callable(value) else value for name, value in parameters.items()}
-        averager = DecentralizedAverager(values, comm, start=False, prefix="t", **(QUICK | own))
+        averager = averager_of(comm, values, **own)
         history = [flat(values)]
         for round_ in range(count):
             averager.serve(max(round_ - comm.clock.now(), 0.0))
@@ -142,8 +88,8 @@ def rounds_of(count: int, **parameters: Any) -> Callable[[Any], list[np.ndarray]
 def test_keys_lead_to_the_exact_average() -> None:
     """Eight peers in pairs, two bits: the mean stays, spread never grows, and is gone after log_2 8 rounds."""
     main = rounds_of(5, target_group_size=2, initial_group_bits=lambda comm: format(comm.rank // 2, "02b"))
-    returned, _ = world(main, 8)
-    history = np.stack([np.stack(returned[rank]) for rank in range(8)], axis=1)
+    returned = play(main, 8)
+    history = np.stack([rows(returned, round_) for round_ in range(6)])
     assert np.abs(history.mean(axis=1) - history[0].mean(axis=0)).max() < 1e-12
     spread = history.std(axis=1).max(axis=1)
     assert (np.diff(spread) <= 1e-12).all()
@@ -151,58 +97,70 @@ def test_keys_lead_to_the_exact_average() -> None:
     assert spread[3:].max() < 1e-12
 
 
-@pytest.mark.slow
-def test_a_grid_of_256_is_exact_in_two_rounds() -> None:
-    """256 = 16²: both mean and values to 1e-12."""
-    returned, run = world(rounds_of(2, matchmaking=Grid()), 256)
-    history = np.stack([np.stack(returned[rank]) for rank in range(256)], axis=1)
-    assert np.abs(history[2] - history[0].mean(axis=0)).max() < 1e-12
-    assert np.abs(history[1] - history[0].mean(axis=0)).max() > 0.01
-    sizes = [event["size"] for event in run.events if event["kind"] == "group"]
-    assert sizes == [16] * 32
-
-
-@pytest.mark.parametrize("rule", [Exponential(), RandomGroups(4), Grid()])
-def test_static_groups_average(rule: Any) -> None:
+@pytest.mark.parametrize(
+    ("rule", "ranks"), [(Exponential(), 16), (RandomGroups(4), 16), (Grid(), 16), (Grid(), 10)]
+)
+def test_static_groups_average(rule: Any, ranks: int) -> None:
     """Values after three rounds are those of plain averaging in the rule's groups."""
-    returned, _ = world(rounds_of(3, matchmaking=rule), 16)
-    expected = np.stack([returned[rank][0] for rank in range(16)])
+    returned = play(rounds_of(3, matchmaking=rule), ranks)
+    expected = rows(returned, 0)
     for round_ in range(3):
-        expected = np.stack(
-            [expected[list(rule.members(rank, 16, round_))].mean(axis=0) for rank in range(16)]
-        )
-    np.testing.assert_allclose(np.stack([returned[rank][3] for rank in range(16)]), expected, atol=1e-12)
+        groups = [list(rule.members(rank, ranks, round_)) for rank in range(ranks)]
+        expected = np.stack([expected[group].mean(axis=0) for group in groups])
+    np.testing.assert_allclose(rows(returned, 3), expected, atol=1e-12)
 
 
 def test_static_groups_wait_for_stragglers() -> None:
-    """A rank that comes late finds its group waiting, and its request waits for a late leader."""
+    """A rank that comes late finds its group waiting, and its request waits for a late leader; leaders log groups."""
 
-    def main(comm: Any) -> list[np.ndarray]:
+    def main(comm: Any) -> None:
         comm.clock.sleep(0.02 * comm.rank)
-        return rounds_of(2, matchmaking=Grid())(comm)
+        history[comm.rank] = rounds_of(2, matchmaking=Grid())(comm)
 
-    returned, _ = world(main, 9)
-    last = np.stack([returned[rank][2] for rank in range(9)])
-    assert np.abs(last - np.mean([returned[rank][0] for rank in range(9)], axis=0)).max() < 1e-12
+    history: dict[int, list[np.ndarray]] = {}
+    run = spawnsim.run(main, ranks=9, platform="ethernet-10g")
+    assert np.abs(rows(history, 2) - rows(history, 0).mean(axis=0)).max() < 1e-12
+    assert [event["size"] for event in run.events if event["kind"] == "group"] == [3] * 6
 
 
 def test_alpha_goes_part_of_the_way() -> None:
     """Variance shrinks by (1 − α)², the mean stays."""
-    returned, _ = world(rounds_of(1, averaging_alpha=0.25), 8)
+    returned = play(rounds_of(1, averaging_alpha=0.25), 8)
     before, after = rows(returned, 0), rows(returned, 1)
     np.testing.assert_allclose(after.var(axis=0), before.var(axis=0) * 0.75**2)
     np.testing.assert_allclose(after.mean(axis=0), before.mean(axis=0))
 
 
+def test_averagers_of_several_prefixes_do_not_mix() -> None:
+    """Three at the same time, over the same communicator, while the ranks sleep."""
+
+    def main(comm: Any) -> Any:
+        averagers = [
+            averager_of(comm, comm.rank + 10.0 * index, 50_000 + 20_000 * index, prefix=prefix, start=True)
+            for index, prefix in enumerate(("gradients", "parameters", "statistics"))
+        ]
+        controls = [averager.step(wait=False) for averager in averagers]
+        comm.clock.sleep(2.0)
+        assert all(control.done() and control.result().complete for control in controls)
+        for averager in averagers:
+            assert averager.shutdown()
+            assert averager.shutdown()
+            with pytest.raises(UsageError, match="after shutdown"):
+                averager.step()
+        return [values_of(averager) for averager in averagers]
+
+    assert list(play(main, 4).values()) == [[[1.5], [11.5], [21.5]]] * 4
+
+
 # --------------------------------------------------------------------------------------------------- step control
 def test_triggers() -> None:
-    """Groups form at once; those who wait for a trigger hold up the all-reduce, and nobody else's stage."""
+    """Those who wait for a trigger hold up the all-reduce, and nobody else's stage; `timeout` bounds searches."""
 
     def main(comm: Any) -> list[Stage]:
-        averager = DecentralizedAverager(tensors(comm), comm, start=False, prefix="t", **QUICK)
-        control = averager.step(wait=False, require_trigger=comm.rank in (1, 2))
+        averager = averager_of(comm, tensors(comm))
+        control = averager.step(wait=False, timeout=0.6, require_trigger=comm.rank in (1, 2))
         stages = [control.stage]
-        averager.serve(0.6)
+        averager.serve(1.0)
         stages.append(control.stage)
         assert not control.done()
         control.weight = 2.0
@@ -216,19 +174,19 @@ def test_triggers() -> None:
         return stages
 
     with pytest.warns(UserWarning, match="too late"):  # those who wait for no trigger have begun
-        returned, _ = world(main, 4)
+        returned = play(main, 4)
     waits = [Stage.LOOKING_FOR_GROUP, Stage.AWAITING_TRIGGER, Stage.FINISHED]
     runs = [Stage.LOOKING_FOR_GROUP, Stage.RUNNING_ALLREDUCE, Stage.FINISHED]
     assert returned == {0: runs, 1: waits, 2: waits, 3: runs}
 
 
-@pytest.mark.parametrize("size", [None, 2])
-def test_cancelling(size: int | None) -> None:
-    """Two of four cancel while looking; the others find each other."""
+@pytest.mark.parametrize(("size", "client"), [(None, False), (2, False), (None, True)])
+def test_cancelling(size: int | None, client: bool) -> None:
+    """Two of four cancel while looking, perhaps a client; the others find each other."""
 
     def main(comm: Any) -> int:
-        averager = DecentralizedAverager(
-            tensors(comm), comm, start=False, prefix="t", target_group_size=size, **QUICK
+        averager = averager_of(
+            comm, tensors(comm), target_group_size=size, client_mode=client and comm.rank % 2 == 0
         )
         if comm.rank >= 2:
             control = averager.step(wait=False, scheduled_time=comm.clock.now() + 0.5)
@@ -242,39 +200,86 @@ def test_cancelling(size: int | None) -> None:
         averager.serve(0.1)
         return len(averager.step(timeout=2.0))
 
-    returned, _ = world(main, 4)
-    assert returned == {0: 2, 1: 2, 2: 0, 3: 0}
+    assert play(main, 4) == {0: 2, 1: 2, 2: 0, 3: 0}
+
+
+def test_steps_queue() -> None:
+    """Steps asked for at once are carried out one after the other; one that is cancelled in the queue is not."""
+
+    def main(comm: Any) -> Any:
+        averager = averager_of(comm, float(comm.rank), target_group_size=3)
+        controls = [averager.step(gather=n, wait=False) for n in range(4)]
+        assert [control.stage for control in controls] == [Stage.LOOKING_FOR_GROUP] + [Stage.IDLE] * 3
+        assert controls[2].cancel() or controls[2].cancel_requested
+        results = [sorted(controls[n].result().values()) for n in (0, 1, 3)]
+        averager.serve(0.1)
+        assert controls[2].cancelled()
+        return results
+
+    assert list(play(main, 3).values()) == [[[0, 0, 0], [1, 1, 1], [3, 3, 3]]] * 3
 
 
 def test_too_few_peers() -> None:
-    """Alone, a step ends at its deadline, not later: None, or an error from the control."""
+    """Alone, a step ends at its deadline, not later: None, or an error from the control; unless one is enough."""
 
     def main(comm: Any) -> tuple[float, float]:
-        averager = DecentralizedAverager(tensors(comm), comm, start=False, prefix="t", **QUICK)
-        began_s = comm.clock.now()
+        averager = averager_of(comm, tensors(comm))
         assert averager.step(timeout=2.0) is None
-        retried_s = comm.clock.now() - began_s
+        retried_s = comm.clock.now()
         control = averager.step(timeout=2.0, allow_retries=False, wait=False)
         with pytest.raises(Timeout):
             control.result(timeout=0.1)
         with pytest.raises(AveragingFailed, match="too few peers"):
             control.result()
-        return retried_s, comm.clock.now() - began_s - retried_s
+        once_s = comm.clock.now() - retried_s
+        alone = averager_of(comm, 3.0, prefix="u", min_group_size=1)
+        result = alone.step(gather="x", timeout=2.0)
+        assert (dict(result), result.complete, values_of(alone)) == ({0: "x"}, True, [3.0])
+        return retried_s, once_s
 
-    returned, _ = world(main, 1)
-    assert returned[0] == (pytest.approx(2.0, abs=1e-3), pytest.approx(0.5, abs=1e-3))
+    assert play(main, 1)[0] == (pytest.approx(2.0, abs=1e-3), pytest.approx(0.5, abs=1e-3))
 
 
+def test_without_a_timeout_a_search_ends_at_the_deadline() -> None:
+    """Of the communicator: 30 s by default, more or less where the program says so; a late peer is waited for."""
+
+    def main(comm: Any) -> Any:
+        averager, alone_s = averager_of(comm, float(comm.rank)), 4.0
+        if comm.rank == 0:
+            with comm.clock.deadline(4.0):
+                assert averager.step() is None
+            alone_s = comm.clock.now()
+        else:
+            comm.clock.sleep(25.0)
+        return averager.step() is not None, pytest.approx(alone_s, abs=0.01), values_of(averager)
+
+    assert list(play(main, 2).values()) == [(True, 4.0, [0.5])] * 2
+
+
+def test_other_tensors_are_named() -> None:
+    """A rank that would never find a group with the others learns why."""
+
+    def main(comm: Any) -> str:
+        averager = averager_of(comm, compression="float16" if comm.rank else None)
+        control = averager.step(wait=False, timeout=2.0)
+        with pytest.raises(AveragingFailed) as caught:
+            control.result()
+        averager.serve(0.5)
+        return str(caught.value)
+
+    assert any("other tensors, compression or part sizes" in text for text in play(main, 2).values())
+
+
+# ------------------------------------------------------------------------------------------------- bits, background
 def test_bits_and_tensors() -> None:
-    """Group bits are read and set; lent tensors are the live ones; a step waits while they are lent."""
+    """Group bits are read and set, now or by futures; lent tensors are live, and a step waits for them."""
 
     def main(comm: Any) -> float:
         values = tensors(comm)
-        averager = DecentralizedAverager(
-            values, comm, start=False, prefix="t", initial_group_bits="01", **QUICK
-        )
-        assert averager.get_group_bits() == "01"
-        averager.set_group_bits("110")
+        averager = averager_of(comm, values, initial_group_bits="01")
+        assert averager.get_group_bits() == averager.get_group_bits(wait=False).result() == "01"
+        assert averager.set_group_bits("111", wait=False).result() is None
+        assert averager.set_group_bits("110") is None
         assert averager.get_group_bits() == "110"
         with pytest.raises(ParameterError):
             averager.set_group_bits("abc")
@@ -286,99 +291,80 @@ def test_bits_and_tensors() -> None:
         control.result()
         return float(values[0][0])
 
-    returned, _ = world(main, 4)
-    assert list(returned.values()) == [1.5] * 4
+    assert list(play(main, 4).values()) == [1.5] * 4
 
 
-def test_background_progress() -> None:
-    """Ranks that only compute and sleep are served by their averagers in the background."""
-
-    def main(comm: Any) -> tuple[np.ndarray, np.ndarray]:
-        values = tensors(comm)
-        before = flat(values)
-        averager = DecentralizedAverager(values, comm, prefix="t", start=True, **QUICK)
-        control = averager.step(wait=False)
-        comm.clock.sleep(2.0)
-        assert control.done()
-        assert averager.shutdown()
-        assert averager.shutdown()
-        with pytest.raises(UsageError, match="after shutdown"):
-            averager.step()
-        return before, flat(values)
-
-    returned, _ = world(main, 5)
-    assert np.abs(rows(returned, 1) - rows(returned, 0).mean(axis=0)).max() < 1e-12
-
-
-# -------------------------------------------------------------------------------------------------- state sharing
-class WithState(DecentralizedAverager):
-    """Shares some numbers beside its tensors."""
-
-    def get_current_state(self) -> tuple[Any, list[torch.Tensor]]:
-        return {"epoch": self.rank}, [
-            torch.full((300,), float(self.rank)),
-            torch.tensor(self.rank),
-            torch.ones(2).bfloat16(),
-        ]
-
-
-def test_a_newcomer_gets_the_best_state() -> None:
-    """Of the highest priority that shares; then of the next one; None if nobody does."""
-
-    def main(comm: Any) -> Any:
-        averager = WithState(tensors(comm), comm, start=False, prefix="t", part_size_bytes=256, **QUICK)
-        averager.state_sharing_priority = float(comm.rank)
-        averager.serve(0.1)
-        loaded = []
-        for wanted in (0.2, 1.2, 2.2):
-            averager.serve(wanted - comm.clock.now())
-            if comm.rank == 0:
-                state = averager.load_state_from_peers(timeout=0.7)
-                loaded.append(
-                    state
-                    and (
-                        state[0]["epoch"],
-                        state[1][0].unique().item(),
-                        state[1][1].item(),
-                        state[1][2].dtype,
-                    )
-                )
-            averager.serve(wanted + 0.8 - comm.clock.now())
-            if wanted > 1 or comm.rank == 3:
-                averager.allow_state_sharing = False
-        return loaded
-
-    returned, _ = world(main, 4)
-    assert returned[0] == [(3, 3.0, 3, torch.bfloat16), (2, 2.0, 2, torch.bfloat16), None]
-
-
-def test_a_dead_donor_is_passed_over() -> None:
-    """Donors that crash, or have stopped answering, cost a chunk's time-out at most."""
-
-    def main(comm: Any) -> Any:
-        averager = WithState(tensors(comm), comm, start=False, prefix="t", next_chunk_timeout=0.2, **QUICK)
-        averager.state_sharing_priority = float(comm.rank)
-        averager.serve(0.5 if comm.rank == 4 else 3.0 if comm.rank else 1.0)
-        if comm.rank == 4:
-            comm.clock.sleep(3.0)
-        return averager.load_state_from_peers(timeout=2.0)[0] if comm.rank == 0 else None
-
-    returned, _ = world(main, 6, faults="crash:5@0.5s")
-    assert returned[0] == {"epoch": 3}
-
-
-def test_clients_and_auxiliaries_share_nothing_by_default() -> None:
-    """And a client never can."""
+def test_run_in_background() -> None:
+    """It waits until others are answered; not at all if that is wished; and not for ever."""
 
     def main(comm: Any) -> None:
-        client = DecentralizedAverager(
-            tensors(comm), comm, start=False, prefix="t", client_mode=True, **QUICK
-        )
+        ready = averager_of(comm)
+        assert ready.run_in_background(await_ready=True, timeout=1.0) is None
+        assert ready.engine._ready
+        ready.run_in_background(await_ready=False)
+        late = averager_of(comm, prefix="u")
+        late.engine._go_on = lambda: comm.clock.sleep(3.0)  # type: ignore[method-assign]
+        with pytest.raises(Timeout, match="not ready"):
+            late.run_in_background(timeout=0.5)
+        ready.shutdown()
+
+    play(main, 1)
+
+
+# -------------------------------------------------------------------------------------------------- what is refused
+def test_one_prefix_has_one_averager_at_a_time() -> None:
+    """A second one is refused until the first was shut down; not on another communicator, nor if the first failed."""
+
+    def main(comm: Any) -> None:
+        with pytest.raises(ParameterError):
+            averager_of(comm, initial_group_bits="2")
+        first = averager_of(comm)
+        with pytest.raises(UsageError, match="already"):
+            averager_of(comm)
+        averager_of(comm.Dup()).shutdown()
+        with pytest.raises(UsageError, match="tag"):
+            averager_of(comm, prefix="u", tag=first.settings.tag_or_default)
+        averager_of(comm, prefix="u", tag=7101).shutdown()
+        first.shutdown()
+        averager_of(comm).shutdown()
+
+    play(main, 2)
+
+
+def test_tags_by_prefix() -> None:
+    """In the range that every MPI has, and the same everywhere."""
+    tags = [Settings(f"prefix {n}").tag_or_default for n in range(200)]
+    assert all(FIRST_TAG <= tag <= LAST_TAG for tag in tags)
+    assert len(set(tags)) > 190
+    assert Settings("policy").tag_or_default == Settings("policy").tag_or_default
+
+
+def test_steps_that_cannot_be_are_refused_at_once() -> None:
+    """A step that waits for a trigger nobody can give; one that is scheduled after its search has ended."""
+
+    def main(comm: Any) -> None:
+        averager = averager_of(comm)
+        with pytest.raises(UsageError, match="wait=False"):
+            averager.step(require_trigger=True)
+        with pytest.raises(ParameterError, match="scheduled_time"):
+            averager.step(scheduled_time=comm.clock.now() + 5.0, timeout=2.0)
+        assert comm.clock.now() < 0.1
+
+    play(main, 1)
+
+
+def test_clients_share_nothing() -> None:
+    """And cannot; `client_mode=None`, as where it is copied from elsewhere, is no client."""
+
+    def main(comm: Any) -> None:
+        client = averager_of(comm, client_mode=True)
         assert not client.allow_state_sharing
         with pytest.raises(ParameterError):
             client.allow_state_sharing = True
+        assert averager_of(comm, prefix="u", client_mode=None).allow_state_sharing
+        assert not averager_of(comm, prefix="v", auxiliary=True).allow_state_sharing
 
-    world(main, 1)
+    play(main, 1)
 
 
 @pytest.mark.parametrize(
@@ -392,9 +378,5 @@ def test_clients_and_auxiliaries_share_nothing_by_default() -> None:
 )  # fmt: skip
 def test_bad_parameters_are_refused(bad: dict[str, Any]) -> None:
     """By the constructor."""
-
-    def main(comm: Any) -> None:
-        with pytest.raises(ParameterError):
-            DecentralizedAverager(tensors(comm), comm, start=False, prefix="t", **bad)
-
-    world(main, 1)
+    with pytest.raises(ParameterError):
+        Settings("t", **bad)

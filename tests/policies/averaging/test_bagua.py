@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from policies.averaging.averagers import play, rows
 
-import spawnsim
 from spawnsim.bagua import AsyncModelAverageAlgorithm, with_bagua
 from spawnsim.errors import ParameterError, RankFailed, Revoked, Timeout, UsageError
 
@@ -36,17 +36,6 @@ def train(comm: Any, model: Any, optimizer: torch.optim.Optimizer, steps: int) -
             optimizer.step()
 
 
-def run(main: Any, ranks: int = 4, **circumstances: Any) -> dict[int, Any]:
-    """Run a program; return what it returned on each rank."""
-    returned: dict[int, Any] = {}
-
-    def kept(comm: Any) -> None:
-        returned[comm.rank] = main(comm)
-
-    spawnsim.run(kept, ranks=ranks, platform="ethernet-10g", seed=5, **circumstances)
-    return returned
-
-
 def of(comm: Any, **more: Any) -> tuple[Any, torch.optim.Optimizer]:
     """Return a model under the algorithm, and its optimizer."""
     model = Model(float(comm.rank + 1))
@@ -65,48 +54,15 @@ def test_a_training_loop_stays_as_it_is() -> None:
         assert begin == {1.0}
         train(comm, model, optimizer, 150)
         model.bagua_algorithm.abort(model)
-        return (
-            float(model.log_z.detach()),
-            float(model.weight[0].detach()),
-            model.bagua_algorithm.policy.num_averagings,
-        )
+        averagings = model.bagua_algorithm.policy.num_averagings
+        return float(model.log_z.detach()), float(model.weight[0].detach()), averagings
 
-    found = run(main, stragglers="lognormal:0.3")
-    log_z, weight, averagings = (np.array([found[rank][i] for rank in range(4)]) for i in range(3))
+    found = play(main, 4, stragglers="lognormal:0.3", seed=5)
+    log_z, weight, averagings = (rows(found, i) for i in range(3))
     assert averagings.min() > 10
     assert np.ptp(log_z) < 1.0  # alone they end at 0, 1, 2, 3
     assert abs(log_z.mean() - 1.5) < 0.2
     assert set(weight) == {1.0}  # nobody had a gradient for it
-
-
-def test_warm_up_is_a_gradient_all_reduce() -> None:
-    """Adam on four ranks steps as one rank on all of the data; from then on by the clock."""
-    batches = torch.randn(6, 4, 8, 3, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    torch.manual_seed(1)
-    alone = torch.nn.Linear(3, 2).double()
-    start = copy.deepcopy(alone.state_dict())
-    reference = torch.optim.Adam(alone.parameters(), lr=0.1)
-    for step in range(5):
-        reference.zero_grad()
-        torch.stack([alone(batches[step, rank]).square().mean() for rank in range(4)]).mean().backward()
-        reference.step()
-
-    def main(comm: Any) -> torch.Tensor:
-        model = torch.nn.Linear(3, 2).double()
-        if comm.rank == 0:
-            model.load_state_dict(start)
-        optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
-        with_bagua(model, [optimizer], AsyncModelAverageAlgorithm(warmup_steps=5), comm)
-        for step in range(5):
-            with comm.compute(0.01):
-                optimizer.zero_grad()
-                model(batches[step, comm.rank]).square().mean().backward()
-                optimizer.step()
-        assert model.bagua_algorithm.policy.status == "averaging"
-        return model.weight.detach().clone()
-
-    for weight in run(main).values():
-        torch.testing.assert_close(weight, alone.weight.detach(), atol=1e-12, rtol=0)
 
 
 @pytest.mark.parametrize("together", [True, False])
@@ -128,10 +84,8 @@ def test_abort_and_resume(together: bool) -> None:
         model.bagua_algorithm.shutdown()
         return counts
 
-    found = run(main)
-    for counts in (
-        found.values() if together else [found[rank] for rank in (1, 2, 3)]
-    ):  # rank 0 rests for longer
+    found = play(main, 4)
+    for counts in [found[rank] for rank in range(0 if together else 1, 4)]:  # alone, rank 0 rests for longer
         assert 3 <= counts[0] <= counts[1] - 3 <= counts[2] - 6
 
 
@@ -146,7 +100,7 @@ def test_ranks_that_stop_at_different_times_hinder_nobody() -> None:
         model.bagua_algorithm.abort(model)
         return before, comm.clock.now() - began_s
 
-    found = run(main, 6)
+    found = play(main, 6)
     assert max(wait_s for _, wait_s in found.values()) < 0.2
     counts = [found[rank][0] for rank in range(5)]
     assert all(later - earlier >= 3 for earlier, later in pairwise(counts)), counts
@@ -162,7 +116,7 @@ def test_parts_of_the_job_average_apart() -> None:
         train(comm, model, optimizer, 60)
         return float(model.weight[0].detach())
 
-    assert run(main) == {0: 0.0, 1: 1.0, 2: 0.0, 3: 1.0}
+    assert play(main, 4) == {0: 0.0, 1: 1.0, 2: 0.0, 3: 1.0}
 
 
 @pytest.mark.parametrize("warmup_steps", [0, 30])
@@ -180,18 +134,13 @@ def test_it_goes_on_with_the_survivors(warmup_steps: int) -> None:
                     algorithm.process_group.Barrier()
             except (RankFailed, Revoked, Timeout):
                 found = algorithm.process_group.recover(step)
-                algorithm.process_group, step, before = (
-                    found.comm,
-                    found.step,
-                    algorithm.policy.num_averagings,
-                )
+                algorithm.process_group, step = found.comm, found.step
+                before = algorithm.policy.num_averagings
         return algorithm.process_group.size, algorithm.policy.num_averagings - before, algorithm.policy.status
 
-    found = run(main, 4, faults="crash:0@0.155s")
+    found = play(main, 4, faults="crash:0@0.155s")
     assert sorted(found) == [1, 2, 3]
-    assert all(
-        size == 3 and after >= 4 and status == "averaging" for size, after, status in found.values()
-    ), found
+    assert all(size == 3 and n >= 4 and status == "averaging" for size, n, status in found.values()), found
 
 
 def test_misuse_is_refused() -> None:
@@ -207,7 +156,7 @@ def test_misuse_is_refused() -> None:
         with pytest.raises(UsageError, match="at least one optimizer"):
             with_bagua(Model(0.0, 3), [], AsyncModelAverageAlgorithm())
 
-    run(main, 2)
+    play(main, 2)
     with pytest.raises(ParameterError):
         AsyncModelAverageAlgorithm("some")
 
@@ -220,4 +169,4 @@ def test_a_copy_of_the_model_is_a_plain_model() -> None:
         assert copy.deepcopy(model).bagua_algorithm is None
         assert pickle.loads(pickle.dumps(torch.nn.Sequential(model)))[0].bagua_algorithm is None
 
-    run(main, 2)
+    play(main, 2)

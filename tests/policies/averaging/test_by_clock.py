@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from policies.averaging.averagers import flat, play, rows
 
-import spawnsim
+from spawnsim.bagua import AsyncModelAverageAlgorithm, with_bagua
 from spawnsim.errors import ParameterError
 from spawnsim.policies.asynchronous import AsyncModelAveragePolicy
 
@@ -29,24 +29,6 @@ def model_of(comm: Any, *, same: bool = False) -> torch.nn.Module:
     return model
 
 
-def flat(model: torch.nn.Module) -> np.ndarray:
-    """Return parameters and buffers as one array."""
-    return np.concatenate(
-        [value.double().reshape(-1).numpy() for value in model.state_dict().values()]
-    ).copy()
-
-
-def world(main: Callable[[Any], Any], ranks: int, **circumstances: Any) -> dict[int, Any]:
-    """Run a program; return what it returned on each rank."""
-    returned: dict[int, Any] = {}
-
-    def kept(comm: Any) -> None:
-        returned[comm.Get_rank()] = main(comm)
-
-    spawnsim.run(kept, ranks=ranks, platform="ethernet-10g", **({"seed": 7} | circumstances))
-    return returned
-
-
 def train(comm: Any, policy: Any, model: Any, steps: int, lr: float = 0.0) -> None:
     """Take steps of 20 ms."""
     optimizer = torch.optim.SGD(model.parameters(), lr=lr)
@@ -57,7 +39,7 @@ def train(comm: Any, policy: Any, model: Any, steps: int, lr: float = 0.0) -> No
 
 
 @every_mode
-@pytest.mark.parametrize("ranks", [1, 2, 5, 16])
+@pytest.mark.parametrize("ranks", [1, 2, 16])
 def test_it_contracts_and_keeps_the_mean(mode: str, ranks: int) -> None:
     """Without learning, variance falls by orders of magnitude, and the mean over ranks stays, stragglers or not."""
 
@@ -71,8 +53,8 @@ def test_it_contracts_and_keeps_the_mean(mode: str, ranks: int) -> None:
         policy.shutdown()
         return before, after
 
-    returned = world(main, ranks, stragglers="lognormal:0.2")
-    before, after = (np.stack([returned[rank][i] for rank in range(ranks)]) for i in (0, 1))
+    returned = play(main, ranks, stragglers="lognormal:0.2")
+    before, after = rows(returned, 0), rows(returned, 1)
     assert np.abs(after.mean(axis=0) - before.mean(axis=0)).max() < 0.05
     if ranks > 1:
         assert after.var(axis=0).sum() < 1e-2 * before.var(axis=0).sum()
@@ -89,20 +71,18 @@ def test_equal_models_stay_bit_for_bit(mode: str) -> None:
         assert policy.num_averagings > 0 or comm.size == 1
         return before, flat(model)
 
-    assert all((before == after).all() for before, after in world(main, 6).values())
+    assert all((before == after).all() for before, after in play(main, 6).values())
 
 
 def test_random_pairs_contract_at_least_as_the_closed_form_says() -> None:
     """Independent random pairs shrink the variance by 1 − 1/(N − 1) each; here all take turns, which is quicker."""
     ratios, ranks = [], 8
-    for seed in range(30):
+    for seed in range(15):
         ticks: list[int] = []
 
         def main(comm: Any, ticks: list[int] = ticks) -> tuple[np.ndarray, np.ndarray]:
-            model, policy = (
-                torch.nn.Linear(20, 20).double(),
-                AsyncModelAveragePolicy("random", sync_interval_ms=100),
-            )
+            model = torch.nn.Linear(20, 20).double()
+            policy = AsyncModelAveragePolicy("random", sync_interval_ms=100)
             with torch.no_grad():
                 model.weight.copy_(torch.from_numpy(comm.rng("values").normal(size=(20, 20))))
             before = flat(model)
@@ -112,8 +92,8 @@ def test_random_pairs_contract_at_least_as_the_closed_form_says() -> None:
             ticks.append(policy.num_averagings)
             return before, flat(model)
 
-        returned = world(main, ranks, seed=seed)
-        before, after = (np.stack([returned[rank][i][:400] for rank in range(ranks)]) for i in (0, 1))
+        returned = play(main, ranks, seed=seed)
+        before, after = rows(returned, 0)[:, :400], rows(returned, 1)[:, :400]
         factor = (1 - 1 / (ranks - 1)) ** (sum(ticks) / 2)
         ratios.append(after.var(axis=0).sum() / before.var(axis=0).sum() / factor)
     assert 0.2 < np.mean(ratios) < 1.05
@@ -123,10 +103,8 @@ def test_local_steps_survive() -> None:
     """What a rank adds to its weights while an exchange is under way is still there afterwards: the delta rule."""
 
     def main(comm: Any) -> float:
-        model, policy = (
-            torch.nn.Linear(1, 1, bias=False).double(),
-            AsyncModelAveragePolicy("all", sync_interval_ms=30),
-        )
+        model = torch.nn.Linear(1, 1, bias=False).double()
+        policy = AsyncModelAveragePolicy("all", sync_interval_ms=30)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
         with torch.no_grad():
             model.weight.fill_(0.0)
@@ -137,7 +115,7 @@ def test_local_steps_survive() -> None:
         policy.abort()
         return model.weight.item()
 
-    returned = world(main, 4)
+    returned = play(main, 4)
     assert sum(returned.values()) == pytest.approx(400.0)
 
 
@@ -153,12 +131,13 @@ def test_whole_numbers_keep_their_sum(mode: str) -> None:
         policy.shutdown()
         return int(model.num_batches_tracked)
 
-    found = world(main, 8, stragglers="lognormal:0.3")
+    found = play(main, 8, stragglers="lognormal:0.3")
     assert sum(found.values()) == sum(7 * rank % 5 for rank in range(8))
     assert max(found.values()) - min(found.values()) <= 2
 
 
-def test_warm_up_averages_gradients() -> None:
+@pytest.mark.parametrize("through", ["policy", "bagua"])
+def test_warm_up_averages_gradients(through: str) -> None:
     """Adam on ranks with different data steps as one rank on all data would, until warm-up ends; then by the clock."""
     batches = torch.randn(6, 4, 8, 3, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
 
@@ -177,24 +156,31 @@ def test_warm_up_averages_gradients() -> None:
         model = torch.nn.Linear(3, 2).double()
         model.load_state_dict(start)
         optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
-        policy = AsyncModelAveragePolicy("all", sync_interval_ms=1000, warmup_steps=5)
-        policy.attach(model, optimizer, comm)
+        if through == "bagua":
+            with_bagua(
+                model, [optimizer], AsyncModelAverageAlgorithm(sync_interval_ms=1000, warmup_steps=5), comm
+            )
+            policy = model.bagua_algorithm.policy
+        else:
+            policy = AsyncModelAveragePolicy("all", sync_interval_ms=1000, warmup_steps=5)
+            policy.attach(model, optimizer, comm)
         for step in range(6):
             with comm.compute(0.01):
                 optimizer.zero_grad()
                 loss_of(model, batches[step, comm.rank]).backward()
                 optimizer.step()
-            model.eval()
-            policy(step, model, optimizer, group=comm)  # evaluation counts no step
-            model.train()
-            assert policy.status == ("warming up" if step < 5 else "averaging")
-            policy(step, model, optimizer, group=comm)
+            if through == "policy":
+                model.eval()
+                policy(step, model, optimizer, group=comm)  # evaluation counts no step
+                model.train()
+                assert policy.status == ("warming up" if step < 5 else "averaging")
+                policy(step, model, optimizer, group=comm)
             if step == 4:
                 after = flat(model)
         assert (flat(model) != after).any()  # the sixth step was the rank's own
         return after
 
-    returned = world(main, 4)
+    returned = play(main, 4)
     for after in returned.values():
         np.testing.assert_allclose(after, flat(alone), atol=1e-12)
 
@@ -217,7 +203,7 @@ def test_abort_and_resume_in_warm_up_count_later() -> None:
         train(comm, policy, model, 30)
         return on, off, policy.num_averagings - on - off
 
-    for on, off, again in world(main, 4).values():
+    for on, off, again in play(main, 4).values():
         assert on >= 3
         assert off <= 1  # the round that counted on this rank
         assert again >= 3
@@ -240,7 +226,7 @@ def test_aborted_ranks_are_left_alone() -> None:
         policy.shutdown()
         return before, flat(model), comm.clock.now() - began_s
 
-    returned = world(main, 8)
+    returned = play(main, 8)
     assert all((returned[rank][0] == returned[rank][1]).all() for rank in (0, 3))
     others = np.stack([returned[rank][1] for rank in (1, 2, 4, 6, 7)])
     assert others.var(axis=0).max() < 1e-12
@@ -249,12 +235,11 @@ def test_aborted_ranks_are_left_alone() -> None:
 
 @every_mode
 def test_a_storm_of_aborts_and_resumes(mode: str) -> None:
-    """250 random sequences a mode: never a hang, no wait beyond patience, and the last call counts on every rank."""
-    sequences, ranks = 250 // 5, 5
+    """Random sequences on five ranks: never a hang, no wait beyond patience, and the last call counts everywhere."""
 
     def main(comm: Any) -> float:
         rng, longest = comm.rng("storm"), 0.0
-        for sequence in range(sequences):
+        for sequence in range(20):
             warm = sequence % 3
             policy = AsyncModelAveragePolicy(
                 mode, sync_interval_ms=20, warmup_steps=warm, patience_s=0.2, tag=7201 + sequence
@@ -284,7 +269,7 @@ def test_a_storm_of_aborts_and_resumes(mode: str) -> None:
             policy.shutdown()
         return longest
 
-    assert max(world(main, ranks, stragglers="lognormal:0.3").values()) < 0.25
+    assert max(play(main, 5, stragglers="lognormal:0.3").values()) < 0.25
 
 
 def test_in_the_background() -> None:
@@ -303,8 +288,8 @@ def test_in_the_background() -> None:
         policy.shutdown()
         return before, flat(model)
 
-    returned = world(main, 5)
-    before, after = (np.stack([returned[rank][i] for rank in range(5)]) for i in (0, 1))
+    returned = play(main, 5)
+    before, after = rows(returned, 0), rows(returned, 1)
     assert after.var(axis=0).max() < 1e-3
     np.testing.assert_allclose(after.mean(axis=0), before.mean(axis=0), atol=1e-9)
 

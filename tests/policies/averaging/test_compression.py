@@ -9,12 +9,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from policies.averaging.averagers import averager_of, play
 
-import spawnsim
 from spawnsim.errors import ParameterError
 from spawnsim.policies.averaging import (
     CompressionInfo,
-    DecentralizedAverager,
     Everyone,
     PerTensorCompression,
     RoleAdaptiveCompression,
@@ -79,66 +78,50 @@ def test_bad_choices_are_refused(given: Any) -> None:
 
 def test_bad_descriptions_are_refused() -> None:
     """They must be the tensors' own, in their order; by the constructor."""
+    tensors = [torch.zeros(3), torch.zeros(4)]
 
     def main(comm: Any) -> None:
-        tensors = [torch.zeros(3), torch.zeros(4)]
         for infos in (infos_by_place(tensors)[:1], infos_by_place(tensors[::-1])):
             with pytest.raises(ParameterError, match="tensor_infos"):
-                DecentralizedAverager(tensors, comm, start=False, prefix="t", tensor_infos=infos)
+                averager_of(comm, tensors, tensor_infos=infos)
         with pytest.raises(ParameterError, match="codecs"):
-            DecentralizedAverager(tensors, comm, start=False, prefix="t", compression=["float16"])
+            averager_of(comm, tensors, compression=["float16"])
         with pytest.raises(ParameterError, match="compression"):
-            DecentralizedAverager(tensors, comm, start=False, prefix="t", state_compression=7)
+            averager_of(comm, tensors, state_compression=7)
 
-    spawnsim.run(main, ranks=1)
+    play(main, 1)
 
 
-def test_tensors_of_one_codec_lie_together() -> None:
-    """But for codecs with a scale: each tensor has its own. Whole numbers are never compressed."""
+def test_segments_and_schemas() -> None:
+    """Tensors of one codec lie together, but for codecs with a scale; whole numbers are never compressed.
+
+    Peers with other codecs do not fit together.
+    """
     tensors = [torch.zeros(3), torch.zeros(4), torch.zeros(5), torch.zeros(2, dtype=torch.int64)]
-    vector = Vector(tensors, [HALF, BYTE, HALF, HALF])
-    assert [(each.count, each.codec) for each in vector.segments] == [(8, HALF), (4, BYTE), (2, PLAIN)]
-    vector = Vector(tensors, [BYTE] * 4)
-    assert [(each.count, each.codec) for each in vector.segments] == [
-        (3, BYTE),
-        (4, BYTE),
-        (5, BYTE),
-        (2, PLAIN),
-    ]
-
-
-def test_schemas() -> None:
-    """Peers with other codecs do not fit together."""
-    tensors = [torch.zeros(3), torch.zeros(4), torch.zeros(5), torch.zeros(2, dtype=torch.int64)]
+    for codecs, wanted in (
+        ([HALF, BYTE, HALF, HALF], [(8, HALF), (4, BYTE), (2, PLAIN)]),
+        ([BYTE] * 4, [(3, BYTE), (4, BYTE), (5, BYTE), (2, PLAIN)]),
+    ):
+        assert [(each.count, each.codec) for each in Vector(tensors, codecs).segments] == wanted
     schemas = {Vector(tensors, list(each)).schema for each in itertools.product([HALF, BYTE], repeat=4)}
     assert len(schemas) == 16
 
 
 def averaged(compression: Any) -> list[torch.Tensor]:
     """Return what two ranks end with, the first of which only sends."""
-    found: dict[int, list[torch.Tensor]] = {}
 
-    def main(comm: Any) -> None:
+    def main(comm: Any) -> list[torch.Tensor]:
         generator = torch.Generator().manual_seed(comm.rank)
-        tensors = [
-            torch.linspace(300 * comm.rank, 500 + 300 * comm.rank, 1000) ** 0.5,
-            torch.randn(1000, generator=generator),
-        ]
-        averager = DecentralizedAverager(
-            tensors,
-            comm,
-            start=False,
-            prefix="t",
-            matchmaking=Everyone(),
-            client_mode=comm.rank == 0,
-            compression=compression,
+        line = torch.linspace(300 * comm.rank, 500 + 300 * comm.rank, 1000) ** 0.5
+        tensors = [line, torch.randn(1000, generator=generator)]
+        averager = averager_of(
+            comm, tensors, matchmaking=Everyone(), client_mode=comm.rank == 0, compression=compression
         )
         assert averager.step().complete
         averager.serve(0.1)
-        found[comm.rank] = tensors
+        return tensors
 
-    spawnsim.run(main, ranks=2)
-    return found[0]
+    return play(main, 2)[0]
 
 
 def test_each_tensor_is_compressed_as_it_is_said() -> None:
@@ -177,15 +160,19 @@ def test_parts_are_cut_by_the_size_of_what_is_packed() -> None:
     half, byte = Counting(Float16()), Counting(Uniform8Bit())
 
     def main(comm: Any) -> None:
-        tensors = [torch.randn(12_000), torch.randn(12_000)]
-        averager = DecentralizedAverager(
-            tensors, comm, start=False, prefix="t", matchmaking=Everyone(), part_size_bytes=5000,
-            compression=[half, byte], bandwidth=float(comm.rank),
-        )  # fmt: skip
+        tensors, codecs = [torch.randn(12_000), torch.randn(12_000)], [half, byte]
+        averager = averager_of(
+            comm,
+            tensors,
+            matchmaking=Everyone(),
+            part_size_bytes=5000,
+            compression=codecs,
+            bandwidth=float(comm.rank),
+        )
         averager.step()
         averager.serve(0.1)
 
-    spawnsim.run(main, ranks=2)
+    play(main, 2)
     assert max(half.packed) == 2500
     assert max(byte.packed) == 5000
     assert sum(half.packed) == sum(byte.packed) == 3 * 12_000  # two send their parts, one gets deltas
@@ -216,7 +203,7 @@ def test_a_policy_leaves_the_optimizer_as_it_is() -> None:
         np.testing.assert_allclose(moments.numpy(), squares, rtol=1e-6)
         assert 0 < np.abs(model.weight.detach().numpy() - weights).max() < 0.1
 
-    spawnsim.run(main, ranks=2)
+    play(main, 2)
 
 
 @pytest.mark.parametrize("name", NAMED)

@@ -10,18 +10,8 @@ import pytest
 import torch
 
 import spawnsim
-from spawnsim.models.faults import (
-    Corrupt,
-    Crash,
-    Delay,
-    Drop,
-    Duplicate,
-    FaultPlan,
-    LinkDown,
-    Partition,
-    Pause,
-    SlowDown,
-)
+from spawnsim.models import faults
+from spawnsim.models.faults import FaultPlan
 from spawnsim.policies.averaging import Everyone, Exponential, Grid, Matchmaking, Pairs, RandomGroups
 from spawnsim.policies.decentralized import DecentralizedAveragingPolicy
 
@@ -44,7 +34,7 @@ class Seen:
 
 
 def train(
-    ranks: int, matchmaking: Matchmaking | None, faults: Any, *, asynchronous: bool = False, **how: Any
+    ranks: int, matchmaking: Matchmaking | None, plan: Any, *, asynchronous: bool = False, **how: Any
 ) -> Seen:
     """Let ranks train blocks of 10 ms and average every second one, until `end_s`; return what they saw."""
     seen, end_s, size = Seen(), how.pop("end_s", END_S), how.pop("size", 30_000)
@@ -75,7 +65,7 @@ def train(
         policy.shutdown()
         seen.ended_s[rank], seen.models[rank] = comm.clock.now(), model.weight.detach()
 
-    spawnsim.run(main, ranks=ranks, platform="ethernet-10g", faults=faults, seed=1)
+    spawnsim.run(main, ranks=ranks, platform="ethernet-10g", faults=plan, seed=1)
     return seen
 
 
@@ -92,7 +82,6 @@ def check(seen: Seen, ranks: int, since_s: float = QUIET_S) -> None:
     [
         "pause:2@0.2s+40ms",
         "pause:2@0.15s+0.3s",
-        "drop:1>2@0.2s+0.02s",
         "drop:*>0@0.2s+0.05s,0.5",
         "slow:2@0.1s+0.3s,3",
     ],
@@ -115,23 +104,22 @@ def plan_of(seed: int, ranks: int) -> FaultPlan:
         return begin_s, draw.uniform(0.005, FAULTS_END_S - begin_s)
 
     def link() -> tuple[int | None, int | None]:
-        pair = draw.sample(range(ranks), 2)
-        one, other = (None if draw.random() < 0.3 else rank for rank in pair)
+        one, other = (None if draw.random() < 0.3 else rank for rank in draw.sample(range(ranks), 2))
         return one, other
 
     kinds = {
-        "pause": lambda: Pause(draw.randrange(ranks), *window()),
-        "slow": lambda: SlowDown(draw.randrange(ranks), *window(), draw.randint(2, 6)),
-        "down": lambda: LinkDown(*link(), *window()),
-        "drop": lambda: Drop(*link(), *window(), draw.random()),
-        "duplicate": lambda: Duplicate(*link(), *window(), draw.random()),
-        "corrupt": lambda: Corrupt(*link(), *window(), draw.random()),
-        "delay": lambda: Delay(*link(), *window(), draw.uniform(0, 0.01), draw.uniform(0, 0.05)),
-        "partition": lambda: Partition(tuple(draw.sample(range(ranks), ranks // 2)), *window()),
-        "crash": lambda: Crash(ranks - 1, draw.uniform(0, FAULTS_END_S)),
-    }  # fmt: skip
+        "Pause": lambda: (draw.randrange(ranks), *window()),
+        "SlowDown": lambda: (draw.randrange(ranks), *window(), draw.randint(2, 6)),
+        "LinkDown": lambda: (*link(), *window()),
+        "Drop": lambda: (*link(), *window(), draw.random()),
+        "Duplicate": lambda: (*link(), *window(), draw.random()),
+        "Corrupt": lambda: (*link(), *window(), draw.random()),
+        "Delay": lambda: (*link(), *window(), draw.uniform(0, 0.01), draw.uniform(0, 0.05)),
+        "Partition": lambda: (tuple(draw.sample(range(ranks), ranks // 2)), *window()),
+        "Crash": lambda: (ranks - 1, draw.uniform(0, FAULTS_END_S)),
+    }
     chosen = draw.sample(sorted(kinds), draw.randint(1, 4))
-    return FaultPlan(tuple(kinds[kind]() for kind in chosen), seed)
+    return FaultPlan(tuple(getattr(faults, kind)(*kinds[kind]()) for kind in chosen), seed)
 
 
 @pytest.mark.parametrize(

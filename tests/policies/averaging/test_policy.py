@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from policies.averaging.averagers import flat, play, rows
 
 import spawnsim
 from spawnsim.errors import ParameterError
@@ -21,17 +21,6 @@ from spawnsim.policies.state.layout import Travels
 STUDY = Path(__file__).parents[3] / "studies" / "groups.py"
 
 
-def world(main: Callable[[Any], Any], ranks: int, **circumstances: Any) -> dict[int, Any]:
-    """Run a program; return what it returned on each rank."""
-    returned: dict[int, Any] = {}
-
-    def kept(comm: Any) -> None:
-        returned[comm.Get_rank()] = main(comm)
-
-    spawnsim.run(kept, ranks=ranks, platform="ethernet-10g", **({"seed": 7} | circumstances))
-    return returned
-
-
 def parts(comm: Any) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
     """Return this rank's own model and optimizer."""
     model = torch.nn.Sequential(torch.nn.Linear(3, 2), torch.nn.BatchNorm1d(2)).double()
@@ -42,13 +31,6 @@ def parts(comm: Any) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
     return model, torch.optim.Adam(model.parameters(), lr=0.01)
 
 
-def flat(model: torch.nn.Module) -> np.ndarray:
-    """Return parameters and buffers as one array."""
-    return np.concatenate(
-        [value.double().reshape(-1).numpy() for value in model.state_dict().values()]
-    ).copy()
-
-
 @pytest.mark.parametrize("asynchronous", [False, True])
 def test_models_agree(asynchronous: bool) -> None:
     """Eight ranks that average along an exponential graph agree after three rounds; info has all keys."""
@@ -57,9 +39,8 @@ def test_models_agree(asynchronous: bool) -> None:
         model, optimizer = parts(comm)
         before = flat(model)
         every = 12 if asynchronous else 2  # what takes a few calls must not be due again before it is over
-        with DecentralizedAveragingPolicy(
-            every, matchmaking=Exponential(), asynchronous=asynchronous
-        ) as policy:
+        how = {"matchmaking": Exponential(), "asynchronous": asynchronous}
+        with DecentralizedAveragingPolicy(every, **how) as policy:
             averaged = 0
             for iteration in range(4 * every):
                 with comm.compute(0.01):
@@ -72,8 +53,8 @@ def test_models_agree(asynchronous: bool) -> None:
             assert policy.state_dict()["num_averagings"] == policy.num_averagings == averaged
         return before, flat(model), averaged
 
-    returned = world(main, 8, stragglers="lognormal:0.3")
-    before, after = (np.stack([returned[rank][i] for rank in range(8)]) for i in (0, 1))
+    returned = play(main, 8, stragglers="lognormal:0.3")
+    before, after = rows(returned, 0), rows(returned, 1)
     np.testing.assert_allclose(after, np.broadcast_to(before.mean(axis=0), after.shape), atol=1e-9)
     assert min(averaged for _, _, averaged in returned.values()) >= 3
 
@@ -96,7 +77,7 @@ def test_asynchronous_steps_keep_what_training_adds() -> None:
         assert policy.num_averagings > 0
         return model.weight.item()
 
-    assert sum(world(main, 4).values()) == pytest.approx(240.0)
+    assert sum(play(main, 4).values()) == pytest.approx(240.0)
 
 
 def test_a_newcomer_takes_over_model_and_optimizer() -> None:
@@ -122,7 +103,7 @@ def test_a_newcomer_takes_over_model_and_optimizer() -> None:
         policy.averager.serve(3.0)
         return None
 
-    weights, moments, steps = world(main, 4)[3]
+    weights, moments, steps = play(main, 4)[3]
     assert np.isfinite(weights).all()
     assert np.abs(moments).max() > 0
     assert steps >= 1
@@ -134,18 +115,13 @@ def test_who_is_alone_searches_for_nobody() -> None:
     def main(comm: Any) -> float:
         model, optimizer = parts(comm)
         own = comm.Split(comm.rank)
-        times = {
-            "min_matchmaking_time": 0.3,
-            "request_timeout": 0.1,
-            "allreduce_timeout": 1.0,
-            "step_timeout": 1.0,
-        }
+        times = {"min_matchmaking_time": 0.3, "request_timeout": 0.1, "step_timeout": 1.0}
         with DecentralizedAveragingPolicy(1, target_group_size=2, **times) as policy:
             for iteration in range(10):
                 policy(iteration, model, optimizer, group=own)
             return float(comm.clock.now())
 
-    assert max(world(main, 12).values()) < 1.0
+    assert max(play(main, 12).values()) < 1.0
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])
@@ -163,7 +139,7 @@ def test_a_rank_left_over_comes_to_the_checkpoint_before_the_others_give_up(asyn
         comm.checkpoint(iteration=5, model=model, optimizer=optimizer, policy=policy)
         return float(comm.clock.now())
 
-    ended_s = world(main, 10, deadline_s=20.0)
+    ended_s = play(main, 10, deadline_s=20.0)
     assert len(ended_s) == 10
     assert max(ended_s.values()) < 12.0
 
@@ -176,18 +152,18 @@ def test_bad_parameters_are_refused() -> None:
 
 @pytest.mark.slow
 def test_hundreds_of_ranks_of_which_some_leave_and_return() -> None:
-    """512 ranks, 5 % leave and rejoin, stragglers: rounds end in time, groups are full, variance contracts."""
+    """256 ranks, 5 % leave and rejoin, stragglers: rounds end in time, groups are full, variance contracts."""
     parameters = {"rounds": 3, "leaving": 0.05, "group_size": 8}
     run = spawnsim.run(
-        STUDY, ranks=512, platform="ethernet-10g", stragglers="lognormal:0.3", seed=7, parameters=parameters
+        STUDY, ranks=256, platform="ethernet-10g", stragglers="lognormal:0.3", seed=7, parameters=parameters
     )
     table = run.table
     steps = ~np.isnan(table["value"])
     assert np.nanmax(table["late_s"]) < 1e-4  # nobody waits past its deadline
     rejoined = table["rejoined"][~np.isnan(table["rejoined"])]
-    assert 12 <= len(rejoined) <= 42
+    assert 5 <= len(rejoined) <= 24
     assert (rejoined == 1).all()
-    assert steps.sum() + len(rejoined) == 3 * 512
+    assert steps.sum() + len(rejoined) == 3 * 256
     assert np.mean(table["group_size"][steps] == 8) > 0.6
     assert np.mean(table["group_size"][steps] == 0) < 0.02
     found = figures.contraction(table)

@@ -108,11 +108,7 @@ def test_members_of_a_group_scatter(width: int, number: int, data: st.DataObject
     after = [next_bits(bits, number, index=i, group_size=size, target=2**width) for i in range(size)]
     assert len(set(after)) == size
     assert {len(each) for each in after} == {width}
-
-
-def test_no_bits_stay_no_bits() -> None:
-    """Peers without a group key keep looking in one place."""
-    assert next_bits("", 5, index=0, group_size=4, target=4) == ""
+    assert next_bits("", number, index=0, group_size=size, target=4) == ""  # no bits stay no bits
 
 
 # ------------------------------------------------------------------------------------------------------ balance
@@ -142,9 +138,8 @@ def test_filling_water_solves_the_linear_programme(bandwidths: list[float]) -> N
         found = fractions(bandwidths)
         assert (found >= 0).all()
         assert found.sum() == pytest.approx(1)
-        assert slowest_time(found, bandwidths) == pytest.approx(
-            by_linear_programme(np.array(bandwidths)), rel=1e-6
-        )
+        optimum = by_linear_programme(np.array(bandwidths))
+        assert slowest_time(found, bandwidths) == pytest.approx(optimum, rel=1e-6)
 
 
 @pytest.mark.parametrize(
@@ -166,17 +161,18 @@ def test_never_slower_than_a_reference(length: int, bandwidths: tuple, reference
     assert found.sum() == length
     best = slowest_time(found / length, rates)
     if sum(reference) == length:
-        assert (
-            best
-            <= slowest_time(np.array(reference) / length, rates)
-            + len(rates) / length / rates[rates > 0].min()
-        )
+        element_s = len(rates) / length / rates[rates > 0].min()
+        assert best <= slowest_time(np.array(reference) / length, rates) + element_s
 
 
-def test_small_shares_are_left_out() -> None:
-    """`min_size` holds where somebody can have that much."""
+def test_small_shares_and_unknown_bandwidths() -> None:
+    """`min_size` holds where somebody can have that much; an unknown bandwidth is the mean; whole quotas are exact."""
     assert element_counts(60, (1.0, 1.0, 0.2), min_size=5)[2] == 0
     assert sum(element_counts(60, (1.0, 1.0, 0.2), min_size=100)) == 60
+    assert element_counts(60, [0.32, 0.55, 0.44], 10) == [0, 40, 20]
+    assert element_counts(1, [0.55, 0.20, 0.44], 10) == [1, 0, 0]
+    assert element_counts(100, [0, 0, None, None]) == [0, 0, 50, 50]
+    assert whole_shares(10, np.array([1.0, 2.0, 2.0])) == [2, 4, 4]
 
 
 @given(st.integers(1, 255), st.integers(1, 10**6), st.integers(0, 2**32))
@@ -189,11 +185,6 @@ def test_up_to_255_peers_share_every_element(peers: int, length: int, seed: int)
     assert found.sum() == length
     assert (found >= 0).all()
     assert not found[bandwidths == 0].any()
-
-
-def test_rounding_is_proportional() -> None:
-    """Nobody is off by an element or more where the quotas are whole."""
-    assert whole_shares(10, np.array([1.0, 2.0, 2.0])) == [2, 4, 4]
 
 
 def test_bad_parameters_are_refused() -> None:
