@@ -128,9 +128,8 @@ def test_wagma_is_its_recursion(ranks: int) -> None:
         x = fresh[-1].copy()
         for rank in range(ranks):
             group = butterfly_group(rank, ranks, size, round_, seed=7)
-            assert rank in group and all(
-                butterfly_group(each, ranks, size, round_, seed=7) == group for each in group
-            )
+            assert rank in group
+            assert all(butterfly_group(each, ranks, size, round_, seed=7) == group for each in group)
             ages = {each: infos[each, round_]["staleness"] for each in group}
             total = sum((fresh[round_ - age] if age <= round_ else first)[each] for each, age in ages.items())
             x[rank] = (total + fresh[-1][rank]) / (len(group) + 1) if ages[rank] else total / len(group)
@@ -146,9 +145,8 @@ def test_wagma_does_not_wait_for_a_straggler_between_its_global_rounds() -> None
         lambda _: WAGMAPolicy(sync_every=8), ranks=64, steps=7, start=lambda _: line(0.7, dtype=torch.bfloat16),
         pace=lambda rank: 0.1 if rank == 9 else 0.01,
     )  # fmt: skip
-    assert all(
-        numbers(model) == numbers(line(0.7, dtype=torch.bfloat16)[0]) for model in found.models.values()
-    )
+    wanted = numbers(line(0.7, dtype=torch.bfloat16)[0])
+    assert all(numbers(model) == wanted for model in found.models.values())
     table = found.run.table
     assert table["wait_s"][table["iteration"] > 0].max() < 0.01  # the first round begins with a meeting
     assert table["time_s"][table["rank"] != 9].max() < 0.2
@@ -271,10 +269,8 @@ def test_a_checkpoint_goes_on_in_the_same_round() -> None:
     def main(comm: Any) -> None:
         model = torch.nn.Linear(3, 1, bias=False, dtype=torch.float64)
         torch.nn.init.constant_(model.weight, float(comm.rank))
-        optimizer, policy = (
-            torch.optim.SGD(model.parameters(), lr=LR),
-            GossipPolicy(graph=graphs.random_pairs),
-        )
+        optimizer = torch.optim.SGD(model.parameters(), lr=LR)
+        policy = GossipPolicy(graph=graphs.random_pairs)
         for iteration in range(9):
             if iteration == 5:
                 state = policy.state_dict()
@@ -344,8 +340,12 @@ def test_steps_that_are_put_off_are_carried_out_before_weights_are_read(make: An
         policy.shutdown()
         comm.record(weight=model.weight.detach().sum().item())
 
-    eager, batched = (
-        spawnsim.run(main, ranks=10, eager=how, stragglers="lognormal:0.2").table["weight"]
-        for how in (True, False)
-    )
+    runs = (spawnsim.run(main, ranks=10, eager=how, stragglers="lognormal:0.2") for how in (True, False))
+    eager, batched = (run.table["weight"] for run in runs)
     np.testing.assert_allclose(batched, eager, rtol=1e-4, atol=1e-5)
+
+
+def test_wagma_takes_a_damaged_message_as_lost() -> None:
+    """The round of a group times out; nothing that was damaged is read."""
+    with pytest.raises(Timeout, match="the sum of round"):
+        walk(lambda _: WAGMAPolicy(patience_s=0.5), ranks=4, steps=5, faults="corrupt:1>0@15ms+9s")

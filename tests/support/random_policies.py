@@ -33,7 +33,7 @@ from spawnsim.policies import (
     Wiring,
     graphs,
 )
-from spawnsim.policies.averaging import Everyone, Exponential, Grid, Pairs
+from spawnsim.policies.averaging import Everyone, Exponential, Grid, RandomGroups
 
 
 class Draw:
@@ -84,7 +84,7 @@ def _one_sided(draw: Draw) -> Any:
 
 
 def _groups(draw: Draw) -> Any:
-    matchmaking = draw.one(None, None, Everyone(), Grid(), Pairs(), Exponential())
+    matchmaking = draw.one(None, None, Everyone(), Grid(), RandomGroups(2), Exponential())
     if draw.hurried and draw.mortal and matchmaking is not None:  # a rank's only partners may have died
         matchmaking = Everyone()
     return DecentralizedAveragingPolicy(

@@ -59,7 +59,7 @@ class DecentralizedAverager:
 
     `step()` looks for a group and averages once with it. Groups come from a protocol (ranks that look for a group at
     the same time and under the same key find each other, and stragglers are left out), or from a static
-    `matchmaking` (`Grid`, `RandomGroups`, `Pairs`, `Exponential`, `Everyone`).
+    `matchmaking` (`Grid`, `RandomGroups`, `Exponential`, `Everyone`).
 
     Times are seconds of `comm.clock`. Where a time-out is not given, no message is awaited for longer than the
     communicator lets a call wait (`comm.clock.deadline`, 30 s by default); an all-reduce as a whole has no limit.

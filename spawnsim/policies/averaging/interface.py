@@ -115,24 +115,6 @@ class RandomGroups:
 
 
 @dataclass(frozen=True, slots=True)
-class Pairs:
-    """Pairs by distance: round t pairs the ranks of the lower half with those of the upper, shifted by t.
-
-    With an odd number of ranks another one sits out each round.
-    """
-
-    def members(self, rank: int, size: int, round_: int) -> tuple[int, ...]:
-        skipped = round_ % size if size % 2 else None
-        if rank == skipped or size < 2:
-            return (rank,)
-        half = size // 2
-        place = rank - (skipped is not None and rank > skipped)
-        other = (place + round_) % half + half if place < half else (place - half - round_) % half
-        peer = other + (skipped is not None and other >= skipped)
-        return tuple(sorted((rank, peer)))
-
-
-@dataclass(frozen=True, slots=True)
 class Exponential:
     """Round t pairs ranks whose numbers differ in bit t mod k. N = 2ᵏ ranks agree exactly after k rounds.
 
@@ -184,12 +166,9 @@ class Settings:
             if value is not None and not (value > 0 and math.isfinite(value)):
                 raise ParameterError(f"{name}={value!r}: give a finite number above 0")
         check_bits(self.initial_group_bits)
-        self._check_sizes()
-        self._check_times()
         as_compression(self.compression)
         as_compression(self.state_compression)
-
-    def _check_sizes(self) -> None:
+        self._check_times()
         if self.min_group_size < 1 or (self.target_group_size or math.inf) < self.min_group_size:
             raise ParameterError(
                 f"min_group_size={self.min_group_size}, target_group_size={self.target_group_size}: "
@@ -197,7 +176,7 @@ class Settings:
             )
         if self.auxiliary and self.client_mode:
             raise ParameterError(
-                "auxiliary and client_mode: an auxiliary only reduces, a client only sends; choose one"
+                "auxiliary and client_mode: one only reduces, the other only sends; choose one"
             )
         if not 0 < self.averaging_alpha <= 1:
             raise ParameterError(f"averaging_alpha={self.averaging_alpha!r}: give a number in (0, 1]")
@@ -225,9 +204,7 @@ class Settings:
         # Half of the reducers' time, if that alone is given: a reducer waits for its senders first, and must still be
         # able to answer in time.
         if sender_s is None:
-            sender_s = (
-                patience_s if self.reducer_timeout is None else min(patience_s, self.reducer_timeout / 2)
-            )
+            sender_s = min(patience_s, math.inf if self.reducer_timeout is None else self.reducer_timeout / 2)
         return sender_s, 2 * sender_s if self.reducer_timeout is None else self.reducer_timeout
 
     def limits(self, patience_s: float) -> Limits:
@@ -422,9 +399,3 @@ class StepControl:
     def finish(self, result: Averaged | None = None, error: BaseException | None = None) -> None:
         """End the step. The averager calls this."""
         self._result, self._error, self.stage = result, error, Stage.FINISHED
-
-    def __del__(self) -> None:
-        if not self.triggered and not self.done() and self.stage is not Stage.IDLE:
-            warnings.warn(
-                "an averaging step was dropped before allow_allreduce(): its group waits", stacklevel=2
-            )

@@ -12,7 +12,7 @@ import torch
 import spawnsim
 from spawnsim.models import faults
 from spawnsim.models.faults import FaultPlan
-from spawnsim.policies.averaging import Everyone, Exponential, Grid, Matchmaking, Pairs, RandomGroups
+from spawnsim.policies.averaging import Everyone, Exponential, Grid, Matchmaking, RandomGroups
 from spawnsim.policies.decentralized import DecentralizedAveragingPolicy
 
 IMPATIENT = {
@@ -125,7 +125,7 @@ def plan_of(seed: int, ranks: int) -> FaultPlan:
 @pytest.mark.parametrize(
     ("seed", "ranks", "matchmaking"),
     [
-        (0, 3, Everyone()), (1, 6, Everyone()), (2, 6, None), (3, 4, Grid()), (4, 10, Grid()), (5, 4, Pairs()),
+        (0, 3, Everyone()), (1, 6, Everyone()), (2, 6, None), (3, 4, Grid()), (4, 10, Grid()), (5, 4, RandomGroups(2)),
         (6, 5, Exponential()), (7, 8, Exponential()), (8, 7, RandomGroups(3)), (9, 11, None), (10, 7, Everyone()),
         (11, 3, None),
     ],

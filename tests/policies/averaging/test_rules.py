@@ -12,7 +12,7 @@ from scipy.optimize import linprog
 from support.effort import tried
 
 from spawnsim.errors import ParameterError
-from spawnsim.policies.averaging import Everyone, Exponential, Grid, Pairs, RandomGroups
+from spawnsim.policies.averaging import Everyone, Exponential, Grid, RandomGroups
 from spawnsim.policies.averaging.directory import replicas
 from spawnsim.policies.averaging.gossip import partner
 from spawnsim.policies.averaging.interface import next_bits
@@ -24,7 +24,6 @@ RULES = [
     Exponential(),
     Grid(),
     Grid((3, 4, 50)),
-    Pairs(),
     RandomGroups(4),
     RandomGroups(7, seed=3),
 ]
@@ -82,11 +81,6 @@ def _groups(size: int, members: int, round_: int) -> list[tuple[int, ...]]:
             groups.append(rule.members(rank, size, round_))
             seen.update(groups[-1])
     return groups
-
-
-def test_pairs_meet_everyone_in_the_other_half() -> None:
-    """After n/2 rounds a rank of the lower half has been paired with each of the upper."""
-    assert {Pairs().members(1, 8, t)[1] for t in range(4)} == {4, 5, 6, 7}
 
 
 # --------------------------------------------------------------------------------------------------------- keys

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -153,8 +152,10 @@ def replaced(found: Steps) -> list[int]:
     return [event["replaced"] for event in found.events("replacement")]
 
 
-@every_transport
-@pytest.mark.parametrize("compression", ["float16", "bfloat16", "uniform8"])
+@pytest.mark.parametrize(
+    ("transport", "compression"),
+    [("messages", "float16"), ("messages", "uniform8"), ("flat", "bfloat16"), ("per_parameter", "float16")],
+)
 def test_a_policy_sends_less_and_means_stay_wide(transport: str, compression: str) -> None:
     """The mean of three donors is that of their rounded values, summed in float32: not rounded once more."""
     plain = walk(lambda comm: policy(comm, transport, None, momentum=0.25), steps=9, start=thirds)
@@ -180,8 +181,10 @@ def test_ranks_with_different_settings_read_each_other(transport: str) -> None:
     assert found.models[0].weight[0].item() == pytest.approx(2 / 3 + 0.01, abs=2 * BF16_STEP)
 
 
-@every_transport
-@pytest.mark.parametrize("compression", ["float16", "quantile8", Sevenths()])
+@pytest.mark.parametrize(
+    ("transport", "compression"),
+    [("messages", "float16"), ("messages", Sevenths()), ("flat", "quantile8"), ("per_parameter", Sevenths())],
+)
 def test_a_replay_rounds_as_the_run_did(transport: str, compression: Any) -> None:
     """Same decisions, same bits; ranks 0 and 1 do not compress."""
 
@@ -213,11 +216,8 @@ def test_a_rank_that_cannot_read_a_codec_says_so(transport: str) -> None:
 @pytest.mark.parametrize("transport", ["flat", "per_parameter"])
 def test_windows_have_room_for_values_that_leave_the_range(transport: str) -> None:
     """A model that fits half precision at first and not later is offered all the same."""
-    found = walk(
-        lambda comm: policy(comm, transport, "float16"),
-        steps=12,
-        start=lambda rank: line(9e4 * rank, width=300),
-    )
+    half = lambda comm: policy(comm, transport, "float16")  # noqa: E731
+    found = walk(half, steps=12, start=lambda rank: line(9e4 * rank, width=300))
     assert found.policies[1].stats.get("too large", 0) == 0
     assert found.models[0].weight[0].item() == pytest.approx(1.8e5)
 
@@ -227,11 +227,3 @@ def test_only_compressed_runs_say_how_they_travel() -> None:
     assert walk(lambda comm: policy(comm, "flat", None), steps=3).events("transport") == []
     told = walk(lambda comm: policy(comm, "messages", "bfloat16"), steps=3).events("transport")
     assert {event["rank"]: event["compression"] for event in told} == dict.fromkeys(range(4), "bfloat16")
-
-
-def test_moments_are_not_rounded_to_zero() -> None:
-    """Optimizer state travels as it is: 1e-12 is 0 in float16, and Adam divides by its root."""
-    live = {"optimizer/w/exp_avg_sq": torch.full((9,), 1e-12)}
-    assert math.isclose(
-        there_and_back("float16", live)["optimizer/w/exp_avg_sq"][0].item(), 1e-12, rel_tol=1e-6
-    )

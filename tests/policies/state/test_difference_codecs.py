@@ -55,15 +55,14 @@ def test_equal_values_are_exact_in_few_bits(bits: int, value: float, count: int)
 @pytest.mark.parametrize("bits", [2, 3, 4])
 def test_few_bits_go_to_the_nearest_level(bits: int) -> None:
     """0 and ± powers of two of the block's largest magnitude: sixteen codes hold 15 values, of which none is nearer."""
-    levels = [0.0] if bits == 1 else [0.0, *(2.0**-k for k in range(2 ** (bits - 1) - 1))]
+    levels = [0.0, *(2.0**-k for k in range(2 ** (bits - 1) - 1))]
     values = np.random.default_rng(0).normal(size=999).astype(np.float32)
     for begin in range(0, 999, 50):
         block = values[begin : begin + 50]
         scaled = np.abs(block).max() * np.array([*levels, *(-level for level in levels)])
         nearest = scaled[np.abs(block[:, None] - scaled).argmin(axis=1)]
-        np.testing.assert_allclose(
-            there_and_back(LowBit(bits, 50), values)[begin : begin + 50], nearest, rtol=1e-6
-        )
+        found = there_and_back(LowBit(bits, 50), values)[begin : begin + 50]
+        np.testing.assert_allclose(found, nearest, rtol=1e-6)
 
 
 def test_one_bit_is_the_sign_and_the_mean_magnitude() -> None:

@@ -52,12 +52,8 @@ def contribution(
     model: torch.nn.Module, optimizer: torch.optim.Optimizer, weight: float = 1.0, donor: int = 0
 ) -> Contribution:
     """Return the state of a donor."""
-    return Contribution(
-        donor,
-        0,
-        weight,
-        {k: v.clone() for k, v in collect(model, optimizer, StateScope(optimizer_state="copy")).items()},
-    )
+    live = collect(model, optimizer, StateScope(optimizer_state="copy"))
+    return Contribution(donor, 0, weight, {name: tensor.clone() for name, tensor in live.items()})
 
 
 def replaced(
@@ -70,13 +66,9 @@ def replaced(
 
 # ---------------------------------------------------------------------------------------------- collecting
 def test_all_of_a_state_dict_travels_and_nothing_else() -> None:
-    """Parameters (0-dim, bf16, complex, frozen) and persistent buffers; no scratch."""
+    """Parameters (0-dim, bf16, complex, frozen) and persistent buffers; no scratch; parts can be left out."""
     names = {name.split("/", 1)[1] for name in collect(Mixed(), None, StateScope())}
     assert names == set(Mixed().state_dict())
-
-
-def test_parts_can_be_left_out() -> None:
-    """Frozen parameters and buffers are parameters of `StateScope`."""
     names = collect(Mixed(), None, StateScope(frozen=False, buffers=False))
     assert "parameter/logZ" in names
     assert "parameter/frozen" not in names
@@ -95,7 +87,7 @@ def test_collected_tensors_are_the_model() -> None:
 def test_optimizer_state_travels_by_parameter_name() -> None:
     """A fresh optimizer takes a donor's moments and step count."""
     model, optimizer = pair()
-    fresh, empty = Mixed(), None
+    fresh = Mixed()
     empty = torch.optim.Adam(fresh.parameters())
     assign_optimizer(fresh, empty, collect(model, optimizer, StateScope(optimizer_state="copy")))
     got, wanted = empty.state[fresh.wide.weight], optimizer.state[model.wide.weight]
@@ -177,10 +169,8 @@ def test_without_a_builder_the_own_model_is_overwritten_in_place() -> None:
         donor[0].logZ.fill_(9)
     model, optimizer = replaced(Replacement(), whose, [contribution(*donor)])
     assert (model, optimizer) == whose
-    assert all(
-        torch.equal(a, b)
-        for a, b in zip(model.state_dict().values(), donor[0].state_dict().values(), strict=True)
-    )
+    states = (each.state_dict().values() for each in (model, donor[0]))
+    assert all(torch.equal(a, b) for a, b in zip(*states, strict=True))
 
 
 def test_with_a_builder_the_fresh_pair_is_returned_and_donors_keep_theirs() -> None:
@@ -214,9 +204,8 @@ def test_models_of_different_shapes_are_matched_by_name() -> None:
     with torch.no_grad():
         donor[0].logZ.fill_(9)
         whose[0].wide.weight.fill_(4)
-    new = Replacement(lambda: pair(width=3))(
-        *whose, [contribution(*donor)], reference={}, rng=np.random.default_rng(0)
-    )
+    rebuilt = Replacement(lambda: pair(width=3))
+    new = rebuilt(*whose, [contribution(*donor)], reference={}, rng=np.random.default_rng(0))
     assert new.unmatched == ("parameter/wide.weight",)
     assert new.model.logZ.item() == 9
     assert (new.model.wide.weight == 4).all()
