@@ -1,4 +1,4 @@
-# Two commands: `make demo` and `make test`. Both set up .venv first (once; a second call is quick).
+# `make demo`, `make check` and `make test` set up .venv first (once; a second call is quick).
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 VENV := .venv
 BIN := $(VENV)/bin
@@ -14,11 +14,12 @@ unexport PYTHONDONTWRITEBYTECODE
 YIELDING := nice -n 10
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo docs test lint format check check-real check-policies check-virtual check-others check-openmpi bench clean
+.PHONY: help install demo docs test lint format check check-quick check-real check-policies check-virtual check-others check-openmpi bench clean
 
 help:
 	@echo "make demo    five policies against the clock (one seed), 1,000 virtual ranks, 4 real ones: figures in demo/"
-	@echo "make test    lint, types, layering, all tests"
+	@echo "make check   lint, types, layers, and the tests that start no processes: before each commit"
+	@echo "make test    lint, types, layers, all tests"
 	@echo "make docs    the documentation site: build/site/index.html"
 	@echo "make bench   benchmarks"
 
@@ -61,8 +62,14 @@ lint: $(INSTALLED)
 	$(YIELDING) $(BIN)/mypy --strict spawnsim
 	$(BIN)/lint-imports
 
+# Before each commit: no processes, and torch where models need it alone.
+QUICK := tests/test_house.py $(addprefix tests/,models comm record policies/rules policies/state virtual/engine virtual/mpi)
+
 check: $(INSTALLED)
-	$(BIN)/python -m pytest
+	$(MAKE) --jobs 2 --keep-going --output-sync lint check-quick
+
+check-quick: $(INSTALLED)
+	$(BIN)/python -m pytest --quiet -m "not slow and not mpi" $(QUICK)
 
 # What operating systems, MPI and gloo do to a job as it starts and ends is theirs: a test gets a second try, which the summary names.
 # Virtual ranks promise to do the same each time, so their tests get none.
