@@ -5,7 +5,7 @@ Values and memory only: nothing here sends a message, or loads MPI, torch, simpy
 
 from __future__ import annotations
 
-from spawnsim.comm import constants, failures, handles, ops, predefined
+from spawnsim.comm import constants, datatypes, failures, handles, ops
 from spawnsim.comm.backends import as_comm
 from spawnsim.comm.buffers import Buffer, Vector, as_buffer, as_target
 from spawnsim.comm.constants import (
@@ -20,7 +20,18 @@ from spawnsim.comm.constants import (
     ROOT,
     UNDEFINED,
 )
-from spawnsim.comm.datatypes import Datatype
+from spawnsim.comm.datatypes import (
+    BFLOAT16_T,
+    BOOL,
+    BYTE,
+    DATATYPE_NULL,
+    DOUBLE,
+    FLOAT,
+    INT,
+    INT64_T,
+    LONG,
+    Datatype,
+)
 from spawnsim.comm.failures import CallError, MPIException, Truncated
 from spawnsim.comm.group import GROUP_EMPTY, GROUP_NULL, Group
 from spawnsim.comm.handles import (
@@ -57,7 +68,6 @@ from spawnsim.comm.ops import (
     Op,
 )
 from spawnsim.comm.packing import Pickle
-from spawnsim.comm.predefined import BFLOAT16_T, BOOL, BYTE, DATATYPE_NULL, DOUBLE, FLOAT, INT, INT64_T, LONG
 from spawnsim.comm.protocols import Comm, FaultTolerantComm
 from spawnsim.comm.status import Status
 
@@ -94,5 +104,5 @@ def namespace() -> dict[str, object]:
     }
     classes = (Datatype, Op, Status, Info, Group, Errhandler, Pickle, buffer)
     named: dict[str, object] = {cls.__name__: cls for cls in classes}
-    tables: dict[str, object] = {"memory": buffer, "_typedict": predefined.typedict}
-    return words | faults | nulls | named | tables | predefined.BY_NAME | ops.BY_NAME
+    tables: dict[str, object] = {"memory": buffer, "_typedict": datatypes.typedict}
+    return words | faults | nulls | named | tables | datatypes.BY_NAME | ops.BY_NAME

@@ -11,7 +11,7 @@ import inspect
 from collections.abc import Callable
 from typing import Any, Final, NamedTuple, NoReturn, TypeVar
 
-from spawnsim.comm import constants, predefined
+from spawnsim.comm import constants, datatypes
 from spawnsim.comm.handles import INFO_NULL
 from spawnsim.errors import UnsupportedError
 
@@ -94,7 +94,7 @@ REFUSED: Final = (
 )  # fmt: skip
 
 _DEFAULTS: Final = {
-    "INFO_NULL": INFO_NULL, "BYTE": predefined.BYTE, "ANY_SOURCE": constants.ANY_SOURCE, "ANY_TAG": constants.ANY_TAG,
+    "INFO_NULL": INFO_NULL, "BYTE": datatypes.BYTE, "ANY_SOURCE": constants.ANY_SOURCE, "ANY_TAG": constants.ANY_TAG,
     "SEEK_SET": constants.SEEK_SET, "MODE_RDONLY": constants.MODE_RDONLY,
 }  # fmt: skip
 

@@ -1,13 +1,12 @@
 """MPI's datatypes: what one element is, where its bytes lie, and how new types are made of old ones.
 
-The constructors turn MPI's arguments into layouts. A datatype is immutable but for its name, commit mark and
-attributes. Buffers, messages and operations are built on datatypes and unknown to them; MPI's own types are in
-`predefined`.
+The constructors turn MPI's arguments into layouts. A datatype is immutable but for its name and commit mark. MPI's own
+types, and the tables from typecodes and numpy dtypes to them, are made at the end. Buffers, messages and operations are
+built on datatypes and unknown to them.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import Any, Final, Self, cast
 
@@ -15,24 +14,24 @@ import numpy as np
 from numpy.typing import NDArray
 
 from spawnsim.comm import constants as c
-from spawnsim.comm import packing
-from spawnsim.comm.failures import ERR_ARG, ERR_COUNT, ERR_TYPE, CallError, UnknownTypeError
-from spawnsim.comm.handles import AINT, Attributed, each_integer, integer, same_kind
-from spawnsim.comm.layouts import (
-    Bytes,
-    Layout,
-    Recipe,
-    darray_displacements,
-    integers,
-    place,
-    repeat,
-    subarray_layout,
+from spawnsim.comm.failures import (
+    ERR_ARG,
+    ERR_COUNT,
+    ERR_TYPE,
+    CallError,
+    SpecBufferError,
+    Truncated,
+    UnknownTypeError,
 )
+from spawnsim.comm.handles import AINT as LARGE
+from spawnsim.comm.handles import Handle, each_integer, integer, same_kind
+from spawnsim.comm.layouts import BF16, Bytes, Layout, Recipe, atom, integers, place, repeat, subarray_layout
+from spawnsim.comm.memory import as_bytes, flat
 from spawnsim.errors import ParameterError
 from spawnsim.phantoms import PhantomArray, is_phantom
 
 
-class Constructors(Attributed):
+class Constructors(Handle):
     """The constructors of `Datatype`."""
 
     __slots__ = ()
@@ -56,13 +55,13 @@ class Constructors(Attributed):
 
     def Create_vector(self, count: int, blocklength: int, stride: int) -> Self:
         """Return `count` blocks of `blocklength` elements whose starts are `stride` elements apart."""
-        count, blocklength, stride = _count(count), _count(blocklength), integer(stride, AINT)
+        count, blocklength, stride = _count(count), _count(blocklength), integer(stride, LARGE)
         layout = self._strided(count, blocklength, stride * self.live().extent)
         return self._derive(layout, "VECTOR", count=count, blocklength=blocklength, stride=stride)
 
     def Create_hvector(self, count: int, blocklength: int, stride: int) -> Self:
         """Return `count` blocks of `blocklength` elements whose starts are `stride` bytes apart."""
-        count, blocklength, stride = _count(count), _count(blocklength), integer(stride, AINT)
+        count, blocklength, stride = _count(count), _count(blocklength), integer(stride, LARGE)
         # The stride of an hvector is in bytes and travels unchanged, while a vector's counts extents of the base type.
         layout = self._strided(count, blocklength, stride)
         return self._derive(layout, "HVECTOR", count=count, blocklength=blocklength, stride=stride)
@@ -135,29 +134,9 @@ class Constructors(Attributed):
         boxes = {"sizes": [*sizes], "subsizes": [*subsizes], "starts": [*starts], "order": order}
         return self._derive(layout, "SUBARRAY", **boxes)
 
-    def Create_darray(
-        self, size: int, rank: int, gsizes: Sequence[int], distribs: Sequence[int], dargs: Sequence[int],
-        psizes: Sequence[int], order: int = c.ORDER_C,
-    ) -> Self:  # fmt: skip
-        """Return one rank's part of an n-dimensional array that is spread over a grid of ranks."""
-        parameters: dict[str, Any] = {"size": integer(size), "rank": integer(rank), "gsizes": _list(gsizes)}
-        parameters |= {
-            "distribs": _list(distribs),
-            "dargs": _list(dargs),
-            "psizes": _list(psizes),
-            "order": order,
-        }
-        base = self.live()
-        at = darray_displacements(parameters) * base.extent
-        part = repeat(base, np.ones(len(at), np.int64), at)
-        # MPI: the extent is that of the whole array, so that a second element lies behind it.
-        return self._derive(
-            part.resized(0, math.prod(parameters["gsizes"]) * base.extent), "DARRAY", **parameters
-        )
-
     def Create_resized(self, lb: int, extent: int) -> Self:
         """Return the same data with other bounds: the next element starts `extent` bytes later."""
-        lb, extent = integer(lb, AINT), integer(extent, AINT)
+        lb, extent = integer(lb, LARGE), integer(extent, LARGE)
         return self._derive(self.live().resized(lb, extent), "RESIZED", lb=lb, extent=extent)
 
     Resized = Create_resized
@@ -168,11 +147,11 @@ def _list(values: Any) -> list[int]:
     if isinstance(values, np.ndarray) and values.dtype.kind in "iu":
         numbers: list[int] = values.reshape(-1).tolist()
         return numbers
-    return each_integer(values, AINT)
+    return each_integer(values, LARGE)
 
 
 def _count(count: int) -> int:
-    count = integer(count, AINT)
+    count = integer(count, LARGE)
     if count < 0:
         raise CallError(ERR_COUNT, f"negative count {count}")
     return count
@@ -210,12 +189,12 @@ class Datatype(Constructors):
 
     def __new__(cls, datatype: Datatype | None = None) -> Self:
         self = super().__new__(cls)
-        self._identity, self._attributes = None, {}
+        self._identity = None
         self._name, self.size, self.dense, self.dtype, self.code = "", 0, False, None, ""
         self.committed = self.is_predefined = False
         if datatype is not None:
             same_kind(Datatype, datatype)
-            for slot in (*Datatype.__slots__, "_identity", "_attributes"):
+            for slot in (*Datatype.__slots__, "_identity"):
                 if hasattr(datatype, slot):
                     setattr(self, slot, getattr(datatype, slot))
         return self
@@ -279,10 +258,9 @@ class Datatype(Constructors):
     name = property(Get_name, Set_name)
 
     def Dup(self) -> Self:
-        """Return a copy, with the attributes whose keyval wants that; committed if this one is."""
+        """Return a copy, committed if this one is."""
         new = type(self).of(self.live(), Recipe("DUP", self, {}))
         new.committed, new.dtype, new.code, new.family = self.committed, self.dtype, self.code, self.family
-        self.copy_attributes(new)
         return new
 
     Create_dup = Dup
@@ -300,8 +278,6 @@ class Datatype(Constructors):
             # MPI: freeing a predefined type is erroneous. All ranks share it here, so one rank would take it from
             # the others.
             raise CallError(ERR_TYPE, f"{self._name} is predefined and cannot be freed")
-        # Callbacks first: MPI lets a delete function still use the object.
-        self.delete_attributes()
         self._identity = None
 
     # How it was made
@@ -382,71 +358,36 @@ class Datatype(Constructors):
             known = " ".join(typedict)
             raise UnknownTypeError(f"cannot map {code!r} to an MPI datatype; known codes: {known}") from None
 
-    @classmethod
-    def Get_value_index(cls, value: Datatype, index: Datatype) -> Datatype:
-        """Return the pair type for `MINLOC` and `MAXLOC`, or `DATATYPE_NULL`."""
-        value.live(), index.live()
-        return VALUE_INDEX.get((value, index), BY_NAME["DATATYPE_NULL"])
-
-    @classmethod
-    def Match_size(cls, typeclass: int, size: int) -> Datatype:
-        """Return the type of a class (real, integer, complex, logical) and size in bytes."""
-        if (typeclass, size) not in _SIZED:
-            raise CallError(ERR_ARG, f"no type of class {typeclass} has {size} bytes")
-        return BY_NAME[_SIZED[typeclass, size]]
-
-    @classmethod
-    def Create_f90_integer(cls, r: int) -> Datatype:
-        """Return an integer of at least r decimal digits."""
-        sizes = (n for n, digits in ((1, 2), (2, 4), (4, 9), (8, 18)) if r <= digits)
-        return cls._f90("INTEGER", next(sizes, 0), r=r)
-
-    @classmethod
-    def Create_f90_real(cls, p: int, r: int) -> Datatype:
-        """Return a real of at least p digits and exponent range r."""
-        return cls._f90("REAL", _f90_nbytes(p, r), p=p, r=r)
-
-    @classmethod
-    def Create_f90_complex(cls, p: int, r: int) -> Datatype:
-        """Return a complex number whose parts have at least p digits and exponent range r."""
-        return cls._f90("COMPLEX", 2 * _f90_nbytes(p, r), p=p, r=r)
-
-    @classmethod
-    def _f90(cls, name: str, nbytes: int, **parameters: int) -> Datatype:
-        found = BY_NAME.get(f"{name}{nbytes}")
-        if not found:
-            raise CallError(ERR_ARG, f"no {name.lower()} has {parameters}")
-        new = Datatype.of(found.layout, Recipe(f"F90_{name}", None, parameters))
-        # They count as predefined in MPI: committed, and never freed.
-        new.dtype, new.code, new.family = found.dtype, found.code, found.family
-        new.committed = new.is_predefined = True
-        return new
-
     # Packing by hand
 
     def Pack(self, inbuf: Any, outbuf: Any, position: int, comm: Any) -> int:
         """Append the elements in `inbuf` to `outbuf` at a byte position; return the new position."""
-        return packing.pack(self, (inbuf, outbuf), position)
+        source = as_bytes(flat(inbuf))
+        count = self._whole(len(source))
+        target = _room(outbuf, position, count * self.size)
+        if count:
+            target[...] = self.wire(source, count)
+        return position + len(target)
 
     def Unpack(self, inbuf: Any, position: int, outbuf: Any, comm: Any) -> int:
         """Fill `outbuf` with elements from `inbuf` at a byte position; return the new position."""
-        return packing.unpack(self, (inbuf, outbuf), position)
+        packed, target = as_bytes(flat(inbuf)), as_bytes(flat(outbuf))
+        nbytes = self._whole(len(target)) * self.size
+        if position + nbytes > len(packed):
+            raise Truncated(message=f"{nbytes} bytes are wanted at position {position} of {len(packed)}")
+        self.layout.scatter(_room(outbuf, 0, len(target)), packed[position : position + nbytes])
+        return position + nbytes
+
+    def _whole(self, nbytes: int) -> int:
+        """Return the number of elements that a buffer of `nbytes` holds."""
+        extent = self.Get_extent()[1]
+        if extent <= 0:
+            raise ParameterError(f"cannot pack elements of extent {extent}")
+        return nbytes // extent
 
     def Pack_size(self, count: int, comm: Any) -> int:
         """Return the bytes that `count` elements take when packed."""
         return count * self.live().size
-
-    def Pack_external(self, datarep: str, inbuf: Any, outbuf: Any, position: int) -> int:
-        """Append the elements in `inbuf` to `outbuf` in a portable form ("external32")."""
-        return packing.pack_external(self, datarep, (inbuf, outbuf), position)
-
-    def Unpack_external(self, datarep: str, inbuf: Any, position: int, outbuf: Any) -> int:
-        """Fill `outbuf` with elements in a portable form from `inbuf`."""
-        return packing.unpack_external(self, datarep, (inbuf, outbuf), position)
-
-    def Pack_external_size(self, datarep: str, count: int) -> int:
-        """Return the bytes that `count` elements take in a portable form."""
-        return packing.external_nbytes(self, datarep, count)
 
     def wire(self, memory: Bytes, count: int, origin: int = 0) -> NDArray[Any]:
         """Return an owned 1-D snapshot of `count` elements: typed for dense predefined types, else bytes."""
@@ -455,26 +396,16 @@ class Datatype(Constructors):
         return self.live().gather(memory, count, origin)
 
 
-# `predefined` fills these when it is imported, as `spawnsim.comm` always does.
-BY_NAME: Final[dict[str, Datatype]] = {}
-"""Every predefined datatype under mpi4py's name ("DOUBLE"), `DATATYPE_NULL` included."""
-NAMED: Final[dict[str, Datatype]] = {}
-"""The same under MPI's names ("MPI_DOUBLE")."""
-typedict: Final[dict[str, Datatype]] = {}
-"""Typecodes of `array`, `struct` and numpy, and type strings, to datatypes."""
-VALUE_INDEX: Final[dict[tuple[Datatype, Datatype], Datatype]] = {}
-"""(Type of the value, type of the index) to the pair type of both."""
-_SIZED: Final = {
-    (1, 4): "REAL4", (1, 8): "REAL8", (1, 16): "REAL16", (2, 1): "INTEGER1", (2, 2): "INTEGER2", (2, 4): "INTEGER4",
-    (2, 8): "INTEGER8", (3, 8): "COMPLEX8", (3, 16): "COMPLEX16", (3, 32): "COMPLEX32",
-    (4, 1): "LOGICAL1", (4, 2): "LOGICAL2", (4, 4): "LOGICAL4", (4, 8): "LOGICAL8",
-}  # fmt: skip
-
-
-def _f90_nbytes(p: int, r: int) -> int:
-    """Return the bytes of the shortest real of p digits and exponent range r; 0: there is none."""
-    reals = ((4, 6, 37), (8, 15, 307), (16, 18, 4931))
-    return next((nbytes for nbytes, digits, ten in reals if p <= digits and r <= ten), 0)
+def _room(buffer: Any, position: int, nbytes: int) -> Bytes:
+    """Return `nbytes` bytes of a buffer that are to be written."""
+    out = as_bytes(flat(buffer))
+    if position < 0 or position + nbytes > len(out):
+        raise Truncated(
+            message=f"{nbytes} bytes at position {position} do not fit a buffer of {len(out)} bytes"
+        )
+    if not out.flags.writeable:
+        raise SpecBufferError("the packed bytes go to a read-only buffer: pass memory that can be written")
+    return out[position : position + nbytes]
 
 
 def _dtype(datatype: Datatype) -> np.dtype[Any]:
@@ -497,3 +428,96 @@ def _rebuild(cls: type[Datatype], recipe: Recipe, committed: bool) -> Datatype:
     )
     new.committed = committed
     return new
+
+
+# The predefined types, one line each: MPI's name, numpy's dtype of its storage, typecode, family. The family says which
+# operations it allows: integer, float, complex, logical, byte, fortran (an integer without logical operations), pair,
+# opaque.
+_TABLE: Final = """
+PACKED u1 B opaque | BYTE u1 B byte | AINT i8 p integer | OFFSET i8 p integer | COUNT i8 p integer
+CHAR i1 c integer | WCHAR u4 U opaque | SIGNED_CHAR b b integer | SHORT h h integer | INT i i integer | LONG l l integer
+LONG_LONG q q integer | UNSIGNED_CHAR B B integer | UNSIGNED_SHORT H H integer | UNSIGNED I I integer
+UNSIGNED_LONG L L integer | UNSIGNED_LONG_LONG Q Q integer | FLOAT f f float | DOUBLE d d float | LONG_DOUBLE g g float
+C_BOOL ? b1 logical | INT8_T i1 i1 integer | INT16_T i2 i2 integer | INT32_T i4 i4 integer | INT64_T i8 i8 integer
+UINT8_T u1 u1 integer | UINT16_T u2 u2 integer | UINT32_T u4 u4 integer | UINT64_T u8 u8 integer | FLOAT16_T e e float
+C_FLOAT_COMPLEX F F complex | C_DOUBLE_COMPLEX D D complex | C_LONG_DOUBLE_COMPLEX G G complex
+CXX_BOOL ? ? logical | CXX_FLOAT_COMPLEX F F complex | CXX_DOUBLE_COMPLEX D D complex
+CXX_LONG_DOUBLE_COMPLEX G G complex | CHARACTER i1 c integer | LOGICAL i4 i logical | INTEGER i i fortran
+REAL f f float | DOUBLE_PRECISION d d float | COMPLEX F F complex | DOUBLE_COMPLEX D D complex
+LOGICAL1 i1 b logical | LOGICAL2 i2 h logical | LOGICAL4 i4 i logical | LOGICAL8 i8 l logical
+INTEGER1 i1 i1 fortran | INTEGER2 i2 i2 fortran | INTEGER4 i4 i4 fortran | INTEGER8 i8 i8 fortran
+REAL2 e e float | REAL4 f f4 float | REAL8 d f8 float | REAL16 g f16 float
+COMPLEX8 F c8 complex | COMPLEX16 D c16 complex | COMPLEX32 G c32 complex
+"""
+_ALIASES: Final = """
+FLOAT32_T FLOAT | FLOAT64_T DOUBLE | C_COMPLEX C_FLOAT_COMPLEX | TWOINT INT_INT | UNSIGNED_INT UNSIGNED | BOOL C_BOOL
+SIGNED_SHORT SHORT | SIGNED_INT INT | SIGNED_LONG LONG | SIGNED_LONG_LONG LONG_LONG | SINT8_T INT8_T | SINT16_T INT16_T
+SINT32_T INT32_T | SINT64_T INT64_T | F_BOOL LOGICAL | F_INT INTEGER | F_FLOAT REAL | F_DOUBLE DOUBLE_PRECISION
+F_COMPLEX COMPLEX | F_FLOAT_COMPLEX COMPLEX | F_DOUBLE_COMPLEX DOUBLE_COMPLEX
+"""
+_MPI_NAMES: Final = {
+    "LONG_LONG": "MPI_LONG_LONG_INT", "C_FLOAT_COMPLEX": "MPI_C_COMPLEX", "INT_INT": "MPI_2INT",
+}  # fmt: skip
+_PAIRS: Final = {"SHORT_INT": "h", "INT_INT": "i", "LONG_INT": "l", "FLOAT_INT": "f", "DOUBLE_INT": "d",
+                 "LONG_DOUBLE_INT": "g"}  # fmt: skip
+
+
+def _named(name: str, dtype: np.dtype[Any], code: str, family: str) -> Datatype:
+    """Return a predefined type; the bytes of a pair type lie apart where C would pad."""
+    layout = atom(dtype.itemsize, dtype.alignment)
+    if family == "pair":
+        value, index = dtype["value"].itemsize, dtype.fields["index"][1] if dtype.fields else 0
+        layout = place([(atom(value), 1, 0), (atom(4), 1, index)]).resized(0, dtype.itemsize)
+    new = Datatype.of(layout, Recipe("NAMED", None, {}))
+    new.dtype, new.code, new.family = dtype, code, family
+    new.committed = new.is_predefined = True
+    new.Set_name(_MPI_NAMES.get(name, f"MPI_{name}"))
+    return new
+
+
+def _pair(code: str) -> np.dtype[Any]:
+    return np.dtype([("value", code), ("index", np.int32)], align=True)
+
+
+def _build() -> dict[str, Datatype]:
+    rows = (row.split() for line in _TABLE.strip().splitlines() for row in line.split("|"))
+    types = {name: _named(name, np.dtype(dtype), code, family) for name, dtype, code, family in rows}
+    types |= {name: _named(name, _pair(code), "", "pair") for name, code in _PAIRS.items()}
+    types["BFLOAT16_T"] = _named("BFLOAT16_T", BF16, "", "float")
+    types |= dict.fromkeys(("DATATYPE_NULL", "COMPLEX4", "INTEGER16", "LOGICAL16"), Datatype())
+    pairs = (pair.split() for line in _ALIASES.strip().splitlines() for pair in line.split("|"))
+    return types | {alias: types[name] for alias, name in pairs}
+
+
+BY_NAME: Final = _build()
+"""Every predefined datatype under mpi4py's name ("DOUBLE"), `DATATYPE_NULL` included."""
+NAMED: Final = {each.Get_name() if each else "DATATYPE_NULL": each for each in BY_NAME.values()}
+"""The same under MPI's names ("MPI_DOUBLE")."""
+
+DATATYPE_NULL = BY_NAME["DATATYPE_NULL"]
+BYTE, PACKED, CHAR, BOOL, AINT = (BY_NAME[name] for name in ("BYTE", "PACKED", "CHAR", "C_BOOL", "AINT"))
+INT, LONG, FLOAT, DOUBLE = (BY_NAME[name] for name in ("INT", "LONG", "FLOAT", "DOUBLE"))
+INT32_T, INT64_T, UINT8_T, UINT64_T = (
+    BY_NAME[name] for name in ("INT32_T", "INT64_T", "UINT8_T", "UINT64_T")
+)
+BFLOAT16_T, DOUBLE_INT, FLOAT_INT, INT_INT = (
+    BY_NAME[name] for name in ("BFLOAT16_T", "DOUBLE_INT", "FLOAT_INT", "INT_INT")
+)
+
+_C_CODES: Final = """
+? C_BOOL b SIGNED_CHAR h SHORT i INT l LONG q LONG_LONG B UNSIGNED_CHAR H UNSIGNED_SHORT I UNSIGNED L
+UNSIGNED_LONG Q UNSIGNED_LONG_LONG e FLOAT16_T f FLOAT d DOUBLE g LONG_DOUBLE Zf C_FLOAT_COMPLEX Zd
+C_DOUBLE_COMPLEX F C_FLOAT_COMPLEX D C_DOUBLE_COMPLEX Zg C_LONG_DOUBLE_COMPLEX G C_LONG_DOUBLE_COMPLEX i1
+INT8_T i2 INT16_T i4 INT32_T i8 INT64_T f4 FLOAT f8 DOUBLE f16 LONG_DOUBLE c8 C_FLOAT_COMPLEX c16
+C_DOUBLE_COMPLEX c32 C_LONG_DOUBLE_COMPLEX b1 C_BOOL u1 UINT8_T u2 UINT16_T u4 UINT32_T u8 UINT64_T f2
+FLOAT16_T n COUNT N UNSIGNED_LONG p AINT P UNSIGNED_LONG c CHAR a CHAR S CHAR S1 CHAR s CHAR 1s CHAR U WCHAR
+U1 WCHAR u UINT16_T 1u UINT16_T w WCHAR 1w WCHAR M INT64_T M8 INT64_T m INT64_T m8 INT64_T bf16 BFLOAT16_T
+"""
+_words = _C_CODES.split()
+typedict: Final = {code: BY_NAME[name] for code, name in zip(_words[::2], _words[1::2], strict=True)}
+"""Typecodes of `array`, `struct` and numpy, and type strings, to datatypes."""
+
+BY_DTYPE: Final[dict[np.dtype[Any], Datatype]] = {
+    np.dtype(char): typedict[char] for char in "?bhilqBHILQefdgFDG"
+} | {np.dtype("S1"): CHAR, np.dtype("U1"): typedict["U"], BF16: BFLOAT16_T}
+"""Native numpy dtypes to datatypes, as mpi4py finds them from the buffer's format."""

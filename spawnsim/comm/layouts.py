@@ -256,12 +256,6 @@ def repeat(layout: Layout, blocklengths: Ints, displacements: Ints) -> Layout:
     return Layout(offsets, lengths, atoms, repeats, lb, ub - lb, layout.align)
 
 
-# Which arguments `Get_contents` lists as plain integers; all other numbers are large counts (MPI 4.1, table 5.1).
-_PLAIN: Final = {
-    "SUBARRAY": ("ndims", "order"),
-    "DARRAY": ("size", "rank", "ndims", "distribs", "dargs", "psizes", "order"),
-    "F90_REAL": ("p", "r"), "F90_COMPLEX": ("p", "r"), "F90_INTEGER": ("r",),
-}  # fmt: skip
 _LISTS_WITH_LENGTH: Final = ("INDEXED", "HINDEXED", "STRUCT", "INDEXED_BLOCK", "HINDEXED_BLOCK")
 
 
@@ -294,21 +288,13 @@ class Recipe:
         own = self.copied()
         types = own["parameters"].get("datatypes", [own["base"]] if self.base is not None else [])
         numbers = {key: value for key, value in self.parameters.items() if key != "datatypes"}
-        plain = _PLAIN.get(self.name, ())
-        if "ndims" in plain:
-            numbers = self._with_dimensions(numbers)
         if self.name in _LISTS_WITH_LENGTH:
             # MPI's contents begin with the number of blocks, which the constructors here take from the list's length.
             numbers = {"count": len(numbers["displacements"])} | numbers
-        integers = _flat(value for key, value in numbers.items() if key in plain)
-        return integers, [], _flat(value for key, value in numbers.items() if key not in plain), types
-
-    def _with_dimensions(self, numbers: dict[str, Any]) -> dict[str, Any]:
-        count = {"ndims": len(numbers["sizes" if self.name == "SUBARRAY" else "gsizes"])}
-        if self.name == "SUBARRAY":
-            return count | numbers
-        head = {key: numbers[key] for key in ("size", "rank")}
-        return head | count | {key: value for key, value in numbers.items() if key not in head}
+        # All numbers are large counts, but for the number of dimensions and the order (MPI 4.1, table 5.1).
+        plain = [len(numbers["sizes"]), numbers.pop("order")] if self.name == "SUBARRAY" else []
+        counts = [value if isinstance(value, list) else [value] for value in numbers.values()]
+        return plain, [], list(itertools.chain.from_iterable(counts)), types
 
     @cached_property
     def envelope(self) -> tuple[int, int, int, int, int]:
@@ -323,10 +309,6 @@ def _copy(datatype: Any) -> Any:
     return datatype if datatype.is_predefined else type(datatype)(datatype)
 
 
-def _flat(values: Any) -> list[int]:
-    return list(itertools.chain.from_iterable(v if isinstance(v, list) else [v] for v in values))
-
-
 def subarray_layout(
     base: Layout, box: tuple[Sequence[int], Sequence[int], Sequence[int]], order: int
 ) -> Layout:
@@ -339,40 +321,11 @@ def subarray_layout(
     for size, subsize, start in zip(sizes, subsizes, starts, strict=True):
         if subsize < 1 or start < 0 or start + subsize > size:
             raise CallError(ERR_ARG, f"box {start}:{start + subsize} does not fit an axis of {size}")
-    at = _grid(sizes, [np.arange(a, a + n) for a, n in zip(starts, subsizes, strict=True)], order)
-    layout = repeat(base, np.ones(len(at), np.int64), at * base.extent)
-    return layout.resized(0, int(np.prod(sizes)) * base.extent)
-
-
-def _grid(sizes: list[int], picked: list[Ints], order: int) -> Ints:
-    """Return the element displacements of picked indices per axis, in memory order."""
-    # The axis that runs fastest has to come first here, whichever order was asked for.
-    if order == c.ORDER_C:
-        sizes, picked = sizes[::-1], picked[::-1]
+    picked = [np.arange(a, a + n) for a, n in zip(starts, subsizes, strict=True)]
+    axes = list(zip(sizes, picked, strict=True))
     at, stride = np.zeros(1, np.int64), 1
-    for size, indices in zip(sizes, picked, strict=True):
+    for size, indices in axes[::-1] if order == c.ORDER_C else axes:  # the one that runs fastest comes first
         at = (indices[:, None] * stride + at).reshape(-1)
         stride *= size
-    return at
-
-
-def darray_displacements(parameters: dict[str, Any]) -> Ints:
-    """Return the element displacements of one rank's part of a distributed array (MPI 4.1, section 5.1.4)."""
-    psizes, gsizes = parameters["psizes"], parameters["gsizes"]
-    if int(np.prod(psizes)) != parameters["size"]:
-        raise CallError(ERR_ARG, f"a grid of {psizes} ranks does not have {parameters['size']}")
-    coords = [int(n) for n in np.unravel_index(parameters["rank"], psizes)]
-    axes = zip(gsizes, parameters["distribs"], parameters["dargs"], psizes, coords, strict=True)
-    return _grid(list(gsizes), [_owned(*axis) for axis in axes], parameters["order"])
-
-
-def _owned(*axis: int) -> Ints:
-    """Return the indices that one coordinate owns: (axis length, distribution, argument, ranks, coordinate)."""
-    length, distribution, argument, ranks, coordinate = axis
-    everything: Ints = np.arange(length, dtype=np.int64)
-    if distribution == c.DISTRIBUTE_NONE:
-        return everything
-    default = -(-length // ranks) if distribution == c.DISTRIBUTE_BLOCK else 1
-    block = default if argument == c.DISTRIBUTE_DFLT_DARG else argument
-    mine: Ints = everything[everything // block % ranks == coordinate]
-    return mine
+    layout = repeat(base, np.ones(len(at), np.int64), at * base.extent)
+    return layout.resized(0, int(np.prod(sizes)) * base.extent)

@@ -84,7 +84,7 @@ class Capabilities:
         threads: the thread level, such as "multiple".
         devices: where the memory of buffers may lie, in torch's words: "cpu", and "cuda" where GPU tensors are taken.
         missing: launcher flags or settings that would give more, with what each would give.
-        sums: whose order of summation it has: "mpi", or "gloo" (`comm.ring`), where the order depends on the length.
+        sums: whose order of summation it has: "mpi", or "gloo" (`comm.ops`), where the order depends on the length.
     """
 
     backend: str

@@ -5,10 +5,9 @@ from __future__ import annotations
 from typing import Any, Self
 
 from spawnsim.comm.constants import ANY_SOURCE, ANY_TAG, UNDEFINED
-from spawnsim.comm.datatypes import Datatype
+from spawnsim.comm.datatypes import BYTE, Datatype
 from spawnsim.comm.failures import ERR_ARG, SUCCESS, CallError, SpecTypeError
 from spawnsim.comm.handles import integer
-from spawnsim.comm.predefined import BYTE
 
 
 class Status:

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from spawnsim.comm.batching import Batching
+from spawnsim.comm.backends import Batching
 from spawnsim.errors import UsageError
 from spawnsim.training import checks, optimizers
 from spawnsim.training.checks import Reference, row_of

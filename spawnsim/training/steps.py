@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from spawnsim.comm.batching import Batching, batching
+from spawnsim.comm.backends import Batching, batching
 from spawnsim.errors import ParameterError
 from spawnsim.training.checks import EVERY, Reference
 from spawnsim.training.execution import FIRST, Call, Engine, Kind, versions_of

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from spawnsim.comm.batching import register_batching
+from spawnsim.comm.backends import register_batching
 from spawnsim.errors import UsageError
 from spawnsim.virtual import interpreter
 from spawnsim.virtual.engine.event_queue import BATCHED
@@ -52,7 +52,7 @@ WAIT = WaitingForStep()
 
 
 class BatchedCalls:
-    """The parked calls of one run: `comm.batching.Batching` for virtual ranks.
+    """The parked calls of one run: `comm.backends.Batching` for virtual ranks.
 
     Args:
         world: The run.

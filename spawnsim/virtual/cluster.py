@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from greenlet import GreenletExit
 
 from spawnsim.comm.backends import register_world
-from spawnsim.comm.ring import check_order
+from spawnsim.comm.ops import check_order
 from spawnsim.errors import (
     Livelock,
     RankError,

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 from spawnsim import comm
+from spawnsim.comm.datatypes import BY_NAME
 from spawnsim.comm.memory import address, buffer
-from spawnsim.comm.predefined import BY_NAME
 from spawnsim.errors import ParameterError
 
 DATA = np.arange(4.0)
@@ -38,7 +38,7 @@ def test_specifications(spec, expected):
     [
         (3, TypeError, "no buffer"), ("abc", TypeError, "no buffer"), ((DATA,), ValueError, "2 to 4"),
         ([DATA, "zz"], KeyError, "'zz'"), ([DATA, -1], ValueError, "negative count"), ([DATA, 1.5], TypeError, "float"),
-        (DATA[::2], BufferError, "not contiguous"), ([None, 1, comm.INT], ValueError, "None but the count is 1"),
+        (DATA[::2], BufferError, "not contiguous"), ([None, 1, comm.INT], ValueError, "but the buffer has 0"),
         ([DATA, 9], ValueError, "span bytes 0 to 72"), ([DATA, comm.DATATYPE_NULL], ValueError, "cannot infer"),
         ([np.zeros(3, "i4"), "d"], ValueError, "no multiple"), (np.zeros(3, ">f8"), BufferError, "byte order"),
         (np.zeros(2, "i4,f4"), KeyError, "cannot map dtype"), ([DATA, (2, -1)], ValueError, "negative displacement"),

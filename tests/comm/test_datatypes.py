@@ -13,7 +13,7 @@ from support import oracle_types
 
 from spawnsim import comm
 from spawnsim.comm import layouts
-from spawnsim.comm.predefined import BY_NAME, typedict
+from spawnsim.comm.datatypes import BY_NAME, typedict
 
 MPI = SimpleNamespace(**comm.namespace())
 
@@ -62,19 +62,6 @@ def test_struct_is_padded_as_in_c():
     assert (datatype.Get_size(), datatype.Get_extent(), datatype.Get_true_extent()) == (13, (0, 24), (0, 17))
 
 
-def test_darray_parts_tile_the_array():
-    """The parts of all ranks of a distributed array are disjoint and cover it."""
-    grid = {"gsizes": [6, 5], "distribs": [MPI.DISTRIBUTE_BLOCK, MPI.DISTRIBUTE_CYCLIC]}
-    dargs = [MPI.DISTRIBUTE_DFLT_DARG] * 2
-    parts = [MPI.INT.Create_darray(4, rank, dargs=dargs, psizes=[2, 2], **grid) for rank in range(4)]
-    array = np.arange(30, dtype=np.int32)
-    found = np.concatenate(
-        [comm.as_buffer([array, 1, part.Commit()]).pack().view(np.int32) for part in parts]
-    )
-    assert sorted(found.tolist()) == array.tolist()
-    assert parts[0].Get_extent() == (0, 120)
-
-
 def test_a_freed_type_is_null():
     """Free makes the handle null; a second use is an error."""
     datatype = MPI.INT.Create_contiguous(2)
@@ -101,21 +88,6 @@ def test_types_survive_pickle():
     assert (again.Get_size(), again.Get_extent(), again.committed) == (24, vector.Get_extent(), True)
 
 
-def test_attributes_are_copied_as_their_keyval_says():
-    """Dup asks copy_fn; Free calls delete_fn."""
-    deleted = []
-    plain, copied = comm.Datatype.Create_keyval(), comm.Datatype.Create_keyval(
-        lambda _type, _key, value: value + 1, lambda _type, _key, value: deleted.append(value)
-    )  # fmt: skip
-    first = MPI.INT.Dup()
-    first.Set_attr(plain, 7)
-    first.Set_attr(copied, 10)
-    second = first.Dup()
-    assert (second.Get_attr(plain), second.Get_attr(copied)) == (None, 11)
-    second.Free()
-    assert deleted == [11]
-
-
 def test_pack_and_unpack():
     """Packing follows the layout, at the position given, and back."""
     array, packed = np.arange(6, dtype=np.int32), np.zeros(20, np.uint8)
@@ -125,16 +97,6 @@ def test_pack_and_unpack():
     back = np.zeros(6, np.int32)
     assert column.Unpack(packed, 4, back, None) == 16
     assert back.tolist() == [0, 0, 2, 0, 4, 0]
-
-
-def test_external32_is_big_endian():
-    """The portable form of an integer is big-endian."""
-    packed, back = np.zeros(8, np.uint8), np.zeros(2, np.int32)
-    assert MPI.INT.Pack_external("external32", np.array([1, 2], np.int32), packed, 0) == 8
-    assert packed.tolist() == [0, 0, 0, 1, 0, 0, 0, 2]
-    MPI.INT.Unpack_external("external32", packed, 0, back)
-    assert back.tolist() == [1, 2]
-    assert MPI.LONG.Pack_external_size("external32", 3) == 12
 
 
 def test_packing_beyond_the_buffer_is_truncation():

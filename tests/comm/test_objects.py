@@ -9,9 +9,9 @@ import pytest
 import spawnsim
 from spawnsim import comm
 from spawnsim.comm import constants, failures
+from spawnsim.comm.datatypes import BY_NAME
 from spawnsim.comm.handles import ERRORS_ARE_FATAL
 from spawnsim.comm.packing import Pickle, copied
-from spawnsim.comm.predefined import BY_NAME
 from spawnsim.errors import UnsupportedError
 
 

@@ -7,7 +7,7 @@ import pytest
 
 from spawnsim import comm
 from spawnsim.comm import ops
-from spawnsim.comm.predefined import BY_NAME
+from spawnsim.comm.datatypes import BY_NAME
 
 nan = float("nan")
 

@@ -8,9 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from spawnsim.comm.ops import MAX, PROD, SUM
-from spawnsim.comm.predefined import DOUBLE, FLOAT, INT
-from spawnsim.comm.ring import combined, depends_on_order, reduce_ring, ring_block
+from spawnsim.comm.datatypes import DOUBLE, FLOAT, INT
+from spawnsim.comm.ops import MAX, PROD, SUM, combined, depends_on_order, reduce_ring, ring_block
 
 MIB = 1 << 20
 

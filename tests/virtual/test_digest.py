@@ -18,9 +18,9 @@ import pytest
 import torch
 
 import spawnsim
+from spawnsim.comm.datatypes import BYTE, DOUBLE
 from spawnsim.comm.layouts import BF16
 from spawnsim.comm.ops import NO_OP
-from spawnsim.comm.predefined import BYTE, DOUBLE
 from spawnsim.record import Recorder
 from spawnsim.scenario import Scenario
 from spawnsim.virtual import digest as digests

@@ -21,8 +21,8 @@ from mpi4py import MPI
 from numpy.typing import NDArray
 
 from spawnsim.comm.buffers import as_buffer
+from spawnsim.comm.datatypes import NAMED
 from spawnsim.comm.ops import SUM, Op, reduce_tree_in_place
-from spawnsim.comm.predefined import NAMED
 from spawnsim.real.mpi.abortable import abortable, make_detached
 from spawnsim.real.mpi.runtime import CommCore, MPIRuntime
 from spawnsim.real.mpi.translation import parameter_names, peer

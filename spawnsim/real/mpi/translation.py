@@ -21,13 +21,12 @@ from mpi4py import MPI
 
 from spawnsim.comm import constants as ours
 from spawnsim.comm import failures
-from spawnsim.comm.datatypes import Datatype
+from spawnsim.comm.datatypes import BFLOAT16_T, BY_NAME, NAMED, Datatype
 from spawnsim.comm.group import Group
 from spawnsim.comm.handles import Errhandler, Info, integer
 from spawnsim.comm.layouts import BF16
 from spawnsim.comm.ops import BY_NAME as OPS
 from spawnsim.comm.ops import Op
-from spawnsim.comm.predefined import BFLOAT16_T, BY_NAME, NAMED
 from spawnsim.errors import RankFailed, Revoked, SpawnsimError, UnsupportedError, WorldError
 from spawnsim.real.launch.launchers import cuda_aware
 

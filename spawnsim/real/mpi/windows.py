@@ -18,11 +18,10 @@ import numpy as np
 from mpi4py import MPI
 
 from spawnsim.comm.constants import LOCK_EXCLUSIVE
-from spawnsim.comm.datatypes import Datatype
+from spawnsim.comm.datatypes import NAMED, Datatype
 from spawnsim.comm.handles import integer
 from spawnsim.comm.layouts import BF16
 from spawnsim.comm.ops import SUM
-from spawnsim.comm.predefined import NAMED
 from spawnsim.errors import UnsupportedError
 from spawnsim.real.mpi import translation
 from spawnsim.real.mpi.abortable import make_collectively, run_detached

@@ -19,13 +19,13 @@ import numpy as np
 
 from spawnsim.comm.buffers import Buffer, as_buffer, as_target
 from spawnsim.comm.constants import LOCK_EXCLUSIVE, PROC_NULL, of_mpi4py
+from spawnsim.comm.datatypes import BY_NAME as TYPES
 from spawnsim.comm.datatypes import Datatype
 from spawnsim.comm.failures import ERR_RANK, CallError
 from spawnsim.comm.handles import integer
 from spawnsim.comm.memory import as_bytes
 from spawnsim.comm.ops import BY_NAME as OPS
 from spawnsim.comm.ops import SUM, Op
-from spawnsim.comm.predefined import BY_NAME as TYPES
 from spawnsim.errors import ParameterError, Timeout, UnsupportedError
 from spawnsim.real.runtime.requests import RealRequest
 from spawnsim.real.runtime.rma_sync import WindowSync, window_comm

@@ -143,7 +143,7 @@ class World:
     checkpoints: Any = None  # `checkpoints.Checkpoints`
     crashes: Any = None  # `faults.injection.Crashes`
     cores: Any = None  # `cores.Cores`, if ranks share them
-    sums: str = "mpi"  # in whose order communicators sum: one of `comm.ring.ORDERS`
+    sums: str = "mpi"  # in whose order communicators sum: one of `comm.ops.ORDERS`
     batching: Any = None  # `batching.BatchedCalls`
 
     def __post_init__(self) -> None:

@@ -16,7 +16,7 @@ from typing import Any, NoReturn
 
 import numpy as np
 
-from spawnsim.comm import ops, ring
+from spawnsim.comm import ops
 from spawnsim.errors import MismatchError
 from spawnsim.models.collectives import CollectivePlan, Edges, Finish
 from spawnsim.phantoms import is_phantom
@@ -281,7 +281,7 @@ class CollectiveInstance:
         call = self.calls[me]
         assert call is not None
         if self._as_allreduce_of_gloo(call):
-            return ring.combined(self.parts(me), call.op, call.datatype)
+            return ops.combined(self.parts(me), call.op, call.datatype)
         return ops.reduce_tree(self.parts(me), call.op.merging(call.datatype))
 
     def _as_allreduce_of_gloo(self, call: Call) -> bool:
@@ -290,7 +290,7 @@ class CollectiveInstance:
     def sums_as_gloo(self, op: ops.Op, datatype: Any, part: Any) -> bool:
         """Return whether the order of a sum is gloo's, and makes a difference."""
         as_gloo = self.context is not None and self.context.sums == "gloo"
-        return as_gloo and ring.depends_on_order(op, datatype) and not is_phantom(part)
+        return as_gloo and ops.depends_on_order(op, datatype) and not is_phantom(part)
 
     def keep(self, me: int) -> None:
         """Take a snapshot of what a rank has lent: it leaves before the collective is over, and may go on to write."""

@@ -472,7 +472,7 @@ class Accesses(Epochs):
         if self._windows.flavor == constants.WIN_FLAVOR_DYNAMIC:
             memory, start = _region(part.regions, displacement)
         try:
-            return locate(memory, datatype, start, (count, 1))
+            return locate(memory, datatype, start, count)
         except ParameterError as error:
             what = f"{operation} to rank {rank} of {self._label}"
             raise CallError(ERR_RMA_RANGE, f"{what}: {error}") from None

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from spawnsim.comm import ops, ring
+from spawnsim.comm import ops
 from spawnsim.comm.buffers import Buffer, Vector, as_buffer
 from spawnsim.comm.constants import is_in_place
 from spawnsim.comm.failures import ERR_COUNT, ERR_TYPE, ArgumentError
@@ -248,7 +248,7 @@ def reduce(sendbuf: Any, recvbuf: Any, op: Op, *, root: int, me: int) -> Call:
         if rank != root:
             return None
         if instance.sums_as_gloo(op, datatype, call.part):
-            return ring.combined(instance.parts(rank), op, datatype, rooted=True)
+            return ops.combined(instance.parts(rank), op, datatype, rooted=True)
         return ops.reduce_to_root(instance.parts(rank), op.merging(datatype), first)
 
     call.root, call.outcome = root, outcome

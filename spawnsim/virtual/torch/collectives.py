@@ -1,7 +1,7 @@
 """What each collective of torch.distributed brings, and what it makes of what all have brought.
 
 A contribution is the bytes of a tensor (or a list of them), so that the digest covers it and a faulty link can damage
-it. A reduction is made once for all ranks, in the tensors' own type, and in gloo's order (`comm.ring`).
+it. A reduction is made once for all ranks, in the tensors' own type, and in gloo's order (`comm.ops`).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch.distributed import ReduceOp
 from torch.utils._python_dispatch import _disable_current_modes
 
 from spawnsim.comm import ops
-from spawnsim.comm.ring import reduce_ring, ring_block
+from spawnsim.comm.ops import reduce_ring, ring_block
 from spawnsim.errors import UnsupportedError, UsageError
 from spawnsim.virtual.mpi.instance import Call, CollectiveInstance
 

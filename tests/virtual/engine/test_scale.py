@@ -15,8 +15,8 @@ import spawnsim
 from spawnsim import TrainingStep
 from spawnsim.comm import IN_PLACE, ops
 from spawnsim.comm.buffers import Buffer
+from spawnsim.comm.datatypes import BY_DTYPE, DOUBLE_INT
 from spawnsim.comm.layouts import BF16
-from spawnsim.comm.predefined import BY_DTYPE, DOUBLE_INT
 from spawnsim.errors import Timeout
 from spawnsim.policies import OneSidedSelectiveAveragingPolicy
 from spawnsim.virtual.engine.event_queue import EventQueue

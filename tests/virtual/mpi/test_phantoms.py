@@ -218,7 +218,7 @@ def test_the_short_way(monkeypatch):
         assert type(spec) is list
         return buffers.as_buffer(spec, **how)
 
-    monkeypatch.setattr(buffers, "general", taken_apart)
+    monkeypatch.setattr(buffers, "_parts", taken_apart)
     monkeypatch.setattr(payload, "as_buffer", as_buffer)
 
     def main(comm, make):

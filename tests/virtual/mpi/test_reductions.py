@@ -8,7 +8,7 @@ from support.virtual_run import run
 
 import spawnsim
 from spawnsim import PhantomArray
-from spawnsim.comm import ops, ring
+from spawnsim.comm import ops
 from spawnsim.errors import ParameterError
 from spawnsim.virtual.mpi import semantics
 from spawnsim.virtual.mpi.instance import CollectiveInstance
@@ -181,8 +181,8 @@ def test_ranks_that_sum_as_gloo(ranks):
     """Also on communicators made of the first; whole numbers, and calls that gloo lacks, are summed as ever."""
     parts = [contribution(rank) for rank in range(ranks)]
     expected = {
-        "Allreduce": ring.combined(parts, MPI.SUM, MPI.DOUBLE),
-        "Reduce": ring.combined(parts, MPI.SUM, MPI.DOUBLE, rooted=True),
+        "Allreduce": ops.combined(parts, MPI.SUM, MPI.DOUBLE),
+        "Reduce": ops.combined(parts, MPI.SUM, MPI.DOUBLE, rooted=True),
         "Reduce_scatter": in_the_end(ranks),
     }
 
