@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import inspect
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -144,7 +143,7 @@ def trained(path: Path) -> columnar.Training:
 
 
 def _called(kind: Any, given: dict[str, Any]) -> Any:
-    takes = [name for name in inspect.signature(kind).parameters if name != "model_builder"]
+    takes = [name for name in kind.parameters() if name != "model_builder"]
     unknown = [name for name in given if name not in takes and name != "model_builder"]
     if unknown:
         hint = nearest(unknown[0], takes)

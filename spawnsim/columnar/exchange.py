@@ -13,8 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from spawnsim.columnar.decisions import Decision, Members
-from spawnsim.columnar.rows import WEIGHTS, Rows
+from spawnsim.columnar.rows import WEIGHTS, Members, Rows
 from spawnsim.errors import UnsupportedError
 from spawnsim.policies import (
     AsyncSelectiveAveragingPolicy,
@@ -23,6 +22,7 @@ from spawnsim.policies import (
     SpawnPolicy,
 )
 from spawnsim.policies.exchange.replacement import Contribution, mixture, nonfinite_donors, normalized
+from spawnsim.policies.rules.donors import Decision
 from spawnsim.policies.state.arithmetic import with_momentum
 from spawnsim.policies.state.layout import StateScope
 from spawnsim.policies.state.outer import OuterSGD

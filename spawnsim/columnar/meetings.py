@@ -7,14 +7,12 @@ collectives a policy makes, and in which order, is written in its turn here; tes
 
 from __future__ import annotations
 
-import math
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
 
 import numpy as np
 
 from spawnsim import random
-from spawnsim.columnar.decisions import Decision, Mask, Reports, check_rules, decide
 from spawnsim.columnar.durations import Streams
 from spawnsim.columnar.models import Models
 from spawnsim.columnar.transfers import Cards, exchange
@@ -32,7 +30,8 @@ from spawnsim.policies import (
 )
 from spawnsim.policies.exchange.coordinator import ExchangeOptions
 from spawnsim.policies.exchange.messages import HEADER_NBYTES
-from spawnsim.policies.rules.donors import how_many
+from spawnsim.policies.rules.donors import Decision, Rules, decide, how_many
+from spawnsim.policies.rules.selection import Mask, Reports
 
 # Algorithms with a step for each rank: a million steps of a million ranks are more than anybody waits for.
 STEPWISE = ("ring", "pairwise", "linear", "chain", "scatter_ring")
@@ -272,7 +271,7 @@ class SelectiveTurn(Turn):
         super().__init__(policy, group, nbytes)
         _check_selective(policy, group.platform)
         self.rules, self._policy = policy.rules, policy
-        self._cooldown, self._coordinator = policy._cooldown, policy.wiring.coordinator
+        self._cooldown, self._coordinator = policy.cooldown, policy.wiring.coordinator
         self._last_trigger = -self._cooldown
         self._seed, self._bulk = seed, streams == "bulk"
         self._donors: dict[int, np.random.Generator] = {}
@@ -306,10 +305,7 @@ class SelectiveTurn(Turn):
 
     def _decide(self, iteration: int, reports: Reports, leader: int) -> Decision:
         if iteration - self._last_trigger < self._cooldown:
-            nobody = np.empty(0, np.int64)
-            return Decision(
-                iteration, len(reports.ranks), math.nan, math.nan, nobody, nobody, nobody, np.empty(0)
-            )
+            return Decision(iteration, len(reports))
         rng = self._donors.get(leader)
         if rng is None:
             rng = self._donors[leader] = random.generator(self._seed, leader, "donors")
@@ -437,7 +433,7 @@ def _check_outer(policy: OuterOptimizerPolicy) -> None:
 
 def _check_selective(policy: AsyncSelectiveAveragingPolicy, platform: Platform) -> None:
     """Raise `UnsupportedError` for what selective replacement in lockstep has not."""
-    check_rules(policy.rules)
+    _check_rules(policy.rules)
     plain, wiring = ExchangeOptions(), policy.wiring
     refused = [
         (policy.replacement.explore is not None, "explore", "there are no models to change"),
@@ -454,3 +450,23 @@ def _check_selective(policy: AsyncSelectiveAveragingPolicy, platform: Platform) 
     for is_so, what, why in refused:
         if is_so:
             raise UnsupportedError(f"columnar: {type(policy).__name__} with {what} cannot run: {why}")
+
+
+def _check_rules(rules: Rules) -> None:
+    """Raise `UnsupportedError` for rules that have no form over columns."""
+    refused = [
+        (not hasattr(rules.selection, "columns"), f"selection={_name(rules.selection)}"),
+        (not hasattr(rules.donors, "columns"), f"donors={_name(rules.donors)}"),
+        (rules.mixing is not None, f"mixing={_name(rules.mixing)}"),
+        (rules.strategy == "reset_weights", "averaging_strategy='reset_weights'"),
+    ]
+    for is_so, what in refused:
+        if is_so:
+            raise UnsupportedError(
+                f"columnar: {what} has no form over columns: it decides on one object a rank. "
+                "Run the policy on virtual ranks, or give it a method `columns` as `rules.selection.WorstRatio` has"
+            )
+
+
+def _name(value: object) -> str:
+    return getattr(value, "__qualname__", type(value).__qualname__)

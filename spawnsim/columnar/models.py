@@ -14,11 +14,12 @@ import numpy as np
 import torch
 
 from spawnsim import random
-from spawnsim.columnar.decisions import Decision, Members
 from spawnsim.columnar.exchange import GlobalWeights
+from spawnsim.columnar.rows import Members
 from spawnsim.errors import ParameterError
 from spawnsim.models.network.cost import Floats
 from spawnsim.policies import AsyncSelectiveAveragingPolicy, AverageAllPolicy, OuterOptimizerPolicy
+from spawnsim.policies.rules.donors import Decision
 from spawnsim.record.recorder import document
 from spawnsim.virtual.digest import checksum
 

@@ -11,11 +11,13 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from spawnsim.training.optimizers import STEP, Rule
 
 ALIGN_NBYTES = 64  # each row begins on a cache line, so that results do not depend on which row it is
+Members = NDArray[np.int64] | slice  # which ranks take part: an index into columns over all ranks
 WEIGHTS, GRADIENT = "weights", "gradient"
 
 

@@ -8,7 +8,6 @@ whoever asks for them (`on_round`).
 from __future__ import annotations
 
 import hashlib
-import inspect
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, is_dataclass
@@ -19,7 +18,6 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from spawnsim import random
-from spawnsim.columnar.decisions import Decision, Mask
 from spawnsim.columnar.durations import STREAMS, Durations, Streams
 from spawnsim.columnar.meetings import Group, Turn, turn_of
 from spawnsim.columnar.models import Models, Numbers, Quality, RandomWalk
@@ -36,7 +34,8 @@ from spawnsim.policies import (
     SpawnPolicy,
     StateScope,
 )
-from spawnsim.policies.rules.selection import selection_for
+from spawnsim.policies.rules.donors import Decision
+from spawnsim.policies.rules.selection import Mask, selection_for
 from spawnsim.record import folder, manifest
 from spawnsim.record.recorder import Recorder, document, vars_of
 from spawnsim.record.table import Table
@@ -368,8 +367,7 @@ def _made_of(policy: SpawnPolicy) -> dict[str, Any]:
     held = [own, *[vars_of(each) for each in own.values() if is_dataclass(each)]]
     # Of what it holds these alone: it counts, too.
     kinds = [kind for kind in type(policy).__mro__ if issubclass(kind, SpawnPolicy)]
-    names = dict.fromkeys(name for kind in kinds for name in inspect.signature(kind).parameters)
-    found = {name: part[name] for name in names for part in reversed(held) if name in part}
+    found = {name: part[name] for name in policy.parameters() for part in reversed(held) if name in part}
     # None, as it was given, where other parameters tell it: what only one of two runs has is taken for no difference.
     if policy.cadence == Every(policy.average_every, at_zero=isinstance(policy, AverageAllPolicy)):
         found["cadence"] = None

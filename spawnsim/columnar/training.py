@@ -17,7 +17,6 @@ import torch
 from torch import Tensor, nn
 
 from spawnsim.columnar import exchange
-from spawnsim.columnar.decisions import Decision, Members
 from spawnsim.columnar.models import Models
 from spawnsim.columnar.program import (
     Generators,
@@ -32,7 +31,7 @@ from spawnsim.columnar.program import (
     told_of,
     version,
 )
-from spawnsim.columnar.rows import WEIGHTS, at
+from spawnsim.columnar.rows import WEIGHTS, Members, at
 from spawnsim.errors import ParameterError, UnsupportedError, UsageError
 from spawnsim.models.network.cost import Floats
 from spawnsim.policies import (
@@ -41,6 +40,7 @@ from spawnsim.policies import (
     OuterOptimizerPolicy,
     SpawnPolicy,
 )
+from spawnsim.policies.rules.donors import Decision
 from spawnsim.policies.state.layout import Layout, StateScope, collect
 from spawnsim.random import WORLD, Streams, seeded
 from spawnsim.record.recorder import document

@@ -13,9 +13,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from spawnsim.columnar.decisions import Decision
 from spawnsim.models.network.cost import Floats, Ints, Network
 from spawnsim.policies.exchange.messages import HEADER_NBYTES
+from spawnsim.policies.rules.donors import Decision
 from spawnsim.virtual.engine.completion import SLACK
 
 FEW = 64  # items of one queue that are taken place by place, all queues at once; longer queues go one by one

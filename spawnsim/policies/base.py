@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
 import math
 import os
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any, ClassVar, Self
@@ -130,6 +131,7 @@ class SpawnPolicy:
     """
 
     acts_in_every_call: ClassVar[bool] = False
+    option_types: ClassVar[tuple[type, ...]] = ()  # whose fields are further arguments of the constructor
     paper: ClassVar[str] = ""  # where the rule was published, for `spawnsim list policies`
     promises: tuple[str, ...] = ()
     _draining = False
@@ -146,7 +148,6 @@ class SpawnPolicy:
         self.average_every = int(average_every)
         self.num_replacements = 0
         self.timing: dict[str, list[float]] = timing if timing is not None else {}
-        self.captured: dict[str, int] = {}
         self.idle_info = blank_info("none", self.average_every)
         self._group: Any = None
         self._comm: Comm | None = None
@@ -400,40 +401,19 @@ class SpawnPolicy:
         """
         self.timing.setdefault(step, []).append(seconds)
 
-    def capture_comm(self, name: str, size: int) -> None:
-        """Note the size of a communicator, for `print_stats`.
-
-        Args:
-            name: under which it is printed.
-            size: its number of ranks.
-        """
-        self.captured[name] = int(size)
-
-    def print_time(self) -> dict[str, dict[str, float]]:
-        """Log how long each step took, and print it as a table.
+    @classmethod
+    def parameters(cls) -> list[str]:
+        """Return the names of all arguments that the constructor takes, those of option objects among them.
 
         Returns:
-            By step: "calls", "total_s" and "mean_s", in seconds.
+            The class's own first, then its bases'.
         """
-        summary = {
-            step: {"calls": len(each), "total_s": sum(each), "mean_s": sum(each) / len(each)}
-            for step, each in self.timing.items()
-            if each
-        }
-        _print_table(f"{type(self).__name__}: time", summary)
-        return summary
-
-    def print_stats(self) -> dict[str, float]:
-        """Log this policy's counters, and print them as a table.
-
-        Returns:
-            `stats`, and the sizes of the communicators that were noted.
-        """
-        stats = self.stats | {f"comm/{name}": float(size) for name, size in self.captured.items()}
-        _print_table(
-            f"{type(self).__name__}: counts", {name: {"value": value} for name, value in stats.items()}
-        )
-        return stats
+        names: dict[str, None] = {}
+        for kind in (each for each in cls.__mro__ if issubclass(each, SpawnPolicy)):
+            taken = inspect.signature(kind).parameters.values()
+            names |= dict.fromkeys(each.name for each in taken if each.kind is not each.VAR_KEYWORD)
+            names |= dict.fromkeys(field.name for options in kind.option_types for field in fields(options))
+        return list(names)
 
     @property
     def stats(self) -> dict[str, float]:
@@ -481,14 +461,3 @@ def _holds_arrays(value: Any) -> bool:
         value = list(value.values())
     members = value if isinstance(value, (list, tuple)) else [value]
     return any(isinstance(each, (torch.Tensor, np.ndarray)) for each in members)
-
-
-def _print_table(title: str, rows: dict[str, dict[str, float]]) -> None:
-    columns = list(next(iter(rows.values()), {}))
-    lines = [f"{title:<40}" + "".join(f"{column:>14}" for column in columns)]
-    lines += [
-        f"{name:<40}" + "".join(f"{row[column]:>14.6g}" for column in columns) for name, row in rows.items()
-    ]
-    table = "\n".join(lines)
-    logger.info("%s", table)
-    print(table)  # noqa: T201  print_time and print_stats are asked for by name

@@ -20,6 +20,7 @@ from spawnsim.errors import ParameterError, WorldError
 from spawnsim.policies.base import Info
 from spawnsim.policies.exchange.endpoint import Endpoint, ProgressEngine
 from spawnsim.policies.exchange.messages import Kind, Message
+from spawnsim.policies.options import OuterOptions
 from spawnsim.policies.outer_optimizer import GlobalWeightsPolicy
 from spawnsim.policies.state.arithmetic import META, as_memory, as_tensor, new_memory, phantom_memory
 from spawnsim.policies.state.layout import assign
@@ -110,16 +111,14 @@ class DecoupledDiLoCoPolicy(GlobalWeightsPolicy):
 
     Args:
         average_every: H, iterations in which each fragment has one turn; a multiple of `fragments`.
-        fragments: P.
         quorum: K, ranks that must have pushed a fragment before it is merged.
         grace: γ, at least 0: how much of the time that is left the window takes.
         overlap: τ, iterations in which a merge is to be done.
         tokens: a step's number of tokens on this rank.
-        lr: the outer learning rate. The authors publish none: these are DiLoCo's.
-        momentum: the outer momentum, Nesterov's.
         plain: name of a tensor → whether its differences take the plain mean; by default embeddings.
         tag: of the messages; two policies at once need two.
-        how: `fragmenter`, `travels`, `timing` as in `GlobalWeightsPolicy`.
+        how: `timing` and `options.OuterOptions`: P is `fragments`. The authors publish no outer learning rate and
+            momentum: the defaults are DiLoCo's.
 
     Raises:
         ParameterError: an argument is out of range.
@@ -128,33 +127,27 @@ class DecoupledDiLoCoPolicy(GlobalWeightsPolicy):
 
     paper = "arXiv 2604.21428"
     newcomers_only = True
+    usual = OuterOptions(fragments=24, fragmenter="greedy")
+    refused = ("compression", "feedback", "cadence")
 
     def __init__(
         self,
         average_every: int = 24,
         *,
-        fragments: int = 24,
-        fragmenter: Any = "greedy",
         quorum: int = 1,
         grace: float = 1.0,
         overlap: int = 2,
         tokens: float = 1.0,
-        lr: float = 0.7,
-        momentum: float = 0.9,
         plain: Callable[[str], bool] = lambda name: "embed" in name,
         tag: int = 7411,
         **how: Any,
     ) -> None:
-        if {"compression", "feedback", "cadence"} & set(how):
-            raise ParameterError("DecoupledDiLoCoPolicy pushes fragments as they are, at equal intervals")
         if not (quorum >= 1 and grace >= 0 and overlap >= 0 and tokens > 0):
             raise ParameterError(
                 f"quorum={quorum!r}, grace={grace!r}, overlap={overlap!r}, tokens={tokens!r}: "
                 "give quorum >= 1, grace >= 0, overlap >= 0, tokens > 0"
             )
-        super().__init__(
-            average_every, rule=OuterSGD(lr, momentum), fragments=fragments, fragmenter=fragmenter, **how
-        )
+        super().__init__(average_every, **how)
         self.quorum, self.grace, self.overlap, self.tokens = int(quorum), grace, overlap, float(tokens)
         self.plain, self.tag = plain, tag
         self._learner: Learner | None = None

@@ -21,7 +21,7 @@ class EASGDPolicy(GlobalWeightsPolicy):
     Args:
         average_every: τ, iterations from one round to the next.
         moving_rate: β = α·ranks, from 0 to 1.
-        how: `compression`, `feedback`, `travels`, `cadence`, `timing` as in `GlobalWeightsPolicy`.
+        how: `compression`, `feedback`, `travels`, `cadence`, `timing` as in `OuterOptimizerPolicy`.
 
     Raises:
         ParameterError: an argument is out of range.
@@ -31,6 +31,8 @@ class EASGDPolicy(GlobalWeightsPolicy):
 
     paper = "arXiv 1412.6651"
     promises = ("range", "progress")
+
+    refused = ("lr", "momentum", "nesterov", "sign", "clip", "fragments", "fragmenter")
 
     def __init__(self, average_every: int = 10, *, moving_rate: float = 0.9, **how: Any) -> None:
         if not 0 <= moving_rate <= 1:

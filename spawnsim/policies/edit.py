@@ -16,10 +16,11 @@ import torch
 from spawnsim.comm import Comm
 from spawnsim.errors import ParameterError, WorldError
 from spawnsim.policies.base import Info
+from spawnsim.policies.options import OuterOptions
 from spawnsim.policies.outer_optimizer import GlobalWeightsPolicy
 from spawnsim.policies.rules.merging import OutlierFilter, clip_scale, norm_softmax
 from spawnsim.policies.state.layout import assign
-from spawnsim.policies.state.outer import Fragment, OuterSGD
+from spawnsim.policies.state.outer import Fragment
 
 PATIENCE = 10  # intervals for which a rank that has ended waits for the next round of the others
 
@@ -38,11 +39,9 @@ class EDiTPolicy(GlobalWeightsPolicy):
     Args:
         average_every: H, iterations from one round to the next.
         every_s: seconds of `comm.clock` between rounds, in place of `average_every`; None counts iterations.
-        lr: the outer learning rate.
-        momentum: the outer momentum.
         clip: the largest norm of a block's merged difference, above 0.
         outliers: makes what judges the norms of a block; see `rules.merging.OutlierFilter`.
-        how: `compression`, `feedback`, `travels`, `timing` as in `GlobalWeightsPolicy`.
+        how: `lr`, `momentum`, `compression`, `feedback`, `travels`, `timing` as in `OuterOptimizerPolicy`.
 
     Raises:
         ParameterError: an argument is out of range.
@@ -52,18 +51,19 @@ class EDiTPolicy(GlobalWeightsPolicy):
 
     paper = "arXiv 2412.07210"
 
+    usual = OuterOptions(momentum=0.8, fragments=0)
+    refused = ("fragments", "fragmenter")
+
     def __init__(
         self,
         average_every: int = 10,
         *,
         every_s: float | None = None,
-        lr: float = 0.7,
-        momentum: float = 0.8,
         clip: float = 10.0,
         outliers: Callable[[], OutlierFilter] = OutlierFilter,
         **how: Any,
     ) -> None:
-        super().__init__(average_every, rule=OuterSGD(lr, momentum), fragments=0, **how)
+        super().__init__(average_every, **how)
         if not (clip > 0 and (every_s is None or every_s > 0)):
             raise ParameterError(f"clip={clip!r}, every_s={every_s!r}: give numbers above 0")
         self.every_s, self.clip = every_s, clip

@@ -10,12 +10,12 @@ from typing import Any
 import torch
 
 from spawnsim.comm import Comm
-from spawnsim.errors import ParameterError
 from spawnsim.policies.base import Info
+from spawnsim.policies.options import OuterOptions
 from spawnsim.policies.outer_optimizer import GlobalWeightsPolicy
 from spawnsim.policies.state.arithmetic import as_memory
 from spawnsim.policies.state.layout import assign
-from spawnsim.policies.state.outer import FlatFloats, Fragment, OuterSGD
+from spawnsim.policies.state.outer import FlatFloats, Fragment
 from spawnsim.random import WORLD, generator
 
 
@@ -41,11 +41,9 @@ class NoLoCoPolicy(GlobalWeightsPolicy):
 
     Args:
         average_every: H, iterations from one round to the next.
-        lr: η, the outer learning rate.
-        momentum: μ, from 0 to below 1.
         pull: γ, how strongly the slow weights of a pair draw near; None: as `lr`.
         tag: of the messages; two policies at once need two.
-        how: `travels`, `cadence`, `timing` as in `GlobalWeightsPolicy`.
+        how: η and μ, as `lr` and `momentum`; `travels`, `cadence`, `timing` as in `OuterOptimizerPolicy`.
 
     Raises:
         ParameterError: an argument is out of range.
@@ -56,20 +54,14 @@ class NoLoCoPolicy(GlobalWeightsPolicy):
     paper = "arXiv 2506.10911"
     newcomers_only = True
 
+    usual = OuterOptions(momentum=0.5, nesterov=False)
+    refused = ("nesterov", "sign", "clip", "compression", "feedback", "fragments", "fragmenter")
+
     def __init__(
-        self,
-        average_every: int = 50,
-        *,
-        lr: float = 0.7,
-        momentum: float = 0.5,
-        pull: float | None = None,
-        tag: int = 7401,
-        **how: Any,
+        self, average_every: int = 50, *, pull: float | None = None, tag: int = 7401, **how: Any
     ) -> None:
-        if {"compression", "feedback", "fragments", "fragmenter"} & set(how):
-            raise ParameterError("NoLoCoPolicy sends whole models as they are: no compression, no fragments")
-        super().__init__(average_every, rule=OuterSGD(lr, momentum, nesterov=False), **how)
-        self.pull, self.tag = lr if pull is None else float(pull), tag
+        super().__init__(average_every, **how)
+        self.pull, self.tag = self.rule.lr if pull is None else float(pull), tag
         self._theirs: list[FlatFloats] = []
 
     def _join(self, comm: Comm, model: torch.nn.Module) -> bool:

@@ -12,50 +12,31 @@ import math
 from dataclasses import replace
 from typing import Any, ClassVar
 
+import numpy as np
 import torch
 
 from spawnsim.comm import Comm
 from spawnsim.errors import ParameterError
 from spawnsim.policies.base import Info, Result, SpawnPolicy
-from spawnsim.policies.exchange.replacement import (
-    Contribution,
-    Explore,
-    ModelBuilder,
-    Replacement,
-    ReplacementRecord,
-    usable,
-)
+from spawnsim.policies.exchange.replacement import Contribution, ModelBuilder, ReplacementRecord, usable
 from spawnsim.policies.exchange.window_set import OpenWindows, WindowOptions
+from spawnsim.policies.options import SelectionOptions, TravelOptions, split
 from spawnsim.policies.rules.cadence import Cadence, Every
-from spawnsim.policies.rules.donors import (
-    MOST_DONORS,
-    Count,
-    DonorRule,
-    Mixing,
-    Rules,
-    Uniform,
-    choose_donors,
-    default_donors,
-)
+from spawnsim.policies.rules.donors import MOST_DONORS, default_donors, donors_of
 from spawnsim.policies.rules.selection import (
     Age,
     Mode,
-    NanPolicy,
-    Report,
     ReportRounds,
+    Reports,
     ReportTable,
-    Selection,
     admitted,
     behind,
     check_age_range,
     check_cooldown,
-    metric_range,
     selection_for,
-    spare_the_best,
 )
-from spawnsim.policies.state.codecs import Codec
-from spawnsim.policies.state.layout import Collector, ModelAndOptimizer, StateScope
-from spawnsim.policies.state.snapshot import Compression, model_device
+from spawnsim.policies.state.layout import Collector, ModelAndOptimizer
+from spawnsim.policies.state.snapshot import model_device
 
 logger = logging.getLogger(__name__)
 
@@ -78,12 +59,12 @@ class OneSidedSelectiveAveragingPolicy(SpawnPolicy):
         replacement_mode: "age" or "threshold" (both checked at every call), or "worst_ratio".
         group: spawnsim's, mpi4py's or torch's communicator.
         cooldown: iterations for which a replaced rank is not replaced again by metric (None: `average_every`).
-        donors: a donor rule, or a number or share of the candidates, drawn uniformly. By default the best alone for
-            "best_only", which then serves all replaced ranks; else half the group, 8 at most. Candidates have published
-            a snapshot and have a finite metric, and except in mode "age" they are not being replaced themselves.
-        selection: your own rule over the board's reports, checked as in mode "worst_ratio".
+        cadence: when ranks report, in place of `average_every`.
         windows: layout, how often to publish, deadlines.
-        The rest is as in `AsyncSelectiveAveragingPolicy`.
+        how: `donors`, `selection`, `mixing`, `mode`, `nan_policy` of `options.SelectionOptions`; `travels`, `explore`,
+            `compression`, `guard` of `options.TravelOptions`. By default half the group gives, 8 ranks at most.
+            Candidates have published a snapshot and have a finite metric, and except in mode "age" they are not being
+            replaced themselves. A `selection` is checked as in mode "worst_ratio".
     """
 
     paper = "torchgfn"
@@ -96,38 +77,33 @@ class OneSidedSelectiveAveragingPolicy(SpawnPolicy):
     _again = False  # a round that a checkpoint has cut
     _resumed_age: tuple[int, int] | None = None  # from a checkpoint: age and max_age
 
+    option_types = (SelectionOptions, TravelOptions)
+
     # fmt: off
     def __init__(
         self, model_builder: ModelBuilder | None, model: torch.nn.Module | None, average_every: int,
         threshold_metric: float = 0.0, replacement_ratio: float = 0.2, averaging_strategy: str = "mean",
         momentum: float = 0.0, age_range: tuple[int, int] = (50, 150), replacement_mode: str = "age",
-        group: Any = None, *, cooldown: int | None = None, donors: DonorRule | Count = None,
-        selection: Selection | None = None, mixing: Mixing | None = None, cadence: Cadence | None = None,
-        travels: StateScope | None = None, explore: Explore | None = None, mode: Mode = "max",
-        nan_policy: NanPolicy = "worst", windows: WindowOptions | None = None,
-        compression: str | Codec | None = None, timing: dict[str, list[float]] | None = None, guard: bool = True,
+        group: Any = None, *, cooldown: int | None = None, cadence: Cadence | None = None,
+        windows: WindowOptions | None = None, timing: dict[str, list[float]] | None = None, **how: Any,
     ) -> None:
         # fmt: on
         super().__init__(average_every, cadence=cadence, timing=timing)
+        select, travel = split(how, SelectionOptions, TravelOptions)
         threshold = threshold_metric if replacement_mode == "threshold" else None
-        named = selection_for(replacement_mode, ratio=replacement_ratio, threshold=threshold, mode=mode)
-        self.rules = Rules(
-            selection if selection is not None else named, donors if callable(donors) else Uniform(donors),
-            averaging_strategy, mixing, mode, nan_policy,
-        )  # fmt: skip
-        self._by_board = selection is not None or replacement_mode == "worst_ratio"
-        travels = travels if travels is not None else StateScope(optimizer_state="reset")
-        self._collect = Collector(travels, real=False)
-        self.replacement = Replacement(model_builder, averaging_strategy, float(momentum), "replace", travels, explore)
-        Compression(compression)  # refuses what it does not know
-        self.compression, self.guard = compression, bool(guard)
+        named = selection_for(replacement_mode, ratio=replacement_ratio, threshold=threshold, mode=select.mode)
+        self.rules = select.rules(named, averaging_strategy, self.most_donors)
+        self._by_board = select.selection is not None or replacement_mode == "worst_ratio"
+        self.replacement = travel.replacement(model_builder, averaging_strategy, momentum, "replace")
+        self._collect = Collector(self.replacement.travels, real=False)
+        self.compression, self.guard = travel.compression, bool(travel.guard)
         self.windows = windows if windows is not None else WindowOptions()
         self.publishing = Every(self.windows.publish_every or self.average_every)
         self.cooldown = check_cooldown(self.average_every if cooldown is None else cooldown)
         self.threshold_metric, self.replacement_ratio = float(threshold_metric), float(replacement_ratio)
         self.age_range = check_age_range(age_range)
         self.total_iterations = 0
-        self._donors = donors
+        self._donors = select.donors
         self._group = group  # the one that a call without a group means
         self._opened: OpenWindows | None = None
         self._age: Age | None = None
@@ -267,12 +243,12 @@ class OneSidedSelectiveAveragingPolicy(SpawnPolicy):
             raise ParameterError(f"check_policy={check_policy!r}: give 0 (by metric) or 1 (by age)")
         if check_policy:
             return self._age is not None and self.age >= self.max_age
-        return behind(float(local_metric), float(threshold_metric), self.mode)
+        return bool(behind(float(local_metric), float(threshold_metric), self.mode))
 
-    def _selected(self, reports: list[Report]) -> frozenset[int]:
+    def _selected(self, reports: Reports) -> set[int]:
         """Return whom the selection would replace; ages are known to their own rank alone."""
         taking = admitted(reports, self.rules.nan_policy)
-        return spare_the_best(self.rules.selection(taking), taking, self.mode)
+        return set(taking.ranks[self.rules.selected(taking)].tolist())
 
     def _replace(
         self, opened: OpenWindows, iteration: int, whose: ModelAndOptimizer, info: Info, lines: ReportTable,
@@ -285,7 +261,7 @@ class OneSidedSelectiveAveragingPolicy(SpawnPolicy):
         if contributions or self.averaging_strategy == "reset_weights":
             new = self.replacement(*whose, contributions, reference={}, rng=comm.rng("explore"))
             whose, self.unmatched = (new.model, new.optimizer), new.unmatched
-            wait_s, (low, high) = comm.clock.now() - began_s, metric_range(reports)
+            wait_s, (low, high) = comm.clock.now() - began_s, reports.range
             record = ReplacementRecord(
                 iteration, compared if self._by_board else iteration, iteration, info["local_metric"], contributions,
                 low, high, nbytes, wait_s, new.unmatched, self.mode,
@@ -300,7 +276,7 @@ class OneSidedSelectiveAveragingPolicy(SpawnPolicy):
         return whose
 
     def _take(
-        self, opened: OpenWindows, whose: ModelAndOptimizer, lines: ReportTable, reports: list[Report]
+        self, opened: OpenWindows, whose: ModelAndOptimizer, lines: ReportTable, reports: Reports
     ) -> tuple[list[Contribution], int]:
         """Return the contributions of this rank's donors and their bytes; donors have finite metrics."""
         me, out = opened.comm.Get_rank(), {opened.comm.Get_rank()}
@@ -308,12 +284,12 @@ class OneSidedSelectiveAveragingPolicy(SpawnPolicy):
         # says nothing of a model, and where all ranks are of one age there would be no donor at all.
         if self._by_board or self.replacement_mode != "age":
             out |= self._selected(reports).union(lines.ranks[lines.busy].tolist())
-        givers = [report for report in reports if report.rank not in out and math.isfinite(report.metric)]
-        if not givers or self.averaging_strategy == "reset_weights":
+        giving = reports.where(np.isfinite(reports.metrics) & ~np.isin(reports.ranks, [*out]))
+        if not len(giving) or self.averaging_strategy == "reset_weights":
             return [], 0
-        donors, weights = choose_donors(me, givers, self.rules, opened.comm.rng("donors"))
-        taken = opened.snapshots.take(donors, model_device(whose[0]))
-        share = dict(zip(donors, weights, strict=True))
+        _, donors, weights = donors_of(np.array([me]), giving, self.rules, opened.comm.rng("donors"))
+        share = dict(zip(donors.tolist(), weights.tolist(), strict=True))
+        taken = opened.snapshots.take([*share], model_device(whose[0]))
         contributions = [Contribution(donor, got.iteration, share[donor], got.tensors) for donor, got in taken.items()]
         kept = usable(opened.comm, contributions, whose, self.replacement.travels, guard=self.guard)
         return kept, sum(got.nbytes for got in taken.values())

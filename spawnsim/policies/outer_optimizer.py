@@ -6,8 +6,9 @@ FedAvg, BMUF, SlowMo, DiLoCo and MuLoCo are constants of this rule; SparseLoCo a
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 import torch
 
@@ -15,9 +16,10 @@ from spawnsim.comm import Comm
 from spawnsim.errors import ParameterError
 from spawnsim.policies.base import Info, SpawnPolicy
 from spawnsim.policies.exchange.outer_group import OuterGroup, fragments_of
+from spawnsim.policies.options import OuterOptions
 from spawnsim.policies.rules.cadence import Cadence, Every
-from spawnsim.policies.rules.merging import Fragmenter, as_fragmenter
-from spawnsim.policies.state.codecs import Codec, NoCompression, as_codec
+from spawnsim.policies.rules.merging import as_fragmenter
+from spawnsim.policies.state.codecs import NoCompression, as_codec
 from spawnsim.policies.state.difference_codecs import DCT, ErrorFeedback, LowBit, TopK
 from spawnsim.policies.state.layout import (
     ModelAndOptimizer,
@@ -38,15 +40,10 @@ class GlobalWeightsPolicy(SpawnPolicy):
 
     Args:
         average_every: iterations from one round to the next.
-        rule: the outer optimizer.
-        fragments: into how many parts the model is cut, each with a turn of its own in `average_every` iterations;
-            0: one for each block, and all at once.
-        fragmenter: "strided", "sequential", "greedy", or a function: see `rules.merging`.
-        compression: how differences travel: the name of a codec, or a codec; None: uncompressed.
-        feedback: how much of what the codec left out is added to the next difference, from 0 to 1.
-        travels: which tensors have global weights. "reset" forgets the optimizer's state in each round.
+        rule: the outer optimizer, in place of the one that `how` names.
         cadence: when a round is due, in place of `average_every`; the same on all ranks.
         timing: a dictionary to fill with durations in seconds, by step.
+        how: further arguments, see `options.OuterOptions`; `usual` of a class has its defaults.
 
     Attributes:
         outer: the group: `comm`, `live(model)`, its `fragments` and their `mean`; docs/policies.md shows their use.
@@ -61,20 +58,25 @@ class GlobalWeightsPolicy(SpawnPolicy):
     newcomers_only = False
     promises: tuple[str, ...] = ("progress",)
 
+    option_types = (OuterOptions,)
+    usual: ClassVar[OuterOptions] = OuterOptions()
+    refused: ClassVar[tuple[str, ...]] = ()  # arguments that have no meaning in a class
+
     def __init__(
         self,
         average_every: int,
         *,
-        rule: OuterSGD,
-        fragments: int = 1,
-        fragmenter: str | Fragmenter = "strided",
-        compression: str | Codec | None = None,
-        feedback: float = 0.0,
-        travels: StateScope | None = None,
+        rule: OuterSGD | None = None,
         cadence: Cadence | None = None,
         timing: dict[str, list[float]] | None = None,
+        **how: Any,
     ) -> None:
         super().__init__(average_every, timing=timing)
+        given = {**how, "cadence": cadence} if cadence is not None else how
+        if unfit := [name for name in self.refused if name in given]:
+            raise ParameterError(f"{type(self).__name__} takes no {', '.join(unfit)}")
+        options = replace(self.usual, **how)
+        fragments = options.fragments
         if fragments != int(fragments) or fragments < 0 or (fragments and self.average_every % fragments):
             raise ParameterError(
                 f"fragments={fragments!r}: give a whole number that divides average_every={average_every}"
@@ -83,14 +85,13 @@ class GlobalWeightsPolicy(SpawnPolicy):
             raise ParameterError("cadence: fragments take turns at equal intervals; give average_every alone")
         self.fragments, self.period = int(fragments), self.average_every // max(int(fragments), 1)
         self.cadence = cadence if cadence is not None else Every(self.period)
-        self.rule, self.travels = rule, travels or StateScope(frozen=False, buffers=False)
-        if self.travels.with_optimizer:
-            raise ParameterError("optimizer_state: global weights have no optimizer of ranks; reset or keep")
-        cut, codec = as_fragmenter(fragmenter), as_codec(compression)
-        encodes = None if isinstance(codec, NoCompression) else ErrorFeedback(codec, feedback)
+        self.rule = rule if rule is not None else options.rule()
+        self.travels = options.travels or StateScope(frozen=False, buffers=False)
+        cut, codec = as_fragmenter(options.fragmenter), as_codec(options.compression)
+        encodes = None if isinstance(codec, NoCompression) else ErrorFeedback(codec, options.feedback)
         # The same text on all ranks: no addresses of objects.
-        how = f"{rule}, fragments={fragments} {getattr(cut, '__name__', '')}, {name_of(codec)}, feedback={feedback}"
-        settings = f"{type(self).__name__}(every {average_every}, {how})"
+        parts = f"fragments={fragments} {getattr(cut, '__name__', '')}, {name_of(codec)}, feedback={options.feedback}"
+        settings = f"{type(self).__name__}(every {average_every}, {self.rule}, {parts})"
         self.outer = OuterGroup(partial(fragments_of, self.fragments, cut), self.travels, settings, encodes)
         self.num_rounds = self.num_healed = 0
 
@@ -208,13 +209,9 @@ class OuterOptimizerPolicy(GlobalWeightsPolicy):
     Args:
         average_every: H, iterations from one outer step to the next. In iteration 0 (or in `attach`) ranks begin
             together, with the model of the lowest rank.
-        lr: the outer learning rate.
-        momentum: the outer momentum.
-        nesterov: torch.optim.SGD's; else heavy ball.
-        sign: move each weight by lr and the sign of the outer gradient.
         inner_lr: the outer optimizer sees Δ/γ and steps by lr·γ, γ being the inner optimizer's learning rate of the
             moment (of its first group), as SlowMo has it. The same as without, while γ stays what it is.
-        how: `compression`, `feedback`, `travels`, `cadence`, `timing` as in `GlobalWeightsPolicy`.
+        how: `cadence`, `timing` and `options.OuterOptions`, but no fragments.
 
     Raises:
         ParameterError: an argument is out of range.
@@ -225,18 +222,10 @@ class OuterOptimizerPolicy(GlobalWeightsPolicy):
     paper = "arXiv 1602.05629, 1910.00643, 2311.08105, 2505.23725"
     promises = ("equal", "progress")
 
-    def __init__(
-        self,
-        average_every: int,
-        *,
-        lr: float = 0.7,
-        momentum: float = 0.9,
-        nesterov: bool = True,
-        sign: bool = False,
-        inner_lr: bool = False,
-        **how: Any,
-    ) -> None:
-        super().__init__(average_every, rule=OuterSGD(lr, momentum, nesterov, sign), **how)
+    refused = ("fragments", "fragmenter")
+
+    def __init__(self, average_every: int, *, inner_lr: bool = False, **how: Any) -> None:
+        super().__init__(average_every, **how)
         self.inner_lr = inner_lr
 
     def turn(

@@ -19,7 +19,7 @@ import torch
 from spawnsim.comm import Comm
 from spawnsim.errors import ParameterError
 from spawnsim.policies.base import Info, as_metric
-from spawnsim.policies.exchange.coordinator import ExchangeOptions, Outcome
+from spawnsim.policies.exchange.coordinator import Outcome
 from spawnsim.policies.exchange.group_mean import GroupMean
 from spawnsim.policies.exchange.protocol import Exchange
 from spawnsim.policies.exchange.replacement import Explore
@@ -82,9 +82,7 @@ class PopulationBasedTrainingPolicy(AsyncSelectiveAveragingPolicy):
         explore: called as `explore(model, optimizer, rng)` after a rank has taken over.
         settings: names of the optimizer's settings that are taken over; by default those that `explore` changes.
         burn_in: iterations before the first decision.
-        mode: "max" if higher metrics are better, else "min".
-        wiring: quorum, deadlines, coordinator, tag.
-        timing: a dictionary to fill with durations in seconds, by step.
+        how: `mode`, `nan_policy`, `compression`, `guard`, `wiring`, `timing` as in `AsyncSelectiveAveragingPolicy`.
 
     Raises:
         ParameterError: an argument is out of range.
@@ -101,9 +99,7 @@ class PopulationBasedTrainingPolicy(AsyncSelectiveAveragingPolicy):
         explore: Explore | None = None,
         settings: tuple[str, ...] | None = None,
         burn_in: int = 0,
-        mode: Mode = "max",
-        wiring: ExchangeOptions | None = None,
-        timing: dict[str, list[float]] | None = None,
+        **how: Any,
     ) -> None:
         if not 0 < quantile <= 0.5:
             raise ParameterError(f"quantile={quantile!r}: give a share above 0, at most one half")
@@ -111,12 +107,12 @@ class PopulationBasedTrainingPolicy(AsyncSelectiveAveragingPolicy):
         if settings is None:
             settings = tuple(explore.settings) if isinstance(explore, Perturb) else ()
         # Candidates are those that are not replaced: the best quantile of all is a larger share of them.
-        selection, donors = exploit or (None, OneOfBest(quantile / (1 - quantile), mode))
+        selection, donors = exploit or (None, OneOfBest(quantile / (1 - quantile), how.get("mode", "max")))
         self._settings = settings
         super().__init__(
-            None, average_every, quantile, "best_only", cooldown=0, timing=timing, donors=donors, selection=selection,
-            cadence=Every(average_every, start=burn_in), explore=explore, mode=mode, wiring=wiring,
-            travels=StateScope(optimizer_state="copy", settings=settings),
+            None, average_every, quantile, "best_only", cooldown=0, donors=donors, selection=selection,
+            cadence=Every(average_every, start=burn_in), explore=explore,
+            travels=StateScope(optimizer_state="copy", settings=settings), **how,
         )  # fmt: skip
 
     def _take_over(self, exchange: Exchange, outcome: Outcome, info: Info) -> ModelAndOptimizer:
@@ -165,7 +161,7 @@ def greedy_soup(
         The ranks in the soup, in the order in which they were taken; on all ranks.
     """
     live = as_real(collect(model, None, StateScope()))
-    own = goodness(as_metric(evaluate(model)), mode)
+    own = float(goodness(as_metric(evaluate(model)), mode))
     found = np.empty(comm.Get_size())
     comm.Allgather(np.asarray([own]), found)
     order = [int(rank) for rank in np.argsort(-found, kind="stable") if math.isfinite(found[rank])]
@@ -180,7 +176,7 @@ def greedy_soup(
             comm.Bcast(_bytes(tensor), rank)
         mixed = given if not taken else _mixed(kept, given, len(taken))
         assign(live, mixed)
-        verdict = np.asarray([goodness(as_metric(evaluate(model)), mode)])
+        verdict = np.asarray([float(goodness(as_metric(evaluate(model)), mode))])
         comm.Bcast(verdict, 0)
         if verdict[0] >= best:
             best, kept = float(verdict[0]), {name: tensor.clone() for name, tensor in mixed.items()}

@@ -16,44 +16,18 @@ from spawnsim.comm import Comm
 from spawnsim.policies.base import Info, SpawnPolicy
 from spawnsim.policies.exchange.coordinator import ExchangeOptions, Outcome
 from spawnsim.policies.exchange.protocol import Exchange, ShutdownDrain
-from spawnsim.policies.exchange.replacement import (
-    Explore,
-    ModelBuilder,
-    Replacement,
-    ReplacementRecord,
-    Rule,
-)
+from spawnsim.policies.exchange.replacement import ModelBuilder, ReplacementRecord, Rule
+from spawnsim.policies.options import SelectionOptions, TravelOptions, split
 from spawnsim.policies.rules.cadence import Cadence
-from spawnsim.policies.rules.donors import (
-    MOST_DONORS,
-    Count,
-    DonorRule,
-    Mixing,
-    Rules,
-    Uniform,
-    default_donors,
-)
-from spawnsim.policies.rules.selection import (
-    Age,
-    Mode,
-    NanPolicy,
-    Selection,
-    check_age_range,
-    check_cooldown,
-    selection_for,
-)
-from spawnsim.policies.state.codecs import Codec
-from spawnsim.policies.state.layout import ModelAndOptimizer, StateScope, Tensors
+from spawnsim.policies.rules.donors import MOST_DONORS
+from spawnsim.policies.rules.selection import Age, check_age_range, check_cooldown, selection_for
+from spawnsim.policies.state.layout import ModelAndOptimizer, Tensors
 from spawnsim.policies.state.snapshot import Compression
 
 logger = logging.getLogger(__name__)
 
 
-class _WithThreshold(int):
-    """A cooldown that holds only where a threshold is given, as in the original; a plain number always holds."""
-
-
-COOLDOWN = _WithThreshold(200)
+COOLDOWN = 200  # where a threshold is given
 
 
 class AsyncSelectiveAveragingPolicy(SpawnPolicy):
@@ -76,27 +50,20 @@ class AsyncSelectiveAveragingPolicy(SpawnPolicy):
         poll_interval_s: seconds between polls while `shutdown` waits.
         threshold: in mode "worst_ratio", replace only if some rank is worse than this (None: always; infinite: never);
             in mode "threshold", replace exactly the ranks that are worse.
-        cooldown: iterations after a round with replacements in which no other is decided. The default holds where a
-            threshold is given; without one every round replaces, as in the original. A number of your own holds always.
+        cooldown: iterations after a round with replacements in which no other is decided. By default 200 where a
+            threshold is given; without one every round replaces, as in the original.
         timing: a dictionary to fill with durations in seconds, by step.
         replacement_mode: "worst_ratio", "threshold" or "age" (a rank is replaced at the next report when its
             age, drawn from `age_range`, both ends included, has run out).
-        donors: a donor rule, or a number of donors drawn uniformly from the survivors (share if float; 1.0: all). By
-            default the best alone for "best_only", which then gives to all replaced ranks; else all survivors, but 8 at
-            most, so that traffic grows with the group and not with its square (`spawnsim.torchgfn.spawn_policy` takes
-            all, as the original does). More than 8 are averaged in order of arrival, fewer in order of rank.
-        selection, mixing, cadence: your own objects in place of the named ones.
+        cadence: when ranks report, in place of `average_every`.
         rule: "replace": the replaced rank takes the donors' weights as they are, which heals it whatever has become of
             its own. It loses the steps that it took since it asked, one or two as a rule. "delta" adds these, so a rank
             that runs away brings its explosion back (steps that are not finite are dropped).
-        travels: which parts of the state are exchanged, and what becomes of the optimizer's.
-        explore: called as `explore(model, optimizer, rng)` after each replacement of this rank.
-        mode: "max" if higher metrics are better, else "min". nan_policy: "worst", "exclude" or "raise".
         wiring: quorum, deadlines, coordinator, tag.
-        compression: None; "float16" or "bfloat16": float32 and float64 parameters and buffers travel in that type
-            (out of its range: as they are); or another codec's name, or a codec. Sums stay in the models' types.
-        guard: leave out donors whose state holds a NaN, or an infinity that the replaced rank does not have there,
-            with an event "left_out" and a warning; if none is left, the rank goes on with its own weights.
+        how: `donors`, `selection`, `mixing`, `mode`, `nan_policy` of `options.SelectionOptions`; `travels`, `explore`,
+            `compression`, `guard` of `options.TravelOptions`. By default a replaced rank has at most 8 donors; more are
+            averaged in order of arrival, fewer in order of rank. (`spawnsim.torchgfn.spawn_policy` takes all survivors,
+            as the original does.)
     """
 
     paper = "torchgfn"
@@ -105,33 +72,29 @@ class AsyncSelectiveAveragingPolicy(SpawnPolicy):
     acts_in_every_call = True  # others may ask this rank for its model at any time
     promises = ("range",)
 
+    option_types = (SelectionOptions, TravelOptions)
+
     # fmt: off
     def __init__(
         self, model_builder: ModelBuilder | None, average_every: int, replacement_ratio: float = 0.2,
         averaging_strategy: str = "mean", momentum: float = 0.0, poll_interval_s: float = 0.01,
-        threshold: float | None = None, cooldown: int = COOLDOWN, timing: dict[str, list[float]] | None = None, *,
-        replacement_mode: str = "worst_ratio", age_range: tuple[int, int] = (50, 150),
-        donors: DonorRule | Count = None, selection: Selection | None = None, mixing: Mixing | None = None,
-        cadence: Cadence | None = None, rule: Rule = "replace", travels: StateScope | None = None,
-        explore: Explore | None = None, mode: Mode = "max", nan_policy: NanPolicy = "worst",
-        wiring: ExchangeOptions | None = None, compression: str | Codec | None = None, guard: bool = True,
+        threshold: float | None = None, cooldown: int | None = None, timing: dict[str, list[float]] | None = None, *,
+        replacement_mode: str = "worst_ratio", age_range: tuple[int, int] = (50, 150), cadence: Cadence | None = None,
+        rule: Rule = "replace", wiring: ExchangeOptions | None = None, **how: Any,
     ) -> None:
         # fmt: on
         super().__init__(average_every, cadence=cadence, timing=timing)
         self.idle_info["replacement_mode"] = replacement_mode
+        select, travel = split(how, SelectionOptions, TravelOptions)
+        mode = select.mode
         named = selection_for(replacement_mode, ratio=replacement_ratio, threshold=threshold, mode=mode)
-        self.rules = Rules(
-            selection if selection is not None else named, self._donors(donors, averaging_strategy, mode),
-            averaging_strategy, mixing, mode, nan_policy,
-        )  # fmt: skip
-        travels = travels if travels is not None else StateScope(optimizer_state="reset")
-        self.replacement = Replacement(model_builder, averaging_strategy, momentum, rule, travels, explore)
-        Compression(compression)  # refuses what it does not know
-        self.compression, self.guard = compression, bool(guard)
+        self.rules = select.rules(named, averaging_strategy, self.most_donors)
+        self.replacement = travel.replacement(model_builder, averaging_strategy, momentum, rule)
+        self.compression, self.guard = travel.compression, bool(travel.guard)
         self.wiring = wiring if wiring is not None else ExchangeOptions(poll_interval_s=poll_interval_s)
         self.poll_interval_s = self.wiring.poll_interval_s
-        self.cooldown, self.replacement_mode = check_cooldown(cooldown), replacement_mode
-        self._cooldown = 0 if isinstance(cooldown, _WithThreshold) and threshold is None else self.cooldown
+        usual = 0 if threshold is None else COOLDOWN
+        self.cooldown, self.replacement_mode = check_cooldown(usual if cooldown is None else cooldown), replacement_mode
         self.replacement_ratio, self.threshold = float(replacement_ratio), threshold
         self.averaging_strategy, self.momentum, self.mode = averaging_strategy, float(momentum), mode
         self.age_range = check_age_range(age_range)
@@ -173,22 +136,17 @@ class AsyncSelectiveAveragingPolicy(SpawnPolicy):
             return self._take_over(exchange, outcome, info)
         return model, optimizer
 
-    def _donors(self, donors: DonorRule | Count, strategy: str, mode: Mode) -> DonorRule:
-        if donors is None:
-            return default_donors(strategy, mode, self.most_donors)
-        return donors if callable(donors) else Uniform(donors)
-
     def _join(self, comm: Comm) -> Exchange:
         """Begin on a communicator; another one than before (after a recovery) begins anew."""
         travels, resume = self.replacement.travels, self._resume
         exchange = Exchange(
-            comm, self.rules, self.wiring, travels=travels, cooldown=self._cooldown,
+            comm, self.rules, self.wiring, travels=travels, cooldown=self.cooldown,
             guard=self.guard, compression=Compression(self.compression),
         )  # fmt: skip
         exchange.inbox.settled = resume.get("settled", -1)
         exchange.call_s = resume.get("call_s", math.inf)
         if exchange.coordinator is not None:
-            exchange.coordinator.last_trigger = resume.get("last_trigger", -self._cooldown)
+            exchange.coordinator.last_trigger = resume.get("last_trigger", -self.cooldown)
         if self.replacement_mode == "age" and self._age is None:
             self._age = Age(self.age_range, comm.rng("age"))
             self._age.age, self._age.max_age = resume.get("age", (0, self._age.max_age))
@@ -252,8 +210,8 @@ class AsyncSelectiveAveragingPolicy(SpawnPolicy):
             self.warn(comm, sentence, by=comm.Get_rank())
         if self.replacement_mode == "age":
             self.warn_if_all_lived(self.age_range, last + 1, comm)
-        if books is not None and books.counts["cooldown"] and self._cooldown > last:
-            sentence = f"cooldown={self._cooldown} exceeds the {last + 1} iterations: one round replaced ranks"
+        if books is not None and books.counts["cooldown"] and self.cooldown > last:
+            sentence = f"cooldown={self.cooldown} exceeds the {last + 1} iterations: one round replaced ranks"
             self.warn(comm, f"{sentence}, {books.counts['cooldown']} later ones none", by=comm.Get_rank())
 
     @property

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
 from typing import Any
 
 import torch
 
 from spawnsim.comm import Comm
-from spawnsim.errors import ParameterError
 from spawnsim.policies.base import Info
 from spawnsim.policies.exchange.group_mean import GroupMean
+from spawnsim.policies.options import OuterOptions
 from spawnsim.policies.outer_optimizer import GlobalWeightsPolicy
 from spawnsim.policies.state.arithmetic import META
 from spawnsim.policies.state.difference_codecs import RandomMask
 from spawnsim.policies.state.layout import Tensors, assign
-from spawnsim.policies.state.outer import OuterSGD
 
 
 class SPARTAPolicy(GlobalWeightsPolicy):
@@ -26,7 +26,7 @@ class SPARTAPolicy(GlobalWeightsPolicy):
     Args:
         average_every: iterations from one round to the next.
         share: of the weights, that are averaged in a round, above 0 and at most 1.
-        how: `travels`, `cadence`, `timing` as in `GlobalWeightsPolicy`.
+        how: `travels`, `cadence`, `timing` as in `OuterOptimizerPolicy`.
 
     Raises:
         ParameterError: an argument is out of range.
@@ -38,10 +38,11 @@ class SPARTAPolicy(GlobalWeightsPolicy):
     newcomers_only = True
     promises = ("range", "progress")
 
+    usual = OuterOptions(1.0, 0.0)
+    refused = tuple(field.name for field in fields(OuterOptions) if field.name != "travels")
+
     def __init__(self, average_every: int = 1, *, share: float = 0.005, **how: Any) -> None:
-        if {"compression", "feedback", "fragments", "fragmenter"} & set(how):
-            raise ParameterError("SPARTAPolicy sends weights as they are: no compression, no fragments")
-        super().__init__(average_every, rule=OuterSGD(1.0, 0.0), **how)
+        super().__init__(average_every, **how)
         self.share = RandomMask(share).share
         self._mean: GroupMean | None = None
         self._picked: Tensors = {}

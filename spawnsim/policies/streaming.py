@@ -14,13 +14,11 @@ import torch
 from spawnsim.errors import ParameterError, WorldError
 from spawnsim.policies.base import Info
 from spawnsim.policies.exchange.outer_group import Mean
+from spawnsim.policies.options import OuterOptions
 from spawnsim.policies.outer_optimizer import GlobalWeightsPolicy
-from spawnsim.policies.state.codecs import Codec
 from spawnsim.policies.state.difference_codecs import LowBit
 from spawnsim.policies.state.layout import Tensors, assign
-from spawnsim.policies.state.outer import FlatFloats, Fragment, OuterSGD
-
-FOUR_BITS = LowBit(4)
+from spawnsim.policies.state.outer import FlatFloats, Fragment
 
 
 class StreamingDiLoCoPolicy(GlobalWeightsPolicy):
@@ -32,13 +30,9 @@ class StreamingDiLoCoPolicy(GlobalWeightsPolicy):
 
     Args:
         average_every: H, iterations in which each fragment has one turn; a multiple of `fragments`.
-        fragments: P.
         overlap: τ, iterations from sending to using, less than `average_every`; 0 waits at once.
         blend: α, the share of its own weights that a rank keeps, from 0 to 1.
-        lr: the outer learning rate.
-        momentum: the outer momentum, Nesterov's.
-        compression: how differences travel; None sends them as they are, by Allreduce.
-        how: `fragmenter`, `feedback`, `travels`, `timing` as in `GlobalWeightsPolicy`.
+        how: `timing` and `options.OuterOptions`: P is `fragments`.
 
     Raises:
         ParameterError: an argument is out of range.
@@ -48,20 +42,10 @@ class StreamingDiLoCoPolicy(GlobalWeightsPolicy):
 
     paper = "arXiv 2501.18512"
 
-    def __init__(
-        self,
-        average_every: int = 100,
-        *,
-        fragments: int = 4,
-        overlap: int = 1,
-        blend: float = 0.5,
-        lr: float = 0.7,
-        momentum: float = 0.9,
-        compression: str | Codec | None = FOUR_BITS,
-        **how: Any,
-    ) -> None:
-        rule = OuterSGD(lr, momentum)
-        super().__init__(average_every, rule=rule, fragments=fragments, compression=compression, **how)
+    usual = OuterOptions(fragments=4, compression=LowBit(4))
+
+    def __init__(self, average_every: int = 100, *, overlap: int = 1, blend: float = 0.5, **how: Any) -> None:
+        super().__init__(average_every, **how)
         if not (overlap == int(overlap) and 0 <= overlap < average_every):
             raise ParameterError(
                 f"overlap={overlap!r}: give whole iterations, from 0 to less than average_every={average_every}"
@@ -154,13 +138,9 @@ class OneRoundLatePolicy(GlobalWeightsPolicy):
 
     Args:
         average_every: H, iterations from one turn of a fragment to its next.
-        lr: the outer learning rate.
-        momentum: the outer momentum.
-        nesterov: torch.optim.SGD's; else heavy ball.
         own_fresh: use this rank's own newest difference.
         penalty: the outer gradient is divided by it, above 0 (CO2's staleness gap penalty, held constant).
-        clip: the largest magnitude of a number of the outer momentum (CO2's outer momentum clipping).
-        how: `fragments`, `fragmenter`, `compression`, `feedback`, `travels`, `timing` as in `GlobalWeightsPolicy`.
+        how: `timing` and `options.OuterOptions`; `clip` is CO2's outer momentum clipping.
 
     Raises:
         ParameterError: an argument is out of range.
@@ -171,18 +151,9 @@ class OneRoundLatePolicy(GlobalWeightsPolicy):
     paper = "arXiv 2502.12996, 2401.16265"
 
     def __init__(
-        self,
-        average_every: int,
-        *,
-        lr: float = 0.7,
-        momentum: float = 0.9,
-        nesterov: bool = True,
-        own_fresh: bool = True,
-        penalty: float = 1.0,
-        clip: float = float("inf"),
-        **how: Any,
+        self, average_every: int, *, own_fresh: bool = True, penalty: float = 1.0, **how: Any
     ) -> None:
-        super().__init__(average_every, rule=OuterSGD(lr, momentum, nesterov, clip=clip), **how)
+        super().__init__(average_every, **how)
         if not penalty > 0:
             raise ParameterError(f"penalty={penalty!r}: give a number above 0")
         self.own_fresh, self.penalty = own_fresh, float(penalty)

@@ -15,14 +15,16 @@ from __future__ import annotations
 
 import abc
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from spawnsim import policies
 from spawnsim.comm import Comm, as_comm
 from spawnsim.comm.backends import world
 from spawnsim.policies import WindowOptions
-from spawnsim.policies.rules.selection import compute_worst_ranks_by_ratio
+from spawnsim.policies.rules.selection import Report, WorstRatio
+from spawnsim.units import text_table
 
 if TYPE_CHECKING:
     import torch
@@ -34,7 +36,41 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
-class SpawnPolicy(policies.SpawnPolicy, abc.ABC):
+class _Printing(policies.SpawnPolicy):
+    """Prints its times and counters; what is printed is logged as well."""
+
+    captured: Mapping[str, int] = MappingProxyType({})
+
+    def capture_comm(self, name: str, size: int) -> None:
+        """Note the size of a communicator, for `print_stats`."""
+        self.captured = {**self.captured, name: int(size)}
+
+    def print_time(self) -> dict[str, dict[str, float]]:
+        """Print how long each step took; return its "calls", "total_s" and "mean_s"."""
+        summary = {
+            step: {"calls": len(each), "total_s": sum(each), "mean_s": sum(each) / len(each)}
+            for step, each in self.timing.items()
+            if each
+        }
+        rows = [(step, *(f"{value:.6g}" for value in row.values())) for step, row in summary.items()]
+        _print_table(f"{type(self).__name__}: time", ("step", "calls", "total_s", "mean_s"), rows)
+        return summary
+
+    def print_stats(self) -> dict[str, float]:
+        """Print and return `stats`, and the sizes of the communicators that were noted."""
+        stats = self.stats | {f"comm/{name}": float(size) for name, size in self.captured.items()}
+        rows = [(name, f"{value:.6g}") for name, value in stats.items()]
+        _print_table(f"{type(self).__name__}: counts", ("count", "value"), rows)
+        return stats
+
+
+def _print_table(title: str, head: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> None:
+    table = f"{title}\n{text_table(head, rows)}"
+    logger.info("%s", table)
+    print(table)  # noqa: T201  print_time and print_stats are called for it
+
+
+class SpawnPolicy(_Printing, abc.ABC):
     """The original's base class: abstract, its subclasses define `__call__` (of `spawnsim.SpawnPolicy`, `act`)."""
 
     @abc.abstractmethod
@@ -50,7 +86,7 @@ class SpawnPolicy(policies.SpawnPolicy, abc.ABC):
 
 
 @SpawnPolicy.register  # no subclass, or it would inherit the abstract call
-class _OnTheWorld(policies.SpawnPolicy):
+class _OnTheWorld(_Printing):
     """Takes the world of the job where no group is given."""
 
     def comm_of(self, group: Any) -> Comm:
@@ -174,7 +210,8 @@ def _published_in_each(layout: WindowLayout) -> WindowOptions:
 
 def _compute_worst_ranks_by_ratio(metrics: Sequence[float], replacement_ratio: float) -> set[int]:
     """Return the ranks to replace: the worst `replacement_ratio` of them; higher is better, ties go by rank."""
-    return compute_worst_ranks_by_ratio(metrics, replacement_ratio)
+    reports = [Report(rank, float(metric)) for rank, metric in enumerate(metrics)]
+    return set(WorstRatio(replacement_ratio)(reports))
 
 
 __all__ = [

@@ -9,8 +9,7 @@ from support.lockstep import Ripple, train_in_lockstep, train_under
 import spawnsim
 from spawnsim import columnar, random
 from spawnsim.cli import main as command
-from spawnsim.columnar import decisions, durations, meetings, transfers
-from spawnsim.columnar.decisions import Reports
+from spawnsim.columnar import durations, meetings, transfers
 from spawnsim.errors import ParameterError, UnsupportedError, UsageError
 from spawnsim.models.collectives import Selection, finish
 from spawnsim.models.compute import ComputeModel, Fixed, parse_stragglers
@@ -22,22 +21,15 @@ from spawnsim.plots import experiments
 from spawnsim.policies import (
     AsyncSelectiveAveragingPolicy,
     AverageAllPolicy,
-    Best,
-    ByMetric,
     DecentralizedAveragingPolicy,
     Every,
     ExchangeOptions,
-    Expired,
-    OneOfBest,
+    Neighbours,
     OuterOptimizerPolicy,
     StateScope,
-    Threshold,
-    Uniform,
     WorstRatio,
 )
 from spawnsim.policies.rules import donors as donor_rules
-from spawnsim.policies.rules.donors import Rules
-from spawnsim.policies.rules.selection import Report
 
 STRAGGLERS = "lognormal:0.3+slow:0.05,3+speed:0.2"
 EQUAL_S = 1e-9
@@ -178,27 +170,14 @@ def test_rounds_in_lockstep_are_those_of_real_messages(case):
     assert own.totals["replacements"] == len(decided(own)[0]) > 0
 
 
-def _ties_to_the_higher_rank(good, count):
-    return selected_by_sorting(good[::-1], count)[::-1]
-
-
-def selected_by_sorting(good, count):
-    """Return which places hold the least goodness, as a sort finds them."""
-    chosen = np.zeros(len(good), bool)
-    chosen[np.argsort(good, kind="stable")[:count]] = True
-    return chosen
-
-
 @pytest.mark.parametrize(
     ("where", "name", "changed"),
     [
-        ("spawnsim.policies.rules.selection", "worst_of", _ties_to_the_higher_rank),
         (transfers.__name__, "admitted", lambda arrived, drain_s: arrived),
         (transfers.__name__, "HEADER_NBYTES", 128),
-        (decisions.__name__, "weights_in_rows", lambda strategy, metrics, mode: np.ones_like(metrics)),
         (durations.__name__, "_times", lambda factors: lambda seconds, begins_s: seconds),
     ],
-    ids=["ties", "NIC", "length of an ask", "weights", "persistent stragglers"],
+    ids=["NIC", "length of an ask", "persistent stragglers"],
 )
 def test_a_changed_rule_is_noticed(where, name, changed, monkeypatch):
     """What the comparison is worth: each change of a rule fails it."""
@@ -243,52 +222,6 @@ def test_the_asynchronous_policy_decides_alike_on_the_same_reports(ranks, parame
 
 
 # --------------------------------------------------------------------------------------------------- rules over columns
-def _random_reports(rng):
-    count = int(rng.integers(1, 60))
-    metrics = rng.integers(-4, 4, count) / 2.0  # many ties
-    metrics[rng.random(count) < 0.15] = rng.choice([np.nan, np.inf, -np.inf])
-    ranks = np.sort(rng.choice(1000, count, replace=False))
-    return Reports(ranks, metrics, rng.random(count) < 0.3)
-
-
-@pytest.mark.parametrize("mode", ["max", "min"])
-@pytest.mark.parametrize("strategy", ["mean", "weighted_mean", "best_only"])
-def test_decisions_over_columns_are_those_of_the_rules(mode, strategy):
-    """Ties, NaN, few ranks, all selections, all three donor rules."""
-    rng = np.random.default_rng(3)
-    selections = [
-        WorstRatio(0.2, mode),
-        WorstRatio(0.9, mode),
-        WorstRatio(0, mode),
-        WorstRatio(0.3, mode, -1.0),
-    ]
-    selections += [Threshold(0.5, mode), Threshold(np.inf, mode), Threshold(-9.0, mode), Expired(mode)]
-    replaced = 0
-    for trial in range(400):
-        reports, seed = _random_reports(rng), int(rng.integers(1 << 30))
-        counted = [None, 1, 3, 0.5][int(rng.integers(4))]
-        donors = [Uniform(counted), Best(counted, mode), OneOfBest(counted, mode)][trial % 3]
-        policy = ["worst", "exclude"][int(rng.integers(2))]
-        rules = Rules(selections[trial % len(selections)], donors, strategy, None, mode, policy)
-        own = decisions.decide(trial, reports, rules, np.random.default_rng(seed))
-        listed = [
-            Report(int(r), float(m), bool(e))
-            for r, m, e in zip(reports.ranks, reports.metrics, reports.expired, strict=True)
-        ]
-        wanted = donor_rules.decide(trial, listed, rules, np.random.default_rng(seed))
-        assert own.replaced.tolist() == sorted(wanted.assignments)
-        assert own.donors.tolist() == [
-            d for each in sorted(wanted.assignments) for d in wanted.assignments[each].donors
-        ]
-        weights = [w for each in sorted(wanted.assignments) for w in wanted.assignments[each].weights]
-        assert own.weights.tolist() == pytest.approx(weights, abs=1e-15)
-        assert (own.reported, own.low, own.high) == pytest.approx(
-            (wanted.reported, wanted.low, wanted.high), nan_ok=True
-        )
-        replaced += len(own.replaced)
-    assert replaced > 400
-
-
 class AnyOne(donor_rules.DonorRule):
     """A rule of the program's own, which says nothing of how many donors it chooses."""
 
@@ -308,14 +241,14 @@ def test_a_donor_rule_of_ones_own(monkeypatch):
     assert run.what["parameters"]["donors"] == "AnyOne"
     every = AnyOne()
     every.columns = lambda metrics, replaced, rng: np.tile(np.arange(len(metrics)), (replaced, 1))
-    monkeypatch.setattr(decisions, "MOST_EDGES", 1_000)
+    monkeypatch.setattr(donor_rules, "MOST_EDGES", 1_000)
     with pytest.raises(UsageError, match=r"20 replaced ranks with 80 donors each .* give a number of donors"):
         columnar.run(Selective(2, donors=every), ranks=100, iterations=5, model_nbytes=99)
 
 
 def test_random_subsets_are_equally_likely():
     """Each of the ten pairs left out comes as often as any other."""
-    drawn = decisions.subsets(np.random.default_rng(1), 5, 3, 60_000)
+    drawn = donor_rules.subsets(np.random.default_rng(1), 5, 3, 60_000)
     assert (np.diff(drawn, axis=1) > 0).all()
     _, counts = np.unique(drawn, axis=0, return_counts=True)
     assert len(counts) == 10
@@ -427,7 +360,7 @@ class _Own(AverageAllPolicy):
     [
         (DecentralizedAveragingPolicy(10), {}, "DecentralizedAveragingPolicy has no turn"),
         (_Own(1), {}, "_Own has no turn"),
-        (Selective(1, donors=ByMetric(2)), {}, "donors=ByMetric"),
+        (Selective(1, donors=Neighbours({})), {}, "donors=Neighbours"),
         (Selective(1, mixing=len), {}, "mixing=len"),
         (Selective(1, explore=print), {}, "explore"),
         (Selective(1, compression="float16"), {}, "model_nbytes as they travel"),

@@ -22,7 +22,7 @@ SIGNATURES = {
     "AverageAllPolicympi4py": "average_every",
     "AsyncSelectiveAveragingPolicy": (
         "model_builder, average_every, replacement_ratio=0.2, averaging_strategy='mean', momentum=0.0, "
-        "poll_interval_s=0.01, threshold=None, cooldown=200, timing=None"
+        "poll_interval_s=0.01, threshold=None, cooldown=None, timing=None"
     ),
     "AsyncSelectiveAveragingPolicympi4pyFast": (
         "model_builder, model, average_every, threshold_metric=0.0, replacement_ratio=0.2, "

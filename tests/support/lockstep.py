@@ -75,7 +75,7 @@ def train_in_lockstep(
     policy: AsyncSelectiveAveragingPolicy, comm: Comm, ripple: Ripple, **sizes: int
 ) -> None:
     """Train with the policy's rules, in rounds in which all meet."""
-    rank, last_trigger = comm.rank, -policy._cooldown
+    rank, last_trigger = comm.rank, -policy.cooldown
     leader = min(policy.wiring.coordinator, comm.size - 1)
     age = Age(policy.age_range, comm.rng("age")) if policy.replacement_mode == "age" else None
     quality = float(ripple.first(np.asarray(rank)))
@@ -92,7 +92,7 @@ def train_in_lockstep(
         rows = np.empty((comm.size, len(row))) if rank == leader else None
         comm.Gather(row, rows, leader)
         told = np.zeros((comm.size, width)) if rank == leader else None
-        if rank == leader and iteration - last_trigger >= policy._cooldown:
+        if rank == leader and iteration - last_trigger >= policy.cooldown:
             assert rows is not None
             assert told is not None
             reports = [Report(each, float(own[0]), bool(own[1])) for each, own in enumerate(rows)]

@@ -141,7 +141,7 @@ class Coordinator:
     def _decide(self, round_: int, now_s: float) -> Decision:
         # A late report stands in for one that is missing, but never replaces one of this round, which is newer.
         told = self._late | self._open[round_].reports
-        reports = [told[rank] for rank in sorted(told) if rank not in self._left]
+        reports = [report for rank, report in told.items() if rank not in self._left]
         self.closed, self._late = round_, {}
         # Older rounds are closed with it: their metrics are of weights that may be replaced by now.
         self._open = {other: entry for other, entry in self._open.items() if other > round_}

@@ -22,7 +22,7 @@ import torch
 from spawnsim.comm import Comm
 from spawnsim.errors import ParameterError
 from spawnsim.policies.exchange.messages import Kind, Message, Unreadable, body_at, seal, write_head
-from spawnsim.policies.rules.donors import check_momentum, check_strategy
+from spawnsim.policies.rules.donors import STRATEGIES, check_momentum
 from spawnsim.policies.rules.selection import check_choice
 from spawnsim.policies.state.arithmetic import (
     CPU,
@@ -210,7 +210,7 @@ class Replacement:
     explore: Explore | None = None
 
     def __post_init__(self) -> None:
-        check_strategy(self.strategy)
+        check_choice("averaging_strategy", self.strategy, STRATEGIES)
         check_momentum(self.momentum)
         check_choice("rule", self.rule, get_args(Rule))
         if self.builder is None and self.strategy == "reset_weights":

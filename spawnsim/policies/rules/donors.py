@@ -2,7 +2,8 @@
 
 A donor rule is any callable `rule(rank, candidates, rng) -> donors`; neither the rank itself nor any rank that is being
 replaced is among the candidates. Weights come from the donors' metrics, are non-negative and sum to 1. A decision is a
-pure function of its arguments and the generator given.
+pure function of its arguments and the generator given. It is one set of columns, whoever decides: the coordinator of a
+group, a rank about itself, or a run of a million ranks.
 """
 
 from __future__ import annotations
@@ -10,7 +11,8 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, Protocol, get_args
+from functools import cached_property
+from typing import Any, Literal, Protocol, get_args
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,18 +20,18 @@ from numpy.typing import NDArray
 from spawnsim.errors import ParameterError, UsageError
 from spawnsim.policies.rules.selection import (
     NAN_POLICIES,
+    Floats,
     Mode,
     NanPolicy,
+    Ranks,
     Report,
+    Reports,
     Selection,
     admitted,
     check_choice,
     check_mode,
     goodness,
-    goodness_of,
-    metric_range,
-    spare_the_best,
-    worst_first,
+    with_one_left,
     worst_of,
 )
 
@@ -40,30 +42,14 @@ Strategy = Literal["mean", "weighted_mean", "best_only", "reset_weights"]
 STRATEGIES: tuple[str, ...] = get_args(Strategy)
 
 
-def mean_weights(metrics: Sequence[float], mode: Mode = "max") -> Weights:
-    """Return equal weights."""
-    return np.full(len(metrics), 1 / max(len(metrics), 1))
+def softmax(good: Weights) -> Weights:
+    """Return weights that grow with goodness: softmax of (good - mean) / standard deviation, along the last axis.
 
+    Shifting or scaling all of them changes nothing.
 
-def softmax_weights(metrics: Sequence[float], mode: Mode = "max") -> Weights:
-    """Return weights that grow with goodness: softmax of (metric - mean) / standard deviation.
-
-    Shifting or scaling all metrics changes nothing; non-finite metrics weigh nothing unless all are non-finite.
-
-    >>> softmax_weights([1.0, 2.0, 4.0]).round(2).tolist()
+    >>> softmax(np.array([1.0, 2.0, 4.0])).round(2).tolist()
     [0.07, 0.16, 0.77]
     """
-    good = np.asarray([goodness(metric, mode) for metric in metrics], dtype=np.float64)
-    finite = np.isfinite(good)
-    if not finite.any():
-        return mean_weights(metrics)
-    weights = np.zeros(len(good))
-    weights[finite] = _softmax(good[finite])
-    return weights
-
-
-def _softmax(good: Weights) -> Weights:
-    """Return such weights along the last axis; all are finite."""
     # Standardised, so that one setting fits accuracies, losses and rewards alike; scaled first, and shifted by the best
     # before the exponential, so that no metric however large overflows.
     most = np.maximum(np.abs(good).max(-1, keepdims=True), np.finfo(np.float64).tiny)  # no overflow below
@@ -75,51 +61,29 @@ def _softmax(good: Weights) -> Weights:
     return weights
 
 
-def best_weights(metrics: Sequence[float], mode: Mode = "max") -> Weights:
-    """Return weight 1 for the best donor (the last of equals), 0 for the others."""
-    return _best(np.asarray([goodness(metric, mode) for metric in metrics], dtype=np.float64))
-
-
-def _best(good: Weights) -> Weights:
-    """Return such weights along the last axis."""
+def only_best(good: Weights) -> Weights:
+    """Return weight 1 for the best (the last of equals), 0 for the others, along the last axis."""
     weights = np.zeros(good.shape)
-    if good.size:
-        # The last of equals: the lower rank is the first to be replaced, so donors are taken from the other end.
-        place = good.shape[-1] - 1 - good[..., ::-1].argmax(-1, keepdims=True)
-        np.put_along_axis(weights, place, 1.0, -1)
+    # The last of equals: the lower rank is the first to be replaced, so donors are taken from the other end.
+    place = good.shape[-1] - 1 - good[..., ::-1].argmax(-1, keepdims=True)
+    np.put_along_axis(weights, place, 1.0, -1)
     return weights
 
 
-def weights_for(strategy: str, metrics: Sequence[float], mode: Mode = "max") -> Weights:
-    """Return the donors' weights under a named strategy; `reset_weights` has no donors, hence no weights."""
-    if strategy == "mean":
-        return mean_weights(metrics, mode)
-    if strategy == "weighted_mean":
-        return softmax_weights(metrics, mode)
-    if strategy == "best_only":
-        return best_weights(metrics, mode)
-    return np.empty(0)
-
-
-def weights_in_rows(strategy: str, metrics: Weights, mode: Mode = "max") -> Weights:
-    """Return `weights_for` of many sets of donors at once.
+def weights_for(strategy: str, metrics: Weights, mode: Mode = "max") -> Weights:
+    """Return the weights of donors under a named strategy.
 
     Args:
         strategy: "mean", "weighted_mean" or "best_only".
-        metrics: of the donors, all finite, float64 (sets, donors).
+        metrics: of at least one donor, all finite, float64 (donors,), or of many sets of donors, (sets, donors).
         mode: "max" if higher metrics are better, else "min".
 
     Returns:
         Weights of the same shape.
     """
     if strategy == "mean":
-        return np.full(metrics.shape, 1 / max(metrics.shape[-1], 1))
-    return (_softmax if strategy == "weighted_mean" else _best)(goodness_of(metrics, mode))
-
-
-def check_strategy(strategy: str) -> str:
-    """Return the strategy, or raise `ParameterError`."""
-    return check_choice("averaging_strategy", strategy, STRATEGIES)
+        return np.full(metrics.shape, 1 / metrics.shape[-1])
+    return (softmax if strategy == "weighted_mean" else only_best)(goodness(metrics, mode))
 
 
 def check_momentum(momentum: float) -> float:
@@ -152,6 +116,30 @@ class DonorRule(Protocol):
         """
 
 
+class ColumnDonorRule(DonorRule):
+    """A donor rule over columns, for rules that are the same for all replaced ranks."""
+
+    __slots__ = ()
+
+    def columns(self, metrics: Weights, replaced: int, rng: np.random.Generator) -> Places:
+        """Choose the donors of many replaced ranks, with the draws that as many calls would make.
+
+        Args:
+            metrics: of the candidates, by rank, all finite, float64 (candidates,).
+            replaced: how many ranks are replaced.
+            rng: for what is drawn.
+
+        Returns:
+            Places among the candidates, rising in each row, int64 (replaced, donors).
+        """
+        raise NotImplementedError
+
+    def __call__(self, rank: int, candidates: Sequence[Report], rng: np.random.Generator) -> list[int]:
+        given = Reports.of(candidates)
+        ranks: list[int] = given.ranks[self.columns(given.metrics, 1, rng)[0]].tolist()
+        return ranks
+
+
 def how_many(count: Count, available: int) -> int:
     """Return a count of donors: a whole number, or a share of those available; at least 1 and at most all.
 
@@ -164,19 +152,18 @@ def how_many(count: Count, available: int) -> int:
     return min(max(1, wanted), available)
 
 
-def check_count(count: Count) -> Count:
-    """Return the count, or raise `ParameterError`."""
+def check_count(count: Count) -> None:
+    """Raise `ParameterError` if a count of donors is out of range."""
     share, number = isinstance(count, float), isinstance(count, (int, float)) and not isinstance(count, bool)
     if count is not None and (not number or count <= 0 or (share and count > 1)):
         raise ParameterError(
             f"count={count!r}: give a whole number above 0, a share in (0, 1] or None for all; donors may also be a "
             "rule, a function of (rank, candidates, rng)"
         )
-    return count
 
 
 @dataclass(frozen=True, slots=True)
-class Uniform(DonorRule):
+class Uniform(ColumnDonorRule):
     """`count` of the candidates, all equally likely, without repetition.
 
     Args:
@@ -191,23 +178,7 @@ class Uniform(DonorRule):
     def __post_init__(self) -> None:
         check_count(self.count)
 
-    def __call__(self, rank: int, candidates: Sequence[Report], rng: np.random.Generator) -> list[int]:
-        ranks, wanted = [report.rank for report in candidates], how_many(self.count, len(candidates))
-        if wanted == len(ranks):
-            return ranks
-        return sorted(int(chosen) for chosen in rng.choice(ranks, wanted, replace=False))
-
     def columns(self, metrics: Weights, replaced: int, rng: np.random.Generator) -> Places:
-        """Choose the donors of many replaced ranks, with the draws that as many calls would make.
-
-        Args:
-            metrics: of the candidates, by rank, all finite, float64 (candidates,).
-            replaced: how many ranks are replaced.
-            rng: for what is drawn.
-
-        Returns:
-            Places among the candidates, rising in each row, int64 (replaced, donors).
-        """
         wanted = how_many(self.count, len(metrics))
         if wanted == len(metrics):
             return np.tile(np.arange(wanted), (replaced, 1))
@@ -217,7 +188,7 @@ class Uniform(DonorRule):
 
 
 @dataclass(frozen=True, slots=True)
-class Best(DonorRule):
+class Best(ColumnDonorRule):
     """The `count` best candidates; ties go to the higher rank, as the lower one is the first to be replaced.
 
     Args:
@@ -235,29 +206,15 @@ class Best(DonorRule):
         check_count(self.count)
         check_mode(self.mode)
 
-    def __call__(self, rank: int, candidates: Sequence[Report], rng: np.random.Generator) -> list[int]:
-        order = worst_first(candidates, self.mode)
-        return sorted(report.rank for report in order[len(order) - how_many(self.count, len(order)) :])
-
     def columns(self, metrics: Weights, replaced: int, rng: np.random.Generator) -> Places:
-        """Choose the donors of many replaced ranks: see `Uniform.columns`.
-
-        Args:
-            metrics: of the candidates, by rank, all finite, float64 (candidates,).
-            replaced: how many ranks are replaced.
-            rng: for what is drawn: nothing.
-
-        Returns:
-            Places among the candidates, rising in each row, int64 (replaced, donors).
-        """
-        # All but the worst ones are the best: so ties fall as in `worst_first`.
+        # All but the worst ones are the best, so ties fall as among those that are replaced.
         wanted = how_many(self.count, len(metrics))
-        best = np.flatnonzero(~worst_of(goodness_of(metrics, self.mode), len(metrics) - wanted))
+        best = np.flatnonzero(~worst_of(goodness(metrics, self.mode), len(metrics) - wanted))
         return np.tile(best, (replaced, 1))
 
 
 @dataclass(frozen=True, slots=True)
-class OneOfBest(DonorRule):
+class OneOfBest(ColumnDonorRule):
     """One of the `count` best candidates, all of these equally likely: PBT's truncation selection.
 
     Args:
@@ -274,17 +231,13 @@ class OneOfBest(DonorRule):
     def __post_init__(self) -> None:
         Best(self.count, self.mode)
 
-    def __call__(self, rank: int, candidates: Sequence[Report], rng: np.random.Generator) -> list[int]:
-        return [int(rng.choice(Best(self.count, self.mode)(rank, candidates, rng)))]
-
     def columns(self, metrics: Weights, replaced: int, rng: np.random.Generator) -> Places:
-        """Choose the donor of each of many replaced ranks: see `Uniform.columns`."""
         [best] = Best(self.count, self.mode).columns(metrics, 1, rng)
         return np.array([rng.choice(best) for _ in range(replaced)], np.int64).reshape(replaced, 1)
 
 
 @dataclass(frozen=True, slots=True)
-class ByMetric(DonorRule):
+class ByMetric(ColumnDonorRule):
     """`count` candidates drawn without repetition, the better the likelier (softmax of the standardised metric).
 
     Args:
@@ -299,14 +252,12 @@ class ByMetric(DonorRule):
     mode: Mode = "max"
 
     def __post_init__(self) -> None:
-        check_count(self.count)
-        check_mode(self.mode)
+        Best(self.count, self.mode)
 
-    def __call__(self, rank: int, candidates: Sequence[Report], rng: np.random.Generator) -> list[int]:
-        chances = softmax_weights([report.metric for report in candidates], self.mode)
-        wanted = how_many(self.count, len(candidates))
-        ranks = [report.rank for report in candidates]
-        return sorted(int(chosen) for chosen in rng.choice(ranks, wanted, replace=False, p=chances))
+    def columns(self, metrics: Weights, replaced: int, rng: np.random.Generator) -> Places:
+        chances, wanted = softmax(goodness(metrics, self.mode)), how_many(self.count, len(metrics))
+        drawn = [rng.choice(len(metrics), wanted, replace=False, p=chances) for _ in range(replaced)]
+        return np.sort(np.asarray(drawn, np.int64).reshape(replaced, wanted), axis=1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -329,15 +280,13 @@ class Neighbours(DonorRule):
     mode: Mode = "max"
 
     def __post_init__(self) -> None:
-        check_count(self.count)
-        check_mode(self.mode)
+        Best(self.count, self.mode)
 
     def __call__(self, rank: int, candidates: Sequence[Report], rng: np.random.Generator) -> list[int]:
-        near = set(self.topology.get(rank, ()))
-        close = [report for report in candidates if report.rank in near]
-        if not close:
-            return Best(1, self.mode)(rank, candidates, rng)
-        return Uniform(self.count)(rank, close, rng)
+        given = Reports.of(candidates)
+        close = np.isin(given.ranks, self.topology.get(rank, ()))
+        rule = Uniform(self.count) if close.any() else Best(1, self.mode)
+        return rule(rank, given.where(close) if close.any() else given, rng)
 
 
 def default_donors(strategy: str, mode: Mode, most: int | None) -> DonorRule:
@@ -363,19 +312,30 @@ class Rules:
     nan_policy: NanPolicy = "worst"
 
     def __post_init__(self) -> None:
-        check_strategy(self.strategy)
+        check_choice("averaging_strategy", self.strategy, STRATEGIES)
         check_mode(self.mode)
         check_choice("nan_policy", self.nan_policy, NAN_POLICIES)
 
-    def weights(self, metrics: Sequence[float]) -> list[float]:
-        """Return the weights of donors with these metrics."""
-        given = self.mixing(metrics) if self.mixing else weights_for(self.strategy, metrics, self.mode)
-        weights = np.asarray(given, dtype=np.float64)
-        if weights.shape != (len(metrics),) or not (weights >= 0).all() or not math.isclose(weights.sum(), 1):
+    def selected(self, taking: Reports) -> NDArray[np.bool_]:
+        """Return which of the reports that take part are of ranks to be replaced; one rank is always left."""
+        if hasattr(self.selection, "columns"):
+            chosen = self.selection.columns(taking.metrics, taking.expired)
+        else:  # a user's function names ranks
+            chosen = np.isin(taking.ranks, [*self.selection(taking)])
+        return with_one_left(chosen, taking.metrics, self.mode)
+
+    def weights(self, metrics: Weights) -> Weights:
+        """Return the weights of donors with these metrics; many sets of donors at once have a row each."""
+        if self.mixing is None:
+            return weights_for(self.strategy, metrics, self.mode)
+        if metrics.ndim > 1:
+            return np.array([self.weights(each) for each in metrics])
+        weights = np.asarray(self.mixing(metrics.tolist()), dtype=np.float64)
+        if weights.shape != metrics.shape or not (weights >= 0).all() or not math.isclose(weights.sum(), 1):
             raise UsageError(
                 f"mixing gave {weights.tolist()} for {len(metrics)} donors: weights are >= 0 and sum to 1"
             )
-        return [float(weight) for weight in weights]
+        return weights
 
 
 @dataclass(frozen=True, slots=True)
@@ -389,15 +349,51 @@ class Assignment:
     high: float = math.nan
 
 
-@dataclass(frozen=True, slots=True)
+MOST_EDGES = 50_000_000  # donors of all replaced ranks of a round, at most
+
+
+@dataclass(frozen=True, eq=False)
 class Decision:
-    """What a round decided: each replaced rank's assignment, and the range of the metrics that it saw."""
+    """What a round decided: who is replaced, and by whom.
+
+    Attributes:
+        round: the iteration whose metrics decided.
+        reported: how many reports there were.
+        low, high: the range of the finite metrics; NaN if there is none.
+        replaced: the replaced ranks, rising, int64 (replaced,).
+        counts: how many donors each of them has, int64 (replaced,).
+        donors: their donors, one replaced rank after the other, int64 (edges,).
+        weights: of the donors, float64 (edges,); those of one replaced rank sum to 1.
+    """
 
     round: int
     reported: int
     low: float = math.nan
     high: float = math.nan
-    assignments: dict[int, Assignment] = field(default_factory=dict)
+    replaced: Ranks = field(default_factory=lambda: np.empty(0, np.int64))
+    counts: Places = field(default_factory=lambda: np.empty(0, np.int64))
+    donors: Ranks = field(default_factory=lambda: np.empty(0, np.int64))
+    weights: Floats = field(default_factory=lambda: np.empty(0))
+
+    @property
+    def receivers(self) -> Ranks:
+        """The replaced rank of each edge, int64 (edges,)."""
+        return np.repeat(self.replaced, self.counts)
+
+    @property
+    def begins(self) -> Places:
+        """The first edge of each replaced rank, int64 (replaced,)."""
+        begins: Places = np.cumsum(self.counts) - self.counts
+        return begins
+
+    @cached_property
+    def assignments(self) -> dict[int, Assignment]:
+        """The same as objects, by replaced rank."""
+        found, begins = {}, self.begins.tolist()
+        for rank, begin, count in zip(self.replaced.tolist(), begins, self.counts.tolist(), strict=True):
+            donors, weights = (each[begin : begin + count].tolist() for each in (self.donors, self.weights))
+            found[rank] = Assignment(self.round, tuple(donors), tuple(weights), self.low, self.high)
+        return found
 
 
 def decide(
@@ -407,43 +403,112 @@ def decide(
     rng: np.random.Generator,
     *,
     busy: Collection[int] = (),
+    bulk: bool = False,
 ) -> Decision:
     """Return the decision of one round.
 
-    `busy` ranks (still being replaced from an earlier round) are neither replaced nor donors, but they count: no other
-    rank is replaced in their place. Donors have finite metrics and are not replaced in this round; where there is none,
-    no rank is replaced.
+    Donors have finite metrics and are not replaced in this round; where there is none, no rank is replaced.
+
+    Args:
+        round_: the iteration whose metrics decide.
+        reports: of all ranks that take part.
+        rules: who is replaced, from whom, how much.
+        rng: for what is drawn.
+        busy: ranks that are still being replaced from an earlier round: neither replaced nor donors, but they count, so
+            that no other rank is replaced in their place.
+        bulk: whether `Uniform` draws for all replaced ranks at once: other draws, of the same distribution.
+
+    Returns:
+        Who is replaced, and by whom.
+
+    Raises:
+        UsageError: a metric is not finite, and the rules' `nan_policy` is "raise"; a user's rule names ranks that may
+            not give, or weights that do not sum to 1; too many donors in all.
     """
-    taking = admitted(reports, rules.nan_policy)
-    # The range is of all finite reports, those that do not take part included: it describes the round.
-    low, high = metric_range(reports)
-    decision = Decision(round_, len(reports), low, high)
-    # Selections are users' objects: what they name is held to the ranks that reported, and one is always left.
-    known = {report.rank for report in taking}
-    selected = spare_the_best(known.intersection(rules.selection(taking)), taking, rules.mode)
-    givers = [r for r in taking if r.rank not in selected and r.rank not in busy and math.isfinite(r.metric)]
-    if givers or rules.strategy == "reset_weights":
-        # Sorted, since donors are drawn one replaced rank after the other, and a set has no order to rely on.
-        for rank in sorted(selected.difference(busy)):
-            donors, weights = choose_donors(rank, givers, rules, rng)
-            decision.assignments[rank] = Assignment(round_, donors, weights, low, high)
-    return decision
+    given = Reports.of(reports)
+    low, high = (
+        given.range
+    )  # of all finite reports, those that do not take part included: it describes the round
+    taking = admitted(given, rules.nan_policy)
+    selected = rules.selected(taking)
+    giving, replaced = taking.where(~selected & np.isfinite(taking.metrics)), taking.ranks[selected]
+    if busy:
+        giving = giving.where(~np.isin(giving.ranks, [*busy]))
+        replaced = replaced[~np.isin(replaced, [*busy])]
+    if not len(replaced) or not (len(giving) or rules.strategy == "reset_weights"):
+        return Decision(round_, len(given), low, high)
+    return Decision(
+        round_, len(given), low, high, replaced, *donors_of(replaced, giving, rules, rng, bulk=bulk)
+    )
 
 
-def choose_donors(
-    rank: int, givers: Sequence[Report], rules: Rules, rng: np.random.Generator
-) -> tuple[tuple[int, ...], tuple[float, ...]]:
-    """Return the donors of one replaced rank, by rank, and their weights; donors of no weight are left out."""
+def donors_of(
+    replaced: Ranks, giving: Reports, rules: Rules, rng: np.random.Generator, *, bulk: bool = False
+) -> tuple[Places, Ranks, Weights]:
+    """Return how many donors each replaced rank has, all their donors, and their weights; see `Decision`."""
     if rules.strategy == "reset_weights":
-        return (), ()
-    # Users' rules may name a donor twice; its weight would count twice.
-    chosen = sorted(set(rules.donors(rank, givers, rng)))
-    metrics = {report.rank: report.metric for report in givers}
-    if not chosen or not metrics.keys() >= set(chosen):
+        return np.zeros(len(replaced), np.int64), np.empty(0, np.int64), np.empty(0)
+    rule: Any = rules.donors
+    # Before they are chosen; what a rule of the program's own chooses is known afterwards.
+    wanted = how_many(rule.count, len(giving)) if isinstance(rule, (Uniform, Best)) else 0
+    _require_few(len(replaced), wanted)
+    if not hasattr(rule, "columns"):  # may depend on the rank: one after the other, the lowest first
+        rows = []
+        for rank in replaced.tolist():
+            own = _places_among(giving, rank, rule, rng)
+            weights = rules.weights(giving.metrics[own])
+            rows.append((own[weights > 0], weights[weights > 0]))
+        places, weights = (np.concatenate(each) for each in zip(*rows, strict=True))
+        return np.array([len(own) for own, _ in rows]), giving.ranks[places], weights
+    if bulk and isinstance(rule, Uniform):
+        places = subsets(rng, len(giving), wanted, len(replaced))
+    else:
+        places = rule.columns(giving.metrics, len(replaced), rng)
+        _require_few(*places.shape)
+    weights = rules.weights(giving.metrics[places])
+    gives = weights > 0  # a donor of no weight would be asked for its whole model for nothing
+    return gives.sum(1), giving.ranks[places[gives]], weights[gives]
+
+
+def _places_among(giving: Reports, rank: int, rule: DonorRule, rng: np.random.Generator) -> Places:
+    """Return the places of the donors that a rule names for a replaced rank, by rank."""
+    chosen = np.unique(
+        [*rule(rank, giving, rng)]
+    )  # a rule may name a donor twice, whose weight would count twice
+    places = np.flatnonzero(np.isin(giving.ranks, chosen))
+    if not len(chosen) or len(places) < len(chosen):
         raise UsageError(
-            f"the donor rule gave {chosen} for rank {rank}: choose among {sorted(metrics)}, at least one"
+            f"the donor rule gave {chosen.tolist()} for rank {rank}: choose among {giving.ranks.tolist()}, at least one"
         )
-    weights = rules.weights([metrics[donor] for donor in chosen])
-    # A donor of no weight would be asked for its whole model for nothing.
-    pairs = [(donor, weight) for donor, weight in zip(chosen, weights, strict=True) if weight > 0]
-    return tuple(donor for donor, _ in pairs), tuple(weight for _, weight in pairs)
+    return places
+
+
+def _require_few(replaced: int, wanted: int) -> None:
+    if replaced * wanted > MOST_EDGES:
+        raise UsageError(
+            f"{replaced:,} replaced ranks with {wanted:,} donors each are {replaced * wanted:,} models in one round: "
+            "give a number of donors, such as donors=8"
+        )
+
+
+def subsets(rng: np.random.Generator, size: int, wanted: int, count: int) -> Places:
+    """Return random subsets, each as likely as any other.
+
+    Args:
+        rng: for what is drawn.
+        size: numbers from 0 to size - 1 are chosen.
+        wanted: how many in each subset, at most `size`.
+        count: how many subsets.
+
+    Returns:
+        Rising rows, int64 (count, wanted).
+    """
+    # R. Floyd's way (CACM 30 (1987) 754), for all subsets at once: a number that a subset has already is replaced by
+    # the largest that this step may draw, which it cannot have.
+    chosen = np.empty((count, wanted), np.int64)
+    for step in range(wanted):
+        largest = size - wanted + step
+        drawn = rng.integers(0, largest + 1, count)
+        known = (chosen[:, :step] == drawn[:, None]).any(1)
+        chosen[:, step] = np.where(known, largest, drawn)
+    return np.sort(chosen, axis=1)

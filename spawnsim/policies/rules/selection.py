@@ -2,20 +2,20 @@
 
 Ranking is the same everywhere: non-finite metrics are worst, ties go to the lower rank first, counts come from the
 reports given (the group), and at least one rank is always left to donate. Where ranks report at times of their own
-(`ReportTable`, `ReportRounds`), a rank is judged at one iteration, beside what the others reported at the same one or
-nearest to it: metrics rise or fall for all while training goes on, and a rank that compared its newest report with
-older ones of the others would find itself too good, or too bad.
+(`ReportTable`, `ReportRounds`), a rank is judged at one iteration, beside the others' reports of the same one or of the
+nearest: metrics rise or fall for all while training goes on, and a rank that compared its newest report with older ones
+of the others would find itself too good, or too bad.
 
-The named selections exist twice, side by side: of reports, and (`columns`) of all ranks' metrics as one array, for runs
-of a million ranks in which an object a report would be the cost. Both choose the same ranks.
+`Reports` holds a round's reports as columns, and is a sequence of `Report` for those who want objects: of a million
+ranks, an object a report would be the cost.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
-from typing import Literal, Protocol, get_args
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, fields
+from typing import Any, Literal, Protocol, get_args
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,6 +23,7 @@ from numpy.typing import NDArray
 from spawnsim.errors import ParameterError, UsageError
 
 Floats = NDArray[np.float64]
+Ranks = NDArray[np.int64]
 Mask = NDArray[np.bool_]
 Mode = Literal["max", "min"]
 NanPolicy = Literal["worst", "exclude", "raise"]
@@ -40,6 +41,66 @@ class Report:
     expired: bool = False
 
 
+@dataclass(frozen=True, eq=False)
+class Reports(Sequence[Report]):
+    """The reports of a group, as columns by rank; iterate over it for `Report` objects.
+
+    Attributes:
+        ranks: rising, int64 (reports,).
+        metrics: how good each rank is, float64 (reports,).
+        expired: whose age has run out, bool (reports,).
+    """
+
+    ranks: Ranks
+    metrics: Floats
+    expired: Mask
+
+    @classmethod
+    def of(cls, reports: Sequence[Report]) -> Reports:
+        """Return reports in any order as columns.
+
+        Args:
+            reports: one of each rank.
+
+        Returns:
+            The same by rank; columns as they are.
+        """
+        if isinstance(reports, cls):
+            return reports
+        rows = sorted((each.rank, each.metric, each.expired) for each in reports)
+        ranks, metrics, expired = zip(*rows, strict=True) if rows else ((), (), ())
+        return cls(np.array(ranks, np.int64), np.array(metrics, np.float64), np.array(expired, np.bool_))
+
+    def __len__(self) -> int:
+        return len(self.ranks)
+
+    def __getitem__(self, place: Any) -> Any:
+        if isinstance(place, slice):
+            return [*self][place]
+        return Report(int(self.ranks[place]), float(self.metrics[place]), bool(self.expired[place]))
+
+    def __iter__(self) -> Iterator[Report]:
+        return map(Report, self.ranks.tolist(), self.metrics.tolist(), self.expired.tolist())
+
+    def where(self, chosen: Mask | Ranks) -> Reports:
+        """Return some of the reports.
+
+        Args:
+            chosen: a mask, or places.
+
+        Returns:
+            Their columns.
+        """
+        return Reports(self.ranks[chosen], self.metrics[chosen], self.expired[chosen])
+
+    @property
+    def range(self) -> tuple[float, float]:
+        """The lowest and highest finite metric; NaN if there is none."""
+        finite = np.isfinite(self.metrics)
+        held = self.metrics if finite.all() else self.metrics[finite]
+        return (float(held.min()), float(held.max())) if held.size else (math.nan, math.nan)
+
+
 class Selection(Protocol):
     """Says which ranks are to be replaced; a function will do."""
 
@@ -54,40 +115,41 @@ class Selection(Protocol):
         """
 
 
-def goodness(metric: float, mode: Mode = "max") -> float:
-    """Return the metric so that higher is better; minus infinity for anything not finite."""
-    if not math.isfinite(metric):
-        return -math.inf
-    return metric if mode == "max" else -metric
+class ColumnSelection(Selection):
+    """A selection over columns; those of this module are."""
+
+    __slots__ = ()
+
+    def columns(self, metrics: Floats, expired: Mask) -> Mask:
+        """Select ranks.
+
+        Args:
+            metrics: of the ranks that take part, by rank, float64 (ranks,).
+            expired: whose age has run out, bool (ranks,).
+
+        Returns:
+            Which of them to replace, bool (ranks,).
+        """
+        raise NotImplementedError
+
+    def __call__(self, reports: Sequence[Report]) -> frozenset[int]:
+        given = Reports.of(reports)
+        return frozenset(given.ranks[self.columns(given.metrics, given.expired)].tolist())
 
 
-def goodness_of(metrics: Floats, mode: Mode = "max") -> Floats:
-    """Return `goodness` of each metric of an array."""
-    return np.where(np.isfinite(metrics), metrics if mode == "max" else -metrics, -np.inf)
+def goodness(metrics: Any, mode: Mode = "max") -> Any:
+    """Return metrics so that higher is better; minus infinity for anything not finite."""
+    return np.where(np.isfinite(metrics), metrics if mode == "max" else np.negative(metrics), -np.inf)
 
 
-def worst_first(reports: Iterable[Report], mode: Mode = "max") -> list[Report]:
-    """Return the reports from worst to best; equal ones by rank."""
-    # The rank breaks ties, so that all who decide on the same reports decide alike.
-    return sorted(reports, key=lambda report: (goodness(report.metric, mode), report.rank))
-
-
-def admitted(reports: Iterable[Report], nan_policy: NanPolicy) -> list[Report]:
-    """Return the reports that take part, by rank: `exclude` leaves non-finite ones out, `raise` refuses them."""
-    ordered = sorted(reports, key=lambda report: report.rank)
-    if nan_policy == "worst":
-        return ordered
-    finite = [report for report in ordered if math.isfinite(report.metric)]
-    if nan_policy == "raise" and len(finite) < len(ordered):
-        ranks = sorted({report.rank for report in ordered} - {report.rank for report in finite})
+def admitted(reports: Reports, nan_policy: NanPolicy) -> Reports:
+    """Return the reports that take part: `exclude` leaves non-finite ones out, `raise` refuses them."""
+    if nan_policy == "worst" or (finite := np.isfinite(reports.metrics)).all():
+        return reports
+    if nan_policy == "raise":
+        ranks = reports.ranks[~finite].tolist()
         raise UsageError(f"rank {ranks} reported a metric that is not finite, and nan_policy is 'raise'")
-    return finite
-
-
-def metric_range(reports: Iterable[Report]) -> tuple[float, float]:
-    """Return the lowest and highest finite metric; NaN if there is none."""
-    finite = [report.metric for report in reports if math.isfinite(report.metric)]
-    return (min(finite), max(finite)) if finite else (math.nan, math.nan)
+    return reports.where(finite)
 
 
 def worst_count(size: int, ratio: float) -> int:
@@ -102,21 +164,6 @@ def worst_count(size: int, ratio: float) -> int:
     return min(max(1, math.floor(size * ratio + 1e-9)), size - 1)
 
 
-def compute_worst_ranks_by_ratio(metrics: Sequence[float], replacement_ratio: float) -> set[int]:
-    """Return the ranks (positions in `metrics`) to replace; higher is better."""
-    check_ratio(replacement_ratio)
-    order = worst_first(Report(rank, float(metric)) for rank, metric in enumerate(metrics))
-    return {report.rank for report in order[: worst_count(len(order), replacement_ratio)]}
-
-
-def spare_the_best(replaced: Iterable[int], reports: Sequence[Report], mode: Mode = "max") -> frozenset[int]:
-    """Return `replaced` without the best rank if it would leave no donor."""
-    chosen = frozenset(replaced)
-    if reports and chosen.issuperset(report.rank for report in reports):
-        return chosen - {worst_first(reports, mode)[-1].rank}
-    return chosen
-
-
 def worst_of(good: Floats, count: int) -> Mask:
     """Return which `count` places hold the least goodness; of equal ones the lowest places."""
     chosen = np.zeros(len(good), np.bool_)
@@ -128,16 +175,21 @@ def worst_of(good: Floats, count: int) -> Mask:
     return chosen
 
 
-def with_one_left(chosen: Mask, good: Floats) -> Mask:
+def with_one_left(chosen: Mask, metrics: Floats, mode: Mode) -> Mask:
     """Return `chosen` without the best place (the last of equals) if it would leave none."""
     if chosen.size and chosen.all():
-        chosen = chosen.copy()
+        chosen, good = chosen.copy(), goodness(metrics, mode)
         chosen[len(good) - 1 - int(good[::-1].argmax())] = False
     return chosen
 
 
+def behind(metrics: Any, threshold: float, mode: Mode = "max") -> Any:
+    """Return which metrics are worse than the threshold; non-finite are, unless the threshold switches all off."""
+    return (goodness(metrics, mode) < goodness(threshold, mode)) & math.isfinite(threshold)
+
+
 @dataclass(frozen=True, slots=True)
-class WorstRatio(Selection):
+class WorstRatio(ColumnSelection):
     """Replace the worst `ratio` of the ranks that reported.
 
     Args:
@@ -154,36 +206,19 @@ class WorstRatio(Selection):
     threshold: float | None = None
 
     def __post_init__(self) -> None:
-        check_ratio(self.ratio)
+        if not 0 <= self.ratio <= 1:
+            raise ParameterError(f"replacement_ratio={self.ratio!r}: give a number from 0 to 1")
         check_mode(self.mode)
         check_threshold(self.threshold)
 
-    def __call__(self, reports: Sequence[Report]) -> frozenset[int]:
-        if self.threshold is not None and not any(
-            behind(r.metric, self.threshold, self.mode) for r in reports
-        ):
-            return frozenset()
-        order = worst_first(reports, self.mode)
-        return frozenset(report.rank for report in order[: worst_count(len(order), self.ratio)])
-
     def columns(self, metrics: Floats, expired: Mask) -> Mask:
-        """Select by columns.
-
-        Args:
-            metrics: of the ranks that take part, by rank, float64 (ranks,).
-            expired: whose age has run out, bool (ranks,).
-
-        Returns:
-            Which of them to replace, bool (ranks,).
-        """
-        good = goodness_of(metrics, self.mode)
-        if self.threshold is not None and not _behind(good, self.threshold, self.mode).any():
-            return np.zeros(len(good), np.bool_)
-        return worst_of(good, worst_count(len(good), self.ratio))
+        if self.threshold is not None and not behind(metrics, self.threshold, self.mode).any():
+            return np.zeros(len(metrics), np.bool_)
+        return worst_of(goodness(metrics, self.mode), worst_count(len(metrics), self.ratio))
 
 
 @dataclass(frozen=True, slots=True)
-class Threshold(Selection):
+class Threshold(ColumnSelection):
     """Replace every rank that is behind a threshold; but the best rank stays if all are.
 
     Args:
@@ -201,26 +236,12 @@ class Threshold(Selection):
         check_mode(self.mode)
         check_threshold(self.threshold)
 
-    def __call__(self, reports: Sequence[Report]) -> frozenset[int]:
-        chosen = {report.rank for report in reports if behind(report.metric, self.threshold, self.mode)}
-        return spare_the_best(chosen, reports, self.mode)
-
     def columns(self, metrics: Floats, expired: Mask) -> Mask:
-        """Select by columns: see `WorstRatio.columns`.
-
-        Args:
-            metrics: of the ranks that take part, by rank, float64 (ranks,).
-            expired: whose age has run out, bool (ranks,).
-
-        Returns:
-            Which of them to replace, bool (ranks,).
-        """
-        good = goodness_of(metrics, self.mode)
-        return with_one_left(_behind(good, self.threshold, self.mode), good)
+        return with_one_left(behind(metrics, self.threshold, self.mode), metrics, self.mode)
 
 
 @dataclass(frozen=True, slots=True)
-class Expired(Selection):
+class Expired(ColumnSelection):
     """Replace the ranks whose age has run out.
 
     Args:
@@ -229,20 +250,8 @@ class Expired(Selection):
 
     mode: Mode = "max"
 
-    def __call__(self, reports: Sequence[Report]) -> frozenset[int]:
-        return spare_the_best({report.rank for report in reports if report.expired}, reports, self.mode)
-
     def columns(self, metrics: Floats, expired: Mask) -> Mask:
-        """Select by columns: see `WorstRatio.columns`.
-
-        Args:
-            metrics: of the ranks that take part, by rank, float64 (ranks,).
-            expired: whose age has run out, bool (ranks,).
-
-        Returns:
-            Which of them to replace, bool (ranks,).
-        """
-        return with_one_left(expired, goodness_of(metrics, self.mode))
+        return with_one_left(expired, metrics, self.mode)
 
 
 def selection_for(replacement_mode: str, *, ratio: float, threshold: float | None, mode: Mode) -> Selection:
@@ -280,27 +289,6 @@ class Age:
         return False
 
 
-def behind(metric: float, threshold: float, mode: Mode = "max") -> bool:
-    """Return whether a metric is worse than the threshold; non-finite is, unless the threshold switches all off."""
-    if not math.isfinite(threshold):
-        return False
-    return goodness(metric, mode) < goodness(threshold, mode)
-
-
-def _behind(good: Floats, threshold: float, mode: Mode) -> Mask:
-    """Return `behind` of each goodness."""
-    if not math.isfinite(threshold):
-        return np.zeros(len(good), np.bool_)
-    return good < goodness(threshold, mode)
-
-
-def check_ratio(ratio: float) -> float:
-    """Return the ratio, or raise `ParameterError` if it is outside [0, 1]."""
-    if not 0 <= ratio <= 1:
-        raise ParameterError(f"replacement_ratio={ratio!r}: give a number from 0 to 1")
-    return float(ratio)
-
-
 def check_choice(name: str, value: str, choices: Sequence[str]) -> str:
     """Return the value of a parameter, or raise `ParameterError` if it is not among the choices."""
     if value not in choices:
@@ -308,18 +296,16 @@ def check_choice(name: str, value: str, choices: Sequence[str]) -> str:
     return value
 
 
-def check_mode(mode: str) -> str:
-    """Return the mode, or raise `ParameterError`."""
+def check_mode(mode: str) -> None:
+    """Raise `ParameterError` if a mode is unknown."""
     if mode not in MODES:
         raise ParameterError(f"mode={mode!r}: choose 'max' (higher metrics are better) or 'min'")
-    return mode
 
 
-def check_threshold(threshold: float | None) -> float | None:
-    """Return the threshold, or raise `ParameterError` if it is not a number."""
+def check_threshold(threshold: float | None) -> None:
+    """Raise `ParameterError` if a threshold is not a number."""
     if threshold is not None and math.isnan(threshold):
         raise ParameterError("threshold is NaN: give a number, infinity (never) or None (always)")
-    return threshold
 
 
 def check_age_range(age_range: tuple[int, int]) -> tuple[int, int]:
@@ -350,42 +336,34 @@ class ReportTable:
     being replaced. `alive`: whether the line has changed of late, or will not any more since the rank has `finished`.
     """
 
-    ranks: NDArray[np.int64]
+    ranks: Ranks
     iterations: NDArray[np.int64]
-    metrics: NDArray[np.float64]
-    busy: NDArray[np.bool_]
-    alive: NDArray[np.bool_]
-    finished: NDArray[np.bool_]
+    metrics: Floats
+    busy: Mask
+    alive: Mask
+    finished: Mask
 
-    def of(self, which: NDArray[np.bool_]) -> ReportTable:
+    def of(self, which: Mask) -> ReportTable:
         """Return some of the lines."""
-        return ReportTable(
-            self.ranks[which],
-            self.iterations[which],
-            self.metrics[which],
-            self.busy[which],
-            self.alive[which],
-            self.finished[which],
-        )
+        return ReportTable(*(getattr(self, each.name)[which] for each in fields(self)))
 
     def of_alive(self) -> ReportTable:
         """Return the lines of the ranks that are alive."""
         return self.of(self.alive)
 
-    def near(self, iteration: int) -> list[Report]:
-        """Return each rank's report that is nearest to an iteration, by rank; the newer of two."""
+    def near(self, iteration: int) -> Reports:
+        """Return each rank's report that is nearest to an iteration; the newer of two."""
         # Empty places are infinitely far, not at iteration −1, which lies near to 0.
         away = np.where(self.iterations == NEVER, np.iinfo(np.int64).max, np.abs(self.iterations - iteration))
         metrics = np.take_along_axis(self.metrics, away.argmin(axis=1)[:, None], axis=1)[:, 0]
-        pairs = zip(self.ranks.tolist(), metrics.tolist(), strict=True)
-        return [Report(rank, metric) for rank, metric in pairs]
+        return Reports(self.ranks, metrics, np.zeros(len(metrics), np.bool_))
 
     def shared(self) -> int:
         """Return the iteration that the most lines hold, the newest of several; `NEVER` if there is none."""
         found, counts = np.unique(self.iterations[self.iterations != NEVER], return_counts=True)
         return int(found[counts == counts.max()].max()) if found.size else NEVER
 
-    def awaited(self, iteration: int, floor: int) -> NDArray[np.bool_]:
+    def awaited(self, iteration: int, floor: int) -> Mask:
         """Return which ranks have come to `floor`, but not to `iteration` yet, and still train."""
         newest = self.iterations[:, 0]
         return (newest < iteration) & (newest >= floor) & ~self.finished
@@ -406,7 +384,7 @@ class ReportRounds:
         self._looked = True
 
     def reported(self, iteration: int, *, judged: bool) -> None:
-        """Note a report; `judged` unless the weights that it tells of are gone already."""
+        """Note a report; `judged` unless the weights that it describes are gone already."""
         self._made = (*self._made[-(2 * MOST_REPORTS_BEHIND + 1) :], iteration)
         self._looked = not judged
         if judged:
@@ -428,7 +406,7 @@ class ReportRounds:
             return False
         return last or iteration - self._open[-1] >= self._half
 
-    def judge(self, lines: ReportTable, replaces: Callable[[list[Report]], bool]) -> tuple[int, bool] | None:
+    def judge(self, lines: ReportTable, replaces: Callable[[Reports], bool]) -> tuple[int, bool] | None:
         """Return the oldest open iteration and whether this rank is replaced, which closes it; None if it is too early.
 
         `replaces` says whether this rank is, beside given reports.
@@ -437,25 +415,19 @@ class ReportRounds:
         if not self._open:
             return None
         iteration, alive = self._open[0], lines.of_alive()
-        late = alive.awaited(iteration, self._floor(iteration))
-        # Beyond that the oldest report is judged with what is there, or one slow rank would hold up all judgements.
+        behind_by_most = self._made.index(iteration) - MOST_REPORTS_BEHIND
+        late = alive.awaited(iteration, self._made[behind_by_most] if behind_by_most >= 0 else NEVER)
+        # Beyond that the oldest report is judged with those that are there, or one slow rank would hold all up.
         if len(self._open) > MOST_REPORTS_BEHIND:
             late[:] = False
-        known, ranks = alive.of(~late).near(iteration), alive.ranks[late].tolist()
+        given = alive.near(iteration)
         # The verdict is known early where it is the same however the reports that are still to come turn out. The two
         # extremes are enough: for this rank a selection that compares metrics only gets stricter as others improve.
-        extremes = (-EXTREME, EXTREME) if ranks else (0.0,)
-        cases = {replaces(_with_reports(known, ranks, metric)) for metric in extremes}
+        cases = {
+            replaces(Reports(given.ranks, np.where(late, metric, given.metrics), given.expired))
+            for metric in ((-EXTREME, EXTREME) if late.any() else (0.0,))
+        }
         if len(cases) > 1:
             return None
         self._open = self._open[1:]
         return iteration, cases.pop()
-
-    def _floor(self, iteration: int) -> int:
-        """Return the iteration of the report that this rank made `MOST_REPORTS_BEHIND` reports earlier."""
-        at = self._made.index(iteration) - MOST_REPORTS_BEHIND
-        return self._made[at] if at >= 0 else NEVER
-
-
-def _with_reports(known: list[Report], ranks: list[int], metric: float) -> list[Report]:
-    return sorted([*known, *(Report(rank, metric) for rank in ranks)], key=lambda report: report.rank)

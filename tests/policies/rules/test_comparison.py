@@ -7,7 +7,7 @@ import math
 import numpy as np
 import pytest
 
-from spawnsim.policies.rules.selection import NEVER, Report, ReportRounds, ReportTable, WorstRatio
+from spawnsim.policies.rules.selection import NEVER, ReportRounds, Reports, ReportTable, WorstRatio
 
 
 def lines(*rows: list[tuple[int, float]], dead: tuple[int, ...] = ()) -> ReportTable:
@@ -21,9 +21,10 @@ def lines(*rows: list[tuple[int, float]], dead: tuple[int, ...] = ()) -> ReportT
     return ReportTable(np.arange(len(rows)), iterations, metrics, no, alive, no)
 
 
-def metrics(reports: list[Report]) -> list[float]:
+def metrics(reports: Reports) -> list[float]:
     """Return the metrics by rank."""
-    return [report.metric for report in reports]
+    found: list[float] = reports.metrics.tolist()
+    return found
 
 
 def judge(rounds: ReportRounds, seen: ReportTable, me: int, ratio: float = 0.34) -> tuple[int, bool] | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import pytest
@@ -17,11 +18,13 @@ from spawnsim.policies.rules.donors import (
     Decision,
     DonorRule,
     Neighbours,
+    OneOfBest,
     Rules,
     Uniform,
     decide,
+    how_many,
 )
-from spawnsim.policies.rules.selection import Report, WorstRatio
+from spawnsim.policies.rules.selection import Expired, Report, Selection, Threshold, WorstRatio, worst_count
 
 RING = {rank: ((rank - 1) % 8, (rank + 1) % 8) for rank in range(8)}
 RULES: list[DonorRule] = [Uniform(), Uniform(2), Uniform(0.5), Best(2), ByMetric(2), Neighbours(RING)]
@@ -51,11 +54,81 @@ def test_donors_are_never_replaced_and_weights_are_a_distribution(
         assert sum(assignment.weights) == pytest.approx(1)
 
 
-def test_best_only_has_one_donor_of_weight_one() -> None:
-    """Donors that weigh nothing are not asked."""
-    decision = taken([0.0, 3.0, 5.0, 4.0], Uniform(), "best_only")
-    assert decision.assignments[0].donors == (2,)
-    assert decision.assignments[0].weights == (1.0,)
+def by_hand(reports: list[Report], rules: Rules, seed: int) -> dict[int, dict[int, float]]:
+    """Return the weights of donors by replaced rank: the rules as documented, without columns."""
+    rng, mode = np.random.default_rng(seed), rules.mode
+
+    def good(report: Report) -> float:
+        return -math.inf if not math.isfinite(report.metric) else report.metric * (1 if mode == "max" else -1)
+
+    taking = [each for each in reports if rules.nan_policy == "worst" or math.isfinite(each.metric)]
+    order, who = sorted(taking, key=lambda each: (good(each), each.rank)), rules.selection
+    if isinstance(who, WorstRatio):
+        bar = -math.inf if who.threshold is None else who.threshold * (1 if mode == "max" else -1)
+        any_behind = who.threshold is None or any(good(each) < bar for each in taking)
+        gone = order[: worst_count(len(taking), who.ratio) * any_behind]
+    elif isinstance(who, Threshold):
+        bar = who.threshold * (1 if mode == "max" else -1)
+        gone = [each for each in order if good(each) < bar] if math.isfinite(bar) else []
+    else:
+        gone = [each for each in order if each.expired]
+    gone = gone[: len(taking) - 1]
+    giving = [each for each in taking if each not in gone and math.isfinite(each.metric)]
+    found = {}
+    for rank in sorted(each.rank for each in gone) if giving else ():
+        count = how_many(rules.donors.count, len(giving))  # type: ignore[attr-defined]
+        best = [each for each in order if each in giving][len(giving) - count :]
+        if isinstance(rules.donors, Uniform):
+            drawn = range(count) if count == len(giving) else rng.choice(len(giving), count, replace=False)
+            chosen = [giving[place] for place in drawn]
+        else:
+            chosen = best if isinstance(rules.donors, Best) else [best[rng.choice(range(count))]]
+            if isinstance(rules.donors, OneOfBest):
+                chosen = [sorted(best, key=lambda each: each.rank)[best.index(chosen[0])]]
+        values = np.array([good(each) for each in sorted(chosen, key=lambda each: each.rank)])
+        weights = np.full(len(values), 1 / len(values))
+        if rules.strategy == "weighted_mean" and values.std() > 0:
+            weights = np.exp(values / values.std()) / np.exp(values / values.std()).sum()
+        elif rules.strategy == "best_only":
+            weights = np.eye(len(values))[len(values) - 1 - values[::-1].argmax()]
+        ranks = sorted(each.rank for each in chosen)
+        found[rank] = {rank: weight for rank, weight in zip(ranks, weights.tolist(), strict=True) if weight}
+    return found
+
+
+@pytest.mark.parametrize("mode", ["max", "min"])
+@pytest.mark.parametrize("strategy", ["mean", "weighted_mean", "best_only"])
+def test_decisions_are_those_of_the_rules_by_hand(mode: Any, strategy: str) -> None:
+    """Ties, NaN, few ranks, all selections, the three donor rules that take a count."""
+    rng, replaced = np.random.default_rng(3), 0
+    selections: list[Selection] = [
+        WorstRatio(0.2, mode), WorstRatio(0.9, mode), WorstRatio(0, mode), WorstRatio(0.3, mode, -1.0),
+        Threshold(0.5, mode), Threshold(np.inf, mode), Threshold(-9.0, mode), Expired(mode),
+    ]  # fmt: skip
+    for trial in range(400):
+        size, seed = int(rng.integers(1, 60)), int(rng.integers(1 << 30))
+        metrics = rng.integers(-4, 4, size) / 2.0  # many ties
+        metrics[rng.random(size) < 0.15] = rng.choice([np.nan, np.inf, -np.inf])
+        ranks = np.sort(rng.choice(1000, size, replace=False))
+        rows = zip(ranks.tolist(), metrics.tolist(), (rng.random(size) < 0.3).tolist(), strict=True)
+        reports = [Report(*row) for row in rows]
+        count = (None, 1, 3, 0.5)[int(rng.integers(4))]
+        donors = (Uniform(count), Best(count, mode), OneOfBest(count, mode))[trial % 3]
+        policy: Any = ("worst", "exclude")[int(rng.integers(2))]
+        rules = Rules(selections[trial % len(selections)], donors, strategy, None, mode, policy)
+        decision = decide(trial, reports, rules, np.random.default_rng(seed))
+        wanted = by_hand(reports, rules, seed)
+        found = {
+            rank: dict(zip(a.donors, a.weights, strict=True)) for rank, a in decision.assignments.items()
+        }
+        assert {rank: each.keys() for rank, each in found.items()} == {
+            r: each.keys() for r, each in wanted.items()
+        }
+        for rank, weights in wanted.items():
+            assert found[rank] == pytest.approx(weights, abs=1e-12)
+        assert decision.receivers.tolist() == [rank for rank, each in found.items() for _ in each]
+        replaced += len(found)
+    assert replaced > 400
 
 
 def test_reset_has_no_donors() -> None:

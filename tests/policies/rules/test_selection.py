@@ -14,15 +14,15 @@ from spawnsim.policies.rules.selection import (
     Age,
     Expired,
     Report,
+    Reports,
+    Selection,
     Threshold,
     WorstRatio,
     admitted,
-    compute_worst_ranks_by_ratio,
-    spare_the_best,
     worst_count,
-    worst_first,
 )
 
+NAN, INF = math.nan, math.inf
 metrics = st.lists(st.floats(allow_nan=True, allow_infinity=True), min_size=1, max_size=40)
 
 
@@ -31,87 +31,67 @@ def reports(values: list[float]) -> list[Report]:
     return [Report(rank, value) for rank, value in enumerate(values)]
 
 
-def test_non_finite_metrics_are_worst() -> None:
-    """NaN and both infinities rank below every finite metric, in order of rank."""
-    order = worst_first(reports([1.0, math.nan, -5.0, math.inf]))
-    assert [report.rank for report in order] == [1, 3, 2, 0]
-
-
-def test_ties_go_to_the_lower_rank() -> None:
-    """Equal metrics are replaced from rank 0 up: which rank goes is defined."""
-    assert compute_worst_ranks_by_ratio([1.0] * 32, 0.25) == set(range(8))
-
-
-def test_in_mode_min_the_highest_metric_is_worst() -> None:
-    """With mode="min" a loss can be given as it is."""
-    assert WorstRatio(0.3, "min")(reports([0.1, 9.0, 0.2, math.nan])) == {3}
+@pytest.mark.parametrize(
+    ("selection", "values", "chosen"),
+    [
+        # NaN and both infinities are below every finite metric, in order of rank
+        (WorstRatio(0.5), [1.0, NAN, -5.0, INF], {1, 3}),
+        (WorstRatio(0.75), [1.0, NAN, -5.0, INF], {1, 2, 3}),
+        (WorstRatio(0.25), [1.0] * 32, set(range(8))),
+        (WorstRatio(0.3, "min"), [0.1, 9.0, 0.2, NAN], {3}),
+        # the ratio applies once a rank is worse than the threshold
+        (WorstRatio(0.5, threshold=1.0), [1.0, 2.0], set()),
+        (WorstRatio(0.5, threshold=1.0), [0.9, 2.0], {0}),
+        (WorstRatio(0.5, threshold=1.0), [NAN, 2.0], {0}),
+        (Threshold(-100.0), [NAN, 1.0], {0}),
+        (Threshold(9.0), [1.0, 3.0, 3.0, 2.0], {0, 1, 3}),  # the best stays, the last of equals
+        # an infinite threshold is never met
+        *((Threshold(infinite), [1.0, 2.0], set()) for infinite in (INF, -INF)),
+        *((WorstRatio(0.5, threshold=infinite), [1.0, 2.0], set()) for infinite in (INF, -INF)),
+    ],
+)
+def test_selections(selection: Selection, values: list[float], chosen: set[int]) -> None:
+    """Which ranks go is defined, also among equals and numbers that are not finite; the order of reports is not."""
+    assert selection(reports(values)) == selection(reports(values)[::-1]) == chosen
 
 
 @pytest.mark.parametrize(
     ("size", "ratio", "count"),
-    [
-        (0, 0.5, 0),
-        (1, 1.0, 0),
-        (2, 1.0, 1),
-        (4, 0.25, 1),
-        (4, 0.0, 0),
-        (10, 0.3, 3),
-        (100, 0.29, 29),
-        (5, 0.01, 1),
-    ],
-)
+    [(0, 0.5, 0), (1, 1.0, 0), (2, 1.0, 1), (4, 0.25, 1), (4, 0.0, 0), (10, 0.3, 3), (100, 0.29, 29), (5, 0.01, 1)],
+)  # fmt: skip
 def test_worst_count(size: int, ratio: float, count: int) -> None:
     """0 for ratio 0 or a single rank, else floor(n r), at least 1 and at most n - 1."""
     assert worst_count(size, ratio) == count
 
 
-@given(metrics, st.floats(0, 1))
-def test_worst_ratio_leaves_a_survivor_and_counts_right(values: list[float], ratio: float) -> None:
-    """Whatever the metrics, exactly worst_count ranks go, never all, and no survivor is worse than one that goes."""
+@given(metrics, st.floats(0, 1), st.floats(allow_nan=False))
+def test_somebody_survives_and_is_no_worse(values: list[float], ratio: float, threshold: float) -> None:
+    """Whatever the metrics, exactly worst_count ranks go, the worst ones, and never all."""
     chosen = WorstRatio(ratio)(reports(values))
     assert len(chosen) == worst_count(len(values), ratio) < len(values)
-    order = [report.rank for report in worst_first(reports(values))]
+    order = sorted(
+        range(len(values)), key=lambda rank: (values[rank] if math.isfinite(values[rank]) else -INF, rank)
+    )
     assert chosen == set(order[: len(chosen)])
-
-
-@given(metrics, st.floats(allow_nan=False))
-def test_threshold_leaves_a_survivor(values: list[float], threshold: float) -> None:
-    """The best rank stays, even if all are behind the threshold."""
     assert len(Threshold(threshold)(reports(values))) < len(values)
-
-
-def test_threshold_replaces_nan() -> None:
-    """A rank whose metric is NaN is behind every threshold."""
-    assert Threshold(-100.0)(reports([math.nan, 1.0])) == {0}
-
-
-def test_infinite_threshold_means_never() -> None:
-    """An infinite threshold is not triggered, in either mode."""
-    for infinite in (math.inf, -math.inf):
-        assert not Threshold(infinite)(reports([1.0, 2.0]))
-        assert not WorstRatio(0.5, threshold=infinite)(reports([1.0, 2.0]))
-
-
-def test_worst_ratio_with_threshold_waits_for_somebody_behind_it() -> None:
-    """The ratio applies only once a rank is worse than the threshold."""
-    rule = WorstRatio(0.5, threshold=1.0)
-    assert rule(reports([1.0, 2.0])) == set()
-    assert rule(reports([0.9, 2.0])) == {0}
-    assert rule(reports([math.nan, 2.0])) == {0}
-
-
-def test_spare_the_best_keeps_one() -> None:
-    """If a selection names everybody, the best stays to donate."""
-    assert spare_the_best({0, 1, 2}, reports([1.0, 3.0, 2.0])) == {0, 2}
 
 
 def test_nan_policies() -> None:
     """Worst keeps them, exclude leaves them out, raise names the rank."""
-    given_ = reports([1.0, math.nan])
-    assert len(admitted(given_, "worst")) == 2
+    given_ = Reports.of(reports([1.0, NAN]))
+    assert admitted(given_, "worst") is given_
     assert [report.rank for report in admitted(given_, "exclude")] == [0]
     with pytest.raises(UsageError, match=r"rank \[1\]"):
         admitted(given_, "raise")
+
+
+def test_reports_are_objects_for_those_who_want_them() -> None:
+    """By rank; one, a slice, or all."""
+    given_ = Reports.of([Report(5, 2.0), Report(3, 1.0, expired=True)])
+    assert given_[0] == Report(3, 1.0, expired=True)
+    assert given_[1:] == [Report(5, 2.0)]
+    assert given_.range == (1.0, 2.0)
+    assert Reports.of([]).range == pytest.approx((NAN, NAN), nan_ok=True)
 
 
 def test_a_life_lasts_one_call_more_than_max_age() -> None:
@@ -144,7 +124,7 @@ def test_expired_selects_those_whose_age_ran_out() -> None:
     assert Expired()([Report(0, 9.0, expired=True), Report(1, 0.0)]) == {0}
 
 
-@pytest.mark.parametrize("bad", [-0.1, 1.1, math.nan])
+@pytest.mark.parametrize("bad", [-0.1, 1.1, NAN])
 def test_bad_ratio_is_refused_in_the_constructor(bad: float) -> None:
     """A ratio outside [0, 1] is an error that names it."""
     with pytest.raises(ParameterError, match="replacement_ratio"):
