@@ -75,7 +75,7 @@ def test_every_policy(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
         low, high = hull(tensors)
         assert low >= 0
         assert high <= 3
-        assert case[0] != "average" or float(tensors[0].flatten()[0]) == 1.5
+        assert case[0] != "AverageAllPolicy" or float(tensors[0].flatten()[0]) == 1.5
 
 
 @pytest.mark.parametrize("momentum", [0.0, 0.5])

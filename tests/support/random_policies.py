@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from spawnsim import policies
 from spawnsim.policies import (
     AsyncModelAveragePolicy,
     AsyncSelectiveAveragingPolicy,
@@ -15,17 +16,15 @@ from spawnsim.policies import (
     AverageAllPolicy,
     DecentralizedAveragingPolicy,
     DecoupledDiLoCoPolicy,
-    EASGDPolicy,
-    EDiTPolicy,
     GossipPolicy,
-    NoLoCoPolicy,
     OneRoundLatePolicy,
     OneSidedSelectiveAveragingPolicy,
     OuterOptimizerPolicy,
     PopulationBasedTrainingPolicy,
+    ReplayPolicy,
     ServerOptions,
     ServerRule,
-    SPARTAPolicy,
+    SpawnPolicy,
     StreamingDiLoCoPolicy,
     Tier,
     WAGMAPolicy,
@@ -132,6 +131,18 @@ def _wagma(draw: Draw) -> Any:
     )
 
 
+# Of all other policies that are registered, what they are by default, under the names of their files.
+TUNED = (
+    SpawnPolicy, AsyncModelAveragePolicy, AsyncSelectiveAveragingPolicy, AsyncServerPolicy, AverageAllPolicy,
+    DecentralizedAveragingPolicy, DecoupledDiLoCoPolicy, GossipPolicy, OneRoundLatePolicy,
+    OneSidedSelectiveAveragingPolicy, OuterOptimizerPolicy, PopulationBasedTrainingPolicy, ReplayPolicy,
+    StreamingDiLoCoPolicy, WAGMAPolicy,
+)  # fmt: skip
+PLAIN: dict[str, Callable[..., Any]] = {
+    kind.__module__.rpartition(".")[2]: kind
+    for name in policies.__all__
+    if name.endswith("Policy") and (kind := getattr(policies, name)) not in TUNED
+}
 OUTER: dict[str, Callable[..., Any]] = {
     "fedavg": OuterOptimizerPolicy.fedavg, "bmuf": OuterOptimizerPolicy.bmuf, "slowmo": OuterOptimizerPolicy.slowmo,
     "diloco": OuterOptimizerPolicy.diloco, "muloco": OuterOptimizerPolicy.muloco,
@@ -139,8 +150,7 @@ OUTER: dict[str, Callable[..., Any]] = {
     "streaming": lambda every: StreamingDiLoCoPolicy(2 * every, fragments=2, fragmenter="greedy"),
     "eager": OneRoundLatePolicy.eager, "co2": OneRoundLatePolicy.co2,
     "decoupled": lambda every: DecoupledDiLoCoPolicy(2 * every, fragments=2),
-    "edit": EDiTPolicy, "noloco": NoLoCoPolicy, "easgd": EASGDPolicy, "sparta": SPARTAPolicy,
-    "papa": lambda every: AverageAllPolicy(every, momentum=0.99),
+    "papa": lambda every: AverageAllPolicy(every, momentum=0.99), **PLAIN,
 }  # fmt: skip
 OUTER_DRAWN = ("fedavg", "slowmo", "diloco", "streaming", "eager", "edit", "noloco", "easgd")
 # Apart, so that a seed's run of the others stays what it is.
