@@ -16,9 +16,10 @@ from torch.func import functional_call, grad_and_value, vmap
 
 from spawnsim.training.dropout import Applying, Mask
 
-# Weights of a call that fit into the cache together with gradients and state, and the number of rows.
-CACHE_NBYTES = 16 << 20
-CHUNK = (16, 128)
+# The weights of one call, and its number of rows. Of small models a call takes many: the Python of a call costs as much
+# as some 40 rows of 9,000 weights.
+CALL_NBYTES = 16 << 20
+CHUNK = (16, 512)
 GPU_NBYTES = 256 << 20  # on a GPU, where the number of operations counts
 
 
@@ -150,7 +151,7 @@ def rows_at_once(parameters: Sequence[Tensor]) -> int:
     """Return how many models like one are computed at once."""
     nbytes = max(sum(each.nbytes for each in parameters), 1)
     if all(each.device.type == "cpu" for each in parameters):
-        return min(max(CACHE_NBYTES // nbytes, CHUNK[0]), CHUNK[1])
+        return min(max(CALL_NBYTES // nbytes, CHUNK[0]), CHUNK[1])
     return max(GPU_NBYTES // nbytes, CHUNK[0])
 
 

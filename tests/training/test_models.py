@@ -6,7 +6,7 @@ from support.live_models import RANKS, batch, mlp, program, require_equal, sgd, 
 from torch import nn
 from torch.nn.functional import cross_entropy, dropout, scaled_dot_product_attention
 
-from spawnsim.training.vmapped import CHUNK
+from spawnsim.training import vmapped
 
 
 def adam(model, **how):
@@ -226,11 +226,11 @@ def test_views_and_arrays_of_parameters_stay_what_they_are():
     require_equal(program(between=between))
 
 
-def test_many_ranks_take_several_calls(sizes):
+def test_many_ranks_take_several_calls(sizes, monkeypatch):
     """Each of at most so many rows; a last one of few executes one by one."""
-    ranks = 2 * CHUNK[1] + 2
-    require_equal(program(iterations=3), ranks=ranks)
-    assert sizes == [CHUNK[1], CHUNK[1]] * 3
+    monkeypatch.setattr(vmapped, "CHUNK", (16, 20))
+    require_equal(program(iterations=3), ranks=42)
+    assert sizes == [20, 20] * 3
 
 
 def test_fewer_than_four_execute_one_by_one(sizes):
