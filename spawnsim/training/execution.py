@@ -10,6 +10,7 @@ from __future__ import annotations
 import weakref
 from collections import Counter
 from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -29,6 +30,7 @@ MANY_GROUPS = 8
 FIRST = 3  # steps of each group, in each of which one rank's is compared
 
 
+@dataclass(slots=True, eq=False)
 class Call:
     """One rank's training step or evaluation.
 
@@ -37,6 +39,7 @@ class Call:
         time_s: Its virtual time.
         seat: The model.
         kind: The group of calls.
+        function: Of the model and inputs.
         inputs: Copies of those of a step, which other ranks may overwrite while it is parked.
         masks: Of dropout, drawn in the rank's turn.
         state: Of torch's generator before they were drawn.
@@ -50,26 +53,23 @@ class Call:
         versions: How often the inputs of an evaluation had been changed, which are not copied.
     """
 
-    __slots__ = (
-        "alone", "broken", "error", "function", "gradients", "inputs", "kind", "masks", "outputs", "rank", "reference",
-        "seat", "state", "time_s", "trouble", "versions", "wants_gradients",
-    )  # fmt: skip
-
-    def __init__(self, rank: int, seat: Seat, kind: Kind, inputs: Sequence[Any]) -> None:
-        self.rank, self.seat, self.kind, self.inputs = rank, seat, kind, inputs
-        self.time_s = 0.0
-        self.function: Callable[..., Any] = kind.function
-        self.masks: Sequence[Tensor] = ()
-        self.state: Tensor | None = None
-        self.reference: Reference | None = None
-        self.broken = ""
-        self.alone = False
-        self.trouble: Trouble | None = None
-        self.error: Exception | None = None
-        self.outputs: Sequence[Tensor] = ()
-        self.gradients: Sequence[Tensor] = ()
-        self.wants_gradients = False
-        self.versions: Sequence[int] = ()
+    rank: int
+    time_s: float
+    seat: Seat
+    kind: Kind
+    function: Callable[..., Any]
+    inputs: Sequence[Any]
+    reference: Reference | None = None
+    broken: str = ""
+    masks: Sequence[Tensor] = ()
+    state: Tensor | None = None
+    alone: bool = False
+    trouble: Trouble | None = None
+    error: Exception | None = None
+    outputs: Sequence[Tensor] = ()
+    gradients: Sequence[Tensor] = ()
+    wants_gradients: bool = False
+    versions: Sequence[int] = ()
 
     def draw(self) -> None:
         """Draw masks from the generator of the rank, whose turn it is."""

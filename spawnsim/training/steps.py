@@ -81,13 +81,13 @@ class _OfModel:
             self._kinds[key] = kind
         if isinstance(kind, str) or kind.refusal:
             raise Ungroupable(kind if isinstance(kind, str) else kind.refusal)
-        call = Call(engine.run.rank(), seat, kind, self._copied(inputs))
-        call.time_s, call.function = engine.run.clock_s(), self.function
+        run, copied = engine.run, self._copied(inputs)
+        call = Call(run.rank(), run.clock_s(), seat, kind, self.function, copied)
         first = seat.steps <= FIRST and kind.compared < seat.steps
-        if first or engine.run.check or (seat.steps + call.rank) % EVERY == 0:
+        if first or run.check or (seat.steps + call.rank) % EVERY == 0:
             kind.compared = max(kind.compared, seat.steps)
             if reference is None:
-                with engine.run.apart():
+                with run.apart():
                     reference = Reference(self.function, model, seat, call.inputs)
                     call.broken = reference.draws()
             call.reference = reference
@@ -130,13 +130,30 @@ class _OfModel:
     def _copied(self, inputs: Sequence[Any]) -> Sequence[Any]:
         return inputs
 
-    def _alone_after_all(self, call: Call, execute: Callable[[], Outcome]) -> Outcome:
-        """Execute a call alone that was left to its rank."""
-        call.give_back()
-        found = execute()
-        if call.trouble is not None:
-            call.trouble.succeeded()
-        return found
+    def _alone_now(self, run: Batching, model: nn.Module, execute: Callable[[], Outcome]) -> Outcome:
+        """Execute a call alone, and let its compute block pass."""
+        try:
+            return execute()
+        finally:
+            run.pass_block(lambda: [*model.parameters(), *model.buffers()])
+
+    def _together(
+        self, call: Call, execute: Callable[[], Outcome], finish: Callable[[], None] | None = None
+    ) -> Outcome:
+        """Wait until a call has been executed with others; execute it alone if it was left to its rank."""
+        assert self._engine is not None
+        self._engine.run.wait(call, self._engine.execute, call.seat.memory)
+        if call.error is not None:
+            raise call.error
+        if call.alone:
+            call.give_back()
+            found = execute()
+            if call.trouble is not None:
+                call.trouble.succeeded()
+            return found
+        if finish is not None:
+            finish()
+        return call.outputs[0] if len(call.outputs) == 1 else tuple(call.outputs)
 
 
 class TrainingStep(_OfModel):
@@ -200,19 +217,13 @@ class TrainingStep(_OfModel):
             return self._at_once(model, optimizer, batch)
         call = self._call(run, model, optimizer, batch) if torch.is_grad_enabled() else None
         if call is None:
-            try:
-                return self._at_once(model, optimizer, batch)
-            finally:
-                run.pass_block(lambda: [*model.parameters(), *model.buffers()])
+            return self._alone_now(run, model, lambda: self._at_once(model, optimizer, batch))
         call.wants_gradients = self.gradients or call.seat.rule is None
-        assert self._engine is not None
-        run.wait(call, self._engine.execute, call.seat.memory)
-        if call.error is not None:
-            raise call.error
-        if call.alone:
-            return self._alone_after_all(call, lambda: self._at_once(model, optimizer, call.inputs))
-        self._finish(call, optimizer)
-        return call.outputs[0] if len(call.outputs) == 1 else tuple(call.outputs)
+        return self._together(
+            call,
+            lambda: self._at_once(model, optimizer, call.inputs),
+            lambda: self._finish(call, optimizer),
+        )
 
     def _finish(self, call: Call, optimizer: torch.optim.Optimizer) -> None:
         """Leave gradients where the program looks for them, or none."""
@@ -281,20 +292,10 @@ class Evaluation(_OfModel):
         if run is None:
             return self._at_once(model, batch)
         call = None if torch.is_inference_mode_enabled() else self._call(run, model, None, batch)
-        if call is not None:
-            call.versions = versions_of(batch)
         if call is None:
-            try:
-                return self._at_once(model, batch)
-            finally:
-                run.pass_block(lambda: [*model.parameters(), *model.buffers()])
-        assert self._engine is not None
-        run.wait(call, self._engine.execute, call.seat.memory)
-        if call.error is not None:
-            raise call.error
-        if call.alone:
-            return self._alone_after_all(call, lambda: self._at_once(model, batch))
-        return call.outputs[0] if len(call.outputs) == 1 else tuple(call.outputs)
+            return self._alone_now(run, model, lambda: self._at_once(model, batch))
+        call.versions = versions_of(batch)
+        return self._together(call, lambda: self._at_once(model, batch))
 
     def _how(self) -> tuple[Any, ...]:
         return ("evaluation",)
