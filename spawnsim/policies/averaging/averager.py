@@ -191,11 +191,7 @@ class DecentralizedAverager:
 
     @contextmanager
     def get_tensors(self) -> Iterator[list[torch.Tensor]]:
-        """Lend the averaged tensors: inside the block, averaging neither reads nor changes them.
-
-        Returns:
-            A context manager that gives the list of tensors, the same memory that is averaged.
-        """
+        """Lend the averaged tensors, live: inside the block, averaging neither reads nor changes them."""
         while not self.acquire_tensors():
             self.comm.clock.sleep(PAUSE_S)
         try:

@@ -195,15 +195,12 @@ class Step:
         averager.averaged(averaged)
         self.control.finish(averaged)
 
-    @property
-    def sending(self) -> bool:
-        """Whether there are parts that can be sent now."""
-        return self.butterfly is not None and self.butterfly.sending.can_send
-
     def wake_s(self) -> float:
         if self.matchmaker is not None:
             return min(self.request.deadline_s, self.matchmaker.wake_s())
-        return self.butterfly.wake_s() if self.butterfly is not None else math.inf
+        if self.butterfly is None:
+            return math.inf
+        return -math.inf if self.butterfly.sending.can_send else self.butterfly.wake_s()
 
     # ---------------------------------------------------------------------------------------------- endings
     def _failed(self, why: str, now_s: float, again: bool = True) -> None:
@@ -399,7 +396,6 @@ class StepQueue:
         self.counts["failed steps"] += step.control.exception() is not None
 
     def wake_s(self) -> float:
-        step = self.current
-        if step is None:
+        if self.current is None:
             return -math.inf if self._waiting else math.inf
-        return -math.inf if step.sending else step.wake_s()
+        return self.current.wake_s()

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter, deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from spawnsim.policies.averaging.gossip import Pace, as_body, from_body, scaled
@@ -49,7 +49,7 @@ class TreeRound:
         self.until_s = began_s + pace.patience_for(self._levels) * below / max(self._levels, 1)
         self.risen = False
         self.step_s = 0.0  # the longest of the ranks below
-        self._means: dict[int, Mean] = {}
+        self.means: dict[int, Mean] = {}
 
     def give(self, child: int, message: Message, values: list[Values] | None) -> None:
         """Take what a child's branch has given; nothing, if it came damaged."""
@@ -58,7 +58,7 @@ class TreeRound:
         self.silent.update(silent)
         self.step_s = max(self.step_s, step_s)
         if values is not None:
-            self._means[child] = (values, message.value)
+            self.means[child] = (values, message.value)
 
     def is_ready(self, now_s: float) -> bool:
         """Whether the branch's mean can rise: all children (or all but the silent ones) have given theirs."""
@@ -70,24 +70,10 @@ class TreeRound:
         self.risen, self.silent = True, self.silent | self.awaited
         # Twice, as the mean has to rise through the rest of the tree and come down again.
         self.until_s = now_s + 2 * self.pace.patience_for(self._levels)
-        given = [(self.sent, 1.0), *(self._means[child] for child in self.children if child in self._means)]
+        given = [(self.sent, 1.0), *(self.means[child] for child in self.children if child in self.means)]
         weights = [weight for _, weight in given]
         columns = zip(*(values for values, _ in given), strict=True)
         return [average(parts, weights)[0] for parts in columns], sum(weights)
-
-    def rising(self, mean: Mean, own_step_s: float) -> Message:
-        below = sorted(self.silent), max(self.step_s, own_step_s)
-        return Message(Kind.UP, self.number, value=mean[1], meta=below, body=as_body(mean[0]))
-
-    def falling(self, mean: Mean) -> Iterator[Outgoing]:
-        message = Message(Kind.DOWN, self.number, value=mean[1], body=as_body(mean[0]))
-        # A branch that gave nothing does not get the mean: its members' deltas would lack their own part.
-        return ((child, message) for child in self.children if child in self._means)
-
-    def apply(self, mean: Mean, vector: Vector, share: float) -> None:
-        """Move the weights by as much as the mean is away from what was sent, or a share of that."""
-        deltas = [difference(there, here) for there, here in zip(mean[0], self.sent, strict=True)]
-        vector.add(deltas if share == 1 else scaled(deltas, share, vector))
 
 
 def _height(count: int, place: int) -> int:
@@ -150,9 +136,9 @@ class Leadership:
         self.ask_s = now_s + self.pace.patience_s / ASKED
         self.answer_s = min(self.answer_s, now_s + self.pace.patience_s)
 
-    def expects_nothing(self) -> None:
-        """Expect no answer: the rank that was asked is not the coordinator any more."""
-        self.ask_s = self.answer_s = math.inf
+    def enter(self, epoch: int) -> None:
+        """Go over to an epoch, and expect no answer: the rank that was asked is not the coordinator any more."""
+        self.epoch, self.ask_s, self.answer_s = epoch, math.inf, math.inf
 
 
 @dataclass
@@ -283,8 +269,8 @@ class TreeAverage:
         if roster is None or not (successors := self._successors(roster)):
             return
         # The lowest epoch among the successors' next ones, so that all ranks name the same successor.
-        self._roster, self._leadership.epoch = None, min(map(self._leadership.epoch_led_by, successors))
-        self._leadership.expects_nothing()
+        self._roster = None
+        self._leadership.enter(min(map(self._leadership.epoch_led_by, successors)))
         others = sorted((roster.present | roster.idle) - {self.rank})
         lists = tuple(map(sorted, (roster.present - {self.rank}, roster.idle, roster.gone)))
         message = Message(Kind.HANDOVER, first_of(self._leadership.epoch), meta=lists)
@@ -293,8 +279,7 @@ class TreeAverage:
     # ------------------------------------------------------------------------------------------------- epochs
     def _adopt(self, epoch: int, now_s: float) -> None:
         deposed, self._roster = self._roster, None
-        self._leadership.epoch = epoch
-        self._leadership.expects_nothing()
+        self._leadership.enter(epoch)
         self._give_up_round()
         if deposed is not None:
             # For those it led: they would go on reporting to a coordinator that has stepped down.
@@ -405,7 +390,9 @@ class TreeAverage:
         mean = here.rise(now_s)
         if self._roster is None:
             assert here.parent is not None
-            self.out.append((here.parent, here.rising(mean, self._step_s)))
+            below = sorted(here.silent), max(here.step_s, self._step_s)
+            up = Message(Kind.UP, here.number, value=mean[1], meta=below, body=as_body(mean[0]))
+            self.out.append((here.parent, up))
             return
         self.pace.step_s = max(self._step_s, here.step_s)
         self._roster.drop(here.silent, now_s)
@@ -417,8 +404,11 @@ class TreeAverage:
         assert here is not None
         self.rounds = here.number
         if mean[1] > 1:  # else it is a mean of this rank alone, as it was sent
-            self.out.extend(here.falling(mean))
-            here.apply(mean, vector, self._share)
+            down = Message(Kind.DOWN, here.number, value=mean[1], body=as_body(mean[0]))
+            # A branch that gave nothing does not get the mean: its members' deltas would lack their own part.
+            self.out.extend((child, down) for child in here.children if child in here.means)
+            deltas = [difference(there, sent) for there, sent in zip(mean[0], here.sent, strict=True)]
+            vector.add(deltas if self._share == 1 else scaled(deltas, self._share, vector))
             self.counts["exchanges"] += 1
 
     def _take(self, source: int, message: Message, now_s: float, vector: Vector) -> None:

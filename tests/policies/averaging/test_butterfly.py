@@ -30,6 +30,7 @@ from spawnsim.policies.averaging.butterfly import (
     ReducedPart,
     Role,
 )
+from spawnsim.policies.averaging.interface import result_of, why_no_average
 from spawnsim.policies.averaging.vector import Part, Vector, average, whole_shares
 from spawnsim.policies.exchange.messages import Kind
 from spawnsim.policies.state.codecs import NAMED, Codec, pack
@@ -295,6 +296,40 @@ def test_a_banned_sender_learns_it_at_once() -> None:
     own = ring.members[2].parts[2]
     assert asleep.received == pytest.approx(sum(part.stop - part.start for part in own) / 64)
     assert [set(member.missing()) for member in ring.members] == [{2}, {2}, set()]
+
+
+def test_from_when_silence_counts() -> None:
+    """A sender's from the last average, until which its reducer waited for others; a reducer's from what it was sent.
+
+    Lost members get no answers.
+    """
+    vectors = [Vector([torch.arange(64.0) + rank]) for rank in range(3)]
+    ring = Ring(vectors, limits=Limits(32, sender_timeout_s=1.0, reducer_timeout_s=9.0))
+    reducer, parts = ring.members[0], ring.members[0].reducer.parts
+    reducer.send_some(100, 0.0)
+    for sender, now_s in ((1, 0.0), (2, 0.9)):
+        reducer.handle(sender, ring.members[sender]._message(parts[0], 0), now_s)
+    assert reducer.wake_s() == pytest.approx(1.9)
+    reducer.tick(1.5)
+    assert reducer.counts["banned"] == 0
+    reducer.out.clear()
+    reducer.lost(2, 1.5)
+    reducer.handle(1, ring.members[1]._message(parts[1], 1), 1.6)
+    assert [dest for dest, message in reducer.out if message.kind is Kind.DELTA] == [1]
+    [idle, *_] = Ring(vectors, limits=Limits(32, reducer_timeout_s=9.0)).members
+    idle.send_some(1, 5.0)
+    assert idle.wake_s() == 14.0
+
+
+def test_ones_own_values_are_no_average() -> None:
+    """All elements came back, but from a sender that nobody else has joined."""
+    vectors = [Vector([torch.arange(64.0) + rank]) for rank in range(2)]
+    alone, _ = Ring(vectors, limits=Limits(32, sender_timeout_s=1.0), bandwidths=[1.0, 0.0]).members
+    alone.send_some(100, 0.0)
+    alone.tick(1.0)
+    assert (alone.finished, alone.received, alone.missing()) == (True, 1.0, {1: 1.0})
+    assert why_no_average(alone) == "no other member's values came"
+    assert dict(result_of(alone)) == {0: None}
 
 
 # ------------------------------------------------------------------------------------------------------- cutting
