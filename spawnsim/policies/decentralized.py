@@ -48,7 +48,7 @@ def infos_by_name(tensors: Tensors) -> list[CompressionInfo]:
 
 
 def _parameters_only(compression: Choices) -> Choices:
-    """Return the compression without that of optimizer state, unless it chooses tensor by tensor itself."""
+    """Return the compression that leaves optimizer state as it is, unless it chooses tensor by tensor itself."""
     if compression is None or isinstance(compression, (list, tuple, Mapping, CodecChoice)):
         return compression
     return RoleAdaptiveCompression(optimizer="none", default=compression)  # type: ignore[arg-type]
@@ -89,7 +89,7 @@ class DecentralizedAveragingPolicy(SpawnPolicy):
     `info` says besides the usual: "group_size", ranks that were averaged, this one included; "complete", whether all
     of the group were, in all elements; "received", the share of this rank's elements that came back averaged;
     "missing", how many ranks' values are not in all of them (the event "partial_average" names these, with the share
-    in which they are not). "donors" are those that are in all of them.
+    in which they are not). "donors" are the ranks that are in all of them.
     """
 
     paper = "arXiv 2103.03239"
@@ -225,7 +225,7 @@ class DecentralizedAveragingPolicy(SpawnPolicy):
         info.update(bytes=averager.endpoint.counts["bytes_sent"] - sent, wait_s=wait_s)
 
     def shutdown(self) -> None:
-        """Leave: cancel what is under way and take back declarations. Not collective; may be called twice."""
+        """Leave: cancel the step under way and take back declarations. Not collective; may be called twice."""
         super().shutdown()
         if self.averager is not None:
             self.averager.shutdown()

@@ -52,7 +52,7 @@ class GossipPolicy(SpawnPolicy):
         graph: of `policies.graphs`, or any function of (ranks, round, seed) that returns a `Mixing`.
         push_sum: carry a weight w with the numbers, x_i ← Σ_j p_ij x_j, w_i ← Σ_j p_ij w_j, and train on x/w: right
             also where columns alone sum to 1, and with `delay`.
-        delay: rounds after which what was sent is taken in, so that messages travel while ranks compute; needs
+        delay: rounds after which a message is taken in, so that messages travel while ranks compute; needs
             push_sum.
         global_every: each so many rounds the mean of all ranks is taken instead; None: never. Not with push_sum.
         travels: which parts of the state are averaged; optimizers keep theirs.
@@ -132,7 +132,7 @@ class GossipPolicy(SpawnPolicy):
         return model, optimizer
 
     def _meet(self, comm: Comm, live: Tensors) -> None:
-        """Begin on a group; collective. What was under way on another one is lost, and push-sum begins anew."""
+        """Begin on a group; collective. Messages under way on another one are lost, and push-sum begins anew."""
         self._layout = self._sum.layout(live) if self.push_sum else Layout.of(live)
         if self.global_every is not None:
             self._mean = GroupMean(comm, live)
@@ -192,7 +192,7 @@ class GossipPolicy(SpawnPolicy):
         self._met, self._resumed = None, True
 
     def drain(self) -> None:
-        """Take in what is under way, before a checkpoint. See `SpawnPolicy.drain`."""
+        """Take in the messages under way, before a checkpoint. See `SpawnPolicy.drain`."""
         while self._met is not None and self._rounds.under_way:
             first = self.num_averagings - self._rounds.under_way
             weights = dict(self._weights(self._met, first).incoming(self._met.Get_rank()))
@@ -235,7 +235,7 @@ class PushSum:
         self.weight, self._numerators, self._written = 1.0, {}, {}
 
     def taken(self, live: Tensors) -> Tensors:
-        """Return what is sent, the numerators with the steps that were taken since, and the weight."""
+        """Return the tensors to send: the numerators with the steps that were taken since, and the weight."""
         for name, tensor in live.items():
             wide = tensor.to(sum_dtype(tensor.dtype), copy=True)
             if name in self._written:  # steps since the last round

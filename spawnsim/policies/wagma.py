@@ -113,7 +113,7 @@ class WAGMAPolicy(SpawnPolicy):
         return model, optimizer
 
     def _meet(self, comm: Comm, live: Tensors) -> WaitAvoidingSums:
-        """Begin on a group; collective. What was under way on another one is lost."""
+        """Begin on a group; collective. Messages under way on another one are lost."""
         if self._sums is not None:
             self._sums.engine.stop()
         self._mean = GroupMean(comm, live)

@@ -2,7 +2,7 @@
 
 It ties the state machines (directory, search, all-reduce, state sharing) to a communicator's messages and clock, and
 holds what survives a step: the tensors, the group key, the round, the directory's share, the donor. Nothing here waits
-without bound: what has no time-out of its own has the communicator's deadline. Progress is made inside every call;
+without bound: a wait without a time-out has the communicator's deadline. Progress is made inside every call;
 `run_in_background` makes it between calls as well. Source: hivemind's `DecentralizedAverager`.
 """
 
@@ -77,7 +77,7 @@ class DecentralizedAverager:
             waits for a leader's answer; must be smaller.
         averaging_alpha: the share of the way towards the average that the tensors go.
         part_size_bytes: tensors travel in parts of at most so many bytes, counted as compressed.
-        allreduce_timeout: seconds that an all-reduce may take once the group is formed; what has come by then counts.
+        allreduce_timeout: seconds that an all-reduce may take once the group is formed; parts that came by then count.
         next_chunk_timeout: seconds that a peer may be silent in an all-reduce or download before the others go on
             without it. sender_timeout: the same limit for senders alone (default: `next_chunk_timeout`).
             reducer_timeout: the same limit for reducers alone (default: twice the senders'; must be larger).
@@ -117,7 +117,7 @@ class DecentralizedAverager:
     ) -> None:
         given = dict(locals())  # the arguments, as long as no other name is local: all but three are settings
         # fmt: on
-        # By name, not by position: of 25 values of a few types, two that are exchanged would pass every check.
+        # By name, not by position: 25 values have a few types, so two that are exchanged would pass every check.
         self.settings = settings = Settings(**{field.name: given[field.name] for field in fields(Settings)})
         self.comm = as_comm(comm)
         self.vector = Vector(averaged_tensors, self.codecs(averaged_tensors))
@@ -143,20 +143,20 @@ class DecentralizedAverager:
         self, gather: Any = None, scheduled_time: float | None = None, weight: float | None = None,
         timeout: float | None = None, allow_retries: bool = True, require_trigger: bool = False, wait: bool = True,
     ) -> Averaged | StepControl | None:  # fmt: skip
-        """Look for a group and average with it once. Several steps are carried out one after the other.
+        """Look for a group and average with it once. Several steps run one after the other.
 
         Args:
-            gather: any small object; the result holds those of all averaged ranks.
+            gather: any small object; the result holds the objects of all averaged ranks.
             scheduled_time: when the all-reduce is expected to begin (default: `min_matchmaking_time` from now).
             weight: this rank's weight in the average, above 0 (default 1).
-            timeout: seconds for finding a group (default: `step_timeout`). An all-reduce that has begun goes on.
+            timeout: seconds for finding a group (default: `step_timeout`). An all-reduce may take longer.
             allow_retries: look again after a failure while they last.
             require_trigger: begin the all-reduce only after `StepControl.allow_allreduce()`; needs `wait=False`.
-            wait: if false, return a `StepControl`; it goes on with every call (and in the background).
+            wait: if false, return a `StepControl`; the step proceeds in every call (and in the background).
 
         Returns:
             What the averaged ranks gave to `gather`, by rank. Its `complete` says whether all of the group were
-            averaged in all elements, `received` and `missing` what is lacking. None if no average came about.
+            averaged in all elements, `received` and `missing` how much is lacking. None if no average came about.
         """
         if self._closed:
             raise UsageError(f"rank {self.rank}: step() after shutdown()")
@@ -278,7 +278,7 @@ class DecentralizedAverager:
         return {**self.steps.counts, **self.endpoint.counts, **self.directory.counts, **states}
 
     def shutdown(self, timeout: float | None = None) -> bool:
-        """Cancel what is under way, withdraw all declarations, stop the background. Not collective; may be repeated.
+        """Cancel all steps, withdraw all declarations, stop the background. Not collective; may be repeated.
 
         Wait at most `timeout` seconds (default: `shutdown_timeout`) and return whether the background has stopped.
         """

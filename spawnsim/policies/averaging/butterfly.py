@@ -4,10 +4,10 @@ Every member reduces a range of the vector (`vector.py`): it collects that range
 them in the members' order, and returns to each sender the average minus what that sender sent. No communicator and no
 tensor: flat arrays go in, deltas come out.
 
-Failures. A sender that is awaited and silent for `sender_timeout_s` is banned: what it has sent counts, what comes
-later does not. A reducer that is silent for `reducer_timeout_s` has failed: its range keeps local values. A part that
+Failures. A sender that is awaited and silent for `sender_timeout_s` is banned: parts that it has sent count, later ones
+do not. A reducer that is silent for `reducer_timeout_s` has failed: its range keeps local values. A part that
 was lost or damaged is averaged without its sender, which keeps its local values there. Each average divides by the
-weights that arrived, and every member is told whose values are not in it. Senders get less time than reducers: one that
+weights that arrived, and every member learns whose values are not in it. Senders get less time than reducers: one that
 waits for a slow sender must not itself seem to have failed to all the others.
 """
 
@@ -122,8 +122,8 @@ class PartReducer:
         return not self.finished and sender in self.live and self.progress[sender] <= self.done
 
     def take(self, sender: int, index: int, values: Values | None, weight: float) -> bool:
-        """Keep one part (None: it came damaged). Refuse those of the banned, and what has come or was passed over."""
-        # What was passed over is averaged already; taken now it would be in no mean, and its sender would be told
+        """Keep one part (None: it came damaged). Refuse parts of the banned, or those that came or were passed over."""
+        # A part that was passed over is averaged already: taken now it would be in no mean, and its sender would learn
         # otherwise.
         if sender not in self.live or index < self.progress[sender]:
             return False
@@ -220,10 +220,10 @@ def shares(group: Group, length: int, min_size: int) -> list[int]:
 
 
 # Deltas and not averages travel back, for two reasons. The delta of equal inputs is exactly zero, and every codec keeps
-# zeros, so ranks that agree stay bit for bit as they were under any compression. And training may go on meanwhile: a
+# zeros, so ranks that agree stay bit for bit as they were under any compression. And training may continue meanwhile: a
 # delta added later keeps the steps that were taken since, where an average would overwrite them.
 #
-# Sums are taken in the members' order, not in that of arrival: the result must not depend on which message came first.
+# Sums are taken in the members' order: the result must not depend on the order in which messages arrive.
 # Each reducer gets its parts in order and answers in order, so a part that is passed over was lost. Only so many parts
 # are under way at once (`AHEAD`): the rest of a large vector would keep the sender's wire busy for minutes, and its
 # answers to others, which those wait for, would queue behind it.
@@ -307,7 +307,7 @@ class Butterfly:
         self._reduce(now_s)
 
     def _reduce(self, now_s: float) -> None:
-        """Average what is complete; each sender gets its delta, or learns that its part was not averaged."""
+        """Average complete parts; each sender gets its delta, or learns that its part was not averaged."""
         for reduced in self.reducer.ready():
             self._reduced_s = now_s
             for sender in self.reducer.senders:
@@ -377,7 +377,7 @@ class Butterfly:
                 yield min(self._heard_s[rank] + limits.reducer_timeout_s, end_s), False, rank
 
     def tick(self, now_s: float) -> None:
-        # A list first, since a ban may average parts and so change who is awaited.
+        # A list first, since a ban may average parts and so change which members are awaited.
         for due_s, as_sender, rank in list(self._late()):
             if due_s <= now_s and as_sender:
                 self._ban(rank, now_s)

@@ -70,7 +70,7 @@ def _by_place(entry: Entry) -> tuple[float, int]:
 
 # Declarations expire, and are renewed several times before they do. So the directory needs no repair and no agreement:
 # with a rank that dies only copies are lost, the next renewal goes to other replicas, and an entry of a dead rank goes
-# by itself. Answers may be stale or incomplete; the search then asks a rank in vain, which costs one request.
+# by itself. Answers may be stale or incomplete; the search then asks a rank without success, which costs one request.
 class DirectoryShard:
     """The declarations that this rank keeps, by key and rank."""
 
@@ -100,7 +100,7 @@ class DirectoryShard:
         return out
 
     def find(self, key: str, now_s: float) -> list[Entry]:
-        """Return the earliest entries of a key that have not run out; forget those that have."""
+        """Return the earliest entries of a key that still hold; forget expired ones."""
         kept = self.entries.get(key, {})
         for rank in [rank for rank, entry in kept.items() if entry.until_s <= now_s]:
             del kept[rank]
@@ -154,7 +154,7 @@ class DirectoryClient:
         return str(key)
 
     def known(self, key: str, now_s: float) -> list[Entry]:
-        """Return all entries heard of that have not run out, without this rank's own, earliest first."""
+        """Return all entries heard of that still hold, without this rank's own, earliest first."""
         entries = self.entries.get(key, {}).values()
         return sorted((e for e in entries if e.until_s > now_s and e.rank != self.rank), key=_by_place)
 
@@ -170,7 +170,7 @@ class DirectoryClient:
         return min(self._asked.values(), default=math.inf)
 
     def replicas(self, key: str, now_s: float) -> list[int]:
-        """Return the ranks that keep a key, without those that have been silent lately."""
+        """Return the ranks that keep a key, without the ranks that were silent lately."""
         self.suspects = {rank: until_s for rank, until_s in self.suspects.items() if until_s > now_s}
         return replicas(key, self.size, self.suspects)
 
@@ -180,7 +180,7 @@ class DirectoryClient:
 
 
 class DirectoryQuery:
-    """One question to the replicas of a key: what is declared now. Their answers name its number."""
+    """One question to the replicas of a key: which declarations hold now. Their answers name its number."""
 
     def __init__(self, directory: DirectoryClient, key: str, number: int, now_s: float) -> None:
         self.directory, self.number = directory, number
@@ -204,7 +204,7 @@ class DirectoryQuery:
                 self._entries[entry.rank] = entry
 
     def over(self, now_s: float) -> bool:
-        """Whether all have answered; those that have not in time are suspected."""
+        """Whether all have answered; ranks that are late are suspected."""
         if self.awaited and now_s >= self.due_s:
             for replica in sorted(self.awaited):
                 self.directory.suspect(replica, now_s)
@@ -212,7 +212,7 @@ class DirectoryQuery:
         return not self.awaited
 
     def entries(self, now_s: float) -> list[Entry]:
-        """Return the declarations of others that have not run out, by rank."""
+        """Return the other ranks' declarations that still hold, by rank."""
         others = (entry for _, entry in sorted(self._entries.items()) if entry.rank != self.directory.rank)
         return [entry for entry in others if entry.until_s > now_s]
 

@@ -74,7 +74,7 @@ class Pace:
         return self.patience_for(1)
 
     def patience_for(self, levels: int) -> float:
-        """Return the seconds to wait for what comes over several ranks, one after the other."""
+        """Return the seconds to wait for a message that passes several ranks, one after the other."""
         return max(self.stated_s, STEPS * self.step_s * levels)
 
 
@@ -96,7 +96,7 @@ def from_body(body: Bytes, vector: Vector) -> list[Values] | None:
 def scaled(deltas: list[Values], factor: float, vector: Vector) -> list[Values]:
     """Return each delta times a factor, in its type.
 
-    Those of whole numbers are rounded, to the same size on both sides: halves rounded up would drift.
+    Deltas of whole numbers are rounded, to the same size on both sides: halves rounded up would drift.
     """
     dtypes = dict.fromkeys(torch.view_as_real(t).dtype if t.is_complex() else t.dtype for t in vector.tensors)
     whole = [not (dtype.is_floating_point or dtype == torch.bool) for dtype in dtypes]
@@ -188,7 +188,7 @@ class PairwiseGossip:
         self._silences[source] = 0
         if message.kind is Kind.SWAP:
             self._absent.pop(source, None)
-            # Remembered, so that this rank, when it leaves, can warn those who would ask again.
+            # Remembered, so that this rank, when it leaves, can warn the ranks that would ask again.
             self._requesters.add(source)
             self._swap(source, message, vector)
             return

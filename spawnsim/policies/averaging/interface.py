@@ -220,7 +220,7 @@ class Settings:
 
     @property
     def tag_or_default(self) -> int:
-        """The tag of all messages. Prefixes have tags of their own, so that averagers of two do not mix."""
+        """The tag of all messages. Each prefix has its own tag, so that averagers of two do not mix."""
         return FIRST_TAG + digest(self.prefix) % (LAST_TAG + 1 - FIRST_TAG) if self.tag is None else self.tag
 
     @property
@@ -385,7 +385,7 @@ class StepControl:
         Raises:
             AveragingFailed: no average came about.
             Cancelled: `cancel` was called.
-            Timeout: `timeout` is over and the step goes on.
+            Timeout: `timeout` is over and the step is not.
         """
         if not (self.done() or self._drive(self.done, math.inf if timeout is None else timeout)):
             unfinished = f"the averaging step is not over ({self.stage.value})"

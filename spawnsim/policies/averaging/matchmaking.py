@@ -34,8 +34,8 @@ class SearchTerms:
     """What a search is for. `place` is this rank's; `member` is what the leader will announce of it.
 
     `size` members make the group complete; at `expires_s` a leader assembles with at least `least`. `expected` names
-    the other members if they are known, and `round_` is what they meet for. `may_lead` is false for clients. `number`
-    draws request and group numbers, `shuffle` the members' order.
+    the other members if they are known, and `round_` the round that they meet for. `may_lead` is false for clients.
+    `number` draws request and group numbers, `shuffle` the members' order.
     """
 
     key: str
@@ -159,7 +159,7 @@ class Search:
         self.out.append((leader, Message(Kind.JOIN, self._request.number, meta=meta)))
 
     def _give_up(self, now_s: float, *, tell: bool, hint: int | None = None) -> None:
-        """End the open request: do not ask that rank again at the same place, and go on."""
+        """End the open request: do not ask that rank again at the same place, and ask the next one."""
         request, self._request = self._request, None
         if request is None:
             return
@@ -216,7 +216,7 @@ class Search:
         self._assemble_if_complete()
 
     def _assemble_if_complete(self) -> None:
-        """Form the group as soon as no other member will come, or there is no room for one."""
+        """Form the group as soon as no other member will come, or fits in."""
         terms = self.terms
         here = len(self.followers) + 1
         complete = bool(terms.expected) and not self.awaited - set(self.followers)
@@ -253,7 +253,7 @@ class Search:
             self._assemble_if_complete()
 
     def call(self) -> None:
-        """Ask the members that have not come whether they will."""
+        """Ask the missing members whether they will come."""
         here = set(self.followers) | ({self._request.leader} if self._request else set())
         if self.leader is None and not self.ended:
             meta = (self.terms.place, self.terms.key)
@@ -316,7 +316,7 @@ class Search:
             self._expire()
 
     def _expire(self) -> None:
-        """Assemble with those that have come; else wait for the answer to an open request, or end."""
+        """Assemble with the followers that came; else wait for the answer to an open request, or end."""
         # The open request comes before a group of too few: its leader may have room, and it answers within the request
         # time-out. With followers enough, the group is formed at once, for they wait for this rank.
         here, least = len(self.followers) + 1, self.terms.least
@@ -446,7 +446,7 @@ class Matchmaker:
         return min(self.search.wake_s(), own_s)
 
     def end(self) -> None:
-        """Take back what was declared."""
+        """Take back the declaration."""
         if self.settings.matchmaking is None:
             self._out.extend(self.averager.directory.take_back(self.key))
 

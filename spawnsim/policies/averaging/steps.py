@@ -2,7 +2,7 @@
 
 `Step` is a state machine over the search and the all-reduce, driven by messages and time. Its deadline bounds the
 search alone: an all-reduce ends by itself, since its members wait for each other's messages only so long, and to leave
-one early would cost all other members a time-out. `StepQueue` holds the step under way, those that wait for it, and
+one early would cost all other members a time-out. `StepQueue` holds the step under way, the steps that wait for it, and
 messages that came too early. What survives a step (group bits, round) is the averager's.
 """
 
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from spawnsim.policies.averaging.averager import DecentralizedAverager
 
 SEARCH_KINDS = (Kind.JOIN, Kind.REPLY, Kind.LEAVE, Kind.DISBAND, Kind.BEGIN, Kind.CALL)
-BURST = 64  # parts sent between two looks at what has arrived
+BURST = 64  # parts sent between two looks at arrived messages
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,7 +205,7 @@ class Step:
     # ---------------------------------------------------------------------------------------------- endings
     def _failed(self, why: str, now_s: float, again: bool = True) -> None:
         self.failures.append(why)
-        # In a static matchmaking the other members go on to the next round: a second try would find none of them.
+        # In a static matchmaking the other members continue with the next round: a second try would find none of them.
         gone_on = self.group is not None and self.averager.settings.matchmaking is not None
         self._withdraw()
         if self.request.retry and again and not gone_on and now_s < self.request.deadline_s:
@@ -226,7 +226,7 @@ class Step:
         self._early.clear()
 
     def _retire(self) -> None:
-        """Let go of the machines, and keep what they counted."""
+        """Let go of the machines, and keep their counts."""
         self._collect()
         if self.matchmaker is not None:
             self.matchmaker.end()
@@ -243,14 +243,14 @@ class Step:
                 machine.out.clear()
 
 
-EARLY_AT_MOST = 4096  # messages kept for groups and rounds that this rank has not come to yet
+EARLY_AT_MOST = 4096  # messages kept for groups and rounds that this rank has yet to reach
 GROUPS_AT_MOST = 64  # that are remembered
 
 
 # Ranks are never in step with each other, so a message can reach a rank before the step that it belongs to. Which ones
 # are kept, and why: a JOIN for a later static round, since that round's other members would else wait for a time-out; a
 # PART or ABSENT of an unknown group, since the leader's BEGIN may be overtaken by messages of other members (only those
-# of one rank stay in order). All other messages are answered at once with what lets their sender go on: a refusal, a
+# of one rank stay in order). All other messages get an answer at once that lets their sender continue: a refusal, a
 # LEAVE or an ABSENT. Silence would be correct as well, but costs the sender a time-out.
 class StepQueue:
     """At most one step is under way; the others begin in the order in which they were asked for."""
@@ -279,7 +279,7 @@ class StepQueue:
             control.cancel_requested = True
 
     def _begin_next(self, now_s: float) -> None:
-        """Begin the next step that waits, and hand it what came before it began."""
+        """Begin the next step that waits, and hand it the messages that came before."""
         while self.current is None and self._waiting:
             control, request = self._waiting.popleft()
             if control.cancel_requested:
@@ -287,7 +287,7 @@ class StepQueue:
                 continue
             missed, self._missed = bool(self._missed), set()
             step = self._step = Step(self, control, request, now_s, missed=missed)
-            if control.done():  # no other rank will come to its round
+            if control.done():  # no other rank will reach its round
                 self._end(step)
                 continue
             early, self._early = self._early, deque(maxlen=EARLY_AT_MOST)
@@ -325,7 +325,7 @@ class StepQueue:
             self._unexpected(source, message, now_s)
 
     def _static(self, source: int, message: Message, now_s: float) -> None:
-        """Take a JOIN or CALL for a round: keep it if this rank has not come so far, else answer how far it is."""
+        """Take a JOIN or CALL for a round: keep it if this rank is not there yet, else answer how far it is."""
         step = self.current
         prefix, _, number = str(message.meta[1]).rpartition(".round")
         round_ = int(number) if prefix == self.averager.settings.prefix and number.isdigit() else -1
@@ -386,7 +386,7 @@ class StepQueue:
             self._begin_next(now_s)
 
     def _end(self, step: Step) -> None:
-        """Keep what a step leaves behind, and drop what came for its groups."""
+        """Keep a step's round and counts, and drop messages for its groups."""
         self.averager.endpoint.send_queue(step.out)
         self.averager.round = step.next_round
         kept = (item for item in self._early if item[1].number not in self._groups)

@@ -1,10 +1,10 @@
 """Averaging over all ranks at intervals of the clock, up and down a tree: one rank's side, a state machine.
 
-Means rise from the leaves to the root, weighted by how many ranks are in them; the mean of all comes down to those
-that gave something. Each member adds (mean − what it had sent), so that steps taken meanwhile survive. The coordinator
-keeps the list of averaging ranks and opens a round when the interval is over; it is the root of the round's tree. Epoch
-e is coordinated by rank e mod size, and a higher epoch replaces a lower one wherever the two meet; a rank moves on to
-the next epoch when the coordinator is dead, or does not answer a question. Flat arrays, no communicator.
+Means rise from the leaves to the root, weighted by how many ranks are in them; the mean of all comes down to those that
+gave something. Each member adds (mean − the weights that it sent), so that steps taken meanwhile survive. The
+coordinator keeps the list of averaging ranks and opens a round when the interval is over; it is the root of the round's
+tree. Epoch e is coordinated by rank e mod size, and a higher epoch replaces a lower one wherever the two meet; a rank
+moves on to the next epoch when the coordinator is dead, or does not answer a question. Flat arrays, no communicator.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ def epoch_of(number: int) -> int:
     return number // _EPOCH
 
 
-# There is no election: any two ranks that know the same epoch agree on its coordinator, whatever messages were lost,
+# Nobody is elected: any two ranks that know the same epoch agree on its coordinator, whatever messages were lost,
 # and a rank that is wrong about the epoch learns so from its first message to one that is not. Silence alone proves
 # nothing, since a rank that trains looks at its messages only between its steps; so it is asked before it is given up.
 class Leadership:
@@ -209,7 +209,7 @@ class TreeAverage:
         self._last_round: int | None = None  # that counts on this rank, once the coordinator has said so
         self._leadership = Leadership(*ranks, pace)
         self._roster = Roster(0, pace) if self._leadership.coordinator == self.rank else None
-        self._step_s = 0.0  # this rank's own; that of the others is in `pace`
+        self._step_s = 0.0  # this rank's own; the longest of all is in `pace`
         self._hand_over_s = math.inf  # when a coordinator that does not average itself leaves that to another
         self._round: TreeRound | None = None
 
@@ -282,7 +282,7 @@ class TreeAverage:
         self._leadership.enter(epoch)
         self._give_up_round()
         if deposed is not None:
-            # For those it led: they would go on reporting to a coordinator that has stepped down.
+            # For the ranks that it led: they would still report to a coordinator that has stepped down.
             self.out.extend((rank, self._epoch_message()) for rank in sorted(deposed.present - {self.rank}))
         if self._leadership.coordinator == self.rank:  # a first reminder asks all others where they stand
             self._roster = Roster(first_of(epoch), self.pace, now_s + self.pace.interval_s, remind_s=now_s)

@@ -44,7 +44,7 @@ def fractions(bandwidths: Sequence[float] | Floats) -> Floats:
         return np.asarray(given / given.sum())
     # With S = {i : w_i > 0} and a level x, w_i = (x·b_i − 1)/(n − 2) on S, and Σ w_i = 1 gives
     # x = (n − 2 + |S|)/Σ_S b_i. S is a set of fastest peers (a peer with x·b_i ≤ 1 spends 1/b_i ≥ x although it
-    # reduces nothing), so at most n levels are tried. The sum of the fractions rises with x, hence there is one level,
+    # reduces nothing), so at most n levels are tried. The sum of the fractions rises with x, so there is one level,
     # and no choice of fractions does better: below it the fractions that keep within the level sum to less than 1.
     order = np.argsort(-given, kind="stable")
     fastest = given[order]
@@ -82,7 +82,7 @@ def element_counts(length: int, bandwidths: Sequence[float | None], min_size: in
 
 
 Values = NDArray[Any]
-VALUE_BY_VALUE = (NoCompression, Float16)  # codecs to which it is all the same what lies beside a value
+VALUE_BY_VALUE = (NoCompression, Float16)  # codecs that encode each value by itself
 # A little more: a mean of exactly a half is the same on all ranks, whichever way it was summed.
 HALF = 0.5 + 1e-6
 

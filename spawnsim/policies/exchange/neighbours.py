@@ -72,14 +72,14 @@ class NeighbourRounds:
         """Wait for the oldest round.
 
         Returns:
-            (source, what it sent), as `sources` were given; valid until the next `begin`.
+            (source, its buffer), as `sources` were given; valid until the next `begin`.
 
         Raises:
             RankFailed: one of its ranks has died.
             Timeout: one has not come within the communicator's deadline; `finish` may be called again.
         """
         oldest = self._under_way[0]
-        # An explicit deadline: a message that is lost for good ends in `Timeout`, and is no deadlock.
+        # An explicit deadline: a message that is lost for good ends in `Timeout`, and not in a deadlock.
         with self._comm.clock.deadline(self._comm.clock.limit_s()):
             for request in oldest.requests:
                 request.Wait()

@@ -1,8 +1,8 @@
-"""Sums over groups that wait for nobody: who comes first makes all members of its group contribute what they have.
+"""Sums over groups that wait for nobody: the first rank makes all members of its group contribute what they have.
 
 A round's group sums by a butterfly: in phase k each member exchanges its partial sum with the member whose place
 differs in bit k. A partial sum of a round to which a rank has not contributed yet makes its background task contribute
-what the rank had contributed last. So a round takes the time of its messages, and who comes late finds the sum made.
+what the rank had contributed last. So a round takes the time of its messages, and a late rank finds the sum made.
 All members get the same bits. Source: Li et al. 2020 (WAGMA-SGD, arXiv 2005.00124), whose activation is a broadcast of
 its own; here it goes along the butterfly.
 """
@@ -120,7 +120,7 @@ class WaitAvoidingSums:
             self.endpoint.send(partner, Message(Kind.SUM, round_, part=current.phase, body=body))
 
     def _go_on(self, round_: int, current: _Round) -> None:
-        """Add what has come of the phases that are due. Sums of two are the same in either order."""
+        """Add the sums of the phases that are due. Sums of two are the same in either order."""
         while current.total is not None and current.phase in current.early:
             theirs = current.early.pop(current.phase)
             current.total = {name: own + theirs[name] for name, own in current.total.items()}

@@ -1,4 +1,4 @@
-"""The arithmetic of states: flat memory, what is not finite, blend, delta rule, momentum.
+"""The arithmetic of states: flat memory, numbers that are not finite, blend, delta rule, momentum.
 
 Everything is anchored (`a + Σ w (x - a)`), so that equal inputs give a bit-identical output. Half precision is summed
 in float32, whole numbers in float64, and rounded once. Large tensors are gone through piece by piece, so that what
@@ -87,7 +87,7 @@ def _piecewise(function: Callable[..., torch.Tensor], *tensors: torch.Tensor) ->
     first = tensors[0]
     if first.numel() <= PIECE or any(tensor.device.type != "cpu" for tensor in tensors):
         return function(*tensors)
-    # Elementwise, so cutting changes no bit; what lies between two operations stays in the cache, and no fresh memory
+    # Elementwise, so cutting changes no bit; a piece stays in the cache between two operations, and no fresh memory
     # is touched for it. An accelerator has no such cache to gain from, and each launch costs.
     flats = [tensor.reshape(-1) for tensor in tensors]
     result = new_buffer(first.numel(), first.dtype, first.device)

@@ -356,7 +356,7 @@ def as_compression(given: Choices) -> Choice:
 
 
 def check_infos(infos: Sequence[CompressionInfo], tensors: Sequence[torch.Tensor]) -> None:
-    """Raise `ParameterError` if the descriptions are not those of the tensors."""
+    """Raise `ParameterError` if the descriptions do not match the tensors."""
     if [tuple(info.shape) for info in infos] != [tuple(tensor.shape) for tensor in tensors]:
         raise ParameterError(
             f"tensor_infos describes {len(infos)} tensors, not these {len(tensors)}, in this order"

@@ -48,7 +48,7 @@ class LowBit:
     and ±1/4; 2 bits: 0 and ±1; 1 bit: the sign, times the mean magnitude of the block (0 counts as positive). Values go
     to the nearest of these.
 
-    Each `block` of values has a scale of its own (4 bytes).
+    Each `block` of values has its own scale (4 bytes).
     """
 
     bits: int = 4
@@ -228,7 +228,7 @@ class RandomMask:
 class ErrorFeedback:
     """Remembers what a codec has left out of a rank's vectors, and adds it to the next: e ← decay·e + x; e −= sent.
 
-    `decay` is of what was left out, from 0 (nothing is remembered) to 1.
+    `decay` is the share of the remainder that is kept, from 0 (nothing is remembered) to 1.
     """
 
     def __init__(self, codec: str | Codec, decay: float = 1.0) -> None:
@@ -239,7 +239,7 @@ class ErrorFeedback:
         self._next: dict[Any, Floats] = {}
 
     def encode(self, key: Any, values: Floats) -> Bytes:
-        """Return the bytes of a vector, finite and of shape (n,), with what is left of the earlier ones of this key.
+        """Return the bytes of a vector, finite and of shape (n,), plus the remainder of the earlier ones of this key.
 
         What this one leaves out counts from `commit` on: a vector that did not arrive may be encoded again.
         """

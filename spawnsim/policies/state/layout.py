@@ -36,7 +36,7 @@ class StateScope:
     Parameters always are.
 
     Args:
-        frozen: also those that need no gradient.
+        frozen: also parameters that need no gradient.
         buffers: also what a state_dict holds besides parameters (BatchNorm statistics).
         optimizer_state: "keep" the rank's own, "reset" it, "copy" the heaviest donor's, or "average" it like the
             parameters.
@@ -134,7 +134,7 @@ def assign(live: Tensors, values: Mapping[str, torch.Tensor]) -> None:
 def assign_optimizer(
     model: torch.nn.Module, optimizer: torch.optim.Optimizer, values: Mapping[str, torch.Tensor]
 ) -> None:
-    """Give the optimizer the state named in `values`, making entries that it has not got yet."""
+    """Give the optimizer the state named in `values`, making entries that it lacks."""
     parameters = dict(_named(model, optimizer))
     for full, value in values.items():
         if full.startswith(_SETTING):
@@ -153,7 +153,7 @@ def _put(
 ) -> None:
     old = state.get(key)
     if without_data(value) and not (isinstance(old, torch.Tensor) and without_data(old)) and not value.dim():
-        return  # a step count, in main memory: there is none to take over
+        return  # a step count in main memory, which a phantom lacks
     if isinstance(old, torch.Tensor):
         old.copy_(value)
     elif isinstance(old, (int, float)):
@@ -168,7 +168,7 @@ def reset_optimizer(optimizer: torch.optim.Optimizer) -> None:
 
 
 def reset_if_not_finite(optimizer: torch.optim.Optimizer) -> None:
-    """Forget an optimizer's state if any of it is not finite: the next step would undo what has healed the weights."""
+    """Forget an optimizer's state if any of it is not finite: the next step would undo the healing of the weights."""
     held = [value for state in optimizer.state.values() for value in state.values()]
     real = as_real({str(n): value for n, value in enumerate(held) if isinstance(value, torch.Tensor)})
     if not all(all_finite(value) for value in real.values() if value.is_floating_point()):
@@ -199,7 +199,7 @@ class Layout:
     """
 
     def __init__(self, entries: Iterable[Entry]) -> None:
-        # By the dtype's name, as dtypes have no order of their own; stable, so that each dtype's tensors keep theirs.
+        # By the dtype's name, as dtypes have no order; stable, so that each dtype's tensors keep theirs.
         self.entries = tuple(sorted(entries, key=lambda entry: str(entry.dtype)))
         self.text = json.dumps([[e.name, str(e.dtype)[6:], e.shape] for e in self.entries]).encode()
         self.digest = digest_of(self.text)
@@ -231,7 +231,7 @@ class Layout:
             ) from error
 
     def matches(self, tensors: Mapping[str, torch.Tensor]) -> bool:
-        """Return whether the tensors are those of this layout: names, dtypes, shapes."""
+        """Return whether the tensors match this layout: names, dtypes, shapes."""
         return len(tensors) == len(self.entries) and all(
             (tensor := tensors.get(entry.name)) is not None
             and tensor.dtype == entry.dtype

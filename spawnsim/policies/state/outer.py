@@ -2,7 +2,7 @@
 
 A rank trains θ; Θ are the weights that its group last agreed on. The pseudo-gradient Δ = Θ − θ, averaged over the
 group, is to an outer optimizer what a gradient is to an inner one: Θ is what it moves. Vectors lie in main memory, half
-precision as float32, one flat row per dtype; on the meta device there are none. No communicator.
+precision as float32, one flat row per dtype; the meta device has no vectors. No communicator.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ class FlatFloats:
 
 @dataclass(frozen=True, slots=True)
 class OuterSGD:
-    """The outer optimizer: torch.optim.SGD's rule on pseudo-gradients, or that of its sign.
+    """The outer optimizer: torch.optim.SGD's rule on pseudo-gradients, or on their sign.
 
     buf ← momentum·buf + Δ/γ, then Θ ← Θ − lr·γ·d, with d = buf (heavy ball) or Δ/γ + momentum·buf (Nesterov); γ is 1
     unless the caller says otherwise (SlowMo's inner learning rate).
