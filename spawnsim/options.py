@@ -101,19 +101,7 @@ def unquoted(text: str) -> str:
 
 
 def settings_of(given: Sequence[str], known: Mapping[str, Callable[[str], Any]], what: str) -> dict[str, Any]:
-    """Return what `--set name=value` options give of what a command itself takes by name.
-
-    Args:
-        given: the options' texts.
-        known: by name, the function that makes a value of the text.
-        what: whose settings they are, for errors.
-
-    Returns:
-        The values by name.
-
-    Raises:
-        ParameterError: there is no such setting, or its value is refused.
-    """
+    """Return what `--set name=value` options give of what a command itself takes by name."""
     parameters(given)  # raises for what is not NAME=VALUE
     found = {}
     for name, _, text in (each.partition("=") for each in given):

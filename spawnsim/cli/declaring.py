@@ -252,8 +252,7 @@ ProgramPath = Annotated[
 Ranks = Annotated[int, Option("how many ranks", "N", "-n")]
 Seed = Annotated[int, Option("of every random stream", "K")]
 PlatformName = Annotated[
-    str | None,
-    Option("virtual network: a name (see `spawnsim list`) or a TOML file", "P", names=_platforms),
+    str | None, Option("virtual network: a name (see `spawnsim list`) or a TOML file", "P", names=_platforms)
 ]
 Straggler = Annotated[
     str | None, Option("virtual compute times, such as lognormal:0.3 or pareto:2.5", "KIND")

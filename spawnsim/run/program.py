@@ -44,11 +44,7 @@ class Program:
     given: Mapping[str, Any]
 
     def __call__(self, comm: Any) -> None:
-        """Run `main` on one rank; `sys.exit()` without a status, or with 0, is an ordinary end.
-
-        Args:
-            comm: the communicator of all ranks, as this rank holds it.
-        """
+        """Run `main` on one rank; `sys.exit()` without a status, or with 0, is an ordinary end."""
         try:
             self.main(comm, **self.given)
             if (policies := sys.modules.get("spawnsim.policies.base")) is not None:
@@ -114,19 +110,7 @@ def program(main: Main | str | Path | ProgramFile, parameters: Mapping[str, Any]
 
 
 def checked(function: Main, given: Mapping[str, Any], name: str = "main") -> dict[str, Any]:
-    """Return every keyword parameter of a function with its value, defaults included.
-
-    Args:
-        function: its first parameter is the communicator.
-        given: values by name.
-        name: what the function is called in errors.
-
-    Returns:
-        The values.
-
-    Raises:
-        ParameterError: a parameter that the function does not take, that is missing, or that has another type.
-    """
+    """Return every keyword parameter of a `main` with its value, defaults included, or refuse what it does not take."""
     takes = _parameters(function)
     # Checked before the run: as a TypeError on each rank it would come after the ranks have been made.
     unknown = [each for each in given if each not in takes.named and not takes.anything]
@@ -283,9 +267,6 @@ class ProgramFile:
         torch.distributed, and has no `main`, or one without arguments; if it calls its `main()` without arguments; or
         if it calls `main` where it is run as a script and imports one of the two (or calls the first argument something
         else than comm).
-
-        Raises:
-            ParameterError: its `main()` takes no communicator, and it speaks neither.
         """
         if self.whole:
             return True
@@ -361,11 +342,7 @@ class ProgramFile:
         return named, own.kwarg is not None
 
     def require_main(self, ranks: int | None = None) -> None:
-        """Raise `ParameterError` unless the file defines `main`.
-
-        Args:
-            ranks: how many real ranks were asked for, if that is known.
-        """
+        """Raise `ParameterError` unless the file defines `main`."""
         # Text alone decides, since running the file to look would already start an unmodified program.
         if self.has_main:
             return

@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,7 +20,7 @@ from spawnsim.errors import ParameterError, SpawnsimError, WorldError
 from spawnsim.real.launch.processes import KnownDeaths
 from spawnsim.run.program import Program
 from spawnsim.run.result import FINISHED, Run, results_digest, totals_of, warned
-from spawnsim.run.watched import LOOK_S, Steps
+from spawnsim.run.watched import LOOK_S, Bar
 from spawnsim.run.writer import add_late, begin_folder, describe
 
 if TYPE_CHECKING:
@@ -73,7 +74,8 @@ def run_rank(job: Job) -> Run | None:
         comm.runtime.on_abort(shards.last_words)
         # Tells the launcher that ranks may have rows to save: it waits longer then before it ends the job.
         register_stage(BEGUN, comm.rank, os.environ)
-        with Steps(journal, job.task.parameters.get("iterations"), shown=job.progress and comm.rank == 0):
+        bar = Bar(journal, ranks=None, iterations=job.task.parameters.get("iterations"))
+        with bar if job.progress and comm.rank == 0 else nullcontext():
             job.task(comm)
             comm.runtime.abort.end_forked()
             comm.runtime.checkpoints.finish()
@@ -231,10 +233,7 @@ def _result(merged: Merged, *, what: Mapping[str, Any], counted: Mapping[str, An
 def tidy(out: Path, ended: JobEnd, begun_s: float) -> bool:
     """Merge the shards that a job left behind, once all its processes have ended; return whether they held anything.
 
-    Args:
-        out: the run folder.
-        ended: how the job has ended.
-        begun_s: when it began, in seconds of `time.time()`: an older run.json is another run's.
+    A run.json that is older than `begun_s`, in seconds of `time.time()`, is another run's.
     """
     from spawnsim.record import journal as shards
 

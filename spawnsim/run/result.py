@@ -158,13 +158,7 @@ class Run:
 def totals_of(table: Table, events: Sequence[Event], counted: Mapping[str, Any]) -> dict[str, Any]:
     """Return the totals: what the backend counted, and what the recorded rows and events add.
 
-    Args:
-        table: all rows.
-        events: all events.
-        counted: totals by name; "plan": whether a fault plan was given, since a program may have events of such names.
-
-    Returns:
-        The values named in `TOTALS`, and those of `LOSSES` that are not 0.
+    `counted["plan"]` says whether a fault plan was given, since a program may have events of such names.
     """
     # Own values come first in the lookup below: rows tell more exactly than a backend how far the ranks came.
     own: dict[str, Any] = {
@@ -223,12 +217,6 @@ def warnings_of_runs(runs: Mapping[str, Mapping[str, Any]]) -> list[str]:
     """Return each kind of warning of several runs once, as its first run words it, with the number of runs.
 
     Warnings that differ in their numbers alone, such as a rank or a time, are of one kind.
-
-    Args:
-        runs: name of a run → what ran (`Run.what`).
-
-    Returns:
-        A sentence per kind, in order of first appearance; of one run its own sentences.
     """
     found: dict[str, dict[str, str]] = {}
     for name, what in runs.items():

@@ -280,22 +280,7 @@ def carry_out(
     options: Mapping[str, Any] | None = None,
     **hooks: Any,
 ) -> Any:
-    """Carry out a program with `main(comm)`, or the file of an unmodified one, and keep nothing but what is recorded.
-
-    Args:
-        task: the program.
-        scenario: its circumstances.
-        recorder: gets rows and events.
-        argv: arguments of an unmodified program.
-        options: how an unmodified program is run: see `spawnsim.virtual.scripts.Script`.
-        hooks: `prepare`, `trace`, `on_error` and the other hooks of `spawnsim.virtual.simulate`.
-
-    Returns:
-        The simulator's `Totals`.
-
-    Raises:
-        SpawnsimError: what ended the run.
-    """
+    """Run a program with `main(comm)`, or the file of an unmodified one, and return the simulator's `Totals`."""
     from spawnsim.virtual.scripts import run_program
 
     with one_thread(), _abort_as_error():
@@ -365,12 +350,7 @@ NO_COST = (
 
 
 def _run_unmodified(
-    file: ProgramFile,
-    scenario: Scenario,
-    keeping: _Keeping,
-    *,
-    argv: Sequence[str],
-    given: Mapping[str, Any],
+    file: ProgramFile, scenario: Scenario, keeping: _Keeping, *, argv: Sequence[str], given: Mapping[str, Any]
 ) -> Run:
     """Run an unmodified program: `run.what["notes"]` and `run.what["warnings"]` hold a sentence each for the user."""
     from spawnsim.models.platform import load_platform

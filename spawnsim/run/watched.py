@@ -51,12 +51,7 @@ OBSERVERS = {
 
 
 def require_observers(names: Sequence[str], out: object) -> None:
-    """Raise an error, before anything runs, if a run cannot be watched with these observers.
-
-    Raises:
-        ParameterError: an observer has another name, or the run has no folder that it could read.
-        UnsupportedError: the package that it needs is not installed.
-    """
+    """Raise an error, before anything runs, if a run cannot be watched with these observers."""
     for name in names:
         known = OBSERVERS.get(name)
         if known is None:
@@ -74,10 +69,7 @@ def require_observers(names: Sequence[str], out: object) -> None:
 def watched(out: Path | None, names: Sequence[str], registry: str = "") -> Iterator[None]:
     """While the block runs, let another process watch a run folder; when it ends, the run has.
 
-    Args:
-        out: the run folder, or None where nobody watches.
-        names: the observers.
-        registry: where the launcher of real ranks keeps how far they are.
+    `registry`: where the launcher of real ranks keeps how far they are.
     """
     if out is None or not names:
         yield
@@ -209,19 +201,24 @@ class Recorded(Protocol):
 
 
 class Bar:
-    """A bar on standard error, gone when the block ends. A thread of its own looks at the recorder."""
+    """A bar on standard error, gone when the block ends. A thread of its own looks at the recorder.
 
-    def __init__(self, recorder: Recorded, *, ranks: int, iterations: Any = None) -> None:
+    `ranks` None: the bar of one real rank, whose recorder tells all.
+    """
+
+    def __init__(self, recorder: Recorded, *, ranks: int | None, iterations: Any = None) -> None:
         self._recorder, self._ranks, self._finished = recorder, ranks, 0
         # A count of rows alone would promise an end that a program with other iterations never reaches.
-        self._rows = ranks * iterations if isinstance(iterations, int) and iterations > 0 else None
+        self._rows = (ranks or 1) * iterations if isinstance(iterations, int) and iterations > 0 else None
         self._virtual_s = 0.0
         self._over = threading.Event()
 
     def __enter__(self) -> Progress:
         from tqdm import tqdm
 
-        self._bar = tqdm(total=self._rows or self._ranks, bar_format=FORMAT, leave=False, dynamic_ncols=True)
+        total = self._rows or self._ranks
+        shown = FORMAT if total else UNKNOWN
+        self._bar = tqdm(total=total, bar_format=shown, leave=False, dynamic_ncols=True)
         # A daemon: a process that ends amid the block must not wait for the bar.
         self._thread = threading.Thread(target=self._watch, name="spawnsim-bar", daemon=True)
         self._thread.start()
@@ -241,40 +238,18 @@ class Bar:
     def look(self) -> None:
         """Show how far the run is."""
         done = self._recorder.rows if self._rows else self._finished
-        # The engine tells seldom; a row may be later than what it has told.
-        virtual_s = max(self._virtual_s, self._recorder.time_s)
-        text = f"{virtual_s:.4g} virtual s, {self._finished}/{self._ranks} ranks done"
+        if self._ranks is None:
+            text = f"rank 0: {self._recorder.rows:,} rows, {self._recorder.time_s:.4g} s"
+        else:
+            # The engine tells seldom; a row may be later than what it has told.
+            virtual_s = max(self._virtual_s, self._recorder.time_s)
+            text = f"{virtual_s:.4g} virtual s, {self._finished}/{self._ranks} ranks done"
         self._bar.set_description_str(text, refresh=False)
         # Programs may record more rows than one for each iteration.
-        self._bar.n = min(done, self._bar.total)
+        self._bar.n = min(done, self._bar.total or 0)
         self._bar.refresh()
 
     def _watch(self) -> None:
         while not self._over.wait(TICK_S):
             with no_collection:
                 self.look()
-
-
-class Steps(Bar):
-    """The bar of one real rank: rows that it has recorded, and the time of the latest. `shown=False`: no bar."""
-
-    def __init__(self, recorder: Recorded, iterations: Any, *, shown: bool) -> None:
-        super().__init__(recorder, ranks=1, iterations=iterations)
-        self._shown = shown
-
-    def __enter__(self) -> Progress:
-        return super().__enter__() if self._shown else self.tell
-
-    def __exit__(self, *error: object) -> None:
-        if self._shown:
-            super().__exit__(*error)
-
-    def look(self) -> None:
-        """Show how far the rank is."""
-        text = f"rank 0: {self._recorder.rows:,} rows, {self._recorder.time_s:.4g} s"
-        self._bar.set_description_str(text, refresh=False)
-        if self._rows is None:
-            self._bar.bar_format = UNKNOWN
-        else:
-            self._bar.n = min(self._recorder.rows, self._rows)
-        self._bar.refresh()

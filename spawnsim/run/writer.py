@@ -34,10 +34,7 @@ def describe(
 
 
 def describe_named(
-    named: Mapping[str, Any],
-    file: Path | None,
-    circumstances: Mapping[str, Any],
-    command: str | None = None,
+    named: Mapping[str, Any], file: Path | None, circumstances: Mapping[str, Any], command: str | None = None
 ) -> tuple[dict[str, Any], Files]:
     """Return the same, given the program's names and parameters, and its file if it has one."""
     from spawnsim.record import manifest
@@ -215,14 +212,7 @@ class RunWriter:
 
 
 def begin_folder(out: Path, what: dict[str, Any], inputs: Files, *, resume: bool) -> dict[int, float]:
-    """Open a run folder, for a run that goes on from the newest checkpoint there if `resume`.
-
-    Returns:
-        By rank, until when the folder holds rows already.
-
-    Raises:
-        ParameterError: the checkpoint is damaged, or was made with another seed.
-    """
+    """Open a run folder, or go on in it from its newest checkpoint; return until when it holds each rank's rows."""
     import numpy as np
 
     from spawnsim import checkpoints
