@@ -29,7 +29,7 @@ from spawnsim.virtual.engine.waiting import Waiting, WaitingForAny
 from spawnsim.virtual.engine.world import Rank, World
 
 PACKAGE = str(Path(__file__).parents[2]) + os.sep  # where spawnsim's own files lie
-SIMULATOR = str(Path(__file__).parents[1]) + os.sep
+SIMULATOR = tuple(PACKAGE + folder + os.sep for folder in ("virtual", "models"))
 STANDARD = tuple(sysconfig.get_path(name) for name in ("stdlib", "platstdlib"))
 INSTALLED = ("site-packages", "dist-packages")  # the interpreter's, a user's, and Debian's, wherever they lie
 SHOWN = 24  # rows of the table
