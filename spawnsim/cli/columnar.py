@@ -144,7 +144,8 @@ def trained(path: Path) -> columnar.Training:
 
 
 def _called(kind: Any, given: dict[str, Any]) -> Any:
-    takes = [name for name in kind.parameters() if name != "model_builder"]
+    names = kind.parameters() if hasattr(kind, "parameters") else inspect.signature(kind).parameters
+    takes = [name for name in names if name != "model_builder"]
     unknown = [name for name in given if name not in takes and name != "model_builder"]
     if unknown:
         hint = nearest(unknown[0], takes)
