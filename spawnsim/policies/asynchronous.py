@@ -296,7 +296,6 @@ class AsyncModelAveragePolicy(SpawnPolicy):
         return averaging
 
     def _end(self, averaging: ClockAveraging) -> None:
-        """Give up what is under way on a communicator that has ended."""
         averaging.engine.stop()
         self._averagings += averaging.averagings
         self._before += averaging.counts

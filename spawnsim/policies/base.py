@@ -232,7 +232,6 @@ class SpawnPolicy:
             self._use.open = True
 
     def _closed(self) -> tuple[int, Any] | None:
-        """Note that the policy was shut down; return the iteration and the group of its latest call."""
         last, self._last = self._last, None
         if self._use is not None:
             self._use.open = False
@@ -434,7 +433,6 @@ def _never_due(cadence: Cadence, last: int) -> str:
 
 
 def _line_of_the_program() -> str:
-    """Return the innermost line that is not spawnsim's own, as file:line."""
     frame: FrameType | None = sys._getframe()
     while frame is not None and frame.f_code.co_filename.startswith(PACKAGE):
         frame = frame.f_back
@@ -442,7 +440,6 @@ def _line_of_the_program() -> str:
 
 
 def _shown(returned: object) -> str:
-    """Say in a word what a function has returned."""
     if isinstance(returned, tuple):
         kinds = [type(each).__name__ for each in returned]
         return " and ".join(kinds) if len(kinds) == 2 else f"{len(kinds)} values"

@@ -190,7 +190,6 @@ class DecoupledDiLoCoPolicy(GlobalWeightsPolicy):
         return healed
 
     def _take_over(self, learner: Learner) -> None:
-        """Take over global weights that have come back; the model follows in the policy's next turn."""
         for place, (body, donors) in learner.take().items():
             self.outer.fragments[place].weights.memory.copy_(as_tensor(body))
             self.arrived[place] = donors
@@ -275,7 +274,6 @@ class Learner:
         return sorted(self.present - {self.rank})
 
     def _without(self, left: set[int]) -> None:
-        """Count on ranks no more that have said that they leave."""
         self._left |= left - {self.rank}
         self.present -= self._left
 

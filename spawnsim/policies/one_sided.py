@@ -246,7 +246,6 @@ class OneSidedSelectiveAveragingPolicy(SpawnPolicy):
         return bool(behind(float(local_metric), float(threshold_metric), self.mode))
 
     def _selected(self, reports: Reports) -> set[int]:
-        """Return whom the selection would replace; ages are known to their own rank alone."""
         taking = admitted(reports, self.rules.nan_policy)
         return set(taking.ranks[self.rules.selected(taking)].tolist())
 

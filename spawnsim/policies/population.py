@@ -190,5 +190,4 @@ def _bytes(tensor: torch.Tensor) -> Any:
 
 
 def _mixed(kept: Tensors, given: Tensors, count: int) -> Tensors:
-    """Return the mean of `count` models, whose mean is `kept`, and another one."""
     return {name: blend([kept[name], given[name]], [count, 1]) for name in kept}

@@ -17,10 +17,10 @@ import torch
 from spawnsim.comm import Comm, Status
 from spawnsim.errors import UsageError
 from spawnsim.policies.base import Info, SpawnPolicy
-from spawnsim.policies.exchange.gathering import Gathering
 from spawnsim.policies.exchange.messages import Message, decode
 from spawnsim.policies.exchange.replacement import (
     Explore,
+    Gathering,
     ModelBuilder,
     Packer,
     Replacement,

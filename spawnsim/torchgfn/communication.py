@@ -41,7 +41,6 @@ def comm_of(group: Group = None, backend: str = default_backend) -> Comm:
 
 
 def _first_env(*names: str, default: str | None = None) -> str | None:
-    """Return the first of these environment variables that is set and not empty."""
     return next((value for name in names if (value := os.environ.get(name))), default)
 
 

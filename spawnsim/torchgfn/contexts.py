@@ -114,7 +114,6 @@ def host_layout(
 
 
 def _by_host(hosts: Sequence[str]) -> list[list[int]]:
-    """Return the ranks of each host, hosts in the order of their first rank."""
     found: dict[str, list[int]] = {}
     for rank, host in enumerate(hosts):
         found.setdefault(host, []).append(rank)
@@ -381,12 +380,10 @@ def _divide(
 
 
 def _host() -> str:
-    """Return where this rank runs; MPI need not be there."""
     return socket.gethostname() if virtual_world() is None else str(_get_MPI().Get_processor_name())
 
 
 def _split(world: Comm, colour: int | None) -> Comm | None:
-    """Return the group of those with the same colour; None for ranks without one. Collective."""
     found: Any = world.Split(UNDEFINED if colour is None else colour, world.Get_rank())
     return found or None
 

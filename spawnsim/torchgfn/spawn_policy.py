@@ -209,7 +209,6 @@ def _published_in_each(layout: WindowLayout) -> WindowOptions:
 
 
 def _compute_worst_ranks_by_ratio(metrics: Sequence[float], replacement_ratio: float) -> set[int]:
-    """Return the ranks to replace: the worst `replacement_ratio` of them; higher is better, ties go by rank."""
     reports = [Report(rank, float(metric)) for rank, metric in enumerate(metrics)]
     return set(WorstRatio(replacement_ratio)(reports))
 

@@ -71,7 +71,6 @@ class Coordinator:
 
     @property
     def waiting(self) -> bool:
-        """Whether any round is open."""
         return bool(self._open)
 
     @property
@@ -109,12 +108,10 @@ class Coordinator:
         return entry
 
     def leave(self, rank: int) -> None:
-        """Note that a rank neither reports nor gives any more."""
         self._left.add(rank)
 
     @property
     def alone(self) -> bool:
-        """Whether all ranks have left."""
         return len(self._left) == self.size
 
     def needed(self) -> int:
@@ -224,12 +221,10 @@ class Outcome:
 
     @property
     def nbytes(self) -> int:
-        """Bytes that the donors have sent."""
         return sum(self.given.values())
 
     @property
     def fresh_start(self) -> bool:
-        """Whether the assignment named no donors: the rank is to start afresh."""
         return not self.assignment.donors
 
 
@@ -252,7 +247,6 @@ class Inbox:
 
     @property
     def waiting(self) -> bool:
-        """Whether an assignment is open."""
         return self._pending is not None
 
     def assign(self, assignment: Assignment, now_s: float) -> bool:

@@ -1,4 +1,4 @@
-"""One rank's endpoint on one communicator, and the engine that makes progress on it, now or in the background.
+"""One rank's endpoint on one communicator, the engine that makes progress on it, and the wait for all at the end.
 
 `Endpoint` sends without waiting and receives what has arrived; `ProgressEngine` calls its owner whenever there may be
 something to do: in a call of the rank's program, while that program waits, or from a background task. What messages
@@ -12,25 +12,22 @@ from __future__ import annotations
 import gc
 import math
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from threading import Lock
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 from weakref import WeakKeyDictionary, WeakValueDictionary
 
 import numpy as np
 
-from spawnsim.comm import ANY_SOURCE, Comm, Status, Task
+from spawnsim.comm import ANY_SOURCE, Comm, Request, Status, Task
+from spawnsim.comm.objects import SILENT
 from spawnsim.errors import RankFailed, Timeout, UsageError, WorldError
 from spawnsim.phantoms import is_phantom
 from spawnsim.policies.exchange.messages import Foreign, Message, Outgoing, Unreadable, decode, encode
 from spawnsim.policies.state.arithmetic import new_memory, phantom_memory
 from spawnsim.policies.state.codecs import Bytes
-
-if TYPE_CHECKING:
-    from spawnsim.comm import Request
-
 
 AT_ONCE_NBYTES = 4096  # every MPI delivers so little with the envelope: a receive after a probe does not wait
 SLICE_S = 0.05  # how long a wait looks at one large message before it looks at the others again
@@ -91,7 +88,11 @@ class Endpoint:
     ) -> None:
         self.comm, self.tag, self.rank, self.channel = comm, tag, comm.Get_rank(), channel
         self.prefix = prefix
-        self._register()
+        if tag in self._open():
+            gc.collect()  # perhaps of a policy that nobody holds any more, but that refers to itself
+        other = self._open().setdefault(tag, self)
+        if other is not self:
+            raise UsageError(self._refused(other.prefix))
         self.counts: Counter[str] = Counter()
         self.failed: set[int] = set()
         self.sent: Counter[int] = Counter()
@@ -109,17 +110,8 @@ class Endpoint:
         self._virtual = comm.capabilities().backend == "virtual"
 
     def _open(self) -> WeakValueDictionary[int, Endpoint]:
-        """Return this rank's endpoints on this communicator, by tag."""
         of_rank = _OPEN.setdefault(self.comm.clock, WeakKeyDictionary())
         return of_rank.setdefault(self.comm, WeakValueDictionary())
-
-    def _register(self) -> None:
-        """Refuse to take the messages of another endpoint of this rank."""
-        if self.tag in self._open():
-            gc.collect()  # perhaps of a policy that nobody holds any more, but that refers to itself
-        other = self._open().setdefault(self.tag, self)
-        if other is not self:
-            raise UsageError(self._refused(other.prefix))
 
     def _refused(self, other: str | None) -> str:
         begin = f"rank {self.rank}: there is "
@@ -170,19 +162,16 @@ class Endpoint:
         return True
 
     def send_all(self, messages: Iterable[Outgoing]) -> None:
-        """Send several messages, given with their destinations."""
         for rank, message in messages:
             self.send(rank, message)
 
     def send_queue(self, queue: deque[Outgoing]) -> None:
-        """Send what is in a queue, and take it out."""
         # One by one: on real ranks the program's thread may add another meanwhile, which must neither be lost nor end
         # the loop.
         while queue:
             self.send(*queue.popleft())
 
     def is_sending(self, memory: Bytes) -> bool:
-        """Return whether this memory is still being sent, as far as is known since `reap`."""
         return any(memory is other for _, other in self._sends)
 
     def reap(self) -> bool:
@@ -200,7 +189,6 @@ class Endpoint:
 
     @property
     def unfinished(self) -> int:
-        """Number of tracked sends, and of receives, that are under way."""
         return len(self._sends) + len(self._receives)
 
     # ---------------------------------------------------------------------------------------------- receiving
@@ -247,7 +235,6 @@ class Endpoint:
             clock.sleep(LEAST_WAIT_S)
 
     def from_self(self) -> list[tuple[int, Message]]:
-        """Return what this rank has sent to itself."""
         return [(self.rank, self._to_self.popleft()) for _ in range(len(self._to_self))]
 
     def complete_receives(self, patience_s: float) -> None:
@@ -504,3 +491,80 @@ class ProgressEngine:
         if not served:
             self.endpoint.complete_receives(timeout_s)
         return True
+
+
+# ------------------------------------------------------------------------------------------------ the end
+# A rank may be any time behind, so no time-out ends a wait for all. What ends it is knowledge: all have come, a rank
+# has died, or the communicator says that one has ended its program or does not answer.
+FIRST = 1 / 32  # of the patience, after which absent ranks are first looked for
+# Each look comes later than the one before, without limit: once the time to the next one is infinite, ranks that wait
+# for each other, of which one waits here, are a deadlock, which virtual ranks report.
+GROWTH = 1.25
+SHOWN = 4
+
+
+class Absences:
+    """Looks now and then for ranks of a communicator that are not to be waited for any more.
+
+    A rank that does not answer is waited for as long as `patience_s`, one that is dead or has ended its program not.
+    """
+
+    def __init__(self, comm: Comm, patience_s: float) -> None:
+        self._comm, self._patience_s, self._slice_s = comm, patience_s, FIRST * patience_s
+        self._began_s = comm.clock.now()
+        self._due_s = self._began_s + self._slice_s
+
+    def wait_s(self) -> float:
+        return max(self._due_s - self._comm.clock.now(), 1e-6)
+
+    def is_due(self) -> bool:
+        """Return whether it is time to look again, which is not so until later if it is."""
+        now_s = self._comm.clock.now()
+        if now_s < self._due_s:
+            return False
+        self._slice_s *= GROWTH
+        self._due_s = now_s + self._slice_s
+        return True
+
+    def look(self) -> dict[int, str]:
+        """Return by rank why it is not to be waited for. A look costs time: see `is_due`."""
+        late = self._comm.clock.now() >= self._began_s + self._patience_s
+        return {rank: why for rank, why in self._comm.absent().items() if late or why != SILENT}
+
+
+class Attendance:
+    """One rank's wait for all ranks of a communicator. Making it is collective, and does not wait."""
+
+    def __init__(self, comm: Comm, patience_s: float) -> None:
+        self._comm, self.absences = comm, Absences(comm, patience_s)
+        self._everyone: Request | None = None
+        with suppress(RankFailed):  # `complete` says so; until then a rank may have others to serve
+            self._everyone = comm.Ibarrier()
+
+    def all_here(self) -> bool:
+        with suppress(RankFailed):
+            return self._everyone is not None and self._everyone.Test()
+        return False
+
+    def complete(self) -> dict[int, str]:
+        """Wait until all ranks have come; return by rank why it will not.
+
+        Raises:
+            RankFailed: a rank has died.
+        """
+        if self._everyone is None:
+            self._everyone = self._comm.Ibarrier()
+        while True:
+            try:
+                with self._comm.clock.deadline(self.absences.wait_s()):
+                    self._everyone.Wait()
+                    return {}
+            except Timeout:
+                if self.absences.is_due() and (absent := self.absences.look()):
+                    return absent
+
+
+def shown(absent: Mapping[int, str]) -> str:
+    """Say which ranks are absent, and why."""
+    more = f", and {len(absent) - SHOWN} more like it" if len(absent) > SHOWN else ""
+    return ", ".join(f"rank {rank} {absent[rank]}" for rank in sorted(absent)[:SHOWN]) + more

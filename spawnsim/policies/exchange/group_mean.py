@@ -65,7 +65,6 @@ def all_same(comm: Comm, live: Tensors) -> bool:
 
 
 def _head(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the first numbers of a tensor, without laying it out anew."""
     # Indexing and not `reshape`: a tensor that is not contiguous would be copied whole for its first numbers.
     while tensor.dim() > 1:
         tensor = tensor[0]
@@ -556,7 +555,6 @@ class Consensus:
 
 @torch.no_grad()
 def _weights(model: torch.nn.Module) -> Tensor:
-    """Return all weights as one vector of the widest type, float32 at least."""
     live = as_real(collect(model, None, StateScope())).values()
     floating = [each.reshape(-1) for each in live if each.is_floating_point()]
     return torch.cat([torch.empty(0, dtype=torch.float32), *floating])

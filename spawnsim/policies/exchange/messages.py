@@ -234,7 +234,6 @@ def seal(buffer: Bytes, meta_nbytes: int, *, body: bool) -> None:
 
 
 def _head_checksum(data: memoryview, start: int) -> int:
-    """Return the checksum of header (without this sum itself) and metadata."""
     return zlib.crc32(data[HEADER_NBYTES:start], zlib.crc32(data[:_HEAD_SUM_AT]))
 
 

@@ -236,7 +236,6 @@ class OuterGroup:
         return Mean(self.comm, vectors, self.feedback, key=place, later=later)
 
     def stepped(self, iteration: int) -> None:
-        """Take note of an outer step of all fragments, or of one."""
         self.steps, self.last = self.steps + 1, iteration
 
 

@@ -22,10 +22,8 @@ import torch
 from spawnsim.comm import Comm
 from spawnsim.comm.objects import DIED
 from spawnsim.errors import RankFailed, Revoked, Timeout
-from spawnsim.policies.exchange.attendance import Attendance, shown
 from spawnsim.policies.exchange.coordinator import Coordinator, ExchangeOptions, Inbox, Outcome
-from spawnsim.policies.exchange.endpoint import Endpoint
-from spawnsim.policies.exchange.gathering import Gathering
+from spawnsim.policies.exchange.endpoint import Attendance, Endpoint, shown
 from spawnsim.policies.exchange.messages import (
     Kind,
     Message,
@@ -34,7 +32,7 @@ from spawnsim.policies.exchange.messages import (
     assignment_of,
     immutable,
 )
-from spawnsim.policies.exchange.replacement import Packer
+from spawnsim.policies.exchange.replacement import Gathering, Packer
 from spawnsim.policies.rules.donors import Assignment, Decision, Rules
 from spawnsim.policies.rules.selection import Report
 from spawnsim.policies.state.codecs import Bytes
@@ -94,7 +92,6 @@ class Exchange:
             self.leader = (self.leader + 1) % size
 
     def _pace(self, now_s: float) -> None:
-        """Learn the time from call to call, from report to report."""
         if self._calls:
             # Averaged over all calls between two reports: a single gap (an evaluation, a checkpoint) is not the pace.
             self.call_s = (now_s - self._reported_s) / self._calls
@@ -178,7 +175,6 @@ class Exchange:
             self.endpoint.send_packed(replaced, message)
 
     def _busy(self, memory: Bytes) -> bool:
-        """Return whether a snapshot is being sent from this memory, or may be in this call."""
         # Memory that is being sent must not be packed anew, nor what this call is about to send.
         mine = (message for messages in self._packed.values() for message in messages)
         return self.endpoint.is_sending(memory) or any(memory is message for message in mine)
@@ -330,7 +326,6 @@ class ShutdownDrain:
         return coordinator.alone
 
     def _rest(self, seconds: float = 0.0) -> None:
-        """Wait for a message, for one poll interval or longer, and serve."""
         self.exchange.endpoint.wait(max(seconds, self._wiring.poll_interval_s))
         self.exchange.serve(*self._latest)
 
@@ -375,7 +370,6 @@ class ShutdownDrain:
 
 
 def _by_receiver(sent: Sequence[Mapping[int, int]]) -> list[int]:
-    """Return how many messages were sent to each rank, from how many each rank has sent to each."""
     total: Counter[int] = Counter()
     for each in sent:
         total.update(each)

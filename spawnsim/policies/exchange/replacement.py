@@ -5,6 +5,11 @@ between two training steps, so a snapshot is never a mixture of two versions of 
 replaced rank gets a freshly built model and optimizer (which may have other hyper-parameters: exploring); without one
 its own are overwritten in place. Tensors are matched by name and shape; what no donor has keeps the rank's own value.
 The record is what `info` and events.jsonl say of a replacement, with all that `replay` needs.
+
+A rank whose donors are all survivors of a large group cannot keep their states until the last has come: over all
+replaced ranks that is memory in the square of the group. Up to `MOST_DONORS` states are kept and mixed in order of
+rank. More are added to a running mean in order of arrival, and the record lists them in that order, so that a replay
+gets the same bits.
 """
 
 from __future__ import annotations
@@ -22,14 +27,17 @@ import torch
 from spawnsim.comm import Comm
 from spawnsim.errors import ParameterError
 from spawnsim.policies.exchange.messages import Kind, Message, Unreadable, body_at, seal, write_head
-from spawnsim.policies.rules.donors import STRATEGIES, check_momentum
+from spawnsim.policies.rules.donors import MOST_DONORS, STRATEGIES, check_momentum
 from spawnsim.policies.rules.selection import check_choice
 from spawnsim.policies.state.arithmetic import (
     CPU,
+    accumulate,
+    add,
     all_finite,
     as_one_view,
     as_tensor,
     blend,
+    sum_dtype,
     surely_finite,
     with_delta,
     with_momentum,
@@ -128,7 +136,6 @@ class Contribution:
 
     @cached_property
     def row(self) -> torch.Tensor | None:
-        """All tensors as one flat view, if they lie end to end, as those of a snapshot do; else None."""
         return as_one_view([*self.tensors.values()]) if self.tensors else None
 
     @property
@@ -151,15 +158,10 @@ def nonfinite_donors(contributions: Sequence[Contribution], own: Callable[[], Te
     return [
         each.donor
         for each in contributions
-        if not _finite_as_one(each.row)
+        if not (each.row is not None and each.row.is_floating_point() and surely_finite(each.row))
         and not all(map(_finite, each.tensors.values()))
         and not all(_is_usable(tensor, own().get(name)) for name, tensor in each.tensors.items())
     ]
-
-
-def _finite_as_one(row: torch.Tensor | None) -> bool:
-    """Return whether tensors that lie end to end are all finite: by one sum of all."""
-    return row is not None and row.is_floating_point() and surely_finite(row)
 
 
 def _finite(value: torch.Tensor) -> bool:
@@ -274,7 +276,7 @@ class Replacement:
             )  # fmt: skip
         values, unmatched = self._values(own, live, contributions, reference)
         assign(live, values)  # all tensors have been mixed by now: no model is half replaced
-        self._optimizer(model, optimizer, fresh, fresh_optimizer, contributions)
+        self._optimizer((model, optimizer), (fresh, fresh_optimizer), contributions)
         if self.explore is not None:
             self.explore(fresh, fresh_optimizer, rng)
         return ReplacementResult(fresh, fresh_optimizer, unmatched)
@@ -286,17 +288,17 @@ class Replacement:
         unmatched: list[str] = []
         mixtures = _mixtures(live, contributions) if contributions else live
         for name, target in live.items():
+            mixed, before = mixtures[name], own.get(name)
+            if before is not None and before.shape != target.shape:
+                before = None
+            if mixed is not None:
+                values[name] = self._step(mixed, before, reference.get(name))
+                continue
             # What no donor has keeps this rank's value, also in a freshly built model if it fits there: a layer that
             # only this rank has should not go back to its initial weights because the others were replaced.
-            mixed = mixtures[name]
-            before = own.get(name)
-            same = before is not None and before.shape == target.shape
-            if mixed is None:
-                unmatched.append(name)
-                if same and before is not None:
-                    values[name] = before
-                continue
-            values[name] = self._step(mixed, before if same else None, reference.get(name))
+            unmatched.append(name)
+            if before is not None:
+                values[name] = before
         return values, tuple(unmatched)
 
     def _step(
@@ -309,21 +311,16 @@ class Replacement:
         return with_momentum(mixed, own, self.momentum)
 
     def _optimizer(
-        self,
-        model: torch.nn.Module,
-        optimizer: torch.optim.Optimizer,
-        fresh: torch.nn.Module,
-        fresh_optimizer: torch.optim.Optimizer,
-        contributions: Sequence[Contribution],
+        self, own: ModelAndOptimizer, new: ModelAndOptimizer, contributions: Sequence[Contribution]
     ) -> None:
-        how = self.travels.optimizer_state
+        how, (fresh, fresh_optimizer) = self.travels.optimizer_state, new
         # Moments that were gathered on the old weights say nothing of the new ones: so reset is the policies' default,
         # and fresh weights (reset_weights) allow nothing else.
         if how == "reset" or self.strategy == "reset_weights":
             reset_optimizer(fresh_optimizer)
             return
-        if fresh_optimizer is not optimizer:
-            everything = collect(model, optimizer, StateScope(optimizer_state="copy"))
+        if fresh_optimizer is not own[1]:
+            everything = collect(*own, StateScope(optimizer_state="copy"))
             assign_optimizer(fresh, fresh_optimizer, of_optimizer(everything))
         if how == "copy" and contributions:
             heaviest = max(contributions, key=lambda each: each.precedence)
@@ -473,3 +470,88 @@ def leave_out(comm: Comm, donors: Sequence[int]) -> None:
         world = comm.Get_group().members
         comm.record.event("left_out", donors=[world[donor] for donor in donors])
         logger.warning("rank %d: what donors %s gave is not finite: left out", comm.rank, donors)
+
+
+class _RunningMean:
+    """The weighted mean of states of one layout: to the bit `blend` of them, in the order in which they were added."""
+
+    def __init__(self, first: Contribution) -> None:
+        self._first, self._total = first, first.weight
+        self._drifts = [torch.zeros_like(each, dtype=sum_dtype(each.dtype)) for each in _pieces(first)]
+
+    def add(self, given: Contribution) -> None:
+        self._total += given.weight
+        for drift, value, base in zip(self._drifts, _pieces(given), _pieces(self._first), strict=True):
+            accumulate(drift, value, base, given.weight)
+
+    def finish(self) -> Contribution:
+        """Return the mean as one contribution that weighs as much as all; nothing can be added after it."""
+        first, total = self._first, self._total
+        if total > 0 and not math.isclose(total, 1, rel_tol=1e-12):
+            for drift in self._drifts:
+                drift.div_(total)
+        mixed = [add(base, drift) for base, drift in zip(_pieces(first), self._drifts, strict=True)]
+        if first.row is not None:
+            mixed = [*torch.split(mixed[0], [tensor.numel() for tensor in first.tensors.values()])]
+        views = zip(first.tensors.items(), mixed, strict=True)
+        return replace(first, weight=total, tensors={name: new.view(old.shape) for (name, old), new in views})
+
+
+def _pieces(given: Contribution) -> list[torch.Tensor]:
+    return [*given.tensors.values()] if given.row is None else [given.row]
+
+
+def _layout(given: Contribution) -> Any:
+    tensors = given.tensors.items()
+    return given.row is None, *((name, tensor.dtype, tensor.shape) for name, tensor in tensors)
+
+
+class Gathering:
+    """What the donors of one replacement give.
+
+    Args:
+        weights: of the donors, by rank.
+        travels: which parts of the state are exchanged.
+        guard: leave out donors whose state is not finite.
+    """
+
+    def __init__(self, weights: Mapping[int, float], travels: StateScope, *, guard: bool) -> None:
+        self.weights, self.travels, self.guard = weights, travels, guard
+        # A replay is given the donors that came, whose weights sum to less than 1 only where a running mean was formed.
+        self.running = len(weights) > MOST_DONORS or not math.isclose(sum(weights.values()), 1)
+        self._given: list[Contribution] = []
+        self._means: dict[Any, _RunningMean] = {}
+        self._heaviest: Contribution | None = None
+        self._out: list[int] = []
+
+    def add(self, donor: int, iteration: int, tensors: Tensors, whose: ModelAndOptimizer) -> None:
+        """Take a donor's whole state; `whose` are this rank's model and optimizer."""
+        given = Contribution(donor, iteration, self.weights[donor], tensors)
+        if not self.running:
+            self._given.append(given)
+            return
+        if self.guard and nonfinite_donors([given], lambda: collect(*whose, self.travels)):
+            self._out.append(donor)
+            return
+        self._given.append(replace(given, tensors={}))
+        if self.travels.optimizer_state == "copy":
+            if self._heaviest is None or given.precedence > self._heaviest.precedence:
+                self._heaviest = given
+            moments = of_optimizer(tensors)
+            given = replace(given, tensors={n: t for n, t in tensors.items() if n not in moments})
+        layout = _layout(given)
+        if layout in self._means:
+            self._means[layout].add(given)
+        else:
+            self._means[layout] = _RunningMean(given)
+
+    def finish(self, comm: Comm, whose: ModelAndOptimizer) -> tuple[list[Contribution], list[Contribution]]:
+        """Return the contributions to mix, with weights that sum to 1, and those to record, in order of their sum."""
+        if not self.running:
+            kept = sorted(self._given, key=lambda each: each.donor)
+            kept = usable(comm, kept, whose, self.travels, guard=self.guard)
+            return kept, kept
+        leave_out(comm, sorted(self._out))
+        moments = {} if self._heaviest is None else of_optimizer(self._heaviest.tensors)
+        means = [mean.finish() for mean in self._means.values()]
+        return normalized([replace(mean, tensors=mean.tensors | moments) for mean in means]), self._given

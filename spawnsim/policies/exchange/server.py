@@ -21,8 +21,7 @@ import torch
 
 from spawnsim.comm import Comm
 from spawnsim.errors import ParameterError, RankFailed, Timeout
-from spawnsim.policies.exchange.attendance import Absences
-from spawnsim.policies.exchange.endpoint import Endpoint, ProgressEngine
+from spawnsim.policies.exchange.endpoint import Absences, Endpoint, ProgressEngine
 from spawnsim.policies.exchange.group_mean import check_same
 from spawnsim.policies.exchange.messages import Kind, Message, Outgoing
 from spawnsim.policies.rules.staleness import ServerOptimizer, ServerRule, StalenessWeight, constant
@@ -72,7 +71,6 @@ class Form:
         return body
 
     def unpack(self, layout: Layout, message: Message) -> Tensors:
-        """Return the tensors in a message's body."""
         return laid_out(layout, as_tensor(message.body), self.device)
 
 
@@ -168,7 +166,6 @@ class Server:
         self.optimizer.weights = [own + share * (weights[name].to(own.dtype) - own) for name, own in pairs]
 
     def due_s(self) -> float:
-        """Return when those that wait are answered."""
         return self._first_s + self.options.grace_s
 
     def answers(self) -> list[tuple[int, Message]]:
@@ -314,7 +311,6 @@ class ServerNode:
         self.endpoint.send_queue(self._out)
 
     def wake_s(self) -> float:
-        """Return when `advance` is next needed. The engine calls this."""
         return min((server.due_s() for server in self.servers.values()), default=math.inf)
 
     def _take(self, source: int, message: Message, now_s: float) -> None:

@@ -76,7 +76,6 @@ def slot_of(header: Header, version: int) -> Any:
 
 
 def _sum_of(header: memoryview) -> int:
-    """Return the checksum of the bytes of a header, with zeros in its own place."""
     before = zlib.crc32(header[: FRONT_OUT.size - len(NO_SUM)])
     return zlib.crc32(header[FRONT_OUT.size :], zlib.crc32(NO_SUM, before))
 
@@ -149,7 +148,6 @@ class SlottedWindow:
         return layout.nbytes
 
     def withdraw(self, why: int = WITHDRAWN) -> None:
-        """Offer nothing any more."""
         self._tell(why)
 
     def get_header(self, donor: int) -> tuple[Request, Header]:

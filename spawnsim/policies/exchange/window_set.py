@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from spawnsim.comm import Comm, Request
 from spawnsim.comm.objects import DIED
 from spawnsim.errors import ParameterError, RankFailed, Revoked, Timeout
-from spawnsim.policies.exchange.attendance import Attendance, shown
+from spawnsim.policies.exchange.endpoint import Attendance, shown
 from spawnsim.policies.exchange.snapshot_window import MOST_SLOTS, SnapshotWindow
 from spawnsim.policies.rules.cadence import Deadline, Every, Fixed, as_deadline
 from spawnsim.policies.rules.selection import NEVER, ReportTable, check_choice
@@ -135,7 +135,6 @@ class MetricsBoard:
         return int(first[0]) or verdict
 
     def _write(self, first: int, last: int) -> None:
-        """Write numbers of this rank's line."""
         at = self.comm.Get_rank() * self._mine.nbytes + first * self._mine.itemsize
         # A copy, because the line changes with the next report while this one may still be under way.
         self._try(lambda: self._put(self._mine[first:last].copy(), at))

@@ -71,7 +71,6 @@ class Every(Cadence):
 
     @property
     def first(self) -> int:
-        """The first iteration after 0 at which to act."""
         return -(-max(self.start, 1) // self.period) * self.period
 
     def due(self, iteration: int) -> bool:

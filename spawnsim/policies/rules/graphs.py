@@ -67,7 +67,6 @@ class Mixing:
         return self._columns[rank]
 
     def own(self, rank: int) -> float:
-        """Return the weight of a rank's own value."""
         return float(self._diagonal[rank])
 
     @cached_property
@@ -337,7 +336,6 @@ def _together(parts: Iterable[Exchanges]) -> Exchanges:
 
 
 def _stochastic(size: int, exchanges: Exchanges) -> Mixing:
-    """Return the mixing of the exchanges of one round."""
     if not exchanges:
         return _with_own(size, [], [])
     rows, columns, weights = (np.concatenate(each) for each in zip(*exchanges, strict=True))

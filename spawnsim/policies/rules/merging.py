@@ -156,7 +156,6 @@ class OutlierFilter:
         self._latest: deque[float] = deque(maxlen=warm_up)
 
     def state(self) -> list[Any]:
-        """Return what a checkpoint needs."""
         return [self.count, self.mean, self.variance, [*self._latest]]
 
     def load(self, state: Sequence[Any]) -> None:

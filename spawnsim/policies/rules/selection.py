@@ -344,11 +344,9 @@ class ReportTable:
     finished: Mask
 
     def of(self, which: Mask) -> ReportTable:
-        """Return some of the lines."""
         return ReportTable(*(getattr(self, each.name)[which] for each in fields(self)))
 
     def of_alive(self) -> ReportTable:
-        """Return the lines of the ranks that are alive."""
         return self.of(self.alive)
 
     def near(self, iteration: int) -> Reports:
@@ -392,11 +390,9 @@ class ReportRounds:
 
     @property
     def open(self) -> bool:
-        """Whether a report is still to be judged."""
         return bool(self._open)
 
     def close(self) -> None:
-        """Judge no report that was made so far."""
         self._open = ()
 
     def due(self, iteration: int, *, last: bool) -> bool:

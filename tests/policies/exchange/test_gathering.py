@@ -15,8 +15,7 @@ from support.policy_ranks import Line, line, walk
 
 import spawnsim
 from spawnsim.policies import AsyncSelectiveAveragingPolicy, StateScope, replay
-from spawnsim.policies.exchange.gathering import Gathering
-from spawnsim.policies.exchange.replacement import mixture
+from spawnsim.policies.exchange.replacement import Gathering, mixture
 from spawnsim.policies.state.arithmetic import blend
 from spawnsim.policies.state.layout import Tensors
 
