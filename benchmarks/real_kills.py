@@ -40,7 +40,7 @@ from typing import Any
 from mortal import POLICIES
 
 from spawnsim import Run
-from spawnsim.real.launch.processes import WORLD_ERROR
+from spawnsim.real.runtime.registry import WORLD_ERROR
 
 ITERATIONS, DEADLINE_S = 30, 6.0
 PROMISED_S = 5.0  # from the kill to the end

@@ -14,7 +14,7 @@ The layers, top to bottom. Imports point down only; siblings separated by | do n
     training
     comm | models
     options
-    backends · checkpoints · columns · importing · phantoms · random · scenario · units
+    backends · checkpoints · columns · importing · phantoms · random · scenario · signals · units
     errors
 """
 
@@ -59,6 +59,10 @@ register(
     Backend(
         "torch", "spawnsim.real.torch", "torch.distributed:ProcessGroup", "torch.distributed:group.WORLD", "torchrun",
         aliases=("gloo", "nccl", "ccl", "xccl"),
+        preloads=(
+            "torch.distributed", "torch._dynamo",  # which every optimizer of torch imports
+            "spawnsim.cli.run", "spawnsim.policies", "spawnsim.real.torch", "spawnsim.training",
+        ),
     )
 )  # fmt: skip
 

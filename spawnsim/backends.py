@@ -28,6 +28,7 @@ class Backend:
         launcher: what starts its ranks: "mpiexec" or "torchrun"; "" where no processes are started.
         survives: whether a job can be started that goes on when ranks die.
         aliases: further names by which toolkits ask for it, such as "nccl".
+        preloads: modules that one process loads for all ranks of a node before it forks them, where its launcher forks.
     """
 
     name: str
@@ -37,6 +38,7 @@ class Backend:
     launcher: str = ""
     survives: bool = False
     aliases: tuple[str, ...] = ()
+    preloads: tuple[str, ...] = ()
 
     @property
     def is_real(self) -> bool:

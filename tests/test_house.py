@@ -174,7 +174,7 @@ def _nearest(name: str, modules: dict[str, Path]) -> str:
 
 
 # Those that still have circles, to be removed.
-TANGLED = {"spawnsim", "spawnsim.real", "spawnsim.real.launch", "spawnsim.study"}
+TANGLED = {"spawnsim", "spawnsim.study"}
 PACKAGES = sorted({_module(path) for path in FILES if path.name == "__init__.py"} - TANGLED)
 
 

@@ -334,7 +334,7 @@ class RunCommand(Command):
 
     def _be_a_rank(self, here: LaunchContext) -> int:
         from spawnsim.real.launch.launchers import require_fit
-        from spawnsim.real.launch.processes import (
+        from spawnsim.real.runtime.registry import (
             CHECK_CALLS,
             COMMAND,
             ENDED,
@@ -420,7 +420,8 @@ def write_whole_lines(*streams: Any) -> None:
 
 def _never_began(error: Exception, here: LaunchContext) -> int:
     """Say why this rank cannot begin, if no other has said so, and let no other wait for it. Return the status."""
-    from spawnsim.real.launch.processes import WORLD_ERROR, end_job, record_first_end, wait_for_first_end
+    from spawnsim.real.launch.processes import end_job
+    from spawnsim.real.runtime.registry import WORLD_ERROR, record_first_end, wait_for_first_end
 
     status = exit_code(error) if isinstance(error, SpawnsimError) else InternalError.exit_status
     if status == WORLD_ERROR:  # another rank has gone, and how is for its monitor to say

@@ -18,7 +18,7 @@ import numpy as np
 
 from spawnsim.errors import ParameterError
 from spawnsim.plots.series import BAND
-from spawnsim.real.launch.processes import DEAD, ENDED, REGISTRY, ranks_at_stage
+from spawnsim.real.runtime.registry import DEAD, ENDED, REGISTRY, ranks_at_stage
 from spawnsim.record.journal import RankStates, read_states
 from spawnsim.run.result import Run
 
@@ -254,7 +254,7 @@ def real_states(folder: Path, run: Run, registry: Path | None) -> RankStates:
     Args:
         folder: the run folder.
         run: what they recorded so far.
-        registry: the folder of `spawnsim.real.launch.processes.ProcessRegistry`, if it can be reached.
+        registry: the folder of `spawnsim.real.runtime.registry.ProcessRegistry`, if it can be reached.
 
     Returns:
         The states.

@@ -12,7 +12,6 @@ machines of 2 and of 64 cores. Whoever sets OMP_NUM_THREADS is obeyed, and run.j
 from __future__ import annotations
 
 import os
-import select
 import signal
 import sys
 import threading
@@ -20,10 +19,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from traceback import walk_stack
 from types import FrameType
-from typing import Any, NoReturn
+from typing import Any
 
 from spawnsim.errors import program_place
-from spawnsim.real.runtime.abort import outcome_of_signal
+from spawnsim.signals import heard, outcome_of_signal
 
 # With what a process does that nobody has told otherwise. Python itself turns SIGINT into a KeyboardInterrupt, but the
 # second one as well: no use where a rank in a thread of its own stands in C, or waits for a lock for ever.
@@ -85,7 +84,6 @@ def _reset_in_child() -> None:
     for number, usual in SIGNALS.items():
         if signal.getsignal(number) == _stop:
             signal.signal(number, usual)
-            signal.set_wakeup_fd(-1)
 
 
 os.register_at_fork(after_in_child=_reset_in_child)
@@ -96,44 +94,30 @@ GRACE_S = 2.0  # real seconds in which the main thread must take note of a signa
 
 @contextmanager
 def ended_in_c() -> Iterator[None]:
-    """While the block runs, a signal to stop ends the process even if its main thread stays in a call into C.
-
-    Python's handlers run in the main thread alone, between two instructions. C's handler writes each signal's number to
-    a pipe, which a thread reads. It needs Python's lock: a call that keeps that for ever can only be killed.
-    """
+    """While the block runs, a signal to stop ends the process even if its main thread stays in a call into C."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    reading, writing = os.pipe()
-    os.set_blocking(writing, False)
-    before = signal.set_wakeup_fd(writing, warn_on_full_buffer=False)
-    listening = threading.Thread(target=_listen, args=(reading,), name="spawnsim-signals", daemon=True)
-    listening.start()
-    try:
+    waiting: list[threading.Timer] = []
+
+    def act(number: int) -> None:
+        if number in SIGNALS:
+            waiting.append(threading.Timer(GRACE_S, _leave_at_once, (number,)))
+            waiting[-1].daemon = True
+            waiting[-1].start()
+
+    def undo() -> None:
+        for timer in waiting:
+            timer.cancel()
+
+    with heard(act, undo):
         yield
-    finally:
-        signal.set_wakeup_fd(before)
-        os.write(writing, b"\0")  # children may hold the pipe open
-        listening.join()
-        os.close(writing)
-        os.close(reading)
 
 
-def _listen(reading: int) -> None:
-    """Read the numbers of signals until a 0 comes; end the process at one that nobody has taken note of."""
-    stop = 0
-    while True:
-        if not select.select([reading], [], [], GRACE_S if stop else None)[0]:
-            if signal.getsignal(stop) is _stop:  # which resets it when it is called
-                _leave_at_once(stop)
-            stop = 0
-        elif not (number := os.read(reading, 1)[0]):
-            return
-        elif number in SIGNALS:
-            stop = number
-
-
-def _leave_at_once(number: int) -> NoReturn:
+def _leave_at_once(number: int) -> None:
+    """End the process, unless the main thread has taken note of the signal: `_stop` resets it when it is called."""
+    if signal.getsignal(number) is not _stop:
+        return
     frame = sys._current_frames().get(threading.main_thread().ident or 0)
     place = program_place(walk_stack(frame))
     where = f" ({place})" if place else ""

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from spawnsim.backends import BACKENDS
 from spawnsim.errors import ParameterError, SpawnsimError, WorldError
-from spawnsim.real.launch.processes import KnownDeaths
+from spawnsim.real.runtime.registry import KnownDeaths
 from spawnsim.run.program import Program
 from spawnsim.run.result import FINISHED, Run, results_digest, totals_of, warned
 from spawnsim.run.watched import LOOK_S, Bar
@@ -56,7 +56,7 @@ def run_rank(job: Job) -> Run | None:
     An exception of the program ends the whole job and does not come back.
     """
     from spawnsim.random import seeded
-    from spawnsim.real.launch.processes import BEGUN, register_stage
+    from spawnsim.real.runtime.registry import BEGUN, register_stage
     from spawnsim.record import Journal, Thinned, ranks_named
 
     # The library is loaded here and not above: mpi4py calls MPI_Init at import, and a launcher imports this module.
@@ -89,7 +89,7 @@ class Shards:
 
     def __init__(self, job: Job, comm: Any, journal: Journal, began_s: float) -> None:
         from spawnsim import checkpoints
-        from spawnsim.real.runtime.checkpoints import Checkpoints
+        from spawnsim.real.runtime.rank import Checkpoints
         from spawnsim.record import journal as shards
 
         self._out, self._comm, self._journal, self._began_s = job.out, comm, journal, began_s

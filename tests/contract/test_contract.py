@@ -43,8 +43,7 @@ ABSENT_ON = {
     "torch": _listed(
         {
             "collective_forms": "alltoallw_of_addresses alltoallw_of_addresses_nonblocking",
-            "collectives": "operations_refuse_types replace_is_for_windows_only reduce_scatter_nonblocking "
-            "reduce_scatter_block_nonblocking send_buffers_stay_as_they_are_nonblocking",
+            "collectives": "operations_refuse_types replace_is_for_windows_only",
             "communicators": "comm_self duplicates_in_other_ways attributes attributes_of_duplicates "
             "predefined_attributes error_handlers infos_of_communicators kinds disconnect "
             "sizes_and_groups_of_intercomms messages_across bcast_across gather_across allgather_across "

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from programs import summing
 from programs.summing import digests
-from support.crew import first
+from support.crew import LATE_RECEIVES, first
 
 import spawnsim
 from spawnsim.real.launch import launchers
@@ -332,4 +332,151 @@ def test_windows_are_of_the_communicator_that_is_given(alike):
         assert seen[0] == rank ^ 1
         assert "give a communicator of this job" in told(lambda: comm.Win.Allocate(8, comm="world"))
         """
+    )
+
+
+def test_a_receive_that_waited_for_too_long_names_its_tag_and_what_came_instead(alike):
+    """A wrong tag shows at once."""
+    alike(LATE_RECEIVES)
+
+
+def test_a_part_is_served_while_its_owner_computes(alike):
+    """Windows by Allocate are read meanwhile: the owner goes on until it sees that it was read."""
+    alike(
+        """
+        import os, time
+        window, seen = comm.Win.Allocate(8 * 4), np.empty(4)
+        np.frombuffer(window.tomemory(), np.float64)[:] = rank
+        window.Sync()
+        comm.Barrier()
+        if rank == 1:
+            with comm.compute():
+                end = time.perf_counter() + 8
+                while not os.path.exists(f"{backend} has read") and time.perf_counter() < end: sum(range(1000))
+            assert os.path.exists(f"{backend} has read")
+        elif rank == 0:
+            window.Lock(1, LOCK_SHARED)
+            window.Get(seen, 1)
+            window.Unlock(1)
+            open(f"{backend} has read", "w").close()
+            assert (seen == 1).all()
+        comm.Barrier()
+        window.Free()
+        """,
+        n=2,
+    )
+
+
+def test_epochs_say_who_is_missing(alike):
+    """Start and Wait past their deadline name the ranks that have not posted or completed, and may be tried again."""
+    alike(
+        """
+        window, group = comm.Win.Allocate(8), comm.Get_group()
+        def named_late(call):
+            try:
+                with comm.clock.deadline(0.3):
+                    call()
+            except Timeout as late:
+                assert late.ranks == (0,) and "0.3 s" in str(late) and "rank 0" in str(late), late
+            else:
+                raise AssertionError("no deadline")
+        if rank == 1:
+            named_late(lambda: window.Start(group.Incl([0, 2])))
+            comm.send("now", 0)
+            window.Start(group.Incl([0, 2]))
+            window.Complete()
+            window.Post(group.Incl([0]))
+            named_late(window.Wait)
+            comm.send("now", 0)
+            window.Wait()
+        elif rank == 2:
+            window.Post(group.Incl([1]))
+            window.Wait()
+        else:
+            comm.recv(source=1)
+            window.Post(group.Incl([1]))
+            window.Wait()
+            comm.recv(source=1)
+            window.Start(group.Incl([1]))
+            window.Complete()
+        comm.Barrier()
+        window.Free()
+        """,
+        n=3,
+    )
+
+
+def test_exclusive_locks_exclude_and_atomics_count(alike):
+    """Read, add one, write, under an exclusive lock: no increment of any rank is lost."""
+    alike(
+        """
+        window = comm.Win.Allocate(16, 8)
+        memory = np.frombuffer(window.tomemory(), np.int64)
+        memory[:] = 0
+        window.Fence()
+        one, got = np.ones(1, np.int64), np.empty(1, np.int64)
+        for _ in range(50):
+            window.Lock(0, LOCK_EXCLUSIVE)
+            window.Get(got, 0)
+            window.Flush(0)
+            window.Put(got + 1, 0)
+            window.Unlock(0)
+            window.Fetch_and_op(one, got, 0, 1)
+            window.Flush(0)
+        window.Fence()
+        assert rank or memory.tolist() == [200, 200], memory
+        window.Free()
+        """
+    )
+
+
+def test_a_lock_that_is_never_released_times_out(alike):
+    """A dead holder hangs survivors in MPI's own Lock for ever; here the wait ends in Timeout."""
+    alike(
+        """
+        window = comm.Win.Allocate(8)
+        if rank == 1:
+            window.Lock(0)
+        comm.Barrier()
+        if rank == 0:
+            try:
+                with comm.clock.deadline(0.2):
+                    window.Lock(0, LOCK_SHARED)
+            except Timeout as error:
+                assert error.ranks == (0,)
+            else:
+                raise AssertionError("locked")
+        comm.Barrier()
+        if rank == 1:
+            window.Unlock(0)
+        window.Free()
+        """,
+        n=2,
+    )
+
+
+def test_a_window_over_existing_memory_is_reached_when_its_owner_polls(alike):
+    """`Create` works while the target computes in blocks, since the end of each block polls."""
+    alike(
+        """
+        mine = np.full(1000, float(rank))
+        import os, time
+        window = comm.Win.Create(mine)
+        comm.Barrier()
+        if rank == 1:
+            end = time.perf_counter() + 8
+            while not os.path.exists(f"{backend} read, too") and time.perf_counter() < end:
+                with comm.compute(): time.sleep(0.02)
+            assert os.path.exists(f"{backend} read, too")
+        else:
+            got = np.empty(1000)
+            window.Lock(1, LOCK_SHARED)
+            window.Get(got, 1)
+            window.Unlock(1)
+            open(f"{backend} read, too", "w").close()
+            assert (got == 1).all()
+        comm.Barrier()
+        window.Free()
+        """,
+        n=2,
     )

@@ -16,7 +16,7 @@ import pytest
 
 import spawnsim
 from spawnsim import checkpoints
-from spawnsim.real.runtime.checkpoints import Checkpoints
+from spawnsim.real.runtime.rank import Checkpoints
 
 PROGRAM = """
 import os, signal, time

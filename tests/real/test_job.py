@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 from spawnsim.real.launch import supervisor
-from spawnsim.real.launch.processes import (
+from spawnsim.real.launch.supervisor import JobEnd, JobState
+from spawnsim.real.runtime.registry import (
     BEGUN,
     ENDED,
     ProcessRegistry,
@@ -18,7 +19,6 @@ from spawnsim.real.launch.processes import (
     register,
     register_stage,
 )
-from spawnsim.real.launch.supervisor import JobEnd, JobState
 
 BANNER = b"""--------------------------------------------------------------------------
 prterun noticed that process rank 2 with PID 2449 on node here exited on

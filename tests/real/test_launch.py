@@ -27,10 +27,10 @@ from spawnsim.real.launch.launchers import (
     require_fit,
     require_together,
 )
-from spawnsim.real.launch.processes import REGISTRY
 from spawnsim.real.runtime import abort
-from spawnsim.real.torch import process_groups
-from spawnsim.real.torch.process_groups import PORTS, first_host, join, meeting_point
+from spawnsim.real.runtime.registry import REGISTRY
+from spawnsim.real.torch import comm as torch_comm
+from spawnsim.real.torch.comm import PORTS, first_host, join, meeting_point
 
 SEEN = tomllib.loads(Path(__file__).with_name("launchers.toml").read_text())["seen"]
 ENVIRON = {each["how"]: each["environ"] for each in SEEN}
@@ -204,7 +204,7 @@ def test_an_address_that_cannot_be_is_an_error_at_once(monkeypatch, rank):
 
 def test_a_rank_that_does_not_start_is_named(monkeypatch):
     """Rank 0 waits a while for rank 1, and says so."""
-    monkeypatch.setattr(process_groups, "MEET_S", 1.0)
+    monkeypatch.setattr(torch_comm, "MEET_S", 1.0)
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
     monkeypatch.setenv("MASTER_PORT", "0")
     with pytest.raises(WorldError, match="rank 0 of 2 waited 1 s for rank 1 to start"):

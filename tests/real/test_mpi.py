@@ -3,28 +3,8 @@
 from __future__ import annotations
 
 import pytest
-from support.crew import LATE_RECEIVES
 
 pytestmark = [pytest.mark.mpi, pytest.mark.timeout(120)]
-
-
-def test_a_receive_that_waited_for_too_long_names_its_tag_and_what_came_instead(ranks):
-    """A wrong tag shows at once."""
-    ranks(LATE_RECEIVES)
-
-
-def test_point_to_point_speaks_spawnsims_constants(ranks):
-    """ANY_SOURCE and PROC_NULL mean the same on every library, whatever its own numbers are."""
-    ranks(
-        """
-        buffer = np.full(3, -1.0)
-        comm.Recv(buffer, source=PROC_NULL)
-        comm.Send(buffer, PROC_NULL)
-        assert (buffer == -1).all()
-        comm.send({"from": rank}, (rank + 1) % size, tag=4)
-        assert comm.recv(source=ANY_SOURCE, tag=ANY_TAG) == {"from": (rank - 1) % size}
-        """
-    )
 
 
 def test_numbers_of_torch_are_ranks_tags_and_roots(ranks):
@@ -80,28 +60,6 @@ def test_dropped_requests_lose_nothing(ranks):
     )
 
 
-def test_collectives_and_subcommunicators(ranks):
-    """Sub-communicators come back wrapped and share the rank's five own members."""
-    ranks(
-        """
-        numbers = np.full(5, float(rank))
-        comm.Allreduce(IN_PLACE, numbers)
-        assert (numbers == 6).all()
-        half = comm.Split(rank % 2, rank)
-        assert (half.size, half.allreduce(1), half.rng is comm.rng) == (2, 2, True)
-        assert comm.Split(UNDEFINED if rank else 0, 0) is None or rank == 0
-        everyone = comm.Dup().allgather(rank)
-        assert everyone == [0, 1, 2, 3]
-        out = np.empty(4) if rank == 1 else None
-        comm.Gather(np.array([float(rank)]), out, root=1)
-        assert rank != 1 or (out == np.arange(4.0)).all()
-        request = comm.Iallreduce(np.ones(2), numbers[:2])
-        request.Wait()
-        assert (numbers[:2] == 4).all()
-        """
-    )
-
-
 def test_a_blocking_receive_times_out_and_can_be_caught(ranks):
     """A receive that nobody answers ends in Timeout with the peer's rank, and the rank goes on."""
     ranks(
@@ -145,30 +103,6 @@ def test_ordered_reduction_sums_in_rank_order(ranks, size):
     )
 
 
-def test_checked_calls_name_both_sides_of_a_mismatch(ranks):
-    """With check_calls=True, a Bcast against an Allreduce is an error on all ranks that shows both."""
-    ranks(
-        """
-        comm = world(options=Options(check_calls=True))
-        with guarded(comm):
-            numbers = np.zeros(4)
-            comm.Allreduce(IN_PLACE, numbers)
-            for wrong in (
-                lambda: comm.Bcast(numbers) if comm.rank == 2 else comm.Allreduce(IN_PLACE, numbers),
-                lambda: comm.Bcast(numbers, root=int(comm.rank == 2)),
-                lambda: comm.Allreduce(IN_PLACE, numbers[: 3 if comm.rank == 2 else 4]),
-                lambda: comm.Barrier() if comm.rank == 2 else comm.bcast(1),
-            ):
-                try:
-                    wrong()
-                except MismatchError as error:
-                    assert "  rank 2: " in str(error) and "  ranks 0-1,3: " in str(error), error
-                else:
-                    raise AssertionError("accepted")
-        """
-    )
-
-
 def test_records_go_to_the_recorder_with_rank_and_time(ranks):
     """Rows and events carry the world's rank, also when recorded through a sub-communicator."""
     ranks(
@@ -180,6 +114,7 @@ def test_records_go_to_the_recorder_with_rank_and_time(ranks):
         comm = world(recorder=Recorder())
         with guarded(comm):
             half = comm.Split(comm.rank % 2)
+            assert half.rng is comm.rng and comm.Split(UNDEFINED) is None
             with half.compute(0.01):
                 time.sleep(0.01)
             half.record(loss=1.5)

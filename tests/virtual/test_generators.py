@@ -15,7 +15,7 @@ from support.virtual_run import run
 
 import spawnsim
 from spawnsim.random import Streams
-from spawnsim.real.runtime.checkpoints import _rank_state, _set_rank
+from spawnsim.real.runtime.rank import _rank_state, _set_rank
 from spawnsim.virtual import reproducibility
 
 RANKS = 10

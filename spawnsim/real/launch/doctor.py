@@ -1,7 +1,7 @@
 """What this machine can run, and what to change: the data of `spawnsim doctor`.
 
-It asks a probe of two MPI ranks, torch, and the machine. It changes nothing; a question without an answer is a finding,
-too.
+It asks a job of two MPI ranks (this module as a program, `probe`), torch, and the machine. It changes nothing; a
+question without an answer is a finding, too.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from spawnsim.errors import SpawnsimError, UnsupportedError
-from spawnsim.real.launch.launchers import INSTALL, detect_launcher, find_library, flags, mismatch
+from spawnsim.real.launch.launchers import INSTALL, cuda_aware, detect_launcher, find_library, flags, mismatch
 
 PROBE_LIMIT_S = 30.0
 SHM_NEEDED = 256 * 2**20
@@ -103,7 +103,7 @@ def _mpi() -> list[Finding]:
         "2",
         sys.executable,
         "-m",
-        "spawnsim.real.launch.probe",
+        "spawnsim.real.launch.doctor",
     ]
     begin = time.perf_counter()
     status, output, complaint = _probe(line)
@@ -223,3 +223,64 @@ def _gpus(names: Sequence[str]) -> Finding:
         f"NCCL takes one rank per GPU: more than {count} per node share, over pinned memory"
     )
     return Finding("GPUs", "good", f"{chosen}; {taking}", advice)
+
+
+# ---------------------------------------------------------------------------------- the program of two MPI ranks
+BUSY_S = 0.4
+LEVELS = {0: "single", 1: "funneled", 2: "serialized", 3: "multiple"}
+
+
+def _waited_s(window: Any, comm: Any) -> float:
+    """Return how long rank 0's Get waits for rank 1, which computes for BUSY_S seconds."""
+    from mpi4py import MPI
+
+    window.Lock_all()
+    comm.Barrier()
+    begin = time.perf_counter()
+    if comm.Get_rank() == 1:
+        while time.perf_counter() - begin < BUSY_S:
+            sum(range(100))
+    else:
+        time.sleep(BUSY_S / 4)
+        begin = time.perf_counter()
+        window.Get([bytearray(8), MPI.BYTE], 1)
+        window.Flush(1)
+    took = time.perf_counter() - begin
+    comm.Barrier()
+    window.Unlock_all()
+    window.Free()
+    return took
+
+
+def probe() -> dict[str, Any]:
+    """Return what there is to know of this MPI, for `doctor`; collective over two ranks.
+
+    It uses mpi4py alone, on purpose: that shows the bare library, without what spawnsim adds.
+    """
+    from mpi4py import MPI
+
+    comm = MPI.COMM_WORLD
+    vendor, version = MPI.get_vendor()
+    allocated = _waited_s(MPI.Win.Allocate(8, 1, comm=comm), comm)
+    created = _waited_s(MPI.Win.Create(bytearray(8), 1, comm=comm), comm)
+    begin = time.perf_counter()
+    for _ in range(200):
+        comm.Barrier()
+    return {
+        "rank": comm.Get_rank(),
+        "vendor": vendor,
+        "version": ".".join(map(str, version)),
+        "library": " ".join(MPI.Get_library_version().splitlines()[0].split(",")[0].split()),
+        "standard": ".".join(map(str, MPI.Get_version())),
+        "thread_level": LEVELS.get(MPI.Query_thread(), "unknown"),
+        "progress_allocate": allocated < BUSY_S / 2,
+        "progress_create": created < BUSY_S / 2,
+        "cuda_aware": cuda_aware(),
+        "barrier_us": (time.perf_counter() - begin) / 200 * 1e6,
+    }
+
+
+if __name__ == "__main__":
+    measured = probe()
+    if measured["rank"] == 0:
+        sys.stdout.write(json.dumps(measured) + "\n")

@@ -23,13 +23,9 @@ from importlib.machinery import SourceFileLoader
 from importlib.util import find_spec
 from pathlib import Path
 
-from spawnsim.real.launch.processes import dying_with_parent
+from spawnsim.backends import BACKENDS
+from spawnsim.real.launch.processes import dying_with_parent, python
 
-LOADED = (
-    "torch.distributed", "torch._dynamo", "spawnsim.cli.run", "spawnsim.policies", "spawnsim.real.torch",
-    "spawnsim.training",
-)  # fmt: skip
-"""What ranks need; every optimizer of torch imports `torch._dynamo`."""
 HOST = "127.0.0.1"
 STOPPING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 AWAITED = (*STOPPING, signal.SIGCHLD)
@@ -74,8 +70,9 @@ def _load() -> bool:
     # Elsewhere than on Linux libraries do not promise to live on in a fork; nor do they with threads anywhere.
     if sys.platform != "linux":
         return False
-    for name in LOADED:
-        importlib.import_module(name)
+    for backend in BACKENDS.values():
+        for name in backend.preloads:
+            importlib.import_module(name)
     # At its end each rank would look at all that was loaded, and so copy the memory that it shares: 0.5 s of each.
     gc.collect()
     gc.freeze()
@@ -113,8 +110,6 @@ def _be_a_rank(program: Sequence[str], parent: int, *, loaded: bool) -> int:
     if os.getppid() != parent:  # it died before that was in force
         return 128 + signal.SIGTERM
     if not loaded:
-        from spawnsim.real.launch.launchers import python
-
         os.execv(sys.executable, [*python(), *program])
     if numpy := sys.modules.get("numpy"):
         numpy.random.seed()  # as Python's own generator does by itself, and as it is where a process loads it
@@ -143,7 +138,6 @@ def _run_file(program: Sequence[str]) -> None:
 
 
 def _of_program(trace: types.TracebackType | None) -> types.TracebackType | None:
-    """Return a traceback from where the program begins."""
     runner = getattr(find_spec("runpy"), "origin", None)
     while trace is not None and trace.tb_frame.f_code.co_filename in (__file__, runner, "<frozen runpy>"):
         trace = trace.tb_next

@@ -21,7 +21,8 @@ from typing import TYPE_CHECKING
 from spawnsim import importing
 from spawnsim.backends import backend_of
 from spawnsim.errors import ParameterError, UnsupportedError, UsageError
-from spawnsim.real.launch.processes import COMMAND, SURVIVE
+from spawnsim.real.launch.processes import python
+from spawnsim.real.runtime.registry import COMMAND, SURVIVE
 
 if TYPE_CHECKING:
     from spawnsim.real.launch.supervisor import JobEnd
@@ -56,7 +57,6 @@ STARTERS = (
     ("torchrun", "RANK", "WORLD_SIZE"),
     ("mpiexec (Open MPI)", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"),
     ("mpiexec (MPICH)", "PMI_RANK", "PMI_SIZE"),
-    ("mpiexec (MVAPICH)", "MV2_COMM_WORLD_RANK", "MV2_COMM_WORLD_SIZE"),
     ("srun", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS"),
 )
 """Launcher, variable of the rank, variable of the number of ranks; the innermost launcher first."""
@@ -77,7 +77,7 @@ def detect_launcher(environ: Mapping[str, str] | None = None) -> LaunchContext:
             launcher, _number(seen, rank), _number(seen, size), f"{rank}={seen[rank]}, {size}={seen[size]}"
         )
         return _in_step(seen, here) if launcher == "srun" else here
-    for _, rank, size in STARTERS[:4]:
+    for _, rank, size in STARTERS[:3]:
         if rank in seen or (size in seen and size != "WORLD_SIZE"):
             raise ParameterError(_half(seen, size if rank in seen else rank, rank if rank in seen else size))
     return LaunchContext("none", 0, 1, "no variable of mpiexec, srun or torchrun is set")
@@ -173,7 +173,6 @@ def find_library() -> MPILibrary:
 
 
 def _wheels() -> dict[str, str]:
-    """Return the installed wheels of MPI with their versions."""
     return importing.versions(WHEELS)
 
 
@@ -266,14 +265,6 @@ def forked(ranks: int) -> list[str]:
     return [*python(), "-m", "spawnsim.real.launch.forked", str(ranks)]
 
 
-def python() -> list[str]:
-    """Return the command line of this interpreter, with its options (-O, -W, -X), up to a program."""
-    import subprocess  # which a rank does not need
-
-    # The standard library's own way, by which `multiprocessing` starts processes; no public function has it.
-    return [sys.executable, *subprocess._args_from_interpreter_flags()]  # type: ignore[attr-defined]
-
-
 def _backend(arguments: Sequence[str]) -> str:
     given = dict(pairwise(arguments))
     return given.get("--backend", "mpi")
@@ -330,9 +321,9 @@ def start(
 
 
 LOCAL_RANKS = (
-    "LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID", "MV2_COMM_WORLD_LOCAL_RANK", "SLURM_LOCALID",
+    "LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID", "SLURM_LOCALID",
 )  # fmt: skip
-"""What torchrun, mpiexec (Open MPI, MPICH, MVAPICH) and srun call the rank within a node; the innermost first."""
+"""What torchrun, mpiexec (Open MPI, MPICH) and srun call the rank within a node; the innermost first."""
 
 
 def local_rank(environ: Mapping[str, str] | None = None) -> int:

@@ -23,19 +23,16 @@ from pathlib import Path
 from typing import IO
 
 from spawnsim.real.launch.processes import (
-    REGISTRY,
     SPOKEN,
-    SURVIVE,
-    WORLD_ERROR,
-    ProcessRegistry,
     children,
     dying_with_parent,
     reap,
-    signal_name,
     stop_orphans,
     subreaper,
 )
-from spawnsim.real.runtime.abort import STARTED, outcome_of_signal
+from spawnsim.real.runtime.abort import STARTED
+from spawnsim.real.runtime.registry import REGISTRY, SURVIVE, WORLD_ERROR, ProcessRegistry
+from spawnsim.signals import outcome_of_signal, signal_name
 
 NUL = b"\0"  # Open MPI's launcher writes one when a rank has died or has aborted the job, where a line begins
 OURS = b"spawnsim: "
@@ -99,7 +96,6 @@ class LauncherOutput:
     _gap: bool = False  # an empty line that comes now is the library's
 
     def __call__(self, chunk: bytes) -> bytes:
-        """Return what can be shown now."""
         self.mismatch = self.mismatch or _MISMATCH.search(chunk) is not None
         *lines, tail = (self._tail + chunk).split(b"\n")
         shown = b"".join(self._line(line + b"\n") for line in lines)
@@ -109,7 +105,6 @@ class LauncherOutput:
         return shown
 
     def rest(self) -> bytes:
-        """Return what was held back, at the end."""
         return self._release() + (b"" if self._banner or not self._tail.strip(NUL) else self._tail)
 
     def _release(self) -> bytes:
@@ -312,7 +307,6 @@ def _is_ours(file: Path, since_s: float) -> bool:
 
 
 def _mapped_shared_memory() -> set[str]:
-    """Return the shared memory that some process has mapped."""
     found = set[str]()
     for maps in Path("/proc").glob("[0-9]*/maps"):
         with suppress(OSError):  # it has just ended, or is another user's

@@ -156,11 +156,9 @@ class DetachedCall(Generic[T]):
         self._done.set()
 
     def over(self) -> bool:
-        """Whether it has returned or raised."""
         return self._done.is_set()
 
     def well(self) -> bool:
-        """Whether it has returned."""
         return self.over() and self._error is None
 
     def result(self) -> T:
@@ -199,7 +197,6 @@ class BounceBuffers:
         return [own, *given[1:]] if many else own
 
     def end(self) -> None:
-        """Copy what was received to the program's buffer."""
         if self._own is not None:
             MPI.buffer.frombuffer(self._theirs)[:] = MPI.buffer.frombuffer(self._own)
 
@@ -216,7 +213,6 @@ class AbortableObjects(ObjectCollectives):
         self._comm, self.rank, self.size = comm, comm.rank, comm.size
 
     def call(self, operation: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run the call of this name."""
         if self._comm._inter or not hasattr(self, operation):
             raise UnsupportedError(
                 f"rank {self.rank} of {self._comm.label}: {operation} of Python objects is not available with "
@@ -226,7 +222,6 @@ class AbortableObjects(ObjectCollectives):
         return method(*args, **kwargs)
 
     def barrier(self) -> None:
-        """Wait for all."""
         self._comm.Barrier()
 
     def allgather(self, sendobj: Any) -> list[Any]:

@@ -84,7 +84,6 @@ class LibrarySum:
         self._raw = raw
 
     def allreduce(self, contribution: Array, into: Array) -> None:
-        """Put the sum of all ranks' contributions into `into`."""
         self._raw.Allreduce(MPI.IN_PLACE if contribution is into else contribution, into)
 
     def free(self) -> None:
@@ -152,7 +151,6 @@ class SharedMemorySum:
         self._win.Sync()
 
     def free(self) -> None:
-        """Leave the communicator's shared memory; collective."""
         self._runtime.windows.remove(self)
         self.release()
 
@@ -164,7 +162,6 @@ class SharedMemorySum:
 
 
 def _copy_but(low: int, high: int, source: Array, to: Array) -> None:
-    """Copy all but what lies from `low` to `high`."""
     to[:low], to[high:] = source[:low], source[high:]
 
 

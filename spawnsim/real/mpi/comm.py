@@ -20,6 +20,7 @@ from spawnsim.comm.group import Group
 from spawnsim.comm.handles import ERRORS_ARE_FATAL, ERRORS_RETURN, Errhandler
 from spawnsim.comm.protocols import Capabilities, Recovery
 from spawnsim.errors import UsageError
+from spawnsim.real.base import KINDS, names_for
 from spawnsim.real.launch.launchers import detect_launcher, require_together
 from spawnsim.real.mpi import translation
 from spawnsim.real.mpi.collectives import BUFFER, MAKERS, Collectives
@@ -28,9 +29,6 @@ from spawnsim.real.mpi.recovery import capabilities, prepare, recover
 from spawnsim.real.mpi.runtime import MPIRuntime, abort
 from spawnsim.real.mpi.translation import ulfm
 from spawnsim.real.mpi.windows import Windows
-from spawnsim.real.runtime.checkpoints import checkpoint, restore
-from spawnsim.real.runtime.namespace import KINDS
-from spawnsim.real.runtime.namespace import namespace as names
 from spawnsim.real.runtime.rank import close, guarded
 from spawnsim.real.runtime.services import Options, RankServices, Recorder, contribution
 
@@ -60,9 +58,6 @@ class MPIComm(PointToPoint, Collectives):
         raw.Set_attr(_keyval(), self)
         self._open_matching()  # last, since the watchdog's thread may revoke it from now on
 
-    # ------------------------------------------------------------------------------------------------ checkpoints
-    checkpoint, restore = checkpoint, restore
-
     # ----------------------------------------------------------------------------------------------- recovery
     def capabilities(self) -> Capabilities:
         """Return what this communicator can do here, and which launcher flag is missing."""
@@ -85,11 +80,9 @@ class MPIComm(PointToPoint, Collectives):
         return count
 
     def as_native(self) -> MPI.Comm:
-        """Return what mpi4py takes for this argument."""
         return self._raw
 
     def as_mpi_comm(self) -> MPI.Comm:
-        """Return mpi4py's communicator beneath."""
         return self._raw
 
     # ------------------------------------------------------------------------------------------- mpi4py's own
@@ -106,7 +99,6 @@ class MPIComm(PointToPoint, Collectives):
         return Group.of(self.members, self.runtime.services.rank)
 
     def Get_remote_group(self) -> Group:
-        """Return the other side of an intercommunicator."""
         remote: Any = self._raw
         return Group.of(self._in_world(remote.Get_remote_group()), self.runtime.services.rank)
 
@@ -115,7 +107,6 @@ class MPIComm(PointToPoint, Collectives):
         return self._raw.Get_attr(translation.keyval(keyval))
 
     def Get_topology(self) -> int:
-        """Return the kind of topology, in spawnsim's numbers."""
         kinds = {MPI.CART: constants.CART, MPI.GRAPH: constants.GRAPH, MPI.DIST_GRAPH: constants.DIST_GRAPH}
         return kinds.get(self._raw.Get_topology(), constants.UNDEFINED)
 
@@ -148,7 +139,6 @@ class MPIComm(PointToPoint, Collectives):
         self._raw.Free()
 
     def Abort(self, errorcode: int = 0) -> None:
-        """End all ranks at once."""
         abort(errorcode)
 
     def Shift(self, direction: int, disp: int) -> tuple[int, int]:
@@ -284,7 +274,6 @@ def _enter(raw: MPI.Intracomm, services: RankServices, options: Options, label: 
 
 @cache
 def _keyval() -> int:
-    """Return the key under which a raw communicator remembers its wrapper."""
     return MPI.Comm.Create_keyval()
 
 
@@ -330,7 +319,7 @@ def namespace(comm: MPIComm) -> SimpleNamespace:
     Args:
         comm: what the program takes for `MPI.COMM_WORLD`.
     """
-    found = names(comm, vars(MPI))
+    found = names_for(comm, vars(MPI))
     found.COMM_SELF, found.Prequest = wrap(MPI.COMM_SELF), MPIPersistent
     vars(found).update(KINDS, Compute_dims=_compute_dims)
     return found

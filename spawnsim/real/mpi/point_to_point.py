@@ -105,7 +105,6 @@ class MPIPersistent(MPIRequest):
 
     @classmethod
     def Startall(cls, requests: list[MPIPersistent]) -> None:
-        """Begin all of them."""
         for request in requests:
             request.Start()
 
@@ -177,7 +176,6 @@ class PostedReceive(MPIRequest):
         return message is not None
 
     def takes(self, status: MPI.Status) -> bool:
-        """Whether a message that was found for a later receive belongs to this one."""
         source, tag = self.pattern
         return source in (MPI.ANY_SOURCE, status.Get_source()) and tag in (MPI.ANY_TAG, status.Get_tag())
 
@@ -386,7 +384,6 @@ class PointToPoint(CommCore):
             raise self._late_receive("Recv", source, tag)
 
     def _start_receive(self, buf: Any, source: int, tag: int) -> MPI.Request:
-        """Post a receive into a buffer that is translated already."""
         self.runtime.counters.received += 1
         try:
             return self._raw.Irecv(buf, translation.source(source), translation.tag(tag))

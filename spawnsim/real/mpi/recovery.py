@@ -32,13 +32,13 @@ from mpi4py import MPI
 from spawnsim.comm.constants import ANY_SOURCE
 from spawnsim.comm.protocols import Capabilities, Recovery
 from spawnsim.errors import RankFailed, Revoked, SpawnsimError, Timeout, WorldError
-from spawnsim.real.launch.processes import SURVIVE, KnownDeaths
 from spawnsim.real.mpi.abortable import DetachedCall
 from spawnsim.real.mpi.agreement import FENCED, Agreement, Decision, Round, ShutdownBarrier
 from spawnsim.real.mpi.collectives import LibrarySum, SharedMemorySum
 from spawnsim.real.mpi.runtime import CommCore, MPIRuntime, abort, acknowledge, over, polling
 from spawnsim.real.mpi.translation import DETECTED_S, failed_ranks, failure, ulfm
 from spawnsim.real.runtime.abort import refuse_recovery
+from spawnsim.real.runtime.registry import SURVIVE, KnownDeaths
 from spawnsim.real.runtime.requests import wait_until
 
 ALLOWED = ("tomemory", "Get_group", "Is_inter", "handle", "name")
@@ -62,7 +62,6 @@ class RevokedHandle:
         """Do nothing: freeing is collective, and some are dead."""
 
     def Abort(self, errorcode: int = 0) -> None:
-        """End all ranks at once."""
         abort(errorcode)
 
 
@@ -128,8 +127,6 @@ class Revocation:
 
     # ---------------------------------------------------------------------------------------- late messages
     def probe_by(self, current: Callable[[int, int], bool]) -> Callable[[int, int], bool]:
-        """Return a probe that takes a look at one of the old communicators as well."""
-
         def probe(source: int, tag: int) -> bool:
             self._drop_one()
             return current(source, tag)
@@ -218,7 +215,6 @@ class Survival:
         return {*library, *self._recorded()}
 
     def failed(self, comm: CommCore) -> list[int]:
-        """Return the ranks of a communicator that have died or were given up."""
         gone = self._gone()
         return [rank for rank, member in enumerate(comm.members) if member in gone]
 
@@ -247,7 +243,6 @@ class Survival:
             raise RankFailed(ranks, text)
 
     def give_up(self, ranks: set[int]) -> None:
-        """End the run without ranks that are silent."""
         self.fence()
         self.agreement.lost |= ranks
 
@@ -257,7 +252,6 @@ class Survival:
         )
 
     def fence(self) -> None:
-        """Raise if the others have given this rank up."""
         if self.agreement.fenced:
             # The one error of this rank.
             raise Revoked(f"rank {self._runtime.services.rank}: {FENCED}") from None

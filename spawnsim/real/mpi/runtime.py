@@ -49,7 +49,6 @@ class ControlChannel:
             return
 
     def sent(self) -> bool:
-        """Whether all messages have left."""
         self._sent = [request for request in self._sent if not over(request)]
         return not self._sent
 
@@ -165,7 +164,6 @@ class MPIRuntime(RankRuntime):
         return all_here
 
     def lowest(self) -> int:
-        """Return the lowest rank that has come to the last barrier."""
         found: int = 0 if self.survival.shutdown is None else self.survival.shutdown.lowest()
         return found
 

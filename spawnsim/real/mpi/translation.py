@@ -119,7 +119,6 @@ class Translator:
         return value if how is None else how(value)
 
     def op(self, value: Any) -> Any:
-        """Return an op of an object call; other objects pass."""
         return self(value) if isinstance(value, Op) else value
 
     def stage(
@@ -145,7 +144,6 @@ class Translator:
         return staging.stage(self.memory, call, direct=direct)
 
     def far(self, spec: Any) -> bool:
-        """Whether a translated buffer lies outside of main memory."""
         if not self.devices:
             return False
         from spawnsim.real.runtime import staging  # torch is loaded by now
@@ -304,7 +302,6 @@ def _singleton(value: Any) -> Any:
 
 
 def _derived(datatype: Any) -> MPI.Datatype:
-    """Return a derived datatype made of byte blocks in the same type-map order."""
     layout = datatype.layout
     blocks = MPI.BYTE.Create_hindexed([int(n) for n in layout.lengths], [int(n) for n in layout.offsets])
     return blocks.Create_resized(layout.lb, layout.extent).Commit()
@@ -345,7 +342,6 @@ def _class(name: str) -> int:
 
 
 def _our_class(kind: int) -> int:
-    """Return spawnsim's number of an mpi4py error class."""
     names = [name for name in dir(MPI) if name.startswith("ERR_") and getattr(MPI, name) == kind]
     return next((getattr(failures, name) for name in names if hasattr(failures, name)), kind)
 

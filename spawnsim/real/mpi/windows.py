@@ -27,8 +27,8 @@ from spawnsim.real.mpi import translation
 from spawnsim.real.mpi.abortable import make_collectively, run_detached
 from spawnsim.real.mpi.point_to_point import MPIRequest
 from spawnsim.real.mpi.runtime import CommCore
-from spawnsim.real.runtime.rma_sync import WindowSync, window_comm
 from spawnsim.real.runtime.services import nbytes_of
+from spawnsim.real.runtime.window_sync import WindowSync, window_comm
 
 if TYPE_CHECKING:
     from spawnsim.real.runtime.staging import Stage
@@ -86,12 +86,10 @@ class MPIWin(WindowSync):
 
     # ------------------------------------------------------------------------------------------------ memory
     def tomemory(self) -> Any:
-        """Return this rank's own part as a buffer of bytes."""
         return self._raw.tomemory()
 
     @property
     def memory(self) -> Any:
-        """This rank's own part as a buffer of bytes."""
         return self._raw.tomemory()
 
     def Sync(self) -> None:
@@ -103,14 +101,14 @@ class MPIWin(WindowSync):
         return memory, unit
 
     # ------------------------------------------------------------------------------------------ tokens of epochs
-    def _tell(self, rank: int, token: int) -> None:
+    def _send_token(self, rank: int, token: int) -> None:
         MPIRequest.of(self._tokens.isend(None, rank, token), self._runtime, ("Win.Post", rank, self._comm))
 
-    def _listen(self) -> None:
+    def _count_tokens(self) -> None:
         found = MPI.Status()
         while (message := self._tokens.improbe(MPI.ANY_SOURCE, MPI.ANY_TAG, found)) is not None:
             message.recv()
-            self._told[found.Get_source(), found.Get_tag()] += 1
+            self._tokens_of[found.Get_source(), found.Get_tag()] += 1
 
     # ------------------------------------------------------------------------------------------------- locks
     # MPI's own locks are taken already (`Lock_all`), so a lock is a word in a second window: an exclusive holder swaps

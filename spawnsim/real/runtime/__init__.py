@@ -1,5 +1,5 @@
 """What a rank has on any real backend, whatever library carries its messages.
 
-Requests, a watchdog, abort and finalize, clock, random streams and records, counters, and the synchronisation of
-windows. Imports neither mpi4py nor torch.distributed; `real.mpi` and `real.torch` are built on it.
+Requests, a watchdog, abort and finalize, clock, random streams and records, counters, checkpoints, the job's registry;
+and, derived from messages, point-to-point calls, collectives and windows. Imports neither mpi4py nor torch.distributed.
 """

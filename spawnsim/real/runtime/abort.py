@@ -28,7 +28,7 @@ from spawnsim.errors import (
     program_traceback,
     told_place,
 )
-from spawnsim.real.launch.processes import (
+from spawnsim.real.runtime.registry import (
     KNOWN_S,
     REGISTRY,
     WORLD_ERROR,
@@ -37,6 +37,7 @@ from spawnsim.real.launch.processes import (
     record_first_end,
 )
 from spawnsim.real.runtime.watchdog import Call, Channel, Watchdog, Where, verdict
+from spawnsim.signals import heard, outcome_of_signal
 
 GRANT_S = 1.0  # how long the lowest rank may take to answer a request
 SAVE_S = 3.0  # how long all ranks together may take to save what they have
@@ -177,11 +178,9 @@ class AbortProtocol:
 
     @property
     def leader(self) -> int:
-        """The lowest rank that lives, as far as this one knows."""
         return min({self.watchdog.channel.rank, *self._present()})
 
     def _present(self) -> set[int]:
-        """Return the other ranks that can be expected to answer."""
         channel = self.watchdog.channel
         absent = self.lost | self.watchdog.silent | {channel.rank, *self.dead()}
         return set(range(channel.size)) - absent
@@ -228,7 +227,6 @@ def _hear_no_children() -> None:
 
 
 def _is_end_known() -> bool:
-    """Whether the launcher knows by which rank the job ends."""
     return first_end(os.environ) is not None
 
 
@@ -246,76 +244,29 @@ STARTED = "SPAWNSIM_STARTED"
 """Set by `launch`: the process that started the job reports that it was stopped, so its ranks need not."""
 
 
-def outcome_of_signal(number: int) -> str:
-    """Return the "outcome" of a run that a signal has stopped."""
-    return "interrupted" if number == signal.SIGINT else f"stopped by {signal.Signals(number).name}"
-
-
 @contextmanager
 def stoppable(abort: AbortProtocol) -> Iterator[None]:
-    """While the block runs, a signal to stop ends the whole job. Outside of the main thread nothing changes.
-
-    A handler of Python's runs between two bytecodes of the main thread, which may sit in a blocking call of the library
-    for ever. The interpreter's C handler writes the signal's number to the wake-up pipe at once, and a thread reads it
-    there. The handler that is set does nothing, but there must be one, or the default action would end the process.
-    """
+    """While the block runs, a signal to stop ends the whole job. Outside of the main thread nothing changes."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    reader, writer = os.pipe()
-    os.set_blocking(writer, False)
     former = {number: signal.signal(number, _ignore) for number in SIGNALS}
-    wakeup = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
+
+    def act(number: int) -> None:
+        if number in SIGNALS and signal.getsignal(number) is _ignore:
+            _stop(number, abort)
 
     def undo() -> None:
-        signal.set_wakeup_fd(wakeup)
         for number, handler in former.items():
             if signal.getsignal(number) is _ignore:
                 signal.signal(number, handler)
-        os.close(writer)
 
-    threading.Thread(target=_listen, args=(reader, abort), name="spawnsim-signals", daemon=True).start()
-    _undoing.append(undo)
-    try:
+    with heard(act, undo):
         yield
-    finally:
-        _undoing.remove(undo)
-        undo()
-
-
-# A signal to a process that a program has forked (a loader's worker) is meant for that alone: as it is, the process
-# would write to its parent's pipe. SIGTERM waits until it is not, since pools stop workers that have hardly begun;
-# SIGINT does not, whose exception would be lost amid a fork.
-_undoing: list[Callable[[], None]] = []
-_masks = threading.local()
-
-
-def _before_fork() -> None:
-    _masks.before = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGTERM,))
-
-
-def _in_parent() -> None:
-    signal.pthread_sigmask(signal.SIG_SETMASK, _masks.before)
-
-
-def _in_child() -> None:
-    while _undoing:
-        _undoing.pop()()
-    _in_parent()
-
-
-os.register_at_fork(before=_before_fork, after_in_parent=_in_parent, after_in_child=_in_child)
 
 
 def _ignore(_number: int, _frame: FrameType | None) -> None:
-    """Do nothing in the program's thread: the one that reads the pipe acts."""
-
-
-def _listen(reader: int, abort: AbortProtocol) -> None:
-    while number := os.read(reader, 1):
-        if number[0] in SIGNALS and signal.getsignal(number[0]) is _ignore:
-            _stop(number[0], abort)
-    os.close(reader)
+    """Do nothing in the program's thread: the one that hears of the signal acts."""
 
 
 def _stop(number: int, abort: AbortProtocol) -> None:

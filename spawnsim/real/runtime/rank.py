@@ -3,22 +3,173 @@
 `RankRuntime` holds the rank's services, counters, open requests and abort protocol; a backend adds how to poll, to wait
 and to meet the other ranks. `guarded(comm)` runs the program: it ends together with those of all other ranks
 (`finalize`), or the whole job ends with an error (`abort`).
+
+`checkpoint` and `restore`: each rank writes a shard of its own, while training goes on. All drain their policies and
+meet; then each copies its states, and a thread writes the copy. A checkpoint counts once the shards of all ranks are
+there, so no rank need tell another that it has written its own. What a program has sent and not received at that time
+stays in the library, and is not saved.
 """
 
 from __future__ import annotations
 
+import random
+import sys
+import threading
 import time
-from collections.abc import Callable, Iterator
+import uuid
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
+from pathlib import Path
 from typing import Any, TypeVar
 
+import numpy as np
+
+from spawnsim import checkpoints
+from spawnsim.checkpoints import Saved, Shard
 from spawnsim.comm.objects import DIED, ENDED, SILENT
-from spawnsim.errors import SpawnsimError
+from spawnsim.errors import ParameterError, SpawnsimError
+from spawnsim.random import gpu_states, set_gpu_states
 from spawnsim.real.runtime.abort import AbortProtocol, stoppable
-from spawnsim.real.runtime.checkpoints import Checkpoints
 from spawnsim.real.runtime.requests import RequestRegistry, wait_until
 from spawnsim.real.runtime.services import Counters, Options, RankServices, Task
 from spawnsim.real.runtime.watchdog import Channel
+
+
+class Checkpoints:
+    """The checkpoints of one real rank.
+
+    Args:
+        folder: the run folder; None: the run has none.
+        resumed: whether the run begins with the newest checkpoint of the folder.
+    """
+
+    def __init__(self, folder: Path | None = None, *, resumed: bool = False) -> None:
+        self.folder, self.resumed = folder, resumed
+        self._writer: threading.Thread | None = None
+        self._error: Exception | None = None
+
+    def write(self, comm: Any, iteration: int, shard: Shard, *, save: str, clock_s: float) -> None:
+        """Write this rank's shard in a thread, after the one before; `save` tells this checkpoint from all others."""
+        self.finish()
+        assert self.folder is not None
+        # Survivors have other numbers among themselves; their rows have those of the world.
+        world = comm.members[comm.rank]
+        about = {"iteration": iteration, "rank": comm.rank, "save": save}
+        about |= {"ranks": [world], "members": list(comm.members), "clocks_s": [clock_s]}
+        path = checkpoints.shard_path(self.folder, iteration, comm.size, comm.rank)
+        self._writer = threading.Thread(
+            target=self._written, args=(path, shard, about, comm.rank == 0), name="checkpoint"
+        )
+        self._writer.start()
+
+    def _written(self, path: Path, shard: Shard, about: Mapping[str, Any], prunes: bool) -> None:
+        try:
+            checkpoints.write(path, shard, about)
+            if prunes and self.folder is not None:
+                checkpoints.prune(self.folder)
+        except Exception as error:  # noqa: BLE001  told by the rank's next call: here nobody hears it, MemoryError included
+            self._error = error
+
+    def finish(self) -> None:
+        """Wait for what is being written.
+
+        Raises:
+            StorageError: the file system has refused it.
+            Exception: what else has kept it from being written (no memory, a number too long for JSON).
+        """
+        if self._writer is not None:
+            self._writer.join()
+            self._writer = None
+        error, self._error = self._error, None
+        if error is not None:
+            raise error
+
+
+def checkpoint(
+    comm: Any,
+    *,
+    iteration: int,
+    model: Any = None,
+    optimizer: Any = None,
+    policy: Any = None,
+    extra: Any = None,
+) -> None:
+    """Save this rank's part; see `spawnsim.Comm.checkpoint`."""
+    iteration = checkpoints.require_iteration(iteration)
+    saving: Checkpoints = comm.runtime.checkpoints
+    if saving.folder is None:
+        raise ParameterError("checkpoint(): where to? Give the run a folder (--out DIR)")
+    if policy is not None and hasattr(policy, "drain"):
+        policy.drain()
+    # An iteration may be saved again (after a recovery, or by a second job in the folder) and be cut short: the shards
+    # that are there then are of two saves, which nothing else would tell.
+    save = comm.bcast(uuid.uuid4().hex if comm.rank == 0 else None, root=0)
+    comm.Barrier()  # from here on no rank is at an earlier iteration
+    shard = Shard()
+    states = checkpoints.states_of(model=model, optimizer=optimizer, policy=policy, extra=extra)
+    for name, state in {"iteration": iteration, **states}.items():
+        shard.put(name, state)
+    comm.record.event("checkpoint", iteration=iteration, nbytes=shard.nbytes)
+    # One reading of the clock, behind the event: a run that goes on takes what is earlier for recorded already.
+    own = _rank_state(comm)
+    shard.put("rank", own)
+    saving.write(comm, iteration, shard, save=save, clock_s=own["clock_s"])
+
+
+def restore(comm: Any, *, model: Any = None, optimizer: Any = None, policy: Any = None) -> Saved | None:
+    """Return what was saved, or None; see `spawnsim.Comm.restore`."""
+    saving: Checkpoints = comm.runtime.checkpoints
+    if not saving.resumed or saving.folder is None:
+        return None
+    # Rank 0 chooses: another may look at a moment in which a file system shows it more, or less.
+    chosen = checkpoints.newest(saving.folder)[:2] if comm.rank == 0 else None
+    iteration, ranks = comm.bcast(chosen, root=0)
+    seen = (each for each in checkpoints.whole(saving.folder) if each[:2] == (iteration, ranks))
+    found = next(seen, None)
+    if found is None:
+        raise ParameterError(
+            f"{saving.folder}: rank {comm.rank} does not see the checkpoint of iteration {iteration}: the folder must "
+            "be the same for all ranks, on a file system that they share"
+        )
+    part = checkpoints.part_of(found, comm.rank, size=comm.size)
+    saved = part.saved()
+    own = part.get("rank")
+    if part.donor == comm.rank:
+        _set_rank(comm, own)
+    checkpoints.load(saved, model=model, optimizer=optimizer, policy=policy)
+    comm.clock.set_forward(float(own["clock_s"]))
+    return saved
+
+
+def _rank_state(comm: Any) -> dict[str, Any]:
+    torch = sys.modules.get("torch")
+    generators = {
+        "python": random.getstate(),
+        "numpy": np.random.get_state(),
+        "torch": None if torch is None else torch.get_rng_state(),
+        "gpus": None if torch is None else gpu_states(torch),
+    }
+    return {
+        "clock_s": comm.clock.now(),
+        "streams": checkpoints.streams_state(comm.rng),
+        "generators": generators,
+    }
+
+
+def _set_rank(comm: Any, state: Mapping[str, Any]) -> None:
+    checkpoints.set_streams(comm.rng, state["streams"])
+    generators = state["generators"] or {}
+    if generators.get("python") is not None:
+        random.setstate(generators["python"])
+    if generators.get("numpy") is not None:
+        np.random.set_state(generators["numpy"])
+    torch: Any = sys.modules.get("torch")
+    if generators.get("torch") is not None:
+        torch.set_rng_state(generators["torch"])
+    if generators.get("gpus") and torch.cuda.is_available():
+        torch.cuda.init()  # or else the seed of this process would count, which torch has put off
+        set_gpu_states(torch, generators["gpus"])
+
 
 RECEIVES = ("recv", "Recv")
 LAST_LOOKS = 64  # at messages that may still be under way when all have met: under 1 ms
@@ -76,7 +227,6 @@ class RankRuntime:
         raise NotImplementedError
 
     def lowest(self) -> int:
-        """Return the lowest rank that has come to the last barrier."""
         return 0
 
     # ------------------------------------------------------------------------------------------- for what runs it
@@ -124,7 +274,6 @@ class RankRuntime:
             self.release()
 
     def barrier(self) -> None:
-        """Wait for all ranks, while requests go on."""
         self._barrier(self.registry.sweep)
 
     def absent(self) -> dict[int, str]:
@@ -169,7 +318,6 @@ class RankRuntime:
                 self.abort.end(f"spawnsim: the job cannot end\n{table}")
 
     def _still(self, silent: set[int]) -> set[int]:
-        """Return which of those who were silent are so when they are asked again."""
         if not silent - self.abort.lost:
             return set()
         return {where.rank for where in self.watchdog.ask_all() if not where.answered} & silent
@@ -190,6 +338,8 @@ class RankRuntime:
 
 class RankComm:
     """What every communicator of a real rank has beside MPI's calls. `label`: its name, the same on all its ranks."""
+
+    checkpoint, restore = checkpoint, restore
 
     runtime: RankRuntime
     members: tuple[int, ...]  # the world ranks

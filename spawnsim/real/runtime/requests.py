@@ -49,7 +49,6 @@ Statuses = list[Any] | None
 
 
 def _time_left(requests: Sequence[Any]) -> Callable[[], float]:
-    """Return a function that says how many seconds a wait for all of these still has."""
     if not requests:
         return lambda: 0.0
     end = time.perf_counter() + requests[0]._runtime.clock.limit_s()
@@ -128,7 +127,6 @@ class RequestRegistry:
         return len(self._held)
 
     def held(self) -> list[Any]:
-        """Return the requests that are held now."""
         return list(self._held)
 
 
@@ -168,7 +166,6 @@ class RealRequest:
 
     # --------------------------------------------------------------------------------------------- completion
     def _try(self) -> bool:
-        """Test once, as each backend does."""
         return True
 
     def _describe(self, status: Any) -> None:
@@ -190,7 +187,6 @@ class RealRequest:
         return self._complete
 
     def complete(self) -> bool:
-        """Return whether the request is known to be complete."""
         return self._complete
 
     def _take(self, status: Any = None, *, raising: bool = True) -> SpawnsimError | None:
@@ -258,7 +254,6 @@ class RealRequest:
     get_status = Get_status
 
     def Cancel(self) -> None:
-        """Ask for the end without a result."""
         self._refuse_null("Cancel")
 
     def _refuse_null(self, operation: str) -> None:
@@ -266,7 +261,6 @@ class RealRequest:
             raise CallError(ERR_REQUEST, f"{operation} of a null request: it is complete, or was freed")
 
     def cancel(self) -> None:
-        """Ask for the end without a result."""
         self.Cancel()
 
     def Free(self) -> None:

@@ -21,7 +21,7 @@ from typing import Any, Protocol
 from spawnsim.comm.constants import IN_PLACE
 from spawnsim.errors import ParameterError
 from spawnsim.random import Streams
-from spawnsim.real.launch.processes import CHECK_CALLS, SURVIVE
+from spawnsim.real.runtime.registry import CHECK_CALLS, SURVIVE
 from spawnsim.units import check_duration
 
 
@@ -46,7 +46,6 @@ class Options:
 
     @classmethod
     def given(cls) -> Options:
-        """Return what the launcher has told its ranks."""
         return cls(survive=SURVIVE in os.environ, check_calls=CHECK_CALLS in os.environ)
 
     def __post_init__(self) -> None:
@@ -86,7 +85,6 @@ class Clock:
         self.start()
 
     def start(self) -> None:
-        """Begin at zero now."""
         self._zero = time.perf_counter()
 
     def set_forward(self, seconds: float) -> None:
@@ -94,7 +92,6 @@ class Clock:
         self._zero -= max(seconds - self.now(), 0.0)
 
     def now(self) -> float:
-        """Return the seconds since the start of the run."""
         return time.perf_counter() - self._zero
 
     def sleep(self, seconds: float) -> None:
@@ -118,12 +115,10 @@ class Clock:
             self._inside.limit_s = outer
 
     def limit_s(self) -> float:
-        """Return how many seconds a blocking call of this thread may take now."""
         limit = self._inside.limit_s
         return self._default_s if limit is None else limit
 
     def met(self, limit_s: float) -> str:
-        """Say, for an error, that a call has met its deadline now."""
         return f"met its deadline of {limit_s:g} s at {self.now():.3f} s"
 
 
@@ -167,7 +162,6 @@ class Record:
             self._recorder.row(self._rank, self._clock.now(), values)
 
     def event(self, kind: str, **fields: Any) -> None:
-        """Add one line of events.jsonl; rank and time are added."""
         if self._recorder is not None:
             self._recorder.event(self._rank, self._clock.now(), kind, fields)
 
@@ -188,7 +182,6 @@ class Task:
 
     @property
     def alive(self) -> bool:
-        """Whether the task is still running."""
         return self._thread.is_alive()
 
     def join(self, timeout: float | None = None) -> bool:
@@ -240,7 +233,6 @@ class Counters:
         self.clear()
 
     def clear(self) -> None:
-        """Begin at zero."""
         self.messages = self.nbytes = self.received = 0
 
     def sent(self, operation: str, buf: Any) -> None:
@@ -250,7 +242,6 @@ class Counters:
             self.nbytes += nbytes_of(buf)
 
     def access(self, buf: Any) -> None:
-        """Count an access to a window, and the bytes that it moves."""
         self.messages += 1
         self.nbytes += nbytes_of(buf)
 

@@ -2,22 +2,24 @@
 
 What is sent is copied before the call; what is received when the call is complete, on the stream that was current when
 it began. Pinning memory takes milliseconds, so what is pinned is used again: torch's host allocator keeps it. Which
-argument of a call sends and which receives is known by mpi4py's names. Imports neither MPI nor torch.distributed.
+argument of a call sends and which receives is known by mpi4py's names. torch is imported where there is a tensor.
 """
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any
-
-import torch
+from typing import TYPE_CHECKING, Any
 
 from spawnsim.comm.failures import SpecBufferError
 from spawnsim.errors import UnsupportedError
 from spawnsim.phantoms import NO_DATA, PhantomError
 from spawnsim.real.runtime.services import IN_PLACE_TYPE
+
+if TYPE_CHECKING:
+    import torch
 
 SENT, RECEIVED, BOTH = 1, 2, 3
 INTO = {"recvbuf", "result", "inoutbuf", "outbuf"}
@@ -37,7 +39,11 @@ collectives and one-sided calls, and stages sums itself: all these are staged he
 def device_tensor(spec: Any) -> torch.Tensor | None:
     """Return the tensor of a buffer specification if it lies outside of main memory, else None."""
     memory = spec[0] if type(spec) in (list, tuple) and spec else spec
-    if not isinstance(memory, torch.Tensor) or memory.is_cpu:
+    if getattr(memory, "is_cpu", True) or "torch" not in sys.modules:
+        return None
+    import torch
+
+    if not isinstance(memory, torch.Tensor):
         return None
     # Subclasses may say "meta" and have a memory of their own.
     if memory.is_meta and type(memory) in (torch.Tensor, torch.nn.Parameter):
@@ -53,19 +59,24 @@ class Memory:
 
     def host(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return main memory of a tensor's shape and type, for one use: pinned beside CUDA, else plain."""
+        import torch
+
         return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
 
     def reaches(self, tensor: torch.Tensor) -> bool:
-        """Whether MPI takes this tensor as it is."""
         return self._aware and tensor.is_cuda
 
     def stream(self, tensor: torch.Tensor) -> Any:
         """Return the stream in which the program works on the tensor; None where there are none."""
+        import torch
+
         return torch.cuda.current_stream(tensor.device) if tensor.is_cuda else None
 
     def wait(self, tensor: torch.Tensor) -> None:
         """Wait until what was begun on the tensor is done, since MPI does not know of streams."""
         if tensor.is_cuda:
+            import torch
+
             torch.cuda.current_stream(tensor.device).synchronize()
 
 
@@ -80,10 +91,13 @@ class Move:
 
     def _on_stream(self) -> AbstractContextManager[Any]:
         # another thread may complete a request: it too must come after what the program has begun on the tensor
-        return nullcontext() if self.stream is None else torch.cuda.stream(self.stream)
+        if self.stream is None:
+            return nullcontext()
+        import torch
+
+        return torch.cuda.stream(self.stream)
 
     def begin(self) -> None:
-        """Copy to main memory what will be sent."""
         if self.way & SENT:
             with self._on_stream():
                 self.host.copy_(self.tensor)
@@ -100,6 +114,8 @@ class Move:
 
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:
+    import torch
+
     return tensor.view(-1).view(torch.uint8)
 
 
@@ -115,28 +131,22 @@ class Call:
 
     @property
     def family(self) -> str:
-        """The call's name without what says how it waits."""
         return self.operation.lower().removesuffix("_init").removeprefix("i")
 
     def named(self) -> Iterator[tuple[str, Any]]:
-        """Yield all arguments with their names."""
         yield from zip(self.names, self.args, strict=False)
         yield from self.kwargs.items()
 
     def tensors(self) -> list[torch.Tensor]:
-        """Return the tensors outside of main memory."""
         return [tensor for _, spec in self.named() if (tensor := device_tensor(spec)) is not None]
 
     def root(self) -> Any:
-        """Return the root."""
         return dict(self.named()).get("root", 0)
 
     def in_place(self) -> bool:
-        """Whether the receiving memory also sends."""
         return any(type(spec).__name__ == IN_PLACE_TYPE for _, spec in self.named())
 
     def direct(self) -> bool:
-        """Whether this is a call that takes GPU memory where MPI is CUDA-aware."""
         return self.family in MESSAGES or self.operation.lower() in BLOCKING
 
     def way(self, name: str, *, bare: bool) -> int:
@@ -182,11 +192,9 @@ class Stage:
 
     @property
     def partial(self) -> bool:
-        """Whether a message may come that is shorter than its buffer."""
         return self._call.family == "recv" and all(move.way == RECEIVED for move in self._moves)
 
     def begin(self) -> None:
-        """Copy what is sent to main memory."""
         for move in self._moves:
             move.begin()
 

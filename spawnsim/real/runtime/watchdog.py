@@ -102,7 +102,6 @@ class Watchdog(threading.Thread):
 
     # ---------------------------------------------------------------------------------- asked by other threads
     def do(self, job: Callable[[], None]) -> None:
-        """Run `job` in the watchdog thread, soon."""
         self._jobs.put(job)
 
     def stop(self) -> None:
@@ -134,13 +133,11 @@ class Watchdog(threading.Thread):
             self.serve()
 
     def serve(self) -> None:
-        """Handle all messages that have arrived."""
         while (received := self.channel.receive()) is not None:
             sender, message = received
             self.handlers[message["kind"]](sender, message)
 
     def tell_all(self, message: dict[str, Any]) -> None:
-        """Send a message to every other rank."""
         for rank in range(self.channel.size):
             if rank != self.channel.rank:
                 self.channel.send(rank, message)
@@ -167,7 +164,6 @@ class Watchdog(threading.Thread):
         return [self._answers.get(rank, Where(rank)) for rank in wanted]
 
     def here(self) -> Where:
-        """Return where this rank is."""
         now, frames = time.perf_counter(), sys._current_frames()
         calls = [
             (op, number, scope.label, now - began, program_place(traceback.walk_stack(frames[thread])))

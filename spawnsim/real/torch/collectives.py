@@ -3,7 +3,7 @@
 Each is counted, bounded by its deadline, known to the watchdog and, on demand, compared between ranks; the way
 through is short, because between two calls each line costs several times what it costs in a loop of its own. Tensors
 on a GPU go to NCCL where the group has it, else over gloo by way of pinned memory. What torch cannot reduce (other
-types, other ops, ops of the program) is combined over the wire, as on virtual ranks.
+types, other ops, ops of the program) is combined from messages, as on virtual ranks.
 """
 
 from __future__ import annotations
@@ -14,29 +14,29 @@ from threading import get_ident
 from time import perf_counter
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
-from spawnsim.comm.buffers import Buffer, as_buffer
+from spawnsim.comm.buffers import as_buffer
 from spawnsim.comm.constants import IN_PLACE, is_in_place
+from spawnsim.comm.layouts import BF16
 from spawnsim.comm.ops import BAND, BOR, BXOR, MAX, MIN, PROD, SUM, Op
 from spawnsim.errors import ParameterError, Timeout, UsageError
-from spawnsim.real.runtime.collectives import CallDescription, ordered_allreduce, require_same_call
-from spawnsim.real.runtime.requests import RealRequest
-from spawnsim.real.runtime.watchdog import verdict
-from spawnsim.real.torch.exchanges import NOTHING, Compared, Exchanges, as_blocks
-from spawnsim.real.torch.point_to_point import (
-    GLOO_TYPES,
-    CompositeRequest,
-    WorkRequest,
-    as_plain,
-    bytes_of,
-    flat_tensor,
-    on_gpu,
-    staged,
+from spawnsim.real.base import WireComm
+from spawnsim.real.runtime.collectives import (
+    NOTHING,
+    Compared,
+    as_blocks,
+    describe,
+    ordered_allreduce,
+    require_same_call,
 )
-from spawnsim.real.torch.runtime import backend_of
-from spawnsim.real.torch.transport import rank_gone, tensor_of
+from spawnsim.real.runtime.messages import HOST, CompositeRequest, bytes_of
+from spawnsim.real.runtime.requests import RealRequest
+from spawnsim.real.runtime.staging import checked, device_tensor
+from spawnsim.real.runtime.watchdog import verdict
+from spawnsim.real.torch.runtime import backend_of, rank_gone, tensor_of
 
 NEVER = float("inf")
 SHORTEST_S = 1e-3  # torch counts milliseconds, and means for ever by 0
@@ -45,14 +45,72 @@ MINIMUM.reduceOp = dist.ReduceOp.MIN
 TEXT_NBYTES = 512
 
 
-def _size_of(spec: Any) -> tuple[int | None, str | None]:
-    """Return the bytes of a buffer, and their dtype where it is a predefined one."""
-    if spec is None or is_in_place(spec):
-        return None, None
+def on_gpu(spec: Any) -> bool:
+    """Whether a specification is a tensor in a GPU's memory."""
+    return device_tensor(spec) is not None and isinstance(spec, torch.Tensor)
+
+
+def staged(tensor: torch.Tensor) -> torch.Tensor:
+    """Return pinned main memory of a GPU tensor's shape and type."""
+    return HOST.host(tensor)
+
+
+def flat_tensor(spec: Any, *, writable: bool = False) -> torch.Tensor | None:
+    """Return the user's memory as a flat tensor for a collective of torch, or None if gloo has no such type."""
     if isinstance(spec, torch.Tensor):
-        return spec.nbytes, str(spec.dtype).removeprefix("torch.")
-    buffer = spec if isinstance(spec, Buffer) else as_buffer(spec)
-    return buffer.nbytes, str(buffer.dtype) if buffer.datatype.is_predefined else None
+        checked(spec)
+        if spec.is_cpu and spec.dtype not in GLOO_TYPES:
+            return None
+        return spec if spec.dim() == 1 else spec.view(-1)
+    buffer = as_buffer(spec, writable=writable)
+    if not (buffer.datatype and buffer.datatype.is_predefined):
+        return None
+    array = np.asarray(buffer.array)
+    if array.dtype == BF16:
+        return torch.from_numpy(array.view(np.int16)).view(torch.bfloat16)
+    if array.dtype.name not in TORCH_NAMES:
+        return None
+    return torch.from_numpy(array if array.flags.writeable else array.copy())
+
+
+def as_plain(spec: Any) -> bool:
+    """Whether a specification is memory alone, without counts or types."""
+    return isinstance(spec, (np.ndarray, torch.Tensor))
+
+
+TORCH_NAMES = {"float16", "float32", "float64", "int8", "uint8", "int32", "int64"}
+"""Types that gloo reduces."""
+GLOO_TYPES = {torch.bfloat16, torch.bool, *(getattr(torch, name) for name in TORCH_NAMES)}
+"""Types that gloo moves. Of others it says "Invalid scalar type"; they travel as bytes."""
+
+
+class WorkRequest(RealRequest):
+    """A collective of torch that goes on by itself."""
+
+    __slots__ = ("_after", "_work")
+    _work: Any
+    _after: Callable[[], object] | None
+
+    @classmethod
+    def of(
+        cls, runtime: Any, what: tuple[str, int, Any], work: Any, after: Callable[[], object] | None = None
+    ) -> WorkRequest:
+        """Return the request over a `Work`; `after` runs when it is complete."""
+        self = cls()
+        self._work, self._after = work, after
+        self.begin(runtime, what)
+        return self
+
+    def _try(self) -> bool:
+        if not self._work.is_completed():
+            return False
+        try:
+            self._work.wait()
+        except RuntimeError as error:
+            raise rank_gone(self._text(), error) from None
+        if self._after is not None:
+            self._after()
+        return True
 
 
 def dtype_and_count(buf: Any) -> str:
@@ -98,7 +156,7 @@ def _reduced(op: str, root: int) -> Any:
     return _filled(dist.ReduceOptions(), reduceOp=(NATIVE | BITWISE)[op], rootRank=root)
 
 
-class NativeCollectives(Exchanges):
+class NativeCollectives(WireComm):
     """The collectives of torch's groups, counted, bounded and watched."""
 
     _gloo: Any
@@ -172,10 +230,9 @@ class NativeCollectives(Exchanges):
         active, thread = self._active, get_ident()
         outer = active.get(thread)
         active[thread] = call  # `_run_watched` bounds its own wait alone
-        mine = CallDescription(", ".join(filter(None, [operation, what[0]])), *_size_of(what[1]))
         try:
             require_same_call(
-                mine,
+                describe(operation, what),
                 lambda ends: self._gloo.allreduce([torch.from_numpy(ends)], MINIMUM).wait(limit_s),
                 self._texts,
             )
@@ -188,7 +245,6 @@ class NativeCollectives(Exchanges):
                 active[thread] = outer
 
     def _texts(self, text: str) -> list[str]:
-        """Gather one text per rank by fixed-size records."""
         mine = torch.zeros(TEXT_NBYTES, dtype=torch.uint8)
         data = torch.frombuffer(bytearray(text.encode()[:TEXT_NBYTES]), dtype=torch.uint8)
         mine[: data.numel()] = data
@@ -253,7 +309,7 @@ class NativeCollectives(Exchanges):
         else:
             tensor, options = self._reducible(sendbuf, recvbuf, op)
             if tensor is None:
-                self._met(self._reduction("Allreduce", (sendbuf, recvbuf), op, None), "Allreduce")
+                self._met(self._allreduce("Allreduce", sendbuf, recvbuf, op))
                 return
             group, ran = self._group_for(tensor)
             ran("Allreduce", group.allreduce, ([tensor], options), (op.name, tensor))
@@ -267,11 +323,10 @@ class NativeCollectives(Exchanges):
             )
         tensor, options = self._reducible(sendbuf, recvbuf, op)
         if tensor is None:
-            return self._reduction("Iallreduce", (sendbuf, recvbuf), op, None)
+            return self._allreduce("Iallreduce", sendbuf, recvbuf, op)
         return self._begun("Iallreduce", self._group_for(tensor)[0].allreduce, ([tensor], options))
 
     def _staged(self, buf: Any, op: Op) -> bool:
-        """Whether a reduction of a GPU's memory goes by way of main memory."""
         return on_gpu(buf) and not (
             self.runtime.has_nccl and op.name in NATIVE and (buf.dtype, op.name) in REDUCING
         )
@@ -307,7 +362,7 @@ class NativeCollectives(Exchanges):
             return
         tensor = None if self.runtime.ordered else self._contribution(sendbuf, recvbuf, op, root=root)
         if tensor is None:
-            self._met(self._reduction("Reduce", (sendbuf, recvbuf), op, root), "Reduce")
+            self._met(self._reduce("Reduce", sendbuf, recvbuf, op, root))
             return
         what = f"root {root}, {op.name}", tensor
         self._run_watched("Reduce", self._gloo.reduce, ([tensor], _reduced(op.name, root)), what)
@@ -324,13 +379,13 @@ class NativeCollectives(Exchanges):
         on_host = not on_gpu(recvbuf if is_in_place(sendbuf) else sendbuf)
         tensor = self._contribution(sendbuf, recvbuf, op, root=root) if on_host else None
         if tensor is None:
-            return self._reduction("Ireduce", (sendbuf, recvbuf), op, root)
+            return self._reduce("Ireduce", sendbuf, recvbuf, op, root)
         return self._begun("Ireduce", self._gloo.reduce, ([tensor], _reduced(op.name, root)))
 
     def Allgather(self, sendbuf: Any, recvbuf: Any) -> None:
         into, given, after = self._table(sendbuf, recvbuf)
         if into is None:
-            self._met(self._allgather("Allgather", sendbuf, recvbuf), "Allgather")
+            self._met(self._allgather("Allgather", sendbuf, recvbuf))
             return
         group, ran = self._group_for(into)
         ran("Allgather", group._allgather_base, (into, given), ("", sendbuf))
@@ -371,7 +426,6 @@ class NativeCollectives(Exchanges):
 
 
 def _require_same_shape(sendbuf: Any, recvbuf: Any) -> None:
-    """Refuse a reduction between buffers of different counts or types."""
     plain = type(sendbuf) is type(recvbuf) is Tensor  # the quick check, which makes no text
     if plain and sendbuf.dtype == recvbuf.dtype and sendbuf.numel() == recvbuf.numel():
         return

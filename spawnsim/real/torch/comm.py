@@ -1,91 +1,60 @@
 """`Comm` over torch.distributed: gloo on CPU, NCCL on GPUs with gloo beside it, for where there is no MPI.
 
-Under torchrun, mpiexec, srun, or as one process. Collectives are torch's; messages and windows travel over one wire
-per rank (see `real.torch`). What is not offered raises `UnsupportedError` and names the alternative.
+Under torchrun, mpiexec, srun, or as one process. Collectives are torch's; messages and windows are those of
+`real.base`, over one wire per rank. What is not offered raises `UnsupportedError` and names the alternative.
 """
 
 from __future__ import annotations
 
 import atexit
 import hashlib
+import itertools
+import os
+import re
 import socket
 import sys
 import warnings
 import weakref
-from collections import Counter
-from types import SimpleNamespace
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from datetime import timedelta
+from functools import cache
+from importlib import import_module
+from pathlib import Path
 from typing import Any, cast
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import HashStore, PrefixStore, Store, TCPStore
+from torch.distributed import distributed_c10d as c10d
+from torch.distributed.rendezvous import rendezvous
 
-from spawnsim.comm.constants import COMM_TYPE_SHARED, CONGRUENT, IDENT, SIMILAR, UNDEFINED, UNEQUAL
-from spawnsim.comm.failures import ERR_COMM, CallError
-from spawnsim.comm.group import Group
 from spawnsim.comm.protocols import Capabilities
-from spawnsim.errors import UnsupportedError, UsageError
-from spawnsim.real.launch.launchers import detect_launcher
+from spawnsim.errors import ParameterError, Timeout, UnsupportedError, UsageError, WorldError
+from spawnsim.real.base import namespace
+from spawnsim.real.launch.launchers import LaunchContext, detect_launcher, gpu_of_rank
 from spawnsim.real.runtime.abort import refuse_recovery
-from spawnsim.real.runtime.checkpoints import checkpoint, restore
-from spawnsim.real.runtime.namespace import namespace as names
 from spawnsim.real.runtime.rank import close, guarded
 from spawnsim.real.runtime.services import Options, RankServices, Recorder
 from spawnsim.real.torch.collectives import NativeCollectives
-from spawnsim.real.torch.point_to_point import PointToPoint
-from spawnsim.real.torch.process_groups import join, make_group
-from spawnsim.real.torch.runtime import TorchRuntime, backend_of, can_use_nccl, gpu_report, missing_call
-from spawnsim.real.torch.windows import Windows
+from spawnsim.real.torch.runtime import FOREVER, TorchRuntime, backend_of, can_use_nccl, gpu_report
 
 __all__ = ["Options", "TorchComm", "close", "guarded", "namespace", "world", "wrap"]
 
-
-INSTEAD = {
-    "Send_init": "Isend", "Recv_init": "Irecv", "Ssend_init": "Issend", "Bcast_init": "Ibcast",
-    "Psend_init": "Isend", "Precv_init": "Irecv", "Attach_buffer": "bsend, which has its own", "Spawn": "torchrun",
-    "Create_cart": "Split and rank arithmetic", "Create_graph": "Split", "Create_dist_graph": "Split",
-    "Create_intercomm": "Split of one communicator",
-}  # fmt: skip
 SURVIVAL = "to survive a rank's death use torchrun --max-restarts, or --backend mpi --survive"
 
 
-def namespace(comm: Any) -> SimpleNamespace:
-    """Return `MPI` for programs on `comm`: mpi4py's names for spawnsim's numbers and classes.
-
-    Args:
-        comm: what the program takes for `MPI.COMM_WORLD`.
-    """
-    found = names(comm)
-    return TorchNamespace(**vars(found))
-
-
-class TorchNamespace(SimpleNamespace):
-    """A namespace in which a missing name is an error that says what to use instead."""
-
-    def __getattr__(self, name: str) -> Any:
-        raise missing_call(f"MPI.{name}")
-
-
-class TorchComm(PointToPoint, NativeCollectives):
+class TorchComm(NativeCollectives):
     """A communicator of real ranks. Made by `world()`, by its own `Split`, `Dup`, …, and by `wrap()`."""
 
     def __init__(self, runtime: TorchRuntime, members: tuple[int, ...], label: str) -> None:
-        # the label is the same on all ranks, so they agree on the context without a message; even numbers are the
-        # program's, the odd ones beside them the communicator's own exchanges'
-        number = int.from_bytes(hashlib.blake2b(label.encode(), digest_size=7).digest(), "little") & ~1
-        super().__init__(runtime, members, label, number)
-        self._inner = PointToPoint(runtime, members, label, number ^ 1)
-        self._made = Counter[str]()
+        super().__init__(runtime, members, label)
         own_gloo = backend_of(runtime.group, "cpu") if label == "world" else None
         self._gloo = own_gloo if own_gloo and own_gloo.name() == "gloo" else runtime.gloo(label, members)
         self._nccl, self._process_group = None, cast("Any", None)
-        self._named = "MPI_COMM_WORLD" if label == "world" else label
         self._active = runtime.watchdog.active
-        self.Win = Windows(self)
 
-    # ------------------------------------------------------------------------------------------------ checkpoints
-    checkpoint, restore = checkpoint, restore
-
-    # ----------------------------------------------------------------------------------------------- recovery
     def capabilities(self) -> Capabilities:
         """Return what this communicator can do here."""
         return Capabilities(
@@ -101,93 +70,7 @@ class TorchComm(PointToPoint, NativeCollectives):
         )
 
     def recover(self, step: int | None = None) -> Any:
-        """Refuse: a group of torch is of no use after a death."""
         refuse_recovery(f"recover: not over torch.distributed; {SURVIVAL}")
-
-    # -------------------------------------------------------------------------------------- about the communicator
-    def Get_rank(self) -> int:
-        self._live()
-        return self.rank
-
-    def Get_size(self) -> int:
-        return self.size
-
-    def Get_group(self) -> Group:
-        """Return the group: its members are ranks of the world."""
-        return Group.of(self.members, self.runtime.wire.rank)
-
-    group = property(Get_group)
-
-    def Get_name(self) -> str:
-        """Return the communicator's name."""
-        return self._named
-
-    def Set_name(self, name: str) -> None:
-        """Give the communicator a name."""
-        self._named = name
-
-    def Is_inter(self) -> bool:
-        """Return False: there are no intercommunicators here."""
-        return False
-
-    def Compare(self, other: TorchComm) -> int:
-        """Return how two communicators relate."""
-        if self is other:
-            return IDENT
-        if self.members == other.members:
-            return CONGRUENT
-        return SIMILAR if set(self.members) == set(other.members) else UNEQUAL
-
-    @property
-    def name(self) -> str:
-        """The communicator's name."""
-        return self._named
-
-    @name.setter
-    def name(self, value: str) -> None:
-        self._named = value
-
-    # ------------------------------------------------------------------------------------------- making others
-    def Split(self, color: int = 0, key: int = 0) -> TorchComm | None:
-        everyone = self.allgather((color, key, self.rank))
-        self._made["Split"] += 1
-        if color == UNDEFINED:
-            return None
-        chosen = sorted((key, rank) for other, key, rank in everyone if other == color)
-        members = tuple(self.members[rank] for _, rank in chosen)
-        return TorchComm(self.runtime, members, f"{self.label}/Split{self._made['Split']}({color})")
-
-    def Split_type(
-        self, split_type: int = COMM_TYPE_SHARED, key: int = 0, info: Any = None
-    ) -> TorchComm | None:
-        hosts = self.allgather(socket.gethostname())
-        color = UNDEFINED if split_type == UNDEFINED else hosts.index(socket.gethostname())
-        return self.Split(color, key)
-
-    def Dup(self, info: Any = None) -> TorchComm:
-        self._made["Dup"] += 1
-        return TorchComm(self.runtime, self.members, f"{self.label}/Dup{self._made['Dup']}")
-
-    def Clone(self) -> TorchComm:
-        """Return a duplicate."""
-        return self.Dup()
-
-    def Create(self, group: Group) -> TorchComm | None:
-        self.Barrier()
-        return self.Create_group(group)
-
-    def Create_group(self, group: Group, tag: int = 0) -> TorchComm | None:
-        members = group.live()
-        kind = f"Group{members}:{tag}"
-        self._made[kind] += 1
-        if self.runtime.wire.rank not in members:
-            return None
-        return TorchComm(self.runtime, members, f"{self.label}/{kind}{self._made[kind]}")
-
-    @staticmethod
-    def Create_keyval(*_args: Any, **_kwargs: Any) -> int:
-        """Refuse: a program can keep attributes in a dict."""
-        raise UnsupportedError("Create_keyval: not over torch.distributed; keep a dict by communicator")
 
     def as_process_group(self) -> Any:
         """Return torch's own group of these ranks, which `wrap` gives back as this. Collective on the first call."""
@@ -198,32 +81,30 @@ class TorchComm(PointToPoint, NativeCollectives):
         return self._process_group
 
     def Free(self) -> None:
-        """Give up the communicator."""
-        self._live()
-        if self.label == "world":
-            raise CallError(ERR_COMM, "the world cannot be freed: close() ends it")
-        self._freed, self._nccl = True, None
+        super().Free()
+        self._nccl = None
         if self._process_group is not None:
             dist.destroy_process_group(self._process_group)
 
-    def Abort(self, errorcode: int = 0) -> None:
-        """End all ranks at once."""
-        self.runtime.end_job(errorcode)
 
-    def __getattr__(self, name: str) -> Any:
-        raise missing_call(name, INSTEAD.get(name, "")) if name[:1].isupper() else AttributeError(name)
+def make_group(comm: TorchComm) -> Any:
+    """Return a group of torch of a communicator's ranks, in its order. Collective among them.
 
-    def __eq__(self, other: object) -> bool:
-        return self is other or (self._freed and not other)
-
-    def __hash__(self) -> int:
-        return id(self)
-
-    def __bool__(self) -> bool:
-        return not self._freed
-
-    def __repr__(self) -> str:
-        return f"<TorchComm {self.label}: rank {self.rank} of {self.size}>"
+    `torch.distributed.new_group` numbers groups by calls that all ranks of the job must make in one order; here the
+    members alone meet, under the communicator's name.
+    """
+    runtime = comm.runtime
+    if comm.label == "world":
+        return runtime.group
+    default: Any = dist.group.WORLD
+    ranks = [dist.get_global_rank(runtime.group, member) for member in comm.members]
+    name: Any = f"{runtime.run_name}/{comm.label}"
+    kind, store = c10d._world.pg_map[default]
+    group, _ = c10d._new_process_group_helper(
+        comm.size, comm.rank, ranks, dist.Backend(kind), store, name, timeout=c10d.default_pg_timeout
+    )
+    c10d._world.pg_group_ranks[group] = {rank: place for place, rank in enumerate(ranks)}
+    return group
 
 
 # -------------------------------------------------------------------------------------------------------- entering
@@ -275,8 +156,7 @@ def _finalize(runtime: TorchRuntime) -> None:
 
 def _enter(group: Any, services: RankServices, options: Options) -> TorchComm:
     runtime = TorchRuntime(group, services, options)
-    runtime.wire.start()
-    runtime.watchdog.start()
+    runtime.begin()
     comm = TorchComm(runtime, tuple(range(group.size())), "world")
     runtime.has_nccl, runtime.lacks = can_use_nccl(comm.allgather(gpu_report(group)))
     if runtime.lacks and comm.rank == 0:
@@ -306,3 +186,185 @@ def wrap(group: Any) -> TorchComm:
         services = RankServices(group.rank(), recorder=None, seed=0, deadline_s=30.0)
         known = _WRAPPED[group] = _enter(group, services, Options())
     return known
+
+
+# ------------------------------------------------------------------------------- entering torch.distributed
+MEET_S = 300.0  # torch's own patience: at the start of a job, nodes read Python and torch from a shared disk
+PORTS = range(20000, 32000)  # below those that systems give to outgoing connections
+USUAL_PORT = 29500  # torch's, for jobs that have no name
+LOCAL_SIZES = ("OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS")
+# Into torch.distributed, by this process: what is left of one must not meet the next.
+_ENTRIES = itertools.count()
+PACKAGES = {"ccl": "oneccl_bindings_for_pytorch"}
+PROXIES = ("hydra", "mpiexec", "mpirun", "prte", "orted")
+
+
+def join(here: LaunchContext, backend: str = "") -> None:
+    """Enter torch.distributed the way that the launcher asks for. Collective.
+
+    `backend` is torch's name of one; "" is gloo, with NCCL beside it if all ranks have GPUs. One that this build has
+    not is an `UnsupportedError`. A rank that does not come within `MEET_S` is a `Timeout` that names it; an address
+    that does not exist or a port that is taken is a `WorldError`. A process may enter again after it has left.
+    """
+    _require(backend)
+    store = PrefixStore(f"spawnsim/{next(_ENTRIES)}", _store(here))
+    gpus = _exchanged(here, store, _take_gpu())
+    backend = backend or ("cpu:gloo,cuda:nccl" if all(gpus) else "gloo")
+    dist.init_process_group(backend, store=store, rank=here.rank, world_size=here.size, timeout=FOREVER)
+    store.set_timeout(FOREVER)
+
+
+def _require(backend: str) -> None:
+    """Refuse a backend that is not here. Some come with a package of their own, which must be imported first."""
+    with suppress(ImportError):
+        if backend in PACKAGES:
+            import_module(PACKAGES[backend])
+    if backend and not _is_here(backend):
+        have = ", ".join(filter(_is_here, ("gloo", "mpi", "nccl", "ucc", "xccl")))
+        package = f" (it comes with {PACKAGES[backend]})" if backend in PACKAGES else ""
+        raise UnsupportedError(
+            f"torch {torch.__version__} has no backend {backend!r} here{package}, but {have}: give one of these, or "
+            "install what has it"
+        )
+
+
+def _is_here(backend: str) -> bool:
+    """Return whether torch has a backend; that of a build with CUDA is of no use where there is no GPU."""
+    return dist.is_backend_available(backend) and (backend != "nccl" or torch.cuda.is_available())
+
+
+def _store(here: LaunchContext) -> Store:
+    if here.launcher == "torchrun":
+        return _torchruns()
+    if here.size == 1:
+        return HashStore()
+    point = meeting_point(here)
+    _require_host(here, point)
+    served = _served(here, point)
+    return PrefixStore(point.job, served)  # another job that took the same port would not mix with this one
+
+
+@cache
+def _torchruns() -> Store:
+    """Return the store of torchrun, or of what else has set its variables."""
+    store: Store = next(rendezvous("env://", timeout=timedelta(seconds=MEET_S)))[0]
+    return store
+
+
+@cache
+def _served(here: LaunchContext, point: MeetingPoint) -> Store:
+    """Return the store that rank 0 serves until its process ends."""
+    try:
+        return TCPStore(
+            point.host, point.port, is_master=here.rank == 0, wait_for_workers=False,
+            timeout=timedelta(seconds=MEET_S),
+        )  # fmt: skip
+    except dist.DistError as error:
+        verb = "listen at" if here.rank == 0 else "reach rank 0 at"
+        raise WorldError(
+            f"rank {here.rank} of {here.size} cannot {verb} {point.host}:{point.port} ({_first_line(error)}): set "
+            "MASTER_ADDR to rank 0's host and MASTER_PORT to a free port"
+        ) from error
+
+
+def _first_line(error: BaseException) -> str:
+    return str(error).strip().partition("\n")[0]
+
+
+def _require_host(here: LaunchContext, point: MeetingPoint) -> None:
+    try:
+        socket.getaddrinfo(point.host, point.port)
+    except OSError as error:  # torch would try for as long as it may wait
+        raise WorldError(
+            f"rank {here.rank} of {here.size} cannot resolve {point.host}, where rank 0 should be ({error}): set "
+            "MASTER_ADDR to an address of rank 0's host"
+        ) from error
+
+
+# ------------------------------------------------------------------------------------------------------- GPUs
+def _take_gpu() -> str:
+    """Make this rank's GPU the current one and return its number; "" if there is none."""
+    index = gpu_of_rank(torch.cuda.device_count() if torch.cuda.is_available() else 0)
+    if index is None or not dist.is_nccl_available():
+        return ""
+    torch.cuda.set_device(index)
+    return str(index)
+
+
+def _exchanged(here: LaunchContext, store: Store, text: str) -> list[bytes]:
+    """Return every rank's text, in rank order."""
+    keys = [f"gpu/{rank}" for rank in range(here.size)]
+    store.set(keys[here.rank], text)
+    try:
+        store.wait(keys, timedelta(seconds=MEET_S))
+    except dist.DistStoreError as error:
+        missing = [rank for rank, key in enumerate(keys) if not store.check([key])]
+        raise Timeout(
+            missing,
+            "join",
+            message=f"rank {here.rank} of {here.size} waited {MEET_S:g} s for rank {', '.join(map(str, missing))} to "
+            "start: see what the launcher says about them",
+        ) from error
+    return [store.get(key) for key in keys]
+
+
+# -------------------------------------------------------------------------------------------------- where to meet
+@dataclass(frozen=True)
+class MeetingPoint:
+    """Where rank 0 listens; `job` tells this job from others, and is the same on all its ranks."""
+
+    host: str
+    port: int
+    job: str
+
+
+def meeting_point(here: LaunchContext, environ: Mapping[str, str] | None = None) -> MeetingPoint:
+    """Return where ranks meet that mpiexec or srun started; MASTER_ADDR and MASTER_PORT say otherwise.
+
+    Ranks on several nodes meet on the first one of Slurm's list; without a list MASTER_ADDR must be set.
+    """
+    seen = os.environ if environ is None else environ
+    if here.launcher == "srun":
+        job, nodes = f"{seen.get('SLURM_JOB_ID')}.{seen.get('SLURM_STEP_ID')}", "SLURM_STEP_NODELIST"
+        alone = seen.get("SLURM_STEP_NUM_NODES", "1") == "1"
+    else:
+        local = next((seen[name] for name in LOCAL_SIZES if name in seen), str(here.size))
+        alone, nodes = local == str(here.size), "SLURM_JOB_NODELIST"
+        # on one node the launcher's process; its names are also inherited by jobs that a rank of another one starts
+        job = _launcher_pid() if alone else seen.get("PMIX_NAMESPACE") or seen.get("PMI_JOBID") or ""
+    host = seen.get("MASTER_ADDR") or ("127.0.0.1" if alone else first_host(seen.get(nodes, "")))
+    if not host:
+        raise ParameterError(
+            f"{here.launcher} started {here.size} ranks on several nodes: set MASTER_ADDR to rank 0's host, and "
+            "MASTER_PORT to a free port of it"
+        )
+    port = seen.get("MASTER_PORT") or str(_port(job))
+    return MeetingPoint(host, int(port), job)
+
+
+def _port(job: str) -> int:
+    if not job:
+        return USUAL_PORT
+    number = int.from_bytes(hashlib.blake2b(job.encode(), digest_size=4).digest(), "little")
+    return PORTS[number % len(PORTS)]
+
+
+def first_host(nodes: str) -> str:
+    """Return the first name of a Slurm list of nodes: "n[08-11,20],login" starts with n08."""
+    first = re.match(r"(?:[^,\[]|\[[^\]]*\])*", nodes)
+    return re.sub(r"\[([^\],-]*)[^\]]*\]", r"\1", first[0]) if first else ""
+
+
+def _launcher_pid() -> str:
+    """Return the number of the mpiexec (or its proxy) above this process: ranks may be children of a shell each."""
+    known = os.getppid()
+    pid = known
+    while pid > 1:
+        try:
+            name, _, rest = Path(f"/proc/{pid}/stat").read_text().partition("(")[2].rpartition(")")
+        except OSError:  # not Linux, or not ours to read
+            break
+        if name.startswith(PROXIES):
+            return str(pid)
+        pid = int(rest.split()[1])
+    return str(known)

@@ -1,37 +1,182 @@
-"""What all communicators of one rank of torch.distributed share, and what the parts of one communicator share.
+"""What all communicators of one rank of torch.distributed share: the wire over gloo, torch's groups, NCCL's state.
 
-`TorchRuntime` has the wire, the mailbox and torch's groups; this rank waits on one condition that the wire's thread
-notifies. NCCL takes one rank per GPU and waits for ever, or fails late, where ranks share one: so the ranks compare
-their GPUs when they enter, and the watchdog sees collectives that the GPU has not finished.
+A parcel is a header with a small payload behind it (gloo takes messages shorter than the receive's memory), or a
+header and one more message with the payload. One thread always receives, so no send waits for a receiver's program.
+
+NCCL takes one rank per GPU and waits for ever, or fails late, where ranks share one: so the ranks compare their GPUs
+when they enter, and the watchdog sees collectives that the GPU has not finished.
 """
 
 from __future__ import annotations
 
 import itertools
-import os
 import socket
-import sys
+import struct
 import threading
-import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from datetime import timedelta
-from threading import get_ident
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore
 from torch.distributed.distributed_c10d import _get_default_store
 
-from spawnsim.comm.failures import ERR_COMM, CallError
-from spawnsim.comm.packing import Pickle
-from spawnsim.errors import RankFailed, UnsupportedError
-from spawnsim.real.runtime.rank import RankComm, RankRuntime
+from spawnsim.comm.failures import ERR_TYPE, CallError
+from spawnsim.errors import RankFailed, SpawnsimError
+from spawnsim.real.base import WireRuntime
 from spawnsim.real.runtime.services import Options, RankServices
 from spawnsim.real.runtime.watchdog import Call, Watchdog
-from spawnsim.real.torch.transport import Bytes, Mailbox, Parcel, Receiver, Wire, as_payload, rank_gone
+from spawnsim.real.runtime.wire import INLINE_NBYTES, Bytes, Parcel, Sent, Wire
+
+FIELDS = struct.Struct("<8q")
+HEADER_TAG, PAYLOAD_TAG = 1, 2
+STOP = 0  # the kind of the parcel that ends the receiving thread
+KEPT = 128  # finished sends are reaped once this many are pending
+
+
+class GlooWire(Wire):
+    """One per rank, over a group of gloo's of its own. Who waits for a payload to leave waits on the condition."""
+
+    def __init__(self, group: Any, *, rank: int, size: int, condition: threading.Condition) -> None:
+        super().__init__(rank, size)
+        self._closing = False
+        self._group, self._condition = group, condition
+        self._order = [threading.Lock() for _ in range(size)]  # header and payload stay together
+        self._kept: deque[tuple[list[Any], Any, Sent]] = deque()
+        self._reap = threading.Semaphore(0)
+        self._threads: list[threading.Thread] = []
+
+    def start(self) -> None:
+        if self.size > 1:
+            for name, run in (("wire", self._receive_all), ("reaper", self._reap_all)):
+                self._threads.append(threading.Thread(target=run, name=f"spawnsim-{name}", daemon=True))
+                self._threads[-1].start()
+
+    # ------------------------------------------------------------------------------------------------ sending
+    # Headers are received from any rank, a payload from the rank that its header came from, each in the order in which
+    # they were sent. Hence a lock per receiving rank: two threads that send to one rank must not send their headers in
+    # one order and their payloads in the other.
+    def carry(self, to: int, parcel: Parcel, payload: Bytes | None, sent: Sent) -> None:
+        inline = payload if parcel.nbytes <= INLINE_NBYTES else None
+        memory = np.empty(FIELDS.size + (0 if inline is None else inline.nbytes), np.uint8)
+        where = (parcel.kind, parcel.context, parcel.tag, parcel.nbytes)
+        FIELDS.pack_into(memory.data, 0, *where, parcel.ident, parcel.first, parcel.second, parcel.third)
+        tensors = [torch.from_numpy(memory)]
+        if inline is not None:
+            memory[FIELDS.size :] = inline
+        elif payload is not None:
+            tensors.append(tensor_of(payload))
+        with self._order[to]:
+            tags = (HEADER_TAG, PAYLOAD_TAG)
+            try:
+                works = [
+                    self._group.send([tensor], to, tag) for tensor, tag in zip(tensors, tags, strict=False)
+                ]
+            except RuntimeError as error:
+                raise rank_gone(f"send to rank {to} of the world", error) from None
+        self._kept.append((works, tensors, sent))
+        if len(tensors) > 1 or len(self._kept) > KEPT:
+            self._reap.release()
+
+    def _reap_all(self) -> None:
+        """Wait for sends, in order."""
+        # In a thread, because gloo reports that a send is complete only to a caller that waits for it. Large payloads
+        # are waited for at once, since a request depends on each; small ones were copied, so it is enough to let go of
+        # their works from time to time. A work must not be dropped before it is complete: gloo then loses the message.
+        while True:
+            self._reap.acquire()
+            while self._kept:
+                works, _, sent = self._kept.popleft()
+                try:
+                    for work in works:
+                        work.wait()
+                    sent.finish()
+                except (RuntimeError, RankFailed) as error:
+                    self._broken(error)
+                    return
+                self._wake()
+            if self._closing:
+                return
+
+    # ---------------------------------------------------------------------------------------------- receiving
+    def _receive_all(self) -> None:
+        header = torch.empty(FIELDS.size + INLINE_NBYTES, dtype=torch.uint8)
+        memory = header.numpy()
+        try:
+            while True:
+                work = self._group.recv_anysource([header], HEADER_TAG)
+                work.wait()
+                parcel = Parcel(*FIELDS.unpack_from(memory.data))
+                parcel.source = work._source_rank()
+                if parcel.kind == STOP:
+                    return
+                self._take(parcel, memory)
+        except (RuntimeError, RankFailed) as error:  # of what it receives, and of what it answers
+            self._broken(error)
+
+    def _take(self, parcel: Parcel, header: Bytes) -> None:
+        receiver = self.receivers[parcel.kind]
+        memory = receiver.begin(parcel)
+        if memory is None:
+            memory = torch.empty(parcel.nbytes, dtype=torch.uint8).numpy()  # torch aligns for every dtype
+        if parcel.nbytes <= INLINE_NBYTES:
+            memory[:] = header[FIELDS.size : FIELDS.size + parcel.nbytes]
+        else:
+            self._group.recv([tensor_of(memory)], parcel.source, PAYLOAD_TAG).wait()
+        receiver.done(parcel, memory)
+
+    def _wake(self) -> None:
+        with self._condition:
+            self._condition.notify_all()
+
+    def _broken(self, error: Exception) -> None:
+        if not self._closing:
+            self.fault = _reason(error)
+        self._wake()
+
+    # ------------------------------------------------------------------------------------------------ the end
+    def stop(self) -> None:
+        # Each rank tells the next one. The receiving thread is inside of a receive that gloo cannot cancel, so a
+        # message must end it; the group must not be destroyed before, since a thread that is inside of gloo then ends
+        # the process by `terminate`.
+        self._closing = True
+        if self.size > 1 and not self.fault:
+            # It was killed at its very end: it hears nothing, and its monitor tells of it.
+            with suppress(RankFailed):
+                self.send((self.rank + 1) % self.size, Parcel(STOP))
+        self._reap.release()
+        for thread in self._threads:
+            thread.join()
+
+
+REFUSALS = ("scalar type", "data type", "cannot use reduceop", "unsupported", "not supported")
+"""Of a type or an op that a library has not, in lower case."""
+
+
+def rank_gone(what: str, error: Exception) -> SpawnsimError:
+    """Return spawnsim's error for one of gloo's or NCCL's: another rank's end of a connection is closed.
+
+    Unless the library has refused the call as it is: then that is the program's error.
+    """
+    reason = _reason(error)
+    if any(words in reason.lower() for words in REFUSALS):
+        return CallError(ERR_TYPE, f"{what}: {reason}")
+    return RankFailed((), f"{what}: a rank has gone: {reason}")
+
+
+def _reason(error: Exception) -> str:
+    """Return an error of gloo's without the place in its source, and without its advice."""
+    return str(error).split("] ", 1)[-1].split(". ")[0]
+
+
+def tensor_of(memory: Bytes) -> torch.Tensor:
+    """Return bytes as a tensor over the same memory; read-only memory is copied."""
+    return torch.from_numpy(memory if memory.flags.writeable else memory.copy())
+
 
 GpuReport = tuple[str, bool]
 """A rank's GPU, empty without one, and whether its group of torch has NCCL."""
@@ -100,59 +245,23 @@ class UnfinishedNccl:
 
 
 FOREVER = timedelta(days=30)  # our own deadlines rule, so torch's must not come first
-CONTROL, EXIT = 3, 4
-LOOK_S = 2e-3  # a wait on the condition looks again this often, for what does not notify it
 
 
-class ControlChannel(Receiver):
-    """Small messages between watchdogs over the wire."""
-
-    def __init__(self, wire: Wire) -> None:
-        self.rank, self.size = wire.rank, wire.size
-        self._wire = wire
-        self._pickle = Pickle()
-        self._heard: deque[tuple[int, dict[str, Any]]] = deque()
-        wire.receivers[CONTROL] = self
-
-    def send(self, to: int, message: dict[str, Any]) -> None:
-        """Send without waiting. To a rank that has gone nothing is sent: it will not answer."""
-        with suppress(RankFailed):
-            self._wire.send(to, Parcel(CONTROL), as_payload(self._pickle.dumps(message)))
-
-    def receive(self) -> tuple[int, dict[str, Any]] | None:
-        """Return the next message and who sent it, or None."""
-        return self._heard.popleft() if self._heard else None
-
-    def done(self, parcel: Parcel, payload: Bytes) -> None:
-        """Keep a message for the watchdog."""
-        self._heard.append((parcel.source, self._pickle.loads(payload.tobytes())))
-
-
-class AbortReceiver(Receiver):
-    """Receiver of the order to leave: another rank has ended the job."""
-
-    def done(self, parcel: Parcel, payload: Bytes) -> None:
-        """Leave."""
-        sys.stderr.flush()
-        os._exit(parcel.tag)
-
-
-class TorchRuntime(RankRuntime):
+class TorchRuntime(WireRuntime):
     """One per rank and run. `group` is torch's group of all its ranks."""
+
+    over = "torch.distributed"
 
     def __init__(self, group: Any, services: RankServices, options: Options) -> None:
         self.group = group
         rank, size = group.rank(), group.size()
-        everyone, self._rank = tuple(range(size)), rank
+        self._rank = rank
         self._store = PrefixStore(group.group_name, _get_default_store())
         # the same on all ranks, which all enter each run
         self.run_name = f"spawnsim/{self._store.add(f'spawnsim/runs/{rank}', 1)}"
-        self.pickle, self.condition = Pickle(), threading.Condition()
-        self.wire = Wire(self.gloo("wire", everyone), rank=rank, size=size, wake=self.notify)
-        super().__init__(services, options, ControlChannel(self.wire), self.end_job)
-        self.mailbox = Mailbox(self.condition, self.wire, self.counters)
-        self.wire.receivers[EXIT] = AbortReceiver()
-        self._barriers = 0
+        condition = threading.Condition()
+        wire = GlooWire(self.gloo("wire", tuple(range(size))), rank=rank, size=size, condition=condition)
+        super().__init__(wire, services, options, condition)
         self.unfinished, self.has_nccl, self.lacks = UnfinishedNccl(self.watchdog), False, ""
         self.leaves_torch = False  # whether `release` ends torch.distributed too
 
@@ -174,48 +283,8 @@ class TorchRuntime(RankRuntime):
         options._timeout = FOREVER
         return dist.ProcessGroupNCCL(store, members.index(self._rank), len(members), options)
 
-    # --------------------------------------------------------------------------------------------- while running
-    def poll(self) -> None:
-        """Let go of requests that are complete, and let the wire's thread have the interpreter if it waits for it."""
-        time.sleep(0)
-        if self.registry:
-            self.registry.sweep()
-
-    def notify(self) -> None:
-        """Wake the threads that wait."""
-        with self.condition:
-            self.condition.notify_all()
-
-    def wait(
-        self, done: Callable[[], bool], limit_s: float, call: tuple[str, int, Any], peer: int | None = None
-    ) -> bool:
-        """Wait as every runtime does; `peer` makes no difference, since a dead rank ends all waits here."""
-        # On a condition, where MPI's ranks spin: what is waited for is done by the wire's thread, and a thread that
-        # spins would hold the interpreter that the other one needs. A wait also polls now and then, since torch's own
-        # works notify nothing when they are complete.
-        if done():
-            return True
-        active, thread, began = self.watchdog.active, get_ident(), time.perf_counter()
-        active[thread] = entry = (*call, began, float("inf"))
-        try:
-            with self.condition:
-                while not done():
-                    left = limit_s - (time.perf_counter() - began)
-                    if self.wire.fault:
-                        raise RankFailed((), f"{call[0]}: a rank has gone: {self.wire.fault}")
-                    if left <= 0:
-                        return False
-                    if not self.condition.wait(min(left, LOOK_S)):
-                        self.poll()
-            self.registry.sweep()
-            return True
-        finally:
-            self.watchdog.last = entry
-            active.pop(thread, None)
-
     # ------------------------------------------------------------------------------------------------ at the end
     def begin_barrier(self) -> Callable[[], bool]:
-        """Begin to wait for all ranks."""
         self._barriers += 1
         group = self.gloo(f"barrier{self._barriers}", tuple(range(self.wire.size)))
         work = group.barrier(dist.BarrierOptions())
@@ -231,60 +300,8 @@ class TorchRuntime(RankRuntime):
 
         return met
 
-    def take_leftovers(self) -> int:
-        """Drop messages that were not received."""
-        return self.mailbox.clear()
-
     def release(self) -> None:
         """Stop watchdog and wire, and leave torch.distributed if the run has entered it."""
-        self.barrier()  # after they have settled ranks merge what they recorded, and may still wait for each other
-        self.watchdog.stop()
-        self.wire.stop()
+        super().release()
         if self.leaves_torch:
             dist.destroy_process_group()
-
-    def end_job(self, status: int) -> None:
-        """End all ranks: tell those who hear, then leave; launchers end the others when one leaves like this."""
-        for rank in range(self.wire.size):
-            if rank != self.wire.rank:
-                with suppress(RankFailed):
-                    self.wire.send(rank, Parcel(EXIT, tag=status))
-        time.sleep(0.05)
-        sys.stderr.flush()
-        os._exit(status)
-
-
-class MissingCall(UnsupportedError, AttributeError):
-    """A name that is not here, so that `hasattr` says False."""
-
-
-def missing_call(name: str, instead: str = "") -> MissingCall:
-    """Return the error for one of mpi4py's calls that is not here, with what to use instead."""
-    if instead:
-        return MissingCall(f"{name}: not over torch.distributed; use {instead}, or --backend mpi")
-    return MissingCall(f"{name}: not over torch.distributed; --backend mpi has all of mpi4py's calls")
-
-
-class CommCore(RankComm):
-    """What the parts of a communicator share. `members`: world ranks; `context` tells its messages from others'."""
-
-    runtime: TorchRuntime
-
-    def __init__(self, runtime: TorchRuntime, members: tuple[int, ...], label: str, context: int) -> None:
-        super().__init__(runtime, label)
-        self.members = members
-        self.rank, self.size = members.index(runtime.wire.rank), len(members)
-        self._context, self._freed = context, False
-        self._sequence = 0  # the number of its collectives so far
-        runtime.mailbox.open(context, members)
-
-    def _live(self) -> None:
-        """Refuse a freed communicator."""
-        if self._freed:
-            raise CallError(ERR_COMM, f"{self.label} was freed: make another one")
-
-    def _count(self) -> int:
-        """Count a collective and return its number."""
-        self._live()
-        self._sequence += 1
-        return self._sequence

@@ -1,4 +1,4 @@
-"""Windows over the wire: mpi4py's one-sided calls, as requests that the wire's thread of the target serves.
+"""Windows derived from messages: mpi4py's one-sided calls, as requests that the wire's thread of the target serves.
 
 So accesses are served while the target's program computes. Each is served as a whole, so none sees half of another; a
 part counts its versions. A large Get leaves straight from the part, without a copy: accesses that would change what
@@ -27,12 +27,10 @@ from spawnsim.comm.memory import as_bytes
 from spawnsim.comm.ops import BY_NAME as OPS
 from spawnsim.comm.ops import SUM, Op
 from spawnsim.errors import ParameterError, Timeout, UnsupportedError
+from spawnsim.real.runtime.messages import bytes_of, missing_call
 from spawnsim.real.runtime.requests import RealRequest
-from spawnsim.real.runtime.rma_sync import WindowSync, window_comm
-from spawnsim.real.torch.collectives import NativeCollectives
-from spawnsim.real.torch.point_to_point import bytes_of
-from spawnsim.real.torch.runtime import TorchRuntime, missing_call
-from spawnsim.real.torch.transport import INLINE_NBYTES, Bytes, Parcel, Receiver, Wire
+from spawnsim.real.runtime.window_sync import WindowSync, window_comm
+from spawnsim.real.runtime.wire import INLINE_NBYTES, Bytes, Parcel, Receiver, Wire
 
 REQUEST, REPLY = 5, 6
 GET, PUT, ACCUMULATE, SWAP, LOCK, UNLOCK, CANCEL, TOKEN = range(8)
@@ -46,11 +44,11 @@ class WindowPart:
     """One rank's memory of a window, and its locks."""
 
     memory: Bytes
+    on_token: Callable[[int, int], None]  # takes the sender and the token of an epoch
     version: int = 0
     writer: bool = False
     readers: int = 0
     queue: deque[tuple[Parcel, bool]] = field(default_factory=deque)
-    on_token: Callable[[int, int], None] | None = None  # takes the sender and the token of an epoch
     leaving: list[slice] = field(default_factory=list)  # what is being sent right now
     later: deque[tuple[Parcel, Bytes]] = field(default_factory=deque)  # accesses that wait for it
 
@@ -58,142 +56,48 @@ class WindowPart:
     # open what a Get returns that meets a Put, but here an access is served as a whole, which policies rely on: a
     # snapshot is of one version. So a change of bytes that are leaving waits; and what comes later to the same bytes
     # waits behind it, since MPI orders accumulates of one origin to one place.
-
     def must_wait(self, parcel: Parcel, payload: Bytes) -> bool:
         """Whether an access would change what is leaving, or comes behind one to the same bytes that waits."""
-        busy = [byte_range(*waiting) for waiting in self.later]
+        busy = [_byte_range(*waiting) for waiting in self.later]
         if parcel.first in CHANGES:
             busy += self.leaving
-        own = byte_range(parcel, payload)
+        own = _byte_range(parcel, payload)
         return any(own.start < other.stop and other.start < own.stop for other in busy)
 
-
-def byte_range(parcel: Parcel, payload: Bytes) -> slice:
-    """Return the bytes of a part that an access touches."""
-    nbytes = parcel.second if parcel.first == GET else payload.size // (1 + (parcel.first == SWAP))
-    return slice(parcel.tag, parcel.tag + nbytes)
-
-
-@dataclass
-class PendingAccess:
-    """An access that waits for its answer."""
-
-    into: Bytes | None = None
-    complete: bool = False
-    version: int = 0
-    then: Callable[[], object] | None = None
-
-
-class WindowServer(Receiver):
-    """Serves this rank's parts of all windows, each access as a whole, and takes the answers to its own accesses."""
-
-    def __init__(self, wire: Wire, condition: Condition) -> None:
-        self._wire, self._condition = wire, condition
-        self.parts: dict[int, WindowPart] = {}
-        self.wanted: dict[int, PendingAccess] = {}
-        self._wire.receivers[REQUEST] = self
-        self._wire.receivers[REPLY] = ReplyReceiver(self, condition)
-
-    @classmethod
-    def of(cls, runtime: TorchRuntime) -> WindowServer:
-        """Return the one server of a rank."""
-        known = runtime.wire.receivers.get(REQUEST)
-        return known if isinstance(known, cls) else cls(runtime.wire, runtime.condition)
-
-    def done(self, parcel: Parcel, payload: Bytes) -> None:
-        """Serve one request."""
-        part = self.parts[parcel.context]
-        if parcel.first == TOKEN and part.on_token is not None:
-            part.on_token(parcel.source, parcel.second)
-            with self._condition:
-                self._condition.notify_all()
-            return
-        if parcel.first in (LOCK, UNLOCK, CANCEL):
-            self._lock(part, parcel)
-        else:
-            with self._condition:  # re-entrant: accesses that have waited are served before any other
-                if part.must_wait(parcel, payload):
-                    part.later.append((parcel, payload))
-                else:
-                    self._serve(part, parcel, payload)
-
-    def _serve(self, part: WindowPart, parcel: Parcel, payload: Bytes) -> None:
-        what = byte_range(parcel, payload)
-        if parcel.first != GET or parcel.source == self._wire.rank or parcel.second <= INLINE_NBYTES:
-            self._answer(parcel, part, self._access(part, parcel, payload))
-            return
-        part.leaving.append(what)
-        self._answer(parcel, part, part.memory[what], partial(self._left, part, what))
-
-    def _left(self, part: WindowPart, what: slice) -> None:
-        """Serve the accesses that have waited for a Get to leave."""
-        with self._condition:
-            part.leaving.remove(what)
-            waiting, part.later = part.later, deque()
-            for parcel, payload in waiting:
-                self.done(parcel, payload)
-
-    def _lock(self, part: WindowPart, parcel: Parcel) -> None:
-        with self._condition:
-            if parcel.first == LOCK:
-                part.queue.append((parcel, parcel.second == LOCK_EXCLUSIVE))
-            elif parcel.first == UNLOCK:
-                self._unlock(part, parcel.second == LOCK_EXCLUSIVE)
-            else:
-                part.queue = deque(entry for entry in part.queue if entry[0].ident != parcel.second)
-        if parcel.first != LOCK:
-            self._answer(parcel, part)
-        self._grant(part)
-
-    def _access(self, part: WindowPart, parcel: Parcel, payload: Bytes) -> Bytes | None:
-        kind, start = parcel.first, parcel.tag
-        if kind == GET:
-            return part.memory[start : start + parcel.second].copy()
-        if kind == SWAP:  # compare value, then new value
-            half = payload.size // 2
-            place = part.memory[start : start + half]
-            before = place.copy()
-            if (place == payload[:half]).all():
-                place[:] = payload[half:]
-                part.version += 1
-            return before
-        target = part.memory[start : start + payload.size]
-        old = target.copy() if parcel.third else None
-        part.version += 1
+    def access(self, parcel: Parcel, payload: Bytes) -> Bytes | None:
+        """Do what a parcel asks for; return the bytes that it wants."""
+        kind, target = parcel.first, self.memory[_byte_range(parcel, payload)]
+        before = target.copy() if kind in (GET, SWAP) or parcel.third else None
         if kind == PUT:
             target[:] = payload
-        else:
+        elif kind == ACCUMULATE:
             _combine(parcel.second, payload, target)
-        return old
+        elif kind == SWAP:  # compare value, then new value
+            if not (target == payload[: target.size]).all():
+                return before
+            target[:] = payload[target.size :]
+        self.version += kind != GET
+        return before
 
-    def _answer(
-        self,
-        parcel: Parcel,
-        part: WindowPart,
-        answer: Bytes | None = None,
-        then: Callable[[], object] | None = None,
-    ) -> None:
-        self._wire.send(parcel.source, Parcel(REPLY, ident=parcel.ident, first=part.version), answer, then)
-
-    def _unlock(self, part: WindowPart, exclusive: bool) -> None:
+    def unlock(self, *, exclusive: bool) -> None:
         if exclusive:
-            part.writer, part.version = False, part.version + 1
+            self.writer, self.version = False, self.version + 1
         else:
-            part.readers -= 1
+            self.readers -= 1
 
-    def _grant(self, part: WindowPart) -> None:
-        """Give the part to the ranks that wait for it, first come, first served: so a writer gets in."""
-        granted: list[Parcel] = []
-        with self._condition:
-            while part.queue and not part.writer:
-                parcel, exclusive = part.queue[0]
-                if exclusive and part.readers:
-                    break
-                part.queue.popleft()
-                part.writer, part.readers = exclusive, part.readers + (not exclusive)
-                granted.append(parcel)
-        for parcel in granted:
-            self._answer(parcel, part)
+    def grant(self) -> list[Parcel]:
+        """Lock the part for those that wait for it, first come, first served: so a writer gets in. Return them."""
+        granted = []
+        while self.queue and not self.writer and not (self.queue[0][1] and self.readers):
+            parcel, self.writer = self.queue.popleft()
+            self.readers += not self.writer
+            granted.append(parcel)
+        return granted
+
+
+def _byte_range(parcel: Parcel, payload: Bytes) -> slice:
+    nbytes = parcel.second if parcel.first == GET else payload.size // (1 + (parcel.first == SWAP))
+    return slice(parcel.tag, parcel.tag + nbytes)
 
 
 def accumulate_code(op: Op, datatype: Datatype) -> int:
@@ -201,7 +105,7 @@ def accumulate_code(op: Op, datatype: Datatype) -> int:
     named = next((name for name, known in TYPES.items() if known is datatype), None)
     if named is None or op.name not in OPS:
         raise UnsupportedError(
-            "windows over torch combine predefined types by predefined ops: or use --backend mpi"
+            "windows over messages combine predefined types by predefined ops: or use --backend mpi"
         )
     return OP_NAMES.index(op.name) * len(TYPE_NAMES) + TYPE_NAMES.index(named)
 
@@ -216,21 +120,88 @@ def _combine(code: int, payload: Bytes, target: Bytes) -> None:
         target[:] = as_bytes(op.reduce(target.copy().view(dtype), payload.copy().view(dtype)))
 
 
-class ReplyReceiver(Receiver):
-    """Receiver of the answers."""
+@dataclass
+class PendingAccess:
+    """An access that waits for its answer."""
 
-    def __init__(self, server: WindowServer, condition: Condition) -> None:
-        self._server, self._condition = server, condition
+    into: Bytes | None = None
+    complete: bool = False
+    version: int = 0
+    then: Callable[[], object] | None = None
 
-    def begin(self, parcel: Parcel) -> Bytes | None:
-        """A Get goes straight to the caller's memory."""
-        wanted = self._server.wanted.get(parcel.ident)
-        return wanted.into if wanted is not None and wanted.into is not None and parcel.nbytes else None
+
+class WindowServer(Receiver):
+    """Serves a rank's parts of all windows, each access as a whole; `replies` has its own accesses."""
+
+    def __init__(self, wire: Wire, condition: Condition) -> None:
+        self._wire, self._condition = wire, condition
+        self.parts: dict[int, WindowPart] = {}
+        self.replies = Replies(condition)
+        wire.receivers |= {REQUEST: self, REPLY: self.replies}
 
     def done(self, parcel: Parcel, payload: Bytes) -> None:
-        """Complete the access."""
+        """Serve one request."""
+        part, exclusive = self.parts[parcel.context], parcel.second == LOCK_EXCLUSIVE
+        with self._condition:  # re-entrant: accesses that have waited are served before any other
+            if parcel.first in ACCESSES:
+                if part.must_wait(parcel, payload):
+                    part.later.append((parcel, payload))
+                else:
+                    self._serve(part, parcel, payload)
+                return
+            if parcel.first == TOKEN:
+                part.on_token(parcel.source, parcel.second)
+                self._condition.notify_all()
+                return
+            if parcel.first == LOCK:
+                part.queue.append((parcel, exclusive))
+            elif parcel.first == UNLOCK:
+                part.unlock(exclusive=exclusive)
+            else:
+                part.queue = deque(entry for entry in part.queue if entry[0].ident != parcel.second)
+            answered = part.grant() if parcel.first == LOCK else [parcel, *part.grant()]
+        for each in answered:
+            self._answer(each, part)
+
+    def _serve(self, part: WindowPart, parcel: Parcel, payload: Bytes) -> None:
+        if parcel.first != GET or parcel.source == self._wire.rank or parcel.second <= INLINE_NBYTES:
+            self._answer(parcel, part, part.access(parcel, payload))
+            return
+        what = _byte_range(parcel, payload)
+        part.leaving.append(what)
+        self._answer(parcel, part, part.memory[what], partial(self._left, part, what))
+
+    def _left(self, part: WindowPart, what: slice) -> None:
         with self._condition:
-            wanted = self._server.wanted.pop(parcel.ident, None)
+            part.leaving.remove(what)
+            waiting, part.later = part.later, deque()
+            for parcel, payload in waiting:
+                self.done(parcel, payload)
+
+    def _answer(
+        self,
+        parcel: Parcel,
+        part: WindowPart,
+        answer: Bytes | None = None,
+        then: Callable[[], object] | None = None,
+    ) -> None:
+        self._wire.send(parcel.source, Parcel(REPLY, ident=parcel.ident, first=part.version), answer, then)
+
+
+class Replies(Receiver):
+    """Receiver of the answers, by the idents of the accesses."""
+
+    def __init__(self, condition: Condition) -> None:
+        self._condition = condition
+        self.wanted: dict[int, PendingAccess] = {}
+
+    def begin(self, parcel: Parcel) -> Bytes | None:
+        wanted = self.wanted.get(parcel.ident)
+        return wanted.into if wanted is not None and parcel.nbytes else None
+
+    def done(self, parcel: Parcel, payload: Bytes) -> None:
+        with self._condition:
+            wanted = self.wanted.pop(parcel.ident, None)
             if wanted is not None:
                 wanted.version, wanted.complete = parcel.first, True
                 if wanted.then is not None:
@@ -246,7 +217,6 @@ class AccessRequest(RealRequest):
 
     @classmethod
     def of(cls, runtime: Any, what: tuple[str, int, Any], wanted: PendingAccess) -> AccessRequest:
-        """Return the request of an access."""
         self = cls()
         self._wanted = wanted
         self.begin(runtime, what)
@@ -256,16 +226,16 @@ class AccessRequest(RealRequest):
         return self._wanted.complete
 
 
-class TorchWin(WindowSync):
+class DerivedWin(WindowSync):
     """A window: mpi4py's methods. Made by `comm.Win.Allocate` and `comm.Win.Create`; collective."""
 
-    def __init__(self, comm: NativeCollectives, number: int, memory: Bytes, disp_unit: int) -> None:
+    def __init__(self, comm: Any, number: int, memory: Bytes, disp_unit: int) -> None:
         self._comm, self._runtime, self.memory = comm, comm.runtime, memory
-        self._server = WindowServer.of(self._runtime)
+        self._server = self._runtime.window_server
         self.label = f"window {number} of {comm.label}"
         self._ident = comm._context ^ (number << 1) ^ (1 << 60)
         self._begin_sync()
-        self._server.parts[self._ident] = WindowPart(memory, on_token=self._count_token)
+        self._server.parts[self._ident] = WindowPart(memory, self._count_token)
         facts = comm.allgather((memory.nbytes, disp_unit))
         self._sizes, self._units = [size for size, _ in facts], [unit for _, unit in facts]
         self._open: dict[int, list[PendingAccess]] = {rank: [] for rank in range(comm.size)}
@@ -273,7 +243,6 @@ class TorchWin(WindowSync):
         comm.Barrier()
 
     def tomemory(self) -> Any:
-        """Return this rank's own part as a buffer of bytes."""
         return self.memory
 
     def version(self, rank: int) -> int:
@@ -288,7 +257,7 @@ class TorchWin(WindowSync):
             wanted.complete = True
             return wanted
         request.kind, request.context, request.ident = REQUEST, self._ident, next(self._runtime.wire.idents)
-        self._server.wanted[request.ident] = wanted
+        self._server.replies.wanted[request.ident] = wanted
         self._open[rank].append(wanted)
         if request.first in ACCESSES:
             self._runtime.counters.access(wanted.into if payload is None else payload)
@@ -307,7 +276,7 @@ class TorchWin(WindowSync):
             )
         if not datatype.dense:
             raise UnsupportedError(
-                "windows over torch take dense datatypes: access each block, or use --backend mpi"
+                "windows over messages take dense datatypes: access each block, or use --backend mpi"
             )
         self._require_epoch(rank)
         start, nbytes = displacement * self._units[rank], count * datatype.size
@@ -375,20 +344,19 @@ class TorchWin(WindowSync):
         self._ask(target_rank, Parcel(0, tag=start, first=SWAP), PendingAccess(into), payload)
 
     # ------------------------------------------------------------------------------------------ tokens of epochs
-    def _tell(self, rank: int, token: int) -> None:
+    def _send_token(self, rank: int, token: int) -> None:
         parcel = Parcel(REQUEST, self._ident, first=TOKEN, second=token)
         self._runtime.wire.send(self._comm.members[rank], parcel)
 
     def _count_token(self, sender: int, token: int) -> None:
-        """Count a token; called by the wire's thread alone, and taken back by others under the condition."""
-        with self._runtime.condition:
-            self._told[self._comm.members.index(sender), token] += 1
+        """Count a token; called under the condition, as it is taken back."""
+        self._tokens_of[self._comm.members.index(sender), token] += 1
 
     # ---------------------------------------------------------------------------------------------- completion
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_"):
             raise AttributeError(name)
-        raise missing_call(f"Win.{name}", "Lock, Put, Get, Flush or Fence")
+        raise missing_call(self._comm, f"Win.{name}", "Lock, Put, Get, Flush or Fence")
 
     def Flush(self, rank: int) -> None:
         waiting, self._open[rank] = self._open[rank], []
@@ -444,36 +412,29 @@ def _one(spec: Any) -> Any:
 class Windows:
     """`comm.Win`: makes windows on a communicator, with mpi4py's names. All calls are collective."""
 
-    def __init__(self, comm: NativeCollectives) -> None:
+    def __init__(self, comm: Any) -> None:
         self._comm, self._made = comm, 0
-        # Before the first window: an access may come as soon as its maker has met all.
-        WindowServer.of(comm.runtime)
 
-    def _make(self, memory: Bytes, disp_unit: int, given: Any) -> TorchWin:
+    def _make(self, memory: Bytes, disp_unit: int, given: Any) -> DerivedWin:
         comm = window_comm(self._comm, given)
         comm.Win._made += 1
-        return TorchWin(comm, comm.Win._made, memory, disp_unit)
+        return DerivedWin(comm, comm.Win._made, memory, disp_unit)
 
-    def Allocate(self, size: int, disp_unit: int = 1, info: Any = None, comm: Any = None) -> TorchWin:
-        """Return a window over `size` new bytes on each rank."""
+    def Allocate(self, size: int, disp_unit: int = 1, info: Any = None, comm: Any = None) -> DerivedWin:
         return self._make(np.zeros(size, np.uint8), disp_unit, comm)
 
-    def Create(self, memory: Any, disp_unit: int = 1, info: Any = None, comm: Any = None) -> TorchWin:
-        """Return a window over memory that exists."""
-        own = (
-            np.zeros(0, np.uint8)
-            if memory is None
-            else as_bytes(np.asarray(as_buffer(memory, writable=True).array))
+    def Create(self, memory: Any, disp_unit: int = 1, info: Any = None, comm: Any = None) -> DerivedWin:
+        given = (
+            np.zeros(0, np.uint8) if memory is None else np.asarray(as_buffer(memory, writable=True).array)
         )
-        return self._make(own, disp_unit, comm)
+        return self._make(as_bytes(given), disp_unit, comm)
 
     def __getattr__(self, name: str) -> Any:
-        raise (
-            missing_call(f"Win.{name}", "Win.Allocate or Win.Create")
-            if name[:1].isupper()
-            else AttributeError(name)
-        )
+        if not name[:1].isupper():
+            raise AttributeError(name)
+        raise missing_call(self._comm, f"Win.{name}", "Win.Allocate or Win.Create")
 
-    def Allocate_shared(self, size: int, disp_unit: int = 1, info: Any = None, comm: Any = None) -> TorchWin:
-        """Refuse: there is no shared memory between these ranks."""
-        raise missing_call("Win.Allocate_shared", "Win.Allocate with Get and Put")
+    def Allocate_shared(
+        self, size: int, disp_unit: int = 1, info: Any = None, comm: Any = None
+    ) -> DerivedWin:
+        raise missing_call(self._comm, "Win.Allocate_shared", "Win.Allocate with Get and Put")

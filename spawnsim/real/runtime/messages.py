@@ -1,8 +1,8 @@
-"""Point-to-point calls over the wire: the user's memory as bytes, requests, and mpi4py's send and receive.
+"""Point-to-point calls over a wire: the user's memory as bytes, requests, and mpi4py's send, receive and probe.
 
 Sends are complete when their memory is free, which never needs the receiver's program; synchronous ones when a
-receive was found. A tensor on a GPU travels by way of pinned main memory (`runtime.staging`). The requests here serve
-collectives, too: several that are one call, and a `Work` of torch's.
+receive was found. A tensor on a GPU travels by way of pinned main memory (`staging`). Collectives use the requests
+here, too: several that are one call.
 """
 
 from __future__ import annotations
@@ -10,32 +10,18 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import numpy as np
-import torch
-
 from spawnsim.comm.buffers import Buffer, as_buffer
 from spawnsim.comm.constants import ANY_SOURCE, ANY_TAG, PROC_NULL, of_mpi4py
-from spawnsim.comm.failures import ERR_RANK, ERR_TAG, CallError, SpecTypeError, Truncated
-from spawnsim.comm.layouts import BF16
+from spawnsim.comm.failures import ERR_COMM, ERR_RANK, ERR_TAG, CallError, SpecTypeError, Truncated
 from spawnsim.comm.memory import as_bytes
-from spawnsim.errors import Timeout
+from spawnsim.errors import Timeout, UnsupportedError
+from spawnsim.real.runtime.rank import RankComm
 from spawnsim.real.runtime.requests import RealRequest, late_receive
-from spawnsim.real.runtime.staging import Call, Memory, Stage, checked, device_tensor
-from spawnsim.real.torch.runtime import CommCore
-from spawnsim.real.torch.transport import Bytes, InboundMessage, PostedReceive, Sent, as_payload, rank_gone
+from spawnsim.real.runtime.staging import Call, Memory, Stage, device_tensor
+from spawnsim.real.runtime.wire import Bytes, InboundMessage, PostedReceive, Sent, as_payload
 
 HOST = Memory()
 BUF = ("buf",)
-
-
-def on_gpu(spec: Any) -> bool:
-    """Whether a specification is a tensor in a GPU's memory."""
-    return device_tensor(spec) is not None and isinstance(spec, torch.Tensor)
-
-
-def staged(tensor: torch.Tensor) -> torch.Tensor:
-    """Return pinned main memory of a GPU tensor's shape and type."""
-    return HOST.host(tensor)
 
 
 def outgoing(spec: Any) -> Bytes:
@@ -79,35 +65,6 @@ def incoming(spec: Any) -> ReceiveTarget:
             as_buffer(*stage.args), lambda nbytes: stage.end(nbytes if stage.partial else None)
         )
     return ReceiveTarget(as_buffer(spec, writable=True))
-
-
-def flat_tensor(spec: Any, *, writable: bool = False) -> torch.Tensor | None:
-    """Return the user's memory as a flat tensor for a collective of torch, or None if gloo has no such type."""
-    if isinstance(spec, torch.Tensor):
-        checked(spec)
-        if spec.is_cpu and spec.dtype not in GLOO_TYPES:
-            return None
-        return spec if spec.dim() == 1 else spec.view(-1)
-    buffer = as_buffer(spec, writable=writable)
-    if not (buffer.datatype and buffer.datatype.is_predefined):
-        return None
-    array = np.asarray(buffer.array)
-    if array.dtype == BF16:
-        return torch.from_numpy(array.view(np.int16)).view(torch.bfloat16)
-    if array.dtype.name not in TORCH_NAMES:
-        return None
-    return torch.from_numpy(array if array.flags.writeable else array.copy())
-
-
-def as_plain(spec: Any) -> bool:
-    """Whether a specification is memory alone, without counts or types."""
-    return isinstance(spec, (np.ndarray, torch.Tensor))
-
-
-TORCH_NAMES = {"float16", "float32", "float64", "int8", "uint8", "int32", "int64"}
-"""Types that gloo reduces."""
-GLOO_TYPES = {torch.bfloat16, torch.bool, *(getattr(torch, name) for name in TORCH_NAMES)}
-"""Types that gloo moves. Of others it says "Invalid scalar type"; they travel as bytes."""
 
 
 class SendRequest(RealRequest):
@@ -179,35 +136,6 @@ class ReceiveRequest(RealRequest):
             self._cancelled = self._complete = True
 
 
-class WorkRequest(RealRequest):
-    """A collective of torch that goes on by itself."""
-
-    __slots__ = ("_after", "_work")
-    _work: Any
-    _after: Callable[[], object] | None
-
-    @classmethod
-    def of(
-        cls, runtime: Any, what: tuple[str, int, Any], work: Any, after: Callable[[], object] | None = None
-    ) -> WorkRequest:
-        """Return the request over a `Work`; `after` runs when it is complete."""
-        self = cls()
-        self._work, self._after = work, after
-        self.begin(runtime, what)
-        return self
-
-    def _try(self) -> bool:
-        if not self._work.is_completed():
-            return False
-        try:
-            self._work.wait()
-        except RuntimeError as error:
-            raise rank_gone(self._text(), error) from None
-        if self._after is not None:
-            self._after()
-        return True
-
-
 class CompositeRequest(RealRequest):
     """Several requests that are one call; `after` makes the result of them."""
 
@@ -223,7 +151,6 @@ class CompositeRequest(RealRequest):
         parts: list[RealRequest],
         after: Callable[[], object] | None = None,
     ) -> CompositeRequest:
-        """Return one request for all of them."""
         self = cls()
         self._parts, self._after = parts, after
         self.begin(runtime, what)
@@ -239,8 +166,30 @@ class CompositeRequest(RealRequest):
         return True
 
 
-class PointToPoint(CommCore):
-    """send, recv and their other forms."""
+class PointToPoint(RankComm):
+    """send, recv and their other forms.
+
+    `members`: the world ranks; `context`: a number that tells this communicator's messages from others'.
+    """
+
+    runtime: Any  # base.WireRuntime
+
+    def __init__(self, runtime: Any, members: tuple[int, ...], label: str, context: int) -> None:
+        super().__init__(runtime, label)
+        self.members = members
+        self.rank, self.size = members.index(runtime.wire.rank), len(members)
+        self._context, self._freed = context, False
+        self._sequence = 0  # the number of its collectives so far
+        runtime.mailbox.open(context, members)
+
+    def _live(self) -> None:
+        if self._freed:
+            raise CallError(ERR_COMM, f"{self.label} was freed: make another one")
+
+    def _count(self) -> int:
+        self._live()
+        self._sequence += 1
+        return self._sequence
 
     # ------------------------------------------------------------------------------------------------ sending
     def _start(self, data: Bytes, where: tuple[int, int], operation: str, *, held: Any = None) -> RealRequest:
@@ -355,7 +304,8 @@ class PointToPoint(CommCore):
             return InboundMessage(PROC_NULL, ANY_TAG, 0)
         if source != ANY_SOURCE:
             self._check(source, 0, "Probe")
-        return self.runtime.mailbox.peek(self._context, source, tag)
+        found: InboundMessage | None = self.runtime.mailbox.peek(self._context, source, tag)
+        return found
 
     def Probe(self, source: int = ANY_SOURCE, tag: int = ANY_TAG, status: Any = None) -> bool:
         runtime, limit_s = self.runtime, self.runtime.clock.limit_s()
@@ -422,22 +372,28 @@ class MatchedMessage:
         self._comm, self._posted = comm, posted
 
     def Irecv(self, buf: Any) -> ReceiveRequest:
-        """Receive it into a buffer."""
         return self._request("Message.Irecv", incoming(buf))
 
     def irecv(self) -> ReceiveRequest:
-        """Receive it as an object."""
         return self._request("Message.irecv", OBJECT)
 
     def Recv(self, buf: Any, status: Any = None) -> None:
-        """Receive it into a buffer."""
         self.Irecv(buf).Wait(status)
 
     def recv(self, status: Any = None) -> Any:
-        """Receive it as an object."""
         return self.irecv().wait(status)
 
     def _request(self, operation: str, target: ReceiveTarget) -> ReceiveRequest:
         comm = self._comm
         what = (operation, self._posted.source, comm)
         return ReceiveRequest.of(comm.runtime, what, self._posted, (comm._context, target))
+
+
+class MissingCall(UnsupportedError, AttributeError):
+    """A name that is not here, so that `hasattr` says False."""
+
+
+def missing_call(comm: Any, name: str, instead: str = "") -> MissingCall:
+    """Return the error for one of mpi4py's calls that is not here, with what to use instead."""
+    advice = f"use {instead}, or --backend mpi" if instead else "--backend mpi has all of mpi4py's calls"
+    return MissingCall(f"{name}: not over {comm.runtime.over}; {advice}")

@@ -9,6 +9,7 @@ travels, and when an access is complete, is each backend's business.
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -44,47 +45,35 @@ class WindowSync:
 
     def _begin_sync(self) -> None:
         self._held: dict[int, int] = {}  # target → kind of lock
-        self._told: Counter[tuple[int, int]] = Counter()  # (rank, POST or COMPLETE): tokens that have come
+        self._tokens_of: Counter[tuple[int, int]] = (
+            Counter()
+        )  # (rank, POST or COMPLETE): tokens that have come
         self._started: tuple[int, ...] = ()
         self._exposed: tuple[int, ...] = ()
         self._fenced = False
 
     def Get_group(self) -> Group:
-        """Return the group of the window's communicator."""
         group: Group = self._comm.Get_group()
         return group
 
     group = property(Get_group)
 
     # ------------------------------------------------------------------------------------------ of each backend
-    def Flush(self, rank: int) -> None:
-        """Complete all calls to one rank."""
-        raise NotImplementedError
+    Flush: Callable[[int], None]
+    Sync: Callable[[], None]
+    _acquire: Callable[
+        [int, int, float, tuple[str, int, Any]], bool
+    ]  # the lock of a rank's part, within a limit
+    _release: Callable[[int, int], None]
+    _send_token: Callable[[int, int], None]  # to a rank of the window, without waiting
 
-    def _acquire(self, rank: int, lock_type: int, limit_s: float, call: tuple[str, int, Any]) -> bool:
-        """Get the lock of a rank's part; return whether that was possible within `limit_s`."""
-        raise NotImplementedError
-
-    def _release(self, rank: int, lock_type: int) -> None:
-        """Give the lock of a rank's part back."""
-        raise NotImplementedError
-
-    def _tell(self, rank: int, token: int) -> None:
-        """Send a token to a rank of the window, without waiting."""
-        raise NotImplementedError
-
-    def _listen(self) -> None:
+    def _count_tokens(self) -> None:
         """Count the tokens that have come."""
-
-    def Sync(self) -> None:
-        """Make this rank's stores and those of others visible to each other."""
-        raise NotImplementedError
 
     # ------------------------------------------------------------------------------------------------- accesses
     # Libraries accept an access outside of any epoch, and MPICH one beyond a part, into memory that is not the
     # window's: both are refused here, in the words of virtual ranks, before anything is sent.
     def _require_epoch(self, rank: int) -> None:
-        """Refuse an access outside of any epoch."""
         if not (rank in self._held or self._fenced or rank in self._started):
             raise CallError(
                 ERR_RMA_SYNC,
@@ -93,7 +82,6 @@ class WindowSync:
             )
 
     def _require_inside(self, rank: int, start: int, nbytes: int, size: int) -> None:
-        """Refuse an access to bytes that a part of `size` bytes has not."""
         if start < 0 or start + nbytes > size:
             raise CallError(
                 ERR_RMA_RANGE,
@@ -145,7 +133,7 @@ class WindowSync:
         self._exposed = self._places(group)
         self.Sync()
         for rank in self._exposed:
-            self._tell(rank, POST)
+            self._send_token(rank, POST)
 
     def Start(self, group: Group, assertion: int = 0) -> None:
         """Begin to access the parts of a group's ranks; waits until they have posted."""
@@ -157,20 +145,18 @@ class WindowSync:
         """End the access that Start began: all calls are then complete at their targets."""
         for rank in self._started:
             self.Flush(rank)
-            self._tell(rank, COMPLETE)
+            self._send_token(rank, COMPLETE)
         self._started = ()
 
     def Wait(self) -> bool:
-        """Wait until all ranks of Post's group have completed."""
         self._expect(self._exposed, COMPLETE, "Wait")
         return self._end_exposure()
 
     def Test(self) -> bool:
-        """Return whether all ranks of Post's group have completed."""
         if self._silent(self._exposed, COMPLETE):
             self._runtime.poll()
             return False
-        self._told.subtract((rank, COMPLETE) for rank in self._exposed)
+        self._tokens_of.subtract((rank, COMPLETE) for rank in self._exposed)
         return self._end_exposure()
 
     def _end_exposure(self) -> bool:
@@ -179,9 +165,8 @@ class WindowSync:
         return True
 
     def _silent(self, ranks: tuple[int, ...], token: int) -> list[int]:
-        """Return the ranks whose token has not come."""
-        self._listen()
-        return [rank for rank in ranks if self._told[rank, token] < 1]
+        self._count_tokens()
+        return [rank for rank in ranks if self._tokens_of[rank, token] < 1]
 
     def _expect(self, ranks: tuple[int, ...], token: int, operation: str) -> None:
         """Wait for a token of each rank and take them; past the deadline none is taken."""
@@ -194,10 +179,9 @@ class WindowSync:
             text = f"rank {comm.rank} of {comm.label}: Win.{operation} {runtime.clock.met(limit_s)}"
             text += f"; missing: {DUE[token]} of rank {who}, with this rank in its group"
             raise Timeout(missing, f"Win.{operation}", -1, text)
-        self._told.subtract((rank, token) for rank in ranks)
+        self._tokens_of.subtract((rank, token) for rank in ranks)
 
     def _places(self, group: Group) -> tuple[int, ...]:
-        """Return the window's ranks of a group."""
         members = self._comm.members
         outside = [member for member in group.live() if member not in members]
         if outside:

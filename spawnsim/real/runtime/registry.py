@@ -1,0 +1,171 @@
+"""The registry of a job: a folder of the launcher's, in which processes write who they are and how far they have come.
+
+Also which of them has ended first, and how. Ranks on other nodes may not reach the folder, and then write nothing.
+Launchers load this module: it uses files alone.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from spawnsim.errors import WorldError
+
+REGISTRY = "SPAWNSIM_REGISTRY"
+"""Names the folder. Each process writes a file: its process id is the name, its rank the content, if it has one."""
+SURVIVE = "SPAWNSIM_SURVIVE"
+"""Set where the launcher lets the others live when a rank dies."""
+CHECK_CALLS = "SPAWNSIM_CHECK_CALLS"
+"""Set where collectives first compare their calls on all ranks."""
+COMMAND = "SPAWNSIM_COMMAND"
+"""What the user typed, for the record: ranks are started with other arguments."""
+# The rank has met all others, and its program begins: from here on others may survive its death.
+BEGUN = "begun"
+ENDED = "ended"  # its program has ended, and nothing is left to do
+DEAD = "dead"  # it has ended in any other way
+FIRST_END = "first end"  # of a rank, by which the job ends: status and sentence
+WORLD_ERROR = WorldError.exit_status  # the status of a job that something outside of its programs has ended
+REREAD_S = 0.01  # how often at most a rank reads which ranks have died
+KNOWN_S = 0.5  # how much later than its peers a monitor may learn of a rank's death
+
+
+@dataclass(frozen=True)
+class ProcessRegistry:
+    """What the launcher reads."""
+
+    folder: Path
+
+    @property
+    def processes(self) -> list[int]:
+        return [int(file.name) for file in self.folder.iterdir() if file.name.isdigit()]
+
+    @property
+    def launchers(self) -> list[int]:
+        """Return the parents of monitors, which these have registered: the launcher's own processes on this node."""
+        return [process for process in self.processes if not self.rank_of(process)]
+
+    @property
+    def of_ranks(self) -> set[int]:
+        return {process for process in self.processes if self.rank_of(process)}
+
+    @property
+    def ranks(self) -> set[int]:
+        return {int(self.rank_of(process)) for process in self.of_ranks}
+
+    @property
+    def ended_well(self) -> bool:
+        """Whether a rank has come to the end of its program, or none has registered."""
+        return bool(_reached(self.folder, ENDED)) or not any(self.folder.iterdir())
+
+    @property
+    def begun(self) -> set[int]:
+        return _reached(self.folder, BEGUN)
+
+    def first_end(self) -> tuple[int, str] | None:
+        """Return the status and the sentence of the first end; the sentence is empty if the rank has reported it."""
+        return _first(self.folder)
+
+    def rank_of(self, process: int) -> str:
+        """Return the rank that a process is, or monitors; "" if that is not known."""
+        file = self.folder / str(process)
+        return file.read_text() if file.is_file() else ""
+
+
+def register(rank: int | str, environ: Mapping[str, str], process: int) -> None:
+    """Write which process a rank is, where the launcher asked for it and its folder can be reached from here."""
+    if folder := _folder(environ):
+        # Moved into its place as a whole: the launcher reads at any time, also while a process registers once more.
+        draft = folder / f"{process} by {os.getpid()}"
+        draft.write_text(str(rank))
+        draft.replace(folder / str(process))
+
+
+def register_stage(stage: str, rank: int, environ: Mapping[str, str]) -> None:
+    """Write how far a rank has come: BEGUN, ENDED or DEAD."""
+    if folder := _folder(environ):
+        (folder / f"{stage} {rank}").touch()
+
+
+def ranks_at_stage(stage: str, environ: Mapping[str, str]) -> set[int] | None:
+    """Return the ranks that have come to a stage; None where that cannot be known from here."""
+    folder = _folder(environ)
+    return None if folder is None else _reached(folder, stage)
+
+
+def record_first_end(status: int, sentence: str, environ: Mapping[str, str]) -> bool | None:
+    """Write how a rank has ended, unless another was first; return whether this one was, None where it cannot be known.
+
+    Only the first end counts: once it is known, launchers kill the other ranks, whose ends say nothing about the cause.
+    """
+    folder = _folder(environ)
+    if folder is None:
+        return None
+    # The writer may be killed at any time, and several write at once. A hard link under the common name is atomic and
+    # fails if the name exists, so the record appears as a whole or not at all, and once; opening with O_EXCL and then
+    # writing could leave an empty record for good.
+    draft = folder / f"{FIRST_END} seen by {os.getpid()}"
+    draft.write_text(f"{status} {sentence}")
+    try:
+        os.link(draft, folder / FIRST_END)
+    except FileExistsError:
+        return False
+    finally:
+        draft.unlink()  # else what this process writes next would change the record, which is the same file
+    return True
+
+
+def first_end(environ: Mapping[str, str]) -> tuple[int, str] | None:
+    """Return the status and the sentence of the first end, if there was one."""
+    folder = _folder(environ)
+    return None if folder is None else _first(folder)
+
+
+def wait_for_first_end(environ: Mapping[str, str]) -> None:
+    """Wait until the first end is known, for as long as a monitor may need to write it; not where it cannot."""
+    due_s = time.monotonic() + KNOWN_S
+    while _folder(environ) and first_end(environ) is None and time.monotonic() < due_s:
+        time.sleep(REREAD_S)
+
+
+def scratch_folder(environ: Mapping[str, str]) -> Path | None:
+    """Return a run folder for a job that survives its ranks and keeps none: it is gone with the launcher."""
+    folder = _folder(environ)
+    return folder / "run" if folder and SURVIVE in environ else None
+
+
+class KnownDeaths:
+    """The world ranks that have died, as their monitors have written; reads at most every `REREAD_S` seconds."""
+
+    def __init__(self, environ: Mapping[str, str]) -> None:
+        self._folder, self._due_s = _folder(environ), 0.0
+        self._known = frozenset[int]()
+
+    def __call__(self) -> frozenset[int]:
+        now_s = time.monotonic()
+        if self._folder is not None and now_s > self._due_s:
+            self._due_s = now_s + REREAD_S
+            with suppress(FileNotFoundError):  # the launcher is gone
+                self._known = frozenset(_reached(self._folder, DEAD))
+        return self._known
+
+
+def _reached(folder: Path, stage: str) -> set[int]:
+    names = (name.partition(" ") for name in os.listdir(folder))
+    return {int(rank) for word, _, rank in names if word == stage}
+
+
+def _first(folder: Path) -> tuple[int, str] | None:
+    try:
+        status, _, sentence = (folder / FIRST_END).read_text().partition(" ")
+    except FileNotFoundError:
+        return None
+    return int(status), sentence
+
+
+def _folder(environ: Mapping[str, str]) -> Path | None:
+    folder = Path(environ.get(REGISTRY, "/nowhere"))
+    return folder if folder.is_dir() else None
