@@ -29,7 +29,7 @@ from spawnsim.run.process_setup import one_thread
 
 PRELOADED = [
     "spawnsim.run.preloading",  # unblocks what `_forkserver` blocks
-    "spawnsim.study.sweeping",
+    "spawnsim.study",
     "spawnsim.policies",
     "spawnsim.virtual",
     "spawnsim.training",
