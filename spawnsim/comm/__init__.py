@@ -89,7 +89,7 @@ def namespace() -> dict[str, object]:
         name: value for name, value in vars(constants).items() if name.isupper() or name.endswith("Type")
     }
     faults: dict[str, object] = {
-        name: value for name, value in vars(failures).items() if name.startswith(("ERR_", "Add_", "Remove_"))
+        name: value for name, value in vars(failures).items() if name.startswith("ERR_")
     }
     faults |= {"SUCCESS": failures.SUCCESS, "Exception": MPIException}
     faults |= {"Get_error_class": failures.Get_error_class, "Get_error_string": failures.Get_error_string}

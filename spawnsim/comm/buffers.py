@@ -74,7 +74,8 @@ class Buffer:
     @property
     def phantom(self) -> bool:
         """Whether sizes stand for data."""
-        return type(self._source) is PhantomArray and self.nbytes > 0
+        source: Any = self._source
+        return type(source) is PhantomArray and self.nbytes > 0
 
     @property
     def writable(self) -> bool:
@@ -472,10 +473,11 @@ def locate(memory: Array | None, datatype: Datatype, start: int, count: int, *, 
         ParameterError: the elements reach beyond the memory.
     """
     total = count * blocks
-    predefined = datatype.is_predefined and datatype.dtype is not None
+    dtype: Any = datatype.dtype
+    predefined = datatype.is_predefined and dtype is not None
     if not total or not datatype.live().size:
         # Nothing to place, so neither bounds nor the type's alignment count: mpi4py allows a count of 0 anywhere.
-        return Buffer(np.zeros(0, datatype.dtype if predefined else np.uint8), datatype, count, blocks)
+        return Buffer(np.zeros(0, dtype if predefined else np.uint8), datatype, count, blocks)
     layout = datatype.layout
     low, high = layout.span(total)
     if memory is None:
@@ -499,10 +501,10 @@ def locate(memory: Array | None, datatype: Datatype, start: int, count: int, *, 
     if start + whole > memory.nbytes:  # pair types end in padding
         return UnpaddedPairs(as_bytes(memory)[start : start + high], datatype, count, blocks)
     # Typed slices where they fall on whole elements, since only these let reductions work without a copy.
-    if memory.dtype == datatype.dtype and start % memory.itemsize == 0:
+    if memory.dtype == dtype and start % memory.itemsize == 0:
         first = start // memory.itemsize
         return Buffer(memory[first : first + total], datatype, count, blocks)
-    return Buffer(as_bytes(memory)[start : start + whole].view(datatype.dtype), datatype, count, blocks)
+    return Buffer(as_bytes(memory)[start : start + whole].view(dtype), datatype, count, blocks)
 
 
 def as_target(target: Any, origin: Buffer) -> tuple[int, int, Datatype]:

@@ -22,6 +22,7 @@ from spawnsim.comm.failures import (
     SpecBufferError,
     Truncated,
     UnknownTypeError,
+    lacking,
 )
 from spawnsim.comm.handles import AINT as LARGE
 from spawnsim.comm.handles import Handle, each_integer, integer, same_kind
@@ -49,12 +50,10 @@ class Constructors(Handle):
         return type(self).of(layout, Recipe(name, cast("Datatype", self), parameters))
 
     def Create_contiguous(self, count: int) -> Self:
-        """Return `count` elements in a row."""
         count = _count(count)
         return self._derive(place([(self.live(), count, 0)]), "CONTIGUOUS", count=count)
 
     def Create_vector(self, count: int, blocklength: int, stride: int) -> Self:
-        """Return `count` blocks of `blocklength` elements whose starts are `stride` elements apart."""
         count, blocklength, stride = _count(count), _count(blocklength), integer(stride, LARGE)
         layout = self._strided(count, blocklength, stride * self.live().extent)
         return self._derive(layout, "VECTOR", count=count, blocklength=blocklength, stride=stride)
@@ -80,7 +79,6 @@ class Constructors(Handle):
         return repeat(self.live(), lengths, starts * unit_nbytes)
 
     def Create_indexed(self, blocklengths: Sequence[int], displacements: Sequence[int]) -> Self:
-        """Return blocks of given lengths at displacements counted in elements."""
         # Plain lists, because the recipe must keep what was given even if the program changes its array afterwards.
         lengths, starts = _list(blocklengths), _list(displacements)
         layout = self._blocks(lengths, starts, self.live().extent)
@@ -93,7 +91,6 @@ class Constructors(Handle):
         return self._derive(layout, "HINDEXED", blocklengths=lengths, displacements=starts)
 
     def Create_indexed_block(self, blocklength: int, displacements: Sequence[int]) -> Self:
-        """Return blocks of one length at displacements counted in elements."""
         length, starts = _count(blocklength), _list(displacements)
         layout = self._blocks([length] * len(starts), starts, self.live().extent)
         return self._derive(layout, "INDEXED_BLOCK", blocklength=length, displacements=starts)
@@ -128,7 +125,6 @@ class Constructors(Handle):
     def Create_subarray(
         self, sizes: Sequence[int], subsizes: Sequence[int], starts: Sequence[int], order: int = c.ORDER_C
     ) -> Self:
-        """Return a box of an n-dimensional array of these elements."""
         sizes, subsizes, starts = _list(sizes), _list(subsizes), _list(starts)
         layout = subarray_layout(self.live(), (sizes, subsizes, starts), order)
         boxes = {"sizes": [*sizes], "subsizes": [*subsizes], "starts": [*starts], "order": order}
@@ -157,6 +153,7 @@ def _count(count: int) -> int:
     return count
 
 
+@lacking
 class Datatype(Constructors):
     """A datatype under mpi4py's names.
 
@@ -250,7 +247,6 @@ class Datatype(Constructors):
         return self._name if self else "MPI_DATATYPE_NULL"
 
     def Set_name(self, name: str) -> None:
-        """Give the type a name."""
         self.live()
         # One less than MPI's limit: C's strings need room for their last byte.
         self._name = name[: c.MAX_OBJECT_NAME - 1]
@@ -258,7 +254,6 @@ class Datatype(Constructors):
     name = property(Get_name, Set_name)
 
     def Dup(self) -> Self:
-        """Return a copy, committed if this one is."""
         new = type(self).of(self.live(), Recipe("DUP", self, {}))
         new.committed, new.dtype, new.code, new.family = self.committed, self.dtype, self.code, self.family
         return new
@@ -266,7 +261,6 @@ class Datatype(Constructors):
     Create_dup = Dup
 
     def Commit(self) -> Self:
-        """Allow the type in communication."""
         self.live()
         self.committed = True
         return self
@@ -298,14 +292,12 @@ class Datatype(Constructors):
         return self.recipe.envelope
 
     def Get_contents(self) -> tuple[list[int], list[int], list[int], list[Datatype]]:
-        """Return the arguments that made the type."""
         self.live()
         if self.recipe.name == "NAMED":
             raise CallError(ERR_TYPE, f"{self._name} was not made of others: it has no contents")
         return self.recipe.contents()
 
     def decode(self) -> tuple[Datatype, str, dict[str, Any]]:
-        """Return (base type, combiner's name, arguments by name)."""
         self.live()
         made = self.recipe.copied()
         base = self if self.recipe.name == "NAMED" else made["base"]
@@ -325,7 +317,6 @@ class Datatype(Constructors):
         return self.combiner == c.COMBINER_NAMED
 
     def tocode(self) -> str:
-        """Return the typecode ("d" for `DOUBLE`)."""
         self.live()
         if not self.code:
             raise ValueError("cannot map to character code or type string")
@@ -351,7 +342,6 @@ class Datatype(Constructors):
 
     @classmethod
     def fromcode(cls, code: str) -> Datatype:
-        """Return the datatype of a typecode or type string ("d", "f8")."""
         try:
             return typedict[code]
         except KeyError:

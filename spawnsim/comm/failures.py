@@ -1,18 +1,18 @@
 """MPI's error classes, their texts, and the exceptions that carry them.
 
 `MPIException` is what a program catches as `MPI.Exception`; `CallError` is the same raised by spawnsim for a call
-that cannot be made, so that both `except MPI.Exception` and `except errors.UsageError` catch it. There is no table:
-error codes that a program adds carry their own class and text.
+that cannot be made, so that both `except MPI.Exception` and `except errors.UsageError` catch it. `ABSENT` lists the
+names of mpi4py's that virtual ranks lack.
 """
 
 from __future__ import annotations
 
 import pickle
 from collections.abc import Iterable
-from typing import Final
+from typing import Any, Final, NoReturn, TypeVar
 
 from spawnsim import errors
-from spawnsim.errors import ParameterError, TruncationError, UsageError
+from spawnsim.errors import ParameterError, TruncationError, UnsupportedError, UsageError
 
 SUCCESS: Final = 0
 ERR_BUFFER: Final = 1
@@ -111,74 +111,15 @@ def _texts() -> dict[int, str]:
 
 
 TEXTS: Final = _texts()
-_used = [ERR_LASTCODE]  # the code that was added last
-
-
-class ErrorCode(int):
-    """An error class or code that a program added; it carries its class and text, so that no table is needed."""
-
-    error_class: int
-    text: str
-
-    @classmethod
-    def next(cls) -> ErrorCode:
-        """Return a new one, above all others."""
-        _used[0] += 1
-        code = cls(_used[0])
-        code.error_class, code.text = code, ""
-        return code
-
-
-def last_used_code() -> int:
-    """Return the largest error class or code (`LASTUSEDCODE`)."""
-    return _used[0]
-
-
-def Add_error_class() -> int:
-    """Return a new error class."""
-    return ErrorCode.next()
-
-
-def Add_error_code(errorclass: int) -> int:
-    """Return a new error code of an error class."""
-    code = ErrorCode.next()
-    code.error_class = errorclass
-    return code
-
-
-def Add_error_string(errorcode: int, string: str) -> None:
-    """Give a text to an added error class or code."""
-    if not isinstance(errorcode, ErrorCode):
-        raise ParameterError(f"error code {int(errorcode)} is predefined: only added codes take a text")
-    errorcode.text = string
-
-
-def Remove_error_class(errorclass: int) -> None:
-    """Forget an added error class."""
-    Add_error_string(errorclass, "")
-
-
-def Remove_error_code(errorcode: int) -> None:
-    """Forget an added error code."""
-    Add_error_string(errorcode, "")
-
-
-def Remove_error_string(errorcode: int) -> None:
-    """Forget the text of an added error class or code."""
-    Add_error_string(errorcode, "")
 
 
 def Get_error_class(errorcode: int) -> int:
     """Return the class of an error code."""
-    if isinstance(errorcode, ErrorCode):
-        return errorcode.error_class
     return errorcode if errorcode in TEXTS else ERR_UNKNOWN
 
 
 def Get_error_string(errorcode: int) -> str:
     """Return the text of an error code."""
-    if isinstance(errorcode, ErrorCode):
-        return errorcode.text
     return TEXTS.get(int(errorcode), TEXTS[ERR_UNKNOWN])
 
 
@@ -217,15 +158,12 @@ class MPIException(RuntimeError):
         return int(self) >= int(other)
 
     def Get_error_code(self) -> int:
-        """Return the error code."""
         return self.ob_mpi
 
     def Get_error_class(self) -> int:
-        """Return the error class."""
         return Get_error_class(self.ob_mpi)
 
     def Get_error_string(self) -> str:
-        """Return the text of the error code, with what spawnsim knows beyond it."""
         text = Get_error_string(self.ob_mpi)
         return f"{text}: {self.message}" if self.message else text
 
@@ -297,3 +235,80 @@ class Revoked(errors.Revoked, MPIException):
 
     def __str__(self) -> str:
         return self.message
+
+
+class Absent(type):
+    """A name of mpi4py's that virtual ranks lack: a program may mention it, and every use of it is an error."""
+
+    advice: str
+
+    def __call__(cls, *_: Any, **__: Any) -> NoReturn:
+        raise UnsupportedError(f"{cls.__name__} is not available on virtual ranks: {cls.advice}")
+
+    def __getattr__(cls, name: str) -> NoReturn:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        raise UnsupportedError(f"{cls.__name__}.{name} is not available on virtual ranks: {cls.advice}")
+
+
+_PROCESSES = "start all ranks at once with --ranks N, and split COMM_WORLD"
+_MERGE = "Merge() the two groups, or send messages between them"
+_HANDLES = "there is no library of C or Fortran that could use the number of a handle"
+_PARTITIONS = "send each partition as a message of its own"
+
+ABSENT: Final[dict[str, dict[str, str]]] = {
+    "": {
+        "Open_port Close_port Publish_name Unpublish_name Lookup_name": _PROCESSES,
+        "File FILE_NULL Register_datarep": "open the file with Python, or gather the data to rank 0",
+        "Session SESSION_NULL": "use MPI.COMM_WORLD",
+        "Grequest": "send a message to the rank itself, and wait for its receive",
+        "Add_error_class Add_error_code Add_error_string Remove_error_class Remove_error_code Remove_error_string":
+            "raise an exception of your own",
+        "Get_abi_version Get_abi_info Get_abi_fortran_info Get_hw_resource_info _sizeof _addressof _handleof "
+        "_datatype_create _datatype_decode": _HANDLES,
+    },
+    "Identity": {"fromhandle fromint f2py py2f toint": _HANDLES},
+    "Status": {"f2py py2f tomemory": _HANDLES},
+    "Datatype": {
+        "Create_darray": "use Create_subarray, or Create_indexed",
+        "Create_f90_integer Create_f90_real Create_f90_complex Match_size Get_value_index": "name the type",
+        "Pack_external Unpack_external Pack_external_size": "convert the array with numpy: array.astype('>f8')",
+        "Create_keyval Free_keyval Get_attr Set_attr Delete_attr": "keep a dictionary by datatype",
+    },
+    "Named": {"Create_errhandler": "errors are exceptions: catch MPI.Exception"},
+    "Comm": {
+        "Psend_init Precv_init": _PARTITIONS,
+        "Join": _PROCESSES,
+        "Ishrink": "the survivors are known when they have met; use Shrink",
+    },
+    "Intracomm": {"Spawn Spawn_multiple Accept Connect": _PROCESSES},
+    "Intercomm": {
+        "Bcast Gather Gatherv Scatter Scatterv Allgather Allgatherv Alltoall Alltoallv Alltoallw Reduce Allreduce "
+        "Reduce_scatter_block Reduce_scatter Ibcast Igather Igatherv Iscatter Iscatterv Iallgather Iallgatherv "
+        "Ialltoall Ialltoallv Ialltoallw Ireduce Iallreduce Ireduce_scatter_block Ireduce_scatter Bcast_init "
+        "Gather_init Gatherv_init Scatter_init Scatterv_init Allgather_init Allgatherv_init Alltoall_init "
+        "Alltoallv_init Alltoallw_init Reduce_init Allreduce_init Reduce_scatter_block_init Reduce_scatter_init "
+        "bcast gather scatter allgather alltoall reduce allreduce": _MERGE,
+    },
+    "Prequest": {"Pready Pready_range Pready_list Parrived": _PARTITIONS},
+}  # fmt: skip
+"""By class ("" for the module `MPI`): the names that are absent, and what to use instead."""
+
+Class = TypeVar("Class", bound=type)
+
+
+def absent(owner: str) -> dict[str, Absent]:
+    """Return the absent names of a class, or ("") of the module `MPI`, and what stands for each."""
+    found = {}
+    for names, advice in ABSENT[owner].items():
+        for name in names.split():
+            qualified = name if owner in ("Identity", "Named") else f"{owner or 'MPI'}.{name}"
+            found[name] = Absent(qualified, (), {"advice": advice})
+    return found
+
+
+def lacking(owner: Class) -> Class:
+    """Give a class its absent names; a decorator."""
+    for name, stand_in in absent(owner.__name__).items():
+        setattr(owner, name, stand_in)
+    return owner

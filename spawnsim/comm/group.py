@@ -62,11 +62,9 @@ class Group(Handle):
         raise ValueError("cannot serialize a Group: its ranks mean something on this process only")
 
     def Get_size(self) -> int:
-        """Return the number of members."""
         return len(self.live())
 
     def Get_rank(self) -> int:
-        """Return the caller's rank, `UNDEFINED` if it is no member."""
         self.live()
         return UNDEFINED if self.me is None else self.places.get(self.me, UNDEFINED)
 
@@ -88,14 +86,12 @@ class Group(Handle):
         return wanted
 
     def Compare(self, group: Group) -> int:
-        """Return `IDENT` (same order), `SIMILAR` (same members) or `UNEQUAL`."""
         if self.live() == group.live():
             return IDENT
         same = len(self.members) == len(group.members) and self.places.keys() == group.places.keys()
         return SIMILAR if same else UNEQUAL
 
     def Dup(self) -> Self:
-        """Return a copy."""
         return self._new(self.live())
 
     def _new(self, members: Iterable[int]) -> Self:
@@ -120,7 +116,6 @@ class Group(Handle):
         return cls.of((p for p in group1.live() if p not in group2.places), _me(group1, group2))
 
     def Incl(self, ranks: Sequence[int]) -> Self:
-        """Return these ranks, in this order."""
         wanted = self._ranks(ranks)
         if len(set(wanted)) < len(wanted):
             raise CallError(ERR_RANK, f"a rank is named twice in {wanted}")
@@ -161,7 +156,6 @@ class Group(Handle):
         )
 
     def Free(self) -> None:
-        """Make this handle null."""
         self.live()
         self._identity = None
 

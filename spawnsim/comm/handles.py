@@ -11,10 +11,8 @@ from __future__ import annotations
 import itertools
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextvars import ContextVar
 from operator import index
 from typing import Any, ClassVar, Final, NoReturn, Self
-from weakref import WeakValueDictionary
 
 from spawnsim.comm.constants import KEYVAL_INVALID, MAX_INFO_KEY, MAX_INFO_VAL
 from spawnsim.comm.failures import (
@@ -28,8 +26,8 @@ from spawnsim.comm.failures import (
     CallError,
     SpecTypeError,
     TooLarge,
+    lacking,
 )
-from spawnsim.errors import UnsupportedError
 
 INT: Final = 1 << 31  # one more than the largest of C's `int`
 AINT: Final = 1 << 63  # of addresses, displacements and sizes in bytes
@@ -58,6 +56,7 @@ def _fitting(value: int, limit: int) -> int:
     return value
 
 
+@lacking
 class Identity:
     """An object that can be freed, whose copies (`MPI.Group(group)`) are equal to it: the behaviour, without slots."""
 
@@ -83,49 +82,7 @@ class Identity:
     @property
     def handle(self) -> int:
         """A number that is the same for equal objects; 0 for a null one. No C library knows it."""
-        if self._identity is None:
-            return 0
-        # The identity's number and not the handle's: copies of a handle must give one number.
-        number = id(self._identity)
-        known = _given_out.get()
-        if known is None:
-            _given_out.set(known := WeakValueDictionary())
-        known[number] = self
-        return number
-
-    def toint(self) -> int:
-        """Return the number of the handle."""
-        return self.handle
-
-    def py2f(self) -> int:
-        """Return the number of the handle."""
-        return self.handle
-
-    @classmethod
-    def fromhandle(cls, handle: int) -> Self:
-        """Return a copy of the object whose number it is, while that exists; any other number is refused."""
-        if handle == 0:
-            return cls()
-        known = _given_out.get()
-        found = None if known is None else known.get(handle)
-        # Python uses an address again once its object is gone, so a number found in the table may mean another
-        # object by now.
-        if found is None or id(found._identity) != handle:
-            raise UnsupportedError(
-                f"{cls.__name__}.fromhandle({handle}): no such object is there; C libraries have no handles here"
-            )
-        copy: Self = type(found)(found)
-        return copy
-
-    @classmethod
-    def fromint(cls, arg: int, /) -> Self:
-        """Do the same as `fromhandle`."""
-        return cls.fromhandle(arg)
-
-    @classmethod
-    def f2py(cls, arg: int) -> Self:
-        """Do the same as `fromhandle`."""
-        return cls.fromhandle(arg)
+        return 0 if self._identity is None else id(self._identity)
 
     def free(self) -> None:
         """Free the object unless it is predefined or freed already."""
@@ -137,10 +94,6 @@ def same_kind(kind: type[Identity], given: Any) -> None:
     """Refuse what a handle of this kind cannot be made of: anything but another one. Raises `SpecTypeError`."""
     if not isinstance(given, kind):
         raise SpecTypeError(f"{kind.__name__}({given!r}): give another {kind.__name__}, or nothing")
-
-
-# Number -> one of the objects that have it. Each virtual rank has its own, for ranks share what makes objects equal.
-_given_out: ContextVar[WeakValueDictionary[int, Any] | None] = ContextVar("spawnsim_handles", default=None)
 
 
 def reduced(obj: Any, constants: Mapping[str, Any], name: str) -> str | tuple[Any, ...]:
@@ -196,7 +149,6 @@ class Attributes(Identity):
     _attributes: dict[int, Any]
 
     def Get_attr(self, keyval: int) -> int | Any | None:
-        """Return the attribute under a keyval, or None."""
         return self._attributes.get(keyval)
 
     def Set_attr(self, keyval: int, attrval: Any) -> None:
@@ -209,7 +161,6 @@ class Attributes(Identity):
         self._attributes[keyval] = attrval
 
     def Delete_attr(self, keyval: int) -> None:
-        """Delete an attribute, calling the keyval's `delete_fn`."""
         # The key that is stored is looked for, since a program may pass a plain int, which has no callbacks.
         key = next((held for held in self._attributes if held == keyval), None)
         if key is None:
@@ -243,7 +194,6 @@ class Attributes(Identity):
         delete_fn: Callable[[Any, int, Any], None] | None = None,
         nopython: bool = False,
     ) -> int:
-        """Return a new keyval. `nopython` (attributes are C integers) makes no difference here."""
         return Keyval.fresh(copy_fn, delete_fn)
 
     @classmethod
@@ -261,49 +211,41 @@ class Attributed(Attributes, Handle):
 
 
 class Errhandler(Handle):
-    """What happens on an error: return (raise in Python), abort, or a function of the program."""
+    """Whether errors are exceptions in Python, or end the run."""
 
-    __slots__ = ("function", "name")
+    __slots__ = ("name",)
     name: str
-    function: Callable[[Any, int], None] | None
 
     def __new__(cls, errhandler: Errhandler | None = None) -> Self:
         self = super().__new__(cls)
         if errhandler is not None:
             same_kind(Errhandler, errhandler)
         self._identity = errhandler._identity if errhandler is not None else None
-        self.function = errhandler.function if errhandler is not None else None
         self.name = errhandler.name if errhandler is not None else "ERRHANDLER_NULL"
         return self
 
     @classmethod
-    def of(cls, name: str, function: Callable[[Any, int], None] | None = None) -> Self:
-        """Return a new error handler."""
+    def of(cls, name: str) -> Self:
+        """Return a predefined error handler."""
         self = cls()
-        # The handler is its own identity: that tells the predefined constants from the copies which
-        # `Get_errhandler` gives out.
-        self._identity, self.name, self.function = self, name, function
+        # The handler is its own identity: that tells the constants from the copies which `Get_errhandler` gives out.
+        self._identity, self.name = self, name
         return self
 
-    @property
-    def is_predefined(self) -> bool:
-        """Whether MPI defines this handler."""
-        return self.function is None
+    is_predefined = True
 
     def Free(self) -> None:
         """Give up the handle; objects that use the handler keep it."""
         if self._identity is None:
             raise CallError(ERR_ERRHANDLER, "Free of a null error handler")
         # MPI: a predefined handler that was got may be freed as a handle; the constant itself may not.
-        if self._identity is self and self.is_predefined:
+        if self._identity is self:
             raise CallError(
                 ERR_ERRHANDLER, f"{self.name} is predefined: free what Get_errhandler returned instead"
             )
         self._identity = None
 
     def __reduce__(self) -> str | tuple[Any, ...]:
-        if self.function is not None:
-            raise CallError(ERR_ERRHANDLER, "a user-defined error handler cannot be pickled")
         return reduced(self, globals(), self.name)
 
 
@@ -333,7 +275,6 @@ class Info(Handle):
 
     @classmethod
     def Create(cls, items: Info | Mapping[str, str] | Iterable[tuple[str, str]] | None = None) -> Self:
-        """Return a new info object with these items."""
         self = cls()
         self._identity = object()
         if items is not None:
@@ -349,7 +290,6 @@ class Info(Handle):
         return (type(self).Create, (self.items(),)) if self else reduced(self, globals(), "INFO_NULL")
 
     def Free(self) -> None:
-        """Make this handle null."""
         self._live()
         self._identity, self._items = None, {}
 
@@ -359,15 +299,12 @@ class Info(Handle):
         return self._items
 
     def Dup(self) -> Self:
-        """Return a copy."""
         return type(self).Create(list(self._live().items()))
 
     def Get(self, key: str) -> str | None:
-        """Return the value of a key, or None."""
         return self._live().get(key)
 
     def Set(self, key: str, value: str) -> None:
-        """Store a value under a key."""
         items = self._live()
         if not 0 < len(key) <= MAX_INFO_KEY:
             raise CallError(ERR_INFO_KEY, f"a key of {len(key)} characters; 1 to {MAX_INFO_KEY} are allowed")
@@ -378,17 +315,14 @@ class Info(Handle):
         items[key] = value
 
     def Delete(self, key: str) -> None:
-        """Remove a key."""
         if key not in self._live():
             raise CallError(ERR_INFO_NOKEY, f"key {key!r} is not set")
         del self._items[key]
 
     def Get_nkeys(self) -> int:
-        """Return how many keys there are."""
         return len(self._live())
 
     def Get_nthkey(self, n: int) -> str:
-        """Return the n-th key."""
         keys = list(self._live())
         if not 0 <= n < len(keys):
             raise CallError(ERR_ARG, f"key number {n} of {len(keys)}")
@@ -421,41 +355,32 @@ class Info(Handle):
         del self._items[item]
 
     def get(self, key: str, default: str | None = None) -> str | None:
-        """Return the value of a key, or the default."""
         return self._items.get(key, default)
 
     def keys(self) -> list[str]:
-        """Return the keys."""
         return list(self._items)
 
     def values(self) -> list[str]:
-        """Return the values."""
         return list(self._items.values())
 
     def items(self) -> list[tuple[str, str]]:
-        """Return (key, value) pairs."""
         return list(self._items.items())
 
     def update(self, items: Info | Mapping[str, str] | Iterable[tuple[str, str]] = (), **kwds: str) -> None:
-        """Set several keys."""
         pairs = items.items() if isinstance(items, (Info, Mapping)) else items
         for key, value in [*pairs, *kwds.items()]:
             self.Set(key, value)
 
     def pop(self, key: str, *default: str) -> str:
-        """Remove a key and return its value, or the default."""
         return self._items.pop(key, *default)
 
     def popitem(self) -> tuple[str, str]:
-        """Remove one key and return it with its value."""
         return self._items.popitem()
 
     def copy(self) -> Self:
-        """Return a copy."""
         return self.Dup() if self else type(self)()
 
     def clear(self) -> None:
-        """Remove all keys."""
         self._live().clear()
 
 
@@ -463,6 +388,7 @@ INFO_NULL: Final = Info()
 INFO_ENV: Final = Info.Create()
 
 
+@lacking
 class Named(Attributes):
     """Name, hints, error handler and attributes, as communicators and windows have them; without slots."""
 
@@ -485,14 +411,12 @@ class Named(Attributes):
         return f"MPI_{self._kind}_NULL" if self._identity is None else self._name
 
     def Set_name(self, name: str) -> None:
-        """Set the name."""
         self._exist()
         self._name = name  # type: ignore[misc]  # a slot of the subclass
 
     name = property(Get_name, Set_name)
 
     def Get_info(self) -> Info:
-        """Return a copy of the hints."""
         self._exist()
         return Info.Create(self._info)
 
@@ -504,25 +428,14 @@ class Named(Attributes):
     info = property(Get_info, Set_info)
 
     def Get_errhandler(self) -> Errhandler:
-        """Return the error handler."""
         self._exist()
         # A fresh handle: MPI says that what was got is to be freed by the program.
         return Errhandler(self._errhandler or ERRORS_RETURN)
 
     def Set_errhandler(self, errhandler: Errhandler) -> None:
-        """Set the error handler."""
         self._exist()
         self._errhandler = errhandler  # type: ignore[misc]  # a slot of the subclass
 
     def Call_errhandler(self, errorcode: int) -> None:
-        """Let the error handler act on an error code."""
-        handler = self.Get_errhandler()
-        if handler.function is not None:
-            handler.function(self, errorcode)
-        elif handler.name != "ERRORS_RETURN":
+        if self.Get_errhandler().name != "ERRORS_RETURN":
             self._abort(errorcode)
-
-    @classmethod
-    def Create_errhandler(cls, errhandler_fn: Callable[[Any, int], None]) -> Errhandler:
-        """Return an error handler that calls a function."""
-        return Errhandler.of("user", errhandler_fn)

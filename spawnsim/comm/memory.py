@@ -158,7 +158,6 @@ class buffer(np.ndarray[Any, np.dtype[np.uint8]]):  # noqa: N801  # mpi4py's nam
 
     @classmethod
     def frombuffer(cls, obj: Any, readonly: bool = False) -> Self:
-        """Return a view of an object's memory."""
         view = as_bytes(flat(obj)).view(cls)
         return view.toreadonly() if readonly else view
 
@@ -204,7 +203,6 @@ class buffer(np.ndarray[Any, np.dtype[np.uint8]]):  # noqa: N801  # mpi4py's nam
         return found
 
     def toreadonly(self) -> Self:
-        """Return a view that cannot be written."""
         view = self.view()
         view.flags.writeable = False
         view.place = self.place

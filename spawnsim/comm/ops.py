@@ -312,7 +312,7 @@ def reduce_tree(parts: list[Array], merge: Merge) -> Array:
 
     For `merge` see `Op.merging`. `parts` stay as they are.
     """
-    if merge is np.add and parts[0].nbytes <= SHORT_NBYTES and not is_phantom(parts[0]):
+    if merge is np.add and parts[0].nbytes <= SHORT_NBYTES and type(parts[0]) is np.ndarray:
         with np.errstate(all="ignore"):  # see `quiet`
             return _sum_by_levels(parts)
     tree = ReductionTree(merge, surplus(len(parts)))

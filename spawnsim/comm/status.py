@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any, Self
+from typing import Any
 
 from spawnsim.comm.constants import ANY_SOURCE, ANY_TAG, UNDEFINED
 from spawnsim.comm.datatypes import BYTE, Datatype
-from spawnsim.comm.failures import ERR_ARG, SUCCESS, CallError, SpecTypeError
+from spawnsim.comm.failures import ERR_ARG, SUCCESS, CallError, SpecTypeError, lacking
 from spawnsim.comm.handles import integer
 
 
+@lacking
 class Status:
     """Source, tag, error and size of a message, under mpi4py's names. Implementers set the four slots directly."""
 
@@ -54,27 +55,21 @@ class Status:
         self.error, self.cancelled = state["error"], bool(state["cancelled"])
 
     def Get_source(self) -> int:
-        """Return the sender's rank."""
         return self.source
 
     def Set_source(self, source: int) -> None:
-        """Set the sender's rank."""
         self.source = integer(source)
 
     def Get_tag(self) -> int:
-        """Return the tag."""
         return self.tag
 
     def Set_tag(self, tag: int) -> None:
-        """Set the tag."""
         self.tag = integer(tag)
 
     def Get_error(self) -> int:
-        """Return the error code."""
         return self.error
 
     def Set_error(self, error: int) -> None:
-        """Set the error code."""
         self.error = integer(error)
 
     def Get_count(self, datatype: Datatype = BYTE) -> int:
@@ -113,31 +108,10 @@ class Status:
         self.nbytes = value
 
     def Is_cancelled(self) -> bool:
-        """Return whether the operation was cancelled."""
         return self.cancelled
 
     def Set_cancelled(self, flag: bool) -> None:
-        """Say whether the operation was cancelled."""
         self.cancelled = bool(flag)
-
-    def tomemory(self) -> memoryview:
-        """Return the numbers as a memoryview of C integers: count, cancelled, source, tag, error."""
-        import array
-
-        words = [self.nbytes & 0x7FFFFFFF, int(self.cancelled), self.source, self.tag, self.error]
-        return memoryview(array.array("i", words))
-
-    def py2f(self) -> list[int]:
-        """Return the numbers as Fortran's status has them."""
-        return self.tomemory().tolist()
-
-    @classmethod
-    def f2py(cls, arg: list[int]) -> Self:
-        """Return the status of Fortran's numbers."""
-        new = cls()
-        new.nbytes, cancelled, new.source, new.tag, new.error = arg
-        new.cancelled = bool(cancelled)
-        return new
 
     def __repr__(self) -> str:
         return f"Status(source={self.source}, tag={self.tag}, nbytes={self.nbytes}, error={self.error})"

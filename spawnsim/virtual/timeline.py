@@ -47,8 +47,8 @@ from spawnsim.virtual.services import Background, Clock, Compute
 
 # Calls that are not timed: queries of handles, in which no time passes, and methods that are not MPI's.
 UNWATCHED = (
-    "Get_", "Set_", "Is_", "Compare", "py2f", "f2py", "fromhandle", "fromint", "toint", "Create_errhandler",
-    "Create_keyval", "Free_keyval", "Delete_attr", "Call_errhandler", "enter", "called", "over", "start", "prepare",
+    "Get_", "Set_", "Is_", "Compare", "Create_keyval",
+    "Free_keyval", "Delete_attr", "Call_errhandler", "enter", "called", "over", "start", "prepare",
 )  # fmt: skip
 Watcher = Callable[[str, Any, Callable[[], Any]], Any]
 """Makes a call, given its name, the object whose method it is, and what makes it; returns what that returns."""

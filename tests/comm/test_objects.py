@@ -12,7 +12,6 @@ from spawnsim.comm import constants, failures
 from spawnsim.comm.datatypes import BY_NAME
 from spawnsim.comm.handles import ERRORS_ARE_FATAL
 from spawnsim.comm.packing import Pickle, copied
-from spawnsim.errors import UnsupportedError
 
 
 def test_status_counts():
@@ -37,7 +36,7 @@ def test_status_is_copied_and_pickled_by_value():
     """Copies are equal and independent."""
     status = comm.Status()
     status.fill(1, 2, 3)
-    for twin in (comm.Status(status), pickle.loads(pickle.dumps(status)), comm.Status.f2py(status.py2f())):
+    for twin in (comm.Status(status), pickle.loads(pickle.dumps(status))):
         assert twin == status
         twin.Set_tag(9)
         assert status.tag == 2
@@ -126,15 +125,6 @@ def test_exceptions_compare_as_codes():
     assert str(pickle.loads(pickle.dumps(error))) == str(error)
 
 
-def test_error_codes_of_the_program():
-    """Added codes carry their class and text."""
-    error_class = failures.Add_error_class()
-    code = failures.Add_error_code(error_class)
-    failures.Add_error_string(code, "out of coffee")
-    assert failures.Get_error_class(code) == error_class
-    assert comm.MPIException(code).Get_error_string() == "out of coffee"
-
-
 def test_every_error_class_has_a_text():
     """No two classes share a number, and each has words."""
     classes = {
@@ -210,18 +200,6 @@ def test_predefined_objects_and_copies_of_them_are_pickled(name):
     again = pickle.loads(pickle.dumps(type(one)(one)))
     assert again == one
     assert again is not one
-
-
-def test_numbers_of_handles_lead_back():
-    """In Python: what was given out as a number is found again, as long as it is there."""
-    group = comm.Group.of((3, 1, 2), me=1)
-    for number, made in ((group.handle, comm.Group.fromhandle), (group.py2f(), comm.Group.f2py)):
-        assert made(number) == group
-        assert made(number).rank == group.rank
-    assert comm.Group.fromint(0) == comm.GROUP_NULL
-    number = comm.Info.Create().handle
-    with pytest.raises(UnsupportedError, match="no such object is there"):
-        comm.Info.fromhandle(number)
 
 
 def test_communicators_with_a_topology_inherit_the_error_handler():

@@ -1,4 +1,4 @@
-"""The virtual `MPI` has every name of mpi4py's, with the same parameters: compared with mpi4py's own stub."""
+"""The virtual `MPI` has every name of mpi4py's, with the same parameters, or refuses it: see its stub."""
 
 from __future__ import annotations
 
@@ -12,6 +12,8 @@ from typing import Any
 
 import pytest
 
+from spawnsim.comm.failures import ABSENT, Absent
+from spawnsim.errors import UnsupportedError
 from spawnsim.virtual.mpi.module import MPI
 
 # Our `buffer` is a numpy array: its own methods are numpy's.
@@ -31,8 +33,12 @@ def _of(kind: type[Any]) -> list[Any]:
     return [node for node in _stub().body if isinstance(node, kind)]
 
 
+def _is_absent(owner: Any, name: str) -> bool:
+    return isinstance(owner, Absent) or isinstance(getattr(owner, name, None), Absent)
+
+
 CLASSES = {node.name: node for node in _of(ast.ClassDef)}
-FUNCTIONS = {node.name: node for node in _of(ast.FunctionDef)}
+FUNCTIONS = {node.name: node for node in _of(ast.FunctionDef) if not _is_absent(MPI, node.name)}
 CONSTANTS = [node.target.id for node in _of(ast.AnnAssign)]
 
 
@@ -48,6 +54,13 @@ def _methods() -> Iterator[tuple[str, ast.FunctionDef]]:
 
 
 METHODS = dict(_methods())
+
+
+def _split(name: str) -> tuple[Any, str]:
+    owner, _, attribute = name.partition(".")
+    return getattr(MPI, owner), attribute
+
+
 ATTRIBUTES = [
     f"{owner}.{each.target.id}"
     for owner, node in CLASSES.items()
@@ -92,11 +105,12 @@ def test_functions_take_the_same_arguments(name: str) -> None:
     assert _same(_wanted(FUNCTIONS[name], bound=False), _found(getattr(MPI, name), bound=False))
 
 
-@pytest.mark.parametrize("name", [name for name in METHODS if name not in NUMPYS])
+@pytest.mark.parametrize(
+    "name", [name for name in METHODS if name not in NUMPYS and not _is_absent(*_split(name))]
+)
 def test_methods_take_the_same_arguments(name: str) -> None:
     """Names, order and defaults; class methods and properties are such."""
-    owner, _, method = name.partition(".")
-    stub, cls = METHODS[name], getattr(MPI, owner)
+    (cls, method), stub = _split(name), METHODS[name]
     raw, marks = inspect.getattr_static(cls, method), {ast.unparse(mark) for mark in stub.decorator_list}
     assert isinstance(raw, classmethod) == bool(marks & {"classmethod", "staticmethod"})
     if "property" in marks:
@@ -107,19 +121,29 @@ def test_methods_take_the_same_arguments(name: str) -> None:
     assert _same(_wanted(stub, bound=not static), found)
 
 
-@pytest.mark.parametrize("name", ATTRIBUTES)
+@pytest.mark.parametrize("name", [name for name in ATTRIBUTES if not _is_absent(*_split(name))])
 def test_attributes_are_there(name: str) -> None:
     """Properties of handles, fields of options."""
-    owner, _, attribute = name.partition(".")
-    cls = getattr(MPI, owner)
+    cls, attribute = _split(name)
     assert hasattr(cls, attribute) or hasattr(cls(), attribute)
 
 
-@pytest.mark.parametrize(
-    "name", ["Comm", "Intracomm", "Cartcomm", "Intercomm", "Win", "Request", "Message", "File"]
-)
+@pytest.mark.parametrize("name", ["Comm", "Intracomm", "Cartcomm", "Intercomm", "Win", "Request", "Message"])
 def test_null_handles_are_false_and_equal(name: str) -> None:
     """As in mpi4py, a class called without arguments gives the null handle."""
     cls = getattr(MPI, name)
     assert not cls()
     assert cls() == cls()
+
+
+@pytest.mark.parametrize(
+    ("owner", "name"),
+    [(owner, name) for owner, names in ABSENT.items() for each in names for name in each.split()],
+)
+def test_absent_names_are_refused_when_they_are_used(owner: str, name: str) -> None:
+    """A program may mention them; the error of a call has the name, and the advice is there."""
+    holder = {"": MPI, "Identity": MPI.Comm, "Named": MPI.Win}.get(owner) or getattr(MPI, owner)
+    held = getattr(holder, name)
+    for use in (held, lambda: held.Start):
+        with pytest.raises(UnsupportedError, match=rf"{name}.* is not available on virtual ranks: \w"):
+            use()

@@ -46,8 +46,7 @@ ABSENT_ON = {
             "collectives": "operations_refuse_types replace_is_for_windows_only",
             "communicators": "comm_self duplicates_in_other_ways attributes attributes_of_duplicates "
             "predefined_attributes error_handlers infos_of_communicators kinds disconnect "
-            "sizes_and_groups_of_intercomms messages_across bcast_across gather_across allgather_across "
-            "allreduce_across alltoall_across reduce_across barrier_across merge_of_intercomms "
+            "sizes_and_groups_of_intercomms messages_across barrier_across merge_of_intercomms "
             "duplicates_and_splits_of_intercomms",
             "datatypes": "absolute_addresses",
             "environment": "time_moves_forward the_library_is_up versions_and_names allocated_memory buffer_objects "
@@ -56,7 +55,7 @@ ABSENT_ON = {
             "matching": "a_matched_message_is_taken nowhere_has_a_message_always",
             "objects": "scatter_of_a_wrong_number",
             "point_to_point": "isendrecv the_largest_tag buffered_sends a_buffered_send_without_room bsend_of_objects",
-            "requests": "generalised_requests freed_receives_go_on persistent_messages startall "
+            "requests": "freed_receives_go_on persistent_messages startall "
             "an_inactive_request_is_done persistent_send_modes persistent_and_plain_ends_meet persistent_collectives "
             "partitioned_messages",
             "windows": "attributes names targets_with_derived_types exposing_nothing allocated_windows shared_windows "

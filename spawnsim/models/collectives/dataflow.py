@@ -32,10 +32,6 @@ class Finish(NamedTuple):
     out_free: Floats
     loads: Floats | None = None
 
-    def later(self, by_s: float) -> Finish:
-        """Return the same collective, begun so much later."""
-        return self._replace(times=self.times + by_s, out_free=self.out_free + by_s)
-
 
 def _some(seconds: Floats | float) -> bool:
     """Whether there is anything to add; spares the commonest networks an operation per round."""

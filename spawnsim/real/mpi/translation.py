@@ -279,7 +279,7 @@ def parameter_names(kind: type, operation: str) -> tuple[str, ...]:
 
 def _named(thing: Any) -> Any:
     """Return mpi4py's object of the same name for a predefined operation or error handler, else None."""
-    return getattr(MPI, thing.name) if thing.function is None else None
+    return getattr(MPI, thing.name) if getattr(thing, "function", None) is None else None
 
 
 def _info(info: Info) -> MPI.Info:

@@ -130,7 +130,8 @@ class Mailbox:
     def ready(self, source: int, tag: int) -> Message | None:
         """Return the eager message at the head of a named source's queue, if a receive would take that one now.
 
-        The short way of most receives: no `Receive` need be made. Nothing is ready for a wildcard.
+        The short way of most receives: no `Receive` need be made. Nothing is ready for a wildcard. The receiver
+        (`mpi.context.Member._take_now`) takes the message off the queue itself: the rule of matching ends here.
         """
         queue = self.unexpected.get(source)
         if queue and self._flying is None:

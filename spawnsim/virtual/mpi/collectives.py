@@ -1,13 +1,12 @@
-"""Collectives under mpi4py's names: blocking, non-blocking and persistent ones of buffers, of neighbors, of objects.
+"""Collectives under mpi4py's names: blocking, non-blocking and persistent ones of buffers, and those of objects.
 
-What each collective of buffers does is decided in `semantics`; here it is only run, in three forms. Of pickled objects
-(lower case) each rank gets copies of its own: no object is shared by two ranks. Between two neighbors with several
-edges the k-th edge out meets the k-th one in.
+Each of buffers is a description: what a rank contributes, what it gets when it leaves, what all must agree on.
+Snapshots are numpy arrays; a combination keeps the order of `ops.reduce_tree` and its like, so that bits repeat.
+`IN_PLACE` is that of mpi4py: the data lie in the other buffer. Of pickled objects (lower case) each rank gets copies.
 """
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Sequence
 from inspect import Parameter, Signature, signature
 from typing import Any
@@ -15,19 +14,19 @@ from typing import Any
 import numpy as np
 
 from spawnsim.comm import ops
-from spawnsim.comm.buffers import as_buffer
-from spawnsim.comm.calls import nonblocking, persistent
-from spawnsim.comm.constants import PROC_NULL
-from spawnsim.comm.failures import ERR_COUNT, ArgumentError, Truncated
+from spawnsim.comm.buffers import Buffer, Vector, as_buffer
+from spawnsim.comm.constants import IN_PLACE
+from spawnsim.comm.failures import ERR_COUNT, ERR_TYPE, ArgumentError, Truncated
 from spawnsim.comm.handles import INFO_NULL, each_integer, integer
+from spawnsim.comm.memory import as_bytes
 from spawnsim.comm.ops import SUM, Op
 from spawnsim.phantoms import PhantomError
-from spawnsim.virtual.mpi import semantics
 from spawnsim.virtual.mpi.context import Member
-from spawnsim.virtual.mpi.instance import Call, CollectiveInstance
+from spawnsim.virtual.mpi.instance import Call, CollectiveInstance, drop
 from spawnsim.virtual.mpi.payload import dumps, loads
 from spawnsim.virtual.mpi.requests import Prequest, Request, request_for
-from spawnsim.virtual.mpi.semantics import Outcome
+
+Outcome = Callable[[Any], object]
 
 
 def agreed_op(op: Op) -> tuple[str, ...]:
@@ -47,7 +46,7 @@ class _Collective:
         self._describe = describe
 
     def __set_name__(self, owner: type, name: str) -> None:
-        describe, started, given = self._describe, nonblocking(name), signature(self._describe)
+        describe, started, given = self._describe, "I" + name[0].lower() + name[1:], signature(self._describe)
         info = Parameter("info", Parameter.POSITIONAL_OR_KEYWORD, default=INFO_NULL)
         with_info = Signature([*given.parameters.values(), info])
 
@@ -68,7 +67,7 @@ class _Collective:
 
         _add(owner, name, run, (given, describe.__doc__))
         _add(owner, started, start, (given, f"Start {name}."))
-        _add(owner, persistent(name), prepare, (with_info, f"Prepare {name}."))
+        _add(owner, f"{name}_init", prepare, (with_info, f"Prepare {name}."))
 
 
 def _add(owner: type, name: str, call: Any, told: tuple[Signature, str | None]) -> None:
@@ -94,26 +93,136 @@ def collective(describe: Callable[..., Call]) -> Any:
     return _Collective(describe)
 
 
+def _in_place(spec: Any) -> bool:
+    """Return whether a rank's data lie in its other buffer; mpi4py takes None for the same."""
+    # As `is_in_place`, without the call.
+    return spec is None or spec is IN_PLACE or type(spec).__name__ == "InPlaceType"
+
+
+def _fill(spec: Any, **how: Any) -> Outcome:
+    """Return what unpacks a list of blocks into a buffer specification; None leaves it alone."""
+    target = as_buffer(spec, writable=True, **how)
+
+    def unpack(blocks: Sequence[Any] | None) -> None:
+        if blocks is None or _fill_row(target, blocks):
+            return
+        for block, data in zip(target, blocks, strict=True):
+            # A missing block is the root's own, which IN_PLACE left where it was.
+            if data is not None:
+                block.unpack(data)
+
+    return unpack
+
+
+def _fill_row(target: Buffer | Vector, blocks: Sequence[Any]) -> bool:
+    """Copy blocks to memory in which they lie one behind the other; False if it is none, or they do not fit exactly."""
+    # One call for all: a thousand ranks that get a block of each other have a million blocks.
+    row = target.row()
+    if row is None or any(type(data) is not np.ndarray or data.dtype is not row.dtype for data in blocks):
+        return False
+    counts = target.counts if isinstance(target, Vector) else [target.count] * target.blocks
+    if [*map(len, blocks)] != counts:
+        return False
+    np.concatenate(blocks, out=row)
+    return True
+
+
+def _taken_apart(spec: Any, size: int, **how: Any) -> list[Any]:
+    """Return snapshots of the blocks of a buffer specification, one for each of `size` ranks."""
+    source = as_buffer(spec, blocks=size, **how)
+    if isinstance(source, Vector) or source.blocks != size or source.phantom:
+        return [block.pack() for block in source]
+    return list(source.pack().reshape(size, -1))
+
+
+def _joined(parts: list[Any]) -> Any:
+    """Return all contributions in a row: made once, for a thousand ranks would otherwise unpack a million blocks."""
+    # Equal bytes may come under several dtypes (an int32 and its unsigned twin); numpy would convert them to a
+    # common one and change the bytes.
+    same = all(part.dtype == parts[0].dtype for part in parts)
+    return np.concatenate(parts if same else [as_bytes(part) for part in parts])
+
+
+def _all_parts(instance: CollectiveInstance, rank: int) -> list[Any]:
+    # One list for all ranks: each would make one as long as there are ranks.
+    found: list[Any] = instance.shared(instance.parts)
+    return found
+
+
+def _reducing(
+    name: str, buffers: tuple[Any, Any], op: Op, *, for_all: bool = False, blocks: int = 1
+) -> tuple[Call, Buffer]:
+    """Return the call of a reduction of (what is sent, what is received), still without outcome, and what it sends.
+
+    `for_all` says that every rank gets the combination, so that none leaves before all have come. What is sent are so
+    many blocks of the count that its specification tells.
+    """
+    sendbuf, recvbuf = buffers
+    own = as_buffer(recvbuf if _in_place(sendbuf) else sendbuf, blocks=blocks)
+    op.check(own.datatype)
+    call = Call(name, name.lower(), None, own.nbytes)
+    # What all ranks must agree on is kept apart from the data, so that a mismatch is told with both values instead
+    # of as a wrong sum.
+    call.agree = (op.name or "user-defined", own.count * own.blocks, own.type_name)
+    if for_all:
+        call.op, call.datatype = op, own.datatype
+        call.part, call.lent = _lent(own)
+    else:
+        call.part = own.pack()
+    return call, own
+
+
+def _receiving(name: str, own: Buffer, recvbuf: Any) -> Outcome:
+    """Return what unpacks into the receiving buffer, which must hold what is sent."""
+    target = as_buffer(recvbuf, writable=True)
+    agree(name, own, target)
+    return target.unpack
+
+
+def agree(call: str, sent: Buffer, target: Buffer) -> None:
+    """Refuse buffers of one call that differ in count or type. Two names of one numpy type are the same type."""
+    if sent.count != target.count:
+        raise ArgumentError(ERR_COUNT, f"{call}: {sent.count} elements into a buffer of {target.count}")
+    ours, theirs = sent.datatype, target.datatype
+    if ours is theirs:
+        return
+    # MPI matches type signatures: MPI.INT and MPI.INT32_T are one type to numpy, and a reduction may mix their names.
+    plain = ours.is_predefined and theirs.is_predefined and ours.dtype is not None
+    if ours != theirs and not (plain and ours.dtype == theirs.dtype):
+        names = ours.Get_name() or "a derived type", theirs.Get_name() or "a derived type"
+        raise ArgumentError(ERR_TYPE, f"{call}: {names[0]} into a buffer of {names[1]}")
+
+
+def _lent(own: Buffer) -> tuple[Any, bool]:
+    """Return a contribution, and whether it is the program's memory itself.
+
+    Where every rank waits for every other one, the result is made before any of them returns, so no copy is needed. It
+    would be one wherever a rank returns first: from a rooted collective, a scan, and every call that only starts.
+    """
+    # Derived types have gaps, which must not travel, so only plain arrays are lent.
+    if own.datatype.dtype is not None and own.datatype.is_predefined:
+        return own.array, True
+    return own.pack(), False
+
+
+def _scattering(call: Call, ends: tuple[int, int], own: Buffer, recvbuf: Any) -> Call:
+    """Complete the call of a reduction of which each rank gets the elements between two ends."""
+    # Of derived types the combination is bytes, of predefined ones it is elements.
+    step = len(call.part) // max(own.count * own.blocks, 1)
+    call.outcome = lambda instance, rank: instance.combined(rank)[ends[0] * step : ends[1] * step]
+    call.collect = as_buffer(recvbuf, writable=True).unpack
+    return call
+
+
 class Collectives(Member):
     """Collectives of buffers and of objects."""
 
     __slots__ = ()
 
-    @property
-    def _place(self) -> tuple[int, int]:
-        """This rank, and the number of ranks."""
-        return self._me, len(self._peers)
-
     def _root(self, root: int) -> int:
         root = integer(root)
         self._check_root(root)
         return root
-
-    def _counts(self, recvbuf: Any, counts: Sequence[int] | None) -> Sequence[int] | None:
-        """Return the elements per rank; not given, each rank tells how many it receives."""
-        if counts is not None:
-            return each_integer(counts)
-        return self._meet(semantics.counts(as_buffer(recvbuf).count))  # type: ignore[no-any-return]
 
     def _take(self, call: Call, outcome: Any) -> None:
         """Put the outcome where it belongs; what does not fit is named."""
@@ -141,82 +250,196 @@ class Collectives(Member):
     @collective
     def Barrier(self) -> Call:
         """Wait until all ranks have arrived."""
-        return semantics.barrier()
+        return Call("Barrier", "barrier")
 
     @collective
     def Bcast(self, buf: Any, root: int = 0) -> Call:
         """Send the root's buffer to all ranks."""
-        return semantics.bcast(buf, self._root(root), self._me)
+        own, root = as_buffer(buf), self._root(root)
+        here = self._me == root
+        # The root's part itself, not a copy per rank: receivers unpack it, and nobody writes to it.
+        outcome = lambda instance, rank: instance.calls[root].part  # noqa: E731
+        return Call(
+            "Bcast", "bcast", own.pack() if here else None, own.nbytes, root, sizes="root", outcome=outcome,
+            # The root's buffer holds the data already; unpacking into it would cost a pass over memory.
+            collect=drop if here else own.unpack,
+        )  # fmt: skip
+
+    def _gather(self, sendbuf: Any, recvbuf: Any, root: int, vector: bool) -> Call:
+        me, size = self._me, len(self._peers)
+        root = self._root(root)
+        part = None if _in_place(sendbuf) and me == root else as_buffer(sendbuf).pack()
+        collect = _fill(recvbuf, vector=vector, blocks=size) if me == root else drop
+        nbytes = 0 if part is None else part.nbytes
+        outcome = lambda instance, rank: instance.parts() if rank == root else None  # noqa: E731
+        # Of equal blocks the length is known from one, of others never before all have come: so is the algorithm.
+        how = ("gatherv", "each") if vector else ("gather", "all")
+        return Call("Gather", how[0], part, nbytes, root, sizes=how[1], outcome=outcome, collect=collect)
 
     @collective
     def Gather(self, sendbuf: Any, recvbuf: Any, root: int = 0) -> Call:
         """Collect equal blocks at the root."""
-        return semantics.gather(sendbuf, recvbuf, self._root(root), self._place)
+        return self._gather(sendbuf, recvbuf, root, vector=False)
 
     @collective
     def Gatherv(self, sendbuf: Any, recvbuf: Any, root: int = 0) -> Call:
         """Collect unequal blocks at the root."""
-        return semantics.gather(sendbuf, recvbuf, self._root(root), self._place, vector=True)
+        return self._gather(sendbuf, recvbuf, root, vector=True)
+
+    def _scatter(self, sendbuf: Any, recvbuf: Any, root: int, vector: bool) -> Call:
+        root = self._root(root)
+        here = self._me == root
+        part: list[Any] | None = None
+        nbytes: Any = 0  # the root alone knows how much the others get
+        if here:
+            part = _taken_apart(sendbuf, len(self._peers), vector=vector)
+            nbytes = np.array([block.nbytes for block in part])
+        outcome = lambda instance, rank: instance.calls[root].part[rank]  # noqa: E731
+        keeps = _in_place(recvbuf) and here
+        collect: Outcome = drop if keeps else as_buffer(recvbuf, writable=True).unpack
+        return Call("Scatter", "scatter", part, nbytes, root, sizes="root", outcome=outcome, collect=collect)
 
     @collective
     def Scatter(self, sendbuf: Any, recvbuf: Any, root: int = 0) -> Call:
         """Hand out equal blocks of the root's buffer."""
-        return semantics.scatter(sendbuf, recvbuf, self._root(root), self._place)
+        return self._scatter(sendbuf, recvbuf, root, vector=False)
 
     @collective
     def Scatterv(self, sendbuf: Any, recvbuf: Any, root: int = 0) -> Call:
         """Hand out unequal blocks of the root's buffer."""
-        return semantics.scatter(sendbuf, recvbuf, self._root(root), self._place, vector=True)
+        return self._scatter(sendbuf, recvbuf, root, vector=True)
 
     @collective
     def Allgather(self, sendbuf: Any, recvbuf: Any) -> Call:
         """Collect equal blocks at all ranks."""
-        return semantics.allgather(sendbuf, recvbuf, self._place)
+        size = len(self._peers)
+        target = as_buffer(recvbuf, writable=True, blocks=size)
+        part, lent = _lent(target.block(self._me) if _in_place(sendbuf) else as_buffer(sendbuf))
+        # Joined once for all ranks: each rank's own list of 1,000 blocks would make a million unpackings.
+        outcome = lambda instance, rank: instance.shared(lambda: _joined(instance.parts()))  # noqa: E731
+        return Call(
+            "Allgather", "allgather", part, part.nbytes, sizes="each", outcome=outcome, lent=lent,
+            collect=target.unpack,
+        )  # fmt: skip
 
     @collective
     def Allgatherv(self, sendbuf: Any, recvbuf: Any) -> Call:
         """Collect unequal blocks at all ranks."""
-        return semantics.allgather(sendbuf, recvbuf, self._place, vector=True)
+        how: Any = {"vector": True, "blocks": len(self._peers)}
+        own = as_buffer(recvbuf, **how).block(self._me) if _in_place(sendbuf) else as_buffer(sendbuf)
+        part = own.pack()
+        return Call(
+            "Allgather", "allgather", part, part.nbytes, sizes="each", outcome=_all_parts,
+            collect=_fill(recvbuf, **how),
+        )  # fmt: skip
+
+    def _alltoall(self, sendbuf: Any, recvbuf: Any, **how: Any) -> Call:
+        size = len(self._peers)
+        # In place, what is sent lies where it will be received, so it is packed (copied) before anything is written.
+        blocks = _taken_apart(recvbuf if _in_place(sendbuf) else sendbuf, size, **how)
+        return Call(
+            "Alltoall", "alltoall", blocks, np.array([block.nbytes for block in blocks]), sizes="matrix",
+            outcome=lambda instance, rank: [part[rank] for part in instance.parts()],
+            collect=_fill(recvbuf, blocks=size, **how),
+        )  # fmt: skip
 
     @collective
     def Alltoall(self, sendbuf: Any, recvbuf: Any) -> Call:
         """Exchange equal blocks between all pairs of ranks."""
-        return semantics.alltoall(sendbuf, recvbuf, self._place)
+        return self._alltoall(sendbuf, recvbuf)
 
     @collective
     def Alltoallv(self, sendbuf: Any, recvbuf: Any) -> Call:
         """Exchange unequal blocks between all pairs of ranks."""
-        return semantics.alltoall(sendbuf, recvbuf, self._place, vector=True)
+        return self._alltoall(sendbuf, recvbuf, vector=True)
 
     @collective
     def Alltoallw(self, sendbuf: Any, recvbuf: Any) -> Call:
         """Exchange blocks of different types between all pairs of ranks."""
-        return semantics.alltoall(sendbuf, recvbuf, self._place, vector=True, types=True)
+        return self._alltoall(sendbuf, recvbuf, vector=True, types=True)
 
     @collective
     def Reduce(self, sendbuf: Any, recvbuf: Any, op: Op = SUM, root: int = 0) -> Call:
-        """Combine all ranks' buffers at the root."""
-        return semantics.reduce(sendbuf, recvbuf, op, root=self._root(root), me=self._me)
+        """Combine all ranks' buffers at the root, in the order of a binomial tree, or of gloo's rings."""
+        root = self._root(root)
+        call, own = _reducing("Reduce", (sendbuf, recvbuf), op)
+        datatype = own.datatype
+        # Commutative: the tree is rooted at the root, as libraries do it. Otherwise it begins at rank 0, so that
+        # operands stay in rank order.
+        first = root if op.Is_commutative() else 0
+
+        def outcome(instance: CollectiveInstance, rank: int) -> Any:
+            if rank != root:
+                return None
+            if instance.sums_as_gloo(op, datatype, call.part):
+                return ops.combined(instance.parts(), op, datatype, rooted=True)
+            return ops.reduce_to_root(instance.parts(), op.merging(datatype), first)
+
+        call.root, call.outcome = root, outcome
+        if self._me == root:
+            call.collect = _receiving("Reduce", own, recvbuf)
+        return call
 
     @collective
     def Allreduce(self, sendbuf: Any, recvbuf: Any, op: Op = SUM) -> Call:
-        """Combine all ranks' buffers at all ranks."""
-        return semantics.allreduce(sendbuf, recvbuf, op)
+        """Combine all ranks' buffers at all ranks, in the order of recursive doubling, or of gloo's rings.
+
+        Recursive doubling gives bit for bit what both MPI wheels return.
+        """
+        call, own = _reducing("Allreduce", (sendbuf, recvbuf), op, for_all=True)
+        call.outcome, call.collect = CollectiveInstance.combined, _receiving("Allreduce", own, recvbuf)
+        return call
 
     @collective
     def Reduce_scatter_block(self, sendbuf: Any, recvbuf: Any, op: Op = SUM) -> Call:
         """Combine all ranks' buffers and hand out equal blocks."""
-        place = self._me, len(self._members)
-        return semantics.reduce_scatter(sendbuf, recvbuf, None, op, place=place)
+        size = len(self._peers)
+        call, own = _reducing("Reduce_scatter", (sendbuf, recvbuf), op, for_all=True, blocks=size)
+        call.sizes = "blocks"  # and no list of them: each of a thousand ranks would make one
+        ends = self._me * own.count, (self._me + 1) * own.count
+        return _scattering(call, ends, own, recvbuf)
 
     @collective
     def Reduce_scatter(
         self, sendbuf: Any, recvbuf: Any, recvcounts: Sequence[int] | None = None, op: Op = SUM
     ) -> Call:
         """Combine all ranks' buffers and hand out blocks of `recvcounts` elements."""
-        counts = self._counts(recvbuf, recvcounts)
-        place = self._me, len(self._members)
-        return semantics.reduce_scatter(sendbuf, recvbuf, counts, op, place=place)
+        if recvcounts is None:  # each rank tells how many it receives
+            count = as_buffer(recvbuf).count
+            recvcounts = self._meet(Call("Reduce_scatter", "allgather", count, 8, outcome=_all_parts))
+        lengths, me = np.array(each_integer(recvcounts), np.int64), self._me
+        call, own = _reducing("Reduce_scatter", (sendbuf, recvbuf), op, for_all=True)
+        if lengths.sum() != own.count:
+            raise ArgumentError(
+                ERR_COUNT,
+                f"recvcounts add up to {lengths.sum()}, but each rank contributes {own.count} elements",
+            )
+        # The time counts what each rank receives. With the whole vector as size, every block was timed as if it were
+        # all of it.
+        call.nbytes, call.sizes = lengths * own.datatype.size, "same"
+        return _scattering(call, (lengths[:me].sum(), lengths[: me + 1].sum()), own, recvbuf)
+
+    def _scan(self, sendbuf: Any, recvbuf: Any, op: Op, inclusive: bool) -> Call:
+        name = "Scan" if inclusive else "Exscan"
+        call, own = _reducing(name, (sendbuf, recvbuf), op)
+        merge = ops.quiet(op.merging(own.datatype))
+        # Into fresh memory: prefixes are made from parts that other ranks still need.
+        combine = lambda a, b: merge(a, b, np.empty_like(b))  # noqa: E731
+
+        def outcome(instance: CollectiveInstance, rank: int) -> Any:
+            last = rank if inclusive else rank - 1
+            # MPI: on rank 0 Exscan's result is undefined; mpi4py leaves the buffer, and so does this.
+            if last < 0:
+                return None
+            if instance.here < len(instance.members):  # this rank leaves before the later ones arrive
+                # Parts of later ranks may not be there yet, so only the own prefix is made.
+                return ops.reduce_ordered(instance.parts()[: last + 1], combine)
+            # All have come: every prefix is made in one pass for all ranks. One pass each would be quadratic.
+            return instance.shared(lambda: list(ops.scan_prefixes(instance.parts(), combine)))[last]
+
+        unpack, call.outcome = _receiving(name, own, recvbuf), outcome
+        call.collect = lambda data: None if data is None else unpack(data)
+        return call
 
     # -- of objects --------------------------------------------------------------------------------------------
 
@@ -235,7 +458,7 @@ class Collectives(Member):
     def gather(self, sendobj: Any, root: int = 0) -> list[Any] | None:
         """Return all ranks' objects at the root, None elsewhere."""
         part, root = dumps(sendobj), self._root(root)
-        outcome = lambda m, rank: m.parts(rank) if rank == root else None  # noqa: E731
+        outcome = lambda m, rank: m.parts() if rank == root else None  # noqa: E731
         parts = self._meet(Call("gather", "gatherv", part, len(part), root, sizes="each", outcome=outcome))
         return None if parts is None else [loads(each) for each in parts]
 
@@ -254,14 +477,14 @@ class Collectives(Member):
         """Return all ranks' objects."""
         part = dumps(sendobj)
         call = Call(
-            "allgather", "allgather", part, len(part), sizes="each", outcome=lambda m, rank: m.parts(rank)
+            "allgather", "allgather", part, len(part), sizes="each", outcome=lambda m, rank: m.parts()
         )
         return [loads(each) for each in self._meet(call)]
 
     def alltoall(self, sendobj: Sequence[Any]) -> list[Any]:
         """Return, from every rank, its item for this one."""
         parts = self._one_each(sendobj)
-        outcome = lambda m, rank: [part[m.place(rank)] for part in m.parts(rank)]  # noqa: E731
+        outcome = lambda m, rank: [part[rank] for part in m.parts()]  # noqa: E731
         nbytes = np.array([len(part) for part in parts])
         received = self._meet(Call("alltoall", "alltoall", parts, nbytes, sizes="matrix", outcome=outcome))
         return [loads(each) for each in received]
@@ -271,7 +494,7 @@ class Collectives(Member):
         part, root = dumps(sendobj), self._root(root)
 
         def outcome(instance: CollectiveInstance, rank: int) -> Any:
-            return ops.reduce_binomial(instance.parts(rank), folded(op)) if rank == root else None
+            return ops.reduce_binomial(instance.parts(), folded(op)) if rank == root else None
 
         combined = self._meet(
             Call("reduce", "reduce", part, len(part), root, agree=agreed_op(op), outcome=outcome)
@@ -283,7 +506,7 @@ class Collectives(Member):
         part = dumps(sendobj)
 
         def outcome(instance: CollectiveInstance, rank: int) -> Any:
-            return instance.shared(rank, lambda: ops.reduce_binomial(instance.parts(rank), folded(op)))
+            return instance.shared(lambda: ops.reduce_binomial(instance.parts(), folded(op)))
 
         call = Call("allreduce", "allreduce", part, len(part), agree=agreed_op(op), outcome=outcome)
         return loads(self._meet(call))
@@ -296,129 +519,3 @@ class Collectives(Member):
                 ERR_COUNT, f"expecting {size} items, one per rank of {self._label}; got {len(items)}"
             )
         return [dumps(item) for item in items]
-
-
-Edge = tuple[int, int]  # a neighbour, and which of the edges that join the two
-Edges = tuple[Sequence[Edge], Sequence[Edge]]  # from whom, to whom; both ends of an edge mark it alike
-
-
-def occurrences(ranks: Sequence[int]) -> list[tuple[int, int]]:
-    """Return each rank with how often it came before.
-
-    >>> occurrences([3, 5, 3])
-    [(3, 0), (5, 0), (3, 1)]
-    """
-    seen: Counter[int] = Counter()
-    found = []
-    for rank in ranks:
-        found.append((rank, seen[rank]))
-        seen[rank] += 1
-    return found
-
-
-def neighbor_call(name: str, parts: Sequence[Any], nbytes: Sequence[int], edges: Edges) -> Call:
-    """Return the call of a rank that sends `parts`, one per outgoing edge, and gets one per incoming edge."""
-    incoming, outgoing = edges
-    sent = dict(zip(outgoing, parts, strict=True))
-    real = [(dest, size) for (dest, _), size in zip(outgoing, nbytes, strict=True) if dest != PROC_NULL]
-    needs = tuple(sorted({source for source, _ in incoming if source != PROC_NULL}))
-
-    def outcome(instance: CollectiveInstance, me: int) -> list[Any]:
-        return [
-            None if source == PROC_NULL else instance.calls[source].part[me, which]  # type: ignore[union-attr]
-            for source, which in incoming
-        ]
-
-    sizes = [dest for dest, _ in real], [size for _, size in real]
-    return Call(name, "neighbor", sent, sizes, sizes="edges", needs=needs, outcome=outcome)
-
-
-def _blocks(
-    spec: Any, number: int, *, vector: bool, types: bool = False, writable: bool = False
-) -> list[Any]:
-    """Return a buffer's blocks, one for each of `number` edges; of a rank without edges, none."""
-    if not number:  # a count beside it is that of each block, of which there are none
-        return []
-    return list(as_buffer(spec, vector=vector, blocks=number, types=types, writable=writable))
-
-
-def _collect(target: list[Any]) -> Outcome:
-    def unpack(blocks: Sequence[Any]) -> None:
-        for block, data in zip(target, blocks, strict=True):
-            if data is not None:
-                block.unpack(data)
-
-    return unpack
-
-
-def allgather_call(sendbuf: Any, recvbuf: Any, edges: Edges, vector: bool = False) -> Call:
-    """The same buffer to each neighbour; a block from each."""
-    part, dests = as_buffer(sendbuf).pack(), edges[1]
-    target = _blocks(recvbuf, len(edges[0]), vector=vector, writable=True)
-    own = neighbor_call("Neighbor_allgather", [part] * len(dests), [part.nbytes] * len(dests), edges)
-    own.collect = _collect(target)
-    return own
-
-
-def alltoall_call(
-    sendbuf: Any, recvbuf: Any, edges: Edges, *, vector: bool = False, types: bool = False
-) -> Call:
-    """A block to each neighbour; a block from each."""
-    parts = [block.pack() for block in _blocks(sendbuf, len(edges[1]), vector=vector, types=types)]
-    target = _blocks(recvbuf, len(edges[0]), vector=vector, types=types, writable=True)
-    own = neighbor_call("Neighbor_alltoall", parts, [part.nbytes for part in parts], edges)
-    own.collect = _collect(target)
-    return own
-
-
-class NeighborCollectives(Collectives):
-    """Exchanges with the neighbours of a topology."""
-
-    __slots__ = ()
-
-    @property
-    def _edges(self) -> Edges:
-        self._need()
-        return self._context.topology.neighborhood(self._me)  # type: ignore[no-any-return]
-
-    @collective
-    def Neighbor_allgather(self, sendbuf: Any, recvbuf: Any) -> Call:
-        """Send one buffer to all outgoing neighbours; collect equal blocks from the incoming ones."""
-        return allgather_call(sendbuf, recvbuf, self._edges)
-
-    @collective
-    def Neighbor_allgatherv(self, sendbuf: Any, recvbuf: Any) -> Call:
-        """Send one buffer to all outgoing neighbours; collect unequal blocks from the incoming ones."""
-        return allgather_call(sendbuf, recvbuf, self._edges, vector=True)
-
-    @collective
-    def Neighbor_alltoall(self, sendbuf: Any, recvbuf: Any) -> Call:
-        """Exchange equal blocks, one with each neighbour."""
-        return alltoall_call(sendbuf, recvbuf, self._edges)
-
-    @collective
-    def Neighbor_alltoallv(self, sendbuf: Any, recvbuf: Any) -> Call:
-        """Exchange unequal blocks, one with each neighbour."""
-        return alltoall_call(sendbuf, recvbuf, self._edges, vector=True)
-
-    @collective
-    def Neighbor_alltoallw(self, sendbuf: Any, recvbuf: Any) -> Call:
-        """Exchange blocks of different types, one with each neighbour."""
-        return alltoall_call(sendbuf, recvbuf, self._edges, vector=True, types=True)
-
-    def neighbor_allgather(self, sendobj: Any) -> list[Any]:
-        """Return the objects of the incoming neighbours."""
-        return self._exchange("neighbor_allgather", [dumps(sendobj)] * len(self._edges[1]))
-
-    def neighbor_alltoall(self, sendobj: Sequence[Any] | None) -> list[Any]:
-        """Send an object to each outgoing neighbour; return one from each incoming one."""
-        items = [None] * len(self._edges[1]) if sendobj is None else list(sendobj)
-        if len(items) != len(self._edges[1]):
-            raise ArgumentError(
-                ERR_COUNT, f"expecting {len(self._edges[1])} items, one per neighbour; got {len(items)}"
-            )
-        return self._exchange("neighbor_alltoall", [dumps(item) for item in items])
-
-    def _exchange(self, name: str, parts: list[bytes]) -> list[Any]:
-        received = self._meet(neighbor_call(name, parts, [len(part) for part in parts], self._edges))
-        return [None if part is None else loads(part) for part in received]

@@ -13,7 +13,6 @@ import numpy as np
 
 from spawnsim.checkpoints import Saved
 from spawnsim.comm.backends import default_group
-from spawnsim.comm.calls import refusing
 from spawnsim.comm.constants import (
     COMM_TYPE_HW_GUIDED,
     COMM_TYPE_RESOURCE_GUIDED,
@@ -31,7 +30,7 @@ from spawnsim.comm.constants import (
     UNIVERSE_SIZE,
     WTIME_IS_GLOBAL,
 )  # fmt: skip
-from spawnsim.comm.failures import ERR_ARG, ERR_COMM, ERR_GROUP, CallError, last_used_code
+from spawnsim.comm.failures import ERR_ARG, ERR_COMM, ERR_GROUP, ERR_LASTCODE, CallError, lacking
 from spawnsim.comm.group import Group
 from spawnsim.comm.handles import INFO_NULL, Info, Named, integer, same_kind
 from spawnsim.comm.protocols import Capabilities, Recovery
@@ -52,7 +51,7 @@ class ProgramAbort(BaseException):
         super().__init__(errorcode, rank, time_s)
 
 
-@refusing
+@lacking
 class Comm(PointToPoint, Collectives):
     """A communicator of one virtual rank, under mpi4py's names."""
 
@@ -125,7 +124,6 @@ class Comm(PointToPoint, Collectives):
     # -- the communicator itself -------------------------------------------------------------------------------
 
     def Abort(self, errorcode: int = 0) -> NoReturn:
-        """End the whole run, with this exit status."""
         raise ProgramAbort(integer(errorcode), self._rank.id, self._world.kernel.current.clock)
 
     def _abort(self, errorcode: int) -> NoReturn:
@@ -137,26 +135,22 @@ class Comm(PointToPoint, Collectives):
         return KINDS["Intercomm"]()
 
     def Set_name(self, name: str) -> None:
-        """Set the name, which errors tell from then on."""
         super().Set_name(name)
         self._context.name = name
 
     name = property(Named.Get_name, Set_name)
 
     def Get_rank(self) -> int:
-        """Return this rank."""
         if self._identity is None:
             self._need()
         return self._me
 
     def Get_size(self) -> int:
-        """Return the number of ranks (of this rank's own group)."""
         if self._identity is None:
             self._need()
         return len(self._members)
 
     def Get_group(self) -> Group:
-        """Return the group of this rank, also of a communicator that was revoked."""
         if self._identity is None:
             self._need()
         return Group.of(self._members, self._rank.id)
@@ -181,18 +175,16 @@ class Comm(PointToPoint, Collectives):
         self._exist()
         own = {
             TAG_UB: TAG_UB_VALUE, IO: PROC_NULL, WTIME_IS_GLOBAL: True,
-            UNIVERSE_SIZE: len(self._world.ranks), LASTUSEDCODE: last_used_code(),
+            UNIVERSE_SIZE: len(self._world.ranks), LASTUSEDCODE: ERR_LASTCODE,
         }  # fmt: skip
         return own[keyval] if keyval in own else super().Get_attr(keyval)
 
     def Is_inter(self) -> bool:
-        """Return whether there are two groups."""
         if self._identity is None:
             self._need()
         return len(self._context.groups) > 1
 
     def Is_intra(self) -> bool:
-        """Return whether there is one group."""
         return not self.Is_inter()
 
     @property
@@ -222,35 +214,31 @@ class Comm(PointToPoint, Collectives):
 
     def _agree(self, name: str, part: Any, make: Callable[[list[Any]], Any]) -> Any:
         """Meet all members; `make(parts)` runs once and its result goes to all."""
-        call = Call(name, "allgather", part, 8, outcome=lambda m, rank: m.agreed(lambda: make(m.all_parts())))
+        call = Call(name, "allgather", part, 8, outcome=lambda m, rank: m.shared(lambda: make(m.parts())))
         return self._meet(call)
 
     def _copy(self) -> Context:
         return self._context.derive(*self._context.groups, topology=self._context.topology)
 
     def Dup(self, info: Info | None = None) -> Self:
-        """Return a communicator with the same members and attributes, and messages of its own."""
         return self._duplicate(self._agree("Dup", None, lambda parts: self._copy()), info)
 
     def Clone(self) -> Self:
-        """Return a duplicate."""
         return self.Dup()
 
     def Dup_with_info(self, info: Info) -> Self:
-        """Return a duplicate with these hints."""
         return self.Dup(info)
 
     def Idup(self, info: Info | None = None) -> tuple[Self, Request]:
         """Start Dup; return the communicator, usable once the request is over, and the request."""
         outcome = lambda m, rank: None  # noqa: E731
         departure = self._join(Call("Idup", "allgather", None, 8, outcome=outcome))
-        context = departure.instance.agreed(self._copy)
+        context = departure.instance.shared(self._copy)
         deliver = lambda _: departure.instance.outcome(departure.me)  # noqa: E731
         request = request_for(self._world, departure, departure, deliver, writes=False)
         return self._duplicate(context, info), request
 
     def Idup_with_info(self, info: Info) -> tuple[Self, Request]:
-        """Start Dup_with_info."""
         return self.Idup(info)
 
     def _duplicate(self, context: Context, info: Info | None) -> Self:
@@ -369,7 +357,6 @@ class Comm(PointToPoint, Collectives):
         self._identity = None
 
     def Get_topology(self) -> int:
-        """Return CART, GRAPH, DIST_GRAPH or UNDEFINED."""
         return getattr(self._context.topology, "kind", UNDEFINED)
 
     @property
@@ -439,13 +426,11 @@ class Comm(PointToPoint, Collectives):
         fault_tolerance.revoke([self._context])
 
     def Is_revoked(self) -> bool:
-        """Return whether the communicator was revoked."""
         return bool(self._why_revoked())
 
     is_revoked = property(Is_revoked)
 
     def Get_failed(self) -> Group:
-        """Return the group of the members known to have died."""
         return Group.of(fault_tolerance.look_for_dead(self), self._rank.id)
 
     def Ack_failed(self, num_to_ack: int | None = None) -> int:
@@ -459,11 +444,9 @@ class Comm(PointToPoint, Collectives):
         return fault_tolerance.agree(self, flag)
 
     def Iagree(self, flag: Any) -> Request:
-        """Start Agree on a buffer of one integer, which receives the result."""
         return fault_tolerance.start_agree(self, flag)
 
     def Shrink(self) -> Any:
-        """Return a communicator of the survivors."""
         return self._entered(fault_tolerance.shrink(self))
 
 

@@ -9,23 +9,19 @@ collective of an intercommunicator each group gets what the other contributes.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Self
 
 from spawnsim.comm import ops
-from spawnsim.comm.buffers import as_buffer
-from spawnsim.comm.calls import refusing
-from spawnsim.comm.constants import PROC_NULL, ROOT
-from spawnsim.comm.failures import ERR_COMM, CallError, SpecTypeError
+from spawnsim.comm.failures import ERR_COMM, CallError, SpecTypeError, lacking
 from spawnsim.comm.group import Group
 from spawnsim.comm.handles import INFO_NULL, Info, integer
 from spawnsim.comm.ops import SUM, Op
-from spawnsim.errors import MismatchError, UsageError
+from spawnsim.errors import UsageError
 from spawnsim.importing import is_of_a_rank, loading
 from spawnsim.virtual.engine.kernel import current_task, refuse_stray
 from spawnsim.virtual.engine.world import Rank, World
-from spawnsim.virtual.mpi import semantics
 from spawnsim.virtual.mpi.collectives import agreed_op, collective, folded
 from spawnsim.virtual.mpi.comm import COMM_NULL, Comm
 from spawnsim.virtual.mpi.context import KINDS, Context
@@ -49,7 +45,7 @@ def __getattr__(name: str) -> Any:
     return getattr(comm, name)
 
 
-@refusing
+@lacking
 class Intracomm(Comm):
     """A communicator with one group."""
 
@@ -68,7 +64,6 @@ class Intracomm(Comm):
     def Create_from_group(
         cls, group: Group, stringtag: str = "org.mpi4py", info: Info = INFO_NULL, errhandler: Any = None
     ) -> Any:
-        """Return a communicator of a group's members, who alone call, out of COMM_WORLD."""
         return create_from_group(group, stringtag, errhandler)
 
     def Create_cart(
@@ -86,7 +81,6 @@ class Intracomm(Comm):
         self, sources: Sequence[int], destinations: Sequence[int], sourceweights: Sequence[int] | None = None,
         destweights: Sequence[int] | None = None, info: Info = INFO_NULL, reorder: bool = False,
     ) -> Any:  # fmt: skip
-        """Return a graph of which each rank tells its own edges."""
         return KINDS["Distgraphcomm"]._create_adjacent(
             self, sources, destinations, (sourceweights, destweights)
         )
@@ -95,7 +89,6 @@ class Intracomm(Comm):
         self, sources: Sequence[int], degrees: Sequence[int], destinations: Sequence[int],
         weights: Sequence[int] | None = None, info: Info = INFO_NULL, reorder: bool = False,
     ) -> Any:  # fmt: skip
-        """Return a graph of which each rank tells any edges."""
         return KINDS["Distgraphcomm"]._create(self, (sources, degrees, destinations), weights)
 
     def Create_intercomm(self, local_leader: int, peer_comm: Any, remote_leader: int, tag: int = 0) -> Any:
@@ -103,11 +96,9 @@ class Intracomm(Comm):
         return create_intercomm(self, local_leader, peer_comm, remote_leader, tag)
 
     def Cart_map(self, dims: Sequence[int], periods: Sequence[bool] | None = None) -> int:
-        """Return the rank that this one would have in a grid."""
         return KINDS["Cartcomm"]._map(self, dims)  # type: ignore[no-any-return]
 
     def Graph_map(self, index: Sequence[int], edges: Sequence[int]) -> int:
-        """Return the rank that this one would have in a graph."""
         return KINDS["Graphcomm"]._map(self, index, edges)  # type: ignore[no-any-return]
 
     def __reduce__(self) -> str | tuple[Any, ...]:
@@ -122,16 +113,13 @@ class Intracomm(Comm):
 
     @collective
     def Scan(self, sendbuf: Any, recvbuf: Any, op: Op = SUM) -> Call:
-        """Combine the buffers of ranks 0 to this one."""
-        return semantics.scan(sendbuf, recvbuf, op, inclusive=True)
+        return self._scan(sendbuf, recvbuf, op, inclusive=True)
 
     @collective
     def Exscan(self, sendbuf: Any, recvbuf: Any, op: Op = SUM) -> Call:
-        """Combine the buffers of the ranks before this one."""
-        return semantics.scan(sendbuf, recvbuf, op, inclusive=False)
+        return self._scan(sendbuf, recvbuf, op, inclusive=False)
 
     def scan(self, sendobj: Any, op: Op = SUM) -> Any:
-        """Return the combination of the objects of ranks 0 to this one."""
         return self._prefix("scan", sendobj, op, 1)
 
     def exscan(self, sendobj: Any, op: Op = SUM) -> Any:
@@ -144,7 +132,7 @@ class Intracomm(Comm):
         def outcome(instance: CollectiveInstance, rank: int) -> Any:
             # A rank may leave a prefix before the later ones arrive, so only the parts up to this rank may be asked
             # for.
-            parts = instance.parts(rank)[: rank + own]
+            parts = instance.parts()[: rank + own]
             # Strictly in rank order: MPI lets an operation be non-commutative, and a tree would change the bits of
             # floats.
             return ops.reduce_ordered(parts, folded(op)) if parts else None
@@ -270,10 +258,7 @@ def create_from_group(group: Group, name: str, errhandler: Any) -> Any:
     return new
 
 
-def _theirs(instance: CollectiveInstance, me: int) -> list[Any]:
-    return instance.parts(me)
-
-
+@lacking
 class Intercomm(Comm):
     """A communicator with two groups. Ranks in its calls are ranks of the *other* group."""
 
@@ -285,12 +270,10 @@ class Intercomm(Comm):
             raise SpecTypeError(f"{cls.__name__}(): expecting an intercommunicator")
 
     def Get_remote_group(self) -> Group:
-        """Return the other group."""
         self._need()
         return Group.of(tuple(self._peers), self._rank.id)
 
     def Get_remote_size(self) -> int:
-        """Return the number of ranks of the other group."""
         self._need()
         return len(self._peers)
 
@@ -335,155 +318,6 @@ class Intercomm(Comm):
         # would be reported as the program's.
         local.Free()
         return made
-
-    # -- collectives -------------------------------------------------------------------------------------------
-
-    def _root(self, root: int) -> int:
-        root = integer(root)
-        if root not in (ROOT, PROC_NULL):
-            self._check_root(root)
-        return root
-
-    # Rooted collectives: ROOT at the root, PROC_NULL beside it, the root's rank in the other group.
-
-    @collective
-    def Bcast(self, buf: Any, root: int = 0) -> Call:
-        """Send the root's buffer to all ranks of the other group."""
-        own = as_buffer(buf)
-        return self._from_root("Bcast", root, own.pack, lambda: own.unpack)
-
-    @collective
-    def Gather(self, sendbuf: Any, recvbuf: Any, root: int = 0) -> Call:
-        """Collect the blocks of the other group at the root."""
-        return self._to_root("Gather", sendbuf, root, self._filled(recvbuf))
-
-    @collective
-    def Gatherv(self, sendbuf: Any, recvbuf: Any, root: int = 0) -> Call:
-        """Collect unequal blocks of the other group at the root."""
-        return self._to_root("Gather", sendbuf, root, self._filled(recvbuf, vector=True))
-
-    @collective
-    def Scatter(self, sendbuf: Any, recvbuf: Any, root: int = 0) -> Call:
-        """Hand out blocks of the root's buffer to the other group."""
-        return self._scatter(sendbuf, recvbuf, root, vector=False)
-
-    @collective
-    def Scatterv(self, sendbuf: Any, recvbuf: Any, root: int = 0) -> Call:
-        """Hand out unequal blocks of the root's buffer to the other group."""
-        return self._scatter(sendbuf, recvbuf, root, vector=True)
-
-    @collective
-    def Reduce(self, sendbuf: Any, recvbuf: Any, op: Op = SUM, root: int = 0) -> Call:
-        """Combine the other group's buffers at the root."""
-
-        def collect() -> Any:
-            target = as_buffer(recvbuf, writable=True)
-            merge = semantics.merger(op, target)
-            return lambda parts: target.unpack(ops.reduce_tree(list(parts), merge))
-
-        return self._to_root("Reduce", sendbuf, root, collect)
-
-    # Buffers are taken apart only where they count: MPI lets others, such as the root's beside it, be anything.
-
-    def _filled(self, recvbuf: Any, *, vector: bool = False) -> Callable[[], Callable[[Any], object]]:
-        return lambda: semantics._fill(recvbuf, vector=vector, blocks=len(self._peers))
-
-    def _scatter(self, sendbuf: Any, recvbuf: Any, root: int, vector: bool) -> Call:
-        def give() -> list[Any]:
-            return [block.pack() for block in as_buffer(sendbuf, vector=vector, blocks=len(self._peers))]
-
-        def collect() -> Any:
-            target, me = as_buffer(recvbuf, writable=True), self._me
-            return lambda blocks: target.unpack(blocks[me])
-
-        return self._from_root("Scatter", root, give, collect)
-
-    def _from_root(
-        self, name: str, root: int, give: Callable[[], Any], collect: Callable[[], Callable[[Any], object]]
-    ) -> Call:
-        """Return a call in which the root gives something, and all ranks of the other group collect it."""
-        root = self._root(root)
-        call = self._across(name, give() if root == ROOT else None)
-        # ROOT and PROC_NULL are negative: who passes a rank is in the receiving group, and that rank is the root
-        # over there.
-        if root >= 0:
-            receive = collect()
-            call.collect = lambda given: receive(self._brought(name, given, (root,))[0])
-        return call
-
-    def _to_root(
-        self, name: str, sendbuf: Any, root: int, collect: Callable[[], Callable[[Any], object]]
-    ) -> Call:
-        """Return a call in which all ranks of one group give a buffer, and the root of the other collects them."""
-        root = self._root(root)
-        call = self._across(name, as_buffer(sendbuf).pack() if root >= 0 else None)
-        if root == ROOT:
-            receive = collect()
-            call.collect = lambda given: receive(self._brought(name, given, range(len(given))))
-        return call
-
-    def _brought(self, name: str, given: Sequence[Any], who: Sequence[int]) -> list[Any]:
-        """Return what ranks of the other group have given, who must have called as the roots here say."""
-        for rank in who:
-            if given[rank] is None:
-                raise MismatchError(
-                    f"{name} on {self._label}: rank {rank} of the other group has given nothing. The root gives "
-                    "root=MPI.ROOT, the ranks beside it MPI.PROC_NULL, and the other group the root's rank"
-                )
-        return [given[rank] for rank in who]
-
-    @staticmethod
-    def _across(name: str, part: Any) -> Call:
-        # All rooted calls go as an allgather between the groups: their own algorithms are not modelled
-        # (docs/design.md).
-        nbytes = sum(each.nbytes for each in (part if isinstance(part, list) else [part]) if each is not None)
-        return Call(name, "allgather", part, nbytes, outcome=_theirs)
-
-    # Objects
-
-    def _objects(self, name: str, part: Any) -> list[Any]:
-        return self._meet(Call(name, "allgather", part, 8, outcome=_theirs))  # type: ignore[no-any-return]
-
-    def bcast(self, obj: Any, root: int = 0) -> Any:
-        """Return the root's object in the other group, None in its own."""
-        root = self._root(root)
-        received = self._objects("bcast", dumps(obj) if root == ROOT else None)
-        return loads(self._brought("bcast", received, (root,))[0]) if root >= 0 else None
-
-    def gather(self, sendobj: Any, root: int = 0) -> list[Any] | None:
-        """Return the other group's objects at the root."""
-        root = self._root(root)
-        received = self._objects("gather", dumps(sendobj) if root >= 0 else None)
-        if root != ROOT:
-            return None
-        return [loads(part) for part in self._brought("gather", received, range(len(received)))]
-
-    def scatter(self, sendobj: Sequence[Any] | None, root: int = 0) -> Any:
-        """Return this rank's item of the root's sequence."""
-        root = self._root(root)
-        received = self._objects("scatter", self._one_each(sendobj) if root == ROOT else None)
-        return loads(self._brought("scatter", received, (root,))[0][self._me]) if root >= 0 else None
-
-    def allgather(self, sendobj: Any) -> list[Any]:
-        """Return the other group's objects."""
-        return [loads(part) for part in self._objects("allgather", dumps(sendobj))]
-
-    def alltoall(self, sendobj: Sequence[Any]) -> list[Any]:
-        """Return, from every rank of the other group, its item for this one."""
-        return [loads(part[self._me]) for part in self._objects("alltoall", self._one_each(sendobj))]
-
-    def reduce(self, sendobj: Any, op: Op = SUM, root: int = 0) -> Any:
-        """Return the combination of the other group's objects at the root."""
-        root = self._root(root)
-        received = self._objects("reduce", dumps(sendobj) if root >= 0 else None)
-        if root != ROOT:
-            return None
-        parts = self._brought("reduce", received, range(len(received)))
-        return ops.reduce_binomial([loads(part) for part in parts], op)
-
-    def allreduce(self, sendobj: Any, op: Op = SUM) -> Any:
-        """Return the combination of the other group's objects."""
-        return ops.reduce_binomial([loads(part) for part in self._objects("allreduce", dumps(sendobj))], op)
 
 
 def create_intercomm(

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import pickle
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any, NoReturn, Self
 
@@ -172,15 +172,10 @@ class Context:
         instance = self.instances.get(number)
         if instance is None:
             instance = self.instances[number] = CollectiveInstance(
-                self.world, member._label, self.everyone, number, len(self.groups[0]), context=self
+                self.world, member._label, self.everyone, number, context=self
             )
-        # Algorithms of two groups are not modelled: timed as an exchange of all with all.
-        if len(self.groups) > 1:
+        if len(self.groups) > 1:  # they meet to agree, as one
             me = self.everyone.index(rank)
-            part = call.part.copy() if call.lent else call.part  # the groups do not wait for each other
-            call = replace(
-                call, timing="allgather", part=part, lent=False, nbytes=total(call.nbytes), sizes="each"
-            )
         try:
             return instance.join(me, call)
         finally:

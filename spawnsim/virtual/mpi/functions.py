@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import platform as machine
 import sys
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Hashable, Sequence
 from threading import RLock
-from typing import Any, NoReturn
+from typing import Any
 
 import numpy as np
 
@@ -19,7 +19,6 @@ from spawnsim.comm.datatypes import Datatype
 from spawnsim.comm.failures import ERR_OTHER, CallError
 from spawnsim.comm.handles import AINT, INFO_NULL, Info, integer
 from spawnsim.comm.memory import address, buffer
-from spawnsim.errors import UnsupportedError
 from spawnsim.importing import amid_shared_import, versions
 from spawnsim.virtual.engine.kernel import current_task, current_world
 from spawnsim.virtual.engine.world import Rank, World
@@ -47,7 +46,7 @@ def _here() -> Rank:
 # -- beginning and end ---------------------------------------------------------------------------------------
 
 
-OF_HANDLES = {"_identity", "handle", "toint", "py2f"}
+OF_HANDLES = {"_identity", "handle"}
 
 
 class Finished:
@@ -223,26 +222,6 @@ def _version() -> str:
     return versions(["spawnsim"]).get("spawnsim", "0+unknown")
 
 
-def Get_abi_version() -> tuple[int, int]:
-    """Return (-1, -1): there is no binary interface."""
-    return -1, -1
-
-
-def Get_abi_info() -> Info:
-    """Return no facts: there is no binary interface."""
-    return Info.Create()
-
-
-def Get_abi_fortran_info() -> Info:
-    """Return no facts: there is no binary interface."""
-    return Info.Create()
-
-
-def Get_hw_resource_info() -> Info:
-    """Return no facts: the hardware is virtual."""
-    return Info.Create()
-
-
 def Pcontrol(level: int) -> None:
     """Do nothing: there is no profiler behind the calls."""
 
@@ -287,32 +266,3 @@ def _typecode(datatype: Datatype) -> str | None:
 def _typealign(datatype: Datatype) -> int | None:
     """Return the alignment of a datatype in bytes, or None."""
     return int(np.dtype(datatype.dtype).alignment) if datatype.is_predefined and datatype.dtype else None
-
-
-def _datatype_decode(datatype: Datatype, mark: bool = False) -> tuple[Datatype, str, dict[str, Any]]:
-    """Return base type, combiner and parameters of a datatype."""
-    return datatype.decode()
-
-
-def _datatype_create(
-    datatype: Datatype, combiner: str, params: dict[str, Any], free: bool = False
-) -> Datatype:
-    """Return the datatype that `_datatype_decode` took apart."""
-    if combiner in ("NAMED", "DUP"):
-        return datatype if combiner == "NAMED" else datatype.Dup()
-    made: Datatype = getattr(datatype, f"Create_{combiner.lower()}")(**params)
-    return made
-
-
-def _refused(name: str) -> Callable[[Any], NoReturn]:
-    def refuse(arg: Any) -> NoReturn:
-        raise UnsupportedError(
-            f"MPI.{name}: a virtual rank has no MPI library and no handles that C could be given; call from Python"
-        )
-
-    refuse.__module__, refuse.__name__ = __name__, name
-    refuse.__doc__ = "Refuse: there are no handles of C."
-    return refuse
-
-
-_sizeof, _addressof, _handleof = _refused("_sizeof"), _refused("_addressof"), _refused("_handleof")

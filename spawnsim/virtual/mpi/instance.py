@@ -89,6 +89,7 @@ class Departure(Uncertain):
         return self.instance.number
 
 
+UNKNOWN: Any = object()
 # Some ranks may leave before all arrive.
 EARLY = {"bcast", "reduce", "gather", "gatherv", "scatter", "scan", "exscan"}
 
@@ -157,7 +158,6 @@ class CollectiveInstance:
     comm: str
     members: Sequence[int]
     number: int
-    first: int  # how many of the members are of the first group; all, unless there are two
     context: Any = None  # that ends all waits for it when it is revoked
     calls: list[Call | None] = field(init=False)
     arrivals: np.ndarray[Any, np.dtype[np.float64]] = field(init=False)
@@ -169,7 +169,7 @@ class CollectiveInstance:
     here: int = 0
     opening: int = -1  # who came first
     mismatch: str = ""  # what is wrong, if a call has not fitted the others: each member gets it as an error
-    _shared: dict[bool, Any] = field(default_factory=dict)  # by group
+    _shared: Any = UNKNOWN  # what is computed once for all
     _tree: ops.ReductionTree | None = None  # of contributions that are combined as they come
     _dirty: bool = False
 
@@ -224,9 +224,8 @@ class CollectiveInstance:
     def _begin_tree(self, call: Call) -> ops.ReductionTree | None:
         """Return what combines contributions as they come; None where they are looked at when all are there."""
         # Short ones stay in the cache. A program's own function is to be called, and to fail, in a rank that asks for
-        # the result. Two groups have two results, and over faulty links each rank may have another one.
-        one_result = self.first == len(self.members) and self.strikes is None
-        if not one_result or call.op.function is not None or call.part.nbytes <= ops.SHORT_NBYTES:
+        # the result. Over faulty links each rank may have another one.
+        if self.strikes is not None or call.op.function is not None or call.part.nbytes <= ops.SHORT_NBYTES:
             return None
         if self._as_allreduce_of_gloo(call):
             return None
@@ -244,45 +243,28 @@ class CollectiveInstance:
         except Exception:  # noqa: BLE001 - whatever it is, it is raised again where the result is asked for
             self._tree = None
 
-    def parts(self, me: int) -> list[Any]:
-        """Return the contributions that member `me` hears: all, or those of the other group; None if not here yet."""
-        heard = self.calls
-        if self.first < len(heard):
-            heard = heard[self.first :] if me < self.first else heard[: self.first]
-        return [None if call is None else call.part for call in heard]
-
-    def agreed(self, compute: Callable[[], Any]) -> Any:
-        """Return a result that is computed once for all members of both groups."""
-        return self.shared(0, compute)
-
-    def all_parts(self) -> list[Any]:
-        """Return the contributions of all members."""
+    def parts(self) -> list[Any]:
+        """Return the contributions of all members; None if they are not here yet."""
         return [None if call is None else call.part for call in self.calls]
 
-    def place(self, me: int) -> int:
-        """Return the rank of member `me` in its own group."""
-        return me if me < self.first else me - self.first
-
-    def shared(self, me: int, compute: Callable[[], Any]) -> Any:
-        """Return a result that is computed once for all members of a group."""
-        group = me < self.first
-        if group not in self._shared:
-            self._shared[group] = compute()
-        return self._shared[group]
+    def shared(self, compute: Callable[[], Any]) -> Any:
+        """Return a result that is computed once for all members."""
+        if self._shared is UNKNOWN:
+            self._shared = compute()
+        return self._shared
 
     def combined(self, me: int) -> Any:
-        """Return the combination of all contributions, made once for all members of a group."""
-        group = me < self.first
-        if group not in self._shared:
-            self._shared[group] = self._reduced(me) if self._tree is None else self._tree.result()
-        return self._shared[group]
+        """Return the combination of all contributions, made once for all members."""
+        if self._shared is UNKNOWN:
+            self._shared = self._reduced(me) if self._tree is None else self._tree.result()
+        return self._shared
 
     def _reduced(self, me: int) -> Any:
         call = self.calls[me]
         assert call is not None
         if self._as_allreduce_of_gloo(call):
-            return ops.combined(self.parts(me), call.op, call.datatype)
-        return ops.reduce_tree(self.parts(me), call.op.merging(call.datatype))
+            return ops.combined(self.parts(), call.op, call.datatype)
+        return ops.reduce_tree(self.parts(), call.op.merging(call.datatype))
 
     def _as_allreduce_of_gloo(self, call: Call) -> bool:
         return call.name == "Allreduce" and self.sums_as_gloo(call.op, call.datatype, call.part)
@@ -467,7 +449,7 @@ class CollectiveInstance:
         if calls is None:
             return self
         heard = copy(self)
-        heard.calls, heard._shared = calls, {}
+        heard.calls, heard._shared = calls, UNKNOWN
         return heard
 
     # -- leaving early -----------------------------------------------------------------------------------------

@@ -46,7 +46,6 @@ class PointToPoint(Member):
     # -- objects -------------------------------------------------------------------------------------------------
 
     def send(self, obj: Any, dest: int, tag: int = 0) -> None:
-        """Send an object."""
         self._deliver(dumps(obj), dest, tag, STANDARD, operation="send")
 
     def ssend(self, obj: Any, dest: int, tag: int = 0) -> None:
@@ -54,7 +53,6 @@ class PointToPoint(Member):
         self._deliver(dumps(obj), dest, tag, SYNCHRONOUS, operation="ssend")
 
     def isend(self, obj: Any, dest: int, tag: int = 0) -> Request:
-        """Start to send an object."""
         return self._isend(dumps(obj), dest, tag, STANDARD, operation="isend")
 
     def issend(self, obj: Any, dest: int, tag: int = 0) -> Request:
@@ -122,7 +120,6 @@ class PointToPoint(Member):
         self._deliver(payload, dest, tag, SYNCHRONOUS, operation="Ssend", buf=buf)
 
     def Rsend(self, buf: Any, dest: int, tag: int = 0) -> None:
-        """Send a buffer whose receive the program knows to be posted."""
         payload, buf = pack(buf, dest)
         self._deliver(payload, dest, tag, LOCAL, operation="Rsend", buf=buf)
 
@@ -137,7 +134,6 @@ class PointToPoint(Member):
         return self._isend(payload, dest, tag, SYNCHRONOUS, operation="Issend", buf=buf)
 
     def Irsend(self, buf: Any, dest: int, tag: int = 0) -> Request:
-        """Start to send a buffer whose receive the program knows to be posted."""
         payload, buf = pack(buf, dest)
         return self._isend(payload, dest, tag, LOCAL, operation="Irsend", buf=buf)
 
@@ -159,7 +155,6 @@ class PointToPoint(Member):
         self._taken(message, into)
 
     def Irecv(self, buf: Any, source: int = ANY_SOURCE, tag: int = ANY_TAG) -> Request:
-        """Start to receive into a buffer, which is filled when the request is collected."""
         if type(source) is not int:
             source = integer(source)
         return self._irecv(source, tag, "Irecv", target(buf, source))
@@ -195,7 +190,6 @@ class PointToPoint(Member):
         self, buf: Any, dest: int, sendtag: int = 0, source: int = ANY_SOURCE, recvtag: int = ANY_TAG,
         status: Status | None = None,
     ) -> None:  # fmt: skip
-        """Send a buffer and receive into the same."""
         # The pack in Sendrecv is the copy that this call needs: MPI forbids aliased buffers in Sendrecv alone.
         self.Sendrecv(buf, dest, sendtag, buf, source, recvtag, status)
 
@@ -203,7 +197,6 @@ class PointToPoint(Member):
         self, sendbuf: Any, dest: int, sendtag: int = 0, recvbuf: Any = None, source: int = ANY_SOURCE,
         recvtag: int = ANY_TAG,
     ) -> Request:  # fmt: skip
-        """Start to send one buffer and to receive into another."""
         dest, source = integer(dest), integer(source)
         target(recvbuf, source)
         # With one buffer for both, its change is the receive's doing, and no reason for the warning about sent buffers.
@@ -216,24 +209,20 @@ class PointToPoint(Member):
     def Isendrecv_replace(
         self, buf: Any, dest: int, sendtag: int = 0, source: int = ANY_SOURCE, recvtag: int = ANY_TAG
     ) -> Request:
-        """Start to send a buffer and to receive into the same."""
         return self.Isendrecv(buf, dest, sendtag, buf, source, recvtag)
 
     # -- buffered sends: the communicator's own buffer comes first, then the program's
 
     def Attach_buffer(self, buf: Any) -> None:
-        """Attach a buffer to this communicator."""
         attach(self._rank.attachments, self._context, buf)
 
     def Detach_buffer(self) -> Any:
-        """Take the buffer back."""
         return detach(self._rank.attachments, self._context)
 
     def Flush_buffer(self) -> None:
         """Return when all buffered messages have left: they have."""
 
     def Iflush_buffer(self) -> Request:
-        """Start Flush_buffer."""
         return request_over(self._world)
 
     def Bsend(self, buf: Any, dest: int, tag: int = 0) -> None:
@@ -241,7 +230,6 @@ class PointToPoint(Member):
         self._deliver(self._room_for(pack(buf, dest)[0]), dest, tag, LOCAL, operation="Bsend")
 
     def Ibsend(self, buf: Any, dest: int, tag: int = 0) -> Request:
-        """Start to send a buffer from the attached one."""
         return self._isend(self._room_for(pack(buf, dest)[0]), dest, tag, LOCAL, operation="Ibsend")
 
     def bsend(self, obj: Any, dest: int, tag: int = 0) -> None:
@@ -249,7 +237,6 @@ class PointToPoint(Member):
         self._deliver(self._room_for(dumps(obj)), dest, tag, LOCAL, operation="bsend")
 
     def ibsend(self, obj: Any, dest: int, tag: int = 0) -> Request:
-        """Start to send an object from the attached buffer."""
         return self._isend(self._room_for(dumps(obj)), dest, tag, LOCAL, operation="ibsend")
 
     def _room_for(self, payload: Any) -> Any:
@@ -270,39 +257,32 @@ class PointToPoint(Member):
     # -- persistent requests -------------------------------------------------------------------------------------
 
     def Send_init(self, buf: Any, dest: int, tag: int = 0) -> Prequest:
-        """Prepare Isend."""
         dest, tag = integer(dest), integer(tag)
         # A closure over the buffer and not over its content: MPI reads the buffer at each Start.
         return Prequest.prepare(lambda: self.Isend(buf, dest, tag))
 
     def Bsend_init(self, buf: Any, dest: int, tag: int = 0) -> Prequest:
-        """Prepare Ibsend."""
         dest, tag = integer(dest), integer(tag)
         return Prequest.prepare(lambda: self.Ibsend(buf, dest, tag))
 
     def Ssend_init(self, buf: Any, dest: int, tag: int = 0) -> Prequest:
-        """Prepare Issend."""
         dest, tag = integer(dest), integer(tag)
         return Prequest.prepare(lambda: self.Issend(buf, dest, tag))
 
     def Rsend_init(self, buf: Any, dest: int, tag: int = 0) -> Prequest:
-        """Prepare Irsend."""
         dest, tag = integer(dest), integer(tag)
         return Prequest.prepare(lambda: self.Irsend(buf, dest, tag))
 
     def Recv_init(self, buf: Any, source: int = ANY_SOURCE, tag: int = ANY_TAG) -> Prequest:
-        """Prepare Irecv."""
         source, tag = integer(source), integer(tag)
         return Prequest.prepare(lambda: self.Irecv(buf, source, tag))
 
     # -- probes --------------------------------------------------------------------------------------------------
 
     def Iprobe(self, source: int = ANY_SOURCE, tag: int = ANY_TAG, status: Status | None = None) -> bool:
-        """Return whether a message that fits has arrived."""
         return self._iprobe(source, tag, status) is not None
 
     def Probe(self, source: int = ANY_SOURCE, tag: int = ANY_TAG, status: Status | None = None) -> bool:
-        """Wait until a message that fits has arrived."""
         if integer(source) == PROC_NULL:
             _fill_status(status, None)
         else:
@@ -423,7 +403,6 @@ class Message(Handle):
     _owner: Member | None
 
     def __new__(cls, message: Message | None = None) -> Self:
-        """Return a null message, or a copy of the handle of another."""
         self = super().__new__(cls)
         if message is not None:
             same_kind(Message, message)
@@ -451,32 +430,26 @@ class Message(Handle):
     def Probe(
         cls, comm: PointToPoint, source: int = ANY_SOURCE, tag: int = ANY_TAG, status: Status | None = None
     ) -> Message:
-        """Wait for a message that fits and take it out."""
         return comm.Mprobe(source, tag, status)
 
     @classmethod
     def Iprobe(
         cls, comm: PointToPoint, source: int = ANY_SOURCE, tag: int = ANY_TAG, status: Status | None = None
     ) -> Message | None:
-        """Take out a message that fits and has arrived, if there is one."""
         return comm.Improbe(source, tag, status)
 
     probe, iprobe = Probe, Iprobe
 
     def Recv(self, buf: Any, status: Status | None = None) -> None:
-        """Receive the message into a buffer."""
         self.Irecv(buf).Wait(status)
 
     def recv(self, status: Status | None = None) -> Any:
-        """Receive the message's object."""
         return self.irecv().wait(status)
 
     def Irecv(self, buf: Any) -> Request:
-        """Start to receive the message into a buffer."""
         return self._receive(target(buf, PROC_NULL if self._identity is NOBODY else 0))
 
     def irecv(self) -> Request:
-        """Start to receive the message's object."""
         return self._receive()
 
     def _receive(self, into: Any = None) -> Request:

@@ -11,9 +11,8 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any, Self
 
-from spawnsim.comm.calls import refusing
 from spawnsim.comm.constants import ANY_SOURCE, ANY_TAG, UNDEFINED
-from spawnsim.comm.failures import ERR_IN_STATUS, ERR_PENDING, ERR_REQUEST, CallError, SpecTypeError
+from spawnsim.comm.failures import ERR_IN_STATUS, ERR_PENDING, ERR_REQUEST, CallError, SpecTypeError, lacking
 from spawnsim.comm.handles import Handle, same_kind
 from spawnsim.comm.status import Status
 from spawnsim.errors import RankFailed, Revoked
@@ -209,7 +208,6 @@ class Request(Handle):
     _world: World
 
     def __new__(cls, request: Request | None = None) -> Self:
-        """Return a null request, or a copy of the handle of another."""
         self = super().__new__(cls)
         self._identity = self._completion = self._withdraw = None
         if request is not None:
@@ -247,7 +245,6 @@ class Request(Handle):
         return self._collect(status)
 
     def Wait(self, status: Status | None = None) -> bool:
-        """Wait until the operation is over."""
         Request.wait(self, status)
         return True
 
@@ -279,7 +276,6 @@ class Request(Handle):
         return done
 
     def get_status(self, status: Status | None = None) -> bool:
-        """Return whether the operation is over, and leave the request as it is."""
         return self.Get_status(status)
 
     def Cancel(self) -> None:
@@ -329,7 +325,6 @@ class Request(Handle):
 
     @classmethod
     def Waitall(cls, requests: Sequence[Request], statuses: list[Status] | None = None) -> bool:
-        """Wait until all are over."""
         _check(requests)
         collect_all(requests, _lend(statuses, len(requests)), Request.wait)
         return True
@@ -338,7 +333,6 @@ class Request(Handle):
     def testall(
         cls, requests: Sequence[Request], statuses: list[Status] | None = None
     ) -> tuple[bool, list[Any] | None]:
-        """Return (all are over, their objects)."""
         _check(requests)
         active = [request for request in requests if request._completion is not None]
         if active and len(done_now(active[0]._world, active, every=True)) < len(active):
@@ -347,7 +341,6 @@ class Request(Handle):
 
     @classmethod
     def Testall(cls, requests: Sequence[Request], statuses: list[Status] | None = None) -> bool:
-        """Return whether all are over."""
         return Request.testall(requests, statuses)[0]
 
     @classmethod
@@ -367,7 +360,6 @@ class Request(Handle):
 
     @classmethod
     def testany(cls, requests: Sequence[Request], status: Status | None = None) -> tuple[int, bool, Any]:
-        """Return (position, flag, object) of one that is over, if any."""
         over = _look_at(requests)
         if over is None:
             # None and an empty list differ: MPI's flag is true if no request is active, false if none is over.
@@ -379,7 +371,6 @@ class Request(Handle):
 
     @classmethod
     def Testany(cls, requests: Sequence[Request], status: Status | None = None) -> tuple[int, bool]:
-        """Return (position, flag) of one that is over, if any."""
         return Request.testany(requests, status)[:2]
 
     @classmethod
@@ -401,7 +392,6 @@ class Request(Handle):
     def testsome(
         cls, requests: Sequence[Request], statuses: list[Status] | None = None
     ) -> tuple[list[int] | None, list[Any] | None]:
-        """Return positions and objects of all that are over."""
         over = _look_at(requests)
         if over is None:
             return None, None
@@ -409,12 +399,10 @@ class Request(Handle):
 
     @classmethod
     def Testsome(cls, requests: Sequence[Request], statuses: list[Status] | None = None) -> list[int] | None:
-        """Return the positions of all that are over."""
         return Request.testsome(requests, statuses)[0]
 
     @classmethod
     def get_status_all(cls, requests: Sequence[Request], statuses: list[Status] | None = None) -> bool:
-        """Return whether all are over, and leave them as they are."""
         lent = zip(requests, _lend(statuses, len(requests)), strict=False)
         over = [request.Get_status(status) for request, status in lent]  # all: each fills its status
         return all(over)
@@ -436,7 +424,6 @@ class Request(Handle):
     def get_status_some(
         cls, requests: Sequence[Request], statuses: list[Status] | None = None
     ) -> list[int] | None:
-        """Return the positions of all that are over, and leave them as they are."""
         over = _look_at(requests)
         lent = zip(over or (), _lend(statuses, len(over or ())), strict=False)
         for index, status in lent:
@@ -533,7 +520,7 @@ def request_over(world: World, deliver: Deliver | None = None, *, writes: bool =
     return request_for(world, Completion(kernel, kernel.current.clock), None, deliver, writes=writes)
 
 
-@refusing
+@lacking
 class Prequest(Request):
     """A persistent request: `Start` begins the operation again, and a wait leaves it inactive, not null."""
 
@@ -541,7 +528,6 @@ class Prequest(Request):
     _begin: Callable[[], Request]
 
     def __new__(cls, request: Request | None = None) -> Self:
-        """Return a null request, or a copy of the handle of another persistent one."""
         self = super().__new__(cls, request)
         # A null handle of any class may become one of another, as in mpi4py.
         if request:
@@ -570,7 +556,6 @@ class Prequest(Request):
 
     @classmethod
     def Startall(cls, requests: list[Prequest]) -> None:
-        """Begin all operations."""
         for request in requests:
             request.Start()
 

@@ -36,10 +36,10 @@ from spawnsim.phantoms import PhantomError
 from spawnsim.virtual.engine.completion import Completion
 from spawnsim.virtual.engine.waiting import Waiting, await_one
 from spawnsim.virtual.engine.wire import STANDARD
+from spawnsim.virtual.mpi.collectives import agree
 from spawnsim.virtual.mpi.instance import Call
 from spawnsim.virtual.mpi.requests import Request, request_for, request_over
 from spawnsim.virtual.mpi.rma_service import NOBODY, Access, Serve, WindowState
-from spawnsim.virtual.mpi.semantics import agree
 
 POST, COMPLETE = 1, 2  # tags of the active-target epochs
 # A rank spins on its own part after so many accesses to it, each sooner than that after another.
@@ -197,7 +197,6 @@ class Epochs(Attributes):
         self._epoch.locked_all = True
 
     def Unlock_all(self) -> None:
-        """End the access to all parts."""
         self._need()
         if not self._epoch.locked_all:
             raise CallError(ERR_RMA_SYNC, f"Unlock_all: {self._label} is not locked")
@@ -205,23 +204,19 @@ class Epochs(Attributes):
         self._epoch.locked_all = False
 
     def Flush(self, rank: int) -> None:
-        """Complete all calls to one rank."""
         rank = integer(rank)
         self._check(rank, "Flush")
         self._flush(rank, "Flush")
 
     def Flush_all(self) -> None:
-        """Complete all calls."""
         self._need()
         self._flush_all("Flush_all")
 
     def Flush_local(self, rank: int) -> None:
-        """Complete all calls to one rank as far as this rank's buffers go."""
         # Flush_local may do more than it must: a Get is complete at the origin only when its answer is there.
         self.Flush(rank)
 
     def Flush_local_all(self) -> None:
-        """Complete all calls as far as this rank's buffers go."""
         self.Flush_all()
 
     def Sync(self) -> None:
@@ -302,7 +297,6 @@ class Epochs(Attributes):
         self._epoch.fenced = not assertion & constants.MODE_NOSUCCEED
 
     def Post(self, group: Group, assertion: int = 0) -> None:
-        """Let the ranks of a group access this rank's part."""
         self._need()
         exposed = self._places(group)
         for rank in exposed:
@@ -319,7 +313,6 @@ class Epochs(Attributes):
         self._epoch.started = frozenset(places)
 
     def Complete(self) -> None:
-        """End the access that Start began."""
         self._need()
         # Sorted: sets have no order that a run may depend on.
         for rank in sorted(self._epoch.started):
@@ -329,14 +322,12 @@ class Epochs(Attributes):
         self._epoch.started = frozenset()
 
     def Wait(self) -> bool:
-        """Wait until all ranks of Post's group have completed."""
         self._need()
         Request.waitall(self._epoch.tokens)
         self._epoch.tokens = ()
         return True
 
     def Test(self) -> bool:
-        """Return whether all ranks of Post's group have completed."""
         self._need()
         over = Request.Testall(self._epoch.tokens)
         if over:
@@ -353,7 +344,6 @@ class Accesses(Epochs):
     __slots__ = ()
 
     def Put(self, origin: Any, target_rank: int, target: Any = None) -> None:
-        """Write to a part. The origin's buffer is free again at once."""
         self._put(origin, target_rank, target, REPLACE)
 
     def Get(self, origin: Any, target_rank: int, target: Any = None) -> None:
@@ -361,13 +351,11 @@ class Accesses(Epochs):
         self._get(origin, target_rank, target)
 
     def Accumulate(self, origin: Any, target_rank: int, target: Any = None, op: Op = SUM) -> None:
-        """Combine with a part, atomically."""
         self._put(origin, target_rank, target, op)
 
     def Get_accumulate(
         self, origin: Any, result: Any, target_rank: int, target: Any = None, op: Op = SUM
     ) -> None:
-        """Combine with a part and return what was there, atomically."""
         self._swap(origin, result, target_rank, target, op=op)
 
     def Rput(self, origin: Any, target_rank: int, target: Any = None) -> Request:
@@ -379,19 +367,16 @@ class Accesses(Epochs):
         return self._request("Rget", self._get(origin, target_rank, target))
 
     def Raccumulate(self, origin: Any, target_rank: int, target: Any = None, op: Op = SUM) -> Request:
-        """Start Accumulate."""
         return self._request("Raccumulate", self._put(origin, target_rank, target, op))
 
     def Rget_accumulate(
         self, origin: Any, result: Any, target_rank: int, target: Any = None, op: Op = SUM
     ) -> Request:
-        """Start Get_accumulate."""
         return self._request("Rget_accumulate", self._swap(origin, result, target_rank, target, op=op))
 
     def Fetch_and_op(
         self, origin: Any, result: Any, target_rank: int, target_disp: int = 0, op: Op = SUM
     ) -> None:
-        """Combine one element and return what was there, atomically."""
         # With NO_OP the origin's buffer is ignored in MPI and may be None; one that is given is checked, as in mpi4py.
         _check_single("Fetch_and_op", result, *([] if op == NO_OP and origin is None else [origin]))
         self._swap(origin, result, target_rank, [integer(target_disp, AINT), 1], op=op)

@@ -17,10 +17,10 @@ from spawnsim.comm.constants import CART, DIST_GRAPH, GRAPH, PROC_NULL, UNDEFINE
 from spawnsim.comm.failures import ERR_ARG, ERR_DIMS, ERR_RANK, CallError, SpecTypeError
 from spawnsim.comm.handles import each_integer, integer
 from spawnsim.errors import ParameterError
-from spawnsim.virtual.mpi.collectives import Edges, NeighborCollectives, occurrences
 from spawnsim.virtual.mpi.comm import COMM_NULL
 from spawnsim.virtual.mpi.communicators import Intracomm
 from spawnsim.virtual.mpi.context import KINDS, Context
+from spawnsim.virtual.mpi.neighbors import Edges, NeighborCollectives, occurrences
 
 
 @dataclass(frozen=True)
@@ -252,23 +252,18 @@ class Cartcomm(Topocomm):
         return self._context.topology  # type: ignore[no-any-return]
 
     def Get_dim(self) -> int:
-        """Return the number of dimensions."""
         return len(self._grid.dims)
 
     def Get_topo(self) -> tuple[list[int], list[int], list[int]]:
-        """Return dimensions, periods, and the coordinates of this rank."""
         return self.dims, self.periods, self.coords
 
     def Get_cart_rank(self, coords: Sequence[int]) -> int:
-        """Return the rank at coordinates."""
         return self._grid.rank(coords)
 
     def Get_coords(self, rank: int) -> list[int]:
-        """Return the coordinates of a rank."""
         return self._grid.coords(rank)
 
     def Shift(self, direction: int, disp: int) -> tuple[int, int]:
-        """Return (source, dest) for a shift along a dimension."""
         return self._grid.shift(self._me, direction, disp)
 
     def Sub(self, remain_dims: Sequence[bool]) -> Any:
@@ -344,19 +339,15 @@ class Graphcomm(Topocomm):
         return self._context.topology  # type: ignore[no-any-return]
 
     def Get_dims(self) -> tuple[int, int]:
-        """Return the number of nodes and edges."""
         return len(self._graph.index), len(self._graph.edges)
 
     def Get_topo(self) -> tuple[list[int], list[int]]:
-        """Return index and edges."""
         return list(self._graph.index), list(self._graph.edges)
 
     def Get_neighbors_count(self, rank: int) -> int:
-        """Return the number of neighbours of a rank."""
         return len(self._graph.sources(rank))
 
     def Get_neighbors(self, rank: int) -> list[int]:
-        """Return the neighbours of a rank."""
         return self._graph.sources(rank)
 
     @property
@@ -463,13 +454,11 @@ class Distgraphcomm(Topocomm):
         return comm._entered(comm._agree("Create_dist_graph", (edges, given is not None), make), cls)
 
     def Get_dist_neighbors_count(self) -> tuple[int, int, bool]:
-        """Return the number of incoming and outgoing neighbours, and whether edges have weights."""
         self._need()
         (sources, weights), (destinations, _) = self._sides()
         return len(sources), len(destinations), weights is not None
 
     def Get_dist_neighbors(self) -> tuple[list[int], list[int], tuple[list[int], list[int]] | None]:
-        """Return incoming and outgoing neighbours, and their weights."""
         self._need()
         (sources, inweights), (destinations, outweights) = self._sides()
         weights = None if inweights is None or outweights is None else (list(inweights), list(outweights))

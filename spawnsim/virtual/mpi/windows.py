@@ -123,13 +123,11 @@ class Win(Accesses, Named, np.ndarray[Any, np.dtype[np.uint8]]):  # type: ignore
         return self
 
     def Attach(self, memory: Any) -> None:
-        """Add memory to a dynamic window."""
         self._need()
         part = self._windows.targets[self._place]
         part.regions = [*part.regions, as_bytes(flat(memory))]
 
     def Detach(self, memory: Any) -> None:
-        """Take memory out of a dynamic window."""
         self._need()
         first, part = address(memory), self._windows.targets[self._place]
         part.regions = [region for region in part.regions if address(region) != first]
@@ -153,7 +151,6 @@ class Win(Accesses, Named, np.ndarray[Any, np.dtype[np.uint8]]):  # type: ignore
         return buffer.frombuffer(self._windows.targets[self._place].memory)
 
     def Shared_query(self, rank: int) -> tuple[buffer, int]:
-        """Return another rank's part of shared memory, and its displacement unit."""
         self._need()
         rank = integer(rank)
         if rank == PROC_NULL:
@@ -162,7 +159,6 @@ class Win(Accesses, Named, np.ndarray[Any, np.dtype[np.uint8]]):  # type: ignore
         return buffer.frombuffer(part.memory), part.disp_unit
 
     def Get_group(self) -> Group:
-        """Return the group of the window's ranks."""
         self._need()
         return Group.of(self._comm._members, self._comm._rank.id)
 

@@ -210,11 +210,11 @@ def combination(
     """Return the outcome that is the combination of each of several tensors; made once for all ranks."""
 
     def make(instance: CollectiveInstance) -> list[Bytes]:
-        columns = zip(*(_listed(part) for part in instance.parts(0)), strict=True)
+        columns = zip(*(_listed(part) for part in instance.parts()), strict=True)
         pairs = zip(columns, dtypes, strict=True)
         return [reduced(list(column), op, dtype, rooted=rooted) for column, dtype in pairs]
 
-    return lambda instance, rank: instance.shared(rank, lambda: make(instance))
+    return lambda instance, rank: instance.shared(lambda: make(instance))
 
 
 def _listed(part: Any) -> list[Bytes]:
@@ -232,16 +232,14 @@ def scattered(
 
     def make(instance: CollectiveInstance) -> list[Bytes]:
         size = len(instance.members)
-        blocks = list(
-            zip(*instance.parts(0), strict=True)
-        )  # by row and rank: the blocks of all contributions
+        blocks = list(zip(*instance.parts(), strict=True))  # by row and rank: the blocks of all contributions
         if apart:
             kinds = [dtype for dtype in dtypes for _ in range(size)]
             return [reduced(list(block), op, dtype) for block, dtype in zip(blocks, kinds, strict=True)]
         found: list[Bytes] = []
         for at, dtype in enumerate(dtypes):
-            rows = [np.concatenate(part[at * size : (at + 1) * size]) for part in instance.parts(0)]
+            rows = [np.concatenate(part[at * size : (at + 1) * size]) for part in instance.parts()]
             found += np.split(reduced(rows, op, dtype), size)
         return found
 
-    return lambda instance, rank: instance.shared(rank, lambda: make(instance))[rank :: len(instance.members)]
+    return lambda instance, rank: instance.shared(lambda: make(instance))[rank :: len(instance.members)]

@@ -55,7 +55,7 @@ def _seconds(timeout: Any) -> float:
 
 
 def _everything(instance: CollectiveInstance, rank: int) -> Any:
-    return instance.parts(rank)
+    return instance.parts()
 
 
 def _same_dtype(tensors: Tensors) -> None:
@@ -319,7 +319,7 @@ class VirtualProcessGroup(Base):  # type: ignore[misc]
         shapes, agree = described([given])
         call = TorchCall(
             "gather", "gather", raw(given), nbytes_of([given]), root, agree=agree, sizes="all", shapes=shapes,
-            outcome=lambda instance, rank: instance.parts(rank) if rank == root else None,
+            outcome=lambda instance, rank: instance.parts() if rank == root else None,
         )  # fmt: skip
         targets = _rows(outputs)[0] if outputs else []
         collect = lambda found: None if found is None else _fill(targets, found)  # noqa: E731
@@ -439,7 +439,7 @@ class VirtualProcessGroup(Base):  # type: ignore[misc]
         sizes = np.array([len(block) for block in blocks], np.int64)
         call = TorchCall(
             name, "alltoall", blocks, sizes, sizes="matrix", shapes=described(inputs)[0],
-            outcome=lambda instance, rank: [part[rank] for part in instance.parts(rank)],
+            outcome=lambda instance, rank: [part[rank] for part in instance.parts()],
         )  # fmt: skip
         return self._run(call, collect, opts, outputs=outputs)
 

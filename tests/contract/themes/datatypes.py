@@ -131,19 +131,6 @@ def boxes(MPI, comm):
     box.Free()
 
 
-def distributed_arrays(MPI, comm):
-    """The parts of a distributed array are disjoint and cover it."""
-    grid, seen = np.arange(48, dtype=np.int32).reshape(8, 6), []
-    for rank in range(4):
-        kinds, default = [MPI.DISTRIBUTE_BLOCK, MPI.DISTRIBUTE_CYCLIC], [MPI.DISTRIBUTE_DFLT_DARG] * 2
-        part = MPI.INT.Create_darray(4, rank, [8, 6], kinds, default, [2, 2]).Commit()
-        target = np.zeros(part.Get_size() // 4, np.int32)
-        echoed(comm, [grid, 1, part], target)
-        seen += target.tolist()
-        part.Free()
-    same(sorted(seen), list(range(48)))
-
-
 def nested_types(MPI, comm):
     """Types are made of types of types."""
     pair = MPI.INT.Create_vector(2, 1, 2)
@@ -242,16 +229,6 @@ def pack_and_unpack(MPI, comm):
     same((numbers.tolist(), value.tolist(), position), ([rank, 7], [0.5], 16))
 
 
-def portable_packing(MPI, comm):
-    """external32 is big-endian."""
-    buf, back = bytearray(8), np.zeros(2, np.int32)
-    same(MPI.INT.Pack_external_size("external32", 2), 8)
-    MPI.INT.Pack_external("external32", np.array([1, 2], np.int32), buf, 0)
-    same(bytes(buf), b"\0\0\0\1\0\0\0\2")
-    MPI.INT.Unpack_external("external32", buf, 0, back)
-    same(back, [1, 2])
-
-
 def absolute_addresses(MPI, comm, own):
     """With BOTTOM, displacements are addresses: one message from two arrays."""
     one, two = np.array([1.0, 2.0]), np.array([3, 4], np.int32)
@@ -269,18 +246,6 @@ def bad_arguments(MPI, comm):
         MPI.INT.Create_contiguous(-1)
     with fails(MPI, MPI.ERR_TYPE):
         MPI.DATATYPE_NULL.Create_contiguous(2)
-
-
-def attributes_of_types(MPI, comm):
-    """Types carry attributes, copied to duplicates as their keyval says."""
-    keyval = MPI.Datatype.Create_keyval(lambda t, k, v: v + 1)
-    first = MPI.INT.Dup()
-    first.Set_attr(keyval, 1)
-    second = first.Dup()
-    same((first.Get_attr(keyval), second.Get_attr(keyval)), (1, 2))
-    second.Free()
-    first.Free()
-    MPI.Datatype.Free_keyval(keyval)
 
 
 def load_torch() -> Any:

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from contract.cases import Skipped, claim, fails, needs, refused, same
+from contract.cases import claim, fails, needs, refused, same
 
 
 def time_moves_forward(MPI, comm):
@@ -221,15 +221,6 @@ def texts_of_errors(MPI, comm):
         same(MPI.Get_error_class(code), code)
 
 
-def errors_of_the_program(MPI, comm):
-    """Programs add error classes, codes and texts."""
-    error_class = MPI.Add_error_class()
-    code = MPI.Add_error_code(error_class)
-    MPI.Add_error_string(code, "out of coffee")
-    same((MPI.Get_error_class(code), MPI.Get_error_string(code)), (error_class, "out of coffee"))
-    same(MPI.Exception(code).Get_error_class(), error_class)
-
-
 def errors_return_by_default(MPI, comm, own):
     """Errors are exceptions in Python; the handler of a duplicate is its parent's."""
     twin = own(comm.Dup())
@@ -284,19 +275,6 @@ def predefined_communicators_stay(MPI, comm):
     with fails(MPI, MPI.ERR_COMM):
         MPI.COMM_WORLD.Free()
     same(MPI.COMM_WORLD.Get_size(), comm.Get_size())
-
-
-def errors_of_the_program_can_be_removed(MPI, comm):
-    """What was added can be taken away, where the library is recent enough."""
-    error_class = MPI.Add_error_class()
-    code = MPI.Add_error_code(error_class)
-    MPI.Add_error_string(code, "out of coffee")
-    try:
-        MPI.Remove_error_string(code)
-        MPI.Remove_error_code(code)
-        MPI.Remove_error_class(error_class)
-    except NotImplementedError:
-        raise Skipped("this MPI removes no errors") from None
 
 
 def integer_types() -> Iterator[Callable[[int], Any]]:

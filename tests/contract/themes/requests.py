@@ -182,23 +182,6 @@ def copies_of_requests_are_equal(MPI, comm, rank):
     same(target, [1])
 
 
-def generalised_requests(MPI, comm):
-    """A request of the program is completed by the program, and asks its functions."""
-    called = []
-
-    def query(status: Any, *_: Any) -> None:
-        called.append("query")
-        status.Set_source(MPI.UNDEFINED)
-
-    request = MPI.Grequest.Start(query, lambda *_: called.append("free"), lambda *_: called.append("cancel"))
-    same(request.Test(), False)
-    request.Cancel()
-    # Cancel only calls the program's function; completing is the program's own part.
-    request.Complete()
-    request.Wait()
-    same((called[0], "query" in called, "free" in called), ("cancel", True, True))
-
-
 def a_failed_request_in_waitall(MPI, comm, rank):
     """When a request of many fails, Waitall raises ERR_IN_STATUS, and the statuses say which one."""
     targets = [np.zeros(1), np.zeros(4)]

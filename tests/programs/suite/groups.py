@@ -31,7 +31,6 @@ if size > 1:
     leader = max(r for r in range(size) if r % 2 != rank % 2)
     inter = half.Create_intercomm(0, comm, leader, tag=5)
     assert inter.Get_remote_size() == size - half.size
-    assert sorted(inter.allgather(rank)) == [r for r in range(size) if r % 2 != rank % 2]
     merged = inter.Merge(high=bool(rank % 2))
     assert merged.size == size
     if inter.rank < inter.remote_size:
@@ -73,7 +72,6 @@ alone.Free()
 if others.size:
     both = MPI.Intercomm.Create_from_groups(mine, 0, others, 0, "both")
     assert (both.size, both.remote_size) == (mine.size, others.size)
-    assert both.allreduce(rank) == sum(r for r in range(size) if (r in low) != (rank in low))
     both.Free()
 comm.Set_name("everyone")
 assert comm.Get_name() == "everyone"

@@ -4,18 +4,18 @@ from mpi4py import MPI
 
 KINDS = (
     MPI.Comm, MPI.Intracomm, MPI.Intercomm, MPI.Topocomm, MPI.Cartcomm, MPI.Graphcomm, MPI.Distgraphcomm,
-    MPI.Request, MPI.Prequest, MPI.Grequest, MPI.Message, MPI.Win, MPI.File, MPI.Session,
+    MPI.Request, MPI.Prequest, MPI.Message, MPI.Win,
     MPI.Op, MPI.Datatype, MPI.Group, MPI.Info, MPI.Errhandler, MPI.Status,
 )  # fmt: skip
 
 comm, alone = MPI.COMM_WORLD, MPI.COMM_SELF
 cart, graph = alone.Create_cart([1]), alone.Create_graph([0, 1], [0])
-persistent, generalized = alone.Send_init(b"", MPI.PROC_NULL), MPI.Grequest.Start()
+persistent = alone.Send_init(b"", MPI.PROC_NULL)
 given = {
     "cart": cart, "cart as comm": MPI.Comm(cart), "graph": graph, "edges": alone.Create_dist_graph([], [], []),
     "world": comm, "world as intracomm": MPI.Intracomm(comm), "no comm": MPI.COMM_NULL,
-    "persistent": persistent, "persistent as request": MPI.Request(persistent), "generalized": generalized,
-    "no request": MPI.REQUEST_NULL, "message": MPI.MESSAGE_NO_PROC, "no window": MPI.WIN_NULL, "no file": MPI.FILE_NULL,
+    "persistent": persistent, "persistent as request": MPI.Request(persistent),
+    "no request": MPI.REQUEST_NULL, "message": MPI.MESSAGE_NO_PROC, "no window": MPI.WIN_NULL,
     "op": MPI.SUM, "type": MPI.INT, "group": comm.Get_group(), "info": MPI.INFO_ENV, "handler": MPI.ERRORS_RETURN,
     "status": MPI.Status(), "number": 1234, "text": "abc", "numbers": (1, 2, 3),
 }  # fmt: skip
@@ -49,8 +49,6 @@ class Tagged(MPI.Request):
 
 Tagged(alone.Isend(b"", MPI.PROC_NULL)).Wait()
 # Copies of a handle do what the first one does.
-MPI.Grequest(generalized).Complete()
-generalized.Wait()
 again = MPI.Prequest(persistent)
 again.Start()
 again.Wait()
