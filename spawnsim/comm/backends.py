@@ -1,11 +1,11 @@
-"""What backends offer beside communicators: the `Comm` of a library's group, the caller's world, steps in batches.
+"""Services of backends besides communicators: the `Comm` of a library's group, the caller's world, batches of steps.
 
 A group of another kind than its library's own says itself which communicator it stands for, by `as_comm()`. Backends
 are imported only when they are needed (MPI), and classes of groups are looked up among the modules that are loaded
 already. Makes no communicator itself and keeps none.
 
-A training step is a blocking call, like `Recv`: the rank parks until its step has been executed, with those of all
-ranks that are parked by then (`Batching`). What such calls compute is unknown here.
+A training step is a blocking call, like `Recv`: the rank parks until its step has been executed, with the steps of
+all ranks that are parked by then (`Batching`). This module does not know what they compute.
 """
 
 from __future__ import annotations

@@ -133,7 +133,6 @@ class Buffer:
         return array if plain and array.flags.writeable and not self.phantom else None
 
     def block(self, i: int) -> Buffer:
-        """Return the i-th block as a buffer of its own."""
         return self.part(i * self.count, self.count)
 
     def part(self, start: int, count: int) -> Buffer:
@@ -204,17 +203,14 @@ class Vector:
 
     @property
     def count(self) -> int:
-        """Elements in all blocks."""
         return sum(self.counts)
 
     @property
     def writable(self) -> bool:
-        """Whether blocks can be unpacked to."""
         return self._memory is None or bool(self._memory.flags.writeable) or self.nbytes == 0
 
     @property
     def address(self) -> int:
-        """Where the memory starts."""
         return 0 if self._memory is None else int(self._memory.ctypes.data)
 
     def row(self) -> Array | None:
@@ -230,7 +226,6 @@ class Vector:
         return locate(memory, kind, start, total).row()
 
     def block(self, i: int) -> Buffer:
-        """Return the i-th block."""
         return locate(self._memory, self.datatypes[i], self.starts[i], self.counts[i])
 
     def __iter__(self) -> Iterator[Buffer]:
@@ -370,7 +365,7 @@ def _datatype(memory: Array | None, kind: Any) -> Datatype:
         raise SpecTypeError("memory without a type: pass [memory, count, datatype]")
     found = BY_DTYPE.get(memory.dtype)
     if found is None:
-        # Foreign byte order is told apart from an unknown type, since the remedy is another one.
+        # Foreign byte order has an error of its own, since its remedy differs from that of an unknown type.
         if not memory.dtype.isnative:
             raise SpecBufferError(f"dtype {memory.dtype} has a foreign byte order: convert the array first")
         raise UnknownTypeError(
@@ -384,7 +379,7 @@ def _simple(memory: Array | None, given: tuple[Any, Any], datatype: Datatype, bl
     elements = 0 if given[1] is None else index(given[1])
     if elements < 0:
         raise ParameterError(f"negative displacement {elements}")
-    # The extent is asked for only with a displacement: a null type is allowed in an empty message, and has none.
+    # The extent is asked for only with a displacement: a null type, which lacks one, is allowed in an empty message.
     start = elements * datatype.Get_extent()[1] if elements else 0
     nbytes = 0 if memory is None else memory.nbytes
     if memory is not None and start > nbytes and datatype.size:
@@ -464,7 +459,7 @@ def locate(memory: Array | None, datatype: Datatype, start: int, count: int, *, 
 
     Args:
         memory: A flat array; None: the address space, of which `start` is an address.
-        datatype: Of the elements; it may be null where there are none.
+        datatype: Type of an element; it may be null if the count is 0.
         start: The byte at which displacement 0 lies.
         count: Elements of each block.
         blocks: Number of blocks.

@@ -38,7 +38,6 @@ class Constructors(Handle):
     __slots__ = ()
 
     def live(self) -> Layout:
-        """Return the layout of one element."""
         raise NotImplementedError
 
     @classmethod
@@ -308,12 +307,10 @@ class Datatype(Constructors):
 
     @property
     def combiner(self) -> int:
-        """The constructor that made the type."""
         return self.Get_envelope()[4]
 
     @property
     def is_named(self) -> bool:
-        """Whether MPI names this type."""
         return self.combiner == c.COMBINER_NAMED
 
     def tocode(self) -> str:
@@ -404,7 +401,6 @@ def _dtype(datatype: Datatype) -> np.dtype[Any]:
 
 
 def _predefined(name: str) -> Datatype:
-    """Return a predefined type by MPI's name, for pickle."""
     return NAMED[name]
 
 

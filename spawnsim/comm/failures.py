@@ -253,8 +253,8 @@ class Absent(type):
 
 _PROCESSES = "start all ranks at once with --ranks N, and split COMM_WORLD"
 _MERGE = "Merge() the two groups, or send messages between them"
-_HANDLES = "there is no library of C or Fortran that could use the number of a handle"
-_PARTITIONS = "send each partition as a message of its own"
+_HANDLES = "no library of C or Fortran could use the number of a handle"
+_PARTITIONS = "send each partition as its own message"
 
 ABSENT: Final[dict[str, dict[str, str]]] = {
     "": {
@@ -298,7 +298,7 @@ Class = TypeVar("Class", bound=type)
 
 
 def absent(owner: str) -> dict[str, Absent]:
-    """Return the absent names of a class, or ("") of the module `MPI`, and what stands for each."""
+    """Return an `Absent` for each absent name of a class, or ("") of the module `MPI`."""
     found = {}
     for names, advice in ABSENT[owner].items():
         for name in names.split():

@@ -403,7 +403,6 @@ class Named(Attributes):
         raise NotImplementedError
 
     def _abort(self, errorcode: int) -> NoReturn:
-        """End the whole run, as an error handler may want it."""
         raise NotImplementedError
 
     def Get_name(self) -> str:

@@ -80,12 +80,10 @@ class Layout:
 
     @cached_property
     def true_lb(self) -> int:
-        """First byte of data, relative to the buffer's start."""
         return int(self.offsets.min()) if len(self.offsets) else 0
 
     @cached_property
     def true_ub(self) -> int:
-        """One past the last byte of data."""
         return int((self.offsets + self.lengths).max()) if len(self.offsets) else 0
 
     @cached_property
@@ -109,7 +107,6 @@ class Layout:
         return self.dense or self.size >= LONG * len(self.offsets)
 
     def resized(self, lb: int, extent: int) -> Layout:
-        """Return the same data with other bounds."""
         return Layout(self.offsets, self.lengths, self.atoms, self.repeats, lb, extent, self.align)
 
     def span(self, count: int) -> tuple[int, int]:
@@ -232,7 +229,6 @@ def _block(layout: Layout, count: int, displacement: int) -> tuple[Ints, Ints, I
 
 
 def _runs(atoms: Ints, repeats: Ints) -> tuple[Ints, Ints]:
-    """Join neighbouring runs of basic elements of one size."""
     if not len(atoms):
         return atoms, repeats
     starts = np.flatnonzero(np.concatenate(([True], atoms[1:] != atoms[:-1])))

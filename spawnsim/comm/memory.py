@@ -213,13 +213,11 @@ class buffer(np.ndarray[Any, np.dtype[np.uint8]]):  # noqa: N801  # mpi4py's nam
 
     @property
     def address(self) -> int:
-        """Where the memory starts."""
         # numpy gives an empty array some address; mpi4py tells 0.
         return int(self.ctypes.data) if len(self) else 0
 
     @property
     def obj(self) -> Any:
-        """The object whose memory this is."""
         return self.base
 
     @property

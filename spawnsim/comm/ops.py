@@ -31,7 +31,6 @@ Merge = Callable[[Array, Array, Array], Array]
 
 
 def _widen(bits: Array) -> NDArray[np.float32]:
-    """Return bfloat16 storage as float32, exactly."""
     return (bits.view(np.uint16).astype(np.uint32) << 16).view(np.float32)
 
 

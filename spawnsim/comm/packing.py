@@ -38,7 +38,6 @@ def _reduced(storage: Any) -> tuple[Any, tuple[bytes]]:
 
 
 def _text(words: str) -> bytes:
-    """Return a text as a pickle of protocol 2 has it."""
     return b"X" + len(words).to_bytes(4, "little") + words.encode()
 
 

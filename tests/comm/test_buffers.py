@@ -1,7 +1,6 @@
 """Buffer specifications: mpi4py's grammar, memory of several libraries, copies out and in."""
 
 import array
-import timeit
 
 import numpy as np
 import pytest
@@ -269,12 +268,6 @@ def test_buffer_objects():
     )
     assert memory[1:5].cast("i")[0] == int.from_bytes(b"ab", "little")
     assert memory != buffer.frombuffer(memory)
-
-
-def test_the_short_way_is_short():
-    """A plain array becomes a buffer in under a microsecond (measured 0.5; twice that allowed for a busy machine)."""
-    best = min(timeit.repeat(lambda: comm.as_buffer(DATA), number=2000, repeat=7)) / 2000
-    assert best < 2e-6
 
 
 @pytest.mark.parametrize("memory", [np.zeros(0), np.zeros(2), None])

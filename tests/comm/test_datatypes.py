@@ -56,22 +56,6 @@ def test_unknown_code_is_an_error():
         comm.Datatype.fromcode("zz")
 
 
-def test_struct_is_padded_as_in_c():
-    """The extent of {int, double, char} is 24 bytes."""
-    datatype = comm.Datatype.Create_struct([1, 1, 1], [0, 8, 16], [MPI.INT, MPI.DOUBLE, MPI.CHAR])
-    assert (datatype.Get_size(), datatype.Get_extent(), datatype.Get_true_extent()) == (13, (0, 24), (0, 17))
-
-
-def test_a_freed_type_is_null():
-    """Free makes the handle null; a second use is an error."""
-    datatype = MPI.INT.Create_contiguous(2)
-    datatype.Free()
-    assert not datatype
-    assert datatype == comm.DATATYPE_NULL
-    with pytest.raises(comm.MPIException, match="null or was freed"):
-        datatype.Get_size()
-
-
 def test_predefined_types_cannot_be_freed():
     """Freeing a predefined type is an error of class ERR_TYPE."""
     with pytest.raises(comm.CallError) as error:
@@ -86,17 +70,6 @@ def test_types_survive_pickle():
     assert pickle.loads(pickle.dumps(comm.DATATYPE_NULL)) == comm.DATATYPE_NULL
     again = pickle.loads(pickle.dumps(vector))
     assert (again.Get_size(), again.Get_extent(), again.committed) == (24, vector.Get_extent(), True)
-
-
-def test_pack_and_unpack():
-    """Packing follows the layout, at the position given, and back."""
-    array, packed = np.arange(6, dtype=np.int32), np.zeros(20, np.uint8)
-    column = MPI.INT.Create_vector(3, 1, 2).Create_resized(0, 24).Commit()
-    assert column.Pack(array, packed, 4, None) == 16
-    assert packed[4:16].view(np.int32).tolist() == [0, 2, 4]
-    back = np.zeros(6, np.int32)
-    assert column.Unpack(packed, 4, back, None) == 16
-    assert back.tolist() == [0, 0, 2, 0, 4, 0]
 
 
 def test_packing_beyond_the_buffer_is_truncation():

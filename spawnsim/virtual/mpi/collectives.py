@@ -1,8 +1,8 @@
-"""Collectives under mpi4py's names: blocking, non-blocking and persistent ones of buffers, and those of objects.
+"""Collectives under mpi4py's names: of buffers (blocking, non-blocking and persistent) and of objects.
 
-Each of buffers is a description: what a rank contributes, what it gets when it leaves, what all must agree on.
-Snapshots are numpy arrays; a combination keeps the order of `ops.reduce_tree` and its like, so that bits repeat.
-`IN_PLACE` is that of mpi4py: the data lie in the other buffer. Of pickled objects (lower case) each rank gets copies.
+A collective of buffers is described once, as a `Call`: the rank's contribution, its outcome, and the arguments that all
+ranks must agree on. Snapshots are numpy arrays; reductions keep the orders of `comm.ops`, so that bits repeat.
+`IN_PLACE` means, as in mpi4py, that the data lie in the other buffer. Each rank gets its own copies of pickled objects.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class _Collective:
             # A persistent call binds its arguments once (MPI 4.1, 6.13), and begins afresh at each Start.
             bound = with_info.bind(self, *args, **kwargs)
             bound.arguments.pop("info", None)
-            if "root" in bound.arguments:  # what is no number is refused now, and not at the first Start
+            if "root" in bound.arguments:  # anything but a number is refused now, and not at the first Start
                 bound.arguments["root"] = integer(bound.arguments["root"])
             return Prequest.prepare(lambda: getattr(self, started)(*bound.args[1:], **bound.kwargs))
 
@@ -70,10 +70,10 @@ class _Collective:
         _add(owner, f"{name}_init", prepare, (with_info, f"Prepare {name}."))
 
 
-def _add(owner: type, name: str, call: Any, told: tuple[Signature, str | None]) -> None:
-    """Give a class a call; `told` is its signature and its docstring."""
+def _add(owner: type, name: str, call: Any, documented: tuple[Signature, str | None]) -> None:
+    """Give a class a call with a signature and a docstring."""
     call.__name__, call.__qualname__ = name, f"{owner.__name__}.{name}"
-    call.__signature__, call.__doc__ = told
+    call.__signature__, call.__doc__ = documented
     setattr(owner, name, call)
 
 
@@ -85,7 +85,7 @@ def collective(describe: Callable[..., Call]) -> Any:
     written down again. Use it as a decorator in the class that is to have the calls.
 
     Args:
-        describe: takes the arguments of the blocking call, and returns what is to be done.
+        describe: takes the arguments of the blocking call, and returns its `Call`.
 
     Returns:
         What the class replaces by the blocking call when it is made.
@@ -115,7 +115,7 @@ def _fill(spec: Any, **how: Any) -> Outcome:
 
 
 def _fill_row(target: Buffer | Vector, blocks: Sequence[Any]) -> bool:
-    """Copy blocks to memory in which they lie one behind the other; False if it is none, or they do not fit exactly."""
+    """Copy blocks to memory in which they lie one behind the other; False if they do not, or do not fit exactly."""
     # One call for all: a thousand ranks that get a block of each other have a million blocks.
     row = target.row()
     if row is None or any(type(data) is not np.ndarray or data.dtype is not row.dtype for data in blocks):
@@ -152,16 +152,16 @@ def _all_parts(instance: CollectiveInstance, rank: int) -> list[Any]:
 def _reducing(
     name: str, buffers: tuple[Any, Any], op: Op, *, for_all: bool = False, blocks: int = 1
 ) -> tuple[Call, Buffer]:
-    """Return the call of a reduction of (what is sent, what is received), still without outcome, and what it sends.
+    """Return the call of a reduction of (send buffer, receive buffer), still without outcome, and the send buffer.
 
-    `for_all` says that every rank gets the combination, so that none leaves before all have come. What is sent are so
-    many blocks of the count that its specification tells.
+    `for_all` says that every rank gets the combination, so that no rank leaves before all have come. The send buffer
+    has `blocks` blocks.
     """
     sendbuf, recvbuf = buffers
     own = as_buffer(recvbuf if _in_place(sendbuf) else sendbuf, blocks=blocks)
     op.check(own.datatype)
     call = Call(name, name.lower(), None, own.nbytes)
-    # What all ranks must agree on is kept apart from the data, so that a mismatch is told with both values instead
+    # What all ranks must agree on is kept apart from the data, so that the error of a mismatch has both values, instead
     # of as a wrong sum.
     call.agree = (op.name or "user-defined", own.count * own.blocks, own.type_name)
     if for_all:
@@ -173,7 +173,7 @@ def _reducing(
 
 
 def _receiving(name: str, own: Buffer, recvbuf: Any) -> Outcome:
-    """Return what unpacks into the receiving buffer, which must hold what is sent."""
+    """Return a function that unpacks into the receiving buffer, which must fit the sending one."""
     target = as_buffer(recvbuf, writable=True)
     agree(name, own, target)
     return target.unpack
@@ -235,7 +235,7 @@ class Collectives(Member):
             raise PhantomError(f"rank {self._me} in {call.describe()} on {self._label}: {error}") from None
 
     def _start(self, call: Call) -> Request:
-        # The program goes on: it may write to its buffer once the result is there, before others come.
+        # The program continues: it may write to its buffer once the result is there, before others come.
         if call.lent:
             call.part, call.lent = call.part.copy(), False
         departure = self._join(call)
@@ -335,7 +335,7 @@ class Collectives(Member):
 
     def _alltoall(self, sendbuf: Any, recvbuf: Any, **how: Any) -> Call:
         size = len(self._peers)
-        # In place, what is sent lies where it will be received, so it is packed (copied) before anything is written.
+        # In place, the data lie where others will be received, so it is packed (copied) before anything is written.
         blocks = _taken_apart(recvbuf if _in_place(sendbuf) else sendbuf, size, **how)
         return Call(
             "Alltoall", "alltoall", blocks, np.array([block.nbytes for block in blocks]), sizes="matrix",

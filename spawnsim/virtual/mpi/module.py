@@ -1,8 +1,8 @@
 """`MPI`: what a program gets that imports `mpi4py.MPI` on virtual ranks.
 
 A module with every name of mpi4py's, put together from the vocabulary (`spawnsim.comm`), the virtual communicators and
-windows, and `functions`. It holds no state: each use means the calling rank. What is outside the simulation (files,
-sessions, ports) may be mentioned, and its use is an error that names it (`comm.failures.ABSENT`).
+windows, and `functions`. It holds no state: each use means the calling rank. Names outside the simulation (files,
+sessions, ports) may be mentioned, and their use is an error (`comm.failures.ABSENT`).
 """
 
 from __future__ import annotations

@@ -55,7 +55,7 @@ def _blocks(
     spec: Any, number: int, *, vector: bool, types: bool = False, writable: bool = False
 ) -> list[Any]:
     """Return a buffer's blocks, one for each of `number` edges; of a rank without edges, none."""
-    if not number:  # a count beside it is that of each block, of which there are none
+    if not number:  # a count in the specification is the length of each block
         return []
     return list(as_buffer(spec, vector=vector, blocks=number, types=types, writable=writable))
 
