@@ -79,12 +79,12 @@ def test_a_forgotten_shutdown_is_reported(make: Any) -> None:
     assert not any("shutdown() was not called" in each for each in warnings(make))
 
 
-def test_a_policy_that_drops_nothing_reports_only_that_it_was_never_due() -> None:
+@pytest.mark.parametrize("ends", [True, False])
+def test_a_policy_that_drops_nothing_reports_only_that_it_was_never_due(ends: bool) -> None:
     """Synchronous averaging needs no shutdown."""
-    assert warnings(lambda _: AverageAllPolicy(5), ends=False) == []
-    for ends in (True, False):
-        (never,) = warnings(lambda _: AverageAllPolicy(50), ends=ends)
-        assert "then in 50, and the last iteration was 19" in never
+    assert warnings(lambda _: AverageAllPolicy(5), ends=ends) == []
+    (never,) = warnings(lambda _: AverageAllPolicy(50), ends=ends)
+    assert "then in 50, and the last iteration was 19" in never
 
 
 def test_a_program_that_fails_is_not_told_of_its_shutdown() -> None:

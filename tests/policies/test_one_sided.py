@@ -40,30 +40,27 @@ def replacements(found: Steps) -> list[tuple[int, int, list[int]]]:
 
 
 @LAYOUTS
-@pytest.mark.parametrize("mode", ["worst_ratio", "threshold"])
-def test_the_worst_rank_takes_the_mean_of_its_donors(mode: str, layout: str) -> None:
-    """In both layouts and both modes by metric; parameters, 0-dim ones and buffers."""
-    found = walk(lambda comm: windows(comm, mode, layout=layout, donors=3), steps=12)
-    assert replacements(found)[0][1:] == (0, [1, 2, 3])
-    assert numbers(found.models[0]) == {2.0}
-    assert [numbers(found.models[rank]) for rank in (1, 2, 3)] == [{1.0}, {2.0}, {3.0}]
-
-
-@LAYOUTS
 @pytest.mark.parametrize(
-    ("strategy", "low", "high"),
-    [("mean", 2, 2), ("weighted_mean", 2.01, 2.99), ("best_only", 3, 3), ("reset_weights", 42, 42)],
+    ("mode", "strategy", "low", "high"),
+    [
+        ("worst_ratio", "mean", 2, 2),
+        ("threshold", "mean", 2, 2),
+        ("worst_ratio", "weighted_mean", 2.01, 2.99),
+        ("worst_ratio", "best_only", 3, 3),
+        ("worst_ratio", "reset_weights", 42, 42),
+    ],
 )
-def test_every_strategy_works_in_every_layout(strategy: str, low: float, high: float, layout: str) -> None:
-    """mean, weighted_mean, best_only, reset_weights."""
-    found = walk(
-        lambda comm: windows(
-            comm, layout=layout, donors=3, averaging_strategy=strategy, builder=lambda: line(42.0)
-        ),
-        steps=8,
-    )
+def test_the_worst_rank_takes_over_from_its_donors(
+    mode: str, strategy: str, low: float, high: float, layout: str
+) -> None:
+    """In both layouts and both modes by metric, by every strategy; parameters, 0-dim ones and buffers."""
+    how = {"donors": 3, "averaging_strategy": strategy, "builder": lambda: line(42.0)}
+    found = walk(lambda comm: windows(comm, mode, layout=layout, **how), steps=8)
     (value,) = numbers(found.models[0])
     assert low <= value <= high
+    assert replacements(found)[0][1] == 0
+    assert strategy != "mean" or replacements(found)[0][2] == [1, 2, 3]
+    assert [numbers(found.models[rank]) for rank in (1, 2, 3)] == [{1.0}, {2.0}, {3.0}]
 
 
 def test_a_life_lasts_one_call_more_than_max_age() -> None:
@@ -181,15 +178,17 @@ def test_cooldown_stops_thrashing() -> None:
     assert (second - first, third - second) == (5, 5)
 
 
-def test_an_infinite_threshold_and_ratio_0_mean_never() -> None:
-    """Neither replaces anybody."""
-    assert not replacements(walk(lambda comm: windows(comm, "threshold", threshold_metric=math.inf), steps=6))
-    assert not replacements(walk(lambda comm: windows(comm, replacement_ratio=0.0), steps=6))
-
-
-def test_a_single_rank_goes_on_alone() -> None:
-    """No donors: its life goes on, nothing fails."""
-    assert not replacements(walk(lambda comm: windows(comm, "age", age_range=(1, 1)), ranks=1, steps=6))
+@pytest.mark.parametrize(
+    ("mode", "how", "ranks"),
+    [
+        ("threshold", {"threshold_metric": math.inf}, 4),
+        ("worst_ratio", {"replacement_ratio": 0.0}, 4),
+        ("age", {"age_range": (1, 1)}, 1),
+    ],
+)
+def test_never(mode: str, how: dict[str, Any], ranks: int) -> None:
+    """An infinite threshold and ratio 0 replace nobody; a rank alone has no donors, and goes on."""
+    assert not replacements(walk(lambda comm: windows(comm, mode, **how), ranks=ranks, steps=6))
 
 
 def test_info_reports_how_often_it_really_checks() -> None:

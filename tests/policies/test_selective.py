@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from support.policy_ranks import Line, Steps, line, numbers, walk
@@ -18,7 +17,6 @@ from spawnsim.policies import (
     AverageAllPolicy,
     Best,
     ExchangeOptions,
-    StateScope,
     replay,
 )
 
@@ -35,19 +33,35 @@ def replacements(found: Steps) -> list[tuple[int, list[int]]]:
 
 
 # --------------------------------------------------------------------------------------------- strategies
-def test_mean_takes_the_mean_of_all_survivors() -> None:
-    """Rank 0 is worst of four: it becomes the mean of 1, 2 and 3, buffers and 0-dim parameters included."""
-    found = walk(selective, steps=12)
-    assert replacements(found)[0] == (0, [1, 2, 3])
-    assert numbers(found.models[0]) == {2.0}
-    assert [numbers(found.models[rank]) for rank in (1, 2, 3)] == [{1.0}, {2.0}, {3.0}]
+PARTS, SECOND, NONE_SUCH = (
+    ExchangeOptions(part_nbytes=16), ExchangeOptions(coordinator=2), ExchangeOptions(coordinator=9),
+)  # fmt: skip
 
 
-def test_best_only_copies_the_best() -> None:
-    """One donor, exactly its weights."""
-    found = walk(lambda comm: selective(comm, "best_only"), steps=12)
-    assert replacements(found)[0] == (0, [3])
-    assert numbers(found.models[0]) == {3.0}
+@pytest.mark.parametrize(
+    ("how", "replaced", "donors", "value", "decided_by"),
+    [
+        ({}, 0, [1, 2, 3], 2.0, 0),
+        ({"strategy": "best_only"}, 0, [3], 3.0, 0),
+        ({"strategy": "reset_weights", "builder": lambda: line(42.0)}, 0, [], 42.0, 0),
+        ({"mode": "min"}, 3, [0, 1, 2], 1.0, 0),
+        ({"replacement_mode": "threshold", "threshold": 0.5}, 0, [1, 2, 3], 2.0, 0),
+        ({"selection": lambda reports: frozenset({1}), "donors": Best(2)}, 1, [2, 3], 2.5, 0),
+        ({"wiring": PARTS}, 0, [1, 2, 3], 2.0, 0),
+        ({"wiring": SECOND}, 0, [1, 2, 3], 2.0, 2),
+        ({"wiring": NONE_SUCH}, 0, [1, 2, 3], 2.0, 3),  # recoveries leave groups that have no such rank
+    ],
+)
+def test_who_is_replaced_by_whom(
+    how: dict[str, Any], replaced: int, donors: list[int], value: float, decided_by: int
+) -> None:
+    """The worst of four goes on from what its donors gave, all tensors alike; the others keep theirs."""
+    found = walk(lambda comm: selective(comm, **how), steps=12)
+    assert replacements(found)[0] == (replaced, donors)
+    assert {rank: numbers(model) for rank, model in found.models.items()} == {
+        rank: {value if rank == replaced else float(rank)} for rank in range(4)
+    }
+    assert {event["rank"] for event in found.events("decision")} == {decided_by}
 
 
 @pytest.mark.parametrize(("donors", "given"), [(None, {(31,)}), (3, None)])
@@ -101,29 +115,10 @@ def test_weighted_mean_leans_to_the_better_donors() -> None:
     assert 2.0 < value < 3.0
 
 
-def test_reset_weights_starts_afresh() -> None:
-    """The builder's own values, a fresh optimizer, and no donors."""
-    found = walk(lambda comm: selective(comm, "reset_weights", builder=lambda: line(42.0)), steps=12)
-    assert replacements(found)[0] == (0, [])
-    assert numbers(found.models[0]) == {42.0}
-
-
-@pytest.mark.parametrize(("mode", "worst"), [("max", 0), ("min", 3)])
-def test_mode_says_which_end_is_worst(mode: str, worst: int) -> None:
-    """Higher is better, or lower is."""
-    assert replacements(walk(lambda comm: selective(comm, mode=mode), steps=12))[0][0] == worst
-
-
-@pytest.mark.parametrize("replacement_mode", ["worst_ratio", "threshold", "age"])
-def test_every_mode_works_here(replacement_mode: str) -> None:
-    """By rank, by threshold, by age."""
-    found = walk(
-        lambda comm: selective(comm, replacement_mode=replacement_mode, threshold=0.5, age_range=(4, 8)),
-        steps=16,
-    )
-    assert replacements(found)
-    if replacement_mode == "threshold":
-        assert {replaced for replaced, _ in replacements(found)} == {0}
+def test_ages_run_out() -> None:
+    """Each rank goes when its own age has, whatever its metric."""
+    found = walk(lambda comm: selective(comm, replacement_mode="age", age_range=(4, 8)), steps=16)
+    assert len({replaced for replaced, _ in replacements(found)}) > 1
 
 
 # ------------------------------------------------------------------------------------------------ promises
@@ -134,27 +129,17 @@ def test_nobody_waits_for_anybody() -> None:
     assert all(ends[rank] == pytest.approx(0.1, abs=2e-3) for rank in (0, 1, 3))
 
 
-def test_a_dead_rank_costs_only_itself() -> None:
-    """The others go on replacing, by quorum or deadline."""
+@pytest.mark.parametrize("dead", [3, 0])
+def test_a_dead_rank_costs_only_itself(dead: int) -> None:
+    """The others go on replacing, by quorum or deadline; the next rank takes over from a dead coordinator."""
     found = walk(
-        lambda comm: selective(comm, wiring=ExchangeOptions(deadline=0.02)), steps=40, faults="crash:3@0.05s",
-        metric=lambda rank, iteration: float(rank + iteration % 2),
-    )  # fmt: skip
-    late = [event for event in found.events("replacement") if event["time_s"] > 0.2]
-    assert late
-    assert all(3 not in event["donors"] for event in late)
-    assert found.infos[0, 39]["num_replacements_so_far"] > 1
-
-
-def test_the_next_rank_takes_over_from_a_dead_coordinator() -> None:
-    """Replacements go on without rank 0."""
-    found = walk(
-        lambda comm: selective(comm, wiring=ExchangeOptions(deadline=0.02)), steps=40, faults="crash:0@0.05s",
+        lambda comm: selective(comm, wiring=ExchangeOptions(deadline=0.02)), steps=40, faults=f"crash:{dead}@0.05s",
         metric=lambda rank, iteration: float(rank + iteration % 2),
     )  # fmt: skip
     late = [event for event in found.events("decision") if event["time_s"] > 0.2 and event["replaced"]]
-    assert {event["rank"] for event in late} == {1}
-    assert all(0 not in event["donors"] for event in found.events("replacement") if event["time_s"] > 0.2)
+    assert {event["rank"] for event in late} == {0 if dead else 1}
+    assert all(dead not in event["donors"] for event in found.events("replacement") if event["time_s"] > 0.2)
+    assert found.infos[0 if dead else 1, 39]["num_replacements_so_far"] > 0
 
 
 def test_a_coordinator_that_is_done_decides_for_those_who_are_not() -> None:
@@ -175,13 +160,6 @@ def test_a_slow_rank_is_dropped_from_rounds_not_waited_for() -> None:
     ]  # the others end at 0.4 s
     assert len(decided) >= 10
     assert {event["reported"] for event in decided} == {3}
-
-
-def test_rank_0_is_an_ordinary_participant() -> None:
-    """The coordinating rank is replaced like any other, and any rank may coordinate."""
-    assert replacements(walk(selective, steps=12))[0][0] == 0
-    found = walk(lambda comm: selective(comm, wiring=ExchangeOptions(coordinator=2)), steps=12)
-    assert replacements(found)[0] == (0, [1, 2, 3])
 
 
 def test_counts_and_ranks_come_from_the_group() -> None:
@@ -256,17 +234,19 @@ def rounds_that_replace(**how: Any) -> list[int]:
     return [event["round"] for event in found.events("decision") if event["replaced"]]
 
 
-def test_default_cooldown_is_that_of_the_seeds() -> None:
-    """200 iterations between rounds that replace where a threshold is given; without one, every round replaces."""
-    assert rounds_that_replace(threshold=9.0) == [10, 210]
-    assert rounds_that_replace() == list(range(10, 221, 10))
-
-
-def test_a_cooldown_that_is_given_holds_with_and_without_threshold() -> None:
-    """Also if it is the default's number."""
-    for threshold in (None, 9.0):
-        assert rounds_that_replace(threshold=threshold, cooldown=80) == [10, 90, 170]
-    assert rounds_that_replace(cooldown=200) == [10, 210]
+@pytest.mark.parametrize(
+    ("how", "rounds"),
+    [
+        ({"threshold": 9.0}, [10, 210]),
+        ({}, [*range(10, 221, 10)]),
+        ({"threshold": 9.0, "cooldown": 80}, [10, 90, 170]),
+        ({"cooldown": 80}, [10, 90, 170]),
+        ({"cooldown": 200}, [10, 210]),
+    ],
+)
+def test_cooldowns(how: dict[str, Any], rounds: list[int]) -> None:
+    """By default the seeds': 200 iterations where a threshold is given, else none. One that is given always holds."""
+    assert rounds_that_replace(**how) == rounds
 
 
 def test_donors_give_their_current_model_also_after_a_rebuild() -> None:
@@ -304,12 +284,6 @@ def test_the_delta_rule_keeps_steps_taken_meanwhile() -> None:
     assert after == (30 + version + 1) + (iteration - event["asked"])
 
 
-def test_large_models_travel_in_parts() -> None:
-    """Small parts give the same result as one message."""
-    found = walk(lambda comm: selective(comm, wiring=ExchangeOptions(part_nbytes=16)), steps=12)
-    assert numbers(found.models[0]) == {2.0}
-
-
 def test_models_of_different_shapes_are_matched_by_name() -> None:
     """What fits is taken, what does not stays, and is named."""
     found = walk(
@@ -320,40 +294,6 @@ def test_models_of_different_shapes_are_matched_by_name() -> None:
     assert found.models[0].logZ.item() == 3
     assert found.models[0].weight.tolist() == [0, 0, 0]
     assert found.policies[0].unmatched == ("parameter/weight",)
-
-
-def test_no_rank_shares_memory_with_another() -> None:
-    """A replaced rank has its own copy of what its donors gave."""
-    found = walk(lambda comm: selective(comm, "best_only", builder=lambda: line(0.0)), steps=12)
-    addresses = [
-        tensor.data_ptr() for model in found.models.values() for tensor in model.state_dict().values()
-    ]
-    assert len(set(addresses)) == len(addresses)
-
-
-def test_explore_makes_population_based_training() -> None:
-    """Exploit and explore: the donor's weights with other hyper-parameters."""
-
-    def explore(model: torch.nn.Module, optimizer: torch.optim.Optimizer, rng: np.random.Generator) -> None:
-        optimizer.param_groups[0]["lr"] = float(rng.choice([0.08, 0.12]))
-
-    seen: list[float] = []
-
-    def start(rank: int) -> tuple[Line, torch.optim.Optimizer]:
-        model, optimizer = line(float(rank))
-        seen.append(optimizer)
-        return model, optimizer
-
-    walk(lambda comm: selective(comm, explore=explore), steps=12, start=start)
-    assert [o.param_groups[0]["lr"] in (0.08, 0.12) for o in seen] == [True, False, False, False]
-
-
-def test_users_own_selection_and_donors() -> None:
-    """Any function of the reports selects; any rule names donors."""
-    found = walk(
-        lambda comm: selective(comm, selection=lambda reports: frozenset({1}), donors=Best(2)), steps=12
-    )
-    assert replacements(found)[0] == (1, [2, 3])
 
 
 def test_without_a_metric_a_rank_takes_no_part() -> None:
@@ -375,7 +315,9 @@ def test_a_metric_may_be_a_tensor_with_a_gradient() -> None:
 # --------------------------------------------------------------------------------------------- record, end
 def test_info_tells_what_happened() -> None:
     """Donors, staleness, bytes, wait and the metrics' range, in the call of the replacement and there alone."""
-    found = walk(selective, steps=12)
+    timing: dict[str, list[float]] = {}
+    found = walk(lambda comm: selective(comm, timing=timing if comm.Get_rank() == 0 else None), steps=12)
+    assert timing["wait"][0] > 0
     ((_, info),) = [(key, info) for key, info in found.infos.items() if info["is_replaced"]]
     assert (info["donors"], info["global_min_metric"], info["global_max_metric"]) == (3, 0.0, 3.0)
     assert info["bytes"] > 3 * 24
@@ -504,39 +446,3 @@ def test_unknown_parameters_are_refused() -> None:
     """A misspelt name is an error, not a default."""
     with pytest.raises(TypeError, match="replacment"):
         AsyncSelectiveAveragingPolicy(None, 5, replacment_ratio=0.1)
-
-
-def test_of_a_small_group_the_last_rank_decides() -> None:
-    """Recoveries leave groups that have no such rank."""
-    found = walk(lambda comm: selective(comm, wiring=ExchangeOptions(coordinator=9)), steps=12)
-    assert {event["rank"] for event in found.events("decision")} == {3}
-    assert found.events("replacement")
-
-
-def test_optimizer_state_can_be_copied_from_the_donor() -> None:
-    """Moments travel with the weights on demand."""
-
-    def start(rank: int) -> tuple[Line, torch.optim.Optimizer]:
-        model = Line(float(rank))
-        optimizer = torch.optim.Adam(model.parameters())
-        for parameter in model.parameters():
-            parameter.grad = torch.full_like(parameter, float(rank))
-        optimizer.step()
-        kept.append((model, optimizer))
-        return model, optimizer
-
-    kept: list[tuple[Line, torch.optim.Optimizer]] = []
-    walk(
-        lambda comm: selective(comm, "best_only", travels=StateScope(optimizer_state="copy")),
-        steps=12,
-        start=start,
-    )
-    (mine, own), (theirs, other) = kept[0], kept[3]
-    assert torch.equal(own.state[mine.weight]["exp_avg"], other.state[theirs.weight]["exp_avg"])
-
-
-def test_timing_is_filled() -> None:
-    """The dictionary that the caller gave holds durations in seconds by step."""
-    timing: dict[str, list[float]] = {}
-    walk(lambda comm: selective(comm, timing=timing if comm.Get_rank() == 0 else None), steps=12)
-    assert timing["wait"][0] > 0

@@ -47,30 +47,25 @@ def replaced(decisions: list[Decision]) -> list[tuple[int, list[int]]]:
 
 
 # ------------------------------------------------------------------------------------------------ rounds
-def test_a_round_is_decided_when_all_have_reported() -> None:
-    """The worst of four goes; the metrics' range is told."""
-    books = coordinator()
-    tell(books, 10, range(3))
-    assert not books.due(0.5)
-    tell(books, 10, [3])
-    (decision,) = books.due(0.5)
-    assert replaced([decision]) == [(10, [0])]
-    assert (decision.low, decision.high) == (0.0, 3.0)
-
-
-def test_a_deadline_decides_with_those_that_have_reported() -> None:
-    """A dead rank costs its own contribution: the others go on without it."""
-    books = coordinator()
-    tell(books, 10, [0, 1, 3])
-    assert replaced(books.due(1.0)) == [(10, [0])]
-    assert books.counts["deadline"] == 1
-
-
-def test_a_quorum_decides_at_once() -> None:
-    """Half of the group is enough if the quorum says so."""
-    books = coordinator(quorum=0.5)
-    tell(books, 10, [1, 2])
-    assert replaced(books.due(0.0)) == [(10, [1])]
+@pytest.mark.parametrize(
+    ("how", "reported", "at_s", "decided"),
+    [
+        ({}, [0, 1, 2], 0.5, []),
+        ({}, [0, 1, 2, 3], 0.5, [(10, [0])]),
+        ({}, [0, 1, 3], 1.0, [(10, [0])]),  # at its deadline: a dead rank costs its own contribution
+        ({"quorum": 0.5}, [1, 2], 0.0, [(10, [1])]),
+    ],
+)
+def test_when_a_round_is_decided(
+    how: dict[str, float], reported: list[int], at_s: float, decided: object
+) -> None:
+    """When all have reported, a quorum has, or the deadline has passed; the metrics' range is that of all reports."""
+    books = coordinator(**how)
+    tell(books, 10, reported)
+    decisions = books.due(at_s)
+    assert replaced(decisions) == decided
+    assert all((each.low, each.high) == (min(reported), max(reported)) for each in decisions)
+    assert books.counts["deadline"] == (at_s == 1.0)
 
 
 def test_late_and_duplicate_reports_are_counted_and_dropped() -> None:
