@@ -369,35 +369,19 @@ class SpawnPolicy:
             record.event("warning", text=f"{type(self).__name__}: {sentence}")
 
     def warn_if_never_due(self, last: int, group: Any) -> None:
-        """Warn if `average_every` is longer than the run, so that nothing happened.
-
-        Args:
-            last: the last iteration.
-            group: the communicator.
-        """
+        """Warn if `average_every` is longer than the run, whose last iteration is given, so that nothing happened."""
         if sentence := _never_due(self.cadence, last):
             self.warn(group, sentence)
 
     def warn_if_all_lived(self, age_range: tuple[int, int], calls: int, group: Any) -> None:
-        """Warn if no rank can have reached the age at which it is replaced.
-
-        Args:
-            age_range: lowest and highest age.
-            calls: how often the policy was called.
-            group: the communicator.
-        """
+        """Warn if in so many calls no rank can have reached the age at which it is replaced."""
         if age_range[0] >= calls:
             self.warn(
                 group, f"age_range={age_range} begins beyond the {calls} iterations: no rank was replaced"
             )
 
     def note(self, step: str, seconds: float) -> None:
-        """Add a duration to `timing`.
-
-        Args:
-            step: its name.
-            seconds: the duration.
-        """
+        """Add a duration to `timing`, under the name of its step."""
         self.timing.setdefault(step, []).append(seconds)
 
     @classmethod

@@ -119,10 +119,6 @@ class DecoupledDiLoCoPolicy(GlobalWeightsPolicy):
         tag: of the messages; two policies at once need two.
         how: `timing` and `options.OuterOptions`: P is `fragments`. The authors publish no outer learning rate and
             momentum: the defaults are DiLoCo's.
-
-    Raises:
-        ParameterError: an argument is out of range.
-        MismatchError: when a group meets, on every rank, if models or arguments differ.
     """
 
     paper = "arXiv 2604.21428"

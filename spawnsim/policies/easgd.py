@@ -22,11 +22,6 @@ class EASGDPolicy(GlobalWeightsPolicy):
         average_every: τ, iterations from one round to the next.
         moving_rate: β = α·ranks, from 0 to 1.
         how: `compression`, `feedback`, `travels`, `cadence`, `timing` as in `OuterOptimizerPolicy`.
-
-    Raises:
-        ParameterError: an argument is out of range.
-        MismatchError: when a group meets, on every rank, if models or arguments differ.
-        Timeout: if the group does not meet within `comm.clock.deadline`; this rank's model is then unchanged.
     """
 
     paper = "arXiv 1412.6651"

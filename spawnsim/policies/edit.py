@@ -42,11 +42,6 @@ class EDiTPolicy(GlobalWeightsPolicy):
         clip: the largest norm of a block's merged difference, above 0.
         outliers: makes what judges the norms of a block; see `rules.merging.OutlierFilter`.
         how: `lr`, `momentum`, `compression`, `feedback`, `travels`, `timing` as in `OuterOptimizerPolicy`.
-
-    Raises:
-        ParameterError: an argument is out of range.
-        MismatchError: when a group meets, on every rank, if models or arguments differ.
-        Timeout: if the group does not meet within `comm.clock.deadline`; this rank's model is then unchanged.
     """
 
     paper = "arXiv 2412.07210"

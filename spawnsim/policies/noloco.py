@@ -44,11 +44,6 @@ class NoLoCoPolicy(GlobalWeightsPolicy):
         pull: γ, how strongly the slow weights of a pair draw near; None: as `lr`.
         tag: of the messages; two policies at once need two.
         how: η and μ, as `lr` and `momentum`; `travels`, `cadence`, `timing` as in `OuterOptimizerPolicy`.
-
-    Raises:
-        ParameterError: an argument is out of range.
-        MismatchError: when a group meets, on every rank, if models or arguments differ.
-        Timeout: if the partner does not come within `comm.clock.deadline`; this rank's model is then unchanged.
     """
 
     paper = "arXiv 2506.10911"

@@ -212,11 +212,6 @@ class OuterOptimizerPolicy(GlobalWeightsPolicy):
         inner_lr: the outer optimizer sees Δ/γ and steps by lr·γ, γ being the inner optimizer's learning rate of the
             moment (of its first group), as SlowMo has it. The same as without, while γ stays what it is.
         how: `cadence`, `timing` and `options.OuterOptions`, but no fragments.
-
-    Raises:
-        ParameterError: an argument is out of range.
-        MismatchError: when a group meets, on every rank, if models or arguments differ.
-        Timeout: if the group does not meet within `comm.clock.deadline`; this rank's model is then unchanged.
     """
 
     paper = "arXiv 1602.05629, 1910.00643, 2311.08105, 2505.23725"

@@ -27,11 +27,6 @@ class SPARTAPolicy(GlobalWeightsPolicy):
         average_every: iterations from one round to the next.
         share: of the weights, that are averaged in a round, above 0 and at most 1.
         how: `travels`, `cadence`, `timing` as in `OuterOptimizerPolicy`.
-
-    Raises:
-        ParameterError: an argument is out of range.
-        MismatchError: when a group meets, on every rank, if models or arguments differ.
-        Timeout: if the group does not meet within `comm.clock.deadline`; this rank's model is then unchanged.
     """
 
     paper = "EXO Labs 2025"

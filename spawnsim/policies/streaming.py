@@ -33,11 +33,6 @@ class StreamingDiLoCoPolicy(GlobalWeightsPolicy):
         overlap: τ, iterations from sending to using, less than `average_every`; 0 waits at once.
         blend: α, the share of its own weights that a rank keeps, from 0 to 1.
         how: `timing` and `options.OuterOptions`: P is `fragments`.
-
-    Raises:
-        ParameterError: an argument is out of range.
-        MismatchError: when a group meets, on every rank, if models or arguments differ.
-        Timeout: if a mean is not there within `comm.clock.deadline`; this rank's model is then unchanged.
     """
 
     paper = "arXiv 2501.18512"
@@ -141,11 +136,6 @@ class OneRoundLatePolicy(GlobalWeightsPolicy):
         own_fresh: use this rank's own newest difference.
         penalty: the outer gradient is divided by it, above 0 (CO2's staleness gap penalty, held constant).
         how: `timing` and `options.OuterOptions`; `clip` is CO2's outer momentum clipping.
-
-    Raises:
-        ParameterError: an argument is out of range.
-        MismatchError: when a group meets, on every rank, if models or arguments differ.
-        Timeout: if a mean is not there within `comm.clock.deadline`; this rank's model is then unchanged.
     """
 
     paper = "arXiv 2502.12996, 2401.16265"

@@ -741,31 +741,3 @@ def test_a_round_reads_weights_after_batched_steps() -> None:
         ends[eager] = spawnsim.run(main, ranks=6, eager=eager).table["weight"].tolist()
     np.testing.assert_allclose(ends[False], ends[True], rtol=1e-5)
     assert len(set(ends[True])) == 1
-
-
-@pytest.mark.parametrize("name", POLICIES)
-def test_checkpoints_hold_all_that_there_is(name: str) -> None:
-    """A policy that is drained, and another object that takes up its state, go on alike, to the bit."""
-    ends: dict[tuple[bool, int], Weights] = {}
-
-    def main(comm: Any, anew: bool) -> None:
-        policy, model = POLICIES[name](), model_of(start())
-        optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.1)
-        for step in range(24):
-            with comm.compute(0.01):
-                move(model, torch.from_numpy(drift(comm.rank, step)))
-            model, optimizer, _ = policy(step, model, optimizer, None, comm)
-            if step == 11:
-                policy.drain()
-                comm.Barrier()
-                if anew:
-                    state, policy = policy.state_dict(), POLICIES[name]()
-                    policy.load_state_dict(state)
-        policy.shutdown()
-        assert policy.stats["num_rounds"] >= 5
-        ends[anew, comm.rank] = vector(model).numpy()
-
-    for anew in (False, True):
-        spawnsim.run(lambda comm, anew=anew: main(comm, anew), ranks=5)
-    for rank in range(5):
-        np.testing.assert_array_equal(ends[False, rank], ends[True, rank])

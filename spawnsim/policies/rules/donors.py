@@ -207,52 +207,32 @@ class Best(ColumnDonorRule):
         check_mode(self.mode)
 
     def columns(self, metrics: Weights, replaced: int, rng: np.random.Generator) -> Places:
+        return np.tile(self.best(metrics), (replaced, 1))
+
+    def best(self, metrics: Weights) -> Places:
+        """Return the places of the best, rising."""
         # All but the worst ones are the best, so ties fall as among those that are replaced.
         wanted = how_many(self.count, len(metrics))
-        best = np.flatnonzero(~worst_of(goodness(metrics, self.mode), len(metrics) - wanted))
-        return np.tile(best, (replaced, 1))
+        return np.flatnonzero(~worst_of(goodness(metrics, self.mode), len(metrics) - wanted))
 
 
 @dataclass(frozen=True, slots=True)
-class OneOfBest(ColumnDonorRule):
-    """One of the `count` best candidates, all of these equally likely: PBT's truncation selection.
-
-    Args:
-        count: as for `Uniform`.
-        mode: "max" if higher metrics are better, else "min".
-
-    Raises:
-        ParameterError: an argument is out of range.
-    """
+class OneOfBest(Best):
+    """One of the `count` best candidates, all of these equally likely: PBT's truncation selection. See `Best`."""
 
     count: Count = 0.25
-    mode: Mode = "max"
-
-    def __post_init__(self) -> None:
-        Best(self.count, self.mode)
 
     def columns(self, metrics: Weights, replaced: int, rng: np.random.Generator) -> Places:
-        [best] = Best(self.count, self.mode).columns(metrics, 1, rng)
+        best = self.best(metrics)
         return np.array([rng.choice(best) for _ in range(replaced)], np.int64).reshape(replaced, 1)
 
 
 @dataclass(frozen=True, slots=True)
-class ByMetric(ColumnDonorRule):
+class ByMetric(Best):
     """`count` candidates drawn without repetition, the better the likelier (softmax of the standardised metric).
 
-    Args:
-        count: as for `Uniform`.
-        mode: "max" if higher metrics are better, else "min".
-
-    Raises:
-        ParameterError: an argument is out of range.
+    See `Best` for the arguments.
     """
-
-    count: Count = 1
-    mode: Mode = "max"
-
-    def __post_init__(self) -> None:
-        Best(self.count, self.mode)
 
     def columns(self, metrics: Weights, replaced: int, rng: np.random.Generator) -> Places:
         chances, wanted = softmax(goodness(metrics, self.mode)), how_many(self.count, len(metrics))
@@ -450,7 +430,7 @@ def donors_of(
         return np.zeros(len(replaced), np.int64), np.empty(0, np.int64), np.empty(0)
     rule: Any = rules.donors
     # Before they are chosen; what a rule of the program's own chooses is known afterwards.
-    wanted = how_many(rule.count, len(giving)) if isinstance(rule, (Uniform, Best)) else 0
+    wanted = how_many(rule.count, len(giving)) if type(rule) in (Uniform, Best) else 0
     _require_few(len(replaced), wanted)
     if not hasattr(rule, "columns"):  # may depend on the rank: one after the other, the lowest first
         rows = []

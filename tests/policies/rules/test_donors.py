@@ -82,7 +82,7 @@ def by_hand(reports: list[Report], rules: Rules, seed: int) -> dict[int, dict[in
             drawn = range(count) if count == len(giving) else rng.choice(len(giving), count, replace=False)
             chosen = [giving[place] for place in drawn]
         else:
-            chosen = best if isinstance(rules.donors, Best) else [best[rng.choice(range(count))]]
+            chosen = best if type(rules.donors) is Best else [best[rng.choice(range(count))]]
             if isinstance(rules.donors, OneOfBest):
                 chosen = [sorted(best, key=lambda each: each.rank)[best.index(chosen[0])]]
         values = np.array([good(each) for each in sorted(chosen, key=lambda each: each.rank)])
