@@ -93,13 +93,11 @@ class WarmUp:
             raise
 
     def count(self) -> None:
-        """Count one step."""
         self.left -= 1
         if self.over:
             self.detach()
 
     def detach(self) -> None:
-        """Take the hook away."""
         self._mean = None
         if self._hook is not None:
             self._hook.remove()
@@ -109,12 +107,7 @@ class WarmUp:
 class ClockAveraging:
     """One rank's exchanges by the clock on one communicator: what its progress engine calls.
 
-    Args:
-        comm: the communicator.
-        tag: of all messages.
-        exchanges: the state machine of the mode.
-        vector: the tensors that are averaged.
-        weights: held while these are read or changed.
+    `exchanges` is the state machine of the mode; the lock `weights` is held while `vector` is read or changed.
     """
 
     def __init__(
@@ -135,7 +128,6 @@ class ClockAveraging:
         self._gaps: deque[float] = deque(maxlen=GAPS)
 
     def advance(self, arrived: list[tuple[int, Message]], now_s: float, dead: set[int]) -> None:
-        """Take what has arrived and do what is due. The engine calls this."""
         self._gaps.append(now_s - self._polled_s)
         self._polled_s = now_s
         self.exchanges.note_step(median(self._gaps))
@@ -153,7 +145,6 @@ class ClockAveraging:
             self._refused = refused
 
     def wake_s(self) -> float:
-        """Return when `advance` is next needed. The engine calls this."""
         return self.exchanges.wake_s()
 
     def _refused_count(self) -> int:

@@ -49,12 +49,8 @@ class Syncer:
 
     A round of a fragment closes when `quorum` learners have pushed and a grace window is over, or when all have.
 
-    Args:
-        fragments: global weights and momentum, the syncer's own.
-        rule: the outer optimizer.
-        quorum: learners, at least 1; all where fewer are left.
-        window_s: seconds that a quorum took to come → how long it waits for more.
-        plain: names of tensors whose differences take the plain mean.
+    It waits for all where fewer than the quorum remain. `window_s` maps the seconds that a quorum took to arrive to how
+    long more are awaited; differences of tensors whose names are `plain` take the plain mean.
     """
 
     def __init__(
@@ -96,7 +92,6 @@ class Syncer:
         self.rule.step(fragment.weights.rows, fragment.momentum.rows, delta.rows)
 
     def wake_s(self) -> float:
-        """Return when a round closes next."""
         return min(round_.closes_s for round_ in self.rounds)
 
 
@@ -286,7 +281,6 @@ class Learner:
         self.engine.progress()
 
     def take(self) -> dict[int, tuple[Any, int]]:
-        """Return what has come back, by fragment."""
         with self.engine.hold():
             taken, self.inbox = self.inbox, {}
         self._unanswered -= set(taken)
@@ -313,7 +307,6 @@ class Learner:
         self.engine.progress()
 
     def advance(self, arrived: list[tuple[int, Message]], now_s: float, dead: set[int]) -> None:
-        """Take what has come, and merge what is due. The engine calls this."""
         self.present -= dead
         for source, message in arrived:
             if message.kind is Kind.LEAVE:
@@ -339,7 +332,6 @@ class Learner:
         self.comm.record.event("merge", fragment=place, learners=learners)
 
     def wake_s(self) -> float:
-        """Return when `advance` is next needed. The engine calls this."""
         return math.inf if self._syncer is None else self._syncer.wake_s()
 
     def leave(self, *, tell: bool) -> list[Fragment]:

@@ -372,8 +372,7 @@ class ProgressEngine:
     a caller that waited for the lock would block its training loop for as long as the other one averages.
 
     Args:
-        endpoint: where messages come from.
-        owner: what they are handed to.
+        endpoint, owner: where messages come from, and who takes them.
         lock: held while the owner is called; by default the engine's own.
         poll_interval_s: seconds between two attempts while another task holds the lock or makes the progress.
         background_wait_s: the longest wait of the background task.

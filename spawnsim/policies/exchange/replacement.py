@@ -507,13 +507,7 @@ def _layout(given: Contribution) -> Any:
 
 
 class Gathering:
-    """What the donors of one replacement give.
-
-    Args:
-        weights: of the donors, by rank.
-        travels: which parts of the state are exchanged.
-        guard: leave out donors whose state is not finite.
-    """
+    """What the donors of one replacement give. With `guard`, donors whose state is not finite are left out."""
 
     def __init__(self, weights: Mapping[int, float], travels: StateScope, *, guard: bool) -> None:
         self.weights, self.travels, self.guard = weights, travels, guard

@@ -92,14 +92,7 @@ def _rounded(wide: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 class Server:
-    """One server's weights, and who waits for them.
-
-    Args:
-        options: how it takes changes.
-        weights: what it begins with; copied.
-        form: how weights and changes travel.
-        tier: 0 for workers' changes, 1 for servers'.
-    """
+    """One server's weights, and the ranks that wait for them. `tier` is 0 for workers' changes, 1 for servers'."""
 
     def __init__(self, options: ServerOptions, weights: Tensors, form: Form, *, tier: int = 0) -> None:
         self.options, self.form, self.tier = options, form, tier
@@ -125,7 +118,6 @@ class Server:
         return {**held, "arrivals": optimizer.arrivals, "version": self.version, "fastest": self.fastest}
 
     def load(self, state: Mapping[str, Any]) -> None:
-        """Take up a checkpoint."""
         optimizer = self.optimizer
         optimizer.weights, optimizer.momenta = list(state["weights"]), list(state["momenta"])
         optimizer.sums, optimizer.arrivals = list(state["sums"]), int(state["arrivals"])
@@ -211,17 +203,9 @@ class Tier:
 class ServerNode:
     """What one rank is among servers and workers. Making it is collective: all begin with the weights of the top.
 
-    Args:
-        comm: the communicator.
-        tag: of all messages.
-        top: the rank of the (global) server.
-        options: of the server that workers talk to.
-        tier: regions' servers between workers and the top, if there are any.
-        kept: states of this rank's servers by tier, to go on from: the top's own after a recovery, all after a drain.
-        working: whether this rank trains as well.
-
-    Attributes:
-        begun: the weights that all begin with.
+    `top` is the rank of the (global) server, `options` are those of the server that workers talk to. `kept` are states
+    of this rank's servers by tier, to continue from: the top's own after a recovery, all after a drain. `working`: this
+    rank trains as well. `begun` are the weights that all begin with.
     """
 
     def __init__(
@@ -292,7 +276,6 @@ class ServerNode:
 
     # ---------------------------------------------------------------------------------------------- for the engine
     def advance(self, arrived: list[tuple[int, Message]], now_s: float, dead: set[int]) -> None:
-        """Take what has arrived, answer those whose time has come, send what is to be sent. The engine calls this."""
         for members in self._members.values():
             members -= dead
         for source, message in arrived:
