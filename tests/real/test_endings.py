@@ -122,6 +122,8 @@ def test_a_library_that_aborts_as_calls_do_not_fit_is_helped_out(tmp_path, backe
         "--check-calls those of collectives\n"
     )
     assert found.stderr.endswith(last)
+    if backend == "torch":
+        return
     told = subprocess.run(line, capture_output=True, text=True, timeout=60).stderr
     assert "rank 3 calls Allreduce(op=SUM, count=5000" in told
     assert "and waits at counts.py:5" in told

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import queue
 import threading
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -108,3 +109,14 @@ def test_the_promises_of_real_ranks_are_derived_as_well() -> None:
         assert list(late.value.ranks) == [1]
 
     run_threads(main, options=Options(check_calls=True, reduction="ordered"))
+
+
+def test_nobody_leaves_while_others_compare_notes() -> None:
+    """The last to tell rank 0 what it has recorded come when another has told it long ago."""
+
+    def main(comm: WireComm) -> list[int] | None:
+        comm.runtime.settle()
+        time.sleep(0.3 * (comm.rank == 1))
+        return comm.gather(comm.rank, root=0)
+
+    assert run_threads(main) == [[0, 1, 2, 3], None, None, None]

@@ -142,7 +142,7 @@ def test_a_program_without_guarded_ends_well(tmp_path):
     """At its end the ranks part; torn from its receiving, a wire's thread would end the process by a signal."""
     file = tmp_path / "bare.py"
     file.write_text(HEAD + WORLD.format(deadline_s=20) + "for _ in range(20): comm.allgather(rank)\n")
-    line = [*launchers.forked(3), str(file)]
+    line = [*launchers.forked(2), str(file)]
     found = subprocess.run(line, capture_output=True, text=True, timeout=100, check=False)
     assert found.returncode == 0, found.stderr
 
@@ -220,17 +220,6 @@ def test_a_rank_that_is_stopped_is_named_also_by_who_would_recover(tmp_path):
     assert err.count("met its deadline") == 1, err
     assert "missing: rank 1\n  rank 1: no answer" in err
     assert "recover: not over torch.distributed; to survive a rank's death use" in err
-
-
-def test_nobody_leaves_while_others_compare_notes(tmp_path):
-    """The last to tell rank 0 what it has recorded come when another has told it long ago."""
-    text = """
-    comm.runtime.settle()
-    time.sleep(0.5 * (rank == 1))
-    assert comm.gather(rank, root=0) == ([0, 1, 2] if rank == 0 else None)
-    """
-    status, _, err = run(tmp_path, text, n=3, deadline_s=3.0)
-    assert (status, err) == (0, "")
 
 
 def test_calls_that_need_a_rank_that_has_gone_say_so(tmp_path):

@@ -495,12 +495,3 @@ class PointToPoint(CommCore):
         if not translate.devices:
             return None
         return translate.stage(self._raw, "Sendrecv_replace", (buf,))
-
-    def sendrecv(
-        self, sendobj: Any, dest: int, sendtag: int = 0, recvbuf: Any = None,
-        source: int = ANY_SOURCE, recvtag: int = ANY_TAG, status: Any = None,
-    ) -> Any:  # fmt: skip
-        outgoing = self.isend(sendobj, dest, sendtag)
-        received = self.recv(recvbuf, source, recvtag, status)
-        outgoing.Wait()
-        return received

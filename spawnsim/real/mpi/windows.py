@@ -1,7 +1,7 @@
 """Windows on MPI that work while their owners compute.
 
 The recipe, by measurement on both MPIs: memory by `Allocate`, one `Lock_all` taken at birth and held until `Free`,
-accesses completed by `Flush`. So spawnsim keeps locks and epochs of its own (`runtime.rma_sync`); a lock is an atomic
+accesses completed by `Flush`. So spawnsim keeps locks and epochs of its own (`window_sync`); a lock is an atomic
 on a small window of lock words, and a `Get` under a shared lock costs no message of its own.
 """
 

@@ -355,15 +355,6 @@ class PointToPoint(RankComm):
         self.Recv(buf, source, recvtag, status)
         sending.Wait()
 
-    def sendrecv(
-        self, sendobj: Any, dest: int, sendtag: int = 0, recvbuf: Any = None,
-        source: int = ANY_SOURCE, recvtag: int = ANY_TAG, status: Any = None,
-    ) -> Any:  # fmt: skip
-        sending = self.isend(sendobj, dest, sendtag)
-        received = self.recv(recvbuf, source, recvtag, status)
-        sending.Wait()
-        return received
-
 
 class MatchedMessage:
     """A message that was matched by a probe: this rank's alone."""

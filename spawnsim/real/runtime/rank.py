@@ -26,6 +26,7 @@ import numpy as np
 
 from spawnsim import checkpoints
 from spawnsim.checkpoints import Saved, Shard
+from spawnsim.comm.constants import ANY_SOURCE, ANY_TAG
 from spawnsim.comm.objects import DIED, ENDED, SILENT
 from spawnsim.errors import ParameterError, SpawnsimError
 from spawnsim.random import gpu_states, set_gpu_states
@@ -378,6 +379,15 @@ class RankComm:
         """
         reasons = self.runtime.absent()
         return {rank: reasons[member] for rank, member in enumerate(self.members) if member in reasons}
+
+    def sendrecv(
+        self: Any, sendobj: Any, dest: int, sendtag: int = 0, recvbuf: Any = None,
+        source: int = ANY_SOURCE, recvtag: int = ANY_TAG, status: Any = None,
+    ) -> Any:  # fmt: skip
+        outgoing = self.isend(sendobj, dest, sendtag)
+        received = self.recv(recvbuf, source, recvtag, status)
+        outgoing.Wait()
+        return received
 
     def poll(self) -> None:
         """Let requests make progress now; every operation and the end of every compute block do it anyhow."""
