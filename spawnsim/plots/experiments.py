@@ -7,6 +7,7 @@ curve.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -26,7 +27,7 @@ LONGEST = 28  # characters of one value in a label
 
 
 class Recorded(Protocol):
-    """A finished run: `what` ran, its `totals`, its `table` of columns, its `events`, and how it ended."""
+    """A finished run: `what` ran, its `totals`, its `table` of columns, its `events`, and its `outcome`."""
 
     @property
     def what(self) -> Mapping[str, Any]: ...
@@ -42,12 +43,6 @@ class Recorded(Protocol):
 
 def read(folder: str | Path) -> Run:
     """Load a run folder; a run that failed half-way is loaded as far as it came.
-
-    Args:
-        folder: the run folder.
-
-    Returns:
-        The run.
 
     Raises:
         ParameterError: the folder holds no run, or a file of it is damaged.
@@ -134,17 +129,8 @@ def _circumstance(name: str, value: Any) -> Fact:
 
 
 LACKING = (None, "", "none")  # of a circumstance: there is none
-CIRCUMSTANCES = {
-    "file",
-    "backend",
-    "platform",
-    "stragglers",
-    "faults",
-    "compute",
-    "deadline_s",
-    "ties",
-    "sums",
-}
+WORLD = ("platform", "stragglers", "faults", "compute", "deadline_s", "ties", "sums")
+CIRCUMSTANCES = {"file", "backend", *WORLD}
 
 
 def shown(name: str, value: Any) -> str:
@@ -251,11 +237,7 @@ class Groups:
         return f" by {' and '.join([*filter(None, [', '.join(names[:-1])]), names[-1]])}"
 
     def caption(self) -> str:
-        """Return who ran where, with which parameters, what was pooled, and which runs did not finish.
-
-        Returns:
-            Lines of text for below a figure.
-        """
+        """Return who ran where, with which parameters, what was pooled, and which runs did not finish."""
         files = {str(run.what.get("file") or run.what.get("main") or "") for run in self.runs}
         program = [*files] if len(files) == 1 and "" not in files else []
         lines = [" · ".join([*program, setting(self.runs)]), self._shared()]
@@ -285,10 +267,8 @@ class Groups:
 
 
 def _unused(name: str, taken: Mapping[str, Any]) -> str:
-    count = 1
-    while (found := name if count == 1 else f"{name} ({count})") in taken:
-        count += 1
-    return found
+    names = itertools.chain([name], (f"{name} ({count})" for count in itertools.count(2)))
+    return next(each for each in names if each not in taken)
 
 
 def grouped(runs: Sequence[Recorded] | Groups, by: Sequence[str] = (), labels: Sequence[str] = ()) -> Groups:
@@ -309,8 +289,12 @@ def grouped(runs: Sequence[Recorded] | Groups, by: Sequence[str] = (), labels: S
     if isinstance(runs, Groups):
         return runs
     known = [facts(run) for run in runs]
-    # The seed is what an interval is over, so it alone never tells curves apart unless it is asked for.
-    apart = _named_facts(by, known) if by else [name for name in _differing(known) if name != "seed"]
+    for name in by:
+        if not any(name in found for found in known):
+            differing = ", ".join(_differing(known)) or "nothing"
+            raise ParameterError(f"--by {name}: no run tells that; these runs differ in {differing}")
+    # An interval is over seeds, so the seed alone never tells curves apart unless it is asked for.
+    apart = list(by) if by else [name for name in _differing(known) if name != "seed"]
     members: dict[tuple[Any, ...], list[int]] = {}
     for index, found in enumerate(known):
         # By value, not as shown: two values that are cut short for a label may read alike.
@@ -338,21 +322,9 @@ def grouped(runs: Sequence[Recorded] | Groups, by: Sequence[str] = (), labels: S
 
 def _added(group: Group, others: Sequence[Group]) -> Group:
     """Return a group under a label that no other has: values that are cut short may read alike."""
-    taken, found = {each.label for each in others}, group
-    count = 1
-    while found.label in taken:
-        count += 1
-        found = replace(group, name=f"{group.name} ({count})")
-    return found
-
-
-def _named_facts(by: Sequence[str], known: Sequence[Mapping[str, Fact]]) -> list[str]:
-    names = {name: None for found in known for name in found}
-    wrong = [name for name in by if name not in names]
-    if wrong:
-        differing = ", ".join(_differing(known)) or "nothing"
-        raise ParameterError(f"--by {wrong[0]}: no run tells that; these runs differ in {differing}")
-    return list(by)
+    taken = {each.label for each in others}
+    names = (replace(group, name=f"{group.name} ({count})") for count in itertools.count(2))
+    return next(each for each in itertools.chain([group], names) if each.label not in taken)
 
 
 def _differing(known: Sequence[Mapping[str, Fact]]) -> list[str]:
@@ -390,12 +362,8 @@ def _distinct(runs: Sequence[Recorded], name: str) -> list[str]:
     return list(dict.fromkeys(found[name].shown for found in known if name in found))
 
 
-def _by_size(seed: str) -> tuple[int, str]:
-    return len(seed), seed
-
-
 def setting(runs: Sequence[Recorded]) -> str:
-    """Return who ran where: ranks, platform, stragglers, faults, seeds; for the caption below a figure."""
+    """Return ranks, platform, stragglers, faults and seeds of runs, for the caption below a figure."""
     parts = []
     kinds = dict.fromkeys(str(run.what.get("backend") or "virtual") for run in runs)
     for kind in sorted(kinds, key=lambda each: each != "virtual"):
@@ -414,9 +382,8 @@ def setting(runs: Sequence[Recorded]) -> str:
         if values and name != "platform" and any(run.what.get(name) in LACKING for run in virtual):
             values.insert(0, "none" if word else f"no {name}")
         parts += [word + " / ".join(values[:4]) + " …" * (len(values) > 4)] if values else []
-    seeds = sorted({str(run.what["seed"]) for run in runs if run.what.get("seed") is not None}, key=_by_size)
+    seeds = {str(run.what["seed"]) for run in runs if run.what.get("seed") is not None}
+    first, *more = sorted(seeds, key=lambda seed: (len(seed), seed)) or [""]
     if seeds:
-        parts.append(
-            f"seed {seeds[0]}" if len(seeds) == 1 else f"{len(seeds)} seeds ({seeds[0]} … {seeds[-1]})"
-        )
+        parts.append(f"{len(seeds)} seeds ({first} … {more[-1]})" if more else f"seed {first}")
     return " · ".join(parts)

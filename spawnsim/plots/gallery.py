@@ -41,16 +41,10 @@ def with_rows(runs: Sequence[Recorded] | Groups, column: str = "rank") -> Groups
 
 
 def figures(runs: Sequence[Recorded] | Groups, columns: Sequence[str] = ()) -> Iterator[tuple[str, Figure]]:
-    """Draw all that the runs have data for: convergence, diversity, time use; who was replaced, by whom.
+    """Yield (file stem, figure) of all that the runs have data for: convergence, diversity, time use, replacements.
 
-    Who was replaced is drawn for each run; of more than eight, for the first one of each curve.
-
-    Args:
-        runs: the runs, or groups of them.
-        columns: the metrics to draw; empty: those that the runs have recorded.
-
-    Returns:
-        An iterator of (file stem, figure); figures are made one by one, as they are asked for.
+    Replacements are drawn for each run; of more than eight, for the first one of each curve. `columns`: the metrics to
+    draw; empty: those that the runs have recorded.
 
     Raises:
         ParameterError: a column that no run has.
@@ -69,23 +63,19 @@ def figures(runs: Sequence[Recorded] | Groups, columns: Sequence[str] = ()) -> I
         yield f"diversity-{stem_of(name)}", diversity.figure(told[name], name)
     if (used := timeuse.figure(found)) is not None:
         yield "time-use", used
-    yield from _replaced(found)
+    # A run has three figures of its own: of a sweep's hundreds nobody would look at all.
+    for name, run in found.alone(_has_replacements, MOST_ALONE):
+        stem, ranks = stem_of(name), ranks_of(run)
+        yield f"replacement-raster-{stem}", replacement.raster_figure(run, name=name)
+        yield f"replacement-lineage-{stem}", replacement.lineage_figure(run, name=name)
+        if ranks <= genealogy.MOST_RANKS and genealogy.births_of(run.events, ranks):
+            yield f"genealogy-{stem}", genealogy.figure({name: run})
 
 
 def stem_of(name: str) -> str:
     """Return a name as part of a file's: of letters, digits, dots and dashes, and not too long."""
     # Names of columns and curves are free text: a slash in one must not make a folder.
     return re.sub(r"[^\w.]+", "-", name).strip("-.")[:80]
-
-
-def _replaced(found: Groups) -> Iterator[tuple[str, Figure]]:
-    # A run has three figures of its own: of a sweep's hundreds nobody would look at all.
-    for name, run in found.alone(_has_replacements, MOST_ALONE):
-        stem = stem_of(name)
-        yield f"replacement-raster-{stem}", replacement.raster_figure(run, name=name)
-        yield f"replacement-lineage-{stem}", replacement.lineage_figure(run, name=name)
-        if ranks_of(run) <= genealogy.MOST_RANKS and genealogy.births_of(run.events, ranks_of(run)):
-            yield f"genealogy-{stem}", genealogy.figure({name: run})
 
 
 def _has_replacements(run: Recorded) -> bool:
@@ -100,20 +90,10 @@ def save_all(
 ) -> list[Path]:
     """Write all figures of `figures` into a folder.
 
-    Args:
-        runs: the runs, or groups of them.
-        out: the folder; it is made.
-        columns: the metrics to draw; empty: those that the runs have recorded.
-        formats: among "png", "pdf" and "svg".
-
-    Returns:
-        The paths of the files.
-
     Raises:
         ParameterError: another format, or a column that no run has.
     """
-    return [
-        path
-        for stem, drawn in figures(runs, columns)
-        for path in style.save(drawn, Path(out) / stem, formats)
-    ]
+    found: list[Path] = []
+    for stem, drawn in figures(runs, columns):
+        found += style.save(drawn, Path(out) / stem, formats)
+    return found

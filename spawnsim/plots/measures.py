@@ -62,12 +62,6 @@ class Measure:
     def of(cls, text: str) -> Measure:
         """Read a measure.
 
-        Args:
-            text: see the table of this module.
-
-        Returns:
-            The measure.
-
         Raises:
             ParameterError: it is none.
         """

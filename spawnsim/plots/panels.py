@@ -115,11 +115,6 @@ def panels(table: Table, facet: Sequence[str]) -> Panels:
 def figure(found: Panels, asked: Asked, caption: str = "") -> Figure:
     """Return the figure of a measure, a panel for each table; a description of its marks ends the caption.
 
-    Args:
-        found: titles and tables, as `panels` gives them.
-        asked: what it shows.
-        caption: who ran where.
-
     Raises:
         ParameterError: no row has the measure.
     """
@@ -220,13 +215,7 @@ Lines = Mapping[str, Sequence[Curve]]
 
 
 def curves_figure(found: Sequence[tuple[str, Lines]], asked: Asked, caption: str = "") -> Figure:
-    """Return the figure of a recorded column over a clock, a panel for each setting.
-
-    Args:
-        found: titles, and by hue one curve for each seed, as `curves.curve` gives them.
-        asked: what it shows.
-        caption: who ran where; a description of the bands is added.
-    """
+    """Return the figure of a recorded column over a clock, a panel for each setting."""
     looks = _looks(asked, (name for _, lines in found for name in lines))
 
     def draw(drawn: Figure) -> None:

@@ -28,13 +28,12 @@ Ints = NDArray[np.int64]
 class Replacements(NamedTuple):
     """Replacements in order of time.
 
-    `rank`, `time_s`, `iteration`, `round` are (events,); `donor` and `receiver` are (pairs,), one pair for each
+    `rank`, `time_s`, `round` are (events,); `donor` and `receiver` are (pairs,), one pair for each
     donor of each event; `ranks` is the number of ranks, `end_s` the end of the run.
     """
 
     rank: Ints
     time_s: Floats
-    iteration: Floats
     round: Ints
     donor: Ints
     receiver: Ints
@@ -57,32 +56,19 @@ def replacements(events: Sequence[Mapping[str, Any]], ranks: int, end_s: float =
     donors = [np.asarray(donors_of(event, ranks), dtype=np.int64) for event in chosen]
     rank = np.asarray([event["rank"] for event in chosen], dtype=np.int64)
     time_s = np.asarray([event["time_s"] for event in chosen], dtype=np.float64)
+    # Numbered 0, 1, … by first appearance. As texts, since a program may number its rounds by lists, which no dict
+    # takes as a key.
+    seen: dict[object, int] = {}
+    keys = [str(event["round"]) if "round" in event else at for at, event in enumerate(chosen)]
     return Replacements(
         rank=rank,
         time_s=time_s,
-        iteration=np.asarray([_number(event.get("iteration")) for event in chosen], dtype=np.float64),
-        round=_rounds(chosen),
-        donor=np.concatenate(donors) if donors else np.empty(0, dtype=np.int64),
-        receiver=np.repeat(rank, [len(each) for each in donors]) if donors else np.empty(0, dtype=np.int64),
+        round=np.asarray([seen.setdefault(key, len(seen)) for key in keys], dtype=np.int64),
+        donor=np.concatenate([*donors, np.empty(0, dtype=np.int64)]),
+        receiver=np.repeat(rank, np.array([len(each) for each in donors], dtype=np.int64)),
         ranks=ranks,
         end_s=max(end_s, float(time_s[-1]) if len(time_s) else 0.0),
     )
-
-
-def _number(value: object) -> float:
-    # Beyond 64 bits an integer cannot be made an index or a label.
-    return float(value) if isinstance(value, (int, float)) and abs(value) < 2**63 else np.nan
-
-
-def _rounds(events: Sequence[Mapping[str, Any]]) -> Ints:
-    """Number the rounds 0, 1, … by first appearance."""
-    seen: dict[object, int] = {}
-    # As texts, since a program may number its rounds by what JSON made a list, which no dict takes as a key.
-    keys = (
-        ("round", str(event["round"])) if "round" in event else ("event", at)
-        for at, event in enumerate(events)
-    )
-    return np.asarray([seen.setdefault(key, len(seen)) for key in keys], dtype=np.int64)
 
 
 def per_rank(info: Replacements) -> Ints:

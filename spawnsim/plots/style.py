@@ -82,11 +82,7 @@ def _marked() -> Iterable[Look]:
 
 
 def talk() -> AbstractContextManager[None]:
-    """Return the context in which figures are made and saved, for a `with` statement.
-
-    Returns:
-        A context manager that sets matplotlib's parameters, and sets them back.
-    """
+    """Return the context in which figures are made and saved, for a `with` statement."""
     return style.context(SHEET)
 
 
@@ -140,7 +136,7 @@ def spread(positions: Sequence[float], gap: float) -> list[float]:
         blocks.append((positions[index], [index]))
         # Merged blocks take the mean of their members, weighted by number, and may touch the next one down: so the
         # loop. This is isotonic regression by pooling neighbours, with the least sum of squared moves.
-        while len(blocks) > 1 and _touch(blocks[-2], blocks[-1], gap):
+        while len(blocks) > 1 and _places(blocks[-1], gap)[0] - _places(blocks[-2], gap)[-1] < gap:
             (low, first), (high, second) = blocks[-2:]
             members = first + second
             centre = (low * len(first) + high * len(second)) / len(members)
@@ -155,18 +151,10 @@ def _places(block: tuple[float, list[int]], gap: float) -> list[float]:
     return [centre + gap * (step - (len(members) - 1) / 2) for step in range(len(members))]
 
 
-def _touch(low: tuple[float, list[int]], high: tuple[float, list[int]], gap: float) -> bool:
-    return _places(high, gap)[0] - _places(low, gap)[-1] < gap
-
-
 def aside(ax: Axes, places: NDArray[np.float64], count: int, *, log: bool = False) -> NDArray[np.float64]:
-    """Return by how much each of `count` curves is moved along x, so that their bars at one place can be told apart.
+    """Return the moves of `count` curves along x that keep their bars at one place apart; in decades if `log`.
 
-    Args:
-        ax: where they will be drawn.
-        places: of the bars, distinct and in order.
-        count: of curves.
-        log: whether the axis is logarithmic; the moves are then in decades.
+    `places` of the bars are distinct and in order.
     """
     along = np.log10(places) if log else places
     span = float(along[-1] - along[0]) or abs(float(along[0])) or 1.0
@@ -184,27 +172,17 @@ def label_ends(ax: Axes, ends: Mapping[str, float], styles: Mapping[str, Look]) 
     to_axes = ax.transAxes.inverted()
     # In the coordinates of the axes, where a gap between names is the same on linear and logarithmic scales.
     heights = [float(to_axes.transform(ax.transData.transform((0.0, y)))[1]) for y in ends.values()]
-    size, texts, lines = next(
-        found
-        for small in LABEL_SIZES
-        for found in [_in_size(ends, small)]
-        # Below the first a line takes more, as axes with long captions are lower.
-        if (0.055 if small == LABEL_SIZES[0] else 0.06) * small / 12 * found[2] * len(ends) <= 1.0
-        or small == LABEL_SIZES[-1]
-    )
+    for size in LABEL_SIZES:
+        # As wide as in the largest size; below that a line takes more, as axes with long captions are lower.
+        texts = [in_lines(name, int(LABEL_WIDTH * LABEL_SIZES[0] / size)) for name in ends]
+        lines = max((text.count("\n") + 1 for text in texts), default=1)
+        if (0.055 if size == LABEL_SIZES[0] else 0.06) * size / 12 * lines * len(ends) <= 1.0:
+            break
     # Never more than an equal share of the height, or the names would run beyond the axes.
     gap = min(0.075 * size / 12 * lines, 1.0 / len(texts))
     for name, text, height in zip(ends, texts, within(spread(heights, gap), gap), strict=True):
-        colour = styles[name].colour
-        ax.text(
-            1.02, height, text, transform=ax.transAxes, va="center", color=colour, weight="bold", size=size
-        )
-
-
-def _in_size(names: Iterable[str], size: float) -> tuple[float, list[str], int]:
-    """Return a size of letters, names in lines that are as wide in it as in the largest, and the most lines of one."""
-    texts = [in_lines(name, int(LABEL_WIDTH * LABEL_SIZES[0] / size)) for name in names]
-    return size, texts, max((text.count("\n") + 1 for text in texts), default=1)
+        look: Any = {"color": styles[name].colour, "weight": "bold", "size": size, "va": "center"}
+        ax.text(1.02, height, text, transform=ax.transAxes, **look)
 
 
 def within(places: Sequence[float], gap: float) -> list[float]:
@@ -226,10 +204,8 @@ def within(places: Sequence[float], gap: float) -> list[float]:
 
 def plain_seconds(ax: Axes) -> None:
     """Show the x axis in seconds, with milli and micro prefixes for short runs."""
-    longest = max(abs(edge) for edge in ax.get_xlim())
-    unit, scale = next(
-        ((u, s) for u, s in (("s", 1.0), ("ms", 1e3), ("µs", 1e6)) if longest * s >= 2), ("s", 1.0)
-    )
+    longest, units = max(abs(edge) for edge in ax.get_xlim()), (("s", 1.0), ("ms", 1e3), ("µs", 1e6))
+    unit, scale = next((each for each in units if longest * each[1] >= 2), units[0])
     ax.xaxis.set_major_formatter(FuncFormatter(lambda x, _: f"{x * scale:,.4g}"))
     ax.set_xlabel(ax.get_xlabel().replace("(s)", f"({unit})"))
 

@@ -115,17 +115,10 @@ def response(table: Table, x: str, y: str, hue: str = "") -> Response:
 
 
 def differences(table: Table, y: str, *, hue: str, against: str, by: Sequence[str]) -> Table:
-    """Return the rows of other hues with what they are above those of one hue, each above its partner.
+    """Return the rows of other hues; `y` becomes its difference to the partner's, the run of the hue `against`.
 
-    Args:
-        table: one row per run.
-        y: the measure's column.
-        hue: the column whose values are compared.
-        against: the value that all others are compared with.
-        by: all other columns in which runs differ; partners are equal in them and in the seed.
-
-    Returns:
-        The table without the rows of `against`, `y` replaced; NaN where there is no partner, or neither gets there.
+    Partners are equal in the columns `by`, in which runs differ beside the hue, and in the seed. NaN: there is no
+    partner, or both are infinite.
 
     Raises:
         ParameterError: no row has the value `against`.
@@ -142,15 +135,7 @@ def differences(table: Table, y: str, *, hue: str, against: str, by: Sequence[st
 
 
 def front(table: Table, x: str, y: str, *, hue: str = "", by: Sequence[str] = ()) -> Front:
-    """Return the settings in the plane of two measures, and those that no other beats in both.
-
-    Args:
-        table: one row per run.
-        x: a measure.
-        y: another.
-        hue: the column that colours tell.
-        by: the columns whose values make a setting.
-    """
+    """Return settings (values of the columns `by`) in the plane of two measures, and those that none beats in both."""
     hues, across, up = texts(table, hue), numbers(table, x), numbers(table, y)
     others = [name for name in by if name != hue]
     rows = zip(*(texts(table, each).tolist() for each in others), strict=True)
@@ -205,17 +190,7 @@ def draw(
     looks: Mapping[str, style.Look] | None = None,
     edge: Edges | None = None,
 ) -> Axes:
-    """Draw lines with bands over numbers, and marks with bars over names; each seed is a small mark.
-
-    Args:
-        info: what to draw.
-        ax: where; None: a new figure.
-        looks: look of each line; None: as many as there are lines.
-        edge: where infinite values are drawn; None: beside those of `info`.
-
-    Returns:
-        The axes.
-    """
+    """Draw lines with bands over numbers, and marks with bars over names; each seed is a small mark."""
     ax = style.axes_or_new(ax)
     looks = looks or style.looks(info.lines)
     every = np.concatenate([values for line in info.lines.values() for values in line.seeds])
@@ -292,11 +267,8 @@ def mark_edges(ax: Axes, values: Floats, edge: Edges, never: tuple[str, str] = (
     """Set the scale of a y axis, and name the heights at which infinite values stand."""
     if edge.log:
         ax.set_yscale("log")
-    found = [
-        (height, name)
-        for infinite, height, name in ((-np.inf, edge.low, never[1]), (np.inf, edge.high, never[0]))
-        if np.any(values == infinite)
-    ]
+    ends = ((-np.inf, edge.low, never[1]), (np.inf, edge.high, never[0]))
+    found = [(height, name) for infinite, height, name in ends if np.any(values == infinite)]
     if not found:
         return
     low, high = ax.get_ylim()
@@ -321,16 +293,7 @@ def _apart(ax: Axes, tick: float, height: float) -> bool:
 
 
 def draw_front(info: Front, ax: Axes | None = None, *, looks: Mapping[str, style.Look] | None = None) -> Axes:
-    """Draw settings as marks with bars over seeds, and a step line through those that none beats in both.
-
-    Args:
-        info: what to draw.
-        ax: where; None: a new figure.
-        looks: look of each hue; None: as many as there are hues.
-
-    Returns:
-        The axes.
-    """
+    """Draw settings as marks with bars over seeds, and a step line through those that none beats in both."""
     ax = style.axes_or_new(ax)
     looks = looks or style.looks(point.hue for point in info.points)
     limits = [
@@ -347,17 +310,9 @@ def draw_front(info: Front, ax: Axes | None = None, *, looks: Mapping[str, style
         look = looks[point.hue]
         ax.plot([left, right], [y, y], color=look.colour, linewidth=1.4, alpha=0.7)
         ax.plot([x, x], [low, high], color=look.colour, linewidth=1.4, alpha=0.7)
-        new = point.hue not in told
+        label = None if point.hue in told else point.hue
+        ax.plot(x, y, marker=look.marker, color=look.colour, markersize=9, linestyle="", label=label)
         told.add(point.hue)
-        ax.plot(
-            x,
-            y,
-            marker=look.marker,
-            color=look.colour,
-            markersize=9,
-            linestyle="",
-            label=point.hue if new else None,
-        )
         written = names.setdefault((float(x), float(y)), [])
         if point.name and (len(info.points) <= MOST_NAMES or at in info.best):
             written.append(point.name)
@@ -406,26 +361,12 @@ def _write_names(ax: Axes, names: Mapping[tuple[float, float], Sequence[str]], a
 
 
 def draw_heat(info: Heat, ax: Axes | None = None, *, limits: tuple[float, float] | None = None) -> Axes:
-    """Draw a table of medians as shades with their numbers; infinite ones are called "never".
-
-    Args:
-        info: what to draw.
-        ax: where; None: a new figure.
-        limits: least and largest value of the shades; None: those of `info`.
-
-    Returns:
-        The axes.
-    """
+    """Draw a table of medians as shades with their numbers; infinite ones are called "never"."""
     ax = style.axes_or_new(ax)
     finite = info.values[np.isfinite(info.values)]
     low, high = limits or ((float(finite.min()), float(finite.max())) if len(finite) else (0.0, 1.0))
-    image = ax.imshow(
-        np.where(np.isfinite(info.values), info.values, np.nan),
-        vmin=low,
-        vmax=high,
-        aspect="auto",
-        origin="lower",
-    )
+    shades = np.where(np.isfinite(info.values), info.values, np.nan)
+    image = ax.imshow(shades, vmin=low, vmax=high, aspect="auto", origin="lower")
     ax.set_xticks(range(len(info.columns)), [style.in_lines(each) for each in info.columns])
     ax.set_yticks(range(len(info.rows)), info.rows)
     ax.grid(visible=False)
@@ -436,8 +377,7 @@ def draw_heat(info: Heat, ax: Axes | None = None, *, limits: tuple[float, float]
     for (row, at), value in np.ndenumerate(info.values):
         shade = 0.0 if high == low or not np.isfinite(value) else (value - low) / (high - low)
         text = "–" if np.isnan(value) else "never" if np.isinf(value) else style.three_digits(value)
-        ax.text(
-            at, row, text, ha="center", va="center", color="white" if shade > 0.55 else "#222222", fontsize=12
-        )
+        ink = "white" if shade > 0.55 else "#222222"
+        ax.text(at, row, text, ha="center", va="center", color=ink, fontsize=12)
     ax.figure.colorbar(image, ax=ax, shrink=0.8) if limits is None else None
     return ax
