@@ -25,14 +25,7 @@ LEFT_S = 5.0  # how long browsers may take to read the last page
 
 
 class LivePage:
-    """A page that is served until it is closed.
-
-    Attributes:
-        url: where, with the token.
-
-    Args:
-        title: the page's.
-    """
+    """A page that is served at `url`, which has the token, until it is closed."""
 
     def __init__(self, title: str) -> None:
         self._title, self._nonce = title, secrets.token_urlsafe(16)
@@ -47,23 +40,13 @@ class LivePage:
         self._thread.start()
 
     def show(self, run: Recorded, states: RankStates | None) -> None:
-        """Let browsers see how far the run is.
-
-        Args:
-            run: what was recorded so far.
-            states: what its ranks do; None: it has ended, or tells nothing.
-        """
+        """Let browsers see how far the run is."""
         page = render([run], self._title, Live(states, self._nonce))
         with self._changed:
             self._page, self._pages = page, self._pages + 1
             self._changed.notify_all()
 
     def end(self, run: Recorded) -> None:
-        """Let browsers have the last page, and serve no more.
-
-        Args:
-            run: as it ended.
-        """
         self.show(run, None)
         self.close()
 
@@ -87,7 +70,6 @@ class LivePage:
         )
 
     def now(self) -> str:
-        """Return the page as it is."""
         with self._changed:
             return self._page
 
@@ -140,7 +122,6 @@ class _Handler(BaseHTTPRequestHandler):
     timeout = 30.0  # for a request to come: one that never ends holds no thread
 
     def do_GET(self) -> None:
-        """Answer a request."""
         path = self.path.encode("utf-8", "replace")
         known = [f"/{self.server.token}/{name}".encode() for name in ("", "events")]
         # Compared in a time that tells nothing of how much was right.
@@ -151,18 +132,14 @@ class _Handler(BaseHTTPRequestHandler):
         elif self.command == "HEAD":
             self._head(HTTPStatus.OK, "text/event-stream" if found[1] else "text/html")
         elif found[0]:
-            self._answer()
+            page = self.server.page.now()
+            self._head(HTTPStatus.OK, "text/html")
+            self._write(page)
         else:
             self._stream()
 
     def do_HEAD(self) -> None:
-        """Answer one that wants the head alone."""
         self.do_GET()
-
-    def _answer(self) -> None:
-        page = self.server.page.now()
-        self._head(HTTPStatus.OK, "text/html")
-        self._write(page)
 
     def _stream(self) -> None:
         self._head(HTTPStatus.OK, "text/event-stream")

@@ -1,4 +1,4 @@
-"""What watches a run through its folder: the live page, and loggers that take curves; and the loop that feeds them.
+"""Observers of a run, through its folder: the live page and loggers of curves; and the loop that feeds them.
 
 `LOGGERS` is the one table of loggers. Each gets the same *steps*: of every recorded column of numbers the median and
 the 10 % and 90 % quantiles over ranks, once for each iteration, as soon as all ranks that live have come past it. So
@@ -37,18 +37,13 @@ class Step(NamedTuple):
 
 
 class Steps:
-    """The steps of a run, each told once."""
+    """The steps of a run, each yielded once."""
 
     def __init__(self) -> None:
         self._told = -1  # the last iteration
 
     def new(self, run: Run, *, ended: bool) -> Iterator[Step]:
-        """Yield the steps that all ranks that live have come past, and that were not told before; at the end all.
-
-        Args:
-            run: what was recorded so far.
-            ended: whether no more comes.
-        """
+        """Yield the new steps that all living ranks have completed; at the end all that are left."""
         rank = np.asarray(run.table["rank"])
         iteration = _iterations(run, rank)
         if not len(iteration):
@@ -59,8 +54,11 @@ class Steps:
         chosen = chosen[np.argsort(iteration[chosen], kind="stable")]
         found, sizes = np.unique(iteration[chosen], return_counts=True)
         ends = np.cumsum(sizes)
-        names = [name for name in run.table if name not in ("rank", "iteration") and _is_number(run, name)]
-        columns = {name: np.asarray(run.table[name], dtype=np.float64)[chosen] for name in names}
+        columns = {
+            name: np.asarray(run.table[name], dtype=np.float64)[chosen]
+            for name in run.table
+            if name not in ("rank", "iteration") and run.table.dtype(name).kind in "biuf"
+        }
         replaced = _replaced(run, found)
         for place, (begin, end) in enumerate(zip(ends - sizes, ends, strict=True)):
             values = {
@@ -90,10 +88,6 @@ def _iterations(run: Run, rank: Any) -> Any:
     return np.arange(len(rank)) - first
 
 
-def _is_number(run: Run, name: str) -> bool:
-    return run.table.dtype(name).kind in "biuf"
-
-
 def _quantiles(values: Any) -> Iterator[tuple[str, float]]:
     known = values[np.isfinite(values)]
     if len(known):
@@ -112,13 +106,12 @@ def _replaced(run: Run, iterations: Any) -> Any:
 
 # --------------------------------------------------------------------------------------------------------- loggers
 class Logger(Protocol):
-    """What takes the steps of one run."""
+    """A receiver of the steps of one run."""
 
-    def step(self, step: Step) -> None:
-        """Take one step."""
+    def step(self, step: Step) -> None: ...
 
     def close(self, totals: Mapping[str, float]) -> None:
-        """Take what the run came to, and write all that is pending."""
+        """Take the run's totals, and write all that is pending."""
 
 
 class TensorBoard:
@@ -130,13 +123,11 @@ class TensorBoard:
         self._writer: Any = Writer(str(folder / "tensorboard"))
 
     def step(self, step: Step) -> None:
-        """Take one step."""
         for name, value in step.values.items():
             self._writer.add_scalar(name, value, step.iteration)
         self._writer.flush()
 
     def close(self, totals: Mapping[str, float]) -> None:
-        """Take the totals, each a curve of one point."""
         for name, value in totals.items():
             self._writer.add_scalar(f"totals/{name}", value, 0)
         self._writer.close()
@@ -155,11 +146,9 @@ class WeightsAndBiases:
         )  # fmt: skip
 
     def step(self, step: Step) -> None:
-        """Take one step."""
         self._run.log(step.values, step=step.iteration)
 
     def close(self, totals: Mapping[str, float]) -> None:
-        """Take the totals as the run's summary."""
         self._run.summary.update(dict(totals))
         self._run.finish()
 
@@ -172,32 +161,25 @@ LOGGERS: dict[str, Callable[[Path, Mapping[str, Any]], Logger]] = {
 
 # ------------------------------------------------------------------------------------------------------- following
 class Observer(Protocol):
-    """What is shown a run while it goes on, and how it ended."""
+    """A receiver of a run while it goes on, and of the whole run at its end."""
 
     def show(self, run: Run, states: RankStates | None) -> None:
-        """Take what was recorded so far, and what the ranks do, if that is known."""
+        """Take the rows so far, and the states of the ranks, if they are known."""
 
-    def end(self, run: Run) -> None:
-        """Take the whole run; nothing comes after it."""
+    def end(self, run: Run) -> None: ...
 
 
 class Logging:
-    """An observer that tells a logger each step of a run once.
-
-    Args:
-        logger: which.
-    """
+    """An observer that passes each step of a run to a logger once."""
 
     def __init__(self, logger: Logger) -> None:
         self._logger, self._steps = logger, Steps()
 
     def show(self, run: Run, _states: RankStates | None) -> None:
-        """Tell what is new."""
         for step in self._steps.new(run, ended=False):
             self._logger.step(step)
 
     def end(self, run: Run) -> None:
-        """Tell what is left, and the totals."""
         for step in self._steps.new(run, ended=True):
             self._logger.step(step)
         totals = {name: float(value) for name, value in run.totals.items() if isinstance(value, (int, float))}
@@ -210,13 +192,13 @@ def follow(
     over: Callable[[float, Run | None], bool],
     registry: Path | None = None,
 ) -> None:
-    """Show a run to observers until it is over, and then how it ended.
+    """Show a run to observers until it is over, and then its end.
 
     Args:
         folder: the run folder.
-        observers: who are shown it.
-        over: waits for so many seconds at most, and returns whether no more comes; it is given the run as it was seen.
-        registry: of a job of real ranks that `spawnsim run` has started: where its processes write how far they are.
+        observers: which.
+        over: waits for at most so many seconds, and returns whether the run is over; its second argument is the run.
+        registry: the folder in which the processes of a job of real ranks write their stages.
     """
     wait_s, run = 0.0, None
     while not over(wait_s, run):
@@ -249,16 +231,7 @@ def _loaded(folder: Path) -> Run | None:
 
 
 def real_states(folder: Path, run: Run, registry: Path | None) -> RankStates:
-    """Return what real ranks do: what their monitors have written of their ends, and they themselves of their waits.
-
-    Args:
-        folder: the run folder.
-        run: what they recorded so far.
-        registry: the folder of `spawnsim.real.runtime.registry.ProcessRegistry`, if it can be reached.
-
-    Returns:
-        The states.
-    """
+    """Return what real ranks do: what their monitors have written of their ends, and they themselves of their waits."""
     environ = {} if registry is None else {REGISTRY: str(registry)}
     stages = [(word, ranks_at_stage(stage, environ) or set()) for word, stage in ENDS]
 

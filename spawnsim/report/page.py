@@ -166,20 +166,17 @@ def _total_names(runs: Sequence[Recorded], live: Live | None) -> list[str]:
 
 def _made(run: Recorded) -> dict[str, str]:
     """Return when, how and with what a run was made."""
-    made, versions = (_mapping(run.what.get(name)) for name in ("made", "versions"))
-    with_what = {
-        "spawnsim": versions.get("spawnsim"), "seed": run.what.get("seed"), "threads": made.get("threads"),
-    }  # fmt: skip
-    facts = [
-        number(made.get("date")),
-        *(f"{name} {value}" for name, value in with_what.items() if value is not None),
-    ]
+    made, versions = (
+        found if isinstance(found := run.what.get(name), Mapping) else {} for name in ("made", "versions")
+    )
+    known = (
+        ("spawnsim", versions.get("spawnsim")),
+        ("seed", run.what.get("seed")),
+        ("threads", made.get("threads")),
+    )
+    facts = [number(made.get("date")), *(f"{name} {value}" for name, value in known if value is not None)]
     facts += [str(made["machine"])] if made.get("machine") else []
     return {"facts": " · ".join(facts), "command": number(made.get("command"))}
-
-
-def _mapping(value: Any) -> Mapping[str, Any]:
-    return value if isinstance(value, Mapping) else {}
 
 
 def _ends(runs: Sequence[Recorded]) -> str:
@@ -194,15 +191,7 @@ def _ends(runs: Sequence[Recorded]) -> str:
 def render(
     runs: Sequence[Recorded] | Groups, title: str = "spawnsim report", live: Live | None = None
 ) -> str:
-    """Return the page as text. Needs jinja2, the extra `spawnsim[report]`.
-
-    Args:
-        runs: the runs, or groups of them.
-        title: the page's.
-        live: of one run that goes on; None: of runs that have ended.
-
-    Returns:
-        The page.
+    """Return the page as text; `live`: of one run that goes on. Needs jinja2, the extra `spawnsim[report]`.
 
     Raises:
         UsageError: jinja2 is not installed.

@@ -110,11 +110,8 @@ def _notes(sheet: _Sheet, left_out: str, limit: int) -> Iterator[str]:
         if not is_real(sheet.run):
             yield "no calls and messages: the run was recorded without --trace"
         return
-    full = [
-        event
-        for event in sheet.timeline.events
-        if event["kind"] == "full" and sheet.shown.shows(event["rank"])
-    ]
+    shown = [event for event in sheet.timeline.events if sheet.shown.shows(event["rank"])]
+    full = [event for event in shown if event["kind"] == "full"]
     if full:
         first = min(full, key=lambda event: (event["time_s"], event["rank"]))
         yield (
@@ -171,13 +168,8 @@ class _Sheet:
             self._threads[thread] = f"rank {rank}" + (f", background {task}" if task else "")
 
     def _slice(self, span: Span, name: str, kind: str, arguments: Entry) -> None:
-        entry = {
-            "name": name,
-            "cat": kind,
-            "ph": "X",
-            "dur": (span.end_ns - span.begin_ns) / 1000,
-            "args": arguments,
-        }
+        lasts_us = (span.end_ns - span.begin_ns) / 1000
+        entry = {"name": name, "cat": kind, "ph": "X", "dur": lasts_us, "args": arguments}
         self._add(span.begin_ns, span.thread, (span.number, 0), entry)
 
     def _arrow(self, begin: tuple[int, Span], end: tuple[int, Span], name: str, arguments: Entry) -> None:
@@ -194,13 +186,8 @@ class _Sheet:
         """Draw an event; of a replacement, if there are no messages, arrows from donors that last as its wait did."""
         rank, at_ns = int(event["rank"]), _ns(float(event["time_s"]))
         fields = {key: value for key, value in event.items() if key not in ("kind", "rank", "time_s")}
-        entry = {
-            "name": str(event["kind"]),
-            "cat": str(event["kind"]),
-            "ph": "i",
-            "s": "t",
-            "args": document(fields),
-        }
+        kind = str(event["kind"])
+        entry = {"name": kind, "cat": kind, "ph": "i", "s": "t", "args": document(fields)}
         self._add(at_ns, rank, (LAST, 2 * number), entry)
         waited = event.get("wait_s")
         waited_ns = _ns(waited) if isinstance(waited, float) and waited > 0 else 0
@@ -321,10 +308,8 @@ class _Sheet:
             entry = {"name": kind, "cat": kind, "ph": "i", "s": "t", "args": fields}
             self._add(at_ns, rank, (LAST, 1), entry)
             return
-        begin_ns, end_ns = (
-            max(at_ns, self._paused_ns[rank]),
-            min(at_ns + _ns(fields["seconds"]), around.end_ns),
-        )
+        begin_ns = max(at_ns, self._paused_ns[rank])
+        end_ns = min(at_ns + _ns(fields["seconds"]), around.end_ns)
         # Pauses of a plan may overlap; each nanosecond is drawn once.
         if begin_ns < end_ns:
             self._slice(Span(rank, begin_ns, end_ns, around.number + 0.25), "paused", "fault", fields)
@@ -363,11 +348,8 @@ def write(drawing: Drawing, path: Path) -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
     about = json.dumps({"runs": document(drawing.about)}, allow_nan=False)
     with path.open("wb") as plain:
-        file = (
-            gzip.GzipFile("", "wb", compresslevel=6, fileobj=plain, mtime=0)
-            if path.suffix == PACKED
-            else plain
-        )
+        packed = path.suffix == PACKED
+        file = gzip.GzipFile("", "wb", compresslevel=6, fileobj=plain, mtime=0) if packed else plain
         file.write(f'{{"displayTimeUnit": "ms", "otherData": {about}, "traceEvents": ['.encode())
         separator = "\n"
         # Line by line: one text of all would take the size of the file once more in memory.

@@ -48,18 +48,10 @@ class Ranks(NamedTuple):
 
 
 def standing(run: Recorded, states: RankStates | None = None, most: int = MOST) -> Ranks:
-    """Return what the ranks do.
-
-    Args:
-        run: the run; also one that goes on.
-        states: of a run that goes on what its ranks do; None: it has ended, or tells nothing.
-        most: how many ranks have a cell.
-
-    Returns:
-        The grid.
-    """
+    """Return what the ranks do."""
     words = _ended(run) if states is None else states.ranks
-    last_s = max([end_s(run.totals) or 0.0, *_times(run), *([] if states is None else [states.time_s])])
+    recorded_s = float(run.table["time_s"].max(initial=0.0))
+    last_s = max(end_s(run.totals) or 0.0, recorded_s, 0.0 if states is None else states.time_s)
     replaced: dict[int, list[float]] = {}
     for event in run.events:
         if event.get("kind") == "replacement":
@@ -73,15 +65,10 @@ def standing(run: Recorded, states: RankStates | None = None, most: int = MOST) 
     return Ranks(
         f"{last_s:.4g} s{'' if is_real(run) else ' of virtual time'}",
         [(first, cells[first : first + PER_ROW]) for first in range(0, len(cells), PER_ROW)],
-        [(kind_of(word), word, counted[word]) for word in WORDS if counted[word]],
+        [(word.replace(" ", "-"), word, counted[word]) for word in WORDS if counted[word]],
         max(0, len(words) - most),
         sum(times[-1] >= last_s * (1 - FRESH) for times in replaced.values()),
     )
-
-
-def kind_of(word: str) -> str:
-    """Return the class in the page's style of what a rank does."""
-    return word.replace(" ", "-")
 
 
 def _cell(rank: int, said: tuple[str, str], row: str, replaced: tuple[Sequence[float], float]) -> Cell:
@@ -89,12 +76,7 @@ def _cell(rank: int, said: tuple[str, str], row: str, replaced: tuple[Sequence[f
     times, since_s = replaced
     often = f"replaced {len(times)} times, last at {times[-1]:.4g} s" if times else ""
     text = "; ".join(part for part in (f"rank {rank}: {word} {more}".rstrip(), row, often) if part)
-    return Cell(kind_of(word), text, bool(times) and times[-1] >= since_s)
-
-
-def _times(run: Recorded) -> list[float]:
-    times = run.table["time_s"]
-    return [float(times.max())] if len(times) else []
+    return Cell(word.replace(" ", "-"), text, bool(times) and times[-1] >= since_s)
 
 
 def _ended(run: Recorded) -> list[tuple[str, str]]:

@@ -58,14 +58,7 @@ class Context:
     used: dict[str, Mapping[str, Any]] = field(default_factory=dict, repr=False, compare=False)
 
     def file(self, name: str) -> Path:
-        """Return the path of a program that lies beside the study.
-
-        Args:
-            name: its file name, such as "digits.py".
-
-        Returns:
-            The path in the study's folder.
-        """
+        """Return the path of a program that lies beside the study."""
         return self.home / name
 
     def seeds(self, own: Sequence[int]) -> list[int]:
@@ -87,19 +80,7 @@ class Context:
         over: Mapping[str, Sequence[Scalar]] | None = None, around: Mapping[str, Sequence[Any]] | None = None,
         **world: Any,
     ) -> list[Cell]:  # fmt: skip
-        """Return one cell per combination of values of `over` and `around`, ranks and seeds.
-
-        Args:
-            file: name of a program beside the study.
-            ranks: the numbers of ranks.
-            seeds: the seeds.
-            over: keyword argument of `main` → its values.
-            around: keyword argument of `spawnsim.run` → its values.
-            world: keyword arguments of `spawnsim.run`, the same for all cells.
-
-        Returns:
-            The cells; seeds vary fastest.
-        """
+        """Return one cell per combination of values of `over` and `around`, ranks and seeds."""
         return grid(self.file(file), ranks=ranks, seeds=seeds, over=over, around=around, **world)
 
     def sweep(
@@ -124,35 +105,19 @@ class Context:
             self.used[str(store.folder(cell))] = found[cell.key].run.what
             each(found[cell.key])
 
-        sweeping.complete(cells, store, jobs=self.jobs, executor=self.executor, say=self.say, ended=ended)
+        sweeping.sweep(cells, store, jobs=self.jobs, executor=self.executor, say=self.say, ended=ended)
         return [replace(found[cell.key], cell=cell) for cell in cells]
 
     def warnings(self) -> list[str]:
-        """Return each kind of warning of the runs that this study has used, once, with the number of runs.
-
-        Returns:
-            A sentence per kind.
-        """
+        """Return each kind of warning of the runs that this study has used, once, with the number of runs."""
         return warnings_of_runs(self.used)
 
     def alone(self) -> Context:
-        """Return this context with one run at a time: for real processes, whose seconds must not be shared.
-
-        Returns:
-            A context with `jobs` of 1 at most.
-        """
+        """Return this context with one run at a time: for real processes, whose seconds must not be shared."""
         return replace(self, jobs=min(self.jobs, 1))
 
     def save(self, figure: Figure, stem: str) -> list[Path]:
-        """Write a figure as PNG and PDF into the study's folder, and say where.
-
-        Args:
-            figure: the figure.
-            stem: its file name without the ending.
-
-        Returns:
-            The paths of the files.
-        """
+        """Write a figure as PNG and PDF into the study's folder, and say where."""
         from spawnsim.plots import save  # matplotlib is loaded when the first figure is wanted
 
         paths = save(figure, self.out / stem)
@@ -179,15 +144,7 @@ class Context:
         return told.verdict
 
     def save_table(self, rows: Sequence[Mapping[str, object]], stem: str) -> Path:
-        """Write rows as JSON into the study's folder.
-
-        Args:
-            rows: mappings of names to values that JSON can hold.
-            stem: the file name without the ending.
-
-        Returns:
-            The path of the file.
-        """
+        """Write rows as JSON into the study's folder."""
         path = self.out / f"{stem}.json"
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps(list(rows), indent=2) + "\n")

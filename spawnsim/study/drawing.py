@@ -12,7 +12,7 @@ import numpy as np
 
 from spawnsim.errors import ParameterError
 from spawnsim.options import listed, nearest, unquoted
-from spawnsim.plots import curves, gallery, panels, style
+from spawnsim.plots import curves, gallery, panels, style, sweeps
 from spawnsim.plots.experiments import shown
 from spawnsim.plots.measures import Measure
 from spawnsim.plots.panels import CLOCKS, Asked
@@ -31,23 +31,16 @@ NAMED = 3  # runs that a caption names of those that are missing
 
 @dataclass(frozen=True)
 class Drawn:
-    """A figure with its data, which is written beside it."""
+    """A figure with its data, which is written beside it; `blank`: finished runs that have no number to show."""
 
     stem: str
     figure: Figure
     data: Table
-    blank: str = ""  # lines of its caption: finished runs that have no number to show
+    blank: str = ""
 
 
 def where(sweep: Sweep, conditions: Sequence[str]) -> Sweep:
     """Return the cells that meet all conditions.
-
-    Args:
-        sweep: the sweep.
-        conditions: texts such as "straggler=none" or "ratio=0.1,0.2".
-
-    Returns:
-        A sweep of those cells.
 
     Raises:
         ParameterError: a condition names nothing, or no cell meets it.
@@ -153,13 +146,6 @@ def _values(sweep: Sweep, name: str) -> list[str]:
 def draw(sweep: Sweep, asked: Asked) -> Drawn:
     """Draw a figure of the runs that are done; its caption says what is missing.
 
-    Args:
-        sweep: the sweep.
-        asked: what the figure shows.
-
-    Returns:
-        The figure and its data.
-
     Raises:
         ParameterError: no run is done, or runs lack what is asked for.
     """
@@ -167,30 +153,26 @@ def draw(sweep: Sweep, asked: Asked) -> Drawn:
     if not done.cells:
         raise ParameterError(f"{sweep.folder}: no run is done yet ({sweep.says()})")
     stem = gallery.stem_of(asked.stem)
+
+    def caption(blank: str) -> str:
+        return "\n".join(filter(None, [_setting(sweep), missing(sweep), blank]))
+
     if asked.kind == "curves":
         found, without = _curves(done, asked)
         blank = _line(without, sweep, f"have no number of {asked.y}")
         rows = list(panels.rows_of(found, asked))
         data = Table({name: column_of([row[name] for row in rows]) for name in rows[0]})
-        return Drawn(stem, panels.curves_figure(found, asked, _caption(sweep, blank)), data, blank)
+        return Drawn(stem, panels.curves_figure(found, asked, caption(blank)), data, blank)
     measures = list(dict.fromkeys([asked.y, *([asked.x] if asked.kind == "front" else [])]))
     data = done.table(*measures)
-    lines = [
-        _line(compress(done.cells, np.isnan(data[name])), sweep, f"have no number of {name}")
-        for name in measures
-    ]
+    nothing = {name: compress(done.cells, np.isnan(data[name])) for name in measures}
+    lines = [_line(cells, sweep, f"have no number of {name}") for name, cells in nothing.items()]
     blank = "\n".join(filter(None, lines))
     table: Mapping[str, Any] = data
     if asked.kind == "paired":
-        from spawnsim.plots.sweeps import differences
-
-        table = differences(data, asked.y, hue=asked.hue, against=asked.against, by=asked.by)
-    figure = panels.figure(panels.panels(table, asked.facet), asked, _caption(sweep, blank))
+        table = sweeps.differences(data, asked.y, hue=asked.hue, against=asked.against, by=asked.by)
+    figure = panels.figure(panels.panels(table, asked.facet), asked, caption(blank))
     return Drawn(stem, figure, data, blank)
-
-
-def _caption(sweep: Sweep, blank: str) -> str:
-    return "\n".join(filter(None, [_setting(sweep), missing(sweep), blank]))
 
 
 def _curves(
@@ -220,22 +202,18 @@ def _curves(
 def _setting(sweep: Sweep) -> str:
     """Return what all cells have in common, for a caption."""
     first, varied = sweep.cells[0].values, {*sweep.varied, "seed", "backend"}
-    same = [
-        shown(name, value)
-        for name, value in first.items()
-        if name not in varied and value not in (None, [], "")
-    ]
-    return " · ".join(same)
+    same = {name: value for name, value in first.items() if name not in varied}
+    return " · ".join(shown(name, value) for name, value in same.items() if value not in (None, [], ""))
 
 
 def missing(sweep: Sweep) -> str:
-    """Return which runs are not there, a line for each reason; nothing of a finished sweep."""
+    """Return which runs are missing, a line for each reason; empty for a finished sweep."""
     states = ((MISSING, "not done yet"), (STOPPED, "stopped"), (FAILED, "failed"))
     return "\n".join(filter(None, (_line(sweep.of_state(state), sweep, word) for state, word in states)))
 
 
 def _line(some: Iterable[Planned], sweep: Sweep, word: str) -> str:
-    """Return what is to be said of some runs of a sweep, with the names of the first; nothing of none."""
+    """Describe a set of runs, with the names of the first few; empty for an empty set."""
     cells = list(some)
     names = "; ".join(cell.label for cell in cells[:NAMED]) + " …" * (len(cells) > NAMED)
     return f"{len(cells)} of {len(sweep.cells)} runs {word}: {names}" if cells else ""
@@ -243,12 +221,6 @@ def _line(some: Iterable[Planned], sweep: Sweep, word: str) -> str:
 
 def defaults(sweep: Sweep) -> list[Asked]:
     """Return the figures of a sweep for which nothing was asked: the metric over time, and its end over what varies.
-
-    Args:
-        sweep: the sweep.
-
-    Returns:
-        What to draw.
 
     Raises:
         ParameterError: no run is done, or none has recorded numbers.
@@ -260,12 +232,6 @@ def defaults(sweep: Sweep) -> list[Asked]:
 
 def metric_of(sweep: Sweep) -> str:
     """Return the column that figures show of which none is named.
-
-    Args:
-        sweep: the sweep.
-
-    Returns:
-        Its name, such as "accuracy".
 
     Raises:
         ParameterError: no run is done, or none has recorded numbers.
@@ -282,17 +248,7 @@ def metric_of(sweep: Sweep) -> str:
 
 
 def save(drawn: Drawn, out: Path, formats: Sequence[str], commands: Sequence[str]) -> list[Path]:
-    """Write a figure, its data as CSV, and the commands that make both again.
-
-    Args:
-        drawn: the figure.
-        out: the folder; it is made.
-        formats: among "png", "pdf" and "svg".
-        commands: lines of a shell.
-
-    Returns:
-        The paths of all files.
-    """
+    """Write a figure, its data as CSV, and the commands that make both again."""
     paths = style.save(drawn.figure, out / drawn.stem, formats)
     data, script = (out / f"{drawn.stem}.{ending}" for ending in ("csv", "sh"))
     drawn.data.to_csv(data)

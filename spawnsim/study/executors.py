@@ -224,13 +224,6 @@ def _stop(executor: Executor, others: Collection[BaseProcess]) -> None:
 
 
 def mpi_ranks(jobs: int) -> Executor:
-    """Return the ranks of `mpiexec -n N python -m mpi4py.futures`, or `jobs` that MPI starts, as an executor.
-
-    Args:
-        jobs: how many runs may go on at once.
-
-    Returns:
-        The executor; it ends as a context manager does.
-    """
+    """Return the ranks of `mpiexec -n N python -m mpi4py.futures`, or `jobs` that MPI starts, as an executor."""
     executor: Executor = import_module("mpi4py.futures").MPIPoolExecutor(max_workers=max(jobs, 1))
     return executor

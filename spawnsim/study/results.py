@@ -27,7 +27,7 @@ from spawnsim.record.folder import prepare, read_manifest, require_free
 from spawnsim.run import Run
 from spawnsim.run.result import SECONDS, shown, warnings_of_runs
 from spawnsim.study.store import COST, FAILED, STOPPED, Cell, Store, labels, read_cost
-from spawnsim.study.sweeping import command_of, complete, require_limit
+from spawnsim.study.sweeping import command_of, require_limit, sweep
 from spawnsim.units import counted
 
 if TYPE_CHECKING:
@@ -113,18 +113,12 @@ class Sweep:
         """
         require_limit(limit_s, jobs, executor)
         with _held(Path(out), cells) as found:
-            complete(cells, found.store, jobs=jobs, executor=executor, limit_s=limit_s, say=say)
+            sweep(cells, found.store, jobs=jobs, executor=executor, limit_s=limit_s, say=say)
             return found
 
     @classmethod
     def load(cls, path: str | Path) -> Sweep:
         """Return the sweep of a folder, finished or not.
-
-        Args:
-            path: the folder.
-
-        Returns:
-            The sweep.
 
         Raises:
             ParameterError: the folder holds no sweep, or its plan is damaged.
@@ -146,54 +140,31 @@ class Sweep:
 
     # --------------------------------------------------------------------------------------------------- what it holds
     def state(self, cell: Planned) -> str:
-        """Return "done", "failed", "stopped" (with the sweep, such as by Ctrl-C) or "missing".
-
-        Args:
-            cell: one of `cells`.
-        """
+        """Return "done", "failed", "stopped" (with the sweep, such as by Ctrl-C) or "missing"."""
         if (self.store.root / cell.folder / COST).is_file():
             return DONE
-        return next(
-            (why for why in (FAILED, STOPPED) if self.store.aside(cell.folder, why).is_dir()), MISSING
-        )
+        aside = (why for why in (FAILED, STOPPED) if self.store.aside(cell.folder, why).is_dir())
+        return next(aside, MISSING)
 
     def of_state(self, state: str) -> list[Planned]:
-        """Return the cells in a state.
-
-        Args:
-            state: "done", "failed", "stopped" or "missing".
-        """
+        """Return the cells in a state."""
         return [cell for cell in self.cells if self.state(cell) == state]
 
     def runs(self) -> Iterator[tuple[Planned, Run]]:
-        """Yield the finished runs, each read when it is asked for.
-
-        Returns:
-            An iterator of (cell, run).
-        """
+        """Yield the finished runs, each read when it is asked for."""
         for cell in self.of_state(DONE):
             yield cell, Run.load(self.store.root / cell.folder)
 
     def warnings(self) -> list[str]:
-        """Return each kind of warning of the finished runs once, with the number of runs.
-
-        Returns:
-            A sentence per kind, with the label of its first run.
-        """
-        done = self.of_state(DONE)
-        return warnings_of_runs(
-            {cell.label: read_manifest(self.store.root / cell.folder)["what"] for cell in done}
-        )
+        """Return each kind of warning of the finished runs once, with the number of runs."""
+        folders = {cell.label: self.store.root / cell.folder for cell in self.of_state(DONE)}
+        return warnings_of_runs({label: read_manifest(folder)["what"] for label, folder in folders.items()})
 
     @property
     def varied(self) -> list[str]:
         """What cells differ in beside their seed: names of parameters and circumstances."""
-        names = {name: None for cell in self.cells for name in cell.values}
-        return [
-            name
-            for name in names
-            if name != "seed" and len({str(cell.values.get(name)) for cell in self.cells}) > 1
-        ]
+        names = {name: None for cell in self.cells for name in cell.values if name != "seed"}
+        return [name for name in names if len({str(cell.values.get(name)) for cell in self.cells}) > 1]
 
     def table(self, *measures: str) -> Table:
         """Return one row per cell.
@@ -219,10 +190,8 @@ class Sweep:
             if told and all(isinstance(value, ParameterError) for value in told):
                 raise told[0]
         # What one policy records another may not.
-        rows = [
-            {name: None if isinstance(value, Exception) else value for name, value in row.items()}
-            for row in rows
-        ]
+        for row in rows:
+            row |= {name: None for name, value in row.items() if isinstance(value, Exception)}
         names = {name: None for row in rows for name in row}
         numbers = {*TOTALS, *SECONDS, "wall_s", "peak_memory_B", *(each.text for each in asked)}
         return Table({name: column_of([row.get(name) for row in rows], name in numbers) for name in names})
@@ -242,14 +211,7 @@ class Sweep:
         return row | {each.text: _value(each, run, told["totals"]) for each in measures}
 
     def keep(self, cells: Sequence[Planned]) -> Sweep:
-        """Return the sweep of some of its cells.
-
-        Args:
-            cells: those to keep.
-
-        Returns:
-            A sweep of the same folder.
-        """
+        """Return the sweep of some of its cells."""
         return Sweep(self.folder, tuple(cells), self.command)
 
     def says(self) -> str:
@@ -275,7 +237,6 @@ class Sweep:
 
 
 def _value(measure: Measure, run: Run | None, totals: dict[str, Any]) -> float | ParameterError:
-    """Return a measure of a run, or why it has none."""
     try:
         return measure.value(run, totals)
     except ParameterError as error:
@@ -339,23 +300,16 @@ def _command() -> str:
 
 
 def column_of(values: Sequence[Any], number: bool = False) -> NDArray[Any]:
-    """Return values as a column: of floats, whole numbers or bools where all are, else of texts.
+    """Return values, one per row, as a column: of floats, whole numbers or bools where all are, else of texts.
 
-    Args:
-        values: one per row; None is NaN in a column that holds numbers, and else "none".
-        number: whether it holds numbers, also where no row tells one.
-
-    Returns:
-        An array of shape (rows,).
+    None is NaN in a column of numbers, and else "none". `number`: the column holds numbers, even if no row has one.
     """
     known = [value for value in values if value is not None]
     kinds = {bool if isinstance(value, bool) else type(value) for value in known}
     whole = len(known) == len(values)
     if number or (whole and kinds and kinds <= {int, float}):
-        exact = whole and kinds == {int}
-        return np.array(
-            [np.nan if value is None else value for value in values], np.int64 if exact else float
-        )
+        kind: Any = np.int64 if whole and kinds == {int} else float
+        return np.array([np.nan if value is None else value for value in values], kind)
     if whole and kinds == {bool}:
         return np.array(values)
     return np.array(["none" if value is None else str(value) for value in values])

@@ -66,11 +66,7 @@ class Cell:
         backend_of(self.backend)
 
     def description(self) -> dict[str, Any]:
-        """Return what distinguishes this run, without paths of this machine.
-
-        Returns:
-            Values that JSON can hold: file name, backend, ranks, seed, parameters, world.
-        """
+        """Return what distinguishes this run, without paths of this machine."""
         return {
             "file": Path(self.file).name,
             "backend": self.backend,
@@ -79,19 +75,11 @@ class Cell:
             # Sorted, so that the order in which a study writes its arguments makes no other key.
             "parameters": document(dict(sorted(self.parameters.items()))),
             # None is what `spawnsim.run` takes where nothing is given: one run, one key.
-            "world": {
-                name: _without_folder(value)
-                for name, value in sorted(self.world.items())
-                if value is not None
-            },
+            "world": {name: _without_folder(v) for name, v in sorted(self.world.items()) if v is not None},
         }
 
     def inputs(self) -> Files:
-        """Return the files that the run depends on.
-
-        Returns:
-            Name (such as "program/train.py") → path.
-        """
+        """Return the files that the run depends on."""
         return manifest.inputs(Path(self.file), **self.world)
 
     @cached_property  # and so the same in every process that this cell is sent to, whatever is edited meanwhile
@@ -115,17 +103,14 @@ class Cell:
         told = self.description()
         seed, given, world = (told.pop(name) for name in ("seed", "parameters", "world"))
         taken = {*told, *world, "seed"}
-        row: dict[str, Any] = told | {
-            f"main's {name}" if name in taken else name: value for name, value in given.items()
-        }
-        row |= world
-        row["seed"] = seed
+        own = {f"main's {name}" if name in taken else name: value for name, value in given.items()}
+        row: dict[str, Any] = told | own | world | {"seed": seed}
         return row
 
     @property
     def name(self) -> str:
         """A short name for people: file, policy, ranks, backend, seed; the key tells the rest."""
-        values = [str(self.parameters[name]) for name in ("policy",) if name in self.parameters]
+        values = [str(self.parameters["policy"])] if "policy" in self.parameters else []
         where = [] if self.backend == "virtual" else [self.backend]
         return "-".join([Path(self.file).stem, *values, f"n{self.ranks}", *where, f"s{self.seed}"])
 
@@ -155,14 +140,7 @@ def _sources(root: Path) -> Iterator[Path]:
 
 
 def labels(cells: Sequence[Cell]) -> dict[str, str]:
-    """Return what sets each cell apart from the others, for people: "average, ratio 0.1, seed 3".
-
-    Args:
-        cells: the cells of a sweep.
-
-    Returns:
-        Key of a cell → its label; of a cell alone its name.
-    """
+    """Return what sets each cell apart from the others, for people: "average, ratio 0.1, seed 3"."""
     rows = {cell.key: cell.values() for cell in cells}
     every = {name: None for row in rows.values() for name in row if name != "seed"} | {"seed": None}
     varied = [name for name in every if len({str(row.get(name)) for row in rows.values()}) > 1]
@@ -197,16 +175,13 @@ def grid(
     Raises:
         ParameterError: there is no such file, or a number of ranks below 1.
     """
-    found = []
-    worlds = [{**world, **each} for each in _combinations(around or {})]
-    for given, outside, size, seed in itertools.product(
-        _combinations(over or {}), worlds, ranks, list(seeds)
-    ):
+    worlds = [{"backend": "virtual", **world, **each} for each in _combinations(around or {})]
+    every = itertools.product(_combinations(over or {}), worlds, ranks, list(seeds))
+    path, found = Path(file), []
+    for given, outside, size, seed in every:
         rest = dict(outside)
-        backend = rest.pop("backend", "virtual")
-        found.append(
-            Cell(file=Path(file), ranks=size, seed=seed, backend=backend, parameters=given, world=rest)
-        )
+        backend = rest.pop("backend")
+        found.append(Cell(file=path, ranks=size, seed=seed, backend=backend, parameters=given, world=rest))
     return found
 
 
@@ -233,45 +208,19 @@ class Store:
         self.root = root
 
     def folder(self, cell: Cell) -> Path:
-        """Return the place of a cell's run, there or not.
-
-        Args:
-            cell: the run.
-
-        Returns:
-            A folder below `root`, named after the cell and its key.
-        """
+        """Return the place of a cell's run, there or not."""
         return self.root / f"{cell.name}-{cell.key}"
 
     def failed(self, cell: Cell) -> Path:
-        """Return where a cell's run stays aside if it fails.
-
-        Args:
-            cell: the run.
-
-        Returns:
-            A folder below `root`, there or not.
-        """
+        """Return where a cell's run stays aside if it fails."""
         return self.aside(self.folder(cell).name, FAILED)
 
     def aside(self, name: str, why: str) -> Path:
-        """Return where a run stays that did not finish.
-
-        Args:
-            name: of the folder that it would have.
-            why: `FAILED` or `STOPPED`.
-
-        Returns:
-            A folder below `root`, there or not.
-        """
+        """Return where a run stays that did not finish."""
         return self.root / f"{why}-{name}"
 
     def fail(self, cell: Cell) -> None:
-        """Let a run that was told to stop be one that has failed, as where it has taken too long.
-
-        Args:
-            cell: the run.
-        """
+        """Let a run that was told to stop be one that has failed, as where it has taken too long."""
         stopped = self.aside(self.folder(cell).name, STOPPED)
         if stopped.is_dir():
             shutil.rmtree(self.failed(cell), ignore_errors=True)
@@ -294,39 +243,18 @@ class Store:
                 shutil.rmtree(draft, ignore_errors=True)
 
     def done(self, cell: Cell) -> bool:
-        """Say whether the run is there, and of the files that it depends on none was edited since.
-
-        Args:
-            cell: the run.
-
-        Returns:
-            True if it need not be made again.
-        """
+        """Say whether the run is there, and of the files that it depends on none was edited since."""
         place = self.folder(cell)
         # A folder of the right name is no proof: modules of computed names are in no key, but in what the run recorded.
         return place.is_dir() and _as_recorded(cell, place)
 
     def cost(self, cell: Cell) -> Cost:
-        """Return what the run took when it was made.
-
-        Args:
-            cell: a run that is done.
-
-        Returns:
-            Wall time, peak memory and load.
-        """
+        """Return what the run took when it was made."""
         return read_cost(self.folder(cell))
 
     @contextmanager
     def draft(self, cell: Cell) -> Iterator[Path]:
-        """Give a folder to write into; it takes its place when the block ends well, and stays aside when it does not.
-
-        Args:
-            cell: the run.
-
-        Returns:
-            A context manager that gives the folder, which is empty.
-        """
+        """Give an empty folder to write into; it takes its place when the block ends well, else it stays aside."""
         place = self.folder(cell)
         # The process in its name: two studies that make the same run at once each have a draft of their own.
         draft = place.with_name(f".{place.name}.{_HERE}.{os.getpid()}")

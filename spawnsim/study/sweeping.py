@@ -201,17 +201,17 @@ Ended = Callable[[Cell], None]
 
 
 def sweep(
-    cells: Sequence[Cell], store: Store, *, executor: Executor | None = None, limit_s: float | None = None, say: Say,
-    ended: Ended = lambda _: None,
+    cells: Sequence[Cell], store: Store, *, jobs: int = 0, executor: Executor | None = None,
+    limit_s: float | None = None, say: Say, ended: Ended = lambda _: None,
 ) -> list[Path]:  # fmt: skip
-    """Run what is not done yet.
+    """Run what is not done yet, in a pool of processes unless another executor is given.
 
     Args:
         cells: the runs; equal ones are run once.
         store: where finished runs lie.
-        executor: anything that is a `concurrent.futures.Executor`; None runs one after another, in this process.
-            But in processes of `pool` each run is a command of its own, in whatever carries it.
-        limit_s: after which such a command is ended, and its run has failed.
+        jobs: how many runs may go on at once; 0: one after another, in this process.
+        executor: any `concurrent.futures.Executor`, which its owner ends. Each run is a command of its own there.
+        limit_s: wall seconds that one run may take; one that takes longer is ended, and has failed.
         say: takes one line of text per finished run.
         ended: is given each run, once, as soon as it is there; first those that were there before.
 
@@ -219,9 +219,32 @@ def sweep(
         The run folders, in the order of `cells`.
 
     Raises:
+        ParameterError: a limit that cannot be held, or the store's folder cannot be written.
         StudyError: some runs failed; those that did not are kept, and a second sweep tries the rest only. Its notes
             name each that failed, with its error and its command.
     """
+    require_limit(limit_s, jobs, executor)
+    own_pool = executor is None and jobs > 0
+    prepare(store.root)
+    try:
+        with pool(jobs, limit_s=limit_s) if own_pool else nullcontext(executor) as carrier:
+            return _sweep(cells, store, carrier, limit_s=limit_s, say=say, ended=ended)
+    except KeyboardInterrupt as stop:
+        # Counted on disk: processes may have finished runs after the interrupt.
+        kept = f"{sum(map(store.done, cells))} of {len(cells)} runs are done and kept"
+        stop.__notes__ = [f"{kept}: the same command goes on with the rest"]
+        raise
+
+
+def _sweep(
+    cells: Sequence[Cell],
+    store: Store,
+    executor: Executor | None,
+    *,
+    limit_s: float | None,
+    say: Say,
+    ended: Ended,
+) -> list[Path]:
     store.tidy()
     # By key: cells that read differently may be the same run.
     missing = {cell.key: cell for cell in cells if not store.done(cell)}
@@ -273,41 +296,6 @@ def require_limit(limit_s: float | None, jobs: int, executor: object) -> None:
             f"a run's limit of {limit_s:g} s: give more than 0 and at most {MOST_S / 3600:g} h, and processes to end "
             "(--jobs 1)"
         )
-
-
-def complete(
-    cells: Sequence[Cell], store: Store, *, jobs: int = 1, executor: Executor | None = None,
-    limit_s: float | None = None, say: Say, ended: Ended = lambda _: None,
-) -> list[Path]:  # fmt: skip
-    """Run what is not done yet, in a pool of processes unless another executor is given; as `sweep`.
-
-    Args:
-        cells: the runs wanted.
-        store: where finished runs lie.
-        jobs: how many runs may go on at once; 0: one after another, in this process.
-        executor: carries runs out; it is its owner's to end.
-        limit_s: wall seconds that one run may take; one that takes longer is ended, and has failed.
-        say: takes one line of text per finished run.
-        ended: as for `sweep`.
-
-    Returns:
-        The run folders, in the order of `cells`.
-
-    Raises:
-        ParameterError: a limit that cannot be held, or the store's folder cannot be written.
-        StudyError: some runs failed; those that did not are kept.
-    """
-    require_limit(limit_s, jobs, executor)
-    own_pool = executor is None and jobs > 0
-    prepare(store.root)
-    try:
-        with pool(jobs, limit_s=limit_s) if own_pool else nullcontext(executor) as carrier:
-            return sweep(cells, store, executor=carrier, limit_s=limit_s, say=say, ended=ended)
-    except KeyboardInterrupt as stop:
-        # Counted on disk: processes may have finished runs after the interrupt.
-        kept = f"{sum(map(store.done, cells))} of {len(cells)} runs are done and kept"
-        stop.__notes__ = [f"{kept}: the same command goes on with the rest"]
-        raise
 
 
 def _outcomes(

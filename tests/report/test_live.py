@@ -117,7 +117,7 @@ def test_only_who_knows_the_address_sees_the_page(live: LivePage) -> None:
     live.show(running(), WAITING)
     path, port = urlsplit(live.url).path, urlsplit(live.url).port
     assert asked(live.url)[0] == asked(live.url, host=f"localhost:{port}")[0] == 200
-    for wrong in (
+    wrongs = (
         "/",
         path[:-2] + "/",
         path.rstrip("/"),
@@ -125,7 +125,8 @@ def test_only_who_knows_the_address_sees_the_page(live: LivePage) -> None:
         path.upper(),
         f"/{'x' * (len(path) - 2)}/",
         "/%ff",
-    ):
+    )
+    for wrong in wrongs:
         assert asked(live.url, path=wrong)[0] == 403, wrong
     for host in ("evil.example", f"evil.example:{port}", "127.0.0.1", f"127.0.0.1.evil.example:{port}"):
         status, _, text = asked(live.url, host=host)
@@ -302,12 +303,8 @@ def started(tmp_path: Path, *more: str) -> subprocess.Popen[str]:
         "--observe",
         "live",
     ]
-    return subprocess.Popen(
-        [*line, "--deadline", "600", "--out", str(tmp_path / "run"), "--json", *more],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+    line += ["--deadline", "600", "--out", str(tmp_path / "run"), "--json", *more]
+    return subprocess.Popen(line, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
 def address(process: subprocess.Popen[str]) -> str:

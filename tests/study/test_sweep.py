@@ -95,17 +95,8 @@ def test_values_of_a_repeated_name_are_put_together():
 # ------------------------------------------------------------------------------------------------- the command
 def test_all_combinations_are_listed_then_run_then_kept(program: Path, capsys: pytest.CaptureFixture[str]):
     """Two policies, two ratios, two worlds, two seeds; the second command has nothing left to do."""
-    words = [
-        "--set",
-        "policy=a,b",
-        "--set",
-        "ratio=0.1,0.4",
-        "--straggler",
-        "none,'slow:0.25,10'",
-        "--seeds",
-        "2",
-    ]
-    words += ["--seed", "7", "--out", "q"]
+    words = ["--set", "policy=a,b", "--set", "ratio=0.1,0.4", "--straggler", "none,'slow:0.25,10'"]
+    words += ["--seeds", "2", "--seed", "7", "--out", "q"]
     assert swept(*words, "--dry-run") == 0
     told = capsys.readouterr().out
     assert told.count("to do\n") == 16 and "16 runs, 16 to do, in q/runs" in told
