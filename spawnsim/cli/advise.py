@@ -15,8 +15,7 @@ from spawnsim import units
 from spawnsim.cli import print_note_beside_bar
 from spawnsim.cli.declaring import Command, Json, Picture, PlatformName, Ranks, option
 from spawnsim.errors import ParameterError
-from spawnsim.fidelity.advising import Advice, Budget, advise, report
-from spawnsim.fidelity.converging import Need, by_time, converge
+from spawnsim.fidelity.advising import Advice, Budget, Need, advise, by_time, converge, report
 from spawnsim.fidelity.goodput import POLICIES, Case, Choice, Failures
 from spawnsim.models.compute import Fixed, parse_stragglers
 from spawnsim.models.faults import rates

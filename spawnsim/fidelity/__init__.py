@@ -2,8 +2,8 @@
 
 Calibration measures a communicator (`microbenchmarks`, `measuring`), fits a platform to it (`fitting`), and says how
 well it fits (`scoring`). Validation watches a real run (`watching`), predicts the same run on virtual ranks of a
-calibrated platform, and compares (`predicting`). Advice ranks policies on a platform (`goodput`, `advising`,
-`converging`). `inputs` reads files of other tools.
+calibrated platform, and compares (`predicting`). Advice ranks policies on a platform (`goodput`, `advising`).
+`inputs` reads files of other tools.
 """
 
 from __future__ import annotations

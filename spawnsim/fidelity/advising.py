@@ -1,7 +1,7 @@
 """Which policy, and how often, on a cluster: cadences swept in timing alone, ranked with their intervals.
 
-`goodput.py` says what one choice comes to, in one run. Here choices are compared: over seeds and two network models,
-and where bandwidth, stragglers or failures are worse. What a cadence does to convergence is not known here.
+`goodput.py` simulates one choice in one run. Here choices are compared: over seeds and two network models, and where
+bandwidth, stragglers or failures are worse; and by the steps that a small live training needs under each (`converge`).
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from statistics import median
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -24,9 +25,12 @@ from spawnsim.fidelity.goodput import (
     Sample,
     judged,
     other_costs,
+    policy_of,
     takes_s,
     timed,
 )
+from spawnsim.models.network import Hockney, Switch
+from spawnsim.run import run
 from spawnsim.units import counted, text_table
 
 ALIKE = 0.01  # goodputs that differ by less are not told apart, whatever their intervals
@@ -93,11 +97,8 @@ class Advice:
         return sorted(range(len(value)), key=lambda place: (-value[place], place))
 
     def careful(self) -> list[int]:
-        """Return places of the choices that meet the target, of each policy the one that exchanges most often.
-
-        What a policy's rarer exchanges cost in convergence is not known, so that no more of them are left out than
-        the target asks for.
-        """
+        """Return places of the choices that meet the target, of each policy the one that exchanges most often."""
+        # What a policy's rarer exchanges cost in convergence is not known, so no more are left out than necessary.
         found: dict[str, int] = {}
         meeting = [place for place, row in enumerate(self.rows) if row.utilisation >= self.target]
         for place in sorted(meeting, key=lambda place: (-self.rows[place].every, -place)):
@@ -178,16 +179,7 @@ def _told_long(takes: Mapping[Choice, float], runs: int) -> str:
 
 
 def require_short(takes: Mapping[Choice, float], runs: int, ranks: int) -> None:
-    """Refuse what would take more than a day.
-
-    Args:
-        takes: seconds of a core that a run of each choice takes.
-        runs: of each choice.
-        ranks: of a run.
-
-    Raises:
-        ParameterError: all runs take longer than `MOST_S`; it names the choice that takes longest.
-    """
+    """Raise `ParameterError` if `runs` of each choice take more than a day; `takes`: seconds of a core of one run."""
     whole_s = runs * sum(takes.values())
     if whole_s > MOST_S:
         longest = max(takes, key=lambda choice: takes[choice])
@@ -297,25 +289,9 @@ class Budget:
 
 # -------------------------------------------------------------------------------------------------------------- words
 def report(advice: Advice) -> str:
-    """Return the ranking as lines of text.
-
-    Args:
-        advice: what `advise` found.
-
-    Returns:
-        A table, and a sentence for each thing to know.
-    """
-    head = (
-        "",
-        "policy",
-        "goodput",
-        "interval",
-        "in effect",
-        "computing",
-        "a round waits",
-        "sent a step",
-        *WORSE,
-    )
+    """Return the ranking as lines of text."""
+    known = ("policy", "goodput", "interval", "in effect", "computing", "a round waits", "sent a step")
+    head = ("", *known, *WORSE)
     lines = [
         (
             f"{place}",
@@ -389,3 +365,110 @@ def _groups(rows: Sequence[Row]) -> Iterable[tuple[int, ...]]:
         if row.alike and end > max(place, last):
             last = end
             yield tuple(range(place, end + 1))
+
+
+# -------------------------------------------------------------------------------------------------------- convergence
+# How many steps a small live training needs under each choice, until all are as good: handwritten digits on at most
+# eight live virtual ranks, whose shards differ in their mixtures of classes (Dirichlet, 0.3). It shows the direction in
+# which a cadence moves convergence; a large model's own curve it is not.
+RANKS = 8
+STEP_S = 4e-4  # of a core, that a step of one rank takes
+SKEW = 0.3
+LOOKS = 25  # how often accuracy is looked at, in a run
+
+
+class Need(NamedTuple):
+    """Steps until the accuracy that all choices reach, over seeds: the median, the least, the most."""
+
+    steps: float
+    least: float
+    most: float
+
+
+def converge(case: Case, advice: Advice, *, steps: int, seeds: Sequence[int]) -> dict[Choice, Need]:
+    """Train under each choice, and say how many steps it needs until the accuracy that the worst one reaches.
+
+    Args:
+        case: the job; its ranks, eight at most, train.
+        advice: the choices to compare. Compression is not applied; who exchanged more rarely than asked for does so
+            here.
+        steps: of each training, at least 25.
+        seeds: of the trainings, shards included.
+
+    Returns:
+        For each choice what it needs.
+
+    Raises:
+        ParameterError: too few steps, or so many that they take hours, or a choice whose cadence is longer than the
+            training.
+    """
+    choices = [row.choice for row in advice.rows]
+    longest = max(choice.every for choice in choices)
+    if steps < max(LOOKS, longest):
+        raise ParameterError(
+            f"--train {steps}: give at least {LOOKS} steps, and as many as the rarest exchange, {longest}"
+        )
+    ranks = min(case.ranks, RANKS)
+    require_short(dict.fromkeys(choices, ranks * steps * STEP_S), len(seeds), ranks)
+    known: dict[tuple[Choice, int], list[float]] = {}
+    plain = {row.choice: Choice(row.choice.policy, min(round(row.every), steps)) for row in advice.rows}
+    for choice in dict.fromkeys(plain.values()):
+        for seed in seeds:
+            known[choice, seed] = _accuracies(case, choice, steps, seed)
+    looks = _looks(steps)
+    needs = {}
+    for choice in choices:
+        found = []
+        for seed in seeds:
+            # Accuracies of one seed are compared with each other: shards and batches are the same there.
+            target = min(max(known[other, seed]) for other in plain.values())
+            reached = zip(looks, known[plain[choice], seed], strict=True)
+            found.append(next(at for at, value in reached if value >= target))
+        needs[choice] = Need(float(median(found)), float(min(found)), float(max(found)))
+    return needs
+
+
+def _looks(steps: int) -> list[int]:
+    return sorted({round(steps * (place + 1) / LOOKS) for place in range(LOOKS)})
+
+
+def _accuracies(case: Case, choice: Choice, steps: int, seed: int) -> list[float]:
+    """Return the mean held-out accuracy of all ranks at each look."""
+    from spawnsim.policies.rules.merging import blocks
+    from spawnsim.workloads import Digits
+
+    looks = set(_looks(steps))
+    case = replace(case, step_s=1.0)
+
+    def main(comm: Any) -> None:
+        digits = Digits(comm.rng, comm.Get_rank(), comm.Get_size(), alpha=SKEW)
+        model, optimizer = digits.build()
+        count = len(blocks([name for name, _ in model.named_parameters()]))
+        policy = policy_of(choice, case, blocks=count)
+        for step in range(1, steps + 1):
+            with comm.compute(case.step_s):
+                loss = digits.step(model, optimizer)
+            model, optimizer, _ = policy(step, model, optimizer, local_metric=loss, group=comm)
+            if step in looks:
+                comm.record(step=step, accuracy=digits.accuracy(model))
+        policy.shutdown()
+
+    # A network of no weight: steps are counted, not seconds.
+    network = Switch(Hockney(1e-6, 1e12))
+    table = run(main, ranks=min(case.ranks, RANKS), platform=network, seed=seed).table
+    return [float(np.mean(table["accuracy"][table["step"] == at])) for at in sorted(looks)]
+
+
+def by_time(
+    advice: Advice, needs: dict[Choice, Need], step_s: float
+) -> list[tuple[Choice, float, float, float]]:
+    """Return choices by rising time until the common accuracy: (choice, seconds, least, most).
+
+    Steps needed, of a compute step each, over goodput; least and most from the ends of both intervals.
+    """
+    found = []
+    for row in advice.rows:
+        need = needs[row.choice]
+        seconds, least = step_s * need.steps / row.goodput, step_s * need.least / row.high
+        found.append((row.choice, seconds, least, step_s * need.most / row.low))
+    return sorted(found, key=lambda each: each[1])

@@ -182,14 +182,6 @@ class Sample:
 def simulate(case: Case, choice: Choice, seed: int) -> Sample:
     """Run a choice for the case's rounds, and say what was left of the time.
 
-    Args:
-        case: the job and its cluster.
-        choice: the policy and its cadence.
-        seed: of the run.
-
-    Returns:
-        What was measured, with the cost of failures added.
-
     Raises:
         ParameterError: more ranks than the policy's simulation can take.
     """

@@ -15,6 +15,7 @@ import mmap
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from itertools import count
 from types import MappingProxyType
 from typing import Any
@@ -233,34 +234,38 @@ def _bcast(comm: Comm, nbytes: int) -> Action:
     return _together(comm, lambda: comm.Bcast(buffer, 0), [buffer])
 
 
-def _reduce(comm: Comm, nbytes: int) -> Action:
-    own, total = _doubles(nbytes), _doubles(nbytes)
-    return _together(comm, lambda: comm.Reduce(own, total, root=0), [own])
+# Whether a collective has a root, and whether a rank sends, and receives, a row for each rank.
+_SHAPES = {
+    "reduce": (True, False, False),
+    "allreduce": (False, False, False),
+    "gather": (True, False, True),
+    "scatter": (True, True, False),
+    "allgather": (False, False, True),
+    "alltoall": (False, True, True),
+}
 
 
-def _allreduce(comm: Comm, nbytes: int) -> Action:
-    own, total = _doubles(nbytes), _doubles(nbytes)
-    return _together(comm, lambda: comm.Allreduce(own, total), [own])
+def _collective(name: str) -> Callable[[Any, int], Action]:
+    rooted, *many = _SHAPES[name]
+
+    def prepare(comm: Comm, nbytes: int) -> Action:
+        own, into = (_doubles(nbytes, comm.Get_size() if rows else 1) for rows in many)
+        call = partial(getattr(comm, name.capitalize()), own, into, **({"root": 0} if rooted else {}))
+        return _together(comm, call, [own])
+
+    return prepare
 
 
-def _gather(comm: Comm, nbytes: int) -> Action:
-    own, every = _doubles(nbytes), _doubles(nbytes, comm.Get_size())
-    return _together(comm, lambda: comm.Gather(own, every, 0), [own])
-
-
-def _scatter(comm: Comm, nbytes: int) -> Action:
-    own, every = _doubles(nbytes), _doubles(nbytes, comm.Get_size())
-    return _together(comm, lambda: comm.Scatter(every, own, 0), [every])
-
-
-def _allgather(comm: Comm, nbytes: int) -> Action:
-    own, every = _doubles(nbytes), _doubles(nbytes, comm.Get_size())
-    return _together(comm, lambda: comm.Allgather(own, every), [own])
-
-
-def _alltoall(comm: Comm, nbytes: int) -> Action:
-    own, every = _doubles(nbytes, comm.Get_size()), _doubles(nbytes, comm.Get_size())
-    return _together(comm, lambda: comm.Alltoall(own, every), [own])
+_ACTIONS: dict[str, tuple[Callable[[Any, int], Action], float]] = {
+    "p2p": (_ping_pong, 0.5),
+    "stream": (_stream, 1.0 / STREAM),
+    "post": (_post, 1.0 / STREAM),
+    "probe": (_probe, 1.0 / STREAM),
+    "barrier": (_barrier, 1.0),
+    "copy": (_copy, 1.0),
+    "bcast": (_bcast, 1.0),
+    **{name: (_collective(name), 1.0) for name in _SHAPES},
+}
 
 
 def _plain(prepare: Callable[[Any, int], Action]) -> Prepare:
@@ -268,26 +273,11 @@ def _plain(prepare: Callable[[Any, int], Action]) -> Prepare:
 
 
 OPERATIONS: Mapping[str, tuple[Prepare, float]] = MappingProxyType(
-    {
-        "p2p": (_plain(_ping_pong), 0.5),
-        "stream": (_plain(_stream), 1.0 / STREAM),
-        "post": (_plain(_post), 1.0 / STREAM),
-        "get": (_get, 1.0),
-        "probe": (_plain(_probe), 1.0 / STREAM),
-        "barrier": (_plain(_barrier), 1.0),
-        "copy": (_plain(_copy), 1.0),
-        "bcast": (_plain(_bcast), 1.0),
-        "reduce": (_plain(_reduce), 1.0),
-        "allreduce": (_plain(_allreduce), 1.0),
-        "gather": (_plain(_gather), 1.0),
-        "scatter": (_plain(_scatter), 1.0),
-        "allgather": (_plain(_allgather), 1.0),
-        "alltoall": (_plain(_alltoall), 1.0),
-    }
+    {name: (_plain(prepare), share) for name, (prepare, share) in _ACTIONS.items()} | {"get": (_get, 1.0)}
 )
 """Operation -> how to prepare it, and which share of the time is one operation's."""
 
-COLLECTIVES = ("bcast", "reduce", "allreduce", "gather", "scatter", "allgather", "alltoall")
+COLLECTIVES = ("bcast", *_SHAPES)
 
 
 FloatArray = NDArray[np.float64]
@@ -321,11 +311,10 @@ class Effort:
     largest_nbytes: int = 16 << 20
 
     def __post_init__(self) -> None:
-        if not (
-            self.budget_s > 0.0
-            and 1 <= self.least <= self.most
-            and self.passes >= 1
-            and self.largest_nbytes >= 1
+        if (
+            self.budget_s <= 0.0
+            or not 1 <= self.least <= self.most
+            or min(self.passes, self.largest_nbytes) < 1
         ):
             raise ParameterError(f"{self}: all must be above 0, and least at most most")
 

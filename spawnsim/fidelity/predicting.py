@@ -106,17 +106,9 @@ def predict(
     for name, (trace, stragglers) in _models(rows, setting.warmup).items():
         # Nothing is drawn without stragglers: other seeds would give the same run.
         runs = 1 if not stragglers else seeds
-        found.append(
-            Prediction(
-                name,
-                tuple(
-                    times(
-                        _run(setting, platform, trace, stragglers, seed=seed), setting.warmup, local_s=local_s
-                    )
-                    for seed in range(setting.scenario.seed, setting.scenario.seed + runs)
-                ),
-            )
-        )
+        first = setting.scenario.seed
+        ran = [_run(setting, platform, trace, stragglers, seed=seed) for seed in range(first, first + runs)]
+        found.append(Prediction(name, tuple(times(each, setting.warmup, local_s=local_s) for each in ran)))
     return tuple(found)
 
 
@@ -251,24 +243,15 @@ def read_cases(path: Path) -> list[Validated]:
     """
     try:
         document = json.loads(path.read_text(encoding="utf-8"))
-        return [
-            Validated(
-                str(case["name"]),
-                tuple(
-                    Row(
-                        row["measure"],
-                        float(row["measured"]),
-                        {m: tuple(e) for m, e in row["errors"].items()},
-                    )
-                    for row in case["rows"]
-                ),
-            )
-            for case in document["cases"]
-        ]
+        return [Validated(str(case["name"]), tuple(map(_row, case["rows"]))) for case in document["cases"]]
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise ParameterError(
             f"{path}: not what validate --json prints of several programs ({error!r})"
         ) from error
+
+
+def _row(row: Mapping[str, Any]) -> Row:
+    return Row(row["measure"], float(row["measured"]), {m: tuple(e) for m, e in row["errors"].items()})
 
 
 def _cell(errors: tuple[float, float, float], share: bool, repeats: int) -> str:

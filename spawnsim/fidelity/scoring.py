@@ -61,11 +61,9 @@ class Score:
 class NullRecorder:
     """A recorder that keeps nothing."""
 
-    def row(self, rank: int, time_s: float, values: Any) -> None:
-        """Keep nothing."""
+    def row(self, rank: int, time_s: float, values: Any) -> None: ...
 
-    def event(self, rank: int, time_s: float, kind: str, fields: Any) -> None:
-        """Keep nothing."""
+    def event(self, rank: int, time_s: float, kind: str, fields: Any) -> None: ...
 
 
 def compare(measured: Measured, platform: Platform) -> tuple[Pair, ...]:

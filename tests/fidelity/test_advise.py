@@ -18,8 +18,7 @@ from spawnsim.cli import advise as advise_command
 from spawnsim.cli import main
 from spawnsim.errors import ParameterError
 from spawnsim.fidelity import goodput
-from spawnsim.fidelity.advising import Advice, Budget, Row, advise, report
-from spawnsim.fidelity.converging import _accuracies, by_time, converge
+from spawnsim.fidelity.advising import Advice, Budget, Row, _accuracies, advise, by_time, converge, report
 from spawnsim.fidelity.goodput import STEADY, WORSE, Case, Choice, Failures, other_costs, simulate
 from spawnsim.models.collectives import Selection
 from spawnsim.models.compute import Lognormal, Slow, SlowRank, Speed, parse_stragglers

@@ -245,18 +245,19 @@ def test_steady_steps_have_no_stragglers() -> None:
     assert str(found) == "constant"
 
 
-def test_bad_durations_are_refused() -> None:
-    """Nothing to fit."""
-    with pytest.raises(ParameterError, match="at least 2 compute blocks"):
-        fit_stragglers([np.array([0.1])])
-    with pytest.raises(ParameterError, match="longer than 0 s"):
-        fit_stragglers([np.array([0.1, 0.0])])
-
-
-def test_one_rank_alone_is_refused() -> None:
-    """It has nobody to talk to."""
-    with pytest.raises((ParameterError, RankError), match="at least 2 ranks: mpiexec -n 2"):
-        simulate(lambda comm: measure(comm), Scenario(1), recorder=NullRecorder())
+@pytest.mark.parametrize(
+    ("attempt", "says"),
+    [
+        (lambda: fit_stragglers([np.array([0.1])]), "at least 2 compute blocks"),
+        (lambda: fit_stragglers([np.array([0.1, 0.0])]), "longer than 0 s"),
+        (lambda: simulate(measure, Scenario(1), recorder=NullRecorder()), "at least 2 ranks: mpiexec -n 2"),
+        (lambda: Effort(most=0), "above 0"),
+    ],
+)
+def test_nothing_to_fit_is_refused(attempt: Callable[[], object], says: str) -> None:
+    """Too few or empty blocks, a rank that is alone, no samples."""
+    with pytest.raises((ParameterError, RankError), match=says):
+        attempt()
 
 
 def test_doubtful_measurements_are_said_to_be() -> None:
@@ -264,12 +265,6 @@ def test_doubtful_measurements_are_said_to_be() -> None:
     assert doubts(2, 2, 0.3) == []
     assert "4 ranks share 2 cores" in doubts(4, 2, 0.0)[0]
     assert "load 9.0 on 2 cores" in doubts(2, 2, 9.0)[0]
-
-
-def test_effort_is_checked() -> None:
-    """No samples, no calibration."""
-    with pytest.raises(ParameterError, match="above 0"):
-        Effort(most=0)
 
 
 def test_scores_tell_fitted_from_held_out() -> None:
