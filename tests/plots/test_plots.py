@@ -62,14 +62,10 @@ def test_a_rank_keeps_its_last_value_until_its_next_row():
     np.testing.assert_equal(grid.values, [[8, 8, 4, 4], [np.nan, 6, 6, 2]])
 
 
-def test_rows_without_the_value_are_left_out():
+def test_rows_without_the_value_are_left_out_and_rows_may_have_any_order():
     """A column that is recorded every other row (NaN between) gives a step curve, not gaps."""
     sparse = table(rank=[0, 0, 0], time_s=[1, 2, 3], accuracy=[0.5, np.nan, 0.7])
     assert series.carried_forward(sparse, "accuracy").values.tolist() == [[0.5, 0.7]]
-
-
-def test_rows_in_any_order_give_the_same_grid():
-    """A table need not be sorted by time."""
     shuffled = {name: values[[3, 0, 2, 1]] for name, values in TWO_RANKS.items()}
     np.testing.assert_equal(
         series.carried_forward(shuffled, "loss"), series.carried_forward(TWO_RANKS, "loss")
@@ -84,9 +80,8 @@ def test_quantiles_wait_for_half_of_the_ranks():
 
 def test_an_unknown_column_is_named_with_those_that_exist():
     """A wrong name is one clear error."""
-    with pytest.raises(
-        ParameterError, match="'reward' was not recorded; this run has: iteration, loss, rank, time_s"
-    ):
+    says = "'reward' was not recorded; this run has: iteration, loss, rank, time_s"
+    with pytest.raises(ParameterError, match=says):
         series.carried_forward(TWO_RANKS, "reward")
 
 
@@ -170,14 +165,11 @@ def test_runs_that_differ_in_anything_but_their_seed_are_other_experiments(
     assert names(found) == [(shown[0], 3), (shown[1], 1)]
 
 
-def test_a_title_names_the_number_of_ranks():
-    """Not "by ranks", which each figure of ranks is."""
+def test_titles_and_captions_tell_what_differs_and_what_does_not():
+    """Not "by ranks", which each figure of ranks is; what is nothing is left out, what differs is in the legend."""
     assert grouped([made(ranks=12), made(ranks=1000)]).by == " by number of ranks"
     assert grouped([made(ranks=12), made(ranks=12, stragglers="pareto:2")]).by == " by stragglers"
 
-
-def test_the_caption_tells_what_all_curves_have_in_common():
-    """Program, circumstances and parameters; what is nothing is left out, and what differs stands in the legend."""
     common = {"alpha": 0.3, "hidden": [256, 64], "compression": None, "guard": True}
     found = grouped([made(parameters={"ratio": ratio, **common}) for ratio in (0.1, 0.5)])
     assert found.caption().splitlines() == [
@@ -186,16 +178,13 @@ def test_the_caption_tells_what_all_curves_have_in_common():
     ]
 
 
-def test_how_a_run_was_made_is_no_experiment():
-    """Date, command, machine, threads and what was noticed do not tell curves apart."""
+def test_how_a_run_was_made_is_no_experiment_and_a_run_named_twice_counts_once():
+    """Date, machine and notes tell no curves apart; copies give no width; another digest is a run of its own."""
     found = grouped([
         made(0, made={"date": "today", "threads": 2}, leaks=["time"], notes=["x"]), made(1, made={}, leaks=[], notes=[])
     ])  # fmt: skip
     assert names(found) == [("selective", 2)]
 
-
-def test_a_run_named_twice_counts_once():
-    """An interval over copies would have no width; the same seed of another digest is a run of its own."""
     run = made(1)
     other = dataclasses.replace(run, totals={**run.totals, "digest": "another"})
     assert names(grouped([run, run, other])) == [("selective", 2)]
@@ -525,8 +514,11 @@ def test_a_column_of_texts_has_no_curve(tmp_path: Path):
     assert {path.parent for path in plots.save_all([odd], tmp_path, ["../up"], ["png"])} == {tmp_path}
 
 
-def test_no_replacement_at_all_is_no_error():
-    """A run without events has empty arrays and full share."""
+def test_a_raster_ends_with_half_of_the_ranks_and_may_be_empty():
+    """One straggler that goes on alone leaves no empty axis; a run without events has empty arrays, full shares."""
+    rows = table(rank=[0, 1, 2], time_s=[2, 2.5, 40])
+    run = Run({"backend": "virtual"}, Table(rows), events((1, 1.0, [0])), {"ranks": 3})
+    assert replacement.replacements_of(run).end_s == 2.5
     info = replacement.replacements([], ranks=3, end_s=1.0)
     assert replacement.never_replaced(info)[1].tolist() == [1, 1]
     assert replacement.top_share(replacement.donations(info)) == 0
@@ -640,9 +632,7 @@ def test_the_legend_of_time_use_covers_no_title():
     drawn = timeuse.figure([ran])
     assert drawn is not None
     FigureCanvasAgg(drawn).draw()
-    heading = drawn.axes[
-        0
-    ]._left_title  # the title that is drawn; `ax.title` is the centred one, which is empty
+    heading = drawn.axes[0]._left_title  # `ax.title` is the centred one, which is empty
     assert heading.get_text() == "AsyncSelective\nAveragingPolicy"
     legend = drawn.legends[0].get_window_extent()
     assert not any(legend.overlaps(each.get_window_extent()) for each in (drawn._suptitle, heading))
@@ -696,20 +686,12 @@ def test_labels_keep_their_order_and_their_distance(heights: list[float]):
     assert all(high - low > 0.0999 for low, high in pairwise(ordered))
 
 
-def test_looks_differ_in_colour_and_in_line():
-    """A policy can be told apart without colour, and keeps its look whoever else is there."""
-    chosen = style.looks(["a", "selective", "b", "none", "average"])
-    assert (
-        len({look.colour for look in chosen.values()})
-        == len({str(look.dashes) for look in chosen.values()})
-        == 5
-    )
-    assert chosen["average"] == style.looks(["average"])["average"]
-
-
 def test_no_two_curves_look_alike():
-    """Colours come again after the sixth, with other dashes and with markers; beyond all pairs is refused."""
+    """Up to six differ in colour and in dashes; then colours come again with others; beyond all pairs is refused."""
+    five = style.looks(["a", "selective", "b", "none", "average"]).values()
+    assert len({look.colour for look in five}) == len({str(look.dashes) for look in five}) == 5
     chosen = style.looks(["none", "average", *map(str, range(30))])
+    assert chosen["average"] == style.looks(["average"])["average"]
     assert len({(look.colour, str(look.dashes)) for look in chosen.values()}) == 32
     first = list(chosen.values())[:7]
     assert len({look.colour for look in first}) == 7
@@ -819,13 +801,6 @@ def test_a_race_has_a_row_for_each_setting_and_names_each_policy_once_in_it():
     caption = figure._supxlabel.get_text().replace("\n", " ")
     assert "thin: each of 3 seeds" in caption and caption.endswith("dotted: accuracy 0.8")
     assert figure.axes[1].lines[0].get_color() == figure.axes[3].lines[0].get_color()
-
-
-def test_a_raster_ends_when_half_of_the_ranks_have_ended():
-    """One straggler that goes on alone does not leave the axis empty."""
-    rows = table(rank=[0, 1, 2], time_s=[2, 2.5, 40])
-    run = Run({"backend": "virtual"}, Table(rows), events((1, 1.0, [0])), {"ranks": 3})
-    assert replacement.replacements_of(run).end_s == 2.5
 
 
 def test_draw_takes_given_axes_or_makes_its_own(runs: list[plots.Recorded]):
