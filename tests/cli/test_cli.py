@@ -184,6 +184,25 @@ def test_a_keyword_that_run_does_not_take_is_told_where_it_belongs(given: dict[s
         spawnsim.run(lambda _comm: None, ranks=1, **given)
 
 
+def test_a_run_takes_a_scenario_or_its_fields(tmp_path: Path) -> None:
+    """As one value, by name, as a number of ranks, or one value with a field replaced; one of them is needed."""
+
+    def main(comm: Any) -> None:
+        comm.record(drawn=comm.rng("x").random(), size=comm.size)
+
+    by_name = spawnsim.run(main, ranks=3, seed=4, stragglers="lognormal:0.3")
+    for how in (
+        spawnsim.run(main, Scenario(3, seed=4, stragglers="lognormal:0.3")),
+        spawnsim.run(main, 3, seed=4, stragglers="lognormal:0.3"),
+        spawnsim.run(main, Scenario(3, seed=5), seed=4, stragglers="lognormal:0.3"),
+    ):
+        assert how.totals["digest"] == by_name.totals["digest"]
+        assert how.what["seed"] == 4
+    with pytest.raises(TypeError, match="Give ranks=N, or a Scenario"):
+        spawnsim.run(main, out=tmp_path / "a")
+    assert not (tmp_path / "a").exists()
+
+
 def test_main_must_take_a_communicator() -> None:
     """A `main()` without arguments, or no function at all, is told at once."""
     with pytest.raises(ParameterError, match="its first one is the communicator"):

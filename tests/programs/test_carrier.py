@@ -449,6 +449,12 @@ def test_a_private_package_that_is_not_there_is_refused(
     path = script("comm.Barrier()")
     assert cli.main(["run", str(path), "--ranks", "2", "--set", "private=no_such_package"]) == 2
     assert "no installed package has this name" in capsys.readouterr().err
+    for setting, said in (
+        ("privat=tqdm", "program.py takes no parameter privat; did you mean private?"),
+        ("virtual_time=no", "virtual_time='no': give all, sleep or none"),
+    ):
+        assert cli.main(["run", str(path), "--ranks", "2", "--set", setting]) == 2
+        assert said in capsys.readouterr().err
     assert cli.main(["run", str(path), "--ranks", "2", "--set", "private=tqdm"]) == 0
 
 
