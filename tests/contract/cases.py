@@ -14,7 +14,7 @@ import pkgutil
 import time
 import traceback
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -55,30 +55,51 @@ def claim(truth: Any, what: str) -> None:
         raise AssertionError(what)
 
 
+Errors = type[BaseException] | tuple[type[BaseException], ...]
+
+
+def refused(kinds: Errors, call: Callable[..., Any] | None = None, *arguments: Any, **options: Any) -> Any:
+    """Claim that a call raises one of these errors; without one, that a block does: as `pytest.raises`."""
+    return _raises(_refused(kinds), call, arguments, options)
+
+
+def fails(
+    mpi: Any, code: int, call: Callable[..., Any] | None = None, *arguments: Any, **options: Any
+) -> Any:
+    """Claim that a call, or a block, raises `MPI.Exception` of an error class."""
+    return _raises(_fails(mpi, code), call, arguments, options)
+
+
+def _raises(
+    block: AbstractContextManager[None], call: Callable[..., Any] | None, arguments: Any, options: Any
+) -> Any:
+    if call is None:
+        return block
+    with block:
+        call(*arguments, **options)
+    return None
+
+
 @contextmanager
-def refused(*kinds: type[BaseException]) -> Iterator[None]:
-    """Claim that the block raises one of these errors."""
+def _refused(kinds: Errors) -> Iterator[None]:
     try:
         yield
     except kinds:
         return
-    raise AssertionError(f"nothing was raised; wanted {' or '.join(kind.__name__ for kind in kinds)}")
+    raise AssertionError(f"nothing was raised; wanted {kinds}")
 
 
 @contextmanager
-def fails(mpi: Any, error_class: int) -> Iterator[None]:
-    """Claim that the block raises `MPI.Exception` of an error class."""
+def _fails(mpi: Any, code: int) -> Iterator[None]:
     try:
         yield
     except mpi.Exception as error:
         found = error.Get_error_class()
-        if found != error_class:
-            text = mpi.Get_error_string(error_class)
-            raise AssertionError(
-                f"wanted error class {error_class} ({text}), found {found}: {error}"
-            ) from error
+        if found != code:
+            text = mpi.Get_error_string(code)
+            raise AssertionError(f"wanted error class {code} ({text}), found {found}: {error}") from error
         return
-    raise AssertionError(f"nothing was raised; wanted {mpi.Get_error_string(error_class)}")
+    raise AssertionError(f"nothing was raised; wanted {mpi.Get_error_string(code)}")
 
 
 def needs(ranks: int) -> Callable[[Test], Test]:

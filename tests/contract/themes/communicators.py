@@ -15,15 +15,15 @@ def rank_and_size(MPI, comm, rank, size):
     same(comm.allgather(rank), list(range(size)))
 
 
-def comm_self(MPI, comm):
+def comm_self(MPI, comm, rank):
     """COMM_SELF has one rank on every rank."""
     same((MPI.COMM_SELF.Get_size(), MPI.COMM_SELF.Get_rank()), (1, 0))
-    same(MPI.COMM_SELF.allgather(comm.Get_rank()), [comm.Get_rank()])
+    same(MPI.COMM_SELF.allgather(rank), [rank])
 
 
-def comm_world(MPI, comm):
+def comm_world(MPI, comm, rank, size):
     """COMM_WORLD has all ranks, in the order of the communicator at hand."""
-    same((MPI.COMM_WORLD.Get_size(), MPI.COMM_WORLD.Get_rank()), (comm.Get_size(), comm.Get_rank()))
+    same((MPI.COMM_WORLD.Get_size(), MPI.COMM_WORLD.Get_rank()), (size, rank))
 
 
 def a_duplicate_keeps_messages_apart(MPI, comm, rank, left, right, own):
@@ -36,31 +36,27 @@ def a_duplicate_keeps_messages_apart(MPI, comm, rank, left, right, own):
     same((twin.Get_rank(), twin.Compare(comm)), (rank, MPI.CONGRUENT))
 
 
-def duplicates_in_other_ways(MPI, comm):
+def duplicates_in_other_ways(MPI, comm, size, own):
     """Clone, Dup with info and Idup duplicate too."""
-    for twin in (comm.Clone(), comm.Dup(MPI.Info.Create({"a": "b"})), comm.Dup_with_info(MPI.INFO_NULL)):
-        same((twin.allreduce(1), twin.Compare(comm)), (comm.Get_size(), MPI.CONGRUENT))
-        twin.Free()
     twin, request = comm.Idup()
     request.Wait()
-    same(twin.allreduce(1), comm.Get_size())
-    twin.Free()
+    for each in (
+        twin,
+        comm.Clone(),
+        comm.Dup(MPI.Info.Create({"a": "b"})),
+        comm.Dup_with_info(MPI.INFO_NULL),
+    ):
+        same((own(each).allreduce(1), each.Compare(comm)), (size, MPI.CONGRUENT))
 
 
-def split_by_parity(MPI, comm, rank, size, own):
-    """Split makes one communicator per colour, in the order of ranks."""
+def split_by_colour_and_key(MPI, comm, rank, size, own):
+    """Split makes one communicator per colour, in the order of keys, then of ranks."""
     part = own(comm.Split(rank % 2))
     same((part.Get_rank(), part.Get_size()), (rank // 2, len(range(rank % 2, size, 2))))
     same(part.allgather(rank), list(range(rank % 2, size, 2)))
-
-
-def split_with_keys(MPI, comm, rank, size):
-    """Keys order the new ranks; equal keys keep the old order."""
-    mirrored, same_keys = comm.Split(0, -rank), comm.Split(0, 7)
+    mirrored, same_keys = own(comm.Split(0, -rank)), own(comm.Split(0, 7))
     same((mirrored.Get_rank(), same_keys.Get_rank()), (size - 1 - rank, rank))
     same(mirrored.allgather(rank), list(range(size))[::-1])
-    mirrored.Free()
-    same_keys.Free()
 
 
 def split_without_a_colour(MPI, comm, rank, size):
@@ -112,15 +108,13 @@ def create_group_asks_members_only(MPI, comm, rank, size):
     comm.Barrier()
 
 
-def comparisons(MPI, comm, size):
+def comparisons(MPI, comm, rank, size, own):
     """Identical, congruent, similar and unequal communicators."""
-    twin, mirrored, alone = comm.Dup(), comm.Split(0, -comm.Get_rank()), comm.Split(comm.Get_rank())
+    twin, mirrored, alone = own(comm.Dup()), own(comm.Split(0, -rank)), own(comm.Split(rank))
     same((comm.Compare(comm), comm.Compare(twin)), (MPI.IDENT, MPI.CONGRUENT))
     same(comm.Compare(mirrored), MPI.SIMILAR if size > 1 else MPI.CONGRUENT)
     same(comm.Compare(alone), MPI.UNEQUAL if size > 1 else MPI.CONGRUENT)
     claim(comm == comm and comm != twin, "equality is identity")
-    for other in (twin, mirrored, alone):
-        other.Free()
 
 
 def names(MPI, comm):
@@ -136,8 +130,14 @@ def a_freed_communicator_is_null(MPI, comm):
     claim(twin, "a live communicator is true")
     twin.Free()
     claim(twin == MPI.COMM_NULL and not twin, "a freed communicator is null")
-    with fails(MPI, MPI.ERR_COMM):
-        twin.Get_rank()
+    fails(MPI, MPI.ERR_COMM, twin.Get_rank)
+
+
+def disconnect(MPI, comm):
+    """Disconnect ends a communicator like Free."""
+    twin = comm.Dup()
+    twin.Disconnect()
+    claim(twin == MPI.COMM_NULL, "a disconnected communicator is null")
 
 
 def attributes(MPI, comm):
@@ -212,22 +212,12 @@ def collectives_on_parts_at_the_same_time(MPI, comm, rank, size, own):
     same(comm.allreduce(1), size)
 
 
-def disconnect(MPI, comm):
-    """Disconnect ends a communicator like Free."""
-    twin = comm.Dup()
-    twin.Disconnect()
-    claim(twin == MPI.COMM_NULL, "a disconnected communicator is null")
-
-
-def groups_of_communicators(MPI, comm, own):
+def groups_of_communicators(MPI, comm, rank, size, own):
     """A communicator's group has its ranks."""
     group = own(comm.Get_group())
-    same(
-        (group.Get_size(), group.Get_rank(), comm.group.size),
-        (comm.Get_size(), comm.Get_rank(), comm.Get_size()),
-    )
-    part = own(comm.Split(0, -comm.Get_rank()))
-    same(part.Get_group().Translate_ranks(None, group), list(range(comm.Get_size()))[::-1])
+    same((group.Get_size(), group.Get_rank(), comm.group.size), (size, rank, size))
+    part = own(comm.Split(0, -rank))
+    same(part.Get_group().Translate_ranks(None, group), list(range(size))[::-1])
 
 
 def ranks_in(group: Any, whole: Any) -> list[int]:
@@ -235,80 +225,59 @@ def ranks_in(group: Any, whole: Any) -> list[int]:
     return list(group.Translate_ranks(list(range(group.Get_size())), whole))
 
 
-def inclusion_of_ranks(MPI, comm):
-    """Incl takes ranks in the order given; ranges are first, last, stride."""
-    group, size = comm.Get_group(), comm.Get_size()
-    same(ranks_in(group.Incl(list(range(size))[::-1]), group), list(range(size))[::-1])
-    same(ranks_in(group.Range_incl([(0, size - 1, 2)]), group), list(range(0, size, 2)))
-    same(ranks_in(group.Range_incl([(size - 1, 0, -1)]), group), list(range(size))[::-1])
+def inclusion_and_exclusion_of_ranks(MPI, comm, size):
+    """Incl takes ranks in the order given, Excl keeps the order of the others; ranges are first, last, stride."""
+    group, everyone = comm.Get_group(), list(range(size))
+    for found, wanted in (
+        (group.Incl(everyone[::-1]), everyone[::-1]),
+        (group.Range_incl([(0, size - 1, 2)]), everyone[::2]),
+        (group.Range_incl([(size - 1, 0, -1)]), everyone[::-1]),
+        (group.Excl([0]), everyone[1:]),
+        (group.Range_excl([(0, size - 1, 2)]), everyone[1::2]),
+        (group.Excl(everyone), []),
+    ):
+        same(ranks_in(found, group), wanted)
 
 
-def exclusion_of_ranks(MPI, comm):
-    """Excl leaves ranks out and keeps the order of the others."""
-    group, size = comm.Get_group(), comm.Get_size()
-    same(ranks_in(group.Excl([0]), group), list(range(1, size)))
-    same(ranks_in(group.Range_excl([(0, size - 1, 2)]), group), list(range(1, size, 2)))
-    same(group.Excl(list(range(size))).Get_size(), 0)
-
-
-def unions_intersections_differences_of_groups(MPI, comm):
+def unions_intersections_differences_of_groups(MPI, comm, size):
     """The algebra keeps the order of the first group."""
-    group, size = comm.Get_group(), comm.Get_size()
-    even, low = (
-        group.Range_incl([(0, size - 1, 2)]),
-        group.Range_incl([(0, size // 2, 1)] if size > 1 else [(0, 0, 1)]),
-    )
+    group = comm.Get_group()
+    even, low = group.Range_incl([(0, size - 1, 2)]), group.Range_incl([(0, size // 2 if size > 1 else 0, 1)])
     evens, lows = ranks_in(even, group), ranks_in(low, group)
     same(ranks_in(MPI.Group.Union(even, low), group), evens + [r for r in lows if r not in evens])
     same(ranks_in(MPI.Group.Intersection(low, even), group), [r for r in lows if r in evens])
     same(ranks_in(MPI.Group.Difference(low, even), group), [r for r in lows if r not in evens])
 
 
-def comparisons_of_groups(MPI, comm):
-    """Groups are identical, similar or unequal."""
-    group, size = comm.Get_group(), comm.Get_size()
+def comparisons_of_groups(MPI, comm, size):
+    """Groups are identical, similar or unequal; the empty one has no members and no rank for anyone."""
+    group = comm.Get_group()
     mirrored = group.Incl(list(range(size))[::-1])
     same(group.Compare(group.Dup()), MPI.IDENT)
     same(group.Compare(mirrored), MPI.SIMILAR if size > 1 else MPI.IDENT)
     same(group.Compare(MPI.GROUP_EMPTY), MPI.UNEQUAL)
-
-
-def empty_groups(MPI, comm):
-    """The empty group has no members and no rank for anyone."""
     same((MPI.GROUP_EMPTY.Get_size(), MPI.GROUP_EMPTY.Get_rank()), (0, MPI.UNDEFINED))
-    claim(comm.Get_group().Incl([]) == MPI.GROUP_EMPTY, "a group of nobody is the empty group")
+    claim(group.Incl([]) == MPI.GROUP_EMPTY, "a group of nobody is the empty group")
 
 
 @needs(ranks=2)
-def rank_of_a_stranger_in_a_group(MPI, comm):
-    """Who is not a member has rank UNDEFINED, and is translated to it."""
+def rank_of_a_stranger_in_a_group(MPI, comm, rank):
+    """Who is not a member has rank UNDEFINED, and is translated to it; PROC_NULL stays PROC_NULL."""
     group = comm.Get_group()
     others = group.Excl([0])
-    same(others.Get_rank(), MPI.UNDEFINED if comm.Get_rank() == 0 else comm.Get_rank() - 1)
+    same(others.Get_rank(), MPI.UNDEFINED if rank == 0 else rank - 1)
     same(group.Translate_ranks([0, 1], others), [MPI.UNDEFINED, 0])
-
-
-def nowhere_is_translated_to_nowhere(MPI, comm):
-    """PROC_NULL stays PROC_NULL in every group."""
-    group = comm.Get_group()
     same(group.Translate_ranks([MPI.PROC_NULL, 0], group), [MPI.PROC_NULL, 0])
 
 
-def ranks_outside_a_group(MPI, comm):
-    """A rank that does not exist is ERR_RANK."""
-    group, size = comm.Get_group(), comm.Get_size()
-    for call in (group.Incl, group.Excl):
-        with fails(MPI, MPI.ERR_RANK):
-            call([size])
-
-
-def null_groups(MPI, comm):
-    """A freed group is null and of no use."""
+def mistakes_with_groups(MPI, comm, size):
+    """A rank that does not exist is ERR_RANK; a freed group is null and of no use."""
     group = comm.Get_group()
+    for call in (group.Incl, group.Excl):
+        fails(MPI, MPI.ERR_RANK, call, [size])
     group.Free()
     claim(group == MPI.GROUP_NULL and not group, "a freed group is null")
-    with fails(MPI, MPI.ERR_GROUP):
-        group.Get_size()
+    fails(MPI, MPI.ERR_GROUP, group.Get_size)
 
 
 def bridged(comm: Any, own: Any) -> tuple[Any, int]:
@@ -356,15 +325,12 @@ def barrier_across(MPI, comm, own):
 
 
 @needs(ranks=2)
-def merge_of_intercomms(MPI, comm, own):
+def merge_of_intercomms(MPI, comm, rank, own):
     """Merging gives one intracommunicator, the high side last."""
     bridge, side = bridged(comm, own)
     for high in (0, 1):
-        whole = bridge.Merge(high=side == high)
-        order = sides(comm, 1 - high) + sides(comm, high)
-        same(whole.allgather(comm.Get_rank()), order)
-        same(whole.Is_intra(), True)
-        whole.Free()
+        whole = own(bridge.Merge(high=side == high))
+        same((whole.allgather(rank), whole.Is_intra()), (sides(comm, 1 - high) + sides(comm, high), True))
 
 
 @needs(ranks=2)

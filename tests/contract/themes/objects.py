@@ -69,23 +69,13 @@ def any_source_finds_all(MPI, comm, rank, size):
     same(found, {other: (other, other * other) for other in range(1, size)})
 
 
-def tags_choose(MPI, comm, left, right):
-    """Messages are taken by tag, whatever the order in which they were sent."""
+def tags_choose_and_keep_the_order(MPI, comm, left, right):
+    """Messages are taken by tag, whatever the order of sending; those of one tag, and with any tag, in that order."""
     requests = [comm.isend(f"tag {tag}", dest=right, tag=tag) for tag in (3, 1, 2)]
     same([comm.recv(source=left, tag=tag) for tag in (1, 2, 3)], ["tag 1", "tag 2", "tag 3"])
-    MPI.Request.waitall(requests)
-
-
-def one_tag_keeps_the_order(MPI, comm, left, right):
-    """Messages of one sender under one tag arrive in the order of sending."""
-    requests = [comm.isend(i, dest=right, tag=4) for i in range(20)]
+    requests += [comm.isend(i, dest=right, tag=4) for i in range(20)]
     same([comm.recv(source=left, tag=4) for _ in range(20)], list(range(20)))
-    MPI.Request.waitall(requests)
-
-
-def any_tag_keeps_the_order(MPI, comm, left, right):
-    """Messages of one sender under several tags are received in order when any tag will do."""
-    requests = [comm.isend(tag, dest=right, tag=tag) for tag in (5, 3, 9)]
+    requests += [comm.isend(tag, dest=right, tag=tag) for tag in (5, 3, 9)]
     same([comm.recv(source=left) for _ in range(3)], [5, 3, 9])
     MPI.Request.waitall(requests)
 
@@ -98,38 +88,25 @@ def a_rank_sends_to_itself(MPI, comm, rank):
 
 
 def sendrecv_of_objects(MPI, comm, rank, left, right):
-    """Sendrecv sends one way and receives from the other, with tags of its own for each."""
+    """Sendrecv sends one way and receives from the other, with tags of its own for each, also with oneself."""
     status = MPI.Status()
     found = comm.sendrecv(rank, dest=right, sendtag=6, source=left, recvtag=6, status=status)
     same((found, status.source, status.tag), (left, left, 6))
-
-
-def sendrecv_with_oneself(MPI, comm, rank):
-    """Sendrecv to oneself does not deadlock."""
     same(comm.sendrecv([rank], dest=rank, source=rank), [rank])
 
 
-def irecv_returns_its_object_from_wait(MPI, comm, rank, left, right):
-    """The object of an irecv is what its wait returns."""
+def irecv_returns_its_object(MPI, comm, rank, left, right):
+    """Wait returns it, also into bytes of the program; test gives (False, None) until it is there, then (True, it)."""
     request, status = comm.irecv(source=left, tag=3), MPI.Status()
     comm.isend(rank, dest=right, tag=3).wait()
     same((request.wait(status), status.source, status.tag), (left, left, 3))
-
-
-def irecv_returns_its_object_from_test(MPI, comm, rank, left, right):
-    """Test gives (False, None) until the object is there, then (True, object)."""
-    request = comm.irecv(source=left, tag=3)
-    sending = comm.isend({"n": rank}, dest=right, tag=3)
-    flag, found = poll(lambda: (lambda done: done if done[0] else None)(request.test()))
-    same((flag, found), (True, {"n": left}))
-    sending.wait()
-
-
-def irecv_into_a_buffer_of_the_program(MPI, comm, rank, left, right):
-    """An irecv may be given the bytes that receive the pickled object."""
     request = comm.irecv(bytearray(1 << 12), source=left)
     comm.isend(list(range(rank, rank + 100)), dest=right).wait()
     same(request.wait(), list(range(left, left + 100)))
+    request = comm.irecv(source=left, tag=3)
+    sending = comm.isend({"n": rank}, dest=right, tag=3)
+    same(poll(lambda: (done := request.test())[0] and done), (True, {"n": left}))
+    sending.wait()
 
 
 def objects_to_and_from_nowhere(MPI, comm):
@@ -160,43 +137,33 @@ def waitall_of_objects(MPI, comm, rank, size):
     same(MPI.Request.waitall(sending), [None] * size)
 
 
-def waitany_of_objects(MPI, comm, rank, size):
-    """Waitany returns one index and object at a time until all are done, then UNDEFINED."""
-    receiving = [comm.irecv(source=other, tag=1) for other in range(size)]
-    sending = [comm.isend(rank, dest=other, tag=1) for other in range(size)]
-    found = dict(MPI.Request.waitany(receiving) for _ in range(size))
-    same(found, {other: other for other in range(size)})
+def some_or_one_of_the_objects(MPI, comm, rank, size):
+    """Waitany returns one index and object at a time, waitsome all that are done, testall all or none."""
+
+    def exchange() -> tuple[list[Any], list[Any]]:
+        return (
+            [comm.irecv(source=other, tag=1) for other in range(size)],
+            [comm.isend(rank, dest=other, tag=1) for other in range(size)],
+        )
+
+    receiving, sending = exchange()
+    same(dict(MPI.Request.waitany(receiving) for _ in range(size)), {other: other for other in range(size)})
     same(MPI.Request.waitany(receiving)[0], MPI.UNDEFINED)
     MPI.Request.waitall(sending)
-
-
-def testall_of_objects(MPI, comm, rank, size):
-    """Testall gives all objects at once, and none before."""
-    receiving = [comm.irecv(source=other, tag=1) for other in range(size)]
-    sending = [comm.isend(rank, dest=other, tag=1) for other in range(size)]
-    found = poll(lambda: MPI.Request.testall(receiving)[1])
-    same(found, list(range(size)))
-    MPI.Request.waitall(sending)
-
-
-def waitsome_of_objects(MPI, comm, rank, size):
-    """Waitsome returns indices and objects of all that are done, until none is left."""
-    receiving = [comm.irecv(source=other, tag=1) for other in range(size)]
-    sending = [comm.isend(rank, dest=other, tag=1) for other in range(size)]
+    receiving, sending = exchange()
     found: dict[int, int] = {}
-    while True:
-        indices, objects = MPI.Request.waitsome(receiving)
-        if indices is None:
-            break
-        found.update(zip(indices, objects, strict=True))
+    while (done := MPI.Request.waitsome(receiving))[0] is not None:
+        found.update(zip(*done, strict=True))
     same(found, {other: other for other in range(size)})
+    MPI.Request.waitall(sending)
+    receiving, sending = exchange()
+    same(poll(lambda: MPI.Request.testall(receiving)[1]), list(range(size)))
     MPI.Request.waitall(sending)
 
 
 def an_object_that_cannot_be_pickled(MPI, comm, rank):
     """Pickling fails in the sender's call; the communicator stays usable."""
-    with refused(pickle.PicklingError, AttributeError, TypeError):
-        comm.isend(lambda: None, dest=rank)
+    refused((pickle.PicklingError, AttributeError, TypeError), comm.isend, lambda: None, dest=rank)
     same(comm.sendrecv("fine", dest=rank, source=rank), "fine")
 
 
@@ -215,31 +182,14 @@ def objects_and_buffers_do_not_mix_up(MPI, comm, rank, left, right):
 
 
 def bcast_from_every_root(MPI, comm, rank, size):
-    """All receive the root's object; what others pass is ignored."""
+    """All receive the root's object, of any kind and size; what others pass is ignored. Each has a copy of its own."""
     for root in range(size):
         found = comm.bcast({"root": root, "list": [1, 2]} if rank == root else "ignored", root=root)
         same(found, {"root": root, "list": [1, 2]})
-
-
-def bcast_of_nothing(MPI, comm):
-    """None, empty containers and False are objects too."""
     nothing: list[Any] = [None, [], False, ""]
     for sent in nothing:
-        same(comm.bcast(sent if comm.Get_rank() == 0 else 1), sent)
-
-
-def bcast_objects_are_independent(MPI, comm, rank):
-    """Changing a received object changes nobody else's."""
-    found = comm.bcast([0] if rank == 0 else None)
-    found.append(rank)
-    comm.Barrier()
-    same(found, [0, rank])
-
-
-def bcast_of_large_objects(MPI, comm):
-    """Megabytes arrive whole at every rank."""
-    found = comm.bcast(np.arange(200_000) if comm.Get_rank() == 0 else None)
-    same(found, np.arange(200_000))
+        same(comm.bcast(sent if rank == 0 else 1), sent)
+    same(comm.bcast(np.arange(200_000) if rank == 0 else None), np.arange(200_000))
 
 
 def gather_to_every_root(MPI, comm, rank, size):
@@ -250,32 +200,22 @@ def gather_to_every_root(MPI, comm, rank, size):
 
 
 def scatter_from_every_root(MPI, comm, rank, size):
-    """Each rank gets its object of the root's list."""
+    """Each rank gets its object of the root's list, or of any other sequence."""
     for root in range(size):
         sent = [f"for {other}" for other in range(size)] if rank == root else None
         same(comm.scatter(sent, root=root), f"for {rank}")
-
-
-def scatter_takes_any_sequence(MPI, comm, rank, size):
-    """The root's objects may be a tuple or an iterator of the right length."""
     same(comm.scatter(tuple(range(size)) if rank == 0 else None), rank)
 
 
 def scatter_of_a_wrong_number(MPI, comm):
     """A list that does not hold one object per rank is refused (tried on one rank, where nobody waits)."""
-    with refused(ValueError):
-        MPI.COMM_SELF.scatter([1, 2])
-    with refused(ValueError):
-        MPI.COMM_SELF.alltoall([])
+    refused(ValueError, MPI.COMM_SELF.scatter, [1, 2])
+    refused(ValueError, MPI.COMM_SELF.alltoall, [])
 
 
-def allgather(MPI, comm, rank, size):
-    """Everybody gets all objects by rank."""
+def allgather_and_alltoall(MPI, comm, rank, size):
+    """Everybody gets all objects by rank; object j of rank i becomes object i of rank j."""
     same(comm.allgather((rank, "x" * rank)), [(other, "x" * other) for other in range(size)])
-
-
-def alltoall(MPI, comm, rank, size):
-    """Object j of rank i becomes object i of rank j."""
     same(comm.alltoall([(rank, other) for other in range(size)]), [(other, rank) for other in range(size)])
 
 
@@ -317,13 +257,9 @@ def reductions_keep_the_order_of_ranks(MPI, comm, rank, size):
     same(comm.exscan([rank]), list(range(rank)) if rank else None)
 
 
-def reductions_of_arrays(MPI, comm, rank, size):
-    """Arrays are objects with an addition of their own."""
+def reductions_of_arrays_and_floats(MPI, comm, rank, size):
+    """Arrays are objects with an addition of their own; all ranks get the same sum of floats, to the last bit."""
     same(comm.allreduce(np.array([1, rank])), [size, size * (size - 1) // 2])
-
-
-def reductions_of_floats_agree(MPI, comm, rank, size):
-    """All ranks get the same sum of floats, to the last bit."""
     total = comm.allreduce(1.0 / (rank + 3))
     claim(len(set(comm.allgather(total))) == 1, "all ranks have the same bits")
     close(total, sum(1.0 / (other + 3) for other in range(size)))

@@ -30,52 +30,37 @@ def dimensions_are_balanced(MPI, comm):
     same(MPI.Compute_dims(12, [0, 3]), [4, 3])
     same(MPI.Compute_dims(7, 2), [7, 1])
     same(MPI.Compute_dims(1, [0]), [1])
-    with fails(MPI, MPI.ERR_DIMS):
-        MPI.Compute_dims(7, [2, 0])
+    fails(MPI, MPI.ERR_DIMS, MPI.Compute_dims, 7, [2, 0])
 
 
 def coordinates_and_ranks(MPI, comm, own):
-    """Coordinates run row by row, and lead back to their rank."""
+    """Coordinates run row by row, and lead back to their rank; a periodic grid begins anew beyond its edge."""
     cart = own(grid(MPI, comm))
+    rows, columns = cart.dims
     for rank in range(cart.Get_size()):
         coords = cart.Get_coords(rank)
-        same((coords, cart.Get_cart_rank(coords)), ([rank // cart.dims[1], rank % cart.dims[1]], rank))
+        same((coords, cart.Get_cart_rank(coords)), ([rank // columns, rank % columns], rank))
     same((cart.Get_dim(), cart.ndim, cart.coords), (2, 2, cart.Get_coords(cart.Get_rank())))
     same(cart.Get_topo(), (cart.dims, [1, 1], cart.coords))
     same((cart.Get_topology(), cart.is_topo), (MPI.CART, True))
-
-
-def periodic_coordinates_wrap(MPI, comm, own):
-    """Beyond the edge of a periodic grid the other side begins."""
-    cart = own(grid(MPI, comm))
-    rows, columns = cart.dims
     same(cart.Get_cart_rank([-1, columns]), (rows - 1) * columns)
 
 
-def coordinates_outside_an_open_grid(MPI, comm, own):
-    """An open grid has no rank outside."""
-    cart = own(grid(MPI, comm, periodic=False))
-    with fails(MPI, MPI.ERR_ARG):
-        cart.Get_cart_rank([-1, 0])
+def places_outside_of_a_grid(MPI, comm, own):
+    """An open grid has no rank outside; one with more places than ranks is refused."""
+    fails(MPI, MPI.ERR_ARG, own(grid(MPI, comm, periodic=False)).Get_cart_rank, [-1, 0])
+    fails(MPI, MPI.ERR_ARG, MPI.COMM_SELF.Create_cart, [2, 2])
 
 
-def shifts_on_a_ring(MPI, comm, size, own):
-    """Shift names where to receive from and where to send to."""
+def shifts(MPI, comm, rank, size, left, right, own):
+    """Shift names where to receive from and where to send to: on a ring around, at the ends of a line PROC_NULL."""
     cart = own(comm.Create_cart([size], [True]))
-    rank = cart.Get_rank()
-    same(cart.Shift(0, 1), ((rank - 1) % size, (rank + 1) % size))
-    same(cart.Shift(0, -2), ((rank + 2) % size, (rank - 2) % size))
-
-
-def shifts_on_an_open_line(MPI, comm, size, own):
-    """At the ends of a line a shift leads to PROC_NULL."""
-    cart = own(comm.Create_cart([size]))
-    rank = cart.Get_rank()
-    left = rank - 1 if rank else MPI.PROC_NULL
-    right = rank + 1 if rank < size - 1 else MPI.PROC_NULL
     same(cart.Shift(0, 1), (left, right))
-    target = np.full(1, -1)
-    cart.Sendrecv(np.full(1, rank), right, 0, target, left, 0)
+    same(cart.Shift(0, -2), ((rank + 2) % size, (rank - 2) % size))
+    line, target = own(comm.Create_cart([size])), np.full(1, -1)
+    before, after = rank - 1 if rank else MPI.PROC_NULL, right if rank < size - 1 else MPI.PROC_NULL
+    same(line.Shift(0, 1), (before, after))
+    line.Sendrecv(np.full(1, rank), after, 0, target, before, 0)
     same(int(target[0]), rank - 1)
 
 
@@ -101,44 +86,26 @@ def ranks_left_over(MPI, comm, size):
         cart.Free()
 
 
-def a_grid_too_large(MPI, comm):
-    """A grid with more places than ranks is refused."""
-    with fails(MPI, MPI.ERR_ARG):
-        MPI.COMM_SELF.Create_cart([2, 2])
+def a_graph(MPI, comm, rank, size):
+    """A graph lists the neighbours of every rank; cumulated degrees may begin with a zero, as in sparse matrices."""
+    edges = [other for each in range(size) for other in around(each, size)]
+    index = [2 * (each + 1) for each in range(size)]
+    for degrees in (index, [0, *index]):
+        graph = comm.Create_graph(degrees, edges)
+        same((graph.Get_topology(), graph.Get_dims()), (MPI.GRAPH, (size, 2 * size)))
+        same((graph.Get_neighbors_count(rank), graph.Get_neighbors(rank)), (2, around(rank, size)))
+        same((graph.nneighbors, graph.neighbors, graph.edges), (2, around(rank, size), edges))
+        same(graph.Get_topo(), (index, edges))
+        graph.Free()
 
 
-def a_graph(MPI, comm, size, own):
-    """A graph lists the neighbours of every rank."""
-    edges = [other for rank in range(size) for other in around(rank, size)]
-    graph = own(comm.Create_graph([2 * (rank + 1) for rank in range(size)], edges))
-    rank = graph.Get_rank()
-    same((graph.Get_topology(), graph.Get_dims()), (MPI.GRAPH, (size, 2 * size)))
-    same((graph.Get_neighbors_count(rank), graph.Get_neighbors(rank)), (2, around(rank, size)))
-    same((graph.nneighbors, graph.neighbors, graph.edges), (2, around(rank, size), edges))
-    same(graph.Get_topo(), ([2 * (r + 1) for r in range(size)], edges))
-
-
-def a_graph_with_a_leading_zero(MPI, comm, size, own):
-    """The list of cumulated degrees may begin with a zero, as in sparse matrices."""
-    edges = [other for rank in range(size) for other in around(rank, size)]
-    graph = own(comm.Create_graph([2 * rank for rank in range(size + 1)], edges))
-    same((graph.Get_dims(), graph.neighbors), ((size, 2 * size), around(graph.Get_rank(), size)))
-
-
-def a_distributed_graph_of_adjacencies(MPI, comm, rank, size, own):
-    """Every rank names its own sources and destinations, with weights."""
-    left, right = around(rank, size)
+def a_distributed_graph_of_adjacencies(MPI, comm, rank, left, right, own):
+    """Every rank names its own sources and destinations, with weights; without them there are none to read."""
     graph = own(comm.Create_dist_graph_adjacent([left], [right], [10 + left], [10 + rank]))
     same((graph.Get_topology(), graph.Get_dist_neighbors_count()[:2]), (MPI.DIST_GRAPH, (1, 1)))
     same(graph.Get_dist_neighbors(), ([left], [right], ([10 + left], [10 + rank])))
     same((graph.indegree, graph.outdegree, graph.inedges, graph.outedges), (1, 1, [left], [right]))
-
-
-def a_distributed_graph_without_weights(MPI, comm, rank, size, own):
-    """Without weights there are none to read."""
-    graph = own(comm.Create_dist_graph_adjacent([rank], around(rank, size)[:1]))
-    sources, destinations, weights = graph.Get_dist_neighbors()
-    same((sources, destinations, weights), ([rank], around(rank, size)[:1], None))
+    same(own(comm.Create_dist_graph_adjacent([rank], [left])).Get_dist_neighbors(), ([rank], [left], None))
 
 
 def a_distributed_graph_told_by_one(MPI, comm, rank, size):
@@ -185,14 +152,19 @@ def allgather_on_a_ring(MPI, comm, call, own):
 
 
 @needs(ranks=3)
-def alltoall_on_a_ring(MPI, comm, call, own):
-    """Each rank sends a block of its own to either neighbour."""
-    cart = own(circle(comm))
-    rank, size, target = cart.Get_rank(), cart.Get_size(), np.zeros(2, np.int64)
-    left, right = around(rank, size)
+def alltoall_on_a_ring(MPI, comm, call, rank, left, right, own):
+    """Each rank sends to either neighbour, also blocks of several lengths and types; displacements count bytes."""
+    cart, target = own(circle(comm)), np.zeros(2, np.int64)
     call(cart, "Neighbor_alltoall", np.array([10 * rank, 10 * rank + 1]), target)
     same(target, [10 * left + 1, 10 * right])
     same(cart.neighbor_alltoall([(rank, "left"), (rank, "right")]), [(left, "right"), (right, "left")])
+    three = np.zeros(3, np.int64)
+    sent = np.array([rank, 10 + rank, 10 + rank])
+    call(cart, "Neighbor_alltoallv", [sent, [1, 2]], [three, [2, 1]])
+    same(three, [10 + left, 10 + left, right])
+    layout, types = ([1, 1], [0, 8]), [MPI.LONG, MPI.LONG]
+    call(cart, "Neighbor_alltoallw", [np.array([rank, rank + 100]), layout, types], [target, layout, types])
+    same(target, [left + 100, right])
 
 
 def allgather_at_the_ends_of_a_line(MPI, comm, call, size, own):
@@ -224,14 +196,15 @@ def allgather_on_a_graph(MPI, comm, call, size, own):
     same(target, mine)
 
 
-def allgather_on_a_directed_ring(MPI, comm, call, rank, size, own):
-    """In a distributed graph a rank receives from its sources only."""
-    left, right = around(rank, size)
-    graph = own(comm.Create_dist_graph_adjacent([left], [right]))
-    target = np.full(2, -1)
+def allgather_on_a_directed_ring(MPI, comm, call, rank, left, right, own):
+    """In a distributed graph a rank receives from its sources only, blocks of one length or of their own."""
+    graph, target = own(comm.Create_dist_graph_adjacent([left], [right])), np.full(2, -1)
     call(graph, "Neighbor_allgather", np.full(2, rank), target)
     same(target, [left, left])
     same(graph.neighbor_alltoall([rank]), [left])
+    target = np.full(left + 2, -1)
+    call(graph, "Neighbor_allgatherv", np.full(rank + 1, rank), [target, ([left + 1], [1])])
+    same(target, [-1, *[left] * (left + 1)])
 
 
 def ranks_without_neighbours(MPI, comm, call, own):
@@ -239,38 +212,6 @@ def ranks_without_neighbours(MPI, comm, call, own):
     graph = own(comm.Create_dist_graph_adjacent([], []))
     call(graph, "Neighbor_allgather", np.zeros(1), np.zeros(0))
     same((graph.neighbor_allgather("x"), graph.neighbor_alltoall([])), ([], []))
-
-
-def allgatherv_on_a_directed_ring(MPI, comm, call, rank, size, own):
-    """Blocks of unequal length from each source."""
-    left, right = around(rank, size)
-    graph = own(comm.Create_dist_graph_adjacent([left], [right]))
-    target = np.full(left + 2, -1)
-    call(graph, "Neighbor_allgatherv", np.full(rank + 1, rank), [target, ([left + 1], [1])])
-    same(target, [-1, *[left] * (left + 1)])
-
-
-@needs(ranks=3)
-def alltoallv_on_a_ring(MPI, comm, call, own):
-    """Each rank sends one element to the left and two to the right."""
-    cart = own(circle(comm))
-    rank = cart.Get_rank()
-    left, right = around(rank, cart.Get_size())
-    target = np.zeros(3, np.int64)
-    call(cart, "Neighbor_alltoallv", [np.array([rank, 10 + rank, 10 + rank]), [1, 2]], [target, [2, 1]])
-    same(target, [10 + left, 10 + left, right])
-
-
-@needs(ranks=3)
-def alltoallw_on_a_ring(MPI, comm, call, own):
-    """Each edge has a datatype of its own; displacements count bytes."""
-    cart = own(circle(comm))
-    rank = cart.Get_rank()
-    left, right = around(rank, cart.Get_size())
-    sent, target = np.array([rank, rank + 100]), np.zeros(2, np.int64)
-    layout, types = ([1, 1], [0, 8]), [MPI.LONG, MPI.LONG]
-    call(cart, "Neighbor_alltoallw", [sent, layout, types], [target, layout, types])
-    same(target, [left + 100, right])
 
 
 def persistent_forms(MPI, comm, own):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -15,78 +17,61 @@ def exposed(MPI: Any, comm: Any, own: Any, length: int = 4, value: float = -1.0)
     return own(MPI.Win.Create(memory, 8, MPI.INFO_NULL, comm)), memory
 
 
+@contextmanager
+def fenced(win: Any) -> Iterator[None]:
+    """Carry out the block between two fences."""
+    win.Fence()
+    yield
+    win.Fence()
+
+
 def attributes(MPI, comm):
-    """A window knows its size, unit, flavour and group."""
+    """A window knows its size, unit, flavour, group and name."""
     win, memory = exposed(MPI, comm, lambda win: win)
     same((win.Get_attr(MPI.WIN_SIZE), win.Get_attr(MPI.WIN_DISP_UNIT)), (32, 8))
     same((win.attrs[1:], win.flavor), ((32, 8), MPI.WIN_FLAVOR_CREATE))
     claim(win.model in (MPI.WIN_SEPARATE, MPI.WIN_UNIFIED), "the memory model is one of two")
     same((win.group.Get_size(), win.group_size, win.group_rank), (comm.size, comm.size, comm.rank))
     same(len(win.tomemory()), memory.nbytes)
+    win.Set_name("store")
+    same((win.Get_name(), win.name), ("store", "store"))
     win.Free()
     claim(win == MPI.WIN_NULL, "a freed window is null")
 
 
-def names(MPI, comm, own):
-    """Windows have names."""
-    win, _ = exposed(MPI, comm, own)
-    win.Set_name("store")
-    same((win.Get_name(), win.name), ("store", "store"))
-
-
-def put_between_fences(MPI, comm, rank, left, right, own):
-    """A Put has arrived after the fence."""
+def put_and_get_between_fences(MPI, comm, rank, left, right, own):
+    """What was put has arrived after the fence, also in one's own part, and what was got is there."""
     win, memory = exposed(MPI, comm, own)
-    win.Fence()
-    win.Put(np.full(4, float(rank)), right)
-    win.Fence()
-    same(memory, np.full(4, float(left)))
-
-
-def get_between_fences(MPI, comm, rank, right, own):
-    """What was got is there after the fence."""
-    win, _ = exposed(MPI, comm, own, value=float(rank))
     target = np.zeros(4)
-    win.Fence()
-    win.Get(target, right)
-    win.Fence()
-    same(target, np.full(4, float(right)))
-
-
-def a_window_of_ones_own(MPI, comm, rank, own):
-    """A rank reaches its own part like any other."""
-    win, memory = exposed(MPI, comm, own)
-    win.Fence()
-    win.Put(np.array([float(rank)]), rank, 2)
-    win.Fence()
-    same(memory, [-1, -1, rank, -1])
+    with fenced(win):
+        win.Put(np.full(3, float(rank)), right)
+        win.Put(np.array([float(rank)]), rank, 3)
+    same(memory, [left, left, left, rank])
+    with fenced(win):
+        win.Get(target, right)
+    same(target, [rank, rank, rank, right])
 
 
 def targets(MPI, comm, rank, left, right, own):
     """A target has a displacement in units of the window, a count and a type."""
     win, memory = exposed(MPI, comm, own, length=6)
-    win.Fence()
-    win.Put(np.full(1, float(rank)), right, 1)
-    win.Put(np.full(2, float(rank)), right, [3, 2])
-    win.Put(np.full(1, float(rank)), right, [5, 1, MPI.DOUBLE])
-    win.Fence()
+    with fenced(win):
+        win.Put(np.full(1, float(rank)), right, 1)
+        win.Put(np.full(2, float(rank)), right, [3, 2])
+        win.Put(np.full(1, float(rank)), right, [5, 1, MPI.DOUBLE])
     same(memory, [-1, left, -1, left, left, left])
 
 
 def targets_with_derived_types(MPI, comm, rank, left, right, own):
     """A row is put into a column of the target."""
     win, memory = exposed(MPI, comm, own, length=9)
-    column = MPI.DOUBLE.Create_vector(3, 1, 3).Commit()
-    win.Fence()
-    win.Put(np.full(3, float(rank)), right, [1, 1, column])
-    win.Fence()
+    column, found = own(MPI.DOUBLE.Create_vector(3, 1, 3).Commit()), np.zeros(3)
+    with fenced(win):
+        win.Put(np.full(3, float(rank)), right, [1, 1, column])
     same(memory.reshape(3, 3), [[-1, left, -1]] * 3)
-    found = np.zeros(3)
-    win.Fence()
-    win.Get(found, right, [1, 1, column])
-    win.Fence()
+    with fenced(win):
+        win.Get(found, right, [1, 1, column])
     same(found, np.full(3, float(rank)))
-    column.Free()
 
 
 def units_of_displacement(MPI, comm, rank, left, right, own):
@@ -95,10 +80,9 @@ def units_of_displacement(MPI, comm, rank, left, right, own):
     unit = 8 if rank % 2 else 1
     win = own(MPI.Win.Create(memory, unit, MPI.INFO_NULL, comm))
     units = comm.allgather(unit)
-    win.Fence()
-    # The target's own unit scales the displacement, not the origin's.
-    win.Put(np.full(1, float(rank)), right, 16 // units[right])
-    win.Fence()
+    with fenced(win):
+        # The target's own unit scales the displacement, not the origin's.
+        win.Put(np.full(1, float(rank)), right, 16 // units[right])
     same(memory, [-1, -1, left, -1])
 
 
@@ -106,11 +90,10 @@ def parts_of_different_size(MPI, comm, rank, size, own):
     """Each rank exposes as much as it likes, nothing too."""
     memory = np.zeros(rank)
     win = own(MPI.Win.Create(memory, 8, MPI.INFO_NULL, comm))
-    win.Fence()
-    if rank == 0:
-        for other in range(1, size):
-            win.Put(np.full(other, float(other)), other)
-    win.Fence()
+    with fenced(win):
+        if rank == 0:
+            for other in range(1, size):
+                win.Put(np.full(other, float(other)), other)
     same(memory, np.full(rank, float(rank)))
 
 
@@ -130,9 +113,8 @@ def allocated_windows(MPI, comm, rank, left, right, own):
     memory = np.frombuffer(win.tomemory(), np.float64)
     same((win.flavor, len(memory)), (MPI.WIN_FLAVOR_ALLOCATE, 4))
     memory[:] = -1
-    win.Fence()
-    win.Put(np.full(2, float(rank)), right, 1)
-    win.Fence()
+    with fenced(win):
+        win.Put(np.full(2, float(rank)), right, 1)
     same(memory, [-1, left, left, -1])
     # The view must go before the memory does: Free releases what the window has brought.
     del memory
@@ -146,9 +128,8 @@ def shared_windows(MPI, comm, own):
     win = own(MPI.Win.Allocate_shared(16, 8, MPI.INFO_NULL, node))
     mine = np.frombuffer(win.tomemory(), np.float64)
     # Both fences are needed: the first opens the epoch, the second makes the stores visible to the neighbours' loads.
-    win.Fence()
-    mine[:] = rank
-    win.Fence()
+    with fenced(win):
+        mine[:] = rank
     other, unit = win.Shared_query((rank + 1) % size)
     same(np.frombuffer(other, np.float64), [(rank + 1) % size] * 2)
     same((unit, win.flavor), (8, MPI.WIN_FLAVOR_SHARED))
@@ -162,9 +143,8 @@ def dynamic_windows(MPI, comm, rank, left, right):
     win.Attach(memory)
     # A dynamic window has no base, so displacements are addresses of the target's process, which it has to tell.
     addresses = comm.allgather(MPI.Get_address(memory))
-    win.Fence()
-    win.Put(np.full(1, float(rank)), right, addresses[right] + 8)
-    win.Fence()
+    with fenced(win):
+        win.Put(np.full(1, float(rank)), right, addresses[right] + 8)
     same((memory.tolist(), win.flavor), ([-1, left], MPI.WIN_FLAVOR_DYNAMIC))
     win.Detach(memory)
     win.Free()
@@ -173,10 +153,9 @@ def dynamic_windows(MPI, comm, rank, left, right):
 def accumulate_from_all(MPI, comm, rank, size, own):
     """Contributions of all ranks add up, element by element."""
     win, memory = exposed(MPI, comm, own, value=0.0)
-    win.Fence()
-    for other in range(size):
-        win.Accumulate(np.full(4, rank + 1.0), other)
-    win.Fence()
+    with fenced(win):
+        for other in range(size):
+            win.Accumulate(np.full(4, rank + 1.0), other)
     same(memory, np.full(4, size * (size + 1) / 2))
 
 
@@ -197,25 +176,25 @@ def nowhere_is_no_target(MPI, comm, own):
     """One-sided calls to PROC_NULL do nothing."""
     win, memory = exposed(MPI, comm, own)
     buf = np.full(4, 5.0)
-    win.Fence()
-    win.Put(buf, MPI.PROC_NULL)
-    win.Get(buf, MPI.PROC_NULL)
-    win.Accumulate(buf, MPI.PROC_NULL)
-    win.Fence()
+    with fenced(win):
+        win.Put(buf, MPI.PROC_NULL)
+        win.Get(buf, MPI.PROC_NULL)
+        win.Accumulate(buf, MPI.PROC_NULL)
     same((memory.tolist(), buf.tolist()), ([-1.0] * 4, [5.0] * 4))
 
 
 def matching_epochs(MPI, comm, rank, left, right, own):
-    """Post and Wait expose to a group, Start and Complete access it."""
+    """Post and Wait expose to a group, Start and Complete access it; no rank is an epoch ahead of its target."""
     win, memory = exposed(MPI, comm, own)
     group = comm.Get_group()
-    # Post before Start, since Start may block until the target has posted: on a ring the other order may deadlock.
-    win.Post(group.Incl([left]))
-    win.Start(group.Incl([right]))
-    win.Put(np.full(4, float(rank)), right)
-    win.Complete()
-    win.Wait()
-    same(memory, np.full(4, float(left)))
+    for step in range(5):
+        # Post before Start, since Start may block until the target has posted: on a ring the other order may deadlock.
+        win.Post(group.Incl([left]))
+        win.Start(group.Incl([right]))
+        win.Put(np.full(4, 10.0 * step + rank), right)
+        win.Complete()
+        win.Wait()
+        same(memory, np.full(4, 10.0 * step + left))
 
 
 @needs(ranks=2)
@@ -238,19 +217,6 @@ def matching_epochs_can_be_tested(MPI, comm, rank, own):
         win.Put(np.full(4, 3.0), 0)
         win.Complete()
     comm.Barrier()
-
-
-def matching_epochs_follow_each_other(MPI, comm, rank, left, right, own):
-    """Each Start meets one Post, in order: no rank is an epoch ahead of its target."""
-    win, memory = exposed(MPI, comm, own)
-    group = comm.Get_group()
-    for step in range(5):
-        win.Post(group.Incl([left]))
-        win.Start(group.Incl([right]))
-        win.Put(np.full(4, 10.0 * step + rank), right)
-        win.Complete()
-        win.Wait()
-        same(memory, np.full(4, 10.0 * step + left))
 
 
 def many_origins_in_one_epoch(MPI, comm, rank, size, own):
