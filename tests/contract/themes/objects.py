@@ -81,10 +81,14 @@ def tags_choose_and_keep_the_order(MPI, comm, left, right):
 
 
 def a_rank_sends_to_itself(MPI, comm, rank):
-    """A rank is its own peer like any other."""
+    """A rank is its own peer like any other, and its messages keep their order."""
     request = comm.irecv(source=rank, tag=2)
     comm.send(("self", rank), dest=rank, tag=2)
     same(request.wait(), ("self", rank))
+    sending = [comm.isend(i, dest=rank, tag=i % 2) for i in range(6)]
+    same([comm.recv(source=rank, tag=1) for _ in range(3)], [1, 3, 5])
+    same([comm.recv(source=rank, tag=0) for _ in range(3)], [0, 2, 4])
+    MPI.Request.waitall(sending)
 
 
 def sendrecv_of_objects(MPI, comm, rank, left, right):

@@ -214,12 +214,18 @@ def messages_do_not_overtake(MPI, comm, left, right):
 
 
 def large_buffers(MPI, comm, rank, left, right):
-    """Megabytes arrive whole, also when the receive is posted first."""
+    """Megabytes arrive whole when the receive is posted first, also of blocking sends towards each other."""
     target = np.zeros(500_000)
-    receiving = comm.Irecv(target, source=left)
-    sending = comm.Isend(np.full(500_000, float(rank)), dest=right)
-    MPI.Request.Waitall([receiving, sending])
-    same(target, np.full(500_000, float(left)))
+    for send in (comm.Isend, comm.Send):
+        # Beyond the eager limit a blocking send waits for its receive: without this line all ranks would wait.
+        receiving = comm.Irecv(target, source=left)
+        source = np.full(500_000, float(rank))
+        sending = send(source, dest=right)
+        receiving.Wait()
+        if sending is not None:
+            sending.Wait()
+        same(target, np.full(500_000, float(left)))
+        target[:] = 0
 
 
 def the_largest_tag(MPI, comm, rank):
