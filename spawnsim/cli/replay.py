@@ -8,36 +8,28 @@ import json
 import os
 import select
 import sys
-import textwrap
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
-
-import numpy as np
+from typing import TYPE_CHECKING
 
 from spawnsim.cli.declaring import Command, Json, KeptProgram, Observers, RunFolder, option
 from spawnsim.errors import ParameterError
-from spawnsim.models.faults import FaultPlan
-from spawnsim.options import parameters
 from spawnsim.record.folder import MANIFEST, RUNNING, read_manifest
 from spawnsim.rerun.again import Again
-from spawnsim.rerun.debugger import Change, Replay, Stop
+from spawnsim.rerun.debugger import Replay, Stop
 from spawnsim.rerun.divergence import verify
 from spawnsim.run import Run
 from spawnsim.run.process_setup import stoppable
-from spawnsim.run.program import program
-from spawnsim.run.result import FINISHED, shown
+from spawnsim.run.result import FINISHED
 from spawnsim.run.watched import PIPE, require_observers
-from spawnsim.units import seconds, text_table
+from spawnsim.units import seconds
 
 if TYPE_CHECKING:
     from spawnsim.report.observers import Observer
 
 FOR_EVER_S = 10 * 365 * 86_400.0
-SHOWN = 60  # characters of an outcome
-COMPARED = ("virtual_seconds", "events", "messages", "bytes", "replacements", "digest")
 
 
 @dataclass(kw_only=True)
@@ -70,87 +62,33 @@ class ReplayCommand(Command):
     break_: str = option(
         "stop where a recorded row meets this: 'rank == 17 and loss > 3'", "EXPRESSION", default=""
     )
-    what_if: Sequence[str] = option(
-        "from --until on: a fault more (crash:3@13s), or another value of a variable of main, or of an attribute "
-        "(lr=0.1, policy.cooldown=5); the ends are compared. Repeatable",
-        "CHANGE",
-        default=(),
-    )
     program: KeptProgram = None
 
     def __call__(self) -> int:
         again = Again.of(self.run, self.program)
         until_s = None if self.until is None else seconds(self.until)
         stop = Stop(until_s, self.break_)
-        faults, changes = _what_if(again, self.what_if, until_s)
-        if until_s is None and not stop.condition and not self.what_if:
+        if until_s is None and not stop.condition:
             raise ParameterError("where to stop? Give --until TIME or --break EXPRESSION")
-        main = None if again.is_whole else program(again.file, again.parameters).main.__code__
-        prompts = not self.what_if or bool(stop.condition)
         what = again.recorded.what
         whole = what.get("record_every", 1) == 1 and not what.get("record_ranks")
         columns = list(again.recorded.table) if whole else None  # of thinned rows some may be missing
-        recorder = Replay(stop, changes, sys.stdin if prompts else None, columns=columns, main=main)
+        recorder = Replay(stop, sys.stdin, columns=columns)
         with stoppable():
-            found = again.run(recorder, prepare=recorder.prepare, faults=faults)
+            found = again.run(recorder, prepare=recorder.prepare)
         if recorder.error is not None:
             raise recorder.error
         if recorder.left:
             return 0
-        if prompts and not recorder.stops:
+        if not recorder.stops:
             print(f"the run ended ({found.outcome}) without a stop")
-        if self.what_if:
-            print(_compared(again, found))
-        elif found.totals.get("digest") == again.recorded.totals.get("digest"):
+        if found.totals.get("digest") == again.recorded.totals.get("digest"):
             print(f"ended as recorded: {found.totals.get('digest')}")
         elif found.outcome != FINISHED:
             print(f"ended: {found.outcome}")
         else:
             print("ended, with another digest than recorded")
         return 0
-
-
-def _what_if(
-    again: Again, texts: Sequence[str], until_s: float | None
-) -> tuple[FaultPlan | None, list[Change]]:
-    """Return the plan with the faults that are added, and the variables that are changed."""
-    added = [text for text in texts if "@" in text]
-    changes = [
-        Change(name, value) for text in texts if "@" not in text for name, value in _assignment(text).items()
-    ]
-    if texts and until_s is None:
-        raise ParameterError("--what-if: from when on? Give --until TIME")
-    if not added:
-        return None, changes
-    before = FaultPlan.parse(again.scenario.faults, seed=again.scenario.seed)
-    # At the end, so that the draws of the faults that were there stay what they were.
-    plan = FaultPlan((*before.faults, *FaultPlan.parse("; ".join(added)).faults), before.seed)
-    plan.check(again.scenario.ranks)
-    for fault in plan.faults[len(before.faults) :]:
-        if fault.at_s < (until_s or 0.0):  # type: ignore[attr-defined]
-            raise fault.refuse(f"it begins before {until_s:g} s, up to which all is to be as recorded")
-    return plan, changes
-
-
-def _assignment(text: str) -> dict[str, Any]:
-    name, sign, value = text.partition("=")
-    if not sign or not all(part.isidentifier() for part in name.split(".")):
-        raise ParameterError(f"--what-if {text}: write a fault such as crash:3@13s, or NAME=VALUE")
-    return {name: next(iter(parameters([f"value={value}"]).values()))}
-
-
-def _compared(again: Again, found: Run) -> str:
-    was, now = again.recorded, found
-    rows = [(name, shown(was.totals.get(name)), shown(now.totals.get(name))) for name in COMPARED]
-    rows.append(("outcome", textwrap.shorten(was.outcome, SHOWN), textwrap.shorten(now.outcome, SHOWN)))
-    for name in now.table:
-        column = now.table[name]
-        if name not in ("rank", "time_s", "iteration") and column.dtype.kind in "if" and name in was.table:
-            told = [each[name][~np.isnan(each[name])] for each in (was.table, now.table)]
-            if all(map(len, told)):
-                before, after = (shown(float(values[-1])) for values in told)
-                rows.append((f"last {name}", before, after))
-    return text_table(("", "recorded", "what if"), rows)
 
 
 # -------------------------------------------------------------------------------------------------------- watch

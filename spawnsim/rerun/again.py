@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -85,13 +85,12 @@ class Again:
         recorder: Recorder,
         *,
         prepare: Callable[[World], None] | None = None,
-        faults: FaultPlan | None = None,
         thinned: bool = False,
     ) -> Run:
         """Run it again; a run that ends in an error is returned like others, with its outcome.
 
-        `prepare` gets the world before its ranks begin, `faults` replaces the recorded plan, and `thinned` keeps only
-        the rows that the recorded run has kept (`record_every`, `record_ranks`).
+        `prepare` gets the world before its ranks begin; `thinned` keeps only the rows that the recorded run has kept
+        (`record_every`, `record_ranks`).
         """
         what = self.recorded.what
         which = int(what.get("record_every", 1)), ranks_named(what.get("record_ranks"))
@@ -99,7 +98,7 @@ class Again:
         given = what.get("parameters", {})
         options = {name: value for name, value in given.items() if name != "argv"} if self.is_whole else {}
         argv = given.get("argv", ()) if self.is_whole else ()
-        scenario = self.scenario if faults is None else replace(self.scenario, faults=faults)
+        scenario = self.scenario
         outcome, counted = FINISHED, None
         try:
             file = ProgramFile.read(self.file, whole=self.is_whole)

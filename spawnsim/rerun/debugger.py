@@ -12,8 +12,7 @@ import math
 import pdb
 import sys
 import traceback
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from types import CodeType, FrameType
 from typing import Any, TextIO
@@ -84,31 +83,20 @@ class Stop:
 
 
 @dataclass
-class Change:
-    """What a what-if changes when the replay stops: `name = value` in each rank's `main`."""
-
-    name: str
-    value: Any
-
-
-@dataclass
 class Replay(Recorder):
     """A recorder that stops the run it records, and prompts.
 
     Attributes:
         stop: where.
-        changes: what is changed there.
         stdin: of the prompt; None: it does not prompt, and goes on.
         stdout: of the prompt.
         columns: names that a condition may use; None: not known.
     """
 
     stop: Stop
-    changes: Sequence[Change] = ()
     stdin: TextIO | None = None
     stdout: TextIO = field(default_factory=lambda: sys.stdout)
     columns: Collection[str] | None = None
-    main: CodeType | None = None  # of the program, in whose frames parameters live
     stops: int = 0
     left: bool = False  # whether the user has ended it
     error: SpawnsimError | None = None  # what is wrong with what the user has asked for
@@ -136,31 +124,19 @@ class Replay(Recorder):
         row = {"rank": rank, "time_s": time_s, **{name: _plain(value) for name, value in values.items()}}
         self.last.setdefault(rank, []).append(row)
         del self.last[rank][: -SHOWN * 10]
-        met = False
-        with self._kept():
+        assert self.world is not None
+        try:
             met = self.stop.met(row)
+        except ParameterError as error:
+            # Raised in a rank it would be the program's.
+            self.error, self.stop, self.stdin, met = error, Stop(), None, False
+            self.world.kernel.fail(error, self.world.kernel.tasks[0])
         if met:
             self.stopped(f"rank {rank} at {time_s:.6g} s: {self.stop.condition}", rank)
 
-    @contextmanager
-    def _kept(self) -> Iterator[None]:
-        """Keep an error of the user's, and end the run: raised in a rank it would be the program's."""
-        assert self.world is not None
-        try:
-            yield
-        except SpawnsimError as error:
-            self.error, self.stop, self.stdin = error, Stop(), None
-            self.world.kernel.fail(error, self.world.kernel.tasks[0])
-
     def stopped(self, why: str, rank: int = 0) -> None:
-        """Apply what is to be changed, once, and prompt."""
+        """Prompt."""
         assert self.world is not None
-        changes, self.changes = self.changes, ()
-        for task in self.world.kernel.tasks:
-            if task.alive and not task.beside:
-                for change in changes:
-                    with self._kept():
-                        _change(task, self.main, change)
         self.stops += 1
         if self.stdin is not None and not self._busy:
             self._busy = True  # what is printed there may compute, and record
@@ -168,31 +144,6 @@ class Replay(Recorder):
                 Prompt(self, self.world, why, rank).interact()
             finally:
                 self._busy = False
-
-
-def _change(task: Task, main: CodeType | None, change: Change) -> None:
-    """Set a variable of a rank's `main`, or an attribute that one of its objects has."""
-    own = _own(task)
-    # The frame of the main function, or the program's outermost one.
-    frame = next((each for each in own if each.f_code == main), own[-1] if own and main is None else None)
-    if frame is None:
-        raise ParameterError(f"{task.name} is not in main, where {change.name} could be changed")
-    owner, _, name = change.name.rpartition(".")
-    if not owner:
-        if name not in frame.f_locals:
-            function = frame.f_code.co_name
-            raise ParameterError(f"{function} has no variable {name}; it has: {', '.join(frame.f_locals)}")
-        frame.f_locals[name] = change.value
-        if sys.version_info < (3, 13):  # there `f_locals` is a copy until it is written back
-            ctypes.pythonapi.PyFrame_LocalsToFast(ctypes.py_object(frame), ctypes.c_int(0))
-        return
-    try:
-        thing = eval(owner, frame.f_globals, frame.f_locals)
-        getattr(thing, name)
-    except (NameError, AttributeError) as error:
-        # One that is misspelt would change nothing, and not be noticed.
-        raise ParameterError(f"{change.name} cannot be changed: {error}") from error
-    setattr(thing, name, change.value)
 
 
 def _plain(value: Any) -> Any:
@@ -230,6 +181,12 @@ class Prompt(pdb.Pdb):
             if tasks:  # else the run ends by itself
                 kernel.fail(Left("left"), tasks[0])
             self._replay.stop, self._replay.stdin, self._replay.left = Stop(), None, True
+
+    def default(self, line: str) -> None:
+        """Carry out a statement in the frame."""
+        super().default(line)
+        if sys.version_info < (3, 13):  # there variables that it sets are copies until they are written back
+            ctypes.pythonapi.PyFrame_LocalsToFast(ctypes.py_object(self.curframe), ctypes.c_int(0))
 
     def _tasks(self) -> list[Task]:
         return [task for task in self._world.kernel.tasks if task.alive]

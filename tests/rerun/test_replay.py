@@ -98,41 +98,18 @@ def test_after_the_end_there_is_nothing_to_look_at(at_prompt):
     assert "ended as recorded" in out
 
 
-def test_what_if_a_fault_struck_or_a_parameter_changed(at_prompt, folder):
-    """From the time on; before it all is as recorded."""
-    out = at_prompt([], "--until", "0.1s", "--what-if", "slow:3@0.1s+1s,5")
-    assert "what if" in out
-    was = spawnsim.Run.load(folder).totals["virtual_seconds"]
-    shown = next(line.split() for line in out.splitlines() if line.startswith("virtual_seconds"))
-    assert float(shown[1]) == pytest.approx(was, rel=1e-5)
-    assert float(shown[2]) > was
-    out = at_prompt(
-        [],
-        "--until",
-        "0.1s",
-        "--what-if",
-        "step=0.0",
-        "--what-if",
-        "rate.value=3.0",
-        "--what-if",
-        "iterations=15",
-    )
-    losses = next(line.split() for line in out.splitlines() if line.startswith("last loss"))
-    assert float(losses[2]) < float(losses[3])  # steps stopped halfway
-    assert "staleness" not in out  # no row has a number of it
+def test_a_statement_changes_the_run_from_there_on(at_prompt):
+    """A variable of the rank's function, or an attribute; the run is another one then."""
+    commands = ["rank 3", "loss = 50.0", "rate.value = 0.0", "rank 4", "rank 3", "p loss, rate.value", "c"]
+    out = at_prompt(commands, "--until", "0.05s")
+    assert "(50.0, 0.0)" in out
+    assert "another digest than recorded" in out
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
         ([], "where to stop"),
-        (["--what-if", "step=1"], "from when on"),
-        (["--until", "1s", "--what-if", "crash:3@0.5s"], "it begins before 1 s"),
-        (["--until", "1s", "--what-if", "crash:99@2s"], "no rank 99"),
-        (["--until", "1s", "--what-if", "nonsense"], "write a fault such as"),
-        (["--until", "0.1s", "--what-if", "lr=1"], "main has no variable lr"),
-        (["--until", "0.1s", "--what-if", "rate.valeu=1"], "rate.valeu cannot be changed: .*no attribute"),
-        (["--until", "0.1s", "--what-if", "rota.value=1"], "rota.value cannot be changed: name 'rota'"),
         (["--break", "loss >"], "write 'rank == 17"),
         (["--break", "lss > 3"], "nothing that was recorded is called lss; did you mean loss"),
         (
