@@ -34,9 +34,9 @@ def pytest_addoption(parser: Any) -> None:
         SEED,
         type=int,
         metavar="K",
-        help="carry out the case of this seed alone, as it is, in tests on virtual ranks",
+        help="run only the case of this seed, unchanged, in tests on virtual ranks",
     )
-    group.addoption(CASE, metavar="JSON", help="carry out this case alone, as a failure shows it")
+    group.addoption(CASE, metavar="JSON", help="run only this case, as a failure shows it")
 
 
 def virtual(
@@ -62,7 +62,7 @@ def virtual(
         seeds: how many cases.
         faults: kinds to draw from, and faults that happen in each case: see `spawnsim.fuzzing.Space`.
         ties: orders of simultaneous events to draw from.
-        stragglers: of which one is drawn.
+        stragglers: straggler models to draw from.
         parameters: keyword arguments of the program; `iterations` is made smaller where a case fails.
         survive: ending in `RankFailed`, `Revoked` or `Timeout` is a failure too, whatever the faults.
         alive_s: virtual seconds after the last fault within which each rank must get on.
@@ -107,7 +107,7 @@ def virtual(
 def _target(
     program: str | Path | None, test: Callable[..., Any], args: Sequence[Any], fixtures: Mapping[str, Any]
 ) -> Any:
-    """Return what is run: the test's body on each rank, or a file whose runs the test looks at."""
+    """Return the target: the test's body on each rank, or a file whose runs the test examines."""
     from spawnsim.fuzzing.campaign import Target
 
     if program is not None:
@@ -122,7 +122,7 @@ def _target(
 
 
 def _hold(target: Any, space: Any, seeds: int, request: Any, *, shrink: bool) -> None:
-    """Carry out the cases of a test, and fail it with what breaks first."""
+    """Run the cases of a test, and fail it with the first failure."""
     import pytest
 
     from spawnsim.fuzzing.campaign import attempt, campaign

@@ -1,5 +1,5 @@
 """Fuzzing: a program under many seeds, fault plans, delays and orders of simultaneous events, until something breaks.
 
-`cases` says what is drawn, `checks` what must hold, `campaign` carries cases out side by side, and `shrinking` makes a
-case that fails small.
+`cases` draws cases, `checks` holds their runs to invariants, `campaign` runs many in parallel, and `shrinking` makes a
+failing case small.
 """

@@ -1,4 +1,4 @@
-"""Many cases of one program, in processes side by side that stay warm; what broke, and what has struck.
+"""Many cases of one program, in parallel processes that stay warm; failures, and the faults that struck.
 
 A process imports once, and loads the program anew for each case, since programs keep state in their modules.
 """
@@ -66,8 +66,8 @@ class Failure:
         place: the line of the program, as far as one is known.
         message: the whole message.
         case: the case.
-        table: where all ranks stood that had not ended, where the message does not say it.
-        waits: of a deadlock the calls and lines that cause it, of a time-out the line.
+        table: calls and lines of all ranks that were alive, unless the message lists them.
+        waits: the calls and lines that cause a deadlock, or the line of a time-out.
     """
 
     what: str
@@ -137,8 +137,8 @@ class Found:
     """What a campaign has found, or a part of one.
 
     Attributes:
-        runs: how many cases were carried out.
-        ended: those that faults have ended as MPI's rules allow (a rank died and the program does not survive that).
+        runs: how many cases ran.
+        ended: runs that faults have ended as MPI's rules allow (a rank died and the program does not survive that).
         drawn: for each kind of fault, the cases in which it was planned.
         fired: for each kind and call, how often it has struck.
         failures: the first of each kind of failure, as found.
@@ -177,7 +177,7 @@ class Found:
 
 
 def attempt(target: Target, case: Case) -> tuple[Failure | None, Watch, bool]:
-    """Carry out one case; return what broke, what was watched, and whether faults have ended the run."""
+    """Run one case; return the failure, the watch, and whether faults have ended the run."""
     watch, error = Watch(case), None
     try:
         task, check = target.load(case.parameters)
@@ -219,7 +219,7 @@ def _explained(error: BaseException, case: Case, watch: Watch) -> bool:
         return False
     if isinstance(cause, Deadlock):
         return watch.lost
-    if isinstance(cause, (MismatchError, TruncationError)):  # what ranks told each other was damaged
+    if isinstance(cause, (MismatchError, TruncationError)):  # messages between ranks were damaged
         return watch.spoiled
     return isinstance(cause, WorldError) and not isinstance(cause, StorageError)
 
@@ -245,7 +245,7 @@ def _failure(error: BaseException, case: Case, table: str) -> Failure:
 
 @contextmanager
 def _silent() -> Iterator[None]:
-    """Drop what programs print while the block runs: of many cases it would only hide what broke."""
+    """Drop the output of programs while the block runs: that of many cases would hide the failures."""
     with (
         open(os.devnull, "w", encoding="utf-8") as nowhere,
         redirect_stdout(nowhere),
@@ -284,12 +284,12 @@ def _overdue(limit_s: float) -> Iterator[None]:
 
 # ------------------------------------------------------------------------------------------------------ many cases
 
-# What the calm case of a target and a space does, for each number of ranks: carried out once in a process.
+# The calm case of a target and a space, for each number of ranks: run once in a process.
 _rehearsed: dict[tuple[str, str], dict[int, Calm]] = {}
 
 
 def portion(target: Target, space: Space, seeds: Sequence[int]) -> Found:
-    """Carry out the cases of some seeds."""
+    """Run the cases of some seeds."""
     found, known = Found(), _rehearsed.setdefault((target.name, repr(space)), {})
 
     def calm(ranks: int) -> Calm:
@@ -326,10 +326,10 @@ def reduce(target: Target, failure: Failure, ranks: Sequence[int]) -> Failure:
 
 
 class _Here(Executor):
-    """An executor that carries out each task at once, in this process: its functions need not be importable."""
+    """An executor that runs each task at once, in this process: its functions need not be importable."""
 
     def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
-        """Carry out a task; what it raises is raised here."""
+        """Run a task; its errors are raised here."""
         future: Future[Any] = Future()
         future.set_result(fn(*args, **kwargs))
         return future
@@ -346,25 +346,25 @@ def campaign(
     seconds: float = float("inf"),
     most: int = DIFFERENT,
 ) -> Found:
-    """Carry out many cases of a program, and make those small that fail.
+    """Run many cases of a program, and shrink the failing ones.
 
     Args:
         target: the program.
         space: what its cases are drawn from.
         seeds: one case each.
-        jobs: processes that go on side by side; 0: in this one.
+        jobs: parallel processes; 0: run in this one.
         shrink: whether failures are made smaller.
-        told: is given what was found so far, now and then.
+        told: called now and then with all findings so far.
         seconds: on the wall, after which nothing more begins.
         most: failures of different kinds after which nothing more begins.
 
     Returns:
-        What was found.
+        All findings.
 
     Raises:
         SpawnsimError: the program cannot be loaded, or fails where nothing happens and it is alone.
     """
-    target.load(space.parameters)  # what is wrong with the file itself is told once
+    target.load(space.parameters)  # an error of the file itself is raised once
     found, began_s = Found(), time.monotonic()
     portions = [list(seeds[at : at + PORTION]) for at in range(0, len(seeds), PORTION)]
 

@@ -1,7 +1,7 @@
 """What a fuzzer draws: a case is one run of a program, a space is what cases are drawn from.
 
 A case is a function of the space and its seed. It is all text and numbers, so it can be written as options of
-`spawnsim fuzz`, which carry out the same run again, and made smaller part by part.
+`spawnsim fuzz`, which repeat the same run, and made smaller part by part.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from spawnsim.scenario import Scenario
 from spawnsim.virtual.engine.event_queue import tie_order
 
 DEADLINE_S = 2.0  # of a call: short, so that a wait for the dead does not outlast the run
-# Those that MPI's rules allow. Messages that are lost, doubled or damaged MPI rules out, and most programs rely on
-# that: they are drawn where they are asked for. A rank that begins again only a program can bear that goes on without.
+# Faults that MPI's rules allow. MPI rules out messages that are lost, doubled or damaged, and most programs rely on
+# it: these are drawn on request. Only a program that survives a death can bear a rank that restarts.
 DEFAULT_FAULTS = "crash; pause; slow; skew; down; delay; reorder; partition; clog"
 SURVIVED = "; restart"  # drawn besides where a program promises to survive
 LOSING = {"crash", "restart", "drop", "corrupt"}  # kinds after which a wait may end at its deadline
@@ -39,7 +39,7 @@ RANDOM = "*"  # in the place of a fault's ranks, links and times: drawn anew in 
 class Calm(NamedTuple):
     """What a program does where nothing happens: how long it takes, and the longest that a rank goes without a step.
 
-    `waits`: whether it has policies, which may wait for each other by times of their own.
+    `waits`: whether it has policies, which may wait for each other by their own times.
     """
 
     lasts_s: float
@@ -52,7 +52,7 @@ class Case:
     """One run: all that it depends on beside the program.
 
     Attributes:
-        seed: of every random stream of the run, and of the chances of its faults.
+        seed: seeds every random stream of the run, and the chances of its faults.
         ranks: how many.
         faults: the fault plan as text, "" for none.
         ties: the order of ranks at one time.
@@ -60,7 +60,7 @@ class Case:
         parameters: keyword arguments of `main`.
         world: further circumstances, the same in all cases: platform, compute, deadline_s, argv.
         alive_s: virtual seconds after the last fault within which each rank must have made progress; inf: not asked.
-        survive: whether the program promises to go on when ranks die or calls meet their deadlines.
+        survive: whether the program promises to continue when ranks die or calls meet their deadlines.
     """
 
     seed: int
@@ -86,7 +86,7 @@ class Case:
         )  # fmt: skip
 
     def options(self) -> list[str]:
-        """Return the options of `spawnsim fuzz` that carry out this case, and no other."""
+        """Return the options of `spawnsim fuzz` that run only this case."""
         told = ["--runs", "1", "--seed", str(self.seed), "--ranks", str(self.ranks)]
         told += ["--faults", self.faults or "none", "--ties", self.ties]
         told += ["--straggler", self.straggler or "none", *arguments_of(self.parameters)]
@@ -165,7 +165,7 @@ class Space:
         _ = self.kinds  # raises if there is no such kind
         for ties in self.ties:
             tie_order(ties if ties != "random" else "random:0")
-        plan = FaultPlan.parse("; ".join(self.fixed))  # raises if it is no plan
+        plan = FaultPlan.parse("; ".join(self.fixed))  # raises if it is not a plan
         for fault in plan.faults:
             if any(rank >= max(self.ranks) for rank in fault.ranks):
                 raise fault.refuse(f"no case has more than {max(self.ranks)} ranks")

@@ -31,7 +31,7 @@ from spawnsim.virtual.engine.world import World
 from spawnsim.virtual.interpreter import Patches, Put
 
 ROUNDING = 64  # units in the last place by which sums may differ
-COMPRESSED = 2e-3  # relative: of weights that travelled as float16
+COMPRESSED = 2e-3  # relative error of weights that travelled as float16
 WAITS = 10  # deadlines that one call of a policy may take: it is made of several calls
 DAMAGE = "corrupt"  # a kind of fault after which numbers may be anything
 
@@ -98,7 +98,7 @@ def _call() -> str:
 
 
 class Watch(Recorder):
-    """Follows one run: records it, holds its policies to what must be true, and notes what has struck."""
+    """Follows one run: records it, holds its policies to their invariants, and notes which faults struck."""
 
     def __init__(self, case: Case) -> None:
         super().__init__()
@@ -307,7 +307,7 @@ class Watch(Recorder):
     # -- the end -----------------------------------------------------------------------------------------------
 
     def broken_at_end(self) -> tuple[str, str] | None:
-        """Return the invariant that a run has broken which ended well, and how; None if there is none."""
+        """Return the invariant that a run which ended well has broken, and how; or None."""
         assert self.world is not None
         if not self.plan.faults:
             left = [
@@ -325,7 +325,7 @@ class Watch(Recorder):
         return self._behind()
 
     def _behind(self) -> tuple[str, str] | None:
-        """Return who has made no progress in the time after the last fault in which it should have."""
+        """Return the ranks that made no progress in the time that they had after the last fault."""
         assert self.world is not None
         quiet_s = self.case.quiet_s()
         until_s = quiet_s + self.case.alive_s

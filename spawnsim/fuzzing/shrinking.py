@@ -1,6 +1,6 @@
 """A failing case made small: fewer ranks, fewer iterations, fewer faults, then simpler times, ties and stragglers.
 
-Greedy: a change is kept if the same error remains. The numbers of ranks are those that the caller allows. Nothing is
+Greedy: a change is kept if the same error remains. The caller lists the allowed numbers of ranks. Nothing is
 random: the same failure has the same smallest case.
 """
 
@@ -76,7 +76,7 @@ def _ranks(case: Case, allowed: list[int]) -> Iterator[Case]:
 
 
 def _moved(case: Case, ranks: int) -> Iterator[Fault]:
-    """Yield the faults with the numbers of ranks that are gone taken modulo those that are left."""
+    """Yield the faults with their ranks taken modulo the remaining number of ranks."""
     for fault in case.plan.faults:
         values: dict[str, Any] = {}
         for part in fields(fault):

@@ -1,4 +1,4 @@
-"""A journal: what a process records, kept on disk while it runs, so that one that dies leaves what it saw.
+"""A journal: the records of a process, kept on disk while it runs, so that they outlive it.
 
 Each real rank appends to its own shard, all virtual ranks of a process to one, at most `FLUSH_S` late, one *frame*
 a time: a line of JSON (which rows follow, new texts, events, what the rank has counted), then the rows as the
@@ -44,7 +44,7 @@ class Journal:
 
     Attributes:
         counted: asked at each flush for what the rank has counted so far: a dict of numbers.
-        frames: what was flushed without a file, or could not be written to it yet.
+        frames: frames that were flushed without a file, or could not be written to it yet.
 
     Args:
         path: the shard.
@@ -96,13 +96,13 @@ class Journal:
             self.flush()
 
     def keep_up(self) -> None:
-        """Write what has been pending for `FLUSH_S`; another thread calls it now and then, as rows may be rare."""
+        """Write what is pending for `FLUSH_S`; another thread calls it now and then, as rows may be rare."""
         if self._pending and monotonic() > self._due_s:
             with suppress(StorageError):  # it is kept, and the rank meets the error with its next row
                 self.flush()
 
     def flush(self) -> None:
-        """Write what is pending. Raises `StorageError` if it cannot be written; it is kept, and tried again."""
+        """Write pending records. Raises `StorageError` if they cannot be written; they are kept, and tried again."""
         with self._lock:
             # Background tasks may record after the end; their rows belong to no run any more.
             if self._file is not None and self._file.closed:
@@ -117,14 +117,14 @@ class Journal:
             self._due_s = monotonic() + FLUSH_S
 
     def close(self) -> None:
-        """Write what is pending and close the shard; more than once is fine."""
+        """Write pending records and close the shard; more than once is fine."""
         self.flush()
         if self._file is not None:
             self._file.close()
 
 
 def _append(file: FileIO, frame: bytes) -> None:
-    """Write a whole frame, or nothing: what comes after a torn one could not be read."""
+    """Write a whole frame, or nothing: frames after a torn one could not be read."""
     # A raw file may write less than it is given; the view saves copying the rest.
     whole, left = file.tell(), memoryview(frame)
     try:
@@ -159,7 +159,7 @@ def replay(file: BinaryIO, recorder: Recorder) -> Counted:
 
 
 def frames(file: BinaryIO) -> Iterator[tuple[Portion, list[str], Counted]]:
-    """Yield what is in a journal frame by frame, with all texts so far, up to a torn one."""
+    """Yield a journal frame by frame, with all texts so far, up to a torn one."""
     words: list[str] = []
     while (found := _next(file)) is not None:
         portion, counted = found
@@ -193,7 +193,7 @@ class Merged(NamedTuple):
 
 
 def shard(folder: Path, rank: int | None = None) -> Path:
-    """Return the file in a run folder of one rank's journal, or of that of all ranks together."""
+    """Return the file of one rank's journal in a run folder, or of the journal of all ranks together."""
     return folder / FOLDER / (TOGETHER if rank is None else f"rank-{rank:05d}")
 
 

@@ -103,7 +103,7 @@ def own_files(file: Path, also: frozenset[str] = frozenset()) -> Files:
 
 
 def late_files(file: Path) -> Files:
-    """Return the program's own files once it has run: also those that were imported by computed names."""
+    """Return the program's own files once it has run, including modules imported by computed names."""
     # Only what lies beside the program: installed packages are told by their versions.
     present = {entry.name.partition(".")[0] for entry in file.parent.iterdir()}
     return own_files(file, imported_names() & present)
@@ -202,10 +202,10 @@ def _source(value: Any) -> Path | None:
 
 # ------------------------------------------------------------------------------------------------------------ made
 def made(command: str | None = None) -> dict[str, Any]:
-    """Return when, how and on what kind of machine a run was made: nothing that says what it is.
+    """Return when, how and on what kind of machine a run was made: nothing that identifies it.
 
     Args:
-        command: the command line of whoever has started this process for the run; None: nobody has.
+        command: the command line that started this process for the run; None: this process has it.
     """
     return {
         "date": datetime.now(UTC).isoformat(timespec="seconds"),

@@ -1,6 +1,6 @@
 """A run folder's run on virtual ranks, made anew: its own program, parameters, circumstances and seed.
 
-The program is the copy that the folder keeps, so what was edited since changes nothing.
+The program is the copy that the folder keeps, so later edits change nothing.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ TEXTS = ("platform", "stragglers", "compute")  # circumstances that are texts, o
 
 @dataclass(frozen=True)
 class Again:
-    """What is needed to run a folder's run again.
+    """All that a second run of a folder's run depends on.
 
     Attributes:
         folder: the run folder.

@@ -88,8 +88,8 @@ class Replay(Recorder):
 
     Attributes:
         stop: where.
-        stdin: of the prompt; None: it does not prompt, and goes on.
-        stdout: of the prompt.
+        stdin: commands for the prompt; None: the run continues without one.
+        stdout: where the prompt writes.
         columns: names that a condition may use; None: not known.
     """
 
@@ -99,7 +99,7 @@ class Replay(Recorder):
     columns: Collection[str] | None = None
     stops: int = 0
     left: bool = False  # whether the user has ended it
-    error: SpawnsimError | None = None  # what is wrong with what the user has asked for
+    error: SpawnsimError | None = None  # a mistake in the condition
 
     def __post_init__(self) -> None:
         super().__init__()
@@ -139,7 +139,7 @@ class Replay(Recorder):
         assert self.world is not None
         self.stops += 1
         if self.stdin is not None and not self._busy:
-            self._busy = True  # what is printed there may compute, and record
+            self._busy = True  # an expression that is printed may compute, and record
             try:
                 Prompt(self, self.world, why, rank).interact()
             finally:
@@ -168,7 +168,7 @@ class Prompt(pdb.Pdb):
         self.do_ranks(str(rank))
 
     def interact(self) -> None:
-        """Prompt until the user goes on, or leaves and so ends the run."""
+        """Prompt until the user continues, or quits and so ends the run."""
         self.reset()
         for rank in (self._rank, *(task.rank for task in self._tasks())):
             self._rank = rank
@@ -183,7 +183,7 @@ class Prompt(pdb.Pdb):
             self._replay.stop, self._replay.stdin, self._replay.left = Stop(), None, True
 
     def default(self, line: str) -> None:
-        """Carry out a statement in the frame."""
+        """Execute a statement in the frame."""
         super().default(line)
         if sys.version_info < (3, 13):  # there variables that it sets are copies until they are written back
             ctypes.pythonapi.PyFrame_LocalsToFast(ctypes.py_object(self.curframe), ctypes.c_int(0))
@@ -196,7 +196,7 @@ class Prompt(pdb.Pdb):
         return next(iter(_own(tasks[0])), None) if tasks else None
 
     def do_ranks(self, arg: str) -> None:
-        """Print where ranks stand: clock, call, line; those that are named first."""
+        """Print clock, call and line of all ranks, named ranks first."""
         tasks, first = self._tasks(), [int(word) for word in arg.split() if word.isdigit()]
         self.message(diagnosis.standing(tasks, first, self._below) if tasks else "all ranks have ended")
 

@@ -1,6 +1,6 @@
 """Whether a run repeats; and if not, the first event that differs: which rank, when, in which call, on which line.
 
-A run is made anew in processes of their own, with other seeds for the hashes of texts. If digests differ, each rank's
+The run is repeated in two processes with different seeds for the hashes of texts. If digests differ, each rank's
 events are kept with the line of the program that caused them, and the earliest that differs is named.
 """
 
@@ -35,7 +35,7 @@ KEPT = 2_000_000  # events in all of which lines are kept
 _bits: Any = np.random.bit_generator  # whose stub lacks the source of seeds
 
 HASHING = (
-    "likely: the order of a set, or hash() of a text, which differ with PYTHONHASHSEED: sort what is iterated over "
+    "likely: the order of a set, or hash() of a text, which differ with PYTHONHASHSEED: sort sets before iterating "
     "(`spawnsim run` fixes it, other programs do not)"
 )
 KINDS = {
@@ -54,11 +54,11 @@ class Verdict:
     Attributes:
         repeats: whether all digests are equal.
         text: what to tell the user.
-        rank: of the first event that differs, -1 if there is none.
+        rank: rank of the first event that differs, or -1.
         time_s: when it was, in virtual seconds.
         call: in which call.
         line: on which line of the program.
-        hint: what is the likely reason.
+        hint: the likely reason.
     """
 
     repeats: bool
@@ -148,7 +148,7 @@ def _differing(table: Any, rows: list[list[Any]]) -> Iterator[tuple[float, int, 
         for name in names:
             was = table[name][at].item()
             is_now = values.get(name, was)
-            # A column holds NaN where a row has no number: what is missing, None or NaN now is the same.
+            # A column holds NaN where a row has no number: a value that is missing, None or NaN now is the same.
             if was != is_now and not (was != was and (is_now is None or is_now != is_now)):
                 yield time_s, rank, name
 
@@ -169,7 +169,7 @@ def _first_difference(
 
 
 def _elsewhere(again: Again, hash_seed: str) -> dict[str, Any]:
-    """Run it in a process of its own; return its digest, its leaks, and each rank's events."""
+    """Run it in another process; return its digest, its leaks, and each rank's events."""
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "log.json"
         # Not by -m: this module, which its package imports, would be loaded twice.

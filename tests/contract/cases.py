@@ -179,7 +179,7 @@ class Case:
         return owned[::-1]
 
     def call(self, comm: Any, name: str, *arguments: Any, **options: Any) -> None:
-        """Carry out a collective call in the form of this case."""
+        """Make a collective call in the form of this case."""
         if not self.form:
             getattr(comm, name)(*arguments, **options)
         elif self.form == "nonblocking":

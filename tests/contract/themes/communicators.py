@@ -63,7 +63,7 @@ def split_without_a_colour(MPI, comm, rank, size):
     """UNDEFINED as colour gives COMM_NULL."""
     part = comm.Split(MPI.UNDEFINED if rank == 0 else 1)
     if rank == 0:
-        claim(part == MPI.COMM_NULL, "who has no colour gets COMM_NULL")
+        claim(part == MPI.COMM_NULL, "a rank without a colour gets COMM_NULL")
     else:
         same(part.Get_size(), size - 1)
         part.Free()
@@ -90,7 +90,7 @@ def create_from_a_group(MPI, comm, rank, size):
     chosen = list(range(0, size, 2))[::-1]
     part = comm.Create(group.Incl(chosen))
     if rank % 2:
-        claim(part == MPI.COMM_NULL, "who is not in the group gets COMM_NULL")
+        claim(part == MPI.COMM_NULL, "a rank outside of the group gets COMM_NULL")
     else:
         same(part.allgather(rank), chosen)
         part.Free()
@@ -262,7 +262,7 @@ def comparisons_of_groups(MPI, comm, size):
 
 @needs(ranks=2)
 def rank_of_a_stranger_in_a_group(MPI, comm, rank):
-    """Who is not a member has rank UNDEFINED, and is translated to it; PROC_NULL stays PROC_NULL."""
+    """A rank that is not a member is UNDEFINED, and is translated to it; PROC_NULL stays PROC_NULL."""
     group = comm.Get_group()
     others = group.Excl([0])
     same(others.Get_rank(), MPI.UNDEFINED if rank == 0 else rank - 1)

@@ -1,6 +1,6 @@
-"""The environment of a program: time, versions, memory, hints; how mistakes are told; what serves as a number.
+"""The environment of a program: time, versions, memory, hints; how mistakes are raised; types that serve as numbers.
 
-A mistake is told at once, to the rank that made it. Ranks, tags and counts may be of other types than Python's own:
+A mistake raises at once, on the rank that made it. Ranks, tags and counts may be of other types than Python's own:
 whatever C can be given.
 """
 

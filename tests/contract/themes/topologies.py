@@ -80,7 +80,7 @@ def ranks_left_over(MPI, comm, size):
     """A grid smaller than the communicator leaves the last ranks with COMM_NULL."""
     cart = comm.Create_cart([size - 1])
     if comm.Get_rank() == size - 1:
-        claim(cart == MPI.COMM_NULL, "who has no place in the grid gets COMM_NULL")
+        claim(cart == MPI.COMM_NULL, "a rank without a place in the grid gets COMM_NULL")
     else:
         same(cart.Get_size(), size - 1)
         cart.Free()

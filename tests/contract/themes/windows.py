@@ -19,7 +19,7 @@ def exposed(MPI: Any, comm: Any, own: Any, length: int = 4, value: float = -1.0)
 
 @contextmanager
 def fenced(win: Any) -> Iterator[None]:
-    """Carry out the block between two fences."""
+    """Run the block between two fences."""
     win.Fence()
     yield
     win.Fence()
