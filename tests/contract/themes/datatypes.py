@@ -50,12 +50,13 @@ def a_column(MPI, comm):
     narrow.Free()
 
 
-def a_column_received(MPI, comm, own):
-    """What lies between the elements of a derived type stays when it is received."""
-    grid = np.full((3, 4), -1.0)
-    column = own(MPI.DOUBLE.Create_hvector(3, 2, 32).Commit())
-    echoed(comm, np.arange(6.0), [grid, 1, column])
+def gaps_in_what_is_received(MPI, comm, own):
+    """The memory between the parts of a derived type stays, also between elements, which follow at its extent."""
+    grid, target = np.full((3, 4), -1.0), np.full(6, -1.0)
+    echoed(comm, np.arange(6.0), [grid, 1, own(MPI.DOUBLE.Create_hvector(3, 2, 32).Commit())])
     same(grid, [[0, 1, -1, -1], [2, 3, -1, -1], [4, 5, -1, -1]])
+    echoed(comm, np.arange(3.0), [target, 3, own(MPI.DOUBLE.Create_resized(0, 16).Commit())])
+    same(target, [0, -1, 1, -1, 2, -1])
 
 
 def indexed_elements(MPI, comm, own):
@@ -130,14 +131,6 @@ def negative_strides(MPI, comm, own):
     target = np.zeros(4)
     echoed(comm, [np.arange(4.0), 1, shifted], target)
     same(target, [3, 2, 1, 0])
-
-
-def several_elements(MPI, comm, own):
-    """Elements of a derived type follow each other at its extent."""
-    every_other = own(MPI.DOUBLE.Create_resized(0, 16).Commit())
-    target = np.full(6, -1.0)
-    echoed(comm, np.arange(3.0), [target, 3, every_other])
-    same(target, [0, -1, 1, -1, 2, -1])
 
 
 def counts_and_elements(MPI, comm):

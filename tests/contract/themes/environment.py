@@ -218,18 +218,14 @@ def keyvals_are_checked(MPI, comm):
     refused(MPI.Exception, comm.Set_attr, MPI.KEYVAL_INVALID, 1)
 
 
-def null_requests_and_operations(MPI, comm):
-    """Cancelling or freeing a null request, freeing a null operation, are errors."""
+def handles_that_stay(MPI, comm, size):
+    """Null requests and operations, predefined operations and COMM_WORLD cannot be freed, nor a null one cancelled."""
     fails(MPI, MPI.ERR_REQUEST, MPI.REQUEST_NULL.Cancel)
     fails(MPI, MPI.ERR_REQUEST, MPI.Request().Free)
     fails(MPI, MPI.ERR_OP, MPI.Op(MPI.OP_NULL).Free)
     fails(MPI, MPI.ERR_OP, MPI.Op(MPI.SUM).Free)
-
-
-def predefined_communicators_stay(MPI, comm):
-    """COMM_WORLD cannot be freed."""
     fails(MPI, MPI.ERR_COMM, MPI.COMM_WORLD.Free)
-    same(MPI.COMM_WORLD.Get_size(), comm.Get_size())
+    same(MPI.COMM_WORLD.Get_size(), size)
 
 
 def integer_types() -> Iterator[Callable[[int], Any]]:

@@ -277,18 +277,14 @@ def scan_and_exscan(MPI, comm, rank):
     same(comm.scan(-rank, op=MPI.MIN), -rank)
 
 
-def barriers(MPI, comm):
-    """Both spellings wait for all and return None."""
-    same((comm.barrier(), comm.Barrier()), (None, None))
-
-
 def many_collectives_in_a_row(MPI, comm, rank, size):
-    """Results of successive calls are not mixed up."""
+    """Results of successive calls are not mixed up; both spellings of a barrier return None."""
     for i in range(30):
         root = i % size
         same(comm.bcast(i if rank == root else None, root=root), i)
         same(comm.allreduce(i), i * size)
         same(comm.gather(rank + i, root=root), [i + r for r in range(size)] if rank == root else None)
+        same((comm.barrier(), comm.Barrier()), (None, None))
 
 
 def operations_of_the_program_on_objects(MPI, comm, rank, size, own):
