@@ -121,17 +121,17 @@ def study(context: Context) -> None:
 
     context.claim(
         "Asynchronous local SGD with momentum falls behind synchronous DiLoCo, since momentum acts on stale changes; "
-        "delayed Nesterov with steps by speed (DyLU) makes up for it",
+        "delayed Nesterov with steps by speed (DyLU) compensates for it",
         source="arXiv 2401.09135; google-deepmind/asyncdiloco",
         checks={
             "momentum behind synchronous": above("asynchronous", "synchronous"),
-            "momentum behind none": above("asynchronous", "without momentum"),
+            "momentum behind no momentum": above("asynchronous", "without momentum"),
             "delayed Nesterov with DyLU ahead of momentum": above("asynchronous", "delayed Nesterov, DyLU"),
             "with DyLU no worse than synchronous": not above("delayed Nesterov, DyLU", "synchronous"),
             "at every outer rate": all(above("asynchronous", "synchronous", outer) for outer in rates),
         },
         found="loss of the server's weights: " + "; ".join(f"outer rate {outer}: {told(outer)}" for outer in rates)
-        + f" ({len(seeds)} seeds, {rounds} rounds, a smaller toy than theirs; verdict at {last})",
+        + f" ({len(seeds)} seeds, {rounds} rounds, a smaller model than the paper's; verdict at {last})",
     )  # fmt: skip
 
 

@@ -44,7 +44,7 @@ def study(context: Context) -> None:
         one_peer = graphs.mixing(graphs.one_peer_exponential, 25, round_)(one_peer)
     context.claim(
         "The Base-(k+1) graph reaches the exact mean after finitely many rounds with at most k neighbours, for any "
-        "number of ranks; one-peer exponential graphs do so for powers of two alone",
+        "number of ranks; one-peer exponential graphs do so only for powers of two",
         source="arXiv 2305.11420, theorem 1",
         checks={
             "exact": max(row["error"] for row in rows) < 1e-12 and max(row["live"] for row in rows) < 1e-12,

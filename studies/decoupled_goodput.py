@@ -133,8 +133,8 @@ def lengths(context):
         merged = radial_directional_mean(flats, [1.0] * learners).norm() / alone
         ratios[learners] = merged, float(torch.stack(parts).mean(0).norm()) / alone
     context.claim(
-        "Radial-directional averaging keeps the length of what is merged, whatever the number of learners; the plain "
-        "mean shrinks by its root",
+        "Radial-directional averaging keeps the length of the merged updates for any number of learners; the plain "
+        "mean shrinks by the square root of that number",
         source="arXiv 2604.21428 (second hand)",
         checks={
             "radial within 1 %": all(abs(merged - 1) < 0.01 for merged, _ in ratios.values()),
@@ -142,7 +142,7 @@ def lengths(context):
                 abs(mean * math.sqrt(count) - 1) < 0.02 for count, (_, mean) in ratios.items()
             ),
         },
-        found=f"length over that of one learner: radial {', '.join(f'{merged:.3f}' for merged, _ in ratios.values())}, "
+        found=f"length relative to one learner: radial {', '.join(f'{merged:.3f}' for merged, _ in ratios.values())}, "
         f"plain {', '.join(f'{mean:.3f}' for _, mean in ratios.values())} for {', '.join(map(str, ratios))} random "
         "directions",
     )

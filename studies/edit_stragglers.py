@@ -61,7 +61,7 @@ def study(context: Context) -> None:
     told = "; ".join(
         f"{kind}: "
         + ", ".join(f"{policy} {100 * min(share[kind, policy]):.0f} %" for policy in POLICIES)
-        + f", never waiting {100 * alone[kind]:.0f} %"
+        + f", without waits {100 * alone[kind]:.0f} %"
         for kind in alone
     )
     context.claim(

@@ -60,7 +60,7 @@ def study(context: Context) -> None:
 
     where = f"({RANKS} ranks, {len(seeds)} seeds, {', '.join(LINKS)}; steps of the median rank, against all-reduce)"
     context.claim(
-        "SGP is about three times quicker than all-reduce SGD on 32 nodes over 10 Gbit/s (1.6 h against more than 5 h)",
+        "SGP is about three times faster than all-reduce SGD on 32 nodes over 10 Gbit/s (1.6 h against more than 5 h)",
         source="arXiv 1811.10792",
         checks={
             "quicker with noise": gain("SGP", "noise")[0] > 1.05,
@@ -70,7 +70,7 @@ def study(context: Context) -> None:
         found=f"SGP: {told('SGP')} times; overlap SGP: {told('overlap SGP')} times {where}",
     )
     context.claim(
-        "AD-PSGD is 4 to 8 times quicker than synchronous training where links or ranks are slow",
+        "AD-PSGD is 4 to 8 times faster than synchronous training where links or ranks are slow",
         source="arXiv 1710.06952",
         checks={
             "4 times with a slow rank": gain("AD-PSGD", "slow rank")[0] >= 4,

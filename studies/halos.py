@@ -66,7 +66,7 @@ def study(context: Context) -> None:
     waits = [row["longest_s"] for row in rows if row["policy"] == "synchronous"]
     context.claim(
         "On HALoS's testbed a synchronous round of 32 steps takes 71.3 s of computing and 33.3 s of all-reduce; two "
-        "tiers of servers are up to 7.5 times quicker than synchronous training and 2.1 times than one server",
+        "tiers of servers are up to 7.5 times faster than synchronous training and 2.1 times than one server",
         source="arXiv 2506.04531; utnslab/halos, exec_diloco.py and examples/env.yaml",
         checks={
             "71.3 s of computing": abs(compute - 71.3) < 0.05,
@@ -78,7 +78,7 @@ def study(context: Context) -> None:
         },
         found=f"computing {compute:.1f} s, all-reduce {min(waits):.2f} to {max(waits):.2f} s; steps a second: "
         + ", ".join(
-            f"{min(each):.2f} to {max(each):.2f} times those of {name}" for name, each in gains.items()
+            f"{min(each):.2f} to {max(each):.2f} times as many as in {name}" for name, each in gains.items()
         )
         + f" training ({', '.join(NETWORKS)}; steps alone, learning is not simulated here)",
     )

@@ -47,7 +47,7 @@ def study(context: Context) -> None:
     last = [float(gain[-1]) for gain in gains.values()]
     at = [float(gain[-1] / logs[-1]) for gain in gains.values()]
     context.claim(
-        "Synchronising a pair is about 10 times quicker than a tree all-reduce at about 1,000 replicas, and the gain "
+        "Synchronising a pair is about 10 times faster than a tree all-reduce at about 1,000 replicas, and the gain "
         "grows as the logarithm of their number",
         source="arXiv 2506.10911, abstract",
         checks={

@@ -86,7 +86,7 @@ def study(context: Context) -> None:
     alone = [row["took"] for row in noise if row["policy"] == "selective"]
     context.claim(
         "A synchronous round of N ranks lasts as long as the largest of N draws: H_N steps if these are exponential; "
-        "who waits for nobody keeps the pace of the mean step",
+        "a rank that never waits keeps the pace of the mean step",
         source="arXiv 1512.02673 (H_N), 1404.1328 (Pareto)",
         checks={
             "closed forms within 99.9 % intervals": float(np.mean(inside)) > 0.97,
