@@ -63,8 +63,8 @@ def read(folder: Path) -> list[Claim]:
 HEAD = """# Published claims, checked
 
 Made by `spawnsim study claims`; do not edit. Each row is from a study, `spawnsim study NAME`, whose file states the
-assumptions. A verdict follows from the study's checks: all hold, some, or none. Small models and simulated networks show
-directions and ratios, not the sizes of published runs.
+assumptions. A verdict follows from the study's checks: all hold, some, or none. Small models and simulated networks
+show directions and ratios, not the sizes of published runs.
 
 | claim | source | verdict | found here | study |
 |---|---|---|---|---|
