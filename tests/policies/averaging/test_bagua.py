@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import pickle
-from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -87,23 +86,6 @@ def test_abort_and_resume(together: bool) -> None:
     found = play(main, 4)
     for counts in [found[rank] for rank in range(0 if together else 1, 4)]:  # alone, rank 0 rests for longer
         assert 3 <= counts[0] <= counts[1] - 3 <= counts[2] - 6
-
-
-def test_ranks_that_stop_at_different_times_hinder_nobody() -> None:
-    """After `abort` a rank may end, whether it coordinates or not: the others average on, and nobody waits."""
-
-    def main(comm: Any) -> tuple[int, float]:
-        model, optimizer = of(comm)
-        train(comm, model, optimizer, 40 * (comm.rank + 1))
-        before = model.bagua_algorithm.policy.num_averagings
-        began_s = comm.clock.now()
-        model.bagua_algorithm.abort(model)
-        return before, comm.clock.now() - began_s
-
-    found = play(main, 6)
-    assert max(wait_s for _, wait_s in found.values()) < 0.2
-    counts = [found[rank][0] for rank in range(5)]
-    assert all(later - earlier >= 3 for earlier, later in pairwise(counts)), counts
 
 
 def test_parts_of_the_job_average_apart() -> None:

@@ -32,9 +32,7 @@ class Model(torch.nn.Module):
 
     def numbers(self) -> np.ndarray:
         """Return one number of each tensor."""
-        return np.array(
-            [float(tensor.detach().double().reshape(-1)[-1]) for tensor in self.state_dict().values()]
-        )
+        return np.array([float(each.double().reshape(-1)[-1]) for each in self.state_dict().values()])
 
 
 class Lived:
@@ -55,13 +53,7 @@ class Lived:
 
 
 def live(
-    mode: str = "all",
-    ranks: int = 8,
-    faults: str | None = None,
-    *,
-    until_s: float = 1.8,
-    width: int = 40,
-    **policy: Any,
+    mode: str = "all", ranks: int = 8, faults: str | None = None, *, until_s: float = 1.8, width: int = 40
 ) -> Lived:
     """Let ranks train and average each 50 ms until a time, in steps of 10 ms."""
     lived = Lived()
@@ -71,7 +63,7 @@ def live(
         times = lived.times[rank] = []
         model = Model(float(rank), width)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-        by_clock = AsyncModelAveragePolicy(mode, 50, **({"patience_s": 0.3} | policy))
+        by_clock = AsyncModelAveragePolicy(mode, 50, patience_s=0.3)
         while comm.clock.now() < until_s:
             with by_clock.weights(), comm.compute(0.01):
                 pass
@@ -119,16 +111,7 @@ def test_the_coordinator_dies_in_any_phase_of_a_round(at_ms: int) -> None:
     after = live("all", 8, f"crash:0@{at_ms}ms", until_s=1.0, width=30_000)
     gaps = [np.diff([time_s for time_s in after.times[rank] if time_s > 0.3]).max() for rank in after.ends]
     assert max(gaps) < 0.25, gaps
-    ends = np.stack(list(after.ends.values()))
-    assert (ends >= 0).all()
-    assert (ends <= 7).all()
-
-
-def test_many_ranks_change_their_coordinator() -> None:
-    """64 of them, when the first three die one after the other."""
-    after = live("all", 64, "crash:0@0.2s; crash:1@0.3s; crash:2@0.4s", until_s=1.0)
-    assert len(after.ends) == 61
-    assert min(after.rate(0.5, 1.0).values()) >= 5
+    assert all(((numbers >= 0) & (numbers <= 7)).all() for numbers in after.ends.values())
 
 
 @pytest.mark.parametrize("mode", MODES[1:])
@@ -160,9 +143,10 @@ def test_a_slow_coordinator_is_waited_for() -> None:
     """Its steps take ten times as long, but it answers in time: it stays, and nobody is left out."""
     after = live("all", 6, "slow:0@0.3s+3s,10", until_s=2.0)
     assert min(after.rate(0.5, 2.0).values()) >= 2
-    assert not any(
-        stats.get("silent coordinators") or stats.get("silent branches") for stats in after.stats.values()
-    )
+    silent = [
+        stats.get(f"silent {what}") for stats in after.stats.values() for what in ("coordinators", "branches")
+    ]
+    assert not any(silent)
 
 
 LINKS = (
@@ -198,9 +182,7 @@ def test_averaging_goes_on_after_a_recovery(mode: str, background: bool, warmup_
         rank, group, step, before = comm.rank, comm, 0, 0
         model = Model(float(rank))
         optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-        policy = AsyncModelAveragePolicy(
-            mode, 40, warmup_steps, background=background, patience_s=0.3, tag=7000
-        )
+        policy = AsyncModelAveragePolicy(mode, 40, warmup_steps, background=background, patience_s=0.3)
         while step < 70:
             try:
                 with policy.weights(), comm.compute(0.01):

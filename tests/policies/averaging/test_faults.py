@@ -35,11 +35,8 @@ class Faulty(DecentralizedAverager):
         send = self.endpoint.send
 
         def logged(rank: int, message: Message) -> None:
-            lost = (
-                message.kind is kind
-                and sum(each is kind for _, each in log) == number
-                and strike() == "lose it"
-            )
+            due = message.kind is kind and sum(each is kind for _, each in log) == number
+            lost = due and strike() == "lose it"
             log.append((self.comm.clock.now(), message.kind))
             if not lost:
                 send(rank, message)
@@ -219,8 +216,7 @@ def test_a_lost_word_costs_its_part_and_no_time(kind: Kind) -> None:
         assert all(results[rank].missing == {VICTIM: pytest.approx(part)} for rank in survivors())
     else:
         assert partial == 0.0
-        assert sorted(results[rank].received for rank in range(RANKS)) == pytest.approx(
-            [1 - part, 1, 1, 1, 1]
-        )
+        received = sorted(results[rank].received for rank in range(RANKS))
+        assert received == pytest.approx([1 - part, 1, 1, 1, 1])
         assert not any(results[rank].missing for rank in range(RANKS))
     assert whole + partial == pytest.approx(1 - part / RANKS)

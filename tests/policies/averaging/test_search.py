@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from support.effort import tried
 
 from spawnsim.policies.averaging.butterfly import Member
-from spawnsim.policies.averaging.directory import DirectoryClient, DirectoryShard, replicas
+from spawnsim.policies.averaging.directory import DirectoryClient, DirectoryQuery, DirectoryShard, replicas
 from spawnsim.policies.averaging.matchmaking import Reply, Search, SearchTerms
 from spawnsim.policies.exchange.messages import Kind, Message
 
@@ -94,9 +94,8 @@ def test_no_circle_of_waiting(length: int) -> None:
 def test_groups_are_disjoint_and_agreed(count: int, size: int | None, seed: int, clients: bool) -> None:
     """Whatever the order: each ends in one group at most, and declines any other that names it; none is too large."""
     rng = np.random.default_rng(seed)
-    places = {
-        r: math.inf if clients and r % 4 == 3 else float(rng.choice([4.0, 5.0, 6.0])) for r in range(count)
-    }
+    ranks = range(count)
+    places = {r: math.inf if clients and r % 4 == 3 else float(rng.choice([4.0, 5.0, 6.0])) for r in ranks}
     net = Net(places, size=size, seed=seed)
     everybody = [(place, rank) for rank, place in places.items()]
     for rank in rng.permutation(count):
@@ -112,9 +111,7 @@ def test_groups_are_disjoint_and_agreed(count: int, size: int | None, seed: int,
     led = {search.group.number: search.group for search in net.searches.values() if search.led}
     assert {group.number for group in formed.values()} == set(led)
     for number, group in led.items():  # who is named but has gone on has said so
-        gone = {
-            rank for rank in group.ranks if formed.get(rank, group).number != number or rank not in formed
-        }
+        gone = [r for r in group.ranks if r not in formed or formed[r].number != number]
         assert all((rank, number) in net.absent for rank in gone)
 
 
@@ -125,9 +122,7 @@ def test_all_find_each_other() -> None:
         search.offer([(5.0 + other, other) for other in range(10) if other != rank], 0.0)
     net.run()
     net.tick(5.0)
-    assert {search.group.number for search in net.searches.values() if search.group} == {
-        net.searches[0].group.number
-    }
+    assert {search.group for search in net.searches.values() if search.group} == {net.searches[0].group}
     assert sorted(net.searches[9].group.ranks) == list(range(10))
 
 
@@ -268,3 +263,16 @@ def test_a_silent_replica_is_replaced() -> None:
     assert [dest for dest, _ in asker.ask("k", 3.0)] == replicas("k", 50, {first[1]})
     asker.handle(first[1], Message(Kind.LISTED, 0, meta=("k", [])))
     assert not asker.suspects
+
+
+def test_a_question_hears_its_replicas_alone() -> None:
+    """Of two declarations of one rank the later one holds; answers to another question are not this one's."""
+    query = DirectoryQuery(DirectoryClient(0, 50, 3.0), "k", 7, 0.0)
+    first, second = (dest for dest, _ in query.messages)
+    listed = [(4, 1.0, 5.0, "old"), (0, 1.0, 9.0, "own"), (6, 2.0, 3.0, "expired")]
+    query.handle(first, Message(Kind.LISTED, 7, meta=("k", listed)))
+    query.handle(second, Message(Kind.LISTED, 8, meta=("k", [])))
+    assert not query.over(2.9)
+    query.handle(second, Message(Kind.LISTED, 7, meta=("k", [(4, 1.0, 8.0, "new")])))
+    assert query.over(2.9)
+    assert [(entry.rank, entry.value) for entry in query.entries(4.0)] == [(4, "new")]

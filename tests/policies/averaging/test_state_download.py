@@ -130,14 +130,21 @@ def test_a_state_is_read_as_its_donor_packed_it() -> None:
 
 
 @pytest.mark.parametrize(
-    "fault", ["corrupt:3>0@0.4s+1s,1", "drop:3>0@0.4s+1s,1", "crash:3@0.5s", "pause:3@0.45s+3s"]
+    "fault",
+    [
+        "corrupt:3>0@0.4s+1s,1",
+        "corrupt:3>0@0.4s+1s,0.3",
+        "drop:3>0@0.4s+1s,1",
+        "crash:3@0.5s",
+        "pause:3@0.45s+3s",
+    ],
 )
 def test_a_donor_whose_words_do_not_arrive_is_passed_over(fault: str) -> None:
     """The next one gives its state, whole, after a chunk's time-out at most."""
 
     def main(comm: Any) -> Any:
         state = comm.rank, [torch.full((100_000,), float(comm.rank))]
-        averager = Sharing(comm, state, next_chunk_timeout=0.2)
+        averager = Sharing(comm, state, next_chunk_timeout=0.2, part_size_bytes=2**14)
         averager.state_sharing_priority = float(comm.rank)
         comm.clock.sleep(0.5)
         if comm.rank == 0:
