@@ -163,6 +163,7 @@ def test_small_shares_and_unknown_bandwidths() -> None:
     """`min_size` holds where somebody can have that much; an unknown bandwidth is the mean; whole quotas are exact."""
     assert element_counts(60, (1.0, 1.0, 0.2), min_size=5)[2] == 0
     assert sum(element_counts(60, (1.0, 1.0, 0.2), min_size=100)) == 60
+    assert element_counts(60, [0.55, 0.44, 0.40], 10) == [41, 19, 0]
     assert element_counts(60, [0.32, 0.55, 0.44], 10) == [0, 40, 20]
     assert element_counts(1, [0.55, 0.20, 0.44], 10) == [1, 0, 0]
     assert element_counts(100, [0, 0, None, None]) == [0, 0, 50, 50]

@@ -201,8 +201,10 @@ def test_a_full_group_is_formed_when_the_open_request_is_answered(reply: Reply |
 
 
 def test_a_silent_leader_is_given_up() -> None:
-    """After `request_timeout`; the next candidate is asked, and the late answer is declined."""
+    """After `request_timeout`; the next candidate before this rank is asked, and the late answer is declined."""
     [search] = Net({5: 9.0}, size=2).searches.values()
+    search.offer([(9.5, 7)], 0.0)
+    assert not search.out
     search.offer([(1.0, 1), (2.0, 2)], 0.0)
     first = search.out.popleft()[1]
     search.tick(3.0)
