@@ -53,7 +53,7 @@ class Curve(NamedTuple):
 
     @property
     def end(self) -> float:
-        """The last height; where the seeds have no stretch in common, that of the longest one."""
+        """The last height; where the seeds have no stretch in common, the last height of the longest seed."""
         longest = max(self.seeds, key=lambda each: each.x[-1], default=self)
         return float((self if len(self.median) else longest).median[-1])
 
@@ -166,7 +166,7 @@ def over_seeds(
     first, last = max(c.x[0] for c in curves), min(c.x[-1] for c in curves)
     # All points of all seeds: on the grid of one of them steps of the others would move.
     x = np.unique(np.concatenate([c.x for c in curves]))
-    # Only where all seeds have values: a median over those that go on longest bends where one of them ends.
+    # Only where all seeds have values: a median over the longest seeds bends where one of them ends.
     x = x[(x >= first) & (x <= last)]
     x = x[style.evenly(len(x), points)] if len(x) else x
     heights = np.stack([resampled(c.x, c.median, x) for c in curves])
@@ -189,7 +189,7 @@ def of_run(run: Recorded, name: str, over: str) -> Curve:
     rank = np.asarray(run.table["rank"])[~np.isnan(numbers(run.table, name))]
     if len(np.unique(rank)) < len(rank):
         return info
-    # The median moves as ranks come to their only number, not because any of them learns.
+    # The median moves as ranks reach their only number, not because any of them learns.
     return Curve(info.x[-1:], info.median[-1:], info.low[-1:], info.high[-1:], held=info.held)
 
 
@@ -201,7 +201,7 @@ def draw(
     ax = style.axes_or_new(ax)
     _draw_seeds(info, ax, look)
     alone = len(info.x) == 1
-    # Of two to four seeds each is drawn as a line of its own, so a band would only repeat the outer ones.
+    # Each of two to four seeds is drawn as its own line, so a band would only repeat the outer lines.
     if band and not 1 < info.runs < FEW:
         if alone:  # an area over one point has no width
             ax.vlines(info.x, info.low, info.high, color=look.colour, alpha=0.16, linewidth=9)
@@ -218,7 +218,7 @@ def draw(
 
 
 def draw_bar(info: Curve, ax: Axes, place: float, *, look: style.Look) -> None:
-    """Draw what would be a curve's band as a bar at one place of it, from 0 to 1: of many curves, bands would merge."""
+    """Draw a curve's band as a bar at one place of it, from 0 to 1: bands of many curves would merge."""
     if len(info.x) and not 1 < info.runs < FEW:
         at = min(int(place * len(info.x)), len(info.x) - 1)
         middle = info.median[at]

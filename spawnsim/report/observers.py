@@ -134,7 +134,7 @@ class TensorBoard:
 
 
 class WeightsAndBiases:
-    """A run of Weights & Biases; `wandb sync` uploads what it wrote offline."""
+    """A run of Weights & Biases; `wandb sync` uploads offline files."""
 
     def __init__(self, folder: Path, what: Mapping[str, Any]) -> None:
         import wandb
@@ -161,7 +161,7 @@ LOGGERS: dict[str, Callable[[Path, Mapping[str, Any]], Logger]] = {
 
 # ------------------------------------------------------------------------------------------------------- following
 class Observer(Protocol):
-    """A receiver of a run while it goes on, and of the whole run at its end."""
+    """A receiver of a run while it lasts, and of the whole run at its end."""
 
     def show(self, run: Run, states: RankStates | None) -> None:
         """Take the rows so far, and the states of the ranks, if they are known."""

@@ -1,7 +1,7 @@
-"""Carry out the cells of a study that are not done yet, through any `concurrent.futures.Executor`.
+"""Run the missing cells of a study, through any `concurrent.futures.Executor`.
 
 One cell runs in a process of the pool (virtual ranks), or by the command that a person would type (real ranks, and
-whatever another executor carries). `execute` is a plain function of picklable values, so that any executor can carry it
+whatever another executor carries). `execute` is a plain function of picklable values, so that any executor can send it
 to another process or machine.
 """
 
@@ -31,13 +31,13 @@ from spawnsim.study.store import Cell, Cost, Store, labels, write_cost
 
 LAST_LINES = 12
 MOST_S = 24 * 86_400.0  # the longest limit of a run: the system counts a wait in milliseconds of 31 bits
-WHOLE = 3  # failures of which all lines are told
+WHOLE = 3  # failures that are reported with all lines
 PRINTED = "output.txt"  # of a run's folder: what its ranks have printed
 How = Callable[[Cell, Path], None]
 
 
 def here(cell: Cell, folder: Path) -> None:
-    """Carry out a cell on virtual ranks, in this process."""
+    """Run a cell on virtual ranks, in this process."""
     run(
         cell.file, ranks=cell.ranks, seed=cell.seed, out=folder, parameters=dict(cell.parameters),
         **dict(cell.world),
@@ -45,7 +45,7 @@ def here(cell: Cell, folder: Path) -> None:
 
 
 def aside(cell: Cell, folder: Path) -> None:
-    """Carry out a cell in this process, which is one of many: what its ranks print goes to its folder."""
+    """Run a cell in this process, which is one of many; the output of its ranks goes to its folder."""
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / PRINTED
     with path.open("w", encoding="utf-8") as file, redirect_stdout(file):
@@ -55,8 +55,8 @@ def aside(cell: Cell, folder: Path) -> None:
 
 
 def by_command(cell: Cell, folder: Path, limit_s: float | None = None) -> None:
-    """Carry out a cell by the command that a person would type; its failure is told with its last lines."""
-    # A process of its own: MPI can be started once in a process, and an executor's may be threads, or serve for many.
+    """Run a cell by the command that a person would type; a failure is reported with its last lines."""
+    # A new process: MPI can be started once in a process, and an executor's may be threads, or serve for many.
     with subprocess.Popen(
         command_line(cell, folder), text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
         env=dict.fromkeys(process_setup.VARIABLES, "1") | os.environ,
@@ -74,7 +74,7 @@ def by_command(cell: Cell, folder: Path, limit_s: float | None = None) -> None:
 
 
 def _end(command: subprocess.Popen[str]) -> None:
-    """Tell a command to stop, so that it ends its ranks and keeps what they have recorded; end it if it does not."""
+    """Terminate a command, so that it ends its ranks and keeps their records; kill it if it does not end."""
     command.terminate()
     try:
         # Sooner than whoever stops this process ends it.
@@ -84,7 +84,7 @@ def _end(command: subprocess.Popen[str]) -> None:
 
 
 def execute(cell: Cell, root: Path, how: How = here, limit_s: float | None = None) -> Cost:
-    """Carry out `cell` into its place under `root`; a cell that is there already costs nothing more."""
+    """Run `cell` into its place under `root`; a cell that is there already costs nothing more."""
     store = Store(root)
     # Asked again, since another study may have made the run while this one waited in the pool.
     if store.done(cell):
@@ -98,21 +98,21 @@ def execute(cell: Cell, root: Path, how: How = here, limit_s: float | None = Non
         )
     commanded = how is by_command or cell.backend != "virtual"
     load, began_s = os.getloadavg()[0], time.monotonic()
-    # Only here a signal raises: one that waits for work, in a pool that is told to stop, just ends.
+    # Only here a signal raises: a process that waits for work, in a pool that stops, just ends.
     try:
         with stoppable(), store.draft(cell) as folder:
             by_command(cell, folder, limit_s) if commanded else how(cell, folder)
             cost = Cost(round(time.monotonic() - began_s, 3), _peak_memory(commanded), round(load, 2))
             # Within the draft: a run without its cost would look finished, and fail when it is read.
             write_cost(folder, cost)
-    # What a program raises is told with its rank: this is of the store, such as a folder that was removed.
+    # Errors of a program have its rank: this is an error of the store, such as a folder that was removed.
     except OSError as error:
         raise ParameterError(f"cannot write {error.filename or store.root}: {error.strerror}") from error
     return cost
 
 
 def arguments(cell: Cell) -> list[str]:
-    """Return the arguments of `spawnsim` that carry out a cell; values are Python literals, as `--set` reads them.
+    """Return the arguments of `spawnsim` that run a cell; values are Python literals, as `--set` reads them.
 
     Raises:
         ParameterError: a circumstance is an object, which no command line can hold.
@@ -133,13 +133,13 @@ def arguments(cell: Cell) -> list[str]:
 
 
 def command_line(cell: Cell, folder: Path) -> list[str]:
-    """Return the command line of a process that carries out a cell into a folder."""
+    """Return the command line of a process that runs a cell into a folder."""
     command, *rest = arguments(cell)
     return [sys.executable, "-m", "spawnsim", command, "--out", str(folder), "--quiet", *rest]
 
 
 def command_of(cell: Cell) -> str:
-    """Return the command that carries out a cell again, as it is typed."""
+    """Return the command that runs a cell again, as it is typed."""
     try:
         return shlex.join(["spawnsim", *arguments(cell)])
     except ParameterError:  # circumstances that only Python can give
@@ -159,7 +159,7 @@ Say = Callable[[str], None]
 
 @dataclass(frozen=True)
 class Progress:
-    """Tells how far a sweep is: one line per finished run, with the time that is left at this pace."""
+    """Tells how far a sweep is: one line per finished run, with the remaining time at this pace."""
 
     say: Say
     total: int
@@ -177,7 +177,7 @@ class Progress:
 
 
 def last_line(error: BaseException) -> str:
-    """Return the line of an error's text that says what it is: a command's own, or else the last."""
+    """Return the line of an error's text that names the error: a command's own, or else the last."""
     lines = str(error).strip().splitlines() or [type(error).__name__]
     told = [line for line in lines if line.startswith("spawnsim: ")]
     return told[-1].removeprefix("spawnsim: ") if told else lines[-1]
@@ -204,24 +204,24 @@ def sweep(
     cells: Sequence[Cell], store: Store, *, jobs: int = 0, executor: Executor | None = None,
     limit_s: float | None = None, say: Say, ended: Ended = lambda _: None,
 ) -> list[Path]:  # fmt: skip
-    """Run what is not done yet, in a pool of processes unless another executor is given.
+    """Run the missing cells, in a pool of processes unless another executor is given.
 
     Args:
         cells: the runs; equal ones are run once.
         store: where finished runs lie.
-        jobs: how many runs may go on at once; 0: one after another, in this process.
-        executor: any `concurrent.futures.Executor`, which its owner ends. Each run is a command of its own there.
+        jobs: the number of runs at once; 0: one after another, in this process.
+        executor: any `concurrent.futures.Executor`, which its owner ends. It runs each cell by a command.
         limit_s: wall seconds that one run may take; one that takes longer is ended, and has failed.
         say: takes one line of text per finished run.
-        ended: is given each run, once, as soon as it is there; first those that were there before.
+        ended: is given each run once, as soon as it is there; first the runs of earlier sweeps.
 
     Returns:
         The run folders, in the order of `cells`.
 
     Raises:
         ParameterError: a limit that cannot be held, or the store's folder cannot be written.
-        StudyError: some runs failed; those that did not are kept, and a second sweep tries the rest only. Its notes
-            name each that failed, with its error and its command.
+        StudyError: some runs failed; the others are kept, and a second sweep tries the failed ones only. Its notes
+            name each failed run, with its error and its command.
     """
     require_limit(limit_s, jobs, executor)
     own_pool = executor is None and jobs > 0
@@ -250,7 +250,7 @@ def _sweep(
     missing = {cell.key: cell for cell in cells if not store.done(cell)}
     if len(missing) < len(cells):
         say(f"{len(cells) - len(missing)} of {len(cells)} runs are there already")
-    # Failures are kept and told at the end, so that one bad cell does not cost a night's other runs.
+    # Failures are kept and reported at the end, so that one bad cell does not cost a night's other runs.
     progress, failures = Progress(say, len(missing), time.monotonic()), []
     names = labels(cells)
     outcomes = _outcomes(missing.values(), store.root.absolute(), executor, limit_s)
@@ -259,7 +259,7 @@ def _sweep(
     for done, (cell, outcome) in enumerate(outcomes, start=1):
         progress.finished(done, names[cell.key], outcome)
         if isinstance(outcome, Exception):
-            store.fail(cell)  # one that has taken too long was told to stop
+            store.fail(cell)  # a run beyond its limit was terminated
             failures.append((cell, outcome))
         else:
             ended(cell)
@@ -272,7 +272,7 @@ def _sweep(
 def _failed(
     failures: Sequence[tuple[Cell, Exception]], total: int, store: Store, names: dict[str, str]
 ) -> StudyError:
-    """Return the error that names all failures: what it was, what is left of it, the command that repeats it."""
+    """Return the error that names all failures: each error, what remains, the command that repeats it."""
     first, error = failures[0]
     whole = StudyError(
         f"{len(failures)} of {total} runs failed; the first: {names[first.key]}: {last_line(error)}"
@@ -281,7 +281,7 @@ def _failed(
         lines = [f"failed: {names[cell.key]}: {last_line(error)}", f"  again: {command_of(cell)}"]
         if store.failed(cell).is_dir():
             lines.append(f"  left:  {store.failed(cell)}")
-        # What is no error of ours to tell is a fault of ours, or of the executor's: its traceback says where.
+        # Other errors are faults of this package or of the executor: the traceback shows the place.
         text = str(error) if isinstance(error, SpawnsimError) else error.__dict__.get("remote", str(error))
         if "\n" in text.strip() and number < WHOLE:
             lines += [f"  {line}" for line in text.strip().splitlines()]
@@ -313,8 +313,8 @@ def _outcomes(
 
 
 def _outcome(attempt: Callable[[], Cost]) -> Cost | Exception:
-    """Return what came of a run; whatever went wrong, in it or in what carried it, is one failure."""
+    """Return the cost of a run, or its failure: an error of the run, or of the executor."""
     try:
         return attempt()
-    except Exception as error:  # noqa: BLE001  told at the end, with its traceback unless it is an error of ours
+    except Exception as error:  # noqa: BLE001  reported at the end
         return error
