@@ -420,15 +420,10 @@ OF_OUTER = OuterOptimizerPolicy.act, OuterOptimizerPolicy.turn
 
 def _check_outer(policy: OuterOptimizerPolicy) -> None:
     """Raise `UnsupportedError` for an outer optimizer that has no form over columns."""
-    refused = [
-        (policy.fragments != 1, f"fragments={policy.fragments}"),
-        (policy.outer.feedback is not None, "compression"),
-    ]
-    for is_so, what in refused:
-        if is_so:
-            raise UnsupportedError(
-                f"columnar: {type(policy).__name__} with {what} has no form over columns: run it on virtual ranks"
-            )
+    if policy.outer.feedback is not None:
+        raise UnsupportedError(
+            f"columnar: {type(policy).__name__} with compression has no form over columns: run it on virtual ranks"
+        )
 
 
 def _check_selective(policy: AsyncSelectiveAveragingPolicy, platform: Platform) -> None:

@@ -431,6 +431,7 @@ def test_demo_sends_cosine_coefficients_and_steps_by_signs() -> None:
         lambda: OuterOptimizerPolicy(3, compression="gzip"),
         lambda: OuterOptimizerPolicy(3, feedback=2.0, compression="float16"),
         lambda: OuterOptimizerPolicy(3, fragmenter="random"),
+        lambda: OuterOptimizerPolicy(4, fragments=2),
         lambda: StreamingDiLoCoPolicy(10, fragments=4),
         lambda: StreamingDiLoCoPolicy(12, overlap=12),
         lambda: StreamingDiLoCoPolicy(12, blend=1.5),
