@@ -268,6 +268,7 @@ ABSENT: Final[dict[str, dict[str, str]]] = {
         "_datatype_create _datatype_decode": _HANDLES,
     },
     "Identity": {"fromhandle fromint f2py py2f toint": _HANDLES},
+    "Group": {"Create_from_session_pset": "use Get_group() of a communicator"},
     "Status": {"f2py py2f tomemory": _HANDLES},
     "Datatype": {
         "Create_darray": "use Create_subarray, or Create_indexed",

@@ -9,11 +9,11 @@ from collections.abc import Iterable, Sequence
 from typing import Any, Final, Self
 
 from spawnsim.comm.constants import IDENT, PROC_NULL, SIMILAR, UNDEFINED, UNEQUAL
-from spawnsim.comm.failures import ERR_ARG, ERR_GROUP, ERR_RANK, CallError
+from spawnsim.comm.failures import ERR_ARG, ERR_GROUP, ERR_RANK, CallError, lacking
 from spawnsim.comm.handles import Handle, each_integer, reduced, same_kind
-from spawnsim.errors import UnsupportedError
 
 
+@lacking
 class Group(Handle):
     """An ordered set of processes, under mpi4py's names; `Group.of(members, me)` makes one.
 
@@ -147,13 +147,6 @@ class Group(Handle):
                 raise CallError(ERR_ARG, f"the range ({first}, {last}, {stride}) leaves a group of {size}")
             found.extend(ranks)
         return found
-
-    @classmethod
-    def Create_from_session_pset(cls, session: Any, pset_name: str) -> Self:
-        """Refuse: spawnsim has no sessions."""
-        raise UnsupportedError(
-            f"Group.Create_from_session_pset({pset_name!r}): use Get_group() of a communicator"
-        )
 
     def Free(self) -> None:
         self.live()

@@ -155,20 +155,9 @@ class Comm(PointToPoint, Collectives):
             self._need()
         return Group.of(self._members, self._rank.id)
 
-    @property
-    def rank(self) -> int:
-        """This rank."""
-        return self.Get_rank()
-
-    @property
-    def size(self) -> int:
-        """The number of ranks."""
-        return self.Get_size()
-
-    @property
-    def group(self) -> Group:
-        """The group of this rank."""
-        return self.Get_group()
+    rank = property(Get_rank)
+    size = property(Get_size)
+    group = property(Get_group)
 
     def Get_attr(self, keyval: int) -> int | Any | None:
         """Return an attribute: MPI's own (TAG_UB, UNIVERSE_SIZE, …) or one of the program."""
@@ -187,15 +176,8 @@ class Comm(PointToPoint, Collectives):
     def Is_intra(self) -> bool:
         return not self.Is_inter()
 
-    @property
-    def is_inter(self) -> bool:
-        """Whether there are two groups."""
-        return self.Is_inter()
-
-    @property
-    def is_intra(self) -> bool:
-        """Whether there is one group."""
-        return self.Is_intra()
+    is_inter = property(Is_inter)
+    is_intra = property(Is_intra)
 
     def Compare(self, comm: Member) -> int:
         """Return IDENT, CONGRUENT (same group and order), SIMILAR (same members) or UNEQUAL."""
@@ -359,10 +341,7 @@ class Comm(PointToPoint, Collectives):
     def Get_topology(self) -> int:
         return getattr(self._context.topology, "kind", UNDEFINED)
 
-    @property
-    def topology(self) -> int:
-        """CART, GRAPH, DIST_GRAPH or UNDEFINED."""
-        return self.Get_topology()
+    topology = property(Get_topology)
 
     @property
     def is_topo(self) -> bool:

@@ -277,15 +277,8 @@ class Intercomm(Comm):
         self._need()
         return len(self._peers)
 
-    @property
-    def remote_group(self) -> Group:
-        """The other group."""
-        return self.Get_remote_group()
-
-    @property
-    def remote_size(self) -> int:
-        """The number of ranks of the other group."""
-        return self.Get_remote_size()
+    remote_group = property(Get_remote_group)
+    remote_size = property(Get_remote_size)
 
     def Merge(self, high: bool = False) -> Intracomm:
         """Return a communicator of both groups; those with `high` come last."""

@@ -280,15 +280,8 @@ class Cartcomm(Topocomm):
 
         return with_topology(Cartcomm, flat, shape)
 
-    @property
-    def dim(self) -> int:
-        """The number of dimensions."""
-        return self.Get_dim()
-
-    @property
-    def ndim(self) -> int:
-        """The number of dimensions."""
-        return self.Get_dim()
+    dim = property(Get_dim)
+    ndim = property(Get_dim)
 
     @property
     def dims(self) -> list[int]:
@@ -305,10 +298,7 @@ class Cartcomm(Topocomm):
         """The coordinates of this rank."""
         return self._grid.coords(self._me)
 
-    @property
-    def topo(self) -> tuple[list[int], list[int], list[int]]:
-        """Dimensions, periods, coordinates."""
-        return self.Get_topo()
+    topo = property(Get_topo)
 
 
 class Graphcomm(Topocomm):
@@ -350,10 +340,7 @@ class Graphcomm(Topocomm):
     def Get_neighbors(self, rank: int) -> list[int]:
         return self._graph.sources(rank)
 
-    @property
-    def dims(self) -> tuple[int, int]:
-        """The number of nodes and edges."""
-        return self.Get_dims()
+    dims = property(Get_dims)
 
     @property
     def nnodes(self) -> int:
@@ -365,10 +352,7 @@ class Graphcomm(Topocomm):
         """The number of edges."""
         return self.Get_dims()[1]
 
-    @property
-    def topo(self) -> tuple[list[int], list[int]]:
-        """Index and edges."""
-        return self.Get_topo()
+    topo = property(Get_topo)
 
     @property
     def index(self) -> list[int]:

@@ -194,10 +194,7 @@ class Win(Accesses, Named, np.ndarray[Any, np.dtype[np.uint8]]):  # type: ignore
         """The memory model: unified."""
         return int(self.Get_attr(constants.WIN_MODEL))
 
-    @property
-    def group(self) -> Group:
-        """The group of the window's ranks."""
-        return self.Get_group()
+    group = property(Get_group)
 
     @property
     def group_size(self) -> int:
