@@ -7,6 +7,7 @@ needed by the simulation; it is kept because programs ask for it, and such a sen
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any, Self
 
 from spawnsim.comm.constants import ANY_SOURCE, ANY_TAG, BSEND_OVERHEAD, BUFFER_AUTOMATIC, PROC_NULL
@@ -257,25 +258,19 @@ class PointToPoint(Member):
     # -- persistent requests -------------------------------------------------------------------------------------
 
     def Send_init(self, buf: Any, dest: int, tag: int = 0) -> Prequest:
-        dest, tag = integer(dest), integer(tag)
-        # A closure over the buffer and not over its content: MPI reads the buffer at each Start.
-        return Prequest.prepare(lambda: self.Isend(buf, dest, tag))
+        return _prepared(self.Isend, buf, dest, tag)
 
     def Bsend_init(self, buf: Any, dest: int, tag: int = 0) -> Prequest:
-        dest, tag = integer(dest), integer(tag)
-        return Prequest.prepare(lambda: self.Ibsend(buf, dest, tag))
+        return _prepared(self.Ibsend, buf, dest, tag)
 
     def Ssend_init(self, buf: Any, dest: int, tag: int = 0) -> Prequest:
-        dest, tag = integer(dest), integer(tag)
-        return Prequest.prepare(lambda: self.Issend(buf, dest, tag))
+        return _prepared(self.Issend, buf, dest, tag)
 
     def Rsend_init(self, buf: Any, dest: int, tag: int = 0) -> Prequest:
-        dest, tag = integer(dest), integer(tag)
-        return Prequest.prepare(lambda: self.Irsend(buf, dest, tag))
+        return _prepared(self.Irsend, buf, dest, tag)
 
     def Recv_init(self, buf: Any, source: int = ANY_SOURCE, tag: int = ANY_TAG) -> Prequest:
-        source, tag = integer(source), integer(tag)
-        return Prequest.prepare(lambda: self.Irecv(buf, source, tag))
+        return _prepared(self.Irecv, buf, source, tag)
 
     # -- probes --------------------------------------------------------------------------------------------------
 
@@ -390,6 +385,13 @@ class PointToPoint(Member):
             if alarm is not None:
                 alarm.cancel()
         self._rank.advance_to(task, world.kernel.env.now)
+
+
+def _prepared(start: Callable[..., Request], buf: Any, peer: int, tag: int) -> Prequest:
+    """Return a persistent request that starts a call."""
+    peer, tag = integer(peer), integer(tag)
+    # A closure over the buffer and not over its content: MPI reads the buffer at each Start.
+    return Prequest.prepare(lambda: start(buf, peer, tag))
 
 
 NOBODY = object()
