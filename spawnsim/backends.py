@@ -42,11 +42,9 @@ class Backend:
 
     @property
     def is_real(self) -> bool:
-        """Whether its ranks are processes."""
         return bool(self.launcher)
 
     def load(self) -> Any:
-        """Return the package, imported when it is first asked for."""
         return import_module(self.package)
 
     def has(self, group: Any) -> bool:

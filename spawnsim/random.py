@@ -106,7 +106,6 @@ def _seeds(seed: int, ranks: np.ndarray[Any, Any], purpose: str) -> list[list[in
 
 
 def _words(number: int) -> list[int]:
-    """Return a whole number as words of 32 bits, the lowest first."""
     return [number >> shift & 0xFFFFFFFF for shift in range(0, max(number.bit_length(), 1), 32)]
 
 

@@ -137,7 +137,6 @@ class Plot(Command):
 
 
 def _warn(found: Groups) -> None:
-    """Print the warnings of runs before anything is made of them."""
     print_warnings(warnings_of_runs({name: run.what for name, run in found.named}))
 
 

@@ -169,12 +169,10 @@ class RunCommand(Command):
 
     @property
     def is_real(self) -> bool:
-        """Whether the ranks are real."""
         return BACKENDS[self.backend].is_real
 
     @cached_property
     def program(self) -> ProgramFile:
-        """The program's file."""
         return ProgramFile.read(self.file, whole=self.whole)
 
     @property

@@ -205,7 +205,6 @@ class Request(Protocol):
 
     @classmethod
     def Testall(cls, requests: Sequence[Any], statuses: list[Status] | None = None) -> bool:
-        """Return whether all of these are over."""
         return not requests or bool(type(requests[0]).Testall(requests, statuses))
 
 

@@ -162,7 +162,6 @@ def _curve(points: Sequence[Point], operation: str) -> tuple[FloatArray, FloatAr
 
 
 def _stepwise(lines: Sequence[Line], link: Callable[[Line], Link]) -> Link:
-    """Return the link of each line, from the size on at which it begins."""
     steps = [(line.from_nbytes if i else 0, link(line)) for i, line in enumerate(lines)]
     return steps[0][1] if len(steps) == 1 else Piecewise(tuple(steps))
 
@@ -385,7 +384,6 @@ class Fit:
 
     @property
     def model(self) -> ComputeModel:
-        """The compute model."""
         return ComputeModel(Fixed(self.step_s), self.stragglers)
 
     def __str__(self) -> str:
@@ -463,7 +461,6 @@ def _without_far(ratios: FloatArray) -> tuple[FloatArray, tuple[Noise, ...]]:
 
 
 def _families(near: FloatArray) -> list[Noise]:
-    """Return one noise of each family, fitted to factors of mean 1 by moments or by maximum likelihood."""
     # Hill's estimate of the exponent; at 1 and below a Pareto distribution has no mean to keep.
     tail = near.size / float(np.sum(np.log(near / near.min())))
     families: list[Noise] = [Lognormal(_round(np.log(near).std())), Gamma(_round(near.std()))]

@@ -127,7 +127,6 @@ def points(comm: Comm, effort: Effort, hosts: Sequence[str]) -> tuple[tuple[Poin
 
 
 def _peers(hosts: Sequence[str]) -> dict[str, int]:
-    """Return a partner for rank 0 on its own node and one on another, as far as there are any."""
     near = [rank for rank, name in enumerate(hosts) if rank and name == hosts[0]]
     apart = [rank for rank, name in enumerate(hosts) if name != hosts[0]]
     return {where: ranks[0] for where, ranks in (("near", near), ("apart", apart)) if ranks}

@@ -224,7 +224,6 @@ def _doubles(nbytes: int, ranks: int = 1) -> Any:
 
 
 def _copy(comm: Comm, nbytes: int) -> Action:
-    """All ranks at once, as where each copies its own block."""
     own, into = _doubles(nbytes), _doubles(nbytes)
     return _together(comm, lambda: np.copyto(into, own), [own])
 

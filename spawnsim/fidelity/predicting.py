@@ -72,7 +72,6 @@ class Prediction:
     runs: tuple[Times, ...]
 
     def median(self) -> dict[str, float]:
-        """Return the median of each measure."""
         return {name: float(np.median([run.named()[name] for run in self.runs])) for name in MEASURES}
 
 

@@ -41,12 +41,10 @@ class Seen:
 
     @property
     def blocks_s(self) -> FloatArray:
-        """Durations of the blocks."""
         return self.ended_s - self.began_s
 
     @property
     def gaps_s(self) -> FloatArray:
-        """From the end of each block to the next one, or to the end."""
         return np.append(self.began_s[1:], self.end_s) - self.ended_s
 
     @property
@@ -169,7 +167,6 @@ class Timed:
         return timed
 
     def _dressed(self, value: Any) -> Any:
-        """Watch what a call returns, if more calls can be made on it."""
         communicates = any(hasattr(type(value), name) for name in ("Wait", "Flush", "Get_rank"))
         return Timed(value, self._watch) if communicates and not isinstance(value, Timed) else value
 

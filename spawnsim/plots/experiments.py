@@ -168,7 +168,6 @@ class Group:
 
     @property
     def real(self) -> bool:
-        """Whether its runs took place on real processes."""
         return is_real(self.runs[0])
 
     @property
@@ -196,7 +195,6 @@ class Groups:
 
     @property
     def runs(self) -> tuple[Recorded, ...]:
-        """All runs."""
         return tuple(run for group in self for run in group.runs)
 
     @property

@@ -158,7 +158,6 @@ def figure(found: Panels, asked: Asked, caption: str = "") -> Figure:
 
 
 def _looks(asked: Asked, drawn: Iterable[str]) -> dict[str, style.Look]:
-    """Return the looks of those that are drawn, in this order."""
     names = list(dict.fromkeys(drawn))
     every = style.looks([*asked.hues, *names])
     return {name: every[name] for name in names}

@@ -106,7 +106,6 @@ class _Server(ThreadingHTTPServer):
             self._gone.notify_all()
 
     def wait_for_readers(self, limit_s: float) -> None:
-        """Wait until no browser reads any more."""
         with self._gone:
             self._gone.wait_for(lambda: not self._readers, limit_s)
 

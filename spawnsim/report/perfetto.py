@@ -93,7 +93,6 @@ def draw(runs: Sequence[tuple[Recorded, Timeline | None]], selection: Selection 
 
 
 def _about(run: Recorded, name: str, left_out: str) -> Entry:
-    """Return what a file says of a run beside its entries."""
     made, versions = run.what.get("made") or {}, run.what.get("versions") or {}
     about = {"run": name, "outcome": run.outcome.partition("\n")[0], "seed": run.what.get("seed")}
     about |= {"command": made.get("command"), "date": made.get("date"), "spawnsim": versions.get("spawnsim")}
@@ -321,7 +320,6 @@ def _ns(time_s: float) -> int:
 
 
 def _kind(row: Row) -> str:
-    """Return the category of a call."""
     if row["call"] in ("compute", "sleep"):
         return str(row["call"])
     return "collective" if "collective" in row else "call"

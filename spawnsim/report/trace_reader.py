@@ -62,7 +62,6 @@ class Selection:
         return frozenset(found)
 
     def shows(self, rank: int) -> bool:
-        """Whether a rank is shown."""
         return self.ranks is None or rank in self.ranks
 
     def overlaps(self, begin_s: Any, end_s: Any) -> Any:
@@ -79,12 +78,10 @@ class EntryCounts(NamedTuple):
     weight: NDArray[np.int64]
 
     def where(self, chosen: NDArray[np.bool_]) -> EntryCounts:
-        """Return those chosen."""
         return EntryCounts(self.rank[chosen], self.begin_s[chosen], self.end_s[chosen], self.weight[chosen])
 
     @classmethod
     def joined(cls, parts: Sequence[EntryCounts]) -> EntryCounts:
-        """Return all in one."""
         return cls(*map(np.concatenate, zip(*parts, strict=True)))
 
 
@@ -133,7 +130,6 @@ class Timeline:
 
 
 def _blocks(portion: Portion) -> Iterator[tuple[tuple[str, ...], Rows]]:
-    """Yield the calls and the messages of a frame, and which of their columns are texts."""
     for names, types, data in portion.blocks:
         block = Block(names, types)
         yield block.words, np.frombuffer(data, block.dtype)

@@ -234,7 +234,6 @@ class _Logged(logging.Handler):
         self._count = Counter[str]()
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Take one record."""
         self._first.setdefault(str(record.msg), record.getMessage())
         self._count[str(record.msg)] += 1
 

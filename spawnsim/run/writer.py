@@ -97,7 +97,6 @@ class RunWriter:
 
     @staticmethod
     def _saving(out: Path | None, resume: bool) -> Any:
-        """Return where the simulator puts checkpoints, and whether it begins with one."""
         from spawnsim import checkpoints
         from spawnsim.virtual.cluster import Saving
 

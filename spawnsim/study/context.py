@@ -58,7 +58,6 @@ class Context:
     used: dict[str, Mapping[str, Any]] = field(default_factory=dict, repr=False, compare=False)
 
     def file(self, name: str) -> Path:
-        """Return the path of a program that lies beside the study."""
         return self.home / name
 
     def seeds(self, own: Sequence[int]) -> list[int]:

@@ -200,7 +200,6 @@ def _curves(
 
 
 def _setting(sweep: Sweep) -> str:
-    """Return what all cells have in common, for a caption."""
     first, varied = sweep.cells[0].values, {*sweep.varied, "seed", "backend"}
     same = {name: value for name, value in first.items() if name not in varied}
     return " · ".join(shown(name, value) for name, value in same.items() if value not in (None, [], ""))

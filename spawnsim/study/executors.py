@@ -81,7 +81,6 @@ class Processes(Executor):
         self._lock, self._stopped = Lock(), False
 
     def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
-        """Call a function in a process of its own, once it is its turn."""
         return self._threads.submit(self._carry_out, partial(fn, *args, **kwargs))
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:

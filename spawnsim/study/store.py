@@ -79,7 +79,6 @@ class Cell:
         }
 
     def inputs(self) -> Files:
-        """Return the files that the run depends on."""
         return manifest.inputs(Path(self.file), **self.world)
 
     @cached_property  # and so the same in every process that this cell is sent to, whatever is edited meanwhile
@@ -208,11 +207,9 @@ class Store:
         self.root = root
 
     def folder(self, cell: Cell) -> Path:
-        """Return the place of a cell's run, there or not."""
         return self.root / f"{cell.name}-{cell.key}"
 
     def failed(self, cell: Cell) -> Path:
-        """Return where a cell's run stays aside if it fails."""
         return self.aside(self.folder(cell).name, FAILED)
 
     def aside(self, name: str, why: str) -> Path:
@@ -249,7 +246,6 @@ class Store:
         return place.is_dir() and _as_recorded(cell, place)
 
     def cost(self, cell: Cell) -> Cost:
-        """Return what the run took when it was made."""
         return read_cost(self.folder(cell))
 
     @contextmanager
@@ -282,7 +278,6 @@ class Store:
             shutil.rmtree(draft)  # another process was faster; equal keys mean equal results
 
     def _forget(self, name: str) -> None:
-        """Remove what earlier attempts have left of a run."""
         for why in (FAILED, STOPPED):
             shutil.rmtree(self.aside(name, why), ignore_errors=True)
 

@@ -45,12 +45,10 @@ class RankLayout:
 
     @property
     def buffer_ranks(self) -> Ranks:
-        """The ranks that keep a replay buffer, one per chunk."""
         return tuple(chunk[-1] for chunk in self.chunks)
 
     @property
     def agent_group_size(self) -> int:
-        """Ranks per agent group."""
         return len(self.agent_groups[0])
 
     def agent_group_of(self, rank: int) -> int | None:
@@ -195,15 +193,12 @@ class DistributedContextMPI4Py:
         return "training" if self.my_rank < self.num_training_ranks else "buffer"
 
     def is_training_rank(self) -> bool:
-        """Return whether this rank trains."""
         return self.role == "training"
 
     def is_buffer_rank(self) -> bool:
-        """Return whether this rank keeps a replay buffer."""
         return self.role == "buffer"
 
     def is_coordinator_rank(self) -> bool:
-        """Return whether this rank is the coordinator."""
         return self.role == "coordinator"
 
     def cleanup(self) -> None:

@@ -120,17 +120,14 @@ class _OneSided(_OnTheWorld, policies.OneSidedSelectiveAveragingPolicy):
 
     @property
     def train_comm_group(self) -> Any:
-        """The group, as it was given."""
         return self._group
 
     @property
     def myrank(self) -> int:
-        """This rank's number in the group."""
         return self.comm_of(self._group).Get_rank()
 
     @property
     def comm_size(self) -> int:
-        """The number of ranks in the group."""
         return self.comm_of(self._group).Get_size()
 
     def __call__(  # type: ignore[override]

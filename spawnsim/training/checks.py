@@ -126,7 +126,6 @@ def difference(one: Outcome, other: Outcome, names: Sequence[str], tolerance: fl
 
 
 def _size(value: Tensor) -> float:
-    """Return the norm of the finite part of a tensor."""
     if not value.is_floating_point():
         value = value.double()
     return float(torch.linalg.vector_norm(torch.nan_to_num(value, 0.0, 0.0, 0.0)))

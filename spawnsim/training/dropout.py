@@ -47,7 +47,6 @@ class _OfDropout(TorchFunctionMode):
         return input.mul_(scale) if inplace else input * scale
 
     def mask(self, given: Tensor, p: float) -> Tensor:
-        """Return the mask of a call."""
         raise NotImplementedError
 
 

@@ -300,7 +300,6 @@ class Engine:
             self._owners[id(p)] = model
 
     def number(self, key: Hashable) -> int:
-        """Return a number that stands for a key in this run."""
         return self._numbers.setdefault(key, len(self._numbers))
 
     def count_group(self, model: nn.Module) -> None:

@@ -128,7 +128,6 @@ class Seat:
         return model
 
     def modes(self) -> tuple[bool, ...]:
-        """Return whether each module trains or evaluates."""
         return tuple(map(_TRAINING, self._modules))
 
     def buffer(self, number: int) -> Tensor:
@@ -138,7 +137,6 @@ class Seat:
         return found
 
     def memory(self) -> Sequence[Tensor]:
-        """Return the tensors that a call changes."""
         return [*self.trained, *[own[name] for own, name in self.buffers]]
 
 

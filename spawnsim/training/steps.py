@@ -131,7 +131,6 @@ class _OfModel:
         return inputs
 
     def _alone_now(self, run: Batching, model: nn.Module, execute: Callable[[], Outcome]) -> Outcome:
-        """Execute a call alone, and let its compute block pass."""
         try:
             return execute()
         finally:

@@ -97,7 +97,6 @@ class Images:
     labels: Indices  # y again, for numpy
 
     def on(self, device: str) -> Images:
-        """Return the images in the memory of a device."""
         return Images(self.x.to(device), self.y.to(device), self.labels)
 
 

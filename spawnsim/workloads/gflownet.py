@@ -45,7 +45,6 @@ class HyperGrid:
 
     @property
     def longest(self) -> int:
-        """Actions of the longest trajectory, the final stop included."""
         return self.dimensions * (self.height - 1) + 1
 
     def _twice_off_centre(self, states: Tensor) -> Tensor:
@@ -77,7 +76,6 @@ class HyperGrid:
 
     @property
     def count(self) -> int:
-        """Number of states."""
         return int(self.height**self.dimensions)
 
     def states(self) -> Tensor:
@@ -250,17 +248,14 @@ class GFlowNet:
 
     @property
     def found(self) -> set[int]:
-        """Numbers of the modes in which a trajectory of this rank has ended so far."""
         return self._found
 
     @property
     def fresh(self) -> set[int]:
-        """Those among them that the last step was the first to find."""
         return self._fresh
 
     @property
     def modes_found(self) -> int:
-        """Number of distinct modes found so far."""
         return len(self.found)
 
     def build(self) -> tuple[Flow, torch.optim.Adam]:

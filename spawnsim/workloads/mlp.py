@@ -41,7 +41,6 @@ class MLP(nn.Module):
             nn.init.uniform_(layer.bias, -bound, bound, generator)
 
     def stages(self) -> list[nn.Linear]:
-        """Return the layers in the order of their use."""
         return cast("list[nn.Linear]", list(self.layers))
 
     def forward(self, x: Tensor) -> Tensor:  # (..., inputs) -> (..., outputs)

@@ -65,7 +65,6 @@ class PartSender:
         return any(map(self._has_room, self._turn))
 
     def awaits(self, rank: int) -> bool:
-        """Whether a reducer owes an answer."""
         return rank not in self.failed and self.answers[rank] < self._sent.get(rank, 0)
 
     def answered(self, rank: int, index: int) -> bool:
@@ -117,7 +116,6 @@ class PartReducer:
         return self.done == len(self.parts)
 
     def awaits(self, sender: int) -> bool:
-        """Whether the next average waits for a part of this sender."""
         # `<=`: the sender has not passed the part that is to be averaged next.
         return not self.finished and sender in self.live and self.progress[sender] <= self.done
 

@@ -137,7 +137,6 @@ class PairwiseGossip:
         self._due_s = now_s + self.pace.interval_s if active else math.inf
 
     def note_step(self, step_s: float) -> None:
-        """Note how long this rank is usually busy between two looks at its messages."""
         self.pace.step_s = step_s
 
     @property

@@ -133,7 +133,6 @@ class Search:
 
     @property
     def leader(self) -> int | None:
-        """The rank that has accepted this one, if any."""
         return self._request.leader if self._request and self._request.accepted else None
 
     # --------------------------------------------------------------------------------------------- candidates
@@ -298,7 +297,6 @@ class Search:
             self._give_up(now_s, tell=False)
 
     def _dismiss(self, instead: int | None) -> None:
-        """Send this rank's followers to another leader."""
         for rank, follower in self.followers.items():
             # A hint, so that followers need not ask the directory again.
             self.out.append((rank, Message(Kind.DISBAND, follower.number, meta=instead)))

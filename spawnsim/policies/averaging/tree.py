@@ -123,7 +123,6 @@ class Leadership:
         return epoch
 
     def epoch_led_by(self, rank: int) -> int:
-        """Return the next epoch that another rank coordinates."""
         return self.epoch + 1 + (rank - self.epoch - 1) % self.size
 
     def heard(self, now_s: float) -> None:
@@ -250,11 +249,9 @@ class TreeAverage:
 
     @property
     def relied_on(self) -> bool:
-        """Whether others rely on this rank, which coordinates."""
         return self._roster is not None and bool(self._roster.members or self._successors(self._roster))
 
     def _successors(self, roster: Roster) -> set[int]:
-        """Return the ranks of which one should coordinate once this rank no longer averages."""
         present, idle = roster.present - {self.rank}, roster.idle - {self.rank}
         return present or (idle if self._standing == LEAVES else set())
 
@@ -296,7 +293,6 @@ class TreeAverage:
         self._round = None
 
     def _epoch_message(self) -> Message:
-        """Return the message that names the epoch, and the ranks that have left for good."""
         gone = sorted(self._roster.gone) if self._roster is not None else []
         return Message(Kind.HANDOVER, first_of(self._leadership.epoch), meta=([], [], gone))
 

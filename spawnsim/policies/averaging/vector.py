@@ -98,7 +98,6 @@ class Segment:
 
     @property
     def nbytes_per_value(self) -> float:
-        """Size on the wire of one element, about."""
         return self.wide.itemsize if isinstance(self.codec, NoCompression) else self.codec.nbytes_per_value
 
 
@@ -147,7 +146,6 @@ class Vector:
 
     @property
     def allocate(self) -> Callable[[int], Bytes]:
-        """The function that makes memory to receive others' vectors into."""
         return phantom_memory if without_data(self.tensors[0]) else new_memory
 
     def read(self) -> list[Values]:
@@ -203,7 +201,6 @@ class Vector:
 
 
 def _codec_name(codec: object) -> str:
-    """Return a text that is the same on all ranks with the same codec."""
     return repr(codec) if is_dataclass(codec) else f"{type(codec).__module__}.{type(codec).__qualname__}"
 
 

@@ -69,7 +69,6 @@ class LowBit:
 
     @property
     def _levels(self) -> NDArray[np.float64]:
-        """Magnitudes by code, in rising order."""
         if self.bits == 1:
             return np.ones(1)
         return np.concatenate([[0.0], 2.0 ** np.arange(2 - 2 ** (self.bits - 1), 1)])

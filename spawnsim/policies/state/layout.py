@@ -61,7 +61,6 @@ class StateScope:
 
     @property
     def with_optimizer(self) -> bool:
-        """Whether optimizer state goes over the wire."""
         return self.optimizer_state in ("copy", "average")
 
 
@@ -103,7 +102,6 @@ def _persistent_buffers(model: torch.nn.Module) -> Iterator[tuple[str, torch.Ten
 def _named(
     model: torch.nn.Module, optimizer: torch.optim.Optimizer
 ) -> Iterator[tuple[str, torch.nn.Parameter]]:
-    """Yield the optimizer's parameters with their names in the model, or their place where the model has no name."""
     # By identity: equal parameters are different ones, and tensors compare element by element.
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     for number, group in enumerate(optimizer.param_groups):

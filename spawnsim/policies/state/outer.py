@@ -136,14 +136,12 @@ class Fragment:
 
     @property
     def nbytes(self) -> int:
-        """The size of each vector, gaps included."""
         return self.weights.layout.nbytes
 
     def copy(self) -> Fragment:
         return Fragment.from_state(self.state())
 
     def state(self) -> dict[str, Tensors]:
-        """Return weights and momentum by name, copied, for a checkpoint."""
         return {"weights": self.weights.copies(), "momentum": self.momentum.copies()}
 
     @classmethod

@@ -137,7 +137,6 @@ class LauncherOutput:
         return self._release() + line
 
     def _take(self, line: bytes) -> None:
-        """Add a line to the banner, up to its last one."""
         self._held, self._banner = [], self._banner + line
         if _ENDS.match(line):
             self._learn(self._banner)

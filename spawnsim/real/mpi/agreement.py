@@ -245,7 +245,6 @@ class Agreement:
                 self._channel.send(member, message)
 
     def tell_lost(self) -> None:
-        """Tell the ranks that were given up, in case they still read it."""
         self._tell(tuple(sorted(self.lost)), {"kind": "fenced"})
 
 

@@ -60,7 +60,6 @@ class MPIComm(PointToPoint, Collectives):
 
     # ----------------------------------------------------------------------------------------------- recovery
     def capabilities(self) -> Capabilities:
-        """Return what this communicator can do here, and which launcher flag is missing."""
         return capabilities(self.runtime)
 
     def recover(self, step: int | None = None) -> Recovery:

@@ -102,7 +102,6 @@ class ObjectCollectives:
     size: int
 
     def allgather(self, sendobj: Any) -> list[Any]:
-        """Collect all objects at all ranks."""
         raise NotImplementedError
 
     def bcast(self, obj: Any, root: int = 0) -> Any:

@@ -203,7 +203,6 @@ class RankRuntime:
 
     # ------------------------------------------------------------------------------------------ of each backend
     def poll(self) -> None:
-        """Let go of requests that are complete, and let others make progress."""
         raise NotImplementedError
 
     def wait(
@@ -287,7 +286,6 @@ class RankRuntime:
 
     # ------------------------------------------------------------------------------------------------ at the end
     def _note(self) -> str:
-        """Return what the rank does outside any call, for other ranks' messages."""
         began = self.services.compute.began_s
         if self.abort.program_ended:
             return ENDED

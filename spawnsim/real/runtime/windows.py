@@ -246,7 +246,6 @@ class DerivedWin(WindowSync):
         return self.memory
 
     def version(self, rank: int) -> int:
-        """Return the version of a rank's part that the last completed access has seen."""
         return self._versions.get(rank, 0)
 
     # ------------------------------------------------------------------------------------------------ accesses

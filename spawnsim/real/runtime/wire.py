@@ -53,7 +53,6 @@ class Receiver:
         return None
 
     def done(self, parcel: Parcel, payload: Bytes) -> None:
-        """Take the payload."""
         raise NotImplementedError
 
 
@@ -95,7 +94,6 @@ class Wire:
         raise NotImplementedError
 
     def start(self) -> None:
-        """Begin to receive."""
         raise NotImplementedError
 
     def stop(self) -> None:

@@ -211,7 +211,6 @@ class NativeCollectives(WireComm):
         runtime.unfinished.add(call, work)
 
     def _group_for(self, tensor: torch.Tensor) -> tuple[Any, Callable[..., None]]:
-        """Return torch's group that reaches a tensor's memory, and how its calls are waited for."""
         return (self._gloo, self._run_watched) if tensor.is_cpu else (self._on_gpus(), self._run_on_stream)
 
     def _failure(self, error: RuntimeError, call: Any) -> Exception:

@@ -246,7 +246,6 @@ def _store(here: LaunchContext) -> Store:
 
 @cache
 def _torchruns() -> Store:
-    """Return the store of torchrun, or of what else has set its variables."""
     store: Store = next(rendezvous("env://", timeout=timedelta(seconds=MEET_S)))[0]
     return store
 

@@ -71,7 +71,6 @@ class _Collective:
 
 
 def _add(owner: type, name: str, call: Any, documented: tuple[Signature, str | None]) -> None:
-    """Give a class a call with a signature and a docstring."""
     call.__name__, call.__qualname__ = name, f"{owner.__name__}.{name}"
     call.__signature__, call.__doc__ = documented
     setattr(owner, name, call)
@@ -173,7 +172,6 @@ def _reducing(
 
 
 def _receiving(name: str, own: Buffer, recvbuf: Any) -> Outcome:
-    """Return a function that unpacks into the receiving buffer, which must fit the sending one."""
     target = as_buffer(recvbuf, writable=True)
     agree(name, own, target)
     return target.unpack
@@ -206,7 +204,6 @@ def _lent(own: Buffer) -> tuple[Any, bool]:
 
 
 def _scattering(call: Call, ends: tuple[int, int], own: Buffer, recvbuf: Any) -> Call:
-    """Complete the call of a reduction of which each rank gets the elements between two ends."""
     # Of derived types the combination is bytes, of predefined ones it is elements.
     step = len(call.part) // max(own.count * own.blocks, 1)
     call.outcome = lambda instance, rank: instance.combined(rank)[ends[0] * step : ends[1] * step]
@@ -249,7 +246,6 @@ class Collectives(Member):
 
     @collective
     def Barrier(self) -> Call:
-        """Wait until all ranks have arrived."""
         return Call("Barrier", "barrier")
 
     @collective
@@ -278,12 +274,10 @@ class Collectives(Member):
 
     @collective
     def Gather(self, sendbuf: Any, recvbuf: Any, root: int = 0) -> Call:
-        """Collect equal blocks at the root."""
         return self._gather(sendbuf, recvbuf, root, vector=False)
 
     @collective
     def Gatherv(self, sendbuf: Any, recvbuf: Any, root: int = 0) -> Call:
-        """Collect unequal blocks at the root."""
         return self._gather(sendbuf, recvbuf, root, vector=True)
 
     def _scatter(self, sendbuf: Any, recvbuf: Any, root: int, vector: bool) -> Call:
@@ -301,12 +295,10 @@ class Collectives(Member):
 
     @collective
     def Scatter(self, sendbuf: Any, recvbuf: Any, root: int = 0) -> Call:
-        """Hand out equal blocks of the root's buffer."""
         return self._scatter(sendbuf, recvbuf, root, vector=False)
 
     @collective
     def Scatterv(self, sendbuf: Any, recvbuf: Any, root: int = 0) -> Call:
-        """Hand out unequal blocks of the root's buffer."""
         return self._scatter(sendbuf, recvbuf, root, vector=True)
 
     @collective
@@ -345,17 +337,14 @@ class Collectives(Member):
 
     @collective
     def Alltoall(self, sendbuf: Any, recvbuf: Any) -> Call:
-        """Exchange equal blocks between all pairs of ranks."""
         return self._alltoall(sendbuf, recvbuf)
 
     @collective
     def Alltoallv(self, sendbuf: Any, recvbuf: Any) -> Call:
-        """Exchange unequal blocks between all pairs of ranks."""
         return self._alltoall(sendbuf, recvbuf, vector=True)
 
     @collective
     def Alltoallw(self, sendbuf: Any, recvbuf: Any) -> Call:
-        """Exchange blocks of different types between all pairs of ranks."""
         return self._alltoall(sendbuf, recvbuf, vector=True, types=True)
 
     @collective
@@ -444,7 +433,6 @@ class Collectives(Member):
     # -- of objects --------------------------------------------------------------------------------------------
 
     def barrier(self) -> None:
-        """Wait until all ranks have arrived."""
         self._meet(Call("Barrier", "barrier"))
 
     def bcast(self, obj: Any, root: int = 0) -> Any:

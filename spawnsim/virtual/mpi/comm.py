@@ -78,7 +78,6 @@ class Comm(PointToPoint, Collectives):
 
     @property
     def clock(self) -> Clock:
-        """The rank's own time."""
         return self._own.clock  # type: ignore[no-any-return]
 
     @property
@@ -231,7 +230,6 @@ class Comm(PointToPoint, Collectives):
         return new
 
     def _subset(self, context: Context | None) -> Any:
-        """Return this rank's handle of a new communicator, or the null one."""
         # In `places`, not in `groups`: to look through tuples on each rank was quadratic in the ranks.
         if context is None or not any(self._rank.id in places for places in context.places):
             return COMM_NULL

@@ -125,11 +125,9 @@ class Context:
         return Context(self.world, groups, ancestors=self.ancestors, incarnations=again, origin=origin)
 
     def incarnation(self, rank: int) -> int:
-        """Return which incarnation of a world rank is a member."""
         return self.incarnations.get(rank, 0)
 
     def takes(self, rank: int) -> bool:
-        """Whether the present incarnation of a world rank is a member."""
         return self.incarnation(rank) == self.world.ranks[rank].incarnation
 
     def dead(self, by_s: float) -> set[int]:
@@ -257,7 +255,6 @@ class Member(Named):
 
     @property
     def _mailbox(self) -> Mailbox:
-        """Its mailbox, made when it is first used."""
         box = self._box
         if box is None:
             box = self._box = self._context.mailbox(self._rank.id)
@@ -278,7 +275,6 @@ class Member(Named):
 
     @property
     def _members(self) -> tuple[int, ...]:
-        """The world ranks of this rank's own group."""
         return self._context.groups[self._side]
 
     def _exist(self) -> None:

@@ -47,7 +47,6 @@ def revoke(contexts: Sequence[Context]) -> None:
 
 
 def _interrupt(world: World, contexts: Collection[Context]) -> None:
-    """Wake who waits on revoked contexts."""
     for task in world.kernel.tasks:
         wait = task.wait
         if task.parked and wait is not None and not contexts.isdisjoint(wait.contexts()):  # type: ignore[attr-defined]
@@ -155,7 +154,6 @@ class Agreement:
         ]
 
     def conclude(self, now_s: float) -> Any:
-        """Return what is agreed upon."""
         return self.make(self.parts)
 
 
@@ -248,13 +246,11 @@ class RecoveryAgreement(Agreement):
         return {came[0] for came in self.incarnations.items() if failed.get(came, math.inf) > now_s}
 
     def _free_s(self, rank: int, began_s: float, now_s: float) -> float:
-        """Return when a rank is no longer awaited, as far as that is known by now."""
         world, owner = self.context.world, self.context.world.ranks[rank]
         silent_s = max(began_s, world.plan.paused_s(rank, now_s)) + SILENT_S if owner.awake else math.inf
         return min(self._gone_s(rank), silent_s)
 
     def _gone_s(self, rank: int) -> float:
-        """Return when a rank has died or ended, as far as that is known."""
         ended_s = self.context.world.ranks[rank].ended_s if self.context.takes(rank) else math.inf
         return min(self.context.death_known_s(rank), ended_s)
 
@@ -279,7 +275,6 @@ class WaitingForLiving(Unbroken):
     agreement: Agreement
 
     def describe(self) -> str:
-        """Return the call."""
         return f"{self.operation} on {self.comm}"
 
     def peers(self) -> list[int]:
@@ -292,7 +287,6 @@ class WaitingForLiving(Unbroken):
         ]
 
     def missing(self, by_s: float = math.inf) -> list[int]:
-        """Return the ranks still awaited, as ranks of the communicator."""
         return [self.agreement.context.everyone.index(rank) for rank in self.peers()]
 
 

@@ -232,7 +232,6 @@ def _comm_lock(comm: Any, key: Hashable | None = None) -> Any:
 
 
 def _comm_lock_table(comm: Any) -> dict[Hashable, Any]:
-    """Return no locks."""
     return {}
 
 

@@ -54,7 +54,6 @@ class Departure(Uncertain):
         return self.finish_s  # type: ignore[return-value]
 
     def is_over(self, by_s: float) -> bool:
-        """Whether the rank has left by a time, or will have."""
         return self.finish_s is not None and self.finish_s <= by_s
 
     def describe(self) -> str:
@@ -81,7 +80,6 @@ class Departure(Uncertain):
         return [rank for rank in self.missing() if members[rank] in gone] if gone else ()
 
     def contexts(self) -> Sequence[Any]:
-        """Return what ends the wait when it is revoked."""
         return (self.instance.context,)
 
     def sequence(self) -> int:
@@ -397,7 +395,6 @@ class CollectiveInstance:
         return self._struck(timing.plan(first.timing, len(members), sizes, root, ranks=members), out_free)
 
     def _struck(self, plan: CollectivePlan, out_free: Any) -> Finish:
-        """Return when all leave whom faults of links let go."""
         assert self.strikes is not None
         return self.strikes.finish(plan, self.arrivals, out_free, self.calls)
 

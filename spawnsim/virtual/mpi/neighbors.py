@@ -111,21 +111,17 @@ class NeighborCollectives(Collectives):
 
     @collective
     def Neighbor_alltoall(self, sendbuf: Any, recvbuf: Any) -> Call:
-        """Exchange equal blocks, one with each neighbour."""
         return alltoall_call(sendbuf, recvbuf, self._edges)
 
     @collective
     def Neighbor_alltoallv(self, sendbuf: Any, recvbuf: Any) -> Call:
-        """Exchange unequal blocks, one with each neighbour."""
         return alltoall_call(sendbuf, recvbuf, self._edges, vector=True)
 
     @collective
     def Neighbor_alltoallw(self, sendbuf: Any, recvbuf: Any) -> Call:
-        """Exchange blocks of different types, one with each neighbour."""
         return alltoall_call(sendbuf, recvbuf, self._edges, vector=True, types=True)
 
     def neighbor_allgather(self, sendobj: Any) -> list[Any]:
-        """Return the objects of the incoming neighbours."""
         return self._exchange("neighbor_allgather", [dumps(sendobj)] * len(self._edges[1]))
 
     def neighbor_alltoall(self, sendobj: Sequence[Any] | None) -> list[Any]:

@@ -388,7 +388,6 @@ class PointToPoint(Member):
 
 
 def _prepared(start: Callable[..., Request], buf: Any, peer: int, tag: int) -> Prequest:
-    """Return a persistent request that starts a call."""
     peer, tag = integer(peer), integer(tag)
     # A closure over the buffer and not over its content: MPI reads the buffer at each Start.
     return Prequest.prepare(lambda: start(buf, peer, tag))

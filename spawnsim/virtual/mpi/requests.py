@@ -83,7 +83,6 @@ def _check(requests: Sequence[Any]) -> None:
 
 
 def _take(request: Request, status: Status | None) -> Any:
-    """Collect one that is over."""
     return request._collect(status)
 
 
@@ -440,7 +439,6 @@ class Request(Handle):
         return deliver if self._writes and not isinstance(deliver, Delivered) else None
 
     def _close(self) -> None:
-        """Tell the ledger, if there is one, that nobody need wait any more."""
         if self._completion is not None and self._world.resource_leaks is not None:
             self._world.resource_leaks.closed(self._completion)
 

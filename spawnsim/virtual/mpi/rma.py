@@ -108,7 +108,6 @@ class Epochs(Attributes):
             raise CallError(ERR_WIN, "the window is null, or was freed before")
 
     def _need(self) -> None:
-        """Refuse one that is null or freed, or whose communicator was revoked."""
         self._exist()
         if self._comm._context.revoked_s is not None:
             self._comm._need()

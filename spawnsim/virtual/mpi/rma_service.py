@@ -38,7 +38,6 @@ class Packet(Message):
         """Do nothing: nobody waits until the data have left."""
 
     def land(self, arrival_s: float) -> None:
-        """Take note of the arrival."""
         self._landed(arrival_s)
 
 
@@ -276,7 +275,6 @@ class Access(RoundTrip):
             connection.windows.when_looking(connection.target, coming.pop(0).ask)
 
     def ask(self) -> None:
-        """Ask the target's lock to let it in."""
         self.connection.target.acquire(self)
 
 
@@ -328,7 +326,6 @@ class WindowState:
         return access
 
     def release(self, origin: Rank, place: int) -> None:
-        """Send the end of a lock, or of a wait for it."""
         # Through the same connection: a release that overtook the accesses before it would let the next holder in
         # too soon.
         self._send(origin, place, Release(self.world, "Unlock", (0, 0), lambda data: None))

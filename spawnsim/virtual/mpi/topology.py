@@ -33,7 +33,6 @@ class Cartesian:
 
     @property
     def size(self) -> int:
-        """Number of places."""
         return math.prod(self.dims)
 
     def coords(self, rank: int) -> list[int]:
@@ -102,7 +101,6 @@ class Graph:
 
     @property
     def size(self) -> int:
-        """Number of nodes."""
         return len(self.index)
 
     def sources(self, rank: int) -> list[int]:
@@ -130,15 +128,12 @@ class DistGraph:
     outgoing: dict[int, tuple[list[int], list[int] | None]]
 
     def sources(self, rank: int) -> list[int]:
-        """Return from whom a rank receives."""
         return self.incoming[rank][0]
 
     def destinations(self, rank: int) -> list[int]:
-        """Return to whom a rank sends."""
         return self.outgoing[rank][0]
 
     def neighborhood(self, rank: int) -> Edges:
-        """Return the edges from and to the neighbours of a rank."""
         return occurrences(self.sources(rank)), occurrences(self.destinations(rank))
 
 
@@ -190,32 +185,26 @@ class Topocomm(Intracomm, NeighborCollectives):
 
     @property
     def degrees(self) -> tuple[int, int]:
-        """Number of incoming and outgoing neighbours."""
         return len(self.inedges), len(self.outedges)
 
     @property
     def indegree(self) -> int:
-        """Number of incoming neighbours."""
         return len(self.inedges)
 
     @property
     def outdegree(self) -> int:
-        """Number of outgoing neighbours."""
         return len(self.outedges)
 
     @property
     def inoutedges(self) -> tuple[list[int], list[int]]:
-        """Incoming and outgoing neighbours."""
         return self.inedges, self.outedges
 
     @property
     def inedges(self) -> list[int]:
-        """From whom this rank receives."""
         return list(self._context.topology.sources(self._me))
 
     @property
     def outedges(self) -> list[int]:
-        """To whom this rank sends."""
         return list(self._context.topology.destinations(self._me))
 
 
@@ -243,7 +232,6 @@ class Cartcomm(Topocomm):
 
     @classmethod
     def _map(cls, comm: Intracomm, dims: Sequence[int]) -> int:
-        """Return the rank that a communicator's rank would have in a grid, or UNDEFINED."""
         return _mapped_rank(comm, math.prod(each_integer(dims)))
 
     @property
@@ -285,17 +273,14 @@ class Cartcomm(Topocomm):
 
     @property
     def dims(self) -> list[int]:
-        """The length of each dimension."""
         return list(self._grid.dims)
 
     @property
     def periods(self) -> list[int]:
-        """Whether each dimension closes into a ring."""
         return [int(period) for period in self._grid.periods]
 
     @property
     def coords(self) -> list[int]:
-        """The coordinates of this rank."""
         return self._grid.coords(self._me)
 
     topo = property(Get_topo)
@@ -320,7 +305,6 @@ class Graphcomm(Topocomm):
 
     @classmethod
     def _map(cls, comm: Intracomm, index: Sequence[int], edges: Sequence[int]) -> int:
-        """Return the rank that a communicator's rank would have in a graph, or UNDEFINED."""
         return _mapped_rank(comm, len(_index_ends(index, edges)))
 
     @property
@@ -344,12 +328,10 @@ class Graphcomm(Topocomm):
 
     @property
     def nnodes(self) -> int:
-        """The number of nodes."""
         return self.Get_dims()[0]
 
     @property
     def nedges(self) -> int:
-        """The number of edges."""
         return self.Get_dims()[1]
 
     topo = property(Get_topo)
@@ -361,17 +343,14 @@ class Graphcomm(Topocomm):
 
     @property
     def edges(self) -> list[int]:
-        """All neighbours, node by node."""
         return list(self._graph.edges)
 
     @property
     def nneighbors(self) -> int:
-        """The number of neighbours of this rank."""
         return len(self.neighbors)
 
     @property
     def neighbors(self) -> list[int]:
-        """The neighbours of this rank."""
         return self._graph.sources(self._me)
 
 

@@ -186,7 +186,6 @@ class Win(Accesses, Named, np.ndarray[Any, np.dtype[np.uint8]]):  # type: ignore
 
     @property
     def flavor(self) -> int:
-        """How the window was made."""
         return int(self.Get_attr(constants.WIN_CREATE_FLAVOR))
 
     @property
@@ -198,12 +197,10 @@ class Win(Accesses, Named, np.ndarray[Any, np.dtype[np.uint8]]):  # type: ignore
 
     @property
     def group_size(self) -> int:
-        """The number of the window's ranks."""
         return self.Get_group().Get_size()
 
     @property
     def group_rank(self) -> int:
-        """This rank among the window's."""
         return self.Get_group().Get_rank()
 
     def _abort(self, errorcode: int) -> NoReturn:
