@@ -266,10 +266,15 @@ class Mailbox(Receiver):
         return receive
 
     def clear(self) -> int:
-        """Drop all unclaimed messages whose data are there; return how many. Synchronous sends of them complete."""
+        """Drop the program's unclaimed messages whose data are there; return how many. Synchronous sends complete.
+
+        Messages of collectives stay: a faster rank may already be in a collective that follows the end of the programs.
+        """
         dropped: list[tuple[InboundMessage, int]] = []
         with self._condition:
             for context, queues in self._queues.items():
+                if context & 1:
+                    continue
                 whole = [message for message in queues.unexpected if message.data is not None]
                 queues.unexpected = [message for message in queues.unexpected if message.data is None]
                 dropped += [(message, self.members[context][message.source]) for message in whole]
