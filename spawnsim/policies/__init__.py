@@ -1,13 +1,13 @@
 """Policies: when, who, from whom, how much, and how weights travel between ranks.
 
-Open this folder and see the policies: `average_all` (one collective), `selective` (asynchronous messages), `one_sided`
-(windows), `population` (PBT and soups), `decentralized` (small groups that find each other), `gossip` (neighbours on a
-graph), `asynchronous` (exchanges while training goes on), `server` (workers and servers), `outer_optimizer` (FedAvg to
-DiLoCo), `streaming` (its fragments and late rounds), `decoupled` (by quorum), `edit`, `noloco`, `easgd`, `sparta`,
-`wagma` (groups that wait for nobody), and `replay` (a recorded run's decisions). `base` is the call that they share.
-What they are made of: `rules` (pure decisions: neither communicator nor torch), `state` (a model as bytes: no
-communicator), `exchange` (all that a rank tells others), and `averaging` (groups, pairs and trees of ranks that
-average). Policies know `spawnsim.comm`, torch and numpy, and no backend.
+The modules with policies: `average_all` (one collective), `selective` (asynchronous messages), `one_sided` (windows),
+`population` (PBT and soups), `decentralized` (small groups that find each other), `gossip` (neighbours on a graph),
+`asynchronous` (exchanges during training), `server` (workers and servers), `outer_optimizer` (FedAvg to DiLoCo),
+`streaming` (DiLoCo in fragments, and one round late), `decoupled` (by quorum), `edit`, `noloco`, `easgd`, `sparta`,
+`wagma` (groups that wait for no rank), and `replay` (a recorded run's decisions). `base` defines the call that they
+share. Their parts: `rules` (pure decisions, without communicator or torch), `state` (a model as bytes, without a
+communicator), `exchange` (messages, windows and collectives between ranks), and `averaging` (groups, pairs and trees of
+ranks that average). Policies import `spawnsim.comm`, torch and numpy, and no backend.
 """
 
 from __future__ import annotations

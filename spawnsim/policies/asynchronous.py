@@ -1,9 +1,9 @@
-"""`AsyncModelAveragePolicy`: average at intervals of the clock, not of iterations, while training goes on.
+"""`AsyncModelAveragePolicy`: average at intervals of the clock, not of iterations, during training.
 
-Warm-up averages gradients over the whole group, one collective before each of the optimizer's first steps; after it
-all is messages, and no rank waits for another. This module knows models, and when averaging is wanted; which ranks
-average with each other is decided by `averaging.gossip` and `averaging.tree`. Source: BAGUA's asynchronous model
-average.
+Warm-up averages gradients over the whole group, with one collective before each of the optimizer's first steps. After
+warm-up all communication is messages, and no rank waits for another. This module handles models and decides when to
+average; `averaging.gossip` and `averaging.tree` decide which ranks average with each other. Source: BAGUA's
+asynchronous model average.
 """
 
 from __future__ import annotations
@@ -33,16 +33,16 @@ from spawnsim.policies.state.layout import ModelAndOptimizer, StateScope, Tensor
 
 POLL_S = 1e-3  # between two attempts while another task holds the weights
 BACKGROUND_WAIT_S = 0.25  # the longest wait of the background task
-REFUSED = ("unreadable", "damaged")  # counts of the endpoint
+REFUSED = ("unreadable", "damaged")  # endpoint counts of dropped messages
 GAPS = 5
-DEATH_CHECKS = 8  # looks for dead ranks in an interval
+DEATH_CHECKS = 8  # checks for dead ranks per interval
 
 
 class WarmUp:
-    """Counts the steps of warm-up, and averages gradients in a hook of the optimizer until they are over.
+    """Counts the warm-up steps; until the last one, a hook of the optimizer averages gradients.
 
-    A hook whose group has lost a rank takes itself away before it raises: the survivors' group attaches it anew, with
-    the mean of their weights.
+    If the group has lost a rank, the hook detaches itself before it raises. On the survivors' group it is attached
+    again, starting from the mean of their weights.
     """
 
     def __init__(self, steps: int, travels: StateScope) -> None:
@@ -52,23 +52,24 @@ class WarmUp:
 
     @property
     def over(self) -> bool:
-        """Whether all steps have been counted."""
+        """Whether all warm-up steps have been counted."""
         return self.left <= 0
 
     def regroup(self, comm: Comm) -> None:
-        """Go on in a group, for as many steps as the one that has most left: a death finds the survivors at two steps.
+        """Continue in a new group with the largest remaining count: a death may find the survivors at two different
+        steps.
 
-        Collective, where there is a warm-up at all.
+        Collective if the policy has a warm-up.
         """
         self.detach()
         if self.steps:
-            # The largest count wins: a rank that left warm-up early would miss the collectives of the others.
+            # The largest count wins: a rank that left warm-up early would miss the other ranks' collectives.
             own, most = np.array([self.left]), np.zeros(1, np.int64)
             comm.Allreduce(own, most, MAX)
             self.left = int(most[0])
 
     def attach(self, comm: Comm, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        """Let all ranks begin with the mean of their weights, and average gradients from the next step on."""
+        """Set all ranks to the mean of their weights, and average gradients from the next step on."""
         if self._hook is None and not self.over:
             live = as_real(collect(model, None, self.travels))
             GroupMean(comm, live)(comm, live)
@@ -78,8 +79,8 @@ class WarmUp:
         live: Tensors = {}
         for name, parameter in model.named_parameters():
             if parameter.requires_grad:
-                # Parameters without a gradient take part with zeros: collectives must match on all ranks, and a
-                # branch may be unused on one alone.
+                # Parameters without a gradient contribute zeros: collectives must match on all ranks, and a branch of
+                # the model may be unused on only one rank.
                 if parameter.grad is None:
                     parameter.grad = torch.zeros_like(parameter)
                 live[f"gradient/{name}"] = parameter.grad
@@ -88,7 +89,7 @@ class WarmUp:
                 self._mean = GroupMean(comm, as_real(live))
             self._mean(comm, as_real(live))
         except WorldError:
-            # The hook goes first: otherwise the optimizer's next step would call into a dead group again.
+            # Detach first: otherwise the optimizer's next step would call into a dead group again.
             self.detach()
             raise
 
@@ -105,9 +106,9 @@ class WarmUp:
 
 
 class ClockAveraging:
-    """One rank's exchanges by the clock on one communicator: what its progress engine calls.
+    """One rank's exchanges by the clock on one communicator: the owner of its progress engine.
 
-    `exchanges` is the state machine of the mode; the lock `weights` is held while `vector` is read or changed.
+    `exchanges` is the mode's state machine. The lock `weights` is held while `vector` is read or changed.
     """
 
     def __init__(
@@ -123,22 +124,23 @@ class ClockAveraging:
         )  # fmt: skip
         self._refused = 0
         self._polled_s = comm.clock.now()
-        # A rank answers only when it polls, between two training steps; so how long others must wait for it is measured
-        # and told to them. The median of the last gaps: one long gap (an evaluation, a checkpoint) is not the rule.
+        # A rank answers only when it polls, between two training steps. So this rank measures the gap between its
+        # polls, and peers learn how long they must wait for it. The median of the last gaps ignores one long gap (an
+        # evaluation, a checkpoint).
         self._gaps: deque[float] = deque(maxlen=GAPS)
 
     def advance(self, arrived: list[tuple[int, Message]], now_s: float, dead: set[int]) -> None:
         self._gaps.append(now_s - self._polled_s)
         self._polled_s = now_s
         self.exchanges.note_step(median(self._gaps))
-        # Deaths before messages: an answer that opens a round must not count on a rank that is known to be dead.
+        # Deaths before messages: an answer that opens a round must not rely on a rank that is known to be dead.
         for rank in sorted(dead):
             self.exchanges.lost(rank, now_s)
         for source, message in arrived:
             self.exchanges.handle(source, message, now_s, self.vector)
         self.exchanges.tick(now_s, self.vector)
         self.endpoint.send_queue(self.exchanges.out)
-        # Compared with the last look: the endpoint's counts never fall, and each refusal is one event.
+        # Compared with the previous poll: the endpoint's counts never decrease, and each refusal is recorded once.
         refused = self._refused_count()
         if refused > self._refused:
             self.comm.record.event("refused_messages", tag=self.endpoint.tag, count=refused - self._refused)
@@ -157,7 +159,7 @@ class ClockAveraging:
 
     @property
     def counts(self) -> Counter[str]:
-        """What the exchanges met."""
+        """Counters of the exchanges, including dropped messages."""
         refused = {name: self.endpoint.counts[name] for name in REFUSED if self.endpoint.counts[name]}
         return self.exchanges.counts + Counter(refused)
 
@@ -165,30 +167,33 @@ class ClockAveraging:
 class AsyncModelAveragePolicy(SpawnPolicy):
     """Asynchronous model averaging: every `sync_interval_ms` of the clock, whatever the iteration.
 
-    Weights are sent as they are, training goes on, and what comes back is applied as a difference, so that the steps
-    taken meanwhile survive (x ← x + gain·(theirs − sent)). Parameters and buffers of any dtype.
+    Weights are sent unchanged and training continues. The reply is applied as a difference, x ← x + gain·(theirs −
+    sent), so that training steps taken meanwhile are preserved. Parameters and buffers may have any dtype.
 
     Args:
         peer_selection_mode: "all": the mean of all ranks that average. "ring": one third of the way towards each
-            neighbour. "shift_one": pairs of the lower and the upper half, shifted by one each time. "random": pairs
-            at random.
+            neighbour. "shift_one": pairs from the lower and the upper half, shifted by one each time. "random": random
+            pairs.
         sync_interval_ms: milliseconds between averagings.
-        share: how far to go towards the mean, above 0 to 1 (a population that stays diverse: 0.01, PAPA).
-        warmup_steps: steps with gradients averaged over the whole group (call `attach` before training so that the
-            first step's are as well; else the first call averages the weights: the same for SGD and momentum).
-        background: make progress beside the training loop, which then holds `weights()` while it changes the model.
-        patience_s: seconds after which a silent peer is not waited for, and `abort` gives up negotiating; more where
-            training steps take more than a fraction of that, for a rank answers only between its steps.
-        tag: of the policy's messages; two policies at once need two.
+        share: the step towards the mean, above 0 to 1 (a population that stays diverse: 0.01, PAPA).
+        warmup_steps: steps with gradients averaged over the whole group. Call `attach` before training to include the
+            first step; otherwise the first call averages the weights, which is equivalent for SGD and momentum.
+        background: make progress in parallel with the training loop, which must hold `weights()` while it changes the
+            model.
+        patience_s: seconds after which a silent peer is no longer waited for, and after which `abort` stops
+            negotiating. Increase it if a training step takes more than a fraction of it: a rank answers only between
+            its steps.
+        tag: tag of the policy's messages; two policies on one communicator need two tags.
 
-    Averaging goes on among those that are left when ranks die, at the same pace: at once where deaths are told (virtual
-    ranks, ULFM), else when `patience_s` has passed. After `comm.recover()` call the policy with the new communicator as
-    `group`; what made progress in the background goes on there. A damaged message is dropped, counted ("unreadable" in
+    When ranks die, the survivors continue to average at the same pace: immediately if the backend reports deaths
+    (virtual ranks, ULFM), otherwise after `patience_s`. After `comm.recover()`, call the policy with the new
+    communicator as `group`; background progress continues there. A damaged message is dropped, counted ("unreadable" in
     `stats`) and recorded as an event ("refused_messages").
 
-    `abort()` and `resume()` may be called by any rank at any time, warm-up included, any number of times: the last
-    call counts. After `abort()` the weights of this rank are neither used nor changed; it returns when no round counts
-    on this rank, so no other waits for it. Calls with the model in evaluation mode count as no training step.
+    Any rank may call `abort()` and `resume()` at any time and any number of times, also during warm-up: the last call
+    counts. After `abort()` this rank's weights are neither used nor changed. `abort()` returns when no round depends on
+    this rank, so no other rank waits for it. A call with the model in evaluation mode does not count as a training
+    step.
     """
 
     acts_in_every_call = True
@@ -217,15 +222,15 @@ class AsyncModelAveragePolicy(SpawnPolicy):
         self.warmup_steps, self.tag, self.share = int(warmup_steps), tag, float(share)
         self._warm_up, self._started = WarmUp(self.warmup_steps, self.travels), False
         self.pace = Pace(sync_interval_ms / 1000, patience_s)
-        self._averagings = 0  # on communicators of before
-        self._told = 0  # averagings until the latest call
+        self._averagings = 0  # on earlier communicators
+        self._told = 0  # averagings up to the latest call
         self._wanted = True
         self._background = background
         self._began_s = math.inf  # when averaging by the clock began
         self._averaging: ClockAveraging | None = None
         self._model: torch.nn.Module | None = None
         self._weights = Lock()
-        self._before: Counter[str] = Counter()  # what the exchanges met on communicators of before
+        self._before: Counter[str] = Counter()  # counters of exchanges on earlier communicators
 
     # ---------------------------------------------------------------------------------------------------- calls
     def act(
@@ -237,11 +242,11 @@ class AsyncModelAveragePolicy(SpawnPolicy):
         comm: Comm,
         info: Info,
     ) -> ModelAndOptimizer:
-        """Count a training step; send, take and apply what is due. Waits only in warm-up, for the group."""
+        """Count a training step; send, receive and apply due exchanges. Waits only in warm-up, for the group."""
         averaging = self._averaging_on(comm, model)
         if model.training and not self._warm_up.over:
             began_s = comm.clock.now()
-            self._warm_up.attach(comm, model, optimizer)  # if that was not done before: averages the first step
+            self._warm_up.attach(comm, model, optimizer)  # unless already attached: averages the first step
             self._warm_up.count()
             wait_s = comm.clock.now() - began_s
             info.update(averaged_this_iteration=True, donors=comm.Get_size() - 1, wait_s=wait_s)
@@ -255,7 +260,7 @@ class AsyncModelAveragePolicy(SpawnPolicy):
         return model, optimizer
 
     def _averaging_on(self, comm: Comm, model: torch.nn.Module) -> ClockAveraging:
-        """Return what averages this model over this communicator; both may have changed since the last call."""
+        """Return the `ClockAveraging` for this model and communicator; both may have changed since the last call."""
         averaging = self._averaging
         if averaging is None or averaging.comm is not comm:
             averaging = self._join(comm, model)
@@ -268,12 +273,12 @@ class AsyncModelAveragePolicy(SpawnPolicy):
         return Vector(list(collect(model, None, self.travels).values()))
 
     def _join(self, comm: Comm, model: torch.nn.Module) -> ClockAveraging:
-        """Begin to average over a communicator: the first one, or that of the survivors."""
+        """Begin to average over a communicator: the first one, or the survivors'."""
         if self._averaging is not None:
             self._end(self._averaging)
-        self._warm_up.regroup(comm)  # also on a rank that joins: all of the group do
+        self._warm_up.regroup(comm)  # also on a rank that joins: the whole group calls it
         ranks = (comm.Get_rank(), comm.Get_size())
-        # A copy: the pace learns step times, and those of one communicator's ranks say nothing of the next one's.
+        # A copy: the pace learns step times, which do not carry over to the ranks of the next communicator.
         pace = replace(self.pace)
         exchanges = (
             TreeAverage(ranks, pace, share=self.share)
@@ -295,8 +300,8 @@ class AsyncModelAveragePolicy(SpawnPolicy):
         """Average gradients from the first step on, until warm-up is over. Before training; collective.
 
         Args:
-            model: begins with the mean of all ranks' weights.
-            optimizer: of the model; its steps average gradients first.
+            model: starts from the mean of all ranks' weights.
+            optimizer: the model's optimizer; each of its steps averages gradients first.
             group: as in the policy's call.
         """
         comm = self._bound(group)
@@ -304,7 +309,7 @@ class AsyncModelAveragePolicy(SpawnPolicy):
         self._warm_up.attach(comm, model, optimizer)
 
     def _start(self, averaging: ClockAveraging) -> None:
-        """Begin to average by the clock, if that is wanted."""
+        """Begin to average by the clock, if wanted."""
         self._started = True
         # Not if `abort` was called during warm-up: the last call counts.
         if self._wanted:
@@ -326,7 +331,7 @@ class AsyncModelAveragePolicy(SpawnPolicy):
             model: unused: BAGUA's signature.
 
         Returns:
-            Whether what was under way ended within `patience_s`; else it is given up.
+            Whether the exchanges under way ended within `patience_s`; otherwise they are dropped.
         """
         was, self._wanted = self._wanted, False
         if self._averaging is None or not (was and self._started):
@@ -334,31 +339,31 @@ class AsyncModelAveragePolicy(SpawnPolicy):
         return self._leave(self._averaging)
 
     def _leave(self, averaging: ClockAveraging, *, for_good: bool = False) -> bool:
-        """Wait until nothing counts on this rank any more, and hand over what others rely on."""
+        """Wait until no rank depends on this one, and hand over the state that other ranks rely on."""
         exchanges, comm, engine = averaging.exchanges, averaging.comm, averaging.engine
         try:
             exchanges.set_active(False, comm.clock.now(), for_good=for_good)
-            # Driven, not slept: others' messages are what settles the leaving.
+            # `drive`, not `sleep`: leaving completes when the other ranks' messages are handled.
             settled = engine.drive(lambda: exchanges.settled, exchanges.pace.patience_s)
             if not settled:
                 exchanges.forget()
             if self._draining:
-                # All leave together, and answer until all have what they wait for: who found another gone would wait
-                # for all of its patience, and all others for it.
+                # All ranks leave together and keep answering until each has its replies. A rank whose peer had left
+                # early would wait for all of its patience, and all other ranks for it.
                 everyone = comm.Ibarrier()
                 engine.drive(everyone.Test, exchanges.pace.patience_s, polling=True)
                 everyone.Wait()
-            else:  # others may be about to leave as well: then there is nothing to hand over
+            else:  # the other ranks may be leaving too: then there is nothing to hand over
                 engine.drive(lambda: not exchanges.relied_on, min(2 * self.pace.interval_s, self.pace.patience_s))
             exchanges.leave()
             engine.progress()
-        except WorldError:  # the communicator has ended, and with it all that was under way
+        except WorldError:  # the communicator has ended, and its exchanges with it
             exchanges.forget()
             return False
         return settled
 
     def resume(self, model: torch.nn.Module | None = None) -> None:
-        """Average on this rank (again); in warm-up, from its end on.
+        """Average on this rank (again); during warm-up, from the end of warm-up on.
 
         Args:
             model: unused: BAGUA's signature.
@@ -371,13 +376,13 @@ class AsyncModelAveragePolicy(SpawnPolicy):
 
     @contextmanager
     def weights(self) -> Iterator[None]:
-        """Hold the weights: inside the block, averaging in the background neither reads nor changes them.
+        """Hold the weights: inside the block, background averaging neither reads nor changes them.
 
         Returns:
             A context manager.
 
         Raises:
-            UsageError: inside another `weights()`, as far as that can be noticed.
+            UsageError: inside another `weights()`, where this can be detected.
         """
         if self._averaging is not None:
             with self._averaging.engine.hold():
@@ -391,7 +396,7 @@ class AsyncModelAveragePolicy(SpawnPolicy):
             raise UsageError("weights() inside weights(): the weights are held already")
 
     def shutdown(self) -> None:
-        """Stop averaging and hand over what others rely on. Not collective; may be called twice."""
+        """Stop averaging and hand over the state that other ranks rely on. Not collective; may be called twice."""
         super().shutdown()
         averaging, self._wanted = self._averaging, False
         if averaging is None:
@@ -405,17 +410,17 @@ class AsyncModelAveragePolicy(SpawnPolicy):
         self._averaging = None
 
     def drain(self) -> None:
-        """End the exchanges that are under way; averaging goes on with the next call. See `SpawnPolicy.drain`."""
+        """Complete the exchanges under way; averaging continues with the next call. See `SpawnPolicy.drain`."""
         wanted, averaging = self._wanted, self._averaging
         super().drain()
-        self._wanted = wanted  # else as after `shutdown`, which ends averaging for good
+        self._wanted = wanted  # `shutdown` has cleared it, because it ends averaging for good
         if averaging is not None:
             averaging.comm.Barrier()  # all have left, and send no more
             averaging.endpoint.empty(averaging.exchanges.pace.patience_s)
 
     def _warn_if_too_slow(self, comm: Comm) -> None:
         lasted_s = comm.clock.now() - self._began_s
-        # One rank alone never averages, so that this is no fault of the interval.
+        # A single rank never averages, so its interval is not at fault.
         if self.num_averagings == 0 and self.pace.interval_s > lasted_s > 0 and comm.Get_size() > 1:
             longer = f"sync_interval_ms={1000 * self.pace.interval_s:g} exceeds"
             self.warn(comm, f"{longer} the {1000 * lasted_s:.3g} ms of training: never averaged")
@@ -427,7 +432,7 @@ class AsyncModelAveragePolicy(SpawnPolicy):
 
     @property
     def stats(self) -> dict[str, float]:
-        """Averagings, and what the exchanges met."""
+        """Number of averagings, and the counters of the exchanges."""
         return {"num_averagings": self.num_averagings, **self._met}
 
     @property
@@ -435,7 +440,7 @@ class AsyncModelAveragePolicy(SpawnPolicy):
         return self._before + (self._averaging.counts if self._averaging is not None else Counter())
 
     def state_dict(self) -> dict[str, Any]:
-        # The counters, whether averaging is wanted, and the steps of warm-up that are left.
+        # The counters, whether averaging is wanted, and the remaining warm-up steps.
         own = {"num_averagings": self.num_averagings, "wanted": self._wanted, "warm_up_left": self._warm_up.left}
         return {**super().state_dict(), **own, "met": dict(self._met)}
 

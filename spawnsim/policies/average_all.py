@@ -30,26 +30,26 @@ from spawnsim.policies.state.layout import (
 class AverageAllPolicy(SpawnPolicy):
     """Model averaging over all ranks of the group: every rank ends with the mean of all ranks.
 
-    Parameters and buffers are averaged, in any dtype. The mean of equal models is that model, to the bit. A model of
-    many small tensors is averaged at half the price after `spawnsim.policies.one_storage(model)`.
+    Parameters and buffers of any dtype are averaged. The mean of equal models is that model, to the bit. A model of
+    many small tensors is averaged at half the cost after `spawnsim.policies.one_storage(model)`.
 
     Args:
-        average_every: iterations between averagings. Iteration 0 averages too, as in the original, so that ranks which
-            were built apart begin together.
+        average_every: iterations between averagings. Iteration 0 averages too, as in the original, so that ranks with
+            different initial weights start from the same model.
         momentum: m in θ ← m·θ_own + (1 - m)·mean, from 0 to 1.
         travels: which parts of the state are averaged.
         cadence: when to average, in place of `average_every`.
         timing: a dictionary to fill with durations in seconds, by step.
-        guard: a float that is not finite (NaN, infinite) counts for nothing: the mean is taken over the ranks that have
-            a finite one in that place, and all ranks get it; where no rank has one, each keeps its own. A rank that was
-            healed so forgets its optimizer's state if that is not finite either, records an event "healed" and warns.
-            All ranks of a group must give the same. Without it one rank's NaN reaches all of them.
+        guard: ignore floats that are not finite (NaN, infinite): the mean is taken over the ranks with a finite value
+            in that place, and all ranks get it; if no rank has a finite value, each keeps its own. A rank with replaced
+            values also resets its optimizer's state if that is not finite, records an event "healed" and logs a
+            warning. All ranks of a group must give the same value. Without `guard`, one rank's NaN reaches all ranks.
 
     Raises:
         ParameterError: an argument is out of range.
         MismatchError: at the first averaging, on every rank, if the models of the group differ in name, dtype or shape.
-        Timeout: if the group does not meet within `comm.clock.deadline`; this rank's model is then unchanged.
-            (Where a job does not survive this, `comm.capabilities().survives`, it ends instead.)
+        Timeout: if the group does not meet within `comm.clock.deadline`; this rank's model is then unchanged. (If the
+            job cannot survive this, see `comm.capabilities().survives`, it ends instead.)
     """
 
     paper = "arXiv 1805.09767"
@@ -96,7 +96,7 @@ class AverageAllPolicy(SpawnPolicy):
         if self.travels.optimizer_state == "reset":
             reset_optimizer(optimizer)
         elif self.travels.optimizer_state == "average":
-            # Plain numbers among the state are not averaged in place.
+            # Plain numbers in the state are not averaged in place.
             assign_optimizer(model, optimizer, live)
         self.num_averagings += 1
         wait_s = comm.clock.now() - began_s
@@ -120,7 +120,7 @@ class AverageAllPolicy(SpawnPolicy):
 
     @property
     def stats(self) -> dict[str, float]:
-        """Averagings so far, and those in which this rank was healed."""
+        """Averagings so far, and averagings that healed values of this rank."""
         return {"num_averagings": self.num_averagings, "num_healed": self.num_healed}
 
     def state_dict(self) -> dict[str, Any]:

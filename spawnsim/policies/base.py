@@ -30,15 +30,15 @@ Result = tuple[torch.nn.Module, torch.optim.Optimizer, Info]
 
 
 def blank_info(mode: str, check_every: int) -> Info:
-    """Return the mapping that every call of every policy returns, as it is when nothing happens.
+    """Return the initial `info` mapping of a call: the values if nothing happens.
 
     averaged_this_iteration: whether weights were averaged in this call, or in the background since the last one.
     replacement_mode: "none" or the selection's name. is_replaced: whether this rank was replaced in this call.
-    num_replacements_so_far: of this rank. local_metric: as given, NaN if none. replacement_check_every: calls from
-    check to check. global_min_metric, global_max_metric: of the group, NaN where this call did not learn them. donors:
-    how many gave. staleness: iterations between the oldest donor's snapshot and the donor metric that chose it. bytes:
-    sent and received in this call. wait_s: seconds from asking to having (asynchronous) or spent in the collective
-    (synchronous).
+    num_replacements_so_far: replacements of this rank. local_metric: as given, NaN if none. replacement_check_every:
+    calls between two checks. global_min_metric, global_max_metric: extremes over the group, NaN if this call did not
+    receive them. donors: number of donors. staleness: iterations between the oldest donor's snapshot and the donor
+    metric that chose it. bytes: sent and received in this call. wait_s: seconds from request to arrival (asynchronous)
+    or spent in the collective (synchronous).
     """
     return {
         "averaged_this_iteration": False,
@@ -57,8 +57,8 @@ def blank_info(mode: str, check_every: int) -> Info:
 
 
 def as_metric(value: Any) -> float:
-    """Return a metric as a number, also where it is a tensor that carries a gradient."""
-    if isinstance(value, (str, bytes)):  # of which `float` would make a number, too
+    """Return a metric as a number, also if it is a tensor that requires a gradient."""
+    if isinstance(value, (str, bytes)):  # `float` would accept these too
         raise ParameterError(f"local_metric is a {type(value).__name__}, {value!r}: give one number")
     try:
         return float(value.detach() if isinstance(value, torch.Tensor) and value.requires_grad else value)
@@ -71,7 +71,7 @@ def as_metric(value: Any) -> float:
 
 @dataclass(slots=True)
 class _Use:
-    """What is known of a policy when it is gone: whether it was shut down, and how often it was called."""
+    """State of a policy that outlives it: whether it was shut down, and its latest iteration."""
 
     name: str
     cadence: Cadence
@@ -80,7 +80,7 @@ class _Use:
     open: bool = True
 
     def warnings(self) -> Iterator[str]:
-        """Yield what the user should know at the end of the program."""
+        """Yield the warnings for the end of the program."""
         if self.needs_shutdown:
             yield (
                 "shutdown() was not called, so that what was under way at the end was dropped: call it after the "
@@ -90,12 +90,13 @@ class _Use:
             yield sentence
 
 
-# By rank (its clock). No communicator and no policy: these have the clock as well, and would never be freed.
+# By rank (its clock). Neither communicator nor policy is stored: both reference the clock, so entries would never be
+# freed.
 _USED: WeakKeyDictionary[Any, list[_Use]] = WeakKeyDictionary()
 
 
 def warn_of_the_open(comm: Comm) -> None:
-    """Warn of policies of this rank that were called and not shut down; called when its program has come to its end.
+    """Record a warning for each policy of this rank that was not shut down; called when its program ends.
 
     Args:
         comm: the communicator of the whole run.
@@ -108,22 +109,22 @@ def warn_of_the_open(comm: Comm) -> None:
 class SpawnPolicy:
     """Decides, after each training step, whether and how models are averaged or replaced across ranks.
 
-    Call it once per iteration, after `optimizer.step()`, and rebind what it returns: a replaced rank may get a new
-    model and a new optimizer. `with policy:` shuts it down at the end.
+    Call it once per iteration, after `optimizer.step()`, and rebind its results: a replaced rank may get a new model
+    and a new optimizer. `with policy:` shuts it down at the end.
 
-    `promises` says what `spawnsim fuzz` holds each call to: "mean", that an averaging keeps the mean of the group's
-    models; "equal", that who averages in one iteration of a group ends with the same numbers, to the bit, in all
-    parameters that are trained; "range", that no number of a tensor becomes larger than the largest that it ever had on
-    any rank; "progress", that every rank averages again and again.
+    `promises` lists the properties that `spawnsim fuzz` checks in each call. "mean": an averaging keeps the mean of the
+    group's models. "equal": the ranks that average in one iteration of a group end with the same trainable parameters,
+    to the bit. "range": no element of a tensor exceeds the largest value that the tensor ever had on any rank.
+    "progress": every rank averages again and again.
 
-    A policy of your own implements `act`; docs/policies.md shows one. `acts_in_every_call` says whether `act` is called
-    in each call, for a policy that serves others between its own turns, or only where the cadence is due. What every
-    `info` of the policy holds stands in `idle_info`, to which a constructor adds keys of its own. A subclass may also
+    A custom policy implements `act`; docs/policies.md shows one. `acts_in_every_call` selects whether `act` is called
+    in each call, for a policy that serves other ranks between its own turns, or only when the cadence is due.
+    `idle_info` holds the keys of every `info` of the policy; a constructor adds its own keys to it. A subclass may also
     replace `__call__` as a whole, and then needs no `act`.
 
     Args:
         average_every: iterations from one turn to the next, at least 1.
-        cadence: when it is the policy's turn, in place of `average_every`.
+        cadence: when the policy acts, in place of `average_every`.
         timing: a dictionary to fill with durations in seconds, by step; a new one by default.
 
     Raises:
@@ -131,11 +132,11 @@ class SpawnPolicy:
     """
 
     acts_in_every_call: ClassVar[bool] = False
-    option_types: ClassVar[tuple[type, ...]] = ()  # whose fields are further arguments of the constructor
+    option_types: ClassVar[tuple[type, ...]] = ()  # their fields are further arguments of the constructor
     paper: ClassVar[str] = ""  # where the rule was published, for `spawnsim list policies`
     promises: tuple[str, ...] = ()
     _draining = False
-    _warned = False  # of a result that was not taken
+    _warned = False  # of a result that was not rebound
 
     def __init__(
         self,
@@ -153,7 +154,7 @@ class SpawnPolicy:
         self._comm: Comm | None = None
         self._last: tuple[int, Any] | None = None  # iteration and group of the latest call
         self._use: _Use | None = None
-        self._replaced: list[Callable[[], Any]] = []  # by the latest call: weak references
+        self._replaced: list[Callable[[], Any]] = []  # objects that the latest call replaced: weak references
 
     def __call__(
         self,
@@ -163,22 +164,22 @@ class SpawnPolicy:
         local_metric: float | None = None,
         group: Any = None,
     ) -> Result:
-        """Perhaps average or replace.
+        """Average or replace the model if the policy decides so.
 
         Args:
-            iteration: of this rank's training loop, from 0.
-            model: as the latest optimizer step left it.
-            optimizer: of the model.
-            local_metric: how good the model is, a number or a tensor of one element; None reports nothing.
-            group: spawnsim's, mpi4py's or torch's communicator.
+            iteration: iteration of this rank's training loop, from 0.
+            model: the model after the latest optimizer step.
+            optimizer: the model's optimizer.
+            local_metric: this rank's metric, a number or a tensor of one element; None reports nothing.
+            group: a communicator of spawnsim, mpi4py or torch.
 
         Returns:
-            The model and the optimizer to go on with, and what happened (`blank_info` lists the keys).
+            The model and the optimizer to continue with, and an info mapping (`blank_info` lists the keys).
 
         Raises:
-            ParameterError: `model` is not a module, `local_metric` not a number, `group` not a communicator.
-            UsageError: `act` of a policy of your own does not return two, or a new model with an optimizer of another
-                one, or its `__init__` lacks `super().__init__`.
+            ParameterError: `model` is not a module, `local_metric` not a number, or `group` not a communicator.
+            UsageError: `act` of a custom policy does not return a model and an optimizer, or returns a new model with
+                an optimizer that does not train it; or its `__init__` lacks `super().__init__`.
         """
         if not isinstance(model, torch.nn.Module):
             raise ParameterError(
@@ -220,10 +221,10 @@ class SpawnPolicy:
         return model, optimizer, info
 
     def _open(self, group: Any) -> None:
-        """Note that the policy is in use: at the end of the program one that was not shut down is warned of."""
+        """Register the policy: at the end of the program a policy that was not shut down causes a warning."""
         clock = getattr(group, "clock", None)
         if self._use is None and clock is not None:
-            # A shutdown that only the base class has drops nothing; one of a user's class may not call it.
+            # A `shutdown` inherited from the base class drops nothing, and a user's class may not need the call.
             ends = type(self).shutdown
             needed = ends is not SpawnPolicy.shutdown and ends.__module__.startswith("spawnsim.")
             self._use = _Use(type(self).__name__, self.cadence, needed)
@@ -238,7 +239,7 @@ class SpawnPolicy:
         return last
 
     def _warn_if_not_rebound(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        """Warn, once, if a call is given what the one before it has replaced."""
+        """Warn, once, if a call receives an object that an earlier call has replaced."""
         replaced, self._replaced = self._replaced, []
         given = {id(model), id(optimizer)}
         old = [each for each in (made() for made in replaced) if each is not None and id(each) in given]
@@ -260,57 +261,57 @@ class SpawnPolicy:
         comm: Comm,
         info: Info,
     ) -> ModelAndOptimizer:
-        """Do what the policy does in a call; `__call__` has read its arguments.
+        """Execute the policy's action in a call; `__call__` has checked its arguments.
 
         Args:
             iteration: as in the call.
             model: as in the call; to be changed in place, or replaced.
-            optimizer: of the model.
-            metric: the local metric as a number, None if there is none.
+            optimizer: the model's optimizer.
+            metric: the local metric as a number, None if the call has no metric.
             comm: the communicator of the call's group: the same object until another group is given.
-            info: what the call returns besides, to be filled in.
+            info: the mapping that the call returns, to be filled in.
 
         Returns:
-            The model and the optimizer to go on with.
+            The model and the optimizer to continue with.
 
         Raises:
-            NotImplementedError: the policy's class defines neither `act` nor a `__call__` of its own.
+            NotImplementedError: the policy's class defines neither `act` nor its own `__call__`.
         """
         raise NotImplementedError(f"{type(self).__name__}: define act(), or __call__() as a whole")
 
     def _bound(self, group: Any) -> Comm:
-        """Return the group's communicator, made once: a foreign one is wrapped, which may be collective."""
+        """Return the group's communicator, created once: wrapping a foreign one may be collective."""
         if self._comm is None or group is not self._group:
             self._group, self._comm = group, self.comm_of(group)
         return self._comm
 
     def comm_of(self, group: Any) -> Comm:
-        """Return the communicator for what was passed as `group`; override it to give None a meaning.
+        """Return the communicator for the argument `group`; override it to give None a meaning.
 
         Args:
-            group: spawnsim's, mpi4py's or torch's communicator.
+            group: a communicator of spawnsim, mpi4py or torch.
 
         Returns:
-            The group as it is, or a wrapper of it.
+            The group itself, or a wrapper around it.
 
         Raises:
-            ParameterError: it is not a communicator.
+            ParameterError: the argument is not a communicator.
         """
         return as_comm(group)
 
     def shutdown(self) -> None:
-        """Finish what is under way; warn if it was never the policy's turn. May be called twice, waits with a bound."""
+        """Finish the work under way; warn if the policy was never due. May be called twice; its waits are bounded."""
         last = self._closed()
         if last is not None:
             self.warn_if_never_due(*last)
 
     def drain(self) -> None:
-        """End what is under way with other ranks, before a checkpoint: `state_dict()` then says all that there is.
+        """Complete exchanges with other ranks before a checkpoint, so that `state_dict()` contains the whole state.
 
-        All ranks of the group do so at the same iteration, and go on: the next call makes anew what the policy had made
-        of its communicator. By default this is `shutdown`, without its warnings, and then `load_state_dict` of the
-        policy's own `state_dict`. So a policy that goes on after a checkpoint, and a new one that takes it up, are in
-        one state. A policy that `shutdown` ends for good overrides it.
+        All ranks of the group call it at the same iteration, and continue: the next call creates the communicator's
+        resources again. By default this is `shutdown` without its warnings, and then `load_state_dict` of the policy's
+        own `state_dict`. So a policy that continues after a checkpoint, and a new one that loads it, have the same
+        state. A policy whose `shutdown` is final overrides it.
         """
         lost = [name for name, value in vars(self).items() if _holds_arrays(value)]
         if lost and type(self).state_dict is SpawnPolicy.state_dict and self._comm is not None:
@@ -318,7 +319,7 @@ class SpawnPolicy:
             self.warn(
                 self._comm, f"checkpoints do not save {names}: define state_dict() and load_state_dict()"
             )
-        # Not saved as it is: what stands in queues, requests and windows of one process has no meaning in another.
+        # Queues, requests and windows are not saved: they have no meaning in another process.
         self._draining = True
         try:
             self.shutdown()
@@ -328,23 +329,23 @@ class SpawnPolicy:
         self.load_state_dict(self.state_dict())
 
     def state_dict(self) -> dict[str, Any]:
-        """Say what a checkpoint needs to go on as if nothing had happened.
+        """Return the state that a checkpoint needs to continue without a difference.
 
         Returns:
-            Plain numbers, texts, None, lists and mappings of them, and tensors, by name.
+            Numbers, strings, None, lists and mappings of them, and tensors, by name.
         """
         return {"num_replacements": self.num_replacements}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take up a checkpoint, before the first call of the policy or after `drain`.
+        """Restore a checkpoint, before the first call of the policy or after `drain`.
 
         Args:
-            state: what `state_dict` returned; tuples may have become lists.
+            state: the result of `state_dict`; tuples may have become lists.
         """
         self.num_replacements = self.idle_info["num_replacements_so_far"] = int(state["num_replacements"])
 
     def count_replacement(self) -> None:
-        """Count a replacement of this rank, which the `info` of later calls tells of as well."""
+        """Count a replacement of this rank; the `info` of later calls contains the new count."""
         self.num_replacements += 1
         self.idle_info["num_replacements_so_far"] = self.num_replacements
 
@@ -357,11 +358,11 @@ class SpawnPolicy:
         self.shutdown()
 
     def warn(self, group: Any, sentence: str, *, by: int = 0) -> None:
-        """Record an event "warning", on one rank of the group alone: it becomes one of `run.what["warnings"]`.
+        """Record an event "warning", on one rank of the group only; it is added to `run.what["warnings"]`.
 
         Args:
-            group: the communicator; where it is another package's, nothing is recorded.
-            sentence: the warning; the policy's name is put before it.
+            group: the communicator; if it is another package's, nothing is recorded.
+            sentence: the warning; the policy's name is put in front.
             by: the rank that records it.
         """
         record = getattr(group, "record", None)
@@ -369,27 +370,27 @@ class SpawnPolicy:
             record.event("warning", text=f"{type(self).__name__}: {sentence}")
 
     def warn_if_never_due(self, last: int, group: Any) -> None:
-        """Warn if `average_every` is longer than the run, whose last iteration is given, so that nothing happened."""
+        """Warn if the policy was never due, because `average_every` exceeds the run's last iteration `last`."""
         if sentence := _never_due(self.cadence, last):
             self.warn(group, sentence)
 
     def warn_if_all_lived(self, age_range: tuple[int, int], calls: int, group: Any) -> None:
-        """Warn if in so many calls no rank can have reached the age at which it is replaced."""
+        """Warn if no rank can have reached the age of replacement within `calls` calls."""
         if age_range[0] >= calls:
             self.warn(
                 group, f"age_range={age_range} begins beyond the {calls} iterations: no rank was replaced"
             )
 
     def note(self, step: str, seconds: float) -> None:
-        """Add a duration to `timing`, under the name of its step."""
+        """Append a duration to `timing`, under the name of its step."""
         self.timing.setdefault(step, []).append(seconds)
 
     @classmethod
     def parameters(cls) -> list[str]:
-        """Return the names of all arguments that the constructor takes, those of option objects among them.
+        """Return the names of all arguments of the constructor, including the fields of option objects.
 
         Returns:
-            The class's own first, then its bases'.
+            The class's own names first, then its bases' names.
         """
         names: dict[str, None] = {}
         for kind in (each for each in cls.__mro__ if issubclass(each, SpawnPolicy)):
@@ -405,7 +406,7 @@ class SpawnPolicy:
 
 
 def _never_due(cadence: Cadence, last: int) -> str:
-    """Return what to warn of if it was never a policy's turn until the last iteration; else nothing."""
+    """Return a warning if the policy was never due up to the last iteration; else an empty string."""
     if not (isinstance(cadence, Every) and 0 < last < cadence.first):
         return ""
     due = (
@@ -431,7 +432,7 @@ def _shown(returned: object) -> str:
 
 
 def _trains(model: Any, optimizer: Any) -> bool:
-    """Return whether an optimizer has a parameter of the model; true of one that has none or is not torch's."""
+    """Return whether an optimizer has a parameter of the model; true if it has no parameters or is not torch's."""
     held = [each for group in getattr(optimizer, "param_groups", ()) for each in group["params"]]
     own = {id(each) for each in model.parameters()}
     return not held or any(id(each) in own for each in held)

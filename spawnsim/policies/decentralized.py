@@ -1,6 +1,6 @@
 """`DecentralizedAveragingPolicy`: averaging in small groups, behind the call that all policies share.
 
-It knows models and one `DecentralizedAverager`; how groups form and average is the averager's business (`averaging`).
+It handles models and one `DecentralizedAverager`; `averaging` forms the groups and averages.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ ROLES = {"parameter": TensorRole.PARAMETER, "optimizer": TensorRole.OPTIMIZER}
 
 
 def infos_by_name(tensors: Tensors) -> list[CompressionInfo]:
-    """Return what compression may depend on: name, shape, dtype and role of each tensor of a model's state."""
+    """Return the inputs of the compression choice: name, shape, dtype and role of each tensor of a model's state."""
     return [
         CompressionInfo.from_tensor(tensor, name, ROLES.get(name.partition("/")[0], TensorRole.UNSPECIFIED))
         for name, tensor in tensors.items()
@@ -48,48 +48,48 @@ def infos_by_name(tensors: Tensors) -> list[CompressionInfo]:
 
 
 def _parameters_only(compression: Choices) -> Choices:
-    """Return the compression that leaves optimizer state as it is, unless it chooses tensor by tensor itself."""
+    """Return compression that keeps optimizer state exact, unless `compression` chooses per tensor itself."""
     if compression is None or isinstance(compression, (list, tuple, Mapping, CodecChoice)):
         return compression
     return RoleAdaptiveCompression(optimizer="none", default=compression)  # type: ignore[arg-type]
 
 
 class _ModelAverager(DecentralizedAverager):
-    """An averager of the tensors of a model, whose state for newcomers is all of model and optimizer."""
+    """An averager of a model's tensors; newcomers download the whole model and optimizer."""
 
     latest: tuple[int, torch.nn.Module, torch.optim.Optimizer]
 
     def get_current_state(self) -> State:
-        """Return ((iteration, names), tensors, their `CompressionInfo`s) of model and optimizer as they are now."""
+        """Return ((iteration, names), tensors, their `CompressionInfo`s) of the current model and optimizer."""
         iteration, model, optimizer = self.latest
         tensors = collect(model, optimizer, StateScope(optimizer_state="copy"))
         return (iteration, list(tensors)), list(tensors.values()), infos_by_name(tensors)
 
 
 class DecentralizedAveragingPolicy(SpawnPolicy):
-    """Every `average_every` iterations, average the model with a small group of ranks that look for one as well.
+    """Every `average_every` iterations, average the model with a small group of ranks that search at the same time.
 
     All keyword arguments of `DecentralizedAverager` apply (`target_group_size`, `matchmaking`, `compression`, …).
 
     Args:
         average_every: iterations between averagings.
-        prefix: of the averager; two policies on one group need two.
-        asynchronous: if true, a call begins a step and returns; the average is applied at the later call in which it
-            is there, as a delta, so that the training steps taken meanwhile survive. If false, a call waits for the
-            step, and goes on without an average if no group was found within `step_timeout` (default: of one search,
-            `min_matchmaking_time` + `request_timeout`, or the deadline if that is less). A rank that is left over waits
-            so long: let both times fit the time between averagings.
-        load_state: a rank that calls for the first time after iteration 0 downloads model and optimizer from the
-            best donor, and returns them with "loaded_from_peer" in `info`.
+        prefix: the averager's prefix; two policies on one group need two.
+        asynchronous: if true, a call begins a step and returns. A later call applies the average when it has arrived,
+            as a delta, so that training steps taken meanwhile are preserved. If false, a call waits for the step, and
+            continues without an average if no group was found within `step_timeout` (default: one search,
+            `min_matchmaking_time` + `request_timeout`, or the deadline if that is shorter). A rank without a group
+            waits for that time: choose both times to fit the time between averagings.
+        load_state: a rank whose first call is after iteration 0 downloads model and optimizer from the best donor, and
+            returns them with "loaded_from_peer" in `info`.
         travels: which parts of the state are averaged.
         weight: this rank's weight.
-        compression: of `DecentralizedAverager`. A name or codec leaves the optimizer's state as it is: a second moment
-            that is rounded makes steps of any size. Tensors have their names as keys, and roles.
+        compression: as in `DecentralizedAverager`. A name or codec keeps the optimizer's state exact: a rounded second
+            moment leads to steps of any size. The keys of tensors are their names, and they have roles.
 
-    `info` says besides the usual: "group_size", ranks that were averaged, this one included; "complete", whether all
-    of the group were, in all elements; "received", the share of this rank's elements that came back averaged;
-    "missing", how many ranks' values are not in all of them (the event "partial_average" names these, with the share
-    in which they are not). "donors" are the ranks that are in all of them.
+    Additional keys of `info`: "group_size", the number of averaged ranks, including this one; "complete", whether all
+    ranks of the group were averaged in all elements; "received", the share of this rank's elements that came back
+    averaged; "missing", the number of ranks whose values are missing from some elements (the event "partial_average"
+    names these ranks, with the share of missing elements). "donors" counts the ranks whose values are in all elements.
     """
 
     paper = "arXiv 2103.03239"
@@ -114,8 +114,8 @@ class DecentralizedAveragingPolicy(SpawnPolicy):
         self.num_averagings = self.num_partial = 0
         self.averager: _ModelAverager | None = None
         self._parameters = {"prefix": prefix, **averager, "compression": _parameters_only(averager.get("compression"))}
-        self._control: tuple[StepControl, float, int] | None = None  # step, when it began, bytes sent before
-        self._resumed = False  # a checkpoint was taken up, so nothing is to be downloaded
+        self._control: tuple[StepControl, float, int] | None = None  # step, its start time, bytes sent before
+        self._resumed = False  # loaded from a checkpoint, so no download
         self.idle_info |= {"group_size": 0, "received": 0.0, "complete": False, "missing": 0}
 
     def act(
@@ -127,17 +127,17 @@ class DecentralizedAveragingPolicy(SpawnPolicy):
         comm: Comm,
         info: Info,
     ) -> ModelAndOptimizer:
-        """Average with a group if this iteration is due; serve others in any case."""
+        """Average with a group if this iteration is due; serve other ranks in any case."""
         averager = self.averager
         if averager is None or averager.comm is not comm:
             averager = self._join(comm, iteration, model, optimizer, info)
         elif model is not averager.latest[1]:
             self._rebind(averager, model, optimizer)
         averager.latest = iteration, model, optimizer
-        averager.donor.priority = float(iteration)  # newcomers ask the rank that has come furthest
+        averager.donor.priority = float(iteration)  # newcomers ask the rank with the highest iteration
         averager.progress()
         self._finish(averager, info)
-        alone = comm.Get_size() == 1  # such as the last survivor: a search would use up its time
+        alone = comm.Get_size() == 1  # e.g. the last survivor: a search would wait until its time-out
         if self._control is None and self.cadence.due(iteration) and not alone:
             self._start(averager)
             if not self.asynchronous:
@@ -149,7 +149,7 @@ class DecentralizedAveragingPolicy(SpawnPolicy):
         self, comm: Comm, iteration: int, model: torch.nn.Module, optimizer: torch.optim.Optimizer, info: Info
     ) -> _ModelAverager:
         if self.averager is not None:
-            with suppress(WorldError):  # the group of before may have been revoked, since a rank of it has died
+            with suppress(WorldError):  # the previous group may be revoked, after the death of a rank
                 self.averager.shutdown(0.0)
         live = collect(model, optimizer, self.travels)
         averager = self.averager = _ModelAverager(
@@ -193,8 +193,8 @@ class DecentralizedAveragingPolicy(SpawnPolicy):
         self._control = (control, began_s, sent)
 
     def _search_s(self, averager: DecentralizedAverager) -> float:
-        # A rank that no group has room for may be late for a collective call, a checkpoint's or the last one, where all
-        # others wait for it. If it searched for the whole of the deadline, they would meet theirs first.
+        # A rank without a group may be late for a collective call (a checkpoint's, or the last one), in which all other
+        # ranks wait for it. If it searched for the whole deadline, theirs would expire first.
         settings = averager.settings
         one_s = settings.min_matchmaking_time + settings.request_timeout
         return averager.search_s() if settings.step_timeout is not None else min(averager.search_s(), one_s)
@@ -203,7 +203,7 @@ class DecentralizedAveragingPolicy(SpawnPolicy):
         return self._control is None or self._control[0].done()
 
     def _finish(self, averager: DecentralizedAverager, info: Info) -> None:
-        """Note the step's outcome, if it has ended; the averager has applied it already."""
+        """Record the outcome of a completed step; the averager has applied it already."""
         if self._control is None or not self._control[0].done():
             return
         (control, began_s, sent), self._control = self._control, None
@@ -225,17 +225,17 @@ class DecentralizedAveragingPolicy(SpawnPolicy):
         info.update(bytes=averager.endpoint.counts["bytes_sent"] - sent, wait_s=wait_s)
 
     def shutdown(self) -> None:
-        """Leave: cancel the step under way and take back declarations. Not collective; may be called twice."""
+        """Leave: cancel the step under way and withdraw declarations. Not collective; may be called twice."""
         super().shutdown()
         if self.averager is not None:
             self.averager.shutdown()
         self._control = None
 
     def drain(self) -> None:
-        """Wait for the step that is under way, and leave; see `SpawnPolicy.drain`."""
+        """Wait for the step under way, and leave; see `SpawnPolicy.drain`."""
         averager = self.averager
         if averager is not None and self._control is not None:
-            with suppress(WorldError):  # the group has lost a rank: its step has ended
+            with suppress(WorldError):  # the group has lost a rank, which ended its step
                 averager.engine.drive(self._arrived, self._search_s(averager))
             self._finish(averager, {})
         super().drain()

@@ -1,7 +1,8 @@
-"""`DecoupledDiLoCoPolicy`: learners that wait for nobody, and one rank that merges what has come, fragment by fragment.
+"""`DecoupledDiLoCoPolicy`: learners that never wait, and one rank that merges their differences, fragment by fragment.
 
-Source: Decoupled DiLoCo 2026 (arXiv 2604.21428). No collective call after the first meeting: learners may be slow, stop
-or die, and the others go on. The lowest rank that is there merges, beside its own training; if it dies, the next does.
+Source: Decoupled DiLoCo 2026 (arXiv 2604.21428). No collective call follows the first meeting: learners may be slow,
+stop or die, and the remaining ones continue. The lowest rank present merges, in parallel with its own training; if it
+dies, the next one merges.
 """
 
 from __future__ import annotations
@@ -27,17 +28,18 @@ from spawnsim.policies.state.layout import assign
 from spawnsim.policies.state.outer import FlatFloats, Fragment, OuterSGD, radial_directional_mean
 
 POLL_S = 1e-3  # between two attempts while another task of the rank merges
-LOOK_S = 0.25  # the longest time between two looks for deaths, and at whether to stop
-ANSWER_S = 5.0  # how long a checkpoint waits for answers to pushes that all have sent: they may be lost
-STEPS = 9  # so many of the latest steps tell a rank how long its own take
-# Who leaves tells so many of the lowest ranks: the next one to merge is among them, and tells all others. If each told
-# all, 1,000 ranks that end together would send a million messages. More than share a node, which may die as one.
+LOOK_S = 0.25  # longest time between two checks for deaths and for the stop flag
+ANSWER_S = 5.0  # longest wait of a checkpoint for answers to the pushes of all ranks: they may be lost
+STEPS = 9  # number of latest steps from which a rank takes its step time
+# A leaving rank notifies this many of the lowest ranks: the next merging rank is among them, and notifies all others.
+# If each leaving rank notified all, 1,000 ranks that end together would send a million messages. The number exceeds the
+# ranks of a node, which may die as one.
 HEIRS = 32
 
 
 @dataclass(slots=True)
 class Round:
-    """What has come for a fragment since it was merged last: by learner, its weight and its difference."""
+    """The pushes for a fragment since its last merge: weight and difference, by learner."""
 
     first_s: float = math.inf
     closes_s: float = math.inf
@@ -45,12 +47,13 @@ class Round:
 
 
 class Syncer:
-    """Merges the learners' differences into global weights; knows no communicator.
+    """Merges the learners' differences into global weights; independent of the communicator.
 
-    A round of a fragment closes when `quorum` learners have pushed and a grace window is over, or when all have.
+    A round of a fragment closes when `quorum` learners have pushed and a grace window has passed, or when all have
+    pushed.
 
-    It waits for all where fewer than the quorum remain. `window_s` maps the seconds that a quorum took to arrive to how
-    long more are awaited; differences of tensors whose names are `plain` take the plain mean.
+    If fewer ranks than the quorum remain, it waits for all of them. `window_s` maps the seconds that the quorum took to
+    the length of the grace window. Differences of tensors whose names are `plain` take the plain mean.
     """
 
     def __init__(
@@ -67,12 +70,12 @@ class Syncer:
         self.rounds = [Round() for _ in fragments]
 
     def push(self, place: int, learner: int, weight: float, delta: FlatFloats, now_s: float) -> None:
-        """Take a learner's difference; a second one before the fragment is merged replaces the first."""
+        """Store a learner's difference; a second one before the fragment is merged replaces the first."""
         self.rounds[place].pushes[learner] = weight, delta
         self.rounds[place].first_s = min(self.rounds[place].first_s, now_s)
 
     def merged(self, now_s: float, present: set[int]) -> list[tuple[int, list[int]]]:
-        """Merge what is due; return the fragments, with the learners that had a part in each."""
+        """Merge the fragments that are due; return them, with the learners that contributed to each."""
         found = []
         for place, round_ in enumerate(self.rounds):
             if not round_.pushes or len(round_.pushes) < min(self.quorum, len(present)):
@@ -96,23 +99,24 @@ class Syncer:
 
 
 class DecoupledDiLoCoPolicy(GlobalWeightsPolicy):
-    """Decoupled DiLoCo: fragments are pushed in turn, merged by quorum and grace, and overwritten when they come back.
+    """Decoupled DiLoCo: fragments are pushed in turn, merged by quorum and grace, and overwritten on their return.
 
     Each `average_every`/`fragments` iterations a rank pushes the next fragment's Θ − θ, with weight tokens²/steps, to
-    the lowest rank, and trains on. There a fragment is merged when `quorum` ranks have pushed it and a grace window of
-    grace·(overlap·step − seconds that the quorum took) is over: lengths by the radial, directions by the directional
-    mean. Whoever had a part gets the new Θ, and overwrites its fragment in its next call. Nobody waits for anybody, and
-    the dead are not counted on where deaths are told (virtual ranks, ULFM). For ranks that join, all call `recover()`.
+    the lowest rank, and continues training. The lowest rank merges a fragment when `quorum` ranks have pushed it and a
+    grace window of grace·(overlap·step − seconds that the quorum took) has passed: lengths by the radial mean,
+    directions by the directional mean. Each contributing rank receives the new Θ, and overwrites its fragment in its
+    next call. No rank waits. Dead ranks are removed if the backend reports deaths (virtual ranks, ULFM). When ranks
+    join, all ranks call `recover()`.
 
     Args:
         average_every: H, iterations in which each fragment has one turn; a multiple of `fragments`.
-        quorum: K, ranks that must have pushed a fragment before it is merged.
-        grace: γ, at least 0: how much of the time that is left the window takes.
-        overlap: τ, iterations in which a merge is to be done.
-        tokens: a step's number of tokens on this rank.
-        plain: name of a tensor → whether its differences take the plain mean; by default embeddings.
-        tag: of the messages; two policies at once need two.
-        how: `timing` and `options.OuterOptions`: P is `fragments`. The authors publish no outer learning rate and
+        quorum: K, number of ranks that must have pushed a fragment before it is merged.
+        grace: γ, at least 0: the share of the remaining time that the window takes.
+        overlap: τ, iterations within which a merge should complete.
+        tokens: tokens per step on this rank.
+        plain: maps a tensor's name to whether its differences take the plain mean; by default true for embeddings.
+        tag: tag of the messages; two policies on one communicator need two tags.
+        how: `timing` and `options.OuterOptions`; P is `fragments`. The authors publish no outer learning rate or
             momentum: the defaults are DiLoCo's.
     """
 
@@ -142,11 +146,11 @@ class DecoupledDiLoCoPolicy(GlobalWeightsPolicy):
         self.quorum, self.grace, self.overlap, self.tokens = int(quorum), grace, overlap, float(tokens)
         self.plain, self.tag = plain, tag
         self._learner: Learner | None = None
-        # What this rank has merged, if it was the one, on communicators of before.
+        # The fragments that this rank has merged, if it was the merging rank, on earlier communicators.
         self.merged: list[Fragment] = []
         self.pushed: dict[int, int] = {}  # by fragment, the iteration of its latest push
-        self.steps_s: list[float] = []  # how long the latest steps took
-        self.arrived: dict[int, int] = {}  # fragments that the model is to take over; of how many learners
+        self.steps_s: list[float] = []  # durations of the latest steps
+        self.arrived: dict[int, int] = {}  # fragments to copy into the model → number of learners
 
     def _join(self, comm: Comm, model: torch.nn.Module) -> bool:
         self._leave()
@@ -186,12 +190,12 @@ class DecoupledDiLoCoPolicy(GlobalWeightsPolicy):
             self.arrived[place] = donors
 
     def due(self, iteration: int) -> bool:
-        """Return whether a push is due: nobody waits for it, so one may come twice after a recovery."""
+        """Return whether a push is due: no rank waits for it, so a push may be repeated after a recovery."""
         return self.cadence.due(iteration)
 
     def _leave(self) -> None:
         if self._learner is not None:
-            # Nobody leaves for a checkpoint. Who was told so would leave all others out when they go on.
+            # At a checkpoint no rank leaves. A rank notified of a leave would exclude the sender afterwards.
             self.merged = self._learner.leave(tell=not self._draining)
             self._learner = None
 
@@ -208,24 +212,24 @@ class DecoupledDiLoCoPolicy(GlobalWeightsPolicy):
         self.steps_s = [float(each) for each in state.get("steps_s", ())]
 
     def drain(self) -> None:
-        """Wait for the answers to what all have pushed, and leave; see `SpawnPolicy.drain`."""
+        """Wait for the answers to all ranks' pushes, and leave; see `SpawnPolicy.drain`."""
         learner = self._learner
         if learner is not None:
-            with suppress(WorldError):  # a rank has died: the checkpoint's own calls say so
+            with suppress(WorldError):  # a rank has died: the checkpoint's own calls raise
                 learner.comm.Barrier()  # all have pushed
                 learner.settle(ANSWER_S)
                 self._take_over(learner)
-                learner.comm.Barrier()  # who merges, in the background, does so until all have their answers
+                learner.comm.Barrier()  # the merging rank serves in the background until all have their answers
         super().drain()
 
     def shutdown(self) -> None:
-        """Tell the others that this rank gives and merges no more. Waits for nobody; may be called twice."""
+        """Notify other ranks that this rank pushes and merges no more. Does not wait for them; may be called twice."""
         super().shutdown()
         self._leave()
 
 
 class Learner:
-    """One rank's part in a group: pushes, and what comes back; the syncer too, on the lowest rank that is there."""
+    """One rank's part in a group: its pushes and their answers; also the syncer, on the lowest rank present."""
 
     def __init__(self, policy: DecoupledDiLoCoPolicy, comm: Comm, fragments: list[Fragment]) -> None:
         self._policy, self._fragments, self.comm = policy, fragments, comm
@@ -237,9 +241,9 @@ class Learner:
             self.endpoint, self, poll_interval_s=POLL_S, background_wait_s=LOOK_S, death_check_s=LOOK_S
         )
         self._unanswered: set[int] = set()  # fragments
-        self.inbox: dict[int, tuple[Any, int]] = {}  # by fragment: new weights; how many learners were merged
-        self._stepped_s = math.nan  # when the latest step was over
-        self._left: set[int] = set()  # who has told that it leaves
+        self.inbox: dict[int, tuple[Any, int]] = {}  # by fragment: new weights, number of merged learners
+        self._stepped_s = math.nan  # end of the latest step
+        self._left: set[int] = set()  # ranks that announced their leave
         self._syncer: Syncer | None = None
         self._elect()
 
@@ -249,7 +253,7 @@ class Learner:
         return self.endpoint.counts["bytes_sent"] + self.endpoint.counts["bytes_received"]
 
     def _elect(self) -> None:
-        """Merge from now on, if this is the lowest rank; it begins with the global weights as it knows them."""
+        """Merge from now on if this is the lowest rank, starting from its copy of the global weights."""
         if self._syncer is None and self.rank == min(self.present):
             policy = self._policy
             own = policy.merged or [fragment.copy() for fragment in self._fragments]
@@ -257,7 +261,7 @@ class Learner:
                 own, policy.rule, quorum=policy.quorum, window_s=self._window_s, plain=policy.plain
             )
             self.engine.run_in_background()
-            if self._left:  # not all know
+            if self._left:  # not all ranks know
                 handover = Message(Kind.HANDOVER, 0, meta=sorted(self._left))
                 self.endpoint.send_all((rank, handover) for rank in self._others())
 
@@ -273,7 +277,7 @@ class Learner:
         return self._policy.grace * (self._policy.overlap * (median(steps_s) if steps_s else 0.0) - quorum_s)
 
     def step(self) -> None:
-        """Take note of a step, and of what has come."""
+        """Record a training step, and handle arrived messages."""
         now_s, before_s = self.comm.clock.now(), self._stepped_s
         if not math.isnan(before_s):
             self._policy.steps_s = [*self._policy.steps_s[1 - STEPS :], now_s - before_s]
@@ -287,12 +291,12 @@ class Learner:
         return taken
 
     def settle(self, timeout_s: float) -> None:
-        """Wait until what this rank has pushed has come back, for a time at most."""
+        """Wait until this rank's pushes are answered, for at most `timeout_s`."""
         self.engine.drive(lambda: self._unanswered <= self.inbox.keys(), timeout_s)
 
     def push(self, place: int, iteration: int, tokens: float) -> None:
-        """Send a fragment's difference to the rank that merges; not again while its answer may be on its way."""
-        if place in self._unanswered:  # once: the answer may be lost with the rank that merged
+        """Send a fragment's difference to the merging rank, unless its previous answer may still be under way."""
+        if place in self._unanswered:  # skip once: the answer may be lost with the merging rank
             self._unanswered.discard(place)
             return
         self._unanswered.add(place)
@@ -335,9 +339,9 @@ class Learner:
         return math.inf if self._syncer is None else self._syncer.wake_s()
 
     def leave(self, *, tell: bool) -> list[Fragment]:
-        """Stop, and tell those who must know, if wanted; return what this rank has merged, if it was the one."""
+        """Stop, and notify the possible successors if `tell`; return the fragments that this rank has merged."""
         told = self._others()[:HEIRS] if tell else []
-        # Revoked: the communicator has ended, and all who live know.
+        # Revoked: the communicator has ended, and all survivors know.
         with suppress(WorldError), self.engine.hold():
             self.endpoint.send_all((rank, Message(Kind.LEAVE, 0)) for rank in told)
         self.engine.stop(1.0)

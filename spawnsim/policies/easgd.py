@@ -16,7 +16,7 @@ from spawnsim.policies.state.outer import OuterSGD
 class EASGDPolicy(GlobalWeightsPolicy):
     """Elastic averaging SGD, synchronous: c ← c + α·Σ(θ_m − c) and θ ← θ − α·(θ − c), with α = moving_rate/ranks.
 
-    Every rank holds the same centre c, so that nobody is a server; one Allreduce a round.
+    Every rank holds the same centre c, so no rank is a server; one Allreduce per round.
 
     Args:
         average_every: τ, iterations from one round to the next.

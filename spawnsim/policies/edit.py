@@ -1,4 +1,4 @@
-"""`EDiTPolicy`: block by block, ranks that have moved far count little; every H steps, or by the clock (A-EDiT).
+"""`EDiTPolicy`: block by block, ranks that moved far weigh little; every H steps, or by the clock (A-EDiT).
 
 Source: Cheng et al. 2024, EDiT (arXiv 2412.07210), and its reference implementation.
 """
@@ -22,25 +22,26 @@ from spawnsim.policies.rules.merging import OutlierFilter, clip_scale, norm_soft
 from spawnsim.policies.state.layout import assign
 from spawnsim.policies.state.outer import Fragment
 
-PATIENCE = 10  # intervals for which a rank that has ended waits for the next round of the others
+PATIENCE = 10  # intervals for which a rank that has ended waits for the other ranks' next round
 
 
 class EDiTPolicy(GlobalWeightsPolicy):
-    """EDiT: Θ moves by Σ w_m·Δ_m with w = softmax(−‖Δ_m‖) for each block of the model, outliers left out.
+    """EDiT: Θ moves by Σ w_m·Δ_m with w = softmax(−‖Δ_m‖) for each block of the model, without outliers.
 
-    A block whose norm is an outlier among those of its own rank weighs nothing in that round; where all are outliers,
-    it goes back to Θ. What is merged is clipped in norm; then the outer optimizer, Nesterov's.
+    A block whose norm is an outlier among its own rank's norms has weight 0 in that round; if all are outliers, the
+    block returns to Θ. The merged difference is clipped in norm; then the outer optimizer (Nesterov) applies it.
 
-    By the clock (A-EDiT) a round is due `every_s` seconds after the last one, whatever a rank's iteration: fast ranks
-    take more steps, nobody waits longer than a step of the slowest. A rank whose training is over goes on with the
-    rounds in `shutdown`, without a part in them, until all have come there; each wait there ends after ten intervals.
-    As ranks come to a round in different iterations, the training loop must make no collective calls in between.
+    By the clock (A-EDiT), a round is due `every_s` seconds after the last one, whatever a rank's iteration: fast ranks
+    take more steps, and no rank waits longer than one step of the slowest. A rank that has finished training continues
+    to attend the rounds in `shutdown`, without contributing, until all ranks have finished; each of these waits ends
+    after ten intervals. As ranks reach a round in different iterations, the training loop must make no collective calls
+    in between.
 
     Args:
         average_every: H, iterations from one round to the next.
         every_s: seconds of `comm.clock` between rounds, in place of `average_every`; None counts iterations.
-        clip: the largest norm of a block's merged difference, above 0.
-        outliers: makes what judges the norms of a block; see `rules.merging.OutlierFilter`.
+        clip: largest norm of a block's merged difference, above 0.
+        outliers: creates the filter of a block's norms; see `rules.merging.OutlierFilter`.
         how: `lr`, `momentum`, `compression`, `feedback`, `travels`, `timing` as in `OuterOptimizerPolicy`.
     """
 
@@ -80,7 +81,7 @@ class EDiTPolicy(GlobalWeightsPolicy):
         if self.every_s is None:
             return self.due(iteration)
         comm = self.outer.comm
-        # Not by iterations: each rank has its own, and the k-th round of one is the k-th of all.
+        # Not by iterations: each rank has its own, and the k-th round of one rank is the k-th of all.
         return comm is not None and comm.clock.now() >= self._next_s
 
     def turn(
@@ -98,7 +99,7 @@ class EDiTPolicy(GlobalWeightsPolicy):
         return sum(broken)
 
     def _judged(self, place: int, broken: int) -> float:
-        """Return the norm of a block's difference; infinity for one that is to count nothing."""
+        """Return the norm of a block's difference; infinity for a block that must have weight 0."""
         if broken:
             return math.inf
         norm = self.outer.fragments[place].delta.norm()
@@ -111,7 +112,7 @@ class EDiTPolicy(GlobalWeightsPolicy):
         return norm
 
     def _merge(self, norms: list[float] | None) -> int:
-        """Move the global weights; None: this rank has nothing to give. Return the bytes sent, 0 if all have ended."""
+        """Update the global weights; None: no contribution. Return the bytes sent, 0 if all ranks have ended."""
         group = self.outer
         assert group.comm is not None
         size, rank = group.comm.Get_size(), group.comm.Get_rank()
@@ -141,7 +142,7 @@ class EDiTPolicy(GlobalWeightsPolicy):
 
     @property
     def stats(self) -> dict[str, float]:
-        """Outer steps, healed rounds, and blocks of this rank that were outliers."""
+        """Outer steps, healed rounds, and outlier blocks of this rank."""
         return {**super().stats, "num_outliers": self.num_outliers}
 
     def state_dict(self) -> dict[str, Any]:
@@ -156,7 +157,7 @@ class EDiTPolicy(GlobalWeightsPolicy):
             each.load(seen)
 
     def shutdown(self) -> None:
-        """Go on with the others' rounds until all have ended, if rounds are by the clock. May be called twice."""
+        """Attend the other ranks' rounds until all have ended, if rounds are by the clock. May be called twice."""
         super().shutdown()
         comm = self.outer.comm
         if self.every_s is None or comm is None or self._ended:

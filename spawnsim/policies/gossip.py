@@ -1,7 +1,7 @@
 """`GossipPolicy`: each rank averages with its neighbours on a graph, fixed or changing from round to round.
 
-Who and how much is a graph of `rules/graphs.py`, how it travels is `exchange/neighbours.py`. A call comes after the
-optimizer's step, so ranks adapt first and combine then: x_i ← Σ_j W_ij (x_j − γ g_j).
+A graph of `rules/graphs.py` defines the neighbours and their weights; `exchange/neighbours.py` transports the models. A
+call follows the optimizer's step, so ranks adapt first and then combine: x_i ← Σ_j W_ij (x_j − γ g_j).
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ from spawnsim.policies.state.layout import (
 )
 from spawnsim.policies.state.snapshot import allocator_for, device_of, laid_out, lay_out
 
-WEIGHT = "weight"  # what a rank's push-sum weight is called in a message
+WEIGHT = "weight"  # a message's name for a rank's push-sum weight
 
 
 class GossipPolicy(SpawnPolicy):
-    """Averaging with neighbours on a graph: D-PSGD, SGP and overlap SGP (push-sum), Gossip-PGA, by constants.
+    """Averaging with neighbours on a graph: D-PSGD, SGP and overlap SGP (push-sum), Gossip-PGA, by arguments.
 
-    A rank waits for its neighbours of the round alone, and no rank is special. Parameters and buffers of any dtype;
-    equal models stay equal to the bit (without push-sum).
+    A rank waits only for its neighbours of the round, and all ranks have the same role. Parameters and buffers may have
+    any dtype; equal models stay equal to the bit (without push-sum).
 
     | | arguments | source |
     |---|---|---|
@@ -49,21 +49,21 @@ class GossipPolicy(SpawnPolicy):
 
     Args:
         average_every: iterations from one round to the next.
-        graph: of `policies.graphs`, or any function of (ranks, round, seed) that returns a `Mixing`.
-        push_sum: carry a weight w with the numbers, x_i ← Σ_j p_ij x_j, w_i ← Σ_j p_ij w_j, and train on x/w: right
-            also where columns alone sum to 1, and with `delay`.
-        delay: rounds after which a message is taken in, so that messages travel while ranks compute; needs
-            push_sum.
-        global_every: each so many rounds the mean of all ranks is taken instead; None: never. Not with push_sum.
-        travels: which parts of the state are averaged; optimizers keep theirs.
+        graph: one of `policies.graphs`, or any function of (ranks, round, seed) that returns a `Mixing`.
+        push_sum: send a weight w with the values, x_i ← Σ_j p_ij x_j, w_i ← Σ_j p_ij w_j, and train on x/w: correct
+            also if only columns sum to 1, and with `delay`.
+        delay: rounds after which a message is added, so that messages travel while ranks compute; needs push_sum.
+        global_every: every `global_every` rounds take the mean of all ranks instead; None: never. Not with push_sum.
+        travels: which parts of the state are averaged; each rank keeps its own optimizer state.
         cadence: when, in place of `average_every`.
         timing: a dictionary to fill with durations in seconds, by step.
-        tag: of the messages; two policies at once need two.
+        tag: tag of the messages; two policies on one communicator need two tags.
 
     Raises:
-        ParameterError: an argument is out of range; in a round, on every rank: the graph's weights do not sum to 1.
+        ParameterError: an argument is out of range; or, in a round and on every rank, the graph's weights do not sum to
+            1.
         MismatchError: in the first round, on every rank, if the models of the group differ in name, dtype or shape.
-        Timeout: if a neighbour does not come within `comm.clock.deadline`; this rank's model is then unchanged.
+        Timeout: if a neighbour does not answer within `comm.clock.deadline`; this rank's model is then unchanged.
     """
 
     paper = "arXiv 1705.09056, 1811.10792, 2105.09080"
@@ -95,13 +95,13 @@ class GossipPolicy(SpawnPolicy):
             raise ParameterError(
                 f"global_every={global_every!r}: give rounds of at least 1, without push_sum"
             )
-        # A step counts for x, and so by 1/w for z: it may be larger than what the optimizer has made.
+        # A step applies to x, and so by a factor of 1/w to z: it may exceed the optimizer's step.
         if self.push_sum:
             self.promises = ("progress",)
         self.num_averagings = 0
         self._collect = Collector(self.travels)
-        self._met: Comm | None = None  # the communicator for which the following hold
-        self._resumed = False  # push-sum goes on from a checkpoint
+        self._met: Comm | None = None  # the communicator of the following attributes
+        self._resumed = False  # push-sum continues from a checkpoint
         self._device = CPU
         self._rounds: NeighbourRounds
         self._mean: GroupMean | None = None
