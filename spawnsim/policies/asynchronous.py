@@ -56,8 +56,7 @@ class WarmUp:
         return self.left <= 0
 
     def regroup(self, comm: Comm) -> None:
-        """Continue in a new group with the largest remaining count: a death may find the survivors at two different
-        steps.
+        """Continue in a new group with the largest remaining count: a death may find survivors at two steps.
 
         Collective if the policy has a warm-up.
         """

@@ -132,7 +132,7 @@ class GossipPolicy(SpawnPolicy):
         return model, optimizer
 
     def _meet(self, comm: Comm, live: Tensors) -> None:
-        """Begin on a group; collective. Messages under way on another one are lost, and push-sum begins anew."""
+        """Begin on a group; collective. Messages under way on the previous one are lost, and push-sum restarts."""
         self._layout = self._sum.layout(live) if self.push_sum else Layout.of(live)
         if self.global_every is not None:
             self._mean = GroupMean(comm, live)
@@ -147,12 +147,12 @@ class GossipPolicy(SpawnPolicy):
         self._met, self._resumed = comm, False
 
     def _gossip(self, comm: Comm, live: Tensors) -> tuple[int, int]:
-        """Take part in a round; return the number of donors, and bytes sent and received."""
+        """Execute a gossip round; return the number of donors, and bytes sent and received."""
         rank, device = comm.Get_rank(), self._device
         weights = self._weights(comm, self.num_averagings)
         to = [other for other, _ in weights.outgoing(rank)]
         sources = [other for other, _ in weights.incoming(rank)]
-        # A call that timed out has sent already: its round is finished first, with the weights as they are now.
+        # A call that timed out has already sent: its round is finished first, with the current weights.
         sent = self._sum.taken(live) if self.push_sum else live
         if self._rounds.under_way <= self.delay:
             self._rounds.begin(
@@ -168,8 +168,8 @@ class GossipPolicy(SpawnPolicy):
             own = self._weights(comm, self.num_averagings).own(rank)
             self._sum.mix(live, own, [(shares[other], tensors) for other, tensors in given.items()])
         else:
-            # Written last, so that a round which was not completed leaves the model as it was. `blend` starts from the
-            # first tensor and adds weighted differences: equal models stay equal to the bit.
+            # Written last, so that an incomplete round leaves the model unchanged. `blend` starts from the first tensor
+            # and adds weighted differences: equal models stay equal to the bit.
             row = [weights.own(rank), *(shares[other] for other in given)]
             rows = {name: [own, *(each[name] for each in given.values())] for name, own in live.items()}
             assign(live, {name: blend(values, row) for name, values in rows.items()})
@@ -192,7 +192,7 @@ class GossipPolicy(SpawnPolicy):
         self._met, self._resumed = None, True
 
     def drain(self) -> None:
-        """Take in the messages under way, before a checkpoint. See `SpawnPolicy.drain`."""
+        """Receive and add the messages under way, before a checkpoint. See `SpawnPolicy.drain`."""
         while self._met is not None and self._rounds.under_way:
             first = self.num_averagings - self._rounds.under_way
             weights = dict(self._weights(self._met, first).incoming(self._met.Get_rank()))
@@ -202,9 +202,9 @@ class GossipPolicy(SpawnPolicy):
 
 
 class PushSum:
-    """One rank's numerators x and weight w: the model holds z = x/w, on which gradients are taken.
+    """One rank's numerators x and weight w: the model holds z = x/w, at which gradients are computed.
 
-    The optimizer changes z by a step, which counts for x as it is: x ← x + (z − z_written) (Assran et al. 2019).
+    The optimizer changes z by a step, which applies to x unchanged: x ← x + (z − z_written) (Assran et al. 2019).
     """
 
     def __init__(self) -> None:
@@ -213,7 +213,7 @@ class PushSum:
         self._written: Tensors = {}
 
     def state(self) -> dict[str, Any]:
-        """Return what a checkpoint needs; its tensors are never changed in place."""
+        """Return the state for a checkpoint; its tensors are never changed in place."""
         return {"weight": self.weight, "numerators": {**self._numerators}, "written": {**self._written}}
 
     def load(self, state: dict[str, Any]) -> None:
@@ -227,7 +227,7 @@ class PushSum:
         self._numerators = {name: own + share * given[name] for name, own in self._numerators.items()}
 
     def layout(self, live: Tensors) -> Layout:
-        """Return what travels: the numerators in the type in which they are summed, and the weight."""
+        """Return the layout of a message: the numerators in their summation dtype, and the weight."""
         entries = [Entry(name, sum_dtype(t.dtype), tuple(t.shape)) for name, t in live.items()]
         return Layout([*entries, Entry(WEIGHT, torch.float64, ())])
 
@@ -235,7 +235,7 @@ class PushSum:
         self.weight, self._numerators, self._written = 1.0, {}, {}
 
     def taken(self, live: Tensors) -> Tensors:
-        """Return the tensors to send: the numerators with the steps that were taken since, and the weight."""
+        """Return the tensors to send: the numerators, including the steps since the last round, and the weight."""
         for name, tensor in live.items():
             wide = tensor.to(sum_dtype(tensor.dtype), copy=True)
             if name in self._written:  # steps since the last round
@@ -246,7 +246,7 @@ class PushSum:
         return {**self._numerators, WEIGHT: torch.tensor(self.weight, dtype=torch.float64)}
 
     def mix(self, live: Tensors, own: float, given: list[tuple[float, Tensors]]) -> None:
-        """Take the share that is kept and the shares that have arrived, and write z = x/w to the live tensors."""
+        """Combine this rank's own share with the arrived shares, and write z = x/w to the live tensors."""
         if all(without_data(tensor) for tensor in live.values()):
             return
         self.weight *= own

@@ -1,6 +1,6 @@
-"""`NoLoCoPolicy`: outer steps in random pairs, with momentum towards each other's weights; no collective at all.
+"""`NoLoCoPolicy`: outer steps in random pairs, with momentum towards each other's weights; no collectives.
 
-Source: Kolehmainen et al. 2025, NoLoCo (arXiv 2506.10911). Its published code runs heavy ball.
+Source: Kolehmainen et al. 2025, NoLoCo (arXiv 2506.10911). Its published code uses heavy ball.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from spawnsim.random import WORLD, generator
 
 
 def partner_of(rank: int, size: int, seed: int, iteration: int) -> int:
-    """Return with whom a rank is paired in an iteration; with itself if the number of ranks is odd and it is left.
+    """Return a rank's partner in an iteration; with an odd number of ranks, one rank is its own partner.
 
-    All ranks draw the same permutation and pair its neighbours, so nothing is agreed on by messages.
+    All ranks draw the same permutation and pair its neighbours, so no messages are needed to agree.
 
     >>> pairs = [partner_of(rank, 11, seed=7, iteration=50) for rank in range(11)]
     >>> all(pairs[pairs[rank]] == rank for rank in range(11)), sum(pairs[rank] == rank for rank in range(11))
@@ -34,15 +34,16 @@ def partner_of(rank: int, size: int, seed: int, iteration: int) -> int:
 
 
 class NoLoCoPolicy(GlobalWeightsPolicy):
-    """NoLoCo: each rank keeps slow weights φ of its own, and makes its outer step with one random partner.
+    """NoLoCo: each rank keeps its own slow weights φ, and makes its outer step with one random partner.
 
-    With means over the pair: m ← momentum·m + lr·mean(θ − φ) + pull·(mean(φ) − φ), φ ← φ + m, θ ← φ. A rank waits for
-    its partner alone. Ranks begin with the model of the lowest rank; where their number is odd, one is its own partner.
+    With means over the pair: m ← momentum·m + lr·mean(θ − φ) + pull·(mean(φ) − φ), φ ← φ + m, θ ← φ. A rank waits only
+    for its partner. All ranks start from the model of the lowest rank. If the number of ranks is odd, one is its own
+    partner.
 
     Args:
         average_every: H, iterations from one round to the next.
-        pull: γ, how strongly the slow weights of a pair draw near; None: as `lr`.
-        tag: of the messages; two policies at once need two.
+        pull: γ, strength of the pull between the slow weights of a pair; None: equal to `lr`.
+        tag: tag of the messages; two policies on one communicator need two tags.
         how: η and μ, as `lr` and `momentum`; `travels`, `cadence`, `timing` as in `OuterOptimizerPolicy`.
     """
 
@@ -79,7 +80,7 @@ class NoLoCoPolicy(GlobalWeightsPolicy):
         if partner != rank:
             requests = [comm.Irecv(as_memory(each.memory), partner, self.tag) for each in self._theirs]
             requests += [comm.Isend(as_memory(each.memory), partner, self.tag) for each in mine]
-            # An explicit deadline: a message that is lost for good ends in `Timeout`, and is no deadlock.
+            # An explicit deadline: a message that is permanently lost raises `Timeout` instead of causing a deadlock.
             with comm.clock.deadline(comm.clock.limit_s()):
                 for request in requests:
                     request.Wait()
@@ -90,7 +91,7 @@ class NoLoCoPolicy(GlobalWeightsPolicy):
         return healed
 
     def _move(self, fragment: Fragment, theirs: list[FlatFloats]) -> None:
-        """Move the slow weights; `theirs` are the partner's difference φ − θ, and its slow weights."""
+        """Update the slow weights; `theirs` are the partner's difference φ − θ, and its slow weights."""
         rows = zip(
             fragment.weights.rows, fragment.momentum.rows, fragment.delta.rows, *(each.rows for each in theirs),
             strict=True,

@@ -1,8 +1,8 @@
 """`OneSidedSelectiveAveragingPolicy`: each rank exposes its model in an RMA window; a replaced rank reads its donors'.
 
-It puts a cadence, a selection, rules for donors, a replacement and windows together (`exchange/snapshot_window.py` for
-models, `exchange/window_set.py` for metrics). Each rank decides about itself; no rank ever has to call at the same
-time as another, once the windows have been made.
+It combines a cadence, a selection, donor rules, a replacement and windows (`exchange/snapshot_window.py` for models,
+`exchange/window_set.py` for metrics). Each rank decides about itself. After the windows have been created, no rank has
+to call at the same time as another.
 """
 
 from __future__ import annotations
@@ -42,29 +42,30 @@ logger = logging.getLogger(__name__)
 
 
 class OneSidedSelectiveAveragingPolicy(SpawnPolicy):
-    """Selective averaging over windows: each rank decides about itself and takes its donors' snapshots.
+    """Selective averaging over windows: each rank decides about its own replacement and reads its donors' snapshots.
 
     Args:
-        model_builder: makes the fresh (model, optimizer) of a replaced rank; None overwrites its own in place.
-        model: with `group`, lets the constructor make the windows; else the first call does. Both are collective.
+        model_builder: creates the fresh (model, optimizer) of a replaced rank; None overwrites its own in place.
+        model: with `group`, lets the constructor create the windows; otherwise the first call does. Both are
+            collective.
         average_every: iterations between reports to the board, between snapshots, and in mode "worst_ratio" between
-            checks: half a period after each report a rank compares it with what the others reported at the same
-            iteration, later if the verdict hangs on ranks that have not come there yet (`rules/selection.py`). A
-            report that was made before a replacement is not judged after it.
-        threshold_metric: in mode "threshold", a rank that is worse is replaced; infinite means never.
-        replacement_ratio: in mode "worst_ratio", the share that is replaced, of those on the board.
+            checks. Half a period after each report, a rank compares it with the other ranks' reports of the same
+            iteration; it compares later if the verdict depends on ranks that are still before that iteration
+            (`rules/selection.py`). A report made before a replacement is not judged after it.
+        threshold_metric: in mode "threshold", a rank with a worse metric is replaced; infinite means never.
+        replacement_ratio: in mode "worst_ratio", the replaced share of the ranks on the board.
         averaging_strategy, momentum: as in `AsyncSelectiveAveragingPolicy`.
-        age_range: in mode "age", a rank is replaced every n + 1 calls, n drawn anew each time, uniformly over the
+        age_range: in mode "age", a rank is replaced every n + 1 calls, with n drawn anew each time, uniformly over the
             range, both ends included.
         replacement_mode: "age" or "threshold" (both checked at every call), or "worst_ratio".
-        group: spawnsim's, mpi4py's or torch's communicator.
+        group: a communicator of spawnsim, mpi4py or torch.
         cooldown: iterations for which a replaced rank is not replaced again by metric (None: `average_every`).
         cadence: when ranks report, in place of `average_every`.
-        windows: layout, how often to publish, deadlines.
+        windows: layout, publishing interval, deadlines.
         how: `donors`, `selection`, `mixing`, `mode`, `nan_policy` of `options.SelectionOptions`; `travels`, `explore`,
-            `compression`, `guard` of `options.TravelOptions`. By default half the group gives, 8 ranks at most.
-            Candidates have published a snapshot and have a finite metric, and except in mode "age" they are not being
-            replaced themselves. A `selection` is checked as in mode "worst_ratio".
+            `compression`, `guard` of `options.TravelOptions`. By default half the group donates, at most 8 ranks.
+            Candidates have published a snapshot and have a finite metric; except in mode "age", they are also not being
+            replaced themselves. A custom `selection` is checked as in mode "worst_ratio".
     """
 
     paper = "torchgfn"
@@ -72,9 +73,9 @@ class OneSidedSelectiveAveragingPolicy(SpawnPolicy):
     most_donors: ClassVar[int | None] = MOST_DONORS
     acts_in_every_call = True
     promises = ("range",)
-    # Of the class until they change: with 30 attributes of its own an instance takes 1.3 kB more (CPython).
+    # Class attributes until they change: with 30 own attributes an instance takes 1.3 kB more (CPython).
     unmatched: tuple[str, ...] = ()
-    _again = False  # a round that a checkpoint has cut
+    _again = False  # a round that a checkpoint interrupted
     _resumed_age: tuple[int, int] | None = None  # from a checkpoint: age and max_age
 
     option_types = (SelectionOptions, TravelOptions)
@@ -104,25 +105,25 @@ class OneSidedSelectiveAveragingPolicy(SpawnPolicy):
         self.age_range = check_age_range(age_range)
         self.total_iterations = 0
         self._donors = select.donors
-        self._group = group  # the one that a call without a group means
+        self._group = group  # default for calls without a group
         self._opened: OpenWindows | None = None
         self._age: Age | None = None
         self._last_replaced = -math.inf
         self._rounds = ReportRounds(self.average_every)
         self._expose = True
         self.idle_info["replacement_mode"] = replacement_mode
-        if not self._by_board:  # a rank that is judged by itself is judged in each call
+        if not self._by_board:  # a rank judged only by itself is judged in each call
             self.idle_info["replacement_check_every"] = 1
         if group is not None and model is not None:
             self.setup(group, model)
 
     def setup(self, group: Any, model: torch.nn.Module, optimizer: torch.optim.Optimizer | None = None) -> OpenWindows:
-        """Make the windows; collective over the group. The constructor or the first call does it if you do not.
+        """Create the windows; collective over the group. Otherwise the constructor or the first call creates them.
 
         Args:
-            group: the communicator: spawnsim's, mpi4py's or torch's.
-            model: whose tensors the windows are made for.
-            optimizer: of the model; needed where its state is exchanged.
+            group: a communicator of spawnsim, mpi4py or torch.
+            model: the model whose tensors determine the windows' layout.
+            optimizer: the model's optimizer; needed if its state is exchanged.
 
         Returns:
             The windows.
@@ -150,18 +151,18 @@ class OneSidedSelectiveAveragingPolicy(SpawnPolicy):
         *,
         expose_params: bool = True,
     ) -> Result:
-        """Take over from others if this rank is to be replaced; publish its own model if that is due.
+        """Take over other ranks' weights if this rank is to be replaced; publish its own model if that is due.
 
         Args:
-            iteration: of this rank's training loop, from 0.
-            model: as the latest optimizer step left it.
-            optimizer: of the model.
-            local_metric: how good the model is; None is reported as 0.
-            group: the communicator; None is the one of the constructor or of the latest call.
+            iteration: iteration of this rank's training loop, from 0.
+            model: the model after the latest optimizer step.
+            optimizer: the model's optimizer.
+            local_metric: this rank's metric; None is reported as 0.
+            group: the communicator; None selects the one of the constructor or of the latest call.
             expose_params: False publishes nothing in this call.
 
         Returns:
-            The model and optimizer to go on with, and what happened.
+            The model and optimizer to continue with, and the info mapping.
         """
         self._expose = expose_params
         group = group if group is not None else self._group
@@ -181,11 +182,11 @@ class OneSidedSelectiveAveragingPolicy(SpawnPolicy):
             opened = self.setup(self._group, model, optimizer)
         metric = 0.0 if metric is None else metric
         self.total_iterations += 1
-        # The order of what follows is what keeps a verdict about the weights that it is about. Where ranks are compared
-        # on the board, the report comes last: after a replacement the metric is of weights that are gone, so it is told
-        # to the others but never judged. Where a rank decides by its own metric or age alone, no verdict waits for the
-        # report, and it goes out first. A replaced rank publishes at once: the selection has just rejected the weights
-        # of its latest snapshot, and a reader that still takes them would bring them back.
+        # The order below ensures that a verdict applies to the weights that were measured. If ranks are compared on the
+        # board, the report comes last: after a replacement the metric belongs to discarded weights, so it is published
+        # but never judged. If a rank decides by its own metric or age alone, no verdict depends on the report, and it
+        # is sent first. A replaced rank publishes immediately: the selection has just rejected the weights of its
+        # latest snapshot, and a later reader would bring them back.
         first = not opened.board.reports
         due = first or self.cadence.due(iteration)
         if first or (due and not self._by_board):
@@ -208,7 +209,7 @@ class OneSidedSelectiveAveragingPolicy(SpawnPolicy):
     def _verdict(
         self, opened: OpenWindows, iteration: int, metric: float, *, due: bool
     ) -> tuple[ReportTable, int] | None:
-        """Return the board's lines, and at which iteration to compare, if this rank is to be replaced."""
+        """Return the board's lines and the iteration to compare at, if this rank is to be replaced."""
         rested = iteration - self._last_replaced >= self.cooldown
         if self._by_board:
             if not self._rounds.due(iteration, last=due):
@@ -226,15 +227,15 @@ class OneSidedSelectiveAveragingPolicy(SpawnPolicy):
         return (lines := opened.board.read(), lines.shared()) if replaced else None
 
     def is_agent_dying(self, local_metric: float, threshold_metric: float, check_policy: int = 0) -> bool:
-        """Tell whether a rank would be replaced; the policy itself asks this in mode "threshold".
+        """Return whether a rank would be replaced; in mode "threshold" the policy itself calls this.
 
         Args:
-            local_metric: of the rank.
-            threshold_metric: a worse metric than this means yes; an infinite one means no.
+            local_metric: the rank's metric.
+            threshold_metric: a metric worse than this means yes; an infinite threshold means no.
             check_policy: 0 decides by metric, 1 by this rank's age.
 
         Returns:
-            Whether it is to be replaced.
+            Whether the rank is to be replaced.
 
         Raises:
             ParameterError: `check_policy` is neither 0 nor 1.
@@ -277,10 +278,10 @@ class OneSidedSelectiveAveragingPolicy(SpawnPolicy):
     def _take(
         self, opened: OpenWindows, whose: ModelAndOptimizer, lines: ReportTable, reports: Reports
     ) -> tuple[list[Contribution], int]:
-        """Return the contributions of this rank's donors and their bytes; donors have finite metrics."""
+        """Return the contributions of this rank's donors, and their bytes; donors have finite metrics."""
         me, out = opened.comm.Get_rank(), {opened.comm.Get_rank()}
-        # A rank that is being replaced for its metric is no source of weights. One that is replaced for its age is: age
-        # says nothing of a model, and where all ranks are of one age there would be no donor at all.
+        # A rank that is being replaced for its metric does not donate. A rank replaced for its age does: age says
+        # nothing about a model, and if all ranks had the same age there would be no donor at all.
         if self._by_board or self.replacement_mode != "age":
             out |= self._selected(reports).union(lines.ranks[lines.busy].tolist())
         giving = reports.where(np.isfinite(reports.metrics) & ~np.isin(reports.ranks, [*out]))
@@ -295,22 +296,22 @@ class OneSidedSelectiveAveragingPolicy(SpawnPolicy):
 
     @property
     def replacement_mode(self) -> str:
-        """As given."""
+        """As given to the constructor."""
         return str(self.idle_info["replacement_mode"])
 
     @property
     def averaging_strategy(self) -> str:
-        """As given."""
+        """As given to the constructor."""
         return self.rules.strategy
 
     @property
     def momentum(self) -> float:
-        """As given."""
+        """As given to the constructor."""
         return self.replacement.momentum
 
     @property
     def mode(self) -> Mode:
-        """As given."""
+        """As given to the constructor."""
         return self.rules.mode
 
     @property
@@ -320,7 +321,7 @@ class OneSidedSelectiveAveragingPolicy(SpawnPolicy):
 
     @property
     def max_age(self) -> int:
-        """The age at which this rank is replaced; -1 before the windows are made."""
+        """The age at which this rank is replaced; -1 before the windows are created."""
         return self._age.max_age if self._age else -1
 
     @property
@@ -329,18 +330,18 @@ class OneSidedSelectiveAveragingPolicy(SpawnPolicy):
         return self.num_replacements
 
     def reset_age(self) -> None:
-        """Start the count of calls at 0, and draw the age of the next replacement."""
+        """Reset the count of calls to 0, and draw the age of the next replacement."""
         if self._age is not None:
             self._age.reset()
 
     @property
     def stats(self) -> dict[str, float]:
-        """Calls, replacements, and reads that failed: torn, missing, nothing."""
+        """Number of calls and replacements, and failed reads: torn, missing, nothing."""
         counts = self._opened.snapshots.counts if self._opened else {}
         return {"total_iterations": self.total_iterations, "num_replacements": self.num_replacements, **counts}
 
     def shutdown(self) -> None:
-        """Free the windows once all ranks have come; until then those that still train read this rank's snapshot."""
+        """Free the windows once all ranks have arrived; until then, training ranks can read this rank's snapshot."""
         self._closed()
         opened, self._opened = self._opened, None
         if opened is not None and self._by_board:

@@ -1,6 +1,6 @@
-"""Arguments that many policies share, each described once.
+"""Arguments that several policies share, each documented once.
 
-A constructor takes them as keywords, `**how`, and fills these objects with them: their fields are further arguments of
+A constructor takes them as keywords, `**how`, and fills these objects with them. Their fields are further arguments of
 the policy (`SpawnPolicy.parameters` lists all).
 """
 
@@ -24,10 +24,10 @@ Second = TypeVar("Second")
 
 
 def split(how: dict[str, Any], first: type[First], second: type[Second]) -> tuple[First, Second]:
-    """Return an object of each kind, filled with the keywords that are its fields.
+    """Return an object of each class, filled with the keywords that match its fields.
 
     Raises:
-        TypeError: neither has a field of that name.
+        TypeError: neither class has a field of that name.
     """
     one, two = ([field.name for field in fields(cast("Any", kind))] for kind in (first, second))
     if unknown := how.keys() - {*one, *two}:
@@ -38,16 +38,16 @@ def split(how: dict[str, Any], first: type[First], second: type[Second]) -> tupl
 
 @dataclass(frozen=True, slots=True)
 class SelectionOptions:
-    """Who is replaced, and from whom: of policies that replace ranks.
+    """Options of policies that replace ranks: which ranks are replaced, and by which donors.
 
     Args:
-        donors: a donor rule, or a number of donors drawn uniformly from the survivors (share if float; 1.0: all). By
-            default the best alone for "best_only", which then gives to all replaced ranks; else a number that keeps
-            traffic from growing with the square of the group.
-        selection: your own rule in place of the named one.
-        mixing: your own weights of donors, from their metrics, in place of the named ones.
+        donors: a donor rule, or a number of donors drawn uniformly from the survivors (a share if float; 1.0: all). The
+            default for "best_only" is the single best rank, which donates to all replaced ranks; otherwise it is a
+            number that keeps traffic from growing with the square of the group.
+        selection: a custom rule in place of the named one.
+        mixing: custom weights of donors, from their metrics, in place of the named ones.
         mode: "max" if higher metrics are better, else "min".
-        nan_policy: what becomes of metrics that are not finite: "worst", "exclude" or "raise".
+        nan_policy: handling of metrics that are not finite: "worst", "exclude" or "raise".
     """
 
     donors: DonorRule | Count = None
@@ -60,9 +60,9 @@ class SelectionOptions:
         """Return the rules of a policy.
 
         Args:
-            named: the selection that its other arguments name.
-            strategy: how donors are weighed.
-            most: how many donors there are where nothing else is said; None: all.
+            named: the selection named by the policy's other arguments.
+            strategy: how donors are weighted.
+            most: the default maximum number of donors; None: no maximum.
 
         Returns:
             The rules.
@@ -79,15 +79,15 @@ class SelectionOptions:
 
 @dataclass(frozen=True, slots=True)
 class TravelOptions:
-    """What a replaced rank takes over, and how it travels.
+    """Options of a replacement: the parts of the state that a replaced rank takes over, and their transport.
 
     Args:
-        travels: which parts of the state are exchanged, and what becomes of the optimizer's, which is reset by default.
+        travels: which parts of the state are exchanged, and the handling of the optimizer's state (by default: reset).
         explore: called as `explore(model, optimizer, rng)` after each replacement of this rank.
-        compression: None; "float16" or "bfloat16": float32 and float64 parameters and buffers travel in that type
-            (out of its range: as they are); or another codec's name, or a codec. Sums stay in the models' types.
-        guard: leave out donors whose state holds a NaN, or an infinity that the replaced rank does not have there,
-            with an event "left_out" and a warning; if none is left, the rank goes on with its own weights.
+        compression: None; "float16" or "bfloat16": float32 and float64 parameters and buffers are sent in that type
+            (unchanged if out of its range); or the name of another codec, or a codec. Sums use the models' types.
+        guard: exclude donors whose state holds a NaN, or an infinity that the replaced rank lacks there, and record an
+            event "left_out" and a warning. If no donor remains, the rank keeps its own weights.
 
     Raises:
         ParameterError: `compression` is unknown.
@@ -104,12 +104,12 @@ class TravelOptions:
     def replacement(
         self, builder: ModelBuilder | None, strategy: str, momentum: float, rule: Rule
     ) -> Replacement:
-        """Return how a policy replaces a rank.
+        """Return the `Replacement` of a policy.
 
         Args:
-            builder: makes the fresh (model, optimizer) of a replaced rank, or None.
-            strategy: how donors are weighed.
-            momentum: the share of its own weights that a replaced rank keeps.
+            builder: creates the fresh (model, optimizer) of a replaced rank, or None.
+            strategy: how donors are weighted.
+            momentum: the share of a replaced rank's own weights that it keeps.
             rule: "replace" or "delta".
 
         Returns:
@@ -124,20 +124,20 @@ class TravelOptions:
 
 @dataclass(frozen=True, slots=True)
 class OuterOptions:
-    """How global weights move, and what travels for it: of policies with global weights.
+    """Options of policies with global weights: the outer optimizer, and the transport of differences.
 
     Args:
         lr: the outer learning rate.
         momentum: the outer momentum.
-        nesterov: torch.optim.SGD's; else heavy ball.
-        sign: move each weight by lr and the sign of the outer gradient.
-        clip: the largest magnitude of a number of the outer momentum.
-        fragments: into how many parts the model is cut, each with a turn of its own in `average_every` iterations;
-            0: one for each block, and all at once.
+        nesterov: Nesterov momentum as in torch.optim.SGD; otherwise heavy ball.
+        sign: change each weight by lr times the sign of the outer gradient.
+        clip: largest magnitude of an element of the outer momentum.
+        fragments: number of parts of the model, each with its own turn within `average_every` iterations; 0: one for
+            each block, all at once.
         fragmenter: "strided", "sequential", "greedy", or a function: see `rules.merging`.
-        compression: how differences travel: the name of a codec, or a codec; None sends them as they are, by Allreduce.
-        feedback: how much of what the codec left out is added to the next difference, from 0 to 1.
-        travels: which tensors have global weights. "reset" forgets the optimizer's state in each round.
+        compression: codec of the differences, by name or object; None sends them uncompressed, by Allreduce.
+        feedback: share of the codec's error that is added to the next difference, from 0 to 1.
+        travels: which tensors have global weights. "reset" resets the optimizer's state in each round.
 
     Raises:
         ParameterError: an argument is out of range.
@@ -163,6 +163,6 @@ class OuterOptions:
         """Return the outer optimizer.
 
         Returns:
-            It holds no state.
+            An optimizer without state.
         """
         return OuterSGD(self.lr, self.momentum, self.nesterov, self.sign, self.clip)

@@ -1,7 +1,7 @@
-"""`OuterOptimizerPolicy`: an outer optimizer moves global weights by the mean of how far the ranks have moved.
+"""`OuterOptimizerPolicy`: an outer optimizer moves global weights by the ranks' mean movement.
 
-FedAvg, BMUF, SlowMo, DiLoCo and MuLoCo are constants of this rule; SparseLoCo and DeMo those of its compressed form.
-`exchange/outer_group.py` communicates, `state/outer.py` holds the rule.
+FedAvg, BMUF, SlowMo, DiLoCo and MuLoCo are parameter settings of this rule; SparseLoCo and DeMo are settings of its
+compressed form. `exchange/outer_group.py` communicates, `state/outer.py` implements the rule.
 """
 
 from __future__ import annotations
@@ -33,17 +33,18 @@ from spawnsim.policies.state.snapshot import name_of
 
 
 class GlobalWeightsPolicy(SpawnPolicy):
-    """A policy whose ranks go on from global weights: what those policies share. Subclasses implement `turn`.
+    """Base class of policies whose ranks continue from global weights. Subclasses implement `turn`.
 
     Floating-point parameters (and buffers, if `travels` says so) have global weights, complex ones as pairs; all other
-    tensors are each rank's own. In its first call, or in `attach`, every rank takes over the model of the lowest rank.
+    tensors remain each rank's own. In its first call, or in `attach`, every rank takes over the model of the lowest
+    rank.
 
     Args:
         average_every: iterations from one round to the next.
-        rule: the outer optimizer, in place of the one that `how` names.
+        rule: the outer optimizer, in place of the one specified by `how`.
         cadence: when a round is due, in place of `average_every`; the same on all ranks.
         timing: a dictionary to fill with durations in seconds, by step.
-        how: further arguments, see `options.OuterOptions`; `usual` of a class has its defaults.
+        how: further arguments, see `options.OuterOptions`; the class attribute `usual` has their defaults.
 
     Attributes:
         outer: the group: `comm`, `live(model)`, its `fragments` and their `mean`; docs/policies.md shows their use.
@@ -60,7 +61,7 @@ class GlobalWeightsPolicy(SpawnPolicy):
 
     option_types = (OuterOptions,)
     usual: ClassVar[OuterOptions] = OuterOptions()
-    refused: ClassVar[tuple[str, ...]] = ()  # arguments that have no meaning in a class
+    refused: ClassVar[tuple[str, ...]] = ()  # arguments that the class does not support
 
     def __init__(
         self,
@@ -96,10 +97,10 @@ class GlobalWeightsPolicy(SpawnPolicy):
         self.num_rounds = self.num_healed = 0
 
     def attach(self, model: torch.nn.Module, group: Any) -> None:
-        """Begin before training, with the model as it is then; else the first call does it. Collective.
+        """Begin before training, with the current model; otherwise the first call does so. Collective.
 
         Args:
-            model: takes over the lowest rank's weights.
+            model: receives the lowest rank's weights.
             group: as in the policy's call.
         """
         self._join(self._bound(group), model)
@@ -113,7 +114,7 @@ class GlobalWeightsPolicy(SpawnPolicy):
         comm: Comm,
         info: Info,
     ) -> ModelAndOptimizer:
-        """Meet the group if it is new; take the policy's turn if there is anything to do."""
+        """Meet the group if it is new; execute the policy's turn if wanted."""
         if self.outer.comm is not comm and self._join(comm, model):
             return model, optimizer
         if self.wanted(iteration):
@@ -128,8 +129,8 @@ class GlobalWeightsPolicy(SpawnPolicy):
         return model, optimizer
 
     def _join(self, comm: Comm, model: torch.nn.Module) -> bool:
-        # What was under way in a group that has ended is lost, and its global weights have not moved. What had come,
-        # before a checkpoint, has come to all that have taken as many steps.
+        # Means under way in a group that has ended are lost, and its global weights are unchanged. Means that arrived
+        # before a checkpoint have arrived on all ranks with the same number of outer steps.
         before = self.outer.steps
         self._drop_means(come=False)
         fresh = self.outer.meet(comm, model, newcomers_only=self.newcomers_only)
@@ -138,38 +139,38 @@ class GlobalWeightsPolicy(SpawnPolicy):
         return fresh
 
     def _drop_means(self, *, come: bool) -> None:
-        """Forget the means that are under way, and those that have `come` as well; for a policy that keeps any."""
+        """Drop the means under way, and with `come` also the arrived ones; for policies that keep means."""
 
     def wanted(self, iteration: int) -> bool:
-        """Return whether `turn` is to be called: for a round that is due, or other work of a subclass."""
+        """Return whether to call `turn`: for a round that is due, or for other work of a subclass."""
         return self.due(iteration)
 
     def due(self, iteration: int) -> bool:
-        """Return whether a round is due; one that the group has been through is not gone through again."""
+        """Return whether a round is due; a round that the group has completed is not repeated."""
         return self.cadence.due(iteration) and iteration > self.outer.last
 
     def place_at(self, iteration: int) -> int:
-        """Return which fragment has its turn in an iteration that is due."""
+        """Return the fragment that has its turn in an iteration that is due."""
         return (iteration // self.period - 1) % max(self.fragments, 1)
 
     def turn(
         self, iteration: int, model: torch.nn.Module, optimizer: torch.optim.Optimizer, info: Info
     ) -> int:
-        """Do what is wanted: usually read the difference, take its mean, make an outer step, write the model.
+        """Execute a turn: usually read the difference, take its mean, make an outer step, write the model.
 
         Args:
             iteration: as in the call.
-            model: of this rank, to be changed in place.
-            optimizer: of the model.
+            model: this rank's model, to be changed in place.
+            optimizer: the model's optimizer.
             info: to be filled in; `stepped` does so for an outer step.
 
         Returns:
-            How many of this rank's numbers were not finite.
+            The number of this rank's elements that were not finite.
         """
         raise NotImplementedError(f"{type(self).__name__}: define turn()")
 
     def stepped(self, iteration: int, info: Info, nbytes: int) -> None:
-        """Take note of an outer step that is done."""
+        """Record a completed outer step."""
         group = self.outer
         assert group.comm is not None
         group.stepped(iteration)
@@ -185,7 +186,7 @@ class GlobalWeightsPolicy(SpawnPolicy):
 
     @property
     def stats(self) -> dict[str, float]:
-        """Outer steps so far, and rounds to which this rank brought numbers that were not finite."""
+        """Outer steps so far, and rounds in which this rank had elements that were not finite."""
         return {"num_rounds": self.num_rounds, "num_healed": self.num_healed}
 
     def state_dict(self) -> dict[str, Any]:
@@ -199,19 +200,19 @@ class GlobalWeightsPolicy(SpawnPolicy):
 
 
 class OuterOptimizerPolicy(GlobalWeightsPolicy):
-    """FedAvg, BMUF, SlowMo, DiLoCo, MuLoCo, SparseLoCo, DeMo: an outer optimizer on the mean movement of all ranks.
+    """FedAvg, BMUF, SlowMo, DiLoCo, MuLoCo, SparseLoCo, DeMo: an outer optimizer on the ranks' mean movement.
 
-    Every `average_every` iterations: Δ = mean of Θ − θ over the group; the outer optimizer takes Δ for its gradient and
-    moves Θ; every rank goes on from θ = Θ, with its own inner optimizer's state. Class methods give the published
-    constants. A rank that brings a number that is not finite has not moved there, gets the others', records an event
-    "healed", and forgets its optimizer's state if that is not finite either.
+    Every `average_every` iterations: Δ = mean of Θ − θ over the group; the outer optimizer uses Δ as its gradient and
+    updates Θ; every rank continues from θ = Θ, with its own inner optimizer's state. Class methods provide the
+    published constants. An element that is not finite on a rank counts as not moved there. The rank receives the other
+    ranks' value, records an event "healed", and resets its optimizer's state if that is not finite either.
 
     Args:
-        average_every: H, iterations from one outer step to the next. In iteration 0 (or in `attach`) ranks begin
-            together, with the model of the lowest rank.
-        inner_lr: the outer optimizer sees Δ/γ and steps by lr·γ, γ being the inner optimizer's learning rate of the
-            moment (of its first group), as SlowMo has it. The same as without, while γ stays what it is.
-        how: `cadence`, `timing` and `options.OuterOptions`, but no fragments.
+        average_every: H, iterations from one outer step to the next. In iteration 0 (or in `attach`) all ranks start
+            from the model of the lowest rank.
+        inner_lr: the outer optimizer sees Δ/γ and steps by lr·γ, where γ is the current learning rate of the inner
+            optimizer (of its first group), as in SlowMo. Without effect while γ is constant.
+        how: `cadence`, `timing` and `options.OuterOptions`, except fragments.
     """
 
     paper = "arXiv 1602.05629, 1910.00643, 2311.08105, 2505.23725"
@@ -244,7 +245,7 @@ class OuterOptimizerPolicy(GlobalWeightsPolicy):
 
     @classmethod
     def bmuf(cls, average_every: int, **how: Any) -> Self:
-        """Return blockwise model-update filtering (Chen and Huo 2016): heavy ball; they take momentum 1 − 1/ranks."""
+        """Return blockwise model-update filtering (Chen and Huo 2016): heavy ball; their momentum: 1 − 1/ranks."""
         return cls(average_every, **{"lr": 1.0, "momentum": 0.9, "nesterov": False} | how)
 
     @classmethod
@@ -265,15 +266,15 @@ class OuterOptimizerPolicy(GlobalWeightsPolicy):
 
     @classmethod
     def sparseloco(cls, average_every: int = 30, **how: Any) -> Self:
-        """Return SparseLoCo (Sarfi et al. 2025): the 64 largest of 4,096 by 2 bits, feedback 0.95, plain outer SGD."""
+        """Return SparseLoCo (Sarfi et al. 2025): the 64 largest of 4,096 in 2 bits, feedback 0.95, plain outer SGD."""
         sparse: dict[str, Any] = {"compression": TopK(4096, 64, LowBit(2)), "feedback": 0.95}
         return cls(average_every, **{"lr": 0.4, "momentum": 0.0, "nesterov": False} | sparse | how)
 
     @classmethod
     def demo(cls, lr: float, *, chunk: int = 64, keep: int = 32, decay: float = 0.999, **how: Any) -> Self:
-        """Return DeMo (Peng et al. 2024): in every step the largest cosine coefficients of decaying momentum, signed.
+        """Return DeMo (Peng et al. 2024): in every step, the largest cosine coefficients of decaying momentum, signed.
 
-        The inner optimizer is plain SGD, and its learning rate does not matter: m ← decay·m + g, what is sent is
+        The inner optimizer is plain SGD, and its learning rate has no effect: m ← decay·m + g, the sent part is
         subtracted, Θ ← Θ − lr·sign(mean).
         """
         constants: dict[str, Any] = {"momentum": 0.0, "nesterov": False, "sign": True, "feedback": decay}

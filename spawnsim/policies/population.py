@@ -1,7 +1,7 @@
-"""Populations: `PopulationBasedTrainingPolicy` (exploit and explore), and model soups when training is over.
+"""Populations: `PopulationBasedTrainingPolicy` (exploit and explore), and model soups after training.
 
-PBT is selective replacement (`selective.py`) with a donor among the best, the donor's settings, and others tried from
-there. Populations that are drawn together a little, and stay diverse, need no policy of their own: PAPA is
+PBT is selective replacement (`selective.py`) with one of the best ranks as donor: the replaced rank takes over the
+donor's settings and then varies them. Weakly coupled populations that stay diverse need no separate policy: PAPA is
 `AverageAllPolicy(10, momentum=0.99)`, without waiting `AsyncModelAveragePolicy(share=0.01)`, in pairs
 `GossipPolicy(graph=random_pairs)`.
 """
@@ -35,15 +35,16 @@ Draw = Callable[[np.random.Generator], float]
 
 @dataclass(frozen=True, slots=True)
 class Perturb:
-    """Explore: each setting is drawn anew with some probability, else multiplied by one of a few factors.
+    """Explore: redraw each setting with some probability, otherwise multiply it by one of a few factors.
 
     Args:
-        settings: names of settings of the optimizer's parameter groups, with how to draw them; None: never drawn.
-        factors: all equally likely.
+        settings: names of settings of the optimizer's parameter groups, with the functions that draw them; None: never
+            drawn.
+        factors: the factors, all equally likely.
         resample: probability of a new draw.
 
     Raises:
-        ParameterError: `resample` is no probability, or there are no factors.
+        ParameterError: `resample` is not a probability, or there are no factors.
     """
 
     settings: Mapping[str, Draw | None] = field(default_factory=lambda: {"lr": None})
@@ -59,7 +60,7 @@ class Perturb:
     def __call__(
         self, model: torch.nn.Module, optimizer: torch.optim.Optimizer, rng: np.random.Generator
     ) -> None:
-        """Change the settings of an optimizer in place; all parameter groups alike."""
+        """Change the settings of an optimizer in place, equally in all parameter groups."""
         for key, draw in self.settings.items():
             again, factor = rng.random() < self.resample, float(rng.choice(self.factors))
             drawn = draw(rng) if draw is not None and again else None
@@ -68,19 +69,19 @@ class Perturb:
 
 
 class PopulationBasedTrainingPolicy(AsyncSelectiveAveragingPolicy):
-    """Population based training: the worst take over weights and settings of one of the best, and explore from there.
+    """Population based training: the worst ranks take over weights and settings of one of the best, and explore.
 
-    No rank waits for another, as in `AsyncSelectiveAveragingPolicy`, which this is with other rules. A metric that is
-    not finite counts as the worst, and a donor whose weights are not finite is left out, so that NaN does not spread.
-    Who took over from whom is in the events "replacement" (`spawnsim plot` draws them, `replay` takes them again), and
-    the settings that a rank went on with in "explored". Source: Jaderberg et al. 2017; defaults of Ray Tune.
+    No rank waits for another; this is `AsyncSelectiveAveragingPolicy` with other rules. A metric that is not finite
+    counts as the worst, and a donor whose weights are not finite is excluded, so that NaN does not spread. The events
+    "replacement" record replaced ranks and donors (`spawnsim plot` draws them, `replay` repeats them), and the events
+    "explored" record the new settings of a replaced rank. Source: Jaderberg et al. 2017; defaults of Ray Tune.
 
     Args:
         average_every: iterations from one decision to the next.
-        quantile: share of the ranks that are replaced, and of those that they take over from; at most one half.
-        exploit: (selection, donors): who is replaced, and from whom; by default the worst and one of the best quantile.
-        explore: called as `explore(model, optimizer, rng)` after a rank has taken over.
-        settings: names of the optimizer's settings that are taken over; by default those that `explore` changes.
+        quantile: share of the ranks that are replaced, and share of the ranks that donate; at most one half.
+        exploit: (selection, donors); by default the worst quantile is replaced, each rank by one of the best quantile.
+        explore: called as `explore(model, optimizer, rng)` after a replacement.
+        settings: names of the optimizer's settings to take over; by default the settings that `explore` changes.
         burn_in: iterations before the first decision.
         how: `mode`, `nan_policy`, `compression`, `guard`, `wiring`, `timing` as in `AsyncSelectiveAveragingPolicy`.
 
@@ -106,7 +107,7 @@ class PopulationBasedTrainingPolicy(AsyncSelectiveAveragingPolicy):
         explore = explore if explore is not None else Perturb()
         if settings is None:
             settings = tuple(explore.settings) if isinstance(explore, Perturb) else ()
-        # Candidates are those that are not replaced: the best quantile of all is a larger share of them.
+        # Only ranks that are not replaced are candidates: the best quantile of all ranks is a larger share of them.
         selection, donors = exploit or (None, OneOfBest(quantile / (1 - quantile), how.get("mode", "max")))
         self._settings = settings
         super().__init__(
@@ -126,10 +127,10 @@ class PopulationBasedTrainingPolicy(AsyncSelectiveAveragingPolicy):
 
 # -------------------------------------------------------------------------------------------------------------- soups
 def uniform_soup(model: torch.nn.Module, comm: Comm) -> None:
-    """Replace the models of a group by their mean, all buffers included; what is not finite is left out.
+    """Replace the models of a group by their mean, including all buffers; elements that are not finite are ignored.
 
     Args:
-        model: of this rank; changed in place.
+        model: this rank's model; changed in place.
         comm: the group; collective.
 
     Raises:
@@ -146,19 +147,19 @@ def greedy_soup(
     *,
     mode: Mode = "max",
 ) -> list[int]:
-    """Replace the models of a group by the mean of some: the best first, then each with which the mean is no worse.
+    """Replace the models of a group by the mean of some: the best, then each that does not worsen the mean.
 
-    A model whose metric is not finite is never in. Source: Wortsman et al. 2022.
+    A model whose metric is not finite is never included. Source: Wortsman et al. 2022.
 
     Args:
-        model: of this rank; changed in place.
+        model: this rank's model; changed in place.
         comm: the group; collective.
-        evaluate: tells how good a model is; all ranks must find the same of the same model, so give held-out data. The
-            group's rank 0 decides.
+        evaluate: returns a model's metric. It must return the same for the same model on all ranks, so use held-out
+            data. The group's rank 0 decides.
         mode: "max" if higher is better, else "min".
 
     Returns:
-        The ranks in the soup, in the order in which they were taken; on all ranks.
+        The ranks in the soup, in the order in which they were added; on all ranks.
     """
     live = as_real(collect(model, None, StateScope()))
     own = float(goodness(as_metric(evaluate(model)), mode))
@@ -169,8 +170,8 @@ def greedy_soup(
     taken: list[int] = []
     best, kept = -math.inf, mine
     for rank in order:
-        # What one rank holds goes to all: each then has the same soup, and no rank needs more than two models. Laid out
-        # in a row, or the bytes that arrive would be those of a copy.
+        # Each rank's model is broadcast: all ranks then have the same soup, and no rank needs more than two models. The
+        # clones are contiguous, because otherwise the bytes would be received into a copy.
         given = {name: tensor.clone(memory_format=torch.contiguous_format) for name, tensor in mine.items()}
         for tensor in given.values():
             comm.Bcast(_bytes(tensor), rank)

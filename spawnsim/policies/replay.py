@@ -1,7 +1,7 @@
-"""A recorded run's decisions, taken again: same ranks, same iterations, same donors, same snapshots, same weights.
+"""A recorded run's decisions, repeated: same ranks, same iterations, same donors, same snapshots, same weights.
 
-It reads "replacement" events, decides nothing and compares no metric: where the recorded run did not wait, a replay
-does, so it works on any backend and gives the same parameters wherever the training itself does.
+It reads "replacement" events, makes no decisions and compares no metrics. Where the recorded run did not wait, a replay
+waits, so it works on any backend and gives the same parameters wherever the training itself is reproducible.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ TAG = 7003
 
 @dataclass(frozen=True, slots=True)
 class RecordedReplacement:
-    """One recorded replacement; ranks are those of the whole run."""
+    """One recorded replacement; ranks are ranks of the whole run."""
 
     iteration: int
     round: int
@@ -50,7 +50,7 @@ class RecordedReplacement:
 
     @classmethod
     def of(cls, event: Mapping[str, Any], replacement: Replacement) -> RecordedReplacement:
-        """Return the replacement of one event, carried out as it says, with the given builder and explorer."""
+        """Return the replacement of one event, with the event's options and the given builder and explorer."""
         try:
             travels = replace(replacement.travels, optimizer_state=event["optimizer_state"])
             how: dict[str, Any] = {name: event[name] for name in ("strategy", "momentum", "rule")}
@@ -70,27 +70,27 @@ def replay(
     events: Iterable[Mapping[str, Any]], model_builder: ModelBuilder | None = None, *, explore: Explore | None = None,
     travels: StateScope | None = None, compression: str | Codec | None = None,
 ) -> ReplayPolicy:  # fmt: skip
-    """Make a policy that takes recorded decisions again.
+    """Create a policy that repeats recorded decisions.
 
     Args:
-        events: of `Run.events`, or the lines of an events.jsonl.
+        events: events of `Run.events`, or the lines of an events.jsonl.
         model_builder: the recorded run's.
         explore: the recorded run's.
-        travels: the recorded run's; what becomes of the optimizer's state is in the events.
-        compression: the recorded run's, if it was a codec of your own; the name of any other is in the events.
+        travels: the recorded run's; the events define the handling of the optimizer's state.
+        compression: the recorded run's, if it was a custom codec; the events contain the name of any other codec.
 
     Returns:
-        The policy, to be called as the recorded one was.
+        The policy, to be called like the recorded one.
 
     Raises:
-        UsageError: a replacement in the events was not recorded by a policy of spawnsim.
+        UsageError: a replacement in the events was not recorded by one of spawnsim's policies.
     """
     replacement = Replacement(model_builder, explore=explore, travels=travels or StateScope())
     return ReplayPolicy(events, replacement, compression)
 
 
 class ReplayPolicy(SpawnPolicy):
-    """Takes recorded decisions again; made by `replay`."""
+    """Repeats recorded decisions; created by `replay`."""
 
     def __init__(
         self,
@@ -133,8 +133,8 @@ class ReplayPolicy(SpawnPolicy):
         comm: Comm,
         info: Info,
     ) -> ModelAndOptimizer:
-        # Give what was given at this iteration, and take over what was taken over, in the order of the recorded policy:
-        # in the two-sided one donors give before a replacement of their own, in the one-sided one after it.
+        # Repeat this iteration's sends and replacements in the order of the recorded policy: in the two-sided policy
+        # donors give before their own replacement, in the one-sided policy after it.
         me = comm.Get_group().members[comm.Get_rank()]
         self._give(comm, (me, iteration, "before"), model, optimizer)
         asking, due = self._asked.get((me, iteration)), self._due.get((me, iteration))
@@ -155,7 +155,7 @@ class ReplayPolicy(SpawnPolicy):
                 self._requests.append((comm.Isend(message, members.index(each.replaced), TAG), message))
 
     def _packing(self, me: int) -> Packer:
-        """Return what packs as this rank did."""
+        """Return a packer with this rank's recorded compression."""
         if self._packer is None:
             named = self._compressed.get(me)
             same = named == self._codec.name
@@ -186,11 +186,11 @@ class ReplayPolicy(SpawnPolicy):
         return new.model, new.optimizer
 
     def _receive(self, comm: Comm, donor: int, round_: int) -> Message:
-        """Return the donor's snapshot for a round, keeping those for other rounds that come before it."""
+        """Return the donor's snapshot for a round; keep earlier messages for other rounds."""
         status = Status()
         while (donor, round_) not in self._early:
-            # The recorded size is that of the tensors, not of the message, so each message is measured before it is
-            # received. A donor may have sent snapshots for other rounds first: they are kept until their time comes.
+            # The recorded size is the tensors' size, not the message's, so each message is measured before it is
+            # received. A donor may have sent snapshots for other rounds first: they are kept for later.
             cast("Any", comm).Probe(donor, TAG, status)
             buffer: Bytes = np.empty(status.Get_count(), np.uint8)
             comm.Recv(buffer, donor, TAG)
@@ -198,7 +198,7 @@ class ReplayPolicy(SpawnPolicy):
         return decode(self._early.pop((donor, round_)))
 
     def drain(self) -> None:
-        """Refuse: what is under way was given to ranks that take it at later iterations.
+        """Refuse: a snapshot under way is received only at a later iteration.
 
         Raises:
             UsageError: always.
@@ -208,7 +208,7 @@ class ReplayPolicy(SpawnPolicy):
         )
 
     def shutdown(self) -> None:
-        """Wait until all that was given has been taken; bounded by the communicator's deadline."""
+        """Wait until all sent snapshots have been received; bounded by the communicator's deadline."""
         self._closed()
         while self._requests:
             self._requests.pop()[0].Wait()

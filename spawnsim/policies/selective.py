@@ -1,7 +1,7 @@
-"""`AsyncSelectiveAveragingPolicy`: the worst ranks take over what better ones have learnt, and no rank waits.
+"""`AsyncSelectiveAveragingPolicy`: the worst ranks take over the weights of better ones, and no rank waits.
 
-It puts a cadence, rules (selection, donors, mixing), a replacement and an exchange together; the protocol is
-`exchange/protocol.py`, what a replacement does to a model is `exchange/replacement.py`.
+It combines a cadence, rules (selection, donors, mixing), a replacement and an exchange. `exchange/protocol.py`
+implements the protocol, and `exchange/replacement.py` the replacement of a model.
 """
 
 from __future__ import annotations
@@ -27,49 +27,49 @@ from spawnsim.policies.state.snapshot import Compression
 logger = logging.getLogger(__name__)
 
 
-COOLDOWN = 200  # where a threshold is given
+COOLDOWN = 200  # default with a threshold
 
 
 class AsyncSelectiveAveragingPolicy(SpawnPolicy):
     """Asynchronous selective averaging: the worst ranks take over others' models, and no call waits for another rank.
 
-    At each cadence ranks report their metric; a coordinating rank of the group names those to be replaced and their
-    donors; donors answer at their next call with a snapshot of their current model, and the replaced rank takes it over
-    at the first call after that.
+    At each cadence ranks report their metric. The coordinator, one rank of the group, selects the ranks to replace and
+    their donors. At their next call, donors send a snapshot of their current model. The replaced rank takes it over at
+    its first call after the snapshot has arrived.
 
-    Ranks are compared by what they give as `local_metric`: it must mean the same on all of them, such as an accuracy on
-    the same held-out data. The loss on a rank's own data tells how hard these are, not how good its model is.
+    Ranks are compared by their `local_metric`: it must have the same meaning on all ranks, such as an accuracy on the
+    same held-out data. The loss on a rank's own data measures how hard these data are, not how good the model is.
 
     Args:
-        model_builder: makes the fresh (model, optimizer) that a replaced rank goes on with; None overwrites its own.
+        model_builder: creates the fresh (model, optimizer) of a replaced rank; None overwrites its own.
         average_every: iterations between reports.
         replacement_ratio: share of the ranks replaced per round in mode "worst_ratio"; 0 replaces none.
         averaging_strategy: "mean", "weighted_mean" (better donors weigh more), "best_only" (the best of all survivors,
-            unless you name `donors`), or "reset_weights".
-        momentum: m in θ ← m·θ_own + (1 - m)·θ_new; so much of a rank that runs away stays, too.
+            unless `donors` is given), or "reset_weights".
+        momentum: m in θ ← m·θ_own + (1 - m)·θ_new; the same share of a diverging rank's weights is kept, too.
         poll_interval_s: seconds between polls while `shutdown` waits.
         threshold: in mode "worst_ratio", replace only if some rank is worse than this (None: always; infinite: never);
             in mode "threshold", replace exactly the ranks that are worse.
-        cooldown: iterations after a round with replacements in which no other is decided. By default 200 where a
-            threshold is given; without one every round replaces, as in the original.
+        cooldown: iterations after a round with replacements during which no further replacement is decided. The default
+            is 200 with a threshold; without one every round replaces, as in the original.
         timing: a dictionary to fill with durations in seconds, by step.
-        replacement_mode: "worst_ratio", "threshold" or "age" (a rank is replaced at the next report when its
-            age, drawn from `age_range`, both ends included, has run out).
+        replacement_mode: "worst_ratio", "threshold" or "age" (a rank is replaced at the first report after it reaches
+            its age, drawn from `age_range`, both ends included).
         cadence: when ranks report, in place of `average_every`.
-        rule: "replace": the replaced rank takes the donors' weights as they are, which heals it whatever has become of
-            its own. It loses the steps that it took since it asked, one or two as a rule. "delta" adds these, so a rank
-            that runs away brings its explosion back (steps that are not finite are dropped).
+        rule: "replace": the replaced rank takes the donors' weights unchanged, which heals it whatever its own weights
+            are. It loses the steps since its request, usually one or two. "delta" adds these steps, so a diverging rank
+            brings its divergence back (steps that are not finite are dropped).
         wiring: quorum, deadlines, coordinator, tag.
         how: `donors`, `selection`, `mixing`, `mode`, `nan_policy` of `options.SelectionOptions`; `travels`, `explore`,
-            `compression`, `guard` of `options.TravelOptions`. By default a replaced rank has at most 8 donors; more are
-            averaged in order of arrival, fewer in order of rank. (`spawnsim.torchgfn.spawn_policy` takes all survivors,
-            as the original does.)
+            `compression`, `guard` of `options.TravelOptions`. By default a replaced rank has at most 8 donors. Up to 8
+            are averaged in order of rank, more in order of arrival. (`spawnsim.torchgfn.spawn_policy` uses all
+            survivors, as the original does.)
     """
 
     paper = "torchgfn"
 
     most_donors: ClassVar[int | None] = MOST_DONORS
-    acts_in_every_call = True  # others may ask this rank for its model at any time
+    acts_in_every_call = True  # other ranks may request this rank's model at any time
     promises = ("range",)
 
     option_types = (SelectionOptions, TravelOptions)
@@ -99,7 +99,7 @@ class AsyncSelectiveAveragingPolicy(SpawnPolicy):
         self.averaging_strategy, self.momentum, self.mode = averaging_strategy, float(momentum), mode
         self.age_range = check_age_range(age_range)
         self.unmatched: tuple[str, ...] = ()
-        self._judged = self._finite = False  # whether a metric was ever given, and was a finite number
+        self._judged = self._finite = False  # whether a metric was ever given, and ever finite
         self._exchange: Exchange | None = None
         self._age: Age | None = None
         self._resume: dict[str, Any] = {}
@@ -115,8 +115,8 @@ class AsyncSelectiveAveragingPolicy(SpawnPolicy):
         comm: Comm,
         info: Info,
     ) -> ModelAndOptimizer:
-        # Report first, so that a coordinator decides with its own metric in the same call; then serve those that ask.
-        # Donors give what they have before a replacement of their own: the weights that were judged.
+        # Report first, so that a coordinator decides with its own metric in the same call; then serve requests. Donors
+        # send their weights before their own replacement: the weights that were judged.
         exchange = self._exchange
         if exchange is None or comm is not exchange.comm:
             exchange = self._join(comm)
@@ -124,20 +124,20 @@ class AsyncSelectiveAveragingPolicy(SpawnPolicy):
         expired = self._age.tick() if self._age is not None else False
         if metric is not None:
             self._judged, self._finite = True, self._finite or math.isfinite(metric)
-            cut = self._resume.pop("cut", None)  # the round that a checkpoint has cut
+            cut = self._resume.pop("cut", None)  # the round that a checkpoint interrupted
             if self.cadence.due(iteration):
                 exchange.report(iteration, iteration, metric, expired=expired)
             elif cut is not None:
                 exchange.report(cut, iteration, metric, expired=expired)
         outcome = exchange.serve(iteration, model, optimizer)
-        if exchange.assigned is not None:  # the donors have just been asked: later steps are this rank's own
+        if exchange.assigned is not None:  # the donors were asked just now: reference for later steps
             self._reference = (iteration, self.replacement.reference(model))
         if outcome is not None and (outcome.given or outcome.fresh_start):
             return self._take_over(exchange, outcome, info)
         return model, optimizer
 
     def _join(self, comm: Comm) -> Exchange:
-        """Begin on a communicator; another one than before (after a recovery) begins anew."""
+        """Begin on a communicator; a different one (after a recovery) starts from scratch."""
         travels, resume = self.replacement.travels, self._resume
         exchange = Exchange(
             comm, self.rules, self.wiring, travels=travels, cooldown=self.cooldown,
@@ -177,7 +177,7 @@ class AsyncSelectiveAveragingPolicy(SpawnPolicy):
         return new.model, new.optimizer
 
     def shutdown(self) -> None:
-        """Serve what was promised, and wait for all ranks of the group that still train. May be called twice."""
+        """Serve outstanding requests, and wait for all ranks of the group that still train. May be called twice."""
         self._closed()
         exchange, self._exchange = self._exchange, None
         if exchange is None or self._latest is None:
@@ -187,10 +187,10 @@ class AsyncSelectiveAveragingPolicy(SpawnPolicy):
         books, leave = exchange.coordinator, ShutdownDrain(exchange, *self._latest)
         left = leave(together=self._draining)
         if leave.unfinished.open or leave.unfinished.cut:
-            # Held again in the next call: else, with a checkpoint at each decision, no rank would ever be replaced.
+            # Repeated in the next call: with a checkpoint at each decision, no rank would ever be replaced otherwise.
             self._resume["cut"] = exchange.reported
             if leave.unfinished.cut and books is not None:
-                self._resume["last_trigger"] = books.trigger_before  # no cooldown for what was not carried out
+                self._resume["last_trigger"] = books.trigger_before  # no cooldown for a cut replacement
         if left:
             logger.warning(
                 "rank %d: shut down with %d messages under way: %s",
@@ -199,13 +199,13 @@ class AsyncSelectiveAveragingPolicy(SpawnPolicy):
         self._latest = None
 
     def _warn_if_idle(self, exchange: Exchange, last: int) -> None:
-        """Say what has kept this policy from acting in a run whose last iteration is `last`, if anything has."""
+        """Warn of whatever kept this policy from acting in a run whose last iteration is `last`, if anything did."""
         comm, books = exchange.comm, exchange.coordinator
         self.warn_if_never_due(last, comm)
         if not self._judged and last > 0:
             self.warn(comm, "it was given no local_metric: without one no rank is replaced")
         if self._judged and not self._finite and last > 0:
-            # One sentence for all of them; each rank's event names it.
+            # The same sentence on all ranks; each rank's event names the rank.
             sentence = "no finite local_metric was ever given on some ranks: they count as the worst, and do not donate"
             self.warn(comm, sentence, by=comm.Get_rank())
         if self.replacement_mode == "age":
@@ -216,7 +216,7 @@ class AsyncSelectiveAveragingPolicy(SpawnPolicy):
 
     @property
     def stats(self) -> dict[str, float]:
-        """Replacements, and what the protocol dropped: late, duplicate, missing and unreadable messages."""
+        """Replacements, and messages that the protocol dropped: late, duplicate, missing and unreadable ones."""
         stats: dict[str, float] = {"num_replacements": self.num_replacements}
         if self._exchange is not None:
             stats |= self._exchange.tally()
@@ -233,7 +233,7 @@ class AsyncSelectiveAveragingPolicy(SpawnPolicy):
         return state
 
     def state_dict(self) -> dict[str, Any]:
-        # Counters, the age, and how far the rounds have come; messages under way are not kept.
+        # Counters, the age, and the progress of the rounds; messages under way are not kept.
         return {**super().state_dict(), **self._progress(self._exchange)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

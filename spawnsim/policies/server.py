@@ -1,6 +1,6 @@
-"""`AsyncServerPolicy`: workers train alone, and exchange with a server when they have done their steps.
+"""`AsyncServerPolicy`: workers train alone, and exchange with a server after their local steps.
 
-The server's books and messages are `exchange/server.py`, its rules `rules/staleness.py`.
+`exchange/server.py` implements the server's state and messages, `rules/staleness.py` its rules.
 """
 
 from __future__ import annotations
@@ -27,45 +27,45 @@ from spawnsim.policies.state.layout import (
 
 
 class AsyncServerPolicy(SpawnPolicy):
-    """Asynchronous local SGD: after some steps a worker sends what it changed, and goes on from the server's weights.
+    """Asynchronous local SGD: after some steps a worker sends its change, and continues from the server's weights.
 
-    The server takes each change as it arrives, however late: Δ = Θ_start − θ, a pseudo-gradient. It runs beside the
-    training of one rank, in the background, or alone on a rank that calls `serve` in place of training.
+    The server applies each change on arrival, however late: Δ = Θ_start − θ, a pseudo-gradient. It runs in the
+    background of one training rank, or alone on a rank that calls `serve` instead of training.
 
     | | arguments | source |
     |---|---|---|
-    | asynchronous DiLoCo, as it is | `ServerOptions(ServerRule(0.7, 0.9))` | Liu et al. 2024 |
+    | asynchronous DiLoCo, unmodified | `ServerOptions(ServerRule(0.7, 0.9))` | Liu et al. 2024 |
     | FedAsync | `ServerOptions(ServerRule(0.6, 0), Polynomial())` | Xie et al. 2019 |
     | FedBuff | `ServerOptions(ServerRule(1, 0, size=K), Polynomial())` | Nguyen et al. 2022 |
     | delayed Nesterov, DyLU | `ServerOptions(ServerRule(0.7, 0.9, N, delayed=True)), dylu=True` | Liu et al. 2024 |
     | HALoS | `HALOS, steps=8, dylu=True, tier=Tier(regions)` | Kim et al. 2025 |
 
-    When the server's rank dies, workers' next exchange raises `RankFailed`; after `comm.recover()` rank `server` of
-    the new communicator serves, and begins with its own weights. Other ranks' deaths disturb nobody. Who joins begins
-    with the server's weights, as all do. A change that is not finite is refused, and its worker gets the server's
-    weights.
+    When the server's rank dies, the workers' next exchange raises `RankFailed`. After `comm.recover()`, rank `server`
+    of the new communicator serves, starting with its own weights. The deaths of other ranks have no effect. A rank that
+    joins starts with the server's weights, like all ranks. A change that is not finite is refused, and its worker
+    receives the server's weights.
 
     Args:
-        options: how the server takes changes: rule, staleness, scale, grace.
-        steps: H, local steps between exchanges, of the fastest worker.
-        dylu: fewer steps for slower workers, so that all arrive equally often.
-        least_steps: the fewest with `dylu`.
-        server: the rank that serves (the global one, with a tier).
-        tier: servers of regions between workers and the global one.
-        travels: which parts of the state are exchanged; the optimizer's is kept, or reset in each exchange.
-        patience_s: seconds after which a server that does not answer is given up. At the end a server waits for workers
-            that still train, and for as long as this for one that does not answer.
+        options: how the server applies changes: rule, staleness, scale, grace.
+        steps: H, local steps between exchanges of the fastest worker.
+        dylu: fewer steps for slower workers, so that all send equally often.
+        least_steps: the minimum with `dylu`.
+        server: the rank that serves (the global server, with a tier).
+        tier: servers of regions between workers and the global server.
+        travels: which parts of the state are exchanged; the optimizer's state is kept, or reset in each exchange.
+        patience_s: seconds after which the wait for the server's answer ends. At the end a server waits for workers
+            that still train, and for this time for a worker that does not answer.
         timing: a dictionary to fill with durations in seconds, by step.
-        tag: of the messages; two policies at once need two.
+        tag: tag of the messages; two policies on one communicator need two tags.
 
-    `info` says besides the usual: "local_steps" until the next exchange. Events: "server_update" for each change that
-    was taken (worker, tier, staleness, weight, version), "refused_update".
+    Additional key of `info`: "local_steps", the steps until the next exchange. Events: "server_update" for each applied
+    change (worker, tier, staleness, weight, version), "refused_update".
 
     Raises:
         ParameterError: an argument is out of range.
         MismatchError: in the first call, on every rank, if the models of the group differ in name, dtype or shape.
         RankFailed: the server has died.
-        Timeout: it has not answered within `patience_s`; this rank's model is then unchanged.
+        Timeout: the server did not answer within `patience_s`; this rank's model is then unchanged.
     """
 
     acts_in_every_call = True
@@ -106,8 +106,8 @@ class AsyncServerPolicy(SpawnPolicy):
         self.num_averagings = 0
         self._collect = Collector(self.travels)
         self._node: ServerNode | None = None
-        self._states: dict[int, dict[str, Any]] = {}  # of this rank's servers
-        self._resume: dict[str, Any] = {}  # of this rank's round, after a drain or from a checkpoint
+        self._states: dict[int, dict[str, Any]] = {}  # states of this rank's servers
+        self._resume: dict[str, Any] = {}  # this rank's round, after a drain or from a checkpoint
         self._reference: Tensors = {}
         self._version = self._done = 0
         self._began_s = 0.0
@@ -138,10 +138,10 @@ class AsyncServerPolicy(SpawnPolicy):
         return model, optimizer
 
     def _join(self, comm: Comm, live: Tensors, *, working: bool = True) -> ServerNode:
-        """Begin on a communicator, the first one or that of the survivors; collective."""
+        """Begin on a communicator, the first one or the survivors'; collective."""
         if self.server >= comm.Get_size():
             raise ParameterError(f"server={self.server}: the group has {comm.Get_size()} ranks")
-        if self._node is not None:  # ranks are lost: what regions' servers hold is relative to those
+        if self._node is not None:  # ranks are lost: the state of regions' servers is relative to them
             self._node.engine.stop()
             top = int(self.tier is not None)
             self._states = {tier: state for tier, state in self._node.states().items() if tier == top}
@@ -158,7 +158,7 @@ class AsyncServerPolicy(SpawnPolicy):
         return node
 
     def _begin(self, node: ServerNode, live: Tensors) -> None:
-        """Train from the weights that all begin with, or go on with the round that was under way."""
+        """Train from the common initial weights, or continue the interrupted round."""
         now_s, resume = node.comm.clock.now(), self._resume
         if resume:
             self._reference, self._version = resume["reference"], int(resume["version"])
@@ -191,11 +191,12 @@ class AsyncServerPolicy(SpawnPolicy):
         """Serve on a rank that does not train, until all workers have left; in place of the policy's calls.
 
         Args:
-            model: the server's rank's, as the others'; gets the server's weights at the end.
+            model: the server rank's model, of the same layout as the workers'; receives the server's weights at the
+                end.
             group: as in the policy's call.
 
         Raises:
-            ParameterError: this rank is no server's.
+            ParameterError: this rank is not a server's rank.
         """
         comm, live = self._bound(group), self._collect(model, None)
         node = self._join(comm, live, working=False)
@@ -206,7 +207,7 @@ class AsyncServerPolicy(SpawnPolicy):
         self._node = None
 
     def shutdown(self) -> None:
-        """Leave; on a server's rank when all others have left. Waits with a bound; may be called twice."""
+        """Leave; a server's rank leaves after all other ranks. Bounded wait; may be called twice."""
         super().shutdown()
         node, self._node = self._node, None
         if node is not None:
@@ -220,7 +221,7 @@ class AsyncServerPolicy(SpawnPolicy):
 
     @property
     def stats(self) -> dict[str, float]:
-        """Exchanges of this rank, and changes that its servers took and refused."""
+        """Exchanges of this rank, and changes that its servers applied and refused."""
         servers = list(self._node.servers.values()) if self._node is not None else []
         return {
             "num_averagings": self.num_averagings,
@@ -229,7 +230,7 @@ class AsyncServerPolicy(SpawnPolicy):
         }
 
     def state_dict(self) -> dict[str, Any]:
-        # After `drain`: the round that is under way on this rank, and its servers with their momentum.
+        # After `drain`: this rank's round under way, and its servers with their momentum.
         own = {"num_averagings": self.num_averagings, "wanted": self._wanted, "round": self._resume}
         return {
             **super().state_dict(),

@@ -1,4 +1,4 @@
-"""`SPARTAPolicy`: a few weights, drawn at random, are averaged in every step. Source: EXO Labs 2025."""
+"""`SPARTAPolicy`: in every step, average a few weights, drawn at random. Source: EXO Labs 2025."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from spawnsim.policies.state.layout import Tensors, assign
 
 
 class SPARTAPolicy(GlobalWeightsPolicy):
-    """SPARTA: in every round the group averages a few weights, drawn at random, and leaves the others apart.
+    """SPARTA: in every round the group averages a few weights, drawn at random, and keeps all other weights unchanged.
 
-    All ranks draw the same places, so places do not travel. A weight that is not finite on some ranks becomes the mean
-    of the others.
+    All ranks draw the same positions, so positions are not sent. A weight that is not finite on some ranks becomes the
+    mean over the other ranks.
 
     Args:
         average_every: iterations from one round to the next.
-        share: of the weights, that are averaged in a round, above 0 and at most 1.
+        share: share of the weights that is averaged in a round, above 0 and at most 1.
         how: `travels`, `cadence`, `timing` as in `OuterOptimizerPolicy`.
     """
 
@@ -70,7 +70,7 @@ class SPARTAPolicy(GlobalWeightsPolicy):
         chosen = [(row, place, few) for row, place, few in picked if place is not None]
         for row, place, few in chosen:
             few.copy_(row[place])
-        self._mean(group.comm, self._picked)  # tells of what it has healed
+        self._mean(group.comm, self._picked)  # records healed elements
         for row, place, few in chosen:
             row[place] = few
         assign(live, weights.tensors())

@@ -1,4 +1,4 @@
-"""Outer steps while training goes on: `StreamingDiLoCoPolicy`, in fragments, and `OneRoundLatePolicy`, a round late.
+"""Outer steps during training: `StreamingDiLoCoPolicy`, in fragments, and `OneRoundLatePolicy`, one round late.
 
 A fragment's difference is sent at its turn, and its mean is used some iterations later, or at its next turn.
 """
@@ -22,17 +22,17 @@ from spawnsim.policies.state.outer import FlatFloats, Fragment
 
 
 class StreamingDiLoCoPolicy(GlobalWeightsPolicy):
-    """Streaming DiLoCo: fragments of the model take turns, and what they send is applied `overlap` iterations later.
+    """Streaming DiLoCo: fragments of the model take turns, and their mean is applied `overlap` iterations later.
 
-    Every `average_every`/`fragments` iterations the next fragment's Θ − θ is sent, in 4 bits a number.
-    `overlap` iterations later the outer optimizer moves that fragment's Θ by the mean, and θ ← blend·θ + (1 − blend)·Θ.
-    With one fragment, no overlap, no blend and no compression it is DiLoCo.
+    Every `average_every`/`fragments` iterations the next fragment's Θ − θ is sent, with 4 bits per element. `overlap`
+    iterations later the outer optimizer updates that fragment's Θ by the mean, and θ ← blend·θ + (1 − blend)·Θ. With
+    one fragment, no overlap, no blend and no compression it is DiLoCo.
 
     Args:
         average_every: H, iterations in which each fragment has one turn; a multiple of `fragments`.
-        overlap: τ, iterations from sending to using, less than `average_every`; 0 waits at once.
-        blend: α, the share of its own weights that a rank keeps, from 0 to 1.
-        how: `timing` and `options.OuterOptions`: P is `fragments`.
+        overlap: τ, iterations from sending to applying, less than `average_every`; 0 waits immediately.
+        blend: α, the share of a rank's own weights that it keeps, from 0 to 1.
+        how: `timing` and `options.OuterOptions`; P is `fragments`.
     """
 
     paper = "arXiv 2501.18512"
@@ -48,7 +48,7 @@ class StreamingDiLoCoPolicy(GlobalWeightsPolicy):
         if not 0 <= blend <= 1:
             raise ParameterError(f"blend={blend!r}: give a number from 0 to 1")
         self.overlap, self.blend = int(overlap), float(blend)
-        # Place, iteration in which it was sent, mean; None: it has come, and is the fragment's `delta`.
+        # Place, iteration of the send, mean; None: it has arrived, in the fragment's `delta`.
         self._under_way: deque[tuple[int, int, Mean | None]] = deque()
 
     def _drop_means(self, *, come: bool) -> None:
@@ -91,13 +91,13 @@ class StreamingDiLoCoPolicy(GlobalWeightsPolicy):
     def _blended(self, fragment: Fragment, live: Tensors) -> Tensors:
         if not self.blend:
             return fragment.weights.tensors()
-        fragment.read_difference(live)  # what is not finite here takes the global value
+        fragment.read_difference(live)  # an element that is not finite here takes the global value
         for delta, weight in zip(fragment.delta.rows, fragment.weights.rows, strict=True):
             delta.mul_(-self.blend).add_(weight)
         return fragment.delta.tensors()
 
     def shutdown(self) -> None:
-        """Wait for what is under way, which nobody uses any more, but behind a checkpoint."""
+        """Wait for the means under way; only a checkpoint keeps them."""
         super().shutdown()
         under_way, self._under_way = self._under_way, deque()
         for place, sent_at, mean in under_way:
@@ -125,16 +125,16 @@ class StreamingDiLoCoPolicy(GlobalWeightsPolicy):
 
 
 class OneRoundLatePolicy(GlobalWeightsPolicy):
-    """Eager updates and CO2: the outer step uses the round before, whose mean has a whole round to arrive in.
+    """Eager updates and CO2: the outer step uses the previous round, whose mean has a whole round to arrive.
 
-    At its turn t a fragment's Δ_m^t is sent, and the mean of the Δ^(t−1) is waited for (0 in the first turn). The outer
-    gradient is that mean, or, with `own_fresh`, the mean with this rank's own part replaced by its new one:
-    mean(Δ^(t−1)) + (Δ_m^t − Δ_m^(t−1))/ranks. Then θ ← Θ. With `own_fresh` each rank has global weights of its own.
+    At turn t of a fragment its Δ_m^t is sent, and the rank waits for the mean of the Δ^(t−1) (0 in the first turn). The
+    outer gradient is that mean. With `own_fresh`, this rank's own part of the mean is replaced by its new one:
+    mean(Δ^(t−1)) + (Δ_m^t − Δ_m^(t−1))/ranks. Then θ ← Θ. With `own_fresh` each rank has its own global weights.
 
     Args:
         average_every: H, iterations from one turn of a fragment to its next.
         own_fresh: use this rank's own newest difference.
-        penalty: the outer gradient is divided by it, above 0 (CO2's staleness gap penalty, held constant).
+        penalty: divisor of the outer gradient, above 0 (CO2's staleness gap penalty, held constant).
         how: `timing` and `options.OuterOptions`; `clip` is CO2's outer momentum clipping.
     """
 
@@ -147,7 +147,8 @@ class OneRoundLatePolicy(GlobalWeightsPolicy):
         if not penalty > 0:
             raise ParameterError(f"penalty={penalty!r}: give a number above 0")
         self.own_fresh, self.penalty = own_fresh, float(penalty)
-        # By place: on its way, or None where it has come; what it is in the place of; own part as sent.
+        # By place: the mean under way, or None if it has arrived; the vectors that it replaces; this rank's part as
+        # sent.
         self._late: dict[int, tuple[Mean | None, FlatFloats, FlatFloats]] = {}
 
     @classmethod
@@ -169,7 +170,7 @@ class OneRoundLatePolicy(GlobalWeightsPolicy):
         group, place = self.outer, self.place_at(iteration)
         live, fragment = group.live(model), group.fragments[place]
         late = self._late.get(place)
-        if late is not None and late[0] is not None:  # before anything is changed: the group may have ended
+        if late is not None and late[0] is not None:  # before any change: the group may have ended
             late[0].wait()
         healed = fragment.read_difference(live)
         mine, sent = fragment.weights.zeros(), fragment.weights.zeros()
@@ -187,7 +188,7 @@ class OneRoundLatePolicy(GlobalWeightsPolicy):
     def _outer_gradient(
         self, fragment: Fragment, late: tuple[Mean | None, FlatFloats, FlatFloats] | None
     ) -> None:
-        """Make of `delta`, this rank's newest difference, what the outer optimizer takes for its gradient."""
+        """Turn `delta`, this rank's newest difference, into the outer optimizer's gradient."""
         assert self.outer.comm is not None
         size = self.outer.comm.Get_size()
         for number, delta in enumerate(fragment.delta.rows):
@@ -199,7 +200,7 @@ class OneRoundLatePolicy(GlobalWeightsPolicy):
             delta.div_(self.penalty)
 
     def shutdown(self) -> None:
-        """Wait for what is under way, which nobody uses any more, but behind a checkpoint."""
+        """Wait for the means under way; only a checkpoint keeps them."""
         super().shutdown()
         under_way, self._late = self._late, {}
         for place, (mean, sent, mine) in under_way.items():

@@ -1,7 +1,7 @@
 """`WAGMAPolicy`: wait-avoiding averaging in small groups that change from round to round.
 
-How a group sums without waiting for its slow members is `exchange/wait_avoiding.py`; which ranks are a group is
-`rules.graphs.butterfly_group`.
+`exchange/wait_avoiding.py` sums over a group without waiting for its slow members; `rules.graphs.butterfly_group`
+defines the groups.
 """
 
 from __future__ import annotations
@@ -23,30 +23,30 @@ from spawnsim.policies.state.layout import Collector, ModelAndOptimizer, StateSc
 
 
 class WAGMAPolicy(SpawnPolicy):
-    """Wait-avoiding group averaging: nobody waits for a slow member of its group, except in every so many rounds.
+    """Wait-avoiding group averaging: no rank waits for a slow group member, except in every `sync_every`-th round.
 
-    The first member that comes to a round makes all others contribute, in the background, what they last had. A rank
-    whose own weights θ are in the group's sum goes on with their mean; one that came late, with old ones in it, with
-    (sum + θ)/(S + 1). Each `sync_every`-th round is the mean of all ranks, so no contribution is older. Parameters and
-    buffers of any dtype. Ranks need equal numbers of rounds.
+    The first member to reach a round makes all other members contribute, in the background, their latest weights. If a
+    rank's current weights θ are in the group's sum, it continues with their mean. If it came late, and older weights
+    are in the sum, it continues with (sum + θ)/(S + 1). Each `sync_every`-th round is the mean of all ranks, so no
+    contribution is older. Parameters and buffers may have any dtype. Ranks need equal numbers of rounds.
 
     Args:
         average_every: iterations from one round to the next.
-        group_size: S, a power of two; None: the largest one up to the root of the number of ranks, at least 2.
-        sync_every: τ; each so many rounds the mean of all ranks is taken.
-        travels: which parts of the state are averaged; optimizers keep theirs.
+        group_size: S, a power of two; None: the largest one up to the square root of the number of ranks, at least 2.
+        sync_every: τ; every `sync_every` rounds the mean of all ranks is taken.
+        travels: which parts of the state are averaged; each rank keeps its own optimizer state.
         patience_s: the longest wait for a group whose members are alive.
         cadence: when, in place of `average_every`.
         timing: a dictionary to fill with durations in seconds, by step.
-        tag: of the messages; two policies at once need two.
+        tag: tag of the messages; two policies on one communicator need two tags.
 
-    `info["staleness"]` says by how many rounds what the group has of this rank is old: 0 if it came in time.
+    `info["staleness"]` is the age in rounds of this rank's contribution to the group: 0 if it came in time.
 
     Raises:
         ParameterError: an argument is out of range.
         MismatchError: in the first round, on every rank, if the models of the group differ in name, dtype or shape.
         RankFailed: a member of the round's group has died; this rank's model is then unchanged.
-        Timeout: the group's sum is not there after `patience_s`; this rank's model is then unchanged.
+        Timeout: the group's sum did not arrive within `patience_s`; this rank's model is then unchanged.
     """
 
     paper = "arXiv 2005.00124"
@@ -78,7 +78,7 @@ class WAGMAPolicy(SpawnPolicy):
         self.num_averagings = self.num_late = 0
         self.idle_info["staleness"] = 0
         self._collect = Collector(self.travels)
-        self._met: Comm | None = None  # the communicator for which the following hold
+        self._met: Comm | None = None  # the communicator of the following attributes
         self._mean: GroupMean
         self._sums: WaitAvoidingSums | None = None
 
@@ -113,7 +113,7 @@ class WAGMAPolicy(SpawnPolicy):
         return model, optimizer
 
     def _meet(self, comm: Comm, live: Tensors) -> WaitAvoidingSums:
-        """Begin on a group; collective. Messages under way on another one are lost."""
+        """Begin on a group; collective. Messages under way on the previous one are lost."""
         if self._sums is not None:
             self._sums.engine.stop()
         self._mean = GroupMean(comm, live)
@@ -124,7 +124,7 @@ class WAGMAPolicy(SpawnPolicy):
         return WaitAvoidingSums(comm, self.tag, (self.num_averagings, _wide(live)), groups)
 
     def shutdown(self) -> None:
-        """End. Others may still be on their way to rounds that are over here: they have all that they need."""
+        """Leave. Other ranks may still be in rounds that are complete here: they have all the messages they need."""
         super().shutdown()
         if self._sums is not None:
             self._sums.engine.stop(self.patience_s)
@@ -147,7 +147,7 @@ def _wide(live: Tensors) -> Tensors:
 
 
 def _mean(total: Tensors, own: Tensors, count: int, live: Tensors, *, late: bool) -> Tensors:
-    """Return what a rank goes on with: the mean of its group, and of its own weights if these came too late for it."""
+    """Return a rank's new weights: the mean of its group, plus its own weights if they came too late for the sum."""
     found: Tensors = {}
     for name, tensor in total.items():
         value = (tensor + own[name]) / (count + 1) if late else tensor / count
