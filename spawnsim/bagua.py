@@ -7,7 +7,7 @@
     ...                                                        # evaluate
     model.bagua_algorithm.resume(model)
 
-The work is done by `spawnsim.policies.AsyncModelAveragePolicy`; see there for what it promises.
+`spawnsim.policies.AsyncModelAveragePolicy` does the work, and documents its guarantees.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ if TYPE_CHECKING:
 
 
 class AsyncModelAverageAlgorithm:
-    """How models are averaged; `with_bagua` makes it work for one model.
+    """Settings of model averaging; `with_bagua` applies them to one model.
 
     Training is an endless stream: ranks step at their own pace, and their numbers of iterations differ.
 
     Args:
-        peer_selection_mode: "all", or one of spawnsim's own: "ring", "shift_one", "random".
+        peer_selection_mode: "all", or a mode of spawnsim: "ring", "shift_one", "random".
         sync_interval_ms: milliseconds between averagings.
         warmup_steps: steps with gradients averaged over the group, before averaging by the clock begins.
         more: further arguments of `AsyncModelAveragePolicy`, such as `patience_s`.
@@ -47,22 +47,22 @@ class AsyncModelAverageAlgorithm:
     ) -> None:
         self.peer_selection_mode, self.sync_interval_ms = peer_selection_mode, sync_interval_ms
         self.warmup_steps, self.more = warmup_steps, more
-        # Made so that its arguments are checked.
+        # Constructed only to check the arguments.
         AsyncModelAveragePolicy(peer_selection_mode, sync_interval_ms, warmup_steps, **more)
 
     def reify(self, process_group: Any = None) -> AsyncModelAverageAlgorithmImpl:
-        """Return the algorithm at work over a group, for one model."""
+        """Return the algorithm's implementation over a group, for one model."""
         return AsyncModelAverageAlgorithmImpl(
             process_group, self.peer_selection_mode, self.sync_interval_ms, self.warmup_steps, **self.more
         )
 
 
 class AsyncModelAverageAlgorithmImpl:
-    """The algorithm at work on one rank, for one model.
+    """The algorithm's implementation on one rank, for one model.
 
     `process_group` is a spawnsim `Comm`, an mpi4py communicator, a group of torch.distributed, or None for the world of
-    the job. After `comm.recover()` set it to the survivors' communicator. The other arguments are those of
-    `AsyncModelAverageAlgorithm`. A copy of the model, or a pickle, is not averaged: None stands in its place there.
+    the job. After `comm.recover()` set it to the survivors' communicator. The other arguments are as in
+    `AsyncModelAverageAlgorithm`. A copy or a pickle of the model is not averaged: None replaces this object there.
     """
 
     # fmt: off
@@ -80,15 +80,16 @@ class AsyncModelAverageAlgorithmImpl:
         self._steps = 0
 
     def attach(self, bagua_module: torch.nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> None:
-        """Average this model from now on, whenever the last of its optimizers has stepped. Collective."""
+        """Average this model from now on, after each step of the last of its optimizers. Collective."""
         if self._module is not None or not optimizers:
             raise UsageError("give an algorithm that is at work for no other model yet, and at least one optimizer")
         self._module, self._optimizer = bagua_module, optimizers[0]
-        # Before the policy is attached: its background must not average a model that is still being overwritten.
+        # Before the policy is attached: its background task must not average a model that is still being overwritten.
         for tensor in collect(bagua_module, None, self.policy.travels).values():
             broadcast(tensor, 0, group=self.process_group)
         self.policy.attach(bagua_module, optimizers[0], self.process_group)
-        # After the last one's step the model is whole; between two of them an average would mix old and new parts.
+        # After the last optimizer's step the model is complete; between two of them an average would mix old and new
+        # parts.
         optimizers[-1].register_step_post_hook(lambda *_: self._stepped())
 
     def _stepped(self) -> None:
@@ -99,19 +100,19 @@ class AsyncModelAverageAlgorithmImpl:
     def abort(self, bagua_module: torch.nn.Module) -> bool:
         """Stop averaging this rank's model: it is neither used nor changed until `resume`.
 
-        bagua wants all ranks to call it. Here any rank may call it alone: the others go on without it.
-        Returns whether what was under way ended within the policy's patience.
+        In bagua all ranks must call it. Here any rank may call it alone: the other ranks continue without it.
+        Returns whether the exchanges under way ended within the policy's patience.
         """
         self._check(bagua_module)
         return self.policy.abort()
 
     def resume(self, bagua_module: torch.nn.Module) -> None:
-        """Average again; on all ranks, or on this one alone."""
+        """Average again; on all ranks, or only on this one."""
         self._check(bagua_module)
         self.policy.resume()
 
     def shutdown(self) -> None:
-        """Leave for good, and hand over what others rely on. After an `abort` on all ranks it is not needed."""
+        """Leave for good, and hand over the state that other ranks rely on. Not needed after all ranks' `abort`."""
         self.policy.shutdown()
 
     def _check(self, bagua_module: torch.nn.Module) -> None:
@@ -128,16 +129,16 @@ def with_bagua(
     algorithm: AsyncModelAverageAlgorithm,
     process_group: Any = None,
 ) -> torch.nn.Module:
-    """Average a model while it is trained, and return it; `model.bagua_algorithm` is what `abort` and `resume` are of.
+    """Average a model during training, and return it; `model.bagua_algorithm` has `abort` and `resume`.
 
-    Collective: as in bagua all ranks begin with the parameters and buffers of rank 0. Averaging is done between the
-    steps of `optimizers`, so the training loop stays as it is.
+    Collective: as in bagua all ranks start from the parameters and buffers of rank 0. Averaging happens between the
+    steps of `optimizers`, so the training loop is unchanged.
 
     Args:
-        model: the same on all ranks, but for its values.
-        optimizers: those that train it, in the order in which they step.
-        algorithm: how to average.
-        process_group: among whom; None: all ranks of the job. (bagua has it as a method's argument.)
+        model: the model, with equal layouts on all ranks; the values may differ.
+        optimizers: the model's optimizers, in the order in which they step.
+        algorithm: the settings of averaging.
+        process_group: the participating ranks; None: all ranks of the job. (In bagua it is a method's argument.)
     """
     if getattr(model, "bagua_algorithm", None) is not None:
         raise UsageError("with_bagua: the model has been given an algorithm already")

@@ -1,1 +1,1 @@
-"""torchgfn's names: its `spawn_policy` module, and its toolkit `gfn.utils.distributed`, on every backend."""
+"""The names of torchgfn's `spawn_policy` module and of its `gfn.utils.distributed` toolkit, on every backend."""

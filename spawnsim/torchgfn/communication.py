@@ -1,8 +1,8 @@
-"""Tensors between ranks under torchgfn's names: bytes, collectives, gathered rows, means of gradients and models.
+"""Communication of tensors under torchgfn's names: bytes, collectives, gathered rows, means of gradients and models.
 
-One message per tensor, the same bytes on every backend; the receiver learns the length by a matched probe, so several
-threads or tasks of a rank may receive at once. Results lie on the tensors' own devices. Counts travel as 64-bit
-integers, never in the data's own dtype. Means are one flat Allreduce, with the arithmetic of the policies.
+A tensor is one message, with the same bytes on every backend. The receiver takes its length from a matched probe, so
+several threads or tasks of a rank may receive concurrently. Results are on the tensors' own devices. Counts are sent as
+64-bit integers, never in the data's dtype. Means are one flat Allreduce, with the arithmetic of the policies.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ Group: TypeAlias = Any
 
 
 def comm_of(group: Group = None, backend: str = default_backend) -> Comm:
-    """Return the communicator of a group; of the backend's world where there is none.
+    """Return the communicator of a group, or of the backend's world without one.
 
     Raises:
-        ParameterError: a backend other than "mpi" and "torch", or something that is not a group.
+        ParameterError: `backend` is neither "mpi" nor "torch", or `group` is not a group.
     """
     backend_of(backend, real_backends())
     return world(backend) if group is None else as_comm(group)
@@ -45,31 +45,31 @@ def _first_env(*names: str, default: str | None = None) -> str | None:
 
 
 def _get_MPI() -> Any:
-    """Return the caller's `MPI`: mpi4py's module, loaded now, or the virtual one on a virtual rank."""
+    """Return the caller's `MPI`: mpi4py's module, loaded on demand, or the virtual one on a virtual rank."""
     if virtual_world() is None:
-        BACKENDS["mpi"].load()  # which sets how mpi4py starts MPI, so it comes first
+        BACKENDS["mpi"].load()  # first, because it configures how mpi4py starts MPI
         return sys.modules["mpi4py.MPI"]
-    from spawnsim.virtual.mpi.module import MPI  # loads the simulator, which a real rank does without
+    from spawnsim.virtual.mpi.module import MPI  # loads the simulator, which real ranks do not need
 
     return MPI
 
 
 def raw_bytes(data: torch.Tensor) -> torch.Tensor:
-    """Return a tensor's elements as they lie in memory, row by row: uint8 of n·itemsize, on the CPU.
+    """Return a tensor's elements as stored in memory, row by row: uint8 of n·itemsize, on the CPU.
 
-    Nothing is converted: bfloat16 is 2 bytes an element, float64 is 8. May share memory with `data`.
+    Nothing is converted: bfloat16 is 2 bytes per element, float64 is 8. May share memory with `data`.
     """
-    # Made contiguous first: a view of bytes needs elements side by side, and gaps of a slice are not to be sent.
+    # Contiguous first: a byte view needs adjacent elements, and the gaps of a slice must not be sent.
     return data.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
 
 
 def from_bytes(raw: torch.Tensor, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
-    """Return what `raw_bytes` was made of, given its dtype and shape; shares memory."""
+    """Return the tensor of which `raw` holds the bytes, given its dtype and shape; shares memory."""
     return raw.view(dtype).reshape(shape)
 
 
 class AsyncSendHandle:
-    """A send in progress. Dropping it loses nothing: the communicator keeps the message until it has left."""
+    """A send in progress. It completes even if the handle is dropped: the communicator keeps the message until then."""
 
     _buffer: Any
     _request: Any
@@ -78,7 +78,7 @@ class AsyncSendHandle:
         self._buffer, self._request = buffer, request
 
     def is_complete(self) -> bool:
-        """Return whether the send has completed, without waiting; each call lets the transport go on."""
+        """Return whether the send has completed, without waiting; each call also lets the transport make progress."""
         return bool(self._request.Test())
 
     def wait(self) -> None:
@@ -91,8 +91,8 @@ def send(
 ) -> None:
     """Send a tensor's raw bytes to `dst_rank` of the group.
 
-    Any dtype and shape; bytes are never converted (the original cast values to uint8). Both backends carry the same
-    bytes in one message, which `recv`, or an MPI receive of bytes, takes.
+    Any dtype and shape; bytes are never converted (the original converts values to uint8). Both backends send the same
+    bytes in one message, for `recv` or an MPI receive of bytes.
     """
     comm_of(group, backend).Send(raw_bytes(data).numpy(), dst_rank, tag)
 
@@ -100,7 +100,7 @@ def send(
 def isend(
     data: torch.Tensor, dst_rank: int, backend: str = default_backend, tag: int = 0, *, group: Group = None
 ) -> AsyncSendHandle:
-    """Send a tensor's raw bytes without waiting. `data` may change as soon as the call returns: a copy is sent."""
+    """Send a tensor's raw bytes without waiting. `data` may change after the call: a copy is sent."""
     raw = raw_bytes(data).clone()
     return AsyncSendHandle(raw, comm_of(group, backend).Isend(raw.numpy(), dst_rank, tag))
 
@@ -108,13 +108,13 @@ def isend(
 def recv(
     src_rank: int | None = None, backend: str = default_backend, tag: int = 0, *, group: Group = None
 ) -> tuple[int, torch.Tensor]:
-    """Receive what `send` or `isend` sent; return (source in the group, uint8 tensor of any length).
+    """Receive a tensor from `send` or `isend`; return (source in the group, uint8 tensor of any length).
 
-    `src_rank` None takes the next message of the tag from anyone. `view(dtype).view(shape)` gives the tensor back.
+    `src_rank` None receives the next message with the tag from any rank. `view(dtype).view(shape)` restores the tensor.
     """
     comm: Any = comm_of(group, backend)
     status, message = Status(), None
-    while message is None:  # another thread of this rank may take the one that was seen
+    while message is None:  # another thread of this rank may take the probed message
         message = comm.Mprobe(ANY_SOURCE if src_rank is None else src_rank, tag, status)
     raw = torch.empty(status.Get_count(BYTE), dtype=torch.uint8)
     message.Recv(raw.numpy())
@@ -130,7 +130,7 @@ def get_rank(backend: str = default_backend, group: Group = None) -> int:
 
 
 def get_world_size(backend: str = default_backend, group: Group = None) -> int:
-    """Return the number of ranks of the group."""
+    """Return the number of ranks in the group."""
     return comm_of(group, backend).Get_size()
 
 
@@ -143,14 +143,14 @@ def barrier(backend: str = default_backend, group: Group = None) -> None:
 def all_gather(
     output_list: list[torch.Tensor], tensor: torch.Tensor, backend: str = default_backend, group: Group = None
 ) -> None:
-    """Give every rank the tensors of all: `output_list[r]` becomes rank r's.
+    """Gather the tensors of all ranks on every rank: `output_list[r]` becomes rank r's tensor.
 
-    Any dtype, shape and device; the same on all ranks. Raises `UsageError` where a place in the list does not fit.
+    Any dtype, shape and device, equal on all ranks. Raises `UsageError` if an element of the list does not fit.
     """
     comm = comm_of(group, backend)
     _check_places(output_list, tensor, comm.Get_size())
     own = raw_bytes(tensor)
-    # Bytes, so that one Allgather serves every dtype: MPI has no type for bfloat16.
+    # As bytes, so that one Allgather serves every dtype: MPI has no type for bfloat16.
     all_of_them = torch.empty((comm.Get_size(), own.numel()), dtype=torch.uint8)
     comm.Allgather(own.numpy(), all_of_them.numpy())
     for place, raw in zip(output_list, all_of_them, strict=True):
@@ -174,18 +174,18 @@ def all_reduce(
 ) -> None:
     """Combine the tensors of all ranks in place; `op` is "SUM", "MAX" or "MIN".
 
-    float16 and bfloat16 are combined in float32 and rounded once; whole numbers wrap as they do in torch; of truth
-    values SUM and MAX are "or", MIN is "and". Complex tensors have a SUM only.
+    float16 and bfloat16 are combined in float32 and rounded once; integers wrap as in torch; for booleans SUM and MAX
+    are "or", MIN is "and". Complex tensors support only SUM.
     """
     comm = comm_of(group, backend)
     if op not in OPS or (tensor.is_complex() and op != "SUM"):
         raise ParameterError(
             f"op={op!r} of {tensor.dtype}: choose one of {', '.join(OPS)}; complex have SUM alone"
         )
-    # As bytes of 0 and 1, a sum would be a count; the largest is "or".
+    # As bytes of 0 and 1 a sum would be a count; the maximum is "or".
     if tensor.dtype == torch.bool:
         op = "MIN" if op == "MIN" else "MAX"
-    # Real and imaginary parts side by side: summed apart, they need no complex type of the library.
+    # Real and imaginary parts as a last dimension: summed separately, they need no complex type of the library.
     seen = torch.view_as_real(tensor.detach()) if tensor.is_complex() else tensor.detach()
     own = seen.to("cpu", _wire(seen.dtype)).contiguous()
     result = torch.empty_like(own)
@@ -194,7 +194,7 @@ def all_reduce(
 
 
 def _wire(dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype in which values of `dtype` are combined: MPI knows no half precision."""
+    """Return the dtype in which values of `dtype` are combined: MPI has no half precision."""
     if dtype == torch.bool:
         return torch.uint8
     return torch.float32 if dtype.is_floating_point and dtype.itemsize < 4 else dtype
@@ -202,9 +202,9 @@ def _wire(dtype: torch.dtype) -> torch.dtype:
 
 @torch.no_grad()
 def broadcast(tensor: torch.Tensor, src: int, backend: str = default_backend, group: Group = None) -> None:
-    """Give the tensor of rank `src` to all, in place. `src` is a rank of the group, on every backend.
+    """Broadcast the tensor of rank `src`, in place. `src` is a rank of the group, on every backend.
 
-    (torch.distributed counts `src` in the world; the original passed it through, and so differed between backends.)
+    (In torch.distributed `src` is a world rank; the original passed it through, and so differed between backends.)
     """
     raw = raw_bytes(tensor).clone()
     comm_of(group, backend).Bcast(raw.numpy(), src)
@@ -222,15 +222,15 @@ def gather_distributed_data(
     *,
     backend: str = default_backend,
 ) -> torch.Tensor | None:
-    """Return the rows of all ranks of the group, in the order of ranks, on rank 0; None on the others.
+    """Return the rows of all ranks of the group, in the order of ranks, on rank 0; None on other ranks.
 
     Args:
         local_tensor: (rows, ...) of any dtype, or a list of numbers; a 0-dim tensor is one row. Ranks may have
-            different numbers of rows, none too; dtype and shape of a row must agree.
-        world_size: not needed: the group knows its size.
-        rank: not needed either.
-        training_group: the ranks that take part; all of the world for None.
-        backend: which world, where no group is given.
+            different numbers of rows, including 0; dtype and shape of a row must agree.
+        world_size: ignored: the group knows its size.
+        rank: ignored.
+        training_group: the participating ranks; None: the whole world.
+        backend: the world to use if no group is given.
 
     Raises:
         MismatchError: on every rank, if rows differ in dtype or shape.
@@ -239,7 +239,7 @@ def gather_distributed_data(
     own = local_tensor if isinstance(local_tensor, torch.Tensor) else torch.as_tensor(local_tensor)
     rows = own.detach().cpu().reshape(own.shape or (1,))
     raw = raw_bytes(rows)
-    # Sizes before rows: a rank that has rows of another kind must be found before anybody waits for bytes.
+    # Sizes before rows: a rank with rows of another kind must be found before any rank waits for bytes.
     facts = _facts(comm, rows, raw.numel())
     kind = _agreed(comm, rows, facts)
     together = torch.empty(int(facts[:, 2].sum()) if comm.Get_rank() == 0 else 0, dtype=torch.uint8)
@@ -254,8 +254,8 @@ def _kind(rows: torch.Tensor) -> Kind:
 
 
 def _facts(comm: Comm, rows: torch.Tensor, nbytes: int) -> NDArray[np.int64]:
-    """Return rows, digest of the kind and bytes of every rank, (size, 3)."""
-    # A digest of fixed length, since shapes of any number of dimensions cannot be gathered as numbers.
+    """Return number of rows, digest of the kind, and bytes of every rank, (size, 3)."""
+    # A digest of fixed length, because shapes of any number of dimensions cannot be gathered as numbers.
     digest = hashlib.blake2b(repr(_kind(rows)).encode(), digest_size=8).digest()
     own = np.array(
         [rows.shape[0] if rows.numel() else 0, int.from_bytes(digest, "little", signed=True), nbytes]
@@ -266,10 +266,11 @@ def _facts(comm: Comm, rows: torch.Tensor, nbytes: int) -> NDArray[np.int64]:
 
 
 def _agreed(comm: Comm, rows: torch.Tensor, facts: NDArray[np.int64]) -> Kind:
-    """Return the kind of the rows that are not empty. An empty list says nothing about its dtype."""
+    """Return the kind of the non-empty rows. An empty list does not determine its dtype."""
     speaking = np.flatnonzero(facts[:, 0]) if facts[:, 0].any() else np.zeros(1, np.int64)
     first = int(speaking[0])
-    # The root gathers, and may be a rank without rows, which knows no dtype: the first that has some tells it.
+    # The root gathers, and may be a rank without rows, which has no dtype: the first rank with rows broadcasts its
+    # kind.
     kind: Kind = comm.bcast(_kind(rows), root=first)
     others = [int(rank) for rank in speaking if facts[rank, 1] != facts[first, 1]]
     if others:
@@ -292,16 +293,16 @@ def average_gradients(
 ) -> None:
     """Replace each gradient by its mean over the group, in place.
 
-    A rank without a gradient (`grad is None`) counts as zero and gets the mean; where no rank has one it stays None.
-    With `guard`, numbers that are not finite are left out, as in `policies.AverageAllPolicy`; a loss scaler that looks
-    for overflows after this wants them in: guard=False. All ranks must call.
+    A rank without a gradient (`grad` is None) counts as zero and gets the mean; a gradient that is missing on all ranks
+    stays None. With `guard`, elements that are not finite are ignored, as in `policies.AverageAllPolicy`; use
+    guard=False if a loss scaler checks for overflows afterwards. All ranks must call.
     Raises `MismatchError` on every rank if the models differ.
     """
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     if not trained:
         return
     gradients = [_gradient(parameter) for parameter in trained]
-    # Averaged with the gradients: afterwards it says whether any rank had one, without a message of its own.
+    # Averaged with the gradients: the result shows whether any rank had a gradient, without a separate message.
     held = torch.tensor([parameter.grad is not None for parameter in trained], dtype=torch.float32)
     live: Tensors = {f"gradient/{number}": gradient for number, gradient in enumerate(gradients)}
     live = as_real({**live, "held": held})
@@ -326,10 +327,10 @@ def average_models(
     backend: str = default_backend,
     guard: bool = True,
 ) -> None:
-    """Replace parameters and buffers by their mean over the group, in place: optimizers keep pointing at them.
+    """Replace parameters and buffers by their mean over the group, in place: optimizers keep their references.
 
-    The mean of equal models is that model, to the bit, in a part of the world too. `travels` leaves out buffers or
-    frozen parameters; with `guard`, numbers that are not finite are left out, as in `policies.AverageAllPolicy`.
+    The mean of equal models is that model, to the bit, also in a part of the world. `travels` excludes buffers or
+    frozen parameters; with `guard`, elements that are not finite are ignored, as in `policies.AverageAllPolicy`.
     Raises `MismatchError` on every rank if the models differ.
     """
     comm = comm_of(training_group, backend)

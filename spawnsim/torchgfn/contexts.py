@@ -1,9 +1,9 @@
-"""Who does what in a job, which ranks train, which keep replay buffers, which coordinates; and each rank's context.
+"""Roles of the ranks of a job (training, replay buffer, coordinator), and each rank's context.
 
-A layout is a pure function of numbers and host names. Some ranks are put into `buffers` chunks of nearly equal
-size; the last rank of a chunk keeps the buffer of the others, which train. The last rank of all may coordinate. The
-collective `initialize_…` calls make the groups of a layout and end in a context on every rank; torch.distributed is
-entered where the caller asks for its groups and it has not been entered yet.
+A layout is a pure function of numbers and host names. It divides the working ranks into `buffers` chunks of nearly
+equal size; the last rank of a chunk keeps the replay buffer of the chunk's other ranks, which train. The last rank of
+the job may coordinate. The collective `initialize_…` calls create the groups of a layout and return a context on every
+rank. They start torch.distributed if the caller requests its groups and it has not been started.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ Ranks = tuple[int, ...]
 
 @dataclass(frozen=True, slots=True)
 class RankLayout:
-    """The part of every rank of a world of `world_size` ranks.
+    """The role of every rank in a world of `world_size` ranks.
 
-    `chunks` hold the ranks that share a buffer, the one that keeps it last; without buffers there are none, and all but
-    the coordinator train. `agent_groups` partition the training ranks into groups of one size.
+    `chunks` are the ranks that share a buffer, with the keeper last; without buffers `chunks` is empty, and all ranks
+    but the coordinator train. `agent_groups` divide the training ranks into groups of equal size.
     """
 
     world_size: int
@@ -56,7 +56,7 @@ class RankLayout:
         return next((number for number, group in enumerate(self.agent_groups) if rank in group), None)
 
     def buffer_of(self, rank: int) -> int | None:
-        """Return which rank keeps a training rank's buffer, None where there is none."""
+        """Return the rank that keeps a training rank's buffer, None without a buffer."""
         if rank not in self._chunk_of or rank in self.buffer_ranks:
             return None
         return self.chunks[self._chunk_of[rank]][-1]
@@ -75,11 +75,11 @@ class RankLayout:
 def arithmetic_layout(
     world_size: int, num_remote_buffers: int = 0, num_agent_groups: int = 1, num_coordinators: int = 0
 ) -> RankLayout:
-    """Return the layout that looks at numbers only: chunks are runs of ranks.
+    """Return the layout that depends only on numbers: chunks are runs of ranks.
 
     Raises:
-        ParameterError: more buffers than training ranks, more than one coordinator, or training ranks that do not
-            divide into the agent groups.
+        ParameterError: more buffers than training ranks, more than one coordinator, or training ranks that are not
+            divisible into the agent groups.
     """
     _check_counts(world_size, num_remote_buffers, num_agent_groups, num_coordinators)
     working = range(world_size - num_coordinators)
@@ -90,10 +90,10 @@ def arithmetic_layout(
 def host_layout(
     hosts: Sequence[str], num_remote_buffers: int = 0, num_agent_groups: int = 1, num_coordinators: int = 0
 ) -> RankLayout:
-    """Return the layout that keeps chunks and agent groups together on hosts; `hosts[r]` is where rank r runs.
+    """Return the layout that keeps chunks and agent groups together on hosts; `hosts[r]` is the host of rank r.
 
-    Where the buffers divide evenly over the hosts, each host gets its share of chunks, and no rank talks to a buffer
-    elsewhere. Otherwise (or if a host is too small) chunks are runs of the ranks sorted by host.
+    If the buffers divide evenly over the hosts, each host gets its share of chunks, and no rank needs a buffer on
+    another host. Otherwise (or if a host is too small) chunks are runs of the ranks sorted by host.
 
     Raises:
         ParameterError: as `arithmetic_layout`.
@@ -101,9 +101,9 @@ def host_layout(
     _check_counts(len(hosts), num_remote_buffers, num_agent_groups, num_coordinators)
     by_host = _by_host(hosts[: len(hosts) - num_coordinators])
     share, left = divmod(num_remote_buffers, len(by_host))
-    # Sorted by host, so that runs of ranks cross as few hosts as they can.
+    # Sorted by host, so that runs of ranks span as few hosts as possible.
     order = tuple(rank for ranks in by_host for rank in ranks)
-    # A chunk needs a rank that keeps the buffer, and one that trains.
+    # A chunk needs a rank that keeps the buffer, and a rank that trains.
     if left or any(len(ranks) < 2 * share for ranks in by_host):
         chunks = _runs(order, num_remote_buffers)
     else:
@@ -119,7 +119,7 @@ def _by_host(hosts: Sequence[str]) -> list[list[int]]:
 
 
 def _runs(ranks: Sequence[int], count: int) -> tuple[Ranks, ...]:
-    """Return `count` runs whose lengths differ by one at most, the longer ones first."""
+    """Return `count` runs whose lengths differ by at most one, the longer ones first."""
     runs, at = [], 0
     for number in range(count):
         length = len(ranks) // count + (number < len(ranks) % count)
@@ -162,11 +162,11 @@ def _check_counts(world_size: int, buffers: int, agent_groups: int, coordinators
 
 @dataclass
 class DistributedContextMPI4Py:
-    """A rank's place. Groups are communicators; None stands where this rank is not a member.
+    """A rank's context. Groups are communicators; a group is None if this rank is not a member.
 
-    `agent_groups` has an entry for each group, `agent_group_id` says which is this rank's. `train_global_group` holds
-    all training ranks, `buffer_group` all buffer ranks. `assigned_buffer` keeps this training rank's buffer,
-    `assigned_training_ranks` are those a buffer rank serves. Ranks are those of the world.
+    `agent_groups` has an entry for each group, `agent_group_id` is the index of this rank's. `train_global_group`
+    contains all training ranks, `buffer_group` all buffer ranks. `assigned_buffer` is the rank that keeps this training
+    rank's buffer, `assigned_training_ranks` are the ranks that a buffer rank serves. Ranks are ranks of the world.
     """
 
     my_rank: int
@@ -185,7 +185,7 @@ class DistributedContextMPI4Py:
 
     @property
     def role(self) -> str:
-        """What this rank does: "training", "buffer" or "coordinator"; without a layout, the first ranks train."""
+        """The rank's role: "training", "buffer" or "coordinator"; without a layout, the first ranks train."""
         if self.layout is not None:
             return self.layout.role_of(self.my_rank)
         if self.my_rank == self.coordinator_rank:
@@ -202,12 +202,12 @@ class DistributedContextMPI4Py:
         return self.role == "coordinator"
 
     def cleanup(self) -> None:
-        """Free the groups that were made for this rank, and forget all groups. A second call does nothing.
+        """Free the groups that were created for this rank, and drop all groups. A second call does nothing.
 
-        Collective over the members of each group; ranks outside have nothing to free. The world and MPI stay as they
-        are: the code that started them ends them.
+        Collective over the members of each group; ranks outside a group have nothing to free. The world and MPI are not
+        finalized: the code that started them does so.
         """
-        # Forgotten before they are freed: a second call, from a `finally` block, must not free them again.
+        # Dropped before they are freed: a second call, from a `finally` block, must not free them again.
         made, self._made = self._made, []
         self.agent_groups = self.train_global_group = self.buffer_group = None
         for comm in made:
@@ -216,11 +216,11 @@ class DistributedContextMPI4Py:
 
 @dataclass
 class DistributedContext(DistributedContextMPI4Py):
-    """A rank's place, as `initialize_distributed_compute` gives it. See `DistributedContextMPI4Py` for the fields.
+    """A rank's context, as returned by `initialize_distributed_compute`. See `DistributedContextMPI4Py` for the fields.
 
-    Over torch.distributed, also on virtual ranks, the groups are torch's own (`ProcessGroup`), for its calls and for
-    those of this toolkit alike; over MPI, and where virtual ranks run `main(comm)`, they are communicators.
-    `dc_mpi4py` is the same place with communicators, which have mpi4py's names everywhere.
+    Over torch.distributed, also on virtual ranks, the groups are torch's own (`ProcessGroup`), for torch's calls and
+    for this toolkit's calls; over MPI, and if virtual ranks run `main(comm)`, they are communicators. `dc_mpi4py` is
+    the same context with communicators, which always have mpi4py's names.
     """
 
     agent_groups: list[Group] | None = None
@@ -236,7 +236,7 @@ class DistributedContext(DistributedContextMPI4Py):
             backend: "mpi" for the communicator, "torch" for the group of torch.distributed.
 
         Raises:
-            UnsupportedError: "torch" in a job that was divided over MPI: torch.distributed has no group there.
+            UnsupportedError: "torch" in a job that was divided over MPI: its groups do not exist in torch.distributed.
         """
         backend_of(backend, real_backends())
         comm = self.dc_mpi4py.train_global_group if self.dc_mpi4py is not None else None
@@ -250,11 +250,11 @@ class DistributedContext(DistributedContextMPI4Py):
         return self.train_global_group
 
     def cleanup(self) -> None:
-        """Free all groups, and leave torch.distributed if `initialize_distributed_compute` has entered it.
+        """Free all groups, and leave torch.distributed if `initialize_distributed_compute` has started it.
 
         Collective; a second call does nothing.
         """
-        # Groups before the job: leaving torch.distributed first would leave groups that cannot be ended.
+        # Groups before the job: leaving torch.distributed first would leave groups that cannot be freed.
         super().cleanup()
         if self.dc_mpi4py is not None:
             self.dc_mpi4py.cleanup()
@@ -266,9 +266,9 @@ class DistributedContext(DistributedContextMPI4Py):
 def with_torch_groups(
     place: DistributedContextMPI4Py, end: Callable[[], None] | None = None
 ) -> DistributedContext:
-    """Return a context over the same ranks, with torch's groups where torch.distributed carries the communicators.
+    """Return a context over the same ranks, with torch's groups if the communicators use torch.distributed.
 
-    Collective among the members of each group. `end` is called once all groups have been freed.
+    Collective over the members of each group. `end` is called once all groups have been freed.
     """
     shared = {each.name: getattr(place, each.name) for each in fields(place) if each.name != "_made"}
     shared |= {
@@ -285,7 +285,7 @@ def _process_group(comm: Comm | None) -> Group:
 
 
 def members_only(comms: Iterable[Comm | None]) -> list[Comm]:
-    """Return the communicators that this rank is in."""
+    """Return the communicators that include this rank."""
     return [comm for comm in comms if comm is not None]
 
 
@@ -298,25 +298,25 @@ def initialize_distributed_compute(
     comm: Group = None,
     hosts: Sequence[str] | None = None,
 ) -> DistributedContext:
-    """Start torch.distributed if need be, and divide the job's ranks among training, buffers and a coordinator.
+    """Start torch.distributed if needed, and divide the job's ranks into training, buffer and coordinator ranks.
 
-    Collective over the world. Ranks may have been started by mpiexec, srun, torchrun or `spawnsim run`. Where
-    torch.distributed is wanted and has no default group, it gets one, from what the launcher has told; `cleanup()` of
-    the context ends what was begun here.
+    Collective over the world. Ranks may have been started by mpiexec, srun, torchrun or `spawnsim run`. If
+    torch.distributed is requested and has no default group, one is created from the launcher's settings; the context's
+    `cleanup()` destroys it.
 
     Args:
         dist_backend: "gloo", "nccl", "xccl" or "ccl" for groups of torch.distributed over that backend; "mpi" for MPI's
-            own communicators, whatever torch was built with. Virtual ranks take any of them; those that run
-            `main(comm)`, where torch.distributed is refused, have communicators alone.
-        num_remote_buffers: ranks that keep replay buffers instead of training; each serves a chunk of ranks.
-        num_agent_groups: groups of training ranks, all of one size.
-        use_coordinator: whether the last rank does nothing but coordinate.
+            own communicators, whatever torch was built with. Virtual ranks accept any of them; if they run
+            `main(comm)`, where torch.distributed is refused, they have only communicators.
+        num_remote_buffers: number of ranks that keep replay buffers instead of training; each serves a chunk of ranks.
+        num_agent_groups: number of groups of training ranks, all of the same size.
+        use_coordinator: whether the last rank only coordinates.
         comm: the ranks to divide, instead of the world.
-        hosts: host name of each rank, instead of asking; chunks and groups stay on hosts where they can.
+        hosts: host name of each rank, instead of a query; chunks and groups stay on hosts if possible.
 
     Raises:
-        ParameterError: numbers that do not fit together, or another backend.
-        UnsupportedError: a backend that this build of torch has not.
+        ParameterError: inconsistent numbers, or another backend.
+        UnsupportedError: this build of torch lacks the backend.
     """
     kinds = {"mpi": "mpi"} | {alias: each.name for each in BACKENDS.values() for alias in each.aliases}
     if dist_backend not in kinds:
@@ -324,7 +324,7 @@ def initialize_distributed_compute(
             f"Unknown backend {dist_backend!r} (dist_backend): choose one of {', '.join(kinds)}"
         )
     kind, end = kinds[dist_backend], None
-    # Only what was begun here is ended here: a default group of the program's own stays.
+    # Only a default group that was created here is destroyed here: the program's own stays.
     if comm is None and kind == "torch" and default_group() is None:
         comm, end = _enter_torch(dist_backend)
     place = _divide(comm_of(comm, kind), num_remote_buffers, num_agent_groups, int(use_coordinator), hosts)
@@ -332,7 +332,7 @@ def initialize_distributed_compute(
 
 
 def _enter_torch(backend: str) -> tuple[Comm | None, Callable[[], None] | None]:
-    """Enter torch.distributed; return the world, and what leaves again. None where virtual ranks are refused it."""
+    """Enter torch.distributed; return the world and a function to leave it. (None, None) where it is refused."""
     if virtual_world() is None:
         package = BACKENDS["torch"].load()
     elif import_module("spawnsim.virtual.torch.entry").is_offered():
@@ -359,13 +359,13 @@ def _divide(
     world: Comm, buffers: int, agent_groups: int, coordinators: int, hosts: Sequence[str] | None
 ) -> DistributedContextMPI4Py:
     size = world.Get_size()
-    if size == 1:  # one process plays all parts: it trains, and keeps its buffer itself
+    if size == 1:  # one process has all roles: it trains, and keeps its buffer itself
         return _place(world, host_layout(["here"]), (world, world, None), made=[])
-    # Gathered, since a rank knows its own host alone, and all must make the same layout.
+    # Gathered, because a rank knows only its own host, and all must compute the same layout.
     names = list(hosts) if hosts is not None else world.allgather(_host())
     if len(names) != size:
         raise ParameterError(f"hosts has {len(names)} names for {size} ranks: give one for each")
-    # Each rank makes the layout by itself, from the same names: a pure function needs no message.
+    # Each rank computes the layout from the same names: a pure function needs no message.
     layout = host_layout(names, buffers, agent_groups, coordinators)
     mine = layout.agent_group_of(world.Get_rank())
     role = layout.role_of(world.Get_rank())

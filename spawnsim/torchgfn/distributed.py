@@ -1,11 +1,11 @@
-"""The names of torchgfn's `gfn.utils.distributed`, on every backend; and its reports of where time goes.
+"""The names of torchgfn's `gfn.utils.distributed`, on every backend; and its reports of times and load imbalance.
 
-Where a function takes `group`, a rank is a rank *of that group*, for `src` and `dst_rank` too; without one the
-group is the world of the job (`spawnsim.comm.backends`). `backend` chooses which world that is ("mpi" or "torch"); a
-group given decides by itself, and virtual ranks have one world only. What travels is the same for both.
+If a function takes `group`, ranks are ranks *of that group*, also `src` and `dst_rank`; without one the group is the
+world of the job (`spawnsim.comm.backends`). `backend` selects that world ("mpi" or "torch"); a given group determines
+its own backend, and virtual ranks have only one world. Both backends send the same bytes.
 
-Reports are data first, then one table in the log. Their timings: one dictionary per rank,
-{"step": [seconds of iteration 0, 1, …]} or {"step": seconds}.
+Reports return data, and log one table. Their timings are one dictionary per rank, {"step": [seconds of iteration 0, 1,
+…]} or {"step": seconds}.
 """
 
 from __future__ import annotations
@@ -85,9 +85,10 @@ Timings = Sequence[Mapping[str, "Sequence[float] | float"]]
 
 @dataclass(frozen=True, slots=True)
 class Imbalance:
-    """One step over all iterations: seconds of work, and seconds in which an average rank waits for the slowest.
+    """One step over all iterations: seconds of work, and seconds for which an average rank waits for the slowest.
 
-    `ranks` have measured the step, in at most `iterations` iterations; an iteration counts those that have it.
+    `ranks` is the number of ranks that measured the step, `iterations` their largest number of iterations. Each
+    iteration counts only the ranks that measured it.
     """
 
     step: str
@@ -98,14 +99,14 @@ class Imbalance:
 
     @property
     def efficiency(self) -> float:
-        """Useful part of the time, in [0, 1]."""
+        """Useful share of the time, in [0, 1]."""
         total = self.useful_s + self.waiting_s
         return self.useful_s / total if total > 0 else 1.0
 
 
 @dataclass(frozen=True, slots=True)
 class TimeInfo:
-    """Seconds per step. `per_rank[r][step]` is (mean, total); `longest_s` and `mean_s` are of the ranks' totals."""
+    """Seconds per step. `per_rank[r][step]` is (mean, total); `longest_s` and `mean_s` are over the ranks' totals."""
 
     per_rank: tuple[dict[str, tuple[float, float]], ...]
     longest_s: dict[str, float]
@@ -131,7 +132,7 @@ def _imbalance(step: str, by_rank: Mapping[int, Sequence[float]]) -> Imbalance:
     iterations = max(len(times) for times in by_rank.values())
     useful_s = waiting_s = 0.0
     for iteration in range(iterations):
-        # Ranks may have gone through different numbers of iterations: each counts those that have it.
+        # Ranks may have completed different numbers of iterations: each iteration counts the ranks that measured it.
         seconds = [times[iteration] for times in by_rank.values() if iteration < len(times)]
         mean_s = sum(seconds) / len(seconds)
         useful_s, waiting_s = useful_s + mean_s, waiting_s + max(seconds) - mean_s
@@ -139,7 +140,7 @@ def _imbalance(step: str, by_rank: Mapping[int, Sequence[float]]) -> Imbalance:
 
 
 def report_time_info(all_timing_dict: Timings, world_size: int) -> TimeInfo:
-    """Return and log each rank's mean and total seconds per step, and the longest and mean total of all ranks.
+    """Return and log each rank's mean and total seconds per step, and the longest and mean total over all ranks.
 
     Raises:
         ParameterError: fewer dictionaries than ranks.
@@ -173,7 +174,7 @@ def _lines(info: TimeInfo) -> list[tuple[str, ...]]:
 
 
 def _steps(timings: Timings, world_size: int) -> dict[str, dict[int, list[float]]]:
-    """Return step → rank → seconds, for all steps in the order in which they are first met; empty lists left out."""
+    """Return step → rank → seconds, for all steps in the order of first appearance, without empty lists."""
     if len(timings) < world_size:
         raise ParameterError(
             f"{len(timings)} dictionaries for world_size={world_size}: give one for each rank"

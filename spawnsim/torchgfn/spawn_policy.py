@@ -1,14 +1,14 @@
 """The names of torchgfn's `spawn_policy` module, with its constructors, calls and defaults.
 
-Every name here is one of `spawnsim.policies`; see there for what else they can do. `group` may be a spawnsim `Comm`, a
-raw `mpi4py.MPI.Comm` or a `torch.distributed` group; left out, it is the world of the job, as in the originals.
+Every name here is one of `spawnsim.policies`, which documents further options. `group` may be a spawnsim `Comm`, a raw
+`mpi4py.MPI.Comm` or a `torch.distributed` group; the default is the world of the job, as in the originals.
 
-Three defaults are the originals' where `spawnsim.policies` has others, for the sake of large groups and models: "mean"
-and "weighted_mean" average all survivors (there: 8 at most), so that a round's traffic grows with the square of the
-group (its memory does not: snapshots are averaged as they come): give `donors=8` from some dozens of ranks on. The
-one-sided policies take half of the group (there: 8 at most), and lay their model out in every call (there: at the
-cadence), in four slots so that readers are not overtaken: a pass over the model each time, and four times its memory;
-`windows=WindowOptions("flat", publish_every=10)` lays it out in every tenth, in two.
+Three defaults are the originals'; `spawnsim.policies` has other ones, which suit large groups and models. (1) "mean"
+and "weighted_mean" average all survivors (there: at most 8), so a round's traffic grows with the square of the group
+(its memory does not: snapshots are averaged on arrival): use `donors=8` from some dozens of ranks on. (2) The one-sided
+policies use half of the group (there: at most 8). (3) They publish their model in every call (there: at the cadence),
+in four slots so that readers are not overtaken: this costs a pass over the model each time, and four times its memory;
+`windows=WindowOptions("flat", publish_every=10)` publishes it in every tenth call, in two slots.
 """
 
 from __future__ import annotations
@@ -37,16 +37,16 @@ logger = logging.getLogger(__name__)
 
 
 class _Printing(policies.SpawnPolicy):
-    """Prints its times and counters; what is printed is logged as well."""
+    """Prints its times and counters, and logs them as well."""
 
     captured: Mapping[str, int] = MappingProxyType({})
 
     def capture_comm(self, name: str, size: int) -> None:
-        """Note the size of a communicator, for `print_stats`."""
+        """Store the size of a communicator, for `print_stats`."""
         self.captured = {**self.captured, name: int(size)}
 
     def print_time(self) -> dict[str, dict[str, float]]:
-        """Print how long each step took; return its "calls", "total_s" and "mean_s"."""
+        """Print the duration of each step; return its "calls", "total_s" and "mean_s"."""
         summary = {
             step: {"calls": len(each), "total_s": sum(each), "mean_s": sum(each) / len(each)}
             for step, each in self.timing.items()
@@ -57,7 +57,7 @@ class _Printing(policies.SpawnPolicy):
         return summary
 
     def print_stats(self) -> dict[str, float]:
-        """Print and return `stats`, and the sizes of the communicators that were noted."""
+        """Print and return `stats`, and the stored sizes of communicators."""
         stats = self.stats | {f"comm/{name}": float(size) for name, size in self.captured.items()}
         rows = [(name, f"{value:.6g}") for name, value in stats.items()]
         _print_table(f"{type(self).__name__}: counts", ("count", "value"), rows)
@@ -71,7 +71,7 @@ def _print_table(title: str, head: tuple[str, ...], rows: Sequence[tuple[str, ..
 
 
 class SpawnPolicy(_Printing, abc.ABC):
-    """The original's base class: abstract, its subclasses define `__call__` (of `spawnsim.SpawnPolicy`, `act`)."""
+    """The original's base class: abstract; subclasses define `__call__` (in `spawnsim.SpawnPolicy`: `act`)."""
 
     @abc.abstractmethod
     def __call__(
@@ -82,15 +82,15 @@ class SpawnPolicy(_Printing, abc.ABC):
         local_metric: float | None = None,
         group: Any = None,
     ) -> Result:
-        """Perhaps average or replace; return the model and the optimizer to go on with, and what happened."""
+        """Average or replace if the policy decides so; return the model and optimizer to continue with, and `info`."""
 
 
-@SpawnPolicy.register  # no subclass, or it would inherit the abstract call
+@SpawnPolicy.register  # not a subclass, which would inherit the abstract call
 class _OnTheWorld(_Printing):
-    """Takes the world of the job where no group is given."""
+    """Uses the world of the job if no group is given."""
 
     def comm_of(self, group: Any) -> Comm:
-        """Return the communicator of `group`; of all ranks for None: on a virtual rank its own world."""
+        """Return the communicator of `group`; for None, of all ranks: on a virtual rank, of its world."""
         return world() if group is None else as_comm(group)
 
 
@@ -109,9 +109,9 @@ class AsyncSelectiveAveragingPolicy(_OnTheWorld, policies.AsyncSelectiveAveragin
 
 
 class _OneSided(_OnTheWorld, policies.OneSidedSelectiveAveragingPolicy):
-    """The call of the originals, in which `expose_params` stands before `group`, and their attributes.
+    """The originals' call, with `expose_params` before `group`, and their attributes.
 
-    `debug_mode`: log each replacement of this rank, with its donors and how old their snapshots were.
+    `debug_mode`: log each replacement of this rank, with its donors and the age of their snapshots.
     """
 
     most_donors = None
@@ -139,7 +139,7 @@ class _OneSided(_OnTheWorld, policies.OneSidedSelectiveAveragingPolicy):
         expose_params: bool = True,
         group: Any = None,
     ) -> Result:
-        """Take over from others if this rank's time has come; `expose_params=False` keeps its own model back."""
+        """Take over other ranks' weights if this rank is due; `expose_params=False` publishes nothing in this call."""
         exposed = {"expose_params": expose_params}
         model, optimizer, info = super().__call__(iteration, model, optimizer, local_metric, group, **exposed)
         if info["is_replaced"]:
@@ -159,7 +159,7 @@ class _OneSided(_OnTheWorld, policies.OneSidedSelectiveAveragingPolicy):
         *,
         check_agent: int | None = None,
     ) -> bool:
-        """Return whether this rank is to be replaced; `check_agent` is the other name of `check_policy`."""
+        """Return whether this rank is to be replaced; `check_agent` is another name of `check_policy`."""
         return super().is_agent_dying(
             local_metric, threshold_metric, check_policy if check_agent is None else check_agent
         )
@@ -197,11 +197,11 @@ class AsyncSelectiveAveragingPolicympi4pyGeneral(_OneSided):
             model_builder, model, average_every, threshold_metric, replacement_ratio, averaging_strategy, momentum,
             age_range, replacement_mode, group, **{"windows": _published_in_each("per_parameter"), **more},
         )  # fmt: skip
-        self.poll_interval_s = float(poll_interval_s)  # one-sided access polls nothing
+        self.poll_interval_s = float(poll_interval_s)  # unused: one-sided access does not poll
 
 
 def _published_in_each(layout: WindowLayout) -> WindowOptions:
-    """Return windows into which a model is laid out in each call, as the originals do, without overtaking readers."""
+    """Return windows that publish the model in each call, like the originals, without overtaking readers."""
     return WindowOptions(layout, publish_every=1, slots=4)
 
 

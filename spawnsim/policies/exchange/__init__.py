@@ -1,1 +1,1 @@
-"""How ranks tell each other metrics and models: messages, windows, means over a group, and replacements."""
+"""Exchange of metrics and models between ranks: messages, windows, means over a group, and replacements."""

@@ -1,13 +1,12 @@
-"""The state machines of the asynchronous protocol: the coordinator, a replaced rank's inbox, and their options.
+"""State machines of the asynchronous protocol: the coordinator, a replaced rank's inbox, and their options.
 
-They are driven by messages and the time they are told, and know neither communicator nor clock, so that losses,
-duplicates and any order of arrival are tested on them directly. A round is the iteration whose metrics the coordinator
-compares. It is decided once a quorum has reported or its deadline has passed, whichever comes first; deciding a round
-closes it and all older ones. What comes for a closed round is counted, and stands for its rank in the next decision
-unless that has a report of its own: a rank that has fallen behind by more than a deadline (it was paused, it is slow)
-would come too late for every round, and be neither replaced nor a donor ever again. A replaced rank has one assignment
-at a time, which ends when all donors have given, or when the deadline has passed, with those that have given whole
-snapshots.
+They receive messages and the current time as arguments, and use neither communicator nor clock, so that tests can apply
+losses, duplicates and any order of arrival directly. A round is the iteration whose metrics the coordinator compares.
+It is decided when a quorum has reported or its deadline has passed, whichever comes first; deciding a round closes it
+and all older ones. A report for a closed round is counted, and represents its rank in the next decision unless the rank
+has reported for that decision's round: otherwise a rank that is more than a deadline behind (paused or slow) would be
+too late for every round, and never be replaced or donate again. A replaced rank has one assignment at a time. It ends
+when all donors have sent their snapshots, or at the deadline, with the donors whose snapshots are complete.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ Quorum = int | float
 def check_quorum(quorum: Quorum) -> Quorum:
     """Return the quorum, or raise `ParameterError`."""
     share = isinstance(quorum, float)
-    # Booleans are integers to Python: quorum=True would mean one rank.
+    # Booleans are integers in Python: quorum=True would mean one rank.
     if isinstance(quorum, bool) or quorum <= 0 or (share and quorum > 1):
         raise ParameterError(
             f"quorum={quorum!r}: give a share of the group in (0, 1] or a whole number of ranks"
@@ -48,8 +47,8 @@ class _Round:
 class Coordinator:
     """Collects reports round by round and decides.
 
-    `counts` says how many reports were `late` (their round was closed) or `duplicate`, and how many rounds met their
-    `deadline` short of the quorum or fell into the `cooldown`.
+    `counts` counts reports that were `late` (their round was closed) or `duplicate`, and rounds that reached their
+    `deadline` without a quorum or fell into the `cooldown`.
     """
 
     def __init__(
@@ -67,7 +66,7 @@ class Coordinator:
         self._late: dict[int, Report] = {}  # by rank, since the latest decision
         self._last_opened_s: float | None = None
         self._left: set[int] = set()
-        self._assigned: dict[int, tuple[int, float]] = {}  # rank → (round, when to give it up)
+        self._assigned: dict[int, tuple[int, float]] = {}  # rank → (round, time at which it is given up)
 
     @property
     def waiting(self) -> bool:
@@ -75,16 +74,18 @@ class Coordinator:
 
     @property
     def assigned(self) -> dict[int, int]:
-        """By rank that is not known to be through with its replacement, the round of that."""
+        """The rounds of replacements that are not known to be complete, by rank."""
         return {rank: round_ for rank, (round_, _) in self._assigned.items()}
 
     def report(self, round_: int, report: Report, now_s: float, settled: int = -1) -> None:
-        """Take a rank's report; `settled` is the last round whose replacement it finished or gave up."""
-        # A replaced rank says in its next report that it is through. Until then it is busy: replaced again, it would be
-        # judged by weights that are gone. Should that report be lost, `_busy` gives it up after four deadlines.
+        """Record a rank's report; `settled` is the last round whose replacement it finished or gave up."""
+        # A replaced rank announces in its next report that its replacement is complete. Until then it is busy: a second
+        # replacement would judge weights that no longer exist. If that report is lost, `_busy` expires after four
+        # deadlines.
         if settled >= self._assigned.get(report.rank, (math.inf, 0))[0]:
             del self._assigned[report.rank]
-        # A successor learns of the rounds before its time. Not of this one, where it is held again: it was cut short.
+        # A new coordinator learns of earlier rounds from `settled`. A repeated round does not count: it was
+        # interrupted.
         if 0 <= settled < round_:
             self.last_trigger = max(self.last_trigger, settled)
         if round_ <= self.closed:
@@ -115,16 +116,16 @@ class Coordinator:
         return len(self._left) == self.size
 
     def needed(self) -> int:
-        """Return how many reports decide a round before its deadline."""
+        """Return the number of reports that decides a round before its deadline."""
         here = self.size - len(self._left)
-        # Of the ranks that are still there: a quorum of all would never be reached once some have left.
+        # A share of the remaining ranks: a quorum of all ranks would never be reached once some have left.
         wanted = math.ceil(self.quorum * here) if isinstance(self.quorum, float) else self.quorum
         return max(1, min(wanted, here))
 
     def due(self, now_s: float) -> list[Decision]:
-        """Return the decisions that can be taken now, oldest round first; rounds without a replacement included."""
+        """Return the decisions that are due, oldest round first, including rounds without a replacement."""
         decisions = []
-        # A copy of the keys in order, because deciding a round closes older ones and changes the table.
+        # A sorted copy of the keys, because deciding a round closes older ones and changes the table.
         for round_ in sorted(self._open):
             entry = self._open.get(round_)
             if entry is None:  # closed by a younger round
@@ -136,11 +137,11 @@ class Coordinator:
         return decisions
 
     def _decide(self, round_: int, now_s: float) -> Decision:
-        # A late report stands in for one that is missing, but never replaces one of this round, which is newer.
+        # A late report substitutes a missing one, but never replaces a report of this round, which is newer.
         told = self._late | self._open[round_].reports
         reports = [report for rank, report in told.items() if rank not in self._left]
         self.closed, self._late = round_, {}
-        # Older rounds are closed with it: their metrics are of weights that may be replaced by now.
+        # Older rounds are closed too: their metrics belong to weights that may have been replaced since.
         self._open = {other: entry for other, entry in self._open.items() if other > round_}
         if round_ - self.last_trigger < self.cooldown:
             self.counts["cooldown"] += 1
@@ -148,7 +149,7 @@ class Coordinator:
         decision = decide(round_, reports, self.rules, self._rng, busy=self._busy(now_s))
         if decision.assignments:
             self.trigger_before, self.last_trigger = self.last_trigger, round_
-            # Four deadlines: the replaced rank itself waits for one, and its report comes a round later.
+            # Four deadlines: the replaced rank itself waits for one, and its report follows a round later.
             give_up_s = now_s + 4 * self.deadline.limit_s(share=1.0)
             self._assigned.update((rank, (round_, give_up_s)) for rank in decision.assignments)
         return decision
@@ -159,20 +160,22 @@ class Coordinator:
 
 @dataclass(frozen=True, slots=True)
 class ExchangeOptions:
-    """How the exchange waits and sends.
+    """Options of the exchange: quorum, deadlines and transport.
 
     Args:
-        quorum: how many reports decide a round at once: a share of the group (float) or a number of ranks (int).
-        deadline: seconds until a round is decided with those that have reported, and until a replaced rank goes on with
-            what its donors have sent; None learns both from past arrivals (`Adaptive`); a function makes a deadline.
-        coordinator: which rank of the group decides (it takes part like any other); in a smaller group, as recoveries
-            leave it, the last rank.
-        tag: of every message of the policy; two policies at once need two.
-        part_nbytes: larger snapshots travel in several messages.
-        checksum: check the weights too, at about 4 GB/s (control messages always are).
+        quorum: number of reports that decides a round immediately: a share of the group (float) or a number of ranks
+            (int).
+        deadline: seconds until a round is decided by the reports that have arrived, and until a replaced rank continues
+            with the snapshots that have arrived; None learns both from past arrivals (`Adaptive`); a function creates a
+            deadline.
+        coordinator: the rank of the group that decides (it also trains like any other); in a smaller group, as after a
+            recovery, the last rank.
+        tag: tag of all messages of the policy; two policies on one communicator need two tags.
+        part_nbytes: larger snapshots are split into several messages.
+        checksum: check the weights too, at about 4 GB/s (control messages are always checked).
         poll_interval_s: seconds between polls while `shutdown` waits.
         shutdown_timeout_s: seconds for which `shutdown` waits for a rank that does not answer, and for messages that do
-            not arrive. A rank that still trains is waited for as long as it takes.
+            not arrive. It waits without limit for a rank that still trains.
 
     Raises:
         ParameterError: an argument is out of range.
@@ -200,20 +203,20 @@ class ExchangeOptions:
             )
 
     def new_deadline(self) -> Deadline:
-        """Make a deadline for one endpoint.
+        """Create a deadline for one endpoint.
 
         Returns:
-            One that has seen nothing yet.
+            A deadline without observations.
         """
         return self.deadline() if callable(self.deadline) else as_deadline(self.deadline)
 
 
-Wiring = ExchangeOptions  # the name that it had first
+Wiring = ExchangeOptions  # earlier name
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """How an assignment ended: the bytes of each donor that gave a whole snapshot, in order of arrival."""
+    """How an assignment ended: the bytes of each donor with a complete snapshot, in order of arrival."""
 
     assignment: Assignment
     given: dict[int, int]
@@ -232,13 +235,13 @@ class Outcome:
 class _OpenAssignment:
     assignment: Assignment
     asked_s: float
-    parts: dict[int, dict[int, Message]] = field(default_factory=dict)  # of those that are not whole
-    given: dict[int, int] = field(default_factory=dict)  # bytes of those that are
-    unseen: int = 0  # parts that came since the latest look at the time
+    parts: dict[int, dict[int, Message]] = field(default_factory=dict)  # of incomplete snapshots
+    given: dict[int, int] = field(default_factory=dict)  # bytes of complete snapshots
+    unseen: int = 0  # parts since the latest look at the time
 
 
 class Inbox:
-    """Keeps the open assignment. `settled` is the last round that was finished or given up."""
+    """Holds the open assignment. `settled` is the last round that was finished or given up."""
 
     def __init__(self, deadline: Deadline, settled: int = -1) -> None:
         self.deadline, self.settled = deadline, settled
@@ -250,7 +253,7 @@ class Inbox:
         return self._pending is not None
 
     def assign(self, assignment: Assignment, now_s: float) -> bool:
-        """Take an assignment; return whether its donors are to be asked."""
+        """Accept an assignment; return whether to ask its donors."""
         # One at a time: a second replacement would mix donors of two rounds.
         if self._pending is not None or assignment.round <= self.settled:
             self.counts["refused"] += 1
@@ -259,8 +262,8 @@ class Inbox:
         return True
 
     def part(self, donor: int, message: Message) -> list[Message]:
-        """Take one part of a donor's snapshot; return all its parts, in order, if it was the last one."""
-        # Answers to an earlier round may come after its deadline, from donors that were slow.
+        """Record one part of a donor's snapshot; return all its parts, in order, if it was the last one."""
+        # Answers of slow donors to an earlier round may arrive after its deadline.
         pending = self._pending
         if (
             pending is None
@@ -274,23 +277,23 @@ class Inbox:
             self.counts["duplicate"] += 1
             return []
         if got and (first := next(iter(got.values()))).iteration != message.iteration:
-            # answers to an asking that was repeated: parts of two snapshots never mix
+            # answers to a repeated request: parts of two snapshots never mix
             if message.iteration < first.iteration:
                 self.counts["late"] += 1
                 return []
             got.clear()
         got[message.part] = message
         pending.unseen += 1
-        # Complete by count: parts come in any order, and each says how many there are.
+        # Complete by count: parts arrive in any order, and each contains the number of parts.
         if len(got) < message.parts:
             return []
         whole = [got[index] for index in sorted(got)]
         pending.given[donor] = sum(part.body.size for part in whole)
-        got.clear()  # handed over: what becomes of it is not the inbox's to keep
+        got.clear()  # handed over: the inbox keeps no reference
         return whole
 
     def outcome(self, now_s: float) -> Outcome | None:
-        """Return how the open assignment ended, or None while it has not; after that nothing is open."""
+        """Return how the open assignment ended, or None while it is open; afterwards none is open."""
         pending = self._pending
         if pending is None:
             return None
@@ -299,7 +302,7 @@ class Inbox:
         for _ in range(pending.unseen):
             self.deadline.observe(wait_s)
         pending.unseen = 0
-        # Donors that do not come are done without: those that gave whole snapshots share the weight (`normalized`).
+        # Missing donors are dropped: the donors with complete snapshots share the weight (`normalized`).
         if missing and wait_s < self.deadline.limit_s(len(given) / asked):
             return None
         self.counts["missing"] += missing
@@ -307,11 +310,11 @@ class Inbox:
         return Outcome(pending.assignment, given, wait_s)
 
     def give_up(self) -> None:
-        """Close the open assignment without result."""
+        """Close the open assignment without a result."""
         if self._pending is not None:
             self.counts["given up"] += 1
             self._end(self._pending)
 
     def _end(self, pending: _OpenAssignment) -> None:
-        # Settled even without a result, or the coordinator would take this rank for busy.
+        # Settled even without a result: otherwise the coordinator would consider this rank busy.
         self.settled, self._pending = pending.assignment.round, None

@@ -1,10 +1,10 @@
-"""One rank's endpoint on one communicator, the engine that makes progress on it, and the wait for all at the end.
+"""One rank's endpoint on one communicator, its progress engine, and the wait for all ranks at the end.
 
-`Endpoint` sends without waiting and receives what has arrived; `ProgressEngine` calls its owner whenever there may be
-something to do: in a call of the rank's program, while that program waits, or from a background task. What messages
-mean, and what is due when, is the owner's business. Nothing here waits without bound. Policies that wait for ranks that
-they know (`replay`, `noloco`, and `gossip` by `neighbours`) send and receive without an endpoint: polling for anything
-from any rank would make their times depend on arrivals.
+`Endpoint` sends without waiting and receives arrived messages. `ProgressEngine` calls its owner whenever there may be
+work: in a call of the rank's program, while that program waits, or from a background task. The owner interprets
+messages and decides when actions are due. Every wait in this module is bounded. Policies that wait for known ranks
+(`replay`, `noloco`, and `gossip` by `neighbours`) send and receive without an endpoint: polling for any message from
+any rank would make their times depend on arrivals.
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ from spawnsim.policies.exchange.messages import Foreign, Message, Outgoing, Unre
 from spawnsim.policies.state.arithmetic import new_memory, phantom_memory
 from spawnsim.policies.state.codecs import Bytes
 
-AT_ONCE_NBYTES = 4096  # every MPI delivers so little with the envelope: a receive after a probe does not wait
-SLICE_S = 0.05  # how long a wait looks at one large message before it looks at the others again
-# Between two looks where no wait for messages is possible, or another thread makes the progress.
+AT_ONCE_NBYTES = 4096  # every MPI delivers this much with the envelope: a receive after a probe does not wait
+SLICE_S = 0.05  # how long a wait stays at one large message before it polls the other sources
+# Between two polls if no wait for messages is possible, or if another thread makes the progress.
 PAUSE_S = 0.01
-LEAST_WAIT_S = 1e-3  # a deadline that its owner does not act upon must not become a busy loop
-LONGEST_WAIT_S = 1.0  # the longest wait between two looks at the time
+LEAST_WAIT_S = 1e-3  # a deadline that its owner ignores must not become a busy loop
+LONGEST_WAIT_S = 1.0  # longest wait between two looks at the clock
 
 # Endpoints that are not closed, by rank (its clock; virtual ranks' communicators are equal), communicator and tag. A
-# communicator lives as long as its endpoints do.
+# communicator lives as long as its endpoints.
 _OPEN: WeakKeyDictionary[Any, WeakKeyDictionary[Comm, WeakValueDictionary[int, Endpoint]]] = (
     WeakKeyDictionary()
 )
@@ -45,42 +45,42 @@ _OPEN: WeakKeyDictionary[Any, WeakKeyDictionary[Comm, WeakValueDictionary[int, E
 
 @dataclass(slots=True)
 class _Receive:
-    """A message that has been matched; `request` is None once all of it has arrived."""
+    """A matched message; `request` is None once it has arrived completely."""
 
     source: int
     buffer: Bytes
     request: Request | None
 
     def release(self) -> Bytes:
-        """Return the buffer, and keep nothing."""
-        buffer, self.buffer = self.buffer, new_memory(0)  # no part of it, which would keep the whole
+        """Return the buffer, and drop the reference."""
+        buffer, self.buffer = self.buffer, new_memory(0)  # not a slice, which would keep the whole buffer
         return buffer
 
 
 class Endpoint:
     """Sends and receives one rank's messages on one communicator and tag.
 
-    Sends never wait, a wait for messages is bounded, the messages of one rank stay in order, and a message to this
-    rank itself does not travel, since MPI may block: only what `wake` sends does, which is empty.
+    Sends never wait, waits for messages are bounded, and the messages of one rank stay in order. A message to this rank
+    itself is delivered locally, since MPI may block; only the empty message of `wake` is sent.
 
     Args:
-        comm: the communicator. It keeps the buffers of sends until they have completed (`Comm` promises it).
-        tag: of all messages.
+        comm: the communicator. It keeps the buffers of sends until they have completed (guaranteed by `Comm`).
+        tag: tag of all messages.
         channel: 32 bits; messages of another channel are dropped and counted as "foreign".
-        tracked: remember the requests of sends, for callers that send from memory which they use again, or that must
-            know when everything has been delivered (`reap`, `is_sending`, `unfinished`).
-        prefix: of the averager that it belongs to; None for a policy's.
+        tracked: store the requests of sends, for callers that reuse the memory of their sends, or that must know when
+            everything has been delivered (`reap`, `is_sending`, `unfinished`).
+        prefix: prefix of the averager that owns it; None for a policy's endpoint.
 
     Attributes:
-        failed: ranks found to be dead, when sending to them, receiving from them, or by `look_for_failed`.
-        counts: messages and bytes, and what was dropped ("unreadable", "foreign", "undeliverable") or came without
-            its body ("damaged").
-        sent, received: messages put on the wire, by destination; and taken from it.
-        allocate: makes the memory that large messages are received into.
+        failed: ranks found to be dead, by a send, by a receive, or by `look_for_failed`.
+        counts: messages and bytes, dropped messages ("unreadable", "foreign", "undeliverable") and messages without
+            their body ("damaged").
+        sent, received: messages sent, by destination; and number of messages received.
+        allocate: creates the receive buffers of large messages.
 
     Raises:
-        UsageError: this rank has an endpoint of this tag on this communicator that is not closed: the two would take
-            each other's messages.
+        UsageError: this rank has an open endpoint with this tag on this communicator: the two would receive each
+            other's messages.
     """
 
     def __init__(
@@ -89,7 +89,7 @@ class Endpoint:
         self.comm, self.tag, self.rank, self.channel = comm, tag, comm.Get_rank(), channel
         self.prefix = prefix
         if tag in self._open():
-            gc.collect()  # perhaps of a policy that nobody holds any more, but that refers to itself
+            gc.collect()  # perhaps of an unreferenced policy with reference cycles
         other = self._open().setdefault(tag, self)
         if other is not self:
             raise UsageError(self._refused(other.prefix))
@@ -101,11 +101,11 @@ class Endpoint:
         self._probe, self._status = comm.Iprobe, Status()
         self._to_self: deque[Message] = deque()
         self._tracked = tracked
-        self._wakes = 0  # sent by `wake` and not received
+        self._wakes = 0  # messages of `wake` that are not received yet
         self._sends: list[tuple[Request, Bytes]] = []
-        # Large messages under way, and those they hold up, as they were matched.
+        # Large messages under way, and the messages that they hold up, in the order of their matching.
         self._receives: list[_Receive] = []
-        # `Comm` lists what every backend has; Probe, Get_failed and Ack_failed are MPI's.
+        # `Comm` declares the calls of every backend; Probe, Get_failed and Ack_failed are MPI's.
         self._any: Any = comm
         self._virtual = comm.capabilities().backend == "virtual"
 
@@ -131,7 +131,7 @@ class Endpoint:
         )
 
     def close(self) -> None:
-        """Let another endpoint take what comes with this tag. May be called twice."""
+        """Let another endpoint receive messages with this tag. May be called twice."""
         if self._open().get(self.tag) is self:
             del self._open()[self.tag]
 
@@ -144,7 +144,7 @@ class Endpoint:
         return self.send_packed(rank, encode(message, self.channel))
 
     def send_packed(self, rank: int, buffer: Bytes) -> bool:
-        """Send an encoded message, as `send` does. While `is_sending`, the buffer must not be written to."""
+        """Send an encoded message, like `send`. While `is_sending`, the buffer must not be modified."""
         if rank == self.rank:
             self._to_self.append(decode(buffer, self.channel))
             return True
@@ -166,8 +166,8 @@ class Endpoint:
             self.send(rank, message)
 
     def send_queue(self, queue: deque[Outgoing]) -> None:
-        # One by one: on real ranks the program's thread may add another meanwhile, which must neither be lost nor end
-        # the loop.
+        # One by one: on real ranks the program's thread may append another message meanwhile, which must neither be
+        # lost nor end the loop.
         while queue:
             self.send(*queue.popleft())
 
@@ -175,7 +175,7 @@ class Endpoint:
         return any(memory is other for _, other in self._sends)
 
     def reap(self) -> bool:
-        """Let go of sends that have completed; return whether all have."""
+        """Drop completed sends; return whether all have completed."""
         if self._sends:
             self._sends = [entry for entry in self._sends if not self._has_gone(entry[0])]
         return not self._sends
@@ -183,7 +183,7 @@ class Endpoint:
     def _has_gone(self, request: Request) -> bool:
         try:
             return request.Test()
-        except RankFailed as error:  # it will not be received any more
+        except RankFailed as error:  # the message will not be received
             self._note_failure(error)
             return True
 
@@ -193,11 +193,11 @@ class Endpoint:
 
     # ---------------------------------------------------------------------------------------------- receiving
     def poll(self) -> list[tuple[int, Message]]:
-        """Return (source, message) for everything that has arrived; never waits, one probe if there is nothing."""
+        """Return (source, message) for all arrived messages; never waits; a single probe if nothing has arrived."""
         return [*self.messages()]
 
     def messages(self) -> Iterator[tuple[int, Message]]:
-        """Yield what `poll` returns, one by one: the memory of one can be given up before the next is complete."""
+        """Yield the results of `poll` one by one: a message's memory can be released before the next is complete."""
         yield from self.from_self()
         for source, buffer in self._complete():
             if is_phantom(buffer) and self.allocate is not phantom_memory:
@@ -219,13 +219,13 @@ class Endpoint:
                 if receive is not None and receive.buffer.size:
                     yield receive.source, receive.release()
         except RankFailed as error:
-            # On ULFM one dead rank spoils every probe of ANY_SOURCE until its failure is acknowledged.
+            # On ULFM one dead rank fails every probe of ANY_SOURCE until its failure is acknowledged.
             self._note_failure(error)
             if self.comm.capabilities().survives:
                 self._any.Ack_failed()
 
     def empty(self, patience_s: float) -> None:
-        """Receive and drop what others have sent before they left, and who sent it waits for; `patience_s` at most."""
+        """Receive and drop messages of ranks that have left and wait for their delivery; at most `patience_s`."""
         clock = self.comm.clock
         end_s = clock.now() + patience_s
         quiet_s = clock.now() + PAUSE_S
@@ -238,7 +238,7 @@ class Endpoint:
         return [(self.rank, self._to_self.popleft()) for _ in range(len(self._to_self))]
 
     def complete_receives(self, patience_s: float) -> None:
-        """Receive and drop those messages of which this rank has begun to receive; `patience_s` at most."""
+        """Complete and drop the receives that have begun; at most `patience_s`."""
         end_s = self.comm.clock.now() + patience_s if self._receives else 0.0
         with suppress(WorldError):
             while self._receives and (left_s := end_s - self.comm.clock.now()) > 0:
@@ -246,19 +246,19 @@ class Endpoint:
                 deque(self._finished(), maxlen=0)
 
     def _take(self) -> _Receive | None:
-        """Receive the message that was probed, or begin to; return it if it is complete.
+        """Receive the probed message, or begin to; return it if it is complete.
 
-        A small message is often complete before a large one that the same rank sent earlier. It waits for that one:
-        the protocols above rely on MPI's promise that messages do not overtake each other.
+        A small message is often complete before a large one that the same rank sent earlier. It is held back: the
+        protocols rely on MPI's guarantee that messages do not overtake each other.
         """
         source, nbytes = self._status.Get_source(), self._status.Get_count()
-        if source == self.rank:  # by `wake`: all else to this rank does not travel
+        if source == self.rank:  # by `wake`: no other message to this rank is sent
             self._wakes -= 1
             self.comm.Recv(new_memory(0), source, self.tag)
             return None
         self.counts["bytes_received"] += nbytes
         self.received += 1
-        # Where large ones are coming in, a small one may have to wait for them at the card.
+        # While large messages arrive, a small one may have to wait for them at the network card.
         if nbytes <= AT_ONCE_NBYTES and not self._receives:
             receive = _Receive(source, self._room(nbytes), None)
             self.comm.Recv(receive.buffer, source, self.tag)
@@ -271,17 +271,17 @@ class Endpoint:
         return receive
 
     def _room(self, nbytes: int) -> Bytes:
-        """Return memory to receive a message into; a short one's is plain memory, where it is no phantom."""
+        """Return a receive buffer; for a small message plain memory, unless it is a phantom."""
         small = nbytes <= AT_ONCE_NBYTES
-        # Of all virtual ranks, what is on its way at one time may be far more than one machine holds.
+        # The messages under way to all virtual ranks may exceed the memory of one machine.
         phantom = self.allocate is phantom_memory or (self._virtual and not small)
         room: Bytes = (phantom_memory if phantom else new_memory if small else self.allocate)(nbytes)
         return room
 
     def _finished(self) -> Iterator[tuple[int, Bytes]]:
-        """Yield those receives that are complete, but none before an earlier one of the same source."""
+        """Yield the complete receives, but none before an earlier one of the same source."""
         incomplete: list[_Receive] = []
-        held: set[int] = set()  # sources with an earlier message under way
+        held: set[int] = set()  # sources with an earlier incomplete message
         for receive in self._receives:
             if receive.source in held or not self._is_complete(receive):
                 held.add(receive.source)
@@ -294,11 +294,11 @@ class Endpoint:
         return receive.request is None or self._has_ended(receive, receive.request.Test)
 
     def _has_ended(self, receive: _Receive, call: Callable[[], bool]) -> bool:
-        """Return whether a receive is over, as `call` of its request says."""
+        """Return whether a receive has completed; `call` is a method of its request."""
         try:
             if not call():
                 return False
-        except RankFailed as error:  # it died while sending: nothing of this message will be used
+        except RankFailed as error:  # the sender died: this message is dropped
             self._note_failure(error)
             receive.buffer = receive.buffer[:0]
         receive.request = None
@@ -309,13 +309,13 @@ class Endpoint:
         self.counts["peer failed"] += 1
 
     def wait(self, seconds: float) -> None:
-        """Return as soon as a message has arrived, or after `seconds`."""
+        """Wait until a message has arrived, for at most `seconds`."""
         if seconds <= 0 or self._to_self:
             return
         try:
             if self._receives:
                 self._wait_for(self._receives[0], min(seconds, SLICE_S))
-            elif self.failed:  # a wait for any rank would end at once: some of them will never write
+            elif self.failed:  # a wait for any rank would end at once: dead ranks never send
                 self.comm.clock.sleep(min(seconds, PAUSE_S))
             else:
                 with self.comm.clock.deadline(seconds):
@@ -327,12 +327,12 @@ class Endpoint:
 
     def wake(self) -> None:
         """End a `wait` of another task of this rank, by an empty message to itself."""
-        with suppress(WorldError):  # a communicator that has ended keeps nobody waiting
+        with suppress(WorldError):  # no task waits on a communicator that has ended
             self.comm.Isend(new_memory(0), self.rank, self.tag)
             self._wakes += 1
 
     def take_wakes(self) -> None:
-        """Receive what `wake` has sent and no `poll` has taken; the other task has ended."""
+        """Receive the messages of `wake` that no `poll` has received; the other task has ended."""
         with suppress(WorldError), self.comm.clock.deadline(PAUSE_S):
             while self._wakes:
                 self._wakes -= 1
@@ -344,7 +344,7 @@ class Endpoint:
                 self._has_ended(receive, receive.request.Wait)
 
     def look_for_failed(self) -> set[int]:
-        """Return `failed`, with those that died without any message to or from them; costs a call of the backend."""
+        """Return `failed`, including ranks that died without any communication; costs a call of the backend."""
         if self.comm.capabilities().survives:  # elsewhere the job ends with the first death
             failed = self._any.Get_failed()
             if failed.Get_size():
@@ -354,29 +354,29 @@ class Endpoint:
 
 
 class EngineOwner(Protocol):
-    """What a progress engine calls."""
+    """Interface that a progress engine calls."""
 
     def advance(self, arrived: list[tuple[int, Message]], now_s: float, dead: set[int]) -> None:
-        """Take what has arrived and do what is due; `dead` ranks are newly known to be so."""
+        """Handle the arrived messages and execute due actions; `dead` are the newly detected dead ranks."""
 
     def wake_s(self) -> float:
-        """Return when `advance` is next needed, even if nothing arrives; −∞ if there is more to do at once."""
+        """Return when `advance` is needed next, even without messages; −∞ if there is more to do immediately."""
 
 
 class ProgressEngine:
     """Makes progress for one owner on one endpoint.
 
     While a rank computes, neither MPI nor a virtual rank handles its messages: a protocol advances only when it is
-    polled. There is one engine so that all protocols poll alike, whether the rank's program calls them, waits in
-    `drive`, or leaves it to a background task. If two tasks try at once, the lock lets one in, and the other returns:
-    a caller that waited for the lock would block its training loop for as long as the other one averages.
+    polled. The engine lets all protocols poll in the same way: in calls of the rank's program, in `drive`, or in a
+    background task. If two tasks try at the same time, the lock admits one, and the other returns: a caller waiting for
+    the lock would block its training loop for the duration of the other task's work.
 
     Args:
-        endpoint, owner: where messages come from, and who takes them.
-        lock: held while the owner is called; by default the engine's own.
+        endpoint, owner: the source of messages, and the object that handles them.
+        lock: held while the owner is called; by default the engine's own lock.
         poll_interval_s: seconds between two attempts while another task holds the lock or makes the progress.
         background_wait_s: the longest wait of the background task.
-        death_check_s: seconds between looks for ranks that died silently; by default there are none.
+        death_check_s: seconds between checks for ranks that died silently; by default there are no checks.
     """
 
     def __init__(
@@ -393,7 +393,7 @@ class ProgressEngine:
         self._stopping, self._ready = False, False
 
     def progress(self) -> bool:
-        """Handle all that has arrived and all that is due; never waits. False if another task holds the lock."""
+        """Handle all arrived messages and due actions; never waits. False if another task holds the lock."""
         if not self._lock.acquire(blocking=False):
             return False
         try:
@@ -411,7 +411,7 @@ class ProgressEngine:
 
     @contextmanager
     def hold(self) -> Iterator[None]:
-        """Keep progress from being made: what the owner uses may be read and changed inside the block."""
+        """Suspend progress: inside the block the owner's data may be read and changed."""
         while not self._lock.acquire(blocking=False):
             self._clock.sleep(self.poll_interval_s)
         try:
@@ -420,9 +420,9 @@ class ProgressEngine:
             self._lock.release()
 
     def drive(self, done: Callable[[], bool], timeout_s: float, *, polling: bool = False) -> bool:
-        """Make progress until `done()`, for `timeout_s` at most; return whether it is done.
+        """Make progress until `done()`, for at most `timeout_s`; return whether it is done.
 
-        `polling`: `done` is looked at in intervals, since no message to the endpoint tells of it.
+        `polling`: evaluate `done` at intervals, because no message to the endpoint signals it.
         """
         end_s = self._clock.now() + timeout_s
         while True:
@@ -439,20 +439,20 @@ class ProgressEngine:
                 self._wait(now_s, left_s)
 
     def _wait(self, now_s: float, most_s: float) -> None:
-        """Wait for a message or for what is due next; not at all if the owner has more to do at once."""
+        """Wait for a message or for the next due action; not at all if the owner has more to do immediately."""
         due_s = self.owner.wake_s()
         if due_s > -math.inf:
             self.endpoint.wait(min(max(due_s - now_s, LEAST_WAIT_S), most_s))
 
     # ---------------------------------------------------------------------------------------------- background
     def run_in_background(self) -> None:
-        """Make progress beside the rank's program until `stop`, or until the communicator ends. May be repeated."""
+        """Make progress in parallel with the rank's program until `stop` or the communicator's end. May be repeated."""
         if self._task is None or not self._task.alive:
             self._stopping, self._ready = False, False
             self._task = self.endpoint.comm.background(self._go_on)
 
     def await_ready(self, timeout_s: float) -> bool:
-        """Wait until the background has made progress once, at most `timeout_s`; return whether it has."""
+        """Wait until the background task has made progress once, at most `timeout_s`; return whether it has."""
         end_s = self._clock.now() + timeout_s
         while not self._ready and (left_s := end_s - self._clock.now()) > 0:
             self._clock.sleep(min(self.poll_interval_s, left_s))
@@ -467,14 +467,14 @@ class ProgressEngine:
                 else:
                     self._clock.sleep(self.poll_interval_s)
         except WorldError:
-            # Revoked: the rank's program learns of it from its own next call, recovers, and makes a new engine.
+            # Revoked: the rank's program notices it in its own next call, recovers, and creates a new engine.
             self._stopping = True
 
     def stop(self, timeout_s: float = 0.0, *, served: bool = False) -> bool:
-        """End the background task, if there is one; return whether it ended in time. With no time it is not awaited.
+        """End the background task, if any; return whether it ended in time. Without a timeout it is not awaited.
 
-        The tag is then free for another endpoint. `served`: the rank goes on to serve in its own task, so messages that
-        it has begun to receive are not dropped.
+        Afterwards the tag is free for another endpoint. `served`: the rank continues to serve in its own task, so
+        messages that are partly received are kept.
         """
         self._stopping = True
         self.endpoint.close()
@@ -482,7 +482,7 @@ class ProgressEngine:
             return True
         if self._task is not None:
             if self._task.alive:
-                # It may have begun to wait for a message that nobody will send.
+                # It may be waiting for a message that no rank will send.
                 self.endpoint.wake()
             if not self._task.join(timeout_s):
                 return False
@@ -493,19 +493,19 @@ class ProgressEngine:
 
 
 # ------------------------------------------------------------------------------------------------ the end
-# A rank may be any time behind, so no time-out ends a wait for all. What ends it is knowledge: all have come, a rank
-# has died, or the communicator says that one has ended its program or does not answer.
-FIRST = 1 / 32  # of the patience, after which absent ranks are first looked for
-# Each look comes later than the one before, without limit: once the time to the next one is infinite, ranks that wait
-# for each other, of which one waits here, are a deadlock, which virtual ranks report.
+# A rank may be arbitrarily late, so no time-out ends a wait for all ranks. It ends when all ranks have arrived, when a
+# rank has died, or when the communicator reports that one has ended its program or does not answer.
+FIRST = 1 / 32  # share of the patience after which absent ranks are first checked
+# Each check comes later than the one before, without limit: once the time to the next check is infinite, ranks that
+# wait for each other, one of them here, are a deadlock, which virtual ranks report.
 GROWTH = 1.25
 SHOWN = 4
 
 
 class Absences:
-    """Looks now and then for ranks of a communicator that are not to be waited for any more.
+    """Checks periodically for ranks of a communicator that will not arrive.
 
-    A rank that does not answer is waited for as long as `patience_s`, one that is dead or has ended its program not.
+    A rank that does not answer is waited for up to `patience_s`; a dead or ended rank is not.
     """
 
     def __init__(self, comm: Comm, patience_s: float) -> None:
@@ -517,7 +517,7 @@ class Absences:
         return max(self._due_s - self._comm.clock.now(), 1e-6)
 
     def is_due(self) -> bool:
-        """Return whether it is time to look again, which is not so until later if it is."""
+        """Return whether the next check is due; if so, schedule the one after it."""
         now_s = self._comm.clock.now()
         if now_s < self._due_s:
             return False
@@ -526,18 +526,18 @@ class Absences:
         return True
 
     def look(self) -> dict[int, str]:
-        """Return by rank why it is not to be waited for. A look costs time: see `is_due`."""
+        """Return the ranks that will not arrive, with the reason. A check is expensive: see `is_due`."""
         late = self._comm.clock.now() >= self._began_s + self._patience_s
         return {rank: why for rank, why in self._comm.absent().items() if late or why != SILENT}
 
 
 class Attendance:
-    """One rank's wait for all ranks of a communicator. Making it is collective, and does not wait."""
+    """One rank's wait for all ranks of a communicator. Construction is collective, and does not wait."""
 
     def __init__(self, comm: Comm, patience_s: float) -> None:
         self._comm, self.absences = comm, Absences(comm, patience_s)
         self._everyone: Request | None = None
-        with suppress(RankFailed):  # `complete` says so; until then a rank may have others to serve
+        with suppress(RankFailed):  # `complete` reports it; until then this rank may have to serve
             self._everyone = comm.Ibarrier()
 
     def all_here(self) -> bool:
@@ -546,7 +546,7 @@ class Attendance:
         return False
 
     def complete(self) -> dict[int, str]:
-        """Wait until all ranks have come; return by rank why it will not.
+        """Wait until all ranks have arrived; return the ranks that will not arrive, with the reason.
 
         Raises:
             RankFailed: a rank has died.
@@ -564,6 +564,6 @@ class Attendance:
 
 
 def shown(absent: Mapping[int, str]) -> str:
-    """Say which ranks are absent, and why."""
+    """Format which ranks are absent, and why."""
     more = f", and {len(absent) - SHOWN} more like it" if len(absent) > SHOWN else ""
     return ", ".join(f"rank {rank} {absent[rank]}" for rank in sorted(absent)[:SHOWN]) + more

@@ -1,18 +1,18 @@
 """Means over a group of ranks: of tensors in place, and of the ranks' models over time.
 
-Small tensors travel through one buffer, one Allreduce per wire dtype; large ones are summed piece by piece where they
-lie. The result is the same on every backend: half precision is summed in float32, float64 stays, whole numbers are
-averaged exactly (quotients and remainders apart) and rounded, halves up. Where a rank's death can be survived, all
-tensors go through one buffer and are written last: a group that did not meet leaves them as they were.
+Small tensors share one buffer, with one Allreduce per wire dtype; large ones are summed piece by piece in place. The
+result is the same on every backend: half precision is summed in float32, float64 stays, integers are averaged exactly
+(quotients and remainders separately) and rounded, halves up. If the backend survives deaths, all tensors go through one
+buffer and are written last, so that a group that did not meet leaves them unchanged.
 
-The mean of equal models is that model to the bit. The sum of n equal floats, divided by n, is that float only where n
-is a power of two, so ranks compare digests first: of the beginnings of a few tensors; while these agree, of those of
-all tensors; and then of everything. Where models differ, as they do in training, that is one small Allreduce. With
-`guard`, floats that are not finite are left out number by number: the mean is taken over the ranks that have a finite
-number in that place, and where no rank has one, each keeps its own.
+The mean of equal models is that model to the bit. The sum of n equal floats, divided by n, is exact only if n is a
+power of two, so ranks first compare digests: digests of the first elements of a few tensors; if these agree, of the
+first elements of all tensors; and then of everything. If models differ, as in training, this costs one small Allreduce.
+With `guard`, floats that are not finite are ignored element by element: the mean is taken over the ranks with a finite
+number in that place, and if no rank has one, each keeps its own.
 
-`Consensus` keeps each rank's weights at given times, which disturbs nobody, and forms the mean model when training is
-over: what averaging would give, whatever the policy.
+`Consensus` stores each rank's weights at given times, without affecting the training, and computes the mean model
+afterwards: the result that averaging would give, whatever the policy.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ from spawnsim.policies.state.arithmetic import (
 )
 from spawnsim.policies.state.layout import Entry, Layout, StateScope, Tensors, as_real, collect
 
-FEW, HEAD = 8, 16  # tensors that are looked at first, and numbers of each
+FEW, HEAD = 8, 16  # number of tensors compared first, and elements of each
 
 
 def all_same(comm: Comm, live: Tensors) -> bool:
@@ -52,11 +52,11 @@ def all_same(comm: Comm, live: Tensors) -> bool:
     tensors = [tensor for tensor in live.values() if tensor.numel()]
     if not tensors:
         return True
-    if without_data(tensors[0]):  # models that train differ, and the first look shows it
+    if without_data(tensors[0]):  # models in training differ, as the first comparison shows
         tensors = [torch.tensor([comm.Get_rank()])]
-    # Spread over all tensors, the last one too: early layers may be frozen, and so equal where later ones differ.
+    # Spread over all tensors, including the last one: early layers may be frozen and equal while later ones differ.
     few = tensors[:: -(-len(tensors) // FEW)] + tensors[-1:]
-    # `and` stops at the first difference, which training models show in the heads of a few tensors.
+    # `and` stops at the first difference; models in training already differ in the heads of a few tensors.
     return (
         _same_digest(comm, map(_head, few))
         and _same_digest(comm, map(_head, tensors))
@@ -65,7 +65,7 @@ def all_same(comm: Comm, live: Tensors) -> bool:
 
 
 def _head(tensor: torch.Tensor) -> torch.Tensor:
-    # Indexing and not `reshape`: a tensor that is not contiguous would be copied whole for its first numbers.
+    # Indexing instead of `reshape`, which would copy a non-contiguous tensor completely for its first elements.
     while tensor.dim() > 1:
         tensor = tensor[0]
     return tensor.reshape(-1)[:HEAD]
@@ -84,7 +84,7 @@ def _same_digest(comm: Comm, rows: Iterable[torch.Tensor]) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class LeftOut:
-    """What a rank does not contribute to a sum: flat places, and the values that stood there."""
+    """Elements that a rank excludes from a sum: flat positions, and their values."""
 
     places: torch.Tensor
     values: torch.Tensor
@@ -92,7 +92,7 @@ class LeftOut:
 
 @dataclass(frozen=True, slots=True)
 class Healed:
-    """How many of this rank's numbers are now the mean of the others', and how many are NaN on every rank."""
+    """Number of this rank's elements that are now the mean of other ranks, and number that are NaN on every rank."""
 
     numbers: int = 0
     lost: int = 0
@@ -105,7 +105,7 @@ MeanPiece = tuple[torch.Tensor, LeftOut | None]
 
 
 def leave_out(contribution: torch.Tensor) -> LeftOut | None:
-    """Put 0 where a flat contribution is not finite; return what was left out, None if it is nothing."""
+    """Set elements of a flat contribution that are not finite to 0; return them, None if all are finite."""
     if all_finite(contribution):
         return None
     places = (~torch.isfinite(contribution)).nonzero().squeeze(1)
@@ -115,15 +115,15 @@ def leave_out(contribution: torch.Tensor) -> LeftOut | None:
 
 
 def heal(comm: Comm, pieces: Sequence[MeanPiece]) -> Healed:
-    """Mend means from which some ranks left something out, in place; all ranks of the group call, with equal pieces.
+    """Correct means from which some ranks excluded elements, in place; collective, with equal pieces on all ranks.
 
-    A piece is a mean (the sum divided by the group's size) and what this rank left out of it. Where no rank left
-    anything out, this costs one small Allreduce.
+    A piece is a mean (the sum divided by the group's size) and the elements that this rank excluded from it. If no rank
+    excluded any, this costs one small Allreduce.
     """
-    # All ranks have equal pieces, so all skip the collective alike.
+    # All ranks have equal pieces, so all skip the collective together.
     if not pieces:
         return Healed()
-    # All must agree which pieces to mend, because mending is itself a collective.
+    # All ranks must agree on the pieces to mend, because mending is itself a collective.
     wanted = np.asarray([left_out is not None for _, left_out in pieces], np.int32)
     comm.Allreduce(IN_PLACE, wanted, MAX)
     found = Healed()
@@ -134,12 +134,12 @@ def heal(comm: Comm, pieces: Sequence[MeanPiece]) -> Healed:
 
 
 def mend(comm: Comm, mean: torch.Tensor, left_out: LeftOut | None) -> Healed:
-    """Divide by the number of ranks that contributed, place by place; all ranks of the group call."""
+    """Divide by the number of ranks that contributed, element by element; collective over the group."""
     counts = torch.ones_like(mean)
     if left_out is not None:
         counts[left_out.places] = 0
     comm.Allreduce(IN_PLACE, as_memory(counts))
-    # The mean was divided by the group's size: multiplying undoes that where fewer ranks contributed.
+    # The mean was divided by the group's size: this factor corrects it where fewer ranks contributed.
     mean.mul_(torch.where(counts > 0, comm.Get_size() / counts, 1))
     if left_out is None:
         return Healed()
@@ -150,11 +150,11 @@ def mend(comm: Comm, mean: torch.Tensor, left_out: LeftOut | None) -> Healed:
 
 
 Array = NDArray[Any]
-BLOCK = 1 << 16  # numbers that are divided and looked at together, while they are in the cache
+BLOCK = 1 << 16  # elements that are divided and checked together, while they are in the cache
 
 
 class BufferedMean:
-    """Tensors that travel through one flat buffer, which is built once."""
+    """Tensors that share one flat buffer, which is built once."""
 
     pending: Sequence[MeanPiece] = ()
 
@@ -165,7 +165,7 @@ class BufferedMean:
         self._guard = guard and not self._whole
         lengths = [entry.count for entry in entries]
         self._count = sum(lengths)
-        # Remainders travel behind the quotients in one buffer: one Allreduce and not two.
+        # Remainders follow the quotients in one buffer: one Allreduce instead of two.
         self._flat = new_buffer(2 * self._count if self._whole else self._count, wire, device)
         self._memory = as_memory(self._flat)
         pieces = torch.split(self._flat[: self._count], lengths)
@@ -173,23 +173,23 @@ class BufferedMean:
         self.nbytes = self._flat.nbytes
         self._live: Tensors = {}
         self._own: list[torch.Tensor] = []
-        self._rows: list[torch.Tensor] = []  # the rank's tensors in one dimension, where that needs no copy
-        # Where numpy sees their memory: it copies small tensors at half the price of torch.
+        self._rows: list[torch.Tensor] = []  # the rank's tensors as flat views, if that needs no copy
+        # The same as numpy arrays, if possible: numpy copies small tensors at half the cost of torch.
         self._arrays: list[Array] = []
-        self._means: list[Array] = []  # the place of each in the buffer
+        self._means: list[Array] = []  # the mean of each in the buffer
 
     def average(self, comm: Comm, live: Tensors, momentum: float) -> Healed:
-        """Take the mean of the live tensors; `store` writes it to them, when the group has met for all there is."""
+        """Compute the mean of the live tensors; `store` writes it back after all sums of the group."""
         self._bind(live)
         self._gather()
         if self._whole:
             self._mean_of_whole(comm)
             return Healed()
         healed = Healed()
-        # NaN and infinities are not looked for before the sum, which would cost a pass over all tensors each time: they
-        # show in the sum, on all ranks alike, so all take this branch together and sum once more.
+        # The sum is checked for NaN and infinities, not the contributions, which would cost a pass over all tensors
+        # each time. They appear in the sum on all ranks alike, so all ranks take this branch together and sum again.
         if not self._mean(comm):
-            # Gathered again: the failed sum has overwritten this rank's contribution.
+            # Gather again: the failed sum has overwritten this rank's contribution.
             self._gather()
             left_out = leave_out(self._flat)
             self._mean(comm)
@@ -208,16 +208,16 @@ class BufferedMean:
             torch._foreach_copy_(self._views, self._own)
 
     def _mean(self, comm: Comm) -> bool:
-        """Take the mean; return whether it needs no mending, which is the same on all ranks, as the sums are."""
+        """Compute the mean; return whether it needs no mending; the same on all ranks, because the sums are."""
         comm.Allreduce(IN_PLACE, self._memory)
         if not self._guard:
             _divide(self._memory, comm.Get_size())
             return True
-        # Two looks: the quick one may take very large finite numbers for infinite.
+        # Two checks: the quick one may consider very large finite numbers infinite.
         return _divided(self._flat, comm.Get_size()) or all_finite(self._flat)
 
     def _bind(self, live: Tensors) -> None:
-        # By identity of the mapping: the collector gives the same one as long as the memory is the same.
+        # By identity of the mapping: the collector returns the same one as long as the memory is the same.
         if live is not self._live:
             self._live, self._own = live, [live[name] for name in self._names]
             dtype, device = self._flat.dtype, self._flat.device  # Adam's step counts stay on the CPU
@@ -237,24 +237,24 @@ class BufferedMean:
             own[...] = mean
 
     def _mean_of_whole(self, comm: Comm) -> None:
-        # The sum of whole numbers may overflow where their mean does not. So each rank contributes the quotient by the
-        # size of the group, and the remainder apart: the sum of quotients is at most the largest number, and that of
-        # the remainders less than the square of the size.
+        # The sum of integers may overflow although their mean does not. So each rank contributes the quotient by the
+        # group's size and the remainder separately: the sum of quotients is at most the largest number, and the sum of
+        # remainders is less than the square of the size.
         size, value = comm.Get_size(), self._flat[: self._count]
         quotient = value.div(size, rounding_mode="floor")
         self._flat[self._count :] = value - quotient * size
         self._flat[: self._count] = quotient
         comm.Allreduce(IN_PLACE, self._memory)
-        # Halves round up: torch's own rounding to even would depend on whether the mean is odd.
+        # Halves round up: torch rounds to even, which would depend on whether the mean is odd.
         remainder = (2 * self._flat[self._count :] + size).div(2 * size, rounding_mode="floor")
         self._flat[: self._count] += remainder
 
 
 class InPlaceMean:
-    """Memory that is summed piece by piece where it lies: a large tensor, or tensors end to end in one storage.
+    """Memory that is summed piece by piece in place: a large tensor, or tensors end to end in one storage.
 
-    If it is to be `copied`, the pieces are those of a copy, which replaces the memory in the end. `pending` are the
-    means that `heal` may have to mend when all have been taken.
+    If `copied`, the pieces belong to a copy, which replaces the memory at the end. `pending` are the means that `heal`
+    may have to mend afterwards.
     """
 
     def __init__(
@@ -275,14 +275,14 @@ class InPlaceMean:
         if live is not self._live:
             own = [live[name] for name in self._names]
             self._live, self._own, self._row = live, own, as_one_view(own)
-        # Reset for each call: what a call that failed has left must not be mended in the next one.
+        # Reset for each call: means of a failed call must not be mended in the next one.
         self.pending = []
         row = self._row
-        if row is None or self._copied:  # it was moved apart, or lies across memory
+        if row is None or self._copied:  # moved to separate memory, or never contiguous
             row = torch.cat([tensor.reshape(-1) for tensor in self._own])
         staged = row.dtype != self._wire or momentum
         healed = self._staged(comm, row, momentum) if staged else self._in_place(comm, row)
-        # Tensors without common memory are mended in the copy before it is written back, so none is left for later.
+        # Tensors without common memory are mended in the copy before it is written back, so none remain for later.
         if row is not self._row:
             healed += heal(comm, self.pending)
             self.pending, self._copy = [], row
@@ -297,7 +297,7 @@ class InPlaceMean:
         self._copy = torch.empty(0)
 
     def store(self) -> None:
-        """Replace copied memory by its mean; elsewhere the mean is where it belongs."""
+        """Replace copied memory by its mean; without a copy the mean is in place already."""
         if self._copied:
             self._write_back()
 
@@ -316,7 +316,7 @@ class InPlaceMean:
         return healed
 
     def _mean(self, comm: Comm, total: torch.Tensor) -> list[MeanPiece]:
-        """Replace a contribution by the mean; return what `heal` needs of it."""
+        """Replace a contribution by the mean; return the input of `heal`."""
         left_out = leave_out(total) if self._guard else None
         memory = as_memory(total)
         comm.Allreduce(IN_PLACE, memory)
@@ -332,13 +332,13 @@ class InPlaceMean:
 def _divide(total: Any, size: int) -> None:
     if size & (size - 1):
         total /= size
-    else:  # by a power of two: the same number, at a third of the price
-        # Exact only for powers of two: the reciprocal of any other number is rounded.
+    else:  # by a power of two: the same result, at a third of the cost
+        # Exact only for powers of two: the reciprocal of any other integer is rounded.
         total *= 1 / size
 
 
 def _divided(total: torch.Tensor, size: int) -> bool:
-    """Divide in place, block by block; return whether all is surely finite."""
+    """Divide in place, block by block; return whether all elements are certainly finite."""
     finite = True
     for block in torch.split(total, BLOCK if total.device.type == "cpu" else total.numel()):
         _divide(as_memory(block), size)
@@ -351,16 +351,16 @@ def _add_momentum(own: list[torch.Tensor], mean: list[torch.Tensor], momentum: f
     if momentum:
         for mine, total in zip(own, mean, strict=True):
             drift = (mine.to(total) - total).mul_(momentum)
-            # Only the drift is cleaned: own values that are not finite must not come back through momentum.
+            # Only the drift is cleaned: own values that are not finite must not return through momentum.
             total.add_(drift if all_finite(drift) else drift.nan_to_num_(0, 0, 0))
 
 
 logger = logging.getLogger(__name__)
 
-LARGE = 16_384  # elements from which a tensor's own Allreduce costs less than two more passes over its memory
-PIECE_NBYTES = 1 << 21  # what has been summed is divided while it is still in the cache
-PIECE_ON_GPU_NBYTES = 1 << 26  # a launch costs more than a pass over memory there
-SHARE_NBYTES = 1 << 18  # of each rank in a piece: shorter messages do not fill a network
+LARGE = 16_384  # elements from which a separate Allreduce costs less than two more passes over the tensor's memory
+PIECE_NBYTES = 1 << 21  # a summed piece is divided while it is still in the cache
+PIECE_ON_GPU_NBYTES = 1 << 26  # on a GPU a launch costs more than a pass over memory
+SHARE_NBYTES = 1 << 18  # per rank in a piece: shorter messages do not saturate a network
 
 
 def _wire_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -368,25 +368,26 @@ def _wire_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 class GroupMean:
-    """Averages one schema of tensors over one group. Making it checks, collectively, that all ranks agree.
+    """Averages one schema of tensors over one group. Construction checks, collectively, that all ranks agree.
 
-    With `guard`, numbers that are not finite are left out, and a rank that is healed by the others warns of it and
-    records an event "healed". All ranks of a group must give the same.
+    With `guard`, elements that are not finite are ignored, and a rank with replaced elements logs a warning and records
+    an event "healed". All ranks of a group must give the same value.
     """
 
     def __init__(self, comm: Comm, live: Tensors, *, guard: bool = True) -> None:
         self.layout, self._guard = Layout.of(live), guard
         check_same(comm, self.layout, guard=guard)
         able = comm.capabilities()
-        # Summing a tensor where it lies saves two passes over its memory, but a group that does not meet to the end
-        # leaves it half summed. Where that is survived, the model must be as it was: all goes through a buffer. But
-        # gloo's bits depend on where the pieces end, so virtual ranks that sum as gloo take the same pieces, copied.
+        # Summing a tensor in place saves two passes over its memory, but if the group does not complete the sums, it
+        # leaves the tensor partly summed. If the backend survives that, the model must be unchanged: everything goes
+        # through a buffer. But gloo's bits depend on the boundaries of pieces, so virtual ranks that sum like gloo use
+        # the same pieces, copied.
         self._survives = able.survives
         in_place = (not able.survives or able.sums == "gloo") and all(
             t.device.type in able.devices or without_data(t) for t in live.values()
         )
         self._parts: list[BufferedMean | InPlaceMean] = []
-        # In order of appearance, which is the same on all ranks: a set would sum dtypes in different orders.
+        # In order of appearance, which is the same on all ranks; a set would sum dtypes in different orders.
         for wire in dict.fromkeys(_wire_dtype(entry.dtype) for entry in self.layout.entries):
             entries = [entry for entry in self.layout.entries if _wire_dtype(entry.dtype) == wire]
             if in_place and wire != torch.int64:
@@ -398,7 +399,7 @@ class GroupMean:
         self.nbytes = sum(part.nbytes for part in self._parts)
 
     def _lift(self, comm: Comm, live: Tensors, entries: list[Entry]) -> list[Entry]:
-        """Take out what is summed where it lies; return the entries that are left."""
+        """Select the entries that are summed in place; return the remaining ones."""
         wire = _wire_dtype(entries[0].dtype)
         together, near = _agree_on_place(comm, [live[entry.name] for entry in entries])
         nbytes = max(PIECE_NBYTES if near else PIECE_ON_GPU_NBYTES, comm.Get_size() * SHARE_NBYTES)
@@ -413,18 +414,18 @@ class GroupMean:
         return InPlaceMean(wire, entries, nbytes, guard=self._guard, copied=self._survives)
 
     def __call__(self, comm: Comm, live: Tensors, momentum: float = 0.0) -> Healed:
-        """Average the live tensors in place; return what became of this rank's numbers that were not finite."""
+        """Average the live tensors in place; return the number of healed and lost elements of this rank."""
         size = comm.Get_size()
-        # Without the comparison equal models would change: a sum of seven 0.7 divided by 7 is not 0.7. For models that
-        # differ, the digest of a few heads settles it in one Allreduce of 16 bytes.
-        if size & (size - 1) and all_same(comm, live):  # by a power of two, equal numbers are divided exactly
+        # Without the comparison equal models would change: the sum of seven 0.7 divided by 7 is not 0.7. If models
+        # differ, the digest of a few heads shows it in one Allreduce of 16 bytes.
+        if size & (size - 1) and all_same(comm, live):  # division by a power of two is exact
             return Healed()
         healed = Healed()
         for part in self._parts:
             healed += part.average(comm, live, momentum)
-        # After all sums: one small Allreduce for all pieces instead of one for each.
+        # After all sums: one small Allreduce for all pieces instead of one per piece.
         healed += heal(comm, [piece for part in self._parts for piece in part.pending])
-        # Written last, so that a group that broke up in the middle leaves the tensors as they were.
+        # Written last, so that a group that fails in the middle leaves the tensors unchanged.
         for part in self._parts:
             part.store()
         if healed != Healed():
@@ -441,7 +442,7 @@ def _record_healed(comm: Comm, healed: Healed) -> None:
 
 
 def _agree_on_place(comm: Comm, tensors: Sequence[torch.Tensor]) -> tuple[bool, bool]:
-    """Return whether on all ranks of the group the tensors lie end to end, and whether in main memory."""
+    """Return whether on all ranks the tensors lie end to end, and whether they are in main memory; collective."""
     near = all(tensor.device.type == "cpu" or without_data(tensor) for tensor in tensors)
     words = np.asarray([as_one_view(tensors) is not None, near], np.int32)
     comm.Allreduce(IN_PLACE, words, MIN)
@@ -449,16 +450,16 @@ def _agree_on_place(comm: Comm, tensors: Sequence[torch.Tensor]) -> tuple[bool, 
 
 
 def latest_round(comm: Comm, own: int) -> int:
-    """Return the latest round of any rank, which those take over that have just joined; collective."""
+    """Return the latest round of any rank, from which newcomers continue; collective."""
     rounds = np.asarray([own])
     comm.Allreduce(IN_PLACE, rounds, MAX)
     return int(rounds[0])
 
 
 def check_same(comm: Comm, layout: Layout, *, guard: bool) -> None:
-    """Raise `MismatchError` on every rank of the group unless all have the same layout, and the same guard."""
+    """Raise `MismatchError` on every rank of the group unless all have the same layout and the same guard."""
     digest = np.uint64(layout.digest)
-    # Digest and its complement: a link that damages one of them shows, since collectives carry no checksums.
+    # Digest and its complement: damage to one of them on a link is detected; collectives carry no checksums.
     rows = np.empty((comm.Get_size(), 2), np.uint64)
     comm.Allgather(np.asarray([digest, ~digest ^ np.uint64(guard)]), rows)
     told = rows[:, 0] ^ ~rows[:, 1]
@@ -474,7 +475,7 @@ def check_same(comm: Comm, layout: Layout, *, guard: bool) -> None:
     if (rows[:, 0] == rows[0, 0]).all():
         raise MismatchError(f"{who}: ranks {off} average with guard=False, ranks {on} with guard=True: agree")
     others = [int(rank) for rank in np.flatnonzero(rows[:, 0] != rows[0, 0])]
-    # Texts are exchanged only in case of an error, which all ranks see alike: they may be megabytes.
+    # Texts are exchanged only in case of an error, which all ranks detect together: they may be megabytes.
     texts = comm.allgather(layout.text)
     difference = Layout.parse(texts[0]).difference(Layout.parse(texts[others[0]]))
     raise MismatchError(
@@ -484,11 +485,11 @@ def check_same(comm: Comm, layout: Layout, *, guard: bool) -> None:
     )
 
 
-AT_ONCE_NBYTES = 1 << 18  # summed by one call: a call for each time would cost more than the sum
+AT_ONCE_NBYTES = 1 << 18  # summed by one call: a call per time would cost more than the sum
 
 
 class Consensus:
-    """Keeps a rank's weights at the multiples of a period of its clock, and gives the group's means of them.
+    """Stores a rank's weights at the multiples of a period of its clock, and computes the group's means of them.
 
     ```python
     consensus = Consensus(comm, model, every_s=0.1)
@@ -499,11 +500,11 @@ class Consensus:
         comm.record.event("consensus", at_s=time_s, accuracy=accuracy(mean))
     ```
 
-    Each time takes the memory of the weights, unless they have not changed since the last one.
+    Each time takes the memory of the weights, unless they are unchanged since the last one.
 
     Args:
         comm: the group.
-        model: as training begins. Its floating-point parameters and buffers are averaged, in float32 at least.
+        model: the initial model. Its floating-point parameters and buffers are averaged, at least in float32.
         every_s: the period, in seconds of `comm.clock`.
 
     Raises:
@@ -518,29 +519,29 @@ class Consensus:
         self._kept: list[Tensor] = []
 
     def passed(self, model: torch.nn.Module) -> None:
-        """Note that an iteration has ended; until now the rank held the model of the one before.
+        """Record the end of an iteration; until now the rank held the model of the previous one.
 
         Args:
-            model: as the iteration left it.
+            model: the model after the iteration.
         """
         due = int(self._comm.clock.now() / self._every_s) + 1
-        # A long iteration may pass several times: the rank held the older model at each of them.
+        # A long iteration may span several times: the rank held the older model at each of them.
         self._kept += [self._held] * (due - len(self._kept))
         self._held, self._model = _weights(model), model
 
     def means(self) -> Iterator[tuple[float, torch.nn.Module]]:
-        """Give the mean model at each time, until the last rank has ended. Collective; waits for that rank.
+        """Yield the mean model at each time, until the last rank has ended. Collective; waits for that rank.
 
-        Ranks that ended earlier count with their last weights.
+        Ranks that ended earlier contribute their last weights.
 
         Yields:
-            Seconds and the mean model then, on the group's rank 0; nothing on the others. It is the same object each
-            time, with other weights.
+            Seconds and the mean model at that time, on the group's rank 0; nothing on other ranks. It is the same
+            object each time, with other weights.
         """
         comm, held = self._comm, self._held
-        with comm.clock.deadline(float("inf")):  # a straggler may end much later than the first
+        with comm.clock.deadline(float("inf")):  # a straggler may end much later than the first rank
             ticks = comm.allreduce(len(self._kept), op=MAX)
-        # Who has ended keeps its last weights, else the mean would be of ever fewer ranks.
+        # A rank that has ended keeps its last weights; otherwise the mean would cover ever fewer ranks.
         self._kept += [held] * (ticks - len(self._kept))
         found, at_once = copy.deepcopy(self._model), max(1, AT_ONCE_NBYTES // max(held.nbytes, 1))
         for begin in range(0, ticks, at_once):

@@ -1,8 +1,8 @@
-"""Rounds in which each rank sends one buffer to some ranks and receives one from each of some others.
+"""Rounds in which each rank sends one buffer to some ranks and receives one buffer from each of several ranks.
 
-Which ranks these are may change from round to round; all know it, so nothing is asked. A round may be finished some
-rounds after it was begun: then its messages travel while the rank computes. The tag and the order of messages between
-two ranks pair the rounds of one with those of the other, so that no message needs a number.
+The ranks may change from round to round; all ranks know them, so no requests are needed. A round may be finished
+several rounds after it was begun: then its messages travel while the rank computes. The tag and the order of messages
+between two ranks match their rounds, so messages need no number.
 """
 
 from __future__ import annotations
@@ -32,36 +32,36 @@ class NeighbourRounds:
 
     Args:
         comm: the communicator.
-        tag: of all messages.
-        nbytes: of each buffer.
-        allocate: makes memory to send from and receive into.
+        tag: tag of all messages.
+        nbytes: size of each buffer.
+        allocate: creates the memory of sends and receives.
     """
 
     def __init__(self, comm: Comm, tag: int, *, nbytes: int, allocate: Callable[[int], Bytes]) -> None:
         self._comm, self._tag, self._nbytes, self._allocate = comm, tag, nbytes, allocate
         self._under_way: deque[_Round] = deque()
         self._free: list[Bytes] = []
-        self._lent: list[Bytes] = []  # what the latest `finish` has handed out
+        self._lent: list[Bytes] = []  # buffers returned by the latest `finish`
 
     @property
     def under_way(self) -> int:
-        """Rounds that were begun and not finished."""
+        """Number of rounds that were begun and not finished."""
         return len(self._under_way)
 
     def begin(self, write: Callable[[Bytes], None], to: Sequence[int], sources: Sequence[int]) -> None:
-        """Begin a round; waits for nobody.
+        """Begin a round; does not wait.
 
         Args:
-            write: fills the memory that is sent.
-            to: ranks that it is sent to.
-            sources: ranks whose buffers are awaited.
+            write: fills the memory to send.
+            to: destination ranks.
+            sources: ranks to receive from.
         """
         self._free += self._lent
         self._lent = []
         mine, *theirs = (self._memory() for _ in range(1 + len(sources)))
         write(mine)
-        # Receives first: large messages then go straight to their place, and no order of arrival can block a ring of
-        # ranks that all send.
+        # Receives first: large messages are then received in place, and no order of arrival can block a ring of sending
+        # ranks.
         requests = [
             self._comm.Irecv(buffer, rank, self._tag) for buffer, rank in zip(theirs, sources, strict=True)
         ]
@@ -72,14 +72,14 @@ class NeighbourRounds:
         """Wait for the oldest round.
 
         Returns:
-            (source, its buffer), as `sources` were given; valid until the next `begin`.
+            (source, its buffer), in the order of `sources`; valid until the next `begin`.
 
         Raises:
             RankFailed: one of its ranks has died.
-            Timeout: one has not come within the communicator's deadline; `finish` may be called again.
+            Timeout: a message did not arrive within the communicator's deadline; `finish` may be called again.
         """
         oldest = self._under_way[0]
-        # An explicit deadline: a message that is lost for good ends in `Timeout`, and not in a deadlock.
+        # An explicit deadline: a message that is permanently lost raises `Timeout` instead of causing a deadlock.
         with self._comm.clock.deadline(self._comm.clock.limit_s()):
             for request in oldest.requests:
                 request.Wait()

@@ -1,9 +1,9 @@
-"""One rank's place in a group with global weights: how such a group comes together, and its means of differences.
+"""One rank's part in a group with global weights: how the group meets, and its means of differences.
 
-A group meets when a policy is first called with its communicator: at the beginning, after deaths, when ranks join. Who
-has taken the most outer steps (the lowest such rank) gives its whole model, global weights and momentum to all that
-have taken fewer. So ranks begin with one model, a rank that comes later gets everything, and a death in the middle of a
-round leaves no two ranks with different global weights.
+A group meets when a policy is first called with its communicator: at the start, after deaths, and when ranks join. The
+rank with the most outer steps (the lowest such rank) sends its whole model, global weights and momentum to all ranks
+with fewer steps. So all ranks start from one model, a newcomer receives everything, and after a death in the middle of
+a round all ranks have the same global weights.
 """
 
 from __future__ import annotations
@@ -28,23 +28,23 @@ from spawnsim.policies.state.outer import FlatFloats, Fragment
 from spawnsim.policies.state.snapshot import device_of, laid_out, lay_out
 
 Split = Callable[[Tensors], list[Tensors]]
-KEPT, LONGEST_KEPT_NBYTES = 8, 4 << 20  # sums of what was decoded
-NEVER = -1  # outer steps of a rank that has met no group, and the iteration of its last round
-_sums: dict[Any, torch.Tensor] = {}  # by codec, dtype, length, and digest of the codes; the oldest first
+KEPT, LONGEST_KEPT_NBYTES = 8, 4 << 20  # cached sums of decoded vectors
+NEVER = -1  # outer steps before the first meeting, and iteration before the first round
+_sums: dict[Any, torch.Tensor] = {}  # by codec, dtype, length, and digest of the codes; oldest first
 
 
 class Mean:
-    """The mean over a group of each rank's vectors, in place from `wait` on.
+    """The mean of the ranks' vectors over a group, in place after `wait`.
 
-    Uncompressed vectors are summed by one Allreduce per dtype. Encoded ones are gathered, since sums of codes are no
-    codes, decoded and summed in the order of ranks.
+    Uncompressed vectors are summed by one Allreduce per dtype. Encoded vectors are gathered, because a sum of codes is
+    not a code, then decoded and summed in the order of ranks.
 
     Args:
         comm: the group.
-        vectors: this rank's, all finite; from `wait` on the mean.
-        feedback: encodes them; None sends them as they are.
-        key: what they are to `feedback`.
-        later: begin, and let the rank go on; else the group is waited for at once.
+        vectors: this rank's vectors, all finite; after `wait` the mean.
+        feedback: encodes the vectors; None sends them uncompressed.
+        key: identifies the vectors for `feedback`.
+        later: begin without waiting; otherwise the group is waited for immediately.
     """
 
     def __init__(
@@ -75,10 +75,10 @@ class Mean:
             self._requests += [request] if later else []
 
     def wait(self) -> None:
-        """Wait until the mean is there.
+        """Wait until the mean has arrived.
 
         Raises:
-            RankFailed, Revoked, Timeout: the group did not come to its end; the vectors are spoilt.
+            RankFailed, Revoked, Timeout: the group did not complete the mean; the vectors are invalid.
         """
         for request in self._requests:
             request.Wait()
@@ -92,9 +92,10 @@ class Mean:
 
 
 def _take_sum(row: torch.Tensor, codec: Codec, bodies: Any) -> None:
-    """Set a row to the sum of what all ranks have encoded, in the order of ranks."""
-    # All ranks decode the same codes: virtual ones, which share a process, do so once, or a thousand would decode a
-    # million. Long rows are not kept: then the memory counts, and a process that has them is a real rank.
+    """Set a row to the sum of all ranks' encoded vectors, in the order of ranks."""
+    # All ranks decode the same codes. Virtual ranks, which share a process, decode them once; otherwise a thousand
+    # would decode a million. Long rows are not cached: there memory matters more, and a process with long rows is a
+    # real rank.
     key: Any = None
     if row.nbytes <= LONGEST_KEPT_NBYTES and isinstance(codec, Hashable):
         key = codec, row.dtype, row.numel(), blake2b(bodies, digest_size=16).digest()
@@ -117,16 +118,16 @@ def _array(row: torch.Tensor) -> Any:
 
 
 class OuterGroup:
-    """The global weights of one rank's group, in fragments, and how often they have moved.
+    """The global weights of one rank's group, in fragments, and the number of their outer steps.
 
     Args:
-        split: the tensors of each fragment, of those that travel.
-        travels: which tensors have global weights, of those that are floating-point.
-        settings: a text that must be the same on all ranks.
+        split: cuts the tensors that travel into fragments.
+        travels: which floating-point tensors have global weights.
+        settings: a string that must be equal on all ranks.
         feedback: encodes differences.
 
     Attributes:
-        comm: the communicator of the group that met last.
+        comm: the communicator of the latest meeting.
         steps: outer steps of this rank's global weights; `NEVER` before the first meeting.
         last: the iteration of this rank's last round.
     """
@@ -141,7 +142,7 @@ class OuterGroup:
         self.steps, self.last = NEVER, NEVER
 
     def state(self) -> dict[str, Any]:
-        """Return what a checkpoint needs: counts, global weights and momentum, and what the codec still owes."""
+        """Return the state for a checkpoint: counts, global weights, momentum, and the codec's errors."""
         owed = {} if self.feedback is None else self.feedback.errors
         return {
             "steps": self.steps,
@@ -151,7 +152,7 @@ class OuterGroup:
         }
 
     def load(self, state: Mapping[str, Any]) -> None:
-        """Take up a checkpoint; the group meets anew."""
+        """Restore a checkpoint; the group meets again."""
         self.comm, self.steps, self.last = None, int(state["steps"]), int(state["last"])
         self.fragments = [Fragment.from_state(each) for each in state["fragments"]]
         if self.feedback is not None:
@@ -163,17 +164,17 @@ class OuterGroup:
         """Return the model's tensors that have global weights.
 
         Args:
-            model: of this rank.
+            model: this rank's model.
 
         Raises:
-            ParameterError: it has none.
-            UsageError: they are others than those that have: layers were frozen or unfrozen.
+            ParameterError: the model has no floating-point parameters.
+            UsageError: the tensors differ from those with global weights: layers were frozen or unfrozen.
         """
         found = {name: each for name, each in self._collect(model, None).items() if each.is_floating_point()}
         if not found:
             raise ParameterError("the model has no floating-point parameters: there is nothing to average")
         held = [name for fragment in self.fragments for name in fragment.names]
-        if self.fragments and found.keys() != set(held):  # each rank's own would be left as they are, unseen
+        if self.fragments and found.keys() != set(held):  # else they would stay each rank's own, unnoticed
             other = sorted(found.keys() ^ set(held))
             raise UsageError(
                 f"{len(other)} tensors were frozen or unfrozen since the policy began ({other[0]}, …): take "
@@ -183,15 +184,15 @@ class OuterGroup:
         return found
 
     def meet(self, comm: Comm, model: torch.nn.Module, *, newcomers_only: bool = False) -> bool:
-        """Come together on a communicator: agree on the settings, and bring those up to date who are behind.
+        """Meet on a communicator: check that the settings agree, and update the ranks that are behind.
 
         Args:
             comm: the group; collective.
-            model: of this rank; taken over from the group's donor if this rank is behind.
-            newcomers_only: ranks that have fewer outer steps are behind only if they have none at all.
+            model: this rank's model; overwritten by the donor's if this rank is behind.
+            newcomers_only: ranks with fewer outer steps are behind only if they have no outer steps.
 
         Returns:
-            Whether all ranks have just taken over one model: a round would find that nobody has moved.
+            Whether all ranks have just taken over one model: a round would find no differences.
 
         Raises:
             MismatchError: on all ranks, if models or settings differ.
@@ -209,13 +210,13 @@ class OuterGroup:
         if behind[comm.Get_rank()]:
             self.steps, self.last = max(int(rows[donor, 0]), 0), int(rows[donor, 1])
         if newcomers_only and not behind.all():
-            # Some have been through a round that a death kept from others: all go through it, or one would wait.
+            # Some ranks have completed a round that a death kept from the rest: all repeat it, or one would wait.
             self.last = int(rows[~behind, 1].min())
         self.comm = comm
         return bool(behind.all())
 
     def _update(self, comm: Comm, model: torch.nn.Module, donor: int, behind: bool, *, fresh: bool) -> None:
-        """Give the donor's model, global weights and momentum to those that are behind."""
+        """Send the donor's model, global weights and momentum to the ranks that are behind."""
         everything = Collector(StateScope())(model, None)
         _broadcast(comm, everything, donor, take=behind)
         if not self.fragments:
@@ -231,7 +232,7 @@ class OuterGroup:
                 assign(live, fragment.weights.tensors())
 
     def mean(self, place: int, vectors: FlatFloats, *, later: bool = False) -> Mean:
-        """Begin to take the mean of a fragment's vectors over the group; see `Mean`."""
+        """Begin the mean of a fragment's vectors over the group; see `Mean`."""
         assert self.comm is not None
         return Mean(self.comm, vectors, self.feedback, key=place, later=later)
 
@@ -240,7 +241,7 @@ class OuterGroup:
 
 
 def _broadcast(comm: Comm, live: Tensors, donor: int, *, take: bool) -> None:
-    """Give the donor's tensors to those that take them."""
+    """Broadcast the donor's tensors; ranks with `take` overwrite their own."""
     layout, device = Layout.of(live), device_of(live)
     memory = new_buffer(layout.nbytes, torch.uint8, META if device == META else CPU)
     lay_out(layout, memory, live, device)
@@ -261,9 +262,9 @@ def _check_settings(comm: Comm, digests: Any, settings: str) -> None:
 
 
 def fragments_of(count: int, fragmenter: Fragmenter, live: Tensors) -> list[Tensors]:
-    """Return the tensors of each of `count` fragments (0: as many as there are blocks), cut by a fragmenter."""
+    """Return the tensors of each of `count` fragments (0: one per block), cut by a fragmenter."""
     names = list(live)
-    # Without what kind of tensor it is: blocks are told apart by a module's name.
+    # Without the prefix for the kind of tensor: blocks are identified by module names.
     short = [name.partition("/")[2] for name in names]
     sizes = [live[name].numel() for name in names]
     everything = [*range(len(names))]

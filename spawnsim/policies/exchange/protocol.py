@@ -1,13 +1,14 @@
 """One rank's side of the replacement protocol on one communicator: state machines on an endpoint, and the shutdown.
 
-Every call does what can be done and returns; only `ShutdownDrain` waits, for ranks that still train. Progress is made
-in the policy's own calls alone, once per training step, because a snapshot must be taken between two steps; so there
-is no progress engine here. If the coordinating rank dies, the next one takes its place. What a decision does to a
-model is the policy's business.
+Every call does the possible work and returns; only `ShutdownDrain` waits, for ranks that still train. Progress is made
+only in the policy's own calls, once per training step, because a snapshot must be taken between two steps; so this
+module uses no progress engine. If the coordinating rank dies, the next one takes its place. The policy applies a
+decision to the model.
 
-MPI does not allow messages that are never received (MPICH kills such a job when it finalizes). So at the end rank 0
-adds up what each rank has sent to each, after which none sends any more, and each stays until it has received its
-share. The coordinator goes on deciding for those who still train, until all others have left or are known to be absent.
+MPI does not allow messages that are never received (MPICH kills such a job in finalize). So at the end rank 0 sums up
+the number of messages from each rank to each rank, after which no rank sends any more, and each waits until it has
+received its share. The coordinator continues to decide for training ranks until all other ranks have left or are known
+to be absent.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ from spawnsim.policies.state.snapshot import Compression, allocator_for, model_d
 
 
 class Exchange:
-    """One rank's side of the protocol; on the coordinating rank, the coordinator's as well."""
+    """One rank's side of the protocol; on the coordinating rank also the coordinator's."""
 
     def __init__(
         self, comm: Comm, rules: Rules, wiring: ExchangeOptions, *, travels: StateScope, cooldown: int,
@@ -53,18 +54,18 @@ class Exchange:
         self.inbox = Inbox(wiring.new_deadline())
         self.guard = guard
         self.gathering = Gathering({}, travels, guard=guard)  # for the open assignment
-        self.leader = min(wiring.coordinator, comm.Get_size() - 1)  # after recoveries groups are smaller
+        self.leader = min(wiring.coordinator, comm.Get_size() - 1)  # smaller after recoveries
         self.coordinator = self._new_coordinator() if comm.Get_rank() == self.leader else None
-        self.assigned: Assignment | None = None  # taken in the latest `serve`: the time to take a reference
-        self.leaving = False  # nothing is sent any more
+        self.assigned: Assignment | None = None  # accepted in the latest `serve`: time for a reference
+        self.leaving = False  # no more sends
         self.reported = -1  # the round of the latest report
-        self.call_s = math.inf  # time from call to call, as of late
+        self.call_s = math.inf  # recent time from call to call
         self.counts: Counter[str] = Counter()
         self._calls, self._reported_s = 0, 0.0  # since the last report
         compression = compression if compression is not None else Compression()
         self._packer = Packer(wiring.part_nbytes, checksum=wiring.checksum, compression=compression)
-        self._packed: dict[int, list[Bytes]] = {}  # this call's snapshot, by round
-        if compression.name:  # a replay needs it
+        self._packed: dict[int, list[Bytes]] = {}  # this call's snapshots, by round
+        if compression.name:  # needed by a replay
             comm.record.event("transport", compression=compression.name)
 
     def _new_coordinator(self) -> Coordinator:
@@ -74,17 +75,17 @@ class Exchange:
         )  # fmt: skip
 
     def report(self, round_: int, iteration: int, metric: float, *, expired: bool) -> None:
-        """Tell the coordinator this rank's metric of a round: `iteration`, or an earlier one that is held again."""
-        # Finished sends are let go before another begins: their memory is used again for the next snapshot.
+        """Send the coordinator this rank's metric of a round: `iteration`, or an earlier one that is repeated."""
+        # Completed sends are dropped before another begins: their memory is reused for the next snapshot.
         self.endpoint.reap()
         self._pace(self.comm.clock.now())
         settled, self.reported = self.inbox.settled, round_
-        # `settled` travels in each report, so that a report that is lost costs no more than one round.
+        # Each report contains `settled`, so that a lost report costs at most one round.
         message = Message(Kind.REPORT, round_, iteration, value=metric, settled=settled, expired=expired)
         self.tell_leader(message)
 
     def tell_leader(self, message: Message) -> None:
-        """Send to the coordinating rank; if it is known to be dead, to the next one, which takes over its part."""
+        """Send to the coordinating rank; if it is known to be dead, to the next one, which takes over its role."""
         size = self.comm.Get_size()
         for _ in range(size):
             if self.endpoint.send(self.leader, message):
@@ -93,38 +94,39 @@ class Exchange:
 
     def _pace(self, now_s: float) -> None:
         if self._calls:
-            # Averaged over all calls between two reports: a single gap (an evaluation, a checkpoint) is not the pace.
+            # Averaged over all calls between two reports: a single gap (an evaluation, a checkpoint) is not
+            # representative.
             self.call_s = (now_s - self._reported_s) / self._calls
         self._reported_s, self._calls = now_s, 0
 
     def serve(
         self, iteration: int, model: torch.nn.Module, optimizer: torch.optim.Optimizer
     ) -> Outcome | None:
-        """Handle all that has arrived; return this rank's replacement if it is ready to be carried out."""
+        """Handle all arrived messages; return this rank's replacement if it is ready."""
         self.assigned = None
         self._calls += 1
         arrived: list[tuple[int, Message]] = []
         gathered = False
         for source, message in self.endpoint.messages():
             if message.kind == Kind.SNAPSHOT and not message.damaged:
-                # At once, before the next has been received: together they may be more than memory holds.
+                # Immediately, before the next is received: together they may exceed the memory.
                 gathered = True
                 self._gather(source, self.inbox.part(source, message), (model, optimizer))
             else:
                 arrived.append((source, message))
-        # No look at the clock where nothing happened: most calls of a training loop are such, and a look costs
+        # Do not read the clock if nothing happened: this holds for most calls of a training loop, and a read costs
         # virtual ranks an event.
         if not (arrived or gathered or self.inbox.waiting or (self.coordinator and self.coordinator.waiting)):
             return None
         now_s = self.comm.clock.now()
-        # Snapshots are of this call's model; kept any longer, they would be another iteration's weights.
+        # Snapshots belong to this call's model; kept longer, they would be another iteration's weights.
         self._packed.clear()
         while True:
-            # Messages first, decisions after them: a report that is here already must count in the decision.
+            # Messages before decisions: a report that has arrived must count in the decision.
             for source, message in arrived:
                 self._handle(source, message, (now_s, iteration), (model, optimizer))
             self._coordinate(iteration, now_s)
-            arrived = self.endpoint.from_self()  # what this rank's roles have just told each other
+            arrived = self.endpoint.from_self()  # messages between this rank's own roles
             if not arrived:
                 break
         # After the loop, because the last part of a snapshot may be this rank's own answer to itself.
@@ -135,11 +137,11 @@ class Exchange:
         whose: tuple[torch.nn.Module, torch.optim.Optimizer],
     ) -> None:  # fmt: skip
         now_s, iteration = when
-        if message.damaged:  # every message with a body is useless without it here
+        if message.damaged:  # here every message with a body needs it
             self.counts["unreadable"] += 1
             return
         try:
-            # A leaving rank sends nothing: what each has sent was counted for the shutdown already.
+            # A leaving rank sends nothing: its sends were counted for the shutdown already.
             if message.kind == Kind.FETCH and not self.leaving:
                 self._give(source, message.number, iteration, whose)
             elif message.kind == Kind.ASSIGN and not self.leaving:
@@ -164,18 +166,18 @@ class Exchange:
     def _give(
         self, replaced: int, round_: int, iteration: int, whose: tuple[torch.nn.Module, torch.optim.Optimizer]
     ) -> None:
-        # One packing serves all replaced ranks of a round that ask in one call: under "best_only" that is all of them.
+        # One packing serves all replaced ranks of a round that ask in one call: all of them under "best_only".
         messages = self._packed.get(round_)
         if messages is None:
             live = collect(*whose, self.travels)
             messages = self._packed[round_] = self._packer.pack(live, round_, iteration, busy=self._busy)
-        else:  # several ask
+        else:  # several ranks ask
             messages = self._packed[round_] = [immutable(message) for message in messages]
         for message in messages:
             self.endpoint.send_packed(replaced, message)
 
     def _busy(self, memory: Bytes) -> bool:
-        # Memory that is being sent must not be packed anew, nor what this call is about to send.
+        # Memory with a send under way must not be overwritten, nor memory that this call is about to send.
         mine = (message for messages in self._packed.values() for message in messages)
         return self.endpoint.is_sending(memory) or any(memory is message for message in mine)
 
@@ -210,7 +212,7 @@ class Exchange:
     def _gather(
         self, donor: int, parts: list[Message], whose: tuple[torch.nn.Module, torch.optim.Optimizer]
     ) -> None:
-        """Take in a snapshot that is whole."""
+        """Add a complete snapshot."""
         if not parts:
             return
         try:
@@ -228,9 +230,9 @@ class Exchange:
 
 @dataclass(frozen=True, slots=True)
 class Unfinished:
-    """What a drain finds under way: rounds that are `open`, and decisions not all of which were carried out.
+    """Work that a drain finds under way: `open` rounds, and `cut` decisions, which were not completed.
 
-    `settled` is the last round that this rank was through with, `assigned` the coordinator's rounds by replaced rank.
+    `settled` is the last round that this rank has completed, `assigned` the coordinator's rounds by replaced rank.
     """
 
     open: bool = False
@@ -240,14 +242,14 @@ class Unfinished:
 
     @classmethod
     def of(cls, exchange: Exchange) -> Unfinished:
-        """Return what one rank knows."""
+        """Return one rank's unfinished work."""
         books = exchange.coordinator
         assigned = {} if books is None else books.assigned
         return cls(books is not None and books.waiting, settled=exchange.inbox.settled, assigned=assigned)
 
     @classmethod
     def all_of(cls, comm: Comm, own: Unfinished) -> Unfinished:
-        """Return what holds of all ranks; collective."""
+        """Return the unfinished work of all ranks together; collective."""
         told = comm.gather((own.open, own.settled, own.assigned), root=0)
         found = None
         if told is not None:
@@ -256,13 +258,13 @@ class Unfinished:
         return cls(*comm.bcast(found, root=0))
 
 
-PATIENCE_CALLS = 4  # others answer once a call
+PATIENCE_CALLS = 4  # other ranks answer once per call
 PATIENCE_POLLS = 10
 UNTAKEN = "its receivers did not take them in time"
 
 
 class ShutdownDrain:
-    """One rank's shutdown. `iteration`, `model` and `optimizer` are the latest, for ranks that still ask for them."""
+    """One rank's shutdown. `iteration`, `model` and `optimizer` are the latest, for ranks that still request them."""
 
     def __init__(
         self, exchange: Exchange, iteration: int, model: torch.nn.Module, optimizer: torch.optim.Optimizer
@@ -272,9 +274,9 @@ class ShutdownDrain:
         self.unfinished = Unfinished()
 
     def __call__(self, *, together: bool = False) -> str:
-        """Leave; return why messages were left behind, "" if none were.
+        """Leave; return why messages remained, "" if none did.
 
-        `together`: all do so now, for a checkpoint. Rounds that are under way end at once, and `unfinished` says so.
+        `together`: all ranks drain now, for a checkpoint. Open rounds end immediately, and `unfinished` records them.
         """
         exchange = self.exchange
         try:
@@ -298,7 +300,7 @@ class ShutdownDrain:
             exchange.endpoint.close()
 
     def _absent(self) -> dict[int, str]:
-        """Wait until all have come here, while the coordinating rank decides; return by rank why it will not."""
+        """Wait until all ranks arrive here while the coordinator decides; return absent ranks and the reasons."""
         exchange, patience_s = self.exchange, self._wiring.shutdown_timeout_s
         attendance, absent = Attendance(exchange.comm, patience_s), dict[int, str]()
         while exchange.coordinator and not self._alone():
@@ -309,16 +311,15 @@ class ShutdownDrain:
                 for rank in absent:
                     exchange.coordinator.leave(rank)
                 continue
-            # Only an open round comes to its deadline without a message.
+            # Only an open round reaches its deadline without a message.
             self._rest(0.0 if exchange.coordinator.waiting else attendance.absences.wait_s())
-        # The coordinator stops before the sends are counted: a decision after the count would be a message that nobody
-        # expects.
+        # The coordinator stops before the sends are counted: a decision after the count would be an unexpected message.
         exchange.coordinator, exchange.leaving = None, True
-        # Once more, for who was paused may come when others have given it up: those do not come a second time.
+        # Once more: a paused rank may arrive after other ranks gave it up, and these do not arrive a second time.
         return absent or attendance.complete() or Attendance(exchange.comm, patience_s).complete()
 
     def _alone(self) -> bool:
-        """Whether all others have said goodbye to this coordinating rank, or have died."""
+        """Return whether all other ranks have left this coordinating rank, or have died."""
         coordinator = self.exchange.coordinator
         assert coordinator is not None
         for rank in () if coordinator.alone else self.exchange.endpoint.look_for_failed():
@@ -330,7 +331,7 @@ class ShutdownDrain:
         self.exchange.serve(*self._latest)
 
     def _finish(self) -> None:
-        """Let donors answer that were asked; the result is too late to be of use."""
+        """Let the donors that were asked answer; the result comes too late to be used."""
         end_s = self._clock.now() + min(
             self._wiring.shutdown_timeout_s, PATIENCE_CALLS * self.exchange.call_s
         )
@@ -339,18 +340,18 @@ class ShutdownDrain:
         self.exchange.inbox.give_up()
 
     def _expected(self) -> int:
-        """Return how many messages were sent to this rank; all ranks have come to say so."""
+        """Return the number of messages sent to this rank; collective."""
         comm = self.exchange.comm
         with self._clock.deadline(self._wiring.shutdown_timeout_s):
-            # Few are sent to by each: a vector of all ranks on every rank would be the largest thing a rank holds.
+            # Each rank sends to few: a vector over all ranks would be the largest object of a rank.
             sent = comm.gather(dict(self.exchange.endpoint.sent), root=0)
-            # Gathered and scattered by rank 0, not by Alltoall: with 1,000 ranks that takes a vector of 1,000 numbers
-            # on each.
+            # Gathered and scattered by rank 0 instead of Alltoall, which for 1,000 ranks needs a vector of 1,000
+            # numbers on each.
             expected = comm.scatter(None if sent is None else _by_receiver(sent), root=0)
         return int(expected)
 
     def _receive(self, expected: int) -> str:
-        """Receive what is still missing; what does not come while nothing moves, or in all the time left, is lost."""
+        """Receive the missing messages; after a silence, or at the time limit, the rest counts as lost."""
         box, patience_s = self.exchange.endpoint, PATIENCE_POLLS * self._wiring.poll_interval_s
         moved_s, before = self._clock.now(), -1
         end_s = moved_s + max(self._wiring.shutdown_timeout_s, patience_s)
@@ -358,7 +359,7 @@ class ShutdownDrain:
             now_s = self._clock.now()
             if box.received != before:
                 moved_s, before = now_s, box.received
-            # Silence ends the wait only while no message is unfinished: a large part may take longer than the patience.
+            # Silence ends the wait only while no message is incomplete: a large part may take longer than the patience.
             elif now_s > end_s or (now_s > moved_s + patience_s and not box.unfinished):
                 return (
                     f"{expected - box.received} messages to it were lost"

@@ -1,15 +1,15 @@
-"""A rank's replacement, from the donors' states as messages to the model and optimizer to go on with; and its record.
+"""A rank's replacement, from the donors' snapshots to its new model and optimizer; and the record of a replacement.
 
-A donor packs its state in one pass, straight into the memory that is sent, which is used again afterwards. It does so
-between two training steps, so a snapshot is never a mixture of two versions of a model. With a `model_builder` the
-replaced rank gets a freshly built model and optimizer (which may have other hyper-parameters: exploring); without one
-its own are overwritten in place. Tensors are matched by name and shape; what no donor has keeps the rank's own value.
-The record is what `info` and events.jsonl say of a replacement, with all that `replay` needs.
+A donor packs its state in one pass, directly into the send buffer, which is reused afterwards. It does so between two
+training steps, so a snapshot never mixes two versions of a model. With a `model_builder` the replaced rank gets a
+freshly built model and optimizer (which may have other hyper-parameters: exploring); without one its own are
+overwritten in place. Tensors are matched by name and shape; tensors that no donor has keep the rank's own values. The
+record contains the keys of `info` and the fields of events.jsonl for a replacement, including all that `replay` needs.
 
-A rank whose donors are all survivors of a large group cannot keep their states until the last has come: over all
-replaced ranks that is memory in the square of the group. Up to `MOST_DONORS` states are kept and mixed in order of
-rank. More are added to a running mean in order of arrival, and the record lists them in that order, so that a replay
-gets the same bits.
+If all survivors of a large group are donors, a replaced rank cannot keep their states until the last has arrived: over
+all replaced ranks the memory would grow with the square of the group. Up to `MOST_DONORS` states are kept and mixed in
+order of rank. More are added to a running mean in order of arrival, and the record lists them in that order, so that a
+replay gets the same bits.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ Rule = Literal["delta", "replace"]
 
 
 class Packer:
-    """Packs and unpacks states; remembers layouts, so that a model's description is made and read once."""
+    """Packs and unpacks states; caches layouts, so that a model's description is written and parsed once."""
 
     def __init__(
         self, part_nbytes: int, *, checksum: bool = False, compression: Compression | None = None
@@ -84,7 +84,7 @@ class Packer:
         *,
         busy: Callable[[Bytes], bool] = lambda memory: True,
     ) -> list[Bytes]:
-        """Return the SNAPSHOT messages of the tensors as they are now; `busy` memory is still needed by others."""
+        """Return the SNAPSHOT messages of the current tensors; memory for which `busy` is true is not reused."""
         encoded, device = self._compression.encode(live), device_of(live)
         if encoded.layout is not self._layout:
             self._layout, self._made = encoded.layout, {}
@@ -107,7 +107,7 @@ class Packer:
         return made
 
     def unpack(self, parts: Sequence[Message], device: torch.device = CPU) -> Tensors:
-        """Return the tensors in the parts of one snapshot: views into the messages, where they travelled as they are.
+        """Return the tensors in the parts of one snapshot: views into the messages, if they are not compressed.
 
         Raises `UsageError` if they are compressed by a codec that this rank does not know.
         """
@@ -127,7 +127,7 @@ class Packer:
 
 @dataclass(frozen=True)
 class Contribution:
-    """What one donor gave: its state, taken whole at its `iteration`, and how much it weighs."""
+    """One donor's contribution: its complete state at its `iteration`, and its weight."""
 
     donor: int
     iteration: int
@@ -140,13 +140,13 @@ class Contribution:
 
     @property
     def precedence(self) -> tuple[float, int]:
-        """Where optimizer state is copied, it is that of the donor of the highest."""
+        """Order of donors: optimizer state is copied from the donor with the highest precedence."""
         return self.weight, -self.donor
 
 
 def normalized(contributions: Sequence[Contribution]) -> list[Contribution]:
-    """Return the contributions that have arrived with weights that sum to 1."""
-    # Donors that died or timed out have left a sum of less than 1, which would shrink the model.
+    """Return the arrived contributions with weights that sum to 1."""
+    # If donors died or timed out, the sum is less than 1, which would shrink the model.
     total = sum(each.weight for each in contributions)
     if total == 1 or not total > 0:
         return list(contributions)
@@ -154,7 +154,7 @@ def normalized(contributions: Sequence[Contribution]) -> list[Contribution]:
 
 
 def nonfinite_donors(contributions: Sequence[Contribution], own: Callable[[], Tensors]) -> list[int]:
-    """Return the donors whose state holds a NaN, or an infinity where this rank has none (masks may hold some)."""
+    """Return the donors whose state holds a NaN, or an infinity that this rank lacks there (masks may hold some)."""
     return [
         each.donor
         for each in contributions
@@ -173,14 +173,14 @@ def _is_usable(value: torch.Tensor, own: torch.Tensor | None) -> bool:
         return True
     if own is None or own.shape != value.shape:
         return False
-    # An attention mask holds infinities on every rank, in the same places; they are part of the model and no fault.
+    # An attention mask holds infinities on every rank, in the same places; they are part of the model, not an error.
     places = ~torch.isfinite(value)
     return bool((value[places] == own[places]).all())
 
 
 @dataclass(frozen=True, slots=True)
 class ReplacementResult:
-    """The model and optimizer to go on with; `unmatched` names tensors that no donor had."""
+    """The model and optimizer to continue with; `unmatched` names tensors that no donor had."""
 
     model: torch.nn.Module
     optimizer: torch.optim.Optimizer
@@ -189,15 +189,15 @@ class ReplacementResult:
 
 @dataclass(frozen=True, slots=True)
 class Replacement:
-    """How a replacement is carried out: θ_new = Σ w_k θ_k over the donors, then θ ← m·θ_own + (1 - m)·θ_new.
+    """Rule of a replacement: θ_new = Σ w_k θ_k over the donors, then θ ← m·θ_own + (1 - m)·θ_new.
 
     Args:
-        builder: makes the fresh (model, optimizer) of a replaced rank; None overwrites its own in place.
-        strategy: what the weights w come from: "mean", "weighted_mean" or "best_only"; "reset_weights" takes nothing
-            from donors and needs a builder.
+        builder: creates the fresh (model, optimizer) of a replaced rank; None overwrites its own in place.
+        strategy: rule of the weights w: "mean", "weighted_mean" or "best_only"; "reset_weights" uses no donors and
+            needs a builder.
         momentum: m, from 0 to 1.
-        rule: "delta" adds to θ_new the steps that the rank took since it asked its donors; "replace" does not.
-        travels: which parts of the state are exchanged, and what becomes of the optimizer's.
+        rule: "delta" adds to θ_new the steps of the rank since it asked its donors; "replace" does not.
+        travels: which parts of the state are exchanged, and the handling of the optimizer's state.
         explore: called last, as `explore(model, optimizer, rng)`.
 
     Raises:
@@ -225,13 +225,13 @@ class Replacement:
             )
 
     def reference(self, model: torch.nn.Module) -> Tensors:
-        """Return what the delta rule needs of the moment in which donors are asked.
+        """Return the reference of the delta rule, at the time when donors are asked.
 
         Args:
-            model: of the rank that is to be replaced.
+            model: model of the rank to be replaced.
 
         Returns:
-            A copy of its parameters by name; nothing with another rule.
+            A copy of its parameters by name; empty with another rule.
         """
         if self.rule == "replace" or self.strategy == "reset_weights":
             return {}
@@ -250,14 +250,15 @@ class Replacement:
         """Replace a model.
 
         Args:
-            model: of the replaced rank.
-            optimizer: of that model.
-            contributions: what its donors gave, with weights that sum to 1; none for fresh weights of the builder.
-            reference: what `reference` returned when the donors were asked; empty without the delta rule.
+            model: the replaced rank's model.
+            optimizer: the optimizer of that model.
+            contributions: the donors' contributions, with weights that sum to 1; none for fresh weights of the builder.
+            reference: the result of `reference` when the donors were asked; empty without the delta rule.
             rng: for `explore`.
 
         Returns:
-            The model and optimizer to go on with, and the names of tensors that no donor had: they keep their values.
+            The model and optimizer to continue with, and the names of tensors that no donor had: they keep their
+            values.
         """
         fresh, fresh_optimizer = self.builder() if self.builder else (model, optimizer)
         if _is_scheduled(optimizer) and not _is_scheduled(fresh_optimizer):
@@ -275,7 +276,7 @@ class Replacement:
                 name, tuple(live[name].shape), tuple(own[name].shape),
             )  # fmt: skip
         values, unmatched = self._values(own, live, contributions, reference)
-        assign(live, values)  # all tensors have been mixed by now: no model is half replaced
+        assign(live, values)  # after all tensors have been mixed: a model is never replaced in part
         self._optimizer((model, optimizer), (fresh, fresh_optimizer), contributions)
         if self.explore is not None:
             self.explore(fresh, fresh_optimizer, rng)
@@ -294,8 +295,8 @@ class Replacement:
             if mixed is not None:
                 values[name] = self._step(mixed, before, reference.get(name))
                 continue
-            # What no donor has keeps this rank's value, also in a freshly built model if it fits there: a layer that
-            # only this rank has should not go back to its initial weights because the others were replaced.
+            # A tensor that no donor has keeps this rank's value, also in a freshly built model if it fits: a layer that
+            # only this rank has should not return to its initial weights because the other layers were replaced.
             unmatched.append(name)
             if before is not None:
                 values[name] = before
@@ -314,8 +315,8 @@ class Replacement:
         self, own: ModelAndOptimizer, new: ModelAndOptimizer, contributions: Sequence[Contribution]
     ) -> None:
         how, (fresh, fresh_optimizer) = self.travels.optimizer_state, new
-        # Moments that were gathered on the old weights say nothing of the new ones: so reset is the policies' default,
-        # and fresh weights (reset_weights) allow nothing else.
+        # Moments of the old weights do not apply to the new ones: so reset is the policies' default, and the only
+        # choice for fresh weights (reset_weights).
         if how == "reset" or self.strategy == "reset_weights":
             reset_optimizer(fresh_optimizer)
             return
@@ -326,7 +327,7 @@ class Replacement:
             heaviest = max(contributions, key=lambda each: each.precedence)
             assign_optimizer(fresh, fresh_optimizer, of_optimizer(heaviest.tensors))
         elif how == "average" and contributions:
-            first: Tensors = {}  # of each tensor, the first donor's that has one: it gives shape and dtype
+            first: Tensors = {}  # by tensor, from the first donor that has it: shape and dtype
             for each in contributions:
                 for name, tensor in of_optimizer(each.tensors).items():
                     first.setdefault(name, tensor)
@@ -335,16 +336,16 @@ class Replacement:
             assign_optimizer(fresh, fresh_optimizer, found)
 
 
-Renewal = Replacement  # the name that it had first
+Renewal = Replacement  # earlier name
 
 
 def _is_scheduled(optimizer: torch.optim.Optimizer) -> bool:
-    """Return whether a scheduler of torch's moves the learning rate: it has replaced the optimizer's `step`."""
+    """Return whether a torch scheduler controls the learning rate: it has replaced the optimizer's `step`."""
     return hasattr(getattr(optimizer, "step", None), "_wrapped_by_lr_sched")
 
 
 def _mixtures(live: Tensors, contributions: Sequence[Contribution]) -> Mapping[str, torch.Tensor | None]:
-    """Return `mixture` of each tensor: in one go, to the same bits, if each donor has all of them end to end."""
+    """Return `mixture` of each tensor; in one operation, to the same bits, if each donor's tensors lie end to end."""
     rows = [_as_one(live, each) for each in contributions]
     whole = [row for row in rows if row is not None]
     if not live or len(whole) < len(rows):
@@ -358,7 +359,7 @@ def _mixtures(live: Tensors, contributions: Sequence[Contribution]) -> Mapping[s
 
 
 def _as_one(like: Tensors, contribution: Contribution) -> torch.Tensor | None:
-    """Return a donor's tensors of the same names and shapes as one flat view, if they are there and lie end to end."""
+    """Return a donor's tensors of the same names and shapes as one flat view, if all exist and lie end to end."""
     tensors = contribution.tensors
     found = [tensor for name in like if (tensor := tensors.get(name)) is not None]
     if len(found) < len(like) or any(map(without_data, found)):
@@ -371,7 +372,7 @@ def _as_one(like: Tensors, contribution: Contribution) -> torch.Tensor | None:
 
 
 def mixture(name: str, like: torch.Tensor, contributions: Sequence[Contribution]) -> torch.Tensor | None:
-    """Return the weighted mean of a tensor over the donors that have it in this shape; None if none has."""
+    """Return the weighted mean of a tensor over the donors that have it in this shape; None without such a donor."""
     having = [
         (tensor, each.weight)
         for each in contributions
@@ -384,7 +385,7 @@ def mixture(name: str, like: torch.Tensor, contributions: Sequence[Contribution]
 
 
 def of_optimizer(tensors: Tensors) -> Tensors:
-    """Return the tensors of a state that are an optimizer's."""
+    """Return the optimizer's tensors of a state."""
     return {name: tensor for name, tensor in tensors.items() if name.startswith("optimizer/")}
 
 
@@ -393,11 +394,11 @@ Served = Literal["before", "after"]
 
 @dataclass(frozen=True, slots=True)
 class ReplacementRecord:
-    """What happened to a rank at `iteration`.
+    """Record of a replacement of a rank at `iteration`.
 
     `round` is the iteration whose metrics decided, `asked` this rank's iteration when the donors were asked (the
-    reference of the delta rule), `low` and `high` the range of the metrics as far as it was known, `mode` "max" or
-    "min" where it is known which metrics are better.
+    reference of the delta rule), `low` and `high` the range of the known metrics, `mode` "max" or "min" if it is known
+    which metrics are better.
     """
 
     iteration: int
@@ -420,11 +421,11 @@ class ReplacementRecord:
     def publish(
         self, comm: Comm, info: dict[str, Any], so_far: int, how: Replacement, *, served: Served
     ) -> None:
-        """Write the replacement into the `info` of its call, and add the event "replacement".
+        """Write the replacement to the `info` of its call, and record the event "replacement".
 
-        The event has all that `replay` needs. Its ranks are those of the whole run, also where the communicator is a
-        part of it. `served` says whether donors give what they have before or after a replacement of their own in the
-        same call. Warns of tensors that no donor had.
+        The event contains everything that `replay` needs. Its ranks are ranks of the whole run, even if the
+        communicator covers only a part of it. `served` states whether donors send before or after their own replacement
+        in the same call. Logs a warning for tensors that no donor had.
         """
         info.update(
             averaged_this_iteration=bool(self.contributions), is_replaced=True, num_replacements_so_far=so_far,
@@ -456,8 +457,8 @@ def usable(
 ) -> list[Contribution]:
     """Return the contributions to mix, with weights that sum to 1.
 
-    With `guard`, donors whose state holds a NaN, or an infinity that this rank's model has not in that place, are left
-    out, with an event "left_out" and a warning.
+    With `guard`, donors whose state holds a NaN, or an infinity that this rank's model lacks there, are excluded, with
+    an event "left_out" and a warning.
     """
     out = nonfinite_donors(contributions, lambda: collect(*own, travels)) if guard else []
     leave_out(comm, out)
@@ -465,7 +466,7 @@ def usable(
 
 
 def leave_out(comm: Comm, donors: Sequence[int]) -> None:
-    """Record that these donors are left out, and warn, if there are any."""
+    """Record the excluded donors and log a warning, if there are any."""
     if donors:
         world = comm.Get_group().members
         comm.record.event("left_out", donors=[world[donor] for donor in donors])
@@ -473,7 +474,7 @@ def leave_out(comm: Comm, donors: Sequence[int]) -> None:
 
 
 class _RunningMean:
-    """The weighted mean of states of one layout: to the bit `blend` of them, in the order in which they were added."""
+    """The weighted mean of states of one layout: equal to the bit to `blend` in the order of addition."""
 
     def __init__(self, first: Contribution) -> None:
         self._first, self._total = first, first.weight
@@ -485,7 +486,7 @@ class _RunningMean:
             accumulate(drift, value, base, given.weight)
 
     def finish(self) -> Contribution:
-        """Return the mean as one contribution that weighs as much as all; nothing can be added after it."""
+        """Return the mean as one contribution with the total weight; no state can be added afterwards."""
         first, total = self._first, self._total
         if total > 0 and not math.isclose(total, 1, rel_tol=1e-12):
             for drift in self._drifts:
@@ -507,11 +508,11 @@ def _layout(given: Contribution) -> Any:
 
 
 class Gathering:
-    """What the donors of one replacement give. With `guard`, donors whose state is not finite are left out."""
+    """The donors' contributions to one replacement. With `guard`, donors whose state is not finite are excluded."""
 
     def __init__(self, weights: Mapping[int, float], travels: StateScope, *, guard: bool) -> None:
         self.weights, self.travels, self.guard = weights, travels, guard
-        # A replay is given the donors that came, whose weights sum to less than 1 only where a running mean was formed.
+        # A replay has only the donors that arrived; their weights sum to less than 1 only if a running mean was used.
         self.running = len(weights) > MOST_DONORS or not math.isclose(sum(weights.values()), 1)
         self._given: list[Contribution] = []
         self._means: dict[Any, _RunningMean] = {}
@@ -519,7 +520,7 @@ class Gathering:
         self._out: list[int] = []
 
     def add(self, donor: int, iteration: int, tensors: Tensors, whose: ModelAndOptimizer) -> None:
-        """Take a donor's whole state; `whose` are this rank's model and optimizer."""
+        """Add a donor's complete state; `whose` are this rank's model and optimizer."""
         given = Contribution(donor, iteration, self.weights[donor], tensors)
         if not self.running:
             self._given.append(given)

@@ -1,9 +1,8 @@
-"""A server of weights: it takes changes as they arrive, and answers with its weights.
+"""A server of weights: it applies changes on arrival, and answers with its weights.
 
-`Server` is one server's books and knows no communicator; `ServerNode` is all that one rank is in this, a worker, a
-server, the server of servers, or several of them, behind one endpoint. A rank that serves does so in the background:
-its own training, if it does any, must not keep the others waiting. What a change does to the weights is a rule of
-`rules/staleness.py`.
+`Server` is the state of one server, without a communicator. `ServerNode` combines all roles of one rank (worker,
+server, global server, or several of them) behind one endpoint. A serving rank serves in the background, so that its own
+training does not delay the workers. A rule of `rules/staleness.py` applies a change to the weights.
 """
 
 from __future__ import annotations
@@ -30,21 +29,21 @@ from spawnsim.policies.state.codecs import Bytes
 from spawnsim.policies.state.layout import Entry, Layout, Tensors
 from spawnsim.policies.state.snapshot import allocator_for, device_of, laid_out, lay_out
 
-POLL_S = 1e-4  # between two looks of a worker whose own rank serves in the background
+POLL_S = 1e-4  # between two polls of a worker whose own rank serves in the background
 BACKGROUND_WAIT_S = 0.25
 DEATH_CHECK_S = 0.05
 
 
 @dataclass(frozen=True, slots=True)
 class ServerOptions:
-    """How a server takes changes.
+    """Options of a server: how it applies changes.
 
     Args:
-        rule: what it does with one.
-        staleness: how much one counts, by its staleness.
-        scale: how much all count.
-        grace_s: seconds from the first change that is not answered yet to the answer of all that came meanwhile:
-            workers that end nearly together begin from the same weights.
+        rule: the update rule.
+        staleness: weight of a change as a function of its staleness.
+        scale: weight of all changes.
+        grace_s: seconds from the first unanswered change to the answer to all changes that arrived meanwhile: workers
+            that finish at nearly the same time continue from the same weights.
     """
 
     rule: ServerRule
@@ -54,7 +53,7 @@ class ServerOptions:
 
 
 class Form:
-    """How weights and changes travel: as the tensors are, but changes of whole numbers in float64."""
+    """Wire format of weights and changes: the tensors' dtypes, but float64 for changes of integers."""
 
     def __init__(self, live: Tensors) -> None:
         changes = (
@@ -75,11 +74,11 @@ class Form:
 
 
 def difference(now: Tensors, then: Tensors) -> Tensors:
-    """Return then − now in the types in which tensors are summed, 0 where they are equal (infinities of a mask)."""
+    """Return then − now in the tensors' summation dtypes, 0 where they are equal (infinities of a mask)."""
     found: Tensors = {}
     for name, tensor in now.items():
         wide = sum_dtype(tensor.dtype)
-        if without_data(tensor):  # torch takes long to find the shape of a result
+        if without_data(tensor):  # torch takes long to determine the result's shape
             found[name] = torch.empty_like(tensor, dtype=wide)
             continue
         moved = then[name].to(wide) - tensor.to(wide)
@@ -101,18 +100,18 @@ class Server:
         self.optimizer = ServerOptimizer(options.rule, wide)
         self.version = self.refused = 0
         self.fastest = 0.0
-        self._waiting: list[tuple[int, int, int]] = []  # (worker, its request, staleness of what it brought)
-        self._latest: dict[int, int] = {}  # request of each worker
+        self._waiting: list[tuple[int, int, int]] = []  # (worker, its request, staleness of its change)
+        self._latest: dict[int, int] = {}  # latest request of each worker
         self._first_s = math.inf
 
     @property
     def weights(self) -> Tensors:
-        """The weights as they are now, in the types of the model."""
+        """The current weights, in the model's dtypes."""
         pairs = zip(self._dtypes.items(), self.optimizer.weights, strict=True)
         return {name: _rounded(wide, dtype) for (name, dtype), wide in pairs}
 
     def state(self) -> dict[str, Any]:
-        """Return what a checkpoint needs; its tensors are never changed in place."""
+        """Return the state for a checkpoint; its tensors are never changed in place."""
         optimizer = self.optimizer
         held = {"weights": [*optimizer.weights], "momenta": [*optimizer.momenta], "sums": [*optimizer.sums]}
         return {**held, "arrivals": optimizer.arrivals, "version": self.version, "fastest": self.fastest}
@@ -124,16 +123,16 @@ class Server:
         self.version, self.fastest = int(state["version"]), float(state["fastest"])
 
     def is_new(self, source: int, message: Message) -> bool:
-        """Return whether a change has not come before: a message may come twice."""
+        """Return whether a change is new: a message may arrive twice."""
         new = message.iteration > self._latest.get(source, 0)
         self._latest[source] = max(self._latest.get(source, 0), message.iteration)
         return new
 
     def take(self, source: int, message: Message, now_s: float) -> tuple[int, float] | None:
-        """Take a change, and note who waits for an answer.
+        """Apply a change, and record that its worker waits for an answer.
 
-        Returns staleness and weight of the change; None if it is refused, for it is damaged or not finite. Who brought
-        it is answered all the same, which heals a worker that has diverged.
+        Returns staleness and weight of the change; None if it is refused because it is damaged or not finite. Its
+        worker is answered in any case, which heals a diverged worker.
         """
         self._first_s = min(self._first_s, now_s)
         self.fastest = max(self.fastest, message.value)
@@ -151,7 +150,7 @@ class Server:
         return staleness, weight
 
     def merge(self, weights: Tensors, share: float) -> None:
-        """Move the weights by a share of the way to others: θ ← (1 − a)θ + aΘ."""
+        """Move the weights by a share towards the given ones: θ ← (1 − a)θ + aΘ."""
         if self.form.device == META:
             return
         pairs = zip(self._dtypes, self.optimizer.weights, strict=True)
@@ -161,7 +160,7 @@ class Server:
         return self._first_s + self.options.grace_s
 
     def answers(self) -> list[tuple[int, Message]]:
-        """Return an answer to each that waits."""
+        """Return an answer to each waiting worker."""
         waiting, self._waiting, self._first_s = self._waiting, [], math.inf
         body = self.form.pack(self.form.weights, self.weights)
         answer = Message(Kind.PULL, self.version, part=self.tier, value=self.fastest, body=body)
@@ -170,13 +169,13 @@ class Server:
 
 @dataclass(frozen=True, slots=True)
 class Tier:
-    """A tier of servers above the workers': one in each region, and a global one for these (HALoS).
+    """A second tier of servers: one server in each region, and a global one above them (HALoS).
 
     Args:
-        regions: the region of each rank, as a function of the number of ranks; a region's first rank serves it.
-        options: of the global server.
-        every: changes that a region's server takes before it sends its own.
-        merge: a in θ ← (1 − a)θ + aΘ, when the global server has answered.
+        regions: returns the region of each rank, for a number of ranks; a region's first rank is its server.
+        options: options of the global server.
+        every: changes that a region's server applies before it sends its own change.
+        merge: a in θ ← (1 − a)θ + aΘ, applied at the global server's answer.
     """
 
     regions: Callable[[int], Sequence[int]]
@@ -201,11 +200,11 @@ class Tier:
 
 
 class ServerNode:
-    """What one rank is among servers and workers. Making it is collective: all begin with the weights of the top.
+    """One rank's roles among servers and workers. Construction is collective: all start with the top server's weights.
 
-    `top` is the rank of the (global) server, `options` are those of the server that workers talk to. `kept` are states
-    of this rank's servers by tier, to continue from: the top's own after a recovery, all after a drain. `working`: this
-    rank trains as well. `begun` are the weights that all begin with.
+    `top` is the rank of the (global) server, `options` are the options of the workers' servers. `kept` are states of
+    this rank's servers by tier, to continue from: only the top's after a recovery, all after a drain. `working`: this
+    rank trains as well. `begun` are the common initial weights.
     """
 
     def __init__(
@@ -220,10 +219,10 @@ class ServerNode:
         homes = tier.homes(size) if tier is not None else [top] * size
         self.home, self.working = homes[rank], working
         begun = self.begun = self._begun(live, kept.get(int(tier is not None)))
-        # A server that goes on has a version; regions' servers begin with a new one.
+        # A continuing server has a version; regions' servers start with a new one.
         version = np.asarray([kept.get(int(tier is not None), {}).get("version", 0)])
         comm.Bcast(version, top)
-        self.version = 0 if tier is not None else int(version[0])  # of what workers begin with
+        self.version = 0 if tier is not None else int(version[0])  # of the workers' initial weights
         self.servers: dict[int, Server] = {}  # by tier
         self._members: dict[int, set[int]] = {}
         if rank == self.home:
@@ -235,7 +234,7 @@ class ServerNode:
         for place, server in self.servers.items():
             if place in kept:
                 server.load(kept[place])
-        # Of a region's server: weights, and both servers' versions, when it merged last.
+        # Of a region's server: weights, and both servers' versions, at its last merge.
         self._base, self._merged = begun, (0, int(version[0]))
         if "base" in kept.get(0, {}):
             self._base, self._merged = kept[0]["base"], tuple(kept[0]["merged"])
@@ -253,11 +252,11 @@ class ServerNode:
             self.engine.run_in_background()
 
     def _begun(self, live: Tensors, kept: Mapping[str, Any] | None) -> Tensors:
-        """Return the weights of the rank at the top; collective."""
+        """Return the weights of the top rank; collective."""
         layout = self.form.weights
         own = live
         if kept is not None and self.comm.Get_rank() == self.top:
-            # A server's weights lie in the order of the layout, which is not that of the model.
+            # A server's weights are in the order of the layout, which differs from the model's.
             pairs = zip(layout.entries, kept["weights"], strict=True)
             own = {entry.name: _rounded(wide, entry.dtype) for entry, wide in pairs}
         body = self.form.pack(layout, own)
@@ -311,7 +310,7 @@ class ServerNode:
             self._lift(server, self.tier.every)
 
     def _lift(self, server: Server, every: int) -> None:
-        """Send what a region's server has changed to the global one, if it is time; one at a time is under way."""
+        """Send a region server's change to the global server, if due; at most one is under way."""
         if self._lifting or server.version < self._merged[0] + every:
             return
         self._lifting = True
@@ -320,7 +319,7 @@ class ServerNode:
         self._out.append((self.top, Message(Kind.PUSH, self._merged[1], self._requests[1], 1, body=body)))
 
     def _merge(self, message: Message) -> None:
-        """Merge the global weights into those of a region's server."""
+        """Merge the global weights into a region server's weights."""
         assert self.tier is not None
         server = self.servers[0]
         if not message.damaged:
@@ -331,7 +330,7 @@ class ServerNode:
     def exchange(
         self, change: Tensors, version: int, speed: float, patience_s: float
     ) -> tuple[Tensors, Message]:
-        """Send a worker's change and wait for weights; return these, and the message that they came in."""
+        """Send a worker's change and wait for weights; return these, and the message that contained them."""
         body = self.form.pack(self.form.changes, change)
         self._pulled = None
         self._requests[0] += 1
@@ -351,14 +350,14 @@ class ServerNode:
         return self._pulled is not None or self.home in self.endpoint.failed
 
     def leave(self, patience_s: float) -> None:
-        """End: tell the server, and serve until all others have left or are absent; see `Absences`."""
+        """End: notify the server, and serve until all other ranks have left or are absent; see `Absences`."""
         self.engine.stop(
             patience_s, served=True
-        )  # this rank has nothing else to do now: it waits for messages itself
+        )  # from now on this rank has no other work, and waits for messages itself
         if self.working:
             self._out.append((self.home, Message(Kind.LEAVE, 0)))
         for tier in sorted(self.servers):
-            if not (self.working or tier):  # it is no worker of its own
+            if not (self.working or tier):  # it is not its own worker
                 self._members[0].discard(self.comm.Get_rank())
             absences = Absences(self.comm, patience_s)
             while self._members[tier]:

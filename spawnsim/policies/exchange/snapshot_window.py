@@ -1,16 +1,16 @@
-"""RMA windows in which a rank exposes whole snapshots of its state, and reads those of others.
+"""RMA windows in which a rank exposes complete snapshots of its state, and reads other ranks' snapshots.
 
-Each window has a header and slots, which its owner fills in turn: it stores into the slot behind the current one and
-then makes that one current; it says so before and after, so a reader that was overtaken notices and reads again, and
-no rank ever gets a mixture of versions. A reader asks three times (the header, the slot, the header again), and each
-may have to wait for the owner's next step: with two slots it is overtaken by an owner that publishes in every step,
-with four it is not. A store is one pass, straight to the exposed memory; the header is written by `Put`, after `Sync`
-has made the store visible. Headers carry a checksum, and one of each slot's tensors if that is wanted. A slot
-describes its tensors, so models of different shapes can be read and matched by name, and compressed ones by any
-rank that knows the codec.
+Each window has a header and slots, which its owner fills in turn: it stores into the slot after the current one and
+then makes that slot current. The header announces both before and after, so a reader that was overtaken detects it and
+reads again, and no rank ever gets a mixture of versions. A reader makes three requests (the header, the slot, the
+header again), and each may have to wait for the owner's next step: an owner that publishes in every step overtakes it
+with two slots, but not with four. A store is one pass, directly into the exposed memory; `Put` writes the header, after
+`Sync` has made the store visible. Headers carry a checksum, and optionally a checksum of each slot's tensors. A slot
+describes its tensors, so models of different shapes can be read and matched by name, and compressed ones by any rank
+that knows the codec.
 
-`Lock_all` is held from the constructor, which is collective, to the end; reads are `Rget`, whose request can be waited
-for with a deadline on every backend, unlike a flush. No call waits for a rank that it does not read from.
+`Lock_all` is held from the constructor, which is collective, to the end. Reads are `Rget`, whose request supports a
+deadline on every backend, unlike a flush. No call waits for a rank that it does not read from.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from spawnsim.policies.state.snapshot import (
     lay_out,
 )
 
-MOST_SLOTS = 9  # whose descriptions fit into a header
+MOST_SLOTS = 9  # limited by the descriptions in a header
 SLOT = np.dtype(
     [("iteration", "<i8"), ("text_nbytes", "<u4"), ("sum", "<u4"), ("body_nbytes", "<i8"), ("digest", "<u8")]
 )
@@ -57,21 +57,21 @@ HEADER = np.dtype(
         ("slots", SLOT, MOST_SLOTS),
     ]
 )
-Header = NDArray[np.void]  # one of `HEADER`: the latest version begun and done, and what is in each slot
-# What comes before the slots, and a slot, as they are written: through numpy's fields it takes ten times as long.
+Header = NDArray[np.void]  # one of `HEADER`: the latest version begun and done, and the content of each slot
+# The part before the slots, and a slot, as struct formats: numpy's fields take ten times as long.
 FRONT_OUT, SLOT_OUT = struct.Struct("<qqqII"), struct.Struct("<qIIqQ")
-NO_SUM = bytes(4)  # in the place of the checksum, the last of the front, while it is reckoned
-WITHDRAWN = -1  # the rank offers nothing any more
+NO_SUM = bytes(4)  # placeholder of the checksum, the front's last field, while it is computed
+WITHDRAWN = -1  # the rank no longer offers a snapshot
 ABSENT = -2  # it has no such tensor, or one that does not fit
 
 
 def padded(nbytes: int) -> int:
-    """Return the bytes rounded up, so that what follows is aligned."""
+    """Return the bytes rounded up, so that the next object is aligned."""
     return -(-nbytes // ALIGN_NBYTES) * ALIGN_NBYTES
 
 
 def slot_of(header: Header, version: int) -> Any:
-    """Return what a header says of the slot that holds a version."""
+    """Return a header's description of the slot that holds a version."""
     return header["slots"][0, version % int(header["count"][0])]
 
 
@@ -81,12 +81,12 @@ def _sum_of(header: memoryview) -> int:
 
 
 def is_whole(header: Header) -> bool:
-    """Return whether a header that was read is one that was written."""
+    """Return whether a header that was read is intact."""
     return int(header["sum"][0]) == _sum_of(header.view(np.uint8).data)
 
 
 class SlottedWindow:
-    """One window: this rank's slots, and access to those of others."""
+    """One window: this rank's slots, and access to other ranks' slots."""
 
     def __init__(
         self, comm: Comm, live: Tensors | None, compression: str | Codec | None = None, *, slots: int = 2,
@@ -115,7 +115,7 @@ class SlottedWindow:
         self._tell(0 if live is not None else ABSENT)
 
     def _tell(self, begun: int) -> None:
-        """Put the header, which says that the owner has begun this version."""
+        """Put the header, which announces that the owner has begun version `begun`."""
         header, told = self._header.data, (begun, self._done, self.slot_nbytes, self.count)
         FRONT_OUT.pack_into(header, 0, *told, 0)
         FRONT_OUT.pack_into(header, 0, *told, zlib.crc32(header))
@@ -126,10 +126,10 @@ class SlottedWindow:
         """Store the tensors as a new version; return their bytes, or -1 if they do not fit: then none is offered."""
         encoded = self._compression.encode(live)
         layout = encoded.layout
-        # The order is what makes a reader safe. "begun" is visible before the slot changes, so a reader whose version
-        # may have been overwritten sees it in the header that it reads last. "done" is visible after the slot, which
-        # `Sync` has made visible: without it MPI does not order plain stores and the accesses of others. Every header
-        # goes out by `Put` and `Flush` and carries a checksum, so that no reader takes half of one for a whole.
+        # This order makes reads safe. "begun" is visible before the slot changes, so a reader whose version may have
+        # been overwritten sees it in the header that it reads last. "done" is visible after the slot, which `Sync` has
+        # made visible: without it MPI does not order plain stores and other ranks' accesses. Every header is written by
+        # `Put` and `Flush` and carries a checksum, so that no reader accepts a partial header.
         start = padded(len(layout.text))
         fits = start + layout.nbytes <= self.slot_nbytes
         self._tell(version if fits else ABSENT)
@@ -151,16 +151,16 @@ class SlottedWindow:
         self._tell(why)
 
     def get_header(self, donor: int) -> tuple[Request, Header]:
-        """Start to read a donor's header; it is there when the request is over."""
+        """Start to read a donor's header; it is valid when the request has completed."""
         header = np.empty(1, HEADER)
         return self._get(header.view(np.uint8), donor, 0), header
 
     def get_slot(
         self, donor: int, header: Header, version: int, *, text: bool
     ) -> tuple[Request, NDArray[np.uint8]]:
-        """Start to read a slot, with or without its description; the memory is the window's, until `reclaim`."""
-        # Memory is used again, since fresh memory is mapped page by page while it is filled; but not while a late
-        # answer may still be written into it.
+        """Start to read a slot, with or without its description; the window owns the memory, until `reclaim`."""
+        # Memory is reused, because fresh memory is mapped page by page while it is filled; but not while a late answer
+        # may still be written into it.
         slot = slot_of(header, version)
         body_at = padded(int(slot["text_nbytes"]))
         skip = 0 if text else body_at
@@ -177,7 +177,7 @@ class SlottedWindow:
         return request
 
     def reclaim(self, *, but: Collection[int]) -> None:
-        """Take back the memory of earlier reads, but not from donors whose answer may still come."""
+        """Reclaim the memory of earlier reads, except from donors whose answer may still arrive."""
         self._spare += [buffer for donor, buffer in self._lent.items() if donor not in but]
         self._lent = {}
 
@@ -188,7 +188,7 @@ TRIES = 8
 
 @dataclass(frozen=True, slots=True)
 class RemoteSnapshot:
-    """A donor's snapshot: the iteration at which it was published, its tensors, and its size."""
+    """A donor's snapshot: the iteration of its publication, its tensors, and its size."""
 
     iteration: int
     tensors: Tensors
@@ -196,9 +196,9 @@ class RemoteSnapshot:
 
 
 class SnapshotWindow:
-    """A rank's snapshots for others to read: one window for all its state, or one per tensor.
+    """A rank's snapshots for other ranks to read: one window for all its state, or one per tensor.
 
-    `counts`: reads that were `torn` or `unreadable` (damaged on their way), which were repeated; donors that were
+    `counts`: reads that were `torn` or `unreadable` (damaged under way), which were repeated; donors that were
     `missing` (out of time, dead) or had `nothing` to offer.
     """
 
@@ -207,14 +207,14 @@ class SnapshotWindow:
         compression: str | Codec | None = None, slots: int = 2, checksum: bool = True,
     ) -> None:  # fmt: skip
         self.comm = comm
-        # Headers come in microseconds, and must not teach patience with models, which wait for each other on the wire.
+        # Headers arrive in microseconds, and must not teach a deadline for models, which queue on the network.
         self._headers_in = deadline
-        self._slots_in: Deadline | None = None  # a copy, made when this rank first reads: few ranks do
+        self._slots_in: Deadline | None = None  # a copy, made at the first read: few ranks read
         self._compression = Compression(compression)
         self.counts: Counter[str] = Counter()
         self.version = 0
         self.per_parameter = per_parameter
-        # Making a window is collective, so all ranks make one for each name that any of them has, in one order.
+        # Creating a window is collective, so all ranks create one for each name on any rank, in the same order.
         names = comm.allgather(sorted(live)) if per_parameter else [[""]]
         keys = sorted({name for each in names for name in each})
         own = self._cut(live)
@@ -223,15 +223,15 @@ class SnapshotWindow:
             for key in keys
         }
         self._layouts: dict[int, Layout] = {}  # by digest
-        self._views: dict[tuple[int, int], Tensors] = {}  # by place in memory and digest; places are few
+        self._views: dict[tuple[int, int], Tensors] = {}  # by address and digest; addresses are few
         self._device = CPU
-        self._late: set[int] = set()  # donors whose answer to the latest reading may still come
+        self._late: set[int] = set()  # donors whose answer to the latest read may still arrive
 
     def _cut(self, live: Tensors) -> dict[str, Tensors]:
         return {name: {name: tensor} for name, tensor in live.items()} if self.per_parameter else {"": live}
 
     def publish(self, live: Tensors, iteration: int) -> int:
-        """Publish the state as it is now; return the bytes written. What does not fit any window is not offered."""
+        """Publish the current state; return the bytes written. Tensors that do not fit any window are not offered."""
         self.version += 1
         cut = self._cut(live)
         written = 0
@@ -246,12 +246,12 @@ class SnapshotWindow:
         return written
 
     def withdraw(self) -> None:
-        """Offer nothing any more."""
+        """Stop offering snapshots."""
         for window in self._windows.values():
             window.withdraw()
 
     def free(self) -> None:
-        """Give the windows up; collective."""
+        """Free the windows; collective."""
         for window in self._windows.values():
             window.win.Unlock_all()
             window.win.Free()
@@ -277,15 +277,15 @@ class SnapshotWindow:
     def _reclaim(self) -> None:
         for window in self._windows.values():
             window.reclaim(but=self._late)
-        if self._late:  # their memory is given up: nothing here may keep it
+        if self._late:  # the memory of late donors is dropped: no view may keep it
             self._views.clear()
         self._late = set()
 
     def _attempt(self, donors: Iterable[int], taken: dict[int, RemoteSnapshot]) -> list[int]:
-        """Read all donors at once, add the whole snapshots to `taken`; return the donors that are to be read again."""
+        """Read all donors concurrently, add complete snapshots to `taken`; return the donors to read again."""
         heads, damaged = self._headers(donors)
-        # Three round trips: the header says which slot is current, then the slot, then the header again. The slot is
-        # whole if its owner has not begun by then the version that goes into the same slot, `count` versions later.
+        # Three round trips: the header names the current slot, then the slot, then the header again. The slot is intact
+        # unless its owner has begun by then the version that goes into the same slot, `count` versions later.
         versions = {donor: _common_version(headers.values()) for donor, headers in heads.items()}
         self.counts["nothing"] += sum(version == 0 for version in versions.values())
         slots = self._slots(
@@ -307,7 +307,7 @@ class SnapshotWindow:
         return torn + damaged
 
     def _headers(self, donors: Iterable[int]) -> tuple[dict[int, dict[str, Header]], list[int]]:
-        """Return the headers of donors that offer something, and the donors of whom one is damaged."""
+        """Return the headers of donors that offer a snapshot, and the donors with a damaged header."""
 
         def ask(donor: int) -> dict[str, tuple[Request, Header]]:
             return {key: window.get_header(donor) for key, window in self._windows.items()}
@@ -337,7 +337,7 @@ class SnapshotWindow:
         return self._arrived(self._asked(heads, ask), self._slots_in)
 
     def _asked(self, donors: Iterable[int], ask: Callable[[int], T]) -> dict[int, T]:
-        """Ask all donors at once; those that are known to be dead are left out."""
+        """Send requests to all donors; skip donors that are known to be dead."""
         asked = {}
         for donor in donors:
             try:
@@ -349,12 +349,12 @@ class SnapshotWindow:
     def _arrived(
         self, asked: dict[int, dict[str, tuple[Request, T]]], deadline: Deadline
     ) -> dict[int, dict[str, T]]:
-        """Wait for what was asked of each donor; return what those have answered that did so in time."""
+        """Wait for each donor's answers; return the answers of donors that were in time."""
         clock = self.comm.clock
         began_s = clock.now()
         arrived: dict[int, dict[str, T]] = {}
-        # All donors were asked at once, so the limit counts from then on and not for each donor anew; a learnt deadline
-        # holds once half of them have answered.
+        # All donors were asked at the same time, so the limit counts from then on, not anew for each donor; a learned
+        # deadline applies once half of them have answered.
         for donor, requests in asked.items():
             left_s = deadline.limit_s(len(arrived) / len(asked)) - (clock.now() - began_s)
             try:
@@ -372,7 +372,7 @@ class SnapshotWindow:
     def _unpacked(
         self, headers: dict[str, Header], version: int, slots: dict[str, NDArray[np.uint8]]
     ) -> RemoteSnapshot | None:
-        """Return what was read; None if it was damaged on its way."""
+        """Return the received snapshot; None if it was damaged under way."""
         tensors: Tensors = {}
         iteration = nbytes = 0
         for key, data in slots.items():
@@ -390,7 +390,7 @@ class SnapshotWindow:
         return RemoteSnapshot(iteration, self._compression.decode(tensors), nbytes)
 
     def _laid_out(self, digest: int, body: torch.Tensor) -> Tensors:
-        """Return the tensors of a body; views of memory that is used again are kept."""
+        """Return the tensors of a body; views of reused memory are cached."""
         if self._device.type != "cpu":
             return laid_out(self._layouts[digest], body, self._device)
         place = body.data_ptr(), digest
@@ -404,7 +404,7 @@ def _slot_digest(header: Header, version: int) -> int:
 
 
 def _common_version(headers: Collection[Header]) -> int:
-    """Return the version that all windows of a donor hold; 0 if it offers none, -1 if it is just changing."""
+    """Return the version that all windows of a donor hold; 0 if it offers none, -1 if it is currently changing."""
     begun, done = ([int(header[field][0]) for header in headers] for field in ("begun", "done"))
     if not done or min(done) == 0 or WITHDRAWN in begun:
         return 0

@@ -1,10 +1,10 @@
-"""Sums over groups that wait for nobody: the first rank makes all members of its group contribute what they have.
+"""Wait-avoiding sums over groups: the first rank makes all members of its group contribute their latest values.
 
 A round's group sums by a butterfly: in phase k each member exchanges its partial sum with the member whose place
-differs in bit k. A partial sum of a round to which a rank has not contributed yet makes its background task contribute
-what the rank had contributed last. So a round takes the time of its messages, and a late rank finds the sum made.
-All members get the same bits. Source: Li et al. 2020 (WAGMA-SGD, arXiv 2005.00124), whose activation is a broadcast of
-its own; here it goes along the butterfly.
+differs in bit k. When a partial sum arrives at a rank before the rank's own contribution to that round, its background
+task contributes the rank's previous contribution. So a round takes only the time of its messages, and a late rank finds
+the sum complete. All members get the same bits. Source: Li et al. 2020 (WAGMA-SGD, arXiv 2005.00124), where activation
+is a separate broadcast; here it follows the butterfly.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ POLL_S, BACKGROUND_WAIT_S, DEATH_CHECK_S = 1e-3, 1.0, 0.05
 
 @dataclass
 class _Round:
-    """One round of one rank: its members in the order of their places, what has been added up, what has come early."""
+    """One round of one rank: its members in the order of their places, the partial sum, and early partial sums."""
 
     members: Sequence[int]
     total: Tensors | None = None  # None until this rank has contributed
@@ -47,9 +47,9 @@ class WaitAvoidingSums:
 
     Args:
         comm: the communicator.
-        tag: of all messages.
-        first: what the rank contributes to a round that begins before it has come to any; in the types of the sums.
-        groups: the members of this rank's group in a round, a power of two of them, in the order of their places.
+        tag: tag of all messages.
+        first: the rank's contribution to a round that begins before its first own round; in the dtypes of the sums.
+        groups: returns the members of this rank's group in a round, a power of two, in the order of their places.
     """
 
     def __init__(
@@ -68,19 +68,19 @@ class WaitAvoidingSums:
         self.engine.run_in_background()
 
     def sum(self, round_: int, own: Tensors, patience_s: float) -> tuple[Tensors, Sequence[int], int]:
-        """Take part in a round.
+        """Sum over this rank's group in a round.
 
         Args:
-            round_: its number; on each rank they rise.
-            own: what this rank contributes, if its group has not begun without it; must not be changed afterwards.
+            round_: the round's number; it increases on each rank.
+            own: this rank's contribution, used unless its group has begun without it; must not be changed afterwards.
             patience_s: the longest wait.
 
         Returns:
-            The sum over the group, its members, and by how many rounds what this rank has contributed to it is old.
+            The sum over the group, its members, and the age in rounds of this rank's contribution to it.
 
         Raises:
             RankFailed: a member has died.
-            Timeout: the sum is not there in time. The call may be repeated.
+            Timeout: the sum did not arrive in time. The call may be repeated.
         """
         with self.engine.hold():
             self._latest_round, self._latest = round_, own
@@ -120,7 +120,7 @@ class WaitAvoidingSums:
             self.endpoint.send(partner, Message(Kind.SUM, round_, part=current.phase, body=body))
 
     def _go_on(self, round_: int, current: _Round) -> None:
-        """Add the sums of the phases that are due. Sums of two are the same in either order."""
+        """Add the sums of the phases that are due. The sum of two is the same in either order."""
         while current.total is not None and current.phase in current.early:
             theirs = current.early.pop(current.phase)
             current.total = {name: own + theirs[name] for name, own in current.total.items()}
@@ -129,10 +129,10 @@ class WaitAvoidingSums:
 
     # ---------------------------------------------------------------------------------------------- for the engine
     def advance(self, arrived: list[tuple[int, Message]], now_s: float, dead: set[int]) -> None:
-        """Take partial sums, and contribute to the rounds that they are of."""
+        """Store arrived partial sums, and contribute to their rounds."""
         for _, message in arrived:
             if message.damaged:
-                continue  # as if it were lost: the round times out
+                continue  # treated as lost: the round times out
             current = self._round(message.number)
             current.early[message.part] = self.form.unpack(self.form.weights, message)
             if current.total is None:
@@ -141,4 +141,4 @@ class WaitAvoidingSums:
                 self._go_on(message.number, current)
 
     def wake_s(self) -> float:
-        return math.inf  # until something arrives
+        return math.inf  # until a message arrives
