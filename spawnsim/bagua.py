@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 class AsyncModelAverageAlgorithm:
     """Settings of model averaging; `with_bagua` applies them to one model.
 
-    Training is an endless stream: ranks step at their own pace, and their numbers of iterations differ.
+    Training is treated as an endless stream: ranks step at their own pace, and their numbers of iterations differ.
 
     Args:
         peer_selection_mode: "all", or a mode of spawnsim: "ring", "shift_one", "random".

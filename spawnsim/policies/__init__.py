@@ -1,4 +1,4 @@
-"""Policies: when, who, from whom, how much, and how weights travel between ranks.
+"""Policies: when ranks average or replace models, which ranks do, from which donors, and how weights travel.
 
 The modules with policies: `average_all` (one collective), `selective` (asynchronous messages), `one_sided` (windows),
 `population` (PBT and soups), `decentralized` (small groups that find each other), `gossip` (neighbours on a graph),

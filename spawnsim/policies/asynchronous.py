@@ -327,7 +327,7 @@ class AsyncModelAveragePolicy(SpawnPolicy):
         """Stop averaging on this rank.
 
         Args:
-            model: unused: BAGUA's signature.
+            model: unused; part of BAGUA's signature.
 
         Returns:
             Whether the exchanges under way ended within `patience_s`; otherwise they are dropped.
@@ -365,7 +365,7 @@ class AsyncModelAveragePolicy(SpawnPolicy):
         """Average on this rank (again); during warm-up, from the end of warm-up on.
 
         Args:
-            model: unused: BAGUA's signature.
+            model: unused; part of BAGUA's signature.
         """
         was, self._wanted = self._wanted, True
         if self._averaging is not None and self._started and not was:

@@ -224,7 +224,8 @@ class SpawnPolicy:
         """Register the policy: at the end of the program a policy that was not shut down causes a warning."""
         clock = getattr(group, "clock", None)
         if self._use is None and clock is not None:
-            # A `shutdown` inherited from the base class drops nothing, and a user's class may not need the call.
+            # The base class's own `shutdown` drops nothing. A user's `shutdown` may not call super(), so it cannot be
+            # tracked.
             ends = type(self).shutdown
             needed = ends is not SpawnPolicy.shutdown and ends.__module__.startswith("spawnsim.")
             self._use = _Use(type(self).__name__, self.cadence, needed)

@@ -1,4 +1,4 @@
-"""`EASGDPolicy`: ranks on springs to a common centre. Source: Zhang, Choromanska and LeCun 2015 (arXiv 1412.6651)."""
+"""`EASGDPolicy`: springs tie ranks to a common centre. Source: Zhang, Choromanska and LeCun 2015 (arXiv 1412.6651)."""
 
 from __future__ import annotations
 

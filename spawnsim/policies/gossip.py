@@ -55,7 +55,7 @@ class GossipPolicy(SpawnPolicy):
         delay: rounds after which a message is added, so that messages travel while ranks compute; needs push_sum.
         global_every: every `global_every` rounds take the mean of all ranks instead; None: never. Not with push_sum.
         travels: which parts of the state are averaged; each rank keeps its own optimizer state.
-        cadence: when, in place of `average_every`.
+        cadence: when rounds are due, in place of `average_every`.
         timing: a dictionary to fill with durations in seconds, by step.
         tag: tag of the messages; two policies on one communicator need two tags.
 

@@ -74,8 +74,8 @@ def replay(
 
     Args:
         events: events of `Run.events`, or the lines of an events.jsonl.
-        model_builder: the recorded run's.
-        explore: the recorded run's.
+        model_builder: the recorded run's `model_builder`.
+        explore: the recorded run's `explore`.
         travels: the recorded run's; the events define the handling of the optimizer's state.
         compression: the recorded run's, if it was a custom codec; the events contain the name of any other codec.
 

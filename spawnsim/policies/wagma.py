@@ -36,7 +36,7 @@ class WAGMAPolicy(SpawnPolicy):
         sync_every: τ; every `sync_every` rounds the mean of all ranks is taken.
         travels: which parts of the state are averaged; each rank keeps its own optimizer state.
         patience_s: the longest wait for a group whose members are alive.
-        cadence: when, in place of `average_every`.
+        cadence: when rounds are due, in place of `average_every`.
         timing: a dictionary to fill with durations in seconds, by step.
         tag: tag of the messages; two policies on one communicator need two tags.
 

@@ -114,7 +114,7 @@ class TimeInfo:
 
 
 def report_load_imbalance(all_timing_dict: Timings, world_size: int) -> list[Imbalance]:
-    """Return and log, for each step of any rank, the sum over iterations of mean and of maximum minus mean.
+    """Return and log, for each step of any rank, two sums over iterations: of the mean, and of maximum minus mean.
 
     Raises:
         ParameterError: fewer dictionaries than ranks.
