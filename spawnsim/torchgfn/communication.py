@@ -293,7 +293,7 @@ def average_gradients(
 ) -> None:
     """Replace each gradient by its mean over the group, in place.
 
-    A rank without a gradient (`grad` is None) counts as zero and gets the mean; a gradient that is missing on all ranks
+    A rank without a gradient (`grad=None`) counts as zero and gets the mean; a gradient that is missing on all ranks
     stays None. With `guard`, elements that are not finite are ignored, as in `policies.AverageAllPolicy`; use
     guard=False if a loss scaler checks for overflows afterwards. All ranks must call.
     Raises `MismatchError` on every rank if the models differ.

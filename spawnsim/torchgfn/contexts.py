@@ -162,7 +162,7 @@ def _check_counts(world_size: int, buffers: int, agent_groups: int, coordinators
 
 @dataclass
 class DistributedContextMPI4Py:
-    """A rank's context. Groups are communicators; a group is None if this rank is not a member.
+    """A rank's context. Groups are communicators, or None where this rank is not a member.
 
     `agent_groups` has an entry for each group, `agent_group_id` is the index of this rank's. `train_global_group`
     contains all training ranks, `buffer_group` all buffer ranks. `assigned_buffer` is the rank that keeps this training
