@@ -1,16 +1,17 @@
-"""Faults as they strike: links that lose, delay, double or damage messages; ranks that crash, and start again.
+"""Execution of faults: links that lose, delay, duplicate or damage messages; ranks that crash and restart.
 
-A program's own messages are judged one by one: what is lost never arrives, since policies are to be tried against that.
-Collectives and windows travel on reliable connections, as MPI's do: what is lost is sent again until it comes through
-(`FaultPlan.carried`), what comes twice is taken once. Each fault that strikes becomes an event of the run.
+A program's messages are judged one by one: a lost message never arrives, so that policies can be tested against losses.
+Collectives and windows travel on reliable connections, as MPI's do: a lost message is sent again until it is delivered
+(`FaultPlan.carried`), and a duplicate is discarded. Each fault that strikes becomes an event of the run.
 
-In a collective, a message that is lost for good never arrives: those whose part depends on it wait until their
-deadline. A damaged one damages a bit of what it carries, for all whom that reaches: of a block, the block; in a
-reduction, where many contributions have become one, that of the message's sender.
+In a collective, a message that is lost for good never arrives: the ranks whose part depends on it wait until their
+deadline. A damaged message damages one bit of its contents, for all ranks that these reach. In a block, the damage is
+in the block; in a reduction, which merges many contributions, it is in the contribution of the message's sender.
 
-A restarted rank runs its program from the beginning at its time of restart, with nothing but its number. It is another
-member than the one that died: no communicator made before takes it, however soon it is back, and the others learn of
-the death as of any other. Only `recover()` lets it join them. (ULFM, too, has no way back into a communicator.)
+A restarted rank runs its program from the beginning at its time of restart, and keeps nothing but its number. It is a
+different member from the one that died: no earlier communicator includes it, however early the restart, and the other
+ranks learn of the death as usual. Only `recover()` lets it join them. (ULFM, too, provides no way back into a
+communicator.)
 """
 
 from __future__ import annotations
@@ -34,16 +35,16 @@ from spawnsim.virtual.engine.waiting import rank_failed
 from spawnsim.virtual.engine.wire import set_out
 from spawnsim.virtual.engine.world import Rank, World
 
-MIDDLE = 0.5  # of a payload: which byte is damaged where nothing else decides
+MIDDLE = 0.5  # position in a payload of the damaged byte, unless the plan decides
 
 
 def damaged(payload: Any, place: float = MIDDLE, *, nan: bool = False) -> Any:
-    """Return a payload with the highest bit of one byte flipped; of a list or mapping, in one of its members.
+    """Return a payload with the highest bit of one byte flipped; in a list or mapping, a byte of one member.
 
     Args:
-        payload: An array, bytes, or a list or mapping of them. Anything else comes back as it is.
-        place: Which byte: from 0, the first, up to but not including 1.
-        nan: Set the 8 bytes around it (of a multiple of 8 on) to 0xFF instead: NaN, in any type of floats.
+        payload: An array, bytes, or a list or mapping of them. Anything else is returned unchanged.
+        place: Position of the byte, from 0 (the first) up to but not including 1.
+        nan: Set the 8 bytes around it (aligned to 8) to 0xFF instead: NaN, in any floating-point type.
     """
     if isinstance(payload, np.ndarray):
         return _flipped_array(payload, place, nan=nan)
@@ -57,14 +58,14 @@ def damaged(payload: Any, place: float = MIDDLE, *, nan: bool = False) -> Any:
 
 
 def with_damaged_member(payload: Any, key: Any, place: float, *, nan: bool = False) -> Any:
-    """Return a copy of a list or mapping in which one member is damaged."""
+    """Return a copy of a list or mapping with one damaged member."""
     copy = payload.copy()
     copy[key] = damaged(copy[key], place, nan=nan)
     return copy
 
 
 def can_be_damaged(payload: Any) -> bool:
-    """Whether there is anything to damage: a barrier has no payload, and the library's own messages are checked."""
+    """Whether there is anything to damage: a barrier has no payload, and the library checks its own messages."""
     if isinstance(payload, (list, dict)):
         members = payload.values() if isinstance(payload, dict) else payload
         return any(map(can_be_damaged, members))
@@ -88,13 +89,13 @@ def _flipped(raw: Any, place: float, *, nan: bool) -> Any:
     return raw
 
 
-# What travels on reliable connections: the first part of each draw's key. Each draw is a function of fault, kind,
-# communicator, number of the call and message, so that no answer depends on the order in which ranks happen to run.
+# The kinds of data on reliable connections: the first part of each draw's key. Each draw is a function of fault, kind,
+# communicator, number of the call and message, so that no answer depends on the order in which ranks run.
 COLLECTIVE, REQUEST, ANSWER, TOKEN = 1, 2, 3, 4
 
 
 class FaultyLinks:
-    """Carries messages to mailboxes, and judges all else, as a fault plan wants it."""
+    """Carries messages to mailboxes, and judges all other traffic, according to a fault plan."""
 
     def __init__(self, world: World) -> None:
         self._world = world
@@ -105,12 +106,12 @@ class FaultyLinks:
     # -- messages --------------------------------------------------------------------------------------------
 
     def make_reliable(self, mailbox: Mailbox) -> None:
-        """Let what goes to a mailbox travel on reliable connections: it is the library's, not the program's."""
-        # A window's mailbox, say: its tokens order accesses, and one that was lost would stop the window for good.
+        """Let messages to a mailbox travel on reliable connections: it belongs to the library, not to the program."""
+        # For example a window's mailbox: its tokens order accesses, and a lost token would stop the window for good.
         self._reliable.add(mailbox)
 
     def carry(self, source: int, mailbox: Mailbox, message: Message) -> None:
-        """Deliver a message from a world rank, or not, or late, or twice, or damaged."""
+        """Deliver a message from a world rank on time, late, twice, damaged, or not at all."""
         dest, sent_s = mailbox.rank, self._world.kernel.current.clock
         if mailbox in self._reliable:
             verdict = self._carried(source, dest, sent_s, message)
@@ -126,7 +127,7 @@ class FaultyLinks:
             self._deliver(source, mailbox, message, verdict)
 
     def _carried(self, source: int, dest: int, sent_s: float, message: Message) -> Verdict:
-        """Judge a message of the library's own. It brings the key of its draws, or is a token without payload."""
+        """Judge a message of the library. It has the key of its draws, or is a token without payload."""
         key = getattr(message, "key", None)
         if key is None:
             key = TOKEN, self._tokens[source, dest]
@@ -138,7 +139,7 @@ class FaultyLinks:
     def _deliver(self, source: int, mailbox: Mailbox, message: Message, verdict: Verdict) -> None:
         if verdict.corrupt:
             message.payload = damaged(message.payload, nan=verdict.nan)
-        # Copies of an eager message alone: the data of a rendezvous answer one clear-to-send, which is sent once.
+        # Only eager messages are duplicated: the data of a rendezvous answer one clear-to-send, which is sent once.
         message.envelope_s += verdict.delay_s
         if message.arrival_s is not None:
             message.arrival_s += verdict.delay_s
@@ -146,26 +147,26 @@ class FaultyLinks:
         for each in (message, *copies):
             set_out(self._world, each, mailbox, source)
 
-    # -- all else --------------------------------------------------------------------------------------------
+    # -- other traffic -------------------------------------------------------------------------------------------
 
     def sent_by(self, source: int) -> list[list[list[int]]]:
-        """Return how many messages a rank has sent to each other, and tokens: they number the draws."""
+        """Return how many messages and tokens a rank has sent to each rank: these counts number the draws."""
         return [
             [[dest, number] for (sender, dest), number in sorted(each.items()) if sender == source]
             for each in (self._sent, self._tokens)
         ]
 
     def go_on(self, source: int, counts: Sequence[Sequence[Sequence[int]]]) -> None:
-        """Number a rank's messages on from what `sent_by` has returned."""
+        """Continue a rank's numbering from counts that `sent_by` returned."""
         for each, kept in zip((self._sent, self._tokens), counts, strict=True):
             each.update({(source, int(dest)): int(number) - each[source, int(dest)] for dest, number in kept})
 
     def judge(self, source: int, dest: int, sent_s: float, *key: int) -> Verdict:
-        """Return what becomes of data on the reliable connection of two world ranks, sent at `sent_s`."""
+        """Return the verdict on data sent at `sent_s` on the reliable connection of two world ranks."""
         return self._world.plan.carried(source, dest, sent_s, *key)  # type: ignore[no-any-return]
 
     def tell(self, verdict: Verdict, source: int, dest: int, sent_s: float, **fields: Any) -> None:
-        """Make an event of a fault that strikes, and note it in the sender's digest."""
+        """Record an event for a fault that strikes, and note it in the sender's digest."""
         what = verdict.describe()
         if what:
             self._world.recorder.event(source, sent_s, "link", {"what": what, "dest": dest, **fields})
@@ -192,8 +193,8 @@ class CollectiveFaults:
     Args:
         world: The cluster.
         members: World ranks of the communicator.
-        key: What identifies this collective, for the draws.
-        fields: What its events say of it.
+        key: Identifies this collective, for the draws.
+        fields: The fields of its events.
     """
 
     def __init__(
@@ -208,13 +209,13 @@ class CollectiveFaults:
     # -- when ------------------------------------------------------------------------------------------------
 
     def finish(self, plan: CollectivePlan, arrivals: Any, out_free: Any, calls: Sequence[Any]) -> Finish:
-        """Return when each member leaves: NaN for those for whom it never ends."""
+        """Return when each member leaves: NaN for members whose collective never ends."""
         here = [call for call in calls if call is not None]
         self._plan, self._checked = plan, not any(can_be_damaged(call.part) for call in here)
         self._fields["call"] = here[0].name
         ranks = np.asarray(self._members)
-        # The whole collective is evaluated once more with a verdict for each of its messages, and again whenever
-        # another rank arrives; so each strike is reported once only. One outside of all faults never comes here: it
+        # The whole collective is evaluated again with a verdict for each of its messages, and again whenever another
+        # rank arrives; so each strike is reported only once. A collective without faults never reaches this code: it
         # costs a comparison (`FaultPlan.quiet`).
         struck = plan.struck(arrivals, self._world.network, ranks, judge=self, out_free=out_free)
         self._struck = struck
@@ -236,12 +237,12 @@ class CollectiveFaults:
             key = (*self._key, int(numbers[index]))
             pair = int(source[index]), int(dest[index])
             verdict = links.judge(*pair, float(sent_s[index]), *key)
-            if self._checked:  # the library's own messages: damage is noticed, and they are asked for again
+            if self._checked:  # the library's own messages: damage is detected, and they are requested again
                 verdict = verdict._replace(corrupt=False)
             yield index, verdict, plan.chance(*key, *pair)
 
     def late(self, me: int) -> list[int]:
-        """Return the members whose messages member `me` waits for in vain, or waited for too long."""
+        """Return the members whose messages never reach member `me`, or reach it too late."""
         if self._struck is None:
             return []
         bits = self._struck.late.get(self._relative(me), 0)
@@ -250,7 +251,7 @@ class CollectiveFaults:
     # -- what ------------------------------------------------------------------------------------------------
 
     def note(self, me: int) -> None:
-        """Note in a member's digest what happened to its messages."""
+        """Note the faults of a member's messages in its digest."""
         own = self._relative(me)
         for strike in [] if self._struck is None else self._struck.strikes:
             if strike.source == own:
@@ -258,7 +259,7 @@ class CollectiveFaults:
                 self._world.links.note(strike.verdict, source, dest, strike.sent_s)
 
     def heard_by(self, me: int, calls: Sequence[Any]) -> list[Any] | None:
-        """Return the members' calls as member `me` receives them; None if nothing that it receives is damaged."""
+        """Return the members' calls as member `me` receives them; None if it receives nothing damaged."""
         found = () if self._struck is None else self._struck.damage.get(self._relative(me), ())
         heard: list[Any] | None = None
         strikes = () if self._struck is None else self._struck.strikes
@@ -273,11 +274,13 @@ class CollectiveFaults:
         return heard
 
     def _place(self, damage: Damage) -> tuple[int, Any, float]:
-        """Return whose contribution is damaged, which block of it (None: it is one), and where in that."""
+        """Return the owner of the damaged contribution, the damaged block (None: there is only one), and the place in
+        it.
+        """
         plan = self._plan
         assert plan is not None
         source, dest = self._member(damage.source), self._member(damage.dest)
-        # In a reduction partial sums are never made, so the contribution of the message's sender is damaged instead.
+        # A reduction never creates partial sums, so the contribution of the message's sender is damaged instead.
         if plan.operation in ("gather", "allgather"):
             return self._member(damage.block), None, damage.place
         if plan.operation == "scatter":
@@ -308,18 +311,20 @@ def _damaged_part(part: Any, member: Any, place: float, *, nan: bool) -> Any:
     return damaged(part, place, nan=nan)
 
 
-DETECTION_S = 0.01  # from a rank's death until the others know (measured with ULFM on one node)
+DETECTION_S = 0.01  # from a rank's death until the other ranks know of it (measured with ULFM on one node)
 
 
 class Crashes:
-    """Ends ranks at their time of death and begins them again, as the fault plan says."""
+    """Ends ranks at their time of death and restarts them, as the fault plan says."""
 
     def __init__(
         self, world: World, renew: Callable[[int], None], begin_job: Callable[[tuple[int, ...]], None]
     ) -> None:
-        """`renew(rank)` gives a restarted rank new services; `begin_job(ranks)` a COMM_WORLD to those of a new job."""
+        """`renew(rank)` gives a restarted rank new services; `begin_job(ranks)` gives the ranks of a new job a
+        COMM_WORLD.
+        """
         self._world, self._renew, self._begin_job = world, renew, begin_job
-        self._job: set[int] = set()  # ranks of a new job that have not begun yet
+        self._job: set[int] = set()  # ranks of a new job that are yet to begin
         self._programs: dict[int, Program] = {}
 
     def begin(self, rank: Rank, program: Program, clock_s: float = 0.0) -> None:
@@ -337,13 +342,13 @@ class Crashes:
             self._world.kernel.env.at(death_s, rank.id, lambda: self._expire(rank, death_s))
 
     def skip(self, rank: Rank, time_s: float) -> None:
-        """Let a rank live at a time to which it is about to go on: deaths of before then are past."""
+        """Cancel a rank's deaths before the time to which it is about to move: they are past."""
         if rank.death_s < time_s:
             rank.death_s = self._world.plan.death_s(rank.id, time_s)
             self._await_death(rank)
 
     def ended(self, task: Task) -> None:
-        """Take note that a task of a rank has ended; it may have reached the rank's death by itself."""
+        """Handle the end of a rank's task; the task may have reached the rank's death by itself."""
         rank = self._world.ranks[task.rank]
         if task.clock >= rank.death_s and not rank.dead:
             self._mark_dead(rank)
@@ -353,7 +358,7 @@ class Crashes:
         self._check_agreements()
 
     def _expire(self, rank: Rank, death_s: float) -> None:
-        """End the tasks of a rank that is waiting at its time of death."""
+        """End the tasks of a rank that waits at its time of death."""
         if rank.death_s != death_s or rank.dead or not any(task.alive for task in rank.tasks):
             return
         self._mark_dead(rank)
@@ -363,13 +368,13 @@ class Crashes:
 
     def _mark_dead(self, rank: Rank) -> None:
         world, env = self._world, self._world.kernel.env
-        # The rank's own clock knows its death exactly (`Rank.advance_to` stops there). The others learn of it later,
-        # all at one time, so that what each does about it does not depend on the order in which they run.
+        # The rank's own clock knows its death exactly (`Rank.advance_to` stops there). The other ranks learn of it
+        # later, all at the same time, so that their reactions do not depend on the order in which they run.
         rank.dead = True
         rank.digest.note((rank.death_s, CRASH, -1, 0, 0))
         known_s = max(rank.death_s, env.now) + DETECTION_S
         world.failed[rank.id, rank.incarnation] = known_s
-        if rank.death_s < math.inf:  # else it is paused for ever
+        if rank.death_s < math.inf:  # otherwise it is paused forever
             world.recorder.event(rank.id, rank.death_s, "crash", {})
         env.at(known_s, rank.id, self._announce)
         self._await_restart(rank)
@@ -377,17 +382,17 @@ class Crashes:
             self._lose_job(rank)
 
     def _await_restart(self, rank: Rank) -> float:
-        """Let a rank begin again when the plan says so; return when that is, inf if never."""
+        """Schedule a rank's restart as planned; return its time, or inf."""
         env, again_s = self._world.kernel.env, float(self._world.plan.restart_s(rank.id, rank.death_s))
         if again_s < math.inf:
             env.at(max(again_s, env.now), rank.id, lambda: self._restart(rank, again_s))
         return again_s
 
     def _lose_job(self, last: Rank) -> None:
-        """Nobody is left whom ranks that begin again could join: they begin as a new job, with a COMM_WORLD of it."""
+        """Start a new job, with its own COMM_WORLD, of the ranks that restart: no rank remains that they could join."""
         world = self._world
         for rank in world.ranks:
-            # It had ended before it would have died; the job that it was part of has not, and begins again as a whole.
+            # It ended before its planned death; but its job has not, and the job restarts as a whole.
             if not rank.dead and rank.death_s <= last.death_s:
                 rank.dead = True
                 self._await_restart(rank)
@@ -405,12 +410,12 @@ class Crashes:
         self.end_waits()
 
     def end_waits(self) -> None:
-        """Wake the tasks that wait for ranks that are known to be dead."""
+        """Wake the tasks that wait for ranks known to be dead."""
         kernel, now_s = self._world.kernel, self._world.kernel.env.now
         for task in kernel.tasks:
             doomed = task.wait.doomed(now_s) if task.parked and task.wait is not None else ()  # type: ignore[attr-defined]
             if doomed:
-                task.clock = max(task.clock, now_s)  # the message says when
+                task.clock = max(task.clock, now_s)  # the error message includes the time
                 kernel.throw(task, rank_failed(task, task.wait, doomed))
 
     def _check_agreements(self) -> None:
@@ -418,10 +423,10 @@ class Crashes:
             check()
 
     def _restart(self, rank: Rank, time_s: float) -> None:
-        """Begin a rank's program again: it keeps its place and its machine, and nothing else."""
-        # A restarted process has lost its memory: its NIC is idle, its random streams start anew, and so do its own
-        # communicators. `revoked` and `shut_out` let its calls on any communicator made before end in `Revoked`, since
-        # the messages of one incarnation must not be taken for those of another.
+        """Begin a rank's program again: it keeps only its place and its machine."""
+        # A restarted process has lost its memory: its NIC is idle, and its random streams and its own communicators
+        # begin anew. `revoked` and `shut_out` make its calls on any earlier communicator end in `Revoked`, since
+        # messages of different incarnations must not be confused.
         world = self._world
         joins = rank.id not in self._job
         self._job.discard(rank.id)

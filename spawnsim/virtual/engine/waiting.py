@@ -1,7 +1,7 @@
-"""Waiting for completions, and saying what is waited for; and operations that go on although nobody waits for them.
+"""Waits for completions, their descriptions, and operations that continue without a wait.
 
-Knows completions, deadlines and dead ranks, and must not know buffers. A wait ends early when a death or a revocation
-dooms it; its description is what a deadlock report and a timeout quote.
+This module handles completions, deadlines and dead ranks, and must not depend on buffers. A wait ends early when a
+death or a revocation dooms it. Deadlock reports and timeouts quote its description.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ class Waiting:
     peer: int
     tag: int = 0
     keyword: str = "source"
-    acknowledged: Collection[int] = ()  # world ranks whose death does not end a wait for anybody
-    context: Any = None  # that ends the wait when it is revoked, and knows which of its members are dead
+    acknowledged: Collection[int] = ()  # world ranks whose death ends no wait
+    context: Any = None  # a revocation of it ends the wait; it records which of its members are dead
 
     def describe(self) -> str:
         """Return the call with its peer and tag."""
@@ -54,7 +54,7 @@ class Waiting:
         return () if self.peer == ANY_SOURCE else (self.peer,)
 
     def doomed(self, by_s: float) -> Sequence[int]:
-        """Return the dead, known by a time, that end this wait with `RankFailed`, as ranks of the communicator."""
+        """Return the ranks of the communicator, known to be dead by a time, that end this wait with `RankFailed`."""
         if self.peer != ANY_SOURCE:
             return (self.peer,) if self.context.death_known_s(self.members[self.peer]) <= by_s else ()
         gone = [rank for rank in self.context.dead(by_s) if rank not in self.acknowledged]
@@ -64,12 +64,12 @@ class Waiting:
         return () if self.context is None else (self.context,)
 
     def sequence(self) -> int:
-        """Return -1: the call is no collective."""
+        """Return -1: the call is not a collective."""
         return -1
 
 
 class Unbroken:
-    """What is common to waits that neither a death nor a revocation ends."""
+    """Base of the waits that neither a death nor a revocation ends."""
 
     __slots__ = ()
 
@@ -80,13 +80,13 @@ class Unbroken:
         return ()
 
     def sequence(self) -> int:
-        """Return -1: the call is no collective."""
+        """Return -1: the call is not a collective."""
         return -1
 
 
 @dataclass(slots=True)
 class Assured(Waiting):
-    """A pending operation whose end is known: no death changes it any more, but a revocation does."""
+    """A pending operation with a known end: no death changes it any more, but a revocation does."""
 
     def doomed(self, by_s: float) -> Sequence[int]:
         return ()
@@ -100,7 +100,7 @@ class WaitingForAny:
     parts: Sequence[Any]
 
     def describe(self) -> str:
-        """Return the call with what it waits for."""
+        """Return the call with the operations that it waits for."""
         shown = ", ".join(part.describe() for part in self.parts[:3])
         more = f", and {len(self.parts) - 3} more" if len(self.parts) > 3 else ""
         return f"{self.operation}[{shown}{more}]"
@@ -118,13 +118,13 @@ class WaitingForAny:
         return [context for part in self.parts for context in part.contexts()]
 
     def sequence(self) -> int:
-        """Return -1: the call is no collective."""
+        """Return -1: the call is not a collective."""
         return -1
 
 
 @contextmanager
 def limited(task: Task, seconds: float, *, explicit: bool) -> Iterator[None]:
-    """Let waits of a task end after `seconds`; an explicit limit is an event, another one only says "too late"."""
+    """Limit the waits of a task to `seconds`. An explicit limit is an event; a default one only means "too late"."""
     before = task.deadline_s, task.explicit
     if explicit or not task.explicit:
         task.deadline_s, task.explicit = min(seconds, before[0]), explicit
@@ -135,7 +135,9 @@ def limited(task: Task, seconds: float, *, explicit: bool) -> Iterator[None]:
 
 
 def check_alive(world: World, waiting: Any) -> None:
-    """Raise `Revoked` if the wait's communicator has been revoked, `RankFailed` if ranks known to be dead doom it."""
+    """Raise `Revoked` if the wait's communicator was revoked, or `RankFailed` if ranks known to be dead doom the
+    wait.
+    """
     if world.revoked:
         check_revoked(world, waiting)
     if world.failed:
@@ -154,7 +156,7 @@ def check_revoked(world: World, waiting: Any, finish_s: float = math.inf) -> Non
 
 
 def rank_failed(task: Task, waiting: Any, doomed: Sequence[int]) -> RankFailed:
-    """Return the error of a wait that the dead have ended."""
+    """Return the error of a wait that dead ranks have ended."""
     names = ", ".join(map(str, doomed))
     dead = f"rank {names} has" if len(doomed) == 1 else f"ranks {names} have"
     message = f"{task.name} was in {waiting.describe()} at {task.clock:.6g} s, and {dead} failed"
@@ -162,9 +164,9 @@ def rank_failed(task: Task, waiting: Any, doomed: Sequence[int]) -> RankFailed:
 
 
 def over_by_itself(world: World, completion: Completion) -> bool:
-    """Whether a completion is over, or its end is known and nothing that comes before matters to the running task.
+    """Whether a completion is complete, or has a known end and no earlier event matters to the running task.
 
-    Then the task's clock moves to the end: no wait, and most waits of a ring are none.
+    The task's clock then moves to the end: nothing is awaited, as in most waits of a ring.
     """
     finish_s = completion.finish_s
     if finish_s is None:
@@ -189,9 +191,9 @@ def over_by_itself(world: World, completion: Completion) -> bool:
 
 
 def look_ahead(world: World, completion: Completion) -> bool:
-    """Look at a completion before the running task's time has come; return whether that has shown that it is over.
+    """Poll a completion before the running task's time; return whether it is certainly complete.
 
-    It is surely over if it is so now, and nothing that others still do can change that.
+    It is, if it is complete now and no action of other ranks can change that.
     """
     task, plan = world.kernel.current, world.plan
     if world.ranks[task.rank].observers or (plan is not None and plan.mortal):
@@ -204,23 +206,23 @@ def look_ahead(world: World, completion: Completion) -> bool:
 
 
 def settled(world: World, completions: Iterable[Completion | None]) -> bool:
-    """Whether nothing that others still do can change which of these are over at the running task's time."""
+    """Whether no action of other ranks can change which of these are complete at the running task's time."""
     if not world.is_settled():
         return False
     time_s = world.kernel.current.clock
-    for each in completions:  # noqa: SIM110 - half of the time that `all` takes
+    for each in completions:  # noqa: SIM110 - half the time that `all` takes
         if each is not None and not each.is_settled(time_s):
             return False
     return True
 
 
 def await_one(world: World, completion: Completion, waiting: Any) -> None:
-    """Wait until `completion` is over; the running task's clock moves to its end."""
+    """Wait until `completion` is complete; the running task's clock moves to its end."""
     kernel = world.kernel
     task = kernel.current
     rank, due_s = world.ranks[task.rank], task.clock + task.deadline_s
-    # Where the end is known, the clock may simply move there, unless what happens until then matters: accesses to
-    # memory that this rank exposes, or (in a plan with deaths) a revocation. Only then is the wait made in steps.
+    # With a known end, the clock may simply move there, unless earlier events matter: accesses to memory that this rank
+    # exposes, or (in a plan with deaths) a revocation. Only then does the wait proceed in steps.
     revocable = world.plan is not None and world.plan.mortal and isinstance(waiting, Waiting)
     while completion.finish_s is None or (
         rank.observers
@@ -237,7 +239,7 @@ def await_one(world: World, completion: Completion, waiting: Any) -> None:
                 completion.waiter = None
         elif revocable:
             _await_end(world, min(completion.finish_s, due_s), waiting)
-        else:  # its card lets in requests to its window as they come: whose turn it is shows at that time
+        else:  # its NIC lets in requests to its window as they arrive: their order is known only at that time
             rank.advance_to(task, completion.finish_s)
             kernel.observe()
     finish_s = completion.finish_s if completion.finish_s > due_s else completion.final()
@@ -248,14 +250,14 @@ def await_one(world: World, completion: Completion, waiting: Any) -> None:
             task.clock = finish_s
         else:
             rank.advance_to(task, min(finish_s, due_s))
-        if rank.observers:  # its memory is exposed: what it does next must be done at its own time
+        if rank.observers:  # its memory is exposed: its next action must happen at its own time
             kernel.observe(LATE if finish_s > due_s else 0)
         if finish_s > due_s:
             raise timeout(task, waiting)
 
 
 def _await_end(world: World, finish_s: float, waiting: Waiting) -> None:
-    """Wait for an end, or a deadline, that is known to come, unless the communicator is revoked before."""
+    """Wait for a known end or deadline, unless the communicator is revoked before."""
     kernel = world.kernel
     task = kernel.current
     wait = Assured(*(getattr(waiting, name.name) for name in fields(Waiting)))
@@ -266,7 +268,7 @@ def _await_end(world: World, finish_s: float, waiting: Waiting) -> None:
 
 
 def finished(completions: Sequence[Completion | None], now_s: float) -> list[int]:
-    """Return the positions of those that are over by `now_s`, the earliest first."""
+    """Return the positions of the completions that are complete by `now_s`, the earliest first."""
     known = [
         (each.finish_s, index)
         for index, each in enumerate(completions)
@@ -279,7 +281,9 @@ def finished(completions: Sequence[Completion | None], now_s: float) -> list[int
 
 
 def await_any(world: World, completions: Sequence[Completion | None], waiting: Any) -> list[int]:
-    """Wait until at least one is over; return the positions of all that are over then, the earliest first."""
+    """Wait until at least one is complete; return the positions of all completions that are complete then, earliest
+    first.
+    """
     kernel = world.kernel
     task = kernel.current
     rank = world.ranks[task.rank]
@@ -297,7 +301,7 @@ def await_any(world: World, completions: Sequence[Completion | None], waiting: A
 def _park_until_any(
     world: World, completions: Sequence[Completion | None], waiting: Any, due_s: float
 ) -> None:
-    """Park until a completion learns its end, or the earliest known end has come."""
+    """Park until a completion's end becomes known, or the earliest known end is reached."""
     kernel = world.kernel
     task = kernel.current
     pending = [each for each in completions if each is not None]
@@ -325,7 +329,7 @@ def _earliest(completions: Iterable[Completion]) -> float:
 
 
 class FreedOperation(AllOf):
-    """Runs the delivery of a completion at its end, in the place of the request that has let go of it."""
+    """Runs the delivery of a completion at its end, in place of the freed request."""
 
     __slots__ = ("_deliver", "_part", "_rank")
 
@@ -335,13 +339,13 @@ class FreedOperation(AllOf):
         super().__init__(world.kernel, (part,))
 
     def part_over(self) -> None:
-        """Deliver at the end, now that it is known; it may yet be taken back, or turn out to be later."""
+        """Deliver at the end that is now known; the end may still be withdrawn, or turn out to be later."""
         end_s, env = self._part.finish_s, self.kernel.env
         if end_s is not None and self.finish_s is None:
             env.at(max(end_s, env.now), self._rank.id, self._arrive)
 
     def reopen(self) -> None:
-        """Go on waiting: the part has not ended after all."""
+        """Keep waiting: the part is pending again."""
 
     def _arrive(self) -> None:
         now_s, part = self.kernel.env.now, self._part
@@ -354,5 +358,5 @@ class FreedOperation(AllOf):
         self._rank.observers -= 1
         try:
             self._deliver(Status())
-        except Exception as error:  # noqa: BLE001 - it is the program's fault, and ends the run as its own error would
+        except Exception as error:  # noqa: BLE001 - it is the program's fault, and ends the run like an error of the program
             self.kernel.fail(error, self._rank.tasks[0])

@@ -1,10 +1,10 @@
 """`comm.checkpoint` and `comm.restore` on virtual ranks: a cut through all ranks at the end of an iteration.
 
-All members bring what they exchange to an end (`SpawnPolicy.drain`), meet, and each keeps what it is: its program's
-states, and its own (clock, random streams, counters, digest, messages that nobody has received yet). The last one to
-do so writes all of them in one shard. A greenlet's stack cannot be kept, so a resumed run begins its program again, and
-`restore()` puts each rank where the cut was: whatever it did before is forgotten, its clock and its digest included.
-From there on it is the run that was not interrupted, with the same digest.
+At a checkpoint all members complete their pending exchanges (`SpawnPolicy.drain`) and meet. Each member then saves the
+states of its program and its own state: clock, random streams, counters, digest and the messages that are not received
+yet. The last member to save writes all parts in one shard. A greenlet's stack cannot be saved, so a resumed run starts
+its program from the beginning. `restore()` then moves each rank to the cut and discards everything that the rank did
+before, including its clock and digest. From there on the run equals the uninterrupted run and has the same digest.
 """
 
 from __future__ import annotations
@@ -26,37 +26,38 @@ if TYPE_CHECKING:
     from spawnsim.virtual.engine.world import Rank, World
     from spawnsim.virtual.mpi.context import Member
 
-LEAST_S = 1e-6  # of virtual time between two ranks' last act before a cut and their first one after it
+LEAST_S = 1e-6  # of virtual time between a rank's last event before a cut and its first one after it
 
 
 @dataclass
 class Checkpoints:
-    """What the ranks of a run have saved.
+    """The parts that the ranks of a run have saved.
 
     Args:
-        folder: the run folder; None: kept in memory, for ranks that the fault plan restarts.
-        resumed: begin with the newest checkpoint of the folder.
-        flush: called before a checkpoint is written: rows of before it must not be lost after it.
-        again: whether ranks may ask during the run for what they have saved, since the plan restarts some.
+        folder: The run folder. None keeps the parts in memory, for ranks that the fault plan restarts.
+        resumed: Whether the run begins with the newest checkpoint of the folder.
+        flush: Called before a checkpoint is written, so that rows recorded before it are not lost.
+        again: Whether the plan restarts ranks, which then ask during the run for the parts that they have saved.
     """
 
     folder: Path | None = None
     resumed: bool = False
     again: bool = False
     flush: Callable[[], object] = int
-    # By iteration and communicator, by world rank: what a death has cut short is not mixed with what comes after it.
+    # By iteration and communicator, then by world rank: a checkpoint that a death interrupted does not mix with later
+    # ones.
     _parts: dict[tuple[int, int], dict[int, Shard]] = field(default_factory=dict)
     _latest: dict[int, Shard] = field(default_factory=dict)  # by world rank
     _found: Found | None = None  # the checkpoint to begin with
-    _whole: tuple[Shard, dict[str, Any]] | None = None  # its file, if it is one
+    _whole: tuple[Shard, dict[str, Any]] | None = None  # the file's contents, if it is one file
 
     def keep(self, iteration: int, rank: int, shard: Shard, comm: Member) -> None:
-        """Take a rank's part; the last one of the communicator writes all."""
+        """Store a rank's part; the last part of the communicator triggers the write."""
         parts, members = self._parts.setdefault((iteration, comm._context.number), {}), comm._members
         parts[rank] = shard
         if len(parts) < len(members):
             return
-        # Rounds that a death has cut short are not waited for any more.
+        # Checkpoints that a death interrupted are no longer awaited.
         self._parts = {later: each for later, each in self._parts.items() if later[0] > iteration}
         if self.folder is not None:
             self.flush()
@@ -72,7 +73,7 @@ class Checkpoints:
             self._latest |= parts
 
     def latest(self, rank: int, incarnation: int, ranks: int) -> Part | None:
-        """Return what a rank of so many is to begin with: None if there is nothing."""
+        """Return the part with which a rank of `ranks` ranks begins, or None."""
         if incarnation and rank in self._latest:
             return Part(self._latest[rank], f"{rank}/", rank, False)
         if not self.resumed:
@@ -87,13 +88,13 @@ class Checkpoints:
 
 # ------------------------------------------------------------------------------------------------------------- calls
 def checkpoint(comm: Member, iteration: int, *, policy: Any, **states: Any) -> None:
-    """Keep what all members are; collective."""
+    """Save the state of all members; collective."""
     iteration = checkpoints.require_iteration(iteration)
     world, rank = comm._world, comm._rank
     if policy is not None and hasattr(policy, "drain"):
         policy.drain()
     meet: Any = comm
-    meet.Barrier()  # whatever was sent before the cut is on its way
+    meet.Barrier()  # every message sent before the cut is now on its way
     shard = Shard()
     place = f"{rank.id}/"
     states = checkpoints.states_of(**states, policy=policy)
@@ -101,32 +102,32 @@ def checkpoint(comm: Member, iteration: int, *, policy: Any, **states: Any) -> N
         shard.put(place + name, state)
     storage = world.platform.storage
     comm._own.clock.sleep(max(storage.seconds(shard.nbytes), LEAST_S))
-    meet.Barrier()  # nobody goes on before all have kept what was sent to them
+    meet.Barrier()  # no rank continues before every rank has saved the messages sent to it
     comm._own.record.event("checkpoint", iteration=iteration, nbytes=shard.nbytes)
-    # Later than all that was recorded before it, and not later than what comes after it: rows are told apart so.
+    # Later than everything recorded before it, and not later than anything after it: this separates the rows.
     comm._own.clock.sleep(LEAST_S)
     shard.put(place + "rank", _rank_state(comm))
     world.checkpoints.keep(iteration, rank.id, shard, comm)
 
 
 def restore(comm: Member, **whose: Any) -> Saved | None:
-    """Return what was saved, or None; in a resumed run collective: all go on where the cut was."""
+    """Return the saved states, or None. In a resumed run it is collective: all ranks continue from the cut."""
     world, rank = comm._world, comm._rank
     meet: Any = comm
     if world.checkpoints.resumed and not rank.incarnation:
-        meet.Barrier()  # nobody is where the cut was before all have come so far
+        meet.Barrier()  # no rank moves to the cut before all ranks have called restore()
     part: Part | None = world.checkpoints.latest(rank.id, rank.incarnation, len(world.ranks))
     if part is None:
         return None
     saved, own = part.saved(), part.get("rank")
     try:
         if rank.incarnation:
-            # A rank that was restarted has lost its memory, and not the others' time: it reads what it had saved.
+            # A restarted rank has lost its memory, but the other ranks' time stands: it reads its saved part.
             checkpoints.set_streams(rank.streams, own["streams"])
             comm._own.clock.sleep(world.platform.storage.seconds(part.nbytes))
         elif part.same and "digest" in own:
             _set_rank(comm, own, part.get("messages"))
-        else:  # other ranks, or a checkpoint of real ones: it is another run from here on
+        else:  # other ranks, or a checkpoint of real ranks: from here on it is a different run
             if part.donor == rank.id:
                 checkpoints.set_streams(rank.streams, own["streams"])
             rank.advance_to(world.kernel.current, float(own["clock_s"]))
@@ -139,9 +140,9 @@ def restore(comm: Member, **whose: Any) -> Saved | None:
     return saved
 
 
-# ------------------------------------------------------------------------------------------------------ a rank's own
+# ------------------------------------------------------------------------------------------------ state of one rank
 def _rank_state(comm: Member) -> dict[str, Any]:
-    """Return what a rank is beside its program's states, at the end of a checkpoint."""
+    """Return the state of a rank at the end of a checkpoint, without its program's states."""
     world, rank = comm._world, comm._rank
     links, batching = world.links, world.batching
     return {
@@ -162,7 +163,7 @@ def _rank_state(comm: Member) -> dict[str, Any]:
 
 
 def _set_rank(comm: Member, state: Mapping[str, Any], messages: list[Any]) -> None:
-    """Put a rank where a cut was."""
+    """Move a rank to the cut."""
     world, rank = comm._world, comm._rank
     clock_s = float(state["clock_s"])
     if not world.kernel.current.clock <= clock_s < math.inf:
@@ -185,13 +186,13 @@ def _set_rank(comm: Member, state: Mapping[str, Any], messages: list[Any]) -> No
     world.batching.go_on(rank.id, batched=bool(state["batched"]), warned=state.get("told", ()))
     for number, each in messages:
         _deliver(world, rank, int(number), each)
-    world.crashes.skip(rank, clock_s)  # deaths of before the cut are past
+    world.crashes.skip(rank, clock_s)  # deaths before the cut are past
     rank.advance_to(world.kernel.current, clock_s)
     world.kernel.observe()
 
 
 def _messages(world: World, rank: Rank) -> list[Any]:
-    """Return the messages to a rank that nobody has received: (number of the context, what is known of it)."""
+    """Return the messages to a rank that are not received yet: (context number, state of the message)."""
     found = []
     for context in sorted(world.open_contexts, key=lambda each: each.number):
         mailbox = None if context.inner else context.mailboxes.get(rank.id)

@@ -1,9 +1,9 @@
-"""Going on without the dead: MPI's fault-tolerance calls (revoke, shrink, agree) under mpi4py's names, and `recover`.
+"""Recovery from dead ranks: MPI's fault-tolerance calls (revoke, shrink, agree) under mpi4py's names, and `recover`.
 
-From the time of a revocation on every call ends in `Revoked`, and who waits is woken. A member known to be dead is not
-awaited, and a death while others wait ends their wait. A recovery waits neither for ranks whose program has ended, nor
-for ever: a rank that is paused for `SILENT_S`, or lives and does not come in time, is given up, as on real ranks.
-Messages that nobody has received by then are dropped and counted.
+From the time of a revocation on, every call ends in `Revoked`, and waiting ranks are woken. No rank waits for a member
+that is known to be dead; a death during a wait ends that wait. A recovery does not wait for ranks whose program has
+ended, and it does not wait forever: it gives up a rank that is paused for `SILENT_S`, or that lives but does not arrive
+in time, as real ranks do. Messages not received by then are dropped and counted.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ from spawnsim.virtual.mpi.requests import Request, request_for
 
 
 def family(context: Context) -> list[Context]:
-    """Return a context and all that were made of it, in the order in which they were made."""
+    """Return a context and all contexts derived from it, in the order of their creation."""
     found = [each for each in context.world.open_contexts if each.within(context)]
     return sorted(found, key=lambda each: each.number)
 
 
 def revoke(contexts: Sequence[Context]) -> None:
-    """Let every call on these contexts end in `Revoked` from the running task's time on."""
+    """Make every call on these contexts end in `Revoked` from the running task's time on."""
     world = contexts[0].world
     task, env = world.kernel.current, world.kernel.env
     fresh = {each for each in contexts if each.revoked_s is None or each.revoked_s > task.clock}
@@ -54,7 +54,7 @@ def _interrupt(world: World, contexts: Collection[Context]) -> None:
 
 
 def give_up(world: World, rank: int) -> None:
-    """Shut a rank out: all its calls end in `Revoked`, on whatever communicator, should it ever come back."""
+    """Shut a rank out: all its calls end in `Revoked` on every communicator, should it return."""
     world.revoked = True
     world.ranks[rank].evicted = True
     for context in world.open_contexts:
@@ -62,23 +62,23 @@ def give_up(world: World, rank: int) -> None:
 
 
 def close(contexts: Sequence[Context], survivors: set[int], time_s: float) -> None:
-    """Drop all messages that survivors have not received there, and all that are still to come."""
+    """Drop all messages to survivors on these contexts: messages not received yet, and later ones."""
     for context in contexts:
         for rank in sorted(survivors.intersection(context.everyone)):
             side = next(side for side, places in enumerate(context.places) if rank in places)
             senders = context.groups[-1 - side] if len(context.groups) > 1 else context.groups[0]
-            # Made here at the latest: what is still to come must find it closed.
+            # Created here if it does not exist, so that later messages find it closed.
             mailbox = context.mailbox(rank)
-            mailbox.__class__ = ClosedMailbox  # whoever sends has it already, and need not look
+            mailbox.__class__ = ClosedMailbox  # senders hold this object and need no check
             assert isinstance(mailbox, ClosedMailbox)
             mailbox.close(context.world, () if context.inner else senders, time_s)
 
 
 class ClosedMailbox(Mailbox):
-    """A mailbox from which nobody will receive any more."""
+    """A mailbox from which no rank receives any more."""
 
     def close(self, world: World, senders: Sequence[int], time_s: float) -> None:
-        """Drop what is here. `senders` are the world ranks by whose messages are counted; empty: a window's own."""
+        """Drop the queued messages. `senders`: world ranks by communicator rank; empty for a window's."""
         self._world, self._senders, self._closed_s = world, senders, time_s
         left = [*undelivered(self)]
         self.unexpected, self._flying, self._arrived = {}, None, type(self._arrived)()
@@ -96,17 +96,17 @@ class ClosedMailbox(Mailbox):
             )
 
     def _put_back(self, message: Message) -> None:
-        """Forget a message whose receive was given up."""
+        """Discard a message whose receive was given up."""
 
 
 Ranks = tuple[int, ...]
 
-SILENT_S = 3.0  # a paused rank is given up after this time; real ranks, which must ask, take as long
+SILENT_S = 3.0  # a paused rank is given up after this time; real ranks, which must probe it, take as long
 
 
 @dataclass(eq=False)
 class Agreement:
-    """A collective of those members of a communicator that live: a death ends the wait for that member."""
+    """A collective of the living members of a communicator: a death ends the wait for that member."""
 
     context: Context
     make: Callable[[dict[int, Any]], Any]
@@ -130,14 +130,14 @@ class Agreement:
         return completion
 
     def check(self) -> None:
-        """End if all who are awaited are here: two sweeps over a tree of the members."""
+        """Complete the agreement if all awaited ranks have arrived: two sweeps over a tree of the members."""
         world = self.context.world
         now_s = max(self.latest_s, world.kernel.env.now)
         if self.over or self.awaited(now_s):
             return
         self.over, self.result = True, self.conclude(now_s)
         world.on_death.remove(self.check)
-        # Two sweeps over a binary tree: what all bring goes up, what is agreed upon comes down, 8 bytes a message.
+        # Two sweeps over a binary tree with messages of 8 bytes: the contributions go up, the result goes down.
         everyone = self.context.everyone
         flight_s = world.network.cost(everyone[0], everyone[-1], 8)[2]
         end_s = now_s + 2 * math.ceil(math.log2(max(len(everyone), 2))) * flight_s
@@ -159,23 +159,23 @@ class Agreement:
 
 @dataclass(eq=False)
 class RecoveryAgreement(Agreement):
-    """The agreement of a recovery. The lowest member that has come decides when it has waited for long enough.
+    """The agreement of a recovery. The lowest member that has arrived decides when to stop waiting.
 
-    Ranks that have begun again may come as well: they are no members, and join them. They decide nothing. The result is
-    the context of all who are here, and the smallest step of those who were members.
+    Restarted ranks may arrive too: they are not members, but join the members. They decide nothing. The result is the
+    context of all ranks that have arrived, and the smallest step of the members among them.
     """
 
     make: Callable[[dict[int, Any]], Any] = field(init=False)
-    incarnations: dict[int, int] = field(default_factory=dict)  # by world rank, of those who have come
-    # By world rank: (came, gives others up).
+    incarnations: dict[int, int] = field(default_factory=dict)  # by world rank; only arrived ranks
+    # By world rank: (arrival time, time at which it gives up absent ranks).
     limits: dict[int, tuple[float, float]] = field(default_factory=dict)
     _alarm_s: float = math.inf
-    # Who decides, and one who is awaited without an end: while both stand, nobody else need be looked at.
+    # The rank that decides, and a rank awaited without limit. While both are valid, no other rank needs a check.
     _decides: int | None = None
     _unbounded: int | None = None
 
     def come(self, rank: int, part: Any, limit_s: float) -> Completion:
-        """Arrive; who lives and does not come is given up after `limit_s`."""
+        """Arrive. Living ranks that do not arrive are given up after `limit_s`."""
         world = self.context.world
         now_s, self.incarnations[rank] = world.kernel.current.clock, world.ranks[rank].incarnation
         self.limits[rank] = now_s, now_s + max(limit_s, SILENT_S)
@@ -184,7 +184,7 @@ class RecoveryAgreement(Agreement):
         return self.join(rank, part)
 
     def awaited(self, now_s: float) -> list[int]:
-        """Return the world ranks still awaited, or one of them; an alarm stands at the time at which nobody will be."""
+        """Return the awaited world ranks, or one of them; set an alarm for the end of the wait."""
         if self._decides is not None and self._unbounded not in self.parts:
             assert self._unbounded is not None
             began_s, due_s = self.limits[self._decides]
@@ -198,10 +198,10 @@ class RecoveryAgreement(Agreement):
         return self._all_awaited(now_s)
 
     def _all_awaited(self, now_s: float) -> list[int]:
-        """Return all of them: with a thousand ranks too much for each that comes."""
+        """Return all awaited ranks: too expensive to repeat at each arrival among a thousand ranks."""
         self._decides = None
         here = self._here(now_s)
-        if not here:  # they have all died meanwhile
+        if not here:  # all of them have died since
             return list(self.context.everyone)
         members = [rank for rank in here if self._is_member(rank)]
         began_s, due_s = self.limits[min(members or here)]
@@ -213,13 +213,13 @@ class RecoveryAgreement(Agreement):
         awaited = [rank for rank, until_s in free_s.items() if min(until_s, due_s) > now_s]
         if awaited:
             self._set_alarm(min(max(free_s[rank] for rank in awaited), due_s))
-            # The last, as they mostly come in the order of their ranks.
+            # The last one, since ranks mostly arrive in rank order.
             self._unbounded = next((rank for rank in reversed(awaited) if free_s[rank] == math.inf), None)
             self._decides = min(members, default=None) if self._unbounded is not None else None
         return awaited
 
     def conclude(self, now_s: float) -> Any:
-        """Give up who has not come, and drop what was on its way."""
+        """Give up absent ranks, and drop messages on their way."""
         context, world = self.context, self.context.world
         here = self._here(now_s)
         for rank in context.everyone:
@@ -233,7 +233,7 @@ class RecoveryAgreement(Agreement):
         return context.successor, min(steps, default=None)
 
     def withdraw(self, rank: int) -> None:
-        """Wait no longer with the others."""
+        """Withdraw a rank after its wait timed out."""
         del self.parts[rank], self.incarnations[rank]
         self._decides = None
 
@@ -268,7 +268,7 @@ class RecoveryAgreement(Agreement):
 
 @dataclass(frozen=True, slots=True)
 class WaitingForLiving(Unbroken):
-    """A wait for the living members: survivors of a revocation must agree."""
+    """A wait for the living members, as survivors of a revocation must agree."""
 
     operation: str
     comm: str
@@ -278,7 +278,7 @@ class WaitingForLiving(Unbroken):
         return f"{self.operation} on {self.comm}"
 
     def peers(self) -> list[int]:
-        """Return the world ranks still awaited."""
+        """Return the awaited world ranks."""
         context = self.agreement.context
         return [
             rank
@@ -291,7 +291,7 @@ class WaitingForLiving(Unbroken):
 
 
 def recover(comm: Member, step: int | None) -> Recovery:
-    """Meet all survivors of a communicator, or of what recoveries have made of it; see `Comm.recover`."""
+    """Meet all survivors of a communicator, or of the communicator that recoveries made of it; see `Comm.recover`."""
     comm._world.kernel.observe()
     _check_given_up(comm)
     now, rank = comm._context, comm._rank
@@ -303,7 +303,7 @@ def recover(comm: Member, step: int | None) -> Recovery:
     ranks, dead, joined = _compared(context, comm, now)
     rank.outside = False
     survivors = comm._entered(context)
-    # As real ranks tell it: neither who had come to its end, nor who has begun again.
+    # As real ranks record it: without ranks whose program had ended, and without restarted ranks.
     gone = [comm._world.ranks[comm._members[old]] for old in dead]
     lost = [each.id for each in gone if each.dead or each.evicted]
     survivors.record.event(
@@ -313,7 +313,7 @@ def recover(comm: Member, step: int | None) -> Recovery:
 
 
 def _compared(context: Context, comm: Member, now: Context) -> tuple[dict[int, int], Ranks, Ranks]:
-    """Return old ranks to new ones, the old ones that are gone, and the new ones that joined: once for all members."""
+    """Return (new rank by old rank, old ranks that are gone, new ranks that joined); computed once for all members."""
     key = ("recovery", comm._context.number, comm._members, now.number)
     found: tuple[dict[int, int], Ranks, Ranks] | None = context.notes.get(key)
     if found is None:
@@ -329,13 +329,13 @@ def _compared(context: Context, comm: Member, now: Context) -> tuple[dict[int, i
 
 
 def dead_members(comm: Member) -> list[int]:
-    """Return the world ranks of the members that the running task knows to have died."""
+    """Return the world ranks of the members whose death the running task knows of."""
     dead = comm._context.dead(comm._world.kernel.current.clock)
     return [rank for rank in comm._context.everyone if rank in dead] if dead else []
 
 
 def look_for_dead(comm: Member) -> list[int]:
-    """Return the dead members, and charge for the look: a loop of such looks is seen as one that waits."""
+    """Return the dead members, and charge for the poll: a loop of such polls counts as waiting."""
     kernel = comm._world.kernel
     kernel.observe()
     dead = dead_members(comm)
@@ -346,12 +346,12 @@ def look_for_dead(comm: Member) -> list[int]:
 
 
 def absent(comm: Member) -> dict[int, str]:
-    """Return by rank of a communicator why nothing can be expected of it at the running task's time."""
+    """Return, by rank of the communicator, why the rank cannot respond at the running task's time."""
     world = comm._world
     world.kernel.observe()
     now_s, dead = world.kernel.current.clock, comm._context.dead(world.kernel.current.clock)
     if not (dead or world.ended or (world.plan is not None and world.plan.paused)):
-        return {}  # without a look at each of 100,000 ranks
+        return {}  # without a loop over 100,000 ranks
     reasons: dict[int, str] = {}
     for place, member in enumerate(comm._members):
         rank = world.ranks[member]
@@ -365,7 +365,7 @@ def absent(comm: Member) -> dict[int, str]:
 
 
 def agree(comm: Member, flag: int) -> int:
-    """Return the bitwise and of all survivors' flags."""
+    """Return the bitwise AND of all survivors' flags."""
     return int(_agree_alive(comm, "Agree", flag, _all_flags))
 
 
@@ -383,7 +383,7 @@ def start_agree(comm: Member, flag: Any) -> Request:
 
 
 def shrink(comm: Member) -> Context:
-    """Return a context of the survivors. It stands beside the old one, and does not end with it."""
+    """Return a context of the survivors. It is independent of the old context and does not end with it."""
     context = comm._context
 
     def living(parts: dict[int, Any]) -> Context:
@@ -399,7 +399,7 @@ def _check_given_up(comm: Member) -> None:
 
 
 def _agreement(comm: Member, make: Callable[[dict[int, Any]], Any]) -> Agreement:
-    """Return the agreement that is this rank's next one on the communicator."""
+    """Return this rank's next agreement on the communicator."""
     _check_given_up(comm)
     if not comm._context.takes(comm._rank.id):
         comm._need()
@@ -420,7 +420,7 @@ def _agree_alive(comm: Member, name: str, part: Any, make: Callable[[dict[int, A
 
 
 def _regroup(comm: Member, context: Context, step: int | None) -> Any:
-    """Agree with those who come in time. Members need no deadline of their own; who joins them does."""
+    """Agree with the ranks that arrive in time. Only joining ranks need their own deadline; members need none."""
     task, rank = comm._world.kernel.current, comm._rank.id
     if context.regrouping is None:
         context.regrouping = RecoveryAgreement(context)

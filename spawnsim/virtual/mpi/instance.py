@@ -1,9 +1,9 @@
 """One collective in progress: the ranks of a communicator meet once, instead of exchanging N² messages.
 
-Each arrival brings its clock and its contribution. The result is computed once for all; when each rank leaves is
-decided by the algorithms of `spawnsim.models.collectives`. From a rooted collective a rank leaves as soon as those
-have arrived on whom its own part depends, so that no rank waits for one that it does not need. Knows arrivals and
-departures, and must not know buffers or algorithms.
+Each arrival contributes its clock and its data. The result is computed once for all ranks; the algorithms of
+`spawnsim.models.collectives` decide when each rank leaves. A rank leaves a rooted collective as soon as the ranks on
+which its part depends have arrived, so that no rank waits for an unneeded rank. This module handles arrivals and
+departures, and must not depend on buffers or algorithms.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ from spawnsim.virtual.engine.world import Rank, World
 
 
 class Departure(Uncertain):
-    """The end of a collective for one rank, and its wait for that. Its card stays busy until `nic_free_s`."""
+    """The end of a collective for one rank, and the rank's wait for it. Its NIC stays busy until `nic_free_s`."""
 
-    # One object a rank and collective is completion and wait: all ranks' are there at the same time.
+    # One object per rank and collective is both completion and wait: the objects of all ranks exist at the same time.
     __slots__ = ("instance", "me", "nic_free_s", "rank")
 
     def __init__(self, instance: CollectiveInstance, me: int, rank: Rank) -> None:
@@ -41,14 +41,14 @@ class Departure(Uncertain):
         self.lost = False
 
     def leave(self, time_s: float) -> None:
-        """Let the rank go at a time, not before the present one; NaN: a message that it needs is lost."""
+        """Let the rank leave at a time, but not before the present time; NaN: a message that it needs is lost."""
         if time_s == time_s:
             self.complete(max(time_s, self.kernel.env.now))
         else:
             self.lose()
 
     def final(self) -> float:
-        """Return the end; what the rank sends from now on waits for its messages of the collective."""
+        """Return the end; later sends of the rank queue behind its messages of the collective."""
         if self.nic_free_s > self.rank.nic_free_s:
             self.rank.nic_free_s = self.nic_free_s
         return self.finish_s  # type: ignore[return-value]
@@ -63,7 +63,7 @@ class Departure(Uncertain):
         return f"{name}, number {self.instance.number} on {self.instance.comm}"
 
     def missing(self, by_s: float = math.inf) -> Sequence[int]:
-        """Return the ranks that had not arrived by a time, and those whose messages had not come through."""
+        """Return the ranks that had not yet arrived by a time, and the ranks whose messages had not been delivered."""
         instance = self.instance
         found = {rank for rank, arrival_s in enumerate(instance.arrivals.tolist()) if not arrival_s <= by_s}
         if instance.strikes is not None and not self.is_over(by_s):
@@ -71,11 +71,11 @@ class Departure(Uncertain):
         return sorted(found)
 
     def peers(self) -> Sequence[int]:
-        """Return the world ranks that have not arrived, or cannot be heard."""
+        """Return the world ranks that are absent, or whose messages are lost."""
         return [self.instance.members[rank] for rank in self.missing()]
 
     def doomed(self, by_s: float) -> Sequence[int]:
-        """Return those known to be dead by a time who will never arrive, or be heard."""
+        """Return the ranks, known to be dead by a time, that will never arrive or deliver their messages."""
         members, gone = self.instance.members, self.instance.context.dead(by_s)
         return [rank for rank in self.missing() if members[rank] in gone] if gone else ()
 
@@ -93,26 +93,27 @@ EARLY = {"bcast", "reduce", "gather", "gatherv", "scatter", "scan", "exscan"}
 
 
 def nothing(instance: CollectiveInstance, me: int) -> None:
-    """Be the outcome of a collective that has none."""
+    """Return None, as the outcome of a collective without a result."""
 
 
 def refuse(instance: CollectiveInstance, me: int) -> NoReturn:
-    """Be the outcome of a collective whose calls do not fit."""
+    """Raise the mismatch, as the outcome of a collective with calls that do not match."""
     raise MismatchError(instance.mismatch)
 
 
 def drop(outcome: Any) -> None:
-    """Be what is done with the outcome on a rank that receives nothing."""
+    """Ignore the outcome, on a rank that receives nothing."""
 
 
 @dataclass(slots=True)  # frozen would cost three microseconds a call
 class Call:
-    """A collective as one rank calls it, and what is done with the outcome.
+    """A collective as one rank calls it, and the handling of its outcome.
 
-    `agree` holds what must be equal on all ranks; `terms` names each. `nbytes` is what this rank contributes: a
-    number, or an array with a size per destination. `sizes` says how the ranks' `nbytes` are put together for the
-    cost model: "root", "all" (the largest), "same" (all bring the same), "blocks" (so they do, a block for each rank),
-    "each" (an array by rank), "matrix" (rows by rank), "edges" (each rank tells its neighbours and their sizes).
+    `agree` holds the values that must be equal on all ranks; `terms` names each. `nbytes` is this rank's contribution:
+    a number, or an array with a size per destination. `sizes` says how the ranks' `nbytes` are combined for the cost
+    model: "root", "all" (the largest), "same" (equal on all ranks), "blocks" (equal on all ranks, with one block for
+    each rank), "each" (an array by rank), "matrix" (rows by rank), "edges" (each rank lists its neighbours and their
+    sizes).
     """
 
     name: str
@@ -122,15 +123,16 @@ class Call:
     root: int = -1
     agree: tuple[Any, ...] = ()
     sizes: str = "all"
-    lent: bool = False  # the part is the program's own memory: good as long as this rank waits
-    needs: tuple[int, ...] | None = None  # on whom a neighbour exchange waits; elsewhere the algorithm tells
+    lent: bool = False  # the part is the program's own memory: valid while this rank waits
+    needs: tuple[int, ...] | None = None  # dependencies of a neighbour exchange; else the algorithm's
     outcome: Callable[[CollectiveInstance, int], Any] = nothing
     collect: Callable[[Any], object] = drop
-    # Of a reduction whose result all get: contributions are combined once for all, in the order of `ops.reduce_tree`.
+    # For a reduction whose result all ranks get: contributions are combined once for all ranks, in the order of
+    # `ops.reduce_tree`.
     op: Any = None
     datatype: Any = None
     terms: tuple[str, ...] = ("op", "count", "datatype")
-    line: str = ""  # of the program, where `describe` says it
+    line: str = ""  # of the program, if `describe` includes it
 
     def describe(self) -> str:
         """Return the call as in the program."""
@@ -140,7 +142,7 @@ class Call:
 
 
 def _advice(call: Call, held: Call) -> str:
-    """Return what to do about two calls that do not fit."""
+    """Return the remedy for two calls that do not match."""
     if call.name != held.name:
         return "All ranks must make the same collective calls in the same order"
     pairs = zip(call.terms, call.agree, held.agree, strict=False)
@@ -156,19 +158,19 @@ class CollectiveInstance:
     comm: str
     members: Sequence[int]
     number: int
-    context: Any = None  # that ends all waits for it when it is revoked
+    context: Any = None  # a revocation of it ends all waits for this collective
     calls: list[Call | None] = field(init=False)
     arrivals: np.ndarray[Any, np.dtype[np.float64]] = field(init=False)
     gone: list[Departure | None] = field(init=False)
     strikes: CollectiveFaults | None = field(init=False, default=None)  # if links have faults
-    busy: dict[int, float] = field(default_factory=dict)  # whose cards were busy as they came, until when
-    # What must end on a member before this one begins there.
+    busy: dict[int, float] = field(default_factory=dict)  # by rank: end of its NIC's work at its arrival
+    # Collectives that must end on a member before this one begins there.
     after: dict[int, Departure] = field(default_factory=dict)
     here: int = 0
-    opening: int = -1  # who came first
-    mismatch: str = ""  # what is wrong, if a call has not fitted the others: each member gets it as an error
-    _shared: Any = UNKNOWN  # what is computed once for all
-    _tree: ops.ReductionTree | None = None  # of contributions that are combined as they come
+    opening: int = -1  # the rank that arrived first
+    mismatch: str = ""  # the message of the error that each member gets, if a call does not match the others
+    _shared: Any = UNKNOWN  # the result that is computed once for all ranks
+    _tree: ops.ReductionTree | None = None  # of contributions that are combined on arrival
     _dirty: bool = False
 
     def __post_init__(self) -> None:
@@ -189,7 +191,7 @@ class CollectiveInstance:
         """Arrive as rank `me` of the communicator, at the running task's clock."""
         world = self.world
         kernel = world.kernel
-        kernel.effect()  # before anything else: it may wait for others, who come meanwhile
+        kernel.effect()  # before anything else: it may wait, and other ranks may arrive meanwhile
         task = kernel.current
         if self.opening < 0:
             self.opening = me
@@ -220,9 +222,9 @@ class CollectiveInstance:
         return departure
 
     def _begin_tree(self, call: Call) -> ops.ReductionTree | None:
-        """Return what combines contributions as they come; None where they are looked at when all are there."""
-        # Short ones stay in the cache. A program's own function is to be called, and to fail, in a rank that asks for
-        # the result. Over faulty links each rank may have another one.
+        """Return a tree that combines contributions on arrival; None if they are combined after all have arrived."""
+        # Short contributions stay in the cache. A program's own function must be called, and fail, in a rank that asks
+        # for the result. Over faulty links each rank may have its own function.
         if self.strikes is not None or call.op.function is not None or call.part.nbytes <= ops.SHORT_NBYTES:
             return None
         if self._as_allreduce_of_gloo(call):
@@ -230,19 +232,21 @@ class CollectiveInstance:
         return ops.ReductionTree(call.op.merging(call.datatype), ops.surplus(len(self.members)))
 
     def _combine(self, tree: ops.ReductionTree, arrived: Rank) -> None:
-        """Combine what has come, in the order of ranks: the digest has just read the last one, it is in the cache."""
-        if arrived.observers:  # others may write to its memory while it waits
+        """Combine the available contributions in rank order: the digest has just read the last one, so it is in the
+        cache.
+        """
+        if arrived.observers:  # other ranks may write to its memory while it waits
             self._tree = None
             return
         calls = self.calls
         try:
             while tree.count < len(calls) and (call := calls[tree.count]) is not None:
                 tree.add(call.part)
-        except Exception:  # noqa: BLE001 - whatever it is, it is raised again where the result is asked for
+        except Exception:  # noqa: BLE001 - whatever it is, it is raised again when the result is requested
             self._tree = None
 
     def parts(self) -> list[Any]:
-        """Return the contributions of all members; None if they are not here yet."""
+        """Return the contributions of all members; None for absent members."""
         return [None if call is None else call.part for call in self.calls]
 
     def shared(self, compute: Callable[[], Any]) -> Any:
@@ -252,7 +256,7 @@ class CollectiveInstance:
         return self._shared
 
     def combined(self, me: int) -> Any:
-        """Return the combination of all contributions, made once for all members."""
+        """Return the combination of all contributions, computed once for all members."""
         if self._shared is UNKNOWN:
             self._shared = self._reduced(me) if self._tree is None else self._tree.result()
         return self._shared
@@ -268,19 +272,21 @@ class CollectiveInstance:
         return call.name == "Allreduce" and self.sums_as_gloo(call.op, call.datatype, call.part)
 
     def sums_as_gloo(self, op: ops.Op, datatype: Any, part: Any) -> bool:
-        """Return whether the order of a sum is gloo's, and makes a difference."""
+        """Return whether a sum uses gloo's order, and the order makes a difference."""
         as_gloo = self.context is not None and self.context.sums == "gloo"
         return as_gloo and ops.depends_on_order(op, datatype) and not is_phantom(part)
 
     def keep(self, me: int) -> None:
-        """Take a snapshot of what a rank has lent: it leaves before the collective is over, and may go on to write."""
+        """Copy the part that a rank has lent: the rank leaves before the collective is complete, and may then write to
+        it.
+        """
         call = self.calls[me]
         if call is not None and call.lent:
             call.part, call.lent = call.part.copy(), False
-            self._tree = None  # its leaves are what was lent
+            self._tree = None  # its leaves are the lent parts
 
     def _compare(self, me: int, call: Call) -> None:
-        """Note it if a call does not fit those already here, and let those go who wait."""
+        """Record a call that does not match the earlier ones, and release the waiting ranks with an error."""
         held, now_s = self._first(), self.world.kernel.current.clock
         fits = held.name == call.name and held.root == call.root and held.agree == call.agree
         if fits or self.mismatch:
@@ -292,7 +298,7 @@ class CollectiveInstance:
             f"where rank {other} called {held.describe()} at {self.arrivals[other]:.6g} s{place}. "
             f"{_advice(call, held)}"
         )
-        # A message later than the one who calls, whose error is then the first, and ends the run if nobody catches it.
+        # Released one message later than the caller, so that the caller's error is first and ends the run if uncaught.
         for rank, departure in enumerate(self.gone):
             if departure is not None and departure.finish_s is None:
                 self.calls[rank].outcome = refuse  # type: ignore[union-attr]
@@ -300,8 +306,8 @@ class CollectiveInstance:
                 departure.leave(max(float(self.arrivals[rank]), now_s + notice_s))
 
     def _example(self) -> tuple[int, str]:
-        """Return one of those who are here, and, if it waits in this call, where in the program."""
-        # Some have left early, or wait for something else.
+        """Return a rank that has arrived and, if it waits in this call, its line in the program."""
+        # Some ranks have left early, or wait for something else.
         waiting = {me: gone.waiter for me, gone in enumerate(self.gone) if gone is not None and gone.waiter}
         if not waiting:
             return self.opening, ""
@@ -313,12 +319,12 @@ class CollectiveInstance:
     # -- leaving ---------------------------------------------------------------------------------------------
 
     def _end(self) -> None:
-        """Everybody is here: fix all departures."""
-        # Nobody is left to let go; and ranks in step, which wait for no event, would keep it for long.
+        """Fix all departures, now that all ranks have arrived."""
+        # Nothing remains to be released, and ranks in step, which wait for no event, would keep the entry for long.
         if self._dirty:
             self._dirty = False
             self.world.kernel.releases.remove(self._release)
-        # All have come to those before, since they come in one order: so their ends are known.
+        # All ranks have arrived at the earlier collectives, since they arrive in one order: so their ends are known.
         for me, before in self.after.items():
             if before.finish_s is not None and before.finish_s > self.arrivals[me]:
                 self.arrivals[me] = before.finish_s
@@ -327,7 +333,7 @@ class CollectiveInstance:
         sender.messages += finish.messages
         sender.nbytes += finish.nbytes
         self._book(finish)
-        # Departures know the instance: it lets go of them, or only the collector of cycles would free them all.
+        # Departures refer to the instance: it drops them, or only the cycle collector would free them all.
         gone, self.gone = self.gone, []
         if isinstance(self.world.contention, Sharing) and finish.loads is not None:
             self._share(self.world.contention, finish, gone)
@@ -335,7 +341,9 @@ class CollectiveInstance:
             self._depart(gone, finish.times)
 
     def _share(self, links: Sharing, finish: Finish, gone: list[Departure | None]) -> None:
-        """Let the links' other users hold up those who leave when the collective's bytes are through, or later."""
+        """Let other traffic on the links delay the ranks that leave when the collective's bytes are through, or
+        later.
+        """
         times, begin_s = finish.times, float(self.arrivals.max())
         early: list[Departure | None]
         early, late = [*gone], [*gone]
@@ -358,7 +366,7 @@ class CollectiveInstance:
         self._depart(early, times)
 
     def _depart(self, gone: Sequence[Departure | None], times: Any) -> None:
-        """Let those leave who wait, each at its time."""
+        """Release the waiting ranks, each at its time."""
         resume, now_s = self.world.kernel.resume, self.world.kernel.env.now
         for departure, time_s in zip(gone, times.tolist(), strict=True):
             if departure is None or departure.finish_s is not None:
@@ -371,9 +379,9 @@ class CollectiveInstance:
                     resume(departure.waiter)
 
     def _book(self, finish: Finish) -> None:
-        """Tell those who leave before their cards have sent all that is theirs until when that takes."""
+        """Record until when a rank's NIC still sends, for ranks that leave before that."""
         if not self.busy:
-            return  # nobody leaves before its card is idle
+            return  # no rank leaves before its NIC is idle
         for me in np.flatnonzero(finish.out_free > finish.times).tolist():
             departure = self.gone[me]
             if departure is not None and departure.finish_s is None:
@@ -388,7 +396,7 @@ class CollectiveInstance:
         first, timing = self._first(), self.world.timing
         members = np.asarray(self.members)
         root, out_free, sizes = max(first.root, 0), self._out_free(), self._sizes(first)
-        if self.strikes is None or first.timing not in EARLY:  # `_release` cannot tell what will strike
+        if self.strikes is None or first.timing not in EARLY:  # `_release` cannot foresee faults
             found = timing.finish(first.timing, self.arrivals, sizes, root, ranks=members, out_free=out_free)
             if self.strikes is None or self.world.plan.quiet(self.arrivals.min(), found.times.max()):
                 return found
@@ -399,7 +407,7 @@ class CollectiveInstance:
         return self.strikes.finish(plan, self.arrivals, out_free, self.calls)
 
     def _out_free(self) -> Any:
-        """Return when each card can begin to inject; None if all were idle as their ranks came."""
+        """Return when each NIC can begin to inject; None if all were idle when their ranks arrived."""
         if not self.busy:
             return None
         out_free = np.full(len(self.members), -math.inf)
@@ -407,7 +415,7 @@ class CollectiveInstance:
         return out_free
 
     def _sizes(self, first: Call) -> Any:
-        """Put the ranks' sizes together. Those not here yet are taken to contribute as much as the largest here."""
+        """Combine the ranks' sizes. Absent ranks are assumed to contribute as much as the largest present one."""
         if first.sizes == "root":
             root = self.calls[first.root]
             return 0 if root is None else root.nbytes
@@ -428,19 +436,19 @@ class CollectiveInstance:
         ).astype(np.int64)
 
     def _edges(self) -> Edges:
-        """Return the messages of a neighbour exchange: each rank tells (dests, nbytes of each)."""
+        """Return the messages of a neighbour exchange: each rank lists (dests, nbytes of each)."""
         here = [(rank, *call.nbytes) for rank, call in enumerate(self.calls) if call is not None]
         source = np.concatenate([np.full(len(dests), rank) for rank, dests, _ in here]).astype(np.int64)
         dest = np.concatenate([np.asarray(dests, np.int64) for _, dests, _ in here])
         return Edges(source, dest, np.concatenate([np.asarray(sizes, np.int64) for _, _, sizes in here]))
 
     def outcome(self, me: int) -> Any:
-        """Return what member `me` gets, now that it leaves."""
+        """Return the result for member `me`, now that it leaves."""
         heard = self if self.strikes is None else self._heard_by(me, self.strikes)
         return self.calls[me].outcome(heard, me)  # type: ignore[union-attr]
 
     def _heard_by(self, me: int, strikes: CollectiveFaults) -> CollectiveInstance:
-        """Return the instance as member `me` sees it: over faulty links, contributions arrive damaged."""
+        """Return the instance as member `me` receives it: over faulty links, contributions arrive damaged."""
         strikes.note(me)
         calls = strikes.heard_by(me, self.calls)
         if calls is None:
@@ -457,7 +465,7 @@ class CollectiveInstance:
             self.world.kernel.releases.append(self._release)
 
     def _release(self) -> None:
-        """Before time moves: let those go whose part is over, although others are still to come."""
+        """Before time advances: release the ranks whose part is complete, although other ranks are absent."""
         self._dirty = False
         first = self._first()
         if (
@@ -465,7 +473,7 @@ class CollectiveInstance:
             or self.here == len(self.members)
             or (first.sizes == "root" and self.calls[first.root] is None)
         ):
-            return  # all have left; or nobody knows the size yet, and all depend on the root
+            return  # all have left; or the size is unknown, and all depend on the root
         members = np.asarray(self.members)
         plan = self.world.timing.plan(
             first.timing, len(members), self._sizes(first), max(first.root, 0), ranks=members
@@ -482,8 +490,8 @@ class CollectiveInstance:
                 self.gone[rank].leave(float(found.times[rank]))  # type: ignore[union-attr]
 
     def _let_go(self, plan: CollectivePlan) -> list[int]:
-        """Return who waits although all have arrived on whom its leaving depends."""
-        # A neighbour exchange: ranks that are still to come have edges, too.
+        """Return the waiting ranks whose dependencies have all arrived."""
+        # In a neighbour exchange, absent ranks have edges, too.
         if self._first().needs is not None:
             return [
                 rank for rank, call in enumerate(self.calls) if self._waits(rank) and self._has_needed(call)

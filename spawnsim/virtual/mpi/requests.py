@@ -1,8 +1,8 @@
-"""Requests: mpi4py's `Request`, `Prequest` and `Grequest` over completions, and the calls that wait for several.
+"""Requests: mpi4py's `Request`, `Prequest` and `Grequest` over completions, and calls that wait for several requests.
 
-A request owns what it needs until it is over: dropping the object loses no message, because the message and the
-posted receive live in the mailbox. When one of several fails, the error is `ERR_IN_STATUS`, and each status tells
-what became of its request.
+A request keeps everything that it needs until it is complete: dropping the object loses no message, because the message
+and the posted receive live in the mailbox. When one of several requests fails, the error is `ERR_IN_STATUS`, and each
+status has the error code of its request.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ def collect_all(
 ) -> list[Any]:
     """Return `collect(request, status)` of each request.
 
-    When one fails, the others that are over are collected, the rest stay as they are (`ERR_PENDING`); then the error
-    of the first is raised as `ERR_IN_STATUS`. It keeps its class: what was a `TruncationError` still is.
+    When one request fails, the other complete ones are collected and the rest stay pending (`ERR_PENDING`); then the
+    first error is raised with the code `ERR_IN_STATUS`. It keeps its class, such as `TruncationError`.
     """
     found, failed = [], None
     for request, status in zip(requests, statuses):  # noqa: B905 - `strict=False` costs half a microsecond
-        # After a failure nothing may wait any more: MPI wants ERR_PENDING for what is neither over nor failed.
+        # After a failure nothing may wait: MPI requires ERR_PENDING for requests that neither completed nor failed.
         if failed is not None and _pending(request):
             _mark(status, ERR_PENDING)
             continue
@@ -50,7 +50,7 @@ def collect_all(
             found.append(collect(request, status))
         except CallError as error:
             _mark(status, error.Get_error_code())
-            # The first error is the one told, as MPI leaves the others to the statuses.
+            # Only the first error is raised: MPI leaves the rest to the statuses.
             failed = failed or error
     if failed is not None:
         # `type(failed)`, so that a program that catches TruncationError on one receive catches it from Waitall, too.
@@ -72,8 +72,8 @@ def _mark(status: Status | None, error: int) -> None:
 
 
 def _check(requests: Sequence[Any]) -> None:
-    """Refuse what is no list of requests, before anything is done to one of them."""
-    # Checked as a whole before anything is collected: a bad item in the middle would leave half of the requests null.
+    """Refuse a list with anything but requests, before any request changes."""
+    # Checked as a whole before any collection: a bad item in the middle would leave half of the requests null.
     for request in requests:
         if not isinstance(request, Request):
             place = next(place for place, each in enumerate(requests) if each is request)
@@ -87,13 +87,13 @@ def _take(request: Request, status: Status | None) -> Any:
 
 
 def fill(status: Status, source: int, tag: int, nbytes: int) -> None:
-    """Write what was received into a status."""
+    """Write source, tag and size of a received message into a status."""
     status.source, status.tag, status.error = source, tag, 0
     status.nbytes, status.cancelled = nbytes, False
 
 
 def fill_empty(status: Status | None) -> None:
-    """Write into a status what an inactive request gives."""
+    """Write the values of an inactive request into a status."""
     if status is not None:
         fill(status, ANY_SOURCE, ANY_TAG, 0)
 
@@ -111,7 +111,7 @@ def _lend(statuses: Sequence[Status] | None, count: int) -> Sequence[Status | No
 
 
 def _look_at(requests: Sequence[Request]) -> list[int] | None:
-    """Return the positions of the requests that are over; None if none is active."""
+    """Return the positions of the completed requests; None if none is active."""
     _check(requests)
     for request in requests:
         if request._completion is not None:
@@ -125,7 +125,7 @@ def _await_some(requests: Sequence[Request], operation: str) -> list[int]:
     if not active:
         return []
     world, completions = active[0]._world, [request._completion for request in requests]
-    # Revocation is looked for before the wait: an operation that the revocation has ended would never wake this rank.
+    # Revocation is checked before the wait: an operation that the revocation has ended would never wake this rank.
     if world.revoked:
         for request in active:
             request._check_revoked()
@@ -136,7 +136,7 @@ def _await_some(requests: Sequence[Request], operation: str) -> list[int]:
             return over
     parts = [request._waiting for request in active if request._waiting is not None]
     waiting = WaitingForAny(operation, parts)
-    # Flush_local may do more than it must: a Get is complete at the origin only when its answer is there.
+    # Flush_local may do more than required: a Get is complete at the origin only when its answer has arrived.
     return await_any(world, completions, waiting)
 
 
@@ -149,28 +149,30 @@ Deliver = Callable[[Status], Any]
 Withdraw = Callable[[Any, float], None]
 
 
-_UNSEEN = Status()  # where nobody asks for a status
+_UNSEEN = Status()  # used if the caller gives no status
 _new = object.__new__
 
 
 class Reception(Receive):
-    """A receive that a request stands for; `payload.unpack` writes to `into`. None: the message is an object."""
+    """The receive behind a request; `payload.unpack` writes to `into`. None: the message is an object."""
 
     __slots__ = ("into", "owner")
     into: Any
     owner: Any
 
     def is_settled(self, time_s: float) -> bool:
-        """Whether it is known now if it is over by a time, should nothing that is sent from now on come until then."""
-        # Not if its message is there and the data of a rendezvous are to come: a rank's own come at once.
+        """Whether it is known now if the receive completes by a time, provided that no message sent from now on arrives
+        by then.
+        """
+        # Not if its message is here and the data of a rendezvous are missing: data from the rank itself arrive at once.
         if self.finish_s is None and self.message is None:
             return bool(self.owner._mailbox.is_settled(self.source, time_s))
         return self.finish_s is not None
 
     def deliver(self, status: Status) -> Any:
-        """Put the message where it belongs; return its object, if it is one."""
+        """Deliver the message; return its object, if it has one."""
         self.owner._rank.open_receives -= 1
-        message, self.message = self.message, None  # the mailbox may still know of the receive
+        message, self.message = self.message, None  # the mailbox may still refer to the receive
         if message is None:  # cancelled
             status.Set_cancelled(True)
             return None
@@ -180,29 +182,31 @@ class Reception(Receive):
 
 
 class Delivered:
-    """What was delivered to memory when a program learnt that a request is over, for when it is collected."""
+    """The outcome of a delivery to memory, made when the program learned of the completion and kept for the
+    collection.
+    """
 
     def __init__(self, deliver: Deliver) -> None:
         self.status = Status()
         self._outcome = deliver(self.status)
 
     def __call__(self, status: Status) -> Any:
-        # A copy: MPI's Get_status may be called many times, each with a status of its own, but data are delivered once.
+        # A copy: MPI's Get_status may be called many times, each with a new status, but data are delivered once.
         status.copy_from(self.status)
         return self._outcome
 
 
 class Request(Handle):
-    """A pending operation of one rank. Null (false) once it is over and collected.
+    """A pending operation of one rank. Null (false) once it is complete and collected.
 
     The lower-case calls return the received object, the upper-case ones fill the buffer given at the start.
     """
 
     __slots__ = ("_about", "_completion", "_deliver", "_withdraw", "_world", "_writes")
-    _about: Any  # what `_waiting` returns, or what it is made of
+    _about: Any  # the value of `_waiting`, or the arguments that create it
     _completion: Completion | None
-    _deliver: Deliver | None  # None: nothing, as a send and a barrier
-    _writes: bool  # to memory of the program: what is delivered is there although nobody collects it
+    _deliver: Deliver | None  # None: nothing to deliver, as for a send or a barrier
+    _writes: bool  # to the program's memory: data are delivered even without a collection
     _withdraw: Withdraw | None
     _world: World
 
@@ -218,7 +222,7 @@ class Request(Handle):
 
     @property
     def _waiting(self) -> Any:
-        """What a wait for it is told as. Most requests are over when they are waited for, and none is made."""
+        """The description of a wait for this request. Created when needed: most requests complete without a wait."""
         about = self._about
         if type(about) is tuple:
             about = self._about = about[0]._waiting(*about[1:])
@@ -227,9 +231,9 @@ class Request(Handle):
     # -- one -------------------------------------------------------------------------------------------------
 
     def wait(self, status: Status | None = None) -> Any:
-        """Wait until the operation is over; return its object, if it has one."""
+        """Wait until the operation is complete; return its object, if it has one."""
         completion = self._completion
-        if completion is None:  # a null request has nothing else
+        if completion is None:  # a null request has no object
             fill_empty(status)
             return None
         world = self._world
@@ -239,7 +243,7 @@ class Request(Handle):
             try:
                 await_one(world, completion, self._waiting)
             except RankFailed:
-                self._close()  # the program has waited for it
+                self._close()  # the program has waited for this request
                 raise
         return self._collect(status)
 
@@ -248,25 +252,25 @@ class Request(Handle):
         return True
 
     def test(self, status: Status | None = None) -> tuple[bool, Any]:
-        """Return (over, object); an observation."""
+        """Return (complete, object); an observation."""
         completion = self._completion
-        # Most tests are of sends, which are over: without the switch of ranks that an observation takes.
+        # Most tests are of completed sends: they skip the switch of ranks that an observation takes.
         if completion is None or look_ahead(self._world, completion) or over_now(self._world, self):
             return True, self._collect(status)
         return False, None
 
     def Test(self, status: Status | None = None) -> bool:
-        """Return whether the operation is over; an observation."""
+        """Return whether the operation is complete; an observation."""
         return Request.test(self, status)[0]
 
     def Get_status(self, status: Status | None = None) -> bool:
-        """Return whether the operation is over, and leave the request as it is."""
+        """Return whether the operation is complete, and leave the request unchanged."""
         if self._completion is None:
             fill_empty(status)
             return True
         done = over_now(self._world, self)
-        # MPI: once Get_status says true, the buffer holds the data, although the request stays. What makes an
-        # object waits for the collection instead, so that no object is made twice.
+        # MPI: once Get_status returns true, the buffer holds the data, although the request stays. Objects are created
+        # at the collection instead, so that no object is created twice.
         fills = self._undelivered() if done else None
         if fills is not None:
             self._deliver = Delivered(fills)
@@ -278,7 +282,7 @@ class Request(Handle):
         return self.Get_status(status)
 
     def Cancel(self) -> None:
-        """Withdraw a receive that has not matched; anything else goes on."""
+        """Withdraw a receive that has no match yet; any other operation continues."""
         self._need()
         if self._withdraw is not None:
             kernel = self._world.kernel
@@ -289,11 +293,11 @@ class Request(Handle):
     cancel = Cancel
 
     def Free(self) -> None:
-        """Let go of the request; the operation goes on, and its buffer is filled when it is over."""
+        """Release the request. The operation continues, and its buffer is filled on completion."""
         self._need()
         self._close()
         completion, self._identity, self._completion = self._completion, None, None
-        # MPI: a freed receive still completes and fills its buffer. Nobody will collect it, so a watcher must deliver.
+        # MPI: a freed receive still completes and fills its buffer. No call will collect it, so a watcher must deliver.
         fills = None if completion is None else self._undelivered()
         if completion is not None and fills is not None:
             FreedOperation(self._world, completion, fills)
@@ -304,10 +308,10 @@ class Request(Handle):
         return type(self), ()
 
     def together(self, other: Request) -> Request:
-        """Return one request that is over when both are; it delivers what this one does."""
+        """Return one request that is complete when both are; it delivers the outcome of this one."""
         if self._completion is None or other._completion is None:
             return self if other._completion is None else other
-        # Both parts leave the ledger of leaks, since the program gets a single handle and can free only that.
+        # Both parts leave the ledger of leaks, since the program gets a single handle and can free only that handle.
         self._close()
         other._close()
         parts = (self._completion, other._completion)
@@ -317,9 +321,9 @@ class Request(Handle):
 
     @classmethod
     def waitall(cls, requests: Sequence[Request], statuses: list[Status] | None = None) -> list[Any]:
-        """Wait until all are over; return their objects."""
+        """Wait until all are complete; return their objects."""
         _check(requests)
-        # This class's `wait`, whatever a program's own class makes of it.
+        # This class's `wait`, even if a program's subclass overrides it.
         return collect_all(requests, _lend(statuses, len(requests)), Request.wait)
 
     @classmethod
@@ -344,8 +348,8 @@ class Request(Handle):
 
     @classmethod
     def waitany(cls, requests: Sequence[Request], status: Status | None = None) -> tuple[int, Any]:
-        """Wait until one is over; return its position and object (UNDEFINED if none is active)."""
-        # Only the first of those that are over: MPI completes exactly one, and the rest must stay active.
+        """Wait until one is complete; return its position and object (UNDEFINED if none is active)."""
+        # Only the first of the completed requests: MPI completes exactly one, and the rest must stay active.
         index = _await_some(requests, "Waitany")[:1]
         if not index:
             fill_empty(status)
@@ -354,14 +358,14 @@ class Request(Handle):
 
     @classmethod
     def Waitany(cls, requests: Sequence[Request], status: Status | None = None) -> int:
-        """Wait until one is over; return its position."""
+        """Wait until one is complete; return its position."""
         return Request.waitany(requests, status)[0]
 
     @classmethod
     def testany(cls, requests: Sequence[Request], status: Status | None = None) -> tuple[int, bool, Any]:
         over = _look_at(requests)
         if over is None:
-            # None and an empty list differ: MPI's flag is true if no request is active, false if none is over.
+            # None and an empty list differ: MPI's flag is true if no request is active, false if none is complete.
             fill_empty(status)
             return UNDEFINED, True, None
         if not over:
@@ -376,7 +380,7 @@ class Request(Handle):
     def waitsome(
         cls, requests: Sequence[Request], statuses: list[Status] | None = None
     ) -> tuple[list[int] | None, list[Any] | None]:
-        """Wait until at least one is over; return positions and objects of all that are."""
+        """Wait until at least one is complete; return the positions and objects of all complete requests."""
         over = _await_some(requests, "Waitsome")
         if not over:
             return None, None
@@ -384,7 +388,7 @@ class Request(Handle):
 
     @classmethod
     def Waitsome(cls, requests: Sequence[Request], statuses: list[Status] | None = None) -> list[int] | None:
-        """Wait until at least one is over; return the positions of all that are."""
+        """Wait until at least one is complete; return the positions of all complete requests."""
         return Request.waitsome(requests, statuses)[0]
 
     @classmethod
@@ -408,10 +412,9 @@ class Request(Handle):
 
     @classmethod
     def get_status_any(cls, requests: Sequence[Request], status: Status | None = None) -> tuple[int, bool]:
-        """Return (position, flag) of one that is over, and leave it as it is."""
+        """Return (position, flag) of a completed request, and leave it unchanged."""
         over = _look_at(requests)
-        # Get_status again, for its delivery to memory: `_look_at` alone tells that the operation is over but fills
-        # no buffer.
+        # Get_status again, for its delivery to memory: `_look_at` finds the completed operation but fills no buffer.
         if over:
             requests[over[0]].Get_status(status)
             return over[0], True
@@ -431,10 +434,12 @@ class Request(Handle):
 
     Get_status_all, Get_status_any, Get_status_some = get_status_all, get_status_any, get_status_some
 
-    # -- how ----
+    # -- internals ----
 
     def _undelivered(self) -> Deliver | None:
-        """Return what fills the program's memory; None if nothing does, or has done it already."""
+        """Return the function that fills the program's memory; None if there is no such function, or it has run
+        already.
+        """
         deliver = self._deliver
         return deliver if self._writes and not isinstance(deliver, Delivered) else None
 
@@ -443,9 +448,9 @@ class Request(Handle):
             self._world.resource_leaks.closed(self._completion)
 
     def _check_revoked(self) -> None:
-        """Raise `Revoked`, once, if the operation was open when its communicator was revoked.
+        """Raise `Revoked`, once, if the operation was pending when its communicator was revoked.
 
-        Its memory is left alone.
+        Its memory stays unchanged.
         """
         completion = self._completion
         if completion is None or self._waiting is None:
@@ -456,8 +461,8 @@ class Request(Handle):
             )
         except Revoked:
             self._close()
-            # Made null before the error leaves, so that a second wait does not raise again: MPI completes it with
-            # an error once.
+            # Made null before the error is raised, so that a second wait does not raise again: MPI completes it with an
+            # error once.
             self._completion = None
             self._retire()
             raise
@@ -474,7 +479,7 @@ class Request(Handle):
             fill(status, message.source, message.tag, message.nbytes)
 
     def _collect(self, status: Status | None) -> Any:
-        """Make the request null and deliver."""
+        """Make the request null and deliver its outcome."""
         if self._completion is None:
             fill_empty(status)
             return None
@@ -482,7 +487,7 @@ class Request(Handle):
             fill(status, ANY_SOURCE, ANY_TAG, 0)
         if self._world.resource_leaks is not None:
             self._close()
-        # Emptied before the delivery: if that raises (a truncation), the operation is nevertheless over.
+        # Emptied before the delivery: if that raises (a truncation), the operation is nevertheless complete.
         deliver, self._completion = self._deliver, None
         self._retire()
         return None if deliver is None else deliver(_UNSEEN if status is None else status)
@@ -491,16 +496,16 @@ class Request(Handle):
         self._identity = None
 
 
-# Functions, and not class methods, whose calls Python (3.11) cannot specialize.
+# Functions instead of class methods: Python (3.11) cannot specialize calls of class methods.
 def request_for(
     world: World, completion: Completion, about: Any, deliver: Deliver | None = None, *, writes: bool = True,
     withdraw: Withdraw | None = None,
 ) -> Request:  # fmt: skip
-    """Return a request over a completion. `deliver(status)` runs when it is collected, or known to be over.
+    """Return a request over a completion. `deliver(status)` runs at the collection, or when completion is known.
 
-    `about` is what a wait for it is told as; or a tuple: a member or a window, and the arguments of its `_waiting`.
-    `writes`: it fills a buffer, and runs also if the request is freed; else it makes the object of the request.
-    `withdraw(request, now_s)` cancels it; without, Cancel does nothing.
+    `about` describes a wait for it; or a tuple: a member or a window, and the arguments of its `_waiting`. With
+    `writes`, `deliver` fills a buffer and runs even if the request is freed; otherwise it creates the request's object.
+    `withdraw(request, now_s)` cancels it; without it, Cancel does nothing.
     """
     request = _new(Request)
     request._identity = request._completion = completion
@@ -512,7 +517,7 @@ def request_for(
 
 
 def request_over(world: World, deliver: Deliver | None = None, *, writes: bool = True) -> Request:
-    """Return a request that is complete already: an eager send, or a call to PROC_NULL."""
+    """Return a request that is already complete: an eager send, or a call to PROC_NULL."""
     # A finished completion instead of a special case, so that waits and tests take one path for all requests.
     kernel = world.kernel
     return request_for(world, Completion(kernel, kernel.current.clock), None, deliver, writes=writes)
@@ -527,7 +532,7 @@ class Prequest(Request):
 
     def __new__(cls, request: Request | None = None) -> Self:
         self = super().__new__(cls, request)
-        # A null handle of any class may become one of another, as in mpi4py.
+        # A null handle of any class may become a handle of another class, as in mpi4py.
         if request:
             same_kind(Prequest, request)
             self._begin = request._begin  # type: ignore[attr-defined]
@@ -543,7 +548,7 @@ class Prequest(Request):
     def Start(self) -> None:
         """Begin the operation."""
         self._need()
-        # MPI: starting an active persistent request is erroneous. Accepted, it would drop the operation under way.
+        # MPI: starting an active persistent request is erroneous. Accepting it would drop the pending operation.
         if self._completion is not None:
             raise CallError(
                 ERR_REQUEST, "Start of a persistent request that is still active: wait for it first"
@@ -558,4 +563,4 @@ class Prequest(Request):
             request.Start()
 
     def _retire(self) -> None:
-        """Stay, inactive."""
+        """Stay inactive instead of null."""
