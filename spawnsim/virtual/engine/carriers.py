@@ -1,12 +1,12 @@
-"""How a rank's line of execution is carried: by a greenlet, or by an operating-system thread. One runs at a time.
+"""The carriers of a rank's line of execution: a greenlet or an operating-system thread. One runs at a time.
 
-*Greenlets* are the default: they switch in 0.3 µs and take 6 kB. But a greenlet must not wait inside a frame of C++,
-whose stack another greenlet would use meanwhile: pybind11 aborts the process. That is where programs of
-torch.distributed wait (DistributedDataParallel reduces its buckets from within autograd). Amid a backward pass a wait
-is an error (`stuck`). *Threads* have stacks of their own; a switch costs 10 to 20 µs. Exactly one of them runs, the one
-that holds the turn, and it hands the turn on. Results are the same, bit for bit.
+*Greenlets* are the default: they switch in 0.3 µs and take 6 kB. But a greenlet must not wait inside a C++ frame,
+because another greenlet would meanwhile use that frame's stack: pybind11 aborts the process. Programs of
+torch.distributed wait there (DistributedDataParallel reduces its buckets from within autograd), so a wait during a
+backward pass is an error (`stuck`). *Threads* have separate stacks; a switch costs 10 to 20 µs. Exactly one thread
+runs, the holder of the turn, and it passes the turn on. Results are the same, bit for bit.
 
-The kernel switches through carriers, and knows no more of them than what `Carrier` has.
+The kernel uses carriers only through the protocol `Carrier`.
 """
 
 from __future__ import annotations
@@ -23,24 +23,22 @@ from greenlet import getcurrent, greenlet
 
 from spawnsim.virtual import interpreter
 
-GRACE_S = (
-    1.0  # real seconds between two looks at a thread that is told to end: at one place in both, it will not
-)
-STACK_B = 1 << 20  # of each thread; 8 MB, the usual size, would be all memory that 1,000 ranks may map
+GRACE_S = 1.0  # real seconds between two checks of an interrupted thread; if it did not move, it is stuck
+STACK_B = 1 << 20  # of each thread; 8 MB, the usual size, would use up the memory that 1,000 ranks may map
 
 
 class Carrier(Protocol):
-    """What carries a line of execution. It is true while it has begun and is not over."""
+    """The carrier of a line of execution. It is true from its start until its end."""
 
     dead: bool
 
     @property
     def gr_frame(self) -> FrameType | None:
-        """Where it stands; None while it runs."""
+        """The frame at which it stands; None while it runs."""
         ...
 
     def switch(self) -> Any:
-        """Let it run in place of the caller; return when the caller's turn has come again."""
+        """Run it in place of the caller; return when the caller has the turn again."""
         ...
 
     def __bool__(self) -> bool: ...
@@ -54,7 +52,7 @@ class TaskGreenlet(greenlet):  # type: ignore[misc]  # greenlet has no types
 
 
 class Greenlets:
-    """Carriers that share one thread, and with it torch's modes: those are put aside at each switch."""
+    """Carriers that share one thread and therefore torch's modes, which are suspended at each switch."""
 
     suspend_modes = staticmethod(interpreter.suspend_torch_modes)
     stuck = staticmethod(interpreter.amid_backward)
@@ -70,14 +68,14 @@ class Greenlets:
         return threading.get_ident() == self._thread
 
     def carry(self, task: Any, run: Callable[[], None]) -> Any:
-        """Return what will carry `run()` when it is first switched to; at its end the hub goes on."""
+        """Return a carrier that runs `run()` at the first switch to it; when it ends, the hub continues."""
         carrier = TaskGreenlet(run, self.hub)
         carrier.task = task
         return carrier
 
 
 class _Turn:
-    """A thread's place in line. It waits until the turn is its own."""
+    """A thread's place in the order of turns. It waits for its turn."""
 
     def __init__(self, threads: Threads) -> None:
         self._threads, self._woken = threads, _thread.allocate_lock()
@@ -97,14 +95,15 @@ class _Turn:
 
 
 class ThreadHub(_Turn):
-    """The place of the thread that runs the kernel: the one that Python interrupts, whichever runs."""
+    """The place of the thread that runs the kernel: Python delivers interrupts to it, whichever thread has the turn."""
 
     raised: BaseException | None = None  # by a task, or by the user's Ctrl-C
 
     def wait(self) -> None:
-        """Wait for the turn. An interrupt meanwhile ends the task that runs, and is raised here once that has ended.
+        """Wait for the turn. An interrupt meanwhile ends the running task, and is raised here after the end of that
+        task.
 
-        One that stands in a call into C takes no note of it, and is left there.
+        A task that is in a C call ignores the interrupt, and is abandoned.
         """
         limit_s, stood = -1.0, None
         while True:
@@ -117,7 +116,7 @@ class ThreadHub(_Turn):
                     break
                 stood = stands
             except KeyboardInterrupt as stop:
-                # From now on limited: the call that was interrupted may have taken the turn already.
+                # Limited from now on: the interrupted call may have taken the turn already.
                 self.raised, limit_s = stop, GRACE_S
                 self._threads.interrupt()
         raised, self.raised = self.raised, None
@@ -126,38 +125,39 @@ class ThreadHub(_Turn):
 
 
 class TaskThread(_Turn):
-    """A thread of one task. The process does not wait for it: one that ignores its end must not keep it."""
+    """The thread of one task. The process does not wait for it: a thread that does not end must not block the exit."""
 
     def __init__(self, threads: Threads, task: Any, run: Callable[[], None]) -> None:
         super().__init__(threads)
         self.task, self._run, self.dead = task, run, False
-        self.ident: int | None = None  # once it has begun
+        self.ident: int | None = None  # after its start
 
     def __bool__(self) -> bool:
         return self.ident is not None and not self.dead
 
     @property
     def gr_frame(self) -> FrameType | None:
-        """Where it stands; None before it has begun."""
+        """The frame at which it stands; None before its start."""
         return None if self.ident is None else sys._current_frames().get(self.ident)
 
     def wake(self) -> None:
-        """Let it go on, or begin."""
+        """Start it, or let it continue."""
         if self.ident is not None:
             super().wake()
             return
         before = threading.stack_size(STACK_B)
         try:
-            # Not by `threading.Thread`, which means virtual threads to whoever wakes this one, if that is a rank.
+            # Not by `threading.Thread`, which starts a virtual thread if a rank calls it.
             self.ident = _thread.start_new_thread(self._begin, ())
         finally:
             threading.stack_size(before)
 
     def _begin(self) -> None:
         self.ident = _thread.get_ident()
-        # Each thread has one greenlet from its start: there the task is looked up, as under greenlets.
+        # Each thread has one greenlet from its start: the task is looked up there, as with greenlets.
         getcurrent().task = self.task
-        # For `threading.current_thread`. Threads inherit from it whether they are daemons: those of a program are not.
+        # For `threading.current_thread`. New threads inherit the daemon flag from it: a program's threads are not
+        # daemons.
         here: Any = threading._DummyThread()
         here._daemonic, here.name = False, self.task.name
         hub = self._threads.hub
@@ -166,7 +166,7 @@ class TaskThread(_Turn):
         except BaseException as error:  # noqa: BLE001 - as with greenlets, the hub raises it
             hub.raised = error
         forget_thread()
-        if self.dead:  # abandoned: the others have gone on without it
+        if self.dead:  # abandoned: the other tasks have continued without it
             return
         self.dead = True
         self._threads.running = hub
@@ -174,21 +174,21 @@ class TaskThread(_Turn):
 
 
 def forget_thread() -> None:
-    """Forget the object that stands for the calling thread in `threading`."""
+    """Remove the object that represents the calling thread in `threading`."""
     known: dict[int, Any] = getattr(threading, "_active", {})
     known.pop(_thread.get_ident(), None)
 
 
 class Threads:
-    """Carriers with a thread each. What torch keeps per thread is each task's own."""
+    """Carriers with one thread each. Torch's per-thread state is therefore separate for each task."""
 
     @staticmethod
     def suspend_modes() -> None:
-        """Do nothing: no other task sees this one's modes."""
+        """Do nothing: no other task sees the modes of this one."""
 
     @staticmethod
     def stuck() -> bool:
-        """Return False: a thread may wait wherever it is."""
+        """Return False: a thread may wait anywhere."""
         return False
 
     def __init__(self) -> None:
@@ -206,22 +206,22 @@ class Threads:
         return threading.get_ident() == self.thread()
 
     def carry(self, task: Any, run: Callable[[], None]) -> Any:
-        """Return what will carry `run()` when it is first switched to; at its end the hub goes on."""
+        """Return a carrier that runs `run()` at the first switch to it; when it ends, the hub continues."""
         return TaskThread(self, task, run)
 
     def stands(self) -> tuple[int, int] | None:
-        """Return what identifies the place at which the thread that runs stands in its program."""
+        """Return an identifier of the place in its program at which the running thread stands."""
         frame = sys._current_frames().get(self.thread())
         return None if frame is None else (id(frame), frame.f_lasti)
 
     def abandon(self) -> None:
-        """Go on in the hub without the thread that runs: it stands in C, and heeds no exception."""
+        """Continue in the hub without the running thread, which is in C code and ignores exceptions."""
         running, self.running = self.running, self.hub
         if isinstance(running, TaskThread):
             running.dead = True
 
     def interrupt(self) -> None:
-        """Raise KeyboardInterrupt in the task that runs, as soon as it executes Python."""
+        """Raise KeyboardInterrupt in the running task, as soon as it executes Python."""
         if self.thread() != self._thread:
             ident = ctypes.c_ulong(self.thread())
             ctypes.pythonapi.PyThreadState_SetAsyncExc(ident, ctypes.py_object(KeyboardInterrupt))

@@ -1,8 +1,8 @@
-"""Cores that the ranks of a node share: with k blocks of computing on c cores each goes on at min(1, c/k) of its speed.
+"""Cores that the ranks of a node share: with k computing blocks on c cores, each runs at min(1, c/k) of its speed.
 
-A rank that waits computes nothing, and leaves its core to others. When a block ends is known only when it ends, since
-others may begin one; so on a node with more ranks than cores the end of a block is an event. A paused rank leaves its
-core to others; a slowed one keeps its share, and does less with it.
+A waiting rank does not compute, and leaves its core to the other ranks. The end of a block is known only when it ends,
+since other ranks may begin a block; so on a node with more ranks than cores the end of a block is an event. A paused
+rank leaves its core to the other ranks; a slowed rank keeps its share, and does less with it.
 """
 
 from __future__ import annotations
@@ -21,23 +21,25 @@ from spawnsim.virtual.engine.world import Rank, World
 
 
 class Computing(Unbroken):
-    """A block of computing, which ends whatever others do."""
+    """A block of computing, which ends regardless of other ranks' actions."""
 
     def describe(self) -> str:
         return "comm.compute()"
 
     def peers(self) -> tuple[int, ...]:
-        """Return (): nobody is awaited."""
+        """Return (): no rank is awaited."""
         return ()
 
     def missing(self, by_s: float = math.inf) -> tuple[int, ...]:
-        """Return (): nobody is awaited."""
+        """Return (): no rank is awaited."""
         return ()
 
 
 @dataclass(slots=True, eq=False)
 class Block:
-    """A block under way: `work_s` of a core at its rank's full speed were left when it took up this speed."""
+    """A block in progress: `work_s` is the rest of its work at its rank's full speed, when it took its present
+    speed.
+    """
 
     rank: Rank
     over: Completion
@@ -47,18 +49,18 @@ class Block:
 
 
 class Node:
-    """The blocks under way on one node. `done_s` is how far a block would be that had begun at 0."""
+    """The blocks in progress on one node. `done_s` is the progress of a block that began at 0."""
 
     def __init__(self, kernel: Kernel, cores: int, plan: Any) -> None:
         self._kernel, self._cores, self._plan = kernel, cores, plan
         self._done_s = self._since_s = 0.0
-        self._blocks: list[tuple[float, int, Block]] = []  # a heap: `_done_s` at the end, number
+        self._blocks: list[tuple[float, int, Block]] = []  # a heap: `_done_s` at the end, number, block
         self._paused: list[Block] = []
         self._begun = 0
         self._alarm_s = math.inf
 
     def begin(self, rank: Rank, work_s: float) -> Completion:
-        """Begin a block now; it is over when it has had `work_s` of a core, more if its rank is slowed."""
+        """Begin a block now; it ends after `work_s` on a core, or later if its rank is slowed."""
         self._advance()
         over = Completion(self._kernel)
         self._go_on(rank, over, work_s)
@@ -66,13 +68,13 @@ class Node:
         return over
 
     def leave(self, over: Completion) -> None:
-        """Give up a block that has not ended, since its rank has died: its core is for the others from now on."""
+        """Remove an unfinished block of a rank that has died, and release its core."""
         self._advance()
         self._take_out([block for block in self._under_way() if block.over is over])
         self._set_alarm()
 
     def _go_on(self, rank: Rank, over: Completion, work_s: float) -> None:
-        """Let a block go on from now at the speed of its rank."""
+        """Continue a block from now on at the speed of its rank."""
         speed, until_s = self._plan.speed(rank.id, self._since_s) if self._plan else (1.0, math.inf)
         block = Block(rank, over, work_s, speed, until_s)
         if speed:
@@ -123,9 +125,9 @@ class Node:
         self._set_alarm()
 
     def _end(self) -> None:
-        """End the blocks that are over."""
+        """End the completed blocks."""
         env = self._kernel.env
-        # Equal blocks that began together end together, whatever their sums were rounded to.
+        # Equal blocks that began together end together, regardless of rounding.
         last_s = max(self._blocks[0][0], self._done_s)
         while self._blocks and self._blocks[0][0] <= last_s * (1 + 1e-14):
             *_, block = heappop(self._blocks)
@@ -138,12 +140,12 @@ class Node:
 
 
 class Cores:
-    """The nodes of a run whose ranks share cores.
+    """The nodes of a run with ranks that share cores.
 
     Args:
         world: The world.
-        places: The number of the node of each rank.
-        count: The cores of each node.
+        places: The node number of each rank.
+        count: The number of cores of each node.
     """
 
     def __init__(self, world: World, places: Sequence[int], count: int) -> None:
@@ -151,7 +153,7 @@ class Cores:
         self._nodes = {place: Node(world.kernel, count, world.plan) for place in dict.fromkeys(places)}
 
     def spend(self, rank: Rank, work_s: float) -> float:
-        """Let the running task compute for `work_s` of a core at its rank's full speed. Returns when that is over."""
+        """Let the running task compute for `work_s` of a core at its rank's full speed. Returns the end time."""
         kernel = self._world.kernel
         kernel.observe()
         task = kernel.current
@@ -164,7 +166,7 @@ class Cores:
             await_one(self._world, over, Computing())
         except BaseException:
             node.leave(over)
-            rank.waited = ()  # nobody answers these accesses any more
+            rank.waited = ()  # these accesses are no longer answered
             raise
         finally:
             task.deadline_s, task.explicit = limits

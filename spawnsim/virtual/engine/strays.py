@@ -1,8 +1,7 @@
 """Calls from a thread that a rank has started, where ranks are greenlets and share one thread: each ends the run.
 
-The kernel would take a call for one of the rank that happens to run. So it looks who calls, from the first thread of a
-program on. The rank itself may wait for the thread in real time, where nothing but
-a signal reaches it.
+The kernel would attribute such a call to the rank that happens to run. So it checks the calling thread, from the first
+thread that a program starts. The rank itself may wait for the thread in real time, where only a signal reaches it.
 """
 
 from __future__ import annotations
@@ -21,16 +20,16 @@ from spawnsim.virtual.engine.diagnosis import place
 from spawnsim.virtual.engine.kernel import STRAY, Kernel, Task, current_task, refuse_stray
 from spawnsim.virtual.interpreter import Patches, Put
 
-GRACE_S, LOOK_S = 0.5, 0.02  # how long a rank has to meet the error in a call of its own
+GRACE_S, LOOK_S = 0.5, 0.02  # how long a rank has to reach the error in its own call; polling interval
 
 
 def _marking(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a `Thread.start` that remembers which rank has started a thread."""
+    """Return a `Thread.start` that records which rank has started a thread."""
 
     @wraps(original)
     def start(thread: Any) -> None:
         task = current_task()
-        if task is not None and not loading():  # else it is a library's, for all ranks
+        if task is not None and not loading():  # otherwise it belongs to a library, for all ranks
             vars(thread)[STRAY] = partial(_refuse, task)
             task.kernel.__class__ = GuardedKernel
         original(thread)
@@ -39,11 +38,11 @@ def _marking(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class GuardedKernel(Kernel):
-    """A kernel whose program has threads: a call, which first asks for the running task, may come from one of them."""
+    """A kernel whose program has threads: a call, which first reads the running task, may come from one of them."""
 
     @property
     def current(self) -> Task:
-        """The running task. Ends a thread of a rank that asks."""
+        """The running task. Ends the calling thread if a rank has started it."""
         if current_task() is None:
             refuse_stray()
         running: Task = vars(self)["current"]
@@ -55,7 +54,7 @@ class GuardedKernel(Kernel):
 
 
 def _refuse(task: Task) -> None:
-    """End the run that the rank belongs to, and the calling thread with it."""
+    """End the rank's run, and the calling thread with it."""
     if task.kernel.closed:
         return
     line = place(sys._getframe(1))
@@ -69,7 +68,7 @@ def _refuse(task: Task) -> None:
 
 
 def _wake(kernel: Kernel) -> NoReturn:
-    """Interrupt the rank that runs, unless the run has ended within the grace; then end the calling thread."""
+    """Interrupt the running rank, unless the run ends within the grace period; then end the calling thread."""
     main = threading.main_thread().ident
     for _ in range(round(GRACE_S / LOOK_S)):
         if kernel.closed:

@@ -1,7 +1,8 @@
-"""How a message travels: eager, rendezvous, synchronous; one NIC per rank. Where messages meet: `contention`.
+"""The protocols of a message: eager, rendezvous, synchronous; one NIC per rank. Contention: see `contention`.
 
-An eager message leaves at once and its arrival is known when it is sent. A rendezvous asks first: its data start when
-the receive is posted and the answer is back. Costs come from the platform's network (α, β, L, o, g, G live there).
+An eager message leaves at once, and its arrival is known when it is sent. A rendezvous first sends a request: its data
+start when the receive is posted and the answer has returned. Costs come from the platform's network (the parameters α,
+β, L, o, g, G belong to it).
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ STANDARD, SYNCHRONOUS, LOCAL = Mode.STANDARD, Mode.SYNCHRONOUS, Mode.LOCAL
 
 
 class Transfer(Completion):
-    """A send in progress. Complete when the sender may go on."""
+    """A send in progress; complete when the sender may continue."""
 
     __slots__ = ("dest", "message", "source", "world")
 
@@ -43,7 +44,7 @@ class Transfer(Completion):
         return self.source.id, self.dest.id
 
     def answered_s(self, message: Message, posted_s: float) -> float:
-        """Return when an answer without data is back that starts when message and receive have met."""
+        """Return the arrival time of an answer without data that starts when message and receive have met."""
         world, met_s = self.world, max(message.envelope_s, posted_s)
         if world.cost_at is None:
             return met_s + world.cost(self.dest.id, self.source.id, 0)[2]
@@ -66,7 +67,7 @@ class Rendezvous(Transfer):
 
     def __init__(self, world: World, source: Rank, dest: Rank) -> None:
         super().__init__(world, source, dest)
-        # Of the sender's messages: the order of those that may start at one time.
+        # Number of the sender's message: the order of transfers that may start at the same time.
         self.number = source.messages
 
     def matched(self, message: Message, posted_s: float) -> None:
@@ -78,16 +79,16 @@ class Rendezvous(Transfer):
         self.kernel.env.at(start_s, DECIDING + self.source.id, self._start_first)
 
     def _start_first(self) -> None:
-        """Start what was cleared first; of those cleared at one time, what was sent first."""
+        """Start the transfer that was cleared first; of transfers cleared at the same time, the one sent first."""
         start_s, _, transfer = heappop(self.source.cleared)
         transfer._start(start_s)
 
     def _start(self, start_s: float) -> None:
         key = self.source.id, self.dest.id, self.message.nbytes
         _, inject_s, flight_s, _, drain_s = self.world.cost(*key)
-        # Bulk data queue behind bulk data alone (`bulk_free_s`), not behind small messages (`nic_free_s`). When they
-        # start depends on the receiver; a small message that is sent later and starts earlier would otherwise have to
-        # wait for a decision that has not been taken yet. Real NICs interleave packets of both, too.
+        # Bulk data queue only behind bulk data (`bulk_free_s`), not behind small messages (`nic_free_s`). Their start
+        # depends on the receiver; otherwise a small message that is sent later and starts earlier would have to wait
+        # for a decision that is still open. Real NICs interleave packets of both, too.
         if self.dest is not self.source:
             start_s = max(start_s, self.source.bulk_free_s)
             if self.world.cost_at is not None:
@@ -108,16 +109,16 @@ def send(world: World, mailbox: Mailbox, message: Message, mode: Mode = STANDARD
     """Send a message from the running task to the owner of a mailbox.
 
     Returns:
-        What to wait for, or None if the send is complete already.
+        The transfer to wait for, or None if the send is already complete.
     """
-    # A send is an effect: it runs ahead of SimPy's clock. What it costs and when it arrives depend on this rank's own
-    # past alone (its clock, its NIC), so they are known now and no event is needed; who receives it, and when, is the
-    # mailbox's business. This is the hottest function of a run, hence the calls written out below.
+    # A send is an effect: it runs ahead of SimPy's clock. Its cost and arrival depend only on this rank's past (its
+    # clock, its NIC), so they are known now and no event is needed; the mailbox decides which receive takes it, and
+    # when. This is the hottest function of a run, so some calls below are inlined.
     kernel, dest, nbytes = world.kernel, mailbox.rank, message.nbytes
     task = kernel.current
     sender = task.rank
-    # On a network without latency a message can be seen at the time of its send, so nothing may run ahead there. A look
-    # has just cost time without waiting for it.
+    # On a network without latency a message is visible at the time of its send, so nothing may run ahead. A poll has
+    # just advanced the clock without waiting for SimPy's.
     if world.instant and task.clock > kernel.env.now:
         kernel.observe()
     source = world.ranks[sender]
@@ -126,7 +127,7 @@ def send(world: World, mailbox: Mailbox, message: Message, mode: Mode = STANDARD
     rendezvous = nbytes > world.network.eager_bytes and mode is not LOCAL
     onto_wire = 0 if rendezvous else nbytes
     send_s, inject_s, flight_s, receive_s, drain_s = world.cost(sender, dest, onto_wire)
-    if dest != sender:  # a message to oneself meets no NIC
+    if dest != sender:  # a message to the sender itself uses no NIC
         if source.nic_free_s > now_s:
             begin_s = source.nic_free_s
         if world.cost_at is not None:
@@ -140,7 +141,7 @@ def send(world: World, mailbox: Mailbox, message: Message, mode: Mode = STANDARD
     digest.update(packed(now_s, SEND, dest, nbytes, message.tag))
     if nbytes <= SHORT_NBYTES and type(payload) is bytes:  # `digest.cover`, without the calls
         digest.contents = crc32(payload, digest.contents)
-    elif type(payload) is not PhantomArray:  # which has none
+    elif type(payload) is not PhantomArray:  # a phantom has no contents
         digest.cover(payload)
     transfer: Transfer | None = None
     if rendezvous:
@@ -151,8 +152,8 @@ def send(world: World, mailbox: Mailbox, message: Message, mode: Mode = STANDARD
             transfer = Acknowledged(world, source, world.ranks[dest])
     if transfer is not None:
         transfer.message, message.sender = message, transfer  # type: ignore[assignment]
-    # The sender's clock moves before the message is delivered: if the sender dies while it sends (`advance_to` raises),
-    # its message never leaves.
+    # The sender's clock moves before the message is delivered: if the sender dies during the send (`advance_to`
+    # raises), its message never leaves.
     kernel.idle = 0  # `kernel.effect()`, without the call
     task.budget -= 1
     if task.budget <= 0:
@@ -165,14 +166,14 @@ def send(world: World, mailbox: Mailbox, message: Message, mode: Mode = STANDARD
         world.contention.carry(message, mailbox, sender)
     else:
         mailbox.deliver(message)
-    # Others may look at this rank's memory while its processor was busy sending: what it does next happens after that.
+    # Other ranks may access this rank's memory while its processor is busy sending: its next action happens after that.
     if send_s and source.observers:
         kernel.observe()
     return transfer
 
 
 def set_out(world: World, message: Message, mailbox: Mailbox, source: int) -> None:
-    """Let a message from a world rank go its way, with whatever it meets there."""
+    """Deliver a message from a world rank, through the contention model if there is one."""
     if world.contention is None:
         mailbox.deliver(message)
     else:

@@ -1,4 +1,4 @@
-"""The state of a virtual cluster: its ranks, what each owns and how its clock may move, and what they share."""
+"""The state of a virtual cluster: its ranks with their clocks, and their shared state."""
 
 from __future__ import annotations
 
@@ -23,54 +23,54 @@ BATCHED = "batched-"  # begins the digest of a run whose training steps were exe
 
 
 class Recorder(Protocol):
-    """What a backend calls to record; see `spawnsim.record`."""
+    """The interface through which a backend records; see `spawnsim.record`."""
 
     def row(self, rank: int, time_s: float, values: Any) -> None: ...
 
     def event(self, rank: int, time_s: float, kind: str, fields: Any) -> None:
-        """Keep one event."""
+        """Record one event."""
         ...
 
 
 @dataclass(eq=False, slots=True)
 class Rank:
-    """What one rank owns. `id` is its rank in the world."""
+    """The state of one rank. `id` is its rank in the world."""
 
     id: int
     kernel: Kernel
     digest: RankDigest
     streams: Streams
-    incarnation: int = 0  # how often it was restarted
+    incarnation: int = 0  # number of restarts
     death_s: float = math.inf
     dead: bool = False
-    ended_s: float = math.inf  # when its program came to its end
+    ended_s: float = math.inf  # when its program ended
     nic_free_s: float = 0.0  # when its NIC can start the next message
     bulk_free_s: float = 0.0  # the same for rendezvous data, which do not queue behind small messages
-    # A heap of rendezvous data that may start: when, number, what.
+    # A heap of rendezvous data that may start: time, number, transfer.
     cleared: list[Any] = field(default_factory=list)
-    # How many could see what this rank does between two calls: background tasks, exposed windows, and one for all if
-    # the plan has deaths or pauses. With any, a rank does not run ahead, for what it stores next must be stored at its
-    # own time: one event a block, the price of exact one-sided access.
+    # The number of observers that could see this rank's actions between two calls: background tasks, exposed windows,
+    # and one more if the plan has deaths or pauses. With any observer the rank does not run ahead, because its stores
+    # must happen at their own time: one event per block is the price of exact one-sided access.
     observers: int = 0
-    busy: Sequence[tuple[float, float]] = ()  # computing from, to; kept while exposed
-    waited: Sequence[Callable[[], None]] = ()  # for the end of a block that is not known yet
+    busy: Sequence[tuple[float, float]] = ()  # computing intervals (from, to); kept while exposed
+    waited: Sequence[Callable[[], None]] = ()  # accesses that wait for a block with an unknown end
     messages: int = 0
     nbytes: int = 0
     compute_s: float = 0.0
     tasks: list[Task] = field(default_factory=list)
-    awake: Callable[[float], float] | None = None  # if the fault plan pauses it: when it next is awake
+    awake: Callable[[float], float] | None = None  # if the fault plan pauses it: the time of its next wake-up
     skews: Sequence[Any] = ()  # faults of its clock
-    outside: bool = False  # it was restarted, and has not joined the others yet
-    evicted: bool = False  # the others have recovered without it: whatever it calls ends in Revoked
+    outside: bool = False  # restarted, and yet to join the other ranks
+    evicted: bool = False  # given up by a recovery: all its calls end in Revoked
     late: Counter[int] | None = None  # see `dropped`
-    generators: Any = None  # `reproducibility.Generators`, once it draws from a global generator
-    open_receives: int = 0  # by Irecv and irecv, that nobody has waited for
-    last_receive: Any = None  # the last of them, as `Member._waiting` takes it
+    generators: Any = None  # `reproducibility.Generators`, after its first draw from a global generator
+    open_receives: int = 0  # of Irecv and irecv, that the program has yet to wait for
+    last_receive: Any = None  # the last of them: arguments of `Member._waiting`
     attachments: dict[Any, Any] = field(default_factory=dict)  # per-rank objects of other modules
 
     def advance_to(self, task: Task, time_s: float) -> None:
         """Move a task's clock forward to `time_s`, but not past the rank's own death."""
-        if self.awake is not None:  # a paused rank takes note of nothing until it wakes
+        if self.awake is not None:  # a paused rank reacts to nothing until it wakes
             time_s = self.awake(max(time_s, task.clock))
         if time_s > task.clock:
             task.clock = time_s
@@ -80,27 +80,27 @@ class Rank:
 
     @property
     def dropped(self) -> Counter[int]:
-        """The number of messages that came too late, by sender."""
+        """The number of messages that arrived too late, by sender."""
         if self.late is None:
             self.late = Counter()
         return self.late
 
     def shown_s(self, time_s: float) -> float:
-        """Return what the rank's own clock shows at a time: another where the fault plan skews it."""
+        """Return the time that the rank's own clock shows: it differs where the fault plan skews the clock."""
         if not self.skews:
             return time_s
         wrong_s: float = sum(fault.error_s(time_s) for fault in self.skews)
         return max(time_s + wrong_s, 0.0)
 
     def compute_from(self, begin_s: float, end_s: float) -> None:
-        """Keep a computing interval while others may ask for it; forget those that are past."""
+        """Keep a computing interval while other ranks may query it; drop past intervals."""
         now_s = self.kernel.env.now
         busy = [interval for interval in self.busy if interval[1] > now_s]
         busy.append((begin_s, end_s))
         self.busy = busy
 
     def answers_at(self, time_s: float) -> float:
-        """Return when the rank next enters MPI, at or after `time_s`: at once, unless that is amid a block."""
+        """Return when the rank next enters MPI, at or after `time_s`: at once, except during a block."""
         for begin_s, end_s in self.busy:
             if begin_s < time_s < end_s:
                 return end_s
@@ -119,53 +119,54 @@ class World:
     recorder: Recorder
     seed: int
     plan: Any = None
-    links: Any = None  # `faults.injection.FaultyLinks`, if the plan has faults of links
-    # (rank, incarnation) -> when the others know of its death. A dead incarnation never comes back: a restarted rank is
-    # another member, which no communicator made before takes.
+    links: Any = None  # `injection.FaultyLinks`, if the plan has faults of links
+    # (rank, incarnation) -> when the other ranks learn of its death. A dead incarnation never returns: a restarted rank
+    # is a different member, which no earlier communicator includes.
     failed: dict[tuple[int, int], float] = field(default_factory=dict)
-    ended: int = 0  # programs that have come to their end
-    # Agreements of survivors, to be checked again.
+    ended: int = 0  # programs that have ended
+    # Agreements of survivors, to be checked again after a death.
     on_death: list[Callable[[], None]] = field(default_factory=list)
-    revoked: bool = False  # whether any communicator ever was: only then need waits look
-    leaks: dict[str, str] = field(default_factory=dict)  # what no seed repeats: kind -> a sentence
-    private: frozenset[str] = frozenset()  # installed packages of which each rank has its own
-    # Kind and line -> a sentence, of what MPI leaves undefined and the program has done, and of faults that came late
-    # or left nobody.
+    revoked: bool = False  # whether any was ever revoked: only then do waits check
+    leaks: dict[str, str] = field(default_factory=dict)  # irreproducible effects: kind -> a sentence
+    private: frozenset[str] = frozenset()  # installed packages of which each rank has a separate copy
+    # (kind, line) -> a sentence, for actions of the program that MPI leaves undefined, and for faults that came too
+    # late or left no survivor.
     mistakes: dict[tuple[str, str], str] = field(default_factory=dict)
-    contexts: int = 0  # communicators made so far
+    contexts: int = 0  # communicators created so far
     open_contexts: weakref.WeakSet[Any] = field(default_factory=weakref.WeakSet)
-    resource_leaks: Any = None  # told of requests and communicators as they come and go, if a script runs
-    torch_seed: int | None = None  # where torch's generator starts on all ranks; None: each has its own start
+    resource_leaks: Any = None  # is notified when requests and communicators open and close, if a script runs
+    torch_seed: int | None = None  # start of torch's generator on all ranks; None: a different start for each
     watchers: list[Any] = field(default_factory=list)  # of the ranks' calls: see `calls`
     timeline: Any = None  # `timeline.Timeline`, if the run is traced
     attachments: dict[Any, Any] = field(default_factory=dict)  # objects of other modules that all ranks share
-    around_threads: Callable[[], Any] = nullcontext  # is entered while a thread runs that a rank has started
+    around_threads: Callable[[], Any] = nullcontext  # entered while a thread of a rank runs
     checkpoints: Any = None  # `checkpoints.Checkpoints`
-    crashes: Any = None  # `faults.injection.Crashes`
+    crashes: Any = None  # `injection.Crashes`
     cores: Any = None  # `cores.Cores`, if ranks share them
-    sums: str = "mpi"  # in whose order communicators sum: one of `comm.ops.ORDERS`
+    sums: str = "mpi"  # the order in which communicators sum: one of `comm.ops.ORDERS`
     batching: Any = None  # `batching.BatchedCalls`
 
     def __post_init__(self) -> None:
         self.contention = model_of(self.kernel.env, self.network, len(self.ranks))
         self.cost = self.network.cost if self.contention is None else self.contention.cost
-        # None on links that do not change: then what was asked before holds.
+        # None on constant links: earlier costs then stay valid.
         changing = self.network if self.contention is None else self.contention
         self.cost_at = changing.cost_at if self.network.changes else None
-        # A send can be seen at the time of the send: none runs ahead.
+        # A message is visible at the time of its send: no rank may run ahead.
         self.instant = self.network.lookahead_s == 0.0
         self.kernel.in_turn = self.instant
-        # How far ahead of SimPy's clock what a rank sees is settled: nothing that is sent from now on is there earlier.
-        # Times are sums, which are rounded: hence a little less.
+        # How far ahead of SimPy's clock a rank's view is settled: no message sent from now on can arrive earlier. Times
+        # are rounded sums, so the horizon is slightly reduced.
         settled = self.plan is None and self.contention is None and self.cost_at is None
         self._horizon_s = self.network.lookahead_s * (1.0 - 1e-9) if settled else 0.0
         serial = self.network.contention == "serial"
         self._nics: dict[int, ReceivingNic] | None = {} if serial else None
 
     def observers_of(self, rank: int) -> int:
-        """Return how many observe a rank that begins: 1 if the network has no latency or the plan a death or its pause.
+        """Return the initial number of observers of a rank: 1 without latency, or if the plan has deaths or pauses this
+        rank.
 
-        Deaths, revocations and joins concern every rank, so none may be ahead of them.
+        Deaths, revocations and joins concern every rank, so no rank may be ahead of them.
         """
         return int(self.instant or (self.plan is not None and (self.plan.mortal or rank in self.plan.paused)))
 
@@ -180,14 +181,14 @@ class World:
         return found
 
     def is_settled(self) -> bool:
-        """Return whether nothing that others still do can be seen at the running task's time."""
-        # All that may still run stands at SimPy's clock or later, and so do their sends. A communicator that a program
-        # itself revokes meanwhile is then found at the rank's next call.
+        """Return whether later actions of other ranks are invisible at the running task's time."""
+        # Every task that may still run is at SimPy's clock or later, and so are its sends. If a program itself revokes
+        # a communicator meanwhile, the rank's next call detects it.
         task = self.kernel.current
         return task.clock < self.kernel.env.now + self._horizon_s and not self.ranks[task.rank].observers
 
     def charge_poll(self) -> None:
-        """Let a look cost the running task the call overhead."""
+        """Charge the running task the call overhead of a poll."""
         task = self.kernel.current
         rank = self.ranks[task.rank]
         time_s = task.clock + self.network.call_overhead_s
@@ -207,9 +208,9 @@ class World:
         return self.ranks[self.kernel.current.rank]
 
     def digest(self) -> str:
-        """Return the digest of the whole run: that of all ranks' digests, in rank order."""
+        """Return the digest of the whole run: the digest of all ranks' digests, in rank order."""
         whole = hashlib.blake2b(digest_size=16)
         for rank in self.ranks:
             whole.update(rank.digest.value())
-        # Steps that were executed together have other sums in the last bits than steps one by one.
+        # Training steps that are executed together differ from single steps in the last bits of their sums.
         return BATCHED * (self.batching is not None and self.batching.batched) + whole.hexdigest()

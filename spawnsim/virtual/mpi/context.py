@@ -1,7 +1,7 @@
-"""What the members of a communicator share (`Context`), and what one member holds of it (`Member`).
+"""The shared state of a communicator (`Context`), and one member's handle of it (`Member`).
 
-A context has the members, their numbering, their mailboxes and the collectives in progress. A member has what all calls
-between two ranks are made of: one message out, one message in, waiting or not.
+A context has the members, their numbering, their mailboxes and the collectives in progress. A member has the parts of
+all calls between two ranks: sending one message and receiving one message, with or without a wait.
 """
 
 from __future__ import annotations
@@ -48,32 +48,34 @@ GIVEN_UP = (
 
 @dataclass(eq=False)
 class Context:
-    """What the members of one communicator share. `groups` are the world ranks of its group, or of both its groups."""
+    """The state that a communicator's members share. `groups` are the world ranks of its group, or of both its
+    groups.
+    """
 
     world: World
     groups: tuple[tuple[int, ...], ...]
     topology: Any = None
     ancestors: frozenset[int] = frozenset()  # their numbers: a recovery of any of them ends this one, too
-    number: int = 0  # 0: the next one
+    number: int = 0  # 0: assign the next one
     instances: dict[int, CollectiveInstance] = field(default_factory=dict)
     calls: dict[int, int] = field(default_factory=dict)  # collectives called so far, by world rank
     mailboxes: dict[int, Mailbox] = field(default_factory=dict)  # by world rank
     notes: dict[Any, Any] = field(default_factory=dict)  # agreements of the members, made in collectives
     revoked_s: float | None = None  # inf: only for members that were given up
-    # Of members that had begun again when they joined.
+    # By world rank, of members that were restarted before they joined.
     incarnations: dict[int, int] = field(default_factory=dict)
-    origin: Context | None = None  # whose recoveries have led to this one; None: itself
-    regrouping: Any = None  # the recovery under way
-    successor: Context | None = None  # what the last recovery has made of it
-    inner: bool = False  # not of the program's making: a window's
-    lasting: bool = False  # nobody need free it: a process group's of torch.distributed
-    # By world rank, the last collective: each begins on a rank when the one before has ended there. None: at once.
+    origin: Context | None = None  # the context whose recoveries led to this one; None: itself
+    regrouping: Any = None  # the recovery in progress
+    successor: Context | None = None  # the result of its last recovery
+    inner: bool = False  # made by the library, not by the program: a window's
+    lasting: bool = False  # the program need not free it: it belongs to a torch.distributed process group
+    # By world rank, the last collective: each begins on a rank when the previous one has ended there. None: at once.
     queue: dict[int, Any] | None = None
-    name: str = ""  # if MPI or a member has given it one
-    sums: str = ""  # in whose order it sums, one of `ring.ORDERS`; "": its origin's, or the world's
-    # Members, by world rank, in the order in which they have died.
+    name: str = ""  # if MPI or a member has named it
+    sums: str = ""  # the order of its sums, one of `comm.ops.ORDERS`; "": as its origin or the world
+    # Members, by world rank, in the order of their deaths.
     _dead: list[int] = field(default_factory=list)
-    _deaths_seen: int = 0  # of those that the world knows
+    _deaths_seen: int = 0  # number of the world's deaths examined so far
 
     def __post_init__(self) -> None:
         self.number = self.number or self.world.next_context()
@@ -90,7 +92,7 @@ class Context:
         return self.name or f"communicator {self.number}"
 
     def derive(self, *groups: tuple[int, ...], topology: Any = None, inner: bool = False) -> Context:
-        """Return a new context that is made of this one, and ends with it."""
+        """Return a new context that is derived from this one, and ends with it."""
         new = Context(
             self.world,
             groups,
@@ -100,11 +102,11 @@ class Context:
             inner=inner,
             sums=self.sums,
         )
-        new.revoked_s = self.revoked_s  # by somebody who did not wait for the others
+        new.revoked_s = self.revoked_s  # by a member that did not wait for the other members
         return new
 
     def within(self, other: Context) -> bool:
-        """Whether this is `other`, or was made of it."""
+        """Whether this is `other`, or was derived from it."""
         return self is other or other.number in self.ancestors
 
     def why_revoked(self, rank: int, by_s: float) -> str:
@@ -132,8 +134,8 @@ class Context:
 
     def dead(self, by_s: float) -> set[int]:
         """Return the members that are known to have died by a time, as world ranks."""
-        # Of a thousand deaths in the world few are of members: most have been replaced or left out long ago. So each
-        # context looks at each death once.
+        # Of a thousand deaths in the world, few concern members: most dead ranks were replaced or excluded long ago. So
+        # each context examines each death once.
         failed = self.world.failed
         if self._deaths_seen < len(failed):
             for rank, incarnation in islice(failed, self._deaths_seen, None):
@@ -143,11 +145,11 @@ class Context:
         return {rank for rank in self._dead if self.death_known_s(rank) <= by_s}
 
     def death_known_s(self, rank: int) -> float:
-        """Return when the others know of the death of a member, by world rank; inf: never."""
+        """Return when the death of a member (world rank) becomes known to the other ranks; inf: never."""
         return self.world.failed.get((rank, self.incarnation(rank)), math.inf)
 
     def shut_out(self, rank: int) -> None:
-        """Let the calls of a world rank end in `Revoked`; for the other members nothing changes."""
+        """Make the calls of a world rank end in `Revoked`; the other members are not affected."""
         if self.revoked_s is None and any(rank in places for places in self.places):
             self.revoked_s = math.inf
 
@@ -161,18 +163,18 @@ class Context:
         return mailbox
 
     def meet(self, member: Member, call: Call) -> Departure:
-        """Let a member arrive at its next collective."""
+        """Register the arrival of a member at its next collective."""
         rank, me = member._rank.id, member._me
         number = self.calls.get(rank, 0)
         self.calls[rank] = number + 1
         # A communicator's collectives match by their order on each rank, without tags (MPI 4.1, 6.1): the n-th call of
-        # every member is the same instance, also when some are several calls ahead.
+        # every member is the same instance, even if some members are several calls ahead.
         instance = self.instances.get(number)
         if instance is None:
             instance = self.instances[number] = CollectiveInstance(
                 self.world, member._label, self.everyone, number, context=self
             )
-        if len(self.groups) > 1:  # they meet to agree, as one
+        if len(self.groups) > 1:  # both groups meet as one, to agree
             me = self.everyone.index(rank)
         try:
             return instance.join(me, call)
@@ -182,18 +184,18 @@ class Context:
 
 
 KINDS: dict[str, Any] = {}
-"""The classes of what communicators make: `Split` an `Intracomm`, `Create_cart` a `Cartcomm`, `Win` its `Windows`.
+"""The classes that communicators create: `Split` an `Intracomm`, `Create_cart` a `Cartcomm`, `Win` its `Windows`.
 
-They are built on `Member`, so its calls cannot import them: each is entered here by the file that defines it. Whoever
-makes a world imports `module`, which imports all of them.
+They derive from `Member`, so its calls cannot import them: the module that defines a class enters it here. Code that
+creates a world imports `module`, which imports all of them.
 """
 
 
 class Nowhere:
-    """Stands in for all that a null communicator has not: whoever asks it for anything is refused."""
+    """Replaces the context of a null communicator: every attribute access raises an error."""
 
-    # With a `Member.__getattr__` instead, Python (3.11) looks up each attribute of each communicator the slow way: an
-    # eighth of what a message costs.
+    # With a `Member.__getattr__` instead, Python (3.11) would look up each attribute of each communicator the slow way:
+    # an eighth of a message's cost.
     def __getattr__(self, name: str) -> NoReturn:
         raise CallError(ERR_COMM, "the communicator is null, or was freed before")
 
@@ -205,7 +207,9 @@ NOWHERE: Any = Nowhere()
 
 
 class Member(Named):
-    """One rank's handle of a communicator, and what its calls are made of: one message out, one in, one collective."""
+    """One rank's handle of a communicator, with the parts of its calls: send a message, receive one, join a
+    collective.
+    """
 
     __slots__ = (
         "__weakref__",
@@ -261,7 +265,7 @@ class Member(Named):
         return box
 
     def _entered(self, context: Context, kind: Any = None) -> Any:
-        """Return the rank's handle of a communicator that is made of this one, with the rank's five and error handler.
+        """Return the rank's handle of a derived communicator, with the rank's services and error handler.
 
         MPI lets a new communicator inherit the error handler (MPI 4.1, 9.3). `kind` is its class; None: the same.
         """
@@ -282,7 +286,7 @@ class Member(Named):
             raise CallError(ERR_COMM, "the communicator is null, or was freed before")
 
     def _need(self) -> None:
-        """Refuse one that is null or freed, or was revoked."""
+        """Refuse a communicator that is null, freed or revoked."""
         self._exist()
         if self._context.revoked_s is not None:
             why = self._why_revoked()
@@ -303,7 +307,7 @@ class Member(Named):
             self._refuse_peer(peer, tag)
 
     def _refuse_peer(self, peer: int, tag: int) -> None:
-        """Raise what is wrong, if it is wrong already."""
+        """Raise the error of an invalid peer or tag, if there is one."""
         self._need()
         if not 0 <= peer < len(self._peers):
             raise CallError(
@@ -346,7 +350,7 @@ class Member(Named):
         return self._context.meet(self, call)
 
     def _meet(self, call: Call) -> Any:
-        """Take part in a collective and return this rank's outcome of it."""
+        """Take part in a collective and return this rank's outcome."""
         departure = self._join(call)
         try:
             await_one(self._world, departure, departure)
@@ -358,7 +362,9 @@ class Member(Named):
     # -- messages --------------------------------------------------------------------------------------------
 
     def _dispatch(self, payload: Any, dest: int, tag: int, mode: Mode, *, buf: Any = None) -> Transfer | None:
-        """Send a payload (bytes, or anything with `nbytes`), made of `buf`. Returns what to wait for, if anything."""
+        """Send a payload (bytes, or an object with `nbytes`), made from `buf`. Returns the transfer to wait for, or
+        None.
+        """
         peers, context, world = self._peers, self._context, self._world
         fits = 0 <= dest < len(peers) and 0 <= tag <= TAG_UB_VALUE  # `_check_peer`, without the call
         if not fits or context.revoked_s is not None or self._identity is None:
@@ -382,7 +388,7 @@ class Member(Named):
     def _deliver(
         self, payload: Any, dest: int, tag: int, mode: Mode, *, operation: str, buf: Any = None
     ) -> None:
-        """Send and wait until the program may go on."""
+        """Send and wait until the program may continue."""
         if type(dest) is not int or type(tag) is not int:
             dest, tag = integer(dest), integer(tag)
         transfer = self._dispatch(payload, dest, tag, mode, buf=buf)
@@ -391,9 +397,9 @@ class Member(Named):
 
     def _accept(self, source: int, tag: int, operation: str) -> Message:
         """Receive one message, blocking. `source` and `tag` are plain integers."""
-        # Messages of one sender match in the order in which they were sent (MPI 4.1, 3.5), whatever others do. So a
-        # receive from a named source may take what is queued at once; one from anybody depends on who has sent by now,
-        # and waits for its time.
+        # Messages of one sender match in the order sent (MPI 4.1, 3.5), regardless of other senders. So a receive from
+        # a named source may take a queued message at once. A receive from any source depends on all messages sent by
+        # then, and waits for its time.
         fits = 0 <= source < len(self._peers) and ANY_TAG <= tag <= TAG_UB_VALUE
         if not fits or self._context.revoked_s is not None or self._identity is None:
             self._check_source(source, tag)
@@ -404,16 +410,16 @@ class Member(Named):
         return self._accept_later(source, tag, operation)
 
     def _take_now(self, mailbox: Mailbox, message: Message) -> bool:
-        """Take a message whose data are on their way, without parking; False if that is to be done at its time."""
+        """Take a message whose data are on their way, without parking; False if it must be taken at its time."""
         rank, kernel, nic = self._rank, self._world.kernel, mailbox.nic
         task, arrival_s, receive_s = kernel.current, message.arrival_s, message.receive_s
         now_s = task.clock
         due_s = now_s + task.deadline_s
         assert arrival_s is not None
-        if arrival_s + receive_s > due_s:  # so late that its place at the card stays free
+        if arrival_s + receive_s > due_s:  # so late that its place at the NIC stays free
             return False
         if nic is not None:
-            if rank.observers and arrival_s > now_s:  # its card may let in requests to a window first
+            if rank.observers and arrival_s > now_s:  # its NIC may let in requests to a window first
                 return False
             if message.drain_s:  # as in `Receive.final`
                 message.arrival_s = arrival_s = nic.admit(arrival_s, message.drain_s)
@@ -428,7 +434,7 @@ class Member(Named):
                 task.clock = finish_s
             else:
                 rank.advance_to(task, finish_s)
-            if rank.observers:  # its memory is exposed: what it does next must be done at its own time
+            if rank.observers:  # its memory is exposed: its next action must happen at its own time
                 kernel.observe()
         digest = rank.digest
         digest.count += 1  # `digest.note`, without the call
@@ -436,7 +442,7 @@ class Member(Named):
         return True
 
     def _accept_later(self, source: int, tag: int, operation: str) -> Message:
-        """Receive one message that may have to be waited for."""
+        """Receive one message, and wait for it if necessary."""
         kernel = self._world.kernel
         if source == ANY_SOURCE:  # a wildcard is an observation
             kernel.observe()
@@ -447,7 +453,7 @@ class Member(Named):
         self._mailbox.post(receive)
         try:
             await_one(self._world, receive, self._waiting(operation, source, tag))
-        except WorldError:  # the program may go on: the receive must not swallow a later message
+        except WorldError:  # the program may continue: the receive must not swallow a later message
             self._mailbox.give_up(receive, self._world.kernel.current.clock)
             raise
         message, receive.message = receive.message, None
@@ -463,7 +469,7 @@ class Member(Named):
     def _isend(
         self, payload: Any, dest: int, tag: int, mode: Mode, *, operation: str, buf: Any = None
     ) -> Request:
-        """Start a send; if it is one of a buffer that the program must leave alone, that is watched."""
+        """Start a send. A buffer that the program must not change meanwhile is watched."""
         if type(dest) is not int or type(tag) is not int:
             dest, tag = integer(dest), integer(tag)
         transfer = self._dispatch(payload, dest, tag, mode, buf=buf)
@@ -474,7 +480,7 @@ class Member(Named):
         return request_for(self._world, transfer, about, collected, writes=False)
 
     def _irecv(self, source: int, tag: int, operation: str, into: Any = None) -> Request:
-        """Post a receive into a `payload.target`; of an object without one, or into a `payload.Room`."""
+        """Post a receive into a `payload.target`, or of an object: into None or a `payload.Room`."""
         if type(source) is not int or type(tag) is not int:
             source, tag = integer(source), integer(tag)
         if source == PROC_NULL:
@@ -513,7 +519,7 @@ class Member(Named):
             receive.complete(self._world.kernel.current.clock)
 
     def _taken(self, message: Message, into: Any) -> Any:
-        """Write a message to a `payload.target`; without one, or into a `payload.Room`, return its object."""
+        """Write a message to a `payload.target`; for None or a `payload.Room`, return its object."""
         try:
             if into is None:
                 return loads(message.payload)
@@ -522,13 +528,13 @@ class Member(Named):
             unpack(into, message.payload)
         except Exception as error:  # noqa: BLE001 - whatever a pickle raises
             raise self._unfit(error, message) from None
-        # A mismatch of types is a warning and not an error: MPI libraries deliver the bytes without a word.
+        # A type mismatch is a warning instead of an error: MPI libraries deliver the bytes silently.
         if message.dtype is not into.dtype:
             check_type(self._world, self._label, into, message)
         return None
 
     def _unfit(self, error: Exception, message: Message) -> Exception:
-        """Return the error of a message that cannot be received as the program wants it: it names the message."""
+        """Return the error, which names the message, of a message that the program cannot receive."""
         name = f"rank {message.source} with tag {message.tag} on {self._label}"
         if isinstance(error, Truncated):
             return Truncated(message=f"{error.message}; it is from {name}")
@@ -544,12 +550,12 @@ class Member(Named):
 
 
 def total(nbytes: Any) -> int:
-    """Return the bytes that a rank brings to a collective; see `Call`."""
+    """Return the bytes that a rank contributes to a collective; see `Call`."""
     if isinstance(nbytes, tuple):  # a neighbour exchange: dests, and the size for each
         return sum(nbytes[1])
     return nbytes if isinstance(nbytes, int) else int(nbytes.sum())
 
 
 def receive_nothing(status: Status) -> None:
-    """Write into a status what a receive from PROC_NULL gets."""
+    """Write into a status the result of a receive from PROC_NULL."""
     fill(status, PROC_NULL, ANY_TAG, 0)

@@ -1,6 +1,6 @@
-"""Looks at requests, which wait for nothing but their time: which are over by now, and what the look costs.
+"""Polls of requests: which requests are complete by now, and the cost of a poll.
 
-Tests of all kinds are made of them. Knows requests by what they are over; must not know what those deliver.
+All kinds of tests use them. This module handles the completions of requests, and must not depend on their outcomes.
 """
 
 from __future__ import annotations
@@ -18,18 +18,19 @@ if TYPE_CHECKING:
 
 
 def look(world: World, requests: Sequence[Request]) -> list[Completion | None]:
-    """Observe; return what the requests are over, as of now. The caller charges for the look once it has looked.
+    """Observe; return the present completions of the requests. The caller charges for the poll afterwards.
 
-    Raises `Revoked` if one of the requests was open when its communicator was revoked.
+    Raises `Revoked` if one of the requests was pending when its communicator was revoked.
     """
     completions = [request._completion for request in requests]
-    # The second look in a row need not wait for all others: what they send from now on cannot be there yet.
+    # The second poll in a row need not wait for the other ranks: messages that they send from now on cannot be here
+    # yet.
     if settled(world, completions):
         world.kernel.run_ahead()
     else:
         world.kernel.observe()
         completions = [request._completion for request in requests]
-    # Revocation is asked for after it, since it may have come while this rank was parked.
+    # Revocation is checked after that, since it may have happened while this rank was parked.
     if world.revoked:
         for request in requests:
             request._check_revoked()
@@ -37,21 +38,21 @@ def look(world: World, requests: Sequence[Request]) -> list[Completion | None]:
 
 
 def _check_alive(world: World, requests: Sequence[Request], completions: Sequence[Completion | None]) -> None:
-    """Raise `RankFailed` if a request that is open needs a rank known to be dead: tests of it would never end."""
+    """Raise `RankFailed` if a pending request needs a rank known to be dead: tests of it would never succeed."""
     for request, completion in zip(requests, completions, strict=True):
         if completion is not None and completion.finish_s is None and request._waiting is not None:
             try:
                 check_alive(world, request._waiting)
             except RankFailed:
-                request._close()  # the program has looked at it
+                request._close()  # the program has seen its end
                 raise
 
 
 def done_now(world: World, requests: Sequence[Request], *, every: bool = False) -> list[int]:
-    """Observe; return the positions of the requests that are over.
+    """Observe; return the positions of the completed requests.
 
-    The kernel is told of a look in vain: none is over (or not `every` one), and of no other the end is known. Raises
-    `RankFailed` where one of these will never be over.
+    Reports a fruitless poll to the kernel if no request is complete (with `every`: not all are) and the end of no other
+    request is known. Raises `RankFailed` if one of them will never complete.
     """
     completions = look(world, requests)
     done = finished(completions, world.kernel.current.clock)
@@ -59,17 +60,17 @@ def done_now(world: World, requests: Sequence[Request], *, every: bool = False) 
         if world.failed:
             _check_alive(world, requests, completions)
         ends = [each.finish_s for each in completions if each is not None]
-        # Only a look without any news is fruitless. If the end of one that is still open is known, time will bring it,
-        # and a loop of polls is no livelock.
+        # Only a poll without any progress is fruitless. If the end of a pending request is known, it will be reached,
+        # and a loop of polls is not a livelock.
         if len(ends) - ends.count(None) == len(done) < len(ends):
             world.kernel.fruitless()
-    # Charged after the look: charged before, a poll would see what arrives during its own overhead.
+    # Charged after the poll: charged before, the poll would see messages that arrive during its own overhead.
     world.charge_poll()
     return done
 
 
 def over_now(world: World, request: Request) -> bool:
-    """Observe; return whether one request is over, as `done_now` does for several."""
+    """Observe; return whether one request is complete, as `done_now` does for several."""
     (completion,) = look(world, (request,))
     if world.failed:
         _check_alive(world, (request,), (completion,))
