@@ -1,10 +1,10 @@
-"""Why a run does not end: deadlock and livelock.
+"""Diagnosis of runs that do not end: deadlock and livelock.
 
-*Reports* say who waits for whom, in which call, since when, and where in the program; they read tasks and change
-nothing.
+*Reports* show which rank waits for which, in which call, since when, and where in the program; they read tasks and
+change nothing.
 
-*Livelock*: whether polls can ever succeed is decided by the rule in `engine.kernel`. A *fruitless* poll has found
-nothing, and knows of nothing that is on its way to it. Any progress anywhere resets `kernel.idle`, which counts them.
+*Livelock*: the rule in `engine.kernel` decides whether polls can ever succeed. A *fruitless* poll has no result, and
+knows of no message on its way to it. `kernel.idle` counts fruitless polls; any progress anywhere resets it.
 """
 
 from __future__ import annotations
@@ -28,21 +28,21 @@ from spawnsim.virtual.engine.matching import undelivered
 from spawnsim.virtual.engine.waiting import Waiting, WaitingForAny
 from spawnsim.virtual.engine.world import Rank, World
 
-PACKAGE = str(Path(__file__).parents[2]) + os.sep  # where spawnsim's own files lie
+PACKAGE = str(Path(__file__).parents[2]) + os.sep  # folder of spawnsim's own files
 SIMULATOR = tuple(PACKAGE + folder + os.sep for folder in ("virtual", "models"))
 STANDARD = tuple(sysconfig.get_path(name) for name in ("stdlib", "platstdlib"))
-INSTALLED = ("site-packages", "dist-packages")  # the interpreter's, a user's, and Debian's, wherever they lie
+INSTALLED = ("site-packages", "dist-packages")  # the interpreter's, a user's, and Debian's, in any folder
 SHOWN = 24  # rows of the table
-SHOWN_ALIKE = 3  # ranks that stand in one call at one line and have a row each: of more the first has
-SHOWN_LINES = 8  # such calls and lines of which the number of further ranks is shown
-SHOWN_LEFT = 4  # kinds of messages that fit no receive
+SHOWN_ALIKE = 3  # ranks in one call at one line that have a row each; of more ranks, only the first has a row
+SHOWN_LINES = 8  # further calls and lines for which the number of ranks is shown
+SHOWN_LEFT = 4  # kinds of messages that match no receive
 WRAPPER = "watching"  # the function in which `timeline` wraps calls
 
 
 def deadlock(tasks: Sequence[Task], ended: Sequence[int], died: str = "") -> Deadlock:
-    """Return the error of a run in which every task left waits.
+    """Return the error of a run in which every remaining task waits.
 
-    `ended` are the ranks that have finished, `died` is what `dead` says.
+    `ended` are the ranks that have finished, `died` is the text from `dead`.
     """
     ring = cycle(tasks)
     if len(ring) == 1:
@@ -66,28 +66,29 @@ def deadlock(tasks: Sequence[Task], ended: Sequence[int], died: str = "") -> Dea
 
 
 def dead(ranks: Sequence[Rank]) -> str:
-    """Return a line on the ranks that have died: others may wait for a sign of theirs; "" if none has."""
+    """Return a line on the dead ranks, for which other ranks may wait; "" if no rank has died."""
     died = [f"rank {rank.id} at {rank.death_s:.6g} s" for rank in ranks if rank.dead]
     more = f", and {len(died) - 8} more" if len(died) > 8 else ""
     return f"\nDied: {', '.join(died[:8])}{more}" if died else ""
 
 
 def _remedy(tasks: Sequence[Task]) -> str:
-    """Say what helps ranks that wait for each other in one call, if that is known."""
+    """Return advice for ranks that wait for each other in one call, if there is any."""
     calls = {task.wait.describe().partition("(")[0] for task in tasks if task.wait is not None}
     if calls and calls <= {"Send", "send", "Ssend", "ssend"}:
         return (
             "\nA Send ends when its message is received, unless that is short enough to leave at once (eager): "
             "use Sendrecv, or Isend and Waitall"
         )
-    # Where something was sent to them they do not all receive first: the receives do not fit, which `_unmatched` says.
+    # If messages were sent to them, the ranks do not all receive first: the receives do not match, as `_unmatched`
+    # reports.
     if calls and calls <= {"Recv", "recv"} and len(tasks) > 1 and not _unmatched(tasks):
         return "\nEach waits to receive before it sends: let one send first, or use Sendrecv"
     return ""
 
 
 def _unmatched(tasks: Sequence[Task]) -> str:
-    """Name the messages that lie before receives which do not fit them: most likely one of the two is wrong."""
+    """List the messages in front of receives that do not match them: most likely one of the two is wrong."""
     waits = [(task.rank, each) for task in tasks if task.wait is not None for each in _receives(task.wait)]
     left = Counter(
         f"rank {message.source} to rank {wait.members.index(rank)}, tag {message.tag}, on {wait.comm}"
@@ -111,7 +112,7 @@ def _receives(wait: Wait) -> list[Waiting]:
 
 
 def livelock(tasks: Sequence[Task], polls: int, since_s: float, died: str = "") -> Livelock:
-    """Return the error of a run in which every task left polls or waits, and nothing can happen any more."""
+    """Return the error of a run in which every remaining task polls or waits, and no further event is possible."""
     return Livelock(
         f"livelock: {polls:,} polls in a row found nothing, since {since_s:.6g} s; nobody does anything else, and "
         "nothing is on its way: the program polls for something that nobody will do\n"
@@ -121,7 +122,7 @@ def livelock(tasks: Sequence[Task], polls: int, since_s: float, died: str = "") 
 
 
 def amid_backward(task: Task) -> UsageError:
-    """Return the error of the running task's wait within torch's backward pass, which only a thread can make."""
+    """Return the error of the running task's wait within torch's backward pass, where only a thread can wait."""
     where = place(sys._getframe())
     line = f" ({where})" if where else ""
     error = UsageError(
@@ -135,9 +136,10 @@ def amid_backward(task: Task) -> UsageError:
 
 
 def standing(tasks: Sequence[Task], first: Collection[int] = (), below: FrameType | None = None) -> str:
-    """Return a table of where tasks stand, those of the ranks `first` on top; of the one that runs, from `below` on.
+    """Return a table of where tasks stand: first the ranks in `first`. The running task's place is searched from
+    `below` on.
 
-    Of many ranks in one call at one line a row shows the first, and a line below the table counts the others.
+    Of many ranks in one call at one line, a row shows the first, and a line below the table counts the rest.
     """
     ordered = sorted(tasks, key=lambda task: (task.rank not in first, task.rank))
     found = {task: (_call(task, below), where(task, below)) for task in ordered}
@@ -145,7 +147,7 @@ def standing(tasks: Sequence[Task], first: Collection[int] = (), below: FrameTyp
     counts, rows, left = Counter(alike.values()), list[tuple[str, ...]](), Counter[tuple[str, str]]()
     seen = set[tuple[str, str]]()
     for task, kind in alike.items():
-        # At the debugger's prompt the clock of each rank is asked for.
+        # At the debugger's prompt, the user wants to see each rank's clock.
         own_row = task.rank in first or counts[kind] <= SHOWN_ALIKE or kind not in seen or below is not None
         if own_row and len(rows) < SHOWN:
             rows.append((task.name, f"{task.clock:.6g} s", *found[task]))
@@ -155,13 +157,13 @@ def standing(tasks: Sequence[Task], first: Collection[int] = (), below: FrameTyp
     lines = [f"\n  {left[kind]:,} more in {kind[0]} at {kind[1]}" for kind in [*left][:SHOWN_LINES]]
     rest = left.total() - sum(left[kind] for kind in [*left][:SHOWN_LINES])
     lines += [f"\n  … and {rest:,} more"] if rest else []
-    # The clock of a rank that waits says since when; at the debugger's prompt, that of one that computes is ahead.
+    # A waiting rank's clock shows since when it waits; at the debugger's prompt, a computing rank's clock is ahead.
     since = "since" if below is None else "clock"
     return text_table(("rank", since, "call", "at"), rows, left=4, indent="  ") + "".join(lines)
 
 
 def doing(world: World) -> list[tuple[str, str]]:
-    """Return what each rank does: a word, and of one that waits the call and since when. From any thread."""
+    """Return each rank's activity: a word, and for a waiting rank the call and since when. Callable from any thread."""
     return [_doing(rank) for rank in world.ranks]
 
 
@@ -172,7 +174,7 @@ def _doing(rank: Rank) -> tuple[str, str]:
         return "finished", f"at {rank.ended_s:.6g} s"
     if not rank.tasks:
         return "starting", ""
-    # Taken once: the run goes on while this thread looks, and the wait may be over at the second look.
+    # Read once: the run continues while this thread reads, and the wait may be complete at a second read.
     task = rank.tasks[0]
     wait = task.wait
     if wait is None:
@@ -181,7 +183,7 @@ def _doing(rank: Rank) -> tuple[str, str]:
 
 
 def _dead_end(tasks: Sequence[Task], ended: Sequence[int]) -> str:
-    """Say which wait no rank can end, when the waits form no cycle."""
+    """Return which wait no rank can end, when the waits form no cycle."""
     for task in _waiting_for_ended(tasks, ended)[:1]:
         peers = _others(task)
         names = ", ".join(map(str, peers[:8]))
@@ -197,13 +199,13 @@ def _waiting_for_ended(tasks: Sequence[Task], ended: Sequence[int]) -> list[Task
 
 
 def _others(task: Task) -> list[int]:
-    """Return the ranks that could end a task's wait; its own only if there is no other."""
+    """Return the ranks that could end a task's wait; its own rank only if no other rank could."""
     peers = list(dict.fromkeys(task.wait.peers())) if task.wait is not None else []
     return [peer for peer in peers if peer != task.rank] or peers
 
 
 def cycle(tasks: Sequence[Task]) -> list[int]:
-    """Return ranks that wait for each other in a ring, or nothing. Waits for any of several count by their first."""
+    """Return ranks that wait for each other in a ring, or []. A wait for any of several ranks counts for the first."""
     waits = {task.rank: _others(task) for task in tasks if task.wait is not None}
     state: dict[int, int] = {}
     for start in sorted(waits):
@@ -224,27 +226,27 @@ def where(task: Task, below: FrameType | None = None) -> str:
 
 
 def is_installed(file: str) -> bool:
-    """Whether a file is spawnsim's or an installed package's."""
+    """Whether a file belongs to spawnsim or an installed package."""
     return file.startswith(PACKAGE) or any(folder in file for folder in INSTALLED)
 
 
-@cache  # each run asks about all loaded modules
+@cache  # each run checks all loaded modules
 def is_program(file: str) -> bool:
-    """Whether a file is a program's: not installed, not Python's, and not generated code (`<string>`)."""
+    """Whether a file belongs to a program: not installed, not Python's, and not generated code (`<string>`)."""
     return not file.startswith((*STANDARD, "<")) and not is_installed(file)
 
 
 def place(frame: FrameType | None) -> str:
-    """Return the line of the program, as file:line, that a frame comes from; empty if there is none.
+    """Return the line of the program, as file:line, from which a frame comes, or "".
 
-    That is the innermost one which belongs neither to spawnsim nor to a library. If a library has made the call, its
-    line follows in brackets.
+    It is the innermost line that belongs neither to spawnsim nor to a library. If a library has made the call, the
+    library's line follows in brackets.
     """
     return line([(each.f_code.co_filename, number) for each, number in walk_stack(frame)])
 
 
 def line(stack: Sequence[tuple[str, int]]) -> str:
-    """Return the same of a stack of files and line numbers, innermost first."""
+    """Return the line of the program for a stack of files and line numbers, innermost first; see `place`."""
     foreign = [each for each in stack if not each[0].startswith((PACKAGE, "<"))]  # "<string>": generated
     own = next((each for each in foreign if is_program(each[0])), None)
     named = [f"{file.rpartition('/')[2]}:{number}" for file, number in ([own] if own else []) + foreign[:1]]
@@ -256,13 +258,13 @@ def _call(task: Task, below: FrameType | None) -> str:
 
 
 def _frames(task: Task, below: FrameType | None = None) -> tuple[FrameType | None, str]:
-    """Return a task's innermost frame that is not spawnsim's own, and the name of the function that it calls."""
-    # A task has no frame while it runs: then it asks itself.
+    """Return a task's innermost frame outside spawnsim, and the name of the function that it calls."""
+    # A task has no stored frame while it runs: then this function reads the current frame.
     return outside(task.carrier.gr_frame or below or sys._getframe())
 
 
 def outside(frame: FrameType | None) -> tuple[FrameType | None, str]:
-    """Return the innermost frame from this one on that is not spawnsim's own, and the function that it calls."""
+    """Return the innermost frame outside spawnsim from this one on, and the name of the function that it calls."""
     call = ""
     while frame is not None and frame.f_code.co_filename.startswith(PACKAGE):
         call = _name(frame.f_code) if frame.f_code.co_name != WRAPPER else call
@@ -271,28 +273,29 @@ def outside(frame: FrameType | None) -> tuple[FrameType | None, str]:
 
 
 def _name(code: CodeType) -> str:
-    """Return the name of a function; of one that an operator calls, the class: "compute" for `with comm.compute()`."""
+    """Return a function's name; for a special method, the class: "compute" for `with comm.compute()`."""
     owner, _, name = code.co_qualname.rpartition(".")
     return owner.rpartition(".")[2].lower() if name.startswith("__") and owner else name
 
 
 def calling(frame: FrameType | None) -> str:
-    """Return the name of the virtual MPI's call that the caller's rank makes; "" where an event happens by itself."""
+    """Return the name of the virtual MPI call that the caller's rank makes; "" for an event outside any call."""
     name = ""
     while frame is not None:
         if frame.f_code.co_filename.startswith(SIMULATOR):
             name = _name(frame.f_code) if frame.f_code.co_name != WRAPPER else name
         elif name:
-            break  # the outermost one: who called it is no part of the simulator
+            break  # the outermost call: its caller is not part of the simulator
         frame = frame.f_back
     return name if name[:1].isalpha() and name not in ("run", "simulate", "run_program") else ""
 
 
-# Whether a loop of polls will end cannot be known of a program in general, so each limit is one that a program which
-# ends by itself will hardly reach. A million polls in a row are a few seconds of real time; in their second half each
+# In general it is undecidable whether a loop of polls will end, so the limits are such that a program which ends by
+# itself will hardly reach them. A million polls in a row take a few seconds of real time; in their second half each
 # task that does not wait must have polled, or it may still do something else. A program that reads its clock between
-# polls may wait for a time: it is given a day of virtual time, or a hundred times as many polls, which takes minutes.
-# The first rule counted polls whatever was due, and took 63 ranks that polled while one worked for 10 s for a livelock.
+# polls may wait for a time: its limit is a day of virtual time, or a hundred times as many polls, which takes minutes.
+# The first rule counted polls regardless of due events, and reported a livelock for 63 ranks that polled while one
+# worked for 10 s.
 LIVELOCK_POLLS = 1_000_000
 POLLS_EACH = 10_000
 TIMED_FACTOR = 100
@@ -303,21 +306,21 @@ class LivelockWatchdog:
     """Ends the run of a kernel that is in a livelock.
 
     Args:
-        kernel: whose polls are counted.
-        under_way: says whether any message is on its way.
-        report: makes the error of a number of polls in a row, and the virtual time when they began.
+        kernel: The kernel whose polls are counted.
+        under_way: Returns whether any message is on its way.
+        report: Creates the error from the number of polls in a row and the virtual time of the first.
     """
 
     def __init__(
         self, kernel: Kernel, under_way: Callable[[], bool], report: Callable[[int, float], SpawnsimError]
     ) -> None:
         self._kernel, self._under_way, self._report = kernel, under_way, report
-        self._began_s, self._polls = 0.0, 0  # of what goes on since something last happened
-        self._before: dict[Task, int] = {}  # polls of each task when it was last looked at
+        self._began_s, self._polls = 0.0, 0  # begin and earlier polls of the present run of polls
+        self._before: dict[Task, int] = {}  # polls of each task at the last mark
         kernel.fruitless = self.fruitless
 
     def fruitless(self) -> None:
-        """Count a poll of the running task that found nothing; look at the whole run now and then."""
+        """Count a fruitless poll of the running task; check the whole run from time to time."""
         kernel = self._kernel
         kernel.current.polls += 1
         kernel.idle += 1
@@ -329,7 +332,7 @@ class LivelockWatchdog:
             self._judge()
 
     def _mark(self) -> None:
-        """Begin to observe who polls."""
+        """Begin to observe which tasks poll."""
         kernel = self._kernel
         self._polls, kernel.idle = self._polls + LIVELOCK_POLLS // 2, LIVELOCK_POLLS // 2
         self._before = {task: task.polls for task in kernel.tasks}
@@ -337,7 +340,7 @@ class LivelockWatchdog:
             task.timed = False
 
     def _judge(self) -> None:
-        """End the run if it is in a livelock; else begin anew."""
+        """End the run if it is in a livelock; otherwise begin anew."""
         kernel = self._kernel
         running = [task for task in kernel.tasks if task.alive and not task.parked and task.clock < math.inf]
         endless = (
@@ -360,7 +363,7 @@ class LivelockWatchdog:
         )
 
     def _matters(self, event: ScheduledCall) -> bool:
-        """Whether an event could change what polls find. A task's return does not: its polls are looked at."""
+        """Whether an event could change the result of polls. A task's return cannot: the task's polls are counted."""
         action = event.action
         if not isinstance(action, partial):
             return action is not None

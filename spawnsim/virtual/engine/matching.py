@@ -1,22 +1,21 @@
 """MPI's matching of messages and receives, in virtual time.
 
-A message can be matched from the time on at which its envelope is at the receiver, and messages of one sender
-arrive in the order sent. So a receive from a *named* source takes that source's messages in the order sent,
-whatever the clocks say, and can be paired with a message as soon as the message is sent, without an event. Two
-things need care:
+A message can be matched as soon as its envelope is at the receiver, and messages of one sender arrive in the order
+sent. So a receive from a *named* source takes that source's messages in the order sent, regardless of the clocks, and
+can be paired with a message as soon as the message is sent, without an event. Two cases need care:
 
 * Such a pair lies in the *future* until the envelope has arrived. A receive that is withdrawn before (by `Cancel`, or
-  by a deadline) has not matched: its message is free for the next receive, whose own message is free in turn, and so
-  on. So the pairs of a source whose time has not come are undone and made again (`_rematch`).
-* A sender that waits for the match (rendezvous, synchronous) hears of it at that time and not before, by an event;
-  unless the receive is sure to stay posted that long, as a blocking receive without faults is.
+  by a deadline) is unmatched: its message is free for the next receive, whose own message becomes free in turn, and so
+  on. So all pairs of a source that lie in the future are undone and made again (`_rematch`).
+* A sender that waits for the match (rendezvous, synchronous) is notified at that time and not before, by an event,
+  unless the receive is certain to stay posted that long. A blocking receive without faults is certain to stay.
 
-A *wildcard* takes the earliest arrival among all sources, so from the first one on the mailbox is *timed*: messages
-are matched by events, in the order in which their envelopes arrive, against receives in the order posted. Once a
-mailbox has seen a wildcard it stays timed: a rank that takes from any source once does so again.
+A *wildcard* takes the earliest arrival among all sources, so the first wildcard makes the mailbox *timed*: messages are
+matched by events, in the order in which their envelopes arrive, against receives in the order posted. A timed mailbox
+stays timed: a rank that uses a wildcard once uses it again.
 
-Ties: an envelope that arrives at the very time of a look, a cancel or a deadline has arrived. Envelopes that arrive
-together count in the order of their senders' ranks.
+Ties: an envelope that arrives at the very time of a poll, a cancel or a deadline has arrived. Envelopes that arrive
+together are ordered by their senders' ranks.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ from spawnsim.virtual.engine.completion import Completion, Message, Receive, Rec
 from spawnsim.virtual.engine.event_queue import ARRIVING
 from spawnsim.virtual.engine.kernel import Kernel
 
-KEPT = 16  # pairs remembered per source before those whose time has come, or that were collected, are dropped
+KEPT = 16  # pairs kept per source before pairs that have met, or whose receive was collected, are dropped
 _number = attrgetter("number")
 
 
@@ -43,29 +42,30 @@ class Mailbox:
     def __init__(self, kernel: Kernel, rank: int, nic: ReceivingNic | None = None) -> None:
         self.kernel, self.rank, self.nic = kernel, rank, nic
         self.unexpected: dict[int, deque[Message]] = {}  # by source, in the order sent
-        # By source, in the order posted; ANY_SOURCE: the wildcards. Where both fit a message, MPI has the one posted
-        # first: receives are numbered, and the heads of the two queues compared.
+        # By source, in the order posted; ANY_SOURCE: the wildcards. If both match a message, MPI chooses the one posted
+        # first: receives are numbered, and the heads of the two queues are compared.
         self.posted: dict[int, deque[Receive]] = {}
-        self.lanes: dict[int, Any] = {}  # by source: what `contention` keeps of messages under way
+        self.lanes: dict[int, Any] = {}  # by source: state of `contention` for messages in flight
         self.watchers: list[Completion] = []  # blocked probes: to be woken by any delivery
         self._numbers = 0
         self._open = 0  # receives posted and not paired
-        self._latest: dict[int, float] = {}  # by source: its last envelope, which the next may not overtake
-        # By source: paired with messages that may still be on their way.
+        self._latest: dict[int, float] = {}  # by source: its last envelope, not to be overtaken
+        # By source: receives paired with messages that may still be on their way.
         self._early: dict[int, list[Receive]] = {}
         self._flying: list[tuple[float, int, int, Message]] | None = None  # a heap; not None: timed
-        # While timed: unexpected, in order of arrival; some were taken.
+        # While timed: unexpected messages in order of arrival; some have been taken.
         self._arrived: deque[Message] = deque()
         self._alarm_s = math.inf
 
     # -- the two sides -------------------------------------------------------------------------------------
 
     def deliver(self, message: Message) -> None:
-        """Take in a message that was just sent; its envelope arrives now or later."""
+        """Accept a message that was just sent; its envelope arrives now or later."""
         self._numbers = message.number = self._numbers + 1
         source, envelope_s = message.source, message.envelope_s
-        # MPI's messages of one sender are non-overtaking (MPI 4.1, 3.5). A delay by a fault, or rounding, may put this
-        # one before the last: then it is held back to it. All that follows relies on envelopes in the order sent.
+        # MPI's messages of one sender are non-overtaking (MPI 4.1, 3.5). A fault's delay, or rounding, may put this
+        # message before the previous one: then it is delayed to that one's time. The rest relies on envelopes in the
+        # order sent.
         latest = self._latest
         if source in latest and envelope_s < latest[source]:
             message.hold_back(latest[source])
@@ -83,12 +83,12 @@ class Mailbox:
             self._wake_watchers()
 
     def post(self, receive: Receive) -> None:
-        """Match a receive or queue it. A wildcard's caller has observed: the clock stands at `posted_s`."""
+        """Match a receive or queue it. A wildcard's caller has observed: the clock is at `posted_s`."""
         self._numbers = receive.number = self._numbers + 1
         receive.nic = self.nic
         source, tag = receive.source, receive.tag
         queue = self.unexpected.get(source)
-        if queue and self._flying is None and tag in (queue[0].tag, ANY_TAG):  # the short way of most
+        if queue and self._flying is None and tag in (queue[0].tag, ANY_TAG):  # the usual case
             message = queue.popleft()
             message.queued = False
         else:
@@ -101,7 +101,7 @@ class Mailbox:
         self._pair(receive, message)
 
     def _await(self, receive: Receive) -> None:
-        """Queue a receive whose message has not been sent yet."""
+        """Queue a receive that has no message yet."""
         queue = self.posted.get(receive.source)
         if queue is None:
             queue = self.posted[receive.source] = deque()
@@ -109,7 +109,7 @@ class Mailbox:
         self._open += 1
 
     def withdraw(self, receive: Receive, now_s: float) -> bool:
-        """Take back a receive at a time of its rank's clock; False if it has matched by then."""
+        """Withdraw a receive at a time of its rank's clock; False if it has matched by then."""
         if receive.message is None:
             self._unpost(receive)
         elif receive.matched_s > now_s:
@@ -119,19 +119,19 @@ class Mailbox:
         return True
 
     def give_up(self, receive: Receive, now_s: float) -> None:
-        """Withdraw a receive in any case: the message that it has matched becomes unexpected again."""
+        """Withdraw a receive unconditionally: the message that it has matched becomes unexpected again."""
         if not self.withdraw(receive, now_s):
             message = receive.release()
             if not self._open or not self._hand_over(message):
                 self._put_back(message)
 
-    # -- looking -------------------------------------------------------------------------------------------
+    # -- lookups -------------------------------------------------------------------------------------------
 
     def ready(self, source: int, tag: int) -> Message | None:
-        """Return the eager message at the head of a named source's queue, if a receive would take that one now.
+        """Return the eager message at the head of a named source's queue, if a receive would take it now.
 
-        The short way of most receives: no `Receive` need be made. Nothing is ready for a wildcard. The receiver
-        (`mpi.context.Member._take_now`) takes the message off the queue itself: the rule of matching ends here.
+        The usual case of a receive, which then needs no `Receive`. Nothing is ready for a wildcard. The receiver
+        (`mpi.context.Member._take_now`) removes the message from the queue itself: the rule of matching ends here.
         """
         queue = self.unexpected.get(source)
         if queue and self._flying is None:
@@ -141,9 +141,9 @@ class Mailbox:
         return None
 
     def find(self, source: int, tag: int) -> Message | None:
-        """Return the queued message that a receive or probe would get now: of a wildcard's, the first to arrive.
+        """Return the queued message that a receive or probe would get now; for a wildcard, the first to arrive.
 
-        Not timed, a named source's message counts although it may still be on its way.
+        Unless the mailbox is timed, a named source's message counts even if it is still on its way.
         """
         if source == ANY_SOURCE:
             self._become_timed()
@@ -153,23 +153,25 @@ class Mailbox:
         return _first(self.unexpected.get(source, ()), tag)
 
     def is_settled(self, source: int, time_s: float) -> bool:
-        """Return whether what has come from a source by a time is known now, if nothing more is sent until then.
+        """Return whether all arrivals from a source by a time are known now, provided that no later send arrives by
+        then.
 
-        It is if no event is to match it: a named source's messages are queued, or matched, when they are sent.
+        They are unless an event must still match one: a named source's messages are queued or matched when they are
+        sent.
         """
         if self._flying is None:
             return source != ANY_SOURCE
         return not (self._flying and self._flying[0][0] <= time_s)
 
     def earliest(self, source: int, tag: int) -> float | None:
-        """Return when the first message that fits and is on its way becomes visible, or None."""
+        """Return when the first matching message on its way becomes visible, or None."""
         wanted = Receive(self.kernel, source, tag, 0.0)
         flying = [entry[0] for entry in self._flying or () if wanted.accepts(entry[3])]
         queued = _first(self.unexpected.get(source, ()), tag)
         return min(flying if queued is None else [*flying, queued.envelope_s], default=None)
 
     def remove(self, message: Message) -> None:
-        """Take a queued message out."""
+        """Remove a queued message."""
         queue = self.unexpected[message.source]
         message.queued = False
         if queue[0] is message:
@@ -180,7 +182,7 @@ class Mailbox:
     # -- pairs ---------------------------------------------------------------------------------------------
 
     def _admit(self, message: Message) -> None:
-        """Let a message, the last of its source, be matched: by an event if timed, else at once."""
+        """Let a message, the last of its source, be matched: by an event if timed, otherwise at once."""
         if self._flying is not None:
             heappush(self._flying, (*self._order(message), message))
             self._set_alarm()
@@ -188,7 +190,7 @@ class Mailbox:
             self._queue(message)
 
     def _hand_over(self, message: Message) -> bool:
-        """Give a message to the first receive posted that takes it."""
+        """Give a message to the first posted receive that accepts it."""
         first: Receive | None = None
         for source in (message.source, ANY_SOURCE):
             for receive in self.posted.get(source, ()):
@@ -203,17 +205,18 @@ class Mailbox:
         return True
 
     def _pair(self, receive: Receive, message: Message) -> None:
-        """Pair a receive with a message; tell a waiting sender when the two meet."""
+        """Pair a receive with a message; notify a waiting sender when the two meet."""
         receive.take(message)
-        # A pair whose envelope has not arrived is provisional: a receive that may be withdrawn before is remembered, so
-        # that `_rematch` finds it. A blocking receive without faults cannot be (`stays_s`), so rings and halo exchanges
-        # remember nothing.
+        # A pair is provisional until its envelope has arrived: a receive that may be withdrawn before is remembered, so
+        # that `_rematch` finds it. A blocking receive without faults cannot be withdrawn (`stays_s`), so rings and halo
+        # exchanges remember nothing.
         envelope_s, met = message.envelope_s, True
         if envelope_s > receive.stays_s and self._flying is None:
             early = self._early.get(message.source)
             if early is None:
                 early = self._early[message.source] = []
-            # Those that were collected since go first. All are looked through at powers of two: a constant cost each.
+            # Drop collected receives from the end. A full scan happens only at powers of two: a constant cost per
+            # receive.
             while early and early[-1].message is None:
                 early.pop()
             if len(early) >= KEPT and not len(early) & (len(early) - 1):
@@ -231,10 +234,10 @@ class Mailbox:
         self._open -= 1
 
     def _rematch(self, gone: Receive, now_s: float) -> None:
-        """Make the pairs of a source anew that lie in the future at `now_s`, without a receive that is withdrawn."""
-        # As if the receive had never been posted: its message goes to the next receive that fits, whose own message
-        # goes to the one after it. To shift pairs one by one would have to mind tags at each step; to undo all that lie
-        # in the future, and admit their messages in the order sent, is the same by construction.
+        """Redo the pairs of a source that lie in the future at `now_s`, without a withdrawn receive."""
+        # As if the receive had never been posted: its message goes to the next receive that matches, whose own message
+        # goes to the one after it. Shifting pairs one by one would have to check tags at each step. Undoing all pairs
+        # in the future and admitting their messages in the order sent has the same result by construction.
         assert gone.message is not None
         source = gone.message.source
         pairs = [each for each in self._early.pop(source) if each.message and each.matched_s > now_s]
@@ -256,10 +259,10 @@ class Mailbox:
         self.posted[receive.source] = deque(sorted(queue, key=_number))
         self._open += 1
 
-    # -- the unexpected --------------------------------------------------------------------------------------
+    # -- unexpected messages ---------------------------------------------------------------------------------
 
     def _queue(self, message: Message) -> None:
-        """Add a message, the last of its source, to the unexpected."""
+        """Add a message, the last of its source, to the unexpected messages."""
         message.queued = True
         queue = self.unexpected.get(message.source)
         if queue is None:
@@ -267,7 +270,7 @@ class Mailbox:
         queue.append(message)
 
     def _put_back(self, message: Message) -> None:
-        """Add a message that was not received after all to the unexpected, where it was."""
+        """Return a message that was not received after all to its place among the unexpected messages."""
         self._queue(message)
         self.unexpected[message.source] = deque(sorted(self.unexpected[message.source], key=_number))
         if self._flying is not None:
@@ -284,9 +287,9 @@ class Mailbox:
     # -- timed -----------------------------------------------------------------------------------------------
 
     def _become_timed(self) -> None:
-        """Sort what is queued into arrived and flying; from now on envelopes arrive by events."""
-        # For good: a mailbox that went back to matching without events after each wildcard made half a million alarms
-        # for 1,000 messages to one coordinator, because each wildcard sorted all that was on its way again.
+        """Split the queued messages into arrived and flying ones; from now on envelopes arrive by events."""
+        # Permanently: a mailbox that returned to matching without events after each wildcard made half a million alarms
+        # for 1,000 messages to one coordinator, because each wildcard sorted all flying messages again.
         if self._flying is not None:
             self._catch_up()
             return
@@ -301,7 +304,7 @@ class Mailbox:
         self._set_alarm()
 
     def _set_alarm(self) -> None:
-        """See that an event stands at the arrival of the next envelope."""
+        """Ensure that an event exists for the arrival of the next envelope."""
         if self._flying and self._flying[0][0] < self._alarm_s:
             self._alarm_s = alarm_s = self._flying[0][0]
             self.kernel.env.at(alarm_s, ARRIVING, lambda: self._ring(alarm_s))
@@ -313,26 +316,27 @@ class Mailbox:
             self._set_alarm()
 
     def _catch_up(self) -> None:
-        """Match what has arrived by now, in the order of arrival."""
+        """Match the messages that have arrived by now, in the order of arrival."""
         while self._flying and self._flying[0][0] <= self.kernel.env.now:
             message = heappop(self._flying)[3]
             if not self._hand_over(message):
                 self._queue(message)
                 arrived = self._arrived
                 arrived.append(message)
-                # Without latency a message of a lower rank may be sent at this very time, after a higher one's came.
+                # Without latency, a lower rank may send a message at this very time, after the arrival of a higher
+                # rank's.
                 if len(arrived) > 1 and self._order(arrived[-2]) > self._order(message):
                     self._arrived = deque(sorted(arrived, key=self._order))
 
     def _trimmed(self) -> deque[Message]:
-        """Return what has arrived, without those at its head that were taken."""
+        """Return the arrived messages, without the taken ones at the head."""
         arrived = self._arrived
         while arrived and not arrived[0].queued:
             arrived.popleft()
         return arrived
 
     def _order(self, message: Message) -> tuple[float, int, int]:
-        """Return what messages are sorted by: arrival, and at one time the places of their senders."""
+        """Return the sorting key of messages: arrival, then at one time the places of their senders."""
         place, envelope_s = self.kernel.env.place, message.envelope_s
         source = message.source if place is None else place(message.source, envelope_s)
         return envelope_s, source, message.number
@@ -346,7 +350,7 @@ def _first(queue: Iterable[Message], tag: int) -> Message | None:
 
 
 def undelivered(mailbox: Mailbox) -> Iterator[Message]:
-    """Yield the messages that no receive has matched."""
+    """Yield the unmatched messages."""
     for queue in mailbox.unexpected.values():
         yield from (message for message in queue if message.queued)
     yield from (entry[3] for entry in mailbox._flying or ())
