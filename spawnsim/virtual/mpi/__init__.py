@@ -1,4 +1,4 @@
-"""What a virtual rank calls: the communicators, requests and windows of a simulated MPI, under mpi4py's names.
+"""The calls of a virtual rank: communicators, requests and windows of a simulated MPI, under mpi4py's names.
 
-`module.MPI` is what a program gets that imports `mpi4py.MPI` on virtual ranks.
+A program on virtual ranks that imports `mpi4py.MPI` gets `module.MPI`.
 """

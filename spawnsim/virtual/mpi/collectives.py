@@ -1,8 +1,9 @@
-"""Collectives under mpi4py's names: of buffers (blocking, non-blocking and persistent) and of objects.
+"""Collectives under mpi4py's names, on buffers (blocking, non-blocking and persistent) and on objects.
 
-A collective of buffers is described once, as a `Call`: the rank's contribution, its outcome, and the arguments that all
-ranks must agree on. Snapshots are numpy arrays; reductions keep the orders of `comm.ops`, so that bits repeat.
-`IN_PLACE` means, as in mpi4py, that the data lie in the other buffer. Each rank gets its own copies of pickled objects.
+A collective on buffers is described once, as a `Call`: the rank's contribution, its outcome, and the arguments on which
+all ranks must agree. Snapshots are numpy arrays; reductions keep the orders of `comm.ops`, so that results are
+reproducible bit for bit. As in mpi4py, `IN_PLACE` means that the data are in the other buffer. Each rank gets its own
+copies of pickled objects.
 """
 
 from __future__ import annotations
@@ -30,17 +31,17 @@ Outcome = Callable[[Any], object]
 
 
 def agreed_op(op: Op) -> tuple[str, ...]:
-    """Return what all ranks of a reduction must have in common."""
+    """Return the arguments on which all ranks of a reduction must agree."""
     return (getattr(op, "name", "") or "user-defined",)
 
 
 def folded(op: Op) -> Callable[[bytes, bytes], bytes]:
-    """Return `combine` for pickles."""
+    """Return `combine` for pickled objects."""
     return lambda a, b: dumps(op(loads(a), loads(b)))
 
 
 class _Collective:
-    """A description of a collective, which gives its class the three calls of that name; see `collective`."""
+    """A description of a collective, which adds three calls to its class; see `collective`."""
 
     def __init__(self, describe: Callable[..., Call]) -> None:
         self._describe = describe
@@ -58,10 +59,10 @@ class _Collective:
             return self._start(describe(self, *args, **kwargs))  # type: ignore[no-any-return]
 
         def prepare(self: Any, *args: Any, **kwargs: Any) -> Prequest:
-            # A persistent call binds its arguments once (MPI 4.1, 6.13), and begins afresh at each Start.
+            # A persistent call binds its arguments once (MPI 4.1, 6.13), and begins anew at each Start.
             bound = with_info.bind(self, *args, **kwargs)
             bound.arguments.pop("info", None)
-            if "root" in bound.arguments:  # anything but a number is refused now, and not at the first Start
+            if "root" in bound.arguments:  # an invalid root is refused now instead of at the first Start
                 bound.arguments["root"] = integer(bound.arguments["root"])
             return Prequest.prepare(lambda: getattr(self, started)(*bound.args[1:], **bound.kwargs))
 
@@ -77,36 +78,36 @@ def _add(owner: type, name: str, call: Any, documented: tuple[Signature, str | N
 
 
 def collective(describe: Callable[..., Call]) -> Any:
-    """Make three calls of one description: of `Bcast` also `Ibcast` and `Bcast_init`.
+    """Create three calls from one description: from `Bcast` also `Ibcast` and `Bcast_init`.
 
-    MPI defines the non-blocking and the persistent form by the blocking one (MPI 4.1, 6.12 and 6.13): the same
-    arguments, the same matching among the ranks, the same result, and a request that says when. So they are not
-    written down again. Use it as a decorator in the class that is to have the calls.
+    MPI defines the non-blocking and the persistent forms through the blocking one (MPI 4.1, 6.12 and 6.13): the same
+    arguments, the same matching among the ranks, the same result, and in addition a request. So they are not written
+    separately. Use it as a decorator in the class that gets the calls.
 
     Args:
-        describe: takes the arguments of the blocking call, and returns its `Call`.
+        describe: Takes the arguments of the blocking call, and returns its `Call`.
 
     Returns:
-        What the class replaces by the blocking call when it is made.
+        A descriptor, which the class replaces with the blocking call.
     """
     return _Collective(describe)
 
 
 def _in_place(spec: Any) -> bool:
-    """Return whether a rank's data lie in its other buffer; mpi4py takes None for the same."""
-    # As `is_in_place`, without the call.
+    """Return whether a rank's data are in its other buffer; as in mpi4py, None means the same."""
+    # Inlines `is_in_place`.
     return spec is None or spec is IN_PLACE or type(spec).__name__ == "InPlaceType"
 
 
 def _fill(spec: Any, **how: Any) -> Outcome:
-    """Return what unpacks a list of blocks into a buffer specification; None leaves it alone."""
+    """Return a function that unpacks a list of blocks into a buffer specification; it ignores None."""
     target = as_buffer(spec, writable=True, **how)
 
     def unpack(blocks: Sequence[Any] | None) -> None:
         if blocks is None or _fill_row(target, blocks):
             return
         for block, data in zip(target, blocks, strict=True):
-            # A missing block is the root's own, which IN_PLACE left where it was.
+            # A missing block is the root's own, which IN_PLACE left in position.
             if data is not None:
                 block.unpack(data)
 
@@ -114,8 +115,10 @@ def _fill(spec: Any, **how: Any) -> Outcome:
 
 
 def _fill_row(target: Buffer | Vector, blocks: Sequence[Any]) -> bool:
-    """Copy blocks to memory in which they lie one behind the other; False if they do not, or do not fit exactly."""
-    # One call for all: a thousand ranks that get a block of each other have a million blocks.
+    """Copy blocks to contiguous memory; return False if the target is not contiguous, or the blocks do not fit
+    exactly.
+    """
+    # One copy for all blocks: a thousand ranks that each get a block from every rank have a million blocks.
     row = target.row()
     if row is None or any(type(data) is not np.ndarray or data.dtype is not row.dtype for data in blocks):
         return False
@@ -135,15 +138,17 @@ def _taken_apart(spec: Any, size: int, **how: Any) -> list[Any]:
 
 
 def _joined(parts: list[Any]) -> Any:
-    """Return all contributions in a row: made once, for a thousand ranks would otherwise unpack a million blocks."""
-    # Equal bytes may come under several dtypes (an int32 and its unsigned twin); numpy would convert them to a
-    # common one and change the bytes.
+    """Return all contributions in a row: made once, because otherwise a thousand ranks would unpack a million
+    blocks.
+    """
+    # Equal bytes may have several dtypes (an int32 and its unsigned twin); numpy would convert them to a common dtype
+    # and change the bytes.
     same = all(part.dtype == parts[0].dtype for part in parts)
     return np.concatenate(parts if same else [as_bytes(part) for part in parts])
 
 
 def _all_parts(instance: CollectiveInstance, rank: int) -> list[Any]:
-    # One list for all ranks: each would make one as long as there are ranks.
+    # One list for all ranks: otherwise each rank would create a list with an entry per rank.
     found: list[Any] = instance.shared(instance.parts)
     return found
 
@@ -151,17 +156,17 @@ def _all_parts(instance: CollectiveInstance, rank: int) -> list[Any]:
 def _reducing(
     name: str, buffers: tuple[Any, Any], op: Op, *, for_all: bool = False, blocks: int = 1
 ) -> tuple[Call, Buffer]:
-    """Return the call of a reduction of (send buffer, receive buffer), still without outcome, and the send buffer.
+    """Return the call of a reduction of (send buffer, receive buffer), without outcome so far, and the send buffer.
 
-    `for_all` says that every rank gets the combination, so that no rank leaves before all have come. The send buffer
-    has `blocks` blocks.
+    With `for_all`, every rank gets the combination, so no rank leaves before all have arrived. The send buffer has
+    `blocks` blocks.
     """
     sendbuf, recvbuf = buffers
     own = as_buffer(recvbuf if _in_place(sendbuf) else sendbuf, blocks=blocks)
     op.check(own.datatype)
     call = Call(name, name.lower(), None, own.nbytes)
-    # What all ranks must agree on is kept apart from the data, so that the error of a mismatch has both values, instead
-    # of as a wrong sum.
+    # The arguments on which all ranks must agree are separate from the data, so that a mismatch raises an error with
+    # both values instead of returning a wrong sum.
     call.agree = (op.name or "user-defined", own.count * own.blocks, own.type_name)
     if for_all:
         call.op, call.datatype = op, own.datatype
@@ -178,13 +183,13 @@ def _receiving(name: str, own: Buffer, recvbuf: Any) -> Outcome:
 
 
 def agree(call: str, sent: Buffer, target: Buffer) -> None:
-    """Refuse buffers of one call that differ in count or type. Two names of one numpy type are the same type."""
+    """Raise an error if buffers of one call differ in count or type. Two names of one numpy type are the same type."""
     if sent.count != target.count:
         raise ArgumentError(ERR_COUNT, f"{call}: {sent.count} elements into a buffer of {target.count}")
     ours, theirs = sent.datatype, target.datatype
     if ours is theirs:
         return
-    # MPI matches type signatures: MPI.INT and MPI.INT32_T are one type to numpy, and a reduction may mix their names.
+    # MPI matches type signatures: MPI.INT and MPI.INT32_T are one type to numpy, and a reduction may mix the two names.
     plain = ours.is_predefined and theirs.is_predefined and ours.dtype is not None
     if ours != theirs and not (plain and ours.dtype == theirs.dtype):
         names = ours.Get_name() or "a derived type", theirs.Get_name() or "a derived type"
@@ -194,17 +199,17 @@ def agree(call: str, sent: Buffer, target: Buffer) -> None:
 def _lent(own: Buffer) -> tuple[Any, bool]:
     """Return a contribution, and whether it is the program's memory itself.
 
-    Where every rank waits for every other one, the result is made before any of them returns, so no copy is needed. It
-    would be one wherever a rank returns first: from a rooted collective, a scan, and every call that only starts.
+    If every rank waits for every other rank, the result is computed before any of them returns, so no copy is needed. A
+    copy is needed wherever a rank may return earlier: in a rooted collective, a scan, and every non-blocking call.
     """
-    # Derived types have gaps, which must not travel, so only plain arrays are lent.
+    # Derived types have gaps, which must not be sent, so only plain arrays are lent.
     if own.datatype.dtype is not None and own.datatype.is_predefined:
         return own.array, True
     return own.pack(), False
 
 
 def _scattering(call: Call, ends: tuple[int, int], own: Buffer, recvbuf: Any) -> Call:
-    # Of derived types the combination is bytes, of predefined ones it is elements.
+    # The combination is bytes for derived types, and elements for predefined types.
     step = len(call.part) // max(own.count * own.blocks, 1)
     call.outcome = lambda instance, rank: instance.combined(rank)[ends[0] * step : ends[1] * step]
     call.collect = as_buffer(recvbuf, writable=True).unpack
@@ -212,7 +217,7 @@ def _scattering(call: Call, ends: tuple[int, int], own: Buffer, recvbuf: Any) ->
 
 
 class Collectives(Member):
-    """Collectives of buffers and of objects."""
+    """Collectives on buffers and on objects."""
 
     __slots__ = ()
 
@@ -222,7 +227,7 @@ class Collectives(Member):
         return root
 
     def _take(self, call: Call, outcome: Any) -> None:
-        """Put the outcome where it belongs; what does not fit is named."""
+        """Deliver the outcome; a truncation error names the call."""
         try:
             call.collect(outcome)
         except Truncated as error:
@@ -232,7 +237,7 @@ class Collectives(Member):
             raise PhantomError(f"rank {self._me} in {call.describe()} on {self._label}: {error}") from None
 
     def _start(self, call: Call) -> Request:
-        # The program continues: it may write to its buffer once the result is there, before others come.
+        # The program continues: it may write to its buffer once its result is there, before other ranks arrive.
         if call.lent:
             call.part, call.lent = call.part.copy(), False
         departure = self._join(call)
@@ -242,7 +247,7 @@ class Collectives(Member):
 
         return request_for(self._world, departure, departure, deliver)
 
-    # -- of buffers --------------------------------------------------------------------------------------------
+    # -- on buffers --------------------------------------------------------------------------------------------
 
     @collective
     def Barrier(self) -> Call:
@@ -253,11 +258,11 @@ class Collectives(Member):
         """Send the root's buffer to all ranks."""
         own, root = as_buffer(buf), self._root(root)
         here = self._me == root
-        # The root's part itself, not a copy per rank: receivers unpack it, and nobody writes to it.
+        # The root's part itself, not a copy per rank: receivers unpack it, and no rank writes to it.
         outcome = lambda instance, rank: instance.calls[root].part  # noqa: E731
         return Call(
             "Bcast", "bcast", own.pack() if here else None, own.nbytes, root, sizes="root", outcome=outcome,
-            # The root's buffer holds the data already; unpacking into it would cost a pass over memory.
+            # The root's buffer already holds the data; unpacking into it would cost a pass over memory.
             collect=drop if here else own.unpack,
         )  # fmt: skip
 
@@ -268,7 +273,8 @@ class Collectives(Member):
         collect = _fill(recvbuf, vector=vector, blocks=size) if me == root else drop
         nbytes = 0 if part is None else part.nbytes
         outcome = lambda instance, rank: instance.parts() if rank == root else None  # noqa: E731
-        # Of equal blocks the length is known from one, of others never before all have come: so is the algorithm.
+        # With equal blocks, one arrival determines the message size and so the algorithm; otherwise all must have
+        # arrived.
         how = ("gatherv", "each") if vector else ("gather", "all")
         return Call("Gather", how[0], part, nbytes, root, sizes=how[1], outcome=outcome, collect=collect)
 
@@ -284,7 +290,7 @@ class Collectives(Member):
         root = self._root(root)
         here = self._me == root
         part: list[Any] | None = None
-        nbytes: Any = 0  # the root alone knows how much the others get
+        nbytes: Any = 0  # only the root knows how much the other ranks get
         if here:
             part = _taken_apart(sendbuf, len(self._peers), vector=vector)
             nbytes = np.array([block.nbytes for block in part])
@@ -307,7 +313,7 @@ class Collectives(Member):
         size = len(self._peers)
         target = as_buffer(recvbuf, writable=True, blocks=size)
         part, lent = _lent(target.block(self._me) if _in_place(sendbuf) else as_buffer(sendbuf))
-        # Joined once for all ranks: each rank's own list of 1,000 blocks would make a million unpackings.
+        # Joined once for all ranks: separate lists of 1,000 blocks would cost a million unpackings.
         outcome = lambda instance, rank: instance.shared(lambda: _joined(instance.parts()))  # noqa: E731
         return Call(
             "Allgather", "allgather", part, part.nbytes, sizes="each", outcome=outcome, lent=lent,
@@ -327,7 +333,7 @@ class Collectives(Member):
 
     def _alltoall(self, sendbuf: Any, recvbuf: Any, **how: Any) -> Call:
         size = len(self._peers)
-        # In place, the data lie where others will be received, so it is packed (copied) before anything is written.
+        # In place, received data overwrite the sent data, so these are packed (copied) before anything is written.
         blocks = _taken_apart(recvbuf if _in_place(sendbuf) else sendbuf, size, **how)
         return Call(
             "Alltoall", "alltoall", blocks, np.array([block.nbytes for block in blocks]), sizes="matrix",
@@ -353,8 +359,8 @@ class Collectives(Member):
         root = self._root(root)
         call, own = _reducing("Reduce", (sendbuf, recvbuf), op)
         datatype = own.datatype
-        # Commutative: the tree is rooted at the root, as libraries do it. Otherwise it begins at rank 0, so that
-        # operands stay in rank order.
+        # Commutative: the tree begins at the root, as in MPI libraries. Otherwise it begins at rank 0, so that operands
+        # stay in rank order.
         first = root if op.Is_commutative() else 0
 
         def outcome(instance: CollectiveInstance, rank: int) -> Any:
@@ -373,7 +379,7 @@ class Collectives(Member):
     def Allreduce(self, sendbuf: Any, recvbuf: Any, op: Op = SUM) -> Call:
         """Combine all ranks' buffers at all ranks, in the order of recursive doubling, or of gloo's rings.
 
-        Recursive doubling gives bit for bit what both MPI wheels return.
+        Recursive doubling returns the same bits as both MPI wheels.
         """
         call, own = _reducing("Allreduce", (sendbuf, recvbuf), op, for_all=True)
         call.outcome, call.collect = CollectiveInstance.combined, _receiving("Allreduce", own, recvbuf)
@@ -381,10 +387,10 @@ class Collectives(Member):
 
     @collective
     def Reduce_scatter_block(self, sendbuf: Any, recvbuf: Any, op: Op = SUM) -> Call:
-        """Combine all ranks' buffers and hand out equal blocks."""
+        """Combine all ranks' buffers and distribute equal blocks."""
         size = len(self._peers)
         call, own = _reducing("Reduce_scatter", (sendbuf, recvbuf), op, for_all=True, blocks=size)
-        call.sizes = "blocks"  # and no list of them: each of a thousand ranks would make one
+        call.sizes = "blocks"  # not a list of blocks: each of a thousand ranks would create one
         ends = self._me * own.count, (self._me + 1) * own.count
         return _scattering(call, ends, own, recvbuf)
 
@@ -392,8 +398,8 @@ class Collectives(Member):
     def Reduce_scatter(
         self, sendbuf: Any, recvbuf: Any, recvcounts: Sequence[int] | None = None, op: Op = SUM
     ) -> Call:
-        """Combine all ranks' buffers and hand out blocks of `recvcounts` elements."""
-        if recvcounts is None:  # each rank tells how many it receives
+        """Combine all ranks' buffers and distribute blocks of `recvcounts` elements."""
+        if recvcounts is None:  # each rank contributes the number of elements that it receives
             count = as_buffer(recvbuf).count
             recvcounts = self._meet(Call("Reduce_scatter", "allgather", count, 8, outcome=_all_parts))
         lengths, me = np.array(each_integer(recvcounts), np.int64), self._me
@@ -403,8 +409,8 @@ class Collectives(Member):
                 ERR_COUNT,
                 f"recvcounts add up to {lengths.sum()}, but each rank contributes {own.count} elements",
             )
-        # The time counts what each rank receives. With the whole vector as size, every block was timed as if it were
-        # all of it.
+        # The time depends on the bytes that each rank receives. With the whole vector as size, every block took as long
+        # as the whole vector.
         call.nbytes, call.sizes = lengths * own.datatype.size, "same"
         return _scattering(call, (lengths[:me].sum(), lengths[: me + 1].sum()), own, recvbuf)
 
@@ -412,31 +418,31 @@ class Collectives(Member):
         name = "Scan" if inclusive else "Exscan"
         call, own = _reducing(name, (sendbuf, recvbuf), op)
         merge = ops.quiet(op.merging(own.datatype))
-        # Into fresh memory: prefixes are made from parts that other ranks still need.
+        # Into new memory: other ranks still need the parts.
         combine = lambda a, b: merge(a, b, np.empty_like(b))  # noqa: E731
 
         def outcome(instance: CollectiveInstance, rank: int) -> Any:
             last = rank if inclusive else rank - 1
-            # MPI: on rank 0 Exscan's result is undefined; mpi4py leaves the buffer, and so does this.
+            # MPI: on rank 0 Exscan's result is undefined; mpi4py leaves the buffer unchanged, and so does this code.
             if last < 0:
                 return None
-            if instance.here < len(instance.members):  # this rank leaves before the later ones arrive
-                # Parts of later ranks may not be there yet, so only the own prefix is made.
+            if instance.here < len(instance.members):  # this rank leaves before later ranks arrive
+                # Parts of later ranks may be missing, so only this rank's prefix is computed.
                 return ops.reduce_ordered(instance.parts()[: last + 1], combine)
-            # All have come: every prefix is made in one pass for all ranks. One pass each would be quadratic.
+            # All have arrived: one pass computes every prefix for all ranks. One pass per rank would be quadratic.
             return instance.shared(lambda: list(ops.scan_prefixes(instance.parts(), combine)))[last]
 
         unpack, call.outcome = _receiving(name, own, recvbuf), outcome
         call.collect = lambda data: None if data is None else unpack(data)
         return call
 
-    # -- of objects --------------------------------------------------------------------------------------------
+    # -- on objects --------------------------------------------------------------------------------------------
 
     def barrier(self) -> None:
         self._meet(Call("Barrier", "barrier"))
 
     def bcast(self, obj: Any, root: int = 0) -> Any:
-        """Return the root's object: a copy on every rank, the root included, as mpi4py does it."""
+        """Return the root's object: a copy on every rank including the root, as in mpi4py."""
         root = self._root(root)
         part = dumps(obj) if self._me == root else b""
         outcome = lambda m, rank: m.calls[root].part  # noqa: E731

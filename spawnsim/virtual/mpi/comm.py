@@ -1,7 +1,7 @@
-"""Calls that every communicator has about itself: naming, comparing, duplicating, splitting, aborting, freeing.
+"""The calls of every communicator about itself: naming, comparing, duplicating, splitting, aborting, freeing.
 
-New communicators are agreed upon in a collective of the old one, which makes one shared `Context`; every member then
-enters it.
+The members agree on a new communicator in a collective of the old one, which creates one shared `Context`; every member
+then enters it.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class Comm(PointToPoint, Collectives):
     _kind = "COMM"
 
     def __new__(cls, comm: Member | None = None) -> Self:
-        """Return a null communicator, or a copy of the handle of another."""
+        """Return a null communicator, or a copy of another handle."""
         self = super().__new__(cls)
         self._identity, self._attributes, self._name, self._side, self._me = None, {}, "", 0, 0
         self._context = self._world = self._rank = self._peers = self._own = NOWHERE
@@ -74,7 +74,7 @@ class Comm(PointToPoint, Collectives):
 
     @classmethod
     def _check_context(cls, context: Context) -> None:
-        """Refuse a communicator that has not what this class asks of it. Raises `SpecTypeError`."""
+        """Raise `SpecTypeError` if the communicator lacks the topology that this class needs."""
 
     @property
     def clock(self) -> Clock:
@@ -97,7 +97,7 @@ class Comm(PointToPoint, Collectives):
 
     @property
     def background(self) -> Callable[[Callable[[], Any]], Background]:
-        """`comm.background(fn)` runs `fn` beside the rank's program."""
+        """`comm.background(fn)` runs `fn` next to the rank's program."""
         return self._own.background  # type: ignore[no-any-return]
 
     @property
@@ -107,7 +107,7 @@ class Comm(PointToPoint, Collectives):
 
     @property
     def Win(self) -> Any:
-        """What makes windows of this communicator: `comm.Win.Allocate(nbytes)`."""
+        """The factory of this communicator's windows: `comm.Win.Allocate(nbytes)`."""
         return KINDS["Windows"](self)
 
     def __reduce__(self) -> str | tuple[Any, ...]:
@@ -130,7 +130,7 @@ class Comm(PointToPoint, Collectives):
 
     @classmethod
     def Get_parent(cls) -> Any:
-        """Return the null communicator: no program has spawned this one."""
+        """Return the null communicator: this program was not spawned by another one."""
         return KINDS["Intercomm"]()
 
     def Set_name(self, name: str) -> None:
@@ -159,7 +159,7 @@ class Comm(PointToPoint, Collectives):
     group = property(Get_group)
 
     def Get_attr(self, keyval: int) -> int | Any | None:
-        """Return an attribute: MPI's own (TAG_UB, UNIVERSE_SIZE, …) or one of the program."""
+        """Return an attribute: MPI's own (TAG_UB, UNIVERSE_SIZE, …) or the program's."""
         self._exist()
         own = {
             TAG_UB: TAG_UB_VALUE, IO: PROC_NULL, WTIME_IS_GLOBAL: True,
@@ -194,7 +194,7 @@ class Comm(PointToPoint, Collectives):
     # -- new communicators -----------------------------------------------------------------------------------
 
     def _agree(self, name: str, part: Any, make: Callable[[list[Any]], Any]) -> Any:
-        """Meet all members; `make(parts)` runs once and its result goes to all."""
+        """Meet all members; `make(parts)` runs once and every member gets its result."""
         call = Call(name, "allgather", part, 8, outcome=lambda m, rank: m.shared(lambda: make(m.parts())))
         return self._meet(call)
 
@@ -211,7 +211,7 @@ class Comm(PointToPoint, Collectives):
         return self.Dup(info)
 
     def Idup(self, info: Info | None = None) -> tuple[Self, Request]:
-        """Start Dup; return the communicator, usable once the request is over, and the request."""
+        """Start Dup; return the communicator, usable once the request is complete, and the request."""
         outcome = lambda m, rank: None  # noqa: E731
         departure = self._join(Call("Idup", "allgather", None, 8, outcome=outcome))
         context = departure.instance.shared(self._copy)
@@ -230,13 +230,13 @@ class Comm(PointToPoint, Collectives):
         return new
 
     def _subset(self, context: Context | None) -> Any:
-        # In `places`, not in `groups`: to look through tuples on each rank was quadratic in the ranks.
+        # In `places`, not in `groups`: a search through tuples on each rank was quadratic in the ranks.
         if context is None or not any(self._rank.id in places for places in context.places):
             return COMM_NULL
         return self._entered(context, KINDS["Intracomm"] if len(context.groups) == 1 else None)
 
     def Split(self, color: int = 0, key: int = 0) -> Any:
-        """Return a communicator with the ranks of this color, in the order of their keys (ties: of their ranks)."""
+        """Return a communicator of the ranks with this color, in the order of their keys (ties: by rank)."""
         color, key = integer(color), integer(key)
         if color != UNDEFINED and color < 0:
             raise CallError(ERR_ARG, f"color {color}: give a number of at least 0, or UNDEFINED")
@@ -247,7 +247,7 @@ class Comm(PointToPoint, Collectives):
         return self._subset(contexts.get(color))
 
     def _sort_by_color(self, parts: list[tuple[Hashable, int, int, int]]) -> dict[Hashable, Context]:
-        # One pass: colors are often as many as ranks / 4, and a pass for each would be quadratic in the ranks.
+        # One pass: often there are as many colors as ranks / 4, and a pass for each would be quadratic in the ranks.
         members: dict[Hashable, list[list[tuple[int, int, int]]]] = {}
         for place, (color, key, rank, side) in enumerate(parts):
             if color != UNDEFINED:
@@ -260,7 +260,7 @@ class Comm(PointToPoint, Collectives):
         return found
 
     def Split_type(self, split_type: int, key: int = 0, info: Info = INFO_NULL) -> Any:
-        """Return a communicator with the ranks that share something: for COMM_TYPE_SHARED, a node's memory."""
+        """Return a communicator of the ranks that share a resource: for COMM_TYPE_SHARED, a node's memory."""
         split_type, key = integer(split_type), integer(key)
         if split_type == UNDEFINED:
             return self._split("Split_type", UNDEFINED, key)
@@ -274,7 +274,7 @@ class Comm(PointToPoint, Collectives):
         return self._split("Split_type", ("node", node), key)
 
     def Create(self, group: Group) -> Any:
-        """Return a communicator of a group's members; all ranks of this one call."""
+        """Return a communicator of a group's members; all ranks of this one call it."""
         self._check_group(group)
         made = self._agree("Create", (group.members, self._rank.id), self._make_groups)
         return self._subset(made.get(self._rank.id))
@@ -294,10 +294,10 @@ class Comm(PointToPoint, Collectives):
             )
 
     def Free(self) -> None:
-        """Give up the communicator. All members do, each when it likes: messages on their way still arrive.
+        """Give up the communicator. All members do so, each at its own time: messages on their way still arrive.
 
-        MPI calls this collective, and says that implementations are expected to make it local; programs rely on that.
-        It asks for no time and no rank, so that finalizers may call it wherever they run.
+        MPI calls this collective, but expects implementations to make it local; programs rely on that. It needs no time
+        and no rank, so that finalizers may call it wherever they run.
         """
         self._check_freed("freed")
         if self._context.notes and (default := default_group()) is not None:
@@ -306,15 +306,15 @@ class Comm(PointToPoint, Collectives):
         self._let_go()
 
     def as_process_group(self) -> Any:
-        """Return torch.distributed's group of these ranks; itself before the program enters torch.distributed.
+        """Return the torch.distributed group of these ranks, or itself before the program enters torch.distributed.
 
-        Collective on the first call. `as_comm` gives the group back as this communicator.
+        Collective on the first call. `as_comm` returns the group as this communicator.
         """
         default = default_group()
         return self if default is None else default.group_of(self)
 
     def Disconnect(self) -> None:
-        """Wait until all members have called, and give up the communicator. Of a revoked one nobody is awaited."""
+        """Wait until all members have called, then give up the communicator. A revoked one needs no wait."""
         self._check_freed("disconnected")
         if not self._why_revoked():
             self._meet(Call("Disconnect", "barrier"))
@@ -322,7 +322,7 @@ class Comm(PointToPoint, Collectives):
         self._let_go()
 
     def _check_freed(self, what: str) -> None:
-        """Refuse to give up a null communicator, or one that MPI has made."""
+        """Raise an error if the communicator is null or predefined."""
         if self._identity is None:
             self._need()
         if self._context.number <= len(self._world.ranks) + 1 and self._name in (
@@ -343,7 +343,7 @@ class Comm(PointToPoint, Collectives):
 
     @property
     def is_topo(self) -> bool:
-        """Whether the communicator has a shape."""
+        """Whether the communicator has a topology."""
         return self.Get_topology() != UNDEFINED
 
     # -- checkpoints -------------------------------------------------------------------------------------------
@@ -357,20 +357,22 @@ class Comm(PointToPoint, Collectives):
         policy: Any = None,
         extra: Any = None,
     ) -> None:
-        """Keep what all members are at the end of an iteration; collective. See `Comm.checkpoint` of the protocol."""
+        """Save the state of all members at the end of an iteration; collective. See `Comm.checkpoint` of the
+        protocol.
+        """
         self._need()
         states = {"model": model, "optimizer": optimizer, "extra": extra}
         checkpoints.checkpoint(self, iteration, policy=policy, **states)
 
     def restore(self, *, model: Any = None, optimizer: Any = None, policy: Any = None) -> Saved | None:
-        """Return what was saved, None if nothing was. See `Comm.restore` of the protocol."""
+        """Return the saved states, or None. See `Comm.restore` of the protocol."""
         self._exist()
         return checkpoints.restore(self, model=model, optimizer=optimizer, policy=policy)
 
-    # -- going on without the dead -----------------------------------------------------------------------------
+    # -- recovery from dead ranks ----------------------------------------------------------------------------------
 
     def capabilities(self) -> Capabilities:
-        """Return what this communicator can do."""
+        """Return the capabilities of this communicator."""
         return Capabilities(
             backend="virtual",
             library="spawnsim",
@@ -382,24 +384,25 @@ class Comm(PointToPoint, Collectives):
         )
 
     def absent(self) -> dict[int, str]:
-        """Return by rank why nothing can be expected of it now: it is dead, paused, or at its program's end."""
+        """Return, by rank, why a rank cannot respond now: it is dead, is paused, or has ended its program."""
         return fault_tolerance.absent(self)
 
     def recover(self, step: int | None = None) -> Recovery:
-        """Meet all survivors; return their new communicator, and the smallest `step` that any of them gave.
+        """Meet all survivors; return their new communicator, and the smallest `step` that any of them passed.
 
-        It ends this communicator and all that was made of it (communicators, windows, open requests): calls on them
-        raise `Revoked`. Those who live and do not come within the deadline are given up, like the dead.
+        Recovery ends this communicator and everything derived from it (communicators, windows, pending requests): calls
+        on them raise `Revoked`. Living ranks that do not arrive within the deadline are given up, like the dead.
 
-        A rank that has begun again joins so: the others' calls end in `Revoked`, and they meet it in their recovery.
-        Its own `step` does not count, and it gives nobody up: it waits until its deadline, and then raises `Timeout`.
+        A restarted rank joins with this call: calls of the other ranks end in `Revoked`, and they meet it in their
+        recovery. Its own `step` does not count, and it gives up no rank: it waits until its deadline, and then raises
+        `Timeout`.
 
-        Raises `Revoked` on a rank that the others have given up meanwhile (it was paused): it must leave.
+        Raises `Revoked` on a rank that the other ranks have given up meanwhile (it was paused): it must leave.
         """
         return fault_tolerance.recover(self, step)
 
     def Revoke(self) -> None:
-        """Make every call of every member on this communicator end in `Revoked`, now or when it is next made."""
+        """Make every call of every member on this communicator end in `Revoked`, including calls in progress."""
         fault_tolerance.revoke([self._context])
 
     def Is_revoked(self) -> bool:
@@ -411,13 +414,13 @@ class Comm(PointToPoint, Collectives):
         return Group.of(fault_tolerance.look_for_dead(self), self._rank.id)
 
     def Ack_failed(self, num_to_ack: int | None = None) -> int:
-        """Acknowledge failures: receives from anybody go on without these dead. Return how many are acknowledged."""
+        """Acknowledge failures: receives from any source continue without these dead ranks. Return their number."""
         dead = fault_tolerance.dead_members(self)[: None if num_to_ack is None else max(num_to_ack, 0)]
         self._context.notes["acknowledged", self._rank.id] = frozenset(dead)
         return len(dead)
 
     def Agree(self, flag: int) -> int:
-        """Return the bitwise and of all survivors' flags; the same for all."""
+        """Return the bitwise AND of all survivors' flags; the same on all ranks."""
         return fault_tolerance.agree(self, flag)
 
     def Iagree(self, flag: Any) -> Request:

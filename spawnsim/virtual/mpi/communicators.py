@@ -1,9 +1,9 @@
-"""The communicators: `Intracomm` and `Intercomm`, and the predefined ones, COMM_WORLD and COMM_SELF.
+"""The communicators: `Intracomm` and `Intercomm`, and the predefined COMM_WORLD and COMM_SELF.
 
-Beyond MPI's calls each carries the rank's own five members: clock, compute, rng, background, record. COMM_WORLD and
-COMM_SELF are objects that may be captured anywhere (a module imported once and shared by all ranks may keep
-`comm = MPI.COMM_WORLD` in a global or a default argument): each use looks up the rank whose task is running. In a
-collective of an intercommunicator each group gets what the other contributes.
+Besides MPI's calls, each has the rank's own services: clock, compute, rng, background, record and check. COMM_WORLD and
+COMM_SELF are objects that may be captured anywhere (a module imported once and shared by all ranks may keep `comm =
+MPI.COMM_WORLD` in a global or a default argument): each use looks up the rank of the running task. In a collective of
+an intercommunicator, each group gets the contribution of the other group.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ COLLECTIVE = {"Dup", "Split"}
 OF_ONE_RANK = {
     "rank",
     "Get_rank",
-} | COLLECTIVE  # of COMM_WORLD, what packages keep that is not the same on all ranks
+} | COLLECTIVE  # of COMM_WORLD: their results, which packages keep, differ between ranks
 
 
 def __getattr__(name: str) -> Any:
-    """Return MPI's names, which packages look for in the module of a communicator's class: they are in mpi4py's."""
+    """Return one of MPI's names: packages look for them in the module of a communicator's class, as in mpi4py."""
     from spawnsim import comm
 
     if name.startswith("_") or not hasattr(comm, name):
@@ -57,7 +57,7 @@ class Intracomm(Comm):
             raise SpecTypeError(f"{cls.__name__}(): expecting an intracommunicator")
 
     def Create_group(self, group: Group, tag: int = 0) -> Any:
-        """Return a communicator of a group's members; they alone call."""
+        """Return a communicator of a group's members; only the members call."""
         return create_group(self, group, integer(tag))
 
     @classmethod
@@ -69,12 +69,12 @@ class Intracomm(Comm):
     def Create_cart(
         self, dims: Sequence[int], periods: Sequence[bool] | None = None, reorder: bool = False
     ) -> Any:
-        """Return a grid of the first ranks; those left over get COMM_NULL."""
+        """Return a grid of the first ranks; the remaining ranks get COMM_NULL."""
         # KINDS instead of an import: topology.py subclasses Intracomm, so importing it here would close a cycle.
         return KINDS["Cartcomm"]._create(self, dims, periods)
 
     def Create_graph(self, index: Sequence[int], edges: Sequence[int], reorder: bool = False) -> Any:
-        """Return a graph of the first ranks; those left over get COMM_NULL."""
+        """Return a graph of the first ranks; the remaining ranks get COMM_NULL."""
         return KINDS["Graphcomm"]._create(self, index, edges)
 
     def Create_dist_graph_adjacent(
@@ -92,7 +92,7 @@ class Intracomm(Comm):
         return KINDS["Distgraphcomm"]._create(self, (sources, degrees, destinations), weights)
 
     def Create_intercomm(self, local_leader: int, peer_comm: Any, remote_leader: int, tag: int = 0) -> Any:
-        """Join this communicator's group with another one; the leaders meet on `peer_comm`."""
+        """Join this communicator's group with another group; the leaders meet on `peer_comm`."""
         return create_intercomm(self, local_leader, peer_comm, remote_leader, tag)
 
     def Cart_map(self, dims: Sequence[int], periods: Sequence[bool] | None = None) -> int:
@@ -102,14 +102,14 @@ class Intracomm(Comm):
         return KINDS["Graphcomm"]._map(self, index, edges)  # type: ignore[no-any-return]
 
     def __reduce__(self) -> str | tuple[Any, ...]:
-        # The predefined communicators are the first contexts made (the world's, then one per rank). Their pickle is
-        # a name, so that it means the receiver's own COMM_WORLD or COMM_SELF and not the sender's.
+        # The predefined communicators are the first contexts created (the world's, then one per rank). They are pickled
+        # as a name, which refers to the receiver's own COMM_WORLD or COMM_SELF instead of the sender's.
         if self._identity is not None and self._context.number <= 1 + len(self._world.ranks):
-            # In a world of one rank both have the same members, and the context's number alone tells them apart.
+            # In a world of one rank both have the same members, and only the context's number distinguishes them.
             return predefined, (self._context.everyone == (self._rank.id,) and self._context.number > 1,)
         return super().__reduce__()
 
-    # -- collectives that only one group has -------------------------------------------------------------------
+    # -- collectives of a single group -------------------------------------------------------------------------
 
     @collective
     def Scan(self, sendbuf: Any, recvbuf: Any, op: Op = SUM) -> Call:
@@ -130,11 +130,9 @@ class Intracomm(Comm):
         part = dumps(sendobj)
 
         def outcome(instance: CollectiveInstance, rank: int) -> Any:
-            # A rank may leave a prefix before the later ones arrive, so only the parts up to this rank may be asked
-            # for.
+            # A rank may leave a prefix before later ranks arrive, so only the parts up to this rank may be read.
             parts = instance.parts()[: rank + own]
-            # Strictly in rank order: MPI lets an operation be non-commutative, and a tree would change the bits of
-            # floats.
+            # Strictly in rank order: MPI allows non-commutative operations, and a tree would change the bits of floats.
             return ops.reduce_ordered(parts, folded(op)) if parts else None
 
         combined = self._meet(Call(name, name, part, len(part), agree=agreed_op(op), outcome=outcome))
@@ -142,7 +140,7 @@ class Intracomm(Comm):
 
 
 def held(name: str) -> Any:
-    """Return what the calling rank holds under a name. Raises `UsageError` outside virtual ranks."""
+    """Return the calling rank's object of this name. Raises `UsageError` outside virtual ranks."""
     task = current_task()
     if task is None:
         refuse_stray()
@@ -158,10 +156,10 @@ def held(name: str) -> Any:
 
 
 def make_comm_self(rank: Rank, services: RankServices, context: Context) -> Intracomm:
-    """Return the COMM_SELF of a rank, which is made when it is first used.
+    """Return the COMM_SELF of a rank, which is created when it is first used.
 
-    Most programs never use it, and it would be a quarter of a rank's memory. Its number is the one that it had if all
-    were made at the beginning, behind COMM_WORLD's.
+    Most programs never use it, and it would take a quarter of a rank's memory. Its number is the same as if all were
+    created at the beginning, after COMM_WORLD.
     """
     if rank.evicted:
         context.shut_out(rank.id)
@@ -172,10 +170,10 @@ def make_comm_self(rank: Rank, services: RankServices, context: Context) -> Intr
 
 
 def _mind_shared_import(name: str) -> None:
-    """Warn of a package that asks for its rank while it is imported: all ranks will have that of the first one.
+    """Warn of a package that reads its rank while it is imported: all ranks will have the first rank's value.
 
     Raises:
-        UsageError: it makes a communicator, which the others, who do not import it again, would never join.
+        UsageError: The package creates a communicator. The other ranks do not import it again, so would never join.
     """
     task, frame = current_task(), sys._getframe(2)
     module = frame.f_globals.get("__name__", "")
@@ -223,35 +221,36 @@ COMM_SELF = CurrentComm.called("COMM_SELF")
 
 
 def predefined(own: bool) -> CurrentComm:
-    """Return COMM_SELF or COMM_WORLD: what a pickle of theirs becomes, on whatever rank."""
+    """Return COMM_SELF or COMM_WORLD: a pickled one becomes the receiving rank's own."""
     return COMM_SELF if own else COMM_WORLD
 
 
 def create_group(comm: Any, group: Group, tag: int | str) -> Any:
-    """Return a communicator of a group's members, of whom each calls.
+    """Return a communicator of a group's members, each of which calls.
 
-    The first member to call makes the context; a barrier on it then brings the members together.
+    The first member to call creates the context; a barrier on it then synchronizes the members.
     """
     comm._check_group(group)
     if comm._rank.id not in group.members:
         return COMM_NULL
     calls = comm._context.notes.setdefault(("Create_group", group.members, tag), {})
-    # Counted per member, because the calls are no collective of the parent: MPI lets members that are in several
-    # groups make them with other ranks in between, so no call counter of the parent's is the same on all of them.
+    # Counted per member, because these calls are not a collective of the parent: between them, members of several
+    # groups may make calls with other ranks (MPI allows this), so no call counter of the parent is the same on all of
+    # them.
     turn = calls[comm._rank.id] = calls.get(comm._rank.id, -1) + 1
     key = ("Create_group", group.members, tag, turn)
     context = comm._context.notes.get(key)
     if context is None:
         context = comm._context.notes[key] = comm._context.derive(group.members)
     new = comm._entered(context, Intracomm)
-    # MPI: the call is collective over the group. Without the barrier, the first to call could send on a
-    # communicator that the others have not entered.
+    # MPI: the call is collective over the group. Without the barrier, the first caller could send on a communicator
+    # that the other members have not yet entered.
     new.barrier()
     return new
 
 
 def create_from_group(group: Group, name: str, errhandler: Any) -> Any:
-    """Return a communicator of a group's members, of whom each calls with the same name; the parent is COMM_WORLD."""
+    """Return a communicator of a group's members, each of which calls with the same name; the parent is COMM_WORLD."""
     new = create_group(held("COMM_WORLD"), group, name)
     if errhandler is not None and new:
         new.Set_errhandler(errhandler)
@@ -281,14 +280,13 @@ class Intercomm(Comm):
     remote_size = property(Get_remote_size)
 
     def Merge(self, high: bool = False) -> Intracomm:
-        """Return a communicator of both groups; those with `high` come last."""
+        """Return a communicator of both groups; ranks with `high` are last."""
 
         def make(parts: list[bool]) -> Context:
-            # All ranks must derive the same order, so it is decided once, from the context's groups, and not on
-            # each rank from its own "local" and "remote".
+            # All ranks must derive the same order, so it is decided once, from the context's groups, instead of on each
+            # rank from its own "local" and "remote".
             first, second = self._context.groups
-            # MPI: where both groups give the same flag the order is arbitrary; the context's is taken, so that runs
-            # repeat.
+            # MPI: if both groups give the same flag, the order is arbitrary; the context's order makes runs repeatable.
             swap = parts[0] and not parts[len(first)]
             return self._context.derive(second + first if swap else first + second)
 
@@ -300,15 +298,15 @@ class Intercomm(Comm):
         cls, local_group: Group, local_leader: int, remote_group: Group, remote_leader: int,
         stringtag: str = "org.mpi4py", info: Info = INFO_NULL, errhandler: Any = None,
     ) -> Intercomm:  # fmt: skip
-        """Return an intercommunicator of two groups, whose members alone call, out of COMM_WORLD."""
+        """Return an intercommunicator of two groups of COMM_WORLD; only their members call."""
         local, world = create_from_group(local_group, stringtag, errhandler), held("COMM_WORLD")
-        # The peer communicator is COMM_WORLD, in whose ranks the remote leader must be named.
+        # The peer communicator is COMM_WORLD: the remote leader is named by its rank there.
         leader = remote_group.members[integer(remote_leader)]
         made: Intercomm = local.Create_intercomm(local_leader, world, leader)
         if errhandler is not None:
             made.Set_errhandler(errhandler)
-        # Freed at once: the local group's communicator was needed for the leaders' meeting only, and a leak of it
-        # would be reported as the program's.
+        # Freed at once: the local group's communicator was needed only for the leaders' meeting, and a leak of it would
+        # be reported as the program's.
         local.Free()
         return made
 
@@ -316,23 +314,24 @@ class Intercomm(Comm):
 def create_intercomm(
     self: Intracomm, local_leader: int, peer_comm: Intracomm, remote_leader: int, tag: int = 0
 ) -> Intercomm:
-    """Join this communicator's group with another one; the leaders meet on `peer_comm`."""
+    """Join this communicator's group with another group; the leaders meet on `peer_comm`."""
     self._need()
     local_leader, remote_leader, tag = integer(local_leader), integer(remote_leader), integer(tag)
     key, context = ("intercomm", tag), None
     if self._me == local_leader:
-        # Only the leaders talk, as MPI says: `peer_comm` need not contain, nor be known to, the other members.
+        # Only the leaders communicate, as MPI specifies: the other members need neither belong to `peer_comm` nor know
+        # it.
         theirs = peer_comm.sendrecv(self._members, remote_leader, tag, None, remote_leader, tag)
         if set(theirs) & set(self._members):
             raise CallError(ERR_COMM, "Create_intercomm: the two groups share ranks")
         # Sorted, so that both leaders look up the same key, although each sees its own group as the local one.
         groups = tuple(sorted((tuple(self._members), tuple(theirs))))
         made = peer_comm._context.notes.setdefault(key, {})
-        # Popped, so that a second intercommunicator of the same groups and tag gets a context of its own.
-        context = made.pop(groups, None)  # the leader that comes second takes what the first has made
+        # Popped, so that a second intercommunicator of the same groups and tag gets a new context.
+        context = made.pop(groups, None)  # the second leader takes the first one's context
         if context is None:
             context = made[groups] = self._context.derive(*groups)
-            # Ancestors of both sides: a recovery that ends either parent has to end what was made across the two.
+            # Ancestors of both sides: a recovery that ends either parent must also end the contexts made across both.
             context.ancestors |= peer_comm._context.ancestors | {peer_comm._context.number}
     shared = self._agree("Create_intercomm", context, lambda parts: parts[local_leader])
     new: Intercomm = self._entered(shared, Intercomm)

@@ -1,7 +1,7 @@
-"""The functions of `mpi4py.MPI`: start and end, time, memory, names; and those that mpi4py's own modules ask for.
+"""The functions of `mpi4py.MPI`: start and end, time, memory, names; and functions that mpi4py's own modules need.
 
-Each means the calling rank, found by the task that runs. Every function defined in this file whose name is MPI's, or
-one of those that `mpi4py.util` uses, becomes one of `module.MPI`.
+Each refers to the calling rank, found through the running task. Every function defined in this file that has one of
+MPI's names, or a name that `mpi4py.util` uses, becomes a function of `module.MPI`.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ from spawnsim.virtual.mpi.payload import OPTIONS
 from spawnsim.virtual.mpi.requests import Request, request_over
 
 TICK_S = 1e-9
-SPIN_S = 1e-6  # what a look at the clock costs a program that does nothing but look
-PATIENCE = 64  # looks in a row before the program counts as spinning
-# Names under which a rank keeps what this file stores.
+SPIN_S = 1e-6  # cost of a clock reading in a program that only reads the clock
+PATIENCE = 64  # readings in a row before the program counts as spinning
+# Names under which a rank stores the state of this module.
 STATE, LOOKS = "MPI.state", "MPI.looks"
 
 
@@ -50,7 +50,7 @@ OF_HANDLES = {"_identity", "handle"}
 
 
 class Finished:
-    """What stands for COMM_WORLD and COMM_SELF after Finalize: handles, to be compared, without calls."""
+    """Replaces COMM_WORLD and COMM_SELF after Finalize: handles for comparisons, without calls."""
 
     def __init__(self, comm: Any) -> None:
         self._comm = comm
@@ -62,12 +62,12 @@ class Finished:
 
 
 def Init() -> None:
-    """Begin: a virtual rank has begun already."""
+    """Start MPI: a virtual rank has started already."""
     Init_thread()
 
 
 def Init_thread(required: int = constants.THREAD_MULTIPLE) -> int:
-    """Begin; return the level of threads that is provided."""
+    """Start MPI; return the provided level of thread support."""
     if Is_finalized():
         raise CallError(ERR_OTHER, "Init after Finalize: MPI cannot begin twice")
     _here().attachments[STATE] = "initialized"
@@ -75,11 +75,11 @@ def Init_thread(required: int = constants.THREAD_MULTIPLE) -> int:
 
 
 def Finalize() -> None:
-    """End: the rank may go on, but calls of MPI no more."""
+    """End MPI: the rank may continue, but may not make further MPI calls."""
     if Is_finalized():
         raise CallError(ERR_OTHER, "Finalize was called after MPI.Finalize")
     held_here = _here().attachments
-    # MPI: Finalize begins with the attributes of COMM_SELF, by which libraries clean up while MPI still works.
+    # MPI: Finalize begins with the attributes of COMM_SELF, through which libraries clean up while MPI still works.
     for comm in held("COMM_SELF"), held_here["COMM_WORLD"]:
         comm.delete_attributes()
     held_here[STATE] = "finalized"
@@ -87,7 +87,7 @@ def Finalize() -> None:
 
 
 def Is_initialized() -> bool:
-    """Return whether MPI has begun: it has, unless the program asked it to wait for Init."""
+    """Return whether MPI has started: always, unless the program asked it to wait for Init."""
     held_here = _here().attachments
     options = held_here.get(OPTIONS)
     return STATE in held_here or options is None or bool(options.initialize)
@@ -99,7 +99,7 @@ def Is_finalized() -> bool:
 
 
 def Query_thread() -> int:
-    """Return THREAD_MULTIPLE where ranks are threads; else THREAD_FUNNELED: a rank's program alone may call."""
+    """Return THREAD_MULTIPLE if ranks are threads; otherwise THREAD_FUNNELED: only a rank's program may call."""
     return constants.THREAD_MULTIPLE if _world().kernel.threaded else constants.THREAD_FUNNELED
 
 
@@ -110,7 +110,7 @@ def Is_thread_main() -> bool:
 
 
 def _set_abort_status(status: int) -> None:
-    """Note the status of a program that ends by an exception; the carrier has its own ways."""
+    """Do nothing: the simulator itself determines the status of a program that ends with an exception."""
 
 
 # -- time ----------------------------------------------------------------------------------------------------
@@ -119,8 +119,8 @@ def _set_abort_status(status: int) -> None:
 def Wtime() -> float:
     """Return the rank's virtual time in seconds.
 
-    Two looks never return the same: a second one with nothing in between costs a tick, and a program that does
-    nothing but look, waiting for a time to come, pays a microsecond for each look.
+    Two readings never return the same time. A second reading in direct succession costs a tick, and a program that only
+    reads the clock, to wait for a time, pays a microsecond per reading.
     """
     world = _world()
     task = world.kernel.current
@@ -145,27 +145,27 @@ def Wtick() -> float:
 
 
 def Get_address(location: Any) -> int:
-    """Return where a buffer starts."""
+    """Return the start address of a buffer."""
     return address(location)
 
 
 def Aint_add(base: int, disp: int) -> int:
-    """Return an address moved by bytes."""
+    """Return an address plus an offset in bytes."""
     return base + disp
 
 
 def Aint_diff(addr1: int, addr2: int) -> int:
-    """Return the bytes between addresses."""
+    """Return the difference of two addresses in bytes."""
     return addr1 - addr2
 
 
 def Alloc_mem(size: int, info: Info = INFO_NULL) -> buffer:
-    """Return fresh memory of `size` bytes."""
+    """Return new memory of `size` bytes."""
     return buffer.allocate(integer(size, AINT))
 
 
 def Free_mem(mem: buffer) -> None:
-    """Do nothing: memory goes with its last reference."""
+    """Do nothing: the last reference frees the memory."""
 
 
 def Attach_buffer(buf: Any) -> None:
@@ -174,12 +174,12 @@ def Attach_buffer(buf: Any) -> None:
 
 
 def Detach_buffer() -> Any:
-    """Take the buffer for Bsend back."""
+    """Detach and return the buffer for Bsend."""
     return point_to_point.detach(_here().attachments, None)
 
 
 def Flush_buffer() -> None:
-    """Return when all buffered messages have left: they have."""
+    """Return when all buffered messages have left: they leave at once."""
 
 
 def Iflush_buffer() -> Request:
@@ -223,11 +223,11 @@ def _version() -> str:
 
 
 def Pcontrol(level: int) -> None:
-    """Do nothing: there is no profiler behind the calls."""
+    """Do nothing: no profiler is present."""
 
 
 def _comm_lock(comm: Any, key: Hashable | None = None) -> Any:
-    """Return a lock: nobody competes for it, since a rank's calls come from one line of execution."""
+    """Return a lock. It is never contended, since a rank's calls come from one line of execution."""
     return RLock()
 
 
@@ -236,7 +236,7 @@ def _comm_lock_table(comm: Any) -> dict[Hashable, Any]:
 
 
 def _commctx_intra(comm: Intracomm) -> tuple[Intracomm, int]:
-    """Return a communicator for messages behind the program's back, and a tag; the first call is collective."""
+    """Return a communicator for messages hidden from the program, and a tag; the first call is collective."""
     notes = comm._context.notes.setdefault("contexts of pkl5", {})
     if comm._me not in notes:
         notes[comm._me] = [comm.Dup(), 0]
@@ -246,7 +246,7 @@ def _commctx_intra(comm: Intracomm) -> tuple[Intracomm, int]:
 
 
 def _commctx_inter(comm: Intercomm) -> tuple[Intercomm, int, Intracomm, bool]:
-    """Return likewise for two groups, with a communicator of the own group; and whether that is the first."""
+    """Return the same for two groups, a communicator of the local group, and whether the local group is the first."""
     notes = comm._context.notes.setdefault("contexts of pkl5", {})
     me = comm._side, comm._me
     if me not in notes:

@@ -1,8 +1,8 @@
-"""`MPI`: what a program gets that imports `mpi4py.MPI` on virtual ranks.
+"""`MPI`: the module that a program on virtual ranks gets when it imports `mpi4py.MPI`.
 
-A module with every name of mpi4py's, put together from the vocabulary (`spawnsim.comm`), the virtual communicators and
-windows, and `functions`. It holds no state: each use means the calling rank. Names outside the simulation (files,
-sessions, ports) may be mentioned, and their use is an error (`comm.failures.ABSENT`).
+The module has every name of mpi4py's, assembled from the vocabulary (`spawnsim.comm`), the virtual communicators and
+windows, and `functions`. It holds no state: each use refers to the calling rank. Names outside the simulation (files,
+sessions, ports) may be mentioned, but using them is an error (`comm.failures.ABSENT`).
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ CLASSES = (
 
 
 class Namespace(ModuleType):
-    """A module in which the names that virtual ranks lack stand for themselves until they are used."""
+    """A module with placeholders for the names that virtual ranks lack: only their use is an error."""
 
     _absent = absent("")
 
@@ -50,7 +50,7 @@ def _own(source: ModuleType) -> dict[str, Any]:
 
 
 def build() -> Any:
-    """Return the module."""
+    """Return the assembled module."""
     module: Any = Namespace("mpi4py.MPI", "The virtual MPI of spawnsim, under mpi4py's names.")
     vars(module).update(words.namespace())
     vars(module).update({each.__name__: each for each in CLASSES})

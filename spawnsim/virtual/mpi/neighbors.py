@@ -1,6 +1,6 @@
 """Exchanges with the neighbours of a topology, under mpi4py's names.
 
-Between two neighbours with several edges the k-th edge out meets the k-th one in.
+Between two neighbours with several edges, the k-th outgoing edge matches the k-th incoming one.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from spawnsim.virtual.mpi.collectives import Collectives, Outcome, collective
 from spawnsim.virtual.mpi.instance import Call, CollectiveInstance
 from spawnsim.virtual.mpi.payload import dumps, loads
 
-Edge = tuple[int, int]  # a neighbour, and which of the edges that join the two
-Edges = tuple[Sequence[Edge], Sequence[Edge]]  # from whom, to whom; both ends of an edge mark it alike
+Edge = tuple[int, int]  # a neighbour, and the number of the edge among the edges between the two
+Edges = tuple[Sequence[Edge], Sequence[Edge]]  # incoming, outgoing; both ends of an edge have the same number
 
 
 def occurrences(ranks: Sequence[int]) -> list[tuple[int, int]]:
-    """Return each rank with how often it came before.
+    """Return each rank with the number of its earlier occurrences.
 
     >>> occurrences([3, 5, 3])
     [(3, 0), (5, 0), (3, 1)]
@@ -35,7 +35,7 @@ def occurrences(ranks: Sequence[int]) -> list[tuple[int, int]]:
 
 
 def neighbor_call(name: str, parts: Sequence[Any], nbytes: Sequence[int], edges: Edges) -> Call:
-    """Return the call of a rank that sends `parts`, one per outgoing edge, and gets one per incoming edge."""
+    """Return the call of a rank that sends `parts`, one per outgoing edge, and receives one per incoming edge."""
     incoming, outgoing = edges
     sent = dict(zip(outgoing, parts, strict=True))
     real = [(dest, size) for (dest, _), size in zip(outgoing, nbytes, strict=True) if dest != PROC_NULL]
@@ -54,7 +54,7 @@ def neighbor_call(name: str, parts: Sequence[Any], nbytes: Sequence[int], edges:
 def _blocks(
     spec: Any, number: int, *, vector: bool, types: bool = False, writable: bool = False
 ) -> list[Any]:
-    """Return a buffer's blocks, one for each of `number` edges; of a rank without edges, none."""
+    """Return a buffer's blocks, one for each of `number` edges; [] for a rank without edges."""
     if not number:  # a count in the specification is the length of each block
         return []
     return list(as_buffer(spec, vector=vector, blocks=number, types=types, writable=writable))
@@ -70,7 +70,7 @@ def _collect(target: list[Any]) -> Outcome:
 
 
 def allgather_call(sendbuf: Any, recvbuf: Any, edges: Edges, vector: bool = False) -> Call:
-    """The same buffer to each neighbour; a block from each."""
+    """Describe the exchange of one buffer for all neighbours; receive a block from each."""
     part, dests = as_buffer(sendbuf).pack(), edges[1]
     target = _blocks(recvbuf, len(edges[0]), vector=vector, writable=True)
     own = neighbor_call("Neighbor_allgather", [part] * len(dests), [part.nbytes] * len(dests), edges)
@@ -81,7 +81,7 @@ def allgather_call(sendbuf: Any, recvbuf: Any, edges: Edges, vector: bool = Fals
 def alltoall_call(
     sendbuf: Any, recvbuf: Any, edges: Edges, *, vector: bool = False, types: bool = False
 ) -> Call:
-    """A block to each neighbour; a block from each."""
+    """Describe the exchange of a block for each neighbour; receive a block from each."""
     parts = [block.pack() for block in _blocks(sendbuf, len(edges[1]), vector=vector, types=types)]
     target = _blocks(recvbuf, len(edges[0]), vector=vector, types=types, writable=True)
     own = neighbor_call("Neighbor_alltoall", parts, [part.nbytes for part in parts], edges)

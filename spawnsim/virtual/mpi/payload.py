@@ -1,7 +1,7 @@
-"""What travels: bytes of a buffer, or a pickled object. Always a snapshot: one payload is never two ranks' memory.
+"""Payloads: the bytes of a buffer, or a pickled object. Always a snapshot: no payload shares two ranks' memory.
 
-Also two mistakes about buffers that MPI leaves undefined: a buffer written while its send is under way, and one of
-another type than the message. Neither is refused, for real ranks refuse neither: each line of a program gets one
+Also two mistakes about buffers that MPI leaves undefined: writing to a buffer during its send, and receiving into a
+buffer of another type than the message. Neither raises an error, as on real ranks: each line of a program gets one
 warning.
 """
 
@@ -28,10 +28,10 @@ from spawnsim.virtual.engine.completion import Message
 from spawnsim.virtual.engine.diagnosis import place
 from spawnsim.virtual.engine.world import World
 
-# Dtypes without padding (not long double) in the byte order of the machine.
+# Dtypes without padding (not long double) in the machine's byte order.
 PLAIN = frozenset(map(np.dtype, "?bBhHiIlLqQefdFD"))
-OPTIONS = "mpi4py.rc"  # among what is attached to the ranks of an unmodified program
-pickler = Pickle()  # MPI.pickle: a program may give it other functions, as in mpi4py
+OPTIONS = "mpi4py.rc"  # key among the attachments of an unmodified program's ranks
+pickler = Pickle()  # MPI.pickle: a program may replace its functions, as in mpi4py
 
 
 def dumps(obj: Any) -> bytes:
@@ -40,17 +40,17 @@ def dumps(obj: Any) -> bytes:
 
 
 def loads(data: Any) -> Any:
-    """Return the object of bytes; of none, None, as mpi4py does."""
+    """Return the object in some bytes; None for no bytes, as in mpi4py."""
     return pickler.loads(data) if len(data) else None
 
 
 class Room:
-    """What mpi4py receives an object into: so many bytes, or a buffer of the program's."""
+    """The space that limits a received object, as in mpi4py: a number of bytes, or a buffer of the program."""
 
     __slots__ = ("_memory", "_nbytes")
 
     def __init__(self, buf: Any) -> None:
-        """Take a number of bytes, or a buffer."""
+        """Accept a number of bytes, or a buffer."""
         try:
             self._memory, self._nbytes = None, index(buf)
         except TypeError:
@@ -62,7 +62,7 @@ class Room:
                 ) from None
 
     def load(self, message: Message) -> Any:
-        """Return the object of a message, which must fit."""
+        """Return the object of a message, which must fit the space."""
         if message.nbytes > self._nbytes:
             raise Truncated(
                 message=f"a pickled object of {message.nbytes} bytes does not fit the {self._nbytes} bytes that mpi4py "
@@ -74,14 +74,14 @@ class Room:
 
 
 def pack(spec: Any, dest: int = 0) -> tuple[Any, Any]:
-    """Return a snapshot of a buffer, `bytes` or an array for the types that need one, and the buffer itself.
+    """Return a snapshot of a buffer (`bytes`, or an array for types that need one) and the buffer itself.
 
-    Of a CPU tensor that is the array over its memory, which is quicker to look at.
+    For a CPU tensor, the latter is the array over its memory, which is faster to access.
     """
     array = spec if type(spec) is ndarray else of_tensor(spec)
     if array is not None and array.flags.c_contiguous and array.dtype in PLAIN:
         base: Any = array.base
-        if type(base) is bytes and len(base) == array.nbytes:  # nobody can write to it: it is a snapshot
+        if type(base) is bytes and len(base) == array.nbytes:  # immutable bytes are a snapshot already
             return base, array
         return array.tobytes(), array
     if type(spec) is PhantomArray and spec.dtype in PLAIN:
@@ -91,10 +91,10 @@ def pack(spec: Any, dest: int = 0) -> tuple[Any, Any]:
 
 
 def target(spec: Any, source: int = 0) -> Any:
-    """Return what `unpack` writes to: a plain array, a phantom, or the `Buffer` of a specification.
+    """Return the object to which `unpack` writes: a plain array, a phantom, or the `Buffer` of a specification.
 
-    It is kept until the message is there, and the program may free a datatype meanwhile. What cannot be received into
-    is refused, before anything is received.
+    It is kept until the message arrives, since the program may free a datatype meanwhile. An unsuitable buffer is
+    refused before anything is received.
     """
     array = spec if type(spec) is ndarray else of_tensor(spec)
     if array is not None and array.flags.carray and array.dtype in PLAIN:
@@ -106,19 +106,19 @@ def target(spec: Any, source: int = 0) -> Any:
 
 
 def _check_given(spec: Any, peer: int) -> None:
-    """None stands for a buffer only where nothing is sent or received."""
+    """Refuse None as a buffer, except where nothing is sent or received."""
     if spec is None and peer != PROC_NULL:
         raise SpecTypeError("None is no buffer: pass an array, a tensor or bytes ([None, 0] for nothing)")
 
 
 def unpack(into: Any, payload: Any) -> None:
-    """Write a payload to a `target`. A payload longer than that is an error that changes nothing."""
+    """Write a payload to a `target`. A payload longer than the target is an error that changes nothing."""
     if type(into) is ndarray:
         if type(payload) is bytes and len(payload) <= into.nbytes:
             try:
-                BytesIO(payload).readinto(into)  # type: ignore[arg-type]  # half of the time that a memoryview takes
+                BytesIO(payload).readinto(into)  # type: ignore[arg-type]  # half the time of a memoryview
             except TypeError:
-                pass  # it cannot be written to any more: told below
+                pass  # it is no longer writable: reported below
             else:
                 return
         into = as_buffer(into)
@@ -131,11 +131,11 @@ def unpack(into: Any, payload: Any) -> None:
 
 
 SHORT_NBYTES = 1 << 16
-SAMPLES = 32  # bytes of a buffer that are compared; their distance is odd, so that they are of all places in a number
+SAMPLES = 32  # bytes of a buffer that are compared; an odd step, so that they cover all positions in a number
 
 
 def check_type(world: World, label: str, buf: Any, message: Message) -> None:
-    """Warn if a message of numbers of one type is received as numbers of another. Bytes may be received as anything."""
+    """Warn if a message of one numeric type is received as another. Bytes may be received as any type."""
     sent, received = message.dtype, buf.dtype
     if sent is None or received is None or sent == received or 1 in (sent.itemsize, received.itemsize):
         return
@@ -148,9 +148,9 @@ def check_type(world: World, label: str, buf: Any, message: Message) -> None:
 
 
 def watched(world: World, buf: Any, payload: Any, call: tuple[str, int]) -> Callable[[Status], None] | None:
-    """Return what warns, when a send is collected, if the buffer differs from the payload that was made of it.
+    """Return a function that, when a send is collected, warns if the buffer differs from its payload.
 
-    `call` is its name and its destination. None if there is nothing in the buffer, or it has gaps.
+    `call` is the call's name and its destination. Returns None if the buffer is empty, or has gaps.
     """
     if type(payload) is bytes:
         if not payload or type(buf) is not ndarray:
@@ -166,7 +166,7 @@ def watched(world: World, buf: Any, payload: Any, call: tuple[str, int]) -> Call
 
 
 def _samples(memory: Any) -> bytes:
-    """Return the bytes of some memory that are compared: of a short one all are."""
+    """Return the bytes of some memory that are compared: all of them for short memory."""
     step = 1 if len(memory) <= SHORT_NBYTES else len(memory) // SAMPLES | 1
     return bytes(memory[::step])
 
@@ -175,7 +175,7 @@ def _compare(world: World, buf: Any, sent: tuple[bytes, str, int], _status: Stat
     before, operation, dest = sent
     if type(buf) is not ndarray:
         now = _samples(as_bytes(buf.array).data)
-    elif buf.nbytes <= SHORT_NBYTES:  # the short way of most
+    elif buf.nbytes <= SHORT_NBYTES:  # the usual case
         now = buf.tobytes()
     else:
         now = _samples(memoryview(buf.data).cast("B"))

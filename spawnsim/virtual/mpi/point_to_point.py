@@ -1,7 +1,8 @@
 """Calls between two ranks: sends and receives of objects (lower case) and buffers (upper case), and probes.
 
-A probe is an observation: it waits for its time and costs the call overhead. The buffer for buffered sends is not
-needed by the simulation; it is kept because programs ask for it, and such a send without one is an error in MPI.
+A probe is an observation: it waits for its time and costs the call overhead. The simulation does not need the buffer
+for buffered sends; it is kept because programs query it, and because a buffered send without a buffer is an error in
+MPI.
 """
 
 from __future__ import annotations
@@ -35,12 +36,12 @@ def attach(held: dict[Any, Any], owner: Any, buf: Any) -> None:
 
 
 def detach(held: dict[Any, Any], owner: Any) -> Any:
-    """Take the buffer of an owner back; None if there is none."""
+    """Detach and return the buffer of an owner, or None."""
     return held.pop(("buffer", owner), None)
 
 
 class PointToPoint(Member):
-    """Sends, receives and probes. Errors name the message that they are about."""
+    """Sends, receives and probes. Errors name the message concerned."""
 
     __slots__ = ()
 
@@ -57,14 +58,14 @@ class PointToPoint(Member):
         return self._isend(dumps(obj), dest, tag, STANDARD, operation="isend")
 
     def issend(self, obj: Any, dest: int, tag: int = 0) -> Request:
-        """Start to send an object; the request is over when its receive has started."""
+        """Start to send an object; the request is complete when its receive has started."""
         return self._isend(dumps(obj), dest, tag, SYNCHRONOUS, operation="issend")
 
     def recv(
         self, buf: Any = None, source: int = ANY_SOURCE, tag: int = ANY_TAG, status: Status | None = None
     ) -> Any:
-        """Receive an object. `buf` is not needed; an unmodified program's limits the object, as in mpi4py."""
-        # A type check, not a conversion of each: almost all calls pass plain ints, and `integer` costs more than
+        """Receive an object. `buf` is optional; in an unmodified program it limits the object, as in mpi4py."""
+        # A type check instead of a conversion of each: almost all calls pass plain ints, and `integer` costs more than
         # the rest of a fast receive.
         if type(source) is not int or type(tag) is not int:
             source, tag = integer(source), integer(tag)
@@ -80,13 +81,13 @@ class PointToPoint(Member):
         return self._taken(message, room)
 
     def irecv(self, buf: Any = None, source: int = ANY_SOURCE, tag: int = ANY_TAG) -> Request:
-        """Start to receive an object; in an unmodified program one that fits `buf` (`rc.irecv_bufsz`), as in mpi4py."""
+        """Start to receive an object; in an unmodified program it must fit `buf` (`rc.irecv_bufsz`), as in mpi4py."""
         if source == PROC_NULL:
             buf = None
         return self._irecv(source, tag, "irecv", self._room(buf))
 
     def _room(self, buf: Any) -> Room | None:
-        """Return what limits an object: nothing in `main(comm)`, whose real ranks receive any by a matched probe."""
+        """Return the limit of an object: None in `main(comm)`, whose real ranks receive any size by a matched probe."""
         options = self._rank.attachments.get(OPTIONS)
         if options is None:
             return None
@@ -99,11 +100,11 @@ class PointToPoint(Member):
         """Send one object and receive another, without deadlock."""
         if type(dest) is not int or type(sendtag) is not int:
             dest, sendtag = integer(dest), integer(sendtag)
-        # The send starts before the receive. Two ranks in a ring would otherwise each wait for the other (MPI:
-        # Sendrecv cannot deadlock).
+        # The send starts before the receive. Otherwise two ranks in a ring would each wait for the other (MPI: Sendrecv
+        # cannot deadlock).
         transfer = self._dispatch(dumps(sendobj), dest, sendtag, STANDARD)
         received = self.recv(recvbuf, source, recvtag, status)
-        # Awaited at the end: a rendezvous send is not over before its data have left.
+        # Awaited at the end: a rendezvous send is not complete before its data have left.
         if transfer is not None:
             await_one(self._world, transfer, self._waiting("sendrecv", dest, sendtag, "dest"))
         return received
@@ -125,12 +126,14 @@ class PointToPoint(Member):
         self._deliver(payload, dest, tag, LOCAL, operation="Rsend", buf=buf)
 
     def Isend(self, buf: Any, dest: int, tag: int = 0) -> Request:
-        """Start to send a buffer. Its content is taken now; a program that changes it before the end is warned."""
+        """Start to send a buffer. Its content is copied now; a program that changes it before completion gets a
+        warning.
+        """
         payload, buf = pack(buf, dest)
         return self._isend(payload, dest, tag, STANDARD, operation="Isend", buf=buf)
 
     def Issend(self, buf: Any, dest: int, tag: int = 0) -> Request:
-        """Start to send a buffer; the request is over when its receive has started."""
+        """Start to send a buffer; the request is complete when its receive has started."""
         payload, buf = pack(buf, dest)
         return self._isend(payload, dest, tag, SYNCHRONOUS, operation="Issend", buf=buf)
 
@@ -172,7 +175,7 @@ class PointToPoint(Member):
                 integer(source),
                 integer(recvtag),
             )
-        # Checked before the send: a wrong receive buffer must not leave a message behind that nobody takes.
+        # Checked before the send: an invalid receive buffer must not leave an unreceived message behind.
         into = target(recvbuf, source)
         # Packed now, so that Sendrecv_replace may receive into the same memory.
         payload, sendbuf = pack(sendbuf, dest)
@@ -191,7 +194,7 @@ class PointToPoint(Member):
         self, buf: Any, dest: int, sendtag: int = 0, source: int = ANY_SOURCE, recvtag: int = ANY_TAG,
         status: Status | None = None,
     ) -> None:  # fmt: skip
-        # The pack in Sendrecv is the copy that this call needs: MPI forbids aliased buffers in Sendrecv alone.
+        # The pack in Sendrecv is the copy that this call needs: MPI forbids aliased buffers only in Sendrecv.
         self.Sendrecv(buf, dest, sendtag, buf, source, recvtag, status)
 
     def Isendrecv(
@@ -200,7 +203,7 @@ class PointToPoint(Member):
     ) -> Request:  # fmt: skip
         dest, source = integer(dest), integer(source)
         target(recvbuf, source)
-        # With one buffer for both, its change is the receive's doing, and no reason for the warning about sent buffers.
+        # With one buffer for both, the receive changes it, which must not trigger the warning about sent buffers.
         payload, buf = pack(sendbuf, dest)
         watched = None if sendbuf is recvbuf else buf
         outgoing = self._isend(payload, dest, sendtag, STANDARD, operation="Isendrecv", buf=watched)
@@ -212,7 +215,7 @@ class PointToPoint(Member):
     ) -> Request:
         return self.Isendrecv(buf, dest, sendtag, buf, source, recvtag)
 
-    # -- buffered sends: the communicator's own buffer comes first, then the program's
+    # -- buffered sends: the communicator's own buffer has priority, then the program's
 
     def Attach_buffer(self, buf: Any) -> None:
         attach(self._rank.attachments, self._context, buf)
@@ -221,20 +224,20 @@ class PointToPoint(Member):
         return detach(self._rank.attachments, self._context)
 
     def Flush_buffer(self) -> None:
-        """Return when all buffered messages have left: they have."""
+        """Return when all buffered messages have left: they leave at once."""
 
     def Iflush_buffer(self) -> Request:
         return request_over(self._world)
 
     def Bsend(self, buf: Any, dest: int, tag: int = 0) -> None:
-        """Send a buffer from the attached one: returns at once."""
+        """Send a buffer through the attached buffer: returns at once."""
         self._deliver(self._room_for(pack(buf, dest)[0]), dest, tag, LOCAL, operation="Bsend")
 
     def Ibsend(self, buf: Any, dest: int, tag: int = 0) -> Request:
         return self._isend(self._room_for(pack(buf, dest)[0]), dest, tag, LOCAL, operation="Ibsend")
 
     def bsend(self, obj: Any, dest: int, tag: int = 0) -> None:
-        """Send an object from the attached buffer: returns at once."""
+        """Send an object through the attached buffer: returns at once."""
         self._deliver(self._room_for(dumps(obj)), dest, tag, LOCAL, operation="bsend")
 
     def ibsend(self, obj: Any, dest: int, tag: int = 0) -> Request:
@@ -287,7 +290,7 @@ class PointToPoint(Member):
     def Improbe(
         self, source: int = ANY_SOURCE, tag: int = ANY_TAG, status: Status | None = None
     ) -> Message | None:
-        """Return a message that fits and has arrived, out of reach of any other receive; or None."""
+        """Return a matching message that has arrived, and withhold it from other receives; or None."""
         # MPI: a matched probe of PROC_NULL returns at once with MESSAGE_NO_PROC, and never waits.
         if integer(source) == PROC_NULL:
             return Message.of_nobody()
@@ -295,7 +298,7 @@ class PointToPoint(Member):
         return None if message is None else Message.hold(self, message)
 
     def Mprobe(self, source: int = ANY_SOURCE, tag: int = ANY_TAG, status: Status | None = None) -> Message:
-        """Wait for a message that fits; return it, out of reach of any other receive."""
+        """Wait for a matching message; return it, and withhold it from other receives."""
         if integer(source) == PROC_NULL:
             _fill_status(status, None)
             return Message.of_nobody()
@@ -306,23 +309,23 @@ class PointToPoint(Member):
     def _iprobe(
         self, source: int, tag: int, status: Status | None, *, hold: bool = False
     ) -> QueuedMessage | None:
-        """Look once."""
+        """Poll once."""
         if type(source) is not int or type(tag) is not int:
             source, tag = integer(source), integer(tag)
         if source == PROC_NULL:
-            # A stand-in, so that a probe of nobody costs what every look costs: a loop of them must not stand still
-            # in time.
+            # A stand-in message, so that a probe of PROC_NULL costs the same as any poll: time must advance in a loop
+            # of them.
             message: QueuedMessage | None = QueuedMessage(PROC_NULL, ANY_TAG, b"", 0)
             self._world.kernel.observe()
             self._check_source(source, tag)
         else:
             message = self._visible(source, tag)
             if hold and message is not None:
-                # Now: while this task pays for the look, another of its rank may look.
+                # Removed now: while this task pays for the poll, another task of its rank may poll.
                 self._mailbox.remove(message)
         self._world.charge_poll()
         if message is None:
-            # A named rank that is dead sends nothing any more: a loop of looks would not end.
+            # A dead named rank sends no more messages: a loop of polls would not end.
             if self._world.failed and source != ANY_SOURCE:
                 check_alive(self._world, self._waiting("Iprobe", source, tag))
             self._world.kernel.fruitless()
@@ -333,12 +336,12 @@ class PointToPoint(Member):
     def _probe(
         self, source: int, tag: int, status: Status | None, operation: str, *, hold: bool = False
     ) -> QueuedMessage:
-        """Wait for a message, however long that takes; looking then costs what one look costs."""
+        """Wait for a message, however long that takes; the poll then costs the same as a single poll."""
         source, tag = integer(source), integer(tag)
-        # A loop: another task of this rank may have taken the message between the wake-up and the look.
+        # A loop: another task of this rank may have taken the message between the wake-up and the poll.
         while (message := self._visible(source, tag)) is None:
             self._await_message(source, tag, operation)
-        # Taken before the clock moves: while this task pays for its look, another of its rank may look.
+        # Taken before the clock moves: while this task pays for its poll, another task of its rank may poll.
         if hold:
             self._mailbox.remove(message)
         self._world.charge_poll()
@@ -346,27 +349,27 @@ class PointToPoint(Member):
         return message
 
     def _visible(self, source: int, tag: int) -> QueuedMessage | None:
-        """Return the message that the running task sees at its time."""
+        """Return the message that is visible to the running task at its time."""
         world = self._world
-        # What has just been polled, and costs a microsecond each time, need not wait for all others each time.
+        # A repeated poll costs a microsecond each time, and need not wait for all other ranks each time.
         if world.is_settled() and self._mailbox.is_settled(source, world.kernel.current.clock):
             world.kernel.run_ahead()
         else:
             world.kernel.observe()
-        self._check_source(source, tag)  # as of now: it may have been revoked meanwhile
+        self._check_source(source, tag)  # checked now: it may have been revoked meanwhile
         message = self._mailbox.find(source, tag)
         return None if message is None or message.envelope_s > world.kernel.current.clock else message
 
     def _await_message(self, source: int, tag: int, operation: str) -> None:
-        """Wait until the first message known to come has come, or until a new one is sent."""
-        # A completion of its own per wait: it is woken by any new message, which may come earlier than the ones known.
+        """Wait for the first message known to be on its way, or for a new send."""
+        # A new completion per wait: any new message wakes it, and may arrive earlier than the known ones.
         world, watcher = self._world, Completion(self._world.kernel)
         waiting = self._waiting(operation, source, tag)
         check_alive(world, waiting)
         first_s = self._mailbox.earliest(source, tag)
         self._mailbox.watchers.append(watcher)
         watcher.waiter = task = world.kernel.current
-        # A message under way raises no event when nobody has asked for it, so the probe sets its own alarm.
+        # A message on its way raises no event unless a receive waits for it, so the probe sets its own alarm.
         alarm = (
             None
             if first_s is None
@@ -374,8 +377,8 @@ class PointToPoint(Member):
                 max(first_s, world.kernel.env.now), self._rank.id, lambda: world.kernel.resume(task)
             )
         )
-        # `finally`: a deadline or the rank's death raises out of the wait, and a left-over watcher would wake a
-        # task that waits for something else.
+        # `finally`: a deadline or the rank's death raises out of the wait, and a remaining watcher would wake a task
+        # that waits for something else.
         try:
             world.kernel.block(waiting)
         finally:
@@ -389,7 +392,7 @@ class PointToPoint(Member):
 
 def _prepared(start: Callable[..., Request], buf: Any, peer: int, tag: int) -> Prequest:
     peer, tag = integer(peer), integer(tag)
-    # A closure over the buffer and not over its content: MPI reads the buffer at each Start.
+    # A closure over the buffer, not its content: MPI reads the buffer at each Start.
     return Prequest.prepare(lambda: start(buf, peer, tag))
 
 
@@ -397,7 +400,7 @@ NOBODY = object()
 
 
 class Message(Handle):
-    """A message that a matched probe has taken out of the queue."""
+    """A message that a matched probe has removed from the queue."""
 
     __slots__ = ("_message", "_owner")
     _message: QueuedMessage | None
@@ -414,7 +417,7 @@ class Message(Handle):
 
     @classmethod
     def hold(cls, owner: Member, message: QueuedMessage) -> Self:
-        """Return the handle of a message taken out for `owner`."""
+        """Return the handle of a message removed for `owner`."""
         self = cls.__new__(cls)
         self._identity = self._message = message
         self._owner = owner
@@ -422,7 +425,7 @@ class Message(Handle):
 
     @classmethod
     def of_nobody(cls) -> Self:
-        """Return the message that a matched probe of PROC_NULL finds: receiving it receives nothing, ever again."""
+        """Return the message that a matched probe of PROC_NULL finds: every receive of it returns nothing."""
         self = cls.__new__(cls)
         self._identity = NOBODY
         return self
@@ -456,7 +459,7 @@ class Message(Handle):
     def _receive(self, into: Any = None) -> Request:
         message, owner = self._message, self._owner
         if self._identity is NOBODY:
-            # The constant is shared by all ranks: MPI keeps MESSAGE_NO_PROC usable, while a handle becomes null.
+            # All ranks share the constant: MPI keeps MESSAGE_NO_PROC usable, while a handle becomes null.
             if self is not MESSAGE_NO_PROC:
                 self._identity = None
             return request_over(current_world(), receive_nothing)
@@ -468,7 +471,7 @@ class Message(Handle):
         )
         receive.owner, receive.into, receive.nic = owner, into, owner._mailbox.nic
         receive.take(message)
-        # A rendezvous sender waits for the match, which is now and not when the probe found the message.
+        # A rendezvous sender waits for the match, which happens now, not when the probe found the message.
         message.meet()
         about = owner._rank.last_receive = (owner, "Mrecv", message.source, message.tag)
         owner._rank.open_receives += 1

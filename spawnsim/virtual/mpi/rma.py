@@ -1,7 +1,7 @@
-"""The one-sided calls: Put, Get and the atomic ones, and the epochs in which they may be made.
+"""The one-sided calls: Put, Get and the atomic calls, and the epochs in which they are allowed.
 
-Locks, flushes, fences and post-start-complete-wait say when an access may be made and when it is complete; when a
-target serves it is decided in `rma_service`.
+Locks, flushes, fences and post-start-complete-wait determine when an access is allowed and when it is complete;
+`rma_service` decides when a target serves it.
 """
 
 from __future__ import annotations
@@ -42,15 +42,17 @@ from spawnsim.virtual.mpi.requests import Request, request_for, request_over
 from spawnsim.virtual.mpi.rma_service import NOBODY, Access, Serve, WindowState
 
 POST, COMPLETE = 1, 2  # tags of the active-target epochs
-# A rank spins on its own part after so many accesses to it, each sooner than that after another.
+# A rank spins on its own part after this many accesses to it, each within this time of the previous one.
 SPINNING, APART_S = 1000, 1e-6
-# An access to a target, and what delivers the answer.
+# A target, an access to it, and the function that delivers the answer.
 PendingAccess = tuple[int, Access, Callable[[Any], Any]]
 
 
 @dataclass(eq=False, slots=True)
 class Epoch:
-    """What one rank has begun on a window: who may be accessed, and what is under way. All its handles share it."""
+    """The state of one rank's epochs on a window: the ranks that it may access, and its pending accesses. Shared by all
+    handles.
+    """
 
     locked: set[int] = NOBODY
     started: frozenset[int] = frozenset()
@@ -58,34 +60,34 @@ class Epoch:
     fenced: bool = False
     under_way: list[PendingAccess] = field(default_factory=list)
     own_s: float = -1.0  # when this rank last completed accesses to its own part
-    own: int = 0  # how often in a row
-    tokens: Sequence[Request] = ()  # of those whom Post has let in
+    own: int = 0  # how many times in a row
+    tokens: Sequence[Request] = ()  # receives of the ranks that Post has admitted
 
 
 @dataclass(slots=True)
 class WaitingForPart(Waiting):
-    """One access to a rank's part of a window, or the lock of it, which others may hold meanwhile."""
+    """An access to a rank's part of a window, or the lock of the part, which other ranks may hold meanwhile."""
 
     target: Any = None
-    origin: int = -1  # a world rank, as those that hold the lock
+    origin: int = -1  # a world rank, like the holders of the lock
 
     def describe(self) -> str:
-        """Return the call with its target, and who keeps it waiting by a lock."""
+        """Return the call with its target, and the ranks whose lock delays it."""
         holders = self.target.holding_up(self.origin)
         more = f" and {len(holders) - 8} more" if len(holders) > 8 else ""
         names = f"rank{'s' * (len(holders) > 1)} {', '.join(map(str, holders[:8]))}{more}"
         return Waiting.describe(self) + (f", locked by {names}" if holders else "")
 
     def peers(self) -> Sequence[int]:
-        """Return the world ranks any of which could end the wait: those that hold the lock, not whose part it is."""
+        """Return the world ranks that could end the wait: the holders of the lock, or else the owner of the part."""
         return self.target.holding_up(self.origin) or Waiting.peers(self)
 
     def missing(self, by_s: float = math.inf) -> Sequence[int]:
-        """Return the ranks still awaited: those that hold the lock, or whose part it is."""
+        """Return the ranks still awaited: the holders of the lock, or else the owner of the part."""
         return [self.members.index(rank) for rank in self.peers()]
 
     def doomed(self, by_s: float) -> Sequence[int]:
-        """Return the ranks, known to be dead by a time, that hold the lock, or whose part it is."""
+        """Return the ranks, known to be dead by a time, that hold the lock or own the part."""
         dead = self.context.dead(by_s)
         return Waiting.doomed(self, by_s) or [rank for rank in self.missing() if self.members[rank] in dead]
 
@@ -132,8 +134,8 @@ class Epochs(Attributes):
             self._need()
         if not 0 <= rank < len(self._windows.targets):
             raise CallError(ERR_RANK, f"{operation}: rank {rank} is not in {self._label}{of_mpi4py(rank)}")
-        # MPI: accesses are allowed inside an access epoch only; a fence, a lock or a Start opens one. Real
-        # libraries often accept them, and the program then fails on the next machine.
+        # MPI: accesses are allowed only inside an access epoch, which a fence, a lock or a Start opens. Real libraries
+        # often accept other accesses, and the program then fails on the next machine.
         epoch = self._epoch
         if not (epoch.locked_all or epoch.fenced or rank in epoch.locked or rank in epoch.started):
             raise CallError(
@@ -144,12 +146,12 @@ class Epochs(Attributes):
     # -- passive target --------------------------------------------------------------------------------------
 
     def Lock(self, rank: int, lock_type: int = LOCK_EXCLUSIVE, assertion: int = 0) -> None:
-        """Begin to access one rank's part. A contended lock costs the time until it is granted."""
+        """Begin to access one rank's part. A contended lock takes until it is granted."""
         self._need()
         rank = integer(rank)
         if rank == PROC_NULL:
             return
-        # MPI: a rank may hold one lock per target and window. A second one would wait for the first for ever.
+        # MPI: a rank may hold one lock per target and window. A second lock would wait for the first one forever.
         if rank in self._epoch.locked:
             raise CallError(ERR_RMA_SYNC, f"Lock: {self._label} holds a lock on rank {rank} already")
         if not 0 <= rank < len(self._windows.targets):
@@ -159,40 +161,41 @@ class Epochs(Attributes):
                 f"lock_type={lock_type}: give LOCK_SHARED or LOCK_EXCLUSIVE of spawnsim.comm"
             )
         windows, origin = self._windows, self._comm._rank
-        # Locks are ordered by time, so the request may not be sent before all others have reached this time.
+        # Locks are ordered by time, so the request may be sent only after all other ranks have reached this time.
         windows.world.kernel.observe()
         access = Access(windows.world, "Lock", (0, 0), lambda data: None, lock=lock_type)
         try:
             self._wait(windows.request(origin, rank, access), "Lock", rank)
-        except WorldError:  # given to a rank that waits no longer, the lock would be lost to all others
+        except WorldError:  # a lock granted to a rank that no longer waits would be lost to all other ranks
             windows.release(origin, rank)
             raise
         self._epoch.locked = self._epoch.locked or set()
         self._epoch.locked.add(rank)
 
     def Unlock(self, rank: int) -> None:
-        """End the access: all calls to that rank are then complete there."""
+        """End the access: all calls to that rank are then complete at the target."""
         self._need()
         rank = integer(rank)
         if rank == PROC_NULL:
             return
         if rank not in self._epoch.locked:
             raise CallError(ERR_RMA_SYNC, f"Unlock: {self._label} holds no lock on rank {rank}")
-        # MPI: all operations of the epoch are complete at the target when Unlock returns, so they are flushed
-        # before the lock goes.
+        # MPI: all operations of the epoch are complete at the target when Unlock returns, so they are flushed before
+        # the lock is released.
         self._flush(rank, "Unlock")
         self._epoch.locked.discard(rank)
-        # The release is not waited for: nothing of this rank depends on it, and Unlock costs what a send does.
+        # The release is not awaited: nothing on this rank depends on it, and Unlock costs as much as a send.
         self._windows.release(self._comm._rank, rank)
         self._windows.world.kernel.observe()
 
     def Lock_all(self, assertion: int = 0) -> None:
-        """Begin to access all parts, shared. A part locked alone by another is waited for when it is accessed."""
+        """Begin to access all parts with shared locks. An access to a part with an exclusive lock waits for that
+        lock.
+        """
         self._need()
         if self._epoch.locked_all:
             raise CallError(ERR_RMA_SYNC, f"Lock_all: {self._label} is locked already")
-        # No message: MPI allows a lock to be acquired lazily. Asking each of 1,000 targets would cost 1,000 round
-        # trips.
+        # No message: MPI allows lazy locks. Asking each of 1,000 targets would cost 1,000 round trips.
         self._epoch.locked_all = True
 
     def Unlock_all(self) -> None:
@@ -212,19 +215,20 @@ class Epochs(Attributes):
         self._flush_all("Flush_all")
 
     def Flush_local(self, rank: int) -> None:
-        # Flush_local may do more than it must: a Get is complete at the origin only when its answer is there.
+        # Flush_local may do more than required: a Get is complete at the origin only when its answer has arrived.
         self.Flush(rank)
 
     def Flush_local_all(self) -> None:
         self.Flush_all()
 
     def Sync(self) -> None:
-        """Make own and others' stores see each other: they do. It costs the call overhead, as every look does."""
+        """Make own and other ranks' stores visible, as they always are here. It costs the call overhead, like every
+        poll.
+        """
         self._need()
         world = self._windows.world
         world.kernel.observe()
-        # A loop of Sync and load is a poll of shared memory: without a charge it would never come to the time of
-        # the store.
+        # A loop of Sync and load polls shared memory: without a charge it would never reach the time of the store.
         world.charge_poll()
         world.kernel.fruitless()
 
@@ -240,18 +244,19 @@ class Epochs(Attributes):
             try:
                 if not access.over(self._windows.world.kernel.current.clock):
                     self._wait(access, operation, rank)
-            # A Timeout is left out: a flush that met its deadline may be tried again, so the access stays under way.
+            # No Timeout: a flush that met its deadline may be tried again, so the access stays pending.
             except (RankFailed, Revoked):
-                self._epoch.under_way.remove(each)  # it will never be over; one that is late may yet be
+                self._epoch.under_way.remove(each)  # it will never complete; after a Timeout it still may
                 raise
             self._take(each)
         if begun and begun[-1][0] == self._comm._me:
             self._charge_spinning()
 
     def _charge_spinning(self) -> None:
-        """Let a loop of accesses to one's own part cost what looks cost: others would never get the time to change it.
+        """Charge a loop of accesses to the rank's own part like polls: otherwise no rank would get the time to change
+        it.
 
-        An access to it takes as long as a copy within memory does, so such a loop stands still in virtual time.
+        Such an access takes as long as a copy within memory, so virtual time would stand still in the loop.
         """
         epoch, world = self._epoch, self._windows.world
         task = world.kernel.current
@@ -263,16 +268,16 @@ class Epochs(Attributes):
     def _take(self, begun: PendingAccess) -> None:
         """Deliver an answer, once: its request may be waited for after a flush.
 
-        The digest covers it, since its contents came from the memory of another rank.
+        The digest covers the answer, since its contents came from the memory of another rank.
         """
-        # An access can be collected twice, by a flush and by its request. Delivering twice would overwrite what the
-        # program has stored since.
+        # An access can be collected twice, by a flush and by its request. A second delivery would overwrite data that
+        # the program has stored since.
         under_way = self._epoch.under_way
         if begun in under_way:
             under_way.remove(begun)
             rank, access, deliver = begun
-            # Covered when taken, not when served: plain stores of the target may have written the memory that it
-            # comes from.
+            # Covered when taken, not when served: until then, plain stores of the target may have changed the source
+            # memory.
             if access.answer is not None:
                 self._comm._rank.digest.cover(access.answer)
             try:
@@ -285,14 +290,14 @@ class Epochs(Attributes):
     # -- active target ---------------------------------------------------------------------------------------
 
     def Fence(self, assertion: int = 0) -> None:
-        """Separate epochs, collectively: all calls before it are complete after it."""
+        """Separate epochs, collectively: all earlier calls are complete after the fence."""
         self._need()
-        # Own accesses first, then the barrier: together they make sure that all accesses of all ranks are complete
-        # behind the fence.
+        # First this rank's accesses, then the barrier: together they ensure that all accesses of all ranks are complete
+        # after the fence.
         self._flush_all("Fence")
         self._comm._meet(Call("Fence", "barrier"))
         self._windows.world.kernel.observe()
-        # MPI: MODE_NOSUCCEED says that no epoch follows, so later accesses without a lock are errors.
+        # MPI: MODE_NOSUCCEED states that no epoch follows, so later accesses without a lock are errors.
         self._epoch.fenced = not assertion & constants.MODE_NOSUCCEED
 
     def Post(self, group: Group, assertion: int = 0) -> None:
@@ -303,19 +308,19 @@ class Epochs(Attributes):
         self._epoch.tokens = [self._comm._irecv(rank, COMPLETE, "Wait") for rank in exposed]
 
     def Start(self, group: Group, assertion: int = 0) -> None:
-        """Begin to access the parts of a group's ranks; waits until they have posted."""
+        """Begin to access the parts of a group's ranks; waits for their Post."""
         self._need()
         places = self._places(group)
         for rank in places:
-            # MPI lets Start wait or not; waiting here means that no access can come to a part that is not exposed yet.
+            # MPI lets Start wait or not; waiting here means that no access reaches a part before its exposure.
             self._comm._accept(rank, POST, "Start")
         self._epoch.started = frozenset(places)
 
     def Complete(self) -> None:
         self._need()
-        # Sorted: sets have no order that a run may depend on.
+        # Sorted: sets have no order on which a run may depend.
         for rank in sorted(self._epoch.started):
-            # The flush comes before the token: the target may read its memory as soon as the token is there.
+            # The flush precedes the token: the target may read its memory as soon as it has the token.
             self._flush(rank, "Complete")
             self._comm._deliver(b"", rank, COMPLETE, STANDARD, operation="Complete")
         self._epoch.started = frozenset()
@@ -358,11 +363,11 @@ class Accesses(Epochs):
         self._swap(origin, result, target_rank, target, op=op)
 
     def Rput(self, origin: Any, target_rank: int, target: Any = None) -> Request:
-        """Start Put; the request is over when the data are written."""
+        """Start Put; the request is complete when the data are written."""
         return self._request("Rput", self._put(origin, target_rank, target, REPLACE))
 
     def Rget(self, origin: Any, target_rank: int, target: Any = None) -> Request:
-        """Start Get; the request is over when the data are there."""
+        """Start Get; the request is complete when the data have arrived."""
         return self._request("Rget", self._get(origin, target_rank, target))
 
     def Raccumulate(self, origin: Any, target_rank: int, target: Any = None, op: Op = SUM) -> Request:
@@ -376,14 +381,14 @@ class Accesses(Epochs):
     def Fetch_and_op(
         self, origin: Any, result: Any, target_rank: int, target_disp: int = 0, op: Op = SUM
     ) -> None:
-        # With NO_OP the origin's buffer is ignored in MPI and may be None; one that is given is checked, as in mpi4py.
+        # MPI ignores the origin's buffer with NO_OP; it may be None, but a given buffer is checked, as in mpi4py.
         _check_single("Fetch_and_op", result, *([] if op == NO_OP and origin is None else [origin]))
         self._swap(origin, result, target_rank, [integer(target_disp, AINT), 1], op=op)
 
     def Compare_and_swap(
         self, origin: Any, compare: Any, result: Any, target_rank: int, target_disp: int = 0
     ) -> None:
-        """Replace one element if it equals `compare`, and return what was there, atomically."""
+        """Replace one element if it equals `compare`, and return its previous value, atomically."""
         _check_single("Compare_and_swap", result, origin, compare)
         target_rank, target_disp = integer(target_rank), integer(target_disp, AINT)
         if target_rank == PROC_NULL:
@@ -394,7 +399,7 @@ class Accesses(Epochs):
 
         def serve(data: Any) -> Any:
             there = part.pack()
-            # Bytes and not values: MPI compares representations, and NaN would never equal itself.
+            # Bytes instead of values: MPI compares representations, and NaN would never equal itself.
             if there.tobytes() == data[1].tobytes():
                 part.unpack(data[0])
             return there
@@ -402,7 +407,7 @@ class Accesses(Epochs):
         sizes = new.nbytes + expected.nbytes, new.nbytes
         self._begin(target_rank, "Compare_and_swap", sizes, serve, deliver=found.unpack, data=[new, expected])
 
-    # -- how they are made -----------------------------------------------------------------------------------
+    # -- implementation --------------------------------------------------------------------------------------
 
     def _put(self, origin: Any, rank: int, target: Any, op: Op) -> PendingAccess | None:
         rank = integer(rank)
@@ -412,7 +417,7 @@ class Accesses(Epochs):
         part = self._part(rank, target, own, "Put")
         _check_op(op, own, part)
         call = "Put" if op == REPLACE else "Accumulate"
-        # `pack` copies: the target serves later, and the origin's buffer may have changed by then.
+        # `pack` copies: the target serves later, when the origin's buffer may have changed.
         sizes, data = (own.nbytes, 0), own.pack()
         return self._begin(
             rank, call, sizes, lambda data: _apply(op, part, data), deliver=_no_answer, data=data
@@ -424,7 +429,7 @@ class Accesses(Epochs):
             return None
         own = as_buffer(origin, writable=True)
         part = self._part(rank, target, own, "Get")
-        # Packed when the target serves, not now: a Get returns what is there at that time.
+        # Packed when the target serves: a Get returns the contents at that time.
         return self._begin(rank, "Get", (0, part.nbytes), lambda data: part.pack(), deliver=own.unpack)
 
     def _swap(self, origin: Any, result: Any, rank: int, target: Any, *, op: Op) -> PendingAccess | None:
@@ -437,7 +442,7 @@ class Accesses(Epochs):
         _check_op(op, found, part)
 
         def serve(data: Any) -> Any:
-            # Read before it is combined, in one service: no other access comes between, which is MPI's atomicity.
+            # Read and combined in one service: no other access comes between, which is MPI's atomicity.
             there = part.pack()
             if data is not None:
                 _apply(op, part, data)
@@ -447,7 +452,7 @@ class Accesses(Epochs):
         return self._begin(rank, "Get_accumulate", sizes, serve, deliver=found.unpack, data=data)
 
     def _part(self, rank: int, target: Any, own: Buffer, operation: str) -> Buffer:
-        """Return the buffer in the target's memory that an access means."""
+        """Return the buffer in the target's memory to which an access refers."""
         self._check(rank, operation)
         displacement, count, datatype = as_target(target, own)
         part = self._windows.targets[rank]
@@ -465,7 +470,7 @@ class Accesses(Epochs):
         self, rank: int, call: str, nbytes: tuple[int, int], serve: Serve, *, deliver: Callable[[Any], Any],
         data: Any = None,
     ) -> PendingAccess:  # fmt: skip
-        """Send an access of so many bytes (there, back). `deliver` gets the answer when the access is completed."""
+        """Send an access of `nbytes` bytes (there, back). `deliver` gets the answer when the access is complete."""
         windows = self._windows
         access = Access(windows.world, call, nbytes, serve, data=data)
         windows.request(self._comm._rank, rank, access)
@@ -473,7 +478,7 @@ class Accesses(Epochs):
         self._epoch.under_way.append(begun)
         return begun
 
-    # The access stays among those under way: it is also completed by Flush, Unlock and Fence (MPI).
+    # The access stays pending in the epoch: Flush, Unlock and Fence also complete it (MPI).
     def _request(self, operation: str, begun: PendingAccess | None) -> Request:
         world = self._windows.world
         if begun is None:
@@ -487,9 +492,9 @@ def _no_answer(answer: Any) -> None:
 
 
 def _check_op(op: Op, own: Buffer, part: Buffer) -> None:
-    """Refuse an operation that does not take the types, at the call and not when the target serves it.
+    """Raise an error at the call, instead of at the service, if the operation does not support the types.
 
-    Derived types are combined element by element: all must be of one predefined type, the same at both ends.
+    Derived types are combined element by element: all elements must have one predefined type, the same at both ends.
     """
     if not own.nbytes or op in (REPLACE, NO_OP):
         return
@@ -501,7 +506,7 @@ def _check_op(op: Op, own: Buffer, part: Buffer) -> None:
 
 
 def _check_single(call: str, result: Any, *others: Any) -> None:
-    """Refuse anything but one element, of one type everywhere."""
+    """Raise an error unless all buffers have one element, of the same type."""
     found = as_buffer(result, writable=True)
     if found.count != 1:
         raise ArgumentError(ERR_COUNT, f"{call} takes one element, but the result's buffer has {found.count}")
@@ -521,12 +526,12 @@ def _apply(op: Op, part: Buffer, data: Any) -> None:
 
 
 def _elements(data: Any, basic: Datatype) -> Any:
-    """Return what travels as an array of elements of a predefined type."""
+    """Return transferred data as an array of elements of a predefined type."""
     if data.dtype == basic.dtype:
         return data
     if basic.dense:
         return data.view(basic.dtype)
-    found = np.zeros(len(data) // basic.size, basic.dtype)  # a pair travels without its padding
+    found = np.zeros(len(data) // basic.size, basic.dtype)  # a pair is sent without its padding
     basic.layout.scatter(as_bytes(found), data)
     return found
 
@@ -534,7 +539,7 @@ def _elements(data: Any, basic: Datatype) -> Any:
 def _region(regions: Sequence[Any], place: int) -> tuple[Any, int]:
     for region in regions:
         first = address(region)
-        # `<=` at the end: an access of no bytes may lie just behind a region.
+        # `<=` at the end: an access of no bytes may be located directly after a region.
         if first <= place <= first + region.nbytes:
             return region, place - first
     raise CallError(ERR_RMA_RANGE, f"address {place:#x} is in no memory that the target has attached")

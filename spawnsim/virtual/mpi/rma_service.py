@@ -391,7 +391,7 @@ class WindowState:
         """Call `then` when the target serves the requests that have reached it by now."""
         env = self.world.kernel.env
         serve_s = self.answers_at(target, env.now)
-        if serve_s == math.inf:  # in a block whose end depends on the other computing ranks
+        if serve_s == math.inf:  # in a block that ends at a time unknown so far
             target.rank.waited = (*target.rank.waited, then)
         elif serve_s > env.now:
             env.at(serve_s, WAITED, then)

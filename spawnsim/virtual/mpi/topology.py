@@ -1,7 +1,7 @@
 """Communicators with a topology: Cartesian grids, graphs, distributed graphs, their constructors and their calls.
 
-The shapes are pure arithmetic on ranks. A communicator with a shape is agreed upon in a collective of the one that it
-is made of.
+The shapes are pure arithmetic on ranks. The members agree on a communicator with a shape in a collective of its parent
+communicator.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from spawnsim.virtual.mpi.neighbors import Edges, NeighborCollectives, occurrenc
 
 @dataclass(frozen=True)
 class Cartesian:
-    """A grid of `dims`, the last dimension running fastest; a dimension may close into a ring."""
+    """A grid of `dims`, in which the last dimension varies fastest; a dimension may close into a ring."""
 
     kind: ClassVar[int] = CART
     dims: tuple[int, ...]
@@ -47,7 +47,7 @@ class Cartesian:
         return found[::-1]
 
     def rank(self, coords: Sequence[int]) -> int:
-        """Return the rank at coordinates; beyond an open edge there is none."""
+        """Return the rank at coordinates; raises an error beyond an open edge."""
         if len(coords) != len(self.dims):
             raise CallError(ERR_ARG, f"{len(coords)} coordinates for a grid of {len(self.dims)} dimensions")
         rank = 0
@@ -63,13 +63,13 @@ class Cartesian:
         direction, disp = integer(direction), integer(disp)
         if not 0 <= direction < len(self.dims):
             raise CallError(ERR_DIMS, f"direction {direction} of a grid of {len(self.dims)} dimensions")
-        # MPI names the source first: whoever would shift to this rank, which is the other direction.
+        # MPI returns the source first: the rank that would shift to this one, in the opposite direction.
         return self._step(rank, direction, -disp), self._step(rank, direction, disp)
 
     def _step(self, rank: int, direction: int, disp: int) -> int:
         coords = self.coords(rank)
         coords[direction] += disp
-        # Checked before `rank` is asked: beyond an open edge MPI's shift gives PROC_NULL, while Cart_rank refuses.
+        # Checked before the call of `rank`: beyond an open edge MPI's shift gives PROC_NULL, while Cart_rank refuses.
         if not self.periods[direction] and not 0 <= coords[direction] < self.dims[direction]:
             return PROC_NULL
         return self.rank(coords)
@@ -78,14 +78,14 @@ class Cartesian:
         """Return the neighbours, dimension by dimension: below, above."""
         return [place for direction in range(len(self.dims)) for place in self.shift(rank, direction, 1)]
 
-    # MPI: the neighbours of a grid are the same in both directions, in the order below, above for each dimension,
-    # with PROC_NULL kept as a place.
+    # MPI: the neighbours of a grid are the same in both directions, in the order below, above for each dimension, and
+    # PROC_NULL keeps its place.
     destinations = sources
 
     def neighborhood(self, rank: int) -> Edges:
         """Return the edges from and to the neighbours of a rank."""
-        # MPI 4.1, 8.6: what a rank sends below arrives from above. Where a ring has one or two ranks both neighbours
-        # are the same rank, and only the direction tells its two messages apart.
+        # MPI 4.1, 8.6: data sent below arrive from above. In a ring of one or two ranks, both neighbours are the same
+        # rank, and only the direction distinguishes its two messages.
         places = self.sources(rank)
         incoming = [(place, number ^ 1) for number, place in enumerate(places)]
         return incoming, [(place, number) for number, place in enumerate(places)]
@@ -121,7 +121,7 @@ class Graph:
 
 @dataclass(frozen=True)
 class DistGraph:
-    """A directed graph that each rank knows its own part of: by rank, (neighbours, weights or None)."""
+    """A directed graph of which each rank knows its own part: by rank, (neighbours, weights or None)."""
 
     kind: ClassVar[int] = DIST_GRAPH
     incoming: dict[int, tuple[list[int], list[int] | None]]
@@ -138,9 +138,9 @@ class DistGraph:
 
 
 def compute_dims(nnodes: int, dims: int | Sequence[int]) -> list[int]:
-    """Return dimensions as equal as they can be, whose product is `nnodes`; entries above 0 stay as they are.
+    """Return dimensions as equal as possible, with the product `nnodes`; entries above 0 stay as they are.
 
-    As MPI_Dims_create: those set freely come in descending order.
+    As in MPI_Dims_create, the computed dimensions are in descending order.
     """
     nnodes, wanted = integer(nnodes), [0] * index(dims) if hasattr(dims, "__index__") else each_integer(dims)
     if any(dim < 0 for dim in wanted) or nnodes < 1:
@@ -149,7 +149,7 @@ def compute_dims(nnodes: int, dims: int | Sequence[int]) -> list[int]:
     free = [place for place, dim in enumerate(wanted) if dim == 0]
     if nnodes % fixed or (not free and fixed != nnodes):
         raise CallError(ERR_DIMS, f"Compute_dims: {nnodes} nodes do not divide into {wanted}")
-    found = _descending(nnodes // fixed, len(free), nnodes) or []  # there are some: the number, and ones
+    found = _descending(nnodes // fixed, len(free), nnodes) or []  # always exists: the number, and ones
     for place, dim in zip(free, found, strict=True):
         wanted[place] = dim
     return wanted
@@ -158,14 +158,14 @@ def compute_dims(nnodes: int, dims: int | Sequence[int]) -> list[int]:
 def _descending(count: int, parts: int, most: int) -> list[int] | None:
     """Return `parts` factors of `count`, descending, the largest as small as possible, and so on.
 
-    None is larger than `most`; None is returned if there are no such ones.
+    No factor is larger than `most`; returns None if this is impossible.
     """
     if parts <= 1:
         return [count] * parts if count <= most else None
     # 1e-9 below the root: 3125 ** (1 / 5) is a little more than 5, and its ceiling would be 6.
     least = max(1, math.ceil(count ** (1 / parts) - 1e-9))
     for first in range(least, min(count, most) + 1):
-        # The rest must not have a larger factor than the first: MPI wants dimensions in descending order.
+        # The rest must not have a factor larger than the first: MPI requires dimensions in descending order.
         rest = _descending(count // first, parts - 1, first) if count % first == 0 else None
         if rest is not None:
             return [first, *rest]
@@ -173,7 +173,7 @@ def _descending(count: int, parts: int, most: int) -> list[int] | None:
 
 
 class Topocomm(Intracomm, NeighborCollectives):
-    """A communicator with neighbours."""
+    """A communicator with a topology."""
 
     __slots__ = ()
     _shapes: ClassVar[tuple[type, ...]] = (Cartesian, Graph, DistGraph)
@@ -216,7 +216,7 @@ class Cartcomm(Topocomm):
 
     @classmethod
     def _create(cls, comm: Intracomm, dims: Sequence[int], periods: Sequence[bool] | None = None) -> Any:
-        """Return a grid of the first ranks; those left over get COMM_NULL."""
+        """Return a grid of the first ranks; the remaining ranks get COMM_NULL."""
         sizes = tuple(each_integer([dims] if isinstance(dims, int) else dims))
         rings = (
             [bool(periods)] * len(sizes) if periods is None or isinstance(periods, (bool, int)) else periods
@@ -255,14 +255,14 @@ class Cartcomm(Topocomm):
         return self._grid.shift(self._me, direction, disp)
 
     def Sub(self, remain_dims: Sequence[bool]) -> Any:
-        """Return the grid of the dimensions that remain, through this rank."""
+        """Return the grid of the remaining dimensions through this rank."""
         grid = self._grid
         if len(remain_dims) != len(grid.dims):
             raise CallError(ERR_DIMS, f"{len(remain_dims)} flags for a grid of {len(grid.dims)} dimensions")
         coords = grid.coords(self._me)
         kept = [place for place, keep in enumerate(each_integer(remain_dims)) if keep]
         color = [place for where, place in enumerate(coords) if where not in kept]
-        # The old rank is the key: row-major order of the kept dimensions is the order of the old ranks.
+        # The old rank is the key: row-major order of the kept dimensions equals the order of the old ranks.
         flat = self._split("Sub", tuple(color), self._me)
         shape = Cartesian(tuple(grid.dims[p] for p in kept), tuple(grid.periods[p] for p in kept))
 
@@ -287,14 +287,14 @@ class Cartcomm(Topocomm):
 
 
 class Graphcomm(Topocomm):
-    """A graph of ranks that every rank knows whole."""
+    """A graph of ranks that every rank knows completely."""
 
     __slots__ = ()
     _shapes = (Graph,)
 
     @classmethod
     def _create(cls, comm: Intracomm, index: Sequence[int], edges: Sequence[int]) -> Any:
-        """Return a graph of the first ranks; those left over get COMM_NULL."""
+        """Return a graph of the first ranks; the remaining ranks get COMM_NULL."""
         ends, edges = _index_ends(index, edges), each_integer(edges)
         shape = Graph(ends, tuple(edges))
         if shape.index and shape.index[-1] > len(shape.edges):
@@ -338,7 +338,7 @@ class Graphcomm(Topocomm):
 
     @property
     def index(self) -> list[int]:
-        """Where each node's neighbours end in `edges`."""
+        """End of each node's neighbours in `edges`."""
         return list(self._graph.index)
 
     @property
@@ -365,7 +365,7 @@ class Distgraphcomm(Topocomm):
         cls, comm: Intracomm, sources: Sequence[int], destinations: Sequence[int],
         weights: tuple[Sequence[int] | None, Sequence[int] | None],
     ) -> Any:  # fmt: skip
-        """Return a graph of which each rank tells its own edges."""
+        """Return a graph for which each rank gives its own edges."""
         edges = each_integer(sources or ()), each_integer(destinations or ())
         given = _weights(weights[0]), _weights(weights[1])
         for ends, weighed in zip(edges, given, strict=True):
@@ -389,9 +389,9 @@ class Distgraphcomm(Topocomm):
         listed: tuple[Sequence[int], Sequence[int], Sequence[int]],
         weights: Sequence[int] | None,
     ) -> Any:
-        """Return a graph of which each rank tells any edges, as (sources, degrees, destinations).
+        """Return a graph for which each rank gives arbitrary edges, as (sources, degrees, destinations).
 
-        `degrees[i]` of the destinations are those of edges that leave `sources[i]`.
+        `degrees[i]` edges leave `sources[i]`; their ends follow each other in the destinations.
         """
         given = _weights(weights)
         sources, degrees, destinations = map(each_integer, listed)
@@ -403,7 +403,7 @@ class Distgraphcomm(Topocomm):
         ]
 
         def make(parts: list[Any]) -> Context:
-            # MPI: weights are given by all ranks or by none; a mixture has no meaning, and counts as unweighted.
+            # MPI: weights are given by all ranks or by no rank; a mixture is undefined, and counts as unweighted.
             weighted = all(flag for _, flag in parts)
             incoming: defaultdict[int, list[tuple[int, int]]] = defaultdict(list)
             outgoing: defaultdict[int, list[tuple[int, int]]] = defaultdict(list)
@@ -440,7 +440,7 @@ def _first_ranks(comm: Intracomm, kind: Any, shape: Any, name: str) -> Any:
 
 
 def with_topology(kind: Any, comm: Any, shape: Any) -> Any:
-    """Return a communicator as one with neighbours; its members all bring the same shape."""
+    """Return a communicator as one with a topology; all its members pass the same shape."""
     if comm is COMM_NULL:
         return COMM_NULL
     comm._context.topology = shape
@@ -456,22 +456,24 @@ def _by_rank(edges: dict[int, list[tuple[int, int]]], size: int, weighted: bool)
             [other for other, _ in edges.get(rank, ())],
             [w for _, w in edges.get(rank, ())] if weighted else None,
         )
-        # All ranks, those without edges, too: a look-up must not fail for an isolated rank.
+        # All ranks, including ranks without edges: a look-up must not fail for an isolated rank.
         for rank in range(size)
     }
 
 
 def _weights(weights: Any) -> list[int] | None:
-    """Return weights as a list; None, or MPI's UNWEIGHTED, is none. WEIGHTS_EMPTY are those of no edges."""
+    """Return weights as a list; None for None or MPI's UNWEIGHTED. WEIGHTS_EMPTY is the list for a rank without
+    edges.
+    """
     if weights is None or isinstance(weights, int):
-        # WEIGHTS_EMPTY is no UNWEIGHTED: a rank without edges in a weighted graph has to say so, or the graph
+        # WEIGHTS_EMPTY differs from UNWEIGHTED: a rank without edges in a weighted graph must pass it, or the graph
         # counts as unweighted.
         return [] if weights == WEIGHTS_EMPTY else None
     return each_integer(weights)
 
 
 def _index_ends(index: Sequence[int], edges: Sequence[int]) -> tuple[int, ...]:
-    """Return where each place's edges end; mpi4py takes an adjacency array, which begins with 0, too."""
+    """Return the end of each node's edges; like mpi4py, also accepts an index array that begins with 0."""
     ends = tuple(each_integer(index))
     return ends[1:] if len(ends) > 1 and ends[0] == 0 and ends[-1] == len(edges) else ends
 

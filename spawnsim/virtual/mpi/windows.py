@@ -1,4 +1,4 @@
-"""`Win`: making windows, asking them, freeing them. Their epochs and accesses are in `rma`."""
+"""`Win`: creating, querying and freeing windows. Their epochs and accesses are in `rma`."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from spawnsim.virtual.mpi.rma_service import Target, WindowState
 
 
 class Win(Accesses, Named, np.ndarray[Any, np.dtype[np.uint8]]):  # type: ignore[misc]
-    """Memory that other ranks reach without this one's help.
+    """Memory that other ranks access without this rank's participation.
 
     It is an array of this rank's part, so that `memoryview(win)` and `np.frombuffer(win)` work, as with mpi4py.
     """
@@ -33,7 +33,7 @@ class Win(Accesses, Named, np.ndarray[Any, np.dtype[np.uint8]]):  # type: ignore
     _kind = "WIN"
 
     def __new__(cls, win: Win | None = None) -> Self:
-        """Return a null window, or a copy of the handle of another."""
+        """Return a null window, or a copy of another handle."""
         if win is not None:
             same_kind(Win, win)
         live = win is not None and win._identity is not None
@@ -46,7 +46,7 @@ class Win(Accesses, Named, np.ndarray[Any, np.dtype[np.uint8]]):  # type: ignore
 
     @classmethod
     def _over(cls, memory: Any) -> Self:
-        """Return a handle that shows memory; its state is still to be set."""
+        """Return a handle over memory; the caller sets its state."""
         if memory is None or not memory.nbytes or is_phantom(memory):
             return np.ndarray.__new__(cls, (0,), np.uint8)
         return memory.view(cls)  # type: ignore[no-any-return]
@@ -61,7 +61,7 @@ class Win(Accesses, Named, np.ndarray[Any, np.dtype[np.uint8]]):  # type: ignore
             raise ValueError("cannot pickle a window: it means something on its own rank only")
         return type(self), ()
 
-    # -- making ----------------------------------------------------------------------------------------------
+    # -- creation ----------------------------------------------------------------------------------------------
 
     @classmethod
     def Create(cls, memory: Any, disp_unit: int = 1, info: Info = INFO_NULL, comm: Any = COMM_SELF) -> Self:
@@ -73,7 +73,7 @@ class Win(Accesses, Named, np.ndarray[Any, np.dtype[np.uint8]]):  # type: ignore
 
     @classmethod
     def Allocate(cls, size: int, disp_unit: int = 1, info: Info = INFO_NULL, comm: Any = COMM_SELF) -> Self:
-        """Open a window on fresh memory of `size` bytes; collective."""
+        """Open a window on new memory of `size` bytes; collective."""
         own = np.zeros(integer(size, AINT), np.uint8)
         return cls._open(
             "Win.Allocate", (own, disp_unit, None), constants.WIN_FLAVOR_ALLOCATE, comm=comm, info=info
@@ -94,7 +94,7 @@ class Win(Accesses, Named, np.ndarray[Any, np.dtype[np.uint8]]):  # type: ignore
 
     @classmethod
     def Create_dynamic(cls, info: Info = INFO_NULL, comm: Any = COMM_SELF) -> Self:
-        """Open a window without memory, which Attach adds; collective."""
+        """Open a window without memory, to which Attach adds memory; collective."""
         own = np.zeros(0, np.uint8)
         return cls._open(
             "Win.Create_dynamic", (own, 1, None), constants.WIN_FLAVOR_DYNAMIC, comm=comm, info=info
@@ -143,7 +143,7 @@ class Win(Accesses, Named, np.ndarray[Any, np.dtype[np.uint8]]):  # type: ignore
         self._comm._rank.attachments["windows"].remove(self)
         self._identity = None
 
-    # -- asking ----------------------------------------------------------------------------------------------
+    # -- queries ---------------------------------------------------------------------------------------------
 
     def tomemory(self) -> buffer:
         """Return this rank's part as bytes."""
@@ -163,7 +163,7 @@ class Win(Accesses, Named, np.ndarray[Any, np.dtype[np.uint8]]):  # type: ignore
         return Group.of(self._comm._members, self._comm._rank.id)
 
     def Get_attr(self, keyval: int) -> Any:
-        """Return an attribute: MPI's own (WIN_BASE, WIN_SIZE, …) or one of the program."""
+        """Return an attribute: MPI's own (WIN_BASE, WIN_SIZE, …) or the program's."""
         self._need()
         part = self._windows.targets[self._place]
         own = {
@@ -217,7 +217,7 @@ class Win(Accesses, Named, np.ndarray[Any, np.dtype[np.uint8]]):  # type: ignore
 def _build(
     comm: Member, parts: list[tuple[Any, int, int | None]], flavor: int
 ) -> tuple[Context, WindowState]:
-    """Make what all members of a window share, once."""
+    """Create the state that all members of a window share, once."""
     world, members = comm._world, comm._members
     memories = [memory for memory, _, _ in parts]
     shared = None
@@ -235,7 +235,7 @@ def _build(
 
 
 class Windows:
-    """`comm.Win`: makes windows of its communicator, unless another is given; those of `Win` mean COMM_SELF."""
+    """`comm.Win`: creates windows of its communicator, unless another is given; the methods of `Win` use COMM_SELF."""
 
     def __init__(self, comm: Any) -> None:
         self._comm = comm
@@ -248,7 +248,7 @@ class Windows:
         return Win.Create(memory, disp_unit, info, self._of(comm))
 
     def Allocate(self, size: int, disp_unit: int = 1, info: Info = INFO_NULL, comm: Any = None) -> Win:
-        """Open a window on fresh memory of `size` bytes; collective."""
+        """Open a window on new memory of `size` bytes; collective."""
         return Win.Allocate(size, disp_unit, info, self._of(comm))
 
     def Allocate_shared(self, size: int, disp_unit: int = 1, info: Info = INFO_NULL, comm: Any = None) -> Win:
@@ -256,7 +256,7 @@ class Windows:
         return Win.Allocate_shared(size, disp_unit, info, self._of(comm))
 
     def Create_dynamic(self, info: Info = INFO_NULL, comm: Any = None) -> Win:
-        """Open a window without memory, which Attach adds; collective."""
+        """Open a window without memory, to which Attach adds memory; collective."""
         return Win.Create_dynamic(info, self._of(comm))
 
 
