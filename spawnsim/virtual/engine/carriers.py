@@ -156,8 +156,7 @@ class TaskThread(_Turn):
         self.ident = _thread.get_ident()
         # Each thread has one greenlet from its start: the task is looked up there, as with greenlets.
         getcurrent().task = self.task
-        # For `threading.current_thread`. New threads inherit the daemon flag from it: a program's threads are not
-        # daemons.
+        # For `threading.current_thread`. New threads inherit its daemon flag: a program's threads are not daemons.
         here: Any = threading._DummyThread()
         here._daemonic, here.name = False, self.task.name
         hub = self._threads.hub

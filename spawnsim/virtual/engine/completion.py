@@ -34,9 +34,7 @@ class ReceivingNic:
         self._free_s = -math.inf  # free from this time on
 
     def admit(self, arrival_s: float, drain_s: float) -> float:
-        """Book the NIC for a message that would arrive at `arrival_s` on an idle NIC. Return its actual arrival
-        time.
-        """
+        """Book the NIC for a message with the uncontended arrival `arrival_s`. Return its actual arrival time."""
         begin_s = arrival_s - drain_s
         if begin_s + SLACK * drain_s < self._free_s:
             return self._squeeze_in(begin_s, arrival_s)
@@ -146,9 +144,7 @@ class Completion:
         return self.finish_s
 
     def is_settled(self, time_s: float) -> bool:
-        """Whether it is known now if it completes by a time, provided that no message sent from now on arrives by
-        then.
-        """
+        """Whether it is known now if it completes by a time, unless a later send arrives by then."""
         return self.finish_s is not None
 
     def over(self, now_s: float) -> bool:

@@ -92,7 +92,7 @@ class Ingress:
         # Messages of one sender may not overtake each other at the NIC either: otherwise an empty message sent behind a
         # large one would have its first (and last) byte there first.
         last_s = heads.get(message.source)
-        if last_s is not None and last_s >= self._settled_s:  # a message may not be overtaken
+        if last_s is not None and last_s >= self._settled_s:  # an earlier message may not be overtaken
             if head_s < last_s:
                 head_s, arrival_s = last_s, max(arrival_s, last_s + drain_s)
         elif not drain_s:

@@ -37,9 +37,7 @@ class Computing(Unbroken):
 
 @dataclass(slots=True, eq=False)
 class Block:
-    """A block in progress: `work_s` is the rest of its work at its rank's full speed, when it took its present
-    speed.
-    """
+    """A block in progress. `work_s`: its remaining work at full speed, when it took its present speed."""
 
     rank: Rank
     over: Completion

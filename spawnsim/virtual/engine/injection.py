@@ -5,7 +5,7 @@ Collectives and windows travel on reliable connections, as MPI's do: a lost mess
 (`FaultPlan.carried`), and a duplicate is discarded. Each fault that strikes becomes an event of the run.
 
 In a collective, a message that is lost for good never arrives: the ranks whose part depends on it wait until their
-deadline. A damaged message damages one bit of its contents, for all ranks that these reach. In a block, the damage is
+deadline. A damaged message damages one bit of its contents, for all ranks that receive these. In a block, the damage is
 in the block; in a reduction, which merges many contributions, it is in the contribution of the message's sender.
 
 A restarted rank runs its program from the beginning at its time of restart, and keeps nothing but its number. It is a
@@ -35,7 +35,7 @@ from spawnsim.virtual.engine.waiting import rank_failed
 from spawnsim.virtual.engine.wire import set_out
 from spawnsim.virtual.engine.world import Rank, World
 
-MIDDLE = 0.5  # position in a payload of the damaged byte, unless the plan decides
+MIDDLE = 0.5  # default position of the damaged byte in a payload
 
 
 def damaged(payload: Any, place: float = MIDDLE, *, nan: bool = False) -> Any:
@@ -206,7 +206,7 @@ class CollectiveFaults:
         self._plan: CollectivePlan | None = None
         self._struck: Struck | None = None
 
-    # -- when ------------------------------------------------------------------------------------------------
+    # -- times -----------------------------------------------------------------------------------------------
 
     def finish(self, plan: CollectivePlan, arrivals: Any, out_free: Any, calls: Sequence[Any]) -> Finish:
         """Return when each member leaves: NaN for members whose collective never ends."""
@@ -248,7 +248,7 @@ class CollectiveFaults:
         bits = self._struck.late.get(self._relative(me), 0)
         return sorted(self._member(rank) for rank in range(len(self._members)) if bits >> rank & 1)
 
-    # -- what ------------------------------------------------------------------------------------------------
+    # -- contents --------------------------------------------------------------------------------------------
 
     def note(self, me: int) -> None:
         """Note the faults of a member's messages in its digest."""
@@ -274,9 +274,7 @@ class CollectiveFaults:
         return heard
 
     def _place(self, damage: Damage) -> tuple[int, Any, float]:
-        """Return the owner of the damaged contribution, the damaged block (None: there is only one), and the place in
-        it.
-        """
+        """Return the owner of the damaged contribution, the damaged block (None: the only one) and the place in it."""
         plan = self._plan
         assert plan is not None
         source, dest = self._member(damage.source), self._member(damage.dest)
@@ -292,7 +290,7 @@ class CollectiveFaults:
         owner = plan.root if plan.operation == "bcast" else source
         return owner, None, plan.amounts.share(damage.block, damage.place)
 
-    # -- who -------------------------------------------------------------------------------------------------
+    # -- ranks -----------------------------------------------------------------------------------------------
 
     def _member(self, relative: int) -> int:
         assert self._plan is not None
@@ -320,9 +318,7 @@ class Crashes:
     def __init__(
         self, world: World, renew: Callable[[int], None], begin_job: Callable[[tuple[int, ...]], None]
     ) -> None:
-        """`renew(rank)` gives a restarted rank new services; `begin_job(ranks)` gives the ranks of a new job a
-        COMM_WORLD.
-        """
+        """`renew(rank)` creates new services for a restarted rank; `begin_job(ranks)` a COMM_WORLD for a new job."""
         self._world, self._renew, self._begin_job = world, renew, begin_job
         self._job: set[int] = set()  # ranks of a new job that are yet to begin
         self._programs: dict[int, Program] = {}

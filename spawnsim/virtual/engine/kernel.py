@@ -272,9 +272,7 @@ class Kernel:
             self._raise(task)
 
     def effect(self) -> None:
-        """Count an effect of the running task; from time to time wait for the other tasks, to bound the queued
-        effects.
-        """
+        """Count an effect of the running task. Occasionally wait for the other tasks, to bound the queue of effects."""
         self.idle = 0
         task = self.current  # as in `run_ahead`
         task.budget -= 1
@@ -446,8 +444,8 @@ class Kernel:
         self._alarms -= 1
         task = heappop(self._timers)[3]
         task.timer = Timer.NONE
-        # A wait without a deadline (of members in `recover`) sets no timer: a timer at no time would block the timers
-        # of later waits.
+        # A wait without a deadline (of members in `recover`) sets no timer: a timer without a time would replace the
+        # timers of later waits.
         if task.parked and not task.explicit and task.deadline_s != math.inf:
             due_s = task.clock + task.deadline_s
             if due_s <= self.env.now:
@@ -457,9 +455,7 @@ class Kernel:
         self._arm_first()
 
     def ends_a_wait(self, action: partial[None]) -> bool:
-        """Whether an event's action is an explicit deadline that can still end a wait, not a default timer or a
-        return.
-        """
+        """Whether an event is an explicit deadline that can still end a wait: no default timer, no return of a task."""
         return action.func == self._expire and action.args[0].wait is action.args[1]
 
     def _expire(self, task: Task, wait: Wait | None, due_s: float) -> None:
@@ -472,7 +468,7 @@ class Kernel:
     def run(self, judge: Callable[[], None] = lambda: None) -> None:
         """Run until no task can continue, call `judge`, and end the remaining tasks.
 
-        The remaining tasks wait for each other, or for nothing. `judge` may inspect them and raise an error.
+        The remaining tasks wait for each other, or for nothing. `judge` may inspect them and record an error.
         """
         with watched_collections(self._collecting, self._carriers.ours):
             try:

@@ -57,7 +57,7 @@ class Mailbox:
         self._arrived: deque[Message] = deque()
         self._alarm_s = math.inf
 
-    # -- the two sides -------------------------------------------------------------------------------------
+    # -- delivery and posting ------------------------------------------------------------------------------
 
     def deliver(self, message: Message) -> None:
         """Accept a message that was just sent; its envelope arrives now or later."""

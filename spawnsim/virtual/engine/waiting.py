@@ -135,9 +135,7 @@ def limited(task: Task, seconds: float, *, explicit: bool) -> Iterator[None]:
 
 
 def check_alive(world: World, waiting: Any) -> None:
-    """Raise `Revoked` if the wait's communicator was revoked, or `RankFailed` if ranks known to be dead doom the
-    wait.
-    """
+    """Raise `Revoked` if the wait's communicator was revoked, `RankFailed` if known deaths doom the wait."""
     if world.revoked:
         check_revoked(world, waiting)
     if world.failed:
@@ -164,7 +162,7 @@ def rank_failed(task: Task, waiting: Any, doomed: Sequence[int]) -> RankFailed:
 
 
 def over_by_itself(world: World, completion: Completion) -> bool:
-    """Whether a completion is complete, or has a known end and no earlier event matters to the running task.
+    """Whether an operation is complete, or has a known end and no earlier event matters to the running task.
 
     The task's clock then moves to the end: nothing is awaited, as in most waits of a ring.
     """
@@ -281,9 +279,7 @@ def finished(completions: Sequence[Completion | None], now_s: float) -> list[int
 
 
 def await_any(world: World, completions: Sequence[Completion | None], waiting: Any) -> list[int]:
-    """Wait until at least one is complete; return the positions of all completions that are complete then, earliest
-    first.
-    """
+    """Wait until at least one is complete; return the positions of all complete ones, the earliest first."""
     kernel = world.kernel
     task = kernel.current
     rank = world.ranks[task.rank]

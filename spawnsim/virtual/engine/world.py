@@ -127,7 +127,7 @@ class World:
     # Agreements of survivors, to be checked again after a death.
     on_death: list[Callable[[], None]] = field(default_factory=list)
     revoked: bool = False  # whether any was ever revoked: only then do waits check
-    leaks: dict[str, str] = field(default_factory=dict)  # irreproducible effects: kind -> a sentence
+    leaks: dict[str, str] = field(default_factory=dict)  # irreproducible values read: kind -> a sentence
     private: frozenset[str] = frozenset()  # installed packages of which each rank has a separate copy
     # (kind, line) -> a sentence, for actions of the program that MPI leaves undefined, and for faults that came too
     # late or left no survivor.
@@ -163,8 +163,7 @@ class World:
         self._nics: dict[int, ReceivingNic] | None = {} if serial else None
 
     def observers_of(self, rank: int) -> int:
-        """Return the initial number of observers of a rank: 1 without latency, or if the plan has deaths or pauses this
-        rank.
+        """Return the initial number of observers of a rank: 1 without latency, or if the plan has deaths or pauses it.
 
         Deaths, revocations and joins concern every rank, so no rank may be ahead of them.
         """

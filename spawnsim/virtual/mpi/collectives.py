@@ -115,9 +115,7 @@ def _fill(spec: Any, **how: Any) -> Outcome:
 
 
 def _fill_row(target: Buffer | Vector, blocks: Sequence[Any]) -> bool:
-    """Copy blocks to contiguous memory; return False if the target is not contiguous, or the blocks do not fit
-    exactly.
-    """
+    """Copy blocks to contiguous memory; False if the target is not contiguous, or the blocks do not fit exactly."""
     # One copy for all blocks: a thousand ranks that each get a block from every rank have a million blocks.
     row = target.row()
     if row is None or any(type(data) is not np.ndarray or data.dtype is not row.dtype for data in blocks):
@@ -138,9 +136,7 @@ def _taken_apart(spec: Any, size: int, **how: Any) -> list[Any]:
 
 
 def _joined(parts: list[Any]) -> Any:
-    """Return all contributions in a row: made once, because otherwise a thousand ranks would unpack a million
-    blocks.
-    """
+    """Return all contributions in a row: made once, or a thousand ranks would unpack a million blocks."""
     # Equal bytes may have several dtypes (an int32 and its unsigned twin); numpy would convert them to a common dtype
     # and change the bytes.
     same = all(part.dtype == parts[0].dtype for part in parts)

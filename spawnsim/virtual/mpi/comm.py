@@ -357,9 +357,7 @@ class Comm(PointToPoint, Collectives):
         policy: Any = None,
         extra: Any = None,
     ) -> None:
-        """Save the state of all members at the end of an iteration; collective. See `Comm.checkpoint` of the
-        protocol.
-        """
+        """Save the state of all members at the end of an iteration; collective. See `protocols.Comm.checkpoint`."""
         self._need()
         states = {"model": model, "optimizer": optimizer, "extra": extra}
         checkpoints.checkpoint(self, iteration, policy=policy, **states)

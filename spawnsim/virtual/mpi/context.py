@@ -48,9 +48,7 @@ GIVEN_UP = (
 
 @dataclass(eq=False)
 class Context:
-    """The state that a communicator's members share. `groups` are the world ranks of its group, or of both its
-    groups.
-    """
+    """The state that a communicator's members share. `groups`: the world ranks of its one or two groups."""
 
     world: World
     groups: tuple[tuple[int, ...], ...]
@@ -207,9 +205,7 @@ NOWHERE: Any = Nowhere()
 
 
 class Member(Named):
-    """One rank's handle of a communicator, with the parts of its calls: send a message, receive one, join a
-    collective.
-    """
+    """One rank's handle of a communicator, with the building blocks of its calls: send, receive, collective."""
 
     __slots__ = (
         "__weakref__",
@@ -362,9 +358,7 @@ class Member(Named):
     # -- messages --------------------------------------------------------------------------------------------
 
     def _dispatch(self, payload: Any, dest: int, tag: int, mode: Mode, *, buf: Any = None) -> Transfer | None:
-        """Send a payload (bytes, or an object with `nbytes`), made from `buf`. Returns the transfer to wait for, or
-        None.
-        """
+        """Send a payload (bytes, or an object with `nbytes`), made from `buf`. Returns a transfer to await, or None."""
         peers, context, world = self._peers, self._context, self._world
         fits = 0 <= dest < len(peers) and 0 <= tag <= TAG_UB_VALUE  # `_check_peer`, without the call
         if not fits or context.revoked_s is not None or self._identity is None:
@@ -480,7 +474,7 @@ class Member(Named):
         return request_for(self._world, transfer, about, collected, writes=False)
 
     def _irecv(self, source: int, tag: int, operation: str, into: Any = None) -> Request:
-        """Post a receive into a `payload.target`, or of an object: into None or a `payload.Room`."""
+        """Post a receive. `into` is a `payload.target` for a buffer; None or a `payload.Room` for an object."""
         if type(source) is not int or type(tag) is not int:
             source, tag = integer(source), integer(tag)
         if source == PROC_NULL:

@@ -101,7 +101,7 @@ class ClosedMailbox(Mailbox):
 
 Ranks = tuple[int, ...]
 
-SILENT_S = 3.0  # a paused rank is given up after this time; real ranks, which must probe it, take as long
+SILENT_S = 3.0  # a paused rank is given up after this time; real ranks, which must ask, take as long
 
 
 @dataclass(eq=False)

@@ -224,7 +224,7 @@ class CollectiveInstance:
     def _begin_tree(self, call: Call) -> ops.ReductionTree | None:
         """Return a tree that combines contributions on arrival; None if they are combined after all have arrived."""
         # Short contributions stay in the cache. A program's own function must be called, and fail, in a rank that asks
-        # for the result. Over faulty links each rank may have its own function.
+        # for the result. Over faulty links the ranks' results may differ.
         if self.strikes is not None or call.op.function is not None or call.part.nbytes <= ops.SHORT_NBYTES:
             return None
         if self._as_allreduce_of_gloo(call):
@@ -232,9 +232,7 @@ class CollectiveInstance:
         return ops.ReductionTree(call.op.merging(call.datatype), ops.surplus(len(self.members)))
 
     def _combine(self, tree: ops.ReductionTree, arrived: Rank) -> None:
-        """Combine the available contributions in rank order: the digest has just read the last one, so it is in the
-        cache.
-        """
+        """Combine the available contributions in rank order, while the one that the digest has read is in the cache."""
         if arrived.observers:  # other ranks may write to its memory while it waits
             self._tree = None
             return
@@ -277,9 +275,7 @@ class CollectiveInstance:
         return as_gloo and ops.depends_on_order(op, datatype) and not is_phantom(part)
 
     def keep(self, me: int) -> None:
-        """Copy the part that a rank has lent: the rank leaves before the collective is complete, and may then write to
-        it.
-        """
+        """Copy a rank's lent part: the rank leaves before the collective is complete, and may then write to it."""
         call = self.calls[me]
         if call is not None and call.lent:
             call.part, call.lent = call.part.copy(), False
@@ -341,9 +337,7 @@ class CollectiveInstance:
             self._depart(gone, finish.times)
 
     def _share(self, links: Sharing, finish: Finish, gone: list[Departure | None]) -> None:
-        """Let other traffic on the links delay the ranks that leave when the collective's bytes are through, or
-        later.
-        """
+        """Let other traffic on the links delay the ranks that leave at or after the end of the collective's bytes."""
         times, begin_s = finish.times, float(self.arrivals.max())
         early: list[Departure | None]
         early, late = [*gone], [*gone]

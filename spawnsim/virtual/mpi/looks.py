@@ -23,8 +23,7 @@ def look(world: World, requests: Sequence[Request]) -> list[Completion | None]:
     Raises `Revoked` if one of the requests was pending when its communicator was revoked.
     """
     completions = [request._completion for request in requests]
-    # The second poll in a row need not wait for the other ranks: messages that they send from now on cannot be here
-    # yet.
+    # The second poll in a row need not wait for the other ranks: their next messages cannot be here yet.
     if settled(world, completions):
         world.kernel.run_ahead()
     else:
@@ -44,7 +43,7 @@ def _check_alive(world: World, requests: Sequence[Request], completions: Sequenc
             try:
                 check_alive(world, request._waiting)
             except RankFailed:
-                request._close()  # the program has seen its end
+                request._close()  # the program has tested this request
                 raise
 
 

@@ -126,9 +126,7 @@ class PointToPoint(Member):
         self._deliver(payload, dest, tag, LOCAL, operation="Rsend", buf=buf)
 
     def Isend(self, buf: Any, dest: int, tag: int = 0) -> Request:
-        """Start to send a buffer. Its content is copied now; a program that changes it before completion gets a
-        warning.
-        """
+        """Start to send a buffer. Its content is copied now; a change before completion causes a warning."""
         payload, buf = pack(buf, dest)
         return self._isend(payload, dest, tag, STANDARD, operation="Isend", buf=buf)
 

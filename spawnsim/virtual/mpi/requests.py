@@ -1,4 +1,4 @@
-"""Requests: mpi4py's `Request`, `Prequest` and `Grequest` over completions, and calls that wait for several requests.
+"""Requests: mpi4py's `Request` and `Prequest` over completions, and calls that wait for several requests.
 
 A request keeps everything that it needs until it is complete: dropping the object loses no message, because the message
 and the posted receive live in the mailbox. When one of several requests fails, the error is `ERR_IN_STATUS`, and each
@@ -136,7 +136,6 @@ def _await_some(requests: Sequence[Request], operation: str) -> list[int]:
             return over
     parts = [request._waiting for request in active if request._waiting is not None]
     waiting = WaitingForAny(operation, parts)
-    # Flush_local may do more than required: a Get is complete at the origin only when its answer has arrived.
     return await_any(world, completions, waiting)
 
 
@@ -161,9 +160,7 @@ class Reception(Receive):
     owner: Any
 
     def is_settled(self, time_s: float) -> bool:
-        """Whether it is known now if the receive completes by a time, provided that no message sent from now on arrives
-        by then.
-        """
+        """Whether it is known now if the receive completes by a time, unless a later send arrives by then."""
         # Not if its message is here and the data of a rendezvous are missing: data from the rank itself arrive at once.
         if self.finish_s is None and self.message is None:
             return bool(self.owner._mailbox.is_settled(self.source, time_s))
@@ -182,9 +179,7 @@ class Reception(Receive):
 
 
 class Delivered:
-    """The outcome of a delivery to memory, made when the program learned of the completion and kept for the
-    collection.
-    """
+    """The outcome of a delivery to memory at the known end of a request, kept for the collection."""
 
     def __init__(self, deliver: Deliver) -> None:
         self.status = Status()
@@ -228,7 +223,7 @@ class Request(Handle):
             about = self._about = about[0]._waiting(*about[1:])
         return about
 
-    # -- one -------------------------------------------------------------------------------------------------
+    # -- single request -------------------------------------------------------------------------------------
 
     def wait(self, status: Status | None = None) -> Any:
         """Wait until the operation is complete; return its object, if it has one."""
@@ -317,7 +312,7 @@ class Request(Handle):
         parts = (self._completion, other._completion)
         return request_for(self._world, AllOf(self._world.kernel, parts), self._waiting, self._deliver)
 
-    # -- several -------------------------------------------------------------------------------------------------
+    # -- several requests ---------------------------------------------------------------------------------------
 
     @classmethod
     def waitall(cls, requests: Sequence[Request], statuses: list[Status] | None = None) -> list[Any]:
@@ -437,9 +432,7 @@ class Request(Handle):
     # -- internals ----
 
     def _undelivered(self) -> Deliver | None:
-        """Return the function that fills the program's memory; None if there is no such function, or it has run
-        already.
-        """
+        """Return the function that fills the program's memory, or None if it is missing or has run already."""
         deliver = self._deliver
         return deliver if self._writes and not isinstance(deliver, Delivered) else None
 

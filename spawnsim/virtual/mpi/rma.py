@@ -50,9 +50,7 @@ PendingAccess = tuple[int, Access, Callable[[Any], Any]]
 
 @dataclass(eq=False, slots=True)
 class Epoch:
-    """The state of one rank's epochs on a window: the ranks that it may access, and its pending accesses. Shared by all
-    handles.
-    """
+    """One rank's epochs on a window: the ranks that it may access, and its pending accesses. All handles share it."""
 
     locked: set[int] = NOBODY
     started: frozenset[int] = frozenset()
@@ -189,9 +187,7 @@ class Epochs(Attributes):
         self._windows.world.kernel.observe()
 
     def Lock_all(self, assertion: int = 0) -> None:
-        """Begin to access all parts with shared locks. An access to a part with an exclusive lock waits for that
-        lock.
-        """
+        """Begin to access all parts with shared locks. An access waits while its part is locked exclusively."""
         self._need()
         if self._epoch.locked_all:
             raise CallError(ERR_RMA_SYNC, f"Lock_all: {self._label} is locked already")
@@ -222,9 +218,7 @@ class Epochs(Attributes):
         self.Flush_all()
 
     def Sync(self) -> None:
-        """Make own and other ranks' stores visible, as they always are here. It costs the call overhead, like every
-        poll.
-        """
+        """Synchronize own and other ranks' stores, which needs no action here. It costs the overhead of a poll."""
         self._need()
         world = self._windows.world
         world.kernel.observe()
@@ -244,7 +238,7 @@ class Epochs(Attributes):
             try:
                 if not access.over(self._windows.world.kernel.current.clock):
                     self._wait(access, operation, rank)
-            # No Timeout: a flush that met its deadline may be tried again, so the access stays pending.
+            # Timeout is not caught: a flush that met its deadline may be tried again, so the access stays pending.
             except (RankFailed, Revoked):
                 self._epoch.under_way.remove(each)  # it will never complete; after a Timeout it still may
                 raise

@@ -447,7 +447,7 @@ def with_topology(kind: Any, comm: Any, shape: Any) -> Any:
     return comm._entered(comm._context, kind)
 
 
-# -- making: methods of Intracomm --------------------------------------------------------------------------
+# -- helpers ----------------------------------------------------------------------------------------------
 
 
 def _by_rank(edges: dict[int, list[tuple[int, int]]], size: int, weighted: bool) -> dict[int, Any]:
@@ -462,9 +462,7 @@ def _by_rank(edges: dict[int, list[tuple[int, int]]], size: int, weighted: bool)
 
 
 def _weights(weights: Any) -> list[int] | None:
-    """Return weights as a list; None for None or MPI's UNWEIGHTED. WEIGHTS_EMPTY is the list for a rank without
-    edges.
-    """
+    """Return weights as a list; None for None or UNWEIGHTED. WEIGHTS_EMPTY: the list of a rank without edges."""
     if weights is None or isinstance(weights, int):
         # WEIGHTS_EMPTY differs from UNWEIGHTED: a rank without edges in a weighted graph must pass it, or the graph
         # counts as unweighted.
