@@ -2,8 +2,8 @@
 
 The receiving side of a rank's NIC admits one message at a time, in the order in which the rank takes them. A message
 that is taken books the NIC for its drain, from the arrival of its first bytes on or, if that time is booked already, in
-the first gap that is long enough. So many messages to one rank take as long as all their bytes, messages that arrived
-long ago cost nothing, and no event is needed: the order is the receiving program's order, as in the dataflow of
+the first gap that is long enough. Therefore many messages to one rank take as long as all their bytes, messages that
+arrived long ago cost nothing, and no event is needed: the order is the receiving program's order, as in the dataflow of
 collectives. Where the order of arrival must decide instead, use `contention.Ingress`, at the price of events.
 """
 

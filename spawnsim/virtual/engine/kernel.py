@@ -53,7 +53,7 @@ Program = Callable[[int], Any]  # the program of a task, called with its rank
 
 
 class Wait(Protocol):
-    """The state in which a parked task waits. Only reports read it, so it may be evaluated lazily."""
+    """The description of a parked task's wait. It may be lazy, since mostly reports evaluate it."""
 
     def describe(self) -> str:
         """Return the call with its peer and tag, such as `Recv(source=3, tag=7)`."""
@@ -238,7 +238,7 @@ class Kernel:
     def spawn(self, rank: int, program: Program, *, clock: float = 0.0, beside: bool = False) -> Task:
         """Add a task of a rank that will run `program(rank)`; it starts when the kernel next runs ready tasks.
 
-        A background task has `beside` set; the rank's program does not.
+        `beside`: it is a background task, and not the rank's program.
         """
         task = Task(self, rank, program, clock=clock, beside=beside)
         # A function that all tasks share: a closure for each task, with its contents, cost half a kilobyte more a rank.

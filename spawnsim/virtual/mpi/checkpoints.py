@@ -122,7 +122,7 @@ def restore(comm: Member, **whose: Any) -> Saved | None:
     saved, own = part.saved(), part.get("rank")
     try:
         if rank.incarnation:
-            # A restarted rank has lost its memory, but the other ranks' time stands: it reads its saved part.
+            # A restarted rank has lost its memory, but virtual time does not go back: it reads its saved part.
             checkpoints.set_streams(rank.streams, own["streams"])
             comm._own.clock.sleep(world.platform.storage.seconds(part.nbytes))
         elif part.same and "digest" in own:

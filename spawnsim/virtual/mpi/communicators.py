@@ -203,7 +203,7 @@ class CurrentComm(Intracomm):
         return self
 
     def __getattribute__(self, name: str) -> Any:
-        # `object.__getattribute__`, since a plain `self._which` would come back to this method without end.
+        # `object.__getattribute__`, since a plain `self._which` would recurse into this method endlessly.
         which = object.__getattribute__(self, "_which")
         if name in OF_ONE_RANK and which == "COMM_WORLD" and loading():
             _mind_shared_import(name)

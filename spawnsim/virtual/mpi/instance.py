@@ -168,7 +168,7 @@ class CollectiveInstance:
     after: dict[int, Departure] = field(default_factory=dict)
     here: int = 0
     opening: int = -1  # the rank that arrived first
-    mismatch: str = ""  # the message of the error that each member gets, if a call does not match the others
+    mismatch: str = ""  # the message of the error that each member gets, if the calls do not match
     _shared: Any = UNKNOWN  # the result that is computed once for all ranks
     _tree: ops.ReductionTree | None = None  # of contributions that are combined on arrival
     _dirty: bool = False
