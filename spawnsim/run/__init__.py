@@ -1,7 +1,7 @@
-"""Run a program on virtual ranks, or as one rank of a real job, and hand back what was recorded.
+"""Run a program on virtual ranks, or as one rank of a real job, and return its records.
 
-`import spawnsim` loads this package (so that `spawnsim.run` is the function, although a package has the same name);
-hence nothing here imports numpy, torch or MPI before a run begins.
+`import spawnsim` loads this package (so that `spawnsim.run` is the function, although a package has the same name).
+Nothing here therefore imports numpy, torch or MPI before a run begins.
 """
 
 from spawnsim.run.program import Program, load, program

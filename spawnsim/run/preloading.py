@@ -1,12 +1,13 @@
-"""The first module that the process loads from which pools fork: Ctrl-C ends that without a word, while it loads more.
+"""The first module of the fork server of process pools: Ctrl-C ends the server silently while it loads more modules.
 
-Python's own process ignores Ctrl-C once it has loaded all, and until then would say in a traceback what it was loading.
-It begins with SIGINT blocked (`study.executors`), for it has loaded nothing yet. What it forks begins as it is here.
+Python's fork server ignores Ctrl-C once it has loaded all modules; until then Ctrl-C would print a traceback of the
+import. The server starts with SIGINT blocked (`study.executors`), since it has loaded nothing yet. Processes that it
+forks inherit the handler set here.
 """
 
 import signal
 
-# Where it is ignored, as in the background of a shell, it stays so.
+# If SIGINT is ignored, as in the background of a shell, it stays ignored.
 if signal.getsignal(signal.SIGINT) == signal.default_int_handler:
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})

@@ -1,12 +1,13 @@
-"""The process that runs virtual ranks, or a study: how it is told to stop, and how many threads its libraries use.
+"""The process that runs virtual ranks, or a study: how signals stop it, and how many threads its libraries use.
 
-Ctrl-C, SIGTERM and a terminal that goes arrive as a `KeyboardInterrupt`, which no `except Exception` of a program
-takes for an error of its own, and which ends a run with all that was recorded. A second signal ends the process at
-once: what was recorded half a second before is on disk. (Real ranks have their own handlers: a library may hold
-them where no Python runs.)
+Ctrl-C, SIGTERM and a closed terminal (SIGHUP) arrive as a `KeyboardInterrupt`. No `except Exception` of a program
+catches it, and the run ends with all that was recorded. A second signal ends the process at once: only the last half
+second of records may be missing on disk. (Real ranks have their own handlers: a library may hold them where no Python
+runs.)
 
 Numeric libraries get one thread, since sums depend on how they are split: the same seed gives the same digest on
-machines of 2 and of 64 cores. Whoever sets OMP_NUM_THREADS is obeyed, and run.json says how many threads there were.
+machines of 2 and of 64 cores. An OMP_NUM_THREADS of the user takes precedence, and run.json records the number of
+threads.
 """
 
 from __future__ import annotations
@@ -24,8 +25,8 @@ from typing import Any
 from spawnsim.errors import program_place
 from spawnsim.signals import heard, outcome_of_signal
 
-# With what a process does that nobody has told otherwise. Python itself turns SIGINT into a KeyboardInterrupt, but the
-# second one as well: no use where a rank in a thread of its own stands in C, or waits for a lock for ever.
+# With each signal's default handler in Python. Python itself turns SIGINT into a KeyboardInterrupt, but the second
+# one as well: that does not help if a rank in its own thread is in C code, or waits for a lock for ever.
 SIGNALS: dict[signal.Signals, Any] = {
     signal.SIGINT: signal.default_int_handler,
     signal.SIGTERM: signal.SIG_DFL,
@@ -34,7 +35,7 @@ SIGNALS: dict[signal.Signals, Any] = {
 
 
 class Stopped(KeyboardInterrupt):
-    """This process was told to stop by a signal; `number` is the signal's."""
+    """A signal has stopped this process; `number` is the signal's."""
 
     def __init__(self, number: int = signal.SIGINT) -> None:
         self.number = number
@@ -56,11 +57,11 @@ def number_of(stop: KeyboardInterrupt) -> int:
 
 @contextmanager
 def stoppable() -> Iterator[None]:
-    """While the block runs, a signal to stop raises `Stopped` in the main thread; one ignored, or handled, stays so."""
-    # Python takes handlers in the main thread alone; elsewhere, as in a notebook's worker, the caller's stay.
+    """While the block runs, a stop signal raises `Stopped` in the main thread; ignored or handled signals stay so."""
+    # Python sets handlers in the main thread alone; elsewhere, as in a notebook's worker, the caller's handlers stay.
     ours: list[signal.Signals] = []
     if threading.current_thread() is threading.main_thread():
-        # SIGHUP that nohup ignores must stay ignored, and a program's own handler is its own business.
+        # A SIGHUP that nohup ignores must stay ignored, and a program's own handler must stay in place.
         ours = [number for number, usual in SIGNALS.items() if signal.getsignal(number) == usual]
     for number in ours:
         signal.signal(number, _stop)
@@ -68,7 +69,8 @@ def stoppable() -> Iterator[None]:
         yield
     finally:
         for number in ours:
-            # A program may have set its own meanwhile, which is not to be undone. Or the signal came and was reset.
+            # A program may have set its own handler meanwhile, which must stay. Or the signal arrived and its handler
+            # was reset.
             if signal.getsignal(number) in (_stop, signal.SIG_DFL):
                 signal.signal(number, SIGNALS[number])
 
@@ -80,7 +82,7 @@ def _stop(number: int, _frame: FrameType | None) -> None:
 
 
 def _reset_in_child() -> None:
-    """Let a forked process end as any other: what it is told to do is not the run's business."""
+    """Restore the default handlers in a forked process: its signals do not concern the run."""
     for number, usual in SIGNALS.items():
         if signal.getsignal(number) == _stop:
             signal.signal(number, usual)
@@ -89,12 +91,12 @@ def _reset_in_child() -> None:
 os.register_at_fork(after_in_child=_reset_in_child)
 
 
-GRACE_S = 2.0  # real seconds in which the main thread must take note of a signal
+GRACE_S = 2.0  # real seconds in which the main thread must handle a signal
 
 
 @contextmanager
 def ended_in_c() -> Iterator[None]:
-    """While the block runs, a signal to stop ends the process even if its main thread stays in a call into C."""
+    """While the block runs, a stop signal ends the process even if its main thread stays in a call into C."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -115,7 +117,7 @@ def ended_in_c() -> Iterator[None]:
 
 
 def _leave_at_once(number: int) -> None:
-    """End the process, unless the main thread has taken note of the signal: `_stop` resets it when it is called."""
+    """End the process, unless the main thread has handled the signal: `_stop` resets its handler."""
     if signal.getsignal(number) is not _stop:
         return
     frame = sys._current_frames().get(threading.main_thread().ident or 0)
@@ -127,7 +129,7 @@ def _leave_at_once(number: int) -> None:
 
 
 def end_at_once() -> None:
-    """Let one more Ctrl-C end this process, which was stopped and is about to end; Python itself would raise in it."""
+    """Let one more Ctrl-C end this stopped process, which is about to exit; Python itself would raise in it."""
     if signal.getsignal(signal.SIGINT) == SIGNALS[signal.SIGINT]:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
 
@@ -137,15 +139,15 @@ VARIABLES = (TOLD, "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
 
 
 def use_one_thread() -> None:
-    """Let libraries that are not loaded yet use one thread, unless the user has told them otherwise."""
-    # Whoever sets this one has chosen for all three; each library reads another of them.
+    """Let libraries that are not loaded yet use one thread, unless the user has set another number."""
+    # A user who sets this variable has chosen for all three; each library reads another of them.
     if TOLD not in os.environ:
         os.environ.update(dict.fromkeys(VARIABLES, "1"))
 
 
 @contextmanager
 def loading_without_threads() -> Iterator[None]:
-    """Let numeric libraries that are loaded in the block begin no threads; the environment is the same afterwards."""
+    """Keep numeric libraries that are loaded in the block from starting threads; restore the environment afterwards."""
     before = {name: os.environ.get(name) for name in VARIABLES}
     os.environ.update(dict.fromkeys(VARIABLES, "1"))
     try:
@@ -159,13 +161,13 @@ def loading_without_threads() -> Iterator[None]:
 
 @contextmanager
 def one_thread() -> Iterator[None]:
-    """While the block runs, torch uses one thread, loaded or not, unless the user has told it otherwise."""
+    """While the block runs, torch uses one thread, loaded or not, unless the user has set another number."""
     if TOLD in os.environ:
         yield
         return
     torch: Any = sys.modules.get("torch")
-    # A loaded torch has read the environment already, and is told by a call; one that is not loaded is told by the
-    # variable.
+    # A loaded torch has read the environment already, and needs a call; the variable sets the number for one that is
+    # loaded later.
     before = None if torch is None else torch.get_num_threads()
     os.environ[TOLD] = "1"
     try:
@@ -173,7 +175,7 @@ def one_thread() -> Iterator[None]:
             torch.set_num_threads(1)
         yield
     finally:
-        # Taken back, since processes that the caller starts later would inherit one thread.
+        # Removed, since processes that the caller starts later would inherit one thread.
         del os.environ[TOLD]
         if torch is not None:
             torch.set_num_threads(before)

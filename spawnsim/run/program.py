@@ -1,6 +1,6 @@
 """Programs: load a file and give its `main(comm, ...)` the run's parameters; recognise unmodified programs.
 
-The same on virtual ranks and on real ones.
+Virtual and real ranks share this module.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from spawnsim.importing import notice_imports
 from spawnsim.options import nearest
 
 MODULE = "__program__"  # never "__main__": a file's own `if __name__ == "__main__"` must not start it
-WORKERS = Path(__file__).parent / "workers"  # where that is a module that can be imported
-FILE = "SPAWNSIM_PROGRAM"  # of which file, for `WORKERS`
+WORKERS = Path(__file__).parent / "workers"  # makes that module importable
+FILE = "SPAWNSIM_PROGRAM"  # the environment variable with the program's file, for `WORKERS`
 
 Main = Callable[..., object]
 
@@ -44,7 +44,7 @@ class Program:
     given: Mapping[str, Any]
 
     def __call__(self, comm: Any) -> None:
-        """Run `main` on one rank; `sys.exit()` without a status, or with 0, is an ordinary end."""
+        """Run `main` on one rank; `sys.exit()` without a status, or with 0, is a normal end."""
         try:
             self.main(comm, **self.given)
             if (policies := sys.modules.get("spawnsim.policies.base")) is not None:
@@ -57,7 +57,7 @@ class Program:
                 raise UsageError(f"{error}. {NOT_MPI4PYS}").with_traceback(error.__traceback__) from error
             for name, default in _parameters(self.main).defaults.items():
                 value = self.parameters[name]
-                # Not refused before: a program may well take a text, or several numbers, for one.
+                # Not refused before: a program may accept a text, or several numbers, for a number.
                 if type(default) in (int, float) and isinstance(value, (str, tuple, list)):
                     error.add_note(f"{name} was given {value!r}; its default is {default!r}")
             raise
@@ -70,13 +70,13 @@ NOT_MPI4PYS = (
 
 
 def _met_mpi4py(error: Exception) -> bool:
-    """Return whether an error is that of mpi4py's object in a call of ours, or of our object in a call of mpi4py's."""
+    """Return whether an error comes from mpi4py's object in a call of ours, or our object in a call of mpi4py's."""
     frame = error.__traceback__
     while frame is not None and frame.tb_next is not None:
         frame = frame.tb_next
-    # What a program's own lines raise is its own affair: it may use mpi4py beside its communicator.
+    # Errors of the program's own lines do not count: it may use mpi4py in addition to its communicator.
     where = "" if frame is None else frame.tb_frame.f_code.co_filename
-    # A name that a communicator does not have, such as a mistyped call: over MPI mpi4py's object says so.
+    # An attribute that a communicator lacks, such as a mistyped call: over MPI, mpi4py's object reports it.
     if frame is not None and frame.tb_frame.f_code.co_name == "__getattr__":
         return False
     ours = where.startswith((str(Path(__file__).parents[1]) + os.sep, "src/mpi4py/"))
@@ -96,7 +96,7 @@ def program(main: Main | str | Path | ProgramFile, parameters: Mapping[str, Any]
     Raises:
         ParameterError: no such file, no `main`, or a parameter that `main` does not take.
     """
-    # Before the file is loaded: its imports are what shall be noticed.
+    # Before the file is loaded, in order to notice its imports.
     notice_imports()
     if isinstance(main, (str, Path)):
         main = ProgramFile.read(Path(main))
@@ -110,9 +110,9 @@ def program(main: Main | str | Path | ProgramFile, parameters: Mapping[str, Any]
 
 
 def checked(function: Main, given: Mapping[str, Any], name: str = "main") -> dict[str, Any]:
-    """Return every keyword parameter of a `main` with its value, defaults included, or refuse what it does not take."""
+    """Return every keyword parameter of a `main` with its value, defaults included; refuse unknown parameters."""
     takes = _parameters(function)
-    # Checked before the run: as a TypeError on each rank it would come after the ranks have been made.
+    # Checked before the run: a TypeError on each rank would appear only after the ranks have been made.
     unknown = [each for each in given if each not in takes.named and not takes.anything]
     if unknown:
         hint = nearest(unknown[0], takes.named) or f"its parameters: {', '.join(takes.named) or 'none'}"
@@ -141,13 +141,13 @@ def _parameters(function: Main) -> _Takes:
     positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     if not parameters or parameters[0].kind not in (*positional, inspect.Parameter.VAR_POSITIONAL):
         raise ParameterError("main takes no argument: its first one is the communicator, main(comm)")
-    # A first parameter with a default is one of the program's own: the communicator would silently take its place.
+    # A first parameter with a default is the program's own: the communicator would silently replace it.
     if parameters[0].default not in (inspect.Parameter.empty, None):
         given = ", ".join(str(each) for each in parameters)
         raise ParameterError(
             f"main({given}): the first argument is the communicator: write main(comm, {given})"
         )
-    # Positional-only parameters cannot be given by name, so they are none of the run's.
+    # Positional-only parameters cannot be given by name, so a run cannot set them.
     named = [each for each in parameters[1:] if each.kind in (positional[1], inspect.Parameter.KEYWORD_ONLY)]
     names = getattr(function, "__globals__", {})
     return _Takes(
@@ -157,14 +157,14 @@ def _parameters(function: Main) -> _Takes:
 
 
 def _hint(annotation: Any, names: Mapping[str, Any]) -> Any:
-    """Return the type that an annotation names, which may be text; none if the names in it are not known."""
+    """Return the type that an annotation names, which may be text; none if its names are unknown."""
     try:
         return eval(annotation, dict(names)) if isinstance(annotation, str) else annotation
     except (AttributeError, NameError, SyntaxError, TypeError):
         return inspect.Parameter.empty
 
 
-# What can be written after --set: the types of values that are taken for each type that is named, in words.
+# The types that --set accepts: for each named type, the types of its values, and their description.
 KINDS: dict[Any, tuple[tuple[type, ...], str]] = {
     bool: ((bool,), "true or false"),
     int: ((int,), "a whole number"),
@@ -179,9 +179,10 @@ WRITTEN = {kind for kinds, _ in KINDS.values() for kind in kinds}
 
 
 def require_kind(value: Any, parameter: inspect.Parameter) -> None:
-    """Raise `ParameterError` if a parameter's value is not of the type that `main` says it takes.
+    """Raise `ParameterError` if a parameter's value is not of the type that `main` declares.
 
-    Its annotation says so. Without one, a default of true or false says that a text is none: each would count as true.
+    Its annotation declares the type. Without one, a default of true or false excludes texts: every text would count
+    as true.
     """
     name, default, also, hint = parameter.name, parameter.default, "", parameter.annotation
     if name == "iterations" and isinstance(value, int) and value < 0:
@@ -202,7 +203,7 @@ def require_kind(value: Any, parameter: inspect.Parameter) -> None:
             fits, words = value in typing.get_args(each), [*map(str, typing.get_args(each))]
         elif kind in KINDS:
             fits, words = type(value) in KINDS[kind][0], [KINDS[kind][1]]
-        else:  # what it may be is not told here
+        else:  # its kinds of values are unknown here
             return
         if fits:
             return
@@ -213,12 +214,12 @@ def require_kind(value: Any, parameter: inspect.Parameter) -> None:
 
 @dataclass(frozen=True)
 class ProgramFile:
-    """A program's file, read once: its text says how it is run. Nothing of it is executed.
+    """A program's file, read once: its text says how to run it. None of it is executed.
 
     Attributes:
         path: the file.
         tree: its syntax tree.
-        whole: whether it shall be run whole, whatever it defines.
+        whole: whether to run it whole, whatever it defines.
     """
 
     path: Path
@@ -231,7 +232,7 @@ class ProgramFile:
 
         Args:
             path: the file.
-            whole: as the attribute.
+            whole: see the attribute.
 
         Returns:
             The file.
@@ -240,17 +241,17 @@ class ProgramFile:
             ParameterError: there is no such file, or it is not Python.
         """
         try:
-            # Bytes, which may begin with a mark, or name their encoding.
+            # Bytes, which may begin with a byte order mark, or declare their encoding.
             return cls(path, ast.parse(path.read_bytes(), str(path)), whole)
         except OSError as error:
             raise ParameterError(f"cannot read {path}: {error.strerror}") from error
-        # A byte that is 0 raises a ValueError in some versions of Python.
+        # A zero byte raises a ValueError in some versions of Python.
         except (SyntaxError, ValueError) as error:
             raise ParameterError(f"{path} is not a Python program: {error}") from error
 
     @cached_property
     def main(self) -> ast.FunctionDef | None:
-        """The function `main`; None if there is none, or if it is bound by an import or an assignment."""
+        """The function `main`; None if it is missing, or bound by an import or an assignment."""
         found = (node for node in self.tree.body if isinstance(node, ast.FunctionDef) and node.name == "main")
         return next(found, None)
 
@@ -263,23 +264,24 @@ class ProgramFile:
     def is_whole(self) -> bool:
         """Whether the file is run whole on every rank, and not through its `main(comm)`.
 
-        It is if it speaks MPI (itself, through a module beside it, or through a package that requires mpi4py) or names
-        torch.distributed, and has no `main`, or one without arguments; if it calls its `main()` without arguments; or
-        if it calls `main` where it is run as a script and imports one of the two (or calls the first argument something
-        else than comm).
+        There are three cases. First, it uses MPI (itself, through a module next to it, or through a package that
+        requires mpi4py) or names torch.distributed, and has no `main`, or one without arguments. Second, it calls its
+        `main()` without arguments. Third, it calls `main` when run as a script and imports one of the two libraries
+        (or names the first argument differently from comm).
         """
         if self.whole:
             return True
         if not self.has_main:
             return self.speaks_mpi or self.speaks_torch
-        # Bound by an import or an assignment: its arguments cannot be read here, and are checked when it is loaded.
+        # Bound by an import or an assignment: its arguments are unknown here, and are checked when the file is
+        # loaded.
         if self.main is None:
             return False
         own = self.main.args
         first = next(iter([*own.posonlyargs, *own.args, *filter(None, [own.vararg])]), None)
         if first is not None:
-            # A file that has a main with arguments and calls it is either a script of its own, or one of ours that can
-            # also be started by hand: that mpi4py is imported, or the argument's name, tells which.
+            # A file that calls a main with arguments is either an independent script, or a spawnsim program that can
+            # also be started by hand: an import of mpi4py, or the argument's name, decides.
             speaks = "mpi4py" in _imported(self.tree) or self.speaks_torch
             return self._calls_main and (speaks or first.arg != "comm")
         if self._calls_main or self.speaks_mpi or self.speaks_torch:
@@ -291,7 +293,7 @@ class ProgramFile:
 
     @cached_property
     def _own(self) -> list[tuple[Path, ast.Module]]:
-        """The modules of its folder that it imports, and itself: a program may import MPI in one of them alone."""
+        """The modules of its folder that it imports, and itself: a single one of them may import MPI."""
         from spawnsim.record import manifest
 
         return [(file, manifest.tree(file)) for file in manifest.own_files(self.path).values()]
@@ -311,8 +313,8 @@ class ProgramFile:
 
     @property
     def _calls_main(self) -> bool:
-        """Whether the file calls `main` when it is run, on its top level or below an `if`."""
-        # A call within a function or a class is not made when the file is run as a script.
+        """Whether the file calls `main` when it is run, at its top level or below an `if`."""
+        # A call within a function or a class does not run when the file is run as a script.
         definitions = (ast.FunctionDef, ast.ClassDef, ast.AsyncFunctionDef)
         statements = [each for each in self.tree.body if not isinstance(each, definitions)]
         return any(
@@ -323,7 +325,7 @@ class ProgramFile:
 
     @property
     def parameters(self) -> tuple[dict[str, inspect.Parameter], bool]:
-        """What `main` takes by name, as far as its text tells, and whether it takes anything else."""
+        """The named parameters of `main`, as far as its text shows them, and whether it takes anything else."""
         if self.main is None:
             return {}, True
         own, empty, named = self.main.args, inspect.Parameter.empty, {}
@@ -334,7 +336,7 @@ class ProgramFile:
                 continue
             try:
                 value = empty if default is None else ast.literal_eval(default)
-            except ValueError:  # it is no literal
+            except ValueError:  # not a literal
                 value = empty
             hint = empty if arg.annotation is None else _hint(ast.unparse(arg.annotation), vars(typing))
             kind = inspect.Parameter.KEYWORD_ONLY
@@ -343,11 +345,11 @@ class ProgramFile:
 
     def require_main(self, ranks: int | None = None) -> None:
         """Raise `ParameterError` unless the file defines `main`."""
-        # Text alone decides, since running the file to look would already start an unmodified program.
+        # The text alone decides: running the file to find out would already start an unmodified program.
         if self.has_main:
             return
         lacks = f"{self.path} has no main(comm)"
-        # On virtual ranks such a program does not come here: it is run whole.
+        # On virtual ranks such a program does not get here: it is run whole.
         for speaks, starter in (
             (self.speaks_mpi, f"mpiexec -n {ranks or 'N'} python"),
             (self.speaks_torch, f"torchrun --nproc-per-node {ranks or 'N'}"),
@@ -364,7 +366,7 @@ class ProgramFile:
 
     def load(self) -> Main:
         """Return the function `main` of `module()`, if the file's text defines one."""
-        # Read before it is run: a file without main may do anything at its top level.
+        # Checked before it is run: a file without main may do anything at its top level.
         self.require_main()
         main: Main = self.module().main
         return main
@@ -376,29 +378,29 @@ class ProgramFile:
             The module.
 
         Raises:
-            ParameterError: its name is not that of a Python file.
+            ParameterError: its name is not a Python file's name.
             ProgramError: the file raised, or called `sys.exit()`.
         """
         spec = importlib.util.spec_from_file_location(MODULE, self.path)
         if spec is None or spec.loader is None:
             raise ParameterError(f"{self.path} is not a Python file")
         folder = str(self.path.resolve().parent)
-        # It stays there: programs import their own modules also while they run.
+        # It stays there: programs import their own modules during the run, too.
         if folder not in sys.path:
             sys.path.insert(0, folder)
-        # Processes that the program starts by `multiprocessing`, and that are not forked from it, find its file so. Not
-        # where a link leads: data may lie beside the link.
+        # Processes that the program starts by `multiprocessing` without a fork find its file there. The path does not
+        # resolve links: data may lie next to the link.
         os.environ[FILE] = str(self.path.absolute())
         if str(WORKERS) not in sys.path:
             sys.path.append(str(WORKERS))
-        # In `sys.modules` before it runs, as dataclasses and pickle look a class's module up there.
+        # In `sys.modules` before it runs: dataclasses and pickle look up a class's module there.
         module = sys.modules[MODULE] = importlib.util.module_from_spec(spec)
         try:
             spec.loader.exec_module(module)
-        # A program may call spawnsim at its top level; what that raises already says what is wrong.
+        # A program may call spawnsim at its top level; spawnsim's errors already explain the problem.
         except SpawnsimError:
             raise
-        # SystemExit is no Exception, and would end the launcher with the program's status and no line.
+        # SystemExit is not an Exception, and would end the launcher with the program's status and no line.
         except (Exception, SystemExit) as error:
             raise ProgramError(
                 f"{self.path} raised {type(error).__name__} while it was loaded{did_you_mean(error)}"
@@ -435,7 +437,7 @@ def _bound(statement: ast.stmt) -> set[str]:
 
 
 def _names_torch_distributed(node: ast.AST) -> bool:
-    """Return whether a node imports torch.distributed, its wrapper of models or torchft, or names the first."""
+    """Return whether a node imports torch.distributed, its model wrapper or torchft, or names torch.distributed."""
     if isinstance(node, ast.Import):
         return any(f"{alias.name}.".startswith(("torch.distributed.", "torchft.")) for alias in node.names)
     if isinstance(node, ast.ImportFrom):
@@ -455,10 +457,10 @@ def _names_torch_distributed(node: ast.AST) -> bool:
 
 @cache
 def _packages_with_mpi() -> Set[str]:
-    """Return the installed packages whose distribution requires mpi4py, perhaps for an extra; but for ours."""
+    """Return the installed packages whose distribution requires mpi4py, perhaps for an extra, except spawnsim."""
     from importlib import metadata  # takes 30 ms, and most ranks do not need it
 
-    # Asked of the metadata: importing a package to see whether it loads mpi4py would start MPI.
+    # The metadata answer this: importing a package to see whether it loads mpi4py would start MPI.
     found = set()
     for package, distributions in metadata.packages_distributions().items():
         needed = [each for name in distributions for each in metadata.requires(name) or ()]
@@ -468,7 +470,7 @@ def _packages_with_mpi() -> Set[str]:
 
 
 def _imported(tree: ast.Module) -> set[str]:
-    """Return the first names of all modules that a text imports."""
+    """Return the first names of all modules that a syntax tree imports."""
     found = set()
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):

@@ -1,8 +1,8 @@
-"""Run a program as one rank of a real job, and keep what all ranks recorded.
+"""Run a program as one rank of a real job, and keep the records of all ranks.
 
-Each rank writes its own shard of the run folder while it runs, its counts with it. At the end the lowest rank that
-lives merges the shards; when the job ends early, each rank that still can does so just before it ends, and the
-launcher does it once more. Which library moves the bytes is not known here.
+Each rank writes its own shard of the run folder while it runs, including its counts. At the end the lowest living
+rank merges the shards. If the job ends early, each rank that still can does so just before it ends, and the launcher
+does it once more. This module does not depend on the library that moves the bytes.
 """
 
 from __future__ import annotations
@@ -31,9 +31,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Job:
-    """What one real run is. The same on all its ranks. `progress`: rank 0 shows a bar. `keep`: `out` outlives the job,
-    and takes its checkpoints. `resume`: go on from the newest that is there. `observed`: somebody watches, to whom each
-    rank tells what it waits for. `command`: what the user typed, where ranks are started with other arguments.
+    """One real run, the same on all its ranks. `progress`: rank 0 shows a bar. `keep`: `out` outlives the job, and
+    takes its checkpoints. `resume`: continue from the newest one there. `observed`: there are observers, for whom
+    each rank writes its current wait. `command`: the command line that the user typed, if ranks are started with
+    other arguments.
     """
 
     task: Program
@@ -53,7 +54,7 @@ class Job:
 def run_rank(job: Job) -> Run | None:
     """Run the program as this process's rank. Collective; returns the run on the lowest rank, and None on the others.
 
-    An exception of the program ends the whole job and does not come back.
+    An exception of the program ends the whole job and is not raised here.
     """
     from spawnsim.random import seeded
     from spawnsim.real.runtime.registry import BEGUN, register_stage
@@ -61,25 +62,25 @@ def run_rank(job: Job) -> Run | None:
 
     # The library is loaded here and not above: mpi4py calls MPI_Init at import, and a launcher imports this module.
     backend = BACKENDS[job.backend].load()
-    # The journal exists before the communicator, which is given it as its recorder, and gets its file only once all
-    # ranks have met: until then it keeps in memory, and a job that never begins leaves no folder behind.
+    # The journal exists before the communicator, which receives it as its recorder. It opens its file only when all
+    # ranks have met: until then it stays in memory, and a job that never begins leaves no folder behind.
     journal, began_s = Journal(), time.perf_counter()
     thin = (job.record_every, ranks_named(job.record_ranks))
     sink = journal if thin == (1, None) else Thinned(journal, *thin)
     comm = backend.world(recorder=sink, seed=job.seed, deadline_s=job.deadline_s)
     with backend.guarded(comm), seeded(comm.rng):
         shards = Shards(job, comm, journal, began_s)
-        # Before the program begins: a peer may fail at the first call, and rows of this rank would be lost with the
+        # Before the program begins: a peer may fail at the first call, and this rank's rows would be lost with the
         # job.
         comm.runtime.on_abort(shards.last_words)
-        # Tells the launcher that ranks may have rows to save: it waits longer then before it ends the job.
+        # Shows the launcher that ranks may have rows to save: it then waits longer before it ends the job.
         register_stage(BEGUN, comm.rank, os.environ)
         bar = Bar(journal, ranks=None, iterations=job.task.parameters.get("iterations"))
         with bar if job.progress and comm.rank == 0 else nullcontext():
             job.task(comm)
             comm.runtime.abort.end_forked()
             comm.runtime.checkpoints.finish()
-            # Within the block, since open requests may still fail: that must end as a failure of the program does.
+            # Within the block: open requests may still fail, which must end the job like a failure of the program.
             comm.runtime.settle()
         return shards.finish()
 
@@ -100,8 +101,8 @@ class Shards:
         if job.out is not None:
             comm.Barrier()  # all have seen that the folder is free
             resumed = False
-            # One rank begins the folder, as beginning it removes shards; its word keeps the others from opening theirs
-            # before that, and from another view of what the folder holds.
+            # One rank begins the folder, since beginning it removes shards. Its broadcast keeps the other ranks from
+            # opening their shards earlier, and from relying on another view of the folder.
             if comm.Get_rank() == 0:
                 resumed = job.resume and bool(checkpoints.whole(job.out))
                 before = self._begin(job)
@@ -112,8 +113,8 @@ class Shards:
             journal.open(shards.shard(job.out, comm.Get_rank()))
             self._observed = job.observed
             comm.runtime.watchdog.looked = self._look
-        comm.runtime.counters.clear()  # the program's alone counts
-        journal.flush()  # from now on the shard says which process this rank is
+        comm.runtime.counters.clear()  # only the program's own operations count
+        journal.flush()  # from now on the shard names this rank's process
         self._due_s = 0.0
 
     def _begin(self, job: Job) -> dict[int, float]:
@@ -131,13 +132,13 @@ class Shards:
             raise
 
     def _look(self) -> None:
-        """Keep the shard up to date; in the watchdog's thread, ten times a second."""
+        """Keep the shard up to date; runs in the watchdog's thread, ten times a second."""
         self._journal.keep_up()
         if self._observed:
             self._tell()
 
     def _tell(self) -> None:
-        """Write what this rank does, for whoever watches."""
+        """Write this rank's state for the observers."""
         from spawnsim.record import journal as shards
 
         now_s = time.perf_counter()
@@ -146,17 +147,17 @@ class Shards:
         self._due_s = now_s + LOOK_S
         here = self._comm.runtime.watchdog.here()
         word = "waiting" if here.calls else "computing"
-        # Its own clock is another's affair: the reader wants to know how old this is.
+        # The rank's own clock does not help here: the reader needs the age of this state.
         told = shards.RankStates(time.time(), [(word, str(here).partition(": ")[2])])
         shards.write_states(self._out, told, self._comm.Get_rank())
 
     def finish(self) -> Run | None:
-        """Return what all ranks recorded, on rank 0, after a run that went well and has settled."""
+        """Return the records of all ranks, on rank 0, after a run that succeeded and has settled."""
         from spawnsim.record import journal as shards
 
-        # Closed before the barrier: who merges may read every shard only when none is still written.
+        # Closed before the barrier: a merge may read the shards only when all of them are closed.
         self._journal.close()
-        # The runtime's own barrier, which a job that survives its ranks passes without those that have died.
+        # The runtime's own barrier: a job that survives its ranks passes it without the dead ranks.
         self._comm.runtime.barrier()
         add_late(self.what, self._inputs, self._out)
         if self._out is None:
@@ -169,24 +170,24 @@ class Shards:
         # Not rank 0: in a job that survives, rank 0 may be among the dead.
         if self._comm.Get_rank() != self._comm.runtime.lowest():
             return None
-        # The shards go only after the files are whole, so a rank killed here leaves one of the two.
+        # The shards are removed only after the files are whole, so a rank killed here leaves one of the two.
         run = collect(self._out, what=self.what, counted=self._known(), outcome=FINISHED)
         shards.discard(self._out)
         return run
 
     def _gathered(self) -> list[list[bytes]] | None:
-        """Return what all ranks have recorded, on rank 0."""
+        """Return the records of all ranks, on rank 0."""
         try:
             found: list[list[bytes]] | None = self._comm.gather(self._journal.frames, root=0)
         except WorldError:
-            # In a job that must not lose a rank the loss is the job's failure, and is told as such.
+            # In a job that must not lose a rank, the loss is a failure of the job, and is reported as one.
             if not self._comm.capabilities().survives:
                 raise
-            return None  # without a folder that outlives them, the totals are lost with a rank
+            return None  # without a folder that outlives the ranks, the loss of a rank loses the totals
         return found
 
     def last_words(self, summary: str) -> None:
-        """Keep what was recorded, as the job ends early. Each rank does; the last one to do so sees it all."""
+        """Keep the records, as the job ends early. Each rank does so; the last one sees all of them."""
         self._journal.close()
         if self._out is not None:
             collect(self._out, what=self.what, counted=self._known(), outcome=summary)
@@ -206,10 +207,10 @@ def collect(out: Path, *, what: Mapping[str, Any], counted: Mapping[str, Any], o
     from spawnsim.record import folder
     from spawnsim.record import journal as shards
 
-    # Ranks that fail together come here together, each as the one who may be last: one merge at a time, or files of
-    # one are moved over by those of another that has seen less.
+    # Ranks that fail together all merge, since each may be the last. Only one merge runs at a time: otherwise files
+    # of a merge that has seen less could replace newer ones.
     with shards.locked(out), folder.failing_in_place(out):
-        if not shards.has_shards(out):  # another has done so, and has taken this one for dead
+        if not shards.has_shards(out):  # another rank has merged, and has assumed that this one is dead
             return Run.load(out)
         run = _result(shards.merge(out), what=what, counted=counted, outcome=outcome)
         run.save(out)
@@ -220,7 +221,7 @@ def _result(merged: Merged, *, what: Mapping[str, Any], counted: Mapping[str, An
     table, events = merged.recorder.table(), merged.recorder.events()
     of_ranks = list(merged.counted.values())
     known = {name: sum(each.get(name, 0) for each in of_ranks) for name in ("messages", "bytes", "events")}
-    # The longest clock is the run's length; of a rank that was killed it is that of its last frame.
+    # The longest clock is the run's length; the clock of a killed rank is that in its last frame.
     known["run_seconds"] = max((each.get("clock_s", 0.0) for each in of_ranks), default=0.0)
     totals = totals_of(table, events, {**counted, **known})
     if mixed := [*merged.recorder.mixed.values()]:
@@ -233,13 +234,13 @@ def _result(merged: Merged, *, what: Mapping[str, Any], counted: Mapping[str, An
 def tidy(out: Path, ended: JobEnd, begun_s: float) -> bool:
     """Merge the shards that a job left behind, once all its processes have ended; return whether they held anything.
 
-    A run.json that is older than `begun_s`, in seconds of `time.time()`, is another run's.
+    A run.json older than `begun_s`, in seconds of `time.time()`, belongs to another run.
     """
     from spawnsim.record import journal as shards
 
     try:
         hold = shards.Hold(out)
-    except (ParameterError, OSError):  # there is none, or another job has begun there: the shards are its own
+    except (ParameterError, OSError):  # no folder, or another job has begun there and owns the shards
         return False
     try:
         return _tidied(out, ended, begun_s)
@@ -257,20 +258,20 @@ def _tidied(out: Path, ended: JobEnd, begun_s: float) -> bool:
         shards.discard(out)
     try:
         manifest = folder.read_manifest(out)
-    except ParameterError:  # it ended before rank 0 wrote one: there is nothing to merge either
+    except ParameterError:  # the job ended before rank 0 wrote one: there is nothing to merge either
         return False
     if merged:
-        # The ranks had recorded and merged all; then one of them failed. The outcome must agree with the status.
+        # The ranks had merged all records; then one of them failed. The outcome must agree with the status.
         written_s = (out / folder.MANIFEST).stat().st_mtime + 1.0  # some file systems keep whole seconds
         if status and manifest["outcome"] == FINISHED and written_s >= begun_s:
             how = cause or f"the job ended with status {status}"
             folder.write_manifest(out, manifest | {"outcome": f"{how}, after all had been recorded"})
         return False
-    # A rank's own words of the end stand there already, if one could still write them.
+    # If a rank could still write its own account of the end, it is there already.
     outcome = manifest["outcome"]
-    # What a rank has said of its end is kept, since the launcher knows only a status; a cause known here is better
-    # than both, as it names who ended first.
-    if outcome == folder.RUNNING or cause:  # the rank that would have merged them may have died at last
+    # A rank's account of its end is kept, since the launcher knows only a status. A cause known here takes precedence
+    # over both, as it names the rank that ended first.
+    if outcome == folder.RUNNING or cause:  # the rank that would have merged them may have died in the end
         outcome = cause or (
             f"the job ended with status {status}, and no rank could say why" if status else FINISHED
         )

@@ -1,4 +1,4 @@
-"""A run, after it ran: table, events, totals; in memory, and as a run folder."""
+"""A completed run: table, events, totals; in memory, and as a run folder."""
 
 from __future__ import annotations
 
@@ -21,47 +21,49 @@ DASH = "–"
 TOTALS = (
     "ranks", "iterations", "virtual_seconds", "wall_seconds", "events", "messages", "bytes", "replacements", "digest",
 )  # fmt: skip
-"""What every run's `totals` holds; real ranks have `run_seconds` for `virtual_seconds`. None (a dash): not known.
+"""The entries of every run's `totals`; real ranks have `run_seconds` for `virtual_seconds`. None (a dash): unknown.
 
-* `ranks`, `iterations`: ranks of the world; how far the furthest came.
-* `virtual_seconds`, of real ranks `run_seconds`: the time on the ranks' clocks (`comm.clock`) when the last one ended;
-  real clocks begin when the ranks have met.
-* `wall_seconds`: what the run took on this machine; of real ranks their meeting included, loading Python not.
-* `events`: all that ranks did: sends, receives, parts in collectives, accesses to windows, computed blocks, sleeps; on
-  virtual ranks also births and deaths.
-* `messages`, `bytes`: sent, with their payload. Of a collective: on virtual ranks the messages that its algorithm is
-  made of; of a real library's one message per rank, with the bytes that the rank contributes, since no library tells
-  more (and without bytes for objects, such as `comm.allreduce(1)` over MPI). Windows: one message an access.
+* `ranks`, `iterations`: ranks of the world; progress of the furthest rank.
+* `virtual_seconds`, for real ranks `run_seconds`: the time on the ranks' clocks (`comm.clock`) when the last one ended;
+  real clocks start when the ranks have met.
+* `wall_seconds`: duration of the run on this machine; for real ranks it includes their meeting, but not loading Python.
+* `events`: all actions of ranks: sends, receives, parts in collectives, accesses to windows, computed blocks, sleeps;
+  on virtual ranks also births and deaths.
+* `messages`, `bytes`: sent messages and their payload. A collective on virtual ranks counts the messages of its
+  algorithm. A collective of a real library counts one message per rank, with the bytes that the rank contributes, since
+  no library reports more (and without bytes for objects, such as `comm.allreduce(1)` over MPI). Windows: one message
+  per access.
 * `replacements`: events of this kind.
-* `digest`: of the trace with the contents of all messages, and of all recorded rows and events; equal for equal seeds.
-  It begins with "batched-" where training steps of many ranks were executed together (`spawnsim.TrainingStep`).
-  Real ranks have no trace that repeats: there it is of the rows without times (`time_s`, and every name that ends in
-  `_s`), so it tells whether two runs have come to equal results bit for bit; None if nothing was recorded.
+* `digest`: covers the trace with the contents of all messages, and all recorded rows and events; equal for equal seeds.
+  It begins with "batched-" if training steps of many ranks were executed together (`spawnsim.TrainingStep`).
+  Real ranks have no trace that repeats: their digest covers the rows without times (`time_s`, and every name that ends
+  in `_s`), so it shows whether the results of two runs are equal bit for bit; None if nothing was recorded.
 """
 SECONDS = ("virtual_seconds", "run_seconds")
 LOSSES = ("deaths", "faults")
-"""What `totals` holds besides, before the digest, of a run that had any.
+"""Further entries of `totals`, before the digest, if the run had any.
 
-* `deaths`: of ranks; of real ones those that `spawnsim run` has seen. A rank that begins again may die twice.
-* `faults`: what else a fault plan has done: messages that were lost, late, doubled or damaged; pauses, slow-downs and
-  wrong clocks that began. Over columns they are not counted.
+* `deaths`: deaths of ranks; for real ranks those that `spawnsim run` has seen. A rank that begins again may die twice.
+* `faults`: other effects of a fault plan: messages that were lost, late, doubled or damaged; pauses, slow-downs and
+  wrong clocks that began. Column programs do not count them.
 """
 FAULTS = ("link", "pause", "slow", "skew")  # kinds of their events
 FINISHED = "finished"
-LEAST_COMPARED = 20  # replacements, for a majority to say something
-JUDGED = ("rank", "iteration", "local_metric")  # columns that tell whether a replacement has improved a rank
+LEAST_COMPARED = 20  # replacements, for a majority to be significant
+JUDGED = ("rank", "iteration", "local_metric")  # columns that show whether a replacement has improved a rank
 
 
 @dataclass(frozen=True, repr=False)
 class Run:
-    """What one run left behind.
+    """The results of one run.
 
     Attributes:
-        what: what ran: file, parameters, ranks, platform, seed, versions; "warnings": sentences, if there are any;
+        what: description of the run: file, parameters, ranks, platform, seed, versions; "warnings": sentences, if
+            there are any;
             "all_dead": True, if no virtual rank lived to the end of its program.
         table: numpy columns by name, one row per `comm.record`, ordered by rank; see `spawnsim.record.Table`.
         events: dicts with "kind", "time_s", "rank" and the event's own fields, by time.
-        totals: the values named in `TOTALS` and, where there were any, in `LOSSES`; see there.
+        totals: the values named in `TOTALS` and, if there were any, in `LOSSES`; see there.
         outcome: "finished", "running", "interrupted", or the error's text.
     """
 
@@ -73,9 +75,10 @@ class Run:
 
     @classmethod
     def load(cls, path: str | Path) -> Run:
-        """Return the run of a folder; of one that was killed, or still runs, what its ranks have written so far.
+        """Return the run of a folder; of a run that was killed, or still runs, the records that its ranks have
+        written so far.
 
-        Of the latter, `what["processes"]` holds each rank's process id, which tells which one was killed.
+        For the latter, `what["processes"]` holds each rank's process id, which shows which one was killed.
 
         Args:
             path: the run folder.
@@ -91,13 +94,12 @@ class Run:
         place = Path(path)
         manifest = folder.read_manifest(place)
         what, totals, outcome = manifest["what"], manifest["totals"], manifest["outcome"]
-        # Shards beside a finished run are those whose removal was cut short: the run's own files are whole, and are
-        # read.
+        # Shards next to a finished run were only partly removed: the run's own files are whole, and are read.
         if (place / journal.FOLDER).is_dir() and outcome != FINISHED:
             recorder, counted = journal.merge(place)
             what = what | {"processes": {rank: each.get("process") for rank, each in counted.items()}}
             table, events = recorder.table(), recorder.events()
-            # A job that told its end has totals already; of one that was killed they are what the rows tell.
+            # A job that recorded its end has totals already; a killed job's totals are derived from its rows.
             clock = SECONDS[what.get("backend", "virtual") != "virtual"]
             known = {"ranks": what.get("ranks"), "plan": what.get("faults"), clock: None}
             totals = totals or totals_of(table, events, known)
@@ -156,11 +158,11 @@ class Run:
 
 
 def totals_of(table: Table, events: Sequence[Event], counted: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the totals: what the backend counted, and what the recorded rows and events add.
+    """Return the totals: the backend's counts, and those derived from the recorded rows and events.
 
-    `counted["plan"]` says whether a fault plan was given, since a program may have events of such names.
+    `counted["plan"]` says whether a fault plan was given, since a program may record events with the same names.
     """
-    # Own values come first in the lookup below: rows tell more exactly than a backend how far the ranks came.
+    # Own values take precedence below: rows show the ranks' progress more exactly than a backend does.
     own: dict[str, Any] = {
         "iterations": iterations(table),
         "replacements": sum(event["kind"] == "replacement" for event in events),
@@ -174,7 +176,7 @@ def totals_of(table: Table, events: Sequence[Event], counted: Mapping[str, Any])
 
 
 def ordered(found: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the totals among some values, in their order: all of `TOTALS`, and those of `LOSSES` that are not 0."""
+    """Return the totals among some values, in their order: all of `TOTALS`, and the nonzero ones of `LOSSES`."""
     lost = [name for name in LOSSES if found.get(name)]
     names = [*TOTALS[:-1], *lost, TOTALS[-1]]
     if SECONDS[1] in found:
@@ -183,28 +185,28 @@ def ordered(found: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def shown_totals(totals: Mapping[str, Any], rows: int) -> dict[str, Any]:
-    """Return the totals that are shown: without rows nothing is known of iterations and replacements."""
+    """Return the totals that are shown: without rows, iterations and replacements are unknown."""
     unknown = () if rows else ("iterations", "replacements")
     return {name: value for name, value in ordered(totals).items() if name not in unknown}
 
 
 def end_s(totals: Mapping[str, Any]) -> float | None:
-    """Return the time on the ranks' clocks when the last one ended; None: not known."""
+    """Return the time on the ranks' clocks when the last one ended; None: unknown."""
     return next((totals[name] for name in SECONDS if totals.get(name) is not None), None)
 
 
 def warned(what: Mapping[str, Any], table: Table, events: Sequence[Event]) -> dict[str, Any]:
-    """Return what ran, with `warnings_of` its rows and events among its "warnings", if there are any."""
-    # Saving may happen twice, when an error is told and when the block ends; a sentence must not stand there twice.
+    """Return the run's description, with `warnings_of` its rows and events among its "warnings", if there are any."""
+    # Saving may happen twice, when an error is reported and when the block ends; each sentence must appear once.
     found = [*what.get("warnings", ()), *warnings_of(table, events)]
     return dict(what) | ({"warnings": [*dict.fromkeys(found)]} if found else {})
 
 
 def warnings_of(table: Table, events: Sequence[Event]) -> list[str]:
-    """Return what a run's own rows and events say against it.
+    """Return the problems that a run's own rows and events show.
 
-    That is events "warning", ranks that were started again and ended without the others, donors that are no ranks, and
-    metrics that mislead.
+    These are events "warning", ranks that were started again and ended without the others, invalid donors, and
+    misleading metrics.
     """
     told = [str(event["text"]) for event in events if event["kind"] == "warning" and "text" in event]
     return [
@@ -214,7 +216,7 @@ def warnings_of(table: Table, events: Sequence[Event]) -> list[str]:
 
 
 def warnings_of_runs(runs: Mapping[str, Mapping[str, Any]]) -> list[str]:
-    """Return each kind of warning of several runs once, as its first run words it, with the number of runs.
+    """Return each kind of warning of several runs once, in the words of its first run, with the number of runs.
 
     Warnings that differ in their numbers alone, such as a rank or a time, are of one kind.
     """
@@ -236,7 +238,7 @@ _MORE = re.compile(r" \(and # more like it\)|; and # more\b")
 
 
 def _never_joined(events: Sequence[Event]) -> list[str]:
-    """Return a warning that names the first rank which ended so, and counts the others."""
+    """Return a warning that names the first rank that ended without joining the others, and counts the rest."""
     found = [event for event in events if event["kind"] == "not_joined"]
     if not found:
         return []
@@ -250,20 +252,20 @@ def _never_joined(events: Sequence[Event]) -> list[str]:
 
 
 def donors_told(event: Mapping[str, Any]) -> Any:
-    """Return what an event tells of its donors: a list of ranks ("donors"), or of the only one ("donor").
+    """Return the donors in an event: a list of ranks ("donors"), or the only one ("donor").
 
-    A program may record events of its own with whatever else in them, which is returned as it is; None: nothing is.
+    A program's own events may hold any value there, which is returned unchanged; None: the event names no donors.
     """
     return [event["donor"]] if "donor" in event and "donors" not in event else event.get("donors")
 
 
 def is_rank(value: object) -> bool:
-    """Say whether a value may be the number of a rank; a bool is an int in Python."""
+    """Return whether a value may be the number of a rank; a bool is an int in Python."""
     return isinstance(value, int) and not isinstance(value, bool) and value >= 0
 
 
 def _donors_that_are_none(events: Sequence[Event]) -> list[str]:
-    """Return a warning that names the first replacement whose donors no figure can take, and counts the others."""
+    """Return a warning that names the first replacement whose donors no figure can take, and counts the rest."""
     found = []
     for event in events:
         donors = donors_told(event) if event["kind"] == "replacement" else None
@@ -280,15 +282,15 @@ def _donors_that_are_none(events: Sequence[Event]) -> list[str]:
 
 
 def _metrics_that_mislead(table: Table, events: Sequence[Event]) -> list[str]:
-    """Return a warning where replaced ranks did worse by their own metric, mostly, than before.
+    """Return a warning if most replaced ranks did worse by their own metric after the replacement.
 
-    A rank is replaced since its metric is behind others'. If these measure the same, the donors' weights improve it; on
-    a metric of the rank's own data they seldom do. Seen where rows hold the policy's `info`, and the iteration after a
-    replacement has a metric of its own.
+    A rank is replaced since its metric is behind the other ranks' metrics. If all metrics measure the same, the
+    donors' weights improve it; if a metric uses the rank's own data, they seldom do. Detected if rows hold the
+    policy's `info`, and the iteration after a replacement has its own metric.
     """
     import numpy as np
 
-    # Without a mode it is not known which way is better.
+    # Without a mode the better direction is unknown.
     judged = [
         event for event in events if event["kind"] == "replacement" and event.get("mode") in ("max", "min")
     ]
@@ -300,7 +302,7 @@ def _metrics_that_mislead(table: Table, events: Sequence[Event]) -> list[str]:
     for number, gain in _gains(table, judged):
         gains.setdefault(number, []).append(gain)
     # A rank that was restarted may have an iteration twice: which of them the event means is unknown. An unchanged
-    # metric is no evidence: it may be recorded less often than each iteration.
+    # metric proves nothing: it may be recorded less often than each iteration.
     clear = [found[0] for found in gains.values() if len(found) == 1 and np.isfinite(found[0]) and found[0]]
     compared, worse = len(clear), sum(gain < 0 for gain in clear)
     if compared < LEAST_COMPARED or worse <= compared / 2:
@@ -312,15 +314,16 @@ def _metrics_that_mislead(table: Table, events: Sequence[Event]) -> list[str]:
 
 
 def _gains(table: Table, judged: Sequence[Event]) -> Iterator[tuple[int, float]]:
-    """Yield for each row at which a rank was replaced the event's number, and what its next row's metric has gained.
+    """Yield for each row at which a rank was replaced the event's number, and the gain of its next row's metric.
 
-    NaN where the rank has no further row.
+    NaN if the rank has no further row.
     """
     import numpy as np
 
     ordered = sorted(range(len(judged)), key=lambda number: judged[number]["rank"])
     ranks = [judged[number]["rank"] for number in ordered]
-    # A piece's last row is looked at with the next one, in which its rank may go on; nothing follows the last of all.
+    # A piece's last row is handled with the next piece, in which its rank may continue; no row follows the very last
+    # one.
     end = {"rank": np.array([-1]), "iteration": np.array([-1]), "local_metric": np.array([math.nan])}
     last: Mapping[str, Any] = {name: column[:0] for name, column in end.items()}
     for piece in chain(table.pieces(*JUDGED), [end]):
@@ -330,7 +333,8 @@ def _gains(table: Table, judged: Sequence[Event]) -> Iterator[tuple[int, float]]
         most = own.max(initial=-1)
         for number in ordered[bisect_left(ranks, own.min(initial=most)) : bisect_right(ranks, most)]:
             event = judged[number]
-            # Rows are ordered by rank, so a rank's are one stretch: a mask over all rows for each event was quadratic.
+            # Rows are ordered by rank, so a rank's rows are one stretch: a mask over all rows for each event was
+            # quadratic.
             first, after = np.searchsorted(own, (event["rank"], event["rank"] + 1))
             for row in first + np.flatnonzero(iteration[first:after] == event["iteration"]):
                 gain = float(metric[row + 1] - metric[row]) if rank[row + 1] == rank[row] else math.nan
@@ -338,9 +342,9 @@ def _gains(table: Table, judged: Sequence[Event]) -> Iterator[tuple[int, float]]
 
 
 def whole_digest(trace: str, table: Table, events: Sequence[Event] = ()) -> str:
-    """Return the digest of a run: of its trace, and of all rows and events that its ranks recorded.
+    """Return the digest of a run: it covers the trace, and all rows and events that its ranks recorded.
 
-    The trace alone would not tell two runs apart that communicate alike and learn differently.
+    The trace alone would not distinguish two runs that communicate alike and learn differently.
     """
     import hashlib  # loads OpenSSL, for which a launcher would wait
     import json
@@ -348,21 +352,21 @@ def whole_digest(trace: str, table: Table, events: Sequence[Event] = ()) -> str:
     whole = hashlib.blake2b(trace.encode() + table.digest(), digest_size=16)
     for event in events:
         whole.update(json.dumps(event).encode())
-    # What names how the run was computed stays in front ("batched-"): such digests are equal only to their like.
+    # The prefix for the execution mode ("batched-") stays in front: such digests are equal only within that mode.
     mode, dash, _ = trace.rpartition("-")
     return mode + dash + whole.hexdigest()
 
 
 def results_digest(table: Table) -> str | None:
-    """Return the digest of all that was recorded apart from times, or None if nothing was."""
+    """Return the digest of all records apart from times, or None if nothing was recorded."""
     if not table.rows:
         return None
-    # Times of real ranks never repeat, and would make every digest another.
+    # Times of real ranks never repeat, and would change every digest.
     return table.digest(times=False).hex()
 
 
 def shown(value: Any) -> str:
-    """Return a total as people read it: a dash for what is not known."""
+    """Return a total as text for people: a dash if unknown."""
     if value is None:
         return DASH
     if isinstance(value, int):
@@ -371,14 +375,14 @@ def shown(value: Any) -> str:
 
 
 def iterations(table: Table) -> int:
-    """Return how far the furthest rank came: by the column `iteration` if there is one, else by its rows."""
+    """Return the progress of the furthest rank: by the column `iteration` if there is one, else by its rows."""
     if not table.rows:
         return 0
     import numpy as np
 
     if "iteration" in table and table.dtype("iteration").kind in "if":
         found = (piece["iteration"] for piece in table.pieces("iteration"))
-        # Rows may lack it.
+        # Rows may lack an iteration.
         return 1 + max(int(each[each == each].max(initial=-1)) for each in found)
     counts: Counter[int] = Counter()
     for piece in table.pieces("rank"):

@@ -1,8 +1,8 @@
-"""Run a program on virtual ranks, and keep what was recorded whatever happens.
+"""Run a program on virtual ranks, and keep the records however the run ends.
 
-`run` takes a function or a file that defines `main(comm)`. A file that defines none, and speaks MPI, is an unmodified
-mpi4py program: it runs whole on every rank. Of the simulator two functions are known here: `simulate` and
-`run_program`; they are loaded when a run begins, since `import spawnsim` loads this module.
+`run` takes a function or a file that defines `main(comm)`. A file that uses MPI without defining `main` is an
+unmodified mpi4py program: it runs whole on every rank. This module uses two functions of the simulator: `simulate`
+and `run_program`. They are loaded when a run begins, since `import spawnsim` loads this module.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ OnNote = Callable[[str], None]
 
 
 class Circumstances(TypedDict, total=False):
-    """Fields of a `Scenario`, as `run` takes them by name; `deadline_s` None: 30, in an unmodified program no limit."""
+    """Fields of a `Scenario`, as keywords of `run`; `deadline_s` None: 30, or no limit for an unmodified program."""
 
     ranks: int
     platform: Any
@@ -47,7 +47,7 @@ class Circumstances(TypedDict, total=False):
 
 
 class Keeping(TypedDict, total=False):
-    """Where a run is kept, and who is told of it meanwhile: see `run`."""
+    """Where a run is kept, and who receives its reports meanwhile: see `run`."""
 
     out: str | Path | None
     overwrite: bool
@@ -62,7 +62,7 @@ class Keeping(TypedDict, total=False):
 
 
 class Keywords(Circumstances, Keeping):
-    """What `run` takes by name beside the program's own."""
+    """Keywords of `run` besides the program's own."""
 
 
 @one_thread()
@@ -76,7 +76,7 @@ def run(
     options: Mapping[str, Any] | None = None,
     **keywords: Unpack[Keywords],
 ) -> Run:
-    """Run `main(comm, **parameters)` on virtual ranks and return what they recorded.
+    """Run `main(comm, **parameters)` on virtual ranks and return their records.
 
     A file without a `main(comm)` is a program of mpi4py or torch.distributed: it runs whole, unmodified, on every rank.
 
@@ -86,29 +86,30 @@ def run(
 
     Args:
         main: a function of a `spawnsim.Comm`, or the path of a file that defines it.
-        scenario: the circumstances, or how many ranks.
+        scenario: the circumstances, or the number of ranks.
         parameters: keyword arguments for `main`.
         whole: run the file whole on every rank, as an unmodified program, whatever it defines.
         argv: arguments of an unmodified program.
         options: how an unmodified program is run, as `carrier="threads"`: see `spawnsim.virtual.scripts.Script`.
         keywords: fields of `spawnsim.scenario.Scenario`, such as `ranks=8, faults="crash:3@2s"`; and
 
-            * out: run folder to write; also on errors, with what was recorded until then.
-            * overwrite: whether a run that `out` holds may be lost.
-            * resume: go on from the newest checkpoint (`comm.checkpoint`) that `out` holds; without one begin anew.
+            * out: run folder to write; after an error it holds the records until then.
+            * overwrite: whether `out` may lose a run that it holds.
+            * resume: continue from the newest checkpoint (`comm.checkpoint`) that `out` holds; without one begin
+                anew.
             * trace: keep all calls and messages in `out`, for `spawnsim trace`; results and digest are the same.
-            * record_every: keep rows of every so-many-th iteration alone; events are all kept.
-            * record_ranks: whose rows to keep, such as "0-9,100"; None: those of all ranks.
-            * observe: what watches the run, such as ("live", "tensorboard"); needs `out`. See docs/live.md.
+            * record_every: keep rows of every n-th iteration alone; all events are kept.
+            * record_ranks: the ranks whose rows to keep, such as "0-9,100"; None: all ranks.
+            * observe: observers of the run, such as ("live", "tensorboard"); needs `out`. See docs/live.md.
             * progress: True for a bar on the terminal, or a function of virtual seconds, ended ranks, ranks.
-            * on_error: is given the error that the run is going to raise, before the ranks' `finally` blocks run.
-            * on_note: is given a sentence when a rank computes for long without a call, with its line.
+            * on_error: receives the error that the run is going to raise, before the ranks' `finally` blocks run.
+            * on_note: receives a sentence when a rank computes for long without a call, with its line.
 
     Returns:
-        What was recorded: table, events, totals; see `Run`.
+        The records: table, events, totals; see `Run`.
 
     Raises:
-        ParameterError: a parameter has no meaning; nothing ran.
+        ParameterError: a parameter is invalid; nothing ran.
         RankError: `main` raised on a rank; `__cause__` is its exception.
         SpawnsimError: another way in which a run can end, such as `Deadlock`.
     """
@@ -143,7 +144,7 @@ def run(
 
 @dataclass(frozen=True)
 class _Keeping:
-    """The same, checked: `thin` is which rows to keep."""
+    """The fields of `Keeping`, checked; `thin` selects the rows to keep."""
 
     out: Path | None = None
     progress: bool | Progress = False
@@ -159,7 +160,7 @@ class _Keeping:
         cls, ranks: int, *, out: str | Path | None = None, overwrite: bool = False, record_every: int = 1,
         record_ranks: str | Collection[int] | None = None, observe: Sequence[str] = (), **same: Any,
     ) -> _Keeping:  # fmt: skip
-        """Return it, or refuse what cannot be, before anything is loaded or begun: the folder stays as it was."""
+        """Return the settings; refuse impossible ones before anything is loaded: the folder stays as it was."""
         from spawnsim.record import Recorder, Thinned, folder, ranks_named
 
         if out is None and same.get("trace"):
@@ -172,13 +173,13 @@ class _Keeping:
         place = None if out is None else folder.named(out)
         if place is not None:
             folder.require_free(place, overwrite=overwrite or bool(same.get("resume")), empty_too=True)
-        # A run that goes on with fewer ranks keeps its own choice, of those that are left.
+        # A run that is resumed with fewer ranks keeps its own choice, restricted to the remaining ranks.
         thin = (record_every, ranks_named(record_ranks, None if same.get("resume") else ranks))
-        Thinned(Recorder(), *thin)  # refuses what cannot be
+        Thinned(Recorder(), *thin)  # refuses invalid choices
         return cls(place, thin=thin, observe=tuple(observe), **same)
 
     def described(self) -> dict[str, Any]:
-        """Return what run.json says of it: which rows are left out."""
+        """Return the entries of run.json: which rows are omitted."""
         every, ranks = self.thin
         return ({} if every == 1 else {"record_every": every}) | (
             {} if ranks is None else {"record_ranks": ",".join(map(str, sorted(ranks)))}
@@ -188,7 +189,7 @@ class _Keeping:
     def recording(
         self, what: Mapping[str, Any], inputs: Any, iterations: Any = None
     ) -> Iterator[tuple[RunWriter, dict[str, Any]]]:
-        """Give what writes the run folder, and the hooks of the simulator."""
+        """Give the writer of the run folder, and the hooks of the simulator."""
         writer = RunWriter(
             what, self.out, self.on_error, inputs, trace=self.trace, resume=self.resume, thin=self.thin
         )
@@ -197,8 +198,8 @@ class _Keeping:
                 self.on_note(sentence)
         bar = listener(self.progress, writer.recorder, int(what["ranks"]), iterations)
         looking = Looking(self.out if self.observe else None, getattr(writer.recorder, "flush", lambda: None))
-        # Observers are told of the end when the folder is whole: they are the outermost block. The bar's thread reads
-        # the recorder: it must have ended before the writer closes that.
+        # Observers see the end when the folder is whole: they are the outermost block. The bar's thread reads the
+        # recorder: it must end before the writer closes the recorder.
         with watched(self.out, self.observe), writer, _logged(writer), bar as told, looking as prepare:
             yield (
                 writer,
@@ -214,8 +215,7 @@ class _Keeping:
 
 
 def _run_main(task: Program, scenario: Scenario, keeping: _Keeping) -> Run:
-    # Described first, so that the digests are those of the files that the run begins with, whatever is edited
-    # meanwhile.
+    # Described first: the digests describe the files at the start of the run, even if a file is edited meanwhile.
     what, inputs = describe(task, scenario.described() | keeping.described(), backend="virtual")
     # The simulator checks its parts too, but only after the folder was begun: a typing error must not replace a run.
     if keeping.out is not None:
@@ -226,7 +226,7 @@ def _run_main(task: Program, scenario: Scenario, keeping: _Keeping) -> Run:
 
 
 class _Logged(logging.Handler):
-    """Takes what spawnsim logs as a warning: the first of each kind, and how many there were."""
+    """Collects spawnsim's log warnings: the first of each kind, and the count."""
 
     def __init__(self) -> None:
         super().__init__(logging.WARNING)
@@ -248,7 +248,7 @@ class _Logged(logging.Handler):
 
 @contextmanager
 def _logged(writer: RunWriter) -> Iterator[None]:
-    """Put what is logged in a block among the run's warnings: of 1,000 ranks, each would say the same."""
+    """Add warnings that a block logs to the run's warnings, once: each of 1,000 ranks would log the same."""
     handler, logger = _Logged(), logging.getLogger("spawnsim")
     logger.addHandler(handler)
     try:
@@ -264,7 +264,7 @@ def _logged(writer: RunWriter) -> Iterator[None]:
 
 
 def require_possible(scenario: Scenario) -> None:
-    """Raise `ParameterError` for circumstances that cannot be, before a run folder is touched."""
+    """Raise `ParameterError` for impossible circumstances, before a run folder is touched."""
     from spawnsim.virtual.cluster import parts
 
     parts(scenario)
@@ -302,13 +302,13 @@ def _settings(
 
 
 def _how(file: ProgramFile, given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return how an unmodified program is run; its ranks are threads if it speaks to torch's."""
+    """Return how an unmodified program is run; its ranks are threads if it uses torch.distributed."""
     how = checked(_settings, given, file.path.name)
-    # Checked here: `private` of a package that is not there was accepted, and did nothing.
+    # Checked here: a `private` package that does not exist was once accepted, and had no effect.
     private = how["private"]
     how["private"] = tuple(private.split(",")) if isinstance(private, str) else tuple(private)
     for name in how["private"]:
-        # Modules beside the program need not be installed, so both places count.
+        # Modules next to the program need not be installed, so both places count.
         beside = file.path.resolve().parent / name
         if not name.isidentifier() or not (
             beside.exists() or beside.with_suffix(".py").exists() or find_spec(name)
@@ -337,9 +337,10 @@ def _abort_as_error() -> Iterator[None]:
     except ProgramAbort as abort:
         text = f"rank {abort.rank} called Abort({abort.errorcode}) at {abort.time_s:.6g} s"
         error = RankError(abort.rank, abort.time_s, text)
-        # Errors of the simulator carry `totals`, from which the writer takes the counts; an Abort has to look the same.
+        # Errors of the simulator carry `totals`, from which the writer takes the counts; an Abort must carry them
+        # too.
         error.__dict__ |= {"totals": getattr(abort, "totals", None), "status": abort.errorcode}
-        # The Abort itself says nothing that the error does not, and a chained traceback would end in our lines.
+        # The Abort itself adds nothing to the error, and a chained traceback would end in our lines.
         raise error from None
 
 
@@ -357,16 +358,16 @@ def _run_unmodified(
     from spawnsim.virtual.scripts import Cost, run_program
 
     options, path = _how(file, given), file.path
-    # Names of modules that are imported from here on are kept: those computed at run time are in no program's text.
+    # Keep the names of modules that are imported from here on: computed names are in no program's text.
     notice_imports()
     named: dict[str, Any] = {"file": path.name, "main": None, "file_digest": manifest.file_digest(path)}
     named |= {"parameters": {"argv": list(argv), **options}, "backend": "virtual"}
     what, inputs = describe_named(named, path, scenario.described() | keeping.described())
-    # One list that the run appends to while it lasts: the simulator is given it as `warn`, and `what` is saved with it.
+    # One list, to which the run appends: the simulator receives it as `warn`, and `what` is saved with it.
     what |= {"notes": [NO_COST] if scenario.compute in (None, "none") else [], "warnings": []}
     if keeping.out is not None:
         Cost.of(scenario.compute, load_platform(scenario.platform).device)
-        # Without `compute`: there it is a cost of calls, which is checked above.
+        # Without `compute`: here it is a cost of calls, which is checked above.
         require_possible(replace(scenario, compute=0.0))
     with keeping.recording(what, inputs) as (writer, hooks), _abort_as_error():
         writer.counted = run_program(path, argv, scenario, warn=what["warnings"], **hooks, **options)

@@ -1,12 +1,12 @@
-"""How a run is watched while it goes on: a progress bar, and observers.
+"""How a run is watched while it runs: a progress bar, and observers.
 
-The bar shows virtual seconds done, ranks finished, time left; of real ranks, how far rank 0 is. How much there is to do
-is known only where `main` has a parameter `iterations` and records one row for each; elsewhere the bar counts finished
-ranks.
+The bar shows virtual seconds done, ranks finished, and time left; for real ranks, the progress of rank 0. The total
+is known only if `main` has a parameter `iterations` and records one row for each iteration; otherwise the bar counts
+finished ranks.
 
-Observers (`OBSERVERS`) are served by `spawnsim watch`, which reads the run folder in a process of its own while the run
-writes it. The run does nothing for it but say, once a second, what its ranks do: so neither results nor digest can
-differ, and a page that draws slowly or a logger that waits for its disk keeps no rank waiting.
+`spawnsim watch` serves observers (`OBSERVERS`): a separate process reads the run folder while the run writes it. The
+run only writes its ranks' states once a second. Observers therefore change neither results nor digest, and no rank
+waits for a slow page or for a logger's disk.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ from typing import Any, NamedTuple, Protocol
 from spawnsim.errors import ParameterError, UnsupportedError
 from spawnsim.options import nearest
 
-LOOK_S = 1.0  # how often the states of ranks are written
-SHARE = 0.01  # of a core, at most, that looking at them takes
-PATIENCE_S = 60.0  # for the observers to write what is left, at the end
+LOOK_S = 1.0  # interval between writes of the ranks' states
+SHARE = 0.01  # of a core, at most, that describing the states takes
+PATIENCE_S = 60.0  # for the observers to write remaining data, at the end
 PIPE = (
-    "SPAWNSIM_WATCHED"  # set where a run has started `spawnsim watch`: the registry of its real ranks, or ""
+    "SPAWNSIM_WATCHED"  # set once a run has started `spawnsim watch`: the registry of its real ranks, or ""
 )
 
 
 class Observer(NamedTuple):
-    """What can watch a run: the package that it needs, the extra that brings it, and where its files go."""
+    """An observer: the package that it needs, the extra that installs it, and where its files go."""
 
     package: str
     extra: str
@@ -51,7 +51,7 @@ OBSERVERS = {
 
 
 def require_observers(names: Sequence[str], out: object) -> None:
-    """Raise an error, before anything runs, if a run cannot be watched with these observers."""
+    """Raise an error, before anything runs, if these observers cannot watch the run."""
     for name in names:
         known = OBSERVERS.get(name)
         if known is None:
@@ -67,9 +67,9 @@ def require_observers(names: Sequence[str], out: object) -> None:
 
 @contextmanager
 def watched(out: Path | None, names: Sequence[str], registry: str = "") -> Iterator[None]:
-    """While the block runs, let another process watch a run folder; when it ends, the run has.
+    """Let another process watch a run folder while the block runs; the end of the block is the end of the run.
 
-    `registry`: where the launcher of real ranks keeps how far they are.
+    `registry`: where the launcher of real ranks keeps their progress.
     """
     if out is None or not names:
         yield
@@ -78,8 +78,8 @@ def watched(out: Path | None, names: Sequence[str], registry: str = "") -> Itera
 
     chosen = [part for name in names for part in ("--observe", name)]
     line = [sys.executable, "-m", "spawnsim", "watch", str(out), *chosen]
-    # In a session of its own: Ctrl-C is for the run, and the observers see how it ends. If this process is killed, the
-    # pipe is closed for it.
+    # In its own session: Ctrl-C is for the run, and the observers see how it ends. If this process is killed, the
+    # system closes the pipe.
     watching = subprocess.Popen(
         line, stdin=subprocess.PIPE, start_new_session=True, env=os.environ | {PIPE: registry}
     )
@@ -97,9 +97,9 @@ def watched(out: Path | None, names: Sequence[str], registry: str = "") -> Itera
 
 
 class _NoCollection:
-    """Keeps Python's collector from beginning in a thread beside the run's; for several threads at once.
+    """Keeps Python's collector from starting in a thread parallel to the run's; several threads may use it at once.
 
-    It would run finalizers of ranks there, which live in another.
+    A collection there would run finalizers of ranks, which belong to another thread.
     """
 
     def __init__(self) -> None:
@@ -123,11 +123,11 @@ no_collection = _NoCollection()
 
 
 class Looking:
-    """A block in which a thread writes what virtual ranks do, from when it is given their world.
+    """A block in which a thread writes the states of virtual ranks, from the moment when it receives their world.
 
     Args:
         out: the run folder; None: nothing is written.
-        flush: writes what the ranks have recorded; without it nothing is seen of ranks that record seldom.
+        flush: writes what the ranks have recorded; without it, rows of ranks that record seldom stay invisible.
     """
 
     def __init__(self, out: Path | None, flush: Callable[[], None]) -> None:
@@ -138,7 +138,7 @@ class Looking:
         return None if self._out is None else self.begin
 
     def begin(self, world: Any) -> None:
-        """Begin to look, at a world whose ranks are about to begin."""
+        """Begin to poll a world whose ranks are about to start."""
         self._thread = threading.Thread(target=self._look, args=(world,), name="spawnsim-states", daemon=True)
         self._thread.start()
 
@@ -155,7 +155,8 @@ class Looking:
         wait_s = LOOK_S
         while not self._over.wait(wait_s):
             begin_s = time.thread_time()
-            # The ranks go on meanwhile, so what is described may be gone: then the next look has it.
+            # The ranks continue meanwhile, so an object may vanish during its description: the next poll writes the
+            # state.
             with no_collection, suppress(Exception):
                 write_states(self._out, RankStates(world.kernel.env.now, doing(world)))
                 self._flush()
@@ -164,7 +165,7 @@ class Looking:
 
 # ------------------------------------------------------------------------------------------------- progress bar
 FORMAT = "{percentage:3.0f}%|{bar:30}| {desc} [{elapsed}<{remaining}]"
-UNKNOWN = "{desc} [{elapsed}]"  # where it is not known how much there is to do
+UNKNOWN = "{desc} [{elapsed}]"  # if the total is unknown
 TICK_S = 0.3
 Progress = Callable[[float, int, int], None]
 """Called now and then with virtual seconds, ranks that have finished, and ranks."""
@@ -173,7 +174,7 @@ Progress = Callable[[float, int, int], None]
 def listener(
     progress: bool | Progress, recorder: Recorded, ranks: int, iterations: Any = None
 ) -> AbstractContextManager[Progress | None]:
-    """Return a block that gives what is told of a run's progress: a bar (True), the caller's function, or None."""
+    """Return a block that gives the receiver of progress reports: a bar (True), the caller's function, or None."""
     return (
         Bar(recorder, ranks=ranks, iterations=iterations)
         if progress is True
@@ -182,14 +183,14 @@ def listener(
 
 
 def beside_the_bar() -> AbstractContextManager[Any]:
-    """Return a block in which text may be printed on standard error: a bar that stands there is redrawn below it."""
-    # Looked up, not imported: where no bar was made there is none to step aside for, and loading tqdm takes time.
+    """Return a block in which text may be printed on standard error: a visible bar is redrawn below it."""
+    # Looked up, not imported: without tqdm loaded there is no bar, and loading tqdm takes time.
     tqdm: Any = sys.modules.get("tqdm")
     return nullcontext() if tqdm is None else tqdm.tqdm.external_write_mode(file=sys.stderr)
 
 
 class Recorded(Protocol):
-    """What is looked at: a recorder, or a rank's journal."""
+    """The source of the bar's progress: a recorder, or a rank's journal."""
 
     @property
     def rows(self) -> int:
@@ -201,9 +202,9 @@ class Recorded(Protocol):
 
 
 class Bar:
-    """A bar on standard error, gone when the block ends. A thread of its own looks at the recorder.
+    """A bar on standard error, removed when the block ends. Its own thread polls the recorder.
 
-    `ranks` None: the bar of one real rank, whose recorder tells all.
+    `ranks` None: the bar of one real rank, whose recorder holds all the progress.
     """
 
     def __init__(self, recorder: Recorded, *, ranks: int | None, iterations: Any = None) -> None:
@@ -219,19 +220,19 @@ class Bar:
         total = self._rows or self._ranks
         shown = FORMAT if total else UNKNOWN
         self._bar = tqdm(total=total, bar_format=shown, leave=False, dynamic_ncols=True)
-        # A daemon: a process that ends amid the block must not wait for the bar.
+        # A daemon: a process that exits within the block must not wait for the bar.
         self._thread = threading.Thread(target=self._watch, name="spawnsim-bar", daemon=True)
         self._thread.start()
         return self.tell
 
     def __exit__(self, *_error: object) -> None:
         self._over.set()
-        # Joined before the bar is closed, or a last look would draw it again.
+        # Joined before the bar is closed: a last poll would draw it again.
         self._thread.join()
         self._bar.close()
 
     def tell(self, virtual_s: float, finished: int, _ranks: int) -> None:
-        """Hear how far the run is; costs nothing until the next look."""
+        """Store how far the run is; costs nothing until the next poll."""
         # Called from the engine's loop, so it draws nothing: the thread does, a few times a second.
         self._virtual_s, self._finished = virtual_s, finished
 
@@ -241,7 +242,7 @@ class Bar:
         if self._ranks is None:
             text = f"rank 0: {self._recorder.rows:,} rows, {self._recorder.time_s:.4g} s"
         else:
-            # The engine tells seldom; a row may be later than what it has told.
+            # The engine reports seldom; a row may be later than its last report.
             virtual_s = max(self._virtual_s, self._recorder.time_s)
             text = f"{virtual_s:.4g} virtual s, {self._finished}/{self._ranks} ranks done"
         self._bar.set_description_str(text, refresh=False)

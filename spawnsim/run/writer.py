@@ -1,6 +1,6 @@
-"""What a run records, and its run folder: described when the run begins, written when it ends, in whatever way.
+"""What a run records, and its run folder: described when the run begins, written however the run ends.
 
-For virtual ranks `RunWriter` does both; real ranks write shards of their own (`real`), and share the description.
+For virtual ranks `RunWriter` does both. Real ranks write their own shards (`real`), and share the description.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ def describe(
 def describe_named(
     named: Mapping[str, Any], file: Path | None, circumstances: Mapping[str, Any], command: str | None = None
 ) -> tuple[dict[str, Any], Files]:
-    """Return the same, given the program's names and parameters, and its file if it has one."""
+    """Return the same as `describe`, given the program's names and parameters, and its file if it has one."""
     from spawnsim.record import manifest
     from spawnsim.record.recorder import document
 
-    # Made JSON at the start: an object that the run changes would otherwise be described as it was left.
+    # Converted to JSON at the start: if the run changes an object, the description must show its initial state.
     what = {name: document(value) for name, value in {**named, **circumstances}.items()}
     inputs = manifest.inputs(file, **{name: circumstances.get(name) for name in FILES_OF})
     about = {"inputs": manifest.digests(inputs), "versions": manifest.versions()}
@@ -49,10 +49,10 @@ def describe_named(
 
 
 class RunWriter:
-    """A `with` block around a run: has its recorder, and writes the run folder when the block ends.
+    """A `with` block around a run: provides its recorder, and writes the run folder when the block ends.
 
-    While the run lasts the recorder is a journal on disk, so that of a process that is killed all is left but the last
-    half second. Without a folder everything stays in memory.
+    During the run the recorder is a journal on disk: a process that is killed loses only the last half second.
+    Without a folder everything stays in memory.
     """
 
     def __init__(
@@ -72,16 +72,16 @@ class RunWriter:
         out = None if out is None else out.absolute()  # ranks may change their working directory
         self.what, self.out, self._inputs = dict(what), out, inputs or {}
         self.recorder: Recorder | Journal = Recorder()
-        # What the ranks are given: the recorder, or what passes a part on to it.
+        # These limit what the ranks record: see `sink`.
         self._thin, self._after_s = thin, dict[int, float]()
-        self.trace: Journal | None = None  # what keeps the timeline
+        self.trace: Journal | None = None  # the journal of the timeline
         self._on_error = on_error
         self.counted: Any = None  # a dataclass, once the simulator has counted
         self._run: Run | None = None
         self.saving: Any = self._saving(out, resume)
         if out is not None:
-            # The folder says "running" before the first row, so a run that is killed at once is told from a folder of
-            # no run.
+            # The folder says "running" before the first row. A run that is killed at once therefore differs from a
+            # folder without a run.
             folder.prepare(out)
             self._hold = journal.Hold(out)
             try:
@@ -89,8 +89,8 @@ class RunWriter:
             except BaseException:
                 self._hold.release()  # the error's traceback may keep this object
                 raise
-            # Not written at each event: all ranks are one process here, so half a second is lost with it and no order
-            # among ranks is.
+            # Not flushed at each event: all ranks share this process, so a crash loses half a second, but never the
+            # order among ranks.
             self.recorder = Journal(journal.shard(out), prompt=False)
             if trace:
                 self.trace = Journal(out / journal.FOLDER / journal.TRACE, prompt=False)
@@ -104,7 +104,7 @@ class RunWriter:
 
     @property
     def sink(self) -> Any:
-        """What the ranks record to: the recorder, or what passes some rows on to it."""
+        """Where the ranks record: the recorder, or a filter that passes some rows on to it."""
         from spawnsim.record import Thinned
 
         if self._thin == (1, None) and not self._after_s:
@@ -113,9 +113,9 @@ class RunWriter:
 
     @property
     def run(self) -> Run:
-        """What was recorded, once the block has ended."""
+        """The recorded run, once the block has ended."""
         if self._run is None:
-            # Without a folder nothing was gathered at the end of the block; the table is built only if somebody asks.
+            # Without a folder the block's end gathered nothing: the table is built only on request.
             self._run = self._gathered(FINISHED)
         return self._run
 
@@ -128,7 +128,7 @@ class RunWriter:
             self.what["warnings"] = [*self.what.get("warnings", ()), *found]
         if counted.get("all_dead"):
             self.what["all_dead"] = True
-        # After the program has run: its modules of computed names and its threads can be known only now.
+        # Only now, after the program, are its modules of computed names and its threads known.
         add_late(self.what, self._inputs, self.out)
         known = {"ranks": self.what.get("ranks"), "plan": self.what.get("faults")}
         totals = totals_of(table, events, known | counted)
@@ -140,14 +140,14 @@ class RunWriter:
         if isinstance(self.recorder, Recorder):
             return self.recorder
         assert self.out is not None
-        # What is pending is only in this process; the shard is read back as a loader of a killed run would read it.
+        # Pending rows are only in this process. The shard is read back as a loader of a killed run would read it.
         self.recorder.flush()
-        # The whole shard is replayed, since the journal keeps in memory only what it has not written.
+        # The whole shard is replayed, since the journal keeps only unwritten rows in memory.
         return merge(self.out).recorder
 
     def tell(self, error: BaseException) -> None:
-        """Save what was recorded, and pass the error on, before the ranks are ended: that may hang."""
-        # An interruption, or a fault of spawnsim, is saved and told once, when the block ends.
+        """Save the records, and pass the error on, before the ranks are ended: ending them may hang."""
+        # An interruption, or a fault of spawnsim, is saved and reported once, when the block ends.
         if isinstance(error, SpawnsimError):
             self._save(error)
             if self.trace is not None:
@@ -159,8 +159,8 @@ class RunWriter:
         return self
 
     def __exit__(self, _kind: object, error: BaseException | None, _trace: object) -> None:
-        # The journal is discarded last: until the folder's own files are whole, it is the only copy of what was
-        # recorded, and `Run.load` reads it of a run that was killed in between.
+        # The journal is discarded last. Until the folder's own files are whole, the journal is the only copy of the
+        # results, and `Run.load` reads it if the run was killed in between.
         try:
             self._end(error)
         finally:
@@ -172,30 +172,31 @@ class RunWriter:
 
         self._save(error)
         if self.out is not None and isinstance(self.recorder, Journal):
-            # Closed after saving: while the files cannot be written, rows must still be able to reach the journal.
+            # Closed after saving: if saving fails, rows must still be able to reach the journal.
             self.recorder.close()
             if self.trace is not None:
-                # Closed before it is packed, since what is pending would be missing in the packed file.
+                # Closed before it is packed: the packed file would lack pending entries.
                 self.trace.close()
                 folder.keep_trace(self.out)
             journal.discard(self.out)
 
     def _save(self, error: BaseException | None) -> None:
-        """Write the run's files, beside the journal, which is left where they cannot be written."""
+        """Write the run's files next to the journal, which stays if they cannot be written."""
         from spawnsim import checkpoints
         from spawnsim.record import folder
 
-        # A run that failed has returned no counts; its error carries those up to its end.
+        # A failed run has returned no counts; its error carries the counts up to the failure.
         if self.counted is None:
             self.counted = getattr(error, "totals", None)
         if self.out is None:
             return
         note = f"What was recorded until then: {self._named}"
         nothing = f"Nothing was recorded until then; how the run ended: {self._named}"
-        # The outcome is made of the notes, too, so ours is taken off while it is made and put back below.
+        # The outcome also includes the notes, so our note is removed while the outcome is composed, and added again
+        # below.
         for told in (note, nothing):
             if told in getattr(error, "__notes__", ()):  # a first call of `tell` has added it
-                error.__notes__.remove(told)  # type: ignore[union-attr]  # it is not part of the outcome
+                error.__notes__.remove(told)  # not part of the outcome
         try:
             with folder.failing_in_place(self.out):
                 self._run = self._gathered(outcome_of(error))
@@ -204,14 +205,14 @@ class RunWriter:
             full.add_note(note)
             # A full disk hides the run's own error unless it is chained to it.
             raise full from error
-        # Other exceptions keep their own text: the note is part of what the command line prints for these two alone.
+        # Other exceptions keep their own text: the command line prints the note for these two alone.
         if isinstance(error, (SpawnsimError, KeyboardInterrupt)):
             kept = self._run.table.rows or self._run.events or self.trace or checkpoints.whole(self.out)
             error.add_note(note if kept else nothing)
 
 
 def begin_folder(out: Path, what: dict[str, Any], inputs: Files, *, resume: bool) -> dict[int, float]:
-    """Open a run folder, or go on in it from its newest checkpoint; return until when it holds each rank's rows."""
+    """Open a run folder, or continue in it from its newest checkpoint; return until when it holds each rank's rows."""
     import numpy as np
 
     from spawnsim import checkpoints
@@ -230,16 +231,17 @@ def begin_folder(out: Path, what: dict[str, Any], inputs: Files, *, resume: bool
         )
     of_rows = (int(piece["rank"].max()) for piece in old.table.pieces("rank"))
     most: int = 1 + max((*clocks_s, *of_rows, *(event["rank"] for event in old.events)))
-    # Who has not saved had died by then, or was a rank before the run went on with fewer: its rows count until the
-    # clock of the rank whose state it would take up, and those of a rank that has joined since the checkpoint do not.
+    # A rank without a saved state had died by then, or existed only before the run was resumed with fewer ranks. Its
+    # rows count until the clock of the rank whose state it would load. Rows of a rank that has joined since the
+    # checkpoint do not count.
     saved = list(clocks_s)
     until_s = np.array([clocks_s.get(rank, clocks_s[saved[rank % len(saved)]]) for rank in range(most)])
-    # Piece by piece, and read until the last of them is written: what was recorded may be more than memory holds.
+    # Piece by piece, and read until the last piece is written: the recorded rows may exceed the memory.
     tables = (piece.where(piece["time_s"] < until_s[piece["rank"]]) for piece in old.table.pieces())
     events = [event for event in old.events if event["time_s"] < until_s[event["rank"]]]
     what["made"] = what["made"] | {
         "resumed_at": [*_resumed_at(old.what), found.iteration],
-        "most_ranks": most,  # earlier rows may be of ranks that this run no longer has
+        "most_ranks": most,  # earlier rows may belong to ranks that this run no longer has
     }
     if edited := _edited(old.what, what):
         warnings.append(
@@ -254,7 +256,7 @@ def begin_folder(out: Path, what: dict[str, Any], inputs: Files, *, resume: bool
 
 
 def _recorded_before(out: Path) -> tuple[Run, list[str]]:
-    """Return what a run folder holds, and a sentence if its rows or events cannot be read: a checkpoint needs none."""
+    """Return a run folder's contents, and a sentence if rows or events are unreadable: a checkpoint needs none."""
     import numpy as np
 
     from spawnsim.record import folder
@@ -286,25 +288,24 @@ def _resumed_at(what: Mapping[str, Any]) -> list[int]:
 
 
 def reproducible(what: Mapping[str, Any], leaks: Sequence[str]) -> dict[str, Any]:
-    """Return whether a run with the same seed would be the same, as far as can be noticed, and what would not."""
-    # A measured block takes what the machine took, so a second run of the same seed has other clocks.
+    """Return whether a run with the same seed would be equal, as far as spawnsim can detect, and the causes if not."""
+    # A measured block takes as long as the machine took, so a second run of the same seed has other clocks.
     measured = str(what.get("compute")).startswith("measured")
     found = [*(["computing was measured"] if measured else []), *leaks]
     return {"reproducible": not found, "leaks": found}
 
 
 def add_late(what: dict[str, Any], inputs: Files, out: Path | None) -> None:
-    """Add what is known once a program has run: modules that it imported by computed names, its threads."""
+    """Add facts known only after the program has run: modules that it imported by computed names, its threads."""
     from spawnsim.record import manifest
 
     file = inputs.get(f"program/{what.get('file')}")
     late = {} if file is None else manifest.late_files(file)
-    # Files of the beginning stay as they were digested: an edit during the run must not change what the run claims to
-    # be.
+    # Initial files keep their digest: an edit during the run must not change the run's description.
     new = {name: path for name, path in late.items() if name not in what["inputs"]}
     if out is not None:
         manifest.keep(out, new)
-    # A new mapping: the one in `what` may be that of the description given by the caller.
+    # A new mapping: the caller may own the one in `what`.
     what["inputs"] = what["inputs"] | manifest.digests(new)
     what["made"] = what["made"] | {"threads": manifest.threads()}
 

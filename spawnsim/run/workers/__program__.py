@@ -1,6 +1,7 @@
 """A program's file under the name that it has in a run, for processes that it starts by `multiprocessing`.
 
-What they are given was pickled there, and names `__program__`. This folder is on the path of modules that they inherit.
+Their arguments were pickled under that name, and refer to `__program__`. These processes inherit a module path that
+includes this folder.
 """
 
 import os
