@@ -1,7 +1,7 @@
-"""What a run leaves behind: rows, events, a manifest, in memory and in a run folder.
+"""The records of a run: rows, events, a manifest, in memory and in a run folder.
 
-Recorders are observers. Communicators know them as a `Sink` (two methods) that is handed in, and no layer below
-imports this one. Recording changes no clock and draws no random number.
+Recorders are observers. Communicators receive them as a `Sink` (two methods), and no layer below imports this one.
+Recording changes no clock and draws no random number.
 """
 
 from spawnsim.record.folder import read_events, read_manifest, read_table, write

@@ -1,6 +1,7 @@
 """Run folders: `run.json`, `metrics.npz`, `events.jsonl`, read and written. Never pickles.
 
-Each file is written beside its place and then moved there, so a reader finds the old file or the new one, whole.
+Each file is written next to its final place and then renamed, so a reader finds either the old file or the new one,
+whole.
 The bytes depend on the content alone (no time stamps inside the archive): equal runs give equal files.
 """
 
@@ -29,17 +30,17 @@ from spawnsim.record.table import Table
 from spawnsim.units import LONGEST_S
 
 MANIFEST, METRICS, EVENTS = "run.json", "metrics.npz", "events.jsonl"
-TRACE = "trace.gz"  # the timeline of a run that was traced: its journal, packed
-DRAWN = ("trace.json", "trace.json.gz")  # what `spawnsim trace` draws of a run
+TRACE = "trace.gz"  # the timeline of a traced run: its journal, packed
+DRAWN = ("trace.json", "trace.json.gz")  # the drawings that `spawnsim trace` makes of a run
 HELD = (MANIFEST, METRICS, EVENTS, TRACE, journal.FOLDER, checkpoints.FOLDER)
 RUNNING = "running"
-_EPOCH = (1980, 1, 1, 0, 0, 0)  # the earliest that a zip archive can hold
+_EPOCH = (1980, 1, 1, 0, 0, 0)  # the earliest time that a zip archive can hold
 
 
 @contextmanager
 def _replacing(path: Path) -> Iterator[BinaryIO]:
-    # In the same folder, since a rename is atomic within one file system only; with the process in its name, since
-    # ranks that fail together may write the same file.
+    # In the same folder, since a rename is atomic only within one file system. The process id in its name keeps apart
+    # the drafts of ranks that fail together and write the same file.
     draft = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         with storing(path):
@@ -47,7 +48,7 @@ def _replacing(path: Path) -> Iterator[BinaryIO]:
                 yield file
             draft.replace(path)
     finally:
-        # After a full disk half a draft would keep the space that other files need.
+        # On a full disk, half a draft would occupy the space that other files need.
         draft.unlink(missing_ok=True)
 
 
@@ -59,9 +60,9 @@ def named(out: str | Path) -> Path:
 
 
 def require_free(folder: Path, *, overwrite: bool = False, empty_too: bool = False) -> None:
-    """Raise `ParameterError` if a run would be lost that is written into this folder.
+    """Raise `ParameterError` if writing a run into this folder would lose another run.
 
-    `empty_too`: one that has failed before it recorded anything, such as at a typing error, is no loss.
+    `empty_too`: a run that failed before it recorded anything, for example at a typing error, may be lost.
     """
     held = [name for name in HELD if (folder / name).exists()]
     if held and not overwrite and not (empty_too and _failed_with_nothing(folder)):
@@ -71,7 +72,7 @@ def require_free(folder: Path, *, overwrite: bool = False, empty_too: bool = Fal
 
 
 def require_own(folder: Path) -> None:
-    """Raise `ParameterError` for a folder that holds files, but no run: a run's files would lie among them."""
+    """Raise `ParameterError` for a folder that holds files, but no run: a run's files would mix with them."""
     if (folder / MANIFEST).exists() or not folder.is_dir():
         return
     found = sorted(path.name for path in folder.iterdir() if not path.name.startswith("."))
@@ -84,15 +85,15 @@ def require_own(folder: Path) -> None:
 
 
 def _failed_with_nothing(folder: Path) -> bool:
-    """Return whether a folder holds a run that has failed and left no row, event, checkpoint or timeline."""
+    """Return whether a folder holds a run that failed without a row, event, checkpoint or timeline."""
     if any((folder / name).exists() for name in (TRACE, journal.FOLDER, checkpoints.FOLDER)):
         return False
     try:
         manifest = read_manifest(folder)
         rows, events = read_table(folder).rows, read_events(folder)
-    except ParameterError:  # what cannot be read is not known to be nothing
+    except ParameterError:  # unreadable rows or events may not be empty
         return False
-    # "finished": one that ends well may have recorded nothing, and its totals count.
+    # "finished": a run that ends well may have recorded nothing, and its totals count.
     return manifest["outcome"] not in (RUNNING, "finished") and not rows and not events
 
 
@@ -107,7 +108,7 @@ def require_no_file_of_a_run(path: Path) -> None:
 
 
 def prepare(folder: Path) -> None:
-    """Make the folder; `ParameterError` when it cannot be written to, before any work is done."""
+    """Make the folder; `ParameterError` if it is not writable, before any work is done."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -117,9 +118,9 @@ def prepare(folder: Path) -> None:
 
 
 def begin(folder: Path, what: Mapping[str, Any], inputs: Files | None = None) -> None:
-    """Open a run folder for a run: what an earlier one left there goes, and run.json says "running"."""
+    """Open a run folder for a run: remove the files of an earlier run; run.json says "running"."""
     prepare(folder)
-    # run.json is written last: until then the old one may stand there, but never beside rows of another run.
+    # run.json is written last: until then the old one may remain, but never next to another run's rows.
     for name in (METRICS, EVENTS, TRACE, *DRAWN):
         (folder / name).unlink(missing_ok=True)
     journal.discard(folder)
@@ -132,22 +133,23 @@ def begin(folder: Path, what: Mapping[str, Any], inputs: Files | None = None) ->
 def begin_again(
     folder: Path, what: Mapping[str, Any], inputs: Files, *, before: tuple[Iterable[Table], Sequence[Event]]
 ) -> None:
-    """Open a run folder for a run that goes on from a checkpoint: it holds `before`, rows and events, and what follows.
+    """Open a run folder for a run that continues from a checkpoint: it holds `before`, rows and events, and the new
+    records.
 
-    Killed at any time, it leaves the rows of before.
+    If killed at any time, it leaves the earlier rows.
     """
     journal.begin_after(folder, _portions(*before))
-    # "running" only now: until then the old rows are read of the files that held them.
+    # "running" only now: until then the old rows are read from the files that held them.
     write_manifest(folder, {"what": what, "totals": {}, "outcome": RUNNING})
     for name in (METRICS, EVENTS, TRACE, *DRAWN):
         (folder / name).unlink(missing_ok=True)
-    # Not removed first: the program that runs may be the one that is kept there.
+    # Not removed first: the running program may be the kept copy.
     kept = {name for name, path in inputs.items() if path.resolve() == (folder / INPUTS / name).resolve()}
     keep(folder, {name: path for name, path in inputs.items() if name not in kept})
 
 
 def _portions(tables: Iterable[Table], events: Sequence[Event]) -> Iterator[Portion]:
-    """Yield what came before a run: the events, and one table after the other."""
+    """Yield the records before a run: the events, and one table after the other."""
     recorder = Recorder()
     recorder.precede(recorder.table(), events)
     yield recorder.drain()
@@ -158,7 +160,7 @@ def _portions(tables: Iterable[Table], events: Sequence[Event]) -> Iterator[Port
 
 def write_manifest(folder: Path, manifest: Mapping[str, Any]) -> None:
     """Write run.json."""
-    # Strict JSON: Python's NaN and Infinity are read by no other parser.
+    # Strict JSON: no other parser reads Python's NaN and Infinity.
     text = json.dumps(document(manifest), indent=2, allow_nan=False)
     with _replacing(folder / MANIFEST) as file:
         file.write(text.encode() + b"\n")
@@ -168,10 +170,10 @@ def write_table(folder: Path, table: Table) -> None:
     """Write metrics.npz: one array per column, lightly compressed."""
     with _replacing(folder / METRICS) as file, zipfile.ZipFile(file, "w", compresslevel=1) as archive:
         for name in table:
-            # Not `numpy.savez`, which stamps the time into the archive: equal runs would give different bytes.
+            # Not `numpy.savez`, which stores the time in the archive: equal runs would give different bytes.
             entry = zipfile.ZipInfo(f"{name}.npy", _EPOCH)
             entry.compress_type = zipfile.ZIP_DEFLATED
-            # The size is not known before the column is packed; without this flag columns beyond 2 GiB fail at their
+            # The size is unknown before the column is packed; without this flag, columns beyond 2 GiB fail at their
             # end.
             with archive.open(entry, "w", force_zip64=True) as member:
                 head = {"descr": np.lib.format.dtype_to_descr(table.dtype(name)), "fortran_order": False}
@@ -182,14 +184,14 @@ def write_table(folder: Path, table: Table) -> None:
 
 def write_events(folder: Path, events: Sequence[Event]) -> None:
     """Write events.jsonl: one JSON object a line, by time."""
-    # One object a line, so that a damaged line can be named and tools can read a part.
+    # One object per line: an error can name a damaged line, and tools can read a part.
     with _replacing(folder / EVENTS) as file:
         for event in events:
             file.write(json.dumps(event, allow_nan=False).encode() + b"\n")
 
 
 def keep_trace(folder: Path) -> None:
-    """Pack the journal of the timeline into its place, now that the run is over."""
+    """Pack the journal of the timeline into its place, now that the run is complete."""
     journaled = folder / journal.FOLDER / journal.TRACE
     with (
         journaled.open("rb") as file,
@@ -201,7 +203,7 @@ def keep_trace(folder: Path) -> None:
 
 @contextmanager
 def opened_trace(folder: Path) -> Iterator[BinaryIO | None]:
-    """Give the journal of a run's timeline, of a run that was killed as far as it came; None: it was not traced."""
+    """Give the journal of a run's timeline; after a kill, as far as it was written; None: the run was not traced."""
     packed, plain = folder / TRACE, folder / journal.FOLDER / journal.TRACE
     if packed.exists():
         with gzip.open(packed) as file:
@@ -214,9 +216,9 @@ def opened_trace(folder: Path) -> Iterator[BinaryIO | None]:
 
 
 def write(folder: Path, *, table: Table, events: Sequence[Event], manifest: Mapping[str, Any]) -> None:
-    """Write a whole run; run.json comes last, so that its outcome speaks of files that are there."""
+    """Write a whole run; run.json is written last, so that its outcome describes existing files."""
     prepare(folder)
-    # Rows and events before the manifest, so that a run whose outcome is told has both.
+    # Rows and events before the manifest: a run with a recorded outcome must have both.
     write_table(folder, table)
     write_events(folder, events)
     write_manifest(folder, manifest)
@@ -224,7 +226,7 @@ def write(folder: Path, *, table: Table, events: Sequence[Event], manifest: Mapp
 
 @contextmanager
 def failing_in_place(folder: Path) -> Iterator[None]:
-    """Give a run whose files cannot be written that error for its outcome, or it would say "running" for ever."""
+    """Record a failure to write a run's files as its outcome, or the run would say "running" for ever."""
     try:
         yield
     except StorageError as error:
@@ -258,25 +260,25 @@ def read_manifest(folder: Path) -> dict[str, Any]:
         raise ParameterError(f"{folder} is not a run folder: it has no readable {MANIFEST}{hint}") from error
     except ValueError as error:
         raise ParameterError(f"{path} is not JSON: {error}") from error
-    # Checked once here: everything that reads a run relies on these three and looks no further.
+    # Checked once here: all readers of a run rely on these three and check nothing further.
     kinds = {"what": dict, "totals": dict, "outcome": str}
     wrong = [name for name, kind in kinds.items() if not isinstance(_entry(manifest, name), kind)]
     if wrong:
         raise ParameterError(f"{path} is not a run's: its {wrong[0]!r} is missing, or not what it should be")
     ranks = manifest["totals"].get("ranks")
-    # A damaged count would be the size of arrays elsewhere.
+    # A damaged count would determine the size of arrays elsewhere.
     if ranks is not None and not _is_count(ranks, MOST_RANKS + 1):
         raise ParameterError(f"{path}: {str(ranks)[:20]} is no number of ranks")
     found: dict[str, Any] = manifest
     totals = found["totals"]
-    # Folders of earlier versions: the clock of real ranks had the name of virtual time.
+    # Folders of earlier versions: the clock of real ranks was stored under the name of virtual time.
     if found["what"].get("backend", "virtual") != "virtual" and "virtual_seconds" in totals:
         totals["run_seconds"] = totals.pop("virtual_seconds")
     return found
 
 
 def most_ranks(manifest: Mapping[str, Any]) -> int | None:
-    """Return the most ranks that a run has had, which is more than its last number if it was resumed with fewer."""
+    """Return the largest number of ranks that a run has had: more than its last number if it was resumed with fewer."""
     ranks: int | None = manifest["totals"].get("ranks")
     before = _entry(manifest["what"].get("made"), "most_ranks")
     return max(ranks, before) if ranks is not None and _is_count(before, MOST_RANKS + 1) else ranks
@@ -299,7 +301,7 @@ def read_table(folder: Path, ranks: int | None = None) -> Table:
     if lacks:
         raise ParameterError(f"cannot read {path}: it holds no column {lacks[0]!r}")
     for piece in table.pieces(*OWN):
-        # Figures allocate by the largest rank: one damaged number must not ask for all memory.
+        # Figures allocate by the largest rank: one damaged number must not request all memory.
         require_ranks(path, piece["rank"], ranks)
         time_s = piece["time_s"]
         if time_s.dtype.kind != "f" or not ((time_s >= 0) & (time_s < LONGEST_S)).all():
@@ -311,7 +313,7 @@ def read_events(folder: Path, ranks: int | None = None) -> list[Event]:
     """Return events.jsonl of a run of `ranks` ranks, if that is known.
 
     Raises:
-        ParameterError: it is missing, or a line, which is named, is damaged.
+        ParameterError: it is missing, or a line, which the error names, is damaged.
     """
     path = folder / EVENTS
     try:
@@ -327,7 +329,7 @@ def _event(where: str, line: bytes, ranks: int | None) -> Event:
     except ValueError as error:
         raise ParameterError(f"{where}: no JSON ({error})") from error
     time_s = _entry(event, "time_s")
-    # A bool is an int in Python, and JSON knows both.
+    # A bool is an int in Python, and JSON has both.
     timed = isinstance(time_s, (int, float)) and not isinstance(time_s, bool) and 0 <= time_s < LONGEST_S
     if not (
         timed
@@ -344,7 +346,7 @@ def _is_count(value: Any, limit: int) -> bool:
 
 
 def _parsed(text: str) -> Any:
-    """Return what a JSON text says; `ValueError` for what is none, NaN and endless nesting included."""
+    """Return the value of a JSON text; `ValueError` if it is invalid, including NaN and endless nesting."""
     try:
         return json.loads(text, parse_constant=_refused)
     except RecursionError:

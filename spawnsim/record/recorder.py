@@ -1,9 +1,9 @@
-"""The recorder: what `comm.record` writes to, in memory; it gives back a table of columns.
+"""The recorder: `comm.record` writes to it, in memory; it returns a table of columns.
 
-Values become plain Python values first; whatever has `item()` (a numpy scalar, a tensor of one element) is asked for
-its number. Rows of one *shape* (the same names with the same types, in the same order) are packed one after another
-into one growing block of bytes, which numpy later reads as columns without copying. A row of eight numbers takes 84
-bytes and about a microsecond, so 1,000 ranks may record 1,000 rows each. No file is written here.
+Values first become plain Python values; an object with `item()` (a numpy scalar, a tensor of one element) supplies its
+number. Rows of one *shape* (the same names with the same types, in the same order) are packed one after another into
+one growing block of bytes, which numpy later reads as columns without copying. A row of eight numbers takes 84 bytes
+and about a microsecond, so 1,000 ranks may record 1,000 rows each. This module writes no file.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ BEFORE = -(2**62)  # the number of the first row of an earlier run
 
 
 def scalar(value: Any) -> Scalar:
-    """Return a value as float, int, bool, str or None; `ParameterError` for anything that is not one value."""
+    """Return a value as float, int, bool, str or None; `ParameterError` for anything else."""
     if value is None or isinstance(value, (bool, float, int, str)):
         return _builtin(value)
     if hasattr(value, "item") and math.prod(getattr(value, "shape", ())) == 1:
@@ -40,8 +40,8 @@ def scalar(value: Any) -> Scalar:
 
 
 def _builtin(value: Scalar) -> Scalar:
-    # numpy's float64 is a float, and an IntEnum an int: only the exact types have a column format.
-    # bool before int, which it is a kind of.
+    # numpy's float64 is a float, and an IntEnum an int: only the exact types have a column format. bool before int,
+    # since bool is a subclass of int.
     for kind in (bool, float, int, str):
         if isinstance(value, kind):
             return value if type(value) is kind else kind(value)
@@ -49,7 +49,7 @@ def _builtin(value: Scalar) -> Scalar:
 
 
 def document(value: Any) -> Any:
-    """Return a value as JSON can hold it, in depth; what is not finite becomes None, what is unknown its repr."""
+    """Return a value as JSON can hold it, in depth; non-finite numbers become None, unknown objects their repr."""
     if isinstance(value, Mapping):
         return {str(name): document(each) for name, each in value.items()}
     if isinstance(value, (list, tuple)):
@@ -67,9 +67,9 @@ def document(value: Any) -> Any:
 
 
 def _named(value: Any) -> Any:
-    """Return an object's repr; where that is an address, its type and its attributes, as far as they are plain."""
+    """Return an object's repr; if the repr contains an address, its type and its plain attributes."""
     text = repr(value)
-    # Addresses differ from run to run: the digest of a study's key, and of the run, would too.
+    # Addresses differ from run to run, and would change the digest of a study's key, and of the run.
     if f" at {hex(id(value))}" not in text.lower():  # numpy writes it in capitals
         return text
     name = getattr(value, "__qualname__", type(value).__qualname__)
@@ -79,17 +79,17 @@ def _named(value: Any) -> Any:
 
 
 def vars_of(value: Any) -> dict[str, Any]:
-    """Return what a dataclass was made of, one level deep, in the order of its definition."""
+    """Return the fields of a dataclass, one level deep, in the order of its definition."""
     return {field.name: getattr(value, field.name) for field in dataclasses.fields(value) if field.init}
 
 
-OWN = ("rank", "time_s")  # added by the recorder: a row cannot have them too
+OWN = ("rank", "time_s")  # added by the recorder: a row must not have them too
 OWN_OF_EVENTS = ("kind", "time_s", "rank")
 
 Event = dict[str, Any]
 
 _FORMATS = {float: "d", int: "q", bool: "?", str: "i"}
-# A text is a number in the recorder's list of words.
+# The recorder's list of words stores each text; a row holds its number.
 _DTYPES = {float: "<f8", int: "<i8", bool: "?", str: "<i4"}
 
 
@@ -100,7 +100,7 @@ class Sink(Protocol):
         """Keep one row. Values are numbers, bools, short texts, None, or 0-dim arrays and tensors."""
 
     def event(self, rank: int, time_s: float, kind: str, fields: Mapping[str, Any]) -> None:
-        """Keep one event. Fields are whatever JSON can hold, and arrays."""
+        """Keep one event. Fields hold JSON values and arrays."""
 
 
 @runtime_checkable
@@ -108,18 +108,18 @@ class Flushed(Protocol):
     """A sink that writes later than it keeps."""
 
     def flush(self) -> None:
-        """Write what is pending."""
+        """Write pending records."""
 
 
 class Thinned:
-    """A sink that passes on some rows, and all events, of those ranks that are to be recorded.
+    """A sink that passes on some rows, and all events, of the ranks that are to be recorded.
 
     Args:
-        sink: where they go.
-        every: of a rank's rows, those whose `iteration` is a multiple of it; of rows without one, each so-many-th.
-        ranks: whose rows are kept; None: of all.
-        after_s: by rank, the time from which on its rows and events are kept: before it, a run that is resumed does
-            once more what it has recorded already.
+        sink: their destination.
+        every: keep a rank's rows whose `iteration` is a multiple of it; of rows without an iteration, every n-th.
+        ranks: the ranks whose rows are kept; None: all.
+        after_s: by rank, the time from which its rows and events are kept: before it, a resumed run repeats rows
+            that it has already recorded.
 
     Raises:
         ParameterError: `every` is not a whole number of at least 1.
@@ -136,7 +136,7 @@ class Thinned:
         if type(every) is not int or every < 1:
             raise ParameterError(f"record_every={every!r}: give a whole number of at least 1")
         self._sink, self._every, self._ranks = sink, every, ranks
-        self._rows: Counter[int] = Counter()  # by rank, of rows without an iteration
+        self._rows: Counter[int] = Counter()  # number of rows without an iteration, by rank
         self._after_s = after_s or {}
 
     def row(self, rank: int, time_s: float, values: Mapping[str, Any]) -> None:
@@ -162,7 +162,7 @@ def ranks_named(text: str | Collection[int] | None, ranks: int | None = None) ->
     """Return the ranks that a text such as "0-9,100" names; None: all.
 
     Raises:
-        ParameterError: it names none, or one that is not among the run's `ranks`, if these are known.
+        ParameterError: the text names no rank, or one outside the run's `ranks`, if these are known.
     """
     found = _named_ranks(text) if isinstance(text, str) else None if text is None else frozenset(text)
     if ranks is not None and found is not None:
@@ -190,7 +190,7 @@ class Block:
     """All rows of one shape. Each is (rank, order, time_s, values...), packed without gaps. None takes no space.
 
     Attributes:
-        direct: whether values can be packed as they come: no texts, no None.
+        direct: whether values can be packed unchanged: no texts, no None.
         words: the names whose values are texts.
     """
 
@@ -207,33 +207,33 @@ class Block:
         self.words = tuple(name for name, kind in kept if kind is str)
         self.direct = len(kept) == len(names) and not self.words
         self._texts = [place for place, kind in enumerate(types) if kind is str]
-        # From the back, so that deleting one does not move those that are still to be deleted.
+        # From the back: deleting one then does not move the others that are to be deleted.
         self._absent = [place for place, kind in enumerate(types) if kind is type(None)][::-1]
-        # Little endian and without gaps, as the dtype below: shards may be read on another machine.
+        # Little endian and without gaps, as in the dtype below: shards may be read on another machine.
         self.pack = struct.Struct("<iqd" + "".join(_FORMATS[kind] for _, kind in kept)).pack
-        # Named with a null byte, which no keyword can hold: they meet none of the row's own names.
+        # Names with a null byte, which no keyword can hold: they cannot equal a row's own names.
         own = [("\0rank", "<i4"), ("\0order", "<i8"), ("\0time_s", "<f8")]
         self.dtype = np.dtype(own + [(name, _DTYPES[kind]) for name, kind in kept])
         self.data = bytearray()
 
     def stored(self, values: Mapping[str, Any], words: dict[str, int]) -> Sequence[Any]:
-        """Return the values of a row of this shape as they are packed."""
+        """Return the values of a row of this shape in their packed form."""
         plain = list(values.values())
         for place in self._texts:
-            # Texts repeat in nearly each row (a phase, a policy), so a number of 4 bytes stands for them.
+            # Texts repeat in nearly each row (a phase, a policy), so a number of 4 bytes replaces them.
             plain[place] = words.setdefault(plain[place], len(words))
         for place in self._absent:
             del plain[place]
         return plain
 
     def rows(self) -> Column:
-        """Return the rows as a structured array; it is a view, so the block must not grow while it lives."""
+        """Return the rows as a structured array; it is a view, so the block must not grow while the view exists."""
         return np.frombuffer(self.data, self.dtype)
 
 
 @dataclass(frozen=True)
 class Portion:
-    """What a recorder has kept for a while: `blocks` are (names, types, packed rows), `words` the texts new in them."""
+    """A recorder's records of some time: `blocks` are (names, types, packed rows), `words` the texts new in them."""
 
     blocks: list[tuple[tuple[str, ...], tuple[type, ...], bytes]]
     words: list[str]
@@ -244,13 +244,13 @@ class Recorder:
     """Keeps the rows and events of any number of ranks in memory.
 
     Attributes:
-        rows: how many rows were recorded so far.
+        rows: number of rows recorded so far.
         time_s: the time of the latest row, for progress bars.
-        mixed: by name, a sentence on each column that has got texts and numbers, and is all text therefore.
+        mixed: by name, a sentence on each column that received texts and numbers, and therefore is all text.
 
     Args:
-        scratch: a folder for the rows that others gave away and this one absorbs, where they are many; None: all stay
-            in memory.
+        scratch: a folder for rows that this recorder absorbs from other recorders, if they are many; None: all rows
+            stay in memory.
     """
 
     def __init__(self, scratch: Path | None = None) -> None:
@@ -263,15 +263,14 @@ class Recorder:
         self.mixed: dict[str, str] = {}
         self._kinds: dict[
             str, type
-        ] = {}  # by name, of the first row; in the order in which they first appeared
+        ] = {}  # by name, of the first row with the name, in the order of first appearance
         self._events: list[Event] = []
         self._preceding = 0  # rows of an earlier run
-        self._given = 0  # so many words have been given away by `drain`
+        self._given = 0  # number of words already returned by `drain`
 
     def row(self, rank: int, time_s: float, values: Mapping[str, Any]) -> None:
-        """Keep one row; `ParameterError` when a value is not a number, bool, text, None or 0-dim array."""
-        # The common row costs one lookup: names and exact types are the key, and only unknown shapes are looked at
-        # closely.
+        """Keep one row; `ParameterError` if a value is not a number, bool, text, None or 0-dim array."""
+        # The common row costs one lookup: names and exact types are the key, and only unknown shapes are examined.
         block = self._blocks.get((*values, *map(type, values.values())))
         if block is None:
             values = {
@@ -281,9 +280,9 @@ class Recorder:
             block = self._block(tuple(values), tuple(map(type, values.values())), (rank, time_s))
         stored = values.values() if block.direct else block.stored(values, self._words)
         try:
-            # The row's number is packed too: blocks of different shapes are put back in the order of recording by it.
+            # The row's number is packed too: it restores the order of recording among blocks of different shapes.
             block.data += block.pack(rank, self.rows, time_s, *stored)
-        # Caught and not checked: looking at each integer of each row costs more than packing it.
+        # Caught and not checked: examining each integer of each row costs more than packing it.
         except struct.error:
             raise _too_large(values) from None
         self.rows += 1
@@ -292,13 +291,13 @@ class Recorder:
     def _block(
         self, names: tuple[str, ...], types: tuple[type, ...], first: tuple[int, float] | None = None
     ) -> Block:
-        """Return the block for rows of a shape, a new one if there was none; `first`: rank, time of its first row."""
+        """Return the block for rows of a shape, a new one if necessary; `first`: rank, time of its first row."""
         block = self._blocks.get((*names, *types))
         if block is None:
             block = self._blocks[(*names, *types)] = Block(names, types)
             for name, kind in zip(names, types, strict=True):
                 known = self._kinds.get(name, type(None))
-                # None is no value of a column, and its type says nothing.
+                # None is not a value of a column, and its type carries no information.
                 self._kinds[name] = kind if known is type(None) else known
                 mixed = type(None) not in (kind, known) and (kind is str) != (known is str)
                 if mixed and name not in self.mixed and first is not None:
@@ -309,8 +308,8 @@ class Recorder:
         return block
 
     def drain(self) -> Portion:
-        """Give away what has come since the last time; the recorder goes on, and counts on."""
-        # Blocks stay with no data in them: their shapes come again, and their names keep the columns' order.
+        """Return the records since the last call and remove them; the recorder continues, and continues to count."""
+        # Blocks stay without data: their shapes will recur, and their names keep the columns' order.
         found = [block for block in self._blocks.values() if block.data]
         blocks = [(block.names, block.types, bytes(block.data)) for block in found]
         for block in found:
@@ -320,13 +319,13 @@ class Recorder:
         return Portion(blocks, words, events)
 
     def precede(self, table: Table, events: Sequence[Event] = ()) -> None:
-        """Keep rows and events of what came before this run: they come before all rows of their ranks."""
+        """Keep rows and events from before this run: they precede all rows of their ranks."""
         kinds: dict[str, type] = {"f": float, "i": int, "u": int, "b": bool, "U": str}
         names = [name for name in table if name not in OWN]
         block = self._block(tuple(names), tuple(kinds[table[name].dtype.kind] for name in names))
         rows = np.empty(table.rows, block.dtype)
         rows["\0rank"], rows["\0time_s"] = table["rank"], table["time_s"]
-        # Far below 0, so that they precede whatever another recorder numbers from 0.
+        # Far below 0, so that they precede all rows that another recorder numbers from 0.
         rows["\0order"] = np.arange(BEFORE + self._preceding, BEFORE + self._preceding + table.rows)
         self._preceding += table.rows
         for name in names:
@@ -340,13 +339,13 @@ class Recorder:
         self._events += events
 
     def absorb(self, portion: Portion, words: Sequence[str]) -> None:
-        """Keep what another recorder gave away; `words` are all its texts so far."""
-        # Each recorder has numbered its texts by itself, so theirs are translated into ours.
+        """Keep the records that another recorder returned; `words` are all its texts so far."""
+        # Each recorder numbers its own texts, so their numbers are translated into ours.
         own = np.array([self._words.setdefault(word, len(self._words)) for word in words], np.int32)
         for names, types, data in portion.blocks:
             rank, _, time_s = struct.unpack_from("<iqd", data)
             block = self._block(names, types, (rank, time_s))
-            # Copied, since bytes are read-only and the texts' numbers are about to be changed.
+            # Copied, since bytes are read-only and the texts' numbers are about to change.
             rows = np.frombuffer(data, block.dtype).copy()
             for name in block.words:
                 rows[name] = own[rows[name]]
@@ -365,7 +364,7 @@ class Recorder:
                 block.data = bytearray()
 
     def event(self, rank: int, time_s: float, kind: str, fields: Mapping[str, Any]) -> None:
-        """Keep one event; `ParameterError` when a field has the name of one that is added by itself."""
+        """Keep one event; `ParameterError` if a field has the name of an automatic field."""
         clash = [name for name in fields if name in OWN_OF_EVENTS]
         if clash:
             raise ParameterError(f"record.event({kind!r}, {clash[0]}=...): {clash[0]} is added by itself")
@@ -401,7 +400,7 @@ class Recorder:
         return columns
 
     def _column(self, name: str, blocks: Sequence[Block], parts: Sequence[Column]) -> Column:
-        # One dtype for a column: numbers beside texts become texts, as NaN would hide the texts.
+        # One dtype per column: if a column has texts, its numbers become texts, as NaN would hide the texts.
         if any(name in block.words for block in blocks):
             return np.concatenate(
                 [self._texts(name, block, part) for block, part in zip(blocks, parts, strict=True)]

@@ -1,7 +1,7 @@
-"""Rows that are more than memory is to hold: sorted in parts, which lie in a file, and merged to columns in a file.
+"""Rows that exceed the memory: sorted in parts, which are stored in a file, and merged to columns in a file.
 
-A part holds rows of one shape, by rank and then as recorded. Parts are merged by reading a stretch of each, so memory
-holds a number of rows that does not depend on how many there are. Files have no name: they go with the process.
+A part holds rows of one shape, by rank and then as recorded. A merge reads a stretch of each part, so memory holds a
+number of rows that does not depend on the total. The files have no name: they vanish with the process.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from spawnsim.columns import Column, StoredColumns
 from spawnsim.errors import StorageError
 
 MERGED = 500_000  # rows in memory while parts are merged
-LEAST = 1_000  # of a part, which has some 100,000 and more: smaller reads would cost more time than they save memory
+LEAST = 1_000  # rows per read of a part, which has some 100,000 or more: smaller reads cost too much time
 
 
 @contextmanager
 def storing(path: Path) -> Iterator[None]:
-    """Word what the file system refuses."""
+    """Report errors of the file system in words."""
     try:
         yield
     except OSError as error:
@@ -34,7 +34,7 @@ def storing(path: Path) -> Iterator[None]:
 
 def in_order(rank: Column, order: Column) -> Column:
     """Return the numbers of rows, by rank, then as recorded."""
-    # The order of recording counts within a rank alone: among ranks it depends on how they were interleaved.
+    # The order of recording counts within a rank alone: among ranks it depends on their interleaving.
     found: Column = np.lexsort((order, rank))
     return found
 
@@ -43,8 +43,8 @@ class Scratch:
     """A file without a name, which is written at its end and read anywhere.
 
     Args:
-        folder: where it is to lie; where that cannot be written to, such as a run of somebody else's that is only read,
-            where the system keeps temporary files.
+        folder: where it is stored. If the folder is not writable, such as another user's run that is only read, the
+            file is stored with the system's temporary files.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -65,7 +65,7 @@ class Scratch:
     def read(self, begin: int, count: int, dtype: np.dtype[Any]) -> Column:
         parts, nbytes = list[bytes](), count * dtype.itemsize
         while nbytes:
-            # At a place, not at the file's own: several may read in turn.
+            # At a given place, not at the file's own position: several readers may alternate.
             parts.append(os.pread(self._file.fileno(), nbytes, begin))
             begin, nbytes = begin + len(parts[-1]), nbytes - len(parts[-1])
         return np.frombuffer(b"".join(parts), dtype) if parts else np.empty(0, dtype)
@@ -80,7 +80,7 @@ class _Part:
         self._begin, self.left, self.rows = scratch.append(ordered), len(ordered), np.empty(0, rows.dtype)
 
     def fill(self, count: int) -> None:
-        """Read the next rows, if none are in memory."""
+        """Read the next rows, if memory holds none."""
         if not len(self.rows):
             count, dtype = min(count, self.left), self.rows.dtype
             self.rows = self._scratch.read(self._begin, count, dtype)
@@ -88,7 +88,7 @@ class _Part:
 
     @property
     def last(self) -> tuple[int, int]:
-        """The rank and number of the last row in memory: what is not read yet comes after it."""
+        """The rank and number of the last row in memory: all unread rows come after it."""
         return int(self.rows["\0rank"][-1]), int(self.rows["\0order"][-1])
 
     def taken(self, until: tuple[int, int] | None) -> Column:
@@ -101,10 +101,10 @@ class _Part:
 
 
 class SortedRows:
-    """Rows of several shapes, all of which lie in a file.
+    """Rows of several shapes, all stored in a file.
 
     Attributes:
-        shapes: what the caller knows each by, and the type of its rows.
+        shapes: the caller's key of each shape, and the type of its rows.
 
     Args:
         folder: see `Scratch`.
@@ -121,7 +121,7 @@ class SortedRows:
 
     def merged(self) -> Iterator[list[Column]]:
         """Yield all rows by rank, then as recorded, stretch by stretch: each is an array for every shape."""
-        parts = list(map(copy, self._parts))  # each reads on where it is
+        parts = list(map(copy, self._parts))  # each continues from its position
         count = max(LEAST, MERGED // max(1, len(parts)))
         while parts:
             for part in parts:

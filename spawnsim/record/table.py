@@ -19,9 +19,9 @@ class Table(Mapping[str, Column]):
     """Columns by name, as a mapping: `table["loss"]` is a numpy array with one value per row.
 
     A run's table has the columns `rank` (int32) and `time_s` (float64, the rank's clock) and one per recorded name;
-    rows are ordered by rank, then as recorded. Values that a row does not have are NaN ("" in a column of text).
+    rows are ordered by rank, then as recorded. Missing values are NaN ("" in a column of text).
 
-    A large table of a run folder stays on disk: a column is read when it is asked for, and `pieces` keeps nothing.
+    A large table of a run folder stays on disk: a column is read on access, and `pieces` keeps nothing.
     """
 
     def __init__(self, columns: Mapping[str, Column]) -> None:
@@ -58,7 +58,7 @@ class Table(Mapping[str, Column]):
         """Return the type of a column, without reading it.
 
         Args:
-            name: of the column.
+            name: the column's name.
 
         Returns:
             numpy's dtype.
@@ -69,7 +69,7 @@ class Table(Mapping[str, Column]):
         """Yield the table from its first row to its last, some 100,000 rows at a time; nothing is kept.
 
         Args:
-            names: of the columns that are wanted; none: all.
+            names: names of the requested columns; empty: all.
 
         Yields:
             Tables of these columns.
@@ -100,12 +100,12 @@ class Table(Mapping[str, Column]):
             rank: its number in the world.
 
         Returns:
-            Its rows, in the order in which it recorded them; none for a rank that recorded nothing.
+            Its rows, in the order in which it recorded them; empty if it recorded nothing.
         """
         return self.where(self["rank"] == rank)
 
     def digest(self, *, times: bool = True) -> bytes:
-        """Return a checksum that tells whether two tables are equal bit for bit.
+        """Return a checksum that shows whether two tables are equal bit for bit.
 
         Args:
             times: whether columns of times count: `time_s`, and every name that ends in `_s`.
@@ -113,7 +113,7 @@ class Table(Mapping[str, Column]):
         Returns:
             16 bytes (BLAKE2b) over names, dtypes and values of all columns; the order of columns does not count.
         """
-        # Sorted by name: in which order columns first appeared depends on which rank recorded first.
+        # Sorted by name: the order of first appearance depends on which rank recorded first.
         whole = hashlib.blake2b(digest_size=16)
         for name in sorted(name for name in self if times or not name.endswith("_s")):
             whole.update(f"{name} {self.dtype(name).str} ".encode())

@@ -58,8 +58,7 @@ class Run:
     """The results of one run.
 
     Attributes:
-        what: description of the run: file, parameters, ranks, platform, seed, versions; "warnings": sentences, if
-            there are any;
+        what: description of the run: file, parameters, ranks, platform, seed, versions; "warnings": sentences, if any;
             "all_dead": True, if no virtual rank lived to the end of its program.
         table: numpy columns by name, one row per `comm.record`, ordered by rank; see `spawnsim.record.Table`.
         events: dicts with "kind", "time_s", "rank" and the event's own fields, by time.

@@ -2,10 +2,10 @@
 
 * Trees: binomial, linear (a star) and the pipelined chain. The root is rank 0.
 * P-1 steps: rings, and exchanges with every other rank in turn.
-* About lg P steps whose distance doubles or halves, for any number of ranks. Where P is no power of two, the first
-  2(P - P') ranks, P' the greatest power of two in P, fold: of each pair one hands its data to the other, sits the core
-  out, and is told the result. MPICH's way; the even rank hands over.
-* Two levels: within the nodes to a leader, among the leaders, and back. And the exchange with neighbours.
+* About lg P steps whose distance doubles or halves, for any number of ranks. If P is not a power of two, the first 2(P
+  - P') ranks fold, where P' is the greatest power of two below P: in each pair one rank hands its data to the other,
+  sits out the core phase, and receives the result. This follows MPICH; the even rank hands over.
+* Two levels: within the nodes to a leader, among the leaders, and back. Also the exchange with neighbours.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from spawnsim.models.collectives.schedule import Lane, Pattern, Round, Schedule,
 from spawnsim.models.network.cost import Ints
 
 
-# One binomial tree serves scatter, gather, bcast and reduce: only the direction, the order of its levels and what a
-# message carries differ. So the subtree sizes, the one thing that is easily wrong where P is not a power of two, stand
-# here once.
+# One binomial tree serves scatter, gather, bcast and reduce: only the direction, the order of its levels and the
+# contents of a message differ. The subtree sizes, which are easily wrong if P is not a power of two, are therefore
+# computed here once.
 def _down(size: int, mask: int) -> Lane:
     """Return the sends of a binomial tree over the distance `mask`: each carries the receiver's whole subtree."""
     parent = np.arange(0, size - mask, 2 * mask)
@@ -70,8 +70,8 @@ def reduce_then_bcast(size: int) -> Schedule:
 
 def _star(size: int, *, inward: bool, whole: bool, reduces: bool = False) -> tuple[Round, ...]:
     """Return the one round of a star: the hub's messages in the order of the other ranks."""
-    # P-1 lanes of one message each would make P-1 rounds of array operations on single numbers; the star's one lane of
-    # all messages lets the dataflow evaluate them at once (`Evaluation.fan_out`, `fan_in`).
+    # P-1 lanes of one message each would make P-1 rounds of array operations on single numbers. A single lane of all
+    # messages lets the dataflow evaluate them at once (`Evaluation.fan_out`, `fan_in`).
 
     def spokes(ends: Ints) -> Lane:
         hub = np.zeros_like(ends)
@@ -85,12 +85,12 @@ def _star(size: int, *, inward: bool, whole: bool, reduces: bool = False) -> tup
 
 
 def linear_scatter(size: int) -> Schedule:
-    """α + (P-1)mβ, blocks of m bytes: one NIC feeds them all."""
+    """α + (P-1)mβ, blocks of m bytes: one NIC sends them all."""
     return Schedule(size, _star(size, inward=False, whole=False), "blocks")
 
 
 def linear_gather(size: int) -> Schedule:
-    """α + (P-1)mβ, blocks of m bytes: one NIC takes them all."""
+    """α + (P-1)mβ, blocks of m bytes: one NIC receives them all."""
     return Schedule(size, _star(size, inward=True, whole=False), "blocks")
 
 
@@ -100,14 +100,14 @@ def linear_bcast(size: int) -> Schedule:
 
 
 def linear_reduce(size: int) -> Schedule:
-    """α + (P-1)nβ with the arithmetic (P-1)nγ beside it, the slower of the two counting."""
+    """α + (P-1)nβ in parallel with the arithmetic (P-1)nγ; the slower of the two counts."""
     return Schedule(size, _star(size, inward=True, whole=True, reduces=True))
 
 
 def chain_bcast(size: int, segments: int) -> Schedule:
-    """(P-1)(α + sβ) + (S-1)sβ with S segments of s bytes, each passed on as soon as it has come."""
-    # In each round the chain is a diagonal: rank r passes on segment step - r, so all links that have something to
-    # carry are busy at once, and a round is one lane.
+    """(P-1)(α + sβ) + (S-1)sβ with S segments of s bytes, each forwarded as soon as it arrives."""
+    # In each round the chain is a diagonal: rank r forwards segment step - r, so all links with a segment to carry are
+    # busy at once, and a round is one lane.
     ranks = np.arange(size)
     rounds = []
     for step in range(size - 1 + segments - 1):
@@ -130,7 +130,7 @@ class _Circle:
         return self.twice[start : start + self.size]
 
     def rotation(self, by: int) -> Pattern:
-        """Return the pattern in which each rank sends to the one `by` places on."""
+        """Return the pattern in which each rank sends to the rank `by` places further."""
         return Pattern(self.ranks, self.turned(by), self.size, self.turned(-by))
 
 
@@ -164,7 +164,7 @@ def pairwise_reduce_scatter(size: int) -> Schedule:
 
 
 def _exchange(size: int, step: int, circle: _Circle) -> Lane:
-    """Return step `step` of an exchange among all: partners by exclusive or where that works."""
+    """Return step `step` of an exchange among all: partners by exclusive or if possible."""
     if size & (size - 1):
         return Lane(circle.rotation(step))
     return lane(circle.ranks, circle.ranks ^ step, size)
@@ -196,7 +196,7 @@ def ring_after_scatter(size: int, scatter: Schedule) -> Schedule:
 
 @dataclass(frozen=True, eq=False)
 class Core:
-    """A power of two of ranks among `size`: `ranks` (P',) in the core, `out` those who sit out, `mates` theirs."""
+    """A power of two of ranks among `size`: `ranks` (P',) in the core, `out` sit out, `mates` are their partners."""
 
     size: int
     ranks: Ints
@@ -206,8 +206,8 @@ class Core:
     @classmethod
     def of(cls, size: int, *, keep_even: bool = False) -> Core:
         """Fold `size` ranks. With `keep_even` the odd rank of a pair sits out, so that rank 0 (a root) stays in."""
-        # MPICH lets the odd rank of a pair stay in the core. A reduce to rank 0 must keep the even ones, or the root
-        # would sit out and its result would need one message more.
+        # MPICH lets the odd rank of a pair stay in the core. A reduce to rank 0 must keep the even ranks. Otherwise
+        # the root would sit out and its result would need one more message.
         extra = size - (1 << (size.bit_length() - 1))
         even = np.arange(0, 2 * extra, 2)
         stay, out = (even, even + 1) if keep_even else (even + 1, even)
@@ -236,19 +236,19 @@ class Core:
         return one_by_one([lane(self.mates, self.out, self.size, first=first, blocks=blocks)])
 
     def partners(self, mask: int) -> Pattern:
-        """Return the exchange of all core ranks with those `mask` away."""
+        """Return the exchange of all core ranks with the ranks `mask` away."""
         return Pattern(self.ranks, self.ranks[np.arange(len(self.ranks)) ^ mask], self.size)
 
 
 def recursive_doubling_allreduce(size: int) -> Schedule:
-    """⌊lg P⌋(α + nβ + nγ), and 2(α + nβ) + nγ more where P is no power of two."""
+    """⌊lg P⌋(α + nβ + nγ), and 2(α + nβ) + nγ more if P is not a power of two."""
     core = Core.of(size)
     exchanges = one_by_one((Lane(core.partners(mask)) for mask in core.masks), reduces=True)
     return Schedule(size, core.fold() + exchanges + core.unfold())
 
 
 def _halving(core: Core) -> Iterator[Lane]:
-    """Yield the exchanges of a vector halving: partners 1, 2, 4, … away, and each keeps half of what it has.
+    """Yield the exchanges of a vector halving: partners 1, 2, 4, … away, and each keeps half of its data.
 
     The lower half stays with the core rank whose bit is clear. Blocks are P' equal parts of the vector.
     """
@@ -273,7 +273,7 @@ def _kept(core: Core) -> dict[int, Ints]:
 
 
 def rabenseifner_allreduce(size: int) -> Schedule:
-    """2lg P α + 2(P-1)/P nβ + (P-1)/P nγ; with P' for P and a fold, 2(α + nβ) + nγ, where P is no power of two.
+    """2lg P α + 2(P-1)/P nβ + (P-1)/P nγ; with P' for P and a fold, 2(α + nβ) + nγ, if P is not a power of two.
 
     R. Thakur, R. Rabenseifner, W. Gropp, IJHPCA 19 (2005) 49-66.
     """
@@ -288,13 +288,13 @@ def rabenseifner_allreduce(size: int) -> Schedule:
 
 
 def rabenseifner_reduce(size: int) -> Schedule:
-    """2lg P α + 2(P-1)/P nβ + (P-1)/P nγ; with P' for P and α + nβ + nγ more where P is no power of two."""
+    """2lg P α + 2(P-1)/P nβ + (P-1)/P nγ; with P' for P and α + nβ + nγ more if P is not a power of two."""
     core = Core.of(size, keep_even=True)
     kept, parts = _kept(core), len(core.ranks)
     down = one_by_one(_halving(core), reduces=True)
     lanes = []
     for mask in reversed(core.masks):
-        give = np.arange(mask, 2 * mask)  # those with a higher bit have given already
+        give = np.arange(mask, 2 * mask)  # ranks with a higher bit have given already
         to = core.ranks[give - mask]
         lanes.append(lane(core.ranks[give], to, size, first=kept[mask][give], blocks=parts // (2 * mask)))
     return Schedule(size, core.fold(blocks=parts) + down + one_by_one(lanes), parts=parts)
@@ -333,7 +333,7 @@ def _shift(size: int, by: int) -> Pattern:
 
 
 def dissemination_barrier(size: int) -> Schedule:
-    """⌈lg P⌉α: in step k each rank tells the one 2^k on (D. Hensgen, R. Finkel, U. Manber, IJPP 17 (1988) 1-17)."""
+    """⌈lg P⌉α: in step k each rank notifies rank + 2^k (D. Hensgen, R. Finkel, U. Manber, IJPP 17 (1988) 1-17)."""
     return Schedule(size, one_by_one(Lane(_shift(size, mask)) for mask in masks(size)))
 
 
@@ -345,14 +345,14 @@ def bruck_allgather(size: int) -> Schedule:
 
 
 def bruck_alltoall(size: int) -> Schedule:
-    """⌈lg P⌉α and about lg P n/2 β: in step k all blocks travel whose distance has bit k set. Equal blocks only."""
+    """⌈lg P⌉α and about lg P n/2 β: step k moves all blocks whose distance has bit k set. Equal blocks only."""
     distance = np.arange(size)
     lanes = (Lane(_shift(size, mask), 0, int(np.count_nonzero(distance & mask))) for mask in masks(size))
     return Schedule(size, one_by_one(lanes), "pairs")
 
 
 def doubling_scan(size: int) -> Schedule:
-    """⌈lg P⌉(α + nβ + nγ): partners exchange their partial results; those with no partner pass."""
+    """⌈lg P⌉(α + nβ + nγ): partners exchange their partial results; ranks without a partner pause."""
     ranks = np.arange(size)
     lanes = []
     for mask in masks(size):
@@ -382,7 +382,7 @@ def _leaders(places: Ints) -> Ints:
 
 
 def _among(members: Ints, inner: Schedule, size: int) -> tuple[Round, ...]:
-    """Return the rounds of a schedule among some of the ranks."""
+    """Return the rounds of a schedule restricted to some of the ranks."""
 
     def moved(each: Lane) -> Lane:
         pattern = each.pattern
@@ -406,9 +406,9 @@ def two_level_allreduce(places: Ints, inner: Schedule) -> Schedule:
 
 
 def neighbour_exchange(size: int, source: Ints, dest: Ints) -> Schedule:
-    """Each rank sends along its edges and takes what comes: α + d nβ for d neighbours. Block i is that of edge i.
+    """Each rank sends along its edges and receives its messages: α + d nβ for d neighbours. Block i belongs to edge i.
 
-    The edges are dealt to lanes greedily, so that no rank is twice sender or twice receiver in one.
+    The edges are assigned to lanes greedily, so that no rank sends twice or receives twice in one lane.
     """
     sending: list[set[int]] = [set() for _ in range(size)]
     taking: list[set[int]] = [set() for _ in range(size)]

@@ -1,14 +1,13 @@
-"""Which algorithms there are for which operation, and which of them runs: by size, as an MPI library decides, or by
-name.
+"""The algorithms of each operation, and the choice among them: by size, as an MPI library decides, or by name.
 
 Thresholds in bytes, re-stated from the libraries' own documents:
 
 * MPICH: R. Thakur, R. Rabenseifner, W. Gropp, IJHPCA 19 (2005) 49-66, and the defaults of its control variables
   MPIR_CVAR_{ALLREDUCE,REDUCE}_SHORT_MSG_SIZE (2048), BCAST_{SHORT 12288, LONG 524288}_MSG_SIZE, BCAST_MIN_PROCS (8),
   ALLGATHER_{SHORT 81920, LONG 524288}_MSG_SIZE, ALLTOALL_{SHORT 256, MEDIUM 32768}_MSG_SIZE,
-  REDSCAT_COMMUTATIVE_LONG_MSG_SIZE (524288). Without its node-aware layer: ask for "two_level" by name.
+  REDSCAT_COMMUTATIVE_LONG_MSG_SIZE (524288). Without its node-aware layer: select "two_level" by name.
 * Open MPI: the fixed decision rules of coll/tuned up to release 4.0 (coll_tuned_decision_fixed.c). Three of its
-  algorithms are replaced by the nearest here: split binary tree bcast by scatter_ring, pipelined reduce
+  algorithms are replaced by the nearest one here: split binary tree bcast by scatter_ring, pipelined reduce
   by rabenseifner, neighbour-exchange allgather by ring.
 """
 
@@ -80,11 +79,11 @@ ALGORITHMS: Mapping[str, Mapping[str, Builder]] = MappingProxyType(
 (also "two_level:ring" and so on, naming the algorithm among the leaders), and the neighbour exchange."""
 
 SYNCHRONISING = frozenset({"barrier", "allreduce", "allgather", "alltoall", "reduce_scatter"})
-"""Operations whose every rank waits for every other."""
+"""Operations in which every rank waits for every other rank."""
 
 
 OWN_BLOCK = frozenset({"gather", "scatter", "allgather", "alltoall"})
-"""Operations in which ranks (where there is a root, it alone) copy a block of their own."""
+"""Operations in which ranks (with a root, the root alone) copy their own block."""
 
 
 def names(operation: str) -> tuple[str, ...]:
@@ -94,7 +93,7 @@ def names(operation: str) -> tuple[str, ...]:
 
 
 def check(operation: str, algorithm: str) -> str:
-    """Return the name of an algorithm, or raise `ParameterError` if there is none of that name."""
+    """Return the name of an algorithm, or raise `ParameterError` if the operation lacks it."""
     known = names(operation)
     if not known:
         raise ParameterError(
@@ -109,7 +108,7 @@ def check(operation: str, algorithm: str) -> str:
 
 @lru_cache(maxsize=256)
 def schedule(operation: str, algorithm: str, size: int) -> Schedule:
-    """Return the schedule of a named algorithm among `size` ranks, the root being rank 0."""
+    """Return the schedule of a named algorithm among `size` ranks, with rank 0 as the root."""
     check(operation, algorithm)
     if algorithm not in ALGORITHMS.get(operation, {}):
         raise ParameterError(f"{operation} {algorithm!r} needs more than the number of ranks to be laid out")
@@ -118,7 +117,7 @@ def schedule(operation: str, algorithm: str, size: int) -> Schedule:
 
 @lru_cache(maxsize=64)
 def chain(size: int, segments: int) -> Schedule:
-    """Return the pipelined chain broadcast in so many segments."""
+    """Return the pipelined chain broadcast in `segments` segments."""
     return algorithms.chain_bcast(size, segments)
 
 
@@ -136,7 +135,7 @@ def neighbours(size: int, source: bytes, dest: bytes) -> Schedule:
 
 
 class CallSize(NamedTuple):
-    """What a decision depends on. `block` is the mean block in bytes, or the vector where there are no blocks."""
+    """The inputs of a decision. `block` is the mean block in bytes, or the vector if there are no blocks."""
 
     size: int
     block: int
@@ -253,7 +252,7 @@ class Selection:
 
     Args:
         library: "mpich" or "openmpi": whose thresholds decide.
-        fixed: (operation, algorithm) pairs that are decided already.
+        fixed: (operation, algorithm) pairs of fixed choices.
         segment_bytes: Length of the segments of the pipelined chain.
 
     Raises:
@@ -274,7 +273,7 @@ class Selection:
 
     @classmethod
     def parse(cls, text: str) -> Selection:
-        """Read "openmpi", "allreduce=ring, bcast=chain", or "ring": that one wherever there is one.
+        """Read "openmpi", "allreduce=ring, bcast=chain", or "ring": that algorithm wherever it exists.
 
         >>> Selection.parse("openmpi, allreduce=two_level").fixed
         (('allreduce', 'two_level'),)

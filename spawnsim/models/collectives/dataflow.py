@@ -1,8 +1,8 @@
 """Completion times of a collective: the rounds of its schedule, applied to the vector of arrival times.
 
-Every rank's clock, and the two directions of its NIC, are one vector each; a round is a few operations on
-them. A rank that has not arrived is NaN, which makes NaN of exactly those that wait for it. A ring allreduce message by
-message would be two million messages at 1,000 ranks; this way it is two thousand rounds of a few array operations.
+Every rank's clock, and the two directions of its NIC, are one vector each; a round is a few operations on them. A rank
+that is absent is NaN, and NaN spreads to exactly the ranks that wait for it. Message by message, a ring
+allreduce at 1,000 ranks would take two million steps; here it takes two thousand rounds of a few array operations.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from spawnsim.models.network.cost import Costs, Floats, Flow, FlowNetwork, Ints,
 
 
 class Finish(NamedTuple):
-    """When a collective is over for each rank, what it sent in all, and until when it keeps the NICs busy.
+    """When each rank completes a collective, its total traffic, and until when the collective keeps the NICs busy.
 
-    `times` is float64 (P,), seconds; NaN for a rank that waits for one that has not arrived. `out_free` is float64
-    (P,), seconds: when each NIC has injected the rank's last message; -inf if it was idle before and sends none. It
-    lies after `times` only where a NIC was busy at the beginning: see `run`. `loads`, float64 (links,), is how many
-    bytes cross each shared link, in the order of `SharedLinks`; None where no links are shared.
+    `times` is float64 (P,), seconds; NaN for a rank that waits for an absent rank. `out_free` is float64 (P,),
+    seconds: when each NIC has injected the rank's last message; -inf if it was idle before and sends none. It exceeds
+    `times` only if a NIC was busy at the beginning: see `run`. `loads`, float64 (links,), is the number of bytes that
+    cross each shared link, in the order of `SharedLinks`; None without shared links.
     """
 
     times: Floats
@@ -34,7 +34,7 @@ class Finish(NamedTuple):
 
 
 def _some(seconds: Floats | float) -> bool:
-    """Whether there is anything to add; spares the commonest networks an operation per round."""
+    """Whether there is anything to add; saves one operation per round on the most common networks."""
     return isinstance(seconds, np.ndarray) or seconds != 0.0
 
 
@@ -43,10 +43,10 @@ def _is_one(value: Floats | Ints | float) -> bool:
 
 
 class Evaluation:
-    """The vectors of one collective while its rounds go by.
+    """The vectors of one collective, as its rounds proceed.
 
-    As long as all ranks are alike (they came together, and each has sent and taken the same), one number stands for
-    them: the rounds of a ring among 100,000 ranks that came together are then no vectors as long.
+    As long as all ranks are alike (they arrived together, and each has sent and received the same), one number
+    represents them: the rounds of a ring among 100,000 ranks that arrived together then need no long vectors.
     """
 
     def __init__(
@@ -58,12 +58,12 @@ class Evaluation:
         self.clock = arrivals[: 1 if alike else None].copy()
         self.out_free = np.full(len(self.clock), -np.inf) if out_free is None else out_free.copy()
         self.eager_bytes, self.asks = network.eager_bytes, network.collective_rendezvous
-        # Until when ranks stay. Where all NICs were idle at the beginning, until they are idle again, and the two
-        # vectors are one; else what the NIC had to do before does not keep its rank, so the two have to be told apart.
-        # So they have if messages ask first: a NIC can serve others meanwhile.
+        # Until when ranks stay. If all NICs were idle at the beginning, each rank stays until its NIC is idle again,
+        # and the two vectors are one. Otherwise earlier work of the NIC does not keep its rank, so the two vectors
+        # must be distinct. They must also be distinct if messages ask first: a NIC can serve other messages meanwhile.
         one = out_free is None and not self.asks
         self.stays = self.out_free if one else np.full(len(self.clock), -np.inf)
-        self.posted = self.clock  # when each rank came to the round, and posted its receives
+        self.posted = self.clock  # when each rank reached the round, and posted its receives
         self.in_free = np.full(len(self.clock), -np.inf)
         self.network, self.ranks = network, ranks
         self.gamma, self.changes = network.gamma_s_per_B, network.changes
@@ -86,7 +86,7 @@ class Evaluation:
         return len(self.clock) == 1 < self.size
 
     def tell_apart(self) -> None:
-        """Give each rank numbers of its own from here on."""
+        """Give each rank its own numbers from here on."""
         if self.alike:
             one = self.stays is self.out_free
             self.clock, self.in_free = np.repeat(self.clock, self.size), np.repeat(self.in_free, self.size)
@@ -95,7 +95,7 @@ class Evaluation:
 
     def costs(self, pattern: Pattern, nbytes: Lengths) -> Costs:
         """Return the costs of a lane, in the order of its senders, and count its messages."""
-        # A ring repeats one pattern with one size P-1 times: the network is asked once.
+        # A ring repeats one pattern with one size P-1 times: query the network once.
         self.messages += len(pattern.source)
         if self.shared is not None:
             self._load(pattern, nbytes)
@@ -117,9 +117,9 @@ class Evaluation:
         np.add.at(self.loads, into, sizes)
 
     def crowded(self, pattern: Pattern, nbytes: Lengths) -> Lengths:
-        """Return how long messages of a lane seem that share links: what gets a third of one, three times as long."""
-        # As though all began together, which they do where ranks are in step. The hub of a star has its messages one
-        # after the other, which takes the same in all.
+        """Return the apparent lengths of a lane's messages on shared links: a third of a link triples the length."""
+        # As if all messages began together, which holds if ranks are in step. The hub of a star sends or receives its
+        # messages one after the other, which takes the same total time.
         source, dest = self.world[pattern.source], self.world[pattern.dest]
         star = len(source) < 2 or (source == source[0]).all() or (dest == dest[0]).all()
         if self.shared is None or star:
@@ -150,9 +150,9 @@ class Evaluation:
         return self.network.costs(self.ranks[pattern.source], self.ranks[pattern.dest], nbytes)
 
     def send(self, pattern: Pattern, costs: Costs, nbytes: Lengths) -> tuple[Floats, Costs]:
-        """Let all ranks of a lane send. Returns when their messages arrive, and what they cost at their times."""
-        # The arithmetic of `wire.send`, rank by rank the same to the last bit where nothing is contended: begin when
-        # the clock and the NIC are both free, keep the NIC for inject_s, arrive after flight_s.
+        """Let all ranks of a lane send. Returns when their messages arrive, and their costs at their times."""
+        # The arithmetic of `wire.send`, equal to the last bit for each rank without contention: begin when the clock
+        # and the NIC are both free, keep the NIC for inject_s, arrive after flight_s.
         who = pattern.senders if self.wide is None else slice(None)
         begin: Floats = np.maximum(self.clock[who], self.out_free[who])
         if self.changes:
@@ -169,11 +169,11 @@ class Evaluation:
     def asked(
         self, pattern: Pattern, nbytes: Lengths, costs: Costs, begin: Floats
     ) -> tuple[Floats, Floats | float]:
-        """Return when messages of a lane arrive, and for how long their senders ask before: long ones, if any do.
+        """Return when messages of a lane arrive, and how long their senders ask before: long messages, if any, ask.
 
-        An empty message goes there and, once its receiver has come to the round, one comes back; then the data leave
-        (`wire.Rendezvous`). A sender does not stay for a receiver that comes later: whose leaving depends on whom is
-        as without.
+        An empty message goes to the receiver and, once the receiver has reached the round, one returns; then the data
+        leave (`wire.Rendezvous`). A sender does not stay for a receiver that arrives later: the dependencies between
+        ranks stay the same as without asking.
         """
         if not self.asks or not (long := np.asarray(nbytes) > self.eager_bytes).any():
             return begin + costs.flight_s, 0.0
@@ -182,7 +182,7 @@ class Evaluation:
         return np.where(long, start, begin) + costs.flight_s, 2.0 * trip_s
 
     def _receivers(self, pattern: Pattern) -> Floats:
-        """Return when the receivers of a lane came to the round, in the order of its senders."""
+        """Return when the receivers of a lane reached the round, in the order of its senders."""
         if self.alike or len(self.posted) == 1:
             return self.posted
         if self.wide is None:
@@ -192,7 +192,7 @@ class Evaluation:
         return posted
 
     def meet(self) -> None:
-        """Take note of when each rank comes to a round."""
+        """Record when each rank reaches a round."""
         if self.asks:
             self.posted = self.clock.copy()
 
@@ -202,10 +202,10 @@ class Evaluation:
         return self.network.costs_at(source, dest, self._crowded(pattern, nbytes), begin_s=begin_s)
 
     def take(self, pattern: Pattern, costs: Costs, arrival: Floats, work_s: Floats | float) -> None:
-        """Let all ranks of a lane take their messages, and work on them for `work_s`."""
-        # Messages are admitted in the order in which the algorithm takes them, not in the order of arrival: that is the
-        # rule of `completion.ReceivingNic`, so that collectives and messages agree, and it needs no event. Costs and
-        # arrivals stand in the order of senders; `turn` brings them into that of receivers.
+        """Let all ranks of a lane receive their messages, and process them for `work_s`."""
+        # Messages are admitted in the order in which the algorithm receives them, not in the order of arrival. This is
+        # the rule of `completion.ReceivingNic`, so collectives and messages agree, and it needs no event. Costs and
+        # arrivals are in the order of senders; `turn` reorders them for the receivers.
         who, turn = pattern.takers, None if self.alike else pattern.turn
         if self.wide is not None:
             who, turn = slice(None), pattern.among_senders
@@ -218,7 +218,7 @@ class Evaluation:
             free = self.in_free[who]
             drained = np.maximum(arrival, free + drain_s)
             if isinstance(drain_s, np.ndarray) and not drain_s.all():
-                slow = drain_s > 0.0  # the others (within a node, say) neither wait nor hold up
+                slow = drain_s > 0.0  # other messages (within a node, say) neither wait nor block
                 self.in_free[who] = np.where(slow, drained, free)
                 arrival = np.where(slow, drained, arrival)
             else:
@@ -226,16 +226,16 @@ class Evaluation:
         self.clock[who] = np.maximum(self.clock[who], arrival) + busy_s
 
     def fan_out(self, pattern: Pattern, costs: Costs, nbytes: Lengths) -> tuple[Floats, Costs]:
-        """Let one rank send all messages of a star, in order. Returns when they arrive, and what they cost."""
-        # begin[i] = max(ready[i], begin[i-1] + inject[i-1]), a recurrence. With the sum of what was injected before
-        # taken off, it is a running maximum, so a star of P-1 messages is a few array operations and not P-1 rounds.
+        """Let one rank send all messages of a star, in order. Returns when they arrive, and their costs."""
+        # begin[i] = max(ready[i], begin[i-1] + inject[i-1]), a recurrence. After subtracting the sum of earlier
+        # injections it is a running maximum, so a star of P-1 messages is a few array operations and not P-1 rounds.
         hub, count = pattern.source[0], len(pattern.source)
         inject_s, send_s = (np.broadcast_to(cost, count) for cost in (costs.inject_s, costs.send_s))
         before = np.cumsum(inject_s) - inject_s
         ready = self.clock[hub] + np.cumsum(send_s) - send_s
         idle, ready[0] = ready.tolist(), np.maximum(ready[0], self.out_free[hub])
         begin: Floats = before + np.maximum.accumulate(ready - before)
-        if self.changes:  # each begins when the one before has left, which depends on when that began
+        if self.changes:  # each begins when the previous message has left, which depends on its own begin
             sizes, free_s = np.broadcast_to(nbytes, count), -np.inf
             for at, dest in enumerate(self.world[pattern.dest].tolist()):
                 begin[at] = begin_s = max(float(ready[at]), free_s)
@@ -254,9 +254,9 @@ class Evaluation:
         return arrival, costs
 
     def fan_in(self, pattern: Pattern, costs: Costs, arrival: Floats, work_s: Floats | float) -> None:
-        """Let one rank take all messages of a star, in order."""
+        """Let one rank receive all messages of a star, in order."""
         # Two such recurrences: the NIC admits one message after the other, drained[i] = max(arrival[i], drained[i-1] +
-        # drain[i]); and the processor takes one after the other, clock = max(clock, arrival) + busy.
+        # drain[i]); and the processor receives one after the other, clock = max(clock, arrival) + busy.
         hub, count = pattern.dest[0], len(pattern.dest)
         drain_s, busy_s = (np.broadcast_to(cost, count) for cost in (costs.drain_s, costs.receive_s + work_s))
         slow = drain_s > 0.0
@@ -268,7 +268,7 @@ class Evaluation:
         self.clock[hub] = after[-1] + np.maximum(self.clock[hub], (arrival - (after - busy_s)).max())
 
     def star(self, star: Lane, amounts: MessageSizes, gamma: float) -> None:
-        """Let the one round of a star go by."""
+        """Execute the one round of a star."""
         self.tell_apart()
         self.meet()
         pattern, nbytes = star.pattern, amounts.of(star)
@@ -281,9 +281,9 @@ class Evaluation:
             self.fan_in(pattern, costs, arrival, work_s)
 
     def round(self, lanes: tuple[Lane, ...], amounts: MessageSizes, gamma: float) -> None:
-        """Let one round go by."""
-        # All lanes are sent before any is taken: a rank first does all its sends of a round. Else an exchange of two
-        # ranks would wait for each other's message before sending its own.
+        """Execute one round."""
+        # All lanes are sent before any is received: a rank first does all its sends of a round. Otherwise, in an
+        # exchange, each of two ranks would wait for the other's message before sending its own.
         asked = []
         for pattern, nbytes in ((lane.pattern, amounts.of(lane)) for lane in lanes):
             costs = self.costs(pattern, nbytes)
@@ -304,7 +304,7 @@ class Evaluation:
         self.stays = self.out_free if one else self.stays[ranks]
 
     def widen(self) -> None:
-        """Have the vectors of all ranks again."""
+        """Restore the vectors of all ranks."""
         if self.wide is None:
             return
         ranks, clock, out_free, stays, in_free = self.wide
@@ -315,8 +315,8 @@ class Evaluation:
         self.wide = None
 
     def among(self, lanes: tuple[Lane, ...]) -> None:
-        """Have the vectors of those ranks alone that a round is among, if it is; else of all."""
-        # Where P is no power of two, recursive doubling and halving go on among one and the same set of ranks.
+        """Restrict the vectors to the ranks of a round if it is closed among them; otherwise keep all ranks."""
+        # If P is not a power of two, recursive doubling and halving continue among one fixed set of ranks.
         closed = len(lanes) == 1 and lanes[0].pattern.among_senders is not None
         ranks = lanes[0].pattern.source if closed else None
         if self.wide is not None and ranks is not self.wide[0]:
@@ -325,7 +325,7 @@ class Evaluation:
             self.narrow(ranks)
 
     def finish(self) -> Finish:
-        """Return how it ended, when all rounds have gone by."""
+        """Return the result, after all rounds."""
         self.tell_apart()
         times = np.maximum(self.clock, self.stays)
         loads = None if self.shared is None else self.loads
@@ -343,15 +343,15 @@ def run(
 ) -> Finish:
     """Return when each rank leaves. Ranks are relative to the root.
 
-    A rank's part is over when it has taken its last message and its NIC has injected its own last one. If a NIC was
-    busy at the beginning, its rank does not stay for what it sent before: its messages up to the eager threshold are
-    buffered, and count as if the NIC had been idle; longer ones must have left.
+    A rank is done when it has received its last message and its NIC has injected its own last one. If a NIC was busy
+    at the beginning, its rank does not stay for earlier sends: its messages up to the eager threshold are buffered,
+    and count as if the NIC had been idle; longer messages must have left.
 
     Args:
-        schedule: What is sent.
-        amounts: How long the messages are.
-        arrivals: When each rank enters, float64 (P,), seconds; NaN for one that has not.
-        network: What a message costs.
+        schedule: The messages.
+        amounts: The lengths of the messages.
+        arrivals: When each rank enters, float64 (P,), seconds; NaN if it has not.
+        network: The costs of messages.
         ranks: The world ranks of the members, int (P,); None if they are 0 to P-1.
         out_free: When each NIC can begin to inject, float64 (P,), seconds; None: all are idle.
     """

@@ -1,7 +1,7 @@
 """A collective over links with faults: the same dataflow, with a verdict for each message.
 
-A message that is late arrives later; one that is lost never arrives, and its receiver waits for ever. What was damaged
-in a message stays damaged in all that is made of it: it is followed block by block, from rank to rank.
+A late message arrives later. A lost message never arrives, and its receiver waits for ever. Damage in a message
+persists in all data derived from it: it is tracked block by block, from rank to rank.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ from spawnsim.models.network.cost import Floats, Ints, Network
 
 
 class Judge(Protocol):
-    """Says what becomes of messages: see `spawnsim.virtual.engine.injection`."""
+    """Decides what happens to messages: see `spawnsim.virtual.engine.injection`."""
 
     def strikes(
         self, source: Ints, dest: Ints, sent_s: Floats, numbers: Ints
     ) -> Iterable[tuple[int, Verdict, float]]:
-        """Yield those messages of a lane to which something happens: index, verdict, where it is damaged.
+        """Yield the messages of a lane that a fault strikes: index, verdict, place of the damage.
 
         Args:
             source: World ranks of the senders, int (M,).
             dest: World ranks of the receivers, int (M,).
             sent_s: When each is sent, float64 (M,), seconds; NaN: never.
-            numbers: What tells the messages of a pair of ranks apart, int (M,).
+            numbers: Numbers that distinguish the messages of a pair of ranks, int (M,).
         """
         ...
 
@@ -46,9 +46,9 @@ class Strike(NamedTuple):
 
 
 class Damage(NamedTuple):
-    """What a damaged message has damaged: a place (from 0 to 1) in a block that it carried from `source` to `dest`.
+    """The damage of one message: a place (from 0 to 1) in a block that it carried from `source` to `dest`.
 
-    Ranks and blocks are relative to the root; `number` tells messages of one pair of ranks apart.
+    Ranks and blocks are relative to the root; `number` distinguishes messages of one pair of ranks.
     """
 
     source: int
@@ -62,10 +62,10 @@ class Struck(NamedTuple):
     """A collective under faults. Ranks are relative to the root.
 
     Attributes:
-        finish: When each rank leaves: NaN for those that wait for what is lost.
+        finish: When each rank leaves: NaN for ranks that wait for a lost message.
         strikes: What happened to messages, in the order of the schedule.
-        late: By rank, whose messages it waited for in vain or too long: bit r stands for rank r.
-        damage: By rank, what is damaged of that which reached it.
+        late: By rank, the ranks whose messages it received late or never: bit r stands for rank r.
+        damage: By rank, the damage in the data that reached it.
     """
 
     finish: Finish
@@ -75,33 +75,33 @@ class Struck(NamedTuple):
 
 
 class Cargo(NamedTuple):
-    """What the messages of one lane carry besides time: by message, late senders and damage."""
+    """The contents of the messages of one lane besides time: by message, late senders and damage."""
 
     late: dict[int, int]
     damage: dict[int, set[Damage]]
 
 
 class FaultyEvaluation(Evaluation):
-    """The vectors of one collective, and what faults have done to its messages."""
+    """The vectors of one collective, and the effects of faults on its messages."""
 
     def __init__(
         self, arrivals: Floats, network: Network, world: Ints, out_free: Floats | None,
         *, schedule: Schedule, judge: Judge,
     ) -> None:  # fmt: skip
         super().__init__(arrivals, network, world, out_free)
-        self.tell_apart()  # faults strike ranks
+        self.tell_apart()  # faults strike single ranks
         self.world, self.judge = world, judge
         self.total = schedule.parts if schedule.cut == "vector" else schedule.size
-        # Otherwise a block goes to its receiver and no further: damage to it damages nothing else.
+        # Otherwise a block goes to its receiver and no further: its damage spreads no further.
         self.passed_on = schedule.cut in ("vector", "blocks")
-        self.lanes = 0  # gone by so far
+        self.lanes = 0  # lanes completed so far
         self.edges = _turns(schedule) if schedule.cut == "edges" else None
         self.strikes: list[Strike] = []
         self.late: dict[int, int] = {}
         self.damage: dict[int, set[Damage]] = {}
 
     def faulty_round(self, lanes: tuple[Lane, ...], amounts: MessageSizes, *, reduces: bool) -> None:
-        """Let one round go by."""
+        """Execute one round."""
         flying = []
         self.meet()
         for lane in lanes:
@@ -118,7 +118,7 @@ class FaultyEvaluation(Evaluation):
     # -- on the way ------------------------------------------------------------------------------------------
 
     def load(self, lane: Lane, nbytes: Lengths, arrival: Floats) -> Cargo:
-        """Let faults strike the messages of a lane: change their arrivals; return what they carry."""
+        """Let faults strike the messages of a lane: change their arrivals; return their contents."""
         pattern = lane.pattern
         cargo = Cargo(
             {pattern.message_from[rank]: late for rank, late in self.late.items() if _sends(pattern, rank)},
@@ -132,10 +132,11 @@ class FaultyEvaluation(Evaluation):
         source, dest = self.world[pattern.source], self.world[pattern.dest]
         numbers = np.full(len(source), self.lanes) if self.edges is None else self.edges[lane.first]
         for index, verdict, place in self.judge.strikes(source, dest, sent_s, numbers):
-            if not _of(nbytes, index):  # an empty message: there is nothing to damage
+            if not _of(nbytes, index):  # an empty message: nothing to damage
                 verdict = verdict._replace(corrupt=False)
             self.strike(lane, index, verdict, cargo=cargo, place=place, number=int(numbers[index]))
-            # Lost is NaN, as a rank that has not arrived is: all that depends on it becomes NaN by itself.
+            # A lost message is NaN, like an absent rank: everything that depends on it becomes NaN
+            # automatically.
             arrival[index] += np.nan if verdict.lost else verdict.delay_s
         return cargo
 
@@ -155,20 +156,20 @@ class FaultyEvaluation(Evaluation):
             cargo.damage[index] = cargo.damage.get(index, set()) | {damage}
 
     def carried(self, lane: Lane, index: int, known: set[Damage]) -> set[Damage]:
-        """Return what of a sender's damage is in the blocks that its message carries."""
+        """Return the part of a sender's damage that lies in the blocks of its message."""
         first, blocks = int(_of(lane.first, index)), int(_of(lane.blocks, index))
         return {damage for damage in known if (damage.block - first) % self.total < blocks}
 
     # -- at the receiver -------------------------------------------------------------------------------------
 
     def unload(self, lane: Lane, cargo: Cargo, reduces: bool) -> None:
-        """Let the receivers of a lane have what its messages carry."""
+        """Deliver the contents of a lane's messages to their receivers."""
         pattern = lane.pattern
         for index, late in cargo.late.items():
             rank = int(pattern.dest[index])
             self.late[rank] = self.late.get(rank, 0) | late
-        # What comes takes the place of what was there, so damage there is healed. A reduction combines the two, so both
-        # damages stay.
+        # An arriving block replaces the old one, so the damage there vanishes. A reduction combines the two, so both
+        # damages remain.
         if self.passed_on and not reduces:
             for rank in [rank for rank in self.damage if rank in pattern.message_to]:
                 self.damage[rank] -= self.carried(lane, pattern.message_to[rank], self.damage[rank])
@@ -178,7 +179,7 @@ class FaultyEvaluation(Evaluation):
 
 
 def _turns(schedule: Schedule) -> Ints:
-    """Return for each edge of a neighbour exchange how many edges of the same two ranks come before it."""
+    """Return for each edge of a neighbour exchange the number of earlier edges of the same two ranks."""
     edges = sorted(
         (edge, source, dest)
         for each in schedule.rounds
@@ -216,7 +217,7 @@ def run_struck(
     judge: Judge,
     out_free: Floats | None = None,
 ) -> Struck:
-    """Return when each rank leaves, and what faults have done: as `dataflow.run`, with a judge of messages."""
+    """Return when each rank leaves, and the effects of faults: as `dataflow.run`, with a judge of messages."""
     found = FaultyEvaluation(arrivals, network, ranks, out_free, schedule=schedule, judge=judge)
     for each in schedule.rounds:
         found.faulty_round(each.lanes, amounts, reduces=each.reduces)

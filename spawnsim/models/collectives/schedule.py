@@ -1,10 +1,10 @@
 """The shape of a collective algorithm: rounds of messages, free of networks and of times; and the sizes of one call.
 
-A rank goes through the rounds in order. In each round it first does all its sends, lane by lane, and then takes all
-its messages, lane by lane. In one lane a rank sends at most one message and takes at most one. Ranks are relative to
-the root, which is 0. What a message carries is given in blocks: so many, cyclically, from a first one on. A schedule
-holds indices alone; how many bytes its messages carry in one call, `MessageSizes` says. Sizes as callers give them, in
-bytes:
+A rank executes the rounds in order. In each round it first does all its sends, lane by lane, and then receives all its
+messages, lane by lane. In one lane a rank sends at most one message and receives at most one. Ranks are relative to
+the root, which is 0. The contents of a message are given in blocks: a number of blocks, cyclically, from a first one.
+A schedule holds indices alone; `MessageSizes` gives the bytes of its messages in one call. Sizes as callers give them,
+in bytes:
 
 * bcast, reduce, allreduce, scan, exscan: the vector, one int;
 * gather, scatter, allgather, reduce_scatter: the block of one rank, an int, or one per rank, an array (P,);
@@ -30,7 +30,7 @@ Cut = Literal["vector", "blocks", "pairs", "edges"]
 
 
 class Pattern:
-    """Who sends to whom in one lane: `source` and `dest`, int arrays (M,), no rank twice in either."""
+    """The senders and receivers of one lane: `source` and `dest`, int arrays (M,), no rank twice in either."""
 
     def __init__(self, source: Ints, dest: Ints, size: int, turn: Ints | None = None) -> None:
         self._turn = turn
@@ -48,14 +48,14 @@ class Pattern:
 
     @cached_property
     def turn(self) -> Ints | None:
-        """How to bring messages from the order of senders into that of `takers`; None if it is the same."""
+        """Index that reorders messages from the order of senders into the order of `takers`; None if it is the same."""
         return np.argsort(self.dest) if self.whole and self._turn is None else self._turn
 
     @cached_property
     def among_senders(self) -> Ints | None:
-        """How to bring messages from the order of senders into that of receivers, where these are the same ranks.
+        """Index that reorders messages from senders to receivers, if these are the same ranks.
 
-        None where they are not the same, not in rising order, or all ranks, which `turn` serves.
+        None if they are not the same, not in rising order, or all ranks, which `turn` serves.
         """
         if self.whole or len(self.source) < 2:
             return None
@@ -72,7 +72,7 @@ class Pattern:
 
 
 def _evenly(ranks: Ints) -> Ints | slice:
-    """Return evenly spaced ranks, as binomial trees have them, as a slice: no gathering, a third of the time."""
+    """Return evenly spaced ranks, as in binomial trees, as a slice: no gathering, a third of the time."""
     if len(ranks) < 2:
         return ranks
     first, step = int(ranks[0]), int(ranks[1] - ranks[0])
@@ -81,7 +81,7 @@ def _evenly(ranks: Ints) -> Ints | slice:
 
 
 class Lane(NamedTuple):
-    """Messages, at most one from each rank and one to each: message i carries so many `blocks` from `first` on."""
+    """Messages, at most one from each rank and one to each: message i carries `blocks` blocks from `first` on."""
 
     pattern: Pattern
     first: Ints | int = 0
@@ -89,9 +89,9 @@ class Lane(NamedTuple):
 
 
 class Round(NamedTuple):
-    """All sends of these lanes, then all their receives; `reduces` if each receiver combines what it takes.
+    """All sends of these lanes, then all their receives; `reduces` if each receiver combines the data.
 
-    Where all messages leave from one rank, or all go to one, `star` holds them once more, in order, as if in one lane.
+    If all messages leave from one rank, or all go to one, `star` holds them again, in order, as if in one lane.
     """
 
     lanes: tuple[Lane, ...]
@@ -107,7 +107,7 @@ class Schedule:
         size: Number of ranks.
         rounds: The rounds in order.
         cut: What blocks are.
-        parts: Into how many blocks the vector is cut, where `cut` is "vector".
+        parts: Number of blocks of the vector, if `cut` is "vector".
     """
 
     size: int
@@ -116,18 +116,18 @@ class Schedule:
     parts: int = 1
 
     def heard(self, rank: int) -> frozenset[int] | None:
-        """Return the ranks on whose arrival the leaving of `rank` depends, directly or not; None stands for all."""
+        """Return the ranks on whose arrival the departure of `rank` depends, directly or not; None stands for all."""
         known = np.zeros(self.size, bool)
         known[rank] = True
-        for each in reversed(self.rounds):  # what a sender knew before the round
+        for each in reversed(self.rounds):  # the ranks on which a sender depended before the round
             before = [lane.pattern.source[known[lane.pattern.dest]] for lane in each.lanes]
             for sources in before:
                 known[sources] = True
         return None if known.all() else frozenset(np.flatnonzero(known).tolist())
 
     def let_go(self, here: NDArray[np.bool_]) -> NDArray[np.bool_]:
-        """Return whose leaving depends only on ranks that are `here`, bool (P,)."""
-        # One vector for all ranks. A table of who depends on whom was first: 10 GB at 100,000 ranks.
+        """Return the ranks whose departure depends only on ranks that are `here`, bool (P,)."""
+        # One vector for all ranks: the earlier table of dependencies took 10 GB at 100,000 ranks.
         free = here.copy()
         for each in self.rounds:
             # One lane for each of its messages would make a gather of P ranks quadratic.
@@ -150,7 +150,7 @@ def lane(source: Ints, dest: Ints, size: int, *, first: Ints | int = 0, blocks: 
 
 
 def one_by_one(lanes: Iterable[Lane], *, reduces: bool = False) -> tuple[Round, ...]:
-    """Return a round for each lane that carries anything."""
+    """Return a round for each nonempty lane."""
     return tuple(Round((each,), reduces) for each in lanes if len(each.pattern.source))
 
 
@@ -161,11 +161,11 @@ def masks(size: int) -> list[int]:
 
 Sizes = int | Ints
 Lengths = float | Ints | Floats
-"""Bytes of messages. Parts of a vector may be fractions of a byte: so every cut is even, and closed forms are exact."""
+"""Bytes of messages. Parts of a vector may be fractions of a byte: this keeps cuts even and closed forms exact."""
 
 
 def _common_size(sizes: Sizes) -> int | None:
-    """Return the one size that all have, or None."""
+    """Return the common size, or None if sizes differ."""
     if not isinstance(sizes, np.ndarray):
         return int(sizes)
     first = int(sizes.flat[0]) if sizes.size else 0
@@ -173,7 +173,7 @@ def _common_size(sizes: Sizes) -> int | None:
 
 
 class MessageSizes:
-    """The sizes of one call, for a given schedule: `of(lane)` is one number where all messages are equally long.
+    """The sizes of one call, for a given schedule: `of(lane)` is one number if all messages have equal lengths.
 
     Raises:
         ParameterError: Sizes that do not fit the schedule.
@@ -231,7 +231,7 @@ class MessageSizes:
         return unequal
 
     def own(self, root: int | None) -> Lengths:
-        """Return the bytes of the block of each rank that stays with it; of the root's alone, if there is one."""
+        """Return the bytes of the block of each rank that stays with it; only the root's, if there is a root."""
         blocks: Lengths = self.each or 0.0
         if self._pairs is not None:
             blocks = np.diagonal(self._pairs)
@@ -240,7 +240,7 @@ class MessageSizes:
         return blocks if root is None else np.where(np.arange(self._count) == root, blocks, 0.0)
 
     def share(self, block: int, place: float) -> float:
-        """Return where in the whole, from 0 to 1, a place in a block lies. The blocks are of one size, or of any."""
+        """Return the position in the whole, from 0 to 1, of a place in a block. Blocks need not have equal sizes."""
         if self._ends is None:
             return (block + place) / self._count
         begin, end, count = self._ends[block], self._ends[block + 1], (len(self._ends) - 1) // 2

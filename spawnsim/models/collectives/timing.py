@@ -1,7 +1,8 @@
-"""When a collective is over, for whom, and who waits for whom: what the kernel's side asks of this package.
+"""When a collective completes for each rank, and which ranks depend on which: the interface for the kernel.
 
-A `CollectivePlan` is one collective of a group as it is going to be carried out: algorithm, schedule, lengths, root. A
-`Planner` chooses and lays out; a `Timing` also remembers, so that ranks that arrive together leave alike.
+A `CollectivePlan` is one collective of a group in executable form: algorithm, schedule, lengths, root. A `Planner`
+chooses the algorithm and builds the plan. A `Timing` also caches results, so that ranks that arrive together leave
+alike.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ class CollectivePlan:
         algorithm: "ring" and so on.
         schedule: Its rounds, in ranks relative to the root.
         amounts: The lengths of its messages.
-        root: The root's rank in the group; 0 where there is none.
+        root: The root's rank in the group; 0 without a root.
     """
 
     operation: str
@@ -41,11 +42,11 @@ class CollectivePlan:
     root: int = 0
 
     def depends(self, rank: int) -> frozenset[int] | None:
-        """Return the ranks on whose arrival the leaving of `rank` depends; None stands for all."""
+        """Return the ranks on whose arrival the departure of `rank` depends; None stands for all."""
         return heard(self.operation, self.schedule, self.root, rank)
 
     def let_go(self, here: NDArray[np.bool_]) -> NDArray[np.bool_]:
-        """Return whose leaving depends only on ranks that are `here`, bool (P,), in the order of the group."""
+        """Return the ranks whose departure depends only on ranks that are `here`, bool (P,), in group order."""
         if self.operation in catalogue.SYNCHRONISING:
             return np.full(len(here), bool(here.all()))
         return np.roll(self.schedule.let_go(np.roll(here, -self.root)), self.root)
@@ -58,7 +59,7 @@ class CollectivePlan:
         *,
         out_free: Floats | None = None,
     ) -> Finish:
-        """Return when each rank leaves; a rank that has not arrived is NaN (see `finish`)."""
+        """Return when each rank leaves; an absent rank is NaN (see `finish`)."""
         world = np.arange(self.schedule.size) if ranks is None and self.root else ranks
         turned, world, free = self._from_root(arrivals, world, out_free)
         found = run(self.schedule, self.amounts, turned, network, ranks=world, out_free=free)
@@ -73,7 +74,7 @@ class CollectivePlan:
         judge: Judge,
         out_free: Floats | None = None,
     ) -> Struck:
-        """Return when each rank leaves, and what the faults that `judge` knows have done.
+        """Return when each rank leaves, and the effects of the faults that `judge` knows.
 
         Its times are in the order of the group; its other ranks are relative to the root.
         """
@@ -84,14 +85,14 @@ class CollectivePlan:
         return found._replace(finish=self._in_group(self._with_copies(found.finish, network)))
 
     def _with_copies(self, found: Finish, network: Network) -> Finish:
-        """Let ranks copy their own blocks, from one buffer of the caller's to the other."""
+        """Let ranks copy their own blocks, between two buffers of the caller."""
         if not network.copy_s_per_B or self.operation not in catalogue.OWN_BLOCK:
             return found
         nbytes = self.amounts.own(0 if self.operation in ("gather", "scatter") else None)
         return found._replace(times=found.times + np.multiply(nbytes, network.copy_s_per_B))
 
     def _from_root(self, *values: Any) -> Any:
-        """Return vectors in the order of the group from the root on; None stays."""
+        """Return vectors in the order of the group from the root on; None stays None."""
         return [v if v is None or not self.root else np.roll(v, -self.root) for v in values]
 
     def _in_group(self, found: Finish) -> Finish:
@@ -102,7 +103,7 @@ class CollectivePlan:
 
 
 def heard(operation: str, schedule: Schedule, root: int, rank: int) -> frozenset[int] | None:
-    """Return the ranks on whose arrival the leaving of `rank` depends; None stands for all."""
+    """Return the ranks on whose arrival the departure of `rank` depends; None stands for all."""
     if operation in catalogue.SYNCHRONISING:
         return None
     heard = schedule.heard((rank - root) % schedule.size)
@@ -124,7 +125,7 @@ _BLOCKED = {"gather", "scatter", "allgather", "alltoall", "reduce_scatter"}
 
 @cache
 def base_name(operation: str) -> str:
-    """Return the operation that a variant is a form of: "alltoallv" is an alltoall.
+    """Return the base operation of a variant: "alltoallv" is an alltoall.
 
     >>> base_name("gatherv"), base_name("reduce_scatter_block"), base_name("neighbor_alltoallv")
     ('gather', 'reduce_scatter', 'neighbor')
@@ -158,11 +159,11 @@ def _call(operation: str, size: int, sizes: Sizes | Edges) -> CallSize:
 
 
 class Planner:
-    """Chooses algorithms and lays them out.
+    """Chooses algorithms and builds plans.
 
     Args:
-        network: What a message costs, and on which node each rank is.
-        selection: Which algorithm runs; as MPICH chooses, if None.
+        network: The costs of messages, and each rank's node.
+        selection: The choice of algorithms; MPICH's choice if None.
     """
 
     def __init__(self, network: Network, selection: Selection | None = None) -> None:
@@ -171,7 +172,7 @@ class Planner:
     def plan(
         self, operation: str, size: int, sizes: Sizes | Edges, root: int = 0, *, ranks: Ints | None = None
     ) -> CollectivePlan:
-        """Lay out one collective among `size` ranks.
+        """Return the plan of one collective among `size` ranks.
 
         Args:
             operation: "barrier", "bcast", "allreduce", …, "alltoallv", "neighbor".
@@ -207,13 +208,13 @@ def _frozen(values: Ints) -> bytes:
 
 
 class Timing(Planner):
-    """A planner that remembers: ranks that arrive together on the same call leave alike.
+    """A planner with a cache: ranks that arrive together on the same call leave alike.
 
-    Where all arrive at one time t, and each waits for all, the leaving times are t plus those of an arrival at 0,
-    computed once.
+    If all ranks arrive at one time t, and each waits for all, the leaving times are t plus those for an arrival at 0,
+    which are computed once.
     """
 
-    _ROOM = 1024  # collectives remembered; a program with more different ones pays for them anew
+    _ROOM = 1024  # cached collectives; a program with more variants pays for each of them again
 
     def __init__(self, network: Network, selection: Selection | None = None) -> None:
         super().__init__(network, selection)
@@ -230,10 +231,11 @@ class Timing(Planner):
         out_free: Floats | None = None,
     ) -> Finish:
         """Return when each rank leaves: see the function `finish`."""
-        # Ranks in step, the commonest case by far, arrive at one time, and then a collective takes as long as any other
-        # of its kind. Where the sizes or the state of the NICs differ, equal calls are too rare to be worth a key.
-        # Where ranks leave early, they may have left before it is known that all come together: their times must not
-        # depend on that, nor differ from those of ranks that leave when all are there, by the rounding of a sum.
+        # Ranks in step, by far the most common case, arrive at one time, and then a collective takes as long as any
+        # other of its kind. If the sizes or the states of the NICs differ, equal calls are too rare to be worth a key.
+        # If ranks leave early, they may leave before it is known that all arrive together. Their times must not depend
+        # on that. Nor may they differ, by the rounding of a sum, from the times of ranks that leave when all have
+        # arrived.
         size, sizes = len(arrivals), _even(sizes)
         together = out_free is None and size and (arrivals == arrivals[0]).all()
         together = together and base_name(operation) in catalogue.SYNCHRONISING
@@ -266,18 +268,18 @@ def finish(
     selection: Selection | None = None,
     out_free: Floats | None = None,
 ) -> Finish:
-    """Return when a collective is over for each rank.
+    """Return when each rank completes a collective.
 
     Args:
         operation: "barrier", "bcast", "reduce", "allreduce", "gather", "scatter", "allgather", "alltoall",
             "reduce_scatter", "scan", "exscan", their v-forms, "neighbor".
-        arrivals: When each rank enters, float64 (P,), seconds. NaN for one that has not arrived: then the times of
+        arrivals: When each rank enters, float64 (P,), seconds. NaN for an absent rank: then the times of
             exactly those ranks that depend on it are NaN.
         sizes: Bytes: see `collectives.amounts`; `Edges` for a neighbour exchange.
         root: The root's rank in the group.
-        network: What a message costs.
+        network: The costs of messages.
         ranks: World ranks of the members, int (P,); None if they are 0 to P-1.
-        selection: Which algorithm runs; as MPICH chooses, if None.
+        selection: The choice of algorithms; MPICH's choice if None.
         out_free: When each rank's NIC can begin to inject, float64 (P,), seconds; None: all are idle.
 
     Raises:
@@ -288,7 +290,7 @@ def finish(
 
 
 def depends(operation: str, algorithm: str, size: int, root: int = 0, *, rank: int) -> frozenset[int] | None:
-    """Return the ranks on whose arrival the leaving of `rank` depends; None stands for all."""
+    """Return the ranks on whose arrival the departure of `rank` depends; None stands for all."""
     name = base_name(operation)
     schedule = catalogue.chain(size, 1) if algorithm == "chain" else catalogue.schedule(name, algorithm, size)
     return heard(name, schedule, root, rank)

@@ -2,8 +2,8 @@
 
     seconds = (stated duration | the model's own) × stragglers, drawn from (seed, rank, cause)
 
-The model's own duration is fixed, or a trace of recorded compute times: replay a run, and ask what if. Models and
-stragglers are written in words as the command line and platform files have them (`FORMS`).
+The model's own duration is fixed, or comes from a trace of recorded compute times: replay a run, and ask what if.
+Models and stragglers are written as on the command line and in platform files (`FORMS`).
 """
 
 from __future__ import annotations
@@ -45,9 +45,9 @@ from spawnsim.options import nearest
 class Trace:
     """Durations of compute blocks in seconds: one row per rank, one entry per block, rows of any length.
 
-    A recording knows how long each block took: it takes the place of what the program states. Without `cycle` a rank
-    that computes more blocks than were recorded raises ParameterError. Without `resample` so does a rank beyond the
-    recorded ones; with it, that rank replays the row of a random rank from a random block on, round and round.
+    A recording contains each block's duration, which replaces the program's statement. Without `cycle`, a rank that
+    computes more blocks than were recorded raises ParameterError. Without `resample`, so does a rank beyond the
+    recorded ones; with it, that rank replays the row of a random rank, starting at a random block and wrapping around.
     """
 
     rows: Sequence[ArrayLike]
@@ -89,7 +89,7 @@ class Trace:
         return cls(rows, cycle=cycle, resample=resample, source=str(path))
 
     def without_slowest(self, count: int = 1) -> Trace:
-        """Return the trace without the `count` ranks of the largest mean; the others close ranks."""
+        """Return the trace without the `count` ranks with the largest mean; the other ranks close the gap."""
         rows = self._rows()
         if not 0 <= count < len(rows):
             raise ParameterError(f"{self.source}: {len(rows)} ranks, of which {count} cannot be left out")
@@ -141,20 +141,20 @@ def _columns(path: Path) -> tuple[NDArray[np.int64], FloatArray]:
     return columns["rank"].astype(np.int64), columns["compute_s"].astype(np.float64)
 
 
-MOST_BLOCKS = 10**8  # of a rank: what a checkpoint may claim
+MOST_BLOCKS = 10**8  # of a rank: an upper bound for the count in a checkpoint
 Sampler = Callable[[float | None, float], float]
-"""`sampler(stated_s, now_s) -> seconds`: the duration of a rank's next block; `stated_s` None means none stated."""
+"""`sampler(stated_s, now_s) -> seconds`: the duration of a rank's next block; `stated_s` None: not stated."""
 
 
 class Base(Protocol):
-    """Where durations come from before stragglers: an iterator of seconds for each rank."""
+    """The source of durations before stragglers: an iterator of seconds for each rank."""
 
     def open(self, key: StreamKey) -> Iterator[float]: ...
 
 
 @dataclass(frozen=True)
 class Fixed:
-    """Each block whose duration the program does not state takes `duration_s`. Zero is allowed, when it is said."""
+    """Each block whose duration the program does not state takes `duration_s`. Zero is allowed if given explicitly."""
 
     duration_s: float
 
@@ -171,11 +171,11 @@ class Fixed:
 
 @dataclass(frozen=True)
 class ComputeModel:
-    """A base and what stretches it.
+    """A base, and the stragglers that stretch it.
 
     `base`: `Fixed` (unless the program states a duration), a `Trace` (whatever the program states), or None: then a
-    block that states no duration is a ParameterError, never a silent zero. `stragglers` multiply; those that follow
-    the clock are applied last, to the final duration.
+    block that states no duration is a ParameterError, never a silent zero. `stragglers` multiply; stragglers that
+    follow the clock are applied last, to the final duration.
     """
 
     base: Base | None = None
@@ -188,9 +188,9 @@ class ComputeModel:
         return Durations(self.base, key, tuple(self._open_stragglers(seed, rank)), clocked.count(True)).take
 
     def causes(self) -> Iterator[tuple[Straggler, str]]:
-        """Yield each straggler, in the order in which they stretch a block, with the purpose of its random streams."""
-        # Streams are named by kind and number, not by place: to add another kind of straggler leaves all draws as they
-        # were, so two runs differ by what was added and not by luck.
+        """Yield each straggler, in the order of application to a block, with the purpose of its random streams."""
+        # Streams are named by kind and number, not by position: adding another kind of straggler keeps all existing
+        # draws, so two runs differ only by the addition and not by chance.
         seen: Counter[str] = Counter()
         for straggler in sorted(self.stragglers, key=lambda straggler: straggler.follows_clock):
             kind = type(straggler).__name__.lower()
@@ -198,7 +198,7 @@ class ComputeModel:
             seen[kind] += 1
 
     def _open_stragglers(self, seed: int, rank: int) -> Iterator[Stretch]:
-        """Open each straggler with a stream of its own, also when one kind comes twice."""
+        """Open each straggler with its own stream, even if one kind occurs twice."""
         return (straggler.open(StreamKey(seed, rank, purpose)) for straggler, purpose in self.causes())
 
 
@@ -212,12 +212,12 @@ class Durations:
     ) -> None:
         self._rank, self._stretches, self._replays = key.rank, stretches, isinstance(base, Trace)
         self._own = base.open(key) if base is not None else None
-        # How many stretches, the last ones, depend on the clock and not on the block's number.
+        # The number of stretches, at the end of the list, that depend on the clock and not on the block's number.
         self._by_clock = by_clock
-        self.counts = (0, 0)  # blocks, and those whose duration came from the base
+        self.counts = (0, 0)  # blocks, and the blocks whose duration came from the base
 
     def skip(self, taken: int, from_base: int) -> None:
-        """Go on after so many blocks, of which so many took their duration from the base."""
+        """Skip `taken` blocks, of which `from_base` took their duration from the base."""
         blocks, own = self.counts
         if not (blocks <= taken <= MOST_BLOCKS and own <= from_base <= taken):
             raise ParameterError(
@@ -299,7 +299,7 @@ def _straggler(part: str, whole: str) -> Straggler:
         if pattern.partition(":")[0] == name and len(readers) == len(words):
             try:
                 return build(*(read(word) for read, word in zip(readers, words, strict=True)))
-            except ValueError as error:  # ParameterError is one as well
+            except ValueError as error:  # includes ParameterError
                 raise ParameterError(f"straggler {part!r}: {error}") from error
     where = f" in {whole!r}" if part != whole else ""
     own = [pattern for pattern, _, _ in FORMS if pattern.partition(":")[0] == name]

@@ -1,12 +1,12 @@
-"""Stragglers: what stretches the durations of a rank's compute blocks.
+"""Stragglers: causes that stretch the durations of a rank's compute blocks.
 
 * Noise: a factor drawn anew for each block of each rank. Continuous noise has **mean 1**: the stated duration stays
-  the mean, so that two kinds of noise differ in spread and not in work. `Bimodal` is an event on top of the stated
-  duration, and so lengthens the mean to 1 + p (s - 1).
+  the mean, so two kinds of noise differ in spread and not in work. `Bimodal` adds events to the stated duration, and
+  so increases the mean to 1 + p (s - 1).
 * Persistent differences: a factor that a rank keeps for the whole run. Adding ranks changes no rank's factor.
-* Slow episodes: a rank is fast and slow by turns, as its clock goes.
+* Slow episodes: a rank alternates between fast and slow, according to its clock.
 
-A straggler is opened once per rank and is a plain function of duration and clock from then on; it draws from streams
+A straggler is opened once per rank and then is a plain function of duration and clock; it draws from streams
 named by (seed, rank, purpose).
 """
 
@@ -35,7 +35,7 @@ Stretch = Callable[[float, float], float]
 
 @dataclass(frozen=True)
 class StreamKey:
-    """Names one random stream: the seed of the run, the rank, and what is drawn."""
+    """Names one random stream: the seed of the run, the rank, and the purpose of the draws."""
 
     seed: int
     rank: int
@@ -45,18 +45,18 @@ class StreamKey:
         return random.generator(self.seed, self.rank, self.purpose)
 
     def world(self, part: str) -> np.random.Generator:
-        """Return a fresh generator that all ranks share, for what is decided among several ranks."""
+        """Return a fresh generator that all ranks share, for decisions among several ranks."""
         return random.generator(self.seed, -1, f"{self.purpose}.{part}")
 
 
 class Straggler(ABC):
-    """One cause of uneven compute times. Causes multiply; those that follow the clock come last.
+    """One cause of uneven compute times. Causes multiply; causes that follow the clock are applied last.
 
     The text form (`str(straggler)`) is what `parse_stragglers` reads.
     """
 
     follows_clock: ClassVar[bool] = False
-    """Whether the stretch depends on when the block starts, and so has to be applied to the final duration."""
+    """Whether the stretch depends on when the block starts, and so must be applied to the final duration."""
 
     @abstractmethod
     def open(self, key: StreamKey) -> Stretch:
@@ -81,13 +81,13 @@ def probability(what: str, value: float) -> None:
         raise ParameterError(f"{what}={value}: give a probability from 0 to 1")
 
 
-# Factors drawn at a time: few at first, for a thousand ranks that compute little; many later, since a call of numpy
-# costs more than the factors it draws.
+# Factors drawn at a time: few at first, for a thousand ranks that compute little; many later, since a call to numpy
+# costs more than the factors that it draws.
 SMALLEST_BLOCK, LARGEST_BLOCK = 16, 256
 
 
 class Noise(Straggler):
-    """Noise of one distribution. Equal keys give equal factors, however many are drawn at a time."""
+    """Noise of one distribution. Equal keys give equal factors, regardless of the number drawn at a time."""
 
     @abstractmethod
     def draw(self, stream: np.random.Generator, count: int) -> FloatArray:
@@ -115,7 +115,7 @@ class Noise(Straggler):
 class Lognormal(Noise):
     """exp(N(-sigma²/2, sigma²)): mean 1, median exp(-sigma²/2).
 
-    FedScale and FLGo give clients this form (with median 1 there). Expected worst of P by integration; the
+    FedScale and FLGo give clients this form (with median 1 there). The expected worst of P is integrated; the
     textbook sqrt(2 ln P) form overshoots by a third at P = 64.
     """
 
@@ -270,8 +270,8 @@ class Speed(Straggler):
 class Slow(Straggler):
     """Persistent stragglers: a `share` of the ranks is `slowdown` times slower, always.
 
-    Ranks are taken in strata of 1/share neighbours, one slow rank at a random place in each. So P ranks hold P · share
-    slow ones (give or take one), not a binomial number of them, and which they are does not depend on P.
+    Ranks form strata of 1/share neighbours, with one slow rank at a random place in each. So P ranks contain P · share
+    slow ones (give or take one), not a binomial number, and the choice does not depend on P.
     """
 
     share: float
@@ -292,7 +292,8 @@ class Slow(Straggler):
     def _chosen(self, key: StreamKey) -> bool:
         if self.share < 1e-6:
             return False
-        # Exact: rank * 0.1 and its inverse, rounded, put a rank at the edge of two strata into both or into neither.
+        # Exact: rank * 0.1 and its inverse, rounded, put a rank at the edge of two strata into both or into neither
+        # stratum.
         share = Fraction(self.share).limit_denominator(1_000_000)
         stratum = math.floor(key.rank * share)
         first, end = (math.ceil(edge / share) for edge in (stratum, stratum + 1))
@@ -316,7 +317,7 @@ class SlowRank(Straggler):
 
     @property
     def mean(self) -> float:
-        """Mean factor over very many ranks: 1."""
+        """Mean factor in the limit of many ranks: 1."""
         return 1.0
 
     def open(self, key: StreamKey) -> Stretch:
@@ -328,9 +329,9 @@ class SlowRank(Straggler):
 
 @dataclass(frozen=True)
 class Markov(Straggler):
-    """On/off slow episodes of exponential lengths: `fast_s` and `slow_s` seconds in the mean.
+    """On/off slow episodes of exponential lengths: `fast_s` and `slow_s` seconds on average.
 
-    Within an episode work takes `slowdown` times longer; a block that outlasts an episode goes on at the next
+    Within an episode work takes `slowdown` times longer; a block that outlasts an episode continues at the next
     speed. A rank starts in the stationary state. (FALCON, arXiv:2410.12588, saw such fail-slow episodes last from
     tens of seconds to hours.)
     """
@@ -359,7 +360,7 @@ class Markov(Straggler):
 
 
 class Episodes:
-    """The episodes of one rank, drawn in order as far as they were asked for."""
+    """The episodes of one rank, drawn in order on demand."""
 
     def __init__(self, model: Markov, stream: np.random.Generator) -> None:
         self.model, self.stream = model, stream
@@ -385,7 +386,7 @@ class Episodes:
         return bisect_right(self.ends_s, now_s)
 
     def stretch(self, duration_s: float, now_s: float) -> float:
-        """Return how long work of `duration_s` takes that starts at `now_s`."""
+        """Return how long work of `duration_s` takes if it starts at `now_s`."""
         at_s, work_s = now_s, duration_s
         for episode in count(self.at(now_s)):
             factor = self.model.slowdown if self.slow(episode) else 1.0

@@ -1,6 +1,6 @@
-"""Faults of virtual ranks and links: as data (`events`, `plan`, `swarm`), and carried out on a run (`injection`).
+"""Faults of virtual ranks and links: as data (`events`, `plan`, `swarm`), and applied to a run (`injection`).
 
-Only the data are exported: what goes wrong, where and when.
+This package exports only the data: the kind, place and time of each fault.
 """
 
 from spawnsim.models.faults.events import (

@@ -22,22 +22,22 @@ from spawnsim.options import nearest
 
 
 class Verdict(NamedTuple):
-    """What becomes of one message."""
+    """The effect of faults on one message."""
 
     lost: bool = False
     delay_s: float = 0.0
     """Added to the time of arrival."""
     copies: int = 1
-    """How often it is delivered; 1 is normal."""
+    """Number of deliveries; 1 is normal."""
     corrupt: bool = False
-    """Whether its payload is damaged on the way."""
+    """Whether its payload is damaged in transit."""
     nan: bool = False
-    """Whether the damage is a number that is none, instead of a flipped bit."""
+    """Whether the corrupted value is NaN, instead of a flipped bit."""
     resent: int = 0
-    """How often it was sent again before it came through; only on a reliable connection."""
+    """Number of retransmissions before it arrived; only on a reliable connection."""
 
     def then(self, other: Verdict) -> Verdict:
-        """Return both verdicts in one: any loss loses, delays add, copies multiply."""
+        """Return the combination of both verdicts: any loss loses, delays add, copies multiply."""
         return Verdict(
             self.lost or other.lost,
             self.delay_s + other.delay_s,
@@ -47,7 +47,7 @@ class Verdict(NamedTuple):
         )
 
     def describe(self) -> str:
-        """Return what happens to the message, such as "delayed+doubled"; nothing if it is simply delivered."""
+        """Return the effect on the message, such as "delayed+doubled"; empty if it is delivered normally."""
         struck = {
             "lost": self.lost, "resent": self.resent, "corrupt": self.corrupt and not self.nan,
             "nan": self.corrupt and self.nan,
@@ -75,7 +75,7 @@ def _real(value: Any) -> float:
         raise TypeError
     try:
         return float(value)
-    except OverflowError:  # a whole number of hundreds of digits
+    except OverflowError:  # an integer of hundreds of digits
         return math.inf if number > 0 else -math.inf
 
 
@@ -94,10 +94,10 @@ def _fields(kind: Any) -> list[tuple[str, Callable[[Any], Any], str]]:
 
 
 def hold(item: object) -> None:
-    """Let each field of a fault hold a value as it is declared, of whatever type of numbers it was given.
+    """Convert each field of a fault to its declared type, from any type of number.
 
     Raises:
-        ParameterError: a value is no such thing.
+        ParameterError: a value is invalid.
     """
     kind: Any = type(item)
     for name, read, what in _fields(kind):
@@ -140,7 +140,7 @@ class Fault(ABC):
 
 @dataclass(frozen=True)
 class Crash(Fault):
-    """The rank stops for good at `at_s`: what it had not sent by then it never sends."""
+    """The rank stops for good at `at_s`: unsent messages are never sent."""
 
     rank: int
     at_s: float
@@ -149,7 +149,7 @@ class Crash(Fault):
 
 @dataclass(frozen=True)
 class Restart(Fault):
-    """A crashed rank starts its program again at `at_s`, with nothing but its number."""
+    """A crashed rank starts its program again at `at_s`, and keeps only its number."""
 
     rank: int
     at_s: float
@@ -158,7 +158,7 @@ class Restart(Fault):
 
 @dataclass(frozen=True)
 class Pause(Fault):
-    """The rank stands still from `at_s` for `for_s` seconds, as under SIGSTOP: it neither computes nor answers."""
+    """The rank stands still from `at_s` for `for_s` seconds, as under SIGSTOP: it neither computes nor responds."""
 
     rank: int
     at_s: float
@@ -167,7 +167,7 @@ class Pause(Fault):
 
     @property
     def speed(self) -> float:
-        """Work done per second while it lasts: none."""
+        """Work done per second during the pause: 0."""
         return 0.0
 
 
@@ -188,7 +188,7 @@ class SlowDown(Fault):
 
     @property
     def speed(self) -> float:
-        """Work done per second while it lasts."""
+        """Work done per second during the fault."""
         return 1.0 / self.factor
 
 
@@ -196,8 +196,8 @@ class SlowDown(Fault):
 class Skew(Fault):
     """The rank's clock shows `offset_s` seconds more from `at_s` on, and gains `drift` seconds a second.
 
-    It is what the rank reads that is wrong (`comm.clock.now()`, `MPI.Wtime()`, never below 0): its computing, its waits
-    and the times of its rows are as they are. After `for_s` seconds the clock is right again.
+    Only the rank's readings are wrong (`comm.clock.now()`, `MPI.Wtime()`, never below 0): its computing, its waits and
+    the times of its rows are unaffected. After `for_s` seconds the clock is right again.
     """
 
     rank: int
@@ -213,7 +213,7 @@ class Skew(Fault):
             raise self.refuse("offset_s and drift must be finite")
 
     def error_s(self, time_s: float) -> float:
-        """Return by how much the clock is ahead at a time."""
+        """Return the amount by which the clock is ahead at a time."""
         if not self.at_s <= time_s < self.at_s + self.for_s:
             return 0.0
         return self.offset_s + self.drift * (time_s - self.at_s)
@@ -221,7 +221,7 @@ class Skew(Fault):
 
 @dataclass(frozen=True)
 class LinkFault(Fault):
-    """A fault of what goes from `source` to `dest` (None: any rank), sent from `at_s` for `for_s` seconds."""
+    """A fault of messages from `source` to `dest` (None: any rank), sent from `at_s` for `for_s` seconds."""
 
     source: int | None
     dest: int | None
@@ -243,7 +243,7 @@ class LinkFault(Fault):
         )
 
     def touches(self, source: Ints, dest: Ints) -> Bools:
-        """Return which of many links are its own, whenever they are used."""
+        """Return which of many links the fault concerns, at any time."""
         ours = np.ones(len(source), bool)
         for own, ends in ((self.source, source), (self.dest, dest)):
             if own is not None:
@@ -252,7 +252,7 @@ class LinkFault(Fault):
 
     @abstractmethod
     def verdict(self, sent_s: float, chance: float) -> Verdict:
-        """Return what becomes of a message that meets this fault; `chance` is its own uniform draw from [0, 1)."""
+        """Return the verdict on a message that meets this fault; `chance` is its own uniform draw from [0, 1)."""
 
 
 @dataclass(frozen=True)
@@ -268,7 +268,7 @@ class LinkDown(LinkFault):
 
 @dataclass(frozen=True)
 class Likely(LinkFault):
-    """A link fault that hits each message with a probability of its own."""
+    """A link fault that hits each message with a given probability."""
 
     probability: float = 1.0
 
@@ -279,7 +279,7 @@ class Likely(LinkFault):
 
     @abstractmethod
     def hit(self) -> Verdict:
-        """Return what becomes of a message that is hit."""
+        """Return the verdict on a message that is hit."""
 
     def verdict(self, sent_s: float, chance: float) -> Verdict:
         return self.hit() if chance < self.probability else DELIVERED
@@ -307,7 +307,7 @@ class Duplicate(Likely):
 
 @dataclass(frozen=True)
 class Corrupt(Likely):
-    """The payload of messages is damaged on the way.
+    """The payload of messages is damaged in transit.
 
     `damage`: "bit" flips one; "nan" sets 8 bytes to 0xFF: NaN in each type of floating point numbers, -1 in integers.
     """
@@ -343,9 +343,10 @@ class Delay(LinkFault):
 
 @dataclass(frozen=True)
 class Reorder(LinkFault):
-    """Each message takes up to `spread_s` longer, drawn by itself with a probability, so others come before it.
+    """Each message takes up to `spread_s` longer, drawn independently with a probability, so other messages may
+    overtake it.
 
-    Messages of one sender on one communicator stay in order all the same, as MPI promises.
+    Messages of one sender on one communicator still stay in order, as MPI guarantees.
     """
 
     spread_s: float
@@ -388,19 +389,19 @@ class Partition(Fault):
         return apart and self.at_s <= sent_s < self.at_s + self.for_s
 
     def touches(self, source: Ints, dest: Ints) -> Bools:
-        """Return which of many links it cuts, whenever they are used."""
+        """Return which of many links the fault cuts, at any time."""
         ours, theirs = np.isin(source, self.members), np.isin(dest, self.members)
         return np.not_equal(ours, theirs)
 
     def verdict(self, sent_s: float, chance: float) -> Verdict:
-        """Return what becomes of a message that meets this fault."""
+        """Return the verdict on a message that meets this fault."""
         wait_s = self.at_s + self.for_s - sent_s
         return LOST if math.isinf(wait_s) else Verdict(delay_s=wait_s)
 
 
 @dataclass(frozen=True)
 class Clog(Partition):
-    """What goes to `members` and what comes from them waits from `at_s` for `for_s` seconds, and then comes at once."""
+    """Messages to and from `members` wait from `at_s` for `for_s` seconds, and then all arrive at once."""
 
     kind: ClassVar[str] = "clog"
 
@@ -410,7 +411,7 @@ class Clog(Partition):
         return ours and self.at_s <= sent_s < self.at_s + self.for_s
 
     def touches(self, source: Ints, dest: Ints) -> Bools:
-        """Return which of many links it clogs, whenever they are used."""
+        """Return which of many links the fault clogs, at any time."""
         found: Bools = np.isin(source, self.members) | np.isin(dest, self.members)
         return found
 
@@ -433,11 +434,11 @@ KINDS: dict[str, type[Fault]] = {
         Skew,
     )
 }
-"""All faults by the names that texts and JSON use."""
+"""All faults by their names in texts and JSON."""
 MEANT = dict.fromkeys(("kill", "die", "death", "fail", "failure"), "crash")
 
 
 def no_kind(word: str, known: Sequence[str]) -> str:
-    """Return what is said of a word that names no kind of fault: what may be meant, and all that there are."""
+    """Return the error text for a word that names no kind of fault: a suggestion, and all kinds."""
     hint = f"did you mean {MEANT[word]}?" if word in MEANT else nearest(word, known)
     return f"no kind {word!r}; {hint}{' ' * bool(hint)}kinds: {', '.join(known)}"

@@ -1,8 +1,8 @@
 """Failures of machines over time: drawn from a mean time between failures, or read from a recorded trace.
 
-A machine is a unit: a rank, a node, a rack, a region, or all of the job. When it fails, all its ranks crash at once;
-they begin again when it is repaired, or when a spare machine has taken its place. What comes out are plain faults,
-`Crash` and `Restart`, so a plan of them is as exact as one that is written by hand.
+A machine is a unit: a rank, a node, a rack, a region, or the whole job. When it fails, all its ranks crash at once.
+They begin again when it is repaired, or when a spare machine has replaced it. The results are plain faults, `Crash`
+and `Restart`, so a plan of them is as exact as one written by hand.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from spawnsim import random, units
 from spawnsim.errors import ParameterError
 from spawnsim.models.faults.events import Crash, Fault, Restart, hold
 
-MOST = 10**6  # faults in a plan: more were a mistyped number
+MOST = 10**6  # faults in a plan: more indicate a mistyped number
 DOMAINS = ("node", "rack", "region")
 
 
@@ -29,13 +29,13 @@ class Failures:
     """Machines fail at random; their ranks begin again after a repair, or on a spare.
 
     Attributes:
-        at_s: begin of the time in which they fail, virtual seconds.
+        at_s: start of the period with failures, virtual seconds.
         for_s: its length.
         mtbf_s: mean time between failures of one machine; the times are exponential (a Poisson process).
-        repair_s: from a failure until the machine can be used again; inf: never.
-        spares: machines that stand by, all alike. With any, a broken machine's ranks go to one, and the machine becomes
-            a spare when it is repaired; if none is free its ranks wait in a queue.
-        swap_s: from the time at which a spare is free until the ranks run there.
+        repair_s: from a failure until the machine is usable again; inf: never.
+        spares: identical standby machines. With spares, a broken machine's ranks move to a spare, and the machine
+            becomes a spare when it is repaired; if no spare is free, its ranks wait in a queue.
+        swap_s: from the time when a spare is free until the ranks run there.
 
     Raises:
         ParameterError: a time is out of range.
@@ -63,10 +63,10 @@ class Failures:
         """Draw the failures of a run.
 
         Args:
-            machines: the ranks of each. No rank is on two.
-            seed: of the draws; machine k has the stream (seed, k, "faults.mtbf").
+            machines: the ranks of each machine. No rank is on two.
+            seed: seed of the draws; machine k has the stream (seed, k, "faults.mtbf").
             job: ranks that any failure ends, all at once; they begin again together when the machine has been repaired,
-                or a spare has taken its place. No machine fails meanwhile. (): a failure ends its machine's own ranks.
+                or a spare has replaced it. No machine fails meanwhile. (): a failure ends only its machine's ranks.
 
         Returns:
             Crashes and restarts, by time.
@@ -82,9 +82,9 @@ class Failures:
             (self.at_s + self.mtbf_s * float(s.standard_exponential()), k) for k, s in enumerate(streams)
         ]
         heapify(failing)
-        free_s = [0.0] * self.spares  # a heap: from when on each spare can be used
+        free_s = [0.0] * self.spares  # a heap: the time from which each spare is usable
         found: list[Fault] = []
-        idle_s = 0.0  # until when the job does not run
+        idle_s = 0.0  # end of the job's downtime
         while failing and failing[0][0] < end_s and idle_s < math.inf:
             time_s, number = heappop(failing)
             again_s = idle_s
@@ -109,21 +109,21 @@ class Failures:
 
 
 def machines(where: str, ranks: int | None, network: Any = None) -> list[tuple[int, ...]]:
-    """Return the units that a text names, as the ranks of each.
+    """Return the units that a text names, as the ranks of each unit.
 
-    "3", "0-3,8": ranks, each by itself; "*": all ranks, each by itself; "node2", "rack0", "region1": all ranks there as
-    one; "node*": each node as one; "job": all ranks as one.
+    "3", "0-3,8": single ranks; "*": all ranks, each as a unit; "node2", "rack0", "region1": all ranks there as one
+    unit; "node*": each node as one unit; "job": all ranks as one unit.
 
     Args:
         where: the text.
-        ranks: of the run; None: not known yet.
-        network: of the run's platform.
+        ranks: number of ranks of the run; None: unknown so far.
+        network: network of the run's platform.
 
     Returns:
         Their ranks.
 
     Raises:
-        ParameterError: the text means nothing, or the platform has no such part.
+        ParameterError: the text is invalid, or the platform has no such part.
     """
     word = where.strip()
     domain = next((name for name in DOMAINS if word.startswith(name)), None)
@@ -158,7 +158,7 @@ def _numbers(words: str) -> Iterator[int]:
 
 
 def _units(domain: str, ranks: int, network: Any) -> list[tuple[int, ...]]:
-    """Return the nodes, racks or regions of a network, as far as they have ranks."""
+    """Return the nodes, racks or regions of a network, that have ranks."""
     each: list[int] = []
     if domain == "node":
         per = getattr(network, "ranks_per_node", None) or getattr(network, "ranks_per_router", None)
@@ -184,17 +184,17 @@ def _units(domain: str, ranks: int, network: Any) -> list[tuple[int, ...]]:
 
 
 def recorded(text: str, source: str) -> tuple[Fault, ...]:
-    """Return the faults of a recorded trace: lines of "rank,down_s,up_s", the last one empty where it stayed down.
+    """Return the faults of a recorded trace: lines of "rank,down_s,up_s", the last one empty if it stayed down.
 
     Args:
-        text: of the file, in CSV, with this line on top.
+        text: contents of the file, in CSV, with this line on top.
         source: its name, for errors.
 
     Returns:
         Crashes and restarts.
 
     Raises:
-        ParameterError: a line is no such thing.
+        ParameterError: a line is invalid.
     """
     lines = csv.reader(StringIO(text))
     found: list[Fault] = []

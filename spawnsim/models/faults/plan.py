@@ -1,18 +1,18 @@
-"""The fault plan of a run: its notation as text and as JSON, and the questions that a kernel asks it.
+"""The fault plan of a run: its notation as text and as JSON, and the queries of a kernel.
 
     crash:17@3.5s               restart:17@9s              pause:3@1s+6s            slow:4@1s+10s,3
     down:0>1@2s+1s              drop:*>3@0s+5s,0.1         delay:2<>*@1s+2s,5ms,1ms
     duplicate:0>1@0s,0.5        corrupt:0>1@0s,0.01        partition:0-3,8@5s+2s
 
     clog:node2@1s+1s            reorder:*>0@0s,20ms        skew:4@1s,0.5s,1e-3       corrupt:0>1@0s,0.01,nan
-    mtbf:node*@0s+100s,50s,2s   (Poisson; mean time between failures and to repair; then spares, time to swap)
-    requeue:node*@0s+100s,50s,2s   (the same; each failure ends the job, and all of it begins again)
+    mtbf:node*@0s+100s,50s,2s   (Poisson; mean time between failures, time to repair; then spares, time to swap)
+    requeue:node*@0s+100s,50s,2s   (the same; each failure ends the job, and the whole job begins again)
 
 KIND:WHERE@START[+LENGTH][,PARAMETERS], joined by ";". WHERE is ranks ("3", "0-3,8", "*"), parts of the platform
 ("node2", "rack0", "region1", "job") or a link ("0>1", "2<>*" for both ways, "*" for any rank). Without LENGTH a fault
 lasts for ever. Files: JSON, TOML ([[faults]] with the same names), and CSV of a recorded trace (rank,down_s,up_s).
 
-Each answer of a plan is a function of rank, time and message number alone: the order of the questions, and with it the
+Each answer of a plan is a function of rank, time and message number alone: the order of the queries, and thus the
 order in which ranks happen to run, changes nothing.
 """
 
@@ -55,10 +55,10 @@ from spawnsim.models.network.cost import Floats, Ints
 
 _PART = re.compile(r"(?P<kind>[a-z]+):(?P<where>[^@]+)@(?P<at>[^+,]+)(\+(?P<length>[^,]+))?(,(?P<rest>.*))?")
 _WHERE = ("rank", "members", "source", "dest", "at_s", "for_s")
-MTBF = "mtbf"  # of machines: stands for many crashes and restarts
+MTBF = "mtbf"  # failures of machines: expands to many crashes and restarts
 REQUEUE = "requeue"  # the same, and each failure ends the job, which begins again as a whole
 MTBF_FORM = "mtbf:RANKS@START+LENGTH,MTBF[,REPAIR][,SPARES][,SWAP]"
-MOST_NBYTES = 1 << 26  # of a file
+MOST_NBYTES = 1 << 26  # size of a file
 FORM = "KIND:WHERE@START[+LENGTH][,PARAMETERS], such as crash:17@3.5s, pause:3@1s+6s or drop:*>3@0s+5s,0.1"
 
 
@@ -82,7 +82,7 @@ def form(kind: type[Fault]) -> str:
 
 
 class Setting(NamedTuple):
-    """The run that a plan is for: what "*", "node2" and the like mean there, and the seed of what is drawn."""
+    """The run that a plan is for: the meaning of "*", "node2" and similar names there, and the seed of the draws."""
 
     ranks: int | None = None
     network: Any = None
@@ -238,7 +238,7 @@ def from_json(words: str, setting: Setting = Setting()) -> tuple[tuple[Fault, ..
 
 
 def from_toml(words: str, setting: Setting = Setting()) -> tuple[tuple[Fault, ...], int | None]:  # noqa: B008
-    """Return the same of a plan in TOML: `seed`, and a table [[faults]] each."""
+    """Return the faults and the seed of a plan in TOML: `seed`, and one table [[faults]] per fault."""
     try:
         document = tomllib.loads(words)
     except (ValueError, RecursionError) as error:
@@ -296,9 +296,9 @@ def _entry(number: int, entry: Any, setting: Setting) -> Iterator[Fault]:
         raise ParameterError(f"{what} has {given}: give {names}; {where}") from None
 
 
-# MPI's connections are reliable because TCP's (or the NIC's) are: what a link drops is sent again at Linux's times. The
-# first retransmission comes after TCP_RTO_MIN, each further one after twice as long, up to TCP_RTO_MAX; after
-# net.ipv4.tcp_retries2 = 15 of them the connection is given up.
+# MPI's connections are reliable because TCP's (or the NIC's) are: data that a link drops are sent again at Linux's
+# times. The first retransmission occurs after TCP_RTO_MIN, each further one after twice as long, up to TCP_RTO_MAX;
+# after net.ipv4.tcp_retries2 = 15 of them the connection is aborted.
 RETRANSMIT_S = 0.2
 RETRANSMIT_MOST_S = 120.0
 TRIES = 16
@@ -309,7 +309,7 @@ _Speeds = tuple[list[float], list[float]]  # ascending times, and the speed from
 
 @dataclass(frozen=True)
 class FaultPlan:
-    """Faults and the seed of their chances. Two equal plans do the same to every run."""
+    """Faults and the seed of their random draws. Two equal plans affect every run equally."""
 
     faults: tuple[Fault, ...] = ()
     seed: int = 0
@@ -343,7 +343,7 @@ class FaultPlan:
     ) -> FaultPlan:
         """Return the plan that a text names: "crash:17@3.5s; pause:3@1s+6s", JSON, or a file (.json, .toml, .csv).
 
-        `ranks` and `network` of the run say what "*", "node2" and the like mean.
+        `ranks` and `network` of the run give "*", "node2" and similar names their meaning.
         """
         if isinstance(source, FaultPlan):
             return source
@@ -378,7 +378,7 @@ class FaultPlan:
         return bool(self.faults)
 
     def check(self, ranks: int) -> None:
-        """Raise ParameterError if a fault names a rank that a run of `ranks` ranks has not."""
+        """Raise ParameterError if a fault names a rank that a run of `ranks` ranks lacks."""
         for fault in self.faults:
             beyond = [rank for rank in fault.ranks if rank >= ranks]
             if beyond:
@@ -402,12 +402,12 @@ class FaultPlan:
 
     @cached_property
     def disturbed(self) -> frozenset[int]:
-        """The ranks with pauses or slow-downs; for all others `stretch` and `awake_s` change nothing."""
+        """The ranks with pauses or slow-downs; for all other ranks `stretch` and `awake_s` change nothing."""
         return frozenset(self._speeds)
 
     @cached_property
     def _speeds(self) -> dict[int, _Speeds]:
-        """For each disturbed rank: when its speed changes, and to what. Overlapping faults multiply."""
+        """For each disturbed rank: the times of its speed changes, and the new speeds. Overlapping faults multiply."""
         windows: defaultdict[int, list[Pause | SlowDown]] = defaultdict(list)
         for fault in self.faults:
             if isinstance(fault, (Pause, SlowDown)):
@@ -415,9 +415,9 @@ class FaultPlan:
         return {rank: _speeds(faults) for rank, faults in windows.items()}
 
     def stretch(self, rank: int, start_s: float, duration_s: float) -> float:
-        """Return when work of `duration_s` ends that the rank starts at `start_s`; inf if never."""
-        # The inverse of the integral of the speed: each stretch of constant speed does some of the work, and a pause is
-        # a stretch of speed 0. A block may so begin before a fault and end after it.
+        """Return the end of work of `duration_s` that the rank starts at `start_s`; inf if never."""
+        # The inverse of the integral of the speed: each stretch of constant speed does some of the work, and a pause
+        # is a stretch of speed 0. A block may thus begin before a fault and end after it.
         timeline = self._speeds.get(rank)
         if timeline is None:
             return start_s + duration_s
@@ -467,7 +467,7 @@ class FaultPlan:
         return frozenset(fault.rank for fault in self.faults if isinstance(fault, Pause))
 
     def paused_s(self, rank: int, time_s: float) -> float:
-        """Return since when the rank has been paused at `time_s`; inf if it is not."""
+        """Return the start of the pause that holds the rank at `time_s`; inf if it is not paused."""
         times_s, speeds = self._speeds.get(rank, ([], []))
         index, since_s = bisect_right(times_s, time_s) - 1, math.inf
         while index >= 0 and speeds[index] == 0.0:
@@ -478,13 +478,13 @@ class FaultPlan:
 
     @cached_property
     def links(self) -> tuple[tuple[int, LinkFault | Partition], ...]:
-        """The faults of links with their numbers in the plan; empty: every message is simply delivered."""
+        """The faults of links with their numbers in the plan; empty: every message is delivered normally."""
         return tuple(
             (i, fault) for i, fault in enumerate(self.faults) if isinstance(fault, (LinkFault, Partition))
         )
 
     def message(self, source: int, dest: int, sent_s: float, *sequence: int) -> Verdict:
-        """Return what becomes of message number `sequence` from `source` to `dest`, sent at `sent_s`."""
+        """Return the verdict on message number `sequence` from `source` to `dest`, sent at `sent_s`."""
         verdict = DELIVERED
         for number, fault in self.links:
             if fault.covers(source, dest, sent_s):
@@ -493,12 +493,13 @@ class FaultPlan:
         return verdict
 
     def carried(self, source: int, dest: int, sent_s: float, *key: int) -> Verdict:
-        """Return what becomes of data on a reliable connection: lost is what was lost at every try.
+        """Return the verdict on data on a reliable connection: they are lost only if every attempt is lost.
 
-        `key` tells these data from all others between the two. The times of the tries are those of TCP on Linux.
+        `key` distinguishes these data from all other data between the two. The times of the attempts are TCP's on
+        Linux.
         """
-        # Each try is a message of its own, with its own draw: its number is the last part of the key. A link that is
-        # down holds the data until the first try after it is back, not until the very moment.
+        # Each attempt is a separate message with its own draw: its number is the last part of the key. A link that is
+        # down holds the data until the first attempt after its recovery, not until the recovery itself.
         try_s, wait_s = sent_s, RETRANSMIT_S
         for resent in range(TRIES):
             verdict = self.message(source, dest, try_s, *key, resent)
@@ -508,11 +509,11 @@ class FaultPlan:
         return LOST
 
     def covered(self, source: Ints, dest: Ints, sent_s: Floats) -> Ints:
-        """Return the indices of those messages, of many, that meet any fault; NaN is never sent."""
+        """Return the indices of the messages that meet any fault; NaN means never sent."""
         met = np.zeros(len(source), bool)
         for _, fault in self.links:
             during = (fault.at_s <= sent_s) & (sent_s < fault.at_s + fault.for_s)
-            if during.any():  # which faults are on is soon known, and most are not
+            if during.any():  # finding the active faults is cheap, and most are inactive
                 met |= during & fault.touches(source, dest)
         return np.flatnonzero(met & (source != dest))
 
@@ -525,7 +526,7 @@ class FaultPlan:
 
 
 def _held(faults: Any, seed: Any) -> tuple[Fault, ...]:
-    """Return the faults of a plan, if they are such."""
+    """Return the faults of a plan, if they are valid."""
     if not isinstance(faults, Iterable) or isinstance(faults, str):
         raise ParameterError(f"a fault plan of {faults!r}: write {_OBJECTS}")
     held = tuple(faults)
@@ -548,7 +549,7 @@ def _speeds(faults: list[Pause | SlowDown]) -> _Speeds:
 
 
 def _chance(*key: int) -> float:
-    # A hash and not a stream: a stream would give each question the next number, so that one message more, or another
-    # order of ranks, would change the fate of all that follow. 53 of the 64 bits are what a float holds.
+    # A hash and not a stream: a stream would give each query the next number, so an additional message, or another
+    # order of ranks, would change all later verdicts. A float holds 53 of the 64 bits.
     words = b"".join(number.to_bytes(max(8, number.bit_length() + 7 >> 3), "little") for number in key)
     return (int.from_bytes(hashlib.blake2b(words, digest_size=8).digest(), "little") >> 11) * 2.0**-53

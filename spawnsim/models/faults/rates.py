@@ -1,8 +1,8 @@
 """How often clusters fail: published rates by name, and fault plans drawn from them.
 
-Nodes fail at random, each by itself, with all their ranks; the job as a whole fails too, by its software or what it
-shares, and that does not grow with the number of nodes. The two are processes of their own: 6.50 failures per 1,000
-node-days of RSC-1 give a job on 1,024 GPUs (128 nodes) one in 28.8 h, where 7.9 h were measured.
+Nodes fail at random and independently, each with all its ranks. The job as a whole also fails, through its software or
+its shared parts, at a rate that does not grow with the number of nodes. The two are separate processes: 6.50 failures
+per 1,000 node-days of RSC-1 give a job on 1,024 GPUs (128 nodes) one failure in 28.8 h, while 7.9 h were measured.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from spawnsim.models.faults.plan import FaultPlan
 DAY_S = 86_400.0
 
 PERSISTENT = "speed:0.04"
-"""Stragglers as ByteDance found them (Lin et al., OSDI 2025; 3,079 jobs of at least 128 GPUs): slowness stays with a
+"""Stragglers as measured by ByteDance (Lin et al., OSDI 2025; 3,079 jobs of at least 128 GPUs): slowness persists on a
 machine, and hardly varies from step to step. The slowest of 128 ranks with this spread is 11 % slower than the mean,
-which is about the 10.4 % of GPU-hours that those jobs lost."""
+close to the 10.4 % of GPU-hours that those jobs lost."""
 
 
 @dataclass(frozen=True)
@@ -29,8 +29,8 @@ class FailureRate:
 
     Attributes:
         per_1000_node_days: failures of single nodes.
-        job_mtbf_s: mean seconds between failures of a job as a whole; inf: not told apart from the nodes'.
-        source: where the figures were published.
+        job_mtbf_s: mean seconds between failures of a job as a whole; inf: not distinguished from node failures.
+        source: publication of the figures.
     """
 
     per_1000_node_days: float
@@ -43,13 +43,13 @@ class FailureRate:
         return 1000.0 * DAY_S / self.per_1000_node_days
 
     def rank_mtbf_s(self, ranks_per_node: int) -> float:
-        """Return a node's mean time between failures, shared out among its ranks.
+        """Return the mean time between failures of one rank, derived from its node's.
 
         Args:
-            ranks_per_node: that fail together, at least 1.
+            ranks_per_node: number of ranks that fail together, at least 1.
 
         Returns:
-            Seconds of one rank, such that a job of many nodes has as many failures as its nodes have.
+            Seconds for one rank, such that a job of many nodes fails as often as its nodes do.
 
         Raises:
             ParameterError: fewer than 1 rank.
@@ -59,15 +59,15 @@ class FailureRate:
         return self.node_mtbf_s * ranks_per_node
 
     def plan(self, ranks: int, *, ranks_per_node: int = 8, horizon_s: float, seed: int = 0) -> FaultPlan:
-        """Return crashes of nodes until a time, drawn from the seed; each takes all ranks of its node.
+        """Return crashes of nodes up to a time, drawn from the seed; each takes all ranks of its node.
 
-        Failures of the whole job are not in it, since no rank would survive them.
+        Failures of the whole job are not included, since no rank would survive them.
 
         Args:
-            ranks: of the job.
+            ranks: number of ranks of the job.
             ranks_per_node: neighbours that crash together, at least 1.
-            horizon_s: virtual seconds that are planned for.
-            seed: of the draws; a node's time does not depend on how many nodes there are.
+            horizon_s: virtual seconds to plan for.
+            seed: seed of the draws; a node's time does not depend on the number of nodes.
 
         Returns:
             The plan; a node dies once at most.
@@ -90,9 +90,9 @@ class FailureRate:
 
 _META = "Kokolis et al., arXiv 2410.21680"
 FAILURES = {
-    # Of the job: what is left of the measured 7.9 h at 1,024 GPUs when the nodes' 28.8 h are taken out.
+    # Of the job: the remaining rate of the measured 7.9 h at 1,024 GPUs after subtracting the nodes' 28.8 h.
     "rsc-1": FailureRate(6.50, 3600 / (1 / 7.9 - 1 / 28.8), f"{_META}, Meta RSC-1"),
     "rsc-2": FailureRate(2.34, math.inf, f"{_META}, Meta RSC-2; node failures alone"),
-    # 419 unexpected interruptions in 54 days on 2,048 servers, of whatever cause.
+    # 419 unexpected interruptions in 54 days on 2,048 servers, of any cause.
     "llama3": FailureRate(419 / 54 / 2.048, math.inf, "Llama 3, arXiv 2407.21783; 54 days, 16,384 GPUs"),
 }

@@ -1,7 +1,7 @@
 """Random fault plans, for tests that search: a swarm.
 
-Each plan first draws which kinds of fault it has at all, then how many of each: runs that lack a kind go deeper into
-the others (Groce et al., "Swarm testing", ISSTA 2012).
+Each plan first draws which kinds of fault it has, then how many of each: runs that lack a kind explore the other kinds
+more deeply (Groce et al., "Swarm testing", ISSTA 2012).
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ from spawnsim.models.faults.plan import FaultPlan
 class Swarm:
     """A family of random plans for runs of `ranks` ranks and about `horizon_s` virtual seconds.
 
-    `kinds`: which faults may occur. `most`: up to how many of a kind that occurs. All faults are over by the horizon
-    (crashes aside), so that what follows can show whether the survivors recover; at least one rank never crashes.
-    Where "restart" may occur, most ranks that crash begin again, mostly soon.
+    `kinds`: which faults may occur. `most`: the largest number of faults of one kind. All faults end by the horizon
+    (except crashes), so that the rest of a run can show whether the survivors recover; at least one rank never
+    crashes. If "restart" may occur, most ranks that crash begin again, usually soon.
     """
 
     ranks: int
@@ -56,14 +56,15 @@ class Swarm:
 
     def plan(self, seed: int) -> FaultPlan:
         """Return the plan of a seed."""
-        # Kinds in the order of `_DRAWS`, whatever the order of `kinds`: the plan of a seed depends on which kinds may
-        # occur and on nothing else.
+        # Kinds in the order of `_DRAWS`, whatever the order of `kinds`: the plan of a seed depends only on which kinds
+        # may occur.
         stream = random.generator(seed, -1, "faults.swarm")
         faults: list[Fault] = []
         for kind in (kind for kind in _DRAWS if kind in self.kinds):
             if stream.random() < 0.5 and (kind != "partition" or self.ranks > 1):
                 faults += [_DRAWS[kind](self, stream) for _ in range(int(stream.integers(1, self.most + 1)))]
-        # Crashes are thinned after all is drawn, so that the other faults of a seed do not depend on how many survive.
+        # Crashes are thinned after all is drawn, so that the other faults of a seed do not depend on the number of
+        # survivors.
         faults = _survivable(faults, self.ranks)
         if Restart.kind in self.kinds:
             faults += [
@@ -79,7 +80,7 @@ class Swarm:
         return round(float(start_s), 3), max(round(float(end_s - start_s), 3), 1e-3)
 
     def restart(self, crash: Crash, stream: np.random.Generator) -> Restart:
-        """Draw when a rank that has crashed begins again: often before the others know of its death."""
+        """Draw when a rank that has crashed begins again: often before other ranks know of its death."""
         left_s = max(self.horizon_s - crash.at_s, 0.0)
         return Restart(crash.rank, round(crash.at_s + 1e-3 + left_s * float(stream.random()) ** 3, 3))
 
@@ -87,15 +88,15 @@ class Swarm:
         return int(stream.integers(self.ranks))
 
     def link(self, stream: np.random.Generator) -> tuple[int | None, int | None]:
-        """Draw a link; each end is any rank in one case of four."""
+        """Draw a link; in one case of four an end is any rank."""
         ends = [None if stream.random() < 0.25 else self.rank(stream) for _ in range(2)]
-        if ends[0] is not None and ends[0] == ends[1]:  # there is no such link
+        if ends[0] is not None and ends[0] == ends[1]:  # this link does not exist
             ends[1] = None
         return ends[0], ends[1]
 
 
 def _survivable(faults: list[Fault], ranks: int) -> list[Fault]:
-    """Keep one crash per rank, and of the last rank alive none."""
+    """Keep one crash per rank, and no crash for the last rank alive."""
     dead: set[int] = set()
     kept = []
     for fault in faults:

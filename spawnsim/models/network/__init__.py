@@ -1,4 +1,4 @@
-"""Networks: what a message costs, by link model and by place; and links that flows share.
+"""Networks: the costs of messages, by link model and by place; and links that flows share.
 
 All of it is numpy and numbers: no ranks' programs, no kernel, no collectives.
 """

@@ -1,8 +1,8 @@
-"""Links whose bandwidth changes with time: recorded traces, and traffic of others on the same link.
+"""Links whose bandwidth changes with time: recorded traces, and background traffic on the same link.
 
-What remains of a link is a piecewise constant function of time, its share of the bandwidth. A message of n bytes that
-begins at s is over when the share, integrated from s on, has passed n bytes: exact, from change to change. So work
-(seconds on the undisturbed link) is looked up in the integral, forwards and back.
+The remaining share of a link's bandwidth is a piecewise constant function of time. A message of n bytes that begins at
+s completes when the share, integrated from s, has passed n bytes: exact, from change to change. Work (seconds on the
+undisturbed link) is therefore looked up in the integral, in both directions.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ from spawnsim.errors import ParameterError
 from spawnsim.models.network.cost import Floats
 from spawnsim.models.network.links import Link, Piece, at_least
 
-MOST_CHANGES = 1e4  # of a link in a second: beyond, 100 links take longer to simulate than it lasts
+MOST_CHANGES = 1e4  # per link and second: beyond this, simulating 100 links takes longer than real time
 Key = tuple[int, int, str]  # of a stream: seed, number of the link, purpose
-Step = tuple[float, float, float]  # from when (s), share of the bandwidth, latency that is added (s)
+Step = tuple[float, float, float]  # start (s), share of the bandwidth, additional latency (s)
 
 
 class Source(Protocol):
     """A reason why a link changes."""
 
     def steps(self, key: Key) -> Iterator[Step]:
-        """Yield what holds from 0 s on, then each change; what holds after the last one holds for ever."""
+        """Yield the state from 0 s on, then each change; the last one holds for ever."""
         ...
 
 
@@ -40,11 +40,11 @@ class BandwidthTrace:
     """A recorded link: `rows` of (seconds, bandwidth in bytes per second, latency in seconds), the first from 0 s.
 
     Args:
-        rows: By rising time; latencies of at least that of the link which is traced.
-        repeat_s: After so many seconds it begins anew; None: its last row holds for ever.
+        rows: By rising time; latencies of at least the traced link's.
+        repeat_s: Period after which it starts again, in seconds; None: its last row holds for ever.
 
     Raises:
-        ParameterError: Times that do not rise from 0, a negative bandwidth, or nothing that ever passes.
+        ParameterError: Times that do not rise from 0, a negative bandwidth, or a link that never passes anything.
     """
 
     rows: tuple[tuple[float, float, float], ...]
@@ -63,7 +63,7 @@ class BandwidthTrace:
             raise ParameterError(
                 f"repeat={self.repeat_s:g} s: {len(times)} rows are more than {MOST_CHANGES:,.0f} changes a second"
             )
-        # A link that is down for ever would leave messages under way for ever.
+        # A link that is down for ever would leave messages in transit for ever.
         if not (self.rows[-1][1] if self.repeat_s is None else max(row[1] for row in self.rows)):
             raise ParameterError("the bandwidth ends at 0: let the last row have some")
 
@@ -87,7 +87,7 @@ class _Relative:
 
 
 def _require_few(changes: float, share: float) -> None:
-    """Refuse traffic that changes a link too often to be followed; `share`: what it takes in the mean."""
+    """Refuse traffic that changes a link too often to simulate; `share`: its mean share of the link."""
     if changes > MOST_CHANGES:
         raise ParameterError(
             f"that changes the link {changes:.3g} times a second, and at most {MOST_CHANGES:,.0f} are simulated: give "
@@ -97,7 +97,7 @@ def _require_few(changes: float, share: float) -> None:
 
 @dataclass(frozen=True)
 class Constant:
-    """Others take a share of the link, always."""
+    """Background traffic takes a constant share of the link."""
 
     share: float
 
@@ -114,7 +114,7 @@ class Constant:
 
 @dataclass(frozen=True)
 class OnOff:
-    """Others take a share of the link in bursts; bursts and pauses have exponential lengths. Begins with a pause."""
+    """Background traffic takes a share of the link in bursts, after a first pause; both have exponential lengths."""
 
     on_s: float
     off_s: float
@@ -142,7 +142,7 @@ class OnOff:
 
 @dataclass(frozen=True)
 class PoissonFlows:
-    """Flows of others come at random and stay for exponential times; the link is shared fairly: 1/(1 + flows)."""
+    """Background flows arrive at random and stay for exponential times; the link is shared fairly: 1/(1 + flows)."""
 
     rate: float
     stay_s: float
@@ -154,7 +154,7 @@ class PoissonFlows:
         _require_few(2.0 * self.rate, min(1.0 + math.expm1(-flows) / flows, 1.0 - 1e-9))
 
     def steps(self, key: Key) -> Iterator[Step]:
-        """Yield each coming and going."""
+        """Yield each arrival and departure."""
         stream, going = random.generator(*key), list[float]()
         yield 0.0, 1.0, 0.0
         comes_s = float(stream.exponential(1.0 / self.rate))
@@ -188,7 +188,7 @@ def parse_background(text: str) -> Source:
         if pattern.partition(":")[0] == name.strip() and len(readers) == len(words):
             try:
                 return build(*(read(word.strip()) for read, word in zip(readers, words, strict=True)))
-            except ValueError as error:  # ParameterError is one as well
+            except ValueError as error:  # includes ParameterError
                 raise ParameterError(f"background {text!r}: {error}") from error
     forms = ", ".join(pattern for pattern, _, _ in FORMS)
     raise ParameterError(f"background {text!r} is not of a known form: {forms}")
@@ -196,7 +196,7 @@ def parse_background(text: str) -> Source:
 
 @dataclass(eq=False)
 class Capacity:
-    """The share of a link that is left, as a function of time, and its integral. Steps are drawn as they are needed."""
+    """The remaining share of a link, as a function of time, and its integral. Steps are drawn on demand."""
 
     coming: Iterator[Step]
     times: list[float] = field(default_factory=list)
@@ -209,10 +209,10 @@ class Capacity:
         self._draw(1)
 
     def _draw(self, more: int) -> bool:
-        """Take so many more steps; return whether there were any."""
+        """Take up to `more` further steps; return whether there were any."""
         drawn = 0
         for at_s, share, latency_s in self.coming:
-            if self.times and at_s <= self.times[-1]:  # two causes at one time: what holds after both counts
+            if self.times and at_s <= self.times[-1]:  # two causes at one time: the state after both counts
                 self.shares[-1], self.latencies[-1] = share, latency_s
                 continue
             last = self.done[-1] + (at_s - self.times[-1]) * self.shares[-1] if self.times else 0.0
@@ -236,11 +236,11 @@ class Capacity:
         return self.shares[self._reach(time_s)]
 
     def latency_at(self, time_s: float) -> float:
-        """Return the latency that is added, in seconds."""
+        """Return the additional latency, in seconds."""
         return self.latencies[self._reach(time_s)]
 
     def next_change(self, time_s: float) -> float:
-        """Return when the next step begins; inf if there is none."""
+        """Return when the next step begins; inf if no step follows."""
         step = self._reach(time_s)
         return self.times[step + 1] if step + 1 < len(self.times) else math.inf
 
@@ -250,17 +250,17 @@ class Capacity:
             return 0.0
         step = self._reach(begin_s)
         target = self.done[step] + (begin_s - self.times[step]) * self.shares[step] + work_s
-        # Little work late in a run may vanish in the sum; while nothing passes it still has to wait.
+        # A little work late in a run may vanish in the sum; while nothing passes it must still wait.
         target = max(target, math.nextafter(self.done[step], math.inf))
         while self.done[-1] < target and self._draw(len(self.times)):
             pass
         last = max(bisect_left(self.done, target) - 1, step)
-        if last == step:  # to the bit the time on the whole link, where nothing disturbs it
+        if last == step:  # without disturbance, equal to the bit to the time on the whole link
             return work_s / self.shares[step]
         return self.times[last] + (target - self.done[last]) / self.shares[last] - begin_s
 
     def all_last(self, begin_s: Floats, work_s: Floats | float) -> Floats:
-        """Return the same for many, float64 (M,), each to the bit what `lasts` returns; NaN where it begins at NaN."""
+        """Return `lasts` for many, float64 (M,), each equal to the bit; NaN if the begin is NaN."""
         begin, work = np.broadcast_arrays(np.asarray(begin_s, np.float64), work_s)
         here = np.isfinite(begin)
         if not here.any():
@@ -280,7 +280,7 @@ class Capacity:
         return np.where(~here, np.nan, np.where(work == 0.0, 0.0, np.where(last == steps, soon, late)))
 
     def all_latencies(self, time_s: Floats) -> Floats:
-        """Return the latencies that are added at many times, float64 (M,)."""
+        """Return the additional latencies at many times, float64 (M,)."""
         here = np.isfinite(time_s)
         if here.any():
             self._reach(float(time_s[here].max()))
@@ -299,10 +299,10 @@ class Changing:
     """A link that changes with time.
 
     Args:
-        link: The link as it is at best: what a trace's bandwidths are shares of.
-        trace: How it was recorded; None: its own bandwidth, always.
-        background: Traffic of others on it.
-        seed: Of the background traffic.
+        link: The link at its best: a trace's bandwidths are shares of its bandwidth.
+        trace: Its recording; None: always its own bandwidth.
+        background: Background traffic on it.
+        seed: Seed of the background traffic.
 
     Raises:
         ParameterError: Nothing changes it, a trace has less latency than the link, or the link takes no time per byte.
@@ -334,7 +334,7 @@ class Changing:
         return self.link.pieces()
 
     def farther(self, latency_s: float, share: float = 1.0) -> Changing:
-        """Return the same link with so much more latency and this share of its bandwidth, which changes likewise."""
+        """Return the same link with more latency and this share of its bandwidth, which changes in the same way."""
         trace = self.trace and BandwidthTrace(
             tuple((at, rate * share, late + latency_s) for at, rate, late in self.trace.rows),
             self.trace.repeat_s,
@@ -342,7 +342,7 @@ class Changing:
         return Changing(self.link.farther(latency_s, share), trace, self.background, self.seed)
 
     def open(self, number: int = 0) -> Capacity:
-        """Return what is left of the link, by time; traffic on links of different numbers is independent."""
+        """Return the remaining share of the link, by time; traffic on links of different numbers is independent."""
         sources: list[Source] = list(self.background)
         if self.trace is not None:
             latency_s, bandwidth = self._undisturbed()

@@ -1,14 +1,14 @@
-"""What a message costs, what every network can be asked, and links whose bandwidth several messages share.
+"""The costs of messages, the interface of every network, and links whose bandwidth several messages share.
 
-A message sent at sender clock t starts injection at s = max(t, nic_free[source]). Then nic_free[source] =
-s + inject_s, the message arrives at s + flight_s, and the sender goes on at t + send_s. The receiver takes it at
-max(own clock, arrival) + receive_s. Where several messages meet at one receiver, its NIC lets them in one by
-one, in the order in which they are taken: the arrival of each becomes max(arrival, in_free[dest] + drain_s), and
-in_free[dest] is then that time. A message with drain_s = 0 neither waits for others nor holds them up.
+A message sent at sender clock t starts injection at s = max(t, nic_free[source]). Then nic_free[source] = s +
+inject_s, the message arrives at s + flight_s, and the sender continues at t + send_s. The receiver takes it at max(own
+clock, arrival) + receive_s. If several messages meet at one receiver, its NIC admits them one by one, in the order in
+which they are received: the arrival of each becomes max(arrival, in_free[dest] + drain_s), and in_free[dest] is then
+that time. A message with drain_s = 0 neither waits for other messages nor delays them.
 
-Where contention is "fair", messages are flows that cross links; each link shares its capacity fairly (max-min)
-among those that others do not hold back more. Rates change only when a flow starts or ends, so that a few numbers
-per flow say all until then: the exact model of contention between events.
+With "fair" contention, messages are flows that cross links. Each link shares its capacity fairly (max-min) among the
+flows that no other link restricts further. Rates change only when a flow starts or ends, so a few numbers per flow
+describe everything until then: the exact model of contention between events.
 """
 
 from __future__ import annotations
@@ -28,12 +28,13 @@ Floats = NDArray[np.float64]
 
 
 Contention = Literal["serial", "fifo", "fair", "none"]
-"""Where messages meet.
+"""How messages contend.
 
-"serial": a NIC sends one message after the other, and takes them in one after the other, in the order in which the
-receiving program takes them. "fifo": the same, but in the order in which their first bytes come, which needs events.
-"fair": all messages under way share the links' bandwidths (max-min), exact at event times. "none": a NIC sends one
-after the other, and takes in any number at once. Collectives know "serial" and "none"; the others are "serial" to them.
+"serial": a NIC sends one message after the other, and admits them one after the other, in the order in which the
+receiving program receives them. "fifo": the same, but in the order in which their first bytes arrive, which needs
+events. "fair": all messages in transit share the links' bandwidths (max-min), exact at event times. "none": a NIC
+sends one after the other, and admits any number at once. Collectives support "serial" and "none"; they treat the other
+two as "serial".
 """
 
 
@@ -43,12 +44,12 @@ class Cost(NamedTuple):
     send_s: float  # the sender's processor is busy
     inject_s: float  # from the start of injection until the sender's NIC may start the next message
     flight_s: float  # from the start of injection until arrival
-    receive_s: float  # the receiver's processor is busy on taking it
+    receive_s: float  # the receiver's processor is busy with receiving it
     drain_s: float  # the receiver's NIC is busy
 
 
 class Costs(NamedTuple):
-    """The costs of many messages: the fields of `Cost`, each an array of float64, or one number for them all."""
+    """The costs of many messages: the fields of `Cost`, each an array of float64, or one number for all messages."""
 
     send_s: Floats | float
     inject_s: Floats | float
@@ -58,7 +59,7 @@ class Costs(NamedTuple):
 
 
 class Share(Protocol):
-    """What is left of links, as a function of time: see `changing.Capacity`."""
+    """The remaining share of links, as a function of time: see `changing.Capacity`."""
 
     def share_at(self, time_s: float) -> float: ...
 
@@ -76,11 +77,11 @@ FREE = Cost(0.0, 0.0, 0.0, 0.0, 0.0)  # a message to oneself
 
 @runtime_checkable
 class Network(Protocol):
-    """All that the kernel and the collectives ask of a platform's network."""
+    """The interface that the kernel and the collectives use of a platform's network."""
 
     @property
     def call_overhead_s(self) -> float:
-        """Seconds that an observation (a probe, a test) costs: more than 0, so that polling moves time on."""
+        """Seconds that an observation (a probe, a test) costs: more than 0, so that polling advances time."""
         ...
 
     @property
@@ -95,7 +96,7 @@ class Network(Protocol):
 
     @property
     def contention(self) -> Contention:
-        """What happens where messages between pairs of ranks meet: see `Contention`."""
+        """How messages of different pairs of ranks contend: see `Contention`."""
         ...
 
     @property
@@ -127,13 +128,13 @@ class Network(Protocol):
     def cost_at(self, source: int, dest: int, nbytes: int, begin_s: float) -> Cost: ...
 
     def costs_at(self, source: Ints, dest: Ints, nbytes: Ints | Floats | float, *, begin_s: Floats) -> Costs:
-        """Return the costs of many messages; `begin_s` is float64 (M,), NaN for one that is not sent yet."""
+        """Return the costs of many messages; `begin_s` is float64 (M,), NaN if not sent yet."""
         ...
 
     def place(self, ranks: Ints) -> Ints: ...
 
     def copy_s(self, source: int, dest: int, nbytes: int) -> float | None:
-        """Return how long a rank copies to or from another's window in memory that both map; None: by messages."""
+        """Return how long a rank copies to or from another's window in memory that both map; None: it uses messages."""
         ...
 
     def check(self, ranks: int) -> None:
@@ -159,10 +160,10 @@ def fair_share(flows: Sequence[Sequence[int]], capacities: Floats) -> Floats:
 
 
 def _fill(links: Ints, owner: Ints, capacities: Floats, *, count: int) -> Floats:
-    """Raise all rates together; freeze the flows of a link when it is full; go on with the others."""
-    # Each pass fills at least one link, so there are at most as many passes as links. Links that fill at the same level
-    # up to rounding are filled in one pass: otherwise equal flows would get rates that differ in the last bit, and end
-    # at two times instead of one.
+    """Raise all rates together; freeze the flows of a link when it is full; continue with the rest."""
+    # Each pass fills at least one link, so there are at most as many passes as links. Links that fill at the same
+    # level up to rounding are filled in one pass. Otherwise equal flows would get rates that differ in the last bit,
+    # and end at two different times.
     rates = np.full(count, math.inf)
     left = np.array(capacities, dtype=np.float64)
     while len(links):
@@ -181,7 +182,7 @@ def _fill(links: Ints, owner: Ints, capacities: Floats, *, count: int) -> Floats
 
 @dataclass(frozen=True)
 class Flow:
-    """Bytes that cross links. `tag` is the caller's, and is handed back with the flow."""
+    """Bytes that cross links. `tag` belongs to the caller, and is returned with the flow."""
 
     links: tuple[int, ...]
     nbytes: float
@@ -196,17 +197,17 @@ class Completed(NamedTuple):
 
 
 class FlowNetwork:
-    """Flows in progress on shared links. Time goes forward only, from call to call.
+    """Flows in progress on shared links. Time only advances, from call to call.
 
-    A kernel starts flows, asks for `next_change`, and when that time has come and no flow has started or ended since,
-    calls `advance` to collect what is complete.
+    A kernel starts flows and queries `next_change`. When that time is reached and no flow has started or ended since,
+    the kernel calls `advance` to collect the completed flows.
 
     Args:
         capacities: float64 (links,), bytes per second.
-        left: What is left of all of them, by time; None: all of it, always.
+        left: The remaining share of all links, by time; None: always all of it.
 
     Raises:
-        ParameterError: A capacity that is not above 0; a flow over a link that there is not.
+        ParameterError: A capacity that is not above 0; a flow over a link that does not exist.
     """
 
     def __init__(self, capacities: Floats | Sequence[float], left: Share | None = None) -> None:
@@ -216,7 +217,7 @@ class FlowNetwork:
         self._of_all = left
         self.flows: list[Flow] = []
         self.time_s = -math.inf  # nothing may happen before
-        self._since_s = 0.0  # since when the rates hold
+        self._since_s = 0.0  # start time of the current rates
         self._left: Floats = np.zeros(0)  # bytes, at that time
         self._rates: Floats = np.zeros(0)
         self._ends: Floats = np.zeros(0)
@@ -228,8 +229,8 @@ class FlowNetwork:
                 raise ParameterError(
                     f"{flow}: there are links 0 to {len(self.capacities) - 1}; bytes are at least 0"
                 )
-        # Rates hold from change to change. A start behind a flow's end that was not collected would share the link with
-        # a flow that is over.
+        # Rates hold from change to change. A start after an uncollected end of a flow would share the link with a
+        # completed flow.
         if time_s < self.time_s or time_s > self.next_change():
             raise ParameterError(
                 f"a flow may start from {self.time_s} s on, and by {self.next_change()} s, when another ends; "
@@ -245,14 +246,14 @@ class FlowNetwork:
         return self._rates.copy()
 
     def next_change(self) -> float:
-        """Return when the next flow ends, or the links change, if none starts; inf if there is none."""
+        """Return when the next flow ends, or the links change, if none starts; inf if nothing will change."""
         if not len(self._ends):
             return math.inf
         end_s = float(self._ends.min())
         return end_s if self._of_all is None else min(end_s, self._of_all.next_change(self._since_s))
 
     def advance(self, time_s: float) -> list[Completed]:
-        """Go on to `time_s`. Returns the flows that end by then, in order of (time, start)."""
+        """Advance to `time_s`. Returns the flows that end by then, in order of (time, start)."""
         if time_s < self.time_s:
             raise ParameterError(f"time goes forward only: from {self.time_s} s to {time_s} s")
         done: list[Completed] = []
@@ -266,20 +267,20 @@ class FlowNetwork:
         return done
 
     def _left_at(self, time_s: float) -> Floats:
-        """Return the bytes that each flow has left; nothing of one that no link holds back."""
+        """Return the bytes that each flow has left; 0 for a flow that no link restricts."""
         held = np.isfinite(self._rates)
         gone = np.where(held, self._rates, 0.0) * (time_s - self._since_s)
         return np.where(held, np.maximum(self._left - gone, 0.0), 0.0)
 
     def _share(self, time_s: float, left: Floats) -> None:
-        """Give the flows their rates from now on."""
+        """Set the rates of all flows from now on."""
         self._since_s, self._left = time_s, left
         self._rates = fair_share([flow.links for flow in self.flows], self.capacities)
         if self._of_all is None:
             self._ends = time_s + left / self._rates
             return
-        # All links change alike, so all shares do; of a link that is down for a while nothing ends. What crosses no
-        # link has no bound, whatever becomes of them.
+        # All links change alike, so all shares do; while a link is down, its flows do not end. Flows that cross no
+        # link have no bound, whatever happens to the links.
         bound = np.isfinite(self._rates)
         self._rates[bound] *= self._of_all.share_at(time_s)
         with np.errstate(divide="ignore", invalid="ignore"):
@@ -288,13 +289,13 @@ class FlowNetwork:
 
 @dataclass(frozen=True)
 class SharedLinks:
-    """Which links a message between two ranks crosses, and what they carry.
+    """The links that a message between two ranks crosses, and their capacities.
 
     Args:
         capacities: Bytes per second of each link.
         out: The link by which each rank sends.
         into: The link by which each rank receives.
-        left: What is left of all links, by time; None: all of it, always.
+        left: The remaining share of all links, by time; None: always all of it.
     """
 
     capacities: tuple[float, ...]
@@ -304,7 +305,7 @@ class SharedLinks:
 
     @classmethod
     def switch(cls, up_Bps: Sequence[float], down_Bps: Sequence[float]) -> SharedLinks:
-        """Return ranks on one switch, each with an up and a down link of its own."""
+        """Return ranks on one switch, each with its own up and down link."""
         ranks = len(up_Bps)
         if ranks != len(down_Bps):
             raise ParameterError(
@@ -320,7 +321,7 @@ class SharedLinks:
         return cls((bandwidth_Bps,) * (2 * count), tuple(node), tuple(count + own for own in node))
 
     def path(self, source: int, dest: int) -> tuple[int, ...]:
-        """Return the links between two ranks; none where they share their NIC."""
+        """Return the links between two ranks; empty if they share their NIC."""
         if source == dest or self.out[source] == self.out[dest]:
             return ()
         return (self.out[source], self.into[dest])

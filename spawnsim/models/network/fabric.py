@@ -15,16 +15,16 @@ from spawnsim.models.network.cost import FREE, Contention, Cost, Costs, Floats, 
 from spawnsim.models.network.links import Link, Piece, at_least, bandwidth_Bps, evaluate
 
 Index = TypeVar("Index", int, Ints)
-_MEMO = 1 << 16  # costs remembered; a program with more different sizes pays for them anew
-_FAR = np.iinfo(np.int64).max  # where pieces begin that a link does not have
+_MEMO = 1 << 16  # remembered costs; a program with more different sizes pays for each again
+_FAR = np.iinfo(np.int64).max  # begin of pieces that a link lacks
 
 
 class CostTable:
-    """The pieces of all kinds of links as two tables: costs of many messages are two look-ups and a product."""
+    """The pieces of all kinds of links as two tables: the costs of many messages are two look-ups and a product."""
 
-    # Costs of one message and of many must be equal to the last bit, or a collective would differ from the messages
-    # that it stands for. So both add fixed + n * slope in this order, and columns that are zero for all pieces are
-    # skipped, which changes no bit and saves two of five operations on a Hockney link.
+    # The costs of one message and of many must be equal to the last bit, or a collective would differ from the
+    # messages that it represents. Both therefore add fixed + n * slope in this order, and columns that are zero for
+    # all pieces are skipped, which changes no bit and saves two of five operations on a Hockney link.
 
     def __init__(self, links: tuple[Link, ...], drains: bool = True) -> None:
         pieces = [link.pieces() if drains else tuple(map(Piece.undrained, link.pieces())) for link in links]
@@ -39,9 +39,9 @@ class CostTable:
         self.links = pieces
 
     def least_head_s(self) -> float:
-        """Return the least time from the start of injection until a NIC can begin to take a message in, in seconds."""
+        """Return the least time from the start of injection until a NIC can begin to receive a message, in seconds."""
         # The first byte of a message is at the receiver's NIC drain_s before its last. Over the sizes of a piece that
-        # is affine; where it falls with the size, no least value is certain but 0.
+        # is affine; if it decreases with the size, the only certain lower bound is 0.
         heads = []
         for piece in (piece for own in self.links for piece in own):
             slope = piece.per_byte.flight_s - piece.per_byte.drain_s
@@ -77,28 +77,28 @@ class CostTable:
         return Costs(*columns)
 
     def slopes(self, kind: int, nbytes: Ints | Floats | float) -> Costs:
-        """Return what each byte costs of messages on links of one kind."""
+        """Return the cost per byte of messages on links of one kind."""
         at_least = np.searchsorted(self.starts[kind], nbytes, side="right") - 1
         return Costs(*self.per_byte[:, self.begin[kind] + at_least])
 
 
 @dataclass(frozen=True)
 class Overheads:
-    """What every network has beside its links.
+    """The properties of every network besides its links.
 
     Args:
         call_overhead_s: Seconds that a probe or a test costs; above 0.
         eager_bytes: Longest message that leaves without asking the receiver.
-        collective_rendezvous: Whether longer messages of collectives ask first, too, as they do in MPI libraries;
+        collective_rendezvous: Whether longer messages of collectives ask first, too, as in MPI libraries;
             False: they leave at once, as in the closed forms of textbooks.
         gamma_s_per_B: Seconds of arithmetic per reduced byte.
-        contention: What happens where messages meet: "serial", "fifo", "fair" or "none": see `cost.Contention`.
+        contention: How messages contend: "serial", "fifo", "fair" or "none": see `cost.Contention`.
         copy_s_per_B: Seconds per byte to copy a rank's own block in gather, scatter, allgather and alltoall.
-        window: What an access to a window costs between ranks that map the same memory: the origin's processor copies,
-            and no message is sent. None: all accesses are messages.
+        window: The cost of an access to a window between ranks that map the same memory: the origin's processor
+            copies, and no message is sent. None: all accesses are messages.
 
     Raises:
-        ParameterError: One of them is out of its range.
+        ParameterError: A value is out of its range.
     """
 
     call_overhead_s: float = field(default=1e-6, kw_only=True)
@@ -120,7 +120,7 @@ class Overheads:
             )
 
     def shared_links(self, ranks: int) -> SharedLinks:
-        """Return the links that messages share where contention is "fair"."""
+        """Return the links that messages share with "fair" contention."""
         raise ParameterError(
             f'contention="fair" is modelled on a switch, on nodes and at home, not on a {type(self).__name__}'
         )
@@ -140,7 +140,7 @@ class Overheads:
         return None
 
     def node(self, rank: Index) -> Index:
-        """Return the number of the node on which a rank is: a node for each rank, unless a subclass says otherwise."""
+        """Return the number of the node on which a rank is: one node per rank, unless a subclass differs."""
         return rank
 
     def place(self, ranks: Ints) -> Ints:
@@ -150,7 +150,7 @@ class Overheads:
         return self.node(source) == self.node(dest)
 
     def copy_s(self, source: int, dest: int, nbytes: int) -> float | None:
-        """Return how long a rank copies to or from another's window in memory that both map; None: by messages."""
+        """Return how long a rank copies to or from another's window in memory that both map; None: it uses messages."""
         if self.window is None or source == dest or not self.maps(source, dest):
             return None
         return float(evaluate(self.window.pieces(), nbytes).flight_s)
@@ -167,7 +167,7 @@ class Overheads:
 
 @dataclass(frozen=True)
 class Fabric(Overheads, ABC):
-    """A network whose pairs of ranks fall into kinds. Subclasses say which kind, and which link a kind is."""
+    """A network whose pairs of ranks fall into kinds. Subclasses define the kinds and their links."""
 
     @abstractmethod
     def kind(self, source: Index, dest: Index) -> Index:
@@ -192,8 +192,8 @@ class Fabric(Overheads, ABC):
 
     def cost(self, source: int, dest: int, nbytes: int) -> Cost:
         """Return the cost of one message between two world ranks."""
-        # Asked once for each message, so what was asked before must take well under a microsecond. Subclasses that know
-        # the kind of a pair without arithmetic look it up themselves, hence the same lines there.
+        # Called once for each message, so a repeated query must take well under a microsecond. Subclasses that know
+        # the kind of a pair without arithmetic look it up themselves, and therefore repeat these lines.
         key = (self.kind(source, dest), nbytes)
         try:
             return self._memo[key] if source != dest else FREE
@@ -208,7 +208,7 @@ class Fabric(Overheads, ABC):
 
     def costs(self, source: Ints, dest: Ints, nbytes: Ints | Floats | float) -> Costs:
         """Return the costs of many messages. No message may go to its own sender."""
-        # Most rounds of most collectives use links of one kind; then one affine expression does for all messages,
+        # Most rounds of most collectives use links of one kind. One affine expression then covers all messages,
         # without looking up pieces message by message.
         if len(self.table.links) == 1:
             return self.table.same(0, nbytes)
@@ -220,7 +220,7 @@ class Fabric(Overheads, ABC):
 
     @cached_property
     def capacities(self) -> tuple[Capacity | None, ...]:
-        """How the link of each kind changes; None: not at all."""
+        """How the link of each kind changes; None: constant."""
         return tuple(
             link.open(kind) if isinstance(link, Changing) else None for kind, link in enumerate(self.links())
         )
@@ -230,7 +230,7 @@ class Fabric(Overheads, ABC):
         return any(self.capacities)
 
     def cost_at(self, source: int, dest: int, nbytes: int, begin_s: float) -> Cost:
-        """Return the cost of one message whose injection begins at a time: what its bytes take depends on it."""
+        """Return the cost of one message whose injection begins at a time: the time of its bytes depends on it."""
         cost = self.cost(source, dest, nbytes)
         capacity = self.capacities[self.kind(source, dest)]
         if capacity is None or source == dest:
@@ -262,7 +262,7 @@ class Fabric(Overheads, ABC):
 
 @dataclass(frozen=True)
 class Switch(Fabric):
-    """All ranks hang on one full-duplex switch: every pair is joined by the same link."""
+    """All ranks are connected to one full-duplex switch: every pair is joined by the same link."""
 
     link: Link
 
@@ -273,11 +273,11 @@ class Switch(Fabric):
         return (self.link,)
 
     def maps(self, source: int, dest: int) -> bool:
-        """Return True: where `window` is given the switch stands for the memory of one node."""
+        """Return True: with `window` given, the switch represents the memory of one node."""
         return True
 
     def shared_links(self, ranks: int) -> SharedLinks:
-        """Return an up and a down link for every rank."""
+        """Return one up and one down link per rank."""
         speed = bandwidth_Bps(self.link)
         return replace(SharedLinks.switch([speed] * ranks, [speed] * ranks), left=self.capacities[0])
 
@@ -293,14 +293,14 @@ class Switch(Fabric):
 class Nodes(Fabric):
     """Nodes of `ranks_per_node` consecutive ranks: one link inside a node, another between nodes.
 
-    Every rank has a NIC of its own, unless contention is "fair": then the ranks of a node share one. Where they share
-    one otherwise, give `inter` the bandwidth of a share.
+    Every rank has its own NIC, unless contention is "fair": then the ranks of a node share one. To model a shared NIC
+    with other contention, give `inter` the bandwidth of one rank's share.
 
     Args:
         intra: Link between two ranks of one node.
         inter: Link between ranks of different nodes.
-        ranks_per_node: How many ranks share a node.
-        nodes: How many nodes there are; None for as many as it takes.
+        ranks_per_node: Number of ranks per node.
+        nodes: Number of nodes; None for as many as needed.
 
     Raises:
         ParameterError: A count below 1.

@@ -1,7 +1,7 @@
 """Models of one link between two ranks: Hockney, LogGP, TCP, and models by message size.
 
-Each is a small frozen object that hands out the same thing: pieces, that is costs that are affine in the size from
-some size on. Symbols: α latency, β = 1 / bandwidth; L, o, g, G of LogGP.
+Each is a small frozen object that provides pieces: costs that are affine in the size from some size on. Symbols: α
+latency, β = 1 / bandwidth; L, o, g, G of LogGP.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class Hockney:
         latency_s: α, seconds.
         bandwidth_Bps: 1/β, bytes per second.
         overlap: False for the telephone model of textbook formulas: a NIC is busy for all of α + nβ.
-        serial_receive: Let messages that meet at one receiver in one by one.
+        serial_receive: Admit messages that meet at one receiver one by one.
 
     Raises:
         ParameterError: The latency is negative or the bandwidth not above 0.
@@ -90,8 +90,8 @@ class Hockney:
 
     def pieces(self) -> tuple[Piece, ...]:
         """Return the one piece."""
-        # With overlap the NIC is busy while bytes pass through it, and latency is time on the wire. Without, it is busy
-        # until the message has arrived, as the closed forms of textbooks assume.
+        # With overlap the NIC is busy while bytes pass through it, and latency is time on the wire. Without overlap,
+        # it is busy until the message has arrived, as the closed forms of textbooks assume.
         alpha, beta = self.latency_s, 1.0 / self.bandwidth_Bps
         busy = 0.0 if self.overlap else alpha
         into = self.serial_receive
@@ -111,12 +111,12 @@ class LogGP:
         o: Overhead of the processor at either end, seconds.
         g: Gap between messages, seconds.
         G: Gap per byte, seconds.
-        serial_receive: Let messages that meet at one receiver in one by one, a gap apart.
+        serial_receive: Admit messages that meet at one receiver one by one, a gap apart.
 
     Raises:
-        ParameterError: One of them is negative.
+        ParameterError: A value is negative.
 
-    A. Alexandrov, M. Ionescu, K. Schauser, C. Scheiman, SPAA 1995. An empty message costs what one byte costs.
+    A. Alexandrov, M. Ionescu, K. Schauser, C. Scheiman, SPAA 1995. An empty message costs as much as one byte.
     """
 
     L: float
@@ -130,9 +130,9 @@ class LogGP:
             at_least(getattr(self, name), 0.0, name)
 
     def pieces(self) -> tuple[Piece, ...]:
-        """Return two pieces: the empty message, and all others."""
-        # The receiver's o is its processor's (receive_s), not part of the flight. A message of n bytes costs (n-1)G, so
-        # an affine piece would give the empty message -G: it has a piece of its own, equal to that of one byte.
+        """Return two pieces: for the empty message, and for all other sizes."""
+        # The receiver's o is its processor's (receive_s), not part of the flight. A message of n bytes costs (n-1)G,
+        # so an affine piece would give the empty message -G: it has its own piece, equal to one byte's.
         gap, flight, into = max(self.g, self.o), self.o + self.L, self.serial_receive
         empty = Costs(self.o, gap, flight, self.o, gap * into)
         first = Costs(self.o, gap - self.G, flight - self.G, self.o, (gap - self.G) * into)
@@ -145,7 +145,7 @@ class LogGP:
         return replace(self, L=self.L + latency_s, G=self.G / share)
 
 
-FRAME_BYTES = 78  # of each segment, besides its data: Ethernet 38 with preamble and gap, IPv4 20, TCP 20
+FRAME_BYTES = 78  # per segment, in addition to its data: Ethernet 38 with preamble and gap, IPv4 20, TCP 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,9 +156,9 @@ class Tcp:
     W/RTT; losses at a rate p allow M/RTT·sqrt(3/(2p)) (Mathis et al., 1997). The least of the three is G.
 
     With an initial window of w segments, a message is sent in windows of wM, 2wM, 4wM, … bytes; behind the k-th the
-    sender stalls for M/G + RTT - 2^(k-1)·wM/G, if that is above 0 and bytes are left (Kurose and Ross, Computer
-    Networking, "TCP delay modeling", without the handshake). Every message begins so, as after a connection has been
-    idle (RFC 5681, section 4.1). The sender's NIC is busy for n/G.
+    sender stalls for M/G + RTT - 2^(k-1)·wM/G, if that is above 0 and bytes remain (Kurose and Ross, Computer
+    Networking, "TCP delay modeling", without the handshake). Every message begins this way, as after a connection has
+    been idle (RFC 5681, section 4.1). The sender's NIC is busy for n/G.
 
     Args:
         latency_s: α, seconds one way; the round trip RTT is 2α.
@@ -169,7 +169,7 @@ class Tcp:
         initial_window: w, segments (10 in RFC 6928); None: connections stay open and no message starts slowly.
 
     Raises:
-        ParameterError: The latency or loss is negative, the loss is 1 or more, or another one is not above 0.
+        ParameterError: The latency or loss is negative, the loss is 1 or more, or another value is not above 0.
     """
 
     latency_s: float
@@ -234,7 +234,7 @@ class Piecewise:
 
     def pieces(self) -> tuple[Piece, ...]:
         """Return the pieces of all steps, each within its own range of sizes."""
-        # A link's own pieces are cut to the range of its step: the one that holds the first size of the range begins
+        # A link's own pieces are cut to the range of its step: the piece that holds the first size of the range begins
         # there.
         ends: list[float] = [from_bytes for from_bytes, _ in self.steps[1:]]
         found: list[Piece] = []
@@ -245,5 +245,5 @@ class Piecewise:
         return tuple(found)
 
     def farther(self, latency_s: float, share: float = 1.0) -> Piecewise:
-        """Return the same links with so much more latency and this share of their bandwidth."""
+        """Return the same links with more latency and this share of their bandwidth."""
         return Piecewise(tuple((n, link.farther(latency_s, share)) for n, link in self.steps))

@@ -1,7 +1,7 @@
 """Larger networks: fat tree, torus, dragonfly, regions joined by wide-area links, ranks behind home lines.
 
-Ranks are numbered along the topology: neighbours first. Distance costs latency per hop; what many flows share costs
-a fixed share of bandwidth, as under full load (`cost.FlowNetwork` is the exact model). At home every rank has its
+Ranks are numbered along the topology: neighbours first. Distance costs latency per hop; links that many flows share
+cost a fixed share of bandwidth, as under full load (`cost.FlowNetwork` is the exact model). At home every rank has its
 own upload and its own, larger, download bandwidth.
 """
 
@@ -21,13 +21,13 @@ from spawnsim.models.network.cost import FREE, Cost, Costs, Floats, Ints, Shared
 from spawnsim.models.network.fabric import Fabric, Index, Overheads
 from spawnsim.models.network.links import Hockney, Link, at_least
 
-MOST_HOPS = 10_000  # of a torus: a link is kept for each distance
-_SENDERS = 4096  # rows of kinds that are kept: two bytes a pair
+MOST_HOPS = 10_000  # of a torus: the fabric keeps a link for each distance
+_SENDERS = 4096  # cached rows of kinds: two bytes per pair
 
 
 @dataclass(frozen=True)
 class Bounded(Fabric):
-    """A fabric for a fixed number of ranks: the kinds of a sender's pairs are looked up, not worked out each time.
+    """A fabric for a fixed number of ranks: the kinds of a sender's pairs are looked up, not computed each time.
 
     Raises:
         ParameterError: Room for more than `MOST_RANKS` ranks.
@@ -52,8 +52,9 @@ class Bounded(Fabric):
             if dest >= len(self._rows.get(source, ())):
                 if len(self._rows) >= _SENDERS:
                     self._rows.clear()
-                # Many pairs at once: the kind of a pair on a torus is numpy arithmetic, too slow for single ones. A row
-                # reaches as far as receivers do, as a small run on a large machine needs little of it.
+                # Computed for many pairs at once: the kind of a pair on a torus is numpy arithmetic, too slow for
+                # single pairs. A row extends to the largest receiver so far, as a small run on a large machine needs
+                # only a small part.
                 most = min(1 << dest.bit_length(), self.capacity() or 0)
                 kinds = self.kind(np.full(most, source), np.arange(most))
                 self._rows[source] = array("H" if kinds.max() < 1 << 16 else "I", kinds.tolist())
@@ -91,7 +92,7 @@ class FatTree(Bounded):
         return tuple(math.prod(self.radices[:level]) for level in range(1, len(self.radices)))
 
     def kind(self, source: Index, dest: Index) -> Index:
-        """Return how many levels above their own switches two ranks meet."""
+        """Return the number of levels above their own switches at which two ranks meet."""
         level = source * 0
         for block in self._blocks:
             level = level + (source // block != dest // block)
@@ -117,7 +118,7 @@ class Torus(Bounded):
         link: The link between two nodes one hop apart.
         shape: Nodes along each dimension.
         hop_latency_s: Latency of each further hop.
-        ranks_per_node: How many consecutive ranks share a node.
+        ranks_per_node: Number of consecutive ranks per node.
         intra: The link within a node; `link` if None.
 
     Raises:
@@ -171,9 +172,9 @@ class Dragonfly(Bounded):
 
     Args:
         link: The link through one router.
-        ranks_per_router: How many consecutive ranks hang on a router.
-        routers_per_group: How many routers make a group.
-        groups: How many groups there are.
+        ranks_per_router: Number of consecutive ranks per router.
+        routers_per_group: Number of routers per group.
+        groups: Number of groups.
         local_latency_s: Latency of a hop within a group.
         global_latency_s: Latency of a hop between groups.
         global_share: Share of the bandwidth that a flow between groups gets.
@@ -261,7 +262,7 @@ class Regions(Bounded):
         return list(map(int, self._region))
 
     def kind(self, source: Index, dest: Index) -> Index:
-        """Return R times the region of the source plus that of the destination."""
+        """Return R times the region of the source plus the region of the destination."""
         if isinstance(source, np.ndarray):
             return self._region[source] * len(self.members) + self._region[dest]
         return self._region_list[source] * len(self.members) + self._region_list[dest]
@@ -280,12 +281,12 @@ class HomeLinks(Overheads):
     The sender's line is busy for n / up, the receiver's for n / down, so that a fast server can feed many.
 
     Args:
-        latency_s: Round the corner and through the backbone, per pair: half of each end's, one number per rank.
+        latency_s: Latency of each rank's line and backbone; a pair has half of each end's; one number per rank.
         up_Bps: Upload bandwidth of each rank, bytes per second.
         down_Bps: Download bandwidth of each rank, bytes per second.
 
     Raises:
-        ParameterError: Tables of different lengths, a negative latency, or a bandwidth not above 0.
+        ParameterError: Tables of different lengths, a negative latency, or a bandwidth that is not above 0.
     """
 
     latency_s: tuple[float, ...]
