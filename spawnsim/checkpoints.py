@@ -1,12 +1,13 @@
-"""Checkpoints: what ranks save at the end of an iteration, as files that may be damaged or come from an unknown source.
+"""Checkpoints: states that ranks save at the end of an iteration, in files that may be damaged or come from an unknown
+source.
 
-A checkpoint is a folder `RUN/checkpoints/ITERATION`, with a shard per real rank, or one of all virtual ranks. A shard
-is a file in the format of safetensors (https://github.com/huggingface/safetensors): a header of JSON with the tensors'
-types, shapes and places, then their bytes. What is no tensor stands as JSON in its metadata, with a checksum of the
-whole. Nothing is unpickled, and what a header claims is compared with the file's size before memory is taken.
+A checkpoint is a folder `RUN/checkpoints/ITERATION`, with one shard per real rank, or one shard of all virtual ranks.
+A shard is a file in the format of safetensors (https://github.com/huggingface/safetensors): a header of JSON with the
+tensors' types, shapes and places, then their bytes. All other values are JSON in its metadata, with a checksum of the
+whole. Nothing is unpickled, and the sizes in a header are compared with the file's size before memory is allocated.
 
-A shard is written beside its place, flushed to the disk and then moved there, and a checkpoint counts once all its
-shards are there: a process that is killed at any time leaves the checkpoint before.
+A shard is written next to its final place, flushed to the disk and then renamed. A checkpoint counts once all its
+shards exist: a process that is killed at any time leaves the previous checkpoint intact.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ import numpy as np
 from spawnsim.errors import ParameterError, StorageError
 
 FOLDER = "checkpoints"
-KEPT = 2  # checkpoints: one more than is needed, should the last one be damaged
+KEPT = 2  # checkpoints: one more than necessary, in case the last one is damaged
 HEADER_NBYTES = 100_000_000  # the longest header that safetensors itself reads
 MOST_DEPTH = 200  # of nested lists and mappings
 ALL = "all"  # the shard that holds all ranks
@@ -36,7 +37,7 @@ ALL = "all"  # the shard that holds all ranks
 Bytes = Any  # a one-dimensional array of uint8
 Tree = Any  # numbers, texts, None, tensors, arrays, and lists, tuples and mappings of these
 
-# Names of types in safetensors, and in torch and numpy. Complex numbers it does not have.
+# Names of types in safetensors, and in torch and numpy. Safetensors has no complex numbers.
 TYPES = {
     "BOOL": "bool", "U8": "uint8", "I8": "int8", "U16": "uint16", "I16": "int16", "U32": "uint32", "I32": "int32",
     "U64": "uint64", "I64": "int64", "F16": "float16", "BF16": "bfloat16", "F32": "float32", "F64": "float64",
@@ -46,7 +47,7 @@ _NAMES = {name: short for short, name in TYPES.items()}
 _NBYTES = {
     short: 1 if short in ("BOOL", "U8", "I8") or "F8" in short else int(short[-2:]) // 8 for short in TYPES
 }
-_KIND, _VALUE = "$", "value"  # of what JSON cannot say
+_KIND, _VALUE = "$", "value"  # keys for values that JSON cannot represent
 
 
 @dataclass
@@ -54,10 +55,10 @@ class Saved:
     """What `comm.restore()` returns.
 
     Attributes:
-        iteration: as it was given: the one to go on with.
-        model, optimizer, policy: state dicts, None where none was saved.
-        extra: what else the program has given.
-        donor: the rank whose state this is: another than one's own where the run had fewer ranks.
+        iteration: as given: the iteration with which to continue.
+        model, optimizer, policy: state dicts, None if not saved.
+        extra: the program's other values.
+        donor: the rank whose state this is: another rank than the caller if the run had fewer ranks.
     """
 
     iteration: int
@@ -70,7 +71,7 @@ class Saved:
 
 @dataclass
 class Shard:
-    """States as they are written: `document` is JSON that names `tensors`, each with its type, shape and bytes."""
+    """States in their file form: `document` is JSON that names `tensors`, each with its type, shape and bytes."""
 
     document: dict[str, Any] = field(default_factory=dict)
     tensors: dict[str, tuple[str, tuple[int, ...], Bytes]] = field(default_factory=dict)
@@ -81,10 +82,10 @@ class Shard:
         return sum(len(data) for _, _, data in self.tensors.values())
 
     def put(self, name: str, tree: Tree) -> None:
-        """Add a state; its tensors are copied, as they will change.
+        """Add a state; its tensors are copied, since they will change.
 
         Raises:
-            ParameterError: it holds something that is neither a number, a text, a tensor nor made of these.
+            ParameterError: it holds a value other than numbers, texts, tensors and collections of these.
         """
         self.document[name] = self._plain(name, tree, MOST_DEPTH)
 
@@ -120,7 +121,7 @@ class Shard:
                 "mappings of these can be kept"
             )
         name = place
-        while name in self.tensors or name == "__metadata__":  # "a" of "b/c", and "a/b" of "c"
+        while name in self.tensors or name == "__metadata__":  # "a" of "b/c", and "a/b" of "c", would collide
             name += "'"
         data = np.frombuffer(np.ascontiguousarray(tree).tobytes(), np.uint8) if is_array else _bytes_of(tree)
         self.tensors[name] = (short, tuple(tree.shape), data)
@@ -130,7 +131,7 @@ class Shard:
         """Return a state; tensors and arrays are copies, on the CPU.
 
         Raises:
-            ParameterError: it is not there, or damaged.
+            ParameterError: it is missing or damaged.
         """
         try:
             return self._tree(self.document[name])
@@ -180,10 +181,10 @@ def _tensor_of(data: Bytes, dtype: str, shape: Sequence[int]) -> Any:
 
 # ------------------------------------------------------------------------------------------------------------ files
 def write(path: Path, shard: Shard, about: Mapping[str, Any]) -> None:
-    """Write a shard whole or not at all; `about` is kept beside the states.
+    """Write a shard whole or not at all; `about` is kept with the states.
 
     Raises:
-        StorageError: the file system refuses it.
+        StorageError: the file system refuses the write.
     """
     places, begin = {}, 0
     for name, (short, shape, data) in shard.tensors.items():
@@ -201,7 +202,7 @@ def write(path: Path, shard: Shard, about: Mapping[str, Any]) -> None:
             for _, _, data in shard.tensors.values():
                 file.write(data)
             file.flush()
-            os.fsync(file.fileno())  # before it is moved: else a crash may leave a name without its bytes
+            os.fsync(file.fileno())  # before the rename: otherwise a crash may leave a name without bytes
         draft.replace(path)
         _sync(path.parent)
     except OSError as error:
@@ -212,7 +213,7 @@ def write(path: Path, shard: Shard, about: Mapping[str, Any]) -> None:
 
 
 def _sync(folder: Path) -> None:
-    """Let a folder's entries reach the disk."""
+    """Flush a folder's entries to the disk."""
     number = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(number)
@@ -232,7 +233,7 @@ def _checksum(header: Mapping[str, Any], parts: Iterable[Bytes]) -> str:
 
 
 def read(path: Path) -> tuple[Shard, dict[str, Any]]:
-    """Return a shard, and what is kept beside its states.
+    """Return a shard, and the `about` that is kept with its states.
 
     Raises:
         ParameterError: there is no such file, or it is damaged.
@@ -253,7 +254,7 @@ def read(path: Path) -> tuple[Shard, dict[str, Any]]:
 
 def _read(file: BinaryIO, nbytes: int) -> tuple[Shard, dict[str, Any]]:
     length = int.from_bytes(file.read(8), "little")
-    # Compared before it is read: eight bytes can ask for any amount of memory.
+    # Compared before reading: eight bytes can claim any amount of memory.
     if nbytes < 8 or length > min(nbytes - 8, HEADER_NBYTES):
         raise ValueError("its header is longer than the file")
     header = json.loads(file.read(length), parse_constant=_refused)
@@ -277,7 +278,7 @@ def _read(file: BinaryIO, nbytes: int) -> tuple[Shard, dict[str, Any]]:
 
 
 def _placed(entry: Mapping[str, Any], data: Bytes, begin: int) -> tuple[str, tuple[int, ...], Bytes]:
-    """Return a tensor, if its place follows the one before and is as large as its shape says."""
+    """Return a tensor, if its place follows the previous tensor and matches its shape."""
     short, shape, (first, end) = entry["dtype"], entry["shape"], entry["data_offsets"]
     if not all(type(each) is int and each >= 0 for each in (*shape, first, end)):
         raise ValueError("shapes and places are whole numbers")
@@ -292,7 +293,7 @@ def _refused(word: str) -> None:
 
 # ---------------------------------------------------------------------------------------------------------- folders
 class Found(NamedTuple):
-    """A whole checkpoint: of how many ranks, and in which files (one of all, or one a rank)."""
+    """A whole checkpoint: its number of ranks, and its files (one of all ranks, or one per rank)."""
 
     iteration: int
     ranks: int
@@ -303,7 +304,7 @@ _SHARD = re.compile(r"(?P<rank>all|rank-\d{5,7})-of-(?P<ranks>\d{5,8})\.safetens
 
 
 def shard_path(folder: Path, iteration: int, ranks: int, rank: int | None = None) -> Path:
-    """Return the file of a rank's shard in a run folder, or (None) that of all ranks."""
+    """Return the file of a rank's shard in a run folder, or (None) the shard of all ranks."""
     name = ALL if rank is None else f"rank-{rank:05d}"
     return folder / FOLDER / f"{iteration:09d}" / f"{name}-of-{ranks:05d}.safetensors"
 
@@ -336,7 +337,7 @@ def newest(folder: Path) -> Found:
     """Return the newest whole checkpoint of a run folder.
 
     Raises:
-        ParameterError: it holds none.
+        ParameterError: it holds no whole checkpoint.
     """
     for found in whole(folder):
         return found
@@ -346,9 +347,9 @@ def newest(folder: Path) -> Found:
 
 
 class Part(NamedTuple):
-    """What a checkpoint holds of a rank: `place` begins its names in the shard, `donor` is whose.
+    """A rank's part of a checkpoint: `place` is the prefix of its names in the shard, `donor` the rank that saved it.
 
-    `same` says whether it is one of all ranks of this run, and of no others.
+    `same` says whether the checkpoint has exactly the ranks of this run.
     """
 
     shard: Shard
@@ -360,12 +361,12 @@ class Part(NamedTuple):
         """Return one of its states.
 
         Raises:
-            ParameterError: it is not there, or damaged.
+            ParameterError: it is missing or damaged.
         """
         return self.shard.get(self.place + name)
 
     def saved(self) -> Saved:
-        """Return what its program has saved.
+        """Return the states that its program has saved.
 
         Raises:
             ParameterError: it is damaged.
@@ -382,10 +383,10 @@ class Part(NamedTuple):
 
 
 def part_of(found: Found, rank: int, shard: tuple[Shard, dict[str, Any]] | None = None, *, size: int) -> Part:
-    """Return what a checkpoint holds of one of `size` ranks: its own, or that of its number modulo those saved.
+    """Return the part of a checkpoint for one of `size` ranks: its own, or a saved rank's by number modulo their count.
 
-    Of ranks that have outlived others, one of a number that there is no more, they are taken in their order.
-    `shard` is the one of all ranks, where it has been read already.
+    If a saved rank's number is not below `size` (it outlived other ranks), the saved ranks are assigned in order.
+    `shard` is the shard of all ranks, if it has been read already.
 
     Raises:
         ParameterError: a file is damaged.
@@ -393,7 +394,7 @@ def part_of(found: Found, rank: int, shard: tuple[Shard, dict[str, Any]] | None 
     together = found.files[0].name.startswith(ALL)
     place = 0 if together else rank % found.ranks
     states, about = shard or read(found.files[place])
-    # Shards that do not name the ranks of all are older: they are taken as those of ranks that have all lived.
+    # Shards that do not name all ranks come from older versions: they count as shards of ranks that have all survived.
     saved = about.get("ranks" if together else "members", list(range(found.ranks)))
     whole = isinstance(saved, list) and all(type(each) is int and each >= 0 for each in saved)
     if not whole or len(set(saved)) != found.ranks:
@@ -411,7 +412,7 @@ def clocks_s(found: Found) -> dict[int, float]:
     """Return the times of the ranks' clocks at a checkpoint, all of whose files are read.
 
     Raises:
-        ParameterError: a file is damaged, is another rank's, or was saved at another time than the others.
+        ParameterError: a file is damaged, belongs to another rank, or was saved at another time than the rest.
     """
     times: dict[int, float] = {}
     saves = set()
@@ -434,7 +435,7 @@ def clocks_s(found: Found) -> dict[int, float]:
 
 
 def _save_of(found: Found, place: int, about: Mapping[str, Any]) -> Any:
-    """Return by which call of all ranks a shard was saved, None if it does not say so, as that of all ranks."""
+    """Return the number of the collective save call of a shard; None if it lacks one, like the shard of all ranks."""
     path = found.files[place]
     own = {"iteration": found.iteration, "rank": place}
     for name, expected in own.items():
@@ -445,7 +446,7 @@ def _save_of(found: Found, place: int, about: Mapping[str, Any]) -> Any:
 
 
 def prune(folder: Path) -> None:
-    """Remove all checkpoints that are older than the `KEPT` newest that are whole."""
+    """Remove all checkpoints older than the `KEPT` newest whole ones."""
     kept = whole(folder)[:KEPT]
     if len(kept) < KEPT:
         return
@@ -463,7 +464,7 @@ def discard(folder: Path, after: int = -1) -> None:
 
 # ----------------------------------------------------------------------------------------------------------- states
 def states_of(**named: Any) -> dict[str, Tree]:
-    """Return the state dicts of objects by name; None, and what is a mapping already, as they are."""
+    """Return the state dicts of objects by name; None and mappings unchanged."""
     return {
         name: each
         if each is None or isinstance(each, Mapping) or not hasattr(each, "state_dict")
@@ -473,10 +474,10 @@ def states_of(**named: Any) -> dict[str, Tree]:
 
 
 def load(saved: Saved, **named: Any) -> None:
-    """Let a model, an optimizer and a policy take up what was saved of them; None is left as it is.
+    """Load the saved states into a model, an optimizer and a policy; None is skipped.
 
     Raises:
-        ParameterError: nothing was saved of one, or it does not fit.
+        ParameterError: an object has no saved state, or the state does not fit.
     """
     for name, each in named.items():
         if each is None:
@@ -500,12 +501,12 @@ def require_iteration(iteration: Any) -> int:
 
 
 def streams_state(streams: Any) -> dict[str, Any]:
-    """Return where the random streams of a rank stand, by purpose."""
+    """Return the states of a rank's random streams, by purpose."""
     return {purpose: stream.bit_generator.state for purpose, stream in sorted((streams._open or {}).items())}
 
 
 def set_streams(streams: Any, state: Mapping[str, Any]) -> None:
-    """Put random streams where they stood; generators that a program holds already go on from there too."""
+    """Restore the states of random streams; generators that a program holds already continue from there too."""
     for purpose, each in state.items():
         try:
             streams(purpose).bit_generator.state = each

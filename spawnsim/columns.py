@@ -1,7 +1,7 @@
 """Archives of columns, such as a run's `metrics.npz`, which may be damaged or come from an unknown source.
 
-Sizes that an archive claims are checked before memory is allocated for them, and nothing is unpickled. Columns that are
-large stay in their file until somebody asks for one.
+The sizes in an archive are checked before memory is allocated for them, and nothing is unpickled. Large columns stay
+in their file until they are requested.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from numpy.typing import NDArray
 from spawnsim.errors import ParameterError
 
 KINDS = "biufU"  # bools, integers, floats and texts
-MOST_RANKS = 10**7  # more no job has; arrays over ranks are made of them
+MOST_RANKS = 10**7  # an upper bound for any job; arrays over ranks have this size
 
 PIECE = 100_000  # rows
-HELD_B = 64 << 20  # bytes of rows that are kept in memory without having been asked for
+HELD_B = 64 << 20  # bytes of rows that are kept in memory without a request
 
 Column = NDArray[Any]
 
 
 class StoredColumns(Mapping[str, Column]):
-    """Columns of one length that lie in a file: one that is asked for is read and kept, `pieces` keeps nothing.
+    """Columns of one length in a file: a requested column is read and kept, `pieces` keeps nothing.
 
     Attributes:
         rows: their length.
@@ -50,7 +50,7 @@ class StoredColumns(Mapping[str, Column]):
         return self._read[name]
 
     def __contains__(self, name: object) -> bool:
-        return name in self.dtypes  # asking must not read
+        return name in self.dtypes  # a membership test must not read
 
     def __iter__(self) -> Iterator[str]:
         return iter(self.dtypes)
@@ -59,7 +59,7 @@ class StoredColumns(Mapping[str, Column]):
         return len(self.dtypes)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return dict, (dict(self),)  # to another process, which has not opened the file
+        return dict, (dict(self),)  # to another process, where the file is not open
 
 
 class ArchivedColumns(StoredColumns):
@@ -70,7 +70,7 @@ class ArchivedColumns(StoredColumns):
             # Closed with the last reference to it.
             self._path, self._archive = path, zipfile.ZipFile(path)
             self._members = {info.filename.removesuffix(".npy"): info for info in self._archive.infolist()}
-            # Headers of all columns first: nothing large is read of an archive that does not fit together.
+            # Headers of all columns first: no large data are read from an inconsistent archive.
             claimed = {name: _claimed(self._archive, member) for name, member in self._members.items()}
             if len(lengths := {rows for rows, _ in claimed.values()}) > 1:
                 raise ValueError("its columns differ in length")
@@ -78,7 +78,7 @@ class ArchivedColumns(StoredColumns):
 
     @property
     def nbytes(self) -> int:
-        """What all columns would take in memory."""
+        """The size of all columns in memory."""
         return self.rows * sum(dtype.itemsize for dtype in self.dtypes.values())
 
     def pieces(self, name: str) -> Iterator[Column]:
@@ -88,7 +88,7 @@ class ArchivedColumns(StoredColumns):
             _header(file)
             for begin in range(0, self.rows, PIECE):
                 yield np.frombuffer(_whole(file, min(PIECE, self.rows - begin) * dtype.itemsize), dtype)
-            file.read(1)  # its checksum is looked at where it ends
+            file.read(1)  # its checksum is verified at its end
 
 
 def _whole(file: Any, nbytes: int) -> bytes:
@@ -100,7 +100,7 @@ def _whole(file: Any, nbytes: int) -> bytes:
 
 @contextmanager
 def _reading(path: Path) -> Iterator[None]:
-    """Word what a missing or damaged archive raises."""
+    """Convert the errors of a missing or damaged archive."""
     try:
         yield
     except ParameterError:
@@ -109,12 +109,12 @@ def _reading(path: Path) -> Iterator[None]:
         raise ParameterError(f"{path.parent} is not a run folder: it holds no {path.name}") from None
     except KeyError as error:
         raise ParameterError(f"cannot read {path}: it holds no column {error}") from error
-    except Exception as error:  # what damage makes zipfile, zlib and numpy raise has no common root
+    except Exception as error:  # the errors of zipfile, zlib and numpy on damaged data have no common base
         raise ParameterError(f"cannot read {path}: {str(error) or type(error).__name__}") from error
 
 
 def read_columns(path: Path, names: Sequence[str] | None = None) -> dict[str, Column]:
-    """Return columns of one length; `names` are those wanted, None: all.
+    """Return columns of one length; `names` selects columns, None: all.
 
     Raises:
         ParameterError: there is no such file, it is damaged, or it lacks one of the names.
@@ -125,12 +125,12 @@ def read_columns(path: Path, names: Sequence[str] | None = None) -> dict[str, Co
 
 
 def _claimed(archive: zipfile.ZipFile, member: zipfile.ZipInfo) -> tuple[int, np.dtype[Any]]:
-    """Return how many rows a column has, and of which type, if what it claims is as large as it is."""
+    """Return a column's number of rows and type, if its claimed size matches its real one."""
     with archive.open(member) as file:
         shape, dtype = _header(file)
     if len(shape) != 1 or dtype.kind not in KINDS:
         raise ValueError(f"column {member.filename!r} is not a column of numbers or texts")
-    # A few bytes can claim an array of any size, for which numpy would take the memory at once.
+    # A few bytes can claim an array of any size, for which numpy would allocate the memory at once.
     if shape[0] * dtype.itemsize > member.file_size:
         raise ValueError(f"column {member.filename!r} claims {shape[0]:,} rows, and is shorter")
     return shape[0], dtype

@@ -1,11 +1,11 @@
-"""The errors that spawnsim raises, sorted by whose fault they are.
+"""The errors that spawnsim raises, sorted by their origin.
 
 `UsageError`: the program or its parameters (deadlock, mismatched collective, truncated buffer, bad value).
 `WorldError`: the world the program runs in (a rank failed, a communicator was revoked, a time-out).
-`InternalError`: ours.
+`InternalError`: spawnsim itself.
 
-Each family has the exit status of a command, or of a real job, that ends by it. 1 and 2 are what Python and its
-command-line tools give; the others begin at 121, where they meet no `sys.exit(3)` of a program. Every error can be
+Each family has the exit status of a command, or of a real job, that it ends. Python and its command-line tools use 1
+and 2; the other families begin at 121, where they do not collide with a program's `sys.exit(3)`. Every error can be
 rebuilt from its own `args`, because SimPy and pickle rebuild exceptions that way.
 """
 
@@ -30,13 +30,13 @@ class SpawnsimError(Exception):
 
 
 class UsageError(SpawnsimError):
-    """The program asked for something that cannot be: the message says what, where, and what to do."""
+    """The program asked for something impossible: the message states the problem, its place and the remedy."""
 
     exit_status = 2
 
 
 class ParameterError(UsageError, ValueError):
-    """A parameter has a value outside its range. Also a `ValueError`, as callers of a constructor expect."""
+    """A parameter is outside its range. Also a `ValueError`, as callers of a constructor expect."""
 
 
 class UnsupportedError(UsageError, NotImplementedError):
@@ -47,7 +47,7 @@ class Deadlock(UsageError):
     """Every rank still alive waits for another. The message holds the table and the cycle.
 
     Attributes:
-        causes: call and line of each wait that no rank can end, such as "Ssend heat.py:24"; not of those that follow.
+        causes: call and line of each wait that no rank can end, such as "Ssend heat.py:24"; without dependent waits.
     """
 
     exit_status = 121
@@ -63,7 +63,7 @@ class Livelock(UsageError):
 class MismatchError(UsageError, RuntimeError):
     """Ranks of one communicator met in different collectives, or with another root, count, type or op.
 
-    A `RuntimeError` too, as MPI's exceptions and those of torch.distributed are: programs catch it as one.
+    Also a `RuntimeError`, like the exceptions of MPI and torch.distributed: programs catch it as one.
     """
 
 
@@ -94,7 +94,7 @@ class Revoked(WorldError):
 
 
 class Timeout(WorldError, TimeoutError):
-    """A call met its deadline. `ranks` are those still missing, `operation` and `sequence` name the call."""
+    """A call met its deadline. `ranks` are the missing ranks, `operation` and `sequence` name the call."""
 
     def __init__(self, ranks: Iterable[int], operation: str, sequence: int = -1, message: str = "") -> None:
         self.ranks, self.operation, self.sequence = tuple(sorted(ranks)), operation, sequence
@@ -107,17 +107,17 @@ class Timeout(WorldError, TimeoutError):
 
 
 class StorageError(WorldError):
-    """A run folder cannot be written to: a full disk, a folder that is gone. What it holds already stays."""
+    """A run folder cannot be written to: a full disk, a missing folder. Existing contents stay."""
 
     exit_status = 2
 
 
 class StudyError(SpawnsimError):
-    """Some runs of a study failed; those that did not are kept."""
+    """Some runs of a study failed; the other runs are kept."""
 
 
 class CheckFailed(SpawnsimError):
-    """What must hold at all times did not: `comm.check` of a program, or an invariant of a policy. `what` names it."""
+    """An invariant was violated: a `comm.check` of a program, or an invariant of a policy. `what` names it."""
 
     def __init__(self, what: str, message: str) -> None:
         self.what = what
@@ -128,7 +128,7 @@ class CheckFailed(SpawnsimError):
 
 
 class RankError(SpawnsimError):
-    """A rank's program raised. The original exception is the `__cause__`; `rank` and `time_s` say where."""
+    """A rank's program raised. The original exception is the `__cause__`; `rank` and `time_s` locate it."""
 
     def __init__(self, rank: int, time_s: float, message: str) -> None:
         self.rank, self.time_s = rank, time_s
@@ -143,25 +143,25 @@ class ProgramError(SpawnsimError):
 
 
 class InternalError(SpawnsimError):
-    """A promise that spawnsim makes to itself was broken: please report it with the seed and the command."""
+    """An invariant of spawnsim itself was violated: please report it with the seed and the command."""
 
     exit_status = 123
 
 
 def program_traceback(error: BaseException) -> str:
-    """Return an exception's traceback from where the program begins: spawnsim's frames are left out.
+    """Return an exception's traceback from the beginning of the program: without spawnsim's frames.
 
-    But not the last ones, unless the error is spawnsim's own, whose message says what happened.
+    The last frames stay, unless the error is spawnsim's own, whose message explains the cause.
     """
     trace = error.__traceback__
-    # Never the last frame: an exception that is all ours still needs a place.
+    # Never remove the last frame: an exception entirely within spawnsim still needs a place.
     while trace is not None and trace.tb_next is not None and _is_ours(trace.tb_frame.f_code.co_filename):
         trace = trace.tb_next
     shown = traceback.TracebackException(type(error), error, trace)
     last = max((i for i, each in enumerate(shown.stack) if not _is_ours(each.filename)), default=0)
     shown.stack[:last] = [each for each in shown.stack[:last] if not _is_ours(each.filename)]
     if isinstance(error, SpawnsimError):
-        dataclass = ("<string>", "__init__")  # the constructor that Python has made
+        dataclass = ("<string>", "__init__")  # the constructor that Python generates
         while len(shown.stack) > 1 and (
             _is_ours(shown.stack[-1].filename)
             or (shown.stack[-1].filename, shown.stack[-1].name) == dataclass
@@ -175,9 +175,9 @@ EXTRAS = {"torchft": "torchft", "gfn": "gfn", "sklearn": "demo"}
 
 
 def did_you_mean(error: BaseException) -> str:
-    """Return the names that an `AttributeError` may mean, as the interpreter says at the end of a plain program.
+    """Return the names that an `AttributeError` may mean, as the interpreter suggests at the end of a plain program.
 
-    Of a module that is not installed, the extra of spawnsim that installs it.
+    For a module that is not installed, return the extra of spawnsim that installs it.
 
     >>> try:
     ...     "".joyn
@@ -202,8 +202,8 @@ def did_you_mean(error: BaseException) -> str:
 def told_place(error: BaseException) -> str:
     """Return type and text of a program's exception, and the program's innermost line of it, in one line.
 
-    Of spawnsim's own errors, which say much, and of texts of several lines, the first words alone: the traceback has
-    the rest.
+    For spawnsim's own errors, which are long, and for texts of several lines, return only the first words: the
+    traceback has the rest.
     """
     text = "" if isinstance(error, SpawnsimError) else str(error).strip().partition("\n")[0]
     kind = ": ".join(filter(None, [type(error).__name__, text])) + did_you_mean(error)
@@ -215,11 +215,11 @@ def program_place(frames: Iterable[tuple[FrameType, int]]) -> str:
     """Return file and line of the program's innermost frame, as "train.py:12", or "" if none is the program's.
 
     Args:
-        frames: with their lines, the innermost one first.
+        frames: frames with their lines, the innermost one first.
     """
     import sysconfig  # needed here alone
 
-    # Lines of libraries say less than the line of the program that has called them.
+    # A line of a library helps less than the program's line that called it.
     libraries = tuple({sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")})
     for frame, line in frames:
         filename = frame.f_code.co_filename
@@ -229,7 +229,7 @@ def program_place(frames: Iterable[tuple[FrameType, int]]) -> str:
 
 
 def _is_compiled(frame: FrameType) -> bool:
-    """Return whether a frame is of compiled code: Cython names a source file that is seldom there, by another path."""
+    """Return whether a frame is compiled code: Cython names a source file that seldom exists, by another path."""
     return str(frame.f_globals.get("__file__", "")).endswith(tuple(EXTENSION_SUFFIXES))
 
 
@@ -238,10 +238,10 @@ def _is_ours(filename: str) -> bool:
 
 
 def exit_status_of(error: BaseException, *, of_program: bool = False) -> int:
-    """Return the exit status of a command, or of a real job, that ends by an error; 1 for other exceptions.
+    """Return the exit status of a command, or of a real job, that an error ends; 1 for other exceptions.
 
-    `of_program`: a rank's call has raised it. What is then wrong with a value is an error as any other of the program,
-    and not one of the command's options.
+    `of_program`: a rank's call has raised it. A wrong value is then an error of the program like any other, and not
+    one of the command's options.
     """
     status: int = getattr(error, "exit_status", 1)
     own = of_program and isinstance(error, UsageError) and status == UsageError.exit_status

@@ -1,4 +1,4 @@
-"""Python's imports: which distributions are installed, which names were imported, and being told of a load.
+"""Python's imports: which distributions are installed, which names were imported, and callbacks on loading.
 
 A callback runs when a module has been loaded and before it can be used. Versions are read without importing
 the packages. Launchers use this module: it must stay quick to load.
@@ -18,14 +18,14 @@ from typing import Any
 
 
 def versions(names: Iterable[str]) -> dict[str, str]:
-    """Return the versions of those of the named distributions that are installed, in the order of `names`."""
+    """Return the versions of the installed ones among the named distributions, in the order of `names`."""
     places = tuple((place, _changed_ns(place)) for place in sys.path)
     found = ((name, _version(name, places)) for name in names)
     return {name: version for name, version in found if version is not None}
 
 
-# Reading the metadata of eight packages takes as long as a short run, and a sweep has thousands of runs in one process.
-# What is installed meanwhile, as by %pip in a notebook, changes its folder, and is found.
+# Reading the metadata of eight packages takes as long as a short run, and a sweep has thousands of runs in one
+# process. A later installation, as by %pip in a notebook, changes its folder, and is noticed.
 @lru_cache(maxsize=256)
 def _version(name: str, places: tuple[tuple[str, int], ...]) -> str | None:
     from importlib import metadata  # takes 30 ms, and most ranks do not need it
@@ -37,7 +37,7 @@ def _version(name: str, places: tuple[tuple[str, int], ...]) -> str | None:
 
 
 def _changed_ns(place: str) -> int:
-    """Return when a folder of `sys.path` was last changed, in which the current one has no name."""
+    """Return the last change of a folder of `sys.path`; an empty name is the current folder."""
     try:
         return os.stat(place or ".").st_mtime_ns
     except OSError:
@@ -46,23 +46,23 @@ def _changed_ns(place: str) -> int:
 
 _before: set[str] = set()
 _of_ranks: set[str] = set()
-exclusive: list[int] = []  # threads that hold a lock which all ranks need
+exclusive: list[int] = []  # threads that hold a lock that all ranks need
 
 
 def notice_imports() -> None:
-    """Remember which modules there are before the first program of this process is loaded."""
-    # The first time alone: later runs of the process find modules of earlier programs loaded, which are inputs of
-    # theirs, too.
+    """Remember the loaded modules before the first program of this process is loaded."""
+    # Only the first time: later runs of the process find modules of earlier programs loaded, which are their inputs,
+    # too.
     _before.update(sys.modules if not _before else ())
 
 
 def of_a_rank(name: str) -> None:
-    """Remember a module that virtual ranks import each for itself: `sys.modules` holds it for as long as one runs."""
+    """Remember a module that each virtual rank imports separately: `sys.modules` holds it only while a rank runs."""
     _of_ranks.add(name)
 
 
 def is_of_a_rank(name: str) -> bool:
-    """Return whether virtual ranks import a module each for itself."""
+    """Return whether each virtual rank imports the module separately."""
     return name in _of_ranks
 
 
@@ -73,14 +73,15 @@ def loading() -> bool:
 
 
 def amid_shared_import(frame: FrameType | None) -> bool:
-    """Return whether who stands at a frame, a virtual rank, is importing a module that all ranks share.
+    """Return whether the virtual rank at this frame is importing a module that all ranks share.
 
-    Then it should not wait for others if it need not: they would find the module half made, or, in threads, wait for
-    the end of its import in vain. The same holds for a thread that holds a lock which all ranks need (`exclusive`).
+    Then it should not wait for other ranks unnecessarily: they would find the module incomplete, or, in threads, wait
+    for the end of its import for ever. The same holds for a thread that holds a lock that all ranks need
+    (`exclusive`).
     """
     if exclusive and get_ident() in exclusive:
         return True
-    if not loading():  # as nearly always: nobody is
+    if not loading():  # almost always: no import is in progress
         return False
     while frame is not None:
         name = frame.f_globals.get("__name__")
@@ -91,7 +92,7 @@ def amid_shared_import(frame: FrameType | None) -> bool:
 
 
 def imported_names() -> frozenset[str]:
-    """Return the first parts of the names of all modules that were imported since, in whatever way."""
+    """Return the first parts of the names of all modules that were imported since, by any means."""
     return frozenset(name.partition(".")[0] for name in {*sys.modules, *_of_ranks} - _before)
 
 
@@ -101,7 +102,7 @@ def after_import(name: str, then: Callable[[], None]) -> Iterator[None]:
     if name in sys.modules:
         then()
     finder = _Finder(name, then)
-    # First, or the real finder would answer and the callback never run.
+    # First: otherwise the real finder would answer and the callback never run.
     sys.meta_path.insert(0, finder)
     try:
         yield
@@ -118,11 +119,11 @@ class _Finder:
     def find_spec(
         self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        """Return the spec that the other finders find, with a loader that calls back."""
-        # Two that wait for one module ask each other: whoever is asked meanwhile knows nothing.
+        """Return the spec from the other finders, with a loader that calls back."""
+        # Two finders for one module query each other: a finder that is already searching returns None.
         if name != self._name or self._asking:
             return None
-        # Asked of all others in their order, so that hooks of other packages keep working.
+        # Queries all other finders in their order, so that hooks of other packages keep working.
         found = (finder.find_spec(name, path, target) for finder in sys.meta_path if finder is not self)
         self._asking = True
         try:
@@ -135,14 +136,14 @@ class _Finder:
 
 
 class _Loader(SourceFileLoader):
-    """Hands its module back to the loader that it stands for, and then calls back."""
+    """Returns the module to the loader that it replaces, and then calls back."""
 
     def __init__(self, spec: ModuleSpec, loader: Any, then: Callable[[], None]) -> None:
         super().__init__(spec.name, spec.origin or "")
         self._spec, self._loader, self._then = spec, loader, then
 
     def exec_module(self, module: ModuleType) -> None:
-        # Put back before the module runs: it may look at its own loader, as pickles and resources do.
+        # Restored before the module runs: it may use its own loader, as pickles and resources do.
         self._spec.loader = module.__loader__ = self._loader
         self._loader.exec_module(module)
         self._then()

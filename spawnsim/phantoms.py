@@ -1,6 +1,6 @@
-"""Arrays without memory: sizes stand for data where only the timing of a run is wanted.
+"""Arrays without memory: sizes represent data if only the timing of a run matters.
 
-torch has such tensors (its "meta" device), numpy has none. Numpy only: every layer may know phantoms.
+torch has such tensors (its "meta" device), numpy does not. This module needs only numpy: every layer may use it.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ MIXED = "a phantom and data cannot be combined: all ranks must pass phantoms, or
 
 
 class PhantomError(UsageError, BufferError):
-    """Data were asked of a phantom, which has none."""
+    """A call needs the data of a phantom, which has no data."""
 
 
 class PhantomArray(NDArrayOperatorsMixin):
-    """An array of which only length and dtype exist: it stands wherever virtual ranks take a buffer.
+    """An array that has only a length and a dtype: virtual ranks accept it wherever they accept a buffer.
 
-    What is sent of it takes as long, and counts as many bytes, as data would; nothing is copied or computed, so the
-    timing of a 1 GB model costs no memory. What is computed of phantoms is a phantom. Tensors on torch's "meta" device
-    are taken as phantoms, too. Real data that are written or received into a phantom (a header) are kept, and can be
-    read again; reading where none are is refused, and so are sums of phantoms and data, and phantoms on real ranks.
+    Sending it takes as long, and counts as many bytes, as data would. Nothing is copied or computed, so the timing of
+    a 1 GB model costs no memory. Results computed from phantoms are phantoms. Tensors on torch's "meta" device are
+    treated as phantoms, too. Real data that are written or received into a phantom (a header) are kept, and can be
+    read again. Other reads raise an error, as do sums of phantoms and data, and phantoms on real ranks.
 
     Args:
         count: Number of elements.
@@ -42,7 +42,7 @@ class PhantomArray(NDArrayOperatorsMixin):
         nbytes: Bytes that data would take.
     """
 
-    # Views share what was stored: first byte in the whole → real bytes. Nearly always nothing, or one header.
+    # Views share the stored bytes: first byte in the whole → real bytes. Nearly always empty, or one header.
     __slots__ = ("_start", "_stored", "dtype", "nbytes", "size")
     ndim = 1
     flags = np.zeros(1, np.uint8).flags
@@ -58,7 +58,7 @@ class PhantomArray(NDArrayOperatorsMixin):
 
     @property
     def shape(self) -> tuple[int]:
-        """The length, as numpy has it."""
+        """The shape, as in numpy."""
         return (self.size,)
 
     @property
@@ -68,7 +68,7 @@ class PhantomArray(NDArrayOperatorsMixin):
 
     @property
     def ctypes(self) -> Any:
-        """What has the address: that of no memory, the same for equal places of one phantom."""
+        """The object with the address: an address without memory, the same for equal places of one phantom."""
         return SimpleNamespace(data=id(self._stored) + self._start)
 
     def __len__(self) -> int:
@@ -101,7 +101,7 @@ class PhantomArray(NDArrayOperatorsMixin):
             base: Any = getattr(value, "base", None)
             if (
                 type(base) is not bytes or len(base) != value.nbytes
-            ):  # else it cannot change, and needs no copy
+            ):  # otherwise it cannot change, and needs no copy
                 base = np.asarray(value).tobytes()
             held, shift = {0: base}, part._start
         else:
@@ -114,7 +114,7 @@ class PhantomArray(NDArrayOperatorsMixin):
         self._stored.update({first + shift: data for first, data in held.items()})
 
     def _forget(self, first: int, start: int, end: int) -> None:
-        """Keep of what is stored at `first` only what lies before `start` or from `end` on."""
+        """Of the bytes stored at `first`, keep only those before `start` or from `end` on."""
         data = self._stored.pop(first)
         if first < start:
             self._stored[first] = data[: start - first]
@@ -132,7 +132,7 @@ class PhantomArray(NDArrayOperatorsMixin):
 
     @property
     def data(self) -> memoryview:
-        """The real data with which it begins."""
+        """The real data at its beginning."""
         found, at = b"", self._start
         for first, data in self.stored().items():
             if first != at:
@@ -148,7 +148,7 @@ class PhantomArray(NDArrayOperatorsMixin):
         return found
 
     def copy(self) -> PhantomArray:
-        """Return a phantom of its own, with what was stored."""
+        """Return an independent phantom with the stored data."""
         new = PhantomArray.__new__(PhantomArray)
         new.size, new.dtype, new.nbytes, new._start = self.size, self.dtype, self.nbytes, 0
         new._stored = (
@@ -159,7 +159,7 @@ class PhantomArray(NDArrayOperatorsMixin):
     flatten = copy
 
     def reshape(self, *shape: Any, order: str = "C") -> PhantomArray:
-        """Return the same: phantoms have one dimension."""
+        """Return the phantom itself: phantoms have one dimension."""
         return self
 
     def view(self, dtype: Any) -> PhantomArray:
@@ -168,25 +168,25 @@ class PhantomArray(NDArrayOperatorsMixin):
         return self._piece(self._start, self.nbytes // int(found.itemsize), found)
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> NDArray[Any]:
-        """Return what was stored as an array, if that is all of it."""
+        """Return the stored data as an array, if all of them are stored."""
         found = self.data
         if len(found) < self.nbytes:
             raise PhantomError(NO_DATA)
         return np.frombuffer(bytearray(found), self.dtype)
 
     def __array_ufunc__(self, ufunc: Any, method: str, *given: Any, **how: Any) -> Any:
-        """Compute nothing; the result is a phantom as well."""
+        """Compute nothing; the result is another phantom."""
         whole = [each for each in (*given, *how.get("out", ())) if getattr(each, "size", 1) != 1]
         if method != "__call__" or not all(isinstance(each, PhantomArray) for each in whole):
             raise PhantomError(MIXED)
         if "out" in how:
             return how["out"][0]
-        # Of one element each, since only numpy knows the dtype of a result.
+        # On arrays of one element each, since only numpy knows the dtype of a result.
         one = [np.ones(1, each.dtype) if isinstance(each, PhantomArray) else each for each in given]
         return PhantomArray(max((each.size for each in whole), default=1), ufunc(*one).dtype)
 
     def all(self) -> bool:
-        """Whether all is true: phantoms are taken to be finite."""
+        """Return True: phantoms count as finite."""
         return True
 
     def astype(self, dtype: Any, copy: bool = True) -> PhantomArray:
@@ -194,7 +194,7 @@ class PhantomArray(NDArrayOperatorsMixin):
         return self if not copy and dtype == self.dtype else PhantomArray(self.size, dtype)
 
     def __array_function__(self, function: Any, types: Any, given: Any, how: Any) -> Any:
-        """Make phantoms where numpy makes arrays of arrays."""
+        """Return phantoms for functions in which numpy makes new arrays."""
         if function in (np.zeros_like, np.empty_like, np.nan_to_num):
             return PhantomArray(self.size, self.dtype)
         if function is not np.concatenate:
@@ -207,7 +207,7 @@ class PhantomArray(NDArrayOperatorsMixin):
         return whole
 
     def __dlpack_device__(self) -> Any:
-        """Refuse: real ranks ask for it."""
+        """Refuse: only real ranks call this."""
         raise PhantomError(NO_DATA)
 
     __dlpack__ = __dlpack_device__
@@ -217,10 +217,10 @@ class PhantomArray(NDArrayOperatorsMixin):
 
 
 def is_phantom(*arrays: Any) -> bool:
-    """Whether these are phantoms.
+    """Return whether the arrays are phantoms.
 
     Raises:
-        PhantomError: some are, and others hold data.
+        PhantomError: some are phantoms, and some hold data.
     """
     if PhantomArray not in map(type, arrays):
         return False

@@ -1,7 +1,7 @@
 """Random streams keyed by (seed, rank, purpose).
 
-A stream depends on its key alone (numpy's `SeedSequence`): adding a rank, a fault or a policy does not
-shift the draws of others.
+A stream depends on its key alone (numpy's `SeedSequence`): adding a rank, a fault or a policy does not shift other
+draws.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import numpy as np
 from spawnsim.errors import ParameterError
 from spawnsim.importing import after_import
 
-WORLD = -1  # the rank whose streams belong to all ranks: faults, the platform, a data set that they share
+WORLD = -1  # the rank of streams that belong to all ranks: faults, the platform, a shared data set
 
 # The streams in which the global generators of a rank's process start.
 PYTHON, NUMPY, TORCH = "program.random", "program.numpy", "program.torch"
@@ -36,7 +36,7 @@ def sequence(seed: int, rank: int, purpose: str) -> np.random.SeedSequence:
     """Return the seed sequence of one stream. `rank` may be `WORLD`."""
     if seed < 0:
         raise ParameterError(f"seed={seed}: give an integer of at least 0")
-    # The rank is moved by one, since the world's is -1 and keys are unsigned.
+    # The rank is shifted by one, since the world's is -1 and keys are unsigned.
     return np.random.SeedSequence(seed, spawn_key=(rank + 1, _word(purpose)))
 
 
@@ -46,12 +46,12 @@ def generator(seed: int, rank: int, purpose: str) -> np.random.Generator:
 
 
 def generators(seed: int, ranks: int, purpose: str) -> Iterator[np.random.Generator]:
-    """Yield the streams of ranks 0 to `ranks` - 1, each as `generator` returns it, at a tenth of the price.
+    """Yield the streams of ranks 0 to `ranks` - 1, each as `generator` returns it, at a tenth of the cost.
 
-    It is one object all along: draw from it before the next is asked for.
+    It is one object throughout: draw from it before requesting the next one.
     """
-    # A seed sequence is 26 multiplications of 32-bit words, a generator a few of 128 bits; what takes 20 µs is making
-    # the objects. So the words are mixed for many ranks at once, and one generator is set to each state.
+    # A seed sequence is 26 multiplications of 32-bit words, a generator a few of 128 bits; creating the objects takes
+    # most of the 20 µs. So the words are mixed for many ranks at once, and one generator is set to each state.
     bits = np.random.PCG64(0)
     stream, state = np.random.Generator(bits), bits.state
     for first in range(0, ranks, _AT_ONCE):
@@ -112,7 +112,7 @@ def _words(number: int) -> list[int]:
 class Streams:
     """All the streams of one rank: `comm.rng`.
 
-    `rng("donors")` is the generator of that purpose; asking again goes on where it stopped. Used as a plain
+    `rng("donors")` is the generator of that purpose; a second call continues where it stopped. Used as a plain
     generator (`rng.normal()`), it is the stream of the purpose "main".
 
     >>> rng = Streams(seed=7, rank=3)
@@ -124,7 +124,7 @@ class Streams:
 
     def __init__(self, seed: int, rank: int) -> None:
         self.key = (seed, rank)
-        # None until something is drawn: of 100,000 ranks most draw nothing.
+        # None until the first draw: most of 100,000 ranks draw nothing.
         self._open: dict[str, np.random.Generator] | None = None
 
     def __call__(self, purpose: str) -> np.random.Generator:
@@ -153,7 +153,7 @@ class Streams:
 def seeded(streams: Streams) -> Iterator[None]:
     """Start this process's global generators (`random`, `numpy.random`, torch) where a virtual rank's start.
 
-    torch's is seeded when torch is loaded, which may be in the middle of the block.
+    torch's generator is seeded when torch is loaded, possibly within the block.
     """
     random.seed(streams.seed(PYTHON))
     np.random.seed(streams.seed(NUMPY) & 0xFFFFFFFF)
@@ -162,23 +162,23 @@ def seeded(streams: Streams) -> Iterator[None]:
 
 
 GlobalStates = tuple[Any, Any, Any]
-"""Of the global generators of Python, numpy and torch."""
+"""States of the global generators of Python, numpy and torch."""
 
 
 def global_states(torch: Any) -> GlobalStates:
-    """Return the states of this process's global generators, GPUs' apart."""
+    """Return the states of this process's global generators, except GPUs' generators."""
     return random.getstate(), np.random.get_state(), torch.get_rng_state()
 
 
 def set_global_states(torch: Any, states: GlobalStates) -> None:
-    """Set this process's global generators, GPUs' apart."""
+    """Set this process's global generators, except GPUs' generators."""
     random.setstate(states[0])
     np.random.set_state(states[1])
     torch.set_rng_state(states[2])
 
 
 def gpu_states(torch: Any) -> GPUStates:
-    """Return the states of torch's generators on GPUs; nothing before the program uses one."""
+    """Return the states of torch's generators on GPUs; empty before the program uses a GPU."""
     return [(each.initial_seed(), each.get_offset()) for each in torch.cuda.default_generators]
 
 

@@ -1,7 +1,7 @@
-"""The circumstances of a run on virtual ranks: how many, on what platform, with which faults, from which seed.
+"""The circumstances of a run on virtual ranks: number of ranks, platform, faults, seed.
 
-One value goes from the caller down to the simulator. What is nonsense for any simulator is refused when it is made;
-what texts such as a platform's name or a fault plan mean, the simulator finds out.
+One value is passed from the caller to the simulator. The constructor refuses values that are invalid for any
+simulator; the simulator interprets texts such as a platform's name or a fault plan.
 """
 
 from __future__ import annotations
@@ -16,27 +16,28 @@ from typing import Any
 from spawnsim.errors import ParameterError
 
 DEADLINE_S = 30.0
-LEAST_B = 10_000  # bytes that a rank takes which does nothing; docs/figures.md
-MANY = 10_000  # ranks from which on memory is looked at
+LEAST_B = 10_000  # bytes of memory of an idle rank; docs/figures.md
+MANY = 10_000  # number of ranks from which memory is checked
 COLUMNAR = "give fewer ranks, or let `spawnsim columnar` time a policy on so many, as rows of arrays"
 
 
 @dataclass(frozen=True)
 class Scenario:
-    """What a run on virtual ranks takes place in, beside the program itself.
+    """The circumstances of a run on virtual ranks, besides the program itself.
 
     Attributes:
-        ranks: how many virtual ranks, at least 1.
+        ranks: number of virtual ranks, at least 1.
         platform: name, TOML file or object that describes the network; None: the default platform.
         stragglers: text such as "lognormal:0.3", or an object; None: all ranks are equally fast.
         faults: a fault plan as text, file or object, or None.
-        seed: of every random stream of the run, at least 0.
-        compute: what computing costs where the program states nothing: seconds, text such as "5 ms", a recorded run's
-            folder, or an object; for an unmodified program what lies between two calls, see `run_program`.
-        eager: whether each `spawnsim.TrainingStep` is executed alone, in its rank's turn, not with others'.
+        seed: seed of every random stream of the run, at least 0.
+        compute: the cost of computing if the program states nothing: seconds, text such as "5 ms", a recorded run's
+            folder, or an object; for an unmodified program the time between two calls, see `run_program`.
+        eager: whether each `spawnsim.TrainingStep` is executed alone, in its rank's turn, not together with other
+            ranks' steps.
         deadline_s: virtual seconds that one call may wait before it ends in `Timeout`; `math.inf`: without limit.
-        ties: in which order ranks act at one and the same time: "fifo" (by their numbers), "reverse", "random:SEED".
-        sums: in whose order communicators add floats: "mpi", or "gloo", which gives the bits of the torch backend.
+        ties: the order of ranks that act at the same time: "fifo" (by their numbers), "reverse", "random:SEED".
+        sums: the order in which communicators add floats: "mpi", or "gloo", which gives the bits of the torch backend.
         check_steps: whether each `TrainingStep` and `Evaluation` is compared with the same call executed alone.
 
     Raises:
@@ -60,7 +61,7 @@ class Scenario:
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool) or value < least:
                 raise ParameterError(f"{name}={value!r}: give an integer of at least {least}")
-        # Refused here because the operating system would not refuse: it ends the process once the memory is used up.
+        # Checked here because the operating system would not refuse: it kills the process once memory is exhausted.
         if self.ranks >= MANY and self.ranks * LEAST_B > available_B():
             raise ParameterError(
                 f"ranks={self.ranks:,}: each takes about {LEAST_B / 1e3:g} kB before it keeps anything, "
@@ -73,13 +74,13 @@ class Scenario:
             )
 
     def described(self) -> dict[str, Any]:
-        """Return the fields by name, as run.json keeps them: no deadline is None, since JSON has no infinity."""
+        """Return the fields by name, as run.json keeps them: a missing deadline is None, since JSON has no infinity."""
         values = {each.name: getattr(self, each.name) for each in fields(self)}
         return values | {"deadline_s": None if math.isinf(self.deadline_s) else self.deadline_s}
 
 
 def available_B() -> float:
-    """Return the bytes of memory that this process may still take: of the machine, and of its control groups."""
+    """Return the bytes of memory that this process may still use: in the machine, and in its control groups."""
     left = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     with suppress(OSError):  # macOS has no such file
         for line in Path("/proc/meminfo").read_text().splitlines():
@@ -103,7 +104,7 @@ def _control_groups() -> list[Path]:
 
 
 def _left_in_group(group: Path) -> float:
-    """Return the bytes that a control group leaves; inf without a limit. Files that are kept in memory give way."""
+    """Return the bytes that a control group leaves; inf without a limit. Inactive cached files count as free."""
     for limit, used in (("memory.max", "memory.current"), ("memory.limit_in_bytes", "memory.usage_in_bytes")):
         with suppress(OSError, ValueError):  # "max": no limit
             left = int((group / limit).read_text()) - int((group / used).read_text())

@@ -11,7 +11,7 @@ from typing import TypeVar
 
 from spawnsim.errors import ParameterError
 
-LONGEST_S = 1e12  # thirty thousand years: no clock gets there
+LONGEST_S = 1e12  # thirty thousand years: no clock reaches it
 SECONDS = {"ns": 1e-9, "us": 1e-6, "µs": 1e-6, "ms": 1e-3, "s": 1.0, "min": 60.0, "h": 3600.0}
 BYTES = {"B": 1.0, "kB": 1e3, "MB": 1e6, "GB": 1e9, "KiB": 2.0**10, "MiB": 2.0**20, "GiB": 2.0**30}
 BYTES_PER_SECOND = {f"{unit}/s": factor for unit, factor in BYTES.items()} | {
@@ -36,7 +36,7 @@ def _parse(text: str | float, units: dict[str, float], what: str) -> float:
 
 
 def number(text: str) -> float:
-    """Return a number without a unit; ParameterError if the text is none.
+    """Return a number without a unit; ParameterError if the text is not a number.
 
     >>> number("5%")
     Traceback (most recent call last):
@@ -50,7 +50,7 @@ def number(text: str) -> float:
 
 
 def whole(text: str) -> int:
-    """Return a whole number without a unit; ParameterError if the text is none."""
+    """Return a whole number without a unit; ParameterError if the text is not one."""
     return _plain(text, int, "whole number")
 
 
@@ -62,7 +62,7 @@ def _plain(text: str, read: Callable[[str], _N], what: str) -> _N:
 
 
 def seconds(text: str | float) -> float:
-    """Return a duration in seconds; a bare number is seconds already.
+    """Return a duration in seconds; a bare number is in seconds.
 
     >>> seconds("2 us")
     2e-06
@@ -74,7 +74,7 @@ def seconds(text: str | float) -> float:
 
 
 def check_duration(call: str, given: object) -> None:
-    """Refuse what is no number of seconds of at least 0, in a call of a program.
+    """Refuse any value but a number of seconds of at least 0, in a call of a program.
 
     >>> check_duration("compute", "5 ms")
     Traceback (most recent call last):
@@ -84,17 +84,17 @@ def check_duration(call: str, given: object) -> None:
         right = given >= 0  # type: ignore[operator]
     except TypeError:
         right = False
-    if not right:  # NaN, too
+    if not right:  # also refuses NaN
         raise ParameterError(f"{call}({given!r}): give seconds, a number of at least 0")
 
 
 def limit(text: str | float) -> float:
-    """Return how long something may take in seconds, as `seconds` does, or "inf" for no limit."""
+    """Return a time limit in seconds, as `seconds` does, or "inf" for no limit."""
     return math.inf if text == "inf" else seconds(text)
 
 
 def nbytes(text: str | float) -> int:
-    """Return a size in bytes; a number is bytes already, text must have a unit: "2" is hardly meant as 2 bytes.
+    """Return a size in bytes; a number is in bytes, text must have a unit: "2" hardly means 2 bytes.
 
     >>> nbytes("2 GB")
     2000000000
@@ -124,7 +124,7 @@ def flop_per_second(text: str | float) -> float:
 
 
 def counted(number: float, noun: str = "") -> str:
-    """Return a whole number with thousands separated, and what is counted: one, or many of them.
+    """Return a whole number with thousands separated, and the noun, singular or plural.
 
     >>> counted(12345)
     '12,345'
@@ -151,7 +151,7 @@ def spans(ranks: Collection[int]) -> str:
 
 
 def text_table(head: Sequence[str], rows: Sequence[Sequence[str]], *, left: int = 1, indent: str = "") -> str:
-    """Return aligned columns: the first `left` ones to the left, the others, which hold numbers, to the right.
+    """Return aligned columns: the first `left` ones aligned left, the rest, which hold numbers, aligned right.
 
     >>> print(text_table(("step", "s"), [("forward", "1.5"), ("sum", "10.0")]))
     step        s

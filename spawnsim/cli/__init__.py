@@ -1,8 +1,8 @@
 """The command line: one dataclass per command (`declaring`), whose call returns the exit code.
 
-A command's module is imported when the command is called, so `spawnsim --help` is quick and needs nothing installed.
+A command's module is imported when the command is called, so `spawnsim --help` is quick and needs no installed extras.
 An error ends a command with one clear message on standard error and the exit code of its family. A traceback is shown
-for the program's own exception alone, and only the part of it that is the program's.
+only for the program's own exception, and only its part within the program.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ from spawnsim.run.process_setup import use_one_thread
 from spawnsim.run.watched import beside_the_bar
 from spawnsim.units import text_table
 
-UNREAD = 128 + 13  # as of a process that SIGPIPE ends
-RAISERS = (RankError, ProgramError)  # their cause is an exception of the program's own
+UNREAD = 128 + 13  # the status of a process that SIGPIPE ends
+RAISERS = (RankError, ProgramError)  # their cause is an exception of the program itself
 
 
 def exit_code(error: BaseException) -> int:
-    """Return the exit code of an error; that of the program is decided by what it raised."""
+    """Return the exit code of an error; for a program's exception, the exception decides."""
     if isinstance(error, RAISERS):
         cause, status = error.__cause__, getattr(error, "status", None)
         if isinstance(cause, SpawnsimError):
@@ -51,15 +51,15 @@ def exit_code(error: BaseException) -> int:
 
 
 def report_error(error: SpawnsimError, *, quiet: bool = False) -> int:
-    """Print an error (unless another rank does) and return its exit code."""
+    """Print an error (unless another rank prints it) and return its exit code."""
     if not quiet:
         print_error(error)
     return exit_code(error)
 
 
 def print_error(error: BaseException) -> None:
-    """Print an error with its notes; of one that was printed before, the notes that are new."""
-    # An error is told when it happens and again at the end, with notes that came meanwhile: only these are new.
+    """Print an error with its notes; if it was printed before, only the new notes."""
+    # An error is printed when it happens and again at the end, with notes added meanwhile: only these are new.
     notes = list(getattr(error, "__notes__", ()))
     known: list[str] | None = error.__dict__.get("_told")
     lines = [f"spawnsim: {error}", *notes] if known is None else [note for note in notes if note not in known]
@@ -77,7 +77,7 @@ def print_error_beside_bar(error: BaseException) -> None:
 
 
 def print_note_beside_bar(sentence: str) -> None:
-    """Print what the user may want to know while the run goes on."""
+    """Print a note for the user while the run continues."""
     with beside_the_bar():
         print(f"spawnsim: note: {sentence}", file=sys.stderr, flush=True)
 
@@ -89,25 +89,25 @@ def print_warnings(sentences: Iterable[str]) -> None:
 
 
 def report_interrupt(stop: KeyboardInterrupt) -> int:
-    """Say that the command was told to stop, and what is kept; return the status that a shell gives for the signal."""
+    """Report that the command was stopped, and which records are kept; return a shell's status for the signal."""
     notes = [note[0].lower() + note[1:] for note in getattr(stop, "__notes__", ())]
     print("; ".join([f"spawnsim: {process_setup.outcome_of(stop)}", *notes]), file=sys.stderr, flush=True)
     return 128 + process_setup.number_of(stop)
 
 
 def report_refusal(error: OSError) -> int:
-    """Say what the system has refused, such as a folder that cannot be made or a full disk; return the exit code."""
-    if error.errno is None:  # raised by a program: no word of the system's
+    """Report what the system has refused, such as a folder that cannot be made or a full disk; return the exit code."""
+    if error.errno is None:  # raised by a program: the system supplied no text
         return report_internal_error(error)
     place = f"{error.filename}: " if error.filename is not None else ""
     return report_error(ParameterError(f"{place}{error.strerror}"))
 
 
 def report_internal_error(error: Exception) -> int:
-    """Print what must not happen, with its traceback, and return the exit code for it."""
+    """Print an internal error with its traceback, and return its exit code."""
     text = "".join(traceback.format_exception(error)).rstrip()
     fault = "spawnsim: the fault above is ours; please report it with the command and the seed"
-    sys.stderr.write(f"{text}\n{fault}\n")  # in one piece: ranks write side by side
+    sys.stderr.write(f"{text}\n{fault}\n")  # in one piece: ranks write concurrently
     return InternalError.exit_status
 
 
@@ -148,7 +148,7 @@ exit codes:
 
 
 def main(argv: Sequence[str] | None = None, *, last: bool = False) -> int:
-    """Run one command line and return its exit code; `last` says that the process then ends."""
+    """Run one command line and return its exit code; `last`: the process ends afterwards."""
     try:
         given = _parser().parse_args(argv)
         return serve(given.command, getattr(given, "arguments", ()))
@@ -174,13 +174,13 @@ def _is_unread() -> bool:
 
 
 def _written(code: int) -> int:
-    """Write what standard output still holds, and return the exit code, which is another one if that fails."""
+    """Write what standard output still holds, and return the exit code, or another one if that fails."""
     try:
         if sys.stdout is not None:  # closed before the start, `>&-`
             sys.stdout.flush()
     except OSError as error:
         code = code or (UNREAD if _is_unread() else report_refusal(error))
-        # What is left goes nowhere: else the interpreter writes it at its end, and complains.
+        # Discard the rest: otherwise the interpreter writes it at exit, and complains.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return code
 
@@ -189,13 +189,13 @@ def entry() -> None:
     """Run this process's command line; does not return."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, TextIOWrapper):
-            # A terminal that knows neither "µ" nor "→" (PYTHONIOENCODING=ascii, latin-1) shows "?" in their place.
+            # A terminal without "µ" or "→" (PYTHONIOENCODING=ascii, latin-1) shows "?" instead.
             stream.reconfigure(errors="replace")
-    # No rank of a real job, which a sweep itself never is unless MPI carries it.
+    # Not a rank of a real job; a sweep itself is one only if MPI starts it.
     alone = "--backend" not in sys.argv or sys.argv[1:2] == ["sweep"]
     alone = alone and "mpi4py.MPI" not in sys.modules
     if {"run", "sweep", "study", "fuzz", "verify", "replay"} & set(sys.argv[1:2]) and alone:
-        # Before any library is loaded: they read the variables once.
+        # Before any library is loaded: libraries read the variables once.
         use_one_thread()
         _fix_hashing()
     try:
@@ -206,10 +206,10 @@ def entry() -> None:
 
 
 def _fix_hashing() -> None:
-    """Begin again with hashes of text that are the same each time: the order of a set must not differ between runs."""
+    """Restart with fixed hashes of text: the order of a set must not differ between runs."""
     if sys.flags.hash_randomization and "PYTHONHASHSEED" not in os.environ:
         os.environ["PYTHONHASHSEED"] = "0"
-        # The hash's seed is fixed when the interpreter starts, so there is no other way than to start again.
+        # The hash's seed is fixed when the interpreter starts, so the only way is to start again.
         os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])
 
 

@@ -24,7 +24,7 @@ from spawnsim.options import nearest, settings_of
 from spawnsim.run.process_setup import stoppable
 
 MOST_SEEDS = 10_000
-ALL = "all"  # in place of policies' names
+ALL = "all"  # in place of policy names
 SETTINGS: dict[str, tuple[Any, Callable[[str], Any]]] = {
     "detection": (30.0, units.seconds),
     "restart": (300.0, units.seconds),
@@ -85,7 +85,7 @@ class Advise(Command):
         how = {name: default for name, (default, _) in SETTINGS.items()} | given
         if how["price"] is not None and how["budget"] is None:
             raise ParameterError("--set price: of what? Give a budget, too")
-        # A step takes what it is said to take, with as many ranks beside it as there are.
+        # A step takes its stated time, regardless of the number of ranks on a node.
         platform = dataclasses.replace(load_platform(self.platform), cores=None)
         model_nbytes = units.nbytes(self.model)
         step = units.seconds(self.compute) if self.compute else _step(platform.step)
@@ -131,7 +131,7 @@ class Advise(Command):
 
 
 def _bar(choices: Sequence[Choice]) -> Iterable[Choice]:
-    """Go through the choices with a bar on a terminal: some take half a minute."""
+    """Iterate over the choices with a bar on a terminal: some take half a minute."""
     from tqdm import tqdm
 
     bar: Iterable[Choice] = tqdm(choices, unit=" choices", leave=False, dynamic_ncols=True, disable=None)
@@ -147,7 +147,7 @@ def _step(step: object) -> float:
 def _more(
     found: Advice, case: Case, budget: Budget | None, needs: dict[Choice, Need] | None
 ) -> dict[str, Any]:
-    """Return what a budget pays and what convergence needs, as JSON can hold it."""
+    """Return the results for a budget and for convergence, as JSON values."""
     more: dict[str, Any] = {}
     if budget is not None:
         paid = {str(row.choice): budget.steps(case, row.goodput) for row in found.rows}
@@ -167,7 +167,7 @@ def _more(
 
 
 def _said(more: Mapping[str, Any]) -> Iterator[str]:
-    """Yield the lines that say so."""
+    """Yield the lines that report these results."""
     if "budget" in more:
         yield f"the budget pays {more['budget']['hours']:.4g} h: " + "; ".join(
             f"{steps:,.0f} steps {choice}" for choice, steps in more["budget"]["steps"].items()
@@ -183,7 +183,7 @@ def _said(more: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _failures(text: str | None, per_node: int) -> Failures:
-    """Return the failures of a preset's name, or of one rank's mean time between failures."""
+    """Return the failures for a preset's name, or for one rank's mean time between failures."""
     if text is None:
         return Failures()
     if text not in rates.FAILURES:
@@ -220,13 +220,13 @@ def _numbers(option: str, text: str, kind: Callable[[str], Any]) -> list[Any]:
 
 
 def document(found: Advice) -> dict[str, object]:
-    """Return the advice as JSON can hold it."""
+    """Return the advice as JSON values."""
     rows = [dataclasses.asdict(row) for row in found.rows]
     changes = {
         name: [[str(now), str(before)] for now, before in found.changes(name)] for name in found.rows[0].worse
     }
     return {
-        # "every" is what was asked for.
+        # "every" is the requested value.
         "ranking": [row.pop("choice") | {"every_in_effect": row.pop("every")} | row for row in rows],
         "break_even": found.break_even,
         "target": found.target,

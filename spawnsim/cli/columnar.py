@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from spawnsim.policies import SpawnPolicy
 
 MODEL = "100 MB"
-OF_RUN = ("iterations", "streams", "sample", "mtbf", "detection")  # settings that are none of the policy
+OF_RUN = ("iterations", "streams", "sample", "mtbf", "detection")  # settings that do not belong to the policy
 OF_METRIC = tuple(inspect.signature(columnar.RandomWalk).parameters)
 
 
@@ -116,7 +116,7 @@ class Columnar(Command):
 
 
 def made(name: str, given: dict[str, Any]) -> SpawnPolicy:
-    """Return the policy of a name."""
+    """Return the policy with this name."""
     from spawnsim.policies import AsyncSelectiveAveragingPolicy, AverageAllPolicy, OuterOptimizerPolicy
 
     kinds: dict[str, tuple[type[SpawnPolicy], dict[str, Any]]] = {
@@ -130,7 +130,7 @@ def made(name: str, given: dict[str, Any]) -> SpawnPolicy:
 
 
 def trained(path: Path) -> columnar.Training:
-    """Return how the models of a file train: it defines `build`, `loss` and `data`, and perhaps more of `Training`."""
+    """Return the training that a file defines: `build`, `loss` and `data`, and perhaps more of `Training`."""
     defined = vars(ProgramFile.read(path).module())
     fields = [each for each in dataclasses.fields(columnar.Training) if each.init]
     lacking = [

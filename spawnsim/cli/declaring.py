@@ -44,15 +44,15 @@ def split_at_dashes(argv: Sequence[str]) -> tuple[list[str], list[str]]:
 
 @dataclass(frozen=True)
 class Option:
-    """An option, which has the field's name.
+    """An option with the field's name.
 
     Attributes:
         help: one line, without the default, which is added.
-        metavar: what the value is called in the help; with FILE or DIR a shell completes paths.
+        metavar: the value's name in the help; with FILE or DIR a shell completes paths.
         short: a second name of one letter.
-        parse: makes the value of the text; raises `ParameterError`.
-        names: what a shell completes, or a function that returns it; other values are allowed as well.
-        choices: the only values that are allowed; those of a `Literal` need not be repeated.
+        parse: converts the text to the value; raises `ParameterError`.
+        names: names that a shell completes, or a function that returns them; other values are allowed as well.
+        choices: the only allowed values; a `Literal` need not repeat them.
         group: the title above it in the help.
     """
 
@@ -66,11 +66,11 @@ class Option:
 
 
 class Argument(Option):
-    """An argument that is given by its place."""
+    """A positional argument."""
 
 
 def option(*about: Any, default: Any = None, required: bool = False, **more: Any) -> Any:
-    """Return a field that is an option; the arguments are those of `Option`."""
+    """Return a field that is an option; its arguments are the fields of `Option`."""
     return field(default=MISSING if required else default, metadata={"option": Option(*about, **more)})
 
 
@@ -80,16 +80,16 @@ def flag(about: str, group: str = "") -> Any:
 
 
 def argument(*about: Any, default: Any = MISSING, **more: Any) -> Any:
-    """Return a field that is given by its place; without a default it must be given."""
+    """Return a field that is a positional argument; without a default it is required."""
     return field(default=default, metadata={"option": Argument(*about, **more)})
 
 
 class Command:
-    """A command, made of its command line: call it to serve it, which returns the exit code."""
+    """A command, built from its command line: calling it runs the command and returns the exit code."""
 
     prog: ClassVar[str] = "spawnsim"
     launcher: ClassVar[str] = ""  # before it in the help
-    missing: ClassVar[str] = ""  # where to find the required argument that was not given
+    missing: ClassVar[str] = ""  # where to find the missing required argument
     examples: ClassVar[Sequence[str]] = ()
     takes_arguments: ClassVar[bool] = False
     arguments: Sequence[str] = ()  # a program's own, after --
@@ -107,16 +107,16 @@ class Command:
 
 
 class Parser(argparse.ArgumentParser):
-    """An argument parser whose errors are a `ParameterError` of one line, with the known word that comes closest."""
+    """An argument parser whose errors are a `ParameterError` of one line, with the closest known word."""
 
     missing = ""
     examples: Sequence[str] = ()
 
     def __init__(self, **settings: Any) -> None:
-        # An abbreviation that is right today is ambiguous with the next option; arguments of a program's own would be
-        # cut, too.
+        # An abbreviation that works today becomes ambiguous with the next option; it would also shorten a program's
+        # own arguments.
         super().__init__(allow_abbrev=False, argument_default=argparse.SUPPRESS, **settings)
-        # "-3s" is a value that its option may refuse, as "-3" is: argparse would take it for an option.
+        # "-3s" is a value that its option may refuse, as "-3" is: argparse would treat it as an option.
         self._negative_number_matcher = re.compile(r"^-\.?\d")
 
     def format_help(self) -> str:
@@ -133,7 +133,7 @@ class Parser(argparse.ArgumentParser):
         raise ParameterError(f"{message}; {f'{hint} See' if hint else 'see'} `{self.prog} --help`")
 
     def mistyped(self, words: Iterable[str]) -> Iterator[tuple[str, str]]:
-        """Yield those of some words that are nearly an option of this parser, each with the option perhaps meant."""
+        """Yield the words that are nearly an option of this parser, each with the option that may be meant."""
         for word in words:
             name = word.partition("=")[0]
             hint = nearest(name, self._option_string_actions, cutoff=0.85) if word.startswith("--") else ""
@@ -144,7 +144,7 @@ class Parser(argparse.ArgumentParser):
         if message.startswith("the following arguments are required"):
             return self.missing
         known = self._option_string_actions
-        # One option takes one setting; a shell's user may well write several after it.
+        # One option takes one setting, but a shell's user may well write several after it.
         settings = re.findall(r"(?<!\S)[^\W\d]\w*=\S*", message)
         if message.startswith("unrecognized arguments") and settings and "--set" in known:
             return f"repeat --set for each: --set {' --set '.join(settings)}."
@@ -156,7 +156,7 @@ class Parser(argparse.ArgumentParser):
 
 
 def parser_of(command: type[Command]) -> Parser:
-    """Return the parser of a command, from its fields: it sets those alone that were given."""
+    """Return the parser of a command, from its fields: it sets only the given ones."""
     parser = Parser(prog=command.prog, description=" ".join((command.__doc__ or "").split()))
     parser.missing, parser.examples = command.missing, command.examples
     groups: dict[str, Any] = {"": parser}
@@ -185,7 +185,7 @@ def parser_of(command: type[Command]) -> Parser:
 
 
 def _settings(kind: Any, option: Option, *, required: bool) -> dict[str, Any]:
-    """Return how argparse reads a field of a type."""
+    """Return argparse's settings for a field of a type."""
     if kind is bool:
         return {"action": "store_true"}
     settings: dict[str, Any] = {}
@@ -195,7 +195,7 @@ def _settings(kind: Any, option: Option, *, required: bool) -> dict[str, Any]:
         kind = typing.get_args(kind)[0]
         if isinstance(option, Argument):
             settings["nargs"] = "+" if required else "*"
-        elif option.parse is None:  # else that makes a list of one text
+        elif option.parse is None:  # otherwise parse makes a list of one text
             settings["action"] = "append"
     if typing.get_origin(kind) is Literal:
         settings["choices"] = typing.get_args(kind)
@@ -211,7 +211,7 @@ def _settings(kind: Any, option: Option, *, required: bool) -> dict[str, Any]:
 
 
 def _told(parse: Callable[[str], Any]) -> Callable[[str], Any]:
-    """Return a function whose errors argparse passes on in their own words."""
+    """Return a function whose error messages argparse passes on unchanged."""
 
     def parsed(text: str) -> Any:
         try:
@@ -230,7 +230,7 @@ def _platforms() -> list[str]:
 
 
 def _picture(text: str) -> Path:
-    """Return the file of a picture; a wrong ending is told before hours are spent on what it shows."""
+    """Return the file of a picture; a wrong ending raises an error before hours are spent on the picture's data."""
     found = Path(text)
     if found.suffix not in ("", ".png", ".pdf", ".svg"):
         raise ParameterError(f"{text}: figures are written as .png, .pdf or .svg")
@@ -238,7 +238,7 @@ def _picture(text: str) -> Path:
 
 
 def number_of_jobs(text: str) -> int:
-    """Return how many runs go on at once."""
+    """Return the number of concurrent runs."""
     if not text.isdecimal():
         raise ParameterError(f"{text}: give the number of runs at once, or 0 for this process")
     return int(text)

@@ -1,5 +1,5 @@
-"""`spawnsim calibrate`, `validate` and `import`: a platform from measurements of this cluster, or from what clusters
-write; and how well it predicts a real run.
+"""`spawnsim calibrate`, `validate` and `import`: a platform from measurements of this cluster, or from files that
+clusters write; and how well it predicts a real run.
 
 The first two run under mpiexec, where rank 0 alone fits, predicts and prints.
 """
@@ -88,10 +88,10 @@ class Calibrate(Command):
                 f"spawnsim: note: of the {measured.sharing} ranks on a node {measured.ranks_per_node} were measured, "
                 "as many as it has cores; the file says how many share them\n"
             )
-        if self.picture:  # it shows, too, why measurements are refused
+        if self.picture:  # it also shows why measurements are refused
             draw_fit(pairs, platform, self.picture)
         found = scores(pairs)
-        # Before the file is written: a wrong platform is used by other people later, who do not see this warning.
+        # Before the file is written: other people will use a wrong platform later, and do not see this warning.
         require_fit(platform, found)
         write(self.out, platform, found)
         return 0
@@ -105,7 +105,7 @@ def measure_here(effort: Effort, deadline_s: float) -> Measured | None:
         raise ParameterError("a calibration needs at least 2 ranks: mpiexec -n 2 spawnsim calibrate")
     from spawnsim.real.mpi import guarded, world
 
-    # Before the job's own ranks make the load.
+    # Before the job's own ranks cause load.
     load = os.getloadavg()[0]
     comm: Any = world(deadline_s=deadline_s)
     with guarded(comm):
@@ -124,7 +124,7 @@ def measure_here(effort: Effort, deadline_s: float) -> Measured | None:
 
 
 def warn(ranks_per_node: int, load: float) -> None:
-    """Say on standard error why the measurements are doubtful, if they are."""
+    """Report on standard error why the measurements are doubtful, if they are."""
     for doubt in doubts(ranks_per_node, os.cpu_count() or 1, load):
         sys.stderr.write(f"spawnsim: warning: {doubt}\n")
 
@@ -194,12 +194,12 @@ class Validate(Command):
             self.file = program_file(self.file)
             tasks, platform = self.tasks(here.size)
             earlier = [case for path in self.add for case in read_cases(path)]
-        except SpawnsimError:  # all ranks find the same fault before they meet: one of them says so
+        except SpawnsimError:  # all ranks find the same fault before they meet: one of them reports it
             if here.rank == 0:
                 raise
             return 2
         cases: list[Validated] = []
-        first = platform is None  # measured before the first run, and kept by rank 0 alone
+        first = platform is None  # measured before the first run, and kept only by rank 0
         for name, task in tasks.items():
             found = observe(task, platform, repeats=self.runs, seed=self.seed, calibrated=not first)
             first = False
@@ -211,7 +211,7 @@ class Validate(Command):
                 self._judge(setting, found)
             else:
                 ranks = f"{len(found.runs[0])} ranks"
-                # Of several programs one seed each: they are many, and replayed times need none.
+                # One seed for each of several programs: they are many, and replayed times need no seeds.
                 rows = summary(predicted(setting, found, seeds=1))
                 cases.append(Validated(f"{ranks}, {name}" if name else ranks, rows))
         if cases:
@@ -219,14 +219,14 @@ class Validate(Command):
         return 0
 
     def tasks(self, ranks: int) -> tuple[dict[str, Program], Platform | None]:
-        """Return the programs by what is varied, and the platform, if one is named."""
+        """Return the programs by the varied setting, and the platform, if one is named."""
         if self.runs < 1 or self.warmup < 0:
             raise ParameterError(f"--runs {self.runs} --warmup {self.warmup}: give at least 1 and 0")
         if ranks < 2:
             raise ParameterError(
                 f"a validation needs at least 2 ranks: mpiexec -n 2 spawnsim validate {self.file}"
             )
-        parameters(self.set)  # raises if one is no setting
+        parameters(self.set)  # raises if one is not a setting
         values = [listed(each.partition("=")[2]) for each in self.set]
         names = [each.partition("=")[0] for each in self.set]
         tasks = {}
@@ -237,7 +237,7 @@ class Validate(Command):
         return tasks, load_platform(self.platform) if self.platform else None
 
     def _judge(self, setting: Setting, found: Observed) -> None:
-        """Predict each run, and print and draw how far off that is."""
+        """Predict each run, and print and draw the errors."""
         runs, repeats = found.runs, predicted(setting, found, seeds=5)
         rows, stragglers = summary(repeats), fitted(found.runs[0], setting)
         if self.json:
@@ -253,7 +253,7 @@ class Validate(Command):
 
 
 class Observed(NamedTuple):
-    """Runs of one program, rank by rank; the platform to predict them on; what their ranks shared (None: nothing)."""
+    """Runs of one program, rank by rank; the platform for predictions; the ranks' shared cores (None: no sharing)."""
 
     platform: Platform
     runs: list[list[Seen]]
@@ -263,7 +263,7 @@ class Observed(NamedTuple):
 def observe(
     task: Program, platform: Platform | None, *, repeats: int, seed: int, calibrated: bool
 ) -> Observed | None:
-    """Calibrate if need be, and run the program so many times. Collective; None on all ranks but 0."""
+    """Calibrate if necessary, and run the program repeatedly. Collective; None on all ranks but 0."""
     from spawnsim.real.mpi import guarded, world
 
     runs: list[list[Seen]] = []
@@ -274,7 +274,7 @@ def observe(
         here, hosts = facts(comm), comm.allgather(socket.gethostname())
     shared = shared_cores(hosts)
     for _ in range(repeats):
-        # A new world for each run, so that its streams begin anew and all repeats draw the same.
+        # A new world for each run: its streams begin anew, and all repeats draw the same numbers.
         comm = world(seed=seed)
         with guarded(comm):
             seen = watched(task, comm, processor=time.thread_time)
@@ -292,13 +292,13 @@ def observe(
 
 
 def shared_cores(hosts: Sequence[str]) -> Cores | None:
-    """Return what the ranks on these hosts share; None: each has a core."""
+    """Return the cores that the ranks on these hosts share; None: each has a core."""
     count, ranks = os.cpu_count() or 1, max(map(hosts.count, hosts))
     return Cores(count, ranks) if ranks > count else None
 
 
 def predicted(setting: Setting, found: Observed, seeds: int) -> list[Repeat]:
-    """Predict each run; drawn compute times with so many seeds."""
+    """Predict each run; drawn compute times with `seeds` seeds."""
     return [
         Repeat(times(seen, setting.warmup), predict(setting, seen, found.platform, seeds=seeds))
         for seen in found.runs

@@ -1,7 +1,7 @@
-"""`spawnsim fuzz FILE`: draw cases, carry them out, say what broke, how often each fault struck, and how to replay it.
+"""`spawnsim fuzz FILE`: draw cases, run them, report what broke, how often each fault struck, and how to replay it.
 
-Every dimension of a case is an option that can be fixed, so the command that replays a failure is this one, with all
-of them fixed.
+Every dimension of a case is an option that can be fixed. The command that replays a failure is therefore this one,
+with all options fixed.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from spawnsim.run.process_setup import stoppable
 from spawnsim.run.program import ProgramFile, refuse_arguments
 from spawnsim.units import counted, limit, seconds, text_table
 
-PAIRS = 40  # pairs of call and fault that are shown
+PAIRS = 40  # number of pairs of call and fault shown
 NONE = ("none", "")
 
 
@@ -97,12 +97,12 @@ class Fuzz(Command):
         if self.runs < 1 or self.seed < 0:
             raise ParameterError("--runs must be at least 1, --seed at least 0")
         space = _space(self, unmodified=program.is_whole)
-        # A pool takes two seconds to begin, in which one process is done with a few cases.
+        # A pool takes two seconds to start, in which one process completes a few cases.
         jobs = self.jobs if self.runs > 1 else 0
         with stoppable(), _bar(self.runs, shown=sys.stderr.isatty() and not self.quiet) as told:
             found = campaign(
                 Target(self.file, self.whole), space, range(self.seed, self.seed + self.runs), jobs=jobs,
-                # The one case of a command that replays a failure is as small as it can be.
+                # The single case of a command that replays a failure is already minimal.
                 shrink=self.runs > 1, told=told, seconds=math.inf if self.limit is None else seconds(self.limit),
             )  # fmt: skip
         print(json.dumps(document(found, self.file)) if self.json else report(found, str(self.file)))
@@ -110,7 +110,7 @@ class Fuzz(Command):
 
 
 def _space(asked: Fuzz, *, unmodified: bool) -> Space:
-    """Return what the options say is to be drawn."""
+    """Return the space of cases that the options describe."""
     world: dict[str, Any] = {
         name: value
         for name, value in (
@@ -154,7 +154,7 @@ def numbers(text: str) -> list[int]:
 
 
 def report(found: Found, file: str) -> str:
-    """Return what a campaign has found, as text."""
+    """Return the findings of a campaign as text."""
     parts = [_failure(found, key, file) for key in sorted(found.failures)]
     kinds = found.kinds()
     rows = [(kind, f"{found.drawn[kind]:,}", f"{kinds[kind]:,}") for kind in sorted(found.drawn | kinds)]
@@ -195,7 +195,7 @@ def _failure(found: Found, key: tuple[str, str], file: str) -> str:
 
 
 def document(found: Found, file: Path) -> dict[str, Any]:
-    """Return what a campaign has found, as JSON can hold it."""
+    """Return the findings of a campaign as JSON values."""
 
     def told(failure: Failure) -> dict[str, Any]:
         return asdict(failure) | {
@@ -215,7 +215,7 @@ def document(found: Found, file: Path) -> dict[str, Any]:
 
 @contextmanager
 def _bar(runs: int, *, shown: bool) -> Iterator[Any]:
-    """Give a function that shows how far the campaign is."""
+    """Give a function that shows the campaign's progress."""
     from tqdm import tqdm
 
     with tqdm(total=runs, unit=" cases", leave=False, dynamic_ncols=True, disable=not shown) as bar:

@@ -1,6 +1,8 @@
-"""`spawnsim list`, `new`, `completion` and `doctor`: what there is, what to begin with, and what this machine can run.
+"""`spawnsim list`, `new`, `completion` and `doctor`: available names, initial files, and the abilities of this
+machine.
 
-Each loads only what it is asked about. Also the file that a name of a study, or of a program of studies, stands for.
+Each loads only the parts in question. This module also resolves the name of a study, or of a program of studies, to
+its file.
 """
 
 from __future__ import annotations
@@ -44,7 +46,7 @@ def find(name: str, defines: str = "study") -> Path:
 
 
 def program_file(given: Path) -> Path:
-    """Return a program's path: as it is given, or that of a program that studies run, of which only the name is."""
+    """Return a program's path: the given one, or the path of a study program that is given by name."""
     is_name = not given.suffix and len(given.parts) == 1 and not given.exists()
     return find(str(given), "main") if is_name else given
 
@@ -59,7 +61,7 @@ def names(defines: str = "study") -> list[str]:
 
 
 def folders() -> list[Path]:
-    """Return where studies lie: `studies/` here, and those that come along, in a checkout or installed."""
+    """Return the folders of studies: `studies/` here, and the bundled ones, in a checkout or installed."""
     package = Path(spawnsim.__file__).parent
     return [
         each for each in (Path("studies"), package.parent / "studies", package / "studies") if each.is_dir()
@@ -67,7 +69,7 @@ def folders() -> list[Path]:
 
 
 def platforms() -> Iterator[Line]:
-    """Yield the platform files that come along."""
+    """Yield the bundled platform files."""
     from spawnsim.models.platform import list_platforms
 
     for platform in list_platforms():
@@ -108,7 +110,7 @@ def policies() -> Iterator[Line]:
 
 
 def workloads() -> Iterator[Line]:
-    """Yield what ranks can train on."""
+    """Yield the workloads on which ranks can train."""
     yield from _classes("spawnsim.workloads", lambda _name: True)
 
 
@@ -201,11 +203,11 @@ class New(Command):
 
 
 def _place(name: str) -> Path:
-    """Return the path that a name means; raise `ParameterError` if no module can have the name."""
+    """Return the path for a name; raise `ParameterError` if no module can have the name."""
     path = Path(name if name.endswith(".py") else f"{name}.py")
     if not path.stem.isidentifier() or keyword.iskeyword(path.stem):
         raise ParameterError(f"{name!r}: give a name that Python can import, of letters, digits and _")
-    # A program's folder comes first where modules are looked for.
+    # A program's folder comes first on the module path.
     if path.stem in {*sys.stdlib_module_names, "mpi4py", "numpy", "spawnsim", "torch"}:
         raise ParameterError(f"{path} would be imported where programs beside it want the module {path.stem}")
     return path
@@ -248,13 +250,13 @@ class Completion(Command):
             commands.add_parser(name, help=text, parents=[own], add_help=False)
         made: str = shtab.complete(whole, self.shell)
         if self.shell == "bash":
-            # shtab's own words name a folder that bash does not look into by itself.
+            # shtab's own text names a folder that bash does not search by itself.
             made = re.sub(
                 r"\A(# AUTO.*\n)(#.*\n)+",
                 rf"\1# Write it to {SHELLS['bash']}: bash reads it from there.\n",
                 made,
             )
-            # What is no known name may be a path.
+            # A word that is not a known name may be a path.
             made = made.replace(" -F _shtab_spawnsim spawnsim", " -o default -F _shtab_spawnsim spawnsim")
         sys.stdout.write(made)
         return 0
@@ -268,7 +270,7 @@ def _add_options_of_run(resume: Parser) -> None:
 
 
 def _complete(action: Any, shtab: Any) -> None:
-    """Say what an argument takes: known names, files or folders."""
+    """Declare the values of an argument: known names, files or folders."""
     words = str(action.metavar).split("|")
     if action.choices is not None:
         action.choices = list(action.choices)
@@ -293,7 +295,7 @@ class Doctor(Command):
         from spawnsim.real.launch.launchers import detect_launcher
 
         try:
-            if detect_launcher().rank > 0:  # a launcher has started several: the first one prints
+            if detect_launcher().rank > 0:  # a launcher has started several ranks: the first one prints
                 return 0
         except SpawnsimError:
             pass  # it is a finding

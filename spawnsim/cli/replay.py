@@ -1,5 +1,5 @@
-"""`spawnsim watch`, `verify` and `replay`: look at a run while it goes on; or run a recorded one again, to compare it
-or to stop in the middle.
+"""`spawnsim watch`, `verify` and `replay`: watch a run while it runs; or run a recorded one again, to compare it or to
+stop in the middle.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class ReplayCommand(Command):
             raise ParameterError("where to stop? Give --until TIME or --break EXPRESSION")
         what = again.recorded.what
         whole = what.get("record_every", 1) == 1 and not what.get("record_ranks")
-        columns = list(again.recorded.table) if whole else None  # of thinned rows some may be missing
+        columns = list(again.recorded.table) if whole else None  # thinned rows may lack some columns
         recorder = Replay(stop, sys.stdin, columns=columns)
         with stoppable():
             found = again.run(recorder, prepare=recorder.prepare)
@@ -107,17 +107,18 @@ class Watch(Command):
         from spawnsim.report.observers import LOGGERS, Logging, follow
 
         names = list(dict.fromkeys(self.observe))
-        # Started by a run, it ends when the run's folder is whole, which the run says by closing its end of a pipe.
+        # If a run has started this process, it ends when the run's folder is whole; the run then closes its end of a
+        # pipe.
         registry = os.environ.get(PIPE)
         require_observers(names, self.run)
         if registry is None and read_manifest(self.run)["outcome"] != RUNNING:
-            Run.load(self.run)  # what cannot be read is told now; that of a run which goes on may come yet
+            Run.load(self.run)  # reports unreadable folders now; a running run may still write its folder
         pages = [LivePage(str(self.run))] if "live" in names else []
         try:
             for page in pages:
                 print(f"spawnsim: live: {page.url}", file=sys.stderr, flush=True)
             if registry is not None and not _begun(self.run):
-                return 0  # what has kept the run from beginning is told by it
+                return 0  # the run itself reports why it did not begin
             what = read_manifest(self.run)["what"]
             loggers = [Logging(LOGGERS[name](self.run, what)) for name in names if name in LOGGERS]
             observers: list[Observer] = [*pages, *loggers]
@@ -130,7 +131,7 @@ class Watch(Command):
 
 
 def _begun(folder: Path) -> bool:
-    """Wait until a run has begun its folder; return whether it has, before it has ended."""
+    """Wait until a run has begun its folder; return False if the run ended without a folder."""
     while not (folder / MANIFEST).exists():
         if _closed(0.1):
             return False
@@ -138,18 +139,18 @@ def _begun(folder: Path) -> bool:
 
 
 def _closed(wait_s: float, _run: Run | None = None) -> bool:
-    """Wait until standard input is closed, so long at most; return whether it is."""
+    """Wait until standard input is closed, for at most `wait_s`; return whether it is."""
     return bool(select.select([sys.stdin], [], [], wait_s)[0]) and not os.read(sys.stdin.fileno(), 4096)
 
 
 def _ended(*, stays: bool) -> Callable[[float, Run | None], bool]:
-    """Return what waits until the run has ended; a page that was opened by hand stays until Ctrl-C."""
+    """Return a function that waits until the run has ended; a page that was opened by hand stays until Ctrl-C."""
 
     def over(wait_s: float, run: Run | None) -> bool:
         ended = run is not None and run.outcome != RUNNING
         if ended and not stays:
             return True
-        # Nothing new comes any more, and the page stays as it is.
+        # No new data will arrive, and the page stays as it is.
         time.sleep(FOR_EVER_S if ended else wait_s)
         return False
 

@@ -1,6 +1,6 @@
-"""Commands that look at finished runs: `spawnsim plot`, `spawnsim report` and `spawnsim trace`.
+"""Commands for finished runs: `spawnsim plot`, `spawnsim report` and `spawnsim trace`.
 
-Arguments, standard output and exit codes; figures, pages and timelines are made in `spawnsim.plots` and
+Arguments, standard output and exit codes; figures, pages and timelines come from `spawnsim.plots` and
 `spawnsim.report`.
 """
 
@@ -151,7 +151,7 @@ class Report(Command):
 
     def __call__(self) -> int:
         out = named(self.out)
-        # Before the runs are read, since a page over a run's own file would lose it.
+        # Before the runs are read: a page over a run's own file would lose that file.
         require_no_file_of_a_run(out)
         found = grouped([read(run) for folder in self.runs for run in _runs_of(folder)], self.by)
         _warn(found)
@@ -163,7 +163,7 @@ class Report(Command):
 
 
 def _runs_of(folder: str) -> list[str | Path]:
-    """Return a run's folder, or those of a sweep's finished runs; say which are missing."""
+    """Return a run's folder, or the folders of a sweep's finished runs; report the missing ones."""
     from spawnsim.study import drawing
 
     if not (Path(folder) / PLAN).is_file():
@@ -212,7 +212,8 @@ class Trace(Command):
             sys.stderr.write(f"spawnsim: trace: {note}\n")
         if drawing.is_empty:
             raise ParameterError("trace: there is nothing to show, and no file is written")
-        # A run's own folder, where it replaces no other run's; several runs share a file in the working folder.
+        # A run's own folder, where it replaces no other run's timeline; several runs share a file in the working
+        # folder.
         own = out is None and len(self.runs) == 1
         path = out or perfetto.default_path(drawing, Path(self.runs[0]) if own else Path())
         if path.exists() and not own:

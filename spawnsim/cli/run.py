@@ -1,7 +1,7 @@
 """`spawnsim run` and `resume`: one program on virtual ranks, or on real ones.
 
-On real ranks (`--backend mpi|torch`) this process is the launcher of the job, or one of its ranks, of which rank 0
-alone prints. A launcher loads neither torch nor MPI and has no threads, and a rank loads nothing that starts processes.
+On real ranks (`--backend mpi|torch`) this process is the launcher of the job, or one of its ranks; of these only rank
+0 prints. A launcher loads neither torch nor MPI and has no threads, and a rank loads nothing that starts processes.
 """
 
 from __future__ import annotations
@@ -62,10 +62,10 @@ if TYPE_CHECKING:
     from spawnsim.real.launch.launchers import LaunchContext
 
 PROGRESS = (
-    "SPAWNSIM_PROGRESS"  # set: there is a bar also where standard error is no terminal, as a rank's never is
+    "SPAWNSIM_PROGRESS"  # set: show a bar even if standard error is not a terminal; a rank's never is one
 )
 LONG = "long runs"
-TURN_S = 0.5  # how long ranks other than 0 leave it to rank 0 to speak
+TURN_S = 0.5  # how long ranks other than 0 wait for rank 0 to report
 
 
 @dataclass(kw_only=True)
@@ -145,7 +145,7 @@ class RunCommand(Command):
 
     @classmethod
     def parse(cls, argv: Sequence[str]) -> Self:
-        """Return the command; `arguments` are all words after `--`, and all options that are not known.
+        """Return the command; `arguments` are all words after `--`, and all unknown options.
 
         A file with a `main(comm)` takes none.
         """
@@ -154,7 +154,7 @@ class RunCommand(Command):
         given, unknown = parser.parse_known_args(own)
         command = cls(**vars(given))
         command.file = program_file(command.file)
-        # On real ranks the call refuses them, in words of its own.
+        # On real ranks the call refuses them, with its own message.
         takes_any = command.is_real or (command.file.is_file() and command.program.is_whole)
         if unknown and not takes_any:
             parser.error(f"unrecognized arguments: {' '.join(unknown)}")
@@ -222,7 +222,7 @@ class RunCommand(Command):
                 on_note=None if self.quiet else print_note_beside_bar,
             )
         print_result(result, out=self.out, as_json=self.json, quiet=self.quiet)
-        # No rank raises where all die at once, and a job script would take the run for one that came to its end.
+        # If all ranks die at once, no rank raises, and a job script would count the run as complete.
         return WorldError.exit_status if result.what.get("all_dead") else 0
 
     def _require_own_folder(self) -> None:
@@ -250,10 +250,10 @@ class RunCommand(Command):
         here = detect_launcher()
         starts = here.may_start and self.ranks not in (None, 1)
         if not starts:
-            # Before anything is loaded: the fork must copy neither threads, as numpy has, nor a started MPI, and a rank
-            # has no monitor until then.
-            monitor(here.rank, os.environ)  # from here on this is the rank, and its parent its monitor
-        # A process with threads cannot see to it that its job dies with it.
+            # Before anything is loaded: the fork must copy neither threads, as numpy starts them, nor an initialized
+            # MPI, and until then a rank has no monitor.
+            monitor(here.rank, os.environ)  # from here on this is the rank, and its parent is the monitor
+        # A process with threads cannot guarantee that its job dies with it.
         with loading_without_threads() if starts else contextlib.nullcontext():
             from spawnsim.record import ranks_named
             from spawnsim.record.folder import named
@@ -272,7 +272,7 @@ class RunCommand(Command):
             raise ParameterError(
                 "--check-calls and --survive: a rank that compares its call waits for the dead, too; give one"
             )
-        # A run that goes on with fewer ranks keeps its own choice, of those that are left.
+        # A run that is resumed with fewer ranks keeps its own choice, restricted to the remaining ranks.
         ranks_named(self.record_ranks, None if self.resume else self.ranks if starts else here.size)
         if starts:
             return self._start()
@@ -290,7 +290,7 @@ class RunCommand(Command):
         from spawnsim.record.manifest import own_command
 
         assert self.ranks is not None
-        self.program.require_main(self.ranks)  # else each rank would say so
+        self.program.require_main(self.ranks)  # otherwise each rank would report it
         self._require_free()
         self._require_own_folder()
         options = {name: getattr(self, name) for name in HANDED_ON}
@@ -315,12 +315,12 @@ class RunCommand(Command):
                 self.file, self.ranks, arguments, survive=self.survive, registry=Path(registry),
                 command=own_command(),
             )  # fmt: skip
-            # The launcher merges, since ranks that were killed could not, and those left may have been told to stop.
+            # The launcher merges, since killed ranks could not, and the surviving ranks may have been stopped.
             if out is not None and tidy(out, ended, begun_s):
                 kept = f"what was recorded until then: {out}"
         if ended.cause:
             print("; ".join(filter(None, [f"spawnsim: {ended.cause}", kept])), file=sys.stderr)
-        elif ended.status and kept:  # a rank has said why, and does not know whether all could write
+        elif ended.status and kept:  # a rank has reported why, but not whether all could write
             print(f"spawnsim: {kept}", file=sys.stderr)
         if ended.mismatch:
             print(
@@ -343,13 +343,13 @@ class RunCommand(Command):
             scratch_folder,
         )
 
-        # After the monitor's fork: the process that is the rank has another number than the one the launcher started.
+        # After the monitor's fork: the launcher started another process than the rank's.
         register(here.rank, os.environ, os.getpid())
         if self.survive:
             os.environ[SURVIVE] = "1"
         if self.check_calls:
             os.environ[CHECK_CALLS] = "1"
-        # Taken out: a run that the program itself starts has a command of its own.
+        # Removed: a run that the program itself starts has its own command.
         command = os.environ.pop(COMMAND, None)
         write_whole_lines(sys.stdout, sys.stderr)
         out = None if self.out is None else Path(self.out)
@@ -357,10 +357,10 @@ class RunCommand(Command):
             try:
                 if BACKENDS[self.backend].launcher == "mpiexec":
                     require_fit(here)
-                self._require_free()  # each rank looks before any of them has begun to write
+                self._require_free()  # each rank checks before any rank has begun to write
                 if (
                     REGISTRY not in os.environ
-                ):  # the launcher has looked, and observers may have begun to write
+                ):  # the launcher has checked, and observers may have begun to write
                     self._require_own_folder()
                 job = Job(
                     program(self.program, parameters(self.set)), self.backend,
@@ -369,15 +369,15 @@ class RunCommand(Command):
                     keep=out is not None, resume=self.resume, record_every=self.record_every,
                     record_ranks=self.record_ranks, observed="live" in self.observe, command=command,
                 )  # fmt: skip
-                # The launcher watches the ranks that it has started; of others the first one does.
+                # The launcher watches ranks that it has started; otherwise the first rank does.
                 with watched(out, [] if here.rank or REGISTRY in os.environ else self.observe):
                     result = run_rank(job)
-            # Before its program began: an error of the program itself does not come here.
+            # Before its program began: an error of the program itself does not get here.
             except SpawnsimError as error:
                 return _never_began(error, here)
         if result is not None:
             print_result(result, out=self.out, as_json=self.json, quiet=self.quiet)
-        # Last: the launcher takes what happens from here on for the end of a rank that is through.
+        # Last: after this the launcher counts the end of the process as the end of a complete rank.
         register_stage(ENDED, here.rank, os.environ)
         return 0
 
@@ -386,11 +386,11 @@ HANDED_ON = (
     "backend", "seed", "deadline", "json", "quiet", "out", "overwrite", "resume", "check_calls", "record_every",
     "record_ranks",
 )  # fmt: skip
-"""Options that the launcher gives to its ranks as they are."""
+"""Options that the launcher passes to its ranks unchanged."""
 
 
 def print_result(result: Run, *, out: str | None, as_json: bool, quiet: bool) -> None:
-    """Print what was noticed of a run that has finished, and its totals, as `--json` and `--quiet` say."""
+    """Print the warnings of a finished run, and its totals, according to `--json` and `--quiet`."""
     for sentence in () if quiet else result.what.get("notes", ()):
         print(f"spawnsim: note: {sentence}", file=sys.stderr)
     print_warnings(result.what.get("warnings", ()))
@@ -405,29 +405,29 @@ def print_result(result: Run, *, out: str | None, as_json: bool, quiet: bool) ->
 
 
 def stdout_for_the_totals(*, as_json: bool) -> contextlib.AbstractContextManager[object]:
-    """Return a block in which what the program prints does not mix with the JSON."""
+    """Return a block in which the program's output does not mix with the JSON."""
     return contextlib.redirect_stdout(sys.stderr) if as_json else contextlib.nullcontext()
 
 
 def write_whole_lines(*streams: Any) -> None:
-    """Let streams write a line when it is whole, so that launchers do not cut the lines of ranks into each other."""
+    """Let streams write only whole lines, so that launchers do not mix lines of several ranks."""
     for stream in streams:
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(line_buffering=True, write_through=False)
 
 
 def _never_began(error: Exception, here: LaunchContext) -> int:
-    """Say why this rank cannot begin, if no other has said so, and let no other wait for it. Return the status."""
+    """Report why this rank cannot begin, if no other rank has, and release the waiting ranks. Return the status."""
     from spawnsim.real.launch.processes import end_job
     from spawnsim.real.runtime.registry import WORLD_ERROR, record_first_end, wait_for_first_end
 
     status = exit_code(error) if isinstance(error, SpawnsimError) else InternalError.exit_status
-    if status == WORLD_ERROR:  # another rank has gone, and how is for its monitor to say
+    if status == WORLD_ERROR:  # another rank has died, and its monitor reports how
         wait_for_first_end(os.environ)
-    # One rank speaks: mostly all find the same fault at once, and n equal messages hide it.
+    # A single rank reports: usually all ranks find the same fault at once, and n equal messages hide it.
     first = record_first_end(status, "", os.environ)
     if first is None:  # the job was not started by spawnsim
-        time.sleep(0.0 if here.rank == 0 else TURN_S)  # mostly all ranks find the same fault
+        time.sleep(0.0 if here.rank == 0 else TURN_S)  # usually all ranks find the same fault
     if first is not False:
         error.add_note(f"spawnsim: rank {here.rank} of {here.size} has not begun; the job ends")
         report_error(error) if isinstance(error, SpawnsimError) else report_internal_error(error)
@@ -468,7 +468,7 @@ class Resume(Command):
         file = self.program or self.run / INPUTS / "program" / Path(str(what.get("file"))).name
         if not file.is_file():
             raise ParameterError(f"{self.run} keeps no program: give it, with --program FILE")
-        # Who has mended the program since expects it to run, and not the one that is kept.
+        # If the program was fixed since, its user may expect the new version to run, and not the kept one.
         kept = "" if self.program else f", with the program that it keeps, {file}; another: --program FILE"
         print(f"spawnsim: {self.run} goes on at iteration {found.iteration}{kept}", file=sys.stderr)
         backend = self.backend or str(what.get("backend", "virtual"))
@@ -480,7 +480,7 @@ class Resume(Command):
                 f"spawnsim resume {self.run} --faults ''",
                 file=sys.stderr,
             )
-        # Real ranks have no virtual circumstances: a run that goes on with them leaves its own behind.
+        # Real ranks have no virtual circumstances: a run that is resumed on real ranks drops them.
         fit = [name for name in _CIRCUMSTANCES if virtual or name not in VIRTUAL_ONLY]
         own = [part for each in fit for part in _circumstance(self.run, what, each)]
         recorded = what.get("parameters")
@@ -498,7 +498,7 @@ _CIRCUMSTANCES = (
 
 
 def _circumstance(folder: Path, what: Mapping[str, Any], name: str) -> list[str]:
-    """Return the option that gives a circumstance again; a file is the one that the folder keeps."""
+    """Return the option that sets a circumstance again; for a file, the folder's copy."""
     from spawnsim.record.manifest import INPUTS
 
     value = what.get(name)

@@ -1,5 +1,5 @@
-"""`spawnsim sweep FILE`: one program under all combinations of values, without a study's file; `spawnsim study NAME`: a
-file that makes its own grid of runs, and draws it.
+"""`spawnsim sweep FILE`: one program under all combinations of values, without a study file; `spawnsim study NAME`: a
+file that builds its own grid of runs, and draws it.
 """
 
 from __future__ import annotations
@@ -119,7 +119,7 @@ class SweepCommand(Command):
 
 
 def _finished(out: Path) -> set[str]:
-    """Return the folders of the finished runs of the sweep that is there; none where no sweep is."""
+    """Return the folders of the finished runs of the sweep in `out`; empty without a sweep."""
     try:
         sweep = Sweep.load(out)
     except ParameterError:
@@ -128,8 +128,8 @@ def _finished(out: Path) -> set[str]:
 
 
 def cells_of(asked: SweepCommand) -> list[Cell]:
-    """Return the cells that the options ask for, each checked as far as it can be without running it."""
-    # Absolute, as are the files of circumstances: an executor's processes may stand elsewhere.
+    """Return the requested cells, each checked as far as possible without running it."""
+    # Absolute, as are the files of circumstances: an executor's processes may run in another folder.
     program = ProgramFile.read(find(asked.file, "main").absolute(), whole=asked.whole)
     over, argv = choices(asked.set), list(asked.arguments)
     if program.is_whole and over:
@@ -175,7 +175,7 @@ def _parts(name: str, text: str) -> list[str]:
     """
     found: list[str] = []
     for part in listed(text):
-        # The name of a straggler begins with a letter, so a number is a parameter of the one before.
+        # The name of a straggler begins with a letter, so a number is a parameter of the preceding straggler.
         if name == "stragglers" and found and part[:1].isdigit() | part.startswith("."):
             found[-1] += f",{part}"
         else:
@@ -184,10 +184,10 @@ def _parts(name: str, text: str) -> list[str]:
 
 
 def _circumstance(name: str, value: Any) -> Any:
-    # None, as where the option is not given, so that both are one run; a whole program's `--compute none` is a model.
+    # None, as without the option, so that both are one run; a whole program's `--compute none` is a model.
     if name in ("platform", "stragglers", "faults") and value == "none":
         return None
-    # Absolute: an executor's processes may stand elsewhere.
+    # Absolute: an executor's processes may run in another folder.
     named_file = isinstance(value, str) and os.path.exists(value)
     return str(Path(value).absolute()) if named_file else value
 
@@ -201,7 +201,7 @@ def _whole_numbers(option: str, given: Sequence[str]) -> list[int]:
 
 
 def _seeds_of(first: Sequence[str], count: int | None) -> list[int]:
-    """Return the seeds: those listed; or so many, from the one given on, or from 0."""
+    """Return the seeds: the listed ones; or `count` seeds from the given one, or from 0."""
     listed_ = _whole_numbers("--seed", first) if first else [0]
     if count is None:
         return listed_
@@ -213,7 +213,7 @@ def _seeds_of(first: Sequence[str], count: int | None) -> list[int]:
 
 
 def _require_parameters(program: ProgramFile, over: dict[str, list[Any]]) -> None:
-    """Raise `ParameterError` for what `main` does not take; read of its text, since loading it may take long."""
+    """Raise `ParameterError` for values that `main` does not take; reads only its text: loading may take long."""
     known, takes_any = program.parameters
     for name, values in over.items():
         if name in known:
@@ -235,7 +235,7 @@ def _require_possible(cell: Cell, whole: bool) -> None:
         for name in ("platform", "stragglers", "faults", "compute")
         if name in cell.world
     }
-    world |= {"compute": 0.0} if whole else {}  # there it is a cost of calls
+    world |= {"compute": 0.0} if whole else {}  # for whole programs it is a cost of calls
     deadline_s = cell.world.get("deadline_s", DEADLINE_S)
     ties, sums = cell.world.get("ties", "fifo"), cell.world.get("sums", "mpi")
     try:
@@ -248,7 +248,7 @@ def _require_possible(cell: Cell, whole: bool) -> None:
 
 
 def _list(cells: Sequence[Cell], out: Path) -> int:
-    """Print the cells, and which of them are done."""
+    """Print the cells, and their states."""
     from spawnsim.study.store import Store, labels
 
     store, names = Store(out / "runs"), labels(cells)
@@ -284,10 +284,10 @@ class Study(Command):
         out = Path("runs") / path.stem if self.out is None else named(self.out)
         if out.exists() and not out.is_dir():
             raise ParameterError(f"--out {out} is a file: name a folder")
-        # A study's files would lie among those of a run, and its clean-up could take them.
+        # A study's files would mix with a run's files, and its clean-up could remove them.
         require_free(out)
         if self.jobs:
-            load_ahead()  # beside this process's own libraries: with both cores it is there 3 s earlier
+            load_ahead()  # in parallel with this process's own libraries: with both cores it is ready 3 s earlier
         with stoppable():
             context = Context(
                 path.stem, path.parent, out, quick=self.quick, repeats=self.seeds, jobs=self.jobs, say=say

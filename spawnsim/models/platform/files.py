@@ -1,4 +1,4 @@
-"""Platforms, and platform files: TOML to `Platform` and back, the presets of the package, and how a platform is named.
+"""Platforms, and platform files: TOML to `Platform` and back, the presets of the package, and the names of platforms.
 
     description = "One sentence"
     progress = "poll"                  # or "async", "hardware"
@@ -6,21 +6,21 @@
     [network]
     topology = "switch"                # or "nodes", …
     eager = "64 KiB"
-    collective_rendezvous = true       # messages of collectives beyond it ask the receiver first, too; left out: false
+    collective_rendezvous = true       # longer messages of collectives ask the receiver first, too; default: false
     call_overhead = "1 us"
-    reduction = "4 GB/s"               # how fast a reduction adds; left out: no time at all
-    copy = "20 GB/s"                   # how fast a collective copies a rank's own block; left out: no time at all
+    reduction = "4 GB/s"               # speed of additions in a reduction; default: no time at all
+    copy = "20 GB/s"                   # speed of copying a rank's own block in a collective; default: no time at all
     [network.link]
     latency = "25 us"
     bandwidth = "10 Gbit/s"
-    background = "poisson:3,400ms"     # traffic of others; `trace` has a recorded bandwidth
+    background = "poisson:3,400ms"     # background traffic; `trace` has a recorded bandwidth
 
-    [network.window]                   # accesses to windows within a node, where ranks map them; left out: messages
+    [network.window]                   # accesses to windows within a node that ranks map; default: messages
     latency = "1 us"
     bandwidth = "8 GB/s"
 
     [collectives]
-    library = "mpich"                  # whose thresholds choose the algorithm; or "openmpi"
+    library = "mpich"                  # the library whose thresholds choose the algorithm; or "openmpi"
     allreduce = "ring"                 # a fixed choice
 
     [storage]
@@ -28,16 +28,16 @@
     bandwidth = "1 GB/s"               # of each rank
 
     [compute]
-    step = "10 ms"                     # of a comm.compute() that states nothing
+    step = "10 ms"                     # duration of a comm.compute() without a stated duration
     stragglers = "lognormal:0.1"       # unless the run names its own
-    cores = 2                          # of a node, shared by its ranks; left out: a core for each rank
-    ranks_per_node = 4                 # where the topology does not say it
+    cores = 2                          # per node, shared by its ranks; default: one core per rank
+    ranks_per_node = 4                 # if the topology does not define it
 
-    [device]                           # what `--compute counted` divides by
+    [device]                           # the divisors of `--compute counted`
     operations = "362 TFLOP/s"         # of floating-point numbers
     memory = "864 GB/s"
 
-A key that is not known here is an error, which names the file and the line.
+An unknown key is an error that names the file and the line.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ PROGRESS: tuple[Progress, ...] = ("poll", "async", "hardware")
 
 @dataclass(frozen=True)
 class Storage:
-    """What a checkpoint costs: each rank writes and reads its own at `bandwidth_Bps`, after `latency_s` seconds."""
+    """The cost of a checkpoint: each rank writes and reads its own at `bandwidth_Bps`, after `latency_s` seconds."""
 
     latency_s: float = 1e-3
     bandwidth_Bps: float = 1e9  # noqa: N815  a unit
@@ -105,7 +105,7 @@ class Storage:
 
 @dataclass(frozen=True)
 class Cores:
-    """What the ranks of a node compute on: `count` cores; `ranks_per_node`, None for as many as the topology says."""
+    """The cores of a node for its ranks: `count` cores; `ranks_per_node`: None for the topology's number."""
 
     count: int
     ranks_per_node: int | None = None
@@ -117,21 +117,21 @@ class Cores:
 
 @dataclass(frozen=True)
 class Platform:
-    """A cluster as virtual ranks see it.
+    """A cluster as seen by virtual ranks.
 
     Attributes:
         name: for captions and manifests.
-        network: what messages cost, between whom.
-        step: how long a `comm.compute()` takes that states nothing; None: such a block is an error.
-        stragglers: what stretches compute blocks, unless the run names its own.
-        progress: when a rank that computes answers one-sided accesses: "poll" when it next enters MPI, "async" at once
-            by a thread of its own, "hardware" at once by the NIC.
-        collectives: which algorithms run.
-        storage: what a checkpoint costs.
+        network: the costs of messages, by pair of ranks.
+        step: duration of a `comm.compute()` without a stated duration; None: such a block is an error.
+        stragglers: stretch compute blocks, unless the run names its own.
+        progress: when a computing rank answers one-sided accesses: "poll" when it next enters MPI, "async" at once by
+            its own thread, "hardware" at once by the NIC.
+        collectives: the choice of algorithms.
+        storage: the cost of a checkpoint.
         description: one sentence.
-        device: floating-point operations and bytes a second, where a run counts torch's operations.
-        cores: what the ranks of a node share when they compute; None: each has a core.
-        fitted: what it was measured on, as (name, value) pairs; empty if it was not measured.
+        device: floating-point operations and bytes per second, for runs that count torch's operations.
+        cores: cores that the ranks of a node share when they compute; None: each has a core.
+        fitted: the conditions of its measurement, as (name, value) pairs; empty if it was not measured.
     """
 
     name: str
@@ -165,7 +165,7 @@ class Platform:
         compute: str | float | Fixed | Trace | None = None,
         stragglers: str | Straggler | Sequence[Straggler] | None = None,
     ) -> ComputeModel:
-        """Return the compute model of a run here; what the run states goes before what the platform has."""
+        """Return the compute model of a run here; the run's settings take precedence over the platform's."""
         return ComputeModel(
             self.step if compute is None else parse_base(compute),
             self.stragglers if stragglers is None else parse_stragglers(stragglers),
@@ -202,7 +202,7 @@ def read_network(section: Section) -> Network:
     }
     if section.has("window"):
         overheads["window"] = read_link(section.section("window"))
-    # Also where they are left out: they are known keys in the error about an unknown one.
+    # Also if they are omitted: the error about an unknown key lists them as known keys.
     section.asked.update(("reduction", "copy", "window"))
     built = TOPOLOGIES[topology](section, overheads)
     section.close()
@@ -281,7 +281,7 @@ def _regions(section: Section, overheads: dict[str, Any]) -> Network:
             )
     joins: list[list[Link]] = [[*map(Hockney, *pair)] for pair in zip(latencies, bandwidths, strict=True)]
     section.asked.update(("tcp", "changes"))
-    if section.has("tcp"):  # connections between regions; within one the link stays as it is
+    if section.has("tcp"):  # connections between regions; within a region the link stays unchanged
         table = section.section("tcp")
         options = tcp_options(table)
         table.close()
@@ -306,9 +306,9 @@ def _pair(value: Any, regions: int) -> tuple[int, int]:
 
 
 def _home(section: Section, overheads: dict[str, Any]) -> Network:
-    """Home lines: up, down and latency are medians; `spread` is the lognormal shape of the ranks around them."""
-    # All lines of the file are drawn at once and ranks take them in order: a run of few ranks has the first of the same
-    # lines as a run of many.
+    """Home lines: up, down and latency are medians; `spread` is the lognormal shape of the ranks' values."""
+    # All lines of the file are drawn at once and ranks take them in order: a run of few ranks has the first of the
+    # same lines as a run of many.
     ranks, spread = section.integer("ranks", 16384, most=MOST_RANKS), section.number("spread", 0.0)
     draws = random.generator(section.seed(), -1, "platform.home").standard_normal((ranks, 3))
     factors = np.exp(spread * draws)
@@ -335,7 +335,7 @@ def load_platform(source: str | Path | Platform | Network | None = None) -> Plat
     """Return a platform: a preset's name, a TOML file, a network (with no compute step), or None for the default.
 
     Raises:
-        ParameterError: No such preset or file, or a value in the file that cannot be (with file, line and key).
+        ParameterError: No such preset or file, or an invalid value in the file (with file, line and key).
     """
     if isinstance(source, Platform):
         return source
@@ -376,7 +376,7 @@ def _presets() -> dict[str, str]:
 
 
 def read_platform(top: Section, name: str) -> Platform:
-    """Return the platform of a file; `name` is what it is called if it does not say."""
+    """Return the platform of a file; `name` is its name if the file gives no name."""
     compute = top.section("compute")
     progress = top.choice("progress", PROGRESS, "poll")
     platform = Platform(
@@ -434,7 +434,7 @@ def _selection(section: Section) -> Selection:
     def pair(operation: str) -> tuple[str, str]:
         return section.get(operation, lambda value: Selection(fixed=((operation, str(value)),)).fixed[0])
 
-    # Each value is checked by making a Selection of it alone, so that an error is placed at its line.
+    # Each value is checked by making a Selection of it alone, so that an error names its line.
     settings: dict[str, Any] = {"library": section.get("library", library, "mpich")}
     if section.has("segment"):
         settings["segment_bytes"] = section.nbytes("segment")
@@ -450,7 +450,7 @@ def to_toml(platform: Platform, comments: Iterable[str] = ()) -> str:
     """Return the text that `load_platform` reads back as this platform, after comment lines.
 
     Raises:
-        UnsupportedError: A network or step that no TOML describes yet.
+        UnsupportedError: A network or step that TOML cannot describe yet.
     """
     lines = [f"# {comment}".rstrip() for comment in comments]
     lines += [f"name = {quoted(platform.name)}", f"description = {quoted(platform.description)}"]

@@ -1,13 +1,13 @@
 """Links in platform files: TOML to `Link`, with its changes over time, and back.
 
 [network.link]
-model = "tcp"                      # or "hockney" (left out), "loggp", "piecewise"
+model = "tcp"                      # or "hockney" (default), "loggp", "piecewise"
 latency = "40 ms"
 bandwidth = "1 Gbit/s"
-initial_window = 10                # segments; left out: no slow start
+initial_window = 10                # segments; default: no slow start
 trace = "link.csv"                 # or rows: [["0 s", "1 Gbit/s"], ["60 s", "200 Mbit/s", "55 ms"]]
 repeat = "1 h"
-background = ["poisson:3,400ms"]   # traffic of others
+background = ["poisson:3,400ms"]   # background traffic
 seed = 0
 """
 
@@ -35,7 +35,7 @@ def read_link(section: Section) -> Link:
 
 
 def changing(section: Section, link: Link) -> Link:
-    """Return a link with the changes that its table has: `trace`, `repeat`, `background`, `seed`."""
+    """Return a link with the changes in its table: `trace`, `repeat`, `background`, `seed`."""
     trace = section.get("trace", lambda value: _trace_rows(section, value, link), _NO_ROWS)
     repeat_s = section.seconds("repeat") if section.has("repeat") else None
     background = section.get("background", _backgrounds, _NO_TRAFFIC)
@@ -62,11 +62,11 @@ _TRACE = ("time", "bandwidth", "latency")
 
 
 def _trace_rows(section: Section, value: Any, link: Link) -> tuple[tuple[float, float, float], ...]:
-    """Return the rows of a trace: a list of lists, or a CSV beside the platform file; latency may be left out."""
+    """Return the rows of a trace: a list of lists, or a CSV file next to the platform file; latency is optional."""
     if isinstance(value, str):
         path = Path(section.file).parent / value
         try:
-            # With a byte order mark, as spreadsheets write it.
+            # Accepts a byte order mark, which spreadsheets write.
             table = [*csv.reader(path.read_text(encoding="utf-8-sig").splitlines())]
         except (OSError, UnicodeDecodeError) as error:
             raise ParameterError(f"{path}: cannot be read ({error})") from error
@@ -126,7 +126,7 @@ def _tcp(section: Section) -> Link:
 
 
 def tcp_options(section: Section) -> dict[str, Any]:
-    """Return what a TCP link has beside latency and bandwidth, of what the table states."""
+    """Return a TCP link's stated options besides latency and bandwidth."""
     stated: dict[str, Callable[[str], Any]] = {
         "mss": section.nbytes,
         "window": section.nbytes,
@@ -198,12 +198,12 @@ def _model_lines(link: Link) -> Iterator[str]:
 
 
 def quoted(value: str) -> str:
-    """Return a text as TOML writes it."""
+    """Return a text in TOML notation."""
     return json.dumps(value, ensure_ascii=False)  # a JSON string is a TOML basic string
 
 
 def _exact(value: float, texts: Sequence[str], read: Callable[[str], float]) -> str:
-    """Return the first text that is read back to the bit, as "33.5 ms" is and "33500 us" is not; else the first."""
+    """Return the first text that reads back to the same bits ("33.5 ms" does, "33500 us" does not); else the first."""
     return next((text for text in texts if read(text) == value), texts[0])
 
 

@@ -25,9 +25,9 @@ def _parts(dotted: str) -> tuple[str, ...]:
 
 
 def line_of(text: str, path: Sequence[Key]) -> int:
-    """Return the line, counted from 1, of a key in TOML text; of the nearest enclosing table if it has none."""
-    # tomllib keeps no lines, so the text is read once more, for headers and assignments alone. A key inside an inline
-    # table has no line of its own: the longest path that leads to it is the answer.
+    """Return the line, counted from 1, of a key in TOML text; of the nearest enclosing table if it has no line."""
+    # tomllib keeps no lines, so the text is read once more, only for headers and assignments. A key inside an inline
+    # table has no separate line: the longest path that leads to it is the answer.
     best, found = -1, 1
     table: tuple[Key, ...] = ()
     entries: dict[tuple[Key, ...], int] = {}
@@ -48,16 +48,16 @@ def line_of(text: str, path: Sequence[Key]) -> int:
 
 
 class PlacedError(ParameterError):
-    """An error that says already where in the file it is."""
+    """An error that already names its place in the file."""
 
 
-MOST = 10**9  # of anything that is counted: tables are made of such numbers
+MOST = 10**9  # of any count: counts determine the sizes of tables
 LONGEST = 1000  # characters of an error: a damaged file may hold a value of any length
 
 
 @dataclass(frozen=True, eq=False)
 class Section:
-    """One table of a TOML file. Each value is asked for by its kind; keys that were not asked for are errors."""
+    """One table of a TOML file. Each value is requested by its kind; keys that were not requested are errors."""
 
     file: str
     text: str
@@ -88,7 +88,7 @@ class Section:
             raise ParameterError(f"{file}: not valid TOML: {error}") from error
 
     def error(self, key: str | None, message: str) -> ParameterError:
-        """Return the error that says what is wrong with a key, or (None) with the whole table."""
+        """Return the error for a key, or (None) for the whole table."""
         path = self.path if key is None else (*self.path, key)
         name = ".".join(map(str, path)) or "top of the file"
         told = f"{name}: {message}"
@@ -96,7 +96,7 @@ class Section:
         return PlacedError(f"{self.file}, line {line_of(self.text, path)}: {shown}")
 
     def get(self, key: str, read: Callable[[Any], T], default: T | None = None) -> T:
-        """Return `read(value)`; a missing key is the default, or an error if there is none."""
+        """Return `read(value)`; a missing key gives the default, or an error without a default."""
         self.asked.add(key)
         if key not in self.values:
             if default is None:
@@ -106,7 +106,7 @@ class Section:
             return read(self.values[key])
         except PlacedError:
             raise
-        except ValueError as error:  # ParameterError is one as well
+        except ValueError as error:  # includes ParameterError
             raise self.error(key, str(error)) from error
 
     def has(self, key: str) -> bool:
@@ -140,7 +140,7 @@ class Section:
         return self.get(key, lambda value: _within(_integer(value), least, most), default)
 
     def seed(self) -> int:
-        """Return the seed of a table's own random streams, 0 if it names none."""
+        """Return the seed of a table's own random streams, 0 by default."""
         return self.integer("seed", 0, least=0, most=2**63)
 
     def number(self, key: str, default: float | None = None) -> float:
@@ -152,7 +152,7 @@ class Section:
         return self.get(key, lambda value: tuple(_within(_integer(item), 1, MOST) for item in _list(value)))
 
     def table(self, key: str, read: Callable[[Section, str], T]) -> list[list[T]]:
-        """Return rows of values, each read as `read` reads a key."""
+        """Return rows of values, each converted by `read` with its key."""
 
         def row(values: Any) -> list[T]:
             return [
@@ -177,14 +177,14 @@ class Section:
         return Section(self.file, self.text, value, (*self.path, *keys))
 
     def build(self, kind: Callable[..., T], **arguments: Any) -> T:
-        """Return `kind(**arguments)`; what it refuses becomes an error at this table."""
+        """Return `kind(**arguments)`; its refusal becomes an error at this table."""
         try:
             return kind(**arguments)
         except ParameterError as error:
             raise self.error(None, str(error)) from error
 
     def close(self) -> None:
-        """Raise ParameterError if the table holds a key that was not asked for."""
+        """Raise ParameterError if the table holds a key that was not requested."""
         for key in self.values:
             if key not in self.asked:
                 allowed = f"here are allowed: {', '.join(sorted(self.asked))}"
