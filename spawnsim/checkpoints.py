@@ -1,5 +1,4 @@
-"""Checkpoints: states that ranks save at the end of an iteration, in files that may be damaged or come from an unknown
-source.
+"""Checkpoints: states that ranks save at the end of an iteration, in files that may be damaged or untrusted.
 
 A checkpoint is a folder `RUN/checkpoints/ITERATION`, with one shard per real rank, or one shard of all virtual ranks.
 A shard is a file in the format of safetensors (https://github.com/huggingface/safetensors): a header of JSON with the

@@ -82,7 +82,7 @@ class ArchivedColumns(StoredColumns):
         return self.rows * sum(dtype.itemsize for dtype in self.dtypes.values())
 
     def pieces(self, name: str) -> Iterator[Column]:
-        """Yield a column from its beginning to its end; `ParameterError` where it is damaged."""
+        """Yield a column from its beginning to its end; `ParameterError` if it is damaged."""
         dtype = self.dtypes[name]
         with _reading(self._path), self._archive.open(self._members[name]) as file:
             _header(file)

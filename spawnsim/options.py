@@ -1,6 +1,6 @@
-"""Options on a command line: how they are read, and one line that says what is wrong with them.
+"""Options on a command line: parsing, and one-line error messages.
 
-Words and values alone; what an option means, the command knows.
+This module handles only words and values; each command defines the meaning of its options.
 """
 
 from __future__ import annotations
@@ -19,25 +19,25 @@ OPTIONS = {
     "eager": "--eager", "check_steps": "--check-steps", "whole": "--whole", "record_every": "--record-every",
     "record_ranks": "--record-ranks",
 }  # fmt: skip
-"""Keyword argument of `spawnsim.run` → option of the command; those that are True are options alone."""
+"""Keyword argument of `spawnsim.run` → option of the command; a value of True gives the option without a value."""
 VIRTUAL_ONLY = ("platform", "stragglers", "faults", "compute", "ties", "sums")
 
 
 def of_virtual_ranks(given: Sequence[str]) -> str:
-    """Return the words that refuse options of virtual ranks where ranks are real."""
+    """Return the message that refuses options of virtual ranks for real ranks."""
     return f"{', '.join(given)} {'describes' if len(given) == 1 else 'describe'} virtual ranks"
 
 
 def nearest(word: str, known: Iterable[str], *, cutoff: float = 0.6) -> str:
-    """Return "did you mean ...?" if one of the known words is close, else nothing; `cutoff` 1: the same alone."""
+    """Return "did you mean ...?" if a known word is close, else an empty text; `cutoff` 1: equal words only."""
     found = get_close_matches(word, [*known], n=1, cutoff=cutoff)
     return f"did you mean {found[0]}?" if found else ""
 
 
 def parameters(settings: Sequence[str]) -> dict[str, Any]:
-    """Return the keyword arguments that `--set name=value` options ask for.
+    """Return the keyword arguments that `--set name=value` options give.
 
-    Values are Python literals, or true, false, null; whatever else is text.
+    Values are Python literals, or true, false, null; everything else is text.
     """
     pairs = [setting.partition("=") for setting in settings]
     wrong = [name + sign for name, sign, _ in pairs if not sign or not name.isidentifier()]
@@ -62,13 +62,13 @@ def arguments_of(values: Mapping[str, Any]) -> list[str]:
 
 
 def _text(value: Any) -> str:
-    # A word that is read as nothing else needs no quotes, which a shell would need quoted again.
+    # A word that can only be read as text needs no quotes, which a shell would need quoted again.
     plain = isinstance(value, str) and value.isidentifier() and _value(value) == value
     return value if plain else repr(value)
 
 
 def listed(text: str) -> list[str]:
-    """Return the values of a list with commas between them; those within quotes or brackets separate nothing.
+    """Return the values of a list with commas between them; commas within quotes or brackets do not separate.
 
     >>> listed("none,'slow:0.05,10'"), listed("(32,),(64, 64)")
     (['none', "'slow:0.05,10'"], ['(32,)', '(64, 64)'])
@@ -88,9 +88,9 @@ def listed(text: str) -> list[str]:
 
 
 def _left_open(value: str) -> int:
-    """Return how many quotes or brackets of a value are still open; below 0: closed without being opened."""
+    """Return the number of open quotes or brackets of a value; below 0: closed without being opened."""
     value = value.strip()
-    if value[:1] in ("'", '"'):  # a quote within a word, such as an apostrophe, opens nothing
+    if value[:1] in ("'", '"'):  # a quote within a word, such as an apostrophe, does not open
         return int(len(value) == 1 or value[-1] != value[0])
     return sum(value.count(sign) for sign in "([{") - sum(value.count(sign) for sign in ")]}")
 
@@ -101,8 +101,8 @@ def unquoted(text: str) -> str:
 
 
 def settings_of(given: Sequence[str], known: Mapping[str, Callable[[str], Any]], what: str) -> dict[str, Any]:
-    """Return what `--set name=value` options give of what a command itself takes by name."""
-    parameters(given)  # raises for what is not NAME=VALUE
+    """Return the values that `--set name=value` options give for a command's own settings."""
+    parameters(given)  # raises for texts other than NAME=VALUE
     found = {}
     for name, _, text in (each.partition("=") for each in given):
         if name not in known:
@@ -116,7 +116,7 @@ def settings_of(given: Sequence[str], known: Mapping[str, Callable[[str], Any]],
 
 
 def choices(settings: Sequence[str]) -> dict[str, list[Any]]:
-    """Return the values that `--set name=value,value` options ask for; those of a repeated name are put together."""
+    """Return the values that `--set name=value,value` options give; values of a repeated name are combined."""
     found: dict[str, list[Any]] = {}
     for setting in settings:
         name, sign, values = setting.partition("=")

@@ -74,7 +74,7 @@ class Scenario:
             )
 
     def described(self) -> dict[str, Any]:
-        """Return the fields by name, as run.json keeps them: a missing deadline is None, since JSON has no infinity."""
+        """Return the fields by name, as run.json keeps them: an infinite deadline is None, as JSON has no infinity."""
         values = {each.name: getattr(self, each.name) for each in fields(self)}
         return values | {"deadline_s": None if math.isinf(self.deadline_s) else self.deadline_s}
 

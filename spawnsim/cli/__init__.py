@@ -71,7 +71,7 @@ def print_error(error: BaseException) -> None:
 
 
 def print_error_beside_bar(error: BaseException) -> None:
-    """Print an error while the run's progress bar may stand on the terminal."""
+    """Print an error while the run's progress bar may be on the terminal."""
     with beside_the_bar():
         print_error(error)
 
@@ -174,7 +174,7 @@ def _is_unread() -> bool:
 
 
 def _written(code: int) -> int:
-    """Write what standard output still holds, and return the exit code, or another one if that fails."""
+    """Flush standard output, and return the exit code, or another one if that fails."""
     try:
         if sys.stdout is not None:  # closed before the start, `>&-`
             sys.stdout.flush()
@@ -191,7 +191,7 @@ def entry() -> None:
         if isinstance(stream, TextIOWrapper):
             # A terminal without "µ" or "→" (PYTHONIOENCODING=ascii, latin-1) shows "?" instead.
             stream.reconfigure(errors="replace")
-    # Not a rank of a real job; a sweep itself is one only if MPI starts it.
+    # Not a rank of a real job; a sweep itself is one only if MPI runs it.
     alone = "--backend" not in sys.argv or sys.argv[1:2] == ["sweep"]
     alone = alone and "mpi4py.MPI" not in sys.modules
     if {"run", "sweep", "study", "fuzz", "verify", "replay"} & set(sys.argv[1:2]) and alone:

@@ -34,7 +34,7 @@ SETTINGS: dict[str, tuple[Any, Callable[[str], Any]]] = {
     "budget": (None, units.number),
     "price": (None, units.number),
 }
-"""Name of a setting -> its default, and what reads it."""
+"""Name of a setting -> its default, and its parser."""
 
 
 @dataclass(kw_only=True)

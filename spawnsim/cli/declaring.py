@@ -89,7 +89,7 @@ class Command:
 
     prog: ClassVar[str] = "spawnsim"
     launcher: ClassVar[str] = ""  # before it in the help
-    missing: ClassVar[str] = ""  # where to find the missing required argument
+    missing: ClassVar[str] = ""  # a hint on finding the missing required argument
     examples: ClassVar[Sequence[str]] = ()
     takes_arguments: ClassVar[bool] = False
     arguments: Sequence[str] = ()  # a program's own, after --

@@ -49,7 +49,7 @@ def _builtin(value: Scalar) -> Scalar:
 
 
 def document(value: Any) -> Any:
-    """Return a value as JSON can hold it, in depth; non-finite numbers become None, unknown objects their repr."""
+    """Return a value in JSON's types, recursively; non-finite numbers become None, unknown objects their repr."""
     if isinstance(value, Mapping):
         return {str(name): document(each) for name, each in value.items()}
     if isinstance(value, (list, tuple)):

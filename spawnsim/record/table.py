@@ -1,4 +1,4 @@
-"""A table: columns by name, of a run's rows or of a sweep's runs, and how it is handed to other tools."""
+"""A table: columns by name, of a run's rows or of a sweep's runs, and its conversion for other tools."""
 
 from __future__ import annotations
 

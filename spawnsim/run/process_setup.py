@@ -25,7 +25,7 @@ from typing import Any
 from spawnsim.errors import program_place
 from spawnsim.signals import heard, outcome_of_signal
 
-# With each signal's default handler in Python. Python itself turns SIGINT into a KeyboardInterrupt, but the second
+# Each signal with its default handler in Python. Python itself turns SIGINT into a KeyboardInterrupt, but the second
 # one as well: that does not help if a rank in its own thread is in C code, or waits for a lock for ever.
 SIGNALS: dict[signal.Signals, Any] = {
     signal.SIGINT: signal.default_int_handler,

@@ -293,7 +293,7 @@ class ProgramFile:
 
     @cached_property
     def _own(self) -> list[tuple[Path, ast.Module]]:
-        """The modules of its folder that it imports, and itself: a single one of them may import MPI."""
+        """The modules of its folder that it imports, and itself: any of them may import MPI."""
         from spawnsim.record import manifest
 
         return [(file, manifest.tree(file)) for file in manifest.own_files(self.path).values()]

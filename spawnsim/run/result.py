@@ -43,7 +43,7 @@ SECONDS = ("virtual_seconds", "run_seconds")
 LOSSES = ("deaths", "faults")
 """Further entries of `totals`, before the digest, if the run had any.
 
-* `deaths`: deaths of ranks; for real ranks those that `spawnsim run` has seen. A rank that begins again may die twice.
+* `deaths`: deaths of ranks; for real ranks only observed ones (`spawnsim run`). A restarted rank may die twice.
 * `faults`: other effects of a fault plan: messages that were lost, late, doubled or damaged; pauses, slow-downs and
   wrong clocks that began. Column programs do not count them.
 """

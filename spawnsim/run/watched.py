@@ -184,7 +184,7 @@ def listener(
 
 def beside_the_bar() -> AbstractContextManager[Any]:
     """Return a block in which text may be printed on standard error: a visible bar is redrawn below it."""
-    # Looked up, not imported: without tqdm loaded there is no bar, and loading tqdm takes time.
+    # Looked up, not imported: a bar exists only if tqdm is loaded, and loading tqdm takes time.
     tqdm: Any = sys.modules.get("tqdm")
     return nullcontext() if tqdm is None else tqdm.tqdm.external_write_mode(file=sys.stderr)
 

@@ -2,9 +2,9 @@
 
 * Trees: binomial, linear (a star) and the pipelined chain. The root is rank 0.
 * P-1 steps: rings, and exchanges with every other rank in turn.
-* About lg P steps whose distance doubles or halves, for any number of ranks. If P is not a power of two, the first 2(P
-  - P') ranks fold, where P' is the greatest power of two below P: in each pair one rank hands its data to the other,
-  sits out the core phase, and receives the result. This follows MPICH; the even rank hands over.
+* About lg P steps whose distance doubles or halves, for any number of ranks. If P is not a power of two, the first
+  2(P - P') ranks fold, where P' is the greatest power of two below P: in each pair one rank hands its data to the
+  other, sits out the core phase, and receives the result. This follows MPICH; the even rank hands over.
 * Two levels: within the nodes to a leader, among the leaders, and back. Also the exchange with neighbours.
 """
 
@@ -219,7 +219,7 @@ class Core:
 
     @property
     def edges(self) -> Ints:
-        """Return (P'+1,): core rank c stands for the blocks of ranks edges[c] to edges[c+1] (pairs are neighbours)."""
+        """Return (P'+1,): core rank c represents the blocks of ranks edges[c] to edges[c+1] (pairs are neighbours)."""
         extra = len(self.out)
         core = np.arange(len(self.ranks) + 1)
         return np.minimum(2 * core, core + extra)
@@ -352,7 +352,7 @@ def bruck_alltoall(size: int) -> Schedule:
 
 
 def doubling_scan(size: int) -> Schedule:
-    """⌈lg P⌉(α + nβ + nγ): partners exchange their partial results; ranks without a partner pause."""
+    """⌈lg P⌉(α + nβ + nγ): partners exchange their partial results; ranks without a partner skip the step."""
     ranks = np.arange(size)
     lanes = []
     for mask in masks(size):

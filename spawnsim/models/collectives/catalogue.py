@@ -251,7 +251,7 @@ class Selection:
     """Which algorithm runs.
 
     Args:
-        library: "mpich" or "openmpi": whose thresholds decide.
+        library: "mpich" or "openmpi": the library whose thresholds decide.
         fixed: (operation, algorithm) pairs of fixed choices.
         segment_bytes: Length of the segments of the pipelined chain.
 

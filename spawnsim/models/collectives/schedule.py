@@ -26,7 +26,7 @@ from spawnsim.errors import ParameterError
 from spawnsim.models.network.cost import Floats, Ints
 
 Cut = Literal["vector", "blocks", "pairs", "edges"]
-"""What blocks are: equal parts of one vector, one block per rank, one block per pair of ranks, or one per edge."""
+"""The kinds of blocks: equal parts of one vector, one block per rank, one block per pair of ranks, or one per edge."""
 
 
 class Pattern:
@@ -106,7 +106,7 @@ class Schedule:
     Attributes:
         size: Number of ranks.
         rounds: The rounds in order.
-        cut: What blocks are.
+        cut: The kind of blocks.
         parts: Number of blocks of the vector, if `cut` is "vector".
     """
 

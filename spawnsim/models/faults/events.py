@@ -149,7 +149,7 @@ class Crash(Fault):
 
 @dataclass(frozen=True)
 class Restart(Fault):
-    """A crashed rank starts its program again at `at_s`, and keeps only its number."""
+    """A crashed rank starts its program again at `at_s`, with only its number."""
 
     rank: int
     at_s: float
@@ -343,8 +343,7 @@ class Delay(LinkFault):
 
 @dataclass(frozen=True)
 class Reorder(LinkFault):
-    """Each message takes up to `spread_s` longer, drawn independently with a probability, so other messages may
-    overtake it.
+    """Each message takes up to `spread_s` longer, drawn by itself with a probability: later ones may overtake.
 
     Messages of one sender on one communicator still stay in order, as MPI guarantees.
     """

@@ -325,7 +325,7 @@ class Nodes(Fabric):
         return (self.intra, self.inter)
 
     def shared_links(self, ranks: int) -> SharedLinks:
-        """Return one NIC for all ranks of a node; within a node nothing is shared."""
+        """Return one NIC for all ranks of a node; links within a node are not shared."""
         shared = SharedLinks.nodes(ranks, self.ranks_per_node, bandwidth_Bps(self.inter))
         return replace(shared, left=self.capacities[1])
 

@@ -281,7 +281,7 @@ class HomeLinks(Overheads):
     The sender's line is busy for n / up, the receiver's for n / down, so that a fast server can feed many.
 
     Args:
-        latency_s: Latency of each rank's line and backbone; a pair has half of each end's; one number per rank.
+        latency_s: Latency through each rank's line and the backbone; a pair's is half of each end's; one per rank.
         up_Bps: Upload bandwidth of each rank, bytes per second.
         down_Bps: Download bandwidth of each rank, bytes per second.
 

@@ -99,7 +99,7 @@ class Storage:
             raise ParameterError(f"{self}: give a latency of at least 0 s, and a bandwidth above 0 B/s")
 
     def seconds(self, nbytes: int) -> float:
-        """Return how long it takes to write or read so many bytes."""
+        """Return the time to write or read `nbytes` bytes."""
         return self.latency_s + nbytes / self.bandwidth_Bps
 
 
