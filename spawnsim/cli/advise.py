@@ -1,4 +1,4 @@
-"""`spawnsim advise`: which policy, and how often, on a cluster: a ranking by goodput, in timing alone."""
+"""`spawnsim advise`: which policy and cadence suit a cluster: a ranking by goodput, in timing alone."""
 
 from __future__ import annotations
 

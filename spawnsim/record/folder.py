@@ -91,7 +91,7 @@ def _failed_with_nothing(folder: Path) -> bool:
     try:
         manifest = read_manifest(folder)
         rows, events = read_table(folder).rows, read_events(folder)
-    except ParameterError:  # unreadable rows or events may not be empty
+    except ParameterError:  # unreadable rows or events may hold data
         return False
     # "finished": a run that ends well may have recorded nothing, and its totals count.
     return manifest["outcome"] not in (RUNNING, "finished") and not rows and not events

@@ -79,7 +79,7 @@ def _named(value: Any) -> Any:
 
 
 def vars_of(value: Any) -> dict[str, Any]:
-    """Return the fields of a dataclass, one level deep, in the order of its definition."""
+    """Return the constructor's arguments of a dataclass, one level deep, in the order of its definition."""
     return {field.name: getattr(value, field.name) for field in dataclasses.fields(value) if field.init}
 
 

@@ -150,7 +150,7 @@ class Evaluation:
         return self.network.costs(self.ranks[pattern.source], self.ranks[pattern.dest], nbytes)
 
     def send(self, pattern: Pattern, costs: Costs, nbytes: Lengths) -> tuple[Floats, Costs]:
-        """Let all ranks of a lane send. Returns when their messages arrive, and their costs at their times."""
+        """Let all ranks of a lane send. Returns when their messages arrive, and their costs at those times."""
         # The arithmetic of `wire.send`, equal to the last bit for each rank without contention: begin when the clock
         # and the NIC are both free, keep the NIC for inject_s, arrive after flight_s.
         who = pattern.senders if self.wide is None else slice(None)

@@ -386,7 +386,7 @@ class Episodes:
         return bisect_right(self.ends_s, now_s)
 
     def stretch(self, duration_s: float, now_s: float) -> float:
-        """Return how long work of `duration_s` takes if it starts at `now_s`."""
+        """Return the duration of work of `duration_s` that starts at `now_s`."""
         at_s, work_s = now_s, duration_s
         for episode in count(self.at(now_s)):
             factor = self.model.slowdown if self.slow(episode) else 1.0

@@ -245,7 +245,7 @@ class Capacity:
         return self.times[step + 1] if step + 1 < len(self.times) else math.inf
 
     def lasts(self, begin_s: float, work_s: float) -> float:
-        """Return how long work takes that begins at a time and would take `work_s` on the whole link."""
+        """Return the duration of work that begins at `begin_s` and would take `work_s` on the whole link."""
         if work_s == 0.0:
             return 0.0
         step = self._reach(begin_s)

@@ -68,7 +68,7 @@ class Share(Protocol):
         ...
 
     def lasts(self, begin_s: float, work_s: float) -> float:
-        """Return how long work takes that begins at a time and would take `work_s` on the whole link."""
+        """Return the duration of work that begins at `begin_s` and would take `work_s` on the whole link."""
         ...
 
 
@@ -138,7 +138,7 @@ class Network(Protocol):
         ...
 
     def check(self, ranks: int) -> None:
-        """Raise `ParameterError` if so many ranks do not fit."""
+        """Raise `ParameterError` if `ranks` ranks do not fit."""
         ...
 
 

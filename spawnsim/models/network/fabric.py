@@ -156,7 +156,7 @@ class Overheads:
         return float(evaluate(self.window.pieces(), nbytes).flight_s)
 
     def check(self, ranks: int) -> None:
-        """Raise `ParameterError` if so many ranks do not fit."""
+        """Raise `ParameterError` if `ranks` ranks do not fit."""
         most = self.capacity()
         if most is not None and ranks > most:
             name = type(self).__name__

@@ -185,7 +185,7 @@ class Platform:
         )
 
     def check(self, ranks: int) -> None:
-        """Raise ParameterError if so many ranks do not fit."""
+        """Raise ParameterError if `ranks` ranks do not fit."""
         self.network.check(ranks)
 
 
