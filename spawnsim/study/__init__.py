@@ -1,6 +1,6 @@
 """Studies: grids of runs and seeds through any executor, a store that resumes, then figures.
 
-What a program trains, or which policy is better, is not known here.
+This package does not know what a program trains, or which policy is better.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
-"""Published claims, and what a study finds of each: a record, a verdict that follows from checks, and one table of all.
+"""Published claims: a record of each, a verdict that follows from checks, and one table of all claims.
 
-A study states a claim by `context.claim(...)`; the study `claims` runs all studies that do, and makes the table.
+A study states a claim with `context.claim(...)`; the study `claims` runs all studies that state claims, and writes
+the table.
 """
 
 from __future__ import annotations
@@ -16,13 +17,13 @@ HOLDS, IN_PART, FAILS = "holds", "holds in part", "does not hold here"
 
 @dataclass(frozen=True, slots=True)
 class Claim:
-    """A published claim and what was found here.
+    """A published claim and the finding of a study.
 
     Attributes:
         text: the claim, in one sentence.
         source: where it was published.
-        verdict: one of the three.
-        found: the figures, and under which settings.
+        verdict: HOLDS, IN_PART or FAILS.
+        found: the figures, and the settings under which they were found.
         study: the study that found them.
     """
 
@@ -34,7 +35,7 @@ class Claim:
 
 
 def verdict(checks: Mapping[str, bool]) -> str:
-    """Return the verdict of checks by what each is about: all hold, some, or none.
+    """Return the verdict of named checks: all hold, some hold, or none holds.
 
     >>> verdict({"utilisation": True, "bandwidth": False})
     'holds in part'
@@ -45,7 +46,7 @@ def verdict(checks: Mapping[str, bool]) -> str:
 
 
 def write(folder: Path, claim: Claim) -> None:
-    """Put a claim into a study's folder, in the place of an earlier one of the same text."""
+    """Write a claim into a study's folder; it replaces an earlier claim with the same text."""
     kept = [each for each in read(folder) if each.text != claim.text]
     folder.mkdir(parents=True, exist_ok=True)
     rows = [asdict(each) for each in [*kept, claim]]
@@ -81,7 +82,7 @@ def table(claims: Iterable[Claim]) -> str:
 
 
 def claiming(folder: Path) -> list[Path]:
-    """Return the studies in a folder that state claims, by name: their text calls `context.claim`."""
+    """Return the studies in a folder that state claims, ordered by name: their text calls `context.claim`."""
     return [
         path for path in sorted(folder.glob("*.py")) if "context.claim(" in path.read_text(encoding="utf-8")
     ]

@@ -1,4 +1,4 @@
-"""What a study's file is given: sweeps, figures, and a place to say what it found.
+"""The context that a study's function receives: sweeps, figures, and functions that report findings.
 
 A study is a Python file with `def study(context: Context) -> None`.
 """
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Result:
-    """A finished run of a study: its cell, what was recorded, what it cost."""
+    """A finished run of a study: its cell, its record, its cost."""
 
     cell: Cell
     run: Run
@@ -33,18 +33,18 @@ class Result:
 
 @dataclass(frozen=True)
 class Context:
-    """Handed to `study(context)`.
+    """The argument of `study(context)`.
 
     Attributes:
         name: the study's name.
-        home: the folder of the study's file; programs are named relative to it.
+        home: the folder of the study's file; program paths are relative to it.
         out: the folder for figures and finished runs.
-        quick: the user wants a small version, to see that it works.
-        repeats: how many seeds the user wants; None: as many as the study has.
-        jobs: how many runs may go on at once.
+        quick: the user wants a small version, as a check that the study works.
+        repeats: how many seeds the user wants; None: all seeds of the study.
+        jobs: how many runs may execute at once.
         say: takes one line of text for the user.
-        executor: carries runs out; None means a pool of `jobs` processes, or this process when `jobs` is 0.
-        used: folder of each run that a sweep has returned → what ran; contexts made of this one share it.
+        executor: executes the runs; None means a pool of `jobs` processes, or this process when `jobs` is 0.
+        used: folder of each run that a sweep has returned → its description; contexts derived from this one share it.
     """
 
     name: str
@@ -64,10 +64,11 @@ class Context:
         """Return the seeds to run.
 
         Args:
-            own: the study's; "--quick" takes the first alone.
+            own: the study's seeds; `--quick` takes only the first.
 
         Returns:
-            As many as the user asked for (`--seeds`): the first of the study's, then those that follow its last.
+            As many seeds as the user asked for (`--seeds`): first the study's, then the integers after the study's
+            last seed.
         """
         if self.repeats is None:
             return list(own[:1] if self.quick else own)
@@ -79,23 +80,24 @@ class Context:
         over: Mapping[str, Sequence[Scalar]] | None = None, around: Mapping[str, Sequence[Any]] | None = None,
         **world: Any,
     ) -> list[Cell]:  # fmt: skip
-        """Return one cell per combination of values of `over` and `around`, ranks and seeds."""
+        """Return one cell per combination of values of `over` and `around`, numbers of ranks and seeds."""
         return grid(self.file(file), ranks=ranks, seeds=seeds, over=over, around=around, **world)
 
     def sweep(
         self, cells: Sequence[Cell], *, each: Callable[[Result], None] = lambda _: None
     ) -> list[Result]:
-        """Run the cells that are not done yet, and return all of them.
+        """Run the cells that are not done yet, and return the results of all cells.
 
         Args:
-            cells: the runs wanted; equal ones are run once.
-            each: is given each result as soon as it is there, while others still run: a figure can be drawn meanwhile.
+            cells: the cells to run; equal cells run once.
+            each: is called with each result as soon as it is available, while other cells still run: it can draw a
+                figure meanwhile.
 
         Returns:
-            A result per cell, in their order.
+            One result per cell, in the order of `cells`.
 
         Raises:
-            StudyError: some runs failed; those that did not are kept.
+            StudyError: some runs failed; the successful runs are kept.
         """
         store, found = Store(self.out / "runs"), dict[str, Result]()
 
@@ -108,29 +110,30 @@ class Context:
         return [replace(found[cell.key], cell=cell) for cell in cells]
 
     def warnings(self) -> list[str]:
-        """Return each kind of warning of the runs that this study has used, once, with the number of runs."""
+        """Return each kind of warning of the runs that this study has used once, with the number of runs."""
         return warnings_of_runs(self.used)
 
     def alone(self) -> Context:
-        """Return this context with one run at a time: for real processes, whose seconds must not be shared."""
+        """Return this context with at most one run at a time: timed real processes must not share the machine."""
         return replace(self, jobs=min(self.jobs, 1))
 
     def save(self, figure: Figure, stem: str) -> list[Path]:
-        """Write a figure as PNG and PDF into the study's folder, and say where."""
-        from spawnsim.plots import save  # matplotlib is loaded when the first figure is wanted
+        """Write a figure as PNG and PDF into the study's folder, and report the path."""
+        from spawnsim.plots import save  # matplotlib is loaded with the first figure
 
         paths = save(figure, self.out / stem)
         self.say(f"figure: {paths[0]}")
         return paths
 
     def claim(self, text: str, *, source: str, checks: Mapping[str, bool], found: str) -> str:
-        """Say what was found of a published claim, and keep it for the table of all (`spawnsim study claims`).
+        """Report the finding about a published claim, and keep it for the table of all claims (`spawnsim study
+        claims`).
 
         Args:
             text: the claim, in one sentence.
             source: where it was published.
-            checks: what was looked at → whether it is as claimed; the verdict follows.
-            found: the figures, and under which settings.
+            checks: aspect of the claim → whether it holds; the verdict follows.
+            found: the figures, and the settings under which they were found.
 
         Returns:
             The verdict: "holds", "holds in part" or "does not hold here".

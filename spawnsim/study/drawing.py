@@ -1,4 +1,4 @@
-"""From a sweep's folder to a figure: which of its columns are across, in colour and in panels, and what is missing."""
+"""From a sweep's folder to a figure: its columns on the x axis, in colours and in panels, and its missing runs."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ from spawnsim.study.store import FAILED, STOPPED
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-# As the command line calls them.
+# The short names of the command line.
 ALIASES = {"straggler": "stragglers", "deadline": "deadline_s", "time": "time_s"}
 MOST_HUES = 8
-NAMED = 3  # runs that a caption names of those that are missing
+NAMED = 3  # missing runs that a caption names
 
 
 @dataclass(frozen=True)
 class Drawn:
-    """A figure with its data, which is written beside it; `blank`: finished runs that have no number to show."""
+    """A figure with its data, which `save` writes next to it; `blank` names finished runs without a number to show."""
 
     stem: str
     figure: Figure
@@ -43,7 +43,7 @@ def where(sweep: Sweep, conditions: Sequence[str]) -> Sweep:
     """Return the cells that meet all conditions.
 
     Raises:
-        ParameterError: a condition names nothing, or no cell meets it.
+        ParameterError: a condition names no column, or no cell meets it.
     """
     cells = list(sweep.cells)
     for condition in conditions:
@@ -63,7 +63,7 @@ def _plain(value: Any) -> str:
 
 
 def _known(sweep: Sweep, name: str, option: str) -> str:
-    """Return the column that a name means."""
+    """Return the column that a name refers to."""
     name = ALIASES.get(name, name)
     names = list(dict.fromkeys(key for cell in sweep.cells for key in cell.values))
     if name not in names:
@@ -76,23 +76,24 @@ def ask(
     sweep: Sweep, y: str, *, x: str = "", hue: str = "", facet: Sequence[str] = (), against: str = "",
     heat: bool = False, band: str = "seeds",
 ) -> Asked:  # fmt: skip
-    """Return what a figure shows; what is not said follows from what the sweep varies.
+    """Return the description of a figure; what the arguments leave open follows from the columns that the sweep
+    varies.
 
     Args:
-        sweep: the sweep, without the cells that are not to be shown.
-        y: a measure (see `spawnsim.plots.measures`); over a clock a recorded column.
-        x: a column, a clock ("time_s", "iteration") or a measure; "": the first column that varies beside the hue.
-        hue: the column that colours tell; "": the policy, or what varies beside x.
-        facet: the columns that panels tell; empty: all that are left.
-        against: a value of the hue: show what others are above it.
+        sweep: the sweep, without the cells to leave out.
+        y: a measure (see `spawnsim.plots.measures`); over a clock, a recorded column.
+        x: a column, a clock ("time_s", "iteration") or a measure; "": the first varied column that is not the hue.
+        hue: the column that colours show; "": the policy, or the first suitable varied column other than x.
+        facet: the columns that panels show; empty: all remaining varied columns.
+        against: a value of the hue: show by how much the other values exceed it.
         heat: a heat map of two columns, x and the hue.
-        band: of curves over a clock, what bands are over: "seeds" or "ranks".
+        band: what the bands of curves over a clock span: "seeds" or "ranks".
 
     Returns:
-        What to draw.
+        The description of the figure.
 
     Raises:
-        ParameterError: a name is not known, or columns are left that nothing tells.
+        ParameterError: a name is not known, or a varied column is shown nowhere in the figure.
     """
     x, varied = ALIASES.get(x, x), sweep.varied
     hue = _known(sweep, hue, "--hue") if hue else ""
@@ -100,7 +101,8 @@ def ask(
     columns = {name for cell in sweep.cells for name in cell.values}
     left = [name for name in varied if name not in (x, hue, *facet)]
     if not hue:
-        # Colours tell the policy, unless it is across; the fewest panels are those of a hue with many values.
+        # Colours show the policy, unless the policy is on the x axis. A hue with many values needs the fewest
+        # panels.
         fit = [name for name in left if len(_values(sweep, name)) <= MOST_HUES]
         hue = "policy" if "policy" in fit else next(iter(fit), "")
         left = [name for name in left if name != hue]
@@ -116,14 +118,14 @@ def ask(
     if x in CLOCKS:
         kind = "curves"
     elif x not in columns:
-        Measure.of(x)  # refuses what is none
+        Measure.of(x)  # raises unless x is a measure
         kind = "front"
     if kind != "response" and (heat or against):
         raise ParameterError(f"--x {x} with {'--heat' if heat else '--against'}: give a column that varies")
     if heat and hue == x:
         raise ParameterError("a heat map needs two columns that vary: give --x and --hue")
     kind = "heat" if heat else "paired" if against else kind
-    # Of a front, settings are points: what is left is their names, unless panels are asked for.
+    # A front shows settings as points, and the remaining columns are their names, unless panels are asked for.
     facet = facet if facet or kind == "front" else tuple(left)
     pooled = [name for name in left if name not in facet and kind != "front"]
     if pooled:
@@ -144,10 +146,10 @@ def _values(sweep: Sweep, name: str) -> list[str]:
 
 
 def draw(sweep: Sweep, asked: Asked) -> Drawn:
-    """Draw a figure of the runs that are done; its caption says what is missing.
+    """Draw a figure of the finished runs; its caption names the missing runs.
 
     Raises:
-        ParameterError: no run is done, or runs lack what is asked for.
+        ParameterError: no run is done, or no finished run has the column or measure.
     """
     done = sweep.keep(sweep.of_state(DONE))
     if not done.cells:
@@ -178,7 +180,7 @@ def draw(sweep: Sweep, asked: Asked) -> Drawn:
 def _curves(
     done: Sweep, asked: Asked
 ) -> tuple[list[tuple[str, dict[str, list[curves.Curve]]]], list[Planned]]:
-    """Return panels of curves, by hue one for each seed, and the runs that have none."""
+    """Return panels of curves, by hue, one curve for each seed; and the runs without a curve."""
     found: dict[str, dict[str, list[curves.Curve]]] = {}
     lacking: list[tuple[Planned, ParameterError]] = []
     for cell, run in done.runs():
@@ -189,7 +191,7 @@ def _curves(
                 info = curves.of_events(run, asked.y, asked.x)
             else:
                 info = curves.of_run(run, asked.y, asked.x)
-        # What one policy records another may not: what there is, is drawn.
+        # One policy may not record what another records: draw the curves that exist.
         except ParameterError as error:
             lacking.append((cell, error))
             continue
@@ -206,7 +208,7 @@ def _setting(sweep: Sweep) -> str:
 
 
 def missing(sweep: Sweep) -> str:
-    """Return which runs are missing, a line for each reason; empty for a finished sweep."""
+    """Return one line for each reason for missing runs, such as "failed"; empty for a finished sweep."""
     states = ((MISSING, "not done yet"), (STOPPED, "stopped"), (FAILED, "failed"))
     return "\n".join(filter(None, (_line(sweep.of_state(state), sweep, word) for state, word in states)))
 
@@ -219,10 +221,10 @@ def _line(some: Iterable[Planned], sweep: Sweep, word: str) -> str:
 
 
 def defaults(sweep: Sweep) -> list[Asked]:
-    """Return the figures of a sweep for which nothing was asked: the metric over time, and its end over what varies.
+    """Return the default figures of a sweep: the metric over time, and the final metric over the varied columns.
 
     Raises:
-        ParameterError: no run is done, or none has recorded numbers.
+        ParameterError: no run is done, or no column of numbers was recorded.
     """
     metric = metric_of(sweep)
     found = [ask(sweep, metric, x="time_s")]
@@ -230,10 +232,10 @@ def defaults(sweep: Sweep) -> list[Asked]:
 
 
 def metric_of(sweep: Sweep) -> str:
-    """Return the column that figures show of which none is named.
+    """Return the column that figures show by default.
 
     Raises:
-        ParameterError: no run is done, or none has recorded numbers.
+        ParameterError: no run is done, or no column of numbers was recorded.
     """
     run = next(iter(sweep.runs()), None)
     if run is None:

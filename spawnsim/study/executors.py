@@ -1,6 +1,6 @@
-"""Executors of sweeps: processes of this machine, and the ranks of mpi4py.futures.
+"""Executors of sweeps: processes on this machine, and the ranks of mpi4py.futures.
 
-Any other `concurrent.futures.Executor` carries a sweep, too.
+Any other `concurrent.futures.Executor` can execute a sweep, too.
 """
 
 from __future__ import annotations
@@ -28,39 +28,39 @@ from spawnsim.run import process_setup
 from spawnsim.run.process_setup import one_thread
 
 PRELOADED = [
-    "spawnsim.run.preloading",  # unblocks what `_forkserver` blocks
+    "spawnsim.run.preloading",  # unblocks the signal that `_forkserver` blocks
     "spawnsim.study",
     "spawnsim.policies",
     "spawnsim.virtual",
     "spawnsim.training",
     "torch._dynamo",  # every optimizer imports it: 1.5 s of each run
-]  # those there are
-STOPPING_S = 5.0  # for which a run that is told to stop may go on writing what it has recorded
+]  # modules that are not installed are skipped
+STOPPING_S = 5.0  # how long a terminated run may continue to write its records
 
 
 def prepare() -> None:
-    """Make a process of a pool ready for one run: one thread, and it is for the study to tell it to stop.
+    """Prepare a process of a pool for one run: one thread, and only the study's process stops it.
 
-    Numeric libraries are told that are not loaded yet: runs share the machine's cores. Ctrl-C on a terminal reaches
-    all processes; those of a pool leave it to the study's.
+    One thread is a setting for numeric libraries that are loaded later: runs share the machine's cores. Ctrl-C on a
+    terminal signals all processes; pool processes ignore it, and the study's process stops them.
     """
     process_setup.use_one_thread()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
 def load_ahead() -> None:
-    """Let the process from which a pool forks begin to load what runs need, while the caller does something else."""
+    """Start the process from which a pool forks, so that it loads the modules of runs in the meantime."""
     with one_thread():
         _forkserver()
 
 
 def _forkserver() -> multiprocessing.context.ForkServerContext:
-    # Not fork: the caller may have threads and a loaded BLAS, whose locks a fork copies as they stand. Not spawn:
-    # loading torch takes longer than a short run.
+    # Not fork: the caller may have threads and a loaded BLAS, and a fork copies their locks in whatever state they
+    # are in. Not spawn: loading torch takes longer than a short run.
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOADED)
-    # Until it has loaded the first of these, Ctrl-C would end it with a traceback.
-    resource_tracker.ensure_running()  # or it is started with the other one, and unblocks (Python 3.11)
+    # Until the first of these modules is loaded, Ctrl-C would end this process with a traceback.
+    resource_tracker.ensure_running()  # else the fork server starts it, which unblocks the signal (Python 3.11)
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         forkserver.ensure_running()
@@ -70,9 +70,10 @@ def _forkserver() -> multiprocessing.context.ForkServerContext:
 
 
 class Processes(Executor):
-    """A fresh process for each task, so many at once: one that is killed fails its own task alone.
+    """A fresh process for each task, up to `jobs` at once: a killed process fails only its own task.
 
-    Not a `ProcessPoolExecutor`, which breaks as a whole when one of its processes ends, such as for want of memory.
+    Not a `ProcessPoolExecutor`, which breaks as a whole when one of its processes ends, for example for lack of
+    memory.
     """
 
     def __init__(self, jobs: int, limit_s: float | None = None) -> None:
@@ -84,14 +85,14 @@ class Processes(Executor):
         return self._threads.submit(self._carry_out, partial(fn, *args, **kwargs))
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
-        """Take no more tasks; wait for those that go on."""
+        """Take no more tasks; wait for the running ones."""
         self._stopped = cancel_futures
         self._threads.shutdown(wait, cancel_futures=cancel_futures)
 
     def _carry_out(self, task: Callable[[], Any]) -> Any:
-        # One at a time: where two threads ask for the status of one process, the second is told a wrong one.
+        # One thread at a time: if two threads ask for the status of one process, the second gets a wrong status.
         with self._lock:
-            # Meanwhile: it would take seconds where Ctrl-C has ended the process from which it forks.
+            # Checked under the lock: starting a process takes seconds when Ctrl-C has ended the fork server.
             if self._stopped:
                 raise CancelledError
             receiving, sending = self._context.Pipe(duplex=False)
@@ -101,7 +102,7 @@ class Processes(Executor):
         in_time = receiving.poll(self._limit_s)
         if not in_time:
             process.terminate()
-            # In a library's own loop it hears nothing.
+            # A process inside a library's loop does not react to the signal.
             if not receiving.poll(STOPPING_S):
                 process.kill()
         try:
@@ -118,7 +119,7 @@ class Processes(Executor):
 
 
 def out_of_time(limit_s: float | None) -> WorldError:
-    """Return the error of a run that has taken longer than it may."""
+    """Return the error of a run that has exceeded its time limit."""
     return WorldError(
         f"the run took longer than {limit_s:g} s, and was ended: a greater limit, or none, lets it go on"
     )
@@ -138,64 +139,66 @@ def _answer(sending: Connection, task: Callable[[], Any]) -> None:
         outcome = True, task()
     except process_setup.Stopped:
         return
-    except Exception as error:  # noqa: BLE001  raised again where the result is asked for
+    except Exception as error:  # noqa: BLE001  raised again where the result is requested
         outcome = False, _portable(error)
     sending.send(outcome)
 
 
 def _portable(error: Exception) -> Exception:
-    """Return an error as another process can be told it, with the traceback as text, which is lost otherwise."""
+    """Return an error that can be pickled, with its traceback as text, which pickling would lose."""
     text = traceback.format_exc()
     try:
         pickle.loads(pickle.dumps(error))
-    except Exception:  # noqa: BLE001  a program's own class may do anything there
+    except Exception:  # noqa: BLE001  pickling runs the program's own code, which may raise anything
         error = WorldError(f"{type(error).__name__}: {error}")
     error.__dict__["remote"] = text
     return error
 
 
 def _end_with_the_study() -> None:
-    """Stop this process when the one that started the sweep has gone, killed: its successor begins the run anew."""
+    """Stop this process when the process that started the sweep was killed: a new sweep starts the run again."""
     parent = multiprocessing.parent_process()
     if parent is not None:
         parent.join()
-        # To the process: a signal raised in this thread would not wake the main one out of a sleep.
+        # A signal to the process: raised in this thread, it would not wake the main thread from a sleep.
         os.kill(os.getpid(), signal.SIGTERM)
 
 
 @contextmanager
 def pool(jobs: int, *, fresh: bool = True, limit_s: float | None = None) -> Iterator[Executor]:
-    """Give a pool of processes of one thread each: fresh ones, one per run, so that a run's peak memory is its own.
+    """Give a pool of processes with one thread each: by default a fresh process per run, so that peak memory is per
+    run.
 
-    They are forked from one that has loaded what runs need, which takes longer than a short run, and begun nothing.
+    The processes are forked from one that has loaded the modules of runs, which takes longer than a short run, and
+    has started no work.
 
-    When the block is left by an exception, such as Ctrl-C, nothing more begins, and what runs is told to stop.
+    When an exception, such as Ctrl-C, leaves the block, no further run starts, and running processes are terminated.
 
     Args:
-        jobs: how many runs may go on at once, at least 1.
-        fresh: whether each run gets a process of its own; without, `jobs` processes carry out all of them.
-        limit_s: after which a fresh process is ended, and its run has failed.
+        jobs: how many runs may execute at once, at least 1.
+        fresh: whether each run gets its own process; otherwise `jobs` processes execute all runs.
+        limit_s: seconds after which a fresh process is ended, and its run counts as failed.
 
     Returns:
         A context manager that gives the executor.
     """
-    # Children of the caller's own are not ours to stop.
+    # The caller's other child processes must not be stopped.
     others = set(multiprocessing.active_children())
-    with one_thread():  # libraries ask when they are loaded, which is before a run begins
+    with one_thread():  # libraries read the setting when they are loaded, before a run starts
         executor: Executor
         if fresh:
             executor = Processes(jobs, limit_s)
         else:
             context = _forkserver()
-            # Once this is over, all is loaded. A worker that is asked for before, and begins when Ctrl-C has ended this
-            # process, does not find its queues, and says so in a traceback.
+            # When this process has ended, all modules are loaded. A worker that is requested earlier, and starts
+            # after Ctrl-C has ended this process, does not find its queues and prints a traceback.
             first = context.Process(target=prepare)
             first.start()
             first.join()
             executor = ProcessPoolExecutor(jobs, mp_context=context, initializer=prepare)
         try:
             yield executor
-        # KeyboardInterrupt is no Exception, and is the common case.
+        # BaseException: KeyboardInterrupt, the common case, is not an Exception.
         except BaseException:
             _stop(executor, others)
             raise
@@ -203,19 +206,19 @@ def pool(jobs: int, *, fresh: bool = True, limit_s: float | None = None) -> Iter
 
 
 def _stop(executor: Executor, others: Collection[BaseProcess]) -> None:
-    """Let nothing more begin, and tell the processes of a pool to stop: each once, those that begin meanwhile, too."""
-    # In a thread, since `shutdown` waits for the processes that are to be stopped here.
+    """Start no more tasks, and terminate the processes of a pool once each, including late starters."""
+    # In a thread, since `shutdown` waits for the processes that are stopped here.
     ending = Thread(target=partial(executor.shutdown, cancel_futures=True), daemon=True)
     ending.start()
     told: set[BaseProcess] = set()
     due_s = time.monotonic() + STOPPING_S
     while ending.is_alive():
-        # Asked in each round: the executor may begin a process while it is shut down.
+        # Listed in each round: the executor may start a process while it shuts down.
         running = {*multiprocessing.active_children()} - {*others}
         for process in running - told:
             process.terminate()
         told |= running
-        # A run in a library's own loop hears no signal.
+        # A run inside a library's loop does not react to the signal.
         if time.monotonic() > due_s:
             for process in running:
                 process.kill()
@@ -223,6 +226,6 @@ def _stop(executor: Executor, others: Collection[BaseProcess]) -> None:
 
 
 def mpi_ranks(jobs: int) -> Executor:
-    """Return the ranks of `mpiexec -n N python -m mpi4py.futures`, or `jobs` that MPI starts, as an executor."""
+    """Return the ranks of `mpiexec -n N python -m mpi4py.futures`, or `jobs` ranks that MPI starts, as an executor."""
     executor: Executor = import_module("mpi4py.futures").MPIPoolExecutor(max_workers=max(jobs, 1))
     return executor

@@ -1,7 +1,7 @@
-"""A sweep: its cells, which of them are done, and what they have come to as one tidy table.
+"""A sweep: its cells, the state of each, and their results as one tidy table.
 
-`sweep.json` beside the runs says which cells were asked for, so an unfinished sweep can be read, and says what is
-missing. A folder is read without the program: it may have been moved, or edited since.
+`sweep.json` next to the runs lists the requested cells, so an unfinished sweep can be read, and its missing runs are
+known. Reading a folder does not need the program: the program may have been moved or edited since.
 """
 
 from __future__ import annotations
@@ -36,19 +36,19 @@ if TYPE_CHECKING:
 PLAN = "sweep.json"
 DONE, MISSING = "done", "missing"
 STATES = (DONE, FAILED, STOPPED, MISSING)  # of a cell
-TOTALS = ("iterations", "messages", "bytes", "replacements")  # columns of every table, beside the seconds
+TOTALS = ("iterations", "messages", "bytes", "replacements")  # columns of every table, besides the seconds
 SHOWN = 8  # rows of a table in a notebook
 
 
 @dataclass(frozen=True)
 class Planned:
-    """One cell of a sweep as its folder tells it.
+    """One cell of a sweep, as its folder describes it.
 
     Attributes:
-        label: what sets it apart from the others.
+        label: the values that distinguish it from the other cells.
         values: file, backend, ranks, parameters, circumstances and seed, by name.
-        folder: name of its run's folder, below `runs`.
-        command: the command that makes this run alone.
+        folder: the name of its run's folder, below `runs`.
+        command: the command that makes only this run.
     """
 
     label: str
@@ -62,9 +62,9 @@ class Sweep:
     """A sweep's folder.
 
     Attributes:
-        folder: where it lies.
-        cells: all that were asked for, in order; seeds vary fastest.
-        command: the command that began it, or goes on with it.
+        folder: its path.
+        cells: all requested cells, in order; seeds vary fastest.
+        command: the command that started or continues it.
     """
 
     folder: Path
@@ -74,17 +74,17 @@ class Sweep:
     # -------------------------------------------------------------------------------------------- making and reading
     @classmethod
     def plan(cls, cells: Sequence[Cell], out: str | Path) -> Sweep:
-        """Say in a folder which cells a sweep has; none is run.
+        """Write the plan of a sweep, its cells, into a folder, without running any.
 
         Args:
-            cells: the cells, as `spawnsim.study.grid` makes them; equal ones count once.
-            out: the folder; runs that it holds already are kept.
+            cells: the cells, as `spawnsim.study.grid` makes them; equal cells count once.
+            out: the folder; its finished runs are kept.
 
         Returns:
             The sweep.
 
         Raises:
-            ParameterError: the folder holds a run, cannot be written, or a sweep of other runs goes on there.
+            ParameterError: the folder holds a run, cannot be written, or a sweep of other runs is executing there.
         """
         with _held(Path(out), cells) as found:
             return found
@@ -94,22 +94,23 @@ class Sweep:
         cls, cells: Sequence[Cell], out: str | Path, *, jobs: int = 1, executor: Executor | None = None,
         limit_s: float | None = None, say: Callable[[str], None] = lambda _: None,
     ) -> Sweep:  # fmt: skip
-        """Carry out the cells that are not done yet.
+        """Run the cells that are not done yet.
 
         Args:
             cells: the cells, as `spawnsim.study.grid` makes them.
             out: the folder: `sweep.json`, and `runs` with a folder per cell.
-            jobs: how many runs may go on at once; 0: one after another, in this process.
-            executor: any `concurrent.futures.Executor` that carries them out instead; all its machines see `out`.
-            limit_s: wall seconds that one run may take; one that takes longer is ended, and has failed.
+            jobs: how many runs may execute at once; 0: one after another, in this process.
+            executor: any `concurrent.futures.Executor`, instead of a pool of processes; all its machines must see
+                `out`.
+            limit_s: wall seconds that one run may take; a longer run is ended, and counts as failed.
             say: takes one line of text per finished run.
 
         Returns:
             The sweep, finished.
 
         Raises:
-            ParameterError: a limit that cannot be held; nothing is written.
-            StudyError: some runs failed; those that did not are kept, and the same call tries the others again.
+            ParameterError: the limit cannot be enforced; nothing is written.
+            StudyError: some runs failed; the successful runs are kept, and the same call tries the failed ones again.
         """
         require_limit(limit_s, jobs, executor)
         with _held(Path(out), cells) as found:
@@ -118,7 +119,7 @@ class Sweep:
 
     @classmethod
     def load(cls, path: str | Path) -> Sweep:
-        """Return the sweep of a folder, finished or not.
+        """Return the sweep in a folder, finished or not.
 
         Raises:
             ParameterError: the folder holds no sweep, or its plan is damaged.
@@ -135,7 +136,7 @@ class Sweep:
 
     @property
     def store(self) -> Store:
-        """Where the runs lie."""
+        """The store of the runs."""
         return Store(self.folder / "runs")
 
     # --------------------------------------------------------------------------------------------------- what it holds
@@ -151,7 +152,7 @@ class Sweep:
         return [cell for cell in self.cells if self.state(cell) == state]
 
     def runs(self) -> Iterator[tuple[Planned, Run]]:
-        """Yield the finished runs, each read when it is asked for."""
+        """Yield the finished runs; each is read when it is yielded."""
         for cell in self.of_state(DONE):
             yield cell, Run.load(self.store.root / cell.folder)
 
@@ -162,7 +163,7 @@ class Sweep:
 
     @property
     def varied(self) -> list[str]:
-        """What cells differ in beside their seed: names of parameters and circumstances."""
+        """Names of the parameters and circumstances in which cells differ, without the seed."""
         names = {name: None for cell in self.cells for name in cell.values if name != "seed"}
         return [name for name in names if len({str(cell.values.get(name)) for cell in self.cells}) > 1]
 
@@ -170,18 +171,18 @@ class Sweep:
         """Return one row per cell.
 
         Args:
-            measures: what to work out of each run, such as "final:accuracy" or "time_to:accuracy>0.8"; see
+            measures: the measures to compute from each run, such as "final:accuracy" or "time_to:accuracy>0.8"; see
                 `spawnsim.plots.measures`.
 
         Returns:
-            Columns: parameters, circumstances, seed, "state", "outcome", what the run came to (virtual seconds,
-            messages, bytes …), what it cost here ("wall_s", "peak_memory_B"), "folder", and one per measure. What a
-            cell that is not done, or has not recorded it, does not tell is NaN.
+            Columns: parameters, circumstances, seed, "state", "outcome", the totals of the run (virtual seconds,
+                messages, bytes …), its cost on this machine ("wall_s", "peak_memory_B"), "folder", and one column per
+                measure. A value is NaN if the cell is not done or did not record it.
 
         Raises:
-            ParameterError: a measure is not understood, or no run has what it is of.
+            ParameterError: a measure is not understood, or no run has recorded its column.
         """
-        from spawnsim.plots.measures import Measure  # as with figures, matplotlib is loaded only now
+        from spawnsim.plots.measures import Measure  # imported only now: it loads matplotlib
 
         asked = [Measure.of(text) for text in measures]
         rows: list[dict[str, Any]] = [self._row(cell, asked) for cell in self.cells]
@@ -189,7 +190,7 @@ class Sweep:
             told = [row[each.text] for row in rows if row[each.text] is not None]
             if told and all(isinstance(value, ParameterError) for value in told):
                 raise told[0]
-        # What one policy records another may not.
+        # One policy may not record what another records.
         for row in rows:
             row |= {name: None for name, value in row.items() if isinstance(value, Exception)}
         names = {name: None for row in rows for name in row}
@@ -206,16 +207,16 @@ class Sweep:
         clock = next(name for name in SECONDS[::-1] if name in told["totals"] or name == SECONDS[0])
         row |= {name: told["totals"].get(name) for name in (clock, *TOTALS)}
         row |= {"wall_s": cost.wall_s, "peak_memory_B": cost.peak_memory_B}
-        # The rows of a run are read only where something is worked out of them.
+        # Read the rows of a run only if a measure needs them.
         run = Run.load(place) if any(each.needs_rows for each in measures) else None
         return row | {each.text: _value(each, run, told["totals"]) for each in measures}
 
     def keep(self, cells: Sequence[Planned]) -> Sweep:
-        """Return the sweep of some of its cells."""
+        """Return the sweep with only some of its cells."""
         return Sweep(self.folder, tuple(cells), self.command)
 
     def says(self) -> str:
-        """Return how far it is: "64 runs: 60 done, 1 failed, 1 stopped, 2 missing"."""
+        """Return the progress: "64 runs: 60 done, 1 failed, 1 stopped, 2 missing"."""
         counts = Counter(map(self.state, self.cells))
         parts = ", ".join(f"{counts[state]} {state}" for state in STATES if counts[state])
         return f"{counted(len(self.cells), 'run')}: {parts or 'none'}"
@@ -224,7 +225,7 @@ class Sweep:
         return f"Sweep({self.folder}, {self.says()})"
 
     def _repr_html_(self) -> str:
-        from html import escape  # needed here alone
+        from html import escape  # needed only here
 
         names = [*self.varied, "seed"]
         head = "".join(f"<th>{escape(name)}</th>" for name in [*names, "state"])
@@ -245,7 +246,7 @@ def _value(measure: Measure, run: Run | None, totals: dict[str, Any]) -> float |
 
 @contextmanager
 def _held(place: Path, cells: Sequence[Cell]) -> Iterator[Sweep]:
-    """Write a folder's plan and give the sweep; while the block runs, no other process gives the folder other runs."""
+    """Write a folder's plan and give the sweep; while the block runs, no other process can change the cells."""
     require_free(place)
     prepare(place)
     names = labels(cells)
@@ -253,7 +254,7 @@ def _held(place: Path, cells: Sequence[Cell]) -> Iterator[Sweep]:
     found = Sweep(place, tuple(_planned(cell, names[key]) for key, cell in distinct.items()), _command())
     lock = os.open(place, os.O_RDONLY)
     try:
-        # Alone for as long as the plan is written, then with all who have the same.
+        # An exclusive lock while the plan is written, then a lock shared with all sweeps that have the same plan.
         if _locks(lock, fcntl.LOCK_EX | fcntl.LOCK_NB):
             _write_plan(found)
         _locks(lock, fcntl.LOCK_SH)
@@ -266,7 +267,7 @@ def _held(place: Path, cells: Sequence[Cell]) -> Iterator[Sweep]:
         yield found
     finally:
         os.close(lock)
-        # Who removes the folder meanwhile loses the runs that were done: those made since need their plan.
+        # If the folder was removed meanwhile, its finished runs are lost; the runs made since then need their plan.
         if place.is_dir() and not (place / PLAN).exists():
             _write_plan(found)
 
@@ -276,7 +277,7 @@ def _locks(file: int, how: int) -> bool:
         fcntl.flock(file, how)
     except BlockingIOError:
         return False
-    # Some shared file systems lock no folders: there whoever comes last is obeyed.
+    # Some shared file systems lock no folders: there, the last plan counts.
     except OSError:
         return True
     return True
@@ -284,7 +285,7 @@ def _locks(file: int, how: int) -> bool:
 
 def _write_plan(sweep: Sweep) -> None:
     text = json.dumps({"command": sweep.command, "cells": [asdict(each) for each in sweep.cells]}, indent=1)
-    # Beside its place first: somebody may draw figures of the sweep while it goes on.
+    # Written to a draft and renamed: another process may read the plan while the sweep runs.
     draft = sweep.folder / f".{PLAN}"
     draft.write_text(text + "\n", encoding="utf-8")
     draft.replace(sweep.folder / PLAN)
@@ -295,14 +296,15 @@ def _planned(cell: Cell, label: str) -> Planned:
 
 
 def _command() -> str:
-    """Return the command that began this; of a program in Python its name."""
+    """Return the command that started this process; for a program in Python, its name."""
     return str(manifest.made()["command"]) if sys.argv and sys.argv[0] else ""
 
 
 def column_of(values: Sequence[Any], number: bool = False) -> NDArray[Any]:
-    """Return values, one per row, as a column: of floats, whole numbers or bools where all are, else of texts.
+    """Return values, one per row, as a column of floats, integers or bools if all are such values, else of texts.
 
-    None is NaN in a column of numbers, and else "none". `number`: the column holds numbers, even if no row has one.
+    None becomes NaN in a column of numbers, and "none" otherwise. `number`: the column holds numbers, even if no row
+    has one.
     """
     known = [value for value in values if value is not None]
     kinds = {bool if isinstance(value, bool) else type(value) for value in known}

@@ -1,12 +1,12 @@
 """One run of a study as a value with its key, and the store of finished runs: a folder per key.
 
-Equal keys mean equal results, so a key covers the text of the program and of its own modules, of the platform, the
-plan and the recorded run that its world names, of the library (without the packages that only look at results), and
-the versions of the packages below it. What a program reads by itself it does not cover: give such a file's digest as
-a parameter.
+Equal keys mean equal results. A key therefore covers the text of the program and of its modules, of the platform, the
+plan and the recorded run that its world names, of the library (without the packages that only read results), and the
+versions of the packages below it. It does not cover files that a program reads by itself: pass such a file's digest
+as a parameter.
 
-A folder that exists is done: a run is written into a draft beside its place and renamed at the end, which is atomic.
-A study that was interrupted, or that two people run at once, never sees half a run.
+A folder that exists is complete: a run is written into a draft folder next to it, and renamed at the end, which is
+atomic. An interrupted study, or two studies at once, never see half a run.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class Cell:
     world: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        # At once, where the study names the cell: in a process of the pool it would be a failed run.
+        # Checked here, where the study names the cell: in a process of the pool it would be a failed run.
         if not Path(self.file).is_file():
             raise ParameterError(f"the study asks for {self.file}, which is not a file")
         if self.ranks < 1:
@@ -66,22 +66,22 @@ class Cell:
         backend_of(self.backend)
 
     def description(self) -> dict[str, Any]:
-        """Return what distinguishes this run, without paths of this machine."""
+        """Return the values that distinguish this run, without paths of this machine."""
         return {
             "file": Path(self.file).name,
             "backend": self.backend,
             "ranks": self.ranks,
             "seed": self.seed,
-            # Sorted, so that the order in which a study writes its arguments makes no other key.
+            # Sorted, so that the order in which a study writes its arguments does not change the key.
             "parameters": document(dict(sorted(self.parameters.items()))),
-            # None is what `spawnsim.run` takes where nothing is given: one run, one key.
+            # None is the default of `spawnsim.run`: given or not, it is the same run with the same key.
             "world": {name: _without_folder(v) for name, v in sorted(self.world.items()) if v is not None},
         }
 
     def inputs(self) -> Files:
         return manifest.inputs(Path(self.file), **self.world)
 
-    @cached_property  # and so the same in every process that this cell is sent to, whatever is edited meanwhile
+    @cached_property  # and so the same in every process that receives this cell, even if files are edited
     def key(self) -> str:
         """The digest of the description, of all files that the run depends on, of the library and the versions."""
         texts = {
@@ -97,7 +97,7 @@ class Cell:
         """Return the description in one row: file, backend, ranks, parameters, circumstances, seed.
 
         Returns:
-            Name → value. A parameter that is called as one of the others is "main's NAME".
+            Name → value. A parameter with the same name as another column is "main's NAME".
         """
         told = self.description()
         seed, given, world = (told.pop(name) for name in ("seed", "parameters", "world"))
@@ -108,14 +108,14 @@ class Cell:
 
     @property
     def name(self) -> str:
-        """A short name for people: file, policy, ranks, backend, seed; the key tells the rest."""
+        """A short name for people: file, policy, ranks, backend, seed; only the key is unique."""
         values = [str(self.parameters["policy"])] if "policy" in self.parameters else []
         where = [] if self.backend == "virtual" else [self.backend]
         return "-".join([Path(self.file).stem, *values, f"n{self.ranks}", *where, f"s{self.seed}"])
 
 
 def _without_folder(value: Any) -> Any:
-    """Return a circumstance as it is the same on each machine; what a file says is told by its digest."""
+    """Return a circumstance in a form that is the same on each machine; the digest covers a file's content."""
     # The folder of a file differs between machines and checkouts, and changes no result.
     return Path(value).name if isinstance(value, (str, Path)) and os.path.exists(value) else document(value)
 
@@ -126,7 +126,7 @@ def _library() -> str:
     root = manifest.PACKAGE
     digest = hashlib.blake2b(digest_size=8)
     for path in sorted(_sources(root)):
-        # With the path: two files that swap their contents are another library.
+        # With the path: if two files swap their contents, the digest must change.
         digest.update(path.relative_to(root).as_posix().encode() + b"\0" + path.read_bytes())
     return digest.hexdigest()
 
@@ -139,7 +139,7 @@ def _sources(root: Path) -> Iterator[Path]:
 
 
 def labels(cells: Sequence[Cell]) -> dict[str, str]:
-    """Return what sets each cell apart from the others, for people: "average, ratio 0.1, seed 3"."""
+    """Return the values that distinguish each cell from the others, for people: "average, ratio 0.1, seed 3"."""
     rows = {cell.key: cell.values() for cell in cells}
     every = {name: None for row in rows.values() for name in row if name != "seed"} | {"seed": None}
     varied = [name for name in every if len({str(row.get(name)) for row in rows.values()}) > 1]
@@ -172,7 +172,7 @@ def grid(
         The cells; seeds vary fastest.
 
     Raises:
-        ParameterError: there is no such file, or a number of ranks below 1.
+        ParameterError: the file does not exist, or a number of ranks is below 1.
     """
     worlds = [{"backend": "virtual", **world, **each} for each in _combinations(around or {})]
     every = itertools.product(_combinations(over or {}), worlds, ranks, list(seeds))
@@ -193,7 +193,7 @@ COST = "cost.json"
 
 @dataclass(frozen=True)
 class Cost:
-    """What a run took on this machine: wall seconds, peak memory of its process in bytes, load when it began."""
+    """The cost of a run on this machine: wall seconds, peak memory of its process in bytes, load at its start."""
 
     wall_s: float
     peak_memory_B: int  # noqa: N815  (B is the unit)
@@ -213,21 +213,21 @@ class Store:
         return self.aside(self.folder(cell).name, FAILED)
 
     def aside(self, name: str, why: str) -> Path:
-        """Return where a run stays that did not finish."""
+        """Return the folder of a run that did not finish."""
         return self.root / f"{why}-{name}"
 
     def fail(self, cell: Cell) -> None:
-        """Let a run that was told to stop be one that has failed, as where it has taken too long."""
+        """Mark a stopped run as failed, for example because it exceeded its time limit."""
         stopped = self.aside(self.folder(cell).name, STOPPED)
         if stopped.is_dir():
             shutil.rmtree(self.failed(cell), ignore_errors=True)
             stopped.rename(self.failed(cell))
 
     def tidy(self, *, aside: bool = False) -> None:
-        """Remove drafts of this machine's processes that are gone, such as those of a sweep that was killed.
+        """Remove the drafts of processes on this machine that no longer run, such as processes of a killed sweep.
 
         Args:
-            aside: keep them as those of runs that failed, to be looked at.
+            aside: keep them as failed runs, for inspection.
         """
         for draft in self.root.glob(f".*.{_HERE}.*"):
             name, number = draft.name.rsplit(f".{_HERE}.", 1)
@@ -240,9 +240,9 @@ class Store:
                 shutil.rmtree(draft, ignore_errors=True)
 
     def done(self, cell: Cell) -> bool:
-        """Say whether the run is there, and of the files that it depends on none was edited since."""
+        """Return whether the run exists, and no file that it depends on was edited since."""
         place = self.folder(cell)
-        # A folder of the right name is no proof: modules of computed names are in no key, but in what the run recorded.
+        # The name of the folder does not suffice: keys omit modules with computed names, but the run records them.
         return place.is_dir() and _as_recorded(cell, place)
 
     def cost(self, cell: Cell) -> Cost:
@@ -250,24 +250,24 @@ class Store:
 
     @contextmanager
     def draft(self, cell: Cell) -> Iterator[Path]:
-        """Give an empty folder to write into; it takes its place when the block ends well, else it stays aside."""
+        """Give an empty folder to write into; it becomes the run's folder if the block succeeds, else it is set aside."""
         place = self.folder(cell)
-        # The process in its name: two studies that make the same run at once each have a draft of their own.
+        # The process id in the name: two studies that make the same run at once have separate drafts.
         draft = place.with_name(f".{place.name}.{_HERE}.{os.getpid()}")
         shutil.rmtree(draft, ignore_errors=True)
         draft.mkdir(parents=True)
         try:
             yield draft
         except BaseException as error:
-            # Under another name: a folder in the run's place would be taken for a finished run.
+            # Under another name: a folder with the run's name would pass for a finished run.
             self._forget(place.name)
             why = STOPPED if isinstance(error, KeyboardInterrupt) else FAILED
             with suppress(OSError):
-                draft.rename(self.aside(place.name, why))  # what was recorded until then, to look at
+                draft.rename(self.aside(place.name, why))  # the records until then, for inspection
             raise
         self._forget(place.name)
-        # The run that lies there was made of files that have been edited since; a rename does not replace a full
-        # folder.
+        # The existing run was made from files that have been edited since; a rename does not replace a folder that
+        # has content.
         if place.is_dir() and not self.done(cell):
             shutil.rmtree(place)
         try:
@@ -296,7 +296,7 @@ def _lives(process: int) -> bool:
 
 
 def _as_recorded(cell: Cell, place: Path) -> bool:
-    """Say whether all files that a run has depended on are the same today; a key cannot know all that it imports."""
+    """Return whether all files that a run depended on are unchanged; the key cannot cover all imported modules."""
     try:
         recorded = (read_manifest(place).get("what") or {}).get("inputs") or {}
         read_cost(place)
@@ -304,13 +304,13 @@ def _as_recorded(cell: Cell, place: Path) -> bool:
     except ParameterError:
         return False
     own = {name: Path(cell.file).parent / name.removeprefix("program/") for name in recorded}
-    # Inputs of the cell win: platform and plan files do not lie beside the program.
+    # Inputs of the cell take precedence: platform and plan files need not be in the program's folder.
     files = own | cell.inputs()
     return all(files[name].is_file() and file_digest(files[name]) == recorded[name] for name in recorded)
 
 
 def read_cost(folder: Path) -> Cost:
-    """Return the cost that lies beside a run; `ParameterError` if it cannot be read."""
+    """Return the cost in a run's folder; `ParameterError` if it cannot be read."""
     try:
         return Cost(**json.loads((folder / COST).read_text()))
     except (OSError, ValueError, TypeError) as error:
@@ -318,5 +318,5 @@ def read_cost(folder: Path) -> Cost:
 
 
 def write_cost(folder: Path, cost: Cost) -> None:
-    """Write the cost beside the run."""
+    """Write the cost into a run's folder."""
     (folder / COST).write_text(json.dumps(asdict(cost)) + "\n")

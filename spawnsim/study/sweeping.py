@@ -1,8 +1,8 @@
-"""Run the missing cells of a study, through any `concurrent.futures.Executor`.
+"""Run the missing cells of a study, with any `concurrent.futures.Executor`.
 
-One cell runs in a process of the pool (virtual ranks), or by the command that a person would type (real ranks, and
-whatever another executor carries). `execute` is a plain function of picklable values, so that any executor can send it
-to another process or machine.
+A cell runs in a process of the pool (virtual ranks), or by the command that a person would type (real ranks, and any
+other executor). `execute` is a plain function of picklable values, so that any executor can send it to another
+process or machine.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ from spawnsim.study.executors import STOPPING_S, Processes, out_of_time, pool
 from spawnsim.study.store import Cell, Cost, Store, labels, write_cost
 
 LAST_LINES = 12
-MOST_S = 24 * 86_400.0  # the longest limit of a run: the system counts a wait in milliseconds of 31 bits
+MOST_S = 24 * 86_400.0  # the longest limit of a run: the system counts a wait in milliseconds, in 31 bits
 WHOLE = 3  # failures that are reported with all lines
-PRINTED = "output.txt"  # of a run's folder: what its ranks have printed
+PRINTED = "output.txt"  # in a run's folder: the output of its ranks
 How = Callable[[Cell, Path], None]
 
 
@@ -45,7 +45,7 @@ def here(cell: Cell, folder: Path) -> None:
 
 
 def aside(cell: Cell, folder: Path) -> None:
-    """Run a cell in this process, which is one of many; the output of its ranks goes to its folder."""
+    """Run a cell in a process of a pool; the output of its ranks goes to its folder."""
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / PRINTED
     with path.open("w", encoding="utf-8") as file, redirect_stdout(file):
@@ -55,8 +55,8 @@ def aside(cell: Cell, folder: Path) -> None:
 
 
 def by_command(cell: Cell, folder: Path, limit_s: float | None = None) -> None:
-    """Run a cell by the command that a person would type; a failure is reported with its last lines."""
-    # A new process: MPI can be started once in a process, and an executor's may be threads, or serve for many.
+    """Run a cell by the command that a person would type; the error of a failure includes its last lines."""
+    # A new process: a process can start MPI only once, and an executor's workers may be threads, or run many cells.
     with subprocess.Popen(
         command_line(cell, folder), text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
         env=dict.fromkeys(process_setup.VARIABLES, "1") | os.environ,
@@ -77,20 +77,20 @@ def _end(command: subprocess.Popen[str]) -> None:
     """Terminate a command, so that it ends its ranks and keeps their records; kill it if it does not end."""
     command.terminate()
     try:
-        # Sooner than whoever stops this process ends it.
+        # A shorter wait than the one before this process itself is killed.
         command.communicate(timeout=STOPPING_S / 2)
     except subprocess.TimeoutExpired:
         command.kill()
 
 
 def execute(cell: Cell, root: Path, how: How = here, limit_s: float | None = None) -> Cost:
-    """Run `cell` into its place under `root`; a cell that is there already costs nothing more."""
+    """Run `cell` into its folder under `root`; return the recorded cost if that run exists already."""
     store = Store(root)
-    # Asked again, since another study may have made the run while this one waited in the pool.
+    # Checked again: another study may have made the run while this cell waited in the pool.
     if store.done(cell):
         return store.cost(cell)
-    # `replace` makes a cell without the cached key. A run of edited files under the old key would be found as its
-    # result.
+    # `replace` makes a cell without the cached key. A run of edited files stored under the old key would be found as
+    # that key's result.
     if replace(cell).key != cell.key:
         raise ParameterError(
             f"files that {cell.name} depends on were edited since the study began, or are others where it runs: "
@@ -98,24 +98,24 @@ def execute(cell: Cell, root: Path, how: How = here, limit_s: float | None = Non
         )
     commanded = how is by_command or cell.backend != "virtual"
     load, began_s = os.getloadavg()[0], time.monotonic()
-    # Only here a signal raises: a process that waits for work, in a pool that stops, just ends.
+    # A signal raises only here: a process that waits for work, in a pool that stops, just ends.
     try:
         with stoppable(), store.draft(cell) as folder:
             by_command(cell, folder, limit_s) if commanded else how(cell, folder)
             cost = Cost(round(time.monotonic() - began_s, 3), _peak_memory(commanded), round(load, 2))
             # Within the draft: a run without its cost would look finished, and fail when it is read.
             write_cost(folder, cost)
-    # Errors of a program have its rank: this is an error of the store, such as a folder that was removed.
+    # Errors of a program carry its rank: an OSError comes from the store, such as a folder that was removed.
     except OSError as error:
         raise ParameterError(f"cannot write {error.filename or store.root}: {error.strerror}") from error
     return cost
 
 
 def arguments(cell: Cell) -> list[str]:
-    """Return the arguments of `spawnsim` that run a cell; values are Python literals, as `--set` reads them.
+    """Return the arguments of `spawnsim` that run a cell; values are Python literals, the form that `--set` reads.
 
     Raises:
-        ParameterError: a circumstance is an object, which no command line can hold.
+        ParameterError: a circumstance is an object, which a command line cannot hold.
     """
     line = ["run", str(cell.file), "--ranks", str(cell.ranks), "--seed", str(cell.seed)]
     line += [] if cell.backend == "virtual" else ["--backend", cell.backend]
@@ -139,15 +139,15 @@ def command_line(cell: Cell, folder: Path) -> list[str]:
 
 
 def command_of(cell: Cell) -> str:
-    """Return the command that runs a cell again, as it is typed."""
+    """Return the command that runs a cell again, as a user types it."""
     try:
         return shlex.join(["spawnsim", *arguments(cell)])
-    except ParameterError:  # circumstances that only Python can give
+    except ParameterError:  # some circumstances can only be given in Python
         return f"spawnsim.run({str(cell.file)!r}, ranks={cell.ranks}, seed={cell.seed}, …)"
 
 
 def _peak_memory(commanded: bool) -> int:
-    """Return bytes: this process's, or, for launched ranks, the largest single process's."""
+    """Return the peak memory in bytes of this process, or, for launched ranks, of the largest single process."""
     whose = resource.RUSAGE_CHILDREN if commanded else resource.RUSAGE_SELF
     # Linux counts in KiB, macOS in bytes.
     unit = 1 if sys.platform == "darwin" else 1024
@@ -159,14 +159,14 @@ Say = Callable[[str], None]
 
 @dataclass(frozen=True)
 class Progress:
-    """Tells how far a sweep is: one line per finished run, with the remaining time at this pace."""
+    """Reports how far a sweep is: one line per finished run, with the remaining time at the current pace."""
 
     say: Say
     total: int
     began_s: float
 
     def finished(self, done: int, label: str, outcome: Cost | Exception) -> None:
-        """Say that a run is the number `done` to end."""
+        """Report that a run has ended; `done` is the number of ended runs."""
         elapsed_s = time.monotonic() - self.began_s
         left_s = elapsed_s / done * (self.total - done)
         took = (
@@ -177,7 +177,7 @@ class Progress:
 
 
 def last_line(error: BaseException) -> str:
-    """Return the line of an error's text that names the error: a command's own, or else the last."""
+    """Return the line of an error's text that names the error: spawnsim's own line, or else the last."""
     lines = str(error).strip().splitlines() or [type(error).__name__]
     told = [line for line in lines if line.startswith("spawnsim: ")]
     return told[-1].removeprefix("spawnsim: ") if told else lines[-1]
@@ -207,21 +207,21 @@ def sweep(
     """Run the missing cells, in a pool of processes unless another executor is given.
 
     Args:
-        cells: the runs; equal ones are run once.
-        store: where finished runs lie.
+        cells: the runs; equal cells run once.
+        store: the store of finished runs.
         jobs: the number of runs at once; 0: one after another, in this process.
-        executor: any `concurrent.futures.Executor`, which its owner ends. It runs each cell by a command.
-        limit_s: wall seconds that one run may take; one that takes longer is ended, and has failed.
+        executor: any `concurrent.futures.Executor`; the caller shuts it down. It runs each cell by a command.
+        limit_s: wall seconds that one run may take; a longer run is ended, and counts as failed.
         say: takes one line of text per finished run.
-        ended: is given each run once, as soon as it is there; first the runs of earlier sweeps.
+        ended: is called once for each finished run, as soon as it is available; first for the runs of earlier sweeps.
 
     Returns:
         The run folders, in the order of `cells`.
 
     Raises:
-        ParameterError: a limit that cannot be held, or the store's folder cannot be written.
-        StudyError: some runs failed; the others are kept, and a second sweep tries the failed ones only. Its notes
-            name each failed run, with its error and its command.
+        ParameterError: the limit cannot be enforced, or the store's folder cannot be written.
+        StudyError: some runs failed; the successful runs are kept, and a second sweep tries only the failed runs. Its
+            notes name each failed run, with its error and its command.
     """
     require_limit(limit_s, jobs, executor)
     own_pool = executor is None and jobs > 0
@@ -246,11 +246,11 @@ def _sweep(
     ended: Ended,
 ) -> list[Path]:
     store.tidy()
-    # By key: cells that read differently may be the same run.
+    # By key: cells with different descriptions may be the same run.
     missing = {cell.key: cell for cell in cells if not store.done(cell)}
     if len(missing) < len(cells):
         say(f"{len(cells) - len(missing)} of {len(cells)} runs are there already")
-    # Failures are kept and reported at the end, so that one bad cell does not cost a night's other runs.
+    # Failures are kept and reported at the end, so that one bad cell does not stop the other runs of a night.
     progress, failures = Progress(say, len(missing), time.monotonic()), []
     names = labels(cells)
     outcomes = _outcomes(missing.values(), store.root.absolute(), executor, limit_s)
@@ -259,12 +259,12 @@ def _sweep(
     for done, (cell, outcome) in enumerate(outcomes, start=1):
         progress.finished(done, names[cell.key], outcome)
         if isinstance(outcome, Exception):
-            store.fail(cell)  # a run beyond its limit was terminated
+            store.fail(cell)  # a run that exceeded its limit was terminated, and counts as failed
             failures.append((cell, outcome))
         else:
             ended(cell)
     if failures:
-        store.tidy(aside=True)  # runs whose process was killed could not do it themselves
+        store.tidy(aside=True)  # a killed process could not rename its draft itself
         raise _failed(failures, len(cells), store, names) from failures[0][1]
     return [store.folder(cell) for cell in cells]
 
@@ -272,7 +272,7 @@ def _sweep(
 def _failed(
     failures: Sequence[tuple[Cell, Exception]], total: int, store: Store, names: dict[str, str]
 ) -> StudyError:
-    """Return the error that names all failures: each error, what remains, the command that repeats it."""
+    """Return the error that names all failures: each error, the folder kept, and the command that repeats the run."""
     first, error = failures[0]
     whole = StudyError(
         f"{len(failures)} of {total} runs failed; the first: {names[first.key]}: {last_line(error)}"
@@ -290,7 +290,7 @@ def _failed(
 
 
 def require_limit(limit_s: float | None, jobs: int, executor: object) -> None:
-    """Raise `ParameterError` unless a limit of a run (wall seconds) can be held: it needs processes to end."""
+    """Raise `ParameterError` unless a run's limit (wall seconds) can be enforced: it needs a process to end."""
     if limit_s is not None and not (0 < limit_s <= MOST_S and (jobs > 0 or executor is not None)):
         raise ParameterError(
             f"a run's limit of {limit_s:g} s: give more than 0 and at most {MOST_S / 3600:g} h, and processes to end "
@@ -304,10 +304,10 @@ def _outcomes(
     if executor is None:
         yield from ((cell, _outcome(partial(execute, cell, root))) for cell in cells)
         return
-    # Our own processes have the limit themselves.
+    # `Processes` enforces the limit itself.
     given: tuple[Any, ...] = (aside,) if isinstance(executor, Processes) else (by_command, limit_s)
     pending: dict[Future[Cost], Cell] = {executor.submit(execute, cell, root, *given): cell for cell in cells}
-    # As they end: in the order of submission one long run would hold back the news of all others.
+    # In order of completion: in order of submission, one long run would delay the reports of all others.
     for future in as_completed(pending):
         yield pending[future], _outcome(future.result)
 
