@@ -1,9 +1,9 @@
-"""How faithful the simulator is: calibrate it by measurements of a cluster, and validate it by real runs.
+"""Fidelity of the simulator: calibrate it with measurements of a cluster, and validate it with real runs.
 
-Calibration measures a communicator (`microbenchmarks`, `measuring`), fits a platform to it (`fitting`), and says how
-well it fits (`scoring`). Validation watches a real run (`watching`), predicts the same run on virtual ranks of a
-calibrated platform, and compares (`predicting`). Advice ranks policies on a platform (`goodput`, `advising`).
-`inputs` reads files of other tools.
+Calibration measures a communicator (`microbenchmarks`, `measuring`), fits a platform to the measurements (`fitting`),
+and reports how well it fits (`scoring`). Validation watches a real run (`watching`), predicts the same run on virtual
+ranks of a calibrated platform, and compares the two (`predicting`). Advice ranks policies on a platform (`goodput`,
+`advising`). `inputs` reads files of other tools.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
-"""Which policy, and how often, on a cluster: cadences swept in timing alone, ranked with their intervals.
+"""Which policy, and how often, on a cluster: a sweep of cadences in timing alone, ranked with intervals.
 
-`goodput.py` simulates one choice in one run. Here choices are compared: over seeds and two network models, and where
-bandwidth, stragglers or failures are worse; and by the steps that a small live training needs under each (`converge`).
+`goodput.py` simulates one choice in one run. This module compares choices: over seeds and two network models; under
+lower bandwidth, heavier stragglers or more failures; and by the steps that a small live training needs under each
+(`converge`).
 """
 
 from __future__ import annotations
@@ -33,30 +34,30 @@ from spawnsim.models.network import Hockney, Switch
 from spawnsim.run import run
 from spawnsim.units import counted, text_table
 
-ALIKE = 0.01  # goodputs that differ by less are not told apart, whatever their intervals
-LATE = 1.5  # exchanges that are so many times rarer than asked for are told
+ALIKE = 0.01  # goodputs with a smaller relative difference count as equal, whatever their intervals
+LATE = 1.5  # exchanges that are rarer than requested by more than this factor are reported
 MODELS = ("as given", "other costs")
-LONG_S = 60.0  # of all runs: beyond that it is said
-MOST_S = 86_400.0  # of a core, that all runs may take: beyond, a number was mistyped
+LONG_S = 60.0  # the caller is warned if all runs together take longer
+MOST_S = 86_400.0  # limit in seconds of one core for all runs: a longer request is a typing error
 
 
 @dataclass(frozen=True)
 class Row:
-    """A choice, judged over seeds and network models.
+    """The results of a choice over seeds and network models.
 
     Attributes:
-        choice: what is judged.
-        goodput: the median.
+        choice: the choice.
+        goodput: the median goodput of the runs.
         low: the least goodput of a run.
-        high: the largest.
-        utilisation: the median share of time spent computing, failures aside.
-        exchange_s: the median of what a round takes beyond its steps, per rank.
-        nbytes: sent by a rank for each step.
-        every: the median of the steps between a rank's exchanges as they came to pass: more than asked for where one
-            takes longer than a round, and the policy goes on without it.
-        alike: ranks in the list (from 1) of those that cannot be told from this one.
-        worse: goodput under each setting that is twice as bad, by name.
-        worse_every: `every` under each of them.
+        high: the largest goodput of a run.
+        utilisation: the median share of time spent computing, without failures.
+        exchange_s: the median time of a round beyond its steps, per rank, in seconds.
+        nbytes: bytes that a rank sends per step.
+        every: the median of the actual steps between a rank's exchanges: more than requested if an exchange takes
+            longer than a round and the policy continues without it.
+        alike: places in the list (from 1) of the choices that are indistinguishable from this one.
+        worse: goodput under each worse setting, by name.
+        worse_every: `every` under each worse setting.
     """
 
     choice: Choice
@@ -74,15 +75,15 @@ class Row:
 
 @dataclass(frozen=True)
 class Advice:
-    """Choices by falling goodput.
+    """Choices by decreasing goodput.
 
     Attributes:
         rows: the choices.
-        break_even: for each policy under which ranks wait (over columns under all) the cadence from which on
-            utilisation meets the target; None: none does.
-        target: that utilisation.
+        break_even: the least cadence at which utilisation meets the target, for each policy whose ranks wait (and for
+            every policy that is simulated over columns); None: no cadence does.
+        target: the target utilisation.
         models: names of the network models.
-        seeds: how many of each.
+        seeds: number of seeds per network model.
     """
 
     rows: tuple[Row, ...]
@@ -92,13 +93,14 @@ class Advice:
     seeds: int
 
     def ranking(self, setting: str = "") -> list[int]:
-        """Return places in `rows` by falling goodput under a setting that is worse; as given if "" ."""
+        """Return indices of `rows` by decreasing goodput under a worse setting; "": under the given setting."""
         value = [row.worse[setting] if setting else row.goodput for row in self.rows]
         return sorted(range(len(value)), key=lambda place: (-value[place], place))
 
     def careful(self) -> list[int]:
-        """Return places of the choices that meet the target, of each policy the one that exchanges most often."""
-        # What a policy's rarer exchanges cost in convergence is not known, so no more are left out than necessary.
+        """Return indices of the choices that meet the target: for each policy, the choice that exchanges most often."""
+        # The cost of rarer exchanges in convergence is unknown, so prefer the most frequent ones that meet the
+        # target.
         found: dict[str, int] = {}
         meeting = [place for place, row in enumerate(self.rows) if row.utilisation >= self.target]
         for place in sorted(meeting, key=lambda place: (-self.rows[place].every, -place)):
@@ -106,7 +108,7 @@ class Advice:
         return sorted(found.values())
 
     def changes(self, setting: str) -> list[tuple[Choice, Choice]]:
-        """Return pairs that change places under a setting by more than can be told apart: now better, before better."""
+        """Return pairs that change places under a worse setting, beyond their intervals: now better, better before."""
         found = []
         for place, row in enumerate(self.rows):
             for other in self.rows[place + 1 :]:
@@ -129,18 +131,18 @@ def advise(
 
     Args:
         case: the job and its cluster.
-        choices: what to compare.
-        seeds: of the runs; without stragglers one is enough, and one is run.
-        target: utilisation that a break-even cadence must reach, between 0 and 1.
-        noted: goes through the choices, and may tell how far it is.
-        say: is told, before anything runs, what will take minutes.
+        choices: the choices to compare.
+        seeds: seeds of the runs; if no run draws random numbers, only the first is used.
+        target: the utilisation that a break-even cadence must reach, between 0 and 1.
+        noted: iterates over the choices, and may report progress.
+        say: receives a line of text, before anything runs, if the runs will take minutes.
 
     Returns:
         The ranking.
 
     Raises:
-        ParameterError: no choices, a target that is no share, more ranks than a policy's simulation can take, or runs
-            that would take more than a day; nothing ran.
+        ParameterError: no choices, a target that is not between 0 and 1, more ranks than a policy's simulation can
+            take, or runs that would take more than a day; nothing ran.
     """
     if not choices or not 0 < target < 1:
         raise ParameterError(
@@ -169,7 +171,7 @@ def advise(
 
 
 def _told_long(takes: Mapping[Choice, float], runs: int) -> str:
-    """Return how long all runs will take, and which policies' take most of it."""
+    """Return a line with the time of all runs, and with the policies that take most of it."""
     whole_s, shares = runs * sum(takes.values()), dict[str, float]()
     for choice, each_s in takes.items():
         shares[choice.policy] = shares.get(choice.policy, 0.0) + runs * each_s / whole_s
@@ -179,7 +181,7 @@ def _told_long(takes: Mapping[Choice, float], runs: int) -> str:
 
 
 def require_short(takes: Mapping[Choice, float], runs: int, ranks: int) -> None:
-    """Raise `ParameterError` if `runs` of each choice take more than a day; `takes`: seconds of a core of one run."""
+    """Raise `ParameterError` if `runs` runs of each choice take over a day; `takes`: seconds of one core per run."""
     whole_s = runs * sum(takes.values())
     if whole_s > MOST_S:
         longest = max(takes, key=lambda choice: takes[choice])
@@ -191,16 +193,16 @@ def require_short(takes: Mapping[Choice, float], runs: int, ranks: int) -> None:
 
 
 def _judged(cases: Sequence[Case], choice: Choice, seeds: Sequence[int], settings: Mapping[str, Case]) -> Row:
-    """Return a choice's row: the median over all seeds and networks, and what each setting makes of the first run."""
+    """Return a choice's row: medians over all seeds and networks, scaled by each setting's effect on the first run."""
     case = cases[0]
     runs = [(each, timed(each, choice, seed)) for each in cases for seed in seeds]
     row = _row(choice, [judged(each, choice, seen) for each, seen in runs])
     first = judged(case, choice, runs[0][1])
     for name, setting in settings.items():
-        same = replace(setting, failures=case.failures) == case  # failures play no part in a run
+        same = replace(setting, failures=case.failures) == case  # failures do not affect a run
         seen = runs[0][1] if same else timed(setting, choice, seeds[0])
         found = judged(setting, choice, seen)
-        # Against the run of the same seed and network: the median is of all of them.
+        # The effect is relative to the run with the same seed and network; the median is over all runs.
         row.worse[name] = row.goodput * found.goodput / first.goodput
         row.worse_every[name] = row.every * found.every / first.every
     return row
@@ -226,16 +228,17 @@ def _alike(rows: Sequence[Row], place: int) -> tuple[int, ...]:
 
 
 def _break_even(case: Case, rows: Sequence[Row], policy: str, target: float) -> int | None:
-    """Return the least cadence of the target, uncompressed; what a round waits is linear between simulated cadences."""
+    """Return the least cadence that meets the target, without compression; waits are interpolated between cadences."""
     own = sorted(
         (r.choice.every, r.utilisation) for r in rows if r.choice.policy == policy and r.choice.ratio == 1
     )
     if not own:
         return None
     every = np.array([each for each, _ in own], dtype=np.float64)
-    # What is not computing in a round, in steps: utilisation = H / (H + waits).
+    # Time of a round without computing, in steps: utilisation = H / (H + waits).
     waits = every * (1.0 / np.array([used for _, used in own]) - 1.0)
-    # Beyond the simulated cadences: an exchange takes the same time, but the slowest rank's delay grows with the round.
+    # Beyond the simulated cadences, an exchange takes the same time, but the slowest rank's delay grows with the
+    # round.
     slope = 0.0
     if case.stragglers:
         slope = max((waits[-1] - waits[-2]) / (every[-1] - every[-2]), 0.0) if len(own) > 1 else math.inf
@@ -260,12 +263,12 @@ def _break_even(case: Case, rows: Sequence[Row], policy: str, target: float) -> 
 
 @dataclass(frozen=True)
 class Budget:
-    """What may be spent: `amount` of node-hours, or of money at a `price` per node-hour.
+    """A budget: `amount` of node-hours, or of money at a `price` per node-hour.
 
     Attributes:
-        amount: above 0.
-        ranks_per_node: a node that is begun is paid.
-        price: of a node-hour; None: the amount is node-hours.
+        amount: node-hours or money, above 0.
+        ranks_per_node: ranks of a node; a partly used node is paid in full.
+        price: price of a node-hour; None: the amount is in node-hours.
     """
 
     amount: float
@@ -278,12 +281,12 @@ class Budget:
             raise ParameterError(f"{self}: give an amount, a price and ranks of a node above 0")
 
     def hours(self, ranks: int) -> float:
-        """Return how long so many ranks may run."""
+        """Return the hours for which the budget pays this number of ranks."""
         nodes = -(-ranks // self.ranks_per_node)
         return self.amount / (self.price or 1.0) / nodes
 
     def steps(self, case: Case, goodput: float) -> float:
-        """Return how many steps it pays: hours over what a step takes, as far as they are not lost."""
+        """Return the number of useful steps within the budget: hours over the step time, times goodput."""
         return 3600.0 * self.hours(case.ranks) / case.step_s * goodput
 
 
@@ -310,7 +313,7 @@ def report(advice: Advice) -> str:
 
 
 def _size(nbytes: float) -> str:
-    """Return three digits of a number of bytes, and never an exponent of ten."""
+    """Return a number of bytes in MB with three digits, without an exponent."""
     return f"{nbytes / 1e6:,.0f} MB" if nbytes >= 999.5e6 else f"{nbytes / 1e6:.3g} MB"
 
 
@@ -341,7 +344,7 @@ def _in_effect(row: Row) -> str:
 
 
 def _often(advice: Advice, policy: str) -> str:
-    """Say how often a policy may exchange, and how often it does."""
+    """Return a sentence: how often a policy may exchange, and how often it does."""
     if policy in advice.break_even:
         even = advice.break_even[policy]
         if even is None:
@@ -356,7 +359,7 @@ def _often(advice: Advice, policy: str) -> str:
 
 
 def _groups(rows: Sequence[Row]) -> Iterable[tuple[int, ...]]:
-    """Return places of rows that are all alike, from each place on, without groups that lie in another."""
+    """Return the longest runs of places in which all rows are alike; groups inside another group are left out."""
     last = 0
     for place, row in enumerate(rows, start=1):
         end = place
@@ -368,17 +371,18 @@ def _groups(rows: Sequence[Row]) -> Iterable[tuple[int, ...]]:
 
 
 # -------------------------------------------------------------------------------------------------------- convergence
-# How many steps a small live training needs under each choice, until all are as good: handwritten digits on at most
-# eight live virtual ranks, whose shards differ in their mixtures of classes (Dirichlet, 0.3). It shows the direction in
-# which a cadence moves convergence; a large model's own curve it is not.
+# The number of steps that a small live training needs under each choice, until all reach the same accuracy:
+# handwritten digits on at most eight live virtual ranks, whose shards differ in their mixtures of classes
+# (Dirichlet, 0.3). It shows the direction in which a cadence changes convergence; it does not replace a large
+# model's own curve.
 RANKS = 8
-STEP_S = 4e-4  # of a core, that a step of one rank takes
+STEP_S = 4e-4  # seconds of one core for a step of one rank
 SKEW = 0.3
-LOOKS = 25  # how often accuracy is looked at, in a run
+LOOKS = 25  # accuracy measurements in a run
 
 
 class Need(NamedTuple):
-    """Steps until the accuracy that all choices reach, over seeds: the median, the least, the most."""
+    """Steps until the accuracy that all choices reach: the median, the least and the most over seeds."""
 
     steps: float
     least: float
@@ -386,21 +390,21 @@ class Need(NamedTuple):
 
 
 def converge(case: Case, advice: Advice, *, steps: int, seeds: Sequence[int]) -> dict[Choice, Need]:
-    """Train under each choice, and say how many steps it needs until the accuracy that the worst one reaches.
+    """Train under each choice, and return the steps that each needs to reach the accuracy that all choices reach.
 
     Args:
-        case: the job; its ranks, eight at most, train.
-        advice: the choices to compare. Compression is not applied; who exchanged more rarely than asked for does so
-            here.
-        steps: of each training, at least 25.
-        seeds: of the trainings, shards included.
+        case: the job; at most eight of its ranks train.
+        advice: the choices to compare. Compression is not applied; a choice whose actual exchanges are rarer than
+            requested exchanges that rarely here.
+        steps: number of steps of each training, at least 25.
+        seeds: seeds of the trainings, including their shards.
 
     Returns:
-        For each choice what it needs.
+        The steps that each choice needs.
 
     Raises:
-        ParameterError: too few steps, or so many that they take hours, or a choice whose cadence is longer than the
-            training.
+        ParameterError: too few steps, or so many that they take more than a day, or a choice whose cadence is longer
+            than the training.
     """
     choices = [row.choice for row in advice.rows]
     longest = max(choice.every for choice in choices)
@@ -420,7 +424,7 @@ def converge(case: Case, advice: Advice, *, steps: int, seeds: Sequence[int]) ->
     for choice in choices:
         found = []
         for seed in seeds:
-            # Accuracies of one seed are compared with each other: shards and batches are the same there.
+            # Accuracies are compared within one seed, where shards and batches are the same.
             target = min(max(known[other, seed]) for other in plain.values())
             reached = zip(looks, known[plain[choice], seed], strict=True)
             found.append(next(at for at, value in reached if value >= target))
@@ -433,7 +437,7 @@ def _looks(steps: int) -> list[int]:
 
 
 def _accuracies(case: Case, choice: Choice, steps: int, seed: int) -> list[float]:
-    """Return the mean held-out accuracy of all ranks at each look."""
+    """Return the mean held-out accuracy of all ranks at each measurement."""
     from spawnsim.policies.rules.merging import blocks
     from spawnsim.workloads import Digits
 
@@ -453,7 +457,7 @@ def _accuracies(case: Case, choice: Choice, steps: int, seed: int) -> list[float
                 comm.record(step=step, accuracy=digits.accuracy(model))
         policy.shutdown()
 
-    # A network of no weight: steps are counted, not seconds.
+    # A network without cost: steps count, not seconds.
     network = Switch(Hockney(1e-6, 1e12))
     table = run(main, ranks=min(case.ranks, RANKS), platform=network, seed=seed).table
     return [float(np.mean(table["accuracy"][table["step"] == at])) for at in sorted(looks)]
@@ -462,9 +466,10 @@ def _accuracies(case: Case, choice: Choice, steps: int, seed: int) -> list[float
 def by_time(
     advice: Advice, needs: dict[Choice, Need], step_s: float
 ) -> list[tuple[Choice, float, float, float]]:
-    """Return choices by rising time until the common accuracy: (choice, seconds, least, most).
+    """Return choices by increasing time to the common accuracy: (choice, seconds, least, most).
 
-    Steps needed, of a compute step each, over goodput; least and most from the ends of both intervals.
+    The time is the steps needed, times the step time, over goodput; least and most combine the ends of both
+    intervals.
     """
     found = []
     for row in advice.rows:

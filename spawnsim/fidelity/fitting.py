@@ -1,13 +1,14 @@
 """From measurements to a platform: links, reductions, collective algorithms, compute steps and stragglers.
 
-Every other size is left out of the fit, and judges it. Links: the one-way time of n bytes is L + 2o + (n - 1) G up
-to the eager limit, in pieces by size where one line is not enough; beyond the limit the kernel first asks and is
-answered, two flights of an empty message, and so does the fit. `o` comes from how long a send holds its processor,
-`g` from a stream of messages. The robust least squares are scipy's (the extra `calibrate`).
+Every other size is held out of the fit, and judges it. Links: the one-way time of n bytes is L + 2o + (n - 1) G up to
+the eager limit, with separate lines for ranges of sizes if one line is not accurate enough. Beyond the limit the
+model adds a handshake, two flights of an empty message, and so does the fit. `o` is the time for which a send
+occupies its processor, `g` follows from a stream of messages. The robust least squares are scipy's (the extra
+`calibrate`).
 
-Stragglers: persistent differences are taken out first, then rare blocks far from the others (transient stragglers),
-and what is left is the noise: of the families that `spawnsim.models.compute` has, the one whose distribution
-function is nearest (Kolmogorov and Smirnov's distance).
+Stragglers: persistent differences between ranks are removed first, then rare blocks far from the others (transient
+stragglers). The rest is noise: among the families in `spawnsim.models.compute`, the fit takes the one whose
+distribution function is nearest (Kolmogorov and Smirnov's distance).
 """
 
 from __future__ import annotations
@@ -44,14 +45,14 @@ from spawnsim.models.network import Fabric, Hockney, Link, LogGP, Nodes, Piecewi
 from spawnsim.models.platform import Cores, Platform
 
 MOST_PIECES = 4
-LEAST_S_PER_B = 1e-13  # 10 TB/s: no link is quicker
-WORTH_A_PIECE = 0.8  # a further piece must bring the error below this share of what it was
-GOOD_LINE = 0.5 * (0.01 / 0.1) ** 2  # cost of a point that is 1 % off: no more pieces for less
+LEAST_S_PER_B = 1e-13  # 10 TB/s: no link is faster
+WORTH_A_PIECE = 0.8  # a further piece must bring the error below this share of its previous value
+GOOD_LINE = 0.5 * (0.01 / 0.1) ** 2  # the cost of a point with an error of 1 %: below it, no more pieces
 ROBUST_SCALE = 0.1  # relative errors beyond 10 % count linearly, not squared
 
 
 def least_squares(residuals: Any, start: Sequence[float]) -> FloatArray:
-    """Return the non-negative parameters of least soft-L1 residuals.
+    """Return the non-negative parameters with the least soft-L1 residuals.
 
     Raises:
         UnsupportedError: scipy is not installed.
@@ -60,7 +61,8 @@ def least_squares(residuals: Any, start: Sequence[float]) -> FloatArray:
         from scipy import optimize
     except ModuleNotFoundError as error:
         raise UnsupportedError("calibrate needs scipy: pip install 'spawnsim[calibrate]'") from error
-    # Latencies and times per byte lie six decades apart: unscaled, the solver's steps would suit one of them alone.
+    # Latencies and times per byte differ by six decades: without scaling, the solver's steps would suit only one of
+    # them.
     scale = np.maximum(np.abs(np.asarray(start, dtype=np.float64)), 1e-15)
     found = optimize.least_squares(
         lambda x: residuals(x * scale),
@@ -74,7 +76,7 @@ def least_squares(residuals: Any, start: Sequence[float]) -> FloatArray:
 
 @dataclass(frozen=True)
 class Line:
-    """α + nβ on the sizes from `from_nbytes` on, with the sum of its robust errors."""
+    """α + nβ for sizes from `from_nbytes`, with the sum of its robust errors."""
 
     from_nbytes: int
     alpha_s: float
@@ -83,36 +85,36 @@ class Line:
 
 
 def fit_line(nbytes: FloatArray, seconds: FloatArray) -> Line:
-    """Return the line of least relative error through points by rising size."""
+    """Return the line with the least relative error; points are ordered by size."""
     slope = max((seconds[-1] - seconds[0]) / max(nbytes[-1] - nbytes[0], 1.0), 1e-13)
 
     def residuals(x: FloatArray) -> FloatArray:
-        # Relative errors: absolute ones would fit the largest messages and let microseconds go.
+        # Relative errors: absolute ones would fit the largest messages and ignore microseconds.
         errors: FloatArray = (x[0] + nbytes * x[1]) / seconds - 1.0
         return errors
 
     alpha_s, beta = least_squares(residuals, (max(float(seconds[0]), 1e-9), float(slope)))
-    # Times that do not grow over the sizes of a piece have no bandwidth to write down.
+    # If times do not grow over the sizes of a piece, its bandwidth is unbounded: keep a finite one.
     beta = max(beta, LEAST_S_PER_B)
     error = residuals(np.array([alpha_s, beta])) / ROBUST_SCALE
     return Line(int(nbytes[0]), float(alpha_s), float(beta), float(np.sum(np.sqrt(1.0 + error**2) - 1.0)))
 
 
 def fit_lines(nbytes: FloatArray, seconds: FloatArray) -> list[Line]:
-    """Return as few lines as it takes through points by rising size. Each holds at least two points."""
+    """Return as few lines as necessary; points are ordered by size. Each line covers at least two points."""
     best = [fit_line(nbytes, seconds)]
     for pieces in range(2, MOST_PIECES + 1):
         if _cost_of(best) < GOOD_LINE * len(nbytes):
             break
         candidate = min(_cuts(nbytes, seconds, pieces), key=_cost_of, default=best)
-        # More pieces always fit better; a gain must be worth a piece, or noise is fitted.
+        # More pieces always fit better; the gain must justify a piece, or noise is fitted.
         if _cost_of(candidate) < WORTH_A_PIECE * _cost_of(best):
             best = candidate
     return best
 
 
 def _cuts(nbytes: FloatArray, seconds: FloatArray, pieces: int) -> Iterator[list[Line]]:
-    # Cuts share most of their pieces, and each fit is an optimisation of its own.
+    # Different cuts share most of their pieces, and each fit is a separate optimisation: keep the fits.
     known: dict[tuple[int, int], Line] = {}
     for inner in combinations(range(2, len(nbytes) - 1), pieces - 1):
         edges = list(pairwise((0, *inner, len(nbytes))))
@@ -129,7 +131,7 @@ def _cost_of(lines: Sequence[Line]) -> float:
 
 @dataclass(frozen=True)
 class Overheads:
-    """Of LogGP: how long a send holds the processor (o), and how long the card between two sends (g), in seconds."""
+    """LogGP's overheads in seconds: o, for which a send occupies the processor; g, the card's gap between sends."""
 
     send_s: float
     gap_s: float
@@ -137,13 +139,13 @@ class Overheads:
 
 def overheads(points: Sequence[Point]) -> Overheads:
     """Return o and g from the smallest post, and from the quickest stream and ping-pong."""
-    # More bytes take no less time, and what disturbs a measurement only adds to it: so no size is quicker than the
-    # smallest one would be undisturbed, and a single disturbed point does not make every message slow.
+    # Larger messages take no less time, and a disturbance only adds time. So no size is faster than the smallest one
+    # without disturbance, and a single disturbed point does not make every message slow.
     post, stream, ping = (_quickest(points, operation) for operation in ("post", "stream", "p2p"))
     one_way_s = ping.seconds
-    # A post may cost as much as the whole flight on a machine with more ranks than cores; L would then vanish.
+    # On a machine with more ranks than cores a post may cost as much as the whole flight; L would then vanish.
     send_s = min(post.seconds, 0.4 * one_way_s)
-    # A stream takes (k - 1) gaps, then one flight, then the answer's.
+    # A stream takes (k - 1) gaps, then one flight, then the flight of the answer.
     gap_s = max(0.0, (stream.seconds * STREAM - 2.0 * one_way_s) / (STREAM - 1))
     return Overheads(send_s, max(gap_s, send_s))
 
@@ -156,7 +158,7 @@ def _quickest(points: Sequence[Point], operation: str) -> Point:
 
 
 def _curve(points: Sequence[Point], operation: str) -> tuple[FloatArray, FloatArray]:
-    """Return the sizes of an operation's points, rising, and their seconds."""
+    """Return the sizes of an operation's points in increasing order, and their seconds."""
     own = sorted((point for point in points if point.operation == operation), key=lambda point: point.nbytes)
     return np.array([float(point.nbytes) for point in own]), np.array([point.seconds for point in own])
 
@@ -169,11 +171,11 @@ def _stepwise(lines: Sequence[Line], link: Callable[[Line], Link]) -> Link:
 def fit_link(points: Sequence[Point], *, eager_nbytes: int) -> Link:
     """Return the link that explains the point-to-point times.
 
-    `points` hold "p2p", "stream" and "post" at sizes from 1 byte; beyond `eager_nbytes` a message asks first.
+    `points` hold "p2p", "stream" and "post" at sizes from 1 byte; a message beyond `eager_nbytes` needs a handshake.
     """
     own = overheads(points)
     nbytes, seconds = _curve([point for point in points if point.nbytes], "p2p")
-    # The model adds the handshake to what it is fitted to, so it is taken out first; as much as leaves both overheads.
+    # The model adds the handshake to the link's time, so subtract it first, but leave at least both overheads.
     handshake_s = 2.0 * max(seconds[0] - own.send_s, 0.0)
     asked = nbytes > eager_nbytes
     seconds = np.where(asked, np.maximum(seconds - handshake_s, 2.0 * own.send_s), seconds)
@@ -181,13 +183,13 @@ def fit_link(points: Sequence[Point], *, eager_nbytes: int) -> Link:
 
 
 def copy_s_per_B(points: Sequence[Point]) -> float:
-    """Return what a byte takes that a rank copies to itself, by the times of "copy"; 0 where that took no time."""
+    """Return the seconds per byte that a rank copies to itself, from the times of "copy"; 0 if those are 0."""
     nbytes, seconds = _curve([point for point in points if point.seconds > 0.0], "copy")
     return fit_line(nbytes, seconds).beta_s_per_B if len(nbytes) > 1 else 0.0
 
 
 def fit_window(points: Sequence[Point]) -> Link:
-    """Return what copying from memory that two ranks map takes, by the times of "get"."""
+    """Return the link of a copy from memory that two ranks map, from the times of "get"."""
     lines = fit_lines(*_curve(points, "get"))
     return _stepwise(lines, lambda line: Hockney(line.alpha_s, 1.0 / line.beta_s_per_B))
 
@@ -195,12 +197,13 @@ def fit_window(points: Sequence[Point]) -> Link:
 def _protocols(
     nbytes: FloatArray, seconds: FloatArray, asked: NDArray[np.bool_], eager_nbytes: int
 ) -> list[Line]:
-    """Return one line through all sizes if it is good, else lines through those that ask first by themselves."""
+    """Return one line through all sizes if it is good, else separate lines for eager sizes and for handshake sizes."""
     together = fit_lines(nbytes, seconds)
     good = len(together) == 1 and _cost_of(together) < GOOD_LINE * len(nbytes)
     if good or min(asked.sum(), (~asked).sum()) < 2:
         return together
-    # A line through sizes of two protocols fits neither, and the second one begins where it does, at whatever size.
+    # A line through sizes of two protocols fits neither. The second line begins at the eager limit, whatever sizes
+    # exist.
     eager, long = (fit_lines(nbytes[kind], seconds[kind]) for kind in (~asked, asked))
     return [*eager, replace(long[0], from_nbytes=eager_nbytes + 1), *long[1:]]
 
@@ -221,17 +224,18 @@ LIBRARIES = (Selection("mpich"), Selection("openmpi"))
 GAMMAS = (0.0, *np.geomspace(1e-12, 1e-8, 33).tolist())  # seconds per byte: 1,000 GB/s to 0.1 GB/s
 FINER = np.geomspace(0.75, 1.34, 25).tolist()
 ROUNDS = 5
-GOOD_RULES = 0.05  # a mean error of 5 %: no fixed algorithm for less
-# A fixed algorithm must bring the error below this share of that of the library's own choice.
+GOOD_RULES = 0.05  # a mean error of 5 %: below it, no fixed algorithm replaces the rules
+# A fixed algorithm must bring the error below this share of the error of the library's own choice.
 WORTH_FIXING = 0.8
 
 Begun = dict[bytes, FloatArray]
-"""By the clocks before them, the clocks after the two barriers of a sample."""
+"""Clocks before a sample's two barriers (as bytes) → clocks after them."""
 
 
 def _begun(timing: Timing, clocks: FloatArray, known: Begun) -> FloatArray:
-    """Return when ranks begin a sample, the last one at 0: after two barriers, before and behind the writing."""
-    # A sample lasts as long whenever it is: all begin from the last clock, and so what is equal is so to the last bit.
+    """Return when ranks begin a sample, the last rank at 0: after two barriers, around the writing of the buffers."""
+    # A sample's duration does not depend on its start: with the last clock at 0, equal samples are equal to the last
+    # bit.
     clocks = clocks - clocks.max()
     key = clocks.tobytes()
     begun = known.get(key)
@@ -242,17 +246,18 @@ def _begun(timing: Timing, clocks: FloatArray, known: Begun) -> FloatArray:
 
 
 def predicted_s(timing: Timing, operation: str, nbytes: int, ranks: int, *, known: Begun) -> float:
-    """Return what would be measured: from the last beginning to the last end, after barriers left unequally.
+    """Return the time that a measurement would give: last start to last end, after barriers that ranks leave
+    unequally.
 
-    `known` is kept from call to call with what makes no difference to a barrier.
+    `known` caches barriers; pass the same dictionary for parameters that do not change a barrier.
     """
     clocks, before, lasted_s = np.zeros(ranks), np.zeros(0), list[float]()
     size = 0 if operation == "barrier" else max(nbytes // 8, 1) * 8
     for _ in range(ROUNDS):
         begun = _begun(timing, clocks, known)
-        if np.array_equal(begun, before):  # as it nearly always is: the samples to come are this one
+        if np.array_equal(begun, before):  # nearly always: all further samples equal this one
             break
-        # The clocks go on from sample to sample: ranks leave a barrier at different times, and the next sample begins
+        # Clocks continue from sample to sample: ranks leave a barrier at different times, and enter the next sample
         # so.
         before, clocks = begun, timing.finish(operation, begun, size).times
         lasted_s.append(float(clocks.max()))
@@ -267,7 +272,7 @@ def misfit(
     *,
     known: Begun | None = None,
 ) -> float:
-    """Return the mean absolute logarithm of predicted over measured; infinity if it is not below a limit."""
+    """Return the mean absolute logarithm of predicted over measured time; infinity if it reaches the limit."""
     found: list[float] = []
     known = {} if known is None else known
     for point in points:
@@ -280,12 +285,12 @@ def misfit(
 
 
 def fit_gamma(network: Fabric, points: Sequence[Point], ranks: int) -> Fabric:
-    """Return the network with the speed of arithmetic that explains the reductions best, whatever their algorithms."""
-    # Long messages first: they show soonest that a speed is wrong.
+    """Return the network with the arithmetic speed that explains the reductions best, whatever their algorithms."""
+    # Long messages first: they reveal a wrong speed soonest.
     reductions = _by_operation(sorted(points, key=lambda point: -point.nbytes), REDUCING)
     if not reductions:
         return network
-    # A grid and not a solver: algorithms change with the sizes, so the misfit has steps and many local minima.
+    # A grid instead of a solver: algorithms change with the sizes, so the misfit has steps and many local minima.
     coarse = _best_gamma(network, reductions, ranks, GAMMAS)
     return _best_gamma(network, reductions, ranks, [coarse.gamma_s_per_B * factor for factor in FINER])
 
@@ -294,7 +299,7 @@ def _best_gamma(
     network: Fabric, reductions: Mapping[str, Sequence[Point]], ranks: int, gammas: Sequence[float]
 ) -> Fabric:
     best, least = network, math.inf
-    known: dict[Selection, Begun] = {}  # barriers reduce nothing
+    known: dict[Selection, Begun] = {}  # barriers reduce nothing, so any speed shares them
     for gamma in dict.fromkeys(gammas):
         candidate = replace(network, gamma_s_per_B=gamma)
         found = _best_misfit(candidate, reductions, ranks, limit=least, known=known)
@@ -314,8 +319,8 @@ def _best_misfit(
     total = 0.0
     for operation, points in reductions.items():
         least = limit - total
-        # The library's choice is not known yet, so each reduction takes the one that explains it best with this speed:
-        # one algorithm at all sizes, or those that a library changes with the size.
+        # The library's choice is not known yet, so each reduction takes the algorithm that explains it best with
+        # this speed: one algorithm at all sizes, or a library's rules, which change it with the size.
         for choice in (*LIBRARIES, *_fixed(operation)):
             barriers = known.setdefault(choice, {})
             least = min(least, misfit(Timing(network, choice), points, ranks, least, known=barriers))
@@ -324,10 +329,10 @@ def _best_misfit(
 
 
 def fit_collectives(network: Fabric, points: Sequence[Point], ranks: int) -> tuple[Fabric, Selection]:
-    """Return the network with what collectives add, and the algorithms; the pair that explains their times best."""
+    """Return the network with the cost of collectives, and the algorithms: the pair that explains the times best."""
     found = []
     for asks in (True, False):
-        # In this order: algorithms are chosen by times that the speed of arithmetic is part of.
+        # In this order: the choice of algorithms depends on times that include arithmetic.
         known = fit_gamma(replace(network, collective_rendezvous=asks), points, ranks)
         selection = fit_selection(known, points, ranks)
         found.append((misfit(Timing(known, selection), points, ranks), known, selection))
@@ -336,7 +341,7 @@ def fit_collectives(network: Fabric, points: Sequence[Point], ranks: int) -> tup
 
 
 def fit_selection(network: Fabric, points: Sequence[Point], ranks: int) -> Selection:
-    """Return the selection that explains the collectives best: a library's rules, and fixed algorithms where better."""
+    """Return the selection that explains the collectives best: a library's rules, and fixed algorithms if better."""
     by_operation = _by_operation(
         points, ("barrier", "bcast", *REDUCING, "gather", "scatter", "allgather", "alltoall")
     )
@@ -367,16 +372,16 @@ def _by_operation(points: Sequence[Point], operations: Sequence[str]) -> dict[st
     return {operation: own for operation, own in found.items() if own}
 
 
-FEW_RANKS = 16  # up to here each rank keeps its own factor; beyond, factors are a distribution
-LEAST_SPREAD = 0.005  # relative differences below are left out
+FEW_RANKS = 16  # up to this number each rank keeps its own factor; beyond, factors are a distribution
+LEAST_SPREAD = 0.005  # smaller relative differences are ignored
 WORTH_TRANSIENT = 0.7  # transient stragglers must bring the distance below this share
-FAR = 6.0  # robust standard deviations from the median: a transient straggler
+FAR = 6.0  # robust standard deviations from the median: beyond, a block is a transient straggler
 DRAWS = 20_000
 
 
 @dataclass(frozen=True)
 class Fit:
-    """A step and its stragglers. `distance`: between measured and fitted distributions of blocks (0 to 1)."""
+    """A step and its stragglers; `distance` (0 to 1) is between the measured and fitted distributions of blocks."""
 
     step_s: float
     stragglers: tuple[Straggler, ...]
@@ -391,10 +396,10 @@ class Fit:
 
 
 def fit_stragglers(rows: Sequence[FloatArray], *, same_ranks: bool = True) -> Fit:
-    """Return the step and stragglers of durations in seconds, one row of blocks per rank.
+    """Return the step and stragglers of durations in seconds; `rows` has one row of blocks per rank.
 
-    The mean block of the fit is the mean block of the rows. `same_ranks`: rank i of the fit is rank i of the rows,
-    where they are few; otherwise its speeds are a distribution, fit for any number of ranks.
+    The mean block of the fit equals the mean block of the rows. `same_ranks`: rank i of the fit is rank i of the
+    rows, if there are few ranks; otherwise the ranks' speeds are a distribution, which suits any number of ranks.
     """
     rows = [np.asarray(row, dtype=np.float64) for row in rows]
     if not rows or any(row.size < 2 for row in rows) or any((row <= 0.0).any() for row in rows):
@@ -402,12 +407,12 @@ def fit_stragglers(rows: Sequence[FloatArray], *, same_ranks: bool = True) -> Fi
             "stragglers are fitted to at least 2 compute blocks per rank, each longer than 0 s"
         )
     means = np.array([row.mean() for row in rows])
-    # Each rank by its own mean: slow ranks would otherwise look like a wide distribution of noise.
+    # Each rank relative to its own mean: otherwise slow ranks would look like a wide distribution of noise.
     ratios = np.concatenate([row / mean for row, mean in zip(rows, means, strict=True)])
     persistent = _persistent(means, ratios.std() / math.sqrt(ratios.size / len(rows)), same_ranks)
     noise = _noise(ratios)
     stragglers = (*persistent, *noise)
-    # SlowRank has mean 1 over very many ranks; here it is about these ranks.
+    # SlowRank has mean 1 over very many ranks; this correction is for these ranks.
     product = math.prod(s.mean for s in noise) * (
         _mean_of_ranks(persistent, len(rows)) if same_ranks else 1.0
     )
@@ -420,9 +425,9 @@ def _mean_of_ranks(persistent: Sequence[Straggler], ranks: int) -> float:
 
 
 def _persistent(means: FloatArray, error: float, same_ranks: bool) -> tuple[Straggler, ...]:
-    """Return what tells the ranks' means apart beyond the error of the means."""
+    """Return the straggler that explains differences between the ranks' means beyond their error."""
     relative = means / means.mean()
-    # The means have an error of their own; only what goes beyond it tells ranks apart.
+    # The means have errors; only the spread beyond these errors is a difference between ranks.
     spread = max(float(np.log(relative).std()) ** 2 - error**2, 0.0) ** 0.5
     if spread < LEAST_SPREAD:
         return ()
@@ -449,11 +454,11 @@ def _family(ratios: FloatArray) -> tuple[Noise, ...]:
 
 def _without_far(ratios: FloatArray) -> tuple[FloatArray, tuple[Noise, ...]]:
     middle = float(np.median(ratios))
-    # The median absolute deviation, in units of a normal distribution's: the outliers would inflate a standard
-    # deviation until none of them is far.
+    # The median absolute deviation, scaled to a normal distribution: outliers would inflate a standard deviation
+    # until none of them counts as far.
     deviation = 1.4826 * float(np.median(np.abs(ratios - middle)))
     far = ratios > max(middle + FAR * deviation, 1.25 * middle)
-    # An outlier seen in more than 20 % of the blocks is the distribution.
+    # Outliers in more than 20 % of the blocks belong to the distribution.
     if not far.any() or far.mean() > 0.2:
         return ratios, ()
     slowdown = float(ratios[far].mean() / ratios[~far].mean())
@@ -461,7 +466,7 @@ def _without_far(ratios: FloatArray) -> tuple[FloatArray, tuple[Noise, ...]]:
 
 
 def _families(near: FloatArray) -> list[Noise]:
-    # Hill's estimate of the exponent; at 1 and below a Pareto distribution has no mean to keep.
+    # Hill's estimate of the exponent; at 1 and below a Pareto distribution has no finite mean.
     tail = near.size / float(np.sum(np.log(near / near.min())))
     families: list[Noise] = [Lognormal(_round(np.log(near).std())), Gamma(_round(near.std()))]
     families.append(Exponential(_round(min(max(1.0 - near.min(), 1e-6), 1.0))))
@@ -469,14 +474,14 @@ def _families(near: FloatArray) -> list[Noise]:
 
 
 def _round(value: float) -> float:
-    # Rounded before it is judged: the file holds these digits, and its distance must be that of the file.
+    # Rounded before it is judged: the file holds these digits, and the distance must describe the file.
     return float(f"{value:.6g}")
 
 
 def _distance_of(noise: Sequence[Noise], ratios: FloatArray) -> float:
     drawn = np.ones(DRAWS)
     for kind in noise:
-        # A stream by the noise's own name: no distance depends on which others were tried before.
+        # A random stream per noise: the distance does not depend on the families tried before.
         drawn = drawn * kind.draw(random.generator(0, 0, f"calibrate.{kind}"), DRAWS)
     return _between(drawn / drawn.mean(), ratios)
 
@@ -489,7 +494,7 @@ def _between(drawn: FloatArray, measured: FloatArray) -> float:
     return float(np.max(np.abs(below[0] - below[1])))
 
 
-LEAST_OVERHEAD_S = 1e-8  # an observation must cost something, or polling would not move time on
+LEAST_OVERHEAD_S = 1e-8  # an observation must cost something, or polling would not advance time
 
 
 def fit(measured: Measured, name: str = "measured") -> Platform:
@@ -497,7 +502,7 @@ def fit(measured: Measured, name: str = "measured") -> Platform:
     network = _network(measured)
     collectives = [point for point in _kept(measured.points) if point.operation not in (*BETWEEN_TWO, "copy")]
     network, selection = fit_collectives(network, collectives, measured.ranks)
-    # A platform is used with other numbers of ranks than it was measured with.
+    # A platform is also used with other numbers of ranks than the measured one.
     steps = fit_stragglers(measured.steps_s, same_ranks=False)
     facts = dict(measured.facts)
     cores = int(facts["cores"])
@@ -525,7 +530,7 @@ def _network(measured: Measured) -> Fabric:
         "call_overhead_s": max(probe.seconds, LEAST_OVERHEAD_S),
         "eager_bytes": measured.eager_nbytes,
         "copy_s_per_B": copy_s_per_B(_kept(measured.points)),
-        # Memory that can be read without its owner's help, on one node, is mapped: the reader copies.
+        # If memory can be read without its owner's help, on one node, it is mapped: the reader copies.
         "window": fit_window(_kept(measured.points)) if measured.answers_busy else None,
     }
     if not measured.apart:

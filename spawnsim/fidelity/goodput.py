@@ -1,18 +1,19 @@
-"""The goodput of a policy on a cluster: a few rounds in timing alone, and what failures cost in closed form.
+"""The goodput of a policy on a cluster: a few rounds in timing alone, and the cost of failures in closed form.
 
-Averaging runs over columns, the others as ordinary ranks with models on torch's meta device: the policies themselves,
-which wait, skip and send as with data. Where ranks first come together, with a model of one of them, that is left out.
-Goodput is the share of perfect training that is left, all ranks computing at the nominal step without a break:
+Averaging runs over columns. The other policies run as ordinary ranks with models on torch's meta device: the policies
+themselves, which wait, skip and send as they do with data. The initial broadcast of one rank's model, in policies
+that have one, does not count.
+Goodput is the remaining share of perfect training, in which all ranks compute at the nominal step without a break:
 
     goodput = sum over ranks of steps · step_s / sum of their seconds / (1 + lost / mtbf)
 
-`lost` are the rank-seconds that the death of one rank costs: half the time between two exchanges of its own work, the
-restart, and the detection, in which all others stand still where the policy meets in step, or where it was the rank
-that serves. A failure of the whole job costs as much work, the detection and the restart of all. This is a closed form,
-to first order in 1/mtbf, since a simulated minute has no failures.
+`lost` are the rank-seconds that the death of one rank costs: half the time between two exchanges of its work, the
+restart, and the detection. During detection all other ranks stand still if the policy synchronises them, or if the
+dead rank is the server. A failure of the whole job costs as much work, and the detection and the restart of all
+ranks. This is a closed form, to first order in 1/mtbf, since a simulated minute has no failures.
 
-A policy that lets ranks go on while models travel leaves out exchanges for which the last one is not over. So that it
-does not win by doing nothing, each run also says how often ranks did exchange.
+A policy that lets ranks continue while models travel skips an exchange if the last one is not complete. Such a policy
+must not win by doing nothing, so each run also reports how often ranks did exchange.
 """
 
 from __future__ import annotations
@@ -43,35 +44,35 @@ from spawnsim.models.platform import Platform
 from spawnsim.run.virtual import run
 
 POLICIES = ("average", "streaming", "gossip", "server", "selective", "groups", "clock", "pairs", "windows")
-# All ranks meet, or wait for one that waits for one that has died: a death holds all of them up.
+# All ranks meet, or wait for a rank that waits for a dead rank: a death holds up all of them.
 IN_STEP = ("average", "streaming", "gossip")
-STEADY = (*IN_STEP, "server")  # nothing is drawn
-JOINING = ("streaming", "gossip", "server")  # ranks come together in their first call
-REPLACING = ("selective", "windows")  # an exchange is of the worst ranks alone
+STEADY = (*IN_STEP, "server")  # no random numbers
+JOINING = ("streaming", "gossip", "server")  # ranks synchronise their models in their first call
+REPLACING = ("selective", "windows")  # only the worst ranks exchange
 REPLACED = 0.2
-# Of streaming: fragments take turns, and each is used so many steps after it was sent, or at the next turn.
+# Streaming: fragments take turns, and each is applied so many steps after it was sent, or at the next turn.
 FRAGMENTS, OVERLAP = 4, 5
-# The others let ranks go on while models travel.
+# The other policies let ranks continue while models travel.
 WAITING = ("average", "streaming", "gossip", "server", "groups", "windows")
 LIVE_RANKS = 128  # beyond, ordinary virtual ranks take minutes for each choice
-MOST_NBYTES = 10**18  # of a model
-MOST_STEPS = 1000  # of a run that is made longer for exchanges that take many steps
-# Seconds of a core that a simulation takes, measured, right to a factor of three.
-RANK_STEP_S, RANK_ROUND_S = 2e-5, 5e-3  # of a rank's step and exchange
-COLUMN_STEP_S, COLUMN_DRAWN_S, COLUMN_ROUND_S = 3e-9, 1e-7, 2e-6  # the same over columns; of a step's draw
-PART_S, PART_NBYTES = 4e-4, 2**19  # of a part that a group sends
-SERVED_S = 5e-3  # of a virtual second in which ranks wait for their server, and look for its answer
+MOST_NBYTES = 10**18  # upper limit of a model
+MOST_STEPS = 1000  # upper limit of a run that is extended for exchanges that take many steps
+# Measured core seconds of a simulation, correct to a factor of three.
+RANK_STEP_S, RANK_ROUND_S = 2e-5, 5e-3  # per step and per exchange of a rank
+COLUMN_STEP_S, COLUMN_DRAWN_S, COLUMN_ROUND_S = 3e-9, 1e-7, 2e-6  # the same over columns; for a step's draw
+PART_S, PART_NBYTES = 4e-4, 2**19  # for a part that a group sends
+SERVED_S = 5e-3  # per virtual second in which ranks poll for their server's answer
 
 
 @dataclass(frozen=True)
 class Failures:
-    """How often ranks and jobs fail, and what a failure costs; seconds, inf: never.
+    """How often ranks and jobs fail, and the cost of a failure; all in seconds, inf: never.
 
     Attributes:
         mtbf_s: mean time between failures of one rank.
-        job_mtbf_s: of the job as a whole, whatever its size (software, storage).
-        detection_s: until the others go on without the rank.
-        restart_s: until the rank, or the job, is back.
+        job_mtbf_s: mean time between failures of the whole job, whatever its size (software, storage).
+        detection_s: time until the other ranks continue without the dead rank.
+        restart_s: time until the rank, or the job, is back.
     """
 
     mtbf_s: float = math.inf
@@ -84,14 +85,15 @@ class Failures:
             raise ParameterError(f"{self}: give times above 0 between failures, and costs of at least 0 s")
 
     def share(self, round_s: float, *, held: float) -> float:
-        """Return the share of goodput that failures leave.
+        """Return the share of goodput that remains after failures.
 
         Args:
             round_s: seconds from one exchange to the next.
-            held: ranks that stand still while a death is noticed, the dead one included; on average over who dies.
+            held: ranks that stand still during detection, including the dead one; the average over all ranks that may
+                die.
 
         Returns:
-            From 0 to 1.
+            A share from 0 to 1.
         """
         lost_s = round_s / 2 + self.restart_s + self.detection_s * held
         whole_s = round_s / 2 + self.restart_s + self.detection_s
@@ -100,16 +102,16 @@ class Failures:
 
 @dataclass(frozen=True)
 class Case:
-    """What is asked about: a job on a cluster.
+    """A job on a cluster.
 
     Attributes:
         platform: the cluster.
-        ranks: of the job.
+        ranks: number of ranks of the job.
         model_nbytes: bytes of one model.
         step_s: seconds of a compute step.
-        stragglers: what stretches steps.
-        failures: what is lost by failures.
-        rounds: simulated, of each choice.
+        stragglers: the stragglers that stretch steps.
+        failures: how often ranks and jobs fail, and the cost.
+        rounds: number of simulated rounds for each choice.
     """
 
     platform: Platform
@@ -133,7 +135,7 @@ class Case:
 
 @dataclass(frozen=True)
 class Choice:
-    """A policy, its cadence, and how many times shorter compression makes what travels."""
+    """A policy, its cadence, and the compression ratio of the models it sends."""
 
     policy: str
     every: int
@@ -150,7 +152,7 @@ class Choice:
 
 
 class Timed(NamedTuple):
-    """A run: of each rank seconds computed and in all; bytes of all ranks; steps; steps between exchanges."""
+    """A run: computing seconds and total seconds of each rank; bytes of all ranks; steps; steps between exchanges."""
 
     computed_s: np.ndarray[Any, np.dtype[np.float64]]
     ends_s: np.ndarray[Any, np.dtype[np.float64]]
@@ -161,14 +163,14 @@ class Timed(NamedTuple):
 
 @dataclass(frozen=True)
 class Sample:
-    """One run, judged.
+    """The results of one run.
 
     Attributes:
-        goodput: from 0 to 1.
-        utilisation: the share of time spent computing, failures aside.
-        exchange_s: what a round takes beyond its steps, on average of the ranks.
-        nbytes: sent by a rank for each step.
-        every: steps from one exchange of a rank to its next, as they came to pass.
+        goodput: the share of perfect training, from 0 to 1.
+        utilisation: the share of time spent computing, without failures.
+        exchange_s: seconds of a round beyond its steps, the mean of the ranks.
+        nbytes: bytes that a rank sends per step.
+        every: actual steps from one exchange of a rank to its next.
     """
 
     goodput: float
@@ -180,7 +182,7 @@ class Sample:
 
 # ------------------------------------------------------------------------------------------------------- simulation
 def simulate(case: Case, choice: Choice, seed: int) -> Sample:
-    """Run a choice for the case's rounds, and say what was left of the time.
+    """Run a choice for the case's rounds, and return its goodput and related figures.
 
     Raises:
         ParameterError: more ranks than the policy's simulation can take.
@@ -189,12 +191,12 @@ def simulate(case: Case, choice: Choice, seed: int) -> Sample:
 
 
 def timed(case: Case, choice: Choice, seed: int) -> Timed:
-    """Run a choice; the case's failures play no part. Arguments and errors as of `simulate`."""
+    """Run a choice; the case's failures have no effect. Arguments and errors are as in `simulate`."""
     return (_over_columns if _by_columns(case, choice) else _on_ranks)(case, choice, seed)
 
 
 def judged(case: Case, choice: Choice, seen: Timed) -> Sample:
-    """Return what a run came to, with the cost of the case's failures."""
+    """Return the results of a run, including the cost of the case's failures."""
     speed = len(seen.ends_s) * seen.steps * case.step_s / float(seen.ends_s.sum())
     wait_s = float(np.mean(seen.ends_s - seen.computed_s)) * choice.every / seen.steps
     between_s = float(seen.ends_s.mean()) / seen.steps * seen.every
@@ -206,7 +208,7 @@ def judged(case: Case, choice: Choice, seen: Timed) -> Sample:
 def _held(choice: Choice, ranks: int) -> float:
     if choice.policy in IN_STEP:
         return ranks
-    # One death in as many is the server's, which all wait for.
+    # One death in `ranks` is the server's, and all ranks wait for the server.
     return 2 - 1 / ranks if choice.policy == "server" else 1
 
 
@@ -214,10 +216,10 @@ def policy_of(choice: Choice, case: Case, *, first: int = 1, blocks: int = FRAGM
     """Return a choice's policy.
 
     Args:
-        choice: which, and how often.
+        choice: the policy and its cadence.
         case: the job.
-        first: iteration of the first step, from 0; a round ends with its last step, and a run with its last round.
-        blocks: of the model: it can be cut into as many fragments.
+        first: iteration number of the first step; a round ends with its last step, and a run with its last round.
+        blocks: number of blocks of the model: the upper limit of fragments.
     """
     from spawnsim import policies
     from spawnsim.policies.rules.cadence import When
@@ -246,18 +248,18 @@ def policy_of(choice: Choice, case: Case, *, first: int = 1, blocks: int = FRAGM
         return policies.DecentralizedAveragingPolicy(
             every, cadence=cadence, target_group_size=min(4, case.ranks)
         )
-    # By the clock, as often as so many nominal steps. No rank dies here: one that is slow is waited for.
+    # By the clock, in periods of `every` nominal steps. No rank dies here: a slow rank is waited for.
     peers = "all" if choice.policy == "clock" else "random"
     return policies.AsyncModelAveragePolicy(peers, 1e3 * every * case.step_s, background=True, patience_s=1e6)
 
 
 def fragments(every: int, blocks: int) -> int:
-    """Return into how many fragments, of equal turns, streaming cuts a model of so many blocks."""
+    """Return the number of fragments, with equal turns, into which streaming cuts a model of `blocks` blocks."""
     return next(count for count in range(min(FRAGMENTS, blocks), 0, -1) if every % count == 0)
 
 
 def takes_s(case: Case, choice: Choice) -> float:
-    """Return about how many seconds of a core `timed` takes, to a factor of three."""
+    """Return the approximate core seconds of `timed`, correct to a factor of three."""
     rounds, nbytes = case.rounds, _travelling(case, choice)
     if _by_columns(case, choice):
         step_s = COLUMN_STEP_S + COLUMN_DRAWN_S * len(case.stragglers)
@@ -315,8 +317,8 @@ def _on_ranks(case: Case, choice: Choice, seed: int) -> Timed:
 
     steps, numbers = _steps(case, choice), _travelling(case, choice) // 4
     count = fragments(choice.every, numbers) if choice.policy == "streaming" else 1
-    # So many rounds before those that are timed: until a slow rank's delay has come to all neighbours, what streams may
-    # be late by is used up, and workers come to their server one by one, not all at once.
+    # Rounds before the timed ones: until a slow rank's delay has reached all neighbours, streaming has used up its
+    # allowed delay, and workers reach their server one by one, not all at once.
     joins = choice.policy in JOINING
     lead = choice.every * math.ceil(math.log2(case.ranks)) * joins
 
@@ -334,7 +336,8 @@ def _on_ranks(case: Case, choice: Choice, seed: int) -> Timed:
             if step == lead:
                 began_s, computed_s, exchanges = comm.clock.now(), 0.0, 0
         comm.record(computed_s=computed_s, seconds=comm.clock.now() - began_s, exchanges=exchanges)
-        # No shutdown but of who is served: it would wait for models that are under way, and training went on for ever.
+        # Only the server policy shuts down: a shutdown waits for models in flight, for which training would not have
+        # waited.
         if choice.policy == "server":
             policy.shutdown()
 
@@ -352,33 +355,33 @@ def _on_ranks(case: Case, choice: Choice, seed: int) -> Timed:
 
     found = ran(lead + steps)
     nbytes = float(found.totals["bytes"])
-    if joins:  # to come together is not training
+    if joins:  # the initial synchronisation is not training
         nbytes = (nbytes - float(ran(0).totals["bytes"])) * steps / (lead + steps)
     share = worst_count(case.ranks, REPLACED) / case.ranks if choice.policy in REPLACING else float(count)
-    # One more, which the end of the run may have cut off: of a rank that never exchanged it is known that
-    # its exchanges are as far apart as the run is long.
+    # Plus one, for an exchange that the end of the run may have cut off: if a rank never exchanged, its exchanges
+    # are at least as far apart as the run is long.
     exchanges = float(np.mean(found.table["exchanges"])) / share + 1.0
     every = max(steps / exchanges, float(choice.every))
     return Timed(found.table["computed_s"], found.table["seconds"], nbytes, steps, every)
 
 
 def _steps(case: Case, choice: Choice) -> int:
-    """Return how many steps a run has: the case's rounds, and as many exchanges where they take longer than a round."""
+    """Return the steps of a run: the case's rounds, or more if an exchange takes longer than a round."""
     asked = case.rounds * choice.every
     if choice.policy in WAITING:
         return asked
     cost = case.platform.network.cost(0, case.ranks - 1, _travelling(case, choice))
-    # A mean goes up and down a tree; models of some ranks pass one NIC one after the other.
+    # A mean goes up and down a tree; models of several ranks pass one NIC one after the other.
     exchange_s = 2 * math.log2(case.ranks) * (cost.flight_s + cost.receive_s)
     return max(asked, min(math.ceil(case.rounds * exchange_s / case.step_s), MOST_STEPS))
 
 
 # ----------------------------------------------------------------------------------------------- other circumstances
 def other_costs(network: Network) -> Network | None:
-    """Return the network with the other cost model of the same wire, or None if it has no links of either model.
+    """Return the network with the other cost model for the same wires, or None if it has no links of either model.
 
-    Hockney's latency becomes LogGP's L + 2o, in equal parts, and g is one of them; LogGP's L + 2o becomes Hockney's
-    latency, whose messages cost no processor.
+    Hockney's latency becomes LogGP's L + 2o, in three equal parts, and g equals one part. LogGP's L + 2o becomes
+    Hockney's latency; Hockney's messages occupy no processor.
     """
     found = _with_links(network, _other_model)
     return None if found == network else found
@@ -396,7 +399,7 @@ def _half_speed(link: Link) -> Link:
 
 
 def _with_links(value: Any, change: Callable[[Link], Link]) -> Any:
-    """Return a network, or a part of one, with each plain link changed."""
+    """Return a network, or a part of one, with `change` applied to each plain link."""
     if isinstance(value, (Hockney, LogGP, Tcp, Changing)):
         return change(cast("Link", value))
     if isinstance(value, Piecewise):
@@ -421,7 +424,7 @@ def _slower_links(case: Case) -> Case:
 
 
 def _worse_straggler(straggler: Straggler) -> Straggler:
-    """Return the straggler with twice the spread, or twice the time beyond the nominal step."""
+    """Return the straggler with twice the spread, or with twice the time beyond the nominal step."""
     if isinstance(straggler, (Lognormal, Speed)):
         return replace(straggler, sigma=2 * straggler.sigma)
     if isinstance(straggler, Gamma):

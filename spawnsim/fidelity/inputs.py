@@ -1,4 +1,4 @@
-"""Readers of files from clusters: nccl-tests reports and WAN tables become platforms, profiler traces compute times.
+"""Readers of cluster files: nccl-tests reports and WAN tables become platforms, profiler traces become compute times.
 
 Every error names the file and the field.
 """
@@ -28,7 +28,7 @@ Intervals = list[tuple[float, float]]
 
 # ------------------------------------------------------------------------------------------------------------ reading
 def _text(path: Path) -> str:
-    """Return a file's text; the PyTorch profiler packs its own (.gz), spreadsheets begin with a byte order mark."""
+    """Return a file's text; the PyTorch profiler compresses files (.gz), spreadsheets begin with a byte order mark."""
     if path.is_dir():
         raise ParameterError(f"{path} is a folder: give its files, such as {path}/*")
     try:
@@ -48,7 +48,7 @@ def _json(path: Path) -> Any:
 
 
 def _field(path: Path, document: Any, *keys: str | int) -> Any:
-    """Return a value deep in a document, or say where the way to it ends."""
+    """Return a value deep in a document, or raise an error that names the missing field."""
     at = ""
     for key in keys:
         at += f"[{key}]" if isinstance(key, int) else f".{key}" if at else key
@@ -69,18 +69,18 @@ def _above_zero(path: Path, name: str, value: Any) -> float:
 def read_nccl(path: Path) -> Platform:
     """Return the platform of an nccl-tests report of `all_reduce_perf -J FILE`.
 
-    A ring of P ranks takes 2(P - 1)·α + 2(P - 1)/P · n/B for n bytes (Thakur, Rabenseifner and Gropp 2005), which is
-    fitted to the times by least squares of relative errors. So one link stands for all: NVLink and network are not told
-    apart, and neither are NCCL's other algorithms.
+    A ring of P ranks takes 2(P - 1)·α + 2(P - 1)/P · n/B for n bytes (Thakur, Rabenseifner and Gropp 2005). Least
+    squares of relative errors fit this to the times. So one link represents NVLink and the network together, and
+    NCCL's other algorithms are not modelled.
 
     Args:
-        path: the report, with two sizes at least.
+        path: the report, with at least two sizes.
 
     Returns:
-        A switch of Hockney links whose all-reduce is a ring; `fitted` says how far off the largest error is.
+        A switch of Hockney links whose all-reduce is a ring; `fitted` holds the largest error.
 
     Raises:
-        ParameterError: the file cannot be read, a field is missing or no number, or no link explains the times.
+        ParameterError: the file cannot be read, a field is missing or not a number, or no link explains the times.
     """
     document = _json(path)
     ranks = _ranks_of(path, document)
@@ -120,7 +120,7 @@ def read_nccl(path: Path) -> Platform:
 
 
 def _ranks_of(path: Path, document: Any) -> int:
-    """Return the ranks of a report: one device is told of each process alone, whatever it drives."""
+    """Return the ranks of a report; the report lists one device per process, whatever number of devices it drives."""
     config = _field(path, document, "config")
     devices = (
         _field(path, document, "config", "devices")
@@ -138,19 +138,21 @@ _CELL = re.compile(r"\s*([\d.eE+-]+)\s*/\s*([\d.eE+-]+)\s*")
 
 
 def read_wan(path: Path, members: int | Sequence[int] = 1) -> Platform:
-    """Return the regions of a CSV: a column `region`, then one for each region, cells "ms/Gbit/s" as "67/0.79".
+    """Return the regions of a CSV: a column `region`, then one column per region, cells "ms/Gbit/s" such as
+    "67/0.79".
 
-    A cell may be empty where its mirror is not. Milliseconds are one way.
+    A cell may be empty if the mirrored cell is not. Milliseconds are one way.
 
     Args:
         path: the table.
-        members: ranks in each region, or one number for all.
+        members: number of ranks in each region, or one number for all regions.
 
     Returns:
         The platform.
 
     Raises:
-        ParameterError: the file cannot be read; a row, column or pair is missing, or no such pair of numbers.
+        ParameterError: the file cannot be read; a row, column or pair is missing; or a pair does not consist of
+            numbers.
     """
     reader = csv.DictReader(_text(path).splitlines())
     if "region" not in (reader.fieldnames or ()):
@@ -202,19 +204,19 @@ _KERNELS = ("kernel", "gpu_memcpy", "gpu_memset")
 
 
 def read_kineto(paths: Sequence[Path]) -> Trace:
-    """Return compute times of ranks from traces of the PyTorch profiler, one file a rank.
+    """Return compute times of ranks from traces of the PyTorch profiler, one file per rank.
 
-    Of each step (`ProfilerStep#N`; the program calls `profiler.step()`): its length, less the time in which it
-    communicates and no other kernel runs. Without kernels of a GPU all calls that communicate count.
+    The time of a step (`ProfilerStep#N`; the program calls `profiler.step()`) is its length, less the time in which
+    only communication runs. Without GPU kernels, all communication calls count.
 
     Args:
-        paths: files as `export_chrome_trace` writes them; `distributedInfo.rank` says whose each is, else their order.
+        paths: files from `export_chrome_trace`; `distributedInfo.rank` gives the rank of each, else the order does.
 
     Returns:
-        A row of durations (s) for each rank.
+        A row of durations in seconds per rank.
 
     Raises:
-        ParameterError: a file cannot be read, has no steps, or two are of one rank or one is missing.
+        ParameterError: a file cannot be read or has no steps, or two files are of one rank, or a rank is missing.
     """
     rows: dict[int, list[float]] = {}
     for place, path in enumerate(paths):
@@ -254,7 +256,7 @@ def _steps_s(path: Path, events: Sequence[Mapping[str, Any]]) -> list[float]:
     talks = [bool(_COMMUNICATION.search(str(event.get("name")))) for event in on_gpu or events]
     sorted_out = list(zip(on_gpu or events, talks, strict=True))
     waits = _union([spans[id(event)] for event, talk in sorted_out if talk])
-    # Calls of a CPU's trace lie within one another: only kernels run beside communication.
+    # Calls in a CPU trace are nested: only GPU kernels run in parallel with communication.
     works = _union([spans[id(event)] for event, talk in sorted_out if not talk]) if on_gpu else []
     return [
         1e-6 * (end - begin - _covered(waits, begin, end) + _both(waits, works, begin, end))

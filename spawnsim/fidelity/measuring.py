@@ -1,4 +1,4 @@
-"""What a calibration measures: pairs of ranks, all ranks, one-sided reads, compute steps, and what it ran on."""
+"""The measurements of a calibration: pairs of ranks, all ranks, one-sided reads, compute steps, and the machine."""
 
 from __future__ import annotations
 
@@ -27,25 +27,25 @@ from spawnsim.fidelity.microbenchmarks import (
 STEPS = 200  # compute steps of each rank
 SIDE = 160  # of the matrices of a compute step: about a millisecond of one core
 READY = 7
-EAGER_NBYTES = 64  # how exactly the eager limit is found, or to 1/64
-BUSY_S = 0.02  # of the block during which a window is read
+EAGER_NBYTES = 64  # precision of the eager limit, or 1/64 of it if that is more
+BUSY_S = 0.02  # length of the compute block during which a window is read
 T = TypeVar("T")
 
 
 @dataclass(frozen=True)
 class Measured:
-    """All that was measured. The same on all ranks.
+    """All measurements. The same on all ranks.
 
     Attributes:
-        ranks: so many were measured.
-        points: of the communicator of all ranks; "p2p", "stream", "post" and "get" are between two ranks of one node.
-        apart: the latter four between two nodes; empty on one node.
-        eager_nbytes: the longest message that a sender may forget before its receive is posted.
+        ranks: number of ranks that were measured.
+        points: points of all ranks; "p2p", "stream", "post" and "get" are between two ranks of one node.
+        apart: points of these four operations between two nodes; empty on one node.
+        eager_nbytes: the longest message whose send can return before the receive is posted.
         answers_busy: whether a rank's window can be read while the rank computes, without its help.
-        steps_s: durations of compute steps, a row for each rank.
-        ranks_per_node: how many of them share a node.
-        facts: what it ran on, as (name, value) pairs.
-        sharing: how many ranks of the job share a node; more than were measured if it has fewer cores.
+        steps_s: durations of compute steps, one row per rank.
+        ranks_per_node: number of measured ranks on a node.
+        facts: the machine and software, as (name, value) pairs.
+        sharing: number of ranks of the job on a node; more than were measured if the node has fewer cores.
     """
 
     ranks: int
@@ -62,16 +62,17 @@ class Measured:
 def measure(
     comm: Comm, effort: Effort | None = None, *, host: str | None = None, cores: int | None = None
 ) -> Measured:
-    """Measure a communicator of at least two ranks, real or virtual. Collective; all ranks get the same.
+    """Measure a communicator of at least two ranks, real or virtual. Collective; all ranks get the same result.
 
-    On a node with more ranks than cores as many are measured as have a core each; the others sleep. Otherwise a
-    message would take as long as its receiver waits for a core, which is the scheduler's doing and not the network's.
+    On a node with more ranks than cores, only as many ranks as cores are measured, but at least two; the others
+    sleep. Otherwise a message would take as long as its receiver waits for a core, which measures the scheduler and
+    not the network.
 
     Args:
         comm: the communicator.
-        effort: how much is measured.
-        host: name of this rank's node, if not that of the machine.
-        cores: of this rank's node; None: as many as the machine has, or, of virtual ranks, one each.
+        effort: how much to measure.
+        host: name of this rank's node, if it differs from the machine's name.
+        cores: number of cores of this rank's node; None: all cores of the machine, or one per virtual rank.
 
     Raises:
         ParameterError: fewer than two ranks.
@@ -91,14 +92,14 @@ def measure(
         chosen = [name for name, has in zip(hosts, have_core, strict=True) if has]
         found = _measure(group, effort or Effort(), chosen, known)
         group.Free()
-    # A request is waited for with naps; a blocking call would poll, on a core that is being measured.
+    # Waiting for a request includes naps; a blocking call would poll, on a core that is being measured.
     comm.Ibarrier().Wait()
     measured: Measured = comm.bcast(found, 0)
     return replace(measured, sharing=max(map(hosts.count, hosts)))
 
 
 def _measure(comm: Comm, effort: Effort, hosts: Sequence[str], known: Mapping[str, str]) -> Measured:
-    """Measure ranks that have a core each, on these hosts."""
+    """Measure ranks on these hosts; each has its own core."""
     near, apart = points(comm, effort, hosts)
     peers = _peers(hosts)
     return Measured(
@@ -117,7 +118,7 @@ def _measure(comm: Comm, effort: Effort, hosts: Sequence[str], known: Mapping[st
 
 
 def points(comm: Comm, effort: Effort, hosts: Sequence[str]) -> tuple[tuple[Point, ...], tuple[Point, ...]]:
-    """Return the points of `Measured`: those of all ranks and of one node's, and those between nodes. Collective."""
+    """Return the fields `points` and `apart` of `Measured`. Collective."""
     peers = _peers(hosts)
     pairs = [
         _with(comm, peer, lambda pair: measure_points(pair, _of_pairs(effort), effort))
@@ -133,15 +134,15 @@ def _peers(hosts: Sequence[str]) -> dict[str, int]:
 
 
 def _with(comm: Comm, peer: int, measured: Callable[[Comm], T]) -> T:
-    """Return what rank 0 and a peer measure on a communicator of their own. The others wait."""
+    """Return the result that rank 0 and a peer measure on a separate communicator. The other ranks wait."""
     rank = comm.Get_rank()
-    # A communicator of two: its barriers do not involve ranks that do not take part.
+    # A communicator of two: its barriers do not involve the other ranks.
     pair = comm.Split(0 if rank in (0, peer) else UNDEFINED, rank)
     found = None
     if rank in (0, peer):
         found = measured(pair)
         pair.Free()
-    # The others wait here, so that the pair has the network for itself.
+    # The other ranks wait here, so that the pair has the network for itself.
     shared: T = comm.bcast(found, 0)
     return shared
 
@@ -163,17 +164,17 @@ def _of_all(effort: Effort) -> list[tuple[str, int]]:
 
 
 def _eager_nbytes(pair: Comm, effort: Effort) -> int:
-    """Return the longest message whose send returns although the receiver is asleep."""
+    """Return the size of the longest message whose send returns although the receiver is asleep."""
     one_way_s = measure_points(pair, [("p2p", 1)], effort)[0].seconds
-    # Long against a flight, or a slow network would look like a send that waits.
+    # Long compared with a flight, or a slow network would look like a send that waits.
     asleep_s = max(5e-3, 50.0 * one_way_s)
     eager, least, sizes = 0, 0, effort.sizes()
     for nbytes in sizes:
         if _send_s(pair, nbytes, asleep_s) > 0.5 * asleep_s:
-            least = nbytes  # the shortest that waited
+            least = nbytes  # the shortest message whose send waited
             break
         eager = nbytes
-    # A limit is seldom a power of two, and collectives cut what they send into parts of any size.
+    # A limit is seldom a power of two, and collectives cut messages into parts of any size.
     while least - eager > max(EAGER_NBYTES, eager / 64):
         middle = (eager + least) // 2
         if _send_s(pair, middle, asleep_s) > 0.5 * asleep_s:
@@ -191,7 +192,7 @@ def _send_s(pair: Comm, nbytes: int, asleep_s: float) -> float:
         pair.Send(buffer, 1)
     else:
         pair.Send(np.zeros(1, np.uint8), 0, READY)
-        # Asleep outside of MPI: a receiver that polls would take the message at any size.
+        # Asleep outside of MPI: a polling receiver would accept the message at any size.
         pair.clock.sleep(asleep_s)
         pair.Recv(buffer, 0)
     seconds: float = pair.bcast(pair.clock.now() - began_s, 0)
@@ -199,10 +200,10 @@ def _send_s(pair: Comm, nbytes: int, asleep_s: float) -> float:
 
 
 def _answers_busy(pair: Any) -> bool:
-    """Return whether reading a window of a rank that computes takes much less than the rest of its block."""
+    """Return whether reading a window of a computing rank takes much less time than the rest of its compute block."""
     window, into = pair.Win.Allocate(8, comm=pair), np.zeros(8, np.uint8)
     window.Lock_all()
-    # The least of three: a window that can be read at once is seldom late, and one that cannot never early.
+    # The minimum of three: a directly readable window is seldom slow, and one that needs its owner is never fast.
     got_s = min(_get_from_busy_s(pair, window, into) for _ in range(3))
     window.Unlock_all()
     window.Free()
@@ -219,7 +220,7 @@ def _get_from_busy_s(pair: Any, window: Any, into: Any) -> float:
     else:
         pair.Send(ready, 0, READY)
         with pair.compute(BUSY_S):
-            # A real loop inside the block: a duration that is stated passes on virtual ranks alone.
+            # A real loop inside the block: only virtual ranks let a stated duration pass.
             end_s = time.perf_counter() + BUSY_S
             while time.perf_counter() < end_s:
                 pass
@@ -228,23 +229,23 @@ def _get_from_busy_s(pair: Any, window: Any, into: Any) -> float:
 
 
 def _steps(comm: Comm) -> tuple[FloatArray, ...]:
-    """Return how long a step of matrix products takes, again and again, on all ranks at once."""
+    """Return the durations of repeated steps of matrix products, measured on all ranks at once."""
     matrix, own_s = np.eye(SIDE) * 0.5, np.empty(STEPS)
-    # All ranks compute at once, as they do in training: caches and memory are shared.
+    # All ranks compute at once, as they do in training: they share caches and memory.
     comm.Barrier()
     for step in range(STEPS):
         began_s = comm.clock.now()
         with comm.compute():
             for _ in range(4):
                 matrix = matrix @ matrix + matrix
-                # Kept within bounds, since arithmetic with infinities and denormals has other speeds.
+                # Kept within bounds, since arithmetic with infinities and denormals has another speed.
                 matrix /= max(float(np.abs(matrix).max()), 1.0)
         own_s[step] = comm.clock.now() - began_s
     return tuple(comm.allgather(own_s))
 
 
 def doubts(ranks_per_node: int, cores: int, load: float) -> list[str]:
-    """Return why times measured here should not be trusted far; empty if nothing speaks against them."""
+    """Return reasons to distrust times measured here, or an empty list."""
     found = []
     if ranks_per_node > cores:
         found.append(
@@ -258,13 +259,13 @@ def doubts(ranks_per_node: int, cores: int, load: float) -> list[str]:
 
 
 def facts(comm: Any) -> tuple[tuple[str, str], ...]:
-    """Return what this runs on, for the platform file."""
+    """Return the machine and software, for the platform file."""
     backend = comm.capabilities().backend
     known = {
         "backend": backend,
         "library": _library() if backend == "mpi" else "none",
         "ranks": str(comm.Get_size()),
-        # Virtual ranks that share cores do so by their platform, whatever machine they run on.
+        # Cores of virtual ranks belong to their platform, not to the machine they run on.
         "cores": str(comm.Get_size() if backend == "virtual" else os.cpu_count()),
         "machine": f"{platform.system()} {platform.machine()}",
         "python": platform.python_version(),

@@ -1,11 +1,12 @@
-"""The operations that a calibration times, and how: on a communicator, real or virtual alike.
+"""The operations that a calibration times, and the timing method, on real and virtual communicators alike.
 
-What is sent has just been written, as a model has after a training step: memory that was never written is one page of
-zeros that all caches hold, and looked four times faster. Each sample starts at a barrier and lasts from the last
-rank's beginning to the last one's end, by clocks that were compared before: ranks leave a barrier some microseconds
-apart, which is no part of what comes then (S. Hunold, A. Carpen-Amarie, IEEE TPDS 27 (2016) 3617-3630). What is sent is
-written before the barrier: lines that another rank has read take longer to write. A point is the lower quartile of its
-samples. A virtual platform measured by this module must give back what it was made of: so the module is tested.
+The sender writes its data just before sending, as a model is written in a training step: memory that was never
+written is one page of zeros in all caches, and looked four times faster. Each sample starts at a barrier and lasts
+from the last rank's start to the last rank's end, on clocks that were compared before: ranks leave a barrier some
+microseconds apart, and this difference is not part of the operation (S. Hunold, A. Carpen-Amarie, IEEE TPDS 27 (2016)
+3617-3630). Data is written before the barrier: lines that another rank has read take longer to write. A point is the
+lower quartile of its samples. Tests measure a virtual platform with this module, and must recover the platform's
+parameters.
 """
 
 from __future__ import annotations
@@ -27,28 +28,28 @@ from spawnsim.comm import Comm
 from spawnsim.errors import ParameterError
 
 STREAM = 16  # messages of a stream
-# Added to lengths from a page on. Two blocks of whole pages, one behind the other on a heap, begin 16 bytes apart
-# within their pages, and to copy between such places takes 2.5 times as long on some processors (AMD's Zen 3).
+# Added to lengths of a page and more. Two blocks of whole pages, one behind the other on a heap, begin 16 bytes
+# apart within their pages, and copies between such places take 2.5 times as long on some processors (AMD's Zen 3).
 ASIDE_NBYTES = 1000
 PAGE_NBYTES = 4096
-HUGE_NBYTES = 1 << 22  # numpy asks for huge pages from here on, torch does not
-ANSWERS = 20  # from which the difference of two clocks is known
+HUGE_NBYTES = 1 << 22  # numpy asks for huge pages from this size, torch does not
+ANSWERS = 20  # clock readings of the peer from which the difference of two clocks is estimated
 READY = 1  # tag of the message that starts a sample between two ranks
 
 Span = tuple[float, float]
 Action = Callable[[], Span]
-"""Does the operation once and returns when it began and ended on this rank; `NOT_TIMED` on one that does not count."""
+"""Executes the operation once and returns its start and end on this rank; `NOT_TIMED` on ranks that do not count."""
 NOT_TIMED: Span = (-math.inf, -math.inf)
 Prepare = Callable[[Any, int], AbstractContextManager[Action]]
-"""`prepare(comm, nbytes)` holds what the action of a rank needs, such as a window, for a `with` statement."""
+"""`prepare(comm, nbytes)` holds the resources of a rank's action, such as a window, for a `with` statement."""
 
 
 def _timed(comm: Comm, call: Callable[[], Any], sent: Sequence[Any] = ()) -> Action:
-    """Return an action that times a call; the arrays in `sent` are written before."""
+    """Return an action that times a call; the arrays in `sent` are written first."""
     now = comm.clock.now
 
     def action() -> Span:
-        # Before the clock is read: writing is part of a training step, and not of the message.
+        # Before the clock is read: writing is part of a training step, not of the message.
         for array in sent:
             _write(array)
         began_s = now()
@@ -66,11 +67,11 @@ def _write(array: Any) -> None:
 
 
 def _pair(comm: Comm, first: Action, second: Callable[[], Any]) -> Action:
-    """Return an action of ranks 0 and 1: rank 0's time counts, and starts when rank 1 says that it is ready."""
+    """Return an action of ranks 0 and 1: rank 0's time counts, and starts when rank 1 reports that it is ready."""
     ready, rank, others = np.zeros(1, np.uint8), comm.Get_rank(), lambda: NOT_TIMED
 
     def zero() -> Span:
-        # Rank 1 has posted its part: otherwise its being late would count as the flight's time.
+        # Rank 1 has posted its part: otherwise its delay would count as flight time.
         comm.Recv(ready, 1, READY)
         return first()
 
@@ -85,14 +86,14 @@ def _say_ready(comm: Comm) -> None:
     comm.Send(np.zeros(1, np.uint8), 0, READY)
 
 
-_places = count(0, 1088)  # of buffers within their pages: no two of an operation lie alike
+_places = count(0, 1088)  # offsets of buffers in their pages: different for all buffers of an operation
 
 
 def _memory(nbytes: int) -> Any:
-    """Return uint8 memory of the operation's own, in pages as programs have them, and written.
+    """Return separate uint8 memory for the operation, in pages as programs have them, already written.
 
-    A heap gives what was used before, in small or huge pages as it came: the same message took 1.5 times as long early
-    in a process as later.
+    A heap returns used memory, in small or huge pages depending on its history: the same message took 1.5 times as
+    long early in a process as later.
     """
     pages = mmap.mmap(-1, nbytes + PAGE_NBYTES)
     if nbytes >= HUGE_NBYTES and hasattr(mmap, "MADV_HUGEPAGE"):
@@ -121,7 +122,7 @@ def _ping_pong(comm: Comm, nbytes: int) -> Action:
 
 def _take_stream(comm: Comm, buffers: list[Any]) -> Callable[[], None]:
     def take() -> None:
-        # Posted before rank 0 may begin, so that no message of the stream is unexpected and copied twice.
+        # Posted before rank 0 may start, so that no message of the stream is unexpected and copied twice.
         requests = [comm.Irecv(buffer, 0) for buffer in buffers]
         _say_ready(comm)
         for request in requests:
@@ -143,12 +144,12 @@ def _stream(comm: Comm, nbytes: int) -> Action:
 
 
 def _post(comm: Comm, nbytes: int) -> Action:
-    """Only what the sends cost the sender before it may go on."""
+    """Return an action that times only the sends: how long they occupy the sender."""
     buffers = [_memory(nbytes) for _ in range(STREAM)]
     requests: list[Any] = []
 
     def start() -> None:
-        # Kept until they are waited for outside of the clock: only what the sends hold the sender counts.
+        # Kept for a wait outside of the timed span: only the time that the sends occupy the sender counts.
         requests[:] = [comm.Isend(buffer, 1) for buffer in buffers]
 
     timed = _timed(comm, start, buffers)
@@ -187,7 +188,7 @@ def _get(comm: Any, nbytes: int) -> Iterator[Action]:
         _say_ready(comm)
         comm.Recv(done, 0)
 
-    # One window for all samples: making one is a collective that takes longer than a read.
+    # One window for all samples: creating a window is a collective that takes longer than a read.
     yield _pair(comm, reader, owner)
     window.Unlock_all()
     window.Free()
@@ -197,7 +198,7 @@ def _get(comm: Any, nbytes: int) -> Iterator[Action]:
 
 
 def _together(comm: Comm, call: Callable[[], Any], sent: Sequence[Any] = ()) -> Action:
-    """Return an action of all ranks that times a call which all begin together, after the arrays were written."""
+    """Return an action of all ranks that times a call which all start together, after the arrays were written."""
     timed = _timed(comm, call)
 
     def action() -> Span:
@@ -218,7 +219,7 @@ def _barrier(comm: Comm, nbytes: int) -> Action:
 
 
 def _doubles(nbytes: int, ranks: int = 1) -> Any:
-    """Return float64 numbers of at least so many bytes, a row for each rank."""
+    """Return float64 numbers of at least `nbytes` bytes, a row for each rank."""
     length = max(nbytes // 8, 1)
     return _memory(8 * length * ranks).view(np.float64).reshape(ranks, length)
 
@@ -233,7 +234,7 @@ def _bcast(comm: Comm, nbytes: int) -> Action:
     return _together(comm, lambda: comm.Bcast(buffer, 0), [buffer])
 
 
-# Whether a collective has a root, and whether a rank sends, and receives, a row for each rank.
+# Whether a collective has a root, whether a rank sends a row for each rank, and whether it receives one.
 _SHAPES = {
     "reduce": (True, False, False),
     "allreduce": (False, False, False),
@@ -274,7 +275,7 @@ def _plain(prepare: Callable[[Any, int], Action]) -> Prepare:
 OPERATIONS: Mapping[str, tuple[Prepare, float]] = MappingProxyType(
     {name: (_plain(prepare), share) for name, (prepare, share) in _ACTIONS.items()} | {"get": (_get, 1.0)}
 )
-"""Operation -> how to prepare it, and which share of the time is one operation's."""
+"""Operation -> how to prepare it, and the share of the measured time that is one operation's."""
 
 COLLECTIVES = ("bcast", *_SHAPES)
 
@@ -286,7 +287,7 @@ FloatArray = NDArray[np.float64]
 class Point:
     """One operation at one size: the lower quartile of its samples in seconds, their inter-quartile range and number.
 
-    The lower quartile, since whatever else a machine does only ever adds to a sample.
+    The lower quartile, since disturbances of the machine only ever add to a sample.
     """
 
     operation: str
@@ -298,9 +299,9 @@ class Point:
 
 @dataclass(frozen=True)
 class Effort:
-    """How much is measured: `budget_s` of samples per point and pass, but at least `least` and at most `most` of them.
+    """How much to measure: samples for `budget_s` per point and pass, but at least `least` and at most `most`.
 
-    Each point is sampled in several `passes` over all points, so that no point is measured in one bad moment alone.
+    Each point is sampled in several `passes` over all points, so that no point is measured only in one bad moment.
     """
 
     budget_s: float = 0.01
@@ -318,7 +319,7 @@ class Effort:
             raise ParameterError(f"{self}: all must be above 0, and least at most most")
 
     def samples(self, one_s: float) -> int:
-        """Return how many samples to take of an operation that takes `one_s`."""
+        """Return the number of samples of an operation that takes `one_s`."""
         return int(np.clip(self.budget_s / max(one_s, 1e-9), self.least, self.most))
 
     def sizes(self, least: int = 1) -> list[int]:
@@ -336,8 +337,8 @@ def _aside(power: int) -> int:
 
 
 def held_out(nbytes: int) -> bool:
-    """Whether points of this size are kept for judging the fit: all but every other power of two."""
-    # In the same passes as the others: a machine's state may change from one second to the next.
+    """Return whether points of this size are kept to judge the fit: all but every other power of two."""
+    # Measured in the same passes as the other points: a machine's state may change from one second to the next.
     power = 1 << max(nbytes.bit_length() - 1, 0)
     return nbytes.bit_length() % 2 == 0 or nbytes != _aside(power)
 
@@ -358,7 +359,7 @@ def _point(operation: str, nbytes: int, samples_s: FloatArray) -> Point:
 
 
 def _ahead_s(comm: Comm) -> float:
-    """Return how far this rank's clock is ahead of rank 0's: half way between a question and its answer."""
+    """Return how far this rank's clock is ahead of rank 0's: read half way between a question and its answer."""
     rank, mine = comm.Get_rank(), 0.0
     for other in range(1, comm.Get_size()):
         found: list[tuple[float, float]] = []
@@ -373,7 +374,7 @@ def _ahead_s(comm: Comm) -> float:
             elif rank == other:
                 comm.Recv(read, 0)
                 comm.Send(np.array([comm.clock.now()]), 0)
-        # The quickest answer leaves least room between the two readings.
+        # The fastest answer leaves the least uncertainty between the two readings.
         ahead_s = comm.bcast(min(found)[1] if rank == 0 else 0.0)
         mine = ahead_s if rank == other else mine
     return mine
@@ -382,20 +383,20 @@ def _ahead_s(comm: Comm) -> float:
 def _sampled(comm: Comm, operation: str, nbytes: int, *, effort: Effort, ahead_s: float) -> FloatArray:
     prepare, share = OPERATIONS[operation]
     with prepare(comm, nbytes) as action:
-        # Two samples warm caches and connections, and say how many fit into the budget.
+        # Two samples warm up caches and connections, and show how many samples fit into the budget.
         warm_s = float(np.median(_samples(comm, action, 2, ahead_s)))
-        # Rank 0's number for all: ranks that measured differently would go through different numbers of barriers.
+        # Rank 0's number for all: ranks with different numbers of samples would enter different numbers of barriers.
         count = effort.samples(comm.bcast(warm_s))
         return _samples(comm, action, count, ahead_s) * share
 
 
 def _samples(comm: Comm, action: Action, count: int, ahead_s: float) -> FloatArray:
-    """Return the time from the last rank's beginning to the last one's end, for each of `count` samples."""
+    """Return the time from the last rank's start to the last rank's end, for each of `count` samples."""
     spans_s = np.empty((count, 2))
     for sample in range(count):
         comm.Barrier()
         spans_s[sample] = action()
-    # Gathered after all samples: a collective between them would be part of the next one.
+    # Gathered after all samples: a collective between them would be part of the next sample.
     last_s = np.max(comm.allgather(spans_s - ahead_s), axis=0)
     seconds: FloatArray = last_s[:, 1] - last_s[:, 0]
     return seconds

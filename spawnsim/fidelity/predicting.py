@@ -1,6 +1,6 @@
-"""A real run's times predicted on virtual ranks, and how far off that is, over repeats.
+"""Predictions of a real run's times on virtual ranks, and their errors over repeats.
 
-The same program runs with the compute times of the real run: replayed, fitted, or their mean alone.
+The same program runs with compute times from the real run: replayed, fitted, or only their mean.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ MEASURES = ("iteration", "policy", "waiting share", "total")
 
 @dataclass(frozen=True)
 class Times:
-    """What a run amounts to, after its warm-up.
+    """The times of a run after its warm-up.
 
     Attributes:
         iteration_s: mean time from one compute block to the next.
         policy_s: mean time between two blocks: communication and the program's own work.
-        waiting: share of the time inside communication calls.
-        total_s: from the first block to the end, on the slowest rank.
+        waiting: share of the time spent inside communication calls.
+        total_s: time from the first block to the end, on the slowest rank.
     """
 
     iteration_s: float
@@ -44,12 +44,12 @@ class Times:
     total_s: float
 
     def named(self) -> dict[str, float]:
-        """Return the values by the names in `MEASURES`."""
+        """Return the values with the names in `MEASURES`."""
         return dict(zip(MEASURES, (self.iteration_s, self.policy_s, self.waiting, self.total_s), strict=True))
 
 
 def times(seen: Sequence[Seen], warmup: int, *, local_s: float = 0.0) -> Times:
-    """Return the times of a run. `local_s`: mean own work that a virtual run holds inside its blocks."""
+    """Return the times of a run. `local_s`: mean of the program's own work, which virtual runs put in blocks."""
     # From the first block after the warm-up: first calls load libraries and make connections, which take no virtual
     # time.
     spans_s = np.array([rank.end_s - rank.began_s[warmup] for rank in seen])
@@ -66,7 +66,7 @@ def times(seen: Sequence[Seen], warmup: int, *, local_s: float = 0.0) -> Times:
 
 @dataclass(frozen=True)
 class Prediction:
-    """Times of virtual runs with one model of compute, one for each seed."""
+    """Times of virtual runs with one model of compute, one run for each seed."""
 
     name: str
     runs: tuple[Times, ...]
@@ -77,9 +77,9 @@ class Prediction:
 
 @dataclass(frozen=True)
 class Setting:
-    """What is predicted: a program on so many ranks, from the scenario's seed on; `warmup` first blocks left aside.
+    """A prediction: a program, its scenario with the first seed, and the number of first blocks to ignore (`warmup`).
 
-    `cores`: what the ranks of the real run shared; None: each had a core.
+    `cores`: the cores that the ranks of the real run shared; None: each rank had its own core.
     """
 
     main: Callable[[Any], object]
@@ -91,8 +91,8 @@ class Setting:
 def predict(
     setting: Setting, seen: Sequence[Seen], platform: Platform, *, seeds: int = 5
 ) -> tuple[Prediction, ...]:
-    """Return the predictions by replayed, by fitted and by constant compute times."""
-    # A program's own work between calls costs nothing on virtual ranks, so it is added to the block before it.
+    """Return the predictions from replayed, fitted and constant compute times."""
+    # A program's own work between calls takes no virtual time, so add it to the block before it.
     rows = [work_s(rank, setting) for rank in seen]
     short = [rank for rank, row in enumerate(rows) if len(row) < setting.warmup + 2]
     if short:
@@ -103,7 +103,7 @@ def predict(
     local_s = float(np.mean([rank.local_s[setting.warmup :].mean() for rank in seen]))
     found = []
     for name, (trace, stragglers) in _models(rows, setting.warmup).items():
-        # Nothing is drawn without stragglers: other seeds would give the same run.
+        # Without stragglers nothing is random: other seeds would give the same run.
         runs = 1 if not stragglers else seeds
         first = setting.scenario.seed
         ran = [_run(setting, platform, trace, stragglers, seed=seed) for seed in range(first, first + runs)]
@@ -117,8 +117,8 @@ def fitted(seen: Sequence[Seen], setting: Setting) -> Fit:
 
 
 def work_s(rank: Seen, setting: Setting) -> FloatArray:
-    """Return what a rank does from block to block, as long as it takes on a core of its own."""
-    # By the clock a block also holds the turns of others that share its core, which the prediction adds itself.
+    """Return a rank's work from block to block, in seconds on an unshared core."""
+    # By the clock, a block includes the turns of other ranks on its core, which the prediction adds itself.
     worked_s = None if setting.cores is None else rank.worked_s
     return (rank.blocks_s if worked_s is None else worked_s) + rank.local_s
 
@@ -126,8 +126,8 @@ def work_s(rank: Seen, setting: Setting) -> FloatArray:
 def _models(rows: Sequence[FloatArray], warmup: int) -> Mapping[str, tuple[Trace, tuple[Straggler, ...]]]:
     fit = fit_stragglers([row[warmup:] for row in rows])
     mean_s = float(np.mean([row[warmup:].mean() for row in rows]))
-    # Traces, since a trace goes before what the program states in comm.compute(seconds): a program that was run for
-    # real may state what its steps would take on another machine.
+    # Traces, since a trace takes precedence over the durations that the program gives to comm.compute(seconds): a
+    # real program may state the durations of another machine.
     return {
         "replayed": (Trace(rows, cycle=True), ()),
         "fitted": (Trace([[fit.step_s]] * len(rows), cycle=True), fit.stragglers),
@@ -150,21 +150,21 @@ def _run(
 
 
 SAME = ("library", "ranks", "cores", "machine", "python", "numpy")
-"""What should be the same where a platform was measured and where it is used."""
+"""Facts that should be the same where a platform was measured and where it is used."""
 
 
 @dataclass(frozen=True)
 class Repeat:
-    """One real run, and the predictions made from its compute times."""
+    """One real run, and the predictions from its compute times."""
 
     measured: Times
     predictions: tuple[Prediction, ...]
 
     def error(self, model: str, measure: str) -> float:
-        """Return predicted over measured, less 1; for the waiting share the difference of the shares."""
+        """Return predicted over measured, less 1; for the waiting share, the difference of the shares."""
         measured = self.measured.named()[measure]
         predicted = next(each for each in self.predictions if each.name == model).median()[measure]
-        # A share near zero makes any relative error of it huge.
+        # If a share is near zero, any relative error of it is huge.
         if measure == "waiting share":
             return predicted - measured
         return predicted / measured - 1.0 if measured else float("nan")
@@ -172,7 +172,7 @@ class Repeat:
 
 @dataclass(frozen=True)
 class Row:
-    """One measure over all repeats: the median measured value, and per model the median, least and largest error."""
+    """One measure over all repeats: the median measured value; the median, least and largest error of each model."""
 
     measure: str
     measured: float
@@ -210,14 +210,14 @@ def error_table(rows: Sequence[Row], repeats: int) -> str:
 
 @dataclass(frozen=True)
 class Validated:
-    """A program that was run for real and predicted: its name, with ranks and parameters, and a row per measure."""
+    """A program that was run and predicted: its name, with ranks and parameters, and a row per measure."""
 
     name: str
     rows: tuple[Row, ...]
 
 
 def case_table(cases: Sequence[Validated]) -> str:
-    """Return one line for each program: what an iteration and the run took, and the errors by replayed times."""
+    """Return one line per program: the times of an iteration and of the run, and the errors of the predictions."""
     lines = []
     for case in cases:
         rows = {row.measure: row for row in case.rows}
@@ -235,10 +235,10 @@ def case_table(cases: Sequence[Validated]) -> str:
 
 
 def read_cases(path: Path) -> list[Validated]:
-    """Return what `spawnsim validate --json` printed of several programs.
+    """Return the programs in a file with the output of `spawnsim validate --json` for several programs.
 
     Raises:
-        ParameterError: the file cannot be read, or holds something else.
+        ParameterError: the file cannot be read, or has other content.
     """
     try:
         document = json.loads(path.read_text(encoding="utf-8"))
@@ -268,7 +268,7 @@ def _seconds(seconds: float) -> str:
 
 
 def differences(platform: Platform, here: Iterable[tuple[str, str]]) -> list[str]:
-    """Return what is not as it was where the platform was measured; empty if it was not measured at all."""
+    """Return the facts that changed since the platform was measured; empty if it was not measured at all."""
     there = dict(platform.fitted)
     return [
         f"{name} was {there[name]}, is {value}"

@@ -1,4 +1,4 @@
-"""How well a platform explains measurements: the same measurements are taken on virtual ranks, and compared."""
+"""How well a platform explains measurements: virtual ranks on it repeat the measurements, and times are compared."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from spawnsim.virtual import simulate
 
 ALL = "all operations"
 MEDIUM = (10_000, 200_000)  # bytes
-WORST = {"p2p": 0.5, ALL: 0.75}  # median errors: predictions that are off by more are no predictions
+WORST = {"p2p": 0.5, ALL: 0.75}  # median errors: larger ones make predictions useless
 
 
 @dataclass(frozen=True)
@@ -33,22 +33,22 @@ class Pair:
 
     @property
     def error(self) -> float:
-        """Predicted over measured, less 1."""
+        """Return predicted over measured, less 1."""
         if self.measured.seconds == 0.0:
             return 0.0 if self.predicted_s == 0.0 else float("inf")
         return self.predicted_s / self.measured.seconds - 1.0
 
     @property
     def held_out(self) -> bool:
-        """Whether the fit has not seen the point."""
+        """Return whether the point was held out of the fit."""
         return held_out(self.measured.nbytes)
 
 
 @dataclass(frozen=True)
 class Score:
-    """Absolute relative errors of one operation: the median over fitted and over held-out points, and the largest.
+    """Absolute relative errors of one operation: the medians over fitted and over held-out points, and the largest.
 
-    `medium` is the median over those held out of 10 to 200 kB, what many models' parts are.
+    `medium` is the median over held-out points of 10 to 200 kB, the size of the parts of many models.
     """
 
     operation: str
@@ -67,12 +67,12 @@ class NullRecorder:
 
 
 def compare(measured: Measured, platform: Platform) -> tuple[Pair, ...]:
-    """Return each measured point beside what virtual ranks on the platform take."""
+    """Return each measured point with the time that virtual ranks on the platform take."""
     largest = max(point.nbytes for point in measured.points)
-    # Virtual samples differ by the state of links and clocks alone: three show that, more would repeat it.
+    # Virtual samples differ only by the state of links and clocks: three samples show that, more would repeat it.
     effort = Effort(least=3, most=3, passes=1, largest_nbytes=largest)
     found: list[tuple[tuple[Point, ...], tuple[Point, ...]]] = []
-    # Named as the measured ranks lay, so that the same pairs are near and apart on virtual ranks.
+    # Named as the measured ranks were placed, so that the same pairs are near and apart on virtual ranks.
     hosts = [f"node {rank // measured.ranks_per_node}" for rank in range(measured.ranks)]
 
     def program(comm: Any) -> None:
@@ -80,19 +80,19 @@ def compare(measured: Measured, platform: Platform) -> tuple[Pair, ...]:
         if comm.Get_rank() == 0:
             found.append(both)
 
-    # Without stragglers: what is compared are messages, and noise of computing is no part of a sample's quartile.
+    # Without stragglers: messages are compared, and the noise of compute times does not affect a sample's quartile.
     simulate(program, Scenario(measured.ranks, platform, "constant"), recorder=NullRecorder())
     return (*_paired(measured.points, found[0][0], ""), *_paired(measured.apart, found[0][1], "apart"))
 
 
 def _paired(measured: Iterable[Point], predicted: Iterable[Point], where: str) -> Iterable[Pair]:
     known = {(point.operation, point.nbytes): point.seconds for point in predicted}
-    # A rank's copies to itself are part of its collectives; alone they take no virtual time.
+    # A rank's copies to itself are part of its collectives; as a separate operation they take no virtual time.
     return [Pair(p, known[p.operation, p.nbytes], where) for p in measured if p.operation != "copy"]
 
 
 def scores(pairs: Sequence[Pair]) -> tuple[Score, ...]:
-    """Return the errors operation by operation, and of all."""
+    """Return the errors of each operation, and of all operations."""
     names = dict.fromkeys(pair.measured.operation for pair in pairs)
     groups = {name: [pair for pair in pairs if pair.measured.operation == name] for name in names}
     return tuple(_score(name, group) for name, group in (groups | {ALL: list(pairs)}).items())
@@ -117,13 +117,14 @@ def score_table(found: Sequence[Score]) -> str:
 
 
 def require_fit(platform: Platform, found: Sequence[Score]) -> None:
-    """Raise `WorldError` if the measurements fit no network: a platform of them would silently give wrong times.
+    """Raise `WorldError` if the measurements fit no network: a platform made from them would silently give wrong
+    times.
 
-    That is so if messages have no latency or no bandwidth, or if half of what the fit has not seen is off by more than
-    `WORST` says, of messages or of all operations.
+    This is so if messages have no latency or no bandwidth, or if the median error of held-out points, of messages or
+    of all operations, exceeds its limit in `WORST`.
     """
     wrong = [reason for link in _links(platform.network) for reason in _impossible(link)]
-    # By held-out points, since a fit with enough pieces passes through all points that it has seen.
+    # By held-out points, since a fit with enough pieces passes through all points that it was fitted to.
     medians = {score.operation: score.held_out for score in found if score.operation in WORST}
     wrong += [
         f"of {name} half is off by more than {off:.0%}" for name, off in medians.items() if off > WORST[name]

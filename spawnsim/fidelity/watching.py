@@ -1,7 +1,7 @@
-"""Watching a program from outside: when each rank computes, and how long it stays inside communication calls.
+"""A watch on a program from outside: when each rank computes, and how long it stays inside communication calls.
 
-A communicator is wrapped; the program notices nothing. The same watch sits on real and on virtual ranks, so that what
-is compared was measured alike. Background tasks are not watched: their time is not the program's.
+The watch wraps a communicator; the program does not notice. The same watch runs on real and on virtual ranks, so that
+both are measured in the same way. Background tasks are not watched: their time is not the program's.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ _UNTIMED = frozenset(
 
 @dataclass(frozen=True)
 class Seen:
-    """What was seen of one rank: clock readings in seconds, entry by entry of its compute blocks.
+    """The observations of one rank: clock readings in seconds, one entry per compute block.
 
-    `inside_s[i]` is the time inside communication calls after block i, before the next one or the end. Of the
-    processor's time `worked_s[i]` was spent in block i, and `own_s[i]` after it, outside of those calls; None: not
-    known.
+    `inside_s[i]` is the time inside communication calls after block i, before the next block or the end.
+    `worked_s[i]` is the processor time in block i, and `own_s[i]` the processor time after it, outside of
+    communication calls; None: not known.
     """
 
     began_s: FloatArray
@@ -49,8 +49,8 @@ class Seen:
 
     @property
     def local_s(self) -> FloatArray:
-        """What is neither computing nor communicating: the program's own work outside of compute blocks."""
-        # By the processor's time where it is known: a program may also sleep, or wait for its background tasks.
+        """The program's own work outside of compute blocks and communication calls, in seconds."""
+        # By processor time where it is known: a program may also sleep, or wait for its background tasks.
         return np.maximum(self.gaps_s - self.inside_s, 0.0) if self.own_s is None else self.own_s
 
 
@@ -65,12 +65,12 @@ class Watch:
     inside_s: list[float] = field(default_factory=list)
     worked_s: list[float] = field(default_factory=list)
     own_s: list[float] = field(default_factory=list)
-    _counted_s: float = 0.0  # on the processor's clock: so much has been counted, or left out
+    _counted_s: float = 0.0  # processor time that is already counted, or left out
 
     @contextmanager
     def inside(self) -> Iterator[None]:
-        """Count the block as communication, unless an outer one is counted already or no compute block has been."""
-        # A library's call may make others: only the outermost counts, or time would be counted twice.
+        """Count the block as communication, unless an outer call is counted already or no compute block has ended."""
+        # A library's call may make further calls: only the outermost counts, or time would count twice.
         if not self.inside_s or not _WATCHED.get():
             yield
             return
@@ -84,20 +84,20 @@ class Watch:
             _WATCHED.reset(token)
 
     def begin(self) -> None:
-        """Take note that a block begins."""
+        """Record the start of a block."""
         self._count(self.own_s)
         self.began_s.append(self.now())
         self.worked_s.append(0.0)
 
     def end(self) -> None:
-        """Take note that a block has ended."""
+        """Record the end of a block."""
         self._count(self.worked_s)
         self.ended_s.append(self.now())
         self.inside_s.append(0.0)
         self.own_s.append(0.0)
 
     def _count(self, column: list[float]) -> None:
-        """Add what the processor has done since the last count to the last entry of a column."""
+        """Add the processor time since the last count to the last entry of a column."""
         if self.processor is not None:
             now_s = self.processor()
             if column:
@@ -105,7 +105,7 @@ class Watch:
             self._counted_s = now_s
 
     def seen(self) -> Seen:
-        """Return the notes at the end of the program."""
+        """Return the observations at the end of the program."""
         end_s = self.now()
         self._count(self.own_s)
         clock = [np.array(column) for column in (self.began_s, self.ended_s, self.inside_s)]
@@ -131,7 +131,7 @@ class Computing:
         return self
 
     def __exit__(self, *error: Any) -> None:
-        # The clock is read after the block has ended: on virtual ranks it is the end of the block that moves the clock.
+        # The clock is read after the block has ended: on virtual ranks, the end of the block advances the clock.
         self._block.__exit__(*error)
         self._watch.end()
 
@@ -155,7 +155,8 @@ class Timed:
             found = Timed(found, self._watch)
         elif callable(found):
             found = self._timed(found)
-        # Kept, so that the next look-up does not come here: the watch must not cost what it measures.
+        # Cached, so that the next look-up does not reach this method: the watch must not add to the times it
+        # measures.
         self.__dict__[name] = found
         return found
 
@@ -174,7 +175,7 @@ class Timed:
 def watched(
     main: Callable[[Any], object], comm: Any, *, processor: Callable[[], float] | None = None
 ) -> Seen:
-    """Run a program on a rank and return what was seen of it; `processor` reads the clock of its processor's time."""
+    """Run a program on a rank and return the observations; `processor` reads the rank's processor time."""
     watch = Watch(comm.clock.now, processor)
     token = _WATCHED.set(True)
     try:

@@ -250,7 +250,7 @@ class Store:
 
     @contextmanager
     def draft(self, cell: Cell) -> Iterator[Path]:
-        """Give an empty folder to write into; it becomes the run's folder if the block succeeds, else it is set aside."""
+        """Give an empty draft folder; it becomes the run's folder if the block succeeds, and is set aside otherwise."""
         place = self.folder(cell)
         # The process id in the name: two studies that make the same run at once have separate drafts.
         draft = place.with_name(f".{place.name}.{_HERE}.{os.getpid()}")
