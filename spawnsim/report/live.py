@@ -1,8 +1,8 @@
-"""The report of a run that goes on, served to browsers of this machine: one page, made again and again.
+"""The report of a running run, served to browsers on this machine: one page that is rendered repeatedly.
 
-Read-only, on 127.0.0.1 at a port that is free, under a path that nobody can guess: other users of the machine could
-open the port, and other pages in the browser could ask for it. So whoever does not know the path, or comes under
-another name for this machine (DNS rebinding), gets 403; and the page may load nothing and ask for nothing but itself.
+Read-only, on 127.0.0.1 at a free port, under an unguessable path: other users of the machine could open the port, and
+other pages in the browser could request it. A request without the path, or with another host name for this machine
+(DNS rebinding), therefore gets 403; and the page may load and request nothing but itself.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ from spawnsim.record.journal import RankStates
 from spawnsim.report.page import Live, render
 
 HOST = "127.0.0.1"
-ALIVE_S = 5.0  # how long at most nothing is sent: a browser that has gone is noticed by it
+ALIVE_S = 5.0  # the longest time without a write: a write reveals a browser that has gone
 BEFORE = '<!doctype html><meta http-equiv="refresh" content="1"><title>spawnsim</title><p>The ranks begin.\n'
 LEFT_S = 5.0  # how long browsers may take to read the last page
 
 
 class LivePage:
-    """A page that is served at `url`, which has the token, until it is closed."""
+    """A page that is served at `url`, which contains the token, until it is closed."""
 
     def __init__(self, title: str) -> None:
         self._title, self._nonce = title, secrets.token_urlsafe(16)
         self._changed = threading.Condition()
-        self._pages = 0  # so many have been made
+        self._pages = 0  # number of rendered pages
         self._page, self._closed = BEFORE, False
         self._server = _Server(self)
         self.url = f"http://{HOST}:{self._server.server_port}/{self._server.token}/"
@@ -40,7 +40,7 @@ class LivePage:
         self._thread.start()
 
     def show(self, run: Recorded, states: RankStates | None) -> None:
-        """Let browsers see how far the run is."""
+        """Show browsers the progress of the run."""
         page = render([run], self._title, Live(states, self._nonce))
         with self._changed:
             self._page, self._pages = page, self._pages + 1
@@ -51,7 +51,7 @@ class LivePage:
         self.close()
 
     def close(self) -> None:
-        """Serve no more, once browsers have the page as it is now."""
+        """Stop serving, once browsers have the current page."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()
@@ -62,7 +62,7 @@ class LivePage:
 
     @property
     def policy(self) -> str:
-        """The Content-Security-Policy: our own style and script by their nonce, our own stream, and nothing else."""
+        """The Content-Security-Policy: the page's own style and script by nonce, its own stream, and nothing else."""
         own = f"'nonce-{self._nonce}'"
         return (
             f"default-src 'none'; style-src {own}; script-src {own}; connect-src 'self'; img-src data:; "
@@ -74,7 +74,7 @@ class LivePage:
             return self._page
 
     def pages(self) -> Iterator[tuple[str, str]]:
-        """Yield each new page with its kind: "page", the last one "end"; "" now and then where nothing is new."""
+        """Yield each new page with its kind: "page", and "end" for the last; every few seconds "" if nothing is new."""
         seen = 0
         while True:
             with self._changed:
@@ -88,7 +88,7 @@ class LivePage:
 
 
 class _Server(ThreadingHTTPServer):
-    """Serves one page. Its threads end with the process, but the last page is waited for: `wait_for_readers`."""
+    """Serves one page. Its threads end with the process, but `wait_for_readers` waits until the last page is read."""
 
     daemon_threads = True
     block_on_close = False
@@ -100,7 +100,7 @@ class _Server(ThreadingHTTPServer):
         self._readers, self._gone = 0, threading.Condition()
 
     def reading(self, more: int) -> None:
-        """Count a browser that comes (1) or leaves (-1)."""
+        """Count a browser that connects (1) or leaves (-1)."""
         with self._gone:
             self._readers += more
             self._gone.notify_all()
@@ -110,7 +110,7 @@ class _Server(ThreadingHTTPServer):
             self._gone.wait_for(lambda: not self._readers, limit_s)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """Say nothing: a browser that has closed its connection is no error of the run."""
+        """Log nothing: a browser that has closed its connection is not an error of the run."""
 
 
 class _Handler(BaseHTTPRequestHandler):
@@ -118,12 +118,12 @@ class _Handler(BaseHTTPRequestHandler):
 
     server: _Server
     server_version, sys_version = "spawnsim", ""
-    timeout = 30.0  # for a request to come: one that never ends holds no thread
+    timeout = 30.0  # seconds for a request: an incomplete one must not hold a thread for ever
 
     def do_GET(self) -> None:
         path = self.path.encode("utf-8", "replace")
         known = [f"/{self.server.token}/{name}".encode() for name in ("", "events")]
-        # Compared in a time that tells nothing of how much was right.
+        # Compared in constant time: the duration reveals nothing about the correct part.
         found = [secrets.compare_digest(path, each) for each in known]
         if not any(found) or self.headers.get("Host") not in self.server.names:
             self._head(HTTPStatus.FORBIDDEN, "text/plain")
@@ -166,4 +166,4 @@ class _Handler(BaseHTTPRequestHandler):
             self.wfile.flush()
 
     def log_message(self, *_said: Any) -> None:
-        """Say nothing: standard error is the run's, and a log would hold the token."""
+        """Log nothing: standard error belongs to the run, and a log would contain the token."""

@@ -1,8 +1,8 @@
-"""Observers of a run, through its folder: the live page and loggers of curves; and the loop that feeds them.
+"""Observers of a run, through its folder: the live page, loggers of curves, and the loop that updates them.
 
-`LOGGERS` is the one table of loggers. Each gets the same *steps*: of every recorded column of numbers the median and
-the 10 % and 90 % quantiles over ranks, once for each iteration, as soon as all ranks that live have come past it. So
-1,000 ranks make three curves a metric, and not 1,000. Each logger's library is imported when it is opened.
+`LOGGERS` is the one table of loggers. Each gets the same *steps*: for every recorded column of numbers, the median
+and the 10 % and 90 % quantiles over ranks, once for each iteration, as soon as all living ranks have passed it. So
+1,000 ranks make three curves per metric, not 1,000. Each logger's library is imported when the logger is opened.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from spawnsim.record.journal import RankStates, read_states
 from spawnsim.run.result import Run
 
 QUANTILES = {"median": 0.5, "p10": BAND[0], "p90": BAND[1]}
-LOOK_S = 1.0  # between two looks at a run, at least
-ENDS = (("died", DEAD), ("finished", ENDED))  # what a monitor has written of its rank
-SILENT_S = 5.0  # after that a real rank may do what it likes: its process is stopped, or in code that lets no other run
-SHARE = 0.01  # of a core, at most, that looks at a run take while it goes on
+LOOK_S = 1.0  # the least time between two polls of a run
+ENDS = (("died", DEAD), ("finished", ENDED))  # the stages that a monitor writes about its rank
+SILENT_S = 5.0  # after this silence a real rank's state is unknown: stopped, or in code that blocks threads
+SHARE = 0.01  # the largest share of a core that polls may take while the run executes
 
 
 class Step(NamedTuple):
-    """What ranks recorded in one iteration: `values` by "column/median", "column/p10", "column/p90"."""
+    """The values that ranks recorded in one iteration, by "column/median", "column/p10", "column/p90"."""
 
     iteration: int
     values: dict[str, float]
@@ -40,17 +40,17 @@ class Steps:
     """The steps of a run, each yielded once."""
 
     def __init__(self) -> None:
-        self._told = -1  # the last iteration
+        self._told = -1  # the last iteration that was yielded
 
     def new(self, run: Run, *, ended: bool) -> Iterator[Step]:
-        """Yield the new steps that all living ranks have completed; at the end all that are left."""
+        """Yield the new steps that all living ranks have completed; at the end of the run, all remaining steps."""
         rank = np.asarray(run.table["rank"])
         iteration = _iterations(run, rank)
         if not len(iteration):
             return
         until = int(iteration.max()) + 1 if ended else self._passed(run, rank, iteration)
         chosen = np.flatnonzero((iteration > self._told) & (iteration < until))
-        # By iteration, so that each is one stretch.
+        # By iteration, so that each iteration is one stretch.
         chosen = chosen[np.argsort(iteration[chosen], kind="stable")]
         found, sizes = np.unique(iteration[chosen], return_counts=True)
         ends = np.cumsum(sizes)
@@ -71,7 +71,7 @@ class Steps:
 
     @staticmethod
     def _passed(run: Run, rank: Any, iteration: Any) -> int:
-        """Return the iteration that the last of the ranks that live is at."""
+        """Return the iteration of the slowest living rank."""
         dead = {event["rank"] for event in run.events if event["kind"] == "crash"}
         furthest = np.full(max(int(run.what.get("ranks") or 0), int(rank.max()) + 1), -1)
         np.maximum.at(furthest, rank, iteration)
@@ -80,10 +80,10 @@ class Steps:
 
 
 def _iterations(run: Run, rank: Any) -> Any:
-    """Return the iteration of each row; where none was recorded, how many rows its rank had recorded before."""
+    """Return the iteration of each row; if none was recorded, the number of earlier rows of the row's rank."""
     if "iteration" in run.table and run.table.dtype("iteration").kind in "if":
         return np.nan_to_num(run.table["iteration"], nan=-1).astype(np.int64)
-    # Rows are ordered by rank, then as recorded.
+    # Rows are ordered by rank, and in recorded order within a rank.
     first = np.searchsorted(rank, rank)
     return np.arange(len(rank)) - first
 
@@ -95,7 +95,7 @@ def _quantiles(values: Any) -> Iterator[tuple[str, float]]:
 
 
 def _replaced(run: Run, iterations: Any) -> Any:
-    """Return how many replacements there were up to each of these iterations, by what their events say."""
+    """Return the number of replacements up to each of these iterations, according to their events."""
     when = sorted(
         each["iteration"]
         for each in run.events
@@ -111,11 +111,11 @@ class Logger(Protocol):
     def step(self, step: Step) -> None: ...
 
     def close(self, totals: Mapping[str, float]) -> None:
-        """Take the run's totals, and write all that is pending."""
+        """Take the run's totals, and write all pending data."""
 
 
 class TensorBoard:
-    """Event files that TensorBoard reads."""
+    """Writes event files that TensorBoard reads."""
 
     def __init__(self, folder: Path, _what: Mapping[str, Any]) -> None:
         from tensorboard.summary import Writer  # not torch's, which would load torch
@@ -134,7 +134,7 @@ class TensorBoard:
 
 
 class WeightsAndBiases:
-    """A run of Weights & Biases; `wandb sync` uploads offline files."""
+    """Logs to a run of Weights & Biases; `wandb sync` uploads offline files."""
 
     def __init__(self, folder: Path, what: Mapping[str, Any]) -> None:
         import wandb
@@ -161,10 +161,10 @@ LOGGERS: dict[str, Callable[[Path, Mapping[str, Any]], Logger]] = {
 
 # ------------------------------------------------------------------------------------------------------- following
 class Observer(Protocol):
-    """A receiver of a run while it lasts, and of the whole run at its end."""
+    """A receiver of a run while it executes, and of the whole run at its end."""
 
     def show(self, run: Run, states: RankStates | None) -> None:
-        """Take the rows so far, and the states of the ranks, if they are known."""
+        """Take the rows so far, and the states of the ranks if they are known."""
 
     def end(self, run: Run) -> None: ...
 
@@ -192,12 +192,13 @@ def follow(
     over: Callable[[float, Run | None], bool],
     registry: Path | None = None,
 ) -> None:
-    """Show a run to observers until it is over, and then its end.
+    """Show a run to observers until it ends, and then its end.
 
     Args:
         folder: the run folder.
-        observers: which.
-        over: waits for at most so many seconds, and returns whether the run is over; its second argument is the run.
+        observers: the observers.
+        over: waits for at most the given seconds, and returns whether the run has ended; its second argument is the
+            run.
         registry: the folder in which the processes of a job of real ranks write their stages.
     """
     wait_s, run = 0.0, None
@@ -208,10 +209,10 @@ def follow(
             states = read_states(folder) if not run.is_real else real_states(folder, run, registry)
             for each in observers:
                 each.show(run, states)
-        # The first look loads much that later ones have.
+        # The first poll loads much that later polls find loaded.
         spent_s = 0.0 if first else time.process_time() - begin_s
         wait_s = max(LOOK_S, spent_s / SHARE * _crowding())
-    # A run that ended before it recorded anything leaves nothing to show.
+    # A run that ended before it recorded anything has nothing to show.
     run = _loaded(folder)
     if run is not None:
         for each in observers:
@@ -219,19 +220,19 @@ def follow(
 
 
 def _crowding() -> float:
-    """Return how many want each core: a run among others takes longer, and is looked at less often."""
+    """Return the processes per core, from 1 to 3: on a busy machine a run takes longer, and is polled less often."""
     return min(max(os.getloadavg()[0] / (os.cpu_count() or 1), 1.0), 3.0)
 
 
 def _loaded(folder: Path) -> Run | None:
-    """Return what a run has left so far; None while it begins, or moves its files."""
+    """Return the run as recorded so far; None while it starts, or moves its files."""
     with suppress(ParameterError, FileNotFoundError):
         return Run.load(folder)
     return None
 
 
 def real_states(folder: Path, run: Run, registry: Path | None) -> RankStates:
-    """Return what real ranks do: what their monitors have written of their ends, and they themselves of their waits."""
+    """Return the states of real ranks: their monitors write how they ended, the ranks themselves write their waits."""
     environ = {} if registry is None else {REGISTRY: str(registry)}
     stages = [(word, ranks_at_stage(stage, environ) or set()) for word, stage in ENDS]
 

@@ -1,7 +1,7 @@
 """One self-contained HTML page about one or more runs: what ran, ranks, totals, figures, replacements, load imbalance.
 
-The template escapes everything, and the page loads nothing from elsewhere; figures come ready-made from plots. Of a
-run that goes on the same page is made again and again: see `live`.
+The template escapes everything, and the page loads nothing from elsewhere; the figures come from `plots`. For a
+running run, the same page is rendered repeatedly: see `live`.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from spawnsim.record.journal import RankStates
 from spawnsim.report.ranks import MOST, Curve, curve, kinds, latest, progress, standing
 from spawnsim.run.result import DASH, FINISHED, LOSSES, SECONDS, TOTALS, shown_totals
 
-PIXELS = 88  # of an inch of a figure: letters of all figures have one size, and most figures fill the page
+PIXELS = 88  # per inch of a figure: letters of all figures have one size, and most figures fill the page
 
 
 class Ending(NamedTuple):
-    """How a run ended: in a `word`, the line that says why, and all else that is known of it."""
+    """How a run ended: one `word`, the line with the reason, and all further details."""
 
     word: str
     reason: str
@@ -33,7 +33,7 @@ class Ending(NamedTuple):
 
     @classmethod
     def of(cls, outcome: str) -> Ending:
-        r"""Return that of an outcome.
+        r"""Return the ending of an outcome.
 
         >>> (
         ...     Ending.of("Deadlock: deadlock: 2 of 2 ranks wait\n  rank 0").word,
@@ -50,7 +50,7 @@ class Ending(NamedTuple):
 
 
 class Picture(NamedTuple):
-    """A figure for an `img` element: its name for those who cannot see it, its kind, its bytes in base64, its width."""
+    """A figure for an `img` element: its alternative text, its kind, its bytes in base64, its width."""
 
     name: str
     kind: str
@@ -59,7 +59,7 @@ class Picture(NamedTuple):
 
 
 def number(value: object) -> str:
-    """Return a value for a table: thousands separated, four digits of a fraction, a dash for nothing.
+    """Return a value for a table: thousands separated, four decimals, a dash for None.
 
     >>> number(1234567), number(0.123456), number(None)
     ('1,234,567', '0.1235', '–')
@@ -77,7 +77,7 @@ def _pictures(found: Groups) -> list[Picture]:
     pictures = []
     for name, figure in figures(found):
         buffer = io.BytesIO()
-        # Saved within the style, as it was made: matplotlib reads some of its parameters only when it draws.
+        # Saved within the style context too: matplotlib reads some parameters only when it draws.
         with talk():
             figure.savefig(buffer, format="png", dpi=120)
         data = base64.b64encode(buffer.getvalue()).decode()
@@ -94,7 +94,7 @@ def _finals(run: Recorded, name: str) -> list[tuple[list[str], Curve | None]]:
 
 
 def _time_use(run: Recorded, name: str) -> list[str] | None:
-    """The figure's shares, and what the slowest rank of each iteration would cost if all waited for it."""
+    """Return the shares in the figure, and the time lost if all ranks waited for the slowest in each iteration."""
     used, lockstep = timeuse.of_run(run), timeuse.imbalance(run.table)
     share = None if used is None else timeuse.computing_share(used)
     if used is None or share is None or lockstep is None:
@@ -116,16 +116,16 @@ def _replaced(run: Recorded, name: str) -> list[str] | None:
 
 
 class Live(NamedTuple):
-    """A page of a run that goes on: what its ranks do, if known, and the word by which a browser knows our script."""
+    """A page of a running run: the states of its ranks, if known, and the nonce of the page's script."""
 
     states: RankStates | None = None
     nonce: str = ""
 
 
 def contents(runs: Sequence[Recorded] | Groups, title: str, live: Live | None = None) -> dict[str, Any]:
-    """Return what the template shows: text and pictures only. Figures are not drawn while a run goes on."""
+    """Return the data for the template: only text and pictures. Figures are not drawn while a run executes."""
     found = grouped(runs)
-    # Beyond that a page of many runs would be larger than its figures.
+    # With more ranks in several runs, the grids would be larger than the figures.
     room = MOST if sum(map(ranks_of, found.runs)) <= MOST or len(found.runs) == 1 else 0
     return {
         "title": title,
@@ -156,7 +156,7 @@ def _row(run: Recorded, name: str) -> dict[str, Any]:
 
 
 def _total_names(runs: Sequence[Recorded], live: Live | None) -> list[str]:
-    """Return the totals that some run tells, in their order; of a run that goes on those that are known by now."""
+    """Return the totals that some run has, in their order; for a running run, the totals known so far."""
     every = [each for run in runs for each in shown_totals(run.totals, len(run.table["rank"])).items()]
     some = {name for name, value in every if not live or value is not None}
     return [
@@ -165,7 +165,7 @@ def _total_names(runs: Sequence[Recorded], live: Live | None) -> list[str]:
 
 
 def _made(run: Recorded) -> dict[str, str]:
-    """Return when, how and with what a run was made."""
+    """Return when, how and with which versions a run was made."""
     made, versions = (
         found if isinstance(found := run.what.get(name), Mapping) else {} for name in ("made", "versions")
     )
@@ -180,7 +180,7 @@ def _made(run: Recorded) -> dict[str, str]:
 
 
 def _ends(runs: Sequence[Recorded]) -> str:
-    """Return how many runs ended in which way."""
+    """Return the number of runs for each way of ending."""
     words = Counter(Ending.of(run.outcome).word for run in runs)
     if len(runs) == 1 or not words[FINISHED]:
         return ", ".join(f"{count} {word}" if len(runs) > 1 else word for word, count in words.items())
@@ -191,7 +191,7 @@ def _ends(runs: Sequence[Recorded]) -> str:
 def render(
     runs: Sequence[Recorded] | Groups, title: str = "spawnsim report", live: Live | None = None
 ) -> str:
-    """Return the page as text; `live`: of one run that goes on. Needs jinja2, the extra `spawnsim[report]`.
+    """Return the page as text; `live`: for one running run. Needs jinja2, the extra `spawnsim[report]`.
 
     Raises:
         UsageError: jinja2 is not installed.
@@ -201,13 +201,13 @@ def render(
 
 @cache
 def _template() -> Any:
-    """Return the compiled template: compiling takes as long as a page of 1,000 ranks."""
+    """Return the compiled template; it is cached, since compiling takes as long as a page of 1,000 ranks."""
     try:
         from jinja2 import Environment, PackageLoader, StrictUndefined
     except ImportError as error:
         raise UsageError("a report needs jinja2: pip install 'spawnsim[report]'") from error
-    # Escaped as a whole: names, outcomes and commands are texts of somebody's program. A name the template does not
-    # know is an error, and no empty cell.
+    # Escape everything: names, outcomes and commands are texts of a user's program. A name that the template does
+    # not know raises an error instead of leaving an empty cell.
     environment = Environment(
         loader=PackageLoader("spawnsim.report", "."),
         autoescape=True,

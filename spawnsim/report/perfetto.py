@@ -1,13 +1,12 @@
 """Runs as Chrome/Perfetto JSON: a thread per rank, its calls as slices, messages as arrows from send to arrival.
 
-The format is the Trace Event Format: a list of objects with `ph` (X slice, i instant, s and f the ends of an arrow,
-M names), `ts` and `dur` in microseconds, here of the ranks' clocks. An arrow belongs to the slice that began last
-before it on its thread, so entries stand in the order of time and of each rank's program. Arrows have numbers for
-ids, since Perfetto takes no other texts than hexadecimal ones.
+The format is the Trace Event Format: a list of objects with `ph` (X slice, i instant, s and f the ends of an arrow, M
+names), and `ts` and `dur` in microseconds of the ranks' clocks. An arrow belongs to the slice that began last before
+it on its thread, so entries are ordered by time and by each rank's program. Arrows have numeric ids, since Perfetto
+accepts only hexadecimal texts.
 
-Of a run that was traced (`spawnsim run --trace`) all calls and messages are drawn, within the iterations that its
-rows tell of; of any other run the iterations alone, computing and the rest. Open the file at ui.perfetto.dev or
-chrome://tracing.
+A traced run (`spawnsim run --trace`) shows all calls and messages, within the iterations of its rows. Any other run
+shows only its iterations: computing and the rest. Open the file at ui.perfetto.dev or chrome://tracing.
 """
 
 from __future__ import annotations
@@ -31,25 +30,25 @@ from spawnsim.report.trace_reader import Row, Selection, Timeline, fitting
 from spawnsim.run.result import end_s
 
 Entry = dict[str, Any]
-LARGE = 20_000  # entries beyond which a file is packed unless its name says otherwise: some 4 MB
-LAST = math.inf  # the place, among what begins at one time, of what belongs to no call
+LARGE = 20_000  # a larger file is compressed unless its name says otherwise: some 4 MB
+LAST = math.inf  # the order of entries without a call, among entries that begin at one time
 ALL = Selection()
 OWN_OF_ROWS = ("rank", "order", "time_s", "call", "number", "end_s", "task")
 PACKED = ".gz"
-THREADS = 64  # a rank's at most; a process has no number of a thread: viewers would show that one first
+THREADS = 64  # threads of a rank, at most; no process may have a thread's number: viewers would show it first
 
 
 class Line(NamedTuple):
-    """One entry as text; sorted, lines stand as they must. `call` is the number of the call that it belongs to."""
+    """One entry as text; sorting lines gives their order in the file. `call` is the number of their call."""
 
     at_ns: int
     call: float
-    part: int  # of the call: itself, then what happens in it
+    part: int  # of the call: 0 for the call itself, then the entries within it
     text: str
 
 
 class Span(NamedTuple):
-    """Where a slice lies."""
+    """The place and time of a slice."""
 
     thread: int
     begin_ns: int
@@ -57,14 +56,14 @@ class Span(NamedTuple):
     number: float
 
 
-NAMES = 2  # lines of a sheet that name its run
+NAMES = 2  # lines of a sheet that only name its run
 
 
 @dataclass
 class Drawing:
-    """What goes into a file: `lines`, what they show (`about`, for the file), and what a person is told (`notes`).
+    """The contents of a file: `lines`, a description for the file (`about`), and notes for the user (`notes`).
 
-    `is_empty`: the lines name runs alone.
+    `is_empty`: the lines only name runs.
     """
 
     lines: list[Line] = field(default_factory=list)
@@ -74,12 +73,13 @@ class Drawing:
 
 
 def draw(runs: Sequence[tuple[Recorded, Timeline | None]], selection: Selection = ALL) -> Drawing:
-    """Return runs as one drawing: each is a process. They share the limit of the selection."""
+    """Return runs as one drawing: each run is a process. The runs share the limit of the selection."""
     drawing, timelines = Drawing(), {id(run): timeline for run, timeline in runs}
     chosen = grouped([run for run, _ in runs]).named
     for process, (name, run) in enumerate(chosen):
         timeline = timelines[id(run)]
-        # Each run has an equal share of the limit: shared as one pool, a long run would leave nothing of the others.
+        # Each run has an equal share of the limit: from a common pool, a long run would leave nothing for the other
+        # runs.
         shown, left_out = fitting(run, timeline, selection, max(1, selection.limit // len(chosen)))
         sheet = _Sheet(run, process, shown, timeline)
         sheet.draw(name)
@@ -87,7 +87,7 @@ def draw(runs: Sequence[tuple[Recorded, Timeline | None]], selection: Selection 
         drawing.is_empty = drawing.is_empty and not sheet.lines[NAMES:]
         drawing.about.append(_about(run, name, left_out))
         drawing.notes += [f"{name}: {note}" for note in _notes(sheet, left_out, selection.limit)]
-    # Sorted at the very end and over all runs: viewers give an arrow to the slice that stands before it in the file.
+    # Sorted last, over all runs: viewers assign an arrow to the slice that precedes it in the file.
     drawing.lines.sort()
     return drawing
 
@@ -100,7 +100,7 @@ def _about(run: Recorded, name: str, left_out: str) -> Entry:
 
 
 def _notes(sheet: _Sheet, left_out: str, limit: int) -> Iterator[str]:
-    """Yield a sentence about each kind of thing that is not there."""
+    """Yield a sentence about each kind of missing data."""
     if not sheet.lines[NAMES:]:
         yield "nothing was recorded of these ranks in this time"
     if left_out:
@@ -125,17 +125,17 @@ class _Sheet:
 
     def __init__(self, run: Recorded, process: int, shown: Selection, timeline: Timeline | None) -> None:
         self.run, self.shown, self.timeline = run, shown, timeline
-        # Processes are numbered far apart, so that no thread of any run has its process's number.
+        # Process numbers are far apart, so that no thread of any run has its process's number.
         self.process = process * THREADS * ranks_of(run)
         self.lines: list[Line] = []
         self._ranks = ranks_of(run)
         self._end_ns = _ns(end_s(run.totals) or 0.0)
         self._arrows = 0
-        self._paused_ns: defaultdict[int, int] = defaultdict(int)  # until when, by rank
+        self._paused_ns: defaultdict[int, int] = defaultdict(int)  # end of the last pause, by rank
         self._threads: dict[int, str] = {}
 
     def draw(self, name: str) -> None:
-        """Draw all that is shown."""
+        """Draw everything in the selection."""
         if self.timeline is None:
             self._blocks()
         else:
@@ -145,8 +145,8 @@ class _Sheet:
                 self._event(event, number)
         self._name("process_name", 0, {"name": name})
         self._name("process_labels", 0, {"labels": self.run.outcome.partition("\n")[0]})
-        # By rank, then task: viewers would otherwise sort threads as they come, or by name, with rank 10 before rank
-        # 2.
+        # By rank, then task: viewers would otherwise sort threads by appearance, or by name, with rank 10 before
+        # rank 2.
         for place, thread in enumerate(sorted(self._threads, key=lambda each: (each % self._ranks, each))):
             self._name("thread_name", thread, {"name": self._threads[thread]})
             self._name("thread_sort_index", thread, {"sort_index": place})
@@ -158,8 +158,8 @@ class _Sheet:
         self.lines.append(Line(-1, self.process, len(self.lines), json.dumps(entry)))
 
     def _add(self, at_ns: int, thread: int, place: tuple[float, int], entry: Entry) -> None:
-        # From whole nanoseconds: sums of floats would let the end of one slice lie beyond the begin of the next,
-        # which viewers then draw inside it.
+        # From whole nanoseconds: with sums of floats, a slice might end after the next one begins, and viewers would
+        # draw the next one inside it.
         whole = entry | {"pid": self.process, "tid": thread, "ts": at_ns / 1000}
         self.lines.append(Line(at_ns, *place, json.dumps(whole, allow_nan=False)))
         if thread not in self._threads:
@@ -172,17 +172,18 @@ class _Sheet:
         self._add(span.begin_ns, span.thread, (span.number, 0), entry)
 
     def _arrow(self, begin: tuple[int, Span], end: tuple[int, Span], name: str, arguments: Entry) -> None:
-        """Draw an arrow between times within two slices; one without a length would have no direction."""
+        """Draw an arrow between times within two slices; without a length it has no direction, and is not drawn."""
         (sent_ns, out), (got_ns, into) = begin, end
         if got_ns > sent_ns:
             self._arrows += 1
-            # Numbers are unique over all runs of a file: arrows of one number are joined, whatever their process.
+            # Numbers are unique over all runs of a file: viewers join arrows with the same number, whatever their
+            # process.
             entry = {"name": name, "cat": name, "id": self.process << 40 | self._arrows, "args": arguments}
             self._add(sent_ns, out.thread, (out.number, 1), entry | {"ph": "s"})
             self._add(got_ns, into.thread, (into.number, 1), entry | {"ph": "f", "bp": "e"})
 
     def _event(self, event: Mapping[str, Any], number: int) -> None:
-        """Draw an event; of a replacement, if there are no messages, arrows from donors that last as its wait did."""
+        """Draw an event; for a replacement without messages, also arrows from donors, as long as its wait."""
         rank, at_ns = int(event["rank"]), _ns(float(event["time_s"]))
         fields = {key: value for key, value in event.items() if key not in ("kind", "rank", "time_s")}
         kind = str(event["kind"])
@@ -199,7 +200,7 @@ class _Sheet:
     # -- of rows -----------------------------------------------------------------------------------------------
 
     def _rows(self) -> Iterator[tuple[int, int, Span]]:
-        """Yield each row's index, rank, and the iteration that it ends."""
+        """Yield each row's index, rank, and the span of the iteration that the row ends."""
         table = self.run.table
         before: defaultdict[int, int] = defaultdict(int)
         restarts = {
@@ -210,7 +211,7 @@ class _Sheet:
         ):
             if self.shown.shows(rank):
                 end_ns, begin_ns = _ns(time_s), before[rank]
-                # The time for which the rank was dead is no part of its first iteration.
+                # The time for which the rank was dead is not part of its first iteration.
                 if begin_ns < restarts.get(rank, -1) <= end_ns:
                     begin_ns = restarts[rank]
                 before[rank] = end_ns
@@ -218,14 +219,14 @@ class _Sheet:
                     yield row, rank, Span(rank, begin_ns, end_ns, row)
 
     def _blocks(self) -> None:
-        """A row stands at the end of its iteration: computing comes first (`compute_s`), the rest is exchange."""
+        """Draw the iteration that each row ends: computing comes first (`compute_s`), the rest is exchange."""
         compute_s, iteration = (_numbers(self.run, name) for name in ("compute_s", "iteration"))
         for row, _, span in self._rows():
             arguments = _iteration(iteration, row)
             if compute_s is None or not np.isfinite(compute_s[row]):
                 self._slice(span, "iteration", "iteration", arguments)
                 continue
-            # Recorded seconds are rounded, and may be longer than the iteration by a nanosecond.
+            # Recorded seconds are rounded, and may exceed the iteration by a nanosecond.
             middle_ns = min(span.begin_ns + _ns(float(compute_s[row])), span.end_ns)
             self._slice(span._replace(end_ns=middle_ns), "compute", "compute", arguments)
             if span.end_ns > middle_ns:
@@ -234,12 +235,12 @@ class _Sheet:
     # -- of a timeline -----------------------------------------------------------------------------------------
 
     def _calls(self, timeline: Timeline) -> None:
-        """Draw calls, and what lies around and in them: iterations, messages, pauses."""
+        """Draw calls, and the slices around and in them: iterations, messages, pauses."""
         spans: dict[tuple[int, int], Span] = {}
         messages: list[Row] = []
         for row in timeline.rows(self.shown):
-            # Messages wait until all calls are known: a row of a message may come before that of the call it was
-            # received in.
+            # Messages wait until all calls are known: a message's row may precede the row of the call that received
+            # it.
             if "call" not in row:
                 messages.append(row)
                 continue
@@ -250,7 +251,7 @@ class _Sheet:
             self._message(row, spans.get((row["source"], row["out"])), spans.get((row["rank"], row["into"])))
         programs: defaultdict[int, list[Span]] = defaultdict(list)
         for (rank, _), span in spans.items():
-            if span.thread == rank:  # not in the background
+            if span.thread == rank:  # not a background task
                 programs[rank].append(span)
         for found in programs.values():
             found.sort(key=lambda span: span.number)
@@ -267,16 +268,16 @@ class _Sheet:
         )
 
     def _message(self, row: Row, out: Span | None, into: Span | None) -> None:
-        """Draw a message whose send and receive are shown: from its send until it arrives, or is asked for."""
+        """Draw a message whose send and receive are shown: from its send to its arrival, within the receiving call."""
         if out is not None and into is not None:
-            # Held within the slices: an arrow whose end lies outside would be given to another call.
+            # Kept within the slices: viewers would assign an arrow that ends outside to another call.
             begin = min(max(_ns(row["sent_s"]), out.begin_ns), out.end_ns)
             end = min(max(_ns(row["arrival_s"]), into.begin_ns), into.end_ns)
             facts = {name: row[name] for name in ("bytes", "tag", "sent_s", "arrival_s")}
             self._arrow((begin, out), (end, into), "message", facts)
 
     def _iterations(self, programs: Mapping[int, Sequence[Span]]) -> None:
-        """Draw the iterations that rows tell of around their calls, except where a row was recorded amid a call."""
+        """Draw the iterations of the rows around their calls, unless a row was recorded during a call."""
         iteration, begins_ns = _numbers(self.run, "iteration"), {}
         for rank, calls in programs.items():
             begins_ns[rank] = [call.begin_ns for call in calls]
@@ -286,17 +287,17 @@ class _Sheet:
             begin_ns = open_ns.pop(rank, span.begin_ns)
             after = bisect_left(begins, span.end_ns)
             if after and calls[after - 1].end_ns > span.end_ns:
-                open_ns[rank] = begin_ns  # a background task has recorded it
+                open_ns[rank] = begin_ns  # a background task recorded the row
                 continue
             first = bisect_left(begins, begin_ns)
-            # Just before its first call in the order, so that the iteration is the outer slice of those that begin
+            # Ordered just before its first call, so that the iteration is the outermost of the slices that begin
             # with it.
             number = calls[first].number - 0.5 if first < len(calls) else LAST
             around = Span(rank, begin_ns, span.end_ns, number)
             self._slice(around, "iteration", "iteration", _iteration(iteration, row))
 
     def _own_event(self, event: Mapping[str, Any], calls: Sequence[Span]) -> None:
-        """Draw a pause in the call in which it falls, from the end of another one on, and what a rank has raised."""
+        """Draw a pause within the call during which it occurs, after earlier pauses; draw other events as instants."""
         rank, at_ns, kind = event["rank"], _ns(event["time_s"]), event["kind"]
         shown = self.shown.shows(rank) and self.shown.overlaps(event["time_s"], event["time_s"])
         if kind == "full" or not shown:
@@ -309,7 +310,7 @@ class _Sheet:
             return
         begin_ns = max(at_ns, self._paused_ns[rank])
         end_ns = min(at_ns + _ns(fields["seconds"]), around.end_ns)
-        # Pauses of a plan may overlap; each nanosecond is drawn once.
+        # Planned pauses may overlap; each nanosecond is drawn once.
         if begin_ns < end_ns:
             self._slice(Span(rank, begin_ns, end_ns, around.number + 0.25), "paused", "fault", fields)
             self._paused_ns[rank] = end_ns
@@ -326,7 +327,7 @@ def _kind(row: Row) -> str:
 
 
 def _numbers(run: Recorded, name: str) -> NDArray[Any] | None:
-    """Return a column, or None if there is none, or one of texts."""
+    """Return a column of numbers, or None if the run has no such column."""
     found = run.table.get(name)
     return found if found is not None and found.dtype.kind in "biuf" else None
 
@@ -337,12 +338,12 @@ def _iteration(iteration: NDArray[Any] | None, row: int) -> Entry:
 
 # -------------------------------------------------------------------------------------------------------------- files
 def default_path(drawing: Drawing, folder: Path) -> Path:
-    """Return trace.json of a folder, or trace.json.gz of a drawing that is large."""
+    """Return trace.json in a folder, or trace.json.gz for a large drawing."""
     return folder / ("trace.json" if len(drawing.lines) <= LARGE else f"trace.json{PACKED}")
 
 
 def write(drawing: Drawing, path: Path) -> Path:
-    """Write a drawing, packed if the name ends in `.gz`; return the path."""
+    """Write a drawing, compressed if the name ends in `.gz`; return the path."""
     path.parent.mkdir(parents=True, exist_ok=True)
     about = json.dumps({"runs": document(drawing.about)}, allow_nan=False)
     with path.open("wb") as plain:
@@ -350,7 +351,7 @@ def write(drawing: Drawing, path: Path) -> Path:
         file = gzip.GzipFile("", "wb", compresslevel=6, fileobj=plain, mtime=0) if packed else plain
         file.write(f'{{"displayTimeUnit": "ms", "otherData": {about}, "traceEvents": ['.encode())
         separator = "\n"
-        # Line by line: one text of all would take the size of the file once more in memory.
+        # Line by line: one text would take the size of the file again in memory.
         for line in drawing.lines:
             file.write(f"{separator}{line.text}".encode())
             separator = ",\n"

@@ -1,7 +1,7 @@
-"""What the ranks of a run do, or how they ended, as a grid; curves over ranks; the latest events. For the page.
+"""The states of a run's ranks as a grid, curves over ranks, and the latest events, for the page.
 
-Of a run that goes on the states are what `spawnsim.record.journal.RankStates` says; of one that has ended they follow
-from its outcome and events.
+The states of a running run come from `spawnsim.record.journal.RankStates`; the states of a finished run follow from
+its outcome and events.
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ from spawnsim.plots.gallery import metrics_of
 from spawnsim.record.journal import RankStates
 from spawnsim.run.result import FINISHED, end_s
 
-PER_ROW = 50  # cells: a row begins with its first rank's number, so a rank is found by counting
+PER_ROW = 50  # cells: a row shows its first rank's number, so a rank is found by counting
 MOST = 4_096  # cells of one grid
-FRESH = 0.05  # of the run's time: how long ago a replacement is marked
-EVENTS = 12  # the latest are listed
-ELEMENTS, LONGEST = 8, 160  # of a list in an event; of all that an event says, in letters
-WIDTH, HEIGHT, POINTS = 160.0, 36.0, 60  # of a curve: pixels, and how many points it has
+FRESH = 0.05  # share of the run's time: replacements in the last part are marked
+EVENTS = 12  # the number of latest events in the list
+ELEMENTS, LONGEST = 8, 160  # elements shown of a list in an event; letters shown of an event
+WIDTH, HEIGHT, POINTS = 160.0, 36.0, 60  # of a curve: width and height in pixels, number of points
 
 WORDS = ("starting", "computing", "waiting", "running", "finished", "not finished", "died", "given up")
-"""What a rank does or how it ended. Real ranks that run are "running": nothing tells what they do amid a call."""
+"""The states and endings of a rank. A real rank in a compute call is "running": nothing reports its exact state."""
 
 
 class Cell(NamedTuple):
-    """One rank: `kind` is the class of its colour, `text` what is known of it, `fresh` whether it was just replaced."""
+    """One rank: `kind` is the class of its colour, `text` describes it, `fresh` marks a recent replacement."""
 
     kind: str
     text: str
@@ -38,7 +38,7 @@ class Cell(NamedTuple):
 
 
 class Ranks(NamedTuple):
-    """The ranks of a run at a time: cells in `rows` (first rank, cells), how many do what, how many have no cell."""
+    """The ranks of a run at a time: cells in `rows` (first rank, cells), ranks per state, and ranks without a cell."""
 
     clock: str
     rows: list[tuple[int, list[Cell]]]
@@ -48,7 +48,7 @@ class Ranks(NamedTuple):
 
 
 def standing(run: Recorded, states: RankStates | None = None, most: int = MOST) -> Ranks:
-    """Return what the ranks do."""
+    """Return the states of the ranks."""
     words = _ended(run) if states is None else states.ranks
     recorded_s = float(run.table["time_s"].max(initial=0.0))
     last_s = max(end_s(run.totals) or 0.0, recorded_s, 0.0 if states is None else states.time_s)
@@ -80,11 +80,11 @@ def _cell(rank: int, said: tuple[str, str], row: str, replaced: tuple[Sequence[f
 
 
 def _ended(run: Recorded) -> list[tuple[str, str]]:
-    """Return how each rank ended, as far as the run's outcome and events tell."""
+    """Return how each rank ended, according to the run's outcome and events."""
     found: list[tuple[str, str]] = [
         ("finished" if run.outcome == FINISHED else "not finished", "")
     ] * ranks_of(run)
-    # By time, so that a rank which was started again after its death counts as living.
+    # By time, so that a rank that restarted after its death counts as living.
     for event in run.events:
         kind, at = event.get("kind"), f"at {event['time_s']:.6g} s"
         dead = event["dead"] if kind == "recovered" and isinstance(event.get("dead"), list) else []
@@ -102,7 +102,7 @@ def _ended(run: Recorded) -> list[tuple[str, str]]:
 
 
 def _last_rows(run: Recorded) -> dict[int, str]:
-    """Return what each rank recorded last: the iteration, and the metrics of the figures."""
+    """Return each rank's last record: the iteration, and the metrics of the figures."""
     names = [name for name in ("iteration", *metrics_of([run])) if name in run.table]
     members, reverse = np.unique(run.table["rank"][::-1], return_index=True)
     rows = len(run.table["rank"]) - 1 - reverse
@@ -114,7 +114,7 @@ def _last_rows(run: Recorded) -> dict[int, str]:
 
 
 def _short(value: Any) -> str:
-    """Return a value for a line: of a list a few elements; of equal ones their number."""
+    """Return a value as short text: a list shows a few elements, or the number of equal ones."""
     if not isinstance(value, (list, tuple)):
         return f"{value:.4g}" if isinstance(value, float) else str(value)
     texts = [_short(each) for each in value]
@@ -125,7 +125,7 @@ def _short(value: Any) -> str:
 
 
 class Progress(NamedTuple):
-    """How far a run is: iterations of the furthest and of the slowest rank, and of the program; 0: not known."""
+    """The progress of a run: iterations of the fastest and slowest rank, and of the whole program; 0: not known."""
 
     furthest: int
     slowest: int
@@ -133,16 +133,16 @@ class Progress(NamedTuple):
 
     @property
     def text(self) -> str:
-        """All of it in words."""
+        """The progress in words."""
         whole = f" of {self.of:,}" if self.of else ""
         slowest = f"; the slowest rank: {self.slowest:,}" if self.slowest < self.furthest else ""
         return f"iteration {self.furthest:,}{whole}{slowest}"
 
 
 def progress(run: Recorded) -> Progress | None:
-    """Return how far a run is, by its rows; None without a column `iteration`.
+    """Return the progress of a run from its rows; None without a column `iteration`.
 
-    The number of the program's iterations is its parameter of this name.
+    The program's total is its parameter `iterations`.
     """
     if "iteration" not in run.table or run.table["iteration"].dtype.kind not in "iuf":
         return None
@@ -163,7 +163,7 @@ class Curve(NamedTuple):
 
 
 def curve(run: Recorded, name: str) -> Curve | None:
-    """Return a metric's curve over iterations, or over time if none were recorded; None of less than two points."""
+    """Return a metric's curve over iterations, or over time if none were recorded; None for less than two points."""
     over = "iteration" if "iteration" in run.table else "time_s"
     if not np.isfinite(series.numbers(run.table, name)).any():
         return None
@@ -187,7 +187,7 @@ def _path(points: Any) -> str:
 
 
 def latest(events: Sequence[Mapping[str, Any]]) -> list[tuple[str, int, str, str]]:
-    """Return the latest events, the last one first: time, rank, kind, and what else they tell."""
+    """Return the latest events, newest first: time, rank, kind, and their other fields."""
     rows = []
     for event in list(events)[: -EVENTS - 1 : -1]:
         more = {name: value for name, value in event.items() if name not in ("kind", "time_s", "rank")}
@@ -198,7 +198,7 @@ def latest(events: Sequence[Mapping[str, Any]]) -> list[tuple[str, int, str, str
 
 
 def kinds(events: Sequence[Mapping[str, Any]]) -> str:
-    """Return how many events there are of each kind, in a line."""
+    """Return the number of events of each kind, in a line."""
     return ", ".join(
         f"{count:,} {kind}" for kind, count in sorted(Counter(e["kind"] for e in events).items())
     )

@@ -1,6 +1,6 @@
-"""What a traced run has recorded of its ranks' calls and messages, and which part of it fits into a file that opens.
+"""The calls and messages of ranks that a traced run recorded, and the part of them that fits into a readable file.
 
-The rows are those of `spawnsim.virtual.timeline`. How they are drawn is not known here.
+The rows are documented in `spawnsim.virtual.timeline`. This module does not draw them.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from spawnsim.record.recorder import Block, Portion
 from spawnsim.run.result import FINISHED, end_s
 from spawnsim.units import spans
 
-LIMIT = 300_000  # entries of a file: some 45 MB of text, 2 MB packed, which viewers open in seconds
-FEWEST = 16  # ranks that are shown before less time is
+LIMIT = 300_000  # entries of a file: some 45 MB of text, 2 MB compressed, which viewers open in seconds
+FEWEST = 16  # below this number of ranks, show a shorter time instead of fewer ranks
 Row = dict[str, Any]
 Rows = NDArray[Any]
 
 
 @dataclass(frozen=True)
 class Selection:
-    """What is to be shown of a run: of these ranks (None: all), between two times, at most so many entries."""
+    """The part of a run to show: these ranks (None: all), between two times, at most `limit` entries."""
 
     ranks: frozenset[int] | None = None
     from_s: float = 0.0
@@ -46,7 +46,7 @@ class Selection:
 
     @classmethod
     def of_ranks(cls, text: str) -> frozenset[int]:
-        """Return the ranks that a text names: "16" (the first 16), "0-15", "3,40-47"."""
+        """Return the ranks in a text: "16" (the first 16), "0-15", "3,40-47"."""
         if text.isdecimal() and int(text) > 0:
             return frozenset(range(int(text)))
         found: set[int] = set()
@@ -65,12 +65,12 @@ class Selection:
         return self.ranks is None or rank in self.ranks
 
     def overlaps(self, begin_s: Any, end_s: Any) -> Any:
-        """Whether some of a time is shown; of arrays, which."""
+        """Return whether a time span overlaps the selection; for arrays, which spans do."""
         return (begin_s <= self.until_s) & (end_s >= self.from_s)
 
 
 class EntryCounts(NamedTuple):
-    """How many entries (`weight`) which rank's things are that lie between two times; arrays of one length."""
+    """The number of entries (`weight`) of items between two times, with their ranks; arrays of one length."""
 
     rank: NDArray[np.int64]
     begin_s: NDArray[np.float64]
@@ -87,7 +87,7 @@ class EntryCounts(NamedTuple):
 
 @dataclass(frozen=True)
 class Timeline:
-    """The timeline of a run folder. `events` are its own: what ranks raised, pauses, who was followed no further."""
+    """The timeline of a run folder. `events` are the timeline's: errors of ranks, pauses, ranks that were cut off."""
 
     path: Path
     amounts: EntryCounts
@@ -95,31 +95,31 @@ class Timeline:
 
     @classmethod
     def of(cls, path: Path) -> Timeline | None:
-        """Return that of a run folder; None if the run was not traced.
+        """Return the timeline of a run folder; None if the run was not traced.
 
         Raises:
-            ParameterError: it is damaged.
+            ParameterError: the timeline is damaged.
         """
         parts, events = [_no_entries()], []
         try:
             with folder.opened_trace(path) as file:
                 if file is None:
                     return None
-                # Counted first, frame by frame, without making rows of it: of a trace of gigabytes only numbers are
-                # kept in memory.
+                # Counted first, frame by frame, without building rows: a trace of gigabytes leaves only numbers in
+                # memory.
                 for portion, _, _ in journal.frames(file):
                     parts += [_entry_counts(rows) for _, rows in _blocks(portion)]
                     events += portion.events
-        # A packed file that is cut off raises EOFError, a block of unknown types KeyError.
+        # A truncated compressed file raises EOFError, a block of unknown types KeyError.
         except (OSError, EOFError, ValueError, KeyError) as error:
             raise ParameterError(f"cannot read the trace in {path}: {error}") from error
         return cls(path, EntryCounts.joined(parts), events)
 
     def rows(self, selection: Selection) -> Iterator[Row]:
-        """Yield the calls and messages of a selection, each with its `rank` and `time_s`, as they were recorded."""
+        """Yield the calls and messages of a selection, each with its `rank` and `time_s`, in recorded order."""
         with folder.opened_trace(self.path) as file:
             assert file is not None
-            # Read a second time and not kept from the first: what is shown is chosen only once all was counted.
+            # Read a second time instead of kept: the selection is chosen only after all entries are counted.
             for portion, words, _ in journal.frames(file):
                 for texts, rows in _blocks(portion):
                     amounts = _entry_counts(rows)
@@ -157,14 +157,14 @@ def _no_entries() -> EntryCounts:
 
 
 def of_rows(run: Recorded) -> EntryCounts:
-    """Return the entries that recorded rows are."""
+    """Return the counts of entries for recorded rows."""
     table, size = run.table, len(run.table["rank"])
     time_s = table["time_s"].astype(float)
     return EntryCounts(table["rank"].astype(np.int64), time_s, time_s, np.full(size, 2))
 
 
 def of_events(run: Recorded) -> EntryCounts:
-    """Return the entries that recorded events are."""
+    """Return the counts of entries for recorded events."""
     rank = np.array([event["rank"] for event in run.events], np.int64)
     time_s = np.array([event["time_s"] for event in run.events], float)
     return EntryCounts(rank, time_s, time_s, np.ones(len(rank), np.int64))
@@ -172,10 +172,10 @@ def of_events(run: Recorded) -> EntryCounts:
 
 # ------------------------------------------------------------------------------------------------------- what fits
 def fitting(run: Recorded, timeline: Timeline | None, asked: Selection, limit: int) -> tuple[Selection, str]:
-    """Return what is shown of that which was asked for, and what that is if it is less.
+    """Return the part of the requested selection that fits, and a description of it if it is less than requested.
 
-    As many ranks as there is room for, those that failed first, then by number; if these are fewer than `FEWEST`, of
-    so many ranks the first part of the time; of a run that did not finish the last part.
+    As many ranks as fit are kept: failed ranks first, then in order of their numbers. If fewer than `FEWEST` fit,
+    that many ranks are kept for the first part of the time; for an unfinished run, for the last part.
     """
     parts = [of_rows(run), of_events(run)] + ([timeline.amounts] if timeline is not None else [])
     amounts = EntryCounts.joined(parts)
@@ -183,38 +183,38 @@ def fitting(run: Recorded, timeline: Timeline | None, asked: Selection, limit: i
     if asked.ranks is not None:
         amounts = amounts.where(np.isin(amounts.rank, [*asked.ranks]))
     heard, places = np.unique(amounts.rank, return_inverse=True)
-    # Those that failed come first: of a run that broke they are what one looks for.
+    # Failed ranks come first: they are the most interesting ranks of a failed run.
     order = np.lexsort((heard, ~np.isin(heard, _failed(run, timeline))))
     counts = np.bincount(places, amounts.weight, len(heard))[order]
     room = int(np.searchsorted(np.cumsum(counts), limit, side="right"))
     chosen = heard[order][: max(room, FEWEST)]
     shown = replace(asked, ranks=frozenset(chosen.tolist()))
-    # Whole ranks give way before time does; short calls are never left out, as that would draw idle time that was none.
+    # Drop whole ranks before time; never drop short calls, as the drawing would show idle time that did not exist.
     if len(chosen) > room:
         shown = _shorter(shown, amounts.where(np.isin(amounts.rank, chosen)), limit, run.outcome != FINISHED)
     return shown, _left_out(run, asked, shown, len(heard))
 
 
 def _failed(run: Recorded, timeline: Timeline | None) -> list[int]:
-    """Return the ranks that crashed or raised."""
+    """Return the ranks that crashed or raised an error."""
     own = timeline.events if timeline is not None else ()
     return [event["rank"] for event in (*own, *run.events) if event["kind"] in ("crash", "raised")]
 
 
 def _shorter(shown: Selection, amounts: EntryCounts, limit: int, from_end: bool) -> Selection:
-    """Return a selection with less time, so that it fits."""
+    """Return a selection with less time that fits."""
     time_s = amounts.end_s if from_end else amounts.begin_s
     order = np.argsort(-time_s if from_end else time_s, kind="stable")
     room = int(np.searchsorted(np.cumsum(amounts.weight[order]), limit, side="right"))
     last_s = float(time_s[order[min(room, len(order) - 1)]])
     if from_end:
-        # Just past the first that does not fit; and never empty, even if all of it happened at one time.
+        # End just past the first entry that does not fit; never empty, even if all entries have one time.
         return replace(shown, from_s=min(np.nextafter(last_s, math.inf), shown.until_s - 1e-9))
     return replace(shown, until_s=max(np.nextafter(last_s, -math.inf), shown.from_s + 1e-9))
 
 
 def _left_out(run: Recorded, asked: Selection, shown: Selection, heard: int) -> str:
-    """Return what alone is shown of what was asked for; "" if all is. `heard`: ranks of which there is anything."""
+    """Return a description of the shown part; "" if everything is shown. `heard`: number of ranks with any entries."""
     said, ranks = [], shown.ranks or frozenset()
     if len(ranks) < heard:
         said.append(f"{len(ranks):,} of {heard:,} ranks ({spans(ranks)})")
