@@ -1,8 +1,9 @@
 """Figures from runs: convergence, replacement, genealogy, time use, diversity.
 
-One protocol for all figures: pure functions from tables to NamedTuples of arrays; thin functions `draw…(info, ax=None)`
-that return the Axes; and `figure(runs)`, which gives panels, title and caption to `style.compose`, the one place that
-makes a figure. Nothing opens a window or changes matplotlib's state. How runs are made is not known here.
+All figures have one protocol: pure functions from tables to NamedTuples of arrays; thin functions `draw…(info,
+ax=None)` that return the Axes; and `figure(runs)`, which passes panels, title and caption to `style.compose`, the
+only place that makes a figure. Nothing opens a window or changes matplotlib's state. This package does not know how
+runs are made.
 """
 
 from __future__ import annotations
@@ -46,8 +47,8 @@ __all__ = [
     "timeuse",
 ]
 
-# Loaded when they are first used: studies and searches for failures read runs by `experiments`, and matplotlib takes
-# longer to load than all else that they need, in each of their processes.
+# Loaded at first use: studies and searches for failures read runs with `experiments`, and matplotlib takes longer to
+# load than everything else that they need, in each of their processes.
 _MODULES = {"convergence", "curves", "diversity", "gallery", "genealogy", "replacement", "series", "timeuse"}
 _HOME = {
     **dict.fromkeys(("Group", "Groups", "Recorded", "grouped", "read"), "experiments"),

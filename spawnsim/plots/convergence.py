@@ -31,18 +31,19 @@ from spawnsim.plots.curves import (
 from spawnsim.plots.experiments import Group, Groups, Recorded, clock_of, grouped
 from spawnsim.plots.series import FEW
 
-POINTS = 2000  # of a curve whose axis is logarithmic: 240 would leave its beginning to a few
+POINTS = 2000  # of a curve with a logarithmic axis: 240 would leave only a few for its beginning
 OWN, MEAN = "each rank's own model, median over ranks", "the mean of all ranks' models"
 
 
 def curves_of(found: Groups, name: str, over: str) -> dict[str, Curve]:
     """Return each group's curve by its label."""
-    # Each run is first a median over its ranks: ranks of one run are not independent, so only seeds make an interval.
+    # Reduce each run to a median over its ranks first: its ranks are not independent, so only seeds make an
+    # interval.
     return {group.label: over_seeds([of_run(run, name, over) for run in group.runs]) for group in found}
 
 
 def draw_groups(found: Groups, curves: Mapping[str, Curve], over: str, ax: Axes) -> None:
-    """Draw the curves of all groups against one axis: virtual ranks as lines, real ones as markers."""
+    """Draw the curves of all groups against one axis: virtual ranks as lines, real ranks as markers."""
     styles, many = looks_of(found), len(found.groups) > BANDS
     for place, group in enumerate(found, 1):
         info, look = curves[group.label], styles[group.label]
@@ -50,13 +51,13 @@ def draw_groups(found: Groups, curves: Mapping[str, Curve], over: str, ax: Axes)
             draw_measured(info, ax, look=look)
         else:
             draw(info, ax, look=look, band=not many)
-            if many:  # side by side, over the second half
+            if many:  # next to each other, over the second half
                 draw_bar(info, ax, 0.5 + 0.5 * place / (len(found.groups) + 1), look=look)
     ax.set_xlabel(clock_of(found.runs) if over == "time_s" else over)
 
 
 def figure(runs: Sequence[Recorded] | Groups, name: str = "accuracy", title: str = "") -> Figure:
-    """Return the two-panel figure: against virtual seconds (left) and iterations (right), one shared height."""
+    """Return the two-panel figure: against virtual seconds (left) and iterations (right), with a shared height."""
     found = grouped(runs)
     quantity = QUANTITIES.get(name, name.replace("_", " "))
     times, iterations = (curves_of(found, name, over) for over in ("time_s", "iteration"))
@@ -72,13 +73,13 @@ def figure(runs: Sequence[Recorded] | Groups, name: str = "accuracy", title: str
         for ax in (left, right):
             ax.set_xlim(left=0)
         style.plain_seconds(left)
-        # After everything that changes the axes: the names are placed by the limits as they are now.
+        # After all changes of the axes: the names are placed within the current limits.
         style.label_ends(right, _virtual_first(found, iterations), looks_of(found))
         if {group.real for group in found} == {False, True}:
             _explain_markers(left, {looks_of(found)[group.label].marker for group in found if group.real})
 
     band = f"; {'band' if len(found.groups) <= BANDS else 'bars'}: 10–90 % of ranks"
-    # Real ranks are markers without a band, which the end of the caption describes.
+    # Real ranks are markers without a band; the end of the caption describes them.
     alone = [times[group.label] for group in found if not group.real and len(group.runs) == 1]
     lines = lines_caption(
         found, list(times.values()), f"{drawn_as(alone)}: median over ranks{band}" if alone else "",
@@ -89,12 +90,12 @@ def figure(runs: Sequence[Recorded] | Groups, name: str = "accuracy", title: str
 
 
 def race(settings: Mapping[str, Sequence[Recorded]], target: float, title: str) -> Figure:
-    """Return a figure of accuracy against the clock: a row for each setting, the ranks' own models beside their mean.
+    """Return a figure of accuracy over time: a row per setting, the ranks' own models next to their mean.
 
     Args:
-        settings: runs by the name of their setting; within one, runs differ in their policy and seed alone.
-        target: an accuracy at which a line is drawn.
-        title: of the figure.
+        settings: runs by the name of their setting; within a setting, runs differ only in policy and seed.
+        target: an accuracy; a line marks it.
+        title: the title of the figure.
     """
     rows = {name: grouped(runs) for name, runs in settings.items()}
     looks = style.looks(group.name for found in rows.values() for group in found)
@@ -158,7 +159,7 @@ def _explain_markers(ax: Axes, markers: set[str]) -> None:
 
 
 def _scale(ax: Axes, curves: Sequence[Curve]) -> None:
-    """Show a loss that falls by more than a factor of thirty on a log axis; an accuracy never above one."""
+    """Use a log axis for a loss that falls by more than a factor of thirty; limit an accuracy's axis to one."""
     drawn = [each for info in curves for each in (info.seeds or (info,))]
     values = np.concatenate([each.median for each in drawn])
     # A log axis has no place below 0: the band of some ranks would end at its edge.

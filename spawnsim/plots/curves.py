@@ -1,7 +1,7 @@
-"""Curves over ranks and over seeds: what figures of recorded columns and of events share.
+"""Curves over ranks and over seeds, shared by figures of recorded columns and of events.
 
-A run's rows become a `Curve`, runs of several seeds one curve. Here are also the drawing of curves, the look of each
-group, and a caption's description of lines, markers and bands.
+A run's rows become a `Curve`; the curves of several seeds become one curve. This module also draws curves, assigns
+the look of each group, and describes lines, markers and bands for captions.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ from spawnsim.plots.series import (
     resampled,
 )
 
-BANDS = 6  # of more curves bands would be one brown area: each has a bar instead
-# Only what policies define themselves: what a program calls "loss" or "accuracy" is its own to say.
+BANDS = 6  # with more curves, bands would merge into one area: each curve has a bar instead
+# Only quantities that policies define: the meaning of "loss" or "accuracy" is up to the program.
 QUANTITIES = {"wait_s": "waiting time (s)"}
 
 
 class Curve(NamedTuple):
     """A centre line with its band: `x`, `median`, `low`, `high`, each (points,) float64.
 
-    `seeds`: the curves of several seeds, each at its own length. `held`: each height is the last one known, and lasts
-    until the next point; such a curve is drawn in steps.
+    `seeds`: the curves of several seeds, each with its own length. `held`: each height is the last known one, and
+    holds until the next point; such a curve is drawn in steps.
     """
 
     x: Floats
@@ -53,7 +53,7 @@ class Curve(NamedTuple):
 
     @property
     def end(self) -> float:
-        """The last height; where the seeds have no stretch in common, the last height of the longest seed."""
+        """The last height; if the seeds have no stretch in common, the last height of the longest seed."""
         longest = max(self.seeds, key=lambda each: each.x[-1], default=self)
         return float((self if len(self.median) else longest).median[-1])
 
@@ -61,7 +61,7 @@ class Curve(NamedTuple):
 def curve(
     table: Table, name: str, *, over: str = "time_s", band: tuple[float, float] = BAND, points: int = 240
 ) -> Curve:
-    """Return the median and band over ranks of one run, each rank's last value carried forward."""
+    """Return the median and band over ranks of one run; each rank's last value is carried forward."""
     grid = carried_forward(table, name, over, points)
     low, median, high = quantiles(grid, (band[0], 0.5, band[1]))
     known = ~np.isnan(median)
@@ -71,15 +71,15 @@ def curve(
 
 
 def is_clock(over: str) -> bool:
-    """Say whether curves against a column are drawn in steps: against time, not against iterations."""
-    # Between two of its rows a rank counts with the earlier one, in medians, bands and `time_to:`. A slope to the next
-    # row would show a target reached before `time_to:` says so. Against iterations all models of a point were measured
-    # at the same iteration, and a line is read as the way from one to the next.
+    """Return whether curves against a column are drawn in steps: against time they are, against iterations not."""
+    # Between two of its rows, a rank counts with the earlier one in medians, bands and `time_to:`. A slope to the
+    # next row would show a target reached earlier than `time_to:` reports. Against iterations, all models of a point
+    # were measured at the same iteration, and a line suggests the way from one point to the next.
     return over == "time_s"
 
 
 def of_mean_model(run: Recorded) -> Curve:
-    """Return the accuracy of the mean of all ranks' models over time, from a run's events "consensus"."""
+    """Return the accuracy of the mean of all ranks' models over time, from a run's "consensus" events."""
     try:
         return of_events(run, "consensus.accuracy")
     except ParameterError as error:
@@ -87,10 +87,10 @@ def of_mean_model(run: Recorded) -> Curve:
 
 
 def of_events(run: Recorded, name: str, over: str = "time_s") -> Curve:
-    """Return a number in events, `KIND.FIELD`, in the order of time or of another of their fields.
+    """Return a number in events, `KIND.FIELD`, over time or over another of their fields.
 
-    The time is that of "at_s", where an event has it: the event may be recorded later than the moment that it
-    describes. For real ranks it counts from the first row.
+    The time is an event's field "at_s" if it has one: the event may be recorded later than the moment that it
+    describes. For real ranks, time counts from the first row.
     """
     kind, _, field = name.partition(".")
     told = [event for event in run.events if event.get("kind") == kind and field in event]
@@ -107,39 +107,40 @@ def of_events(run: Recorded, name: str, over: str = "time_s") -> Curve:
 
 
 def first_at(info: Curve, target: float) -> float:
-    """Return the place at which a curve first reaches a height; infinite if it never does."""
+    """Return the place where a curve first reaches a height; infinite if it never does."""
     reached = np.flatnonzero(info.median >= target)
     return float(info.x[reached[0]]) if len(reached) else float("inf")
 
 
 def since_start(run: Recorded) -> Table:
-    """Return a run's table; seconds of a real rank count from its first row, since virtual ones load no libraries."""
+    """Return a run's table; seconds of a real rank count from its first row, since virtual ranks load no libraries."""
     if not is_real(run):
         return run.table
-    # Rows are ordered by rank and time, so the first of each rank is where its training begins.
+    # Rows are ordered by rank and time, so a rank's first row is where its training begins.
     _, first, rank = np.unique(run.table["rank"], return_index=True, return_inverse=True)
     time_s = run.table["time_s"]
     return dict(run.table) | {"time_s": time_s - time_s[first][rank]}
 
 
 def events_since_start(run: Recorded) -> list[Mapping[str, Any]]:
-    """Return a run's events; seconds of real ranks count from the first row of any of them."""
+    """Return a run's events; seconds of real ranks count from the first row of any rank."""
     if not is_real(run):
         return list(run.events)
-    # One moment for all: from each rank's own, simultaneous events would be drawn apart, and in another order.
+    # One origin for all ranks: with an origin per rank, simultaneous events would be drawn apart, and in another
+    # order.
     begin_s = _first_row_s(run)
-    # Those before the first row have happened at the beginning, too.
+    # Events before the first row count as events at the beginning.
     return [dict(each) | {"time_s": max(0.0, each["time_s"] - begin_s)} for each in run.events]
 
 
 def median_end_s(run: Recorded) -> float:
-    """Return when half of the ranks have recorded their last row, on the clock of `events_since_start`."""
+    """Return the time at which half of the ranks have recorded their last row, on the clock of `events_since_start`."""
     ends_s = per_rank_last(run.table, "time_s")
     return float(np.median(ends_s)) - _first_row_s(run) if len(ends_s) else 0.0
 
 
 def since_first_row(runs: Iterable[Recorded]) -> str:
-    """Return the words of a caption for the clock of `events_since_start`; none for virtual ranks."""
+    """Return a caption's words for the clock of `events_since_start`; empty for virtual ranks."""
     return "; real ranks: seconds since the first row" if any(map(is_real, runs)) else ""
 
 
@@ -156,17 +157,17 @@ def training_s(run: Recorded) -> float:
 def over_seeds(
     curves: Sequence[Curve], *, level: float = 0.9, seed: int = 0, points: int = 240, band: str = "seeds"
 ) -> Curve:
-    """Return the median over seeds of the runs' medians, where all of them have values; a single curve unchanged.
+    """Return the median over seeds of the runs' medians, where all seeds have values; a single curve is unchanged.
 
-    From five seeds on `low` and `high` are a bootstrap interval; below they equal the median. With `band="ranks"` they
-    are medians over seeds of each run's quantiles over ranks.
+    From five seeds on, `low` and `high` are a bootstrap interval; with fewer they equal the median. With
+    `band="ranks"` they are medians over seeds of each run's quantiles over ranks.
     """
     if len(curves) == 1:
         return curves[0]
     first, last = max(c.x[0] for c in curves), min(c.x[-1] for c in curves)
-    # All points of all seeds: on the grid of one of them steps of the others would move.
+    # All points of all seeds: on the grid of one seed, the steps of the other seeds would move.
     x = np.unique(np.concatenate([c.x for c in curves]))
-    # Only where all seeds have values: a median over the longest seeds bends where one of them ends.
+    # Only where all seeds have values: a median over the longest seeds would jump where a seed ends.
     x = x[(x >= first) & (x <= last)]
     x = x[style.evenly(len(x), points)] if len(x) else x
     heights = np.stack([resampled(c.x, c.median, x) for c in curves])
@@ -175,7 +176,7 @@ def over_seeds(
             np.median([resampled(c.x, getattr(c, end), x) for c in curves], axis=0) for end in ("low", "high")
         )
         median = np.median(heights, axis=0)
-    # A bootstrap of two or three numbers has no more to say than the numbers, and looks as if it had.
+    # A bootstrap of two or three numbers contains no more than the numbers, and only looks as if it did.
     elif len(curves) < FEW:
         median = low = high = np.median(heights, axis=0)
     else:
@@ -184,12 +185,12 @@ def over_seeds(
 
 
 def of_run(run: Recorded, name: str, over: str) -> Curve:
-    """Return the curve of a run over its ranks; where none of them has more than one number it is one point."""
+    """Return the curve of a run over its ranks; a single point if no rank has more than one number."""
     info = curve(since_start(run), name, over=over)
     rank = np.asarray(run.table["rank"])[~np.isnan(numbers(run.table, name))]
     if len(np.unique(rank)) < len(rank):
         return info
-    # The median moves as ranks reach their only number, not because any of them learns.
+    # The median changes as ranks reach their only number, not because a rank learns.
     return Curve(info.x[-1:], info.median[-1:], info.low[-1:], info.high[-1:], held=info.held)
 
 
@@ -197,11 +198,11 @@ def of_run(run: Recorded, name: str, over: str) -> Curve:
 def draw(
     info: Curve, ax: Axes | None = None, *, look: style.Look = style.LOOKS[0], band: bool = True
 ) -> Axes:
-    """Draw a curve as a line in its band, in steps if it is held; as a marker if it has one point; seeds are thin."""
+    """Draw a curve as a line with its band, in steps if it is held; as a marker if it has one point; seeds are thin."""
     ax = style.axes_or_new(ax)
     _draw_seeds(info, ax, look)
     alone = len(info.x) == 1
-    # Each of two to four seeds is drawn as its own line, so a band would only repeat the outer lines.
+    # Each of two to four seeds has its own line, so a band would only repeat the outer lines.
     if band and not 1 < info.runs < FEW:
         if alone:  # an area over one point has no width
             ax.vlines(info.x, info.low, info.high, color=look.colour, alpha=0.16, linewidth=9)
@@ -218,7 +219,7 @@ def draw(
 
 
 def draw_bar(info: Curve, ax: Axes, place: float, *, look: style.Look) -> None:
-    """Draw a curve's band as a bar at one place of it, from 0 to 1: bands of many curves would merge."""
+    """Draw a curve's band as a bar at one place along it, from 0 to 1: the bands of many curves would merge."""
     if len(info.x) and not 1 < info.runs < FEW:
         at = min(int(place * len(info.x)), len(info.x) - 1)
         middle = info.median[at]
@@ -227,7 +228,7 @@ def draw_bar(info: Curve, ax: Axes, place: float, *, look: style.Look) -> None:
 
 
 def draw_measured(info: Curve, ax: Axes | None = None, *, look: style.Look = style.LOOKS[0]) -> Axes:
-    """Draw a curve's median as a dozen markers: real runs over virtual ones."""
+    """Draw a curve's median as a dozen markers, for real runs on top of virtual ones."""
     ax = style.axes_or_new(ax)
     _draw_seeds(info, ax, look)
     at = style.evenly(len(info.x), 14)[: len(info.x)]
@@ -239,7 +240,7 @@ def draw_measured(info: Curve, ax: Axes | None = None, *, look: style.Look = sty
 
 
 def _draw_seeds(info: Curve, ax: Axes, look: style.Look) -> None:
-    """Draw each of few seeds; of more, the stretches that not all of them reach."""
+    """Draw each seed if there are few; with more seeds, only the stretches that some seeds do not reach."""
     for each in info.seeds:
         outside = np.ones(len(each.x), dtype=bool)
         if info.runs >= FEW and len(info.x):
@@ -254,19 +255,19 @@ def _draw_seeds(info: Curve, ax: Axes, look: style.Look) -> None:
 
 
 def joined(held: bool) -> Literal["steps-post", "default"]:
-    """Return matplotlib's `drawstyle` of a curve whose heights are held, or are not."""
+    """Return matplotlib's `drawstyle` for a curve with held heights, or without."""
     return "steps-post" if held else "default"
 
 
 def looks_of(found: Groups) -> dict[str, style.Look]:
-    """Return each group's look by its label: real runs wear the colour of the virtual ones of their name."""
+    """Return each group's look by its label: real runs have the colour of the virtual runs with their name."""
     names = alike(found)
     styles = style.looks(names.values())
     return {label: styles[name] for label, name in names.items()}
 
 
 def alike(found: Groups) -> dict[str, str]:
-    """Return the name that groups of one look share, by each group's label; a second real backend has its own."""
+    """Return, by group label, the name that groups with one look share; a second real backend has its own name."""
     first: dict[str, str] = {}
     for group in found:
         if group.real:
@@ -278,7 +279,7 @@ def alike(found: Groups) -> dict[str, str]:
 
 
 def lines_caption(found: Groups, curves: Sequence[Curve], one: str, *, of_ranks: str = "") -> str:
-    """Describe the lines, markers and bands of a figure: `one` of single runs, `of_ranks` of real ranks' markers."""
+    """Describe the lines, markers and bands of a figure: `one` for single runs, `of_ranks` for real ranks' markers."""
     counts = sorted({info.runs for info in curves})
     parts = [f"{'one run: ' * (len(counts) > 1)}{one}"] if one and counts[0] == 1 else []
     few, many = [n for n in counts if 1 < n < FEW], [n for n in counts if n >= FEW]
@@ -304,11 +305,11 @@ def lines_caption(found: Groups, curves: Sequence[Curve], one: str, *, of_ranks:
 
 
 def drawn_as(curves: Sequence[Curve]) -> str:
-    """Return what curves are drawn as: a "line", a "marker" if each has one point, or both."""
+    """Return how curves are drawn: as a "line", as a "marker" if each has one point, or both."""
     dots = {max(len(each.x) for each in (info, *info.seeds)) == 1 for info in curves}
     return {(True,): "marker", (False, True): "line or marker"}.get(tuple(sorted(dots)), "line")
 
 
 def counts_of(counts: Sequence[int]) -> str:
-    """Return numbers in rising order as "3", or "3 to 5"."""
+    """Return numbers in increasing order as "3", or "3 to 5"."""
     return str(counts[0]) if len(counts) == 1 else f"{counts[0]} to {counts[-1]}"

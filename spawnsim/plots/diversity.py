@@ -1,4 +1,4 @@
-"""How unlike the ranks are: standard deviation, coefficient of variation and range over ranks through time."""
+"""How much the ranks differ: standard deviation, coefficient of variation and range over ranks, over time."""
 
 from __future__ import annotations
 
@@ -38,12 +38,12 @@ class Diversity(NamedTuple):
 
 
 def diversity(table: Table, name: str, *, over: str = "iteration") -> Diversity:
-    """Return the spreads over ranks of a column, from the point on where half of the ranks have a value."""
+    """Return the spreads over ranks of a column, from the point where half of the ranks have a value."""
     grid = carried_forward(table, name, over)
     enough = np.mean(~np.isnan(grid.values), axis=0) >= 0.5
     values = grid.values[:, enough]
     std, mean = np.nanstd(values, axis=0), np.nanmean(values, axis=0)
-    # Where the mean crosses zero the coefficient says nothing; it stays NaN, which leaves a gap.
+    # Where the mean crosses zero the coefficient is meaningless; NaN leaves a gap.
     cv = np.divide(100 * std, np.abs(mean), out=np.full_like(std, np.nan), where=mean != 0)
     spread = np.nanmax(values, axis=0) - np.nanmin(values, axis=0)
     return Diversity(grid.x[enough], std, cv, spread, held=is_clock(over))
@@ -73,7 +73,7 @@ def figure(runs: Sequence[Recorded] | Groups, name: str = "accuracy", over: str 
         axes = drawn.subplots(1, 3)
         for ax, (measure, some) in zip(axes, curves.items(), strict=True):
             for group in found:
-                # Real runs have the colour of virtual ones, so their curves must look otherwise.
+                # Real runs have the colour of virtual runs, so their curves need another form.
                 draw_one = draw_measured if group.real else draw_line
                 draw_one(some[group.label], ax, look=styles[group.label])
             ax.set_title(MEASURES[measure])

@@ -1,7 +1,6 @@
-"""How good the simulator is: measured against fitted times (a calibration), predicted over measured (a validation);
-and what it advises: goodput against cadence.
+"""Figures of the simulator's fidelity (calibration, validation), and of its advice: goodput against cadence.
 
-Sizes, seconds and relative errors come ready-made from `spawnsim.fidelity`.
+Sizes, seconds and relative errors are computed by `spawnsim.fidelity`.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ COLUMNS = 3
 
 
 class Curve(NamedTuple):
-    """One operation by rising size, each (sizes,): bytes, measured and fitted seconds, what the fit has not seen."""
+    """One operation by increasing size, each (sizes,): bytes, measured and fitted seconds, `held_out` of the fit."""
 
     nbytes: Floats
     measured_s: Floats
@@ -37,7 +36,7 @@ def curve(points: Iterable[tuple[int, float, float, bool]]) -> Curve:
 
 
 def draw_calibration(info: Curve, ax: Axes | None = None) -> Axes:
-    """Draw measured points (open where the fit has not seen them) on the fitted line."""
+    """Draw measured points (open if held out of the fit) on the fitted line."""
     ax = style.axes_or_new(ax)
     ax.plot(info.nbytes, info.fitted_s, color=FITTED, label="fitted")
     faces = ((False, MEASURED, "measured"), (True, "white", "measured, held out of the fit"))
@@ -60,7 +59,7 @@ def calibration_figure(curves: Mapping[str, Curve], caption: str) -> Figure:
         axes = drawn.subplots(rows, COLUMNS, sharex=True, sharey=True, squeeze=False).ravel()
         for ax, (name, info) in zip(axes, curves.items(), strict=False):
             draw_calibration(info, ax)
-            # The median over all points, those of the fit included, as the figure shows both; scores keep them apart.
+            # The median over all points, fitted ones included, since the figure shows both; scores separate them.
             error = f"{float(np.median(np.abs(info.fitted_s / info.measured_s - 1.0))):.0%} off"
             ax.set_title(name, weight="bold")
             ax.text(1, 1.03, error, transform=ax.transAxes, ha="right", fontsize=11, color="#555555")
@@ -78,11 +77,11 @@ def calibration_figure(curves: Mapping[str, Curve], caption: str) -> Figure:
 
 
 COLOURS = {"replayed": "#0072B2", "fitted": "#009E73", "constant": "#E69F00"}
-AIM = 0.1  # the band that a prediction should end in
+AIM = 0.1  # the band in which a prediction should be
 SPREAD = 0.5  # share of a bar's width over which the runs' marks are spread
 
 Errors = Mapping[str, Mapping[str, Sequence[float]]]
-"""Measure -> model -> predicted over measured, less 1, of each run."""
+"""Measure -> model -> predicted over measured, less 1, for each run."""
 
 
 def draw_validation(errors: Errors, ax: Axes | None = None) -> Axes:
@@ -119,11 +118,11 @@ def validation_figure(errors: Errors, caption: str) -> Figure:
 
 
 Cadences = Mapping[str, Sequence[tuple[float, float, float, float]]]
-"""Policy -> (steps between exchanges in effect, goodput, least and largest goodput) of each of its choices."""
+"""Policy -> (actual steps between exchanges, goodput, least and largest goodput) for each of its choices."""
 
 
 def draw_advice(curves: Cadences, asked: Sequence[int], target: float, ax: Axes | None = None) -> Axes:
-    """Draw a line for each policy, with bars from the least to the largest goodput; ticks are what was asked for."""
+    """Draw a line for each policy, with bars from least to largest goodput; the ticks are the requested cadences."""
     ax = style.axes_or_new(ax)
     looks = style.looks(list(curves))
     steps = style.aside(ax, np.unique(np.asarray(asked, dtype=float)), len(curves), log=True)

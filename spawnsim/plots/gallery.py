@@ -1,4 +1,4 @@
-"""All figures that a set of runs allows, made and saved together: which figure needs which columns and events."""
+"""All figures that a set of runs allows, made and saved together: the columns and events that each figure needs."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from spawnsim.plots import convergence, diversity, genealogy, replacement, style
 from spawnsim.plots.experiments import Groups, Recorded, grouped, ranks_of
 
 METRICS = ("accuracy", "modes_found", "loss")
-MOST_ALONE = 8  # runs with figures of their own; of more the first of each curve
+MOST_ALONE = 8  # runs with separate figures; if there are more, only the first run of each curve
 
 
 def metrics_of(runs: Sequence[Recorded]) -> list[str]:
@@ -31,7 +31,7 @@ def _holds_numbers(run: Recorded, name: str) -> bool:
 
 
 def with_rows(runs: Sequence[Recorded] | Groups, column: str = "rank") -> Groups:
-    """Return those groups, and of them those runs, whose rows have a number in a column: others have no curve."""
+    """Return the groups and runs whose rows have a number in a column: other runs have no curve."""
     found = grouped(runs)
     kept = [
         replace(group, runs=tuple(run for run in group.runs if not np.isnan(run.table[column]).all()))
@@ -41,29 +41,29 @@ def with_rows(runs: Sequence[Recorded] | Groups, column: str = "rank") -> Groups
 
 
 def figures(runs: Sequence[Recorded] | Groups, columns: Sequence[str] = ()) -> Iterator[tuple[str, Figure]]:
-    """Yield (file stem, figure) of all that the runs have data for: convergence, diversity, time use, replacements.
+    """Yield (file stem, figure) for all available data: convergence, diversity, time use, replacements.
 
-    Replacements are drawn for each run; of more than eight, for the first one of each curve. `columns`: the metrics to
-    draw; empty: those that the runs have recorded.
+    Replacements are drawn for each run; with more than eight runs, for the first run of each curve. `columns`: the
+    metrics to draw; empty: the usual metrics that the runs recorded.
 
     Raises:
-        ParameterError: a column that no run has.
+        ParameterError: no run has one of the columns.
     """
-    # Grouped before runs without rows are left out: names tell what all runs of the command differ in.
+    # Grouped before runs without rows are left out: names reflect the differences between all runs of the command.
     found = with_rows(runs)
     if not found.groups:
         return
-    # A run that has diverged at once leaves the others their curves; of columns that were asked for it is an error.
+    # A run that diverged at once must not cost the other runs their curves; for requested columns it is an error.
     told = {name: found if columns else with_rows(found, name) for name in columns or metrics_of(found.runs)}
     metrics = [name for name, those in told.items() if those.groups]
     for name in metrics:
         yield f"convergence-{stem_of(name)}", convergence.figure(told[name], name)
-    # One alone: spreads of several metrics mostly show one thing, and a page has room for few.
+    # Only one: the spreads of several metrics mostly show the same, and a page has room for few figures.
     for name in metrics[:1]:
         yield f"diversity-{stem_of(name)}", diversity.figure(told[name], name)
     if (used := timeuse.figure(found)) is not None:
         yield "time-use", used
-    # A run has three figures of its own: of a sweep's hundreds nobody would look at all.
+    # A run has three figures, and nobody would look at the figures of a sweep's hundreds of runs.
     for name, run in found.alone(_has_replacements, MOST_ALONE):
         stem, ranks = stem_of(name), ranks_of(run)
         yield f"replacement-raster-{stem}", replacement.raster_figure(run, name=name)
@@ -73,8 +73,8 @@ def figures(runs: Sequence[Recorded] | Groups, columns: Sequence[str] = ()) -> I
 
 
 def stem_of(name: str) -> str:
-    """Return a name as part of a file's: of letters, digits, dots and dashes, and not too long."""
-    # Names of columns and curves are free text: a slash in one must not make a folder.
+    """Return a name as part of a file name: letters, digits, dots and dashes, at most 80 characters."""
+    # Names of columns and curves are free text: a slash in a name must not make a folder.
     return re.sub(r"[^\w.]+", "-", name).strip("-.")[:80]
 
 
@@ -91,7 +91,7 @@ def save_all(
     """Write all figures of `figures` into a folder.
 
     Raises:
-        ParameterError: another format, or a column that no run has.
+        ParameterError: an unknown format, or no run has one of the columns.
     """
     found: list[Path] = []
     for stem, drawn in figures(runs, columns):

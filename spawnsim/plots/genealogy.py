@@ -1,7 +1,7 @@
-"""Who descends from whom: every rank begins as a founder, and a replaced rank takes over its donors' ancestry.
+"""Descent of models: every rank begins as a founder, and a replaced rank takes over its donors' ancestry.
 
-With one donor (population based training, "best_only") that is a family tree; with several a mixture, in which each
-donor counts as its weights did. What a rank has learnt since is not asked: this is descent, not likeness.
+With one donor (population based training, "best_only") this is a family tree; with several it is a mixture, in which
+each donor counts by its weight. Later training of a rank is ignored: this is descent, not similarity.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from spawnsim.random import WORLD, generator
 
 Ints = NDArray[np.int64]
 NEUTRAL_DRAWS = 10
-# Of which a tree is drawn without being asked for: more lines than that cannot be told apart.
+# Up to this number of ranks a tree is drawn by default: more lines are indistinguishable.
 MOST_RANKS = 512
-NAMED_RANKS = 16  # beside whose lines their numbers are written
+NAMED_RANKS = 16  # up to this number of ranks, each line has its number
 OTHERS = "#C8C8C8"
 
 
@@ -43,9 +43,9 @@ class Birth(NamedTuple):
 class Genealogy(NamedTuple):
     """Descent over a run.
 
-    `births` in order of time. `time_s` (births + 1,) begins with 0. `leading` (births + 1, ranks) is the founder with
-    the largest share in each rank from then on. `founders` (births + 1,) is the effective number of founders, 1/Σp² of
-    their shares p in all ranks together; `neutral` the same where ranks and donors are drawn at random, in the mean.
+    `births` are ordered by time. `time_s` (births + 1,) begins with 0. `leading` (births + 1, ranks) is the founder
+    with the largest share in each rank from then on. `founders` (births + 1,) is the effective number of founders,
+    1/Σp² of their shares p in all ranks together; `neutral` is its mean when ranks and donors are drawn at random.
     """
 
     births: tuple[Birth, ...]
@@ -57,14 +57,14 @@ class Genealogy(NamedTuple):
 
 
 def births_of(events: Sequence[Mapping[str, Any]], ranks: int) -> tuple[Birth, ...]:
-    """Return the replacements that had donors, in order of time; without weights all donors count alike."""
+    """Return the replacements that had donors, ordered by time; without weights, all donors count equally."""
     found = []
     for event in events:
         donors = donors_of(event, ranks) if event.get("kind") == "replacement" else []
-        if not donors:  # weights drawn anew, or nobody answered
+        if not donors:  # new random weights, or no rank answered
             continue
         given = event.get("weights")
-        # A program's own events may tell anything there, or nothing.
+        # A program's own events may contain anything here, or nothing.
         if not (isinstance(given, (list, tuple)) and len(given) == len(donors)):
             given = [1.0] * len(donors)
         weights = np.clip(np.nan_to_num(np.asarray(given, float)), 0.0, None) + 1e-300
@@ -76,7 +76,7 @@ def births_of(events: Sequence[Mapping[str, Any]], ranks: int) -> tuple[Birth, .
 
 
 def genealogy(births: Sequence[Birth], ranks: int, end_s: float = 0.0) -> Genealogy:
-    """Return the descent that follows from replacements in order of time; one row more than there are births."""
+    """Return the descent that follows from replacements ordered by time; it has one row more than there are births."""
     leading, founders = _descent(births, ranks)
     stream = generator(0, WORLD, "genealogy")
     neutral = [_descent(_at_random(births, ranks, stream), ranks)[1] for _ in range(NEUTRAL_DRAWS)]
@@ -88,8 +88,8 @@ def genealogy(births: Sequence[Birth], ranks: int, end_s: float = 0.0) -> Geneal
 
 
 def _descent(births: Sequence[Birth], ranks: int) -> tuple[Ints, Floats]:
-    """Return the leading founder of each rank, (births + 1, ranks), and how many there are in effect, (births + 1,)."""
-    # Of each founder in each rank, and in all ranks together.
+    """Return the leading founder of each rank, (births + 1, ranks), and the effective number, (births + 1,)."""
+    # The share of each founder in each rank, and in all ranks together.
     shares, total = np.eye(ranks, dtype=np.float32), np.ones(ranks)
     leading = np.empty((len(births) + 1, ranks), np.int64)
     founders = np.empty(len(births) + 1)
@@ -106,7 +106,7 @@ def _descent(births: Sequence[Birth], ranks: int) -> tuple[Ints, Floats]:
 
 
 def _at_random(births: Sequence[Birth], ranks: int, stream: np.random.Generator) -> list[Birth]:
-    """Return as many replacements with as many donors, all ranks equally likely."""
+    """Return as many replacements with as many donors, with all ranks equally likely."""
     found = []
     for birth in births:
         replaced, *donors = stream.choice(ranks, min(1 + len(birth.donors), ranks), replace=False).tolist()
@@ -116,28 +116,28 @@ def _at_random(births: Sequence[Birth], ranks: int, stream: np.random.Generator)
 
 
 def of_run(run: Recorded) -> Genealogy:
-    """Return the descent in a run with events "replacement", to the end of its median rank."""
+    """Return the descent in a run with events "replacement", up to the end of its median rank."""
     ranks = ranks_of(run)
     return genealogy(births_of(events_since_start(run), ranks), ranks, median_end_s(run))
 
 
 # ---------------------------------------------------------------------------------------------------------- drawing
 def draw_tree(info: Genealogy, ax: Axes | None = None) -> Axes:
-    """Draw a line for each rank, coloured by the founder that it mostly descends from, families side by side.
+    """Draw a line for each rank, coloured by its leading founder, with families next to each other.
 
     The founders that lead in most ranks at the end have a colour, and their rank is written at the right edge; all
-    others are grey. Where all have one donor, thin lines lead from donor to replaced.
+    other founders are grey. If all replacements have one donor, thin lines lead from the donor to the replaced rank.
     """
     ax = style.axes_or_new(ax)
     ranks = info.leading.shape[1]
     edges = np.append(info.time_s, max(info.end_s, info.time_s[-1]))
-    # Most heirs at the end first; among those without any, those that have led in most ranks for the longest time.
+    # Most heirs at the end first; among founders without heirs, the longest total lead over ranks first.
     heirs = np.bincount(info.leading[-1], minlength=ranks)
     lasted_s = np.bincount(info.leading.ravel(), np.repeat(np.diff(edges), ranks), minlength=ranks)
     families = np.lexsort((-lasted_s, -heirs)).tolist()
     styles = dict(zip(families, style.LOOKS, strict=False))
     colours = {founder: look.colour for founder, look in styles.items()}
-    # Families side by side, the largest at the bottom: rows in order of ranks would be a thicket of crossing lines.
+    # Families next to each other, the largest at the bottom: in rank order the lines would cross in a thicket.
     order = np.argsort([families.index(founder) for founder in info.leading[-1].tolist()], kind="stable")
     row = np.argsort(order)
     width = float(np.clip(150 / ranks, 0.6, 4))
@@ -148,7 +148,7 @@ def draw_tree(info: Genealogy, ax: Axes | None = None) -> Axes:
         for begin, end in zip(changes, [*changes[1:], len(led)], strict=True):
             lines.append([(edges[begin], row[rank]), (edges[end], row[rank])])
             inks.append(colours.get(int(led[begin]), OTHERS))
-    # One collection: thousands of lines, each an object of its own, take seconds.
+    # One collection: thousands of lines as separate objects take seconds.
     ax.add_collection(LineCollection(lines, colors=inks, linewidths=width, capstyle="butt"))
     if all(len(birth.donors) == 1 for birth in info.births):
         ways = [
@@ -173,18 +173,18 @@ def draw_tree(info: Genealogy, ax: Axes | None = None) -> Axes:
 
 
 def _is_wide(*found: Genealogy) -> bool:
-    """Say whether the numbers of founders differ by so much that a linear axis would not show the least."""
+    """Return whether the numbers of founders differ so much that a linear axis would hide the smallest."""
     every = np.concatenate([part for info in found for part in (info.founders, info.neutral)])
     return bool(every.max() >= 8 * every.min())
 
 
 def draw_founders(info: Genealogy, ax: Axes | None = None, *, log: bool | None = None) -> Axes:
-    """Draw the effective number of founders over time, beside that of ranks and donors drawn at random.
+    """Draw the effective number of founders over time, with a curve for ranks and donors drawn at random.
 
-    The axis is logarithmic where the number falls to an eighth or less, unless `log` decides.
+    The axis is logarithmic if the number falls to an eighth or less, unless `log` decides.
     """
     ax = style.axes_or_new(ax)
-    # Of replacements at one time the last alone: those of a round are one step, not a spike of many.
+    # Only the last of simultaneous replacements: the replacements of a round are one step, not a spike of many.
     last = np.append(np.diff(info.time_s) > 0, True)
     edges = np.append(info.time_s[last], max(info.end_s, info.time_s[-1]))
     for values, colour, dashes, name in (
@@ -199,7 +199,7 @@ def draw_founders(info: Genealogy, ax: Axes | None = None, *, log: bool | None =
     else:
         ax.yaxis.set_major_locator(MaxNLocator(5))
     ax.set_xlim(0, info.end_s * style.PAST_END or 1)
-    # Two lines: the panel is lower than one is long.
+    # Two lines: the panel is not high enough for one long line.
     ax.set_ylabel(f"effective\nfounders{' (log)' if log else ''}")
     ax.yaxis.set_major_formatter(lambda value, _: f"{value:,.3g}")
     ax.legend(loc="best", frameon=False, fontsize=10)
@@ -207,17 +207,18 @@ def draw_founders(info: Genealogy, ax: Axes | None = None, *, log: bool | None =
 
 
 def figure(runs: Mapping[str, Recorded], title: str = "") -> Figure:
-    """Return the trees of runs side by side, with the number of founders below each; keys stand above the trees."""
+    """Return the trees of runs next to each other, with the number of founders below each; keys are above the trees."""
     found = {name: of_run(run) for name, run in runs.items()}
     sizes = {info.leading.shape[1] for info in found.values()}
 
     def panels(drawn: Figure) -> None:
-        # A tree is as high as its run has ranks, so each has its own axis: beside 100 ranks 4 would lie in a corner.
+        # A tree is as high as its run has ranks, so each has its own axis: next to 100 ranks, 4 would fill only a
+        # corner.
         axes = drawn.subplots(2, len(runs), sharex="col", height_ratios=(2.2, 1), squeeze=False)
         for below in axes[1, 1:]:
             below.sharey(axes[1, 0])
             below.tick_params(labelleft=False)
-        log = _is_wide(*found.values())  # together, as these panels share their axis
+        log = _is_wide(*found.values())  # one scale, as these panels share their axis
         for (above, below), (name, info) in zip(axes.T, found.items(), strict=True):
             draw_tree(info, above).set_title(style.in_lines(name, 70 if len(runs) == 1 else 38))
             draw_founders(info, below, log=log).set_xlabel(clock_of([*runs.values()]))

@@ -1,6 +1,6 @@
-"""Averaging in groups: how large the groups were, and how fast the ranks agreed.
+"""Averaging in groups: the sizes of the groups, and how fast the ranks agreed.
 
-From columns that say round, group size and a value of each rank; how groups form is not known here.
+From columns with round, group size and a value of each rank; this module does not know how groups form.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ from spawnsim.plots import style
 from spawnsim.plots.experiments import Recorded, setting
 from spawnsim.plots.series import Floats, Table, numbers
 
-GONE = 1e-24  # variances below this are rounding
+GONE = 1e-24  # variances below this are rounding errors
 
 
 class Sizes(NamedTuple):
-    """How many ranks were in a group of each size: `size` (sizes,), `ranks` (sizes,); size 0: in none."""
+    """The number of ranks in groups of each size: `size` (sizes,), `ranks` (sizes,); size 0: in no group."""
 
     size: NDArray[np.int64]
     ranks: NDArray[np.int64]
 
 
 class Contraction(NamedTuple):
-    """By round, each (rounds,): the variance over ranks, and its ratio to that of the round before.
+    """By round, each (rounds,): the variance over ranks, and its ratio to the previous round's variance.
 
     `expected`: (N/M − 1)/(N − 1), the ratio for equal random groups of the mean size M among N ranks.
     """
@@ -47,7 +47,7 @@ def sizes(table: Table) -> Sizes:
 
 
 def contraction(table: Table, name: str = "value") -> Contraction:
-    """Return how the variance over ranks of a column shrinks from round to round."""
+    """Return the decrease from round to round of a column's variance over ranks."""
     values = numbers(table, name)
     rounds = numbers(table, "round")
     members = numbers(table, "group_size")
@@ -56,11 +56,11 @@ def contraction(table: Table, name: str = "value") -> Contraction:
     for index, step in enumerate(steps):
         here = (rounds == step) & ~np.isnan(values)
         variance[index] = np.var(values[here])
-        # Those that recorded this round: ranks that have died no longer belong to N.
+        # The ranks that recorded this round: dead ranks no longer belong to N.
         count, size = here.sum(), max(float(np.mean(members[here])), 1.0)
         expected[index] = (count / size - 1) / max(count - 1, 1)
     ratio = np.full(len(steps), np.nan)
-    # Ratios of rounding errors would scatter over decades once all ranks agree.
+    # Once all ranks agree, ratios of rounding errors would scatter over decades.
     np.divide(variance[1:], variance[:-1], out=ratio[1:], where=variance[:-1] > GONE)
     return Contraction(steps, variance, ratio, expected)
 
@@ -76,7 +76,7 @@ def draw_sizes(info: Sizes, ax: Axes | None = None, *, look: style.Look = style.
 
 
 def draw_contraction(info: Contraction, ax: Axes | None = None, *, look: style.Look = style.LOOKS[0]) -> Axes:
-    """Draw each round's ratio as points, and that of random groups as a dashed line."""
+    """Draw each round's ratio as points, and the ratio of random groups as a dashed line."""
     ax = style.axes_or_new(ax)
     ax.plot(info.round, info.ratio, color=look.colour, marker=look.marker, linestyle="none", label="measured")
     ax.plot(info.round, info.expected, color="#333333", linestyle="--", label="equal random groups")

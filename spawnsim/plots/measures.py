@@ -1,15 +1,15 @@
-"""One number of a run: what it has come to, or how long it took to get somewhere.
+"""Measures of a run: a number such as a final value, or the time until a target.
 
-| measure | what it is |
+| measure | meaning |
 |---|---|
 | `accuracy`, `final:accuracy` | each rank's last value of a recorded column; its median over ranks |
-| `highest:accuracy`, `lowest:loss` | the highest, or lowest, that this median over ranks was at any time |
-| `time_to:accuracy>0.8` | (virtual) seconds until half of the ranks stand above 0.8; infinite if never |
-| `iterations_to:loss<0.1` | likewise, the iteration |
-| `virtual_seconds` (of real ranks `run_seconds`), `bytes`, `messages`, `replacements`, … | a total of the run |
+| `highest:accuracy`, `lowest:loss` | the highest, or lowest, value of this median over ranks at any time |
+| `time_to:accuracy>0.8` | (virtual) seconds until half of the ranks are above 0.8; infinite if never |
+| `iterations_to:loss<0.1` | the iteration at which half of the ranks are below 0.1; infinite if never |
+| `virtual_seconds` (real ranks: `run_seconds`), `bytes`, `messages`, `replacements`, … | a total of the run |
 
-`KIND.FIELD` in the place of a column is a number that events of a kind tell: `final:consensus.accuracy`, of the mean of
-all ranks' models.
+Instead of a column, `KIND.FIELD` is a number in events of a kind: `final:consensus.accuracy` is the final accuracy of
+the mean of all ranks' models.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from spawnsim.plots.series import Floats, column, numbers, spread_at_end
 from spawnsim.run.result import SECONDS, TOTALS, end_s
 
 KINDS = ("final", "highest", "lowest", "time_to", "iterations_to")
-LESS = re.compile(r"loss|error|wait|distance|_s$|seconds|bytes|messages|lowest")  # of these, less is better
+LESS = re.compile(r"loss|error|wait|distance|_s$|seconds|bytes|messages|lowest")  # less is better
 UNITS = {
     "virtual_seconds": "virtual time (s)",
     "run_seconds": "time (s)",
@@ -42,14 +42,14 @@ _TARGET = re.compile(r"(.+?)\s*(>=|<=|>|<)\s*([-+.\deE]+)")
 
 @dataclass(frozen=True)
 class Measure:
-    """A measure as it was written, and what it means.
+    """A measure as text, and its meaning.
 
     Attributes:
-        text: as it was written.
+        text: the measure as the user wrote it.
         kind: one of `KINDS`, or "total".
         name: the column, the kind and field of events, or the total.
-        above: whether a target is reached from below.
-        target: of "time_to" and "iterations_to".
+        above: whether the target is reached from below.
+        target: the target of "time_to" and "iterations_to".
     """
 
     text: str
@@ -63,7 +63,7 @@ class Measure:
         """Read a measure.
 
         Raises:
-            ParameterError: it is none.
+            ParameterError: the text is not a measure.
         """
         kind, colon, rest = text.partition(":")
         if not colon:
@@ -79,7 +79,7 @@ class Measure:
             name, sign, target = found.groups() if found else ("", "", "")
             return cls(text, kind, name, sign.startswith(">"), float(target))
         except ValueError:
-            # An unquoted > makes a shell write to a file, and leaves the rest.
+            # In a shell, an unquoted > redirects to a file, and only the text before it arrives.
             raise ParameterError(
                 f"{text!r} has no target: write '{kind}:accuracy>0.8', in quotes, or the shell takes the > for its own"
             ) from None
@@ -91,17 +91,17 @@ class Measure:
 
     @property
     def less_is_better(self) -> bool:
-        """Whether less of it is better, by its name: times, losses and what is sent."""
+        """Whether less is better, judging by the name: for times, losses and traffic."""
         return self.kind.endswith("_to") or bool(LESS.search(self.text))
 
     @property
     def unit(self) -> str:
-        """What an axis says below a title that is `label`: of how long something takes, what it is counted in."""
+        """The label of an axis below the title `label`: the unit of a duration, else the label again."""
         return TAKEN.get(self.kind) or self.label
 
     @property
     def label(self) -> str:
-        """What a title or an axis says."""
+        """The label of a title or an axis."""
         name = self.name.replace("_", " ")
         if "." in name:
             kind, _, name = name.partition(".")
@@ -113,14 +113,14 @@ class Measure:
         return f"{TAKEN[self.kind]} until {name} is {'above' if self.above else 'below'} {self.target:g}"
 
     def value(self, run: Recorded | None, totals: Mapping[str, Any]) -> float:
-        """Work it out.
+        """Compute the measure.
 
         Args:
-            run: the run; None where `needs_rows` is false.
-            totals: the run's.
+            run: the run; None is allowed if `needs_rows` is false.
+            totals: the totals of the run.
 
         Returns:
-            The number; infinite where a target is never reached, NaN where a total is not known.
+            The number; infinite if a target is never reached, NaN if a total is not known.
 
         Raises:
             ParameterError: the run has no such column or event.
@@ -143,7 +143,7 @@ class Measure:
         return values >= self.target if self.above else values <= self.target
 
     def _reached(self, run: Recorded) -> float:
-        """Return when half of the ranks stand at the target: exact, not on the points of a curve."""
+        """Return the exact time or iteration at which half of the ranks meet the target, not a point of a curve."""
         table = since_start(run)
         values, rank = numbers(table, self.name), np.asarray(column(table, "rank"))
         at = numbers(table, "time_s" if self.kind == "time_to" else "iteration")
@@ -153,7 +153,7 @@ class Measure:
             raise ParameterError(f"column {self.name!r} holds no number at all")
         order = np.lexsort((at, rank))
         rank, at, stands = rank[order], at[order], self._passes(values[order]).astype(int)
-        # A rank enters when its value passes, and leaves when it falls back.
+        # A rank counts from a row that meets the target until a row that does not.
         first = np.r_[True, rank[1:] != rank[:-1]]
         change = np.where(first, stands, stands - np.r_[0, stands[:-1]])
         when = np.argsort(at, kind="stable")
@@ -161,7 +161,7 @@ class Measure:
         return float(at[when][reached[0]]) if len(reached) else float("inf")
 
     def _of_one(self, told: Curve) -> float:
-        """Return the measure of one series, such as that of the mean model."""
+        """Return the measure of one series, for example the series of the mean model."""
         if self.kind in ("highest", "lowest"):
             return float(told.median.max() if self.kind == "highest" else told.median.min())
         if self.kind == "final":

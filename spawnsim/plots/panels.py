@@ -1,6 +1,6 @@
-"""Small multiples of a sweep: one panel for each value of what is left, one legend, one caption.
+"""Small multiples of a sweep: one panel for each combination of facet values, one legend, one caption.
 
-What a figure asks for is one value, `Asked`; the panels are drawn by `spawnsim.plots.sweeps` and `curves`.
+`Asked` describes a figure; `spawnsim.plots.sweeps` and `curves` draw its panels.
 """
 
 from __future__ import annotations
@@ -23,26 +23,27 @@ from spawnsim.plots.series import FEW, Floats, Table, numbers
 from spawnsim.plots.sweeps import edges, texts
 
 Kind = Literal["curves", "response", "paired", "front", "heat"]
-ACROSS, MOST = 3, 12  # panels side by side, and in all
+ACROSS, MOST = 3, 12  # panels in a row, and in all
 CLOCKS = {"time_s": "virtual time (s)", "iteration": "iteration"}
 Panels = list[tuple[str, Table]]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Asked:
-    """What a figure shows.
+    """The description of a figure.
 
     Attributes:
-        kind: "curves" (over time), "response" (a measure over what was varied), "paired" (its differences to one hue),
-            "front" (one measure against another) or "heat" (a measure by two columns).
-        x: what is across: a clock, a column or a measure.
-        y: a measure; of curves a recorded column.
-        hue: the column that colours tell; of a heat map its rows.
-        facet: the columns that panels tell.
-        by: all columns in which runs differ, but the seed.
-        hues: all values of the hue, those that this figure leaves out, too: so one has its look in all figures.
-        against: of "paired", the hue that the others are compared with.
-        band: of "curves", what the bands are over: "seeds" or "ranks".
+        kind: "curves" (over time), "response" (a measure over a varied column), "paired" (its differences to one
+            hue), "front" (one measure against another) or "heat" (a measure by two columns).
+        x: the x axis: a clock, a column or a measure.
+        y: a measure; for curves, a recorded column.
+        hue: the column that colours show; for a heat map, its rows.
+        facet: the columns that panels show.
+        by: all columns in which runs differ, except the seed.
+        hues: all values of the hue, including values that this figure leaves out, so that a value has one look in all
+            figures.
+        against: for "paired", the hue with which the other hues are compared.
+        band: for "curves", what the bands span: "seeds" or "ranks".
     """
 
     kind: Kind
@@ -57,7 +58,7 @@ class Asked:
 
     @property
     def label(self) -> str:
-        """What the y axis says."""
+        """The label of the y axis."""
         if self.kind == "curves":
             return QUANTITIES.get(self.y, Measure.of(self.y).label.removesuffix(" at the end"))
         if self.kind == "front":
@@ -76,7 +77,7 @@ class Asked:
         return f"{what}-over-{self.x}"
 
     def title(self) -> str:
-        """What the figure shows, in a line; axes, legend and panels say the rest."""
+        """The title: the figure's content in a line; axes, legend and panels show the rest."""
         measure = (Measure.of(self.y).label if self.kind != "curves" else self.label).replace(" (s)", "")
         text = measure[0].upper() + measure[1:]
         if self.kind == "paired":
@@ -92,10 +93,10 @@ def _better(text: str) -> str:
 
 
 def panels(table: Table, facet: Sequence[str]) -> Panels:
-    """Return a title and a table for each combination of values of the columns that panels tell.
+    """Return a title and a table for each combination of values of the facet columns.
 
     Raises:
-        ParameterError: there are more of them than a figure can hold.
+        ParameterError: there are more combinations than panels fit into a figure.
     """
     columns = [texts(table, name) for name in facet or ("",)]
     rows = list(zip(*columns, strict=True))
@@ -113,12 +114,12 @@ def panels(table: Table, facet: Sequence[str]) -> Panels:
 
 
 def figure(found: Panels, asked: Asked, caption: str = "") -> Figure:
-    """Return the figure of a measure, a panel for each table; a description of its marks ends the caption.
+    """Return the figure of a measure, with a panel for each table; the caption ends with a description of the marks.
 
     Raises:
-        ParameterError: no row has the measure.
+        ParameterError: no row has a value of the measure.
     """
-    # A run that is not done, or has not recorded the measure, has no panel.
+    # A panel without any value of the measure is left out.
     found = [(title, table) for title, table in found if not np.isnan(numbers(table, asked.y)).all()]
     if not found:
         raise ParameterError(f"{asked.y}: no run that is done tells it")
@@ -202,7 +203,7 @@ def _marks(found: Panels, asked: Asked, lines: bool) -> str:
 
 
 def _places(table: Table, names: Sequence[str]) -> list[list[int]]:
-    """Return the rows of each setting, which differ in their seed alone."""
+    """Return the rows of each setting; the rows of one setting differ only in their seed."""
     keys = zip(*(texts(table, name).tolist() for name in dict.fromkeys(filter(None, names))), strict=True)
     found: dict[tuple[str, ...], list[int]] = {}
     for row, key in enumerate(list(keys) or [()] * len(texts(table, ""))):
@@ -227,7 +228,7 @@ def curves_figure(found: Sequence[tuple[str, Lines]], asked: Asked, caption: str
                 curves.draw(info, ax, look=looks[name], band=True)
             ax.set_title(_title(title, len(found)), fontsize=13)
         axes[0].set_xlim(left=0)
-        # Numbers in events belong to no rank.
+        # Numbers in events have no rank.
         _label(axes, asked, rows=asked.label if "." in asked.y else f"{asked.label}, median over ranks")
         for ax in axes if asked.x == "time_s" else ():
             style.plain_seconds(ax)
@@ -240,7 +241,7 @@ def curves_figure(found: Sequence[tuple[str, Lines]], asked: Asked, caption: str
 
 
 def _bands(asked: Asked, each: Sequence[Sequence[Curve]]) -> str:
-    """Describe thick and thin lines and bands; `each` has the curves of the seeds of one line."""
+    """Describe thick and thin lines and bands; `each` has, for each line, the curves of its seeds."""
     counts = sorted(len(seeds) for seeds in each)
     lines = curves.drawn_as([info for seeds in each for info in seeds])
     small, large = ("small", "large") if lines == "marker" else ("thin", "thick")
@@ -280,7 +281,7 @@ def _title(text: str, count: int) -> str:
 
 
 def _label(axes: Sequence[Axes], asked: Asked, *, rows: str) -> None:
-    """Name the axes at the edge of the figure."""
+    """Label the axes at the edge of the figure."""
     x = CLOCKS.get(asked.x) or (
         _better(asked.x).replace("\n", " ") if asked.kind == "front" else asked.x.replace("_", " ")
     )

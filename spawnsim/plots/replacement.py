@@ -1,8 +1,8 @@
-"""Who was replaced, when, by whom, how often: the events of kind "replacement" as arrays, and drawn.
+"""Which ranks were replaced, when, by which donors, how often: "replacement" events as arrays and figures.
 
-Two figures: the rank × time raster with its margins (`raster_figure`), and the donor × replaced matrix with how often
-each rank was replaced and which never was (`lineage_figure`). Dashed grey always means "what picking ranks at random
-would give".
+Two figures: the rank × time raster with its margins (`raster_figure`), and the donor × replaced matrix with the
+number of replacements per rank and the share never replaced (`lineage_figure`). Dashed grey always shows the result
+of picking ranks at random.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ Ints = NDArray[np.int64]
 
 
 class Replacements(NamedTuple):
-    """Replacements in order of time.
+    """Replacements ordered by time.
 
-    `rank`, `time_s`, `round` are (events,); `donor` and `receiver` are (pairs,), one pair for each
-    donor of each event; `ranks` is the number of ranks, `end_s` the end of the run.
+    `rank`, `time_s`, `round` are (events,); `donor` and `receiver` are (pairs,), one pair for each donor of each
+    event; `ranks` is the number of ranks, `end_s` the end of the run.
     """
 
     rank: Ints
@@ -42,7 +42,7 @@ class Replacements(NamedTuple):
 
 
 class Chance(NamedTuple):
-    """What ranks drawn at random would give: `counts` (k,) share of ranks replaced k times, `never` (rounds,)."""
+    """The expectation for ranks drawn at random: `counts` (k,) share of ranks replaced k times, `never` (rounds,)."""
 
     counts: Floats
     time_s: Floats
@@ -50,14 +50,14 @@ class Chance(NamedTuple):
 
 
 def replacements(events: Sequence[Mapping[str, Any]], ranks: int, end_s: float = 0.0) -> Replacements:
-    """Return the arrays of a run's replacement events; an event without a round is a round of its own."""
-    # Sorted again: events of a user's own making, and of runs put together, need not be.
+    """Return the arrays of a run's replacement events; an event without a round counts as a separate round."""
+    # Sorted again: a user's own events, and events of runs put together, need not be in order.
     chosen = sorted((e for e in events if e.get("kind") == "replacement"), key=lambda e: float(e["time_s"]))
     donors = [np.asarray(donors_of(event, ranks), dtype=np.int64) for event in chosen]
     rank = np.asarray([event["rank"] for event in chosen], dtype=np.int64)
     time_s = np.asarray([event["time_s"] for event in chosen], dtype=np.float64)
-    # Numbered 0, 1, … by first appearance. As texts, since a program may number its rounds by lists, which no dict
-    # takes as a key.
+    # Numbered 0, 1, … by first appearance. As texts, since a program may identify its rounds by lists, which cannot
+    # be dict keys.
     seen: dict[object, int] = {}
     keys = [str(event["round"]) if "round" in event else at for at, event in enumerate(chosen)]
     return Replacements(
@@ -72,19 +72,19 @@ def replacements(events: Sequence[Mapping[str, Any]], ranks: int, end_s: float =
 
 
 def per_rank(info: Replacements) -> Ints:
-    """Return how often each rank was replaced, (ranks,)."""
+    """Return the number of times that each rank was replaced, (ranks,)."""
     return np.bincount(info.rank, minlength=info.ranks)
 
 
 def donations(info: Replacements) -> Ints:
-    """Return how often each rank was a donor, (ranks,)."""
+    """Return the number of times that each rank was a donor, (ranks,)."""
     return np.bincount(info.donor, minlength=info.ranks)
 
 
 def never_replaced(info: Replacements) -> tuple[Floats, Floats]:
-    """Return times and the share of ranks not yet replaced at each: a step curve from (0, 1)."""
+    """Return times, and the share of ranks not yet replaced at each: a step curve from (0, 1)."""
     _, first = np.unique(info.rank, return_index=True)
-    # The first replacement of each rank; events are in order of time, so `unique` finds the earliest.
+    # The first replacement of each rank: events are ordered by time, so `unique` finds the earliest.
     time_s = np.sort(info.time_s[first])
     share = 1 - np.arange(1, len(time_s) + 1) / info.ranks
     share = np.concatenate([[1.0], share])
@@ -92,24 +92,25 @@ def never_replaced(info: Replacements) -> tuple[Floats, Floats]:
 
 
 def by_chance(info: Replacements) -> Chance:
-    """Return what the same rounds would give if each picked its ranks at random, all equally likely.
+    """Return the expectation for the same rounds if each picked its ranks at random, all equally likely.
 
-    The number of times a rank is picked is then Poisson-binomial over the rounds (a plain convolution).
+    The number of times that a rank is picked is then Poisson-binomial over the rounds (a plain convolution).
     """
     sizes = np.bincount(info.round)
     share = sizes / info.ranks
     counts = np.ones(1)
     for chance in share:
-        # Cut off above what was seen: the full distribution of thousands of rounds is quadratic work for zeros.
+        # Cut off above the observed counts: the full distribution of thousands of rounds is quadratic work for
+        # zeros.
         counts = np.convolve(counts, [1 - chance, chance])[: int(per_rank(info).max(initial=0)) + 16]
-    # Ranks learn of one round at different times; its median stands for it on the axis.
+    # Ranks learn of one round at different times; its median represents it on the axis.
     middle_s = np.asarray([np.median(info.time_s[info.round == index]) for index in range(len(sizes))])
     order = np.argsort(middle_s, kind="stable")
     return Chance(counts, middle_s[order], np.cumprod(1.0 - share[order], dtype=np.float64))
 
 
 def matrix(info: Replacements, bins: int = 0) -> tuple[NDArray[np.float64], Floats]:
-    """Return (donor bins, receiver bins) counts and the bin edges; by default about four pairs a cell, 50 at most."""
+    """Return (donor bins, receiver bins) counts and the bin edges; by default about four pairs per cell, at most 50."""
     bins = bins or int(np.clip(np.sqrt(len(info.donor) / 4), 10, 50))
     edges = rank_edges(info.ranks, bins)
     counts, _, _ = np.histogram2d(info.donor, info.receiver, bins=(edges, edges))
@@ -117,18 +118,18 @@ def matrix(info: Replacements, bins: int = 0) -> tuple[NDArray[np.float64], Floa
 
 
 def rank_edges(ranks: int, at_most: int) -> Floats:
-    """Return the edges of bins of ranks, all of one whole width; the last bin may reach beyond the last rank.
+    """Return the edges of bins of ranks, all with one integer width; the last bin may reach beyond the last rank.
 
-    A width that divides the number of ranks is taken when there is one within a factor of two.
+    A width that divides the number of ranks is preferred if there is one within a factor of two.
     """
-    # Whole widths: bins that hold 3 ranks here and 4 there draw stripes that are not in the data.
+    # Integer widths: bins with 3 ranks here and 4 there draw stripes that are not in the data.
     least = -(-ranks // max(at_most, 1))
     width = next((step for step in range(least, 2 * least) if ranks % step == 0), least)
     return np.arange(0, ranks + width, width, dtype=np.float64)
 
 
 def top_share(counts: Ints, part: float = 0.1) -> float:
-    """Return the share of all counts that the top `part` of ranks hold."""
+    """Return the share of all counts that belongs to the top `part` of ranks."""
     if not counts.sum():
         return 0.0
     top = max(1, round(part * len(counts)))
@@ -138,7 +139,7 @@ def top_share(counts: Ints, part: float = 0.1) -> float:
 def replacements_of(run: Recorded) -> Replacements:
     """Return the replacements of a run, until half of its ranks have recorded their last row.
 
-    Stragglers that go on alone would leave most of an axis empty. Replacements that come later count, and end it.
+    Stragglers that continue alone would leave most of the axis empty. Later replacements still count, and extend it.
     """
     return replacements(events_since_start(run), ranks_of(run), median_end_s(run))
 
@@ -150,22 +151,22 @@ def draw_raster(info: Replacements, ax: Axes | None = None, *, colour: str = sty
     # Overlapping marks would turn 100,000 events into one even area.
     size = float(np.clip(40_000 / (events + 400), 1.2, 40))
     alpha = float(np.clip(25_000 / events, 0.3, 0.9))
-    # Rasterized: each mark as a vector makes a PDF of many megabytes that viewers draw for minutes.
+    # Rasterized: vector marks make a PDF of many megabytes that viewers draw for minutes.
     ax.scatter(info.time_s, info.rank, s=size, color=colour, alpha=alpha, linewidths=0, rasterized=True)
     ax.set_xlim(0, info.end_s * style.PAST_END or 1)
     ax.set_ylim(-0.5 - 0.005 * info.ranks, info.ranks - 0.5 + 0.005 * info.ranks)
     ax.set(xlabel="virtual time (s)", ylabel="rank")
-    ax.yaxis.set_major_locator(MaxNLocator(6, integer=True))  # there is no rank between two
+    ax.yaxis.set_major_locator(MaxNLocator(6, integer=True))  # no ticks between two ranks
     style.in_thousands(ax, "y")
     return ax
 
 
 def _draw_rate(info: Replacements, ax: Axes, colour: str) -> None:
-    # Counts, and not counts per second: a single replacement in a bin of 10 ms is no rate of 100 per second.
+    # Counts, not counts per second: a single replacement in a bin of 10 ms does not mean 100 per second.
     bins = int(np.clip(len(info.rank), 12, 120))
     counts, edges = np.histogram(info.time_s, bins=bins, range=(0, info.end_s or 1))
     ax.stairs(counts, edges, fill=True, color=colour, alpha=0.75)
-    # Above the panel: beside it, two lines are taller than the panel is.
+    # Above the panel: two lines at its side would be taller than the panel.
     ax.set_title(f"replacements in each {style.three_digits(1000 * edges[1])} ms", fontsize=11)
     ax.yaxis.set_major_locator(MaxNLocator(3, integer=True))
     ax.set_ylim(bottom=0)
@@ -174,13 +175,13 @@ def _draw_rate(info: Replacements, ax: Axes, colour: str) -> None:
 
 
 def _draw_margin(info: Replacements, ax: Axes, colour: str) -> None:
-    """Replacements per rank, averaged over bins of neighbouring ranks."""
+    """Draw replacements per rank, averaged over bins of neighbouring ranks."""
     edges = rank_edges(info.ranks, 100)
-    # Divided by the ranks in each bin, as the last one may be only partly filled.
+    # Divided by the ranks in each bin, as the last bin may be only partly filled.
     total, _ = np.histogram(np.arange(info.ranks), bins=edges, weights=per_rank(info))
     held, _ = np.histogram(np.arange(info.ranks), bins=edges)
     width = float(edges[1])
-    # Bars with gaps, as long as these can be seen: equal counts would be one block.
+    # Bars with gaps while gaps are visible: equal counts would form one block.
     height = 0.8 * width if len(held) <= 50 else width
     ax.barh(edges[:-1] + (width - 1) / 2, total / np.maximum(held, 1), height, color=colour, alpha=0.75)
     mean = f",\nmean of {most}" if (most := int(held.max(initial=1))) > 1 else ""
@@ -191,10 +192,10 @@ def _draw_margin(info: Replacements, ax: Axes, colour: str) -> None:
 
 
 def raster_figure(run: Recorded, title: str = "", *, name: str = "") -> Figure:
-    """Return the raster with the rate of replacements above it and the count per rank beside it."""
+    """Return the raster, with the rate of replacements above it and the count per rank at its side."""
     found = grouped([run], labels=[name] if name else [])
     info, colour = replacements_of(run), style.looks([label(run)])[label(run)].colour
-    # The dark grey of "none" is also that of axes and text.
+    # Axes and text also have the dark grey of "none".
     colour = style.LOOKS[1].colour if colour == style.KNOWN["none"].colour else colour
 
     def panels(drawn: Figure) -> None:
@@ -218,10 +219,10 @@ FEW_RANKS = 16
 
 
 def draw_matrix(info: Replacements, ax: Axes | None = None) -> Axes:
-    """Draw donor (down) against replaced (across) as a density; up to 16 ranks the numbers are written in."""
+    """Draw donor (down) against replaced (across) as a density; up to 16 ranks, cells contain their numbers."""
     ax = style.axes_or_new(ax)
     few = info.ranks <= FEW_RANKS
-    counts, edges = matrix(info, info.ranks if few else 0)  # where numbers are written in, a cell is one pair
+    counts, edges = matrix(info, info.ranks if few else 0)  # with numbers, a cell is one pair of ranks
     mesh = ax.pcolormesh(edges - 0.5, edges - 0.5, counts, cmap="Blues", vmin=0, rasterized=True)
     ax.grid(visible=False)
     ax.set_aspect("equal")
@@ -249,12 +250,12 @@ def _write_numbers(counts: np.ndarray[tuple[int, ...], np.dtype[np.float64]], ax
 
 
 def draw_counts(info: Replacements, ax: Axes | None = None) -> Axes:
-    """Draw the share of ranks replaced 0, 1, 2 … times, beside what chance alone would give."""
+    """Draw the share of ranks replaced 0, 1, 2 … times, with the expectation from chance alone."""
     ax = style.axes_or_new(ax)
     counts = np.bincount(per_rank(info)) / info.ranks
     expected = by_chance(info).counts
     ax.bar(np.arange(len(counts)), 100 * counts, color=INK, width=0.85, label="this run")
-    # To where chance has given 99.9 %: its tail must be seen where this run has none.
+    # Up to 99.9 % of the chance distribution: show its tail even if this run does not reach it.
     last = max(len(counts), int(np.searchsorted(np.cumsum(expected), 0.999)) + 1)
     expected = expected[:last]
     ax.plot(
@@ -268,7 +269,7 @@ def draw_counts(info: Replacements, ax: Axes | None = None) -> Axes:
 
 
 def draw_never(info: Replacements, ax: Axes | None = None) -> Axes:
-    """Draw the share of ranks that still carry the model they began with, beside what chance would give."""
+    """Draw the share of ranks that were never replaced so far, with the expectation from chance alone."""
     ax = style.axes_or_new(ax)
     time_s, share = never_replaced(info)
     chance = by_chance(info)

@@ -1,7 +1,7 @@
 """From a table of rows (rank, time, value) to curves over ranks and over seeds.
 
 Numpy arrays only: no file, no figure, no run object. Every function is pure, and the bootstrap draws from a seed that
-the caller can see.
+the caller passes.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ Floats = NDArray[np.float64]
 Table = Mapping[str, NDArray[Any]]
 
 BAND = (0.1, 0.9)
-FEW = 5  # of fewer seeds an interval says no more than its seeds
+FEW = 5  # with fewer seeds, an interval contains no more than the seeds
 
 
 class Grid(NamedTuple):
@@ -31,7 +31,7 @@ class Grid(NamedTuple):
 
 
 class Interval(NamedTuple):
-    """A median with bounds; `kind` says which: those of its confidence interval, or the least and largest value."""
+    """A median with bounds; `kind` names the bounds: its confidence interval, or the least and largest value."""
 
     median: float
     low: float
@@ -40,7 +40,7 @@ class Interval(NamedTuple):
 
 
 def column(table: Table, name: str) -> NDArray[Any]:
-    """Return a column, or say which ones there are."""
+    """Return a column, or raise an error that lists the columns."""
     if name not in table:
         hint = nearest(name, table) or f"this run has: {', '.join(sorted(table))}"
         raise ParameterError(f"column {name!r} was not recorded; {hint}")
@@ -48,7 +48,7 @@ def column(table: Table, name: str) -> NDArray[Any]:
 
 
 def numbers(table: Table, name: str) -> Floats:
-    """Return a column as floats, or say that it holds texts."""
+    """Return a column as floats, or raise an error if it holds texts."""
     found = column(table, name)
     if found.dtype.kind not in "biuf":
         raise ParameterError(f"column {name!r} holds texts, of which there is no curve")
@@ -64,12 +64,12 @@ def carried_forward(table: Table, name: str, over: str = "time_s", points: int =
     values = numbers(table, name)
     position = numbers(table, over)
     rank = np.asarray(column(table, "rank"))
-    # Infinite values stay: a loss that has run away must not look like the last good one.
+    # Infinite values stay: a diverged loss must not look like the last good one.
     known = np.isfinite(position) & ~np.isnan(values)
     values, position, rank = values[known], position[known], rank[known]
     if not len(values):
         raise ParameterError(f"column {name!r} holds no number at all")
-    # By rank first, so that each rank's rows are one stretch and can be searched without a mask.
+    # By rank first, so that each rank's rows are one stretch that can be searched without a mask.
     order = np.lexsort((position, rank))
     values, position, rank = values[order], position[order], rank[order]
     x = _grid(position, points)
@@ -83,7 +83,7 @@ def carried_forward(table: Table, name: str, over: str = "time_s", points: int =
 
 
 def _grid(position: Floats, points: int) -> Floats:
-    # Few positions, such as iterations, are the grid themselves: points between them would show steps that nobody took.
+    # A few positions, such as iterations, are the grid: points between them would show steps that no rank took.
     distinct = np.unique(position)
     if len(distinct) <= points:
         return distinct
@@ -91,8 +91,8 @@ def _grid(position: Floats, points: int) -> Floats:
 
 
 def quantiles(grid: Grid, levels: Sequence[float]) -> Floats:
-    """Return quantiles over ranks, shape (levels, points); NaN where fewer than half of the ranks have a value yet."""
-    # A median of the first few ranks would jump as each slower one joins.
+    """Return quantiles over ranks, shape (levels, points); NaN while fewer than half of the ranks have a value."""
+    # A median of the first few ranks would jump as each slower rank joins.
     enough = np.mean(~np.isnan(grid.values), axis=0) >= 0.5
     out = np.full((len(levels), len(grid.x)), np.nan)
     out[:, enough] = np.nanquantile(grid.values[:, enough], levels, axis=0)
@@ -113,12 +113,13 @@ def bootstrap_medians(samples: Floats, level: float = 0.9, draws: int = 2000, se
     samples = np.asarray(samples, dtype=np.float64)
     if not len(samples):
         raise ParameterError("a bootstrap needs at least one sample")
-    # Its own stream of the seed: the same runs give the same figure, whatever else was drawn.
+    # A separate stream of the seed: the same runs give the same figure, whatever else was drawn.
     rng = generator(seed, WORLD, "bootstrap")
     picks = rng.integers(0, len(samples), size=(draws, len(samples)))
-    # One column at a time would be smaller, but draws x seeds x points stays under 100 MB for 20 seeds of 240 points.
+    # One column at a time would need less memory, but draws x seeds x points stays under 100 MB for 20 seeds of 240
+    # points.
     medians = np.median(samples[picks], axis=1)
-    # Infinite values, of runs that never got somewhere, cannot be interpolated: then ends are values that were drawn.
+    # Infinite values, of runs that never reach a target, cannot be interpolated: then the bounds are drawn values.
     levels = [(1 - level) / 2, (1 + level) / 2]
     finite = np.isfinite(medians).all()
     low, high = np.quantile(medians, levels, axis=0, method="linear" if finite else "nearest")
@@ -132,7 +133,7 @@ def bootstrap_median(samples: Sequence[float], level: float = 0.9, seed: int = 0
 
 
 def over_seeds(samples: Sequence[float]) -> Interval:
-    """Return the median of one number per seed with its interval; of fewer than five the least and largest."""
+    """Return the median of one number per seed with its interval; with fewer than five seeds, the least and largest."""
     if len(samples) >= FEW:
         return bootstrap_median(samples)
     values = np.asarray(samples, dtype=np.float64)
@@ -144,13 +145,13 @@ def per_rank_last(table: Table, name: str) -> Floats:
     values = numbers(table, name)
     rank = np.asarray(column(table, "rank"))
     known = ~np.isnan(values)
-    # `unique` finds the first of each, so from the back it finds the last.
+    # `unique` finds the first of each, so in reverse order it finds the last.
     members, reverse = np.unique(rank[known][::-1], return_index=True)
     return values[known][::-1][reverse] if len(members) else np.empty(0)
 
 
 def per_rank_sum(table: Table, name: str) -> Floats:
-    """Return the sum of a column per rank, ordered by rank; NaN counts as nothing."""
+    """Return the sum of a column per rank, ordered by rank; NaN counts as 0."""
     rank = np.asarray(column(table, "rank"))
     members, index = np.unique(rank, return_inverse=True)
     values = np.nan_to_num(numbers(table, name))
@@ -158,7 +159,7 @@ def per_rank_sum(table: Table, name: str) -> Floats:
 
 
 def spread_at_end(table: Table, name: str, band: tuple[float, float] = BAND) -> tuple[float, float, float]:
-    """Return low, median and high over ranks of each rank's last value; NaN where there is none."""
+    """Return low, median and high over ranks of each rank's last value; NaN if no rank has a value."""
     last = per_rank_last(table, name)
     if not len(last):
         return (float("nan"),) * 3

@@ -1,7 +1,7 @@
-"""How figures look: the packaged style sheet, one look per policy, labels that do not collide, files.
+"""The appearance of figures: the packaged style sheet, one look per policy, labels that do not collide, files.
 
-Nothing here touches matplotlib's global state: figures are made without pyplot, and the style lasts for one `with`
-block. Tables, runs and statistics are not known here.
+Nothing here changes matplotlib's global state: figures are made without pyplot, and the style lasts for one `with`
+block. This module does not know tables, runs or statistics.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ SHEET = "spawnsim.plots.talk"
 FORMATS = ("png", "pdf")
 CHARACTERS_PER_INCH = 13  # of a caption
 TITLE_PER_INCH = 6.5  # characters of a title
-LABEL_WIDTH = 24  # characters of a label beside its line
-LABEL_SIZES = (12.0, 9.0, 7.5, 6.0, 5.0)  # of its letters, the first in which all labels fit
+LABEL_WIDTH = 24  # characters of a label at the end of its line
+LABEL_SIZES = (12.0, 9.0, 7.5, 6.0, 5.0)  # of a label's letters: the first size in which all labels fit
 ASIDE = 6.0  # points between bars of two curves at one place
-PAST_END = 1.02  # of an axis of time: the last event is often the end, and would lie on the frame
-MOST_LINES = 5  # of a name: more would leave the axes no room
+PAST_END = 1.02  # of a time axis: the last event is often at the end, and would lie on the frame
+MOST_LINES = 5  # of a name: more would leave no room for the axes
 
 
 class Look(NamedTuple):
-    """Colour, line style and marker: a curve is told apart by any one of the three, or, beyond six, by two.
+    """Colour, line style and marker: one of the three distinguishes a curve; beyond six curves, two of them do.
 
     `marked` lines carry their marker: the seventh curve has the first one's colour.
     """
@@ -58,10 +58,10 @@ KNOWN = {"none": Look("#333333", (0, (2.6, 1.5)), "D"), "average": LOOKS[0], "se
 
 
 def looks(labels: Iterable[str]) -> dict[str, Look]:
-    """Return one look per label: known policies keep theirs in every figure, others take what is free.
+    """Return one look per label: known policies keep their look in every figure, other labels get a free one.
 
     Raises:
-        ParameterError: there are more labels than styles that can be told apart.
+        ParameterError: there are more labels than distinguishable styles.
     """
     names = list(dict.fromkeys(labels))
     taken = {name: KNOWN[name] for name in names if name in KNOWN}
@@ -74,7 +74,7 @@ def looks(labels: Iterable[str]) -> dict[str, Look]:
 
 
 def _marked() -> Iterable[Look]:
-    """Further looks: the colours again, with other dashes, and markers on the lines."""
+    """Yield further looks: the colours again, with other dashes, and markers on the lines."""
     for shift in range(1, len(LOOKS)):
         for at, look in enumerate(LOOKS):
             other = LOOKS[(at + shift) % len(LOOKS)]
@@ -97,13 +97,13 @@ def axes_or_new(ax: Axes | None) -> Axes:
 def compose(
     panels: Callable[[Figure], object], title: str, caption: str, size: tuple[float, float] | None = None
 ) -> Figure:
-    """Return a figure: the one place at which the package's figures are made.
+    """Return a figure: the only place in the package that makes figures.
 
     Args:
-        panels: draws data that was computed before into an empty figure, in the packaged style.
-        title: above the panels.
-        caption: below them: who ran where, and how to read lines, markers and bands.
-        size: inches; None: the style's.
+        panels: draws precomputed data into an empty figure, in the packaged style.
+        title: the text above the panels.
+        caption: the text below them: where the runs executed, and how to read lines, markers and bands.
+        size: inches; None: the style's size.
 
     Returns:
         The figure, which `save` writes.
@@ -134,15 +134,15 @@ def spread(positions: Sequence[float], gap: float) -> list[float]:
     blocks: list[tuple[float, list[int]]] = []
     for index in order:
         blocks.append((positions[index], [index]))
-        # Merged blocks take the mean of their members, weighted by number, and may touch the next one down: so the
-        # loop. This is isotonic regression by pooling neighbours, with the least sum of squared moves.
+        # Merged blocks take the mean of their members, weighted by number, and may then touch the next lower block:
+        # hence the loop. This is isotonic regression by pooling neighbours, with the least sum of squared moves.
         while len(blocks) > 1 and _places(blocks[-1], gap)[0] - _places(blocks[-2], gap)[-1] < gap:
             (low, first), (high, second) = blocks[-2:]
             members = first + second
             centre = (low * len(first) + high * len(second)) / len(members)
             blocks[-2:] = [(centre, members)]
     placed = dict(zip(order, (place for block in blocks for place in _places(block, gap)), strict=True))
-    # Rounded, so that the same figure has the same bytes on machines whose sums differ in the last digit.
+    # Rounded, so that a figure has the same bytes on machines whose sums differ in the last digit.
     return [round(placed[index], 12) for index in range(len(positions))]
 
 
@@ -152,33 +152,34 @@ def _places(block: tuple[float, list[int]], gap: float) -> list[float]:
 
 
 def aside(ax: Axes, places: NDArray[np.float64], count: int, *, log: bool = False) -> NDArray[np.float64]:
-    """Return the moves of `count` curves along x that keep their bars at one place apart; in decades if `log`.
+    """Return the moves along x that keep the bars of `count` curves at one place apart; in decades if `log`.
 
     `places` of the bars are distinct and in order.
     """
     along = np.log10(places) if log else places
     span = float(along[-1] - along[0]) or abs(float(along[0])) or 1.0
     points = ax.get_window_extent().width * 72 / ax.figure.dpi
-    # All at one place together take at most half of the way to the next.
+    # All bars at one place together take at most half of the distance to the next place.
     step = min(ASIDE * span / points, float(np.diff(along).min(initial=2 * span)) / (2 * count))
     return np.asarray(step * (np.arange(count) - (count - 1) / 2), np.float64)
 
 
 def label_ends(ax: Axes, ends: Mapping[str, float], styles: Mapping[str, Look]) -> None:
-    """Write each line's name at the right edge of `ax`, at its last height, moved apart where names would touch.
+    """Write each line's name at the right edge of `ax`, at its last height, moved apart if names would touch.
 
-    The names stay beside the axes; many are written smaller, long ones in two lines.
+    The names stay within the height of the axes; many names get smaller letters, long names two lines.
     """
     to_axes = ax.transAxes.inverted()
-    # In the coordinates of the axes, where a gap between names is the same on linear and logarithmic scales.
+    # In axes coordinates, in which a gap between names is the same on linear and logarithmic scales.
     heights = [float(to_axes.transform(ax.transData.transform((0.0, y)))[1]) for y in ends.values()]
     for size in LABEL_SIZES:
-        # As wide as in the largest size; below that a line takes more, as axes with long captions are lower.
+        # The width is for the largest size; smaller letters fit more of a name in a line, as axes with long captions
+        # are lower.
         texts = [in_lines(name, int(LABEL_WIDTH * LABEL_SIZES[0] / size)) for name in ends]
         lines = max((text.count("\n") + 1 for text in texts), default=1)
         if (0.055 if size == LABEL_SIZES[0] else 0.06) * size / 12 * lines * len(ends) <= 1.0:
             break
-    # Never more than an equal share of the height, or the names would run beyond the axes.
+    # At most an equal share of the height, or the names would run beyond the axes.
     gap = min(0.075 * size / 12 * lines, 1.0 / len(texts))
     for name, text, height in zip(ends, texts, within(spread(heights, gap), gap), strict=True):
         look: Any = {"color": styles[name].colour, "weight": "bold", "size": size, "va": "center"}
@@ -193,8 +194,8 @@ def within(places: Sequence[float], gap: float) -> list[float]:
     """
     order = sorted(range(len(places)), key=lambda index: places[index])
     found = list(places)
-    # Two passes: pushed up from the bottom, then down from the top. Neither brings two names nearer than the gap, if
-    # all fit.
+    # Two passes: up from the bottom, then down from the top. If all fit, neither pass brings two names nearer than
+    # the gap.
     for step, index in enumerate(order):
         found[index] = max(found[index], gap * step)
     for step, index in enumerate(reversed(order)):
@@ -222,27 +223,27 @@ def bytes_formatter() -> EngFormatter:
 
 
 def save_as(figure: Figure, picture: Path) -> None:
-    """Write a figure to one file, in the format of its ending; PNG if it has none."""
+    """Write a figure to one file, in the format of its suffix; PNG without a suffix."""
     save(figure, picture.with_suffix(""), [picture.suffix.removeprefix(".") or "png"])
 
 
 def save(figure: Figure, stem: str | Path, formats: Sequence[str] = FORMATS) -> list[Path]:
-    """Write `stem`.png, `stem`.pdf …; the same figure gives the same bytes each time.
+    """Write `stem`.png, `stem`.pdf …; the same figure always gives the same bytes.
 
     Args:
         figure: the figure.
-        stem: path without the ending; its folder is made.
-        formats: among "png", "pdf" and "svg".
+        stem: path without the suffix; its folder is created.
+        formats: any of "png", "pdf" and "svg".
 
     Returns:
         The paths of the files, in the order of `formats`.
 
     Raises:
-        ParameterError: another format.
+        ParameterError: an unknown format.
     """
     stem = Path(stem)
     stem.parent.mkdir(parents=True, exist_ok=True)
-    # The date inside the file alone would make each run of a study change its figures.
+    # With a date inside the file, each run of a study would change its figures.
     undated: dict[str, dict[str, Any]] = {"pdf": {"CreationDate": None}, "svg": {"Date": None}}
     paths = [stem.with_name(f"{stem.name}.{kind}") for kind in formats]
     with talk():
@@ -254,19 +255,19 @@ def save(figure: Figure, stem: str | Path, formats: Sequence[str] = FORMATS) -> 
 
 
 def in_lines(text: str, width: int = LABEL_WIDTH) -> str:
-    r"""Return a text in a few lines of so many characters at most; a name in mixed case is broken before a capital.
+    r"""Return a text in a few lines of at most `width` characters; a long mixed-case name breaks before a capital.
 
     >>> in_lines("AsyncSelectiveAveragingPolicy", 24)
     'AsyncSelective\nAveragingPolicy'
     >>> in_lines("200 ranks, iterations 24, every 8", 24)
     '200 ranks,\niterations 24, every 8'
     """
-    # No line ends between a name and its value: what commas set apart stays together, where a line has room for it.
+    # Keep a name and its value in one line: a part between commas stays together if it fits into a line.
     text = ", ".join(part.replace(" ", "\xa0") if len(part) < width else part for part in text.split(", "))
-    # A vertical tab is white space to textwrap: where a line may end, and else nothing.
+    # To textwrap a vertical tab is white space: a line may end there, and it has no other effect.
     words = re.sub(rf"\S{{{width + 1},}}", lambda found: re.sub("(?<=[a-z])(?=[A-Z])", "\v", found[0]), text)
     lines = textwrap.wrap(words, width, replace_whitespace=False)
-    if len(lines) > MOST_LINES:  # both ends, for the last words may be all that tells two names apart
+    if len(lines) > MOST_LINES:  # both ends, as only the last words may distinguish two names
         lines[MOST_LINES - 2 : -1] = ["…"]
     return "\n".join(line.replace("\v", "").replace("\xa0", " ") for line in lines) or text
 
@@ -284,7 +285,7 @@ def short(number: float) -> str:
 
 
 def three_digits(number: float) -> str:
-    """Return a number with three digits, also where the last ones are 0: those of a table have one form.
+    """Return a number with three digits, including trailing zeros: numbers in a table have one form.
 
     >>> three_digits(0.87), three_digits(8.7), three_digits(87), three_digits(16384)
     ('0.870', '8.70', '87.0', '16.4k')

@@ -1,7 +1,7 @@
-"""Figures of a sweep: a measure over what was varied, paired differences, Pareto fronts, heat maps.
+"""Figures of a sweep: a measure over a varied column, paired differences, Pareto fronts, heat maps.
 
-All stand on a tidy table: one row per run, columns of what was varied, of the seed and of measures. Where a run never
-reached a target its measure is infinite, and is drawn at the edge of the axes, as "never".
+All figures use a tidy table: one row per run, with columns for varied parameters, the seed and measures. If a run
+never reached a target, its measure is infinite, and is drawn at the edge of the axes as "never".
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from spawnsim.plots.experiments import shown
 from spawnsim.plots.measures import Measure
 from spawnsim.plots.series import FEW, Floats, Interval, Table, column, numbers, over_seeds
 
-DODGE = 0.7  # of the distance between two categories, which their marks take
-MOST_NAMES = 12  # settings that are named in a plane; of more, those that none beats
+DODGE = 0.7  # share of the distance between two categories that their marks take
+MOST_NAMES = 12  # settings with names in a plane; if there are more, only the best are named
 SEED = "seed"
 
 
 class Line(NamedTuple):
-    """One curve: positions `x` and an interval over seeds at each, and there each seed's value."""
+    """One curve: positions `x`, an interval over seeds at each, and each seed's value there."""
 
     x: Floats
     intervals: tuple[Interval, ...]
@@ -34,14 +34,14 @@ class Line(NamedTuple):
 
 
 class Response(NamedTuple):
-    """A measure over what was varied: a line for each hue; `ticks`: names of the positions, of a text column."""
+    """A measure over a varied column: a line for each hue; `ticks`: names of the positions of a text column."""
 
     lines: Mapping[str, Line]
     ticks: tuple[str, ...]
 
 
 class Point(NamedTuple):
-    """One setting in a plane of two measures: an interval over seeds of each, and what the setting is."""
+    """One setting in a plane of two measures: for each measure an interval over seeds, and the name of the setting."""
 
     hue: str
     name: str
@@ -50,14 +50,14 @@ class Point(NamedTuple):
 
 
 class Front(NamedTuple):
-    """Settings in a plane of two measures; `best`: numbers of those that none beats in both, ordered by x."""
+    """Settings in a plane of two measures; `best`: indices of the Pareto-optimal settings, ordered by x."""
 
     points: tuple[Point, ...]
     best: tuple[int, ...]
 
 
 class Heat(NamedTuple):
-    """Medians over seeds, shape (rows, columns), NaN where no run is; and the names of rows and columns."""
+    """Medians over seeds, shape (rows, columns), NaN without a run; and the names of rows and columns."""
 
     columns: tuple[str, ...]
     rows: tuple[str, ...]
@@ -65,7 +65,7 @@ class Heat(NamedTuple):
 
 
 class Edges(NamedTuple):
-    """Where infinite values are drawn: above and below all others."""
+    """Where infinite values are drawn: above and below all finite values."""
 
     high: float
     low: float
@@ -74,7 +74,7 @@ class Edges(NamedTuple):
 
 # ---------------------------------------------------------------------------------------------------------- arrays
 def texts(table: Table, name: str) -> NDArray[Any]:
-    """Return a column as people read it, or one empty text per row where no column is named."""
+    """Return a column as text for people, or one empty text per row without a column name."""
     if not name:
         return np.full(len(next(iter(table.values()))), "")
     values = column(table, name)
@@ -82,7 +82,7 @@ def texts(table: Table, name: str) -> NDArray[Any]:
 
 
 def distinct(values: NDArray[Any]) -> list[Any]:
-    """Return values in order of first appearance; numbers by size."""
+    """Return distinct values in order of first appearance; numbers by size."""
     found = list(dict.fromkeys(values.tolist()))
     return sorted(found) if values.dtype.kind in "if" else found
 
@@ -93,7 +93,7 @@ def of_values(values: Floats) -> Interval:
 
 
 def response(table: Table, x: str, y: str, hue: str = "") -> Response:
-    """Return a measure over a column, a line for each value of another; rows of one place are seeds."""
+    """Return a measure over a column, with a line for each hue; rows at one place are seeds."""
     hues, heights, places = texts(table, hue), numbers(table, y), column(table, x)
     known = ~np.isnan(heights)
     numeric = places.dtype.kind in "if"
@@ -115,10 +115,10 @@ def response(table: Table, x: str, y: str, hue: str = "") -> Response:
 
 
 def differences(table: Table, y: str, *, hue: str, against: str, by: Sequence[str]) -> Table:
-    """Return the rows of other hues; `y` becomes its difference to the partner's, the run of the hue `against`.
+    """Return the rows of the other hues; `y` becomes its difference to its partner, the run with the hue `against`.
 
-    Partners are equal in the columns `by`, in which runs differ beside the hue, and in the seed. NaN: there is no
-    partner, or both are infinite.
+    Partners are equal in the seed and in the columns `by`, in which runs differ besides the hue. The difference is
+    NaN without a partner, or if both are infinite.
 
     Raises:
         ParameterError: no row has the value `against`.
@@ -129,13 +129,13 @@ def differences(table: Table, y: str, *, hue: str, against: str, by: Sequence[st
         raise ParameterError(f"--against {against}: {hue} is one of {', '.join(map(str, distinct(hues)))}")
     base = {keys[row]: heights[row] for row in np.flatnonzero(hues == against)}
     rows = np.flatnonzero(hues != against)
-    with np.errstate(invalid="ignore"):  # infinite less infinite: neither gets there
+    with np.errstate(invalid="ignore"):  # infinite less infinite: neither reaches the target
         change = np.array([heights[row] - base.get(keys[row], np.nan) for row in rows])
     return {name: np.asarray(values)[rows] for name, values in table.items()} | {y: change}
 
 
 def front(table: Table, x: str, y: str, *, hue: str = "", by: Sequence[str] = ()) -> Front:
-    """Return settings (values of the columns `by`) in the plane of two measures, and those that none beats in both."""
+    """Return settings (values of the columns `by`) in the plane of two measures, with the Pareto-optimal ones."""
     hues, across, up = texts(table, hue), numbers(table, x), numbers(table, y)
     others = [name for name in by if name != hue]
     rows = zip(*(texts(table, each).tolist() for each in others), strict=True)
@@ -146,7 +146,7 @@ def front(table: Table, x: str, y: str, *, hue: str = "", by: Sequence[str] = ()
     points = tuple(
         Point(*setting, of_values(across[some]), of_values(up[some])) for setting, some in settings.items()
     )
-    # Signs, so that less is better in both.
+    # Signs, so that less is better for both.
     signs = [1.0 if Measure.of(name).less_is_better else -1.0 for name in (x, y)]
     costs = np.array([[signs[0] * each.x.median, signs[1] * each.y.median] for each in points]).reshape(-1, 2)
     beaten = [bool(((costs <= cost).all(axis=1) & (costs < cost).any(axis=1)).any()) for cost in costs]
@@ -164,13 +164,13 @@ def heat(table: Table, x: str, y: str, rows: str) -> Heat:
             values = heights[(across == beside) & (down == below) & ~np.isnan(heights)]
             found[row, at] = np.median(values) if len(values) else np.nan
     told = [tuple(f"{each:g}" if isinstance(each, float) else str(each) for each in group) for group in names]
-    # Numbers grow upwards, as on an axis; names stand in their order, from the top.
+    # Numbers increase upwards, as on an axis; names keep their order, from the top.
     upwards = down.dtype.kind in "if"
     return Heat(told[0], told[1][::-1], found[::-1]) if upwards else Heat(told[0], told[1], found)
 
 
 def edges(values: Floats) -> Edges:
-    """Return where infinite values are drawn beside finite ones, and whether the axis is logarithmic."""
+    """Return where to draw infinite values next to finite ones, and whether the axis is logarithmic."""
     finite = values[np.isfinite(values)]
     if not len(finite):
         return Edges(1.0, 0.0, False)
@@ -190,7 +190,7 @@ def draw(
     looks: Mapping[str, style.Look] | None = None,
     edge: Edges | None = None,
 ) -> Axes:
-    """Draw lines with bands over numbers, and marks with bars over names; each seed is a small mark."""
+    """Draw lines with bands over numbers, or marks with bars over names; each seed is a small mark."""
     ax = style.axes_or_new(ax)
     looks = looks or style.looks(info.lines)
     every = np.concatenate([values for line in info.lines.values() for values in line.seeds])
@@ -219,9 +219,9 @@ def _is_log(places: Floats) -> bool:
 
 
 def _side_by_side(info: Response, ax: Axes) -> dict[str, Line]:
-    """Return the lines, those with bars a little beside each other: bars at one place would hide each other."""
+    """Return the lines; lines with bars are moved apart slightly: bars at one place would hide each other."""
     count = len(info.lines)
-    # Each name has its own colour, or there is no bar: nothing to set apart.
+    # Each name has its own colour, or there are no bars: nothing can overlap.
     if set(info.lines) == set(info.ticks) or not (info.ticks or any(map(_has_bars, info.lines.values()))):
         return dict(info.lines)
     places = _places(info)
@@ -236,7 +236,7 @@ def _side_by_side(info: Response, ax: Axes) -> dict[str, Line]:
 
 
 def _has_bars(line: Line) -> bool:
-    """Say whether a line over numbers has bars: one with many seeds at each place has a band, single seeds nothing."""
+    """Return whether a line over numbers has bars: with many seeds at each place it has a band, with one neither."""
     counts = [len(values) for values in line.seeds]
     return max(counts) > 1 and min(counts) < FEW
 
@@ -248,7 +248,7 @@ def _draw_line(line: Line, ax: Axes, look: style.Look, *, edge: Edges, joined: b
     )
     for at, values in zip(line.x, line.seeds, strict=True):
         if len(values) > 1:
-            # Beside the bar, or it would hide them.
+            # At the side of the bar, or they would hide it.
             ax.plot(
                 np.full(len(values), at + (0.0 if joined else 0.09)), np.clip(values, edge.low, edge.high),
                 linestyle="", marker=look.marker, markersize=3.5, color=look.colour, alpha=0.45, clip_on=False,
@@ -264,7 +264,7 @@ def _draw_line(line: Line, ax: Axes, look: style.Look, *, edge: Edges, joined: b
 
 
 def mark_edges(ax: Axes, values: Floats, edge: Edges, never: tuple[str, str] = ("never", "never")) -> None:
-    """Set the scale of a y axis, and name the heights at which infinite values stand."""
+    """Set the scale of a y axis, and label the heights of infinite values."""
     if edge.log:
         ax.set_yscale("log")
     ends = ((-np.inf, edge.low, never[1]), (np.inf, edge.high, never[0]))
@@ -286,14 +286,14 @@ def mark_edges(ax: Axes, values: Floats, edge: Edges, never: tuple[str, str] = (
 
 
 def _apart(ax: Axes, tick: float, height: float) -> bool:
-    """Say whether the numbers of two ticks do not touch, on the axis as it is scaled."""
+    """Return whether the labels of two ticks do not touch, on the current scale of the axis."""
     low, high = ax.transScale.transform([(1.0, tick), (1.0, height)])[:, 1]
     bottom, top = ax.transScale.transform([(1.0, edge) for edge in ax.get_ylim()])[:, 1]
     return bool(abs(high - low) > 0.06 * abs(top - bottom))
 
 
 def draw_front(info: Front, ax: Axes | None = None, *, looks: Mapping[str, style.Look] | None = None) -> Axes:
-    """Draw settings as marks with bars over seeds, and a step line through those that none beats in both."""
+    """Draw settings as marks with bars over seeds, and a step line through the Pareto-optimal ones."""
     ax = style.axes_or_new(ax)
     looks = looks or style.looks(point.hue for point in info.points)
     limits = [
@@ -301,7 +301,7 @@ def draw_front(info: Front, ax: Axes | None = None, *, looks: Mapping[str, style
         for along in ([point.x for point in info.points], [point.y for point in info.points])
     ]
     told: set[str] = set()
-    names: dict[tuple[float, float], list[str]] = {}  # of marks; some have none
+    names: dict[tuple[float, float], list[str]] = {}  # by the place of a mark; some marks have no name
     for at, point in enumerate(info.points):
         (x, left, right), (y, low, high) = (
             np.clip([each.median, each.low, each.high], edge.low, edge.high)
@@ -329,13 +329,13 @@ def draw_front(info: Front, ax: Axes | None = None, *, looks: Mapping[str, style
 
 
 def _write_names(ax: Axes, names: Mapping[tuple[float, float], Sequence[str]], across: Edges) -> None:
-    """Write names beside marks, towards the middle: names at the right would run beyond the axes.
+    """Write names next to marks, towards the middle: at the right, names would run beyond the axes.
 
-    Those of one mark stand in lines; others go up or down by as much as keeps them off each other, and off marks.
+    The names of one mark are in lines; the names of different marks move up or down, off each other and off marks.
     """
     middle = (across.low * across.high) ** 0.5 if across.log else (across.low + across.high) / 2
     ax.autoscale_view()
-    # In points: a mark is 9 wide, and of a font of 10 a line is 12 high, a letter 5.6 wide in the mean.
+    # In points: a mark is 9 wide; with a font of 10, a line is 12 high and a letter 5.6 wide on average.
     marks = {place: ax.transData.transform(place) * 72 / ax.figure.dpi for place in names}
     taken = [(x - 4.5, x + 4.5, y - 4.5, y + 4.5) for x, y in marks.values()]
     named = [(place, lines) for place, lines in names.items() if lines]
@@ -361,7 +361,7 @@ def _write_names(ax: Axes, names: Mapping[tuple[float, float], Sequence[str]], a
 
 
 def draw_heat(info: Heat, ax: Axes | None = None, *, limits: tuple[float, float] | None = None) -> Axes:
-    """Draw a table of medians as shades with their numbers; infinite ones are called "never"."""
+    """Draw a table of medians as shades with their numbers; infinite ones are labelled "never"."""
     ax = style.axes_or_new(ax)
     finite = info.values[np.isfinite(info.values)]
     low, high = limits or ((float(finite.min()), float(finite.max())) if len(finite) else (0.0, 1.0))

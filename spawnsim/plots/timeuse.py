@@ -1,8 +1,8 @@
-"""Where the ranks' time goes: computing, or waiting and exchanging; and what load imbalance would cost in lockstep.
+"""How ranks use their time: computing, or waiting and exchanging; and the cost of load imbalance in lockstep.
 
-From the column `compute_s` (seconds that a row's computing took) and the ranks' last `time_s`. A policy's `wait_s` is
-not used: an asynchronous one counts time there in which its rank goes on computing. Of real ranks what comes before
-the computing of their first row is not shown: they start processes and load libraries then, which virtual ones do not.
+From the column `compute_s` (a row's seconds of computing) and the ranks' last `time_s`. A policy's `wait_s` is not
+used: for an asynchronous policy it includes time in which the rank computes. For real ranks, the time before the
+computing of their first row is left out: they start processes and load libraries then, which virtual ranks do not.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ COLOURS = {"computing": "#0072B2", "waiting and exchanging": "#E69F00"}
 
 
 class TimeUse(NamedTuple):
-    """Seconds per rank, ordered by rank, each (ranks,) float64; the two add up to the rank's own time."""
+    """Seconds per rank, ordered by rank, each (ranks,) float64; the two add up to the rank's time."""
 
     compute_s: Floats
     exchange_s: Floats
 
 
 class Imbalance(NamedTuple):
-    """What uneven ranks would cost if they ended each iteration together, in seconds over all iterations.
+    """The cost of uneven ranks if they ended each iteration together, in seconds over all iterations.
 
     `useful_s` sums the mean over ranks, `waiting_s` sums (max − mean).
     """
@@ -41,37 +41,37 @@ class Imbalance(NamedTuple):
 
 
 def time_use(table: Table) -> TimeUse | None:
-    """Return each rank's seconds of computing and of all the rest; None where computing was not recorded."""
+    """Return each rank's seconds of computing and of the rest; None if computing was not recorded."""
     if "compute_s" not in table or table["compute_s"].dtype.kind not in "biuf":
         return None
     compute_s = per_rank_sum(table, "compute_s")
-    # Computing in background tasks overlaps, so a rank may have computed longer than it ran.
+    # Computing in background tasks overlaps, so a rank may have computed for longer than it ran.
     return TimeUse(compute_s, np.maximum(per_rank_last(table, "time_s") - compute_s, 0.0))
 
 
 def of_run(run: Recorded) -> TimeUse | None:
-    """Return each rank's seconds as `time_use` does; real ranks begin with the computing of their first row."""
+    """Return each rank's seconds as `time_use` does; for real ranks they begin with the first row's computing."""
     used = time_use(run.table)
     if used is None or not is_real(run):
         return used
     table = since_start(run)
     _, first, rank = np.unique(table["rank"], return_index=True, return_inverse=True)
-    # A row is recorded after its computing, which is training already.
+    # A row is recorded after its computing, which is part of training already.
     computed_s = np.nan_to_num(numbers(table, "compute_s"))[first][rank]
     return time_use(dict(table) | {"time_s": table["time_s"] + computed_s})
 
 
 def imbalance(table: Table, name: str = "compute_s") -> Imbalance | None:
-    """Return what uneven ranks would cost in lockstep: the mean is useful, the slowest rank's excess is waiting."""
+    """Return the cost of uneven ranks in lockstep: the mean is useful, the slowest rank's excess is waiting."""
     if any(each not in table or table[each].dtype.kind not in "biuf" for each in (name, "iteration")):
         return None
     seconds = numbers(table, name)
-    # Rows of other kinds, such as an evaluation's, have neither.
+    # Other rows, such as rows of an evaluation, have neither.
     known = np.isfinite(seconds) & np.isfinite(numbers(table, "iteration"))
     _, step = np.unique(table["iteration"][known], return_inverse=True)
     mean_s = np.bincount(step, weights=seconds[known]) / np.maximum(np.bincount(step), 1)
     longest_s = np.zeros(len(mean_s))
-    # Unbuffered: `longest_s[step] = ...` would keep the last of the rows of one iteration, not the largest.
+    # Unbuffered: `longest_s[step] = ...` would keep the last row of an iteration, not the largest.
     np.maximum.at(longest_s, step, seconds[known])
     return Imbalance(float(mean_s.sum()), float((longest_s - mean_s).sum()))
 
@@ -79,7 +79,7 @@ def imbalance(table: Table, name: str = "compute_s") -> Imbalance | None:
 def draw(info: TimeUse, ax: Axes | None = None) -> Axes:
     """Draw stacked seconds of all ranks, the busiest rank first."""
     ax = style.axes_or_new(ax)
-    # Ordered by computing, as ranks by number would show a thousand thin columns without a shape.
+    # Ordered by computing: ordered by number, a thousand thin columns would have no shape.
     order = np.argsort(-info.compute_s, kind="stable")
     layers = dict(zip(COLOURS, (part[order] for part in info), strict=True))
     x = np.arange(len(order) + 1)
@@ -98,15 +98,15 @@ def draw(info: TimeUse, ax: Axes | None = None) -> Axes:
 
 
 def computing_share(info: TimeUse) -> float | None:
-    """Return which part of all ranks' time was computing; None where no time passed."""
+    """Return the share of all ranks' time that was computing; None if no time passed."""
     total_s = float(info.compute_s.sum() + info.exchange_s.sum())
     return float(info.compute_s.sum()) / total_s if total_s else None
 
 
 def figure(runs: Sequence[Recorded] | Groups) -> Figure | None:
-    """Return one panel per run, of many runs per group, on one height; None where no run recorded durations."""
+    """Return one panel per run (with many runs, per group), at one height; None if no run recorded durations."""
     found = grouped(runs)
-    # Beyond two rows panels are too small to read; one run of each curve stands for its others.
+    # With more than two rows, panels are too small to read; one run of each curve represents it.
     used = {id(run): info for run in found.runs if (info := of_run(run)) is not None}
     known = [(name, used[id(run)]) for name, run in found.alone(lambda run: id(run) in used, PANELS)]
     if not known:
@@ -124,13 +124,13 @@ def figure(runs: Sequence[Recorded] | Groups) -> Figure | None:
             words = "no time passed" if share is None else f"{share:.0%} computing"
             ax.text(0, 1.02, words, transform=ax.transAxes, fontsize=11, color="#555555")
             ax.set_xlabel("ranks, busiest first")
-        # The panels share it: the last panel's own would cut others off.
+        # The panels share their limit: the last panel's own limit would cut off other panels.
         axes[0, 0].set_ylim(0, 1.02 * highest_s or 1)
         for ax in axes.ravel()[len(known) :]:
             ax.set_visible(False)
         for ax in axes[:, 0]:
             ax.set_ylabel("training time per rank (s)" if real else "time per rank (s)")
-        # At the top it would meet the title.
+        # At the top it would touch the title.
         drawn.legend(*axes[0, 0].get_legend_handles_labels(), loc="outside right center")
 
     alone = " · of each curve the first run" if len(known) < len(used) else ""
