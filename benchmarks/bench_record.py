@@ -1,10 +1,11 @@
-"""What recording costs: 1,000 ranks, 1,000 rows each, 8 values a row; and what memory the end of a long run takes.
+"""The cost of recording: 1,000 ranks, 1,000 rows each, 8 values per row; and the memory at the end of a long run.
 
     python -m pytest benchmarks/bench_record.py
     python benchmarks/bench_record.py 10000000
 
-The second writes so many rows of two shapes by 100 ranks to a journal, as a run does, puts them together, saves the
-folder, loads it and compares digests. Printed after each: processor seconds, and the most memory so far.
+The second command writes this number of rows, of two shapes, from 100 ranks to a journal, as a run does. It then
+merges them, saves the folder, loads it and compares digests. After each step it prints processor seconds and peak
+memory so far.
 """
 
 from __future__ import annotations
@@ -38,11 +39,11 @@ def test_recording_a_million_rows():
         f"\nrecord: {row_us:.2f} us and {nbytes:.0f} bytes a row, table of {table.rows:,} rows in {table_s:.2f} s"
     )
     assert nbytes <= 84
-    assert row_us < 4  # twice the promise: a busy machine
+    assert row_us < 4  # twice the promise: the machine may be busy
 
 
 def end_of_a_run(rows: int, ranks: int = 100) -> None:
-    """Record, put together, save and load; print what each took."""
+    """Record, merge, save and load; print the cost of each."""
     with tempfile.TemporaryDirectory() as place:
         folder = Path(place)
         shard = Journal(journal.shard(folder), prompt=False)
@@ -69,7 +70,7 @@ def end_of_a_run(rows: int, ranks: int = 100) -> None:
 
 
 def told(what: str) -> None:
-    """Print what the process has used."""
+    """Print the resources that the process has used."""
     most_mib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
     print(f"{what:24} {time.process_time():8.1f} s {most_mib:8.0f} MiB", flush=True)
 

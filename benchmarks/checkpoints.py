@@ -1,12 +1,12 @@
-"""What checkpoints cost: how long they hold ranks up, and what their writing takes beside the training.
+"""The cost of checkpoints: how long they block ranks, and how much the writing thread takes from the training.
 
     spawnsim run benchmarks/checkpoints.py --backend mpi -n 4 --out DIR
     spawnsim run benchmarks/checkpoints.py --ranks 1000 --compute 0 --set parameters=10000 --set checkpoints=1 --out DIR
 
-Each rank saves a linear model and its AdamW state: three times the parameters. "held up": seconds in the call, of the
-rank that took longest. "writing": seconds of processor time of the thread that writes, mean of the ranks; and until all
-files are there. The share of a minute is that of the first alone where the thread has a core of its own, and of both
-together where it takes the rank's. All virtual ranks are one process: there the call is the whole price.
+Each rank saves a linear model and its AdamW state: three times the parameters. "held up": seconds in the call, on the
+slowest rank. "writing": processor seconds of the writing thread, mean of the ranks; and the time until all files
+exist. The cost per minute is "held up" alone if the thread has its own core, and the sum of both if it shares the
+rank's core. All virtual ranks are one process: there the call is the whole cost.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ MINUTE_S = 60.0
 
 
 def main(comm: Any, parameters: int = 10_000_000, checkpoints: int = 5) -> None:
-    """Save so many times, and print what it took."""
+    """Save `checkpoints` times, and print the cost."""
     width = math.isqrt(parameters)
     model = torch.nn.Linear(width, width, bias=False)
     optimizer = torch.optim.AdamW(model.parameters())

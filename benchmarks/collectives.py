@@ -1,7 +1,7 @@
-"""What the timing of collectives costs: `python benchmarks/collectives.py [RANKS]`; beside SMPI where it is installed.
+"""The cost of timing collectives: `python benchmarks/collectives.py [RANKS]`; compared with SMPI if it is installed.
 
-Milliseconds of processor time. Dataflows: best of 5, on skewed arrivals (nothing is remembered), with the numbers of
-messages asserted. The allreduce with its data: medians of 5, in turns with SMPI.
+Milliseconds of processor time. Dataflows: best of 5, on skewed arrivals (nothing is cached), with asserted numbers of
+messages. The allreduce with its data: medians of 5, alternating with SMPI.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ NETWORKS: dict[str, Network] = {
     "LogGP": Switch(LogGP(5e-6, 1e-6, 1e-6, 1e-9)),
     "nodes of 16": Nodes(Hockney(1e-6, 1e10), Hockney(1e-5, 1.25e9), 16),
 }
-# Operation, algorithm, bytes -> messages of P ranks.
+# Operation, algorithm, bytes -> number of messages for P ranks.
 MESSAGES: dict[tuple[str, str, int], Callable[[int], int]] = {
     ("barrier", "dissemination", 0): lambda size: size * (size - 1).bit_length(),
     ("bcast", "binomial", 40_000): lambda size: size - 1,
@@ -61,7 +61,7 @@ def _core(size: int) -> int:
 
 
 def best(call: Callable[[], object], repeats: int = 5) -> float:
-    """Return the shortest of some runs, in seconds."""
+    """Return the shortest duration of several runs, in seconds."""
     times = []
     for _ in range(repeats):
         begin = time.process_time()
@@ -80,7 +80,7 @@ def dataflow(network: Network, call: tuple[str, str, int], arrivals: np.ndarray,
 
 
 def dataflows(size: int) -> None:
-    """Print what each algorithm's timing takes on each network."""
+    """Print the cost of each algorithm's timing on each network."""
     arrivals = np.random.default_rng(0).random(size) * 1e-3
     print(f"{size} ranks, milliseconds".ljust(36), *(name.rjust(12) for name in NETWORKS))
     for call, messages in MESSAGES.items():
@@ -94,7 +94,7 @@ def dataflows(size: int) -> None:
 
 
 def live(size: int, rounds: int) -> float:
-    """Return the processor seconds of allreduces of floats among virtual ranks: data, timing, switches."""
+    """Return the processor seconds of float allreduces among virtual ranks: data, timing, switches."""
 
     def main(comm: spawnsim.Comm) -> None:
         mine, total = np.ones(FLOATS, np.float32), np.empty(FLOATS, np.float32)
@@ -107,7 +107,7 @@ def live(size: int, rounds: int) -> float:
 
 
 def touching(size: int) -> float:
-    """Return the seconds of reading what all ranks contribute once, and writing what they get once: the floor."""
+    """Return a lower bound in seconds: reading all ranks' contributions once, and writing their results once."""
     given = [np.ones(FLOATS, np.float32) for _ in range(size)]
     taken, total = [np.empty_like(each) for each in given], np.zeros(FLOATS, np.float32)
 
@@ -121,7 +121,7 @@ def touching(size: int) -> float:
 
 
 def smpi(folder: Path, size: int) -> Callable[[int], float]:
-    """Build the same allreduce for SMPI, by recursive doubling; return what gives the processor seconds of rounds."""
+    """Build the same allreduce for SMPI, by recursive doubling; return a function: rounds -> processor seconds."""
     (folder / "program.c").write_text(SMPI_PROGRAM)
     (folder / "platform.xml").write_text(SMPI_PLATFORM.format(last=size - 1))
     (folder / "hosts").write_text("\n".join(f"n{i}" for i in range(size)))
@@ -142,7 +142,7 @@ def smpi(folder: Path, size: int) -> Callable[[int], float]:
 
 
 def against_smpi(size: int) -> None:
-    """Print what an allreduce takes, ours and SMPI's in turns: processor time per round, start-up taken off."""
+    """Print the processor time per round of an allreduce, ours and SMPI's alternating, without start-up."""
     with tempfile.TemporaryDirectory() as name:
         calls: dict[str, Callable[[int], float]] = {"virtual ranks": lambda rounds: live(size, rounds)}
         if shutil.which("smpirun"):

@@ -1,10 +1,10 @@
-"""What a round over columns costs: `python benchmarks/columnar.py [--most RANKS] [--rounds N] [--ordinary]`.
+"""The cost of a round over columns: `python benchmarks/columnar.py [--most RANKS] [--rounds N] [--ordinary]`.
 
-Processor seconds a round, median of the rounds after the first, and nanoseconds a rank and round, from 100 ranks on,
-with the peak of memory. Each round all ranks compute (lognormal, persistent stragglers), report, and 1 in 100 is
-replaced by the mean of 8 donors; or all average 100 MB. Beside it the floor: one draw and one selection of as many
-numbers. With `--ordinary` also the same averaging on ordinary virtual ranks, at 1,000. The numbers of messages are
-asserted.
+Processor seconds per round (median of the rounds after the first), nanoseconds per rank and round, and peak memory,
+from 100 ranks on. In each round all ranks compute (lognormal, persistent stragglers) and report, and 1 in 100 is
+replaced by the mean of 8 donors; or all average 100 MB. The column "floor" is a lower bound: one draw and one selection
+of as many numbers. With `--ordinary`, also the same averaging on 1,000 ordinary virtual ranks. The numbers of
+messages are asserted.
 """
 
 from __future__ import annotations
@@ -34,17 +34,17 @@ def policy(name: str) -> SpawnPolicy:
 
 
 def messages(name: str, ranks: int) -> int:
-    """Return how many messages a round takes after the first: of collectives as their algorithms have them."""
+    """Return the number of messages of a round after the first; collectives follow their algorithms."""
     core = 1 << (ranks.bit_length() - 1)
     steps, folded = core * (core.bit_length() - 1), 2 * (ranks - core)
-    if name == "average":  # a digest where the mean of equal models could differ, and the models
+    if name == "average":  # a digest, if the mean of equal models could differ, and the models
         return (steps + folded if ranks != core else 0) + 2 * steps + folded
     replaced = max(1, int(ranks * RATIO + 1e-9))
     return 2 * (ranks - 1) + 2 * DONORS * replaced
 
 
 def measured(name: str, ranks: int, rounds: int) -> float:
-    """Return the median of a round's processor seconds; the first round is not counted."""
+    """Return the median of a round's processor seconds, without the first round."""
     marks: list[float] = []
     sent: list[int] = []
 
@@ -61,7 +61,7 @@ def measured(name: str, ranks: int, rounds: int) -> float:
 
 
 def floor(ranks: int) -> float:
-    """Return the processor seconds of what no round can do without: a draw for each rank, and finding the worst."""
+    """Return the processor seconds that every round needs: a draw for each rank, and finding the worst ranks."""
     rng, seconds = np.random.default_rng(0), []
     for _ in range(5):
         began = time.process_time()
@@ -91,7 +91,7 @@ def ordinary(ranks: int, rounds: int) -> float:
 
 
 def one(name: str, ranks: int, rounds: int) -> str:
-    """Return a line of the table, measured in a process of its own, so that the peak of memory is its own."""
+    """Return a line of the table, measured in a separate process, so that its peak memory is not shared."""
     command = [sys.executable, __file__, "--one", name, str(ranks), "--rounds", str(rounds)]
     return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
 

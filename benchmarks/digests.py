@@ -1,12 +1,12 @@
-"""The promise that a seed's run is the same to the bit: random programs in processes with other hashes of texts.
+"""A seed's run is the same to the bit: random programs in processes with different hashes of texts.
 
     PYTHONPATH=.:tests python benchmarks/digests.py --runs 2000
     PYTHONPATH=.:tests python benchmarks/digests.py --runs 500 --without-torch --python ~/3.12/bin/python
 
 Each process runs all programs and prints a digest for each: random messages, windows and locks on several networks
-(tests/support/random_programs.py); random calls and policies under drawn faults (tests/support/random_faults.py); every
-policy in the loop that docs/policies.md shows, under drawn faults. With --python (repeatable) other interpreters take
-part; those without torch are given programs that need none.
+(tests/support/random_programs.py); random calls and policies under drawn faults (tests/support/random_faults.py);
+every policy in the loop from docs/policies.md, under drawn faults. With --python (repeatable) other interpreters take
+part; an interpreter without torch gets programs that do not need it.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def programs(runs: int, *, torch: bool) -> Iterator[tuple[str, int]]:
 
 
 def digest(kind: str, number: int) -> str:
-    """Return the digest of one program's run, or the error in which it ended."""
+    """Return the digest of one program's run, or the error that ended it."""
     if kind == "messages":
         from support.random_programs import MIXTURES, communicators, on_virtual_ranks, random_programs, shape
 
@@ -77,7 +77,7 @@ def child(runs: int, *, torch: bool) -> None:
 
 
 def main() -> int:
-    """Run the processes and compare; 1 if anything differs."""
+    """Run the processes and compare their digests; return 1 if any differ."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

@@ -1,8 +1,8 @@
-"""A training of matrix products under any policy, to be run for real and predicted.
+"""A training of matrix products under any policy, for real runs and their predictions.
 
     mpiexec -n 2 spawnsim validate benchmarks/exchanges.py --set policy=average,selective --set size=1e4,1e6
 
-A step takes some milliseconds of one core. What is exchanged is a model of `size` parameters in four tensors.
+A step takes some milliseconds of one core. Ranks exchange a model of `size` parameters in four tensors.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ def main(
     every: int = 5,  # iterations between two exchanges
     products: int = 8,  # of matrices, a step
 ) -> None:
-    """Take steps, and exchange a model with the others."""
+    """Take steps, and exchange a model with the other ranks."""
     if policy not in POLICIES:
         raise ParameterError(f"policy={policy!r}: choose {', '.join(POLICIES)}")
     torch.set_num_threads(1)
@@ -112,7 +112,7 @@ def main(
                 matrix = matrix @ matrix + matrix
                 matrix /= max(float(np.abs(matrix).max()), 1.0)
         if exchange is not None:
-            # Ranks take turns to be behind, so that there is always somebody to be replaced.
+            # Ranks take turns to have the worst metric, so that a rank is replaced in every round.
             metric = float((comm.Get_rank() + iteration // every) % comm.Get_size())
             model, optimizer, _ = exchange(iteration, model, optimizer, local_metric=metric, group=comm)
     if exchange is not None:

@@ -1,12 +1,12 @@
-"""Every policy under failures of nodes: who finishes, and what share of the work counts in the end (goodput).
+"""Every policy under node failures: which ones finish, and what share of the work counts in the end (goodput).
 
     python benchmarks/failures.py --ranks 1000 --failures 2000 --out failures.png
 
-Nodes of 8 ranks fail at random (Poisson) and come back a second later. A rank that comes back reads its last
-checkpoint, joins the others by `recover()`, and takes part again. "requeued": averaging all, where each failure ends
-the job, which begins again from its checkpoint a second later. Goodput: iterations that ranks have finished, each
-counted once however often it was done, times the length of a step, against the time of all ranks. With --kept, what a
-file holds of earlier calls is not run again, and is in the figure too: a long campaign in parts.
+Nodes of 8 ranks fail at random (Poisson) and restart a second later. A restarted rank reads its last checkpoint,
+joins the other ranks with `recover()`, and takes part again. "requeued": averaging all, where each failure ends the
+job, which restarts from its checkpoint a second later. Goodput: iterations that ranks have finished, each counted
+once even if it was repeated, times the step time, over the time of all ranks. With --kept, results in a file from
+earlier calls are not measured again, and are part of the figure: a long campaign can run in parts.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ POLICIES: dict[str, Callable[[], SpawnPolicy]] = {
     "one-sided": lambda: OneSidedSelectiveAveragingPolicy(
         None, None, 10, replacement_mode="worst_ratio", windows=WindowOptions(shutdown_timeout_s=1.0)
     ),
-    # Ranks average every half a second: the times of a search, meant for seconds between averagings, must fit that.
+    # Ranks average every half a second: the search times, meant for seconds between averagings, must fit into that.
     "groups": lambda: DecentralizedAveragingPolicy(
         10, target_group_size=8, min_matchmaking_time=0.1, request_timeout=0.05
     ),
@@ -84,20 +84,20 @@ POLICIES: dict[str, Callable[[], SpawnPolicy]] = {
 
 
 def train(comm: Any, policy: str, iterations: int, every: int, step_s: float) -> None:
-    """Train with whoever is there."""
+    """Train with all ranks that are alive."""
     model = torch.nn.Linear(10, 10)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     acting, group = POLICIES[policy](), comm
     saved = comm.restore(model=model, optimizer=optimizer, policy=acting)
     iteration = 0 if saved is None else saved.iteration
-    alone = comm.Is_revoked()  # it has begun again, and must join the others first
+    alone = comm.Is_revoked()  # this rank has restarted, and must join the others first
     while True:
         try:
             if alone:
                 found = group.recover(iteration)
                 group, iteration, alone = found.comm, found.step, False
             if iteration == iterations:
-                group.Barrier()  # nobody leaves while another may need it to recover
+                group.Barrier()  # no rank leaves while another may need it to recover
                 return
             with comm.compute(step_s):
                 pass
@@ -112,13 +112,13 @@ def train(comm: Any, policy: str, iterations: int, every: int, step_s: float) ->
 
 
 def finished(run: Any) -> int:
-    """Return how many iterations ranks have finished, each counted once."""
+    """Return the number of iterations that ranks have finished, each counted once."""
     table = run.table
     return len(np.unique(table["rank"].astype(np.int64) * 10**7 + table["iteration"].astype(np.int64)))
 
 
 def plan(ranks: int, failures: int, length_s: float, *, requeued: bool = False) -> FaultPlan:
-    """Return failures of nodes in a time, about so many of ranks; `requeued`: each one ends the whole job."""
+    """Return node failures that hit about `failures` ranks in a time; `requeued`: each failure ends the whole job."""
     nodes = [tuple(range(first, min(first + NODE, ranks))) for first in range(0, ranks, NODE)]
     drawn = Failures(0.0, length_s, mtbf_s=len(nodes) * length_s / (failures / NODE), repair_s=1.0)
     return FaultPlan(drawn.faults(nodes, seed=1, job=range(ranks) if requeued else ()), seed=1)
@@ -174,7 +174,7 @@ def main() -> None:
 
 
 def measured(ranks: int, faults: FaultPlan, parameters: dict[str, Any]) -> dict[str, float]:
-    """Run a policy, and return what is told of it."""
+    """Run a policy, and return its results."""
     began_s = time.process_time()
     run = spawnsim.run(train, ranks=ranks, faults=faults, parameters=parameters)
     virtual_s = run.totals["virtual_seconds"]

@@ -1,10 +1,10 @@
-"""Every policy under drawn faults: how many cases, what broke, which kinds of fault struck.
+"""Every policy under drawn faults: the number of cases, the failures, and the kinds of faults that occurred.
 
     PYTHONPATH=.:tests python benchmarks/fuzz_policies.py --seconds 20 --out cases.json
 
-The program is tests/programs/fuzzed_policies.py, the loop that docs/policies.md shows: it goes on when ranks die and
-calls meet deadlines. With --out, counts are added to those that the file holds, and the next call goes on with the next
-seeds: a long campaign in short parts.
+The program is tests/programs/fuzzed_policies.py, the loop from docs/policies.md: it continues when ranks die and
+calls meet deadlines. With --out, the counts in the file are added up, and the next call continues with the next
+seeds: a long campaign can run in short parts.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ RANKS = (2, 3, 5, 8, 12, 16)
 
 
 def hunt(policy: str, first: int, options: argparse.Namespace) -> tuple[Counter[str], list[str]]:
-    """Return what was counted for a policy, and how each failure is replayed."""
+    """Return a policy's counts, and the command that replays each failure."""
     space = Space(
         ranks=[int(word) for word in options.ranks.split(",")], faults=options.faults, survive=True,
         parameters={"policy": policy, "iterations": options.iterations},
@@ -71,7 +71,7 @@ def main() -> None:
 
 
 def table(kept: dict[str, dict[str, int]]) -> str:
-    """Return what was counted, a line for each policy."""
+    """Return the counts, one line per policy."""
     rows = []
     for policy, counts in kept.items():
         struck = {name.removeprefix("struck "): n for name, n in counts.items() if name.startswith("struck ")}

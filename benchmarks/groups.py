@@ -1,9 +1,9 @@
-"""Averaging in groups on a healthy network: how many averages are whole, and how long they take in virtual time.
+"""Averaging in groups on a healthy network: how many averages are complete, and their virtual time.
 
     python benchmarks/groups.py [MEGABYTES ...]
 
-Each rank holds float32 numbers and a few int64 ones, as models with BatchNorm do, and averages with all others in steps
-that begin at the same time. An average is whole if every rank ends with the exact mean.
+Each rank holds float32 numbers and a few int64 ones, as models with BatchNorm do. It averages with all other ranks,
+in steps that begin at the same time. An average is complete if every rank ends with the exact mean.
 """
 
 import sys
@@ -17,7 +17,7 @@ STEPS, RANKS, PLATFORMS = 3, (2, 4, 8, 16), ("infiniband-hdr", "ethernet-10g", "
 
 
 def measure(ranks: int, platform: str, megabytes: float) -> tuple[int, float]:
-    """Return how many of the steps were whole, and the median of the seconds that they took on the slowest rank."""
+    """Return the number of complete averages, and the median of their seconds on the slowest rank."""
     right, seconds = [True] * STEPS, [0.0] * STEPS
 
     def main(comm: spawnsim.Comm) -> None:

@@ -1,10 +1,10 @@
-"""Runs that are killed at random moments and resumed: are they complete, and on virtual ranks the run that was not?
+"""Runs that are killed at random moments and resumed: are they complete, and on virtual ranks equal to a whole run?
 
     python benchmarks/killed_runs.py --kills 20 [--backend mpi -n 3] [--seed 0]
 
-`tests/programs/resumable.py` runs once whole. Then, for each kill, it begins again in a folder of its own, all of its
-processes get SIGKILL at a moment drawn from the time after the first checkpoint, and `spawnsim resume` finishes it. On
-virtual ranks digest and rows must be those of the whole run; on real ranks each rank must have a row for each
+`tests/programs/resumable.py` runs once without interruption. Then, for each kill, it starts again in a new folder,
+all of its processes get SIGKILL at a random moment after the first checkpoint, and `spawnsim resume` finishes it. On
+virtual ranks, digest and rows must equal the uninterrupted run's; on real ranks, each rank must have a row for each
 iteration. Every second run is killed twice.
 """
 
@@ -27,24 +27,24 @@ import spawnsim
 
 PROGRAM = Path(__file__).parents[1] / "tests" / "programs" / "resumable.py"
 POLICIES = ("selective", "one-sided", "all", "diloco", "groups", "clock", "decoupled")
-DELAY_S = 0.3  # of a kill after a checkpoint, at most
+DELAY_S = 0.3  # the longest delay of a kill after a checkpoint
 SPAWNSIM = (sys.executable, "-m", "spawnsim")
 
 
 def begun(command: list[str]) -> subprocess.Popen[bytes]:
-    """Start a command in a process group of its own."""
+    """Start a command in a new process group."""
     return subprocess.Popen(
         command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True
     )
 
 
 def saved(out: Path) -> int:
-    """Return the iteration of the newest checkpoint, 0 if there is none."""
+    """Return the iteration of the newest checkpoint, or 0 without a checkpoint."""
     return max((int(each.name) for each in out.glob("checkpoints/*") if each.name.isdigit()), default=0)
 
 
 def killed(command: list[str], out: Path, iteration: int, delay_s: float) -> int:
-    """Start a command and kill all its processes a while after the checkpoint of an iteration; return its status."""
+    """Start a command and kill all its processes after a checkpoint and a delay; return its status."""
     process = begun(command)
     while process.poll() is None and saved(out) < iteration:
         time.sleep(0.005)
@@ -56,7 +56,7 @@ def killed(command: list[str], out: Path, iteration: int, delay_s: float) -> int
 
 
 def same(whole: spawnsim.Run, other: spawnsim.Run) -> bool:
-    """Return whether two virtual runs are one: digest, rows and times."""
+    """Return whether two virtual runs are equal: digest, rows and times."""
     columns = ("rank", "time_s", "iteration", "loss", "weight", "total")
     equal = (np.array_equal(whole.table[name], other.table[name]) for name in columns)
     return whole.totals["digest"] == other.totals["digest"] and all(equal)
@@ -69,7 +69,7 @@ def complete(run: spawnsim.Run, ranks: int, iterations: int) -> bool:
 
 
 def campaign(how: Any, folder: Path) -> int:
-    """Kill and resume; print a line for each kill; return how many runs were not as they should be."""
+    """Kill and resume; print a line for each kill; return the number of wrong runs."""
     draw, wrong, wholes = random.Random(how.seed), 0, set[str]()
     world = ["--backend", how.backend, "-n", how.n] if how.backend != "virtual" else ["--ranks", how.n]
     world += ["--seed", "7", *([] if how.backend != "virtual" else ["--straggler", "lognormal:0.3"])]

@@ -1,10 +1,10 @@
-"""Measure how the package is cut: files, lines, circles, ancestry, reading distance, reasons, docstrings.
+"""Measure the structure of the package: files, lines, circles, ancestry, reading distance, reasons, docstrings.
 
     python benchmarks/layout.py
 
-prints one table. Counting rules: a line of code is neither blank, nor comment alone, nor docstring; imports inside
-functions and under TYPE_CHECKING count for circles; a public callable is one that `spawnsim.__all__`, the policies,
-`run`, `study`, `plots` or `testing` name in `__all__`, with its public methods.
+prints one table. Counting rules: a line of code is neither blank, nor only a comment, nor docstring; imports inside
+functions and under TYPE_CHECKING count for circles; a public callable is in the `__all__` of `spawnsim`, the
+policies, `run`, `study`, `plots` or `testing`, or is a public method of such a class.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def count(path: Path) -> tuple[int, int, int]:
     """Count one file's lines, its lines of code, and its comments.
 
     Returns:
-        (lines, lines of code, comments); comments that only steer tools ("noqa", "type:", "fmt:") are left out.
+        (lines, lines of code, comments); comments that only control tools ("noqa", "type:", "fmt:") are left out.
     """
     text = path.read_text(encoding="utf-8")
     docstrings = _docstrings(ast.parse(text))
@@ -136,7 +136,7 @@ def ancestry() -> int:
 
 
 def crossed() -> list[str]:
-    """List the files that one virtual `Allreduce` of 10 float64 runs through, on rank 0 of 4."""
+    """List the files that one virtual `Allreduce` of 10 float64 passes through, on rank 0 of 4."""
     seen: set[str] = set()
 
     def profiled(frame: Any, event: str, _argument: Any) -> None:
@@ -146,7 +146,7 @@ def crossed() -> list[str]:
     def main(comm: Any) -> None:
         ours, total = np.ones(10), np.zeros(10)
         first = comm.Get_rank() == 0
-        comm.Allreduce(ours, total)  # what is made once, a schedule for example, is not part of the distance
+        comm.Allreduce(ours, total)  # objects made once, such as a schedule, are not part of the distance
         if first:
             sys.setprofile(profiled)
         comm.Allreduce(ours, total)
@@ -157,7 +157,7 @@ def crossed() -> list[str]:
 
 
 def public_callables() -> Iterator[tuple[str, Callable[..., Any]]]:
-    """Give each public function and method with its dotted name, once."""
+    """Yield each public function and method with its dotted name, once."""
     given: set[int] = set()
     for name in PUBLIC:
         module = importlib.import_module(name)
@@ -188,7 +188,7 @@ def _callables(label: str, value: Any) -> Iterator[tuple[str, Callable[..., Any]
 
 
 def _documentation(function: Callable[..., Any]) -> str:
-    """Return a callable's docstring, and those of the methods that it overrides: an override need not repeat them."""
+    """Return a callable's docstring with the docstrings of the methods that it overrides, which it need not repeat."""
     texts = [inspect.getdoc(function) or ""]
     owner: Any = sys.modules[function.__module__]
     for part in function.__qualname__.split(".")[:-1]:
@@ -220,7 +220,7 @@ def undocumented() -> tuple[int, list[str]]:
 
 
 def main() -> None:
-    """Print the table; with `-v`, also what it counts."""
+    """Print the table; with `-v`, also the counted items."""
     counts = [count(path) for path in files()]
     lines, code, comments = (sum(column) for column in zip(*counts, strict=True))
     found, distance = circles(), crossed()

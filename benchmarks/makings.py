@@ -1,9 +1,9 @@
-"""How often making a communicator from a group hangs while another thread of the rank is in the library.
+"""How often creating a communicator from a group hangs while another thread of the rank is in the library.
 
     mpiexec -n 3 python benchmarks/makings.py [TRIES] [alone]
 
-Another thread polls, as the watchdog of a rank that survives others does; with `alone` it pauses while one is made. The
-first making that hangs ends the program: nothing frees who waits in it.
+Another thread polls, like the watchdog of a rank that survives failures; with `alone` it pauses during a creation.
+The first creation that hangs ends the program: nothing can free a rank that waits in it.
 """
 
 import os
@@ -13,7 +13,7 @@ import time
 
 from mpi4py import MPI
 
-HUNG_S = 10.0  # a making takes some ms
+HUNG_S = 10.0  # a creation takes some ms
 
 
 def main(tries: int, *, alone: bool) -> None:
@@ -46,7 +46,7 @@ def main(tries: int, *, alone: bool) -> None:
             break
         made[-1].Free()
     print(f"rank {world.rank}: {len(made)} made{', the next one hangs' * (len(made) < tries)}", flush=True)
-    time.sleep(1.0)  # for the others, whom the end of this rank may end
+    time.sleep(1.0)  # for the other ranks, which the end of this rank may end
     os._exit(0)
 
 

@@ -1,6 +1,6 @@
-"""The program that `real_kills.py` kills: it trains a small model under a policy, and recovers from deaths if it may.
+"""The program that `real_kills.py` kills: it trains a small model under a policy, and recovers from deaths if allowed.
 
-Each rank leaves a file for every stage that it comes to: its name says which, its content is the process id.
+Each rank leaves a file for every stage that it reaches: the file name is the stage, its content is the process id.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ MARKS = os.environ.get("MORTAL_MARKS", "")
 
 
 def reach(stage: str) -> None:
-    """Say that this rank has come to a stage."""
+    """Record that this rank has reached a stage."""
     if MARKS:
         draft = Path(MARKS) / f".{stage}-{RANK}"
         draft.write_text(str(os.getpid()))

@@ -3,8 +3,9 @@
     python benchmarks/mutants.py            all
     python benchmarks/mutants.py 3 17       these
 
-A mutant changes one line of a copy of the checkout and runs the tests named next to it there, until the first failure.
-The old line must be in exactly one file of spawnsim/, so that the list breaks, and is mended, when code moves.
+A mutant changes one line in a copy of the checkout, and runs the tests named next to it there, until the first
+failure. The old line must be in exactly one file of spawnsim/, so that the list fails, and is updated, when code
+moves.
 """
 
 # ruff: noqa: E501
@@ -24,7 +25,7 @@ TIME_LIMIT_S = 600
 
 
 class Mutant(NamedTuple):
-    """A promise, a line of the code that keeps it, the line that breaks it, and where tests should notice."""
+    """A promise, a line of code that keeps it, the line that breaks it, and the tests that should fail."""
 
     promise: str
     old: str
@@ -123,7 +124,7 @@ MUTANTS = (
 
 
 def main(chosen: list[int]) -> int:
-    """Run the mutants; return how many survive."""
+    """Run the mutants; return the number of surviving ones."""
     survivors = 0
     with tempfile.TemporaryDirectory() as folder:
         copy = Path(folder) / "checkout"

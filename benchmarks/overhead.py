@@ -1,9 +1,9 @@
-"""What the simulator costs beside the learner: a no-op training loop on 1,000 ranks, and the memory of 10,000.
+"""The cost of the simulator without learning: a no-op training loop on 1,000 ranks, and the memory of 10,000.
 
 usage: python benchmarks/overhead.py [RANKS] [ITERATIONS]
 
-Prints processor microseconds per rank and iteration, start-up taken off. Also asserts how many events each loop needs:
-computing and recording need none, a poll needs one.
+Prints processor microseconds per rank and iteration, without start-up. Also asserts the number of events of each
+loop: computing and recording need none, a poll needs one.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def meeting(comm: Any, iterations: int) -> None:
         comm.record(iteration=iteration, loss=0.5)
 
 
-LOOPS: dict[str, tuple[Loop, int]] = {  # and events of SimPy per rank and iteration, at most
+LOOPS: dict[str, tuple[Loop, int]] = {  # and SimPy events per rank and iteration, at most
     "compute": (computing, 0),
     "compute, record": (recording, 0),
     "compute, poll, record": (polling, 1),
@@ -62,7 +62,7 @@ LOOPS: dict[str, tuple[Loop, int]] = {  # and events of SimPy per rank and itera
 
 
 def spent(loop: Loop, ranks: int, iterations: int, stragglers: str | None) -> tuple[float, int]:
-    """Return the processor seconds of a run, and the events of SimPy that it took."""
+    """Return the processor seconds of a run, and its number of SimPy events."""
     begin = time.process_time()
     totals = simulate(
         lambda comm: loop(comm, iterations),
@@ -84,7 +84,7 @@ def per_iteration(loop: Loop, ranks: int, iterations: int, *, events: int, strag
 
 
 def crowd(comm: Any) -> None:
-    """Do a little of everything."""
+    """Make a few calls of each kind."""
     recording(comm, 10)
     right, left = (comm.Get_rank() + 1) % comm.Get_size(), (comm.Get_rank() - 1) % comm.Get_size()
     comm.sendrecv(None, right, source=left)
@@ -92,7 +92,7 @@ def crowd(comm: Any) -> None:
 
 
 def memory() -> tuple[float, float]:
-    """Return the kilobytes that each of many ranks takes at most, and the seconds of the run."""
+    """Return the kilobytes per rank of many ranks, at most, and the seconds of the run."""
     spawnsim.run(crowd, ranks=10)
     before, begin = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, time.perf_counter()
     spawnsim.run(crowd, ranks=CROWD)

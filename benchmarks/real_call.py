@@ -1,8 +1,8 @@
-"""What the wrapper adds to a call of mpi4py: `mpiexec -n 2 python benchmarks/real_call.py`.
+"""The cost that the wrapper adds to a call of mpi4py: `mpiexec -n 2 python benchmarks/real_call.py`.
 
 Microseconds, medians of 5.
 
-Each pair of figures comes from one run, alternating: the raw call, then the wrapped one.
+Each pair of figures comes from one run, alternating: first the raw call, then the wrapped call.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
-"""Policies on CUDA tensors: over NCCL, or over MPI through pinned memory; without a GPU it says so and ends well.
+"""Policies on CUDA tensors: over NCCL, or over MPI through pinned memory; without a GPU it reports that and exits.
 
     torchrun --nproc-per-node 2 benchmarks/real_gpu.py        # NCCL with one rank per GPU, else gloo and pinned memory
     mpiexec -n 2 python benchmarks/real_gpu.py                # staged, or by a CUDA-aware MPI
 
-Ratios within one run: bare and ours alternate, medians of REPEATS. "Bare" is what a program without spawnsim would
-write: torch's `all_reduce` on the GPU, or copies to pinned memory that is made once, mpi4py's call, and back.
+Ratios within one run: bare and ours alternate, medians of REPEATS. "Bare" is the code of a program without spawnsim:
+torch's `all_reduce` on the GPU; or copies to pinned memory that is allocated once, mpi4py's call, and copies back.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ Ratio = tuple[float, float, float]
 
 
 class Weights(torch.nn.Module):
-    """A model that is nothing but float32 tensors of given lengths, on the GPU."""
+    """A model that consists of float32 tensors of given lengths, on the GPU."""
 
     def __init__(self, lengths: list[int]) -> None:
         super().__init__()
@@ -76,12 +76,12 @@ def bare_sum(comm: Any, length: int) -> Callable[[], object]:
 
 
 def over_nccl() -> bool:
-    """Return whether torch's group of all ranks has NCCL, which spawnsim chooses where each has a GPU of its own."""
+    """Return whether torch's group of all ranks has NCCL; spawnsim chooses NCCL if each rank has its own GPU."""
     return "nccl" in str(dist.get_backend_config())
 
 
 def through(tensor: torch.Tensor, host: torch.Tensor, call: Callable[[], object]) -> None:
-    """Make a call on main memory, if that is another one."""
+    """Make a call on main memory, with copies if the tensor is elsewhere."""
     if host is not tensor:
         host.copy_(tensor)
     call()
@@ -147,14 +147,14 @@ def slowdown(comm: Any) -> float:
 
 
 def way(comm: Any) -> str:
-    """Return how GPU tensors travel here."""
+    """Return the path of GPU tensors here."""
     if hasattr(comm, "as_mpi_comm"):
         return f"{comm.capabilities().library}, {'CUDA-aware' if cuda_aware() else 'staged through pinned memory'}"
     return "NCCL, tensors stay on the GPUs" if over_nccl() else "gloo, staged through pinned memory"
 
 
 def measure(comm: Any) -> None:
-    """Print card, figures and ratios. Collective."""
+    """Print the card, figures and ratios. Collective."""
     cards = sorted(
         set(comm.allgather(f"{torch.cuda.get_device_name()} number {torch.cuda.current_device()}"))
     )

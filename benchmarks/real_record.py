@@ -1,8 +1,8 @@
-"""What recording costs a real rank: `mpiexec -n 2 python benchmarks/real_record.py`.
+"""The cost of recording on a real rank: `mpiexec -n 2 python benchmarks/real_record.py`.
 
-Microseconds of the program's own thread (waiting for a core does not count), the best of 9 rounds. Rows go to a
-shard on disk, as in `spawnsim run --out`, flushes included. The training loop computes for about 200 us an iteration,
-as that of the digits does; rounds with and without `comm.record` take turns.
+Microseconds of the program's own thread (waiting for a core does not count), the best of 9 rounds. Rows go to a shard
+on disk, as in `spawnsim run --out`, including flushes. The training loop computes for about 200 us per iteration, as
+in the digits study; rounds with and without `comm.record` alternate.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def block(comm: MPIComm) -> None:
 
 
 def step(weights: np.ndarray) -> None:
-    """Compute for about 200 us, on this core alone."""
+    """Compute for about 200 us, on this core only."""
     for _ in range(240):
         weights += 1.0
 

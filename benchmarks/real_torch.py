@@ -2,8 +2,8 @@
 
 `python -m spawnsim.real.launch.forked 2 benchmarks/real_torch.py [WORDS]`
 
-Both take turns in blocks of a few calls, first the one and then the other way round, so that both see the same machine;
-printed are the medians over all blocks. WORDS choose parts: collectives, messages, windows.
+Both alternate in blocks of a few calls, in both orders, so that both see the same machine state; the medians over all
+blocks are printed. WORDS choose parts: collectives, messages, windows.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def clocked(call: Call, calls: int) -> float:
 
 
 def versus(theirs: Call, ours: Call, calls: int, blocks: int) -> tuple[float, float, float]:
-    """Return torch's and our median seconds a call, and how many times as fast ours is (median of paired blocks)."""
+    """Return torch's and our median seconds per call, and the speed-up of ours (median of paired blocks)."""
     pairs = []
     for block in range(blocks + 2):
         if block % 2:
@@ -59,7 +59,7 @@ def say(comm: TorchComm, what: str, found: tuple[float, float, float], wanted: f
 
 
 def kinds(comm: TorchComm, length: int) -> dict[str, tuple[Call, Call]]:
-    """Return the collectives of `length` float32 that torch has: torch's call and ours."""
+    """Return the collectives of `length` float32 that torch also has: torch's call and ours."""
     tensor, into, other = torch.zeros(length), torch.zeros(length * comm.size), torch.zeros(length)
     return {
         "Allreduce": (lambda: dist.all_reduce(tensor), lambda: comm.Allreduce(IN_PLACE, tensor)),
@@ -73,7 +73,7 @@ def kinds(comm: TorchComm, length: int) -> dict[str, tuple[Call, Call]]:
 
 
 def collectives(comm: TorchComm) -> None:
-    """Every size of the collectives that torch has, and Barrier."""
+    """Measure every size of torch's collectives, and Barrier."""
     for length, calls, blocks in SIZES:
         for name, (theirs, ours) in kinds(comm, length).items():
             wanted = 0.95 if name == "Allreduce" else None
@@ -82,7 +82,7 @@ def collectives(comm: TorchComm) -> None:
 
 
 def messages(comm: TorchComm) -> None:
-    """Ping-pong between ranks 0 and 1: half a round trip, and the bandwidth."""
+    """Measure a ping-pong between ranks 0 and 1: half a round trip, and the bandwidth."""
     for length, calls, blocks in SIZES:
         tensor, peer = torch.zeros(length), 1 - comm.rank
 
@@ -107,7 +107,7 @@ def messages(comm: TorchComm) -> None:
 
 
 def windows(comm: TorchComm) -> None:
-    """A reader fetches 10 M float32 from a donor: at rest against a raw receive, then while the donor computes."""
+    """Fetch 10 M float32 from a donor: at rest against a raw receive, then while the donor computes."""
     window, into = comm.Win.Allocate(4 * LENGTH), torch.zeros(LENGTH)
     memory = torch.from_numpy(window.tomemory()).view(torch.float32)
 
@@ -139,7 +139,7 @@ def windows(comm: TorchComm) -> None:
 
 
 def busy_donor(comm: TorchComm, fetch: Call, transfer_s: float) -> None:
-    """Print a reader's waits, and what serving costs a donor that computes in blocks of 50 ms."""
+    """Print a reader's waits, and the cost of serving for a donor that computes in blocks of 50 ms."""
     table = torch.ones(300, 300)
     multiply = clocked(lambda: table @ table, 200)
     steps = int(BATCH_S / multiply)

@@ -1,7 +1,7 @@
 """How models travel on real MPI: `mpiexec -n 2 python benchmarks/real_transport.py` (and -n 4).
 
-Ratios within one run: what is compared alternates, medians of REPEATS. A pass is one copy of the model's 40 MB between
-two buffers that are in use already. `part`, `copies` or `bytes` runs that section alone.
+Ratios within one run: the compared calls alternate, medians of REPEATS. A pass is one copy of the model's 40 MB
+between two buffers that are in use already. `part`, `copies` or `bytes` runs only that section.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ BLOCK_S, EVERY, ITERATIONS = 0.05, 8, 34
 
 
 class Weights(torch.nn.Module):
-    """A model that is nothing but float32 tensors of given lengths."""
+    """A model that consists of float32 tensors of given lengths."""
 
     def __init__(self, lengths: list[int]) -> None:
         super().__init__()
@@ -44,13 +44,13 @@ def seconds(call: Callable[[], object]) -> float:
 
 
 def medians(calls: dict[str, Callable[[], object]], repeats: int = REPEATS) -> dict[str, float]:
-    """Return each call's median seconds; they take turns, the first two do not count."""
+    """Return each call's median seconds; the calls alternate, and the first two rounds do not count."""
     turns = [{name: seconds(call) for name, call in calls.items()} for _ in range(repeats + 2)]
     return {name: statistics.median(turn[name] for turn in turns[2:]) for name in calls}
 
 
 def show(title: str, found: dict[str, float], unit: str) -> None:
-    """Print seconds, and each as a multiple of one of them."""
+    """Print seconds, and each as a multiple of a reference."""
     print(title)
     for name, each in found.items():
         print(f"  {name:58} {each * 1e3:8.2f} ms  {each / found[unit]:6.2f} ×")
@@ -58,7 +58,7 @@ def show(title: str, found: dict[str, float], unit: str) -> None:
 
 # ----------------------------------------------------------------------------------------------- copies
 def copies(comm: MPIComm) -> None:
-    """A donor's and a receiver's own work on one snapshot, in passes over the model."""
+    """Measure a donor's and a receiver's own work on one snapshot, in passes over the model."""
     live = {f"parameter/{name}": each.detach() for name, each in Weights(LENGTHS).named_parameters()}
     flat, other = np.ones(sum(LENGTHS), np.float32), np.ones(sum(LENGTHS), np.float32)
     snapshots = SnapshotWindow(comm, live, Fixed(9.0))
@@ -82,7 +82,7 @@ def copies(comm: MPIComm) -> None:
 
 
 def staged(live: dict[str, torch.Tensor], flat: np.ndarray[Any, Any], snapshots: SnapshotWindow) -> None:
-    """Publish as it was done before: copy to a stage, and from there to the window."""
+    """Publish in the former way: copy to a stage, and from there to the window."""
     pieces = torch.split(torch.from_numpy(flat), LENGTHS)
     torch._foreach_copy_(list(pieces), list(live.values()))
     window, me = snapshots._windows[""].win, snapshots.comm.Get_rank()
@@ -92,7 +92,7 @@ def staged(live: dict[str, torch.Tensor], flat: np.ndarray[Any, Any], snapshots:
 
 def fetch(comm: MPIComm, snapshots: SnapshotWindow, live: dict[str, torch.Tensor]) -> None:
     """Take a donor's snapshot, against a bare Get of the same bytes."""
-    for version in (1, 2):  # `staged` left no description in one of the slots
+    for version in (1, 2):  # `staged` left one slot without a description
         snapshots.publish(live, version)
     raw, into = snapshots._windows[""].win._raw, np.ones(sum(LENGTHS), np.float32)
     donor = (comm.rank + 1) % comm.size
@@ -140,7 +140,7 @@ def training(
 
 
 def compare(comm: MPIComm, title: str, settings: dict[str, tuple[Wiring, str | None]]) -> None:
-    """Print waits under several settings, which take turns."""
+    """Print waits under several settings, which alternate."""
     found: dict[str, list[tuple[list[float], list[int], float]]] = {name: [] for name in settings}
     for _ in range(3):
         for name, (wiring, compression) in settings.items():
@@ -160,7 +160,7 @@ def compare(comm: MPIComm, title: str, settings: dict[str, tuple[Wiring, str | N
 
 
 def parts(comm: MPIComm) -> None:
-    """How long replacements take, by the size of the messages."""
+    """Measure replacements by the size of the messages."""
     sizes = (2**18, 2**20, 2**22, 2**24, 2**26)
     settings: dict[str, tuple[Wiring, str | None]] = {
         f"part_nbytes={size}": (Wiring(part_nbytes=size), None) for size in sizes
@@ -169,7 +169,7 @@ def parts(comm: MPIComm) -> None:
 
 
 def smaller(comm: MPIComm) -> None:
-    """What compression does to them."""
+    """Measure replacements with compression."""
     settings: dict[str, tuple[Wiring, str | None]] = {
         str(how): (Wiring(), how) for how in (None, "float16", "bfloat16", "blockwise8")
     }

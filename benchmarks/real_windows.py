@@ -18,7 +18,7 @@ BATCH_S, BATCHES = 0.05, 40
 
 
 def fetch(comm: MPIComm) -> float:
-    """Return the bandwidth of our Get of 10 M float32, as a share of a bare one's."""
+    """Return the bandwidth of our Get of 10 M float32, as a share of a bare Get's."""
     ours = comm.Win.Allocate(4 * LENGTH)
     bare = MPI.Win.Allocate(4 * LENGTH, 1, comm=comm.as_mpi_comm())
     into, ratios = np.zeros(LENGTH, np.float32), []
@@ -42,7 +42,7 @@ def fetch(comm: MPIComm) -> float:
 
 
 def wait_for_a_busy_donor(comm: MPIComm, memory: str) -> tuple[list[float], float]:
-    """Return waits (s) of a reader of 1 MB while the donor computes in blocks, and what polling costs the donor."""
+    """Return waits (s) of a reader of 1 MB while the donor computes in blocks, and the cost of polling on the donor."""
     length = 250_000
     own = np.zeros(length, np.float32)
     window = comm.Win.Allocate(4 * length) if memory == "allocate" else comm.Win.Create(own)

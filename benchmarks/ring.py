@@ -1,10 +1,10 @@
-"""Messages per second: 1,000 virtual ranks pass 4 KiB round a ring, side by side with SimGrid where it is installed.
+"""Messages per second: 1,000 virtual ranks pass 4 KiB round a ring, compared with SimGrid if it is installed.
 
 usage: python benchmarks/ring.py [RANKS] [ROUNDS]
 
-Peers (Debian: apt-get install g++ libsimgrid-dev): SMPI, an unmodified C program with MPI_Sendrecv; S4U, actors in C++
-that pass a pointer instead of data. All take turns, several times; times are those of the processor, start-up taken
-off, so that ratios hold on a busy machine. Also asserts how many events and messages each program costs.
+Peers (Debian: apt-get install g++ libsimgrid-dev): SMPI, an unmodified C program with MPI_Sendrecv; S4U, actors in
+C++ that pass a pointer instead of data. All alternate, several times. Times are processor times without start-up, so
+that ratios hold on a busy machine. Also asserts the number of events and messages of each program.
 """
 
 from __future__ import annotations
@@ -119,8 +119,8 @@ def platform(contention: str) -> Platform:
 
 
 def ours(program: Callable[[Any, int], None], ranks: int, rounds: int, contention: str = "serial") -> float:
-    """Return the processor seconds of a run; see that it costs the events and messages that it should."""
-    # A run collects what earlier ones have left: 0.1 s in some run, which may be the long or the short one.
+    """Return the processor seconds of a run; assert its number of events and messages."""
+    # Collect the garbage of earlier runs first: it costs 0.1 s in some run, which may be the long or the short one.
     gc.collect()
     begin = time.process_time()
     run = spawnsim.run(lambda comm: program(comm, rounds), ranks=ranks, platform=platform(contention))
@@ -140,7 +140,7 @@ def peer(command: list[str], folder: Path) -> float:
 
 
 def peers(folder: Path, ranks: int) -> dict[str, Callable[[int], float]]:
-    """Build what can be built here; return what takes rounds and gives processor seconds."""
+    """Build the available peers; return functions: rounds -> processor seconds."""
     (folder / "platform.xml").write_text(PLATFORM_XML.format(last=ranks - 1))
     (folder / "hosts").write_text("\n".join(f"n{i}" for i in range(ranks)))
     (folder / "ring.c").write_text(SMPI_PROGRAM)

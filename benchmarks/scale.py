@@ -1,14 +1,15 @@
-"""What a rank costs as their number grows: processor time per rank and iteration, and memory, as a curve over ranks.
+"""The cost of a rank as their number grows: processor time per rank and iteration, and memory, over ranks.
 
 usage: python benchmarks/scale.py [--loops NAME,...] [--iterations N] [RANKS ...]
 
-RANKS default to 100, 1,000, 10,000 and 100,000. Each figure comes from a process of its own; start-up is taken off the
-times (a run of N + 1 iterations less one of 1), and memory is the largest that the process had, less what it had with
-10 ranks. Events, messages and looks of Python's collector of cycles are asserted, so that what grows is noticed where
-times say nothing.
+RANKS default to 100, 1,000, 10,000 and 100,000. Each figure comes from a separate process. Times are without start-up
+(a run of N + 1 iterations less a run of 1 iteration), and memory is the peak of the process, less its peak with 10
+ranks. The numbers of events, messages and runs of Python's garbage collector are asserted, since times may not show
+their growth.
 
-Loops: "lockstep" computes and sums four numbers over all ranks; "record" computes and records, then meets in a barrier;
-"poll" computes and looks for a message; "one-sided" trains a model of four weights under one-sided selective averaging.
+Loops: "lockstep" computes and sums four numbers over all ranks; "record" computes and records, then meets in a
+barrier; "poll" computes and polls for a message; "one-sided" trains a model of four weights under one-sided selective
+averaging.
 """
 
 from __future__ import annotations
@@ -76,7 +77,8 @@ def one_sided(comm: Any, iterations: int) -> None:
     policy.shutdown()
 
 
-# The loop; what ranks do, and what SimPy does: in an iteration of a rank, and beside that on each. None: not asserted.
+# The loop; events of ranks, and events of SimPy: each in an iteration of a rank, and once per rank. None: not
+# asserted.
 LOOPS: dict[str, tuple[Loop, tuple[int, int] | None, tuple[int, int] | None]] = {
     "lockstep": (lockstep, (2, 0), (0, 0)),
     "record": (record, (1, 1), (0, 0)),
@@ -86,7 +88,7 @@ LOOPS: dict[str, tuple[Loop, tuple[int, int] | None, tuple[int, int] | None]] = 
 
 
 def spent(name: str, ranks: int, iterations: int) -> float:
-    """Return the processor seconds of a run; see that it takes the events that it should, and no collection."""
+    """Return the processor seconds of a run; assert its number of events and garbage collections."""
     loop, events, scheduled = LOOPS[name]
     looks, begin = gc.get_stats()[0]["collections"], time.process_time()
     totals = simulate(lambda comm: loop(comm, iterations), Scenario(ranks), recorder=Recorder())
@@ -106,7 +108,7 @@ def peak_kilobytes() -> int:
 
 
 def measure(name: str, ranks: int, iterations: int) -> dict[str, float]:
-    """Return the microseconds per rank and iteration, those of start and end per rank, and bytes per rank."""
+    """Return microseconds per rank and iteration, microseconds of start and end per rank, and bytes per rank."""
     spent(name, FEW, 2)
     before = peak_kilobytes()
     short = spent(name, ranks, 1)

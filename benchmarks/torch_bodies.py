@@ -3,10 +3,10 @@
     spawnsim run benchmarks/torch_bodies.py --ranks 3 -- test_all_reduce_sum
     torchrun --nproc-per-node 3 benchmarks/torch_bodies.py test_all_reduce_sum
 
-Without a name the bodies are listed. They want `pip install expecttest`. Two things differ from PyTorch's own run,
-on virtual ranks as on gloo's: ranks wait for each other at a store, where theirs write files named after their
-processes; and collectives are called without the profiler that theirs have around each (`--profiled` puts it back).
-`test_barrier_timeout_global` fails under torchrun, and passes in three processes that are started without it.
+Without a name, the bodies are listed. They need `pip install expecttest`. Two things differ from PyTorch's own run,
+on virtual ranks as on gloo's: ranks wait for each other with a store instead of files named after their processes;
+and collectives are called without PyTorch's profiler around each (`--profiled` restores it).
+`test_barrier_timeout_global` fails under torchrun, and passes in three processes started without it.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import unittest
 from datetime import timedelta
 from typing import Any
 
-os.environ["BACKEND"] = "gloo"  # which the suite reads when it is imported
+os.environ["BACKEND"] = "gloo"  # the suite reads it when it is imported
 
 import torch.distributed as dist
 from torch.testing._internal.common_utils import set_rng_seed
@@ -68,7 +68,7 @@ class Bodies(suite.TestDistBackend, suite.DistributedTest._DistTestBase):
 
 
 def listed() -> list[str]:
-    """Return the names of the bodies that are not CUDA's or NCCL's."""
+    """Return the names of the bodies that need neither CUDA nor NCCL."""
     return [name for name in dir(Bodies) if name.startswith("test_") and not re.search("cuda|nccl", name)]
 
 
@@ -82,7 +82,7 @@ if __name__ == "__main__":
         said = "passed"
     except unittest.SkipTest as reason:
         said = f"skipped: {reason}"
-    except SystemExit as end:  # so the suite's decorators skip
+    except SystemExit as end:  # the suite's decorators skip in this way
         said = next(
             f"skipped: {why.message}" for why in suite.TEST_SKIPS.values() if why.exit_code == end.code
         )

@@ -2,7 +2,7 @@
 
     python benchmarks/torch_ranks.py [--ranks 64] [--steps 100]
 
-Each way runs in a process of its own; printed are seconds on the wall, processor seconds, and the most memory.
+Each way runs in a separate process; printed are wall seconds, processor seconds, and peak memory.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ for thread in threads:
 
 
 def measured(line: list[str]) -> str:
-    """Run a command; return what it printed and what it took."""
+    """Run a command; return its output and its cost."""
     began = time.perf_counter()
     done = subprocess.run(
         line, capture_output=True, text=True, check=False, env=os.environ | {"OMP_NUM_THREADS": "1"}
@@ -89,13 +89,13 @@ def measured(line: list[str]) -> str:
 
 
 def main() -> None:
-    """Measure both ways, or the one that is named."""
+    """Measure both ways, or the chosen one."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--ranks", type=int, default=64)
     parser.add_argument("--steps", type=int, default=100)
     parser.add_argument("--way", choices=("virtual", "threaded"))
     given = parser.parse_args()
-    if given.way is None:  # a process for each, so that the children's use is that of one way
+    if given.way is None:  # a process for each way, so that the children's usage is one way's alone
         for way in ("virtual", "threaded"):
             line = [
                 sys.executable,

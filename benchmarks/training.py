@@ -1,15 +1,15 @@
-"""Live models: a simulated run whose steps are executed together, beside loops without a simulator.
+"""Live models: a simulated run whose steps are executed together, compared with loops without a simulator.
 
 usage: python benchmarks/training.py [--ranks N] [--iterations N] [--widths N,N,…] [--momentum M] [--repeats N] [--lean]
                                      [--norm] [--device cuda]
 
-1,000 MLPs (64-64-64-10), batch 32, SGD with momentum 0.9, each rank its own batches. Processor time of a step of all
-ranks, start-up taken off (the slope between two numbers of iterations), medians of 5, all in turns. Peers: a
+1,000 MLPs (64-64-64-10), batch 32, SGD with momentum 0.9; each rank has its own batches. Processor time of a step of
+all ranks, without start-up (the slope between two numbers of iterations), medians of 5, alternating. Peers: a
 hand-written loop that calls `vmap(grad_and_value)` on stacked parameters; plain torch, one model after the other.
-Asserts how many calls the batched steps take. OMP_NUM_THREADS=2 gives all of them two threads, and compares wall times.
-`--norm` puts a BatchNorm behind each hidden layer, which columns do not have. `--lean` runs the simulated ranks in
-lockstep, and over columns, alone: for models that would not fit into memory twice. With a GPU, where batches lie, too,
-wall times are compared, until it is done.
+Asserts the number of calls of the batched steps. OMP_NUM_THREADS=2 gives all of them two threads, and compares wall
+times. `--norm` puts a BatchNorm behind each hidden layer, which columns do not have. `--lean` runs only the simulated
+ranks, in lockstep and over columns: for models that would not fit into memory twice. With a GPU, which also holds the
+batches, wall times until the GPU is idle are compared.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from spawnsim import TrainingStep, columnar
 from spawnsim.policies import AverageAllPolicy, Every
 from spawnsim.training import vmapped
 
-BATCH, KINDS = 32, 16  # so many different batches, in turn: drawing them is no part of a step
+BATCH, KINDS = 32, 16  # number of different batches, in turn: drawing them is not part of a step
 
 
 CHOSEN = argparse.Namespace(widths=[64, 64, 64, 10], momentum=0.9, norm=False, device="cpu")
@@ -63,7 +63,7 @@ def data(ranks: int) -> list[tuple[Tensor, Tensor]]:
 def simulated(
     ranks: int, iterations: int, straggler: str | None = None, *, looks: bool = False, eager: bool = False
 ) -> None:
-    """Run as a user would: a loss recorded in each iteration; with `looks`, read first."""
+    """Run as a user would: a loss recorded in each iteration; with `looks`, the loss is read first."""
     examples = data(ranks)
 
     def main(comm: Any) -> None:
@@ -81,7 +81,7 @@ def simulated(
 
 
 def over_columns(ranks: int, iterations: int, every: int = 0) -> None:
-    """Run as rows of arrays, which meet to average every so many iterations, or never."""
+    """Run as rows of arrays, which average every `every` iterations, or never."""
     examples = data(ranks)
 
     def build(rng: Any) -> tuple[nn.Module, torch.optim.Optimizer]:
@@ -98,7 +98,7 @@ def over_columns(ranks: int, iterations: int, every: int = 0) -> None:
 
 
 def by_hand(ranks: int, iterations: int) -> None:
-    """The loop that one writes for a batch of models without any communication."""
+    """Run the loop that one writes for a batch of models without any communication."""
     examples = data(ranks)
     params, buffers = stack_module_state([mlp() for _ in range(ranks)])  # type: ignore[arg-type]
     params = {name: p.detach() for name, p in params.items()}
@@ -118,7 +118,7 @@ def by_hand(ranks: int, iterations: int) -> None:
 
 
 def one_by_one(ranks: int, iterations: int) -> None:
-    """Plain autograd and torch.optim.SGD."""
+    """Run plain autograd and torch.optim.SGD."""
     examples = data(ranks)
     models = [mlp() for _ in range(ranks)]
     optimizers = [torch.optim.SGD(model.parameters(), lr=0.1, momentum=CHOSEN.momentum) for model in models]
@@ -138,7 +138,7 @@ def done() -> None:
 
 
 def spent(call: Callable[[int], None], iterations: int) -> tuple[float, float]:
-    """Return processor and wall seconds of a number of iterations, start-up taken off."""
+    """Return processor and wall seconds of a number of iterations, without start-up."""
     times = []
     for number in (1 + iterations, 1):
         done()
@@ -150,7 +150,7 @@ def spent(call: Callable[[int], None], iterations: int) -> tuple[float, float]:
 
 
 def assert_calls(ranks: int, straggler: str | None) -> None:
-    """All ranks' steps are executed in one call for each chunk, also if ranks straggle."""
+    """Assert that all ranks' steps are executed in one call per chunk, even with stragglers."""
     sizes: list[int] = []
     rows_of = vmapped.Vmapped.rows
 
