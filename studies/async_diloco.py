@@ -1,11 +1,11 @@
-"""Asynchronous local SGD on workers of different speeds: what momentum does to changes that arrive late.
+"""Asynchronous local SGD on workers of different speeds: the effect of momentum on changes that arrive late.
 
     spawnsim study async_diloco [--quick]
 
-The toy of its authors, smaller and easier: four classes, each a mixture of Gaussians, a network with one hidden layer,
-AdamW begun anew in each round, four workers with 0.58, 0.75, 1.51 and 3.33 s a step, 20 steps a round; rank 4 serves.
-All methods take as many local steps in sum, at each of several outer learning rates. A change that arrives alone counts
-half (√4/4, as the authors have it).
+The authors' toy problem, smaller and easier: four classes, each a mixture of Gaussians; a network with one hidden
+layer; AdamW restarted in each round; four workers with 0.58, 0.75, 1.51 and 3.33 s per step, 20 steps per round; rank
+4 serves. All methods take the same total of local steps, at each of several outer learning rates. A change that
+arrives alone counts half (√4/4, as in the authors' method).
 """
 
 import math
@@ -75,7 +75,7 @@ def policy_of(method, outer):
     options = ServerOptions(
         RULES[method](outer),
         scale=1.0 if together or "delayed" in method else 0.5,
-        grace_s=0.1 if together else 0.0,  # all arrive together, and are answered after the step
+        grace_s=0.1 if together else 0.0,  # all changes arrive together, and are answered after the step
     )
     return AsyncServerPolicy(
         options, steps=ROUND, dylu="DyLU" in method, server=WORKERS, patience_s=600.0,
@@ -99,7 +99,7 @@ def data(seed, count=8192, noise=0.28):
 
 
 def study(context: Context) -> None:
-    """Train by each method at each outer rate, over seeds; state the claim."""
+    """Train with each method at each outer rate, over seeds; state the claim."""
     seeds, rounds, rates = (range(1, 3), 8, OUTER[-1:]) if context.quick else (range(1, 5), 40, OUTER)
     losses, rows = {}, []
     for outer in rates:
@@ -112,7 +112,7 @@ def study(context: Context) -> None:
     last = rates[-1]
 
     def above(one, other, outer=last):
-        """Whether one loses to another, seed by seed, beyond its interval."""
+        """Return whether one method's loss is higher than another's, paired by seed, beyond the interval."""
         mean, half = interval(losses[one, outer] - losses[other, outer])
         return mean > half
 
@@ -143,5 +143,5 @@ def loss(method, outer, rounds, seed):
 
 
 def interval(values):
-    """Return mean and half the width of about 95 %."""
+    """Return the mean, and half the width of an interval of about 95 %."""
     return float(values.mean()), 2 * float(values.std(ddof=1)) / math.sqrt(len(values))

@@ -2,7 +2,7 @@
 
     spawnsim study base_graph [--quick]
 
-Each rank holds a number. Carried out for every number of ranks and every degree; and by `GossipPolicy` on live ranks.
+Each rank holds a number. The study checks every number of ranks and every degree, and `GossipPolicy` on live ranks.
 """
 
 import math
@@ -19,7 +19,7 @@ DEGREES, LIVE = (1, 2, 3, 4), (25, 100)
 
 
 def study(context: Context) -> None:
-    """Look at all numbers of ranks up to 1,024; state the claim."""
+    """Check all numbers of ranks up to 1,024; state the claim."""
     sizes = range(2, 257 if context.quick else 1025)
     rows = []
     for degree in DEGREES:
@@ -60,7 +60,7 @@ def study(context: Context) -> None:
 
 
 def spread(graph, ranks):
-    """Return how far live models are from the mean after the graph's rounds."""
+    """Return the distance of live models from the mean after the graph's rounds."""
 
     def main(comm):
         model = torch.nn.Linear(1, 1, bias=False, dtype=torch.float64)

@@ -1,8 +1,8 @@
-"""All published claims that studies check: runs each study that states one, and makes the table of docs/claims.md.
+"""All published claims that studies check: runs each study that states one, and writes the table of docs/claims.md.
 
     spawnsim study claims [--quick]
 
-In a checkout the full version replaces docs/claims.md; the table lies in the study's folder as `claims.md` in any case.
+In a checkout the full version replaces docs/claims.md; the study's folder always gets the table as `claims.md`.
 """
 
 from dataclasses import replace
@@ -13,7 +13,7 @@ from spawnsim.study.claims import claiming, read, table
 
 
 def study(context: Context) -> None:
-    """Run the studies beside this one that call `context.claim`, each in a folder of its own."""
+    """Run the other studies in this folder that call `context.claim`, each in a separate output folder."""
     found = []
     for path in claiming(context.home):
         part = replace(context, name=path.stem, out=context.out / path.stem)

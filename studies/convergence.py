@@ -36,7 +36,7 @@ def study(context: Context) -> None:
 
 
 def final(policy, results):
-    """The accuracy at the end: median over ranks per seed, then median and interval over seeds."""
+    """Return the final accuracy: median over ranks per seed, then median and interval over seeds."""
     runs = [each.run for each in results if each.cell.parameters["policy"] == policy]
     ends = [series.spread_at_end(run.table, "accuracy")[1] for run in runs]
     return {"policy": policy, "seeds": len(runs)} | series.over_seeds(ends)._asdict()

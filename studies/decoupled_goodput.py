@@ -1,11 +1,11 @@
-"""Goodput and uptime of decoupled learners as chips fail, and what radial-directional averaging does to lengths.
+"""Goodput and uptime of decoupled learners as chips fail, and the effect of radial-directional averaging on lengths.
 
     spawnsim study decoupled_goodput [--quick]
 
-1.2 million chips, of which each fails once a year, are M learners. A failure stops its learner for 19.7 s: the one
-constant that gives the published goodput of a single elastic learner on 2.4 million chips (40 %). All else is what the
-policy does: learners take steps of 4 s, push a fragment in each, and wait for nobody. Goodput is the share of time in
-which chips compute; uptime that in which at least one learner does. The model has no memory.
+1.2 million chips, each of which fails once a year, form M learners. A failure stops its learner for 19.7 s: the one
+constant that gives the published goodput of a single elastic learner on 2.4 million chips (40 %). Everything else is
+the policy: learners take steps of 4 s, push a fragment in each, and never wait. Goodput is the share of time in which
+chips compute; uptime is the share in which at least one learner computes. The model has no memory.
 """
 
 import math
@@ -27,13 +27,13 @@ NETWORKS = {"Hockney": Switch(Hockney(1e-3, 1.25e9)), "LogGP": Switch(LogGP(1e-3
 
 
 def study(context: Context) -> None:
-    """Run learners for a while under failures, per number of learners; state the two claims."""
+    """Run learners under failures, for several numbers of learners; state the two claims."""
     seeds = context.seeds(range(1, 4))
     networks = ["Hockney"] if context.quick else [*NETWORKS]
     rows = []
     for network in networks:
         for learners in (1, 2, 4, 8, 16):
-            lasts_s = 250.0 * min(8, 16 / learners)  # about as many failures of learners each time
+            lasts_s = 250.0 * min(8, 16 / learners)  # about the same number of learner failures each time
             found = [lived(learners, seed, lasts_s, NETWORKS[network]) for seed in seeds]
             goodput, uptime = np.array(found).T
             row = {
@@ -102,7 +102,7 @@ def lived(learners, seed, lasts_s, network):
 
 
 def outages_of(draw, rate, lasts_s):
-    """Return when a learner fails: exponential times of work between outages."""
+    """Return the times at which a learner fails: exponential working times between outages."""
     found, now = [], float(draw.exponential(1 / rate))
     while now < lasts_s:
         found.append(now)
@@ -124,7 +124,7 @@ def all_down(outages, lasts_s):
 
 
 def lengths(context):
-    """Merge random differences of rising numbers of learners, and state what becomes of their length."""
+    """Merge random differences of increasing numbers of learners, and state the length of the result."""
     draw, ratios = generator(1, WORLD, "directions"), {}
     for learners in (2, 4, 8, 16):
         parts = [torch.from_numpy(draw.normal(size=100_000)) for _ in range(learners)]
@@ -149,7 +149,7 @@ def lengths(context):
 
 
 def figure(rows):
-    """Goodput and uptime against the number of learners, with the published points."""
+    """Draw goodput and uptime against the number of learners, with the published points."""
     from matplotlib.figure import Figure
 
     with style.talk():

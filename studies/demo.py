@@ -1,13 +1,13 @@
-"""The main job: five policies of exchange against the clock, in two settings; then 1,000 virtual ranks; then real ones.
+"""The main demonstration: five exchange policies over time, in two settings; then 1,000 virtual ranks; then real ranks.
 
     spawnsim study demo --seeds 1    (what `make demo` runs)
     spawnsim study demo              (three seeds: the picture and the table of the README)
     spawnsim study demo --quick      (fewer ranks, one seed)
 
-On a cluster in which one rank in twenty is ten times slower than the others, digits are learnt twice: by ranks
-whose data differ, and by ranks whose learning rates differ. It writes, into runs/demo or the folder given by --out:
-accuracy against virtual time, and a table with the time to a target; of 1,000 ranks, who was replaced when and by whom;
-and real ranks (markers) over virtual ones (lines).
+One rank in twenty of the cluster is ten times slower than the others. Ranks learn digits twice: once their data
+differ, once their learning rates differ. The output folder (runs/demo, or --out) gets: accuracy against virtual time,
+and a table with the time to a target; for 1,000 ranks, the replacements with times and donors; and real ranks
+(markers) over virtual ranks (lines).
 """
 
 import math
@@ -25,14 +25,14 @@ SETTINGS = {
     "Learning rates differ": {"alpha": None, "spread": 2.0},
 }
 LEARNING = {"iterations": 200, "average_every": 10, "replacement_ratio": 0.5, "judge": "accuracy"}
-CROWD = SETTINGS["Learning rates differ"] | {"replacement_ratio": 0.1}  # few enough to see who they are
+CROWD = SETTINGS["Learning rates differ"] | {"replacement_ratio": 0.1}  # few enough to see each of them
 MEASURED = {"consensus_every_s": 0.1}  # as a round begins, like the accuracy: just after it, both are higher
 CLUSTER = {"platform": "ethernet-10g", "stragglers": "slow:0.05,10", "compute": "10 ms"}
 SEEDS = (7, 8, 9)
 TARGET = 0.8
-# There a step takes a millisecond rather than 0.1.
+# A step takes a millisecond there instead of 0.1.
 REAL = {"alpha": 1.0, "hidden": (256, 256), "iterations": 400}
-ON_REAL_RANKS = ("none", "average", "selective")  # in turn, in one job
+ON_REAL_RANKS = ("none", "average", "selective")  # one after the other, in one job
 
 
 def study(context: Context) -> None:
@@ -43,7 +43,7 @@ def study(context: Context) -> None:
 
 
 def virtual(context):
-    """All policies in both settings, over seeds; and many ranks: who is replaced, and by whom."""
+    """Run all policies in both settings, over seeds; and many ranks, to show the replacements."""
     ranks, crowd = (32, 100) if context.quick else (64, 1000)
     crowded = cell(context, "selective", ranks=crowd, seed=SEEDS[0], world=CLUSTER, **CROWD)
     cells = {
@@ -58,7 +58,7 @@ def virtual(context):
     found = {}
 
     def draw(result):
-        """Draw what is there, while other runs go on."""
+        """Draw the available results while other runs execute."""
         if result.cell.key == crowded.key:
             show_crowd(context, result)
             return
@@ -66,7 +66,7 @@ def virtual(context):
         if len(found) == len(wanted):
             race(context, {setting: [found[each.key] for each in some] for setting, some in cells.items()})
 
-    # The longest first, which leaves no core idle at the end: the last policies take two to three times as long.
+    # The longest runs first, so that no core is idle at the end: the last policies take two to three times as long.
     others = sorted(
         (each for some in cells.values() for each in some),
         key=lambda each: -POLICIES.index(each.parameters["policy"]),
@@ -75,14 +75,14 @@ def virtual(context):
 
 
 def race(context, runs):
-    """Draw all policies against the clock, and print how far each came."""
+    """Draw all policies over time, and print the results of each."""
     title = "Which exchange of weights? It depends on what differs among ranks"
     context.save(convergence.race(runs, TARGET, title), "race")
     show(context, [row for setting, some in runs.items() for row in rows(setting, some)], "race")
 
 
 def show_crowd(context, many):
-    """Draw who of many ranks was replaced, and say what the run took."""
+    """Draw the replacements among many ranks, and report the cost of the run."""
     ranks = many.cell.ranks
     context.say(
         f"{ranks:,} ranks took {many.cost.wall_s:.0f} s and {many.cost.peak_memory_B / 2**20:.0f} MiB"
@@ -92,7 +92,7 @@ def show_crowd(context, many):
 
 
 def real(context):
-    """Four real ranks, and four virtual ones that compute for as long as these did without any policy."""
+    """Run four real ranks, and four virtual ranks with the compute time that the real ones had without a policy."""
     in_turn = "+".join(ON_REAL_RANKS)
     [job] = context.alone().sweep([cell(context, in_turn, ranks=4, backend="mpi", **REAL)])
     measured = [*apart(job.run)]
@@ -106,7 +106,7 @@ def real(context):
 
 
 def apart(run):
-    """Give each policy's part of a run that had them in turn, as a run whose time begins with that part."""
+    """Yield each policy's part of a run that had them in turn, as a run whose time begins with that part."""
     turn = np.cumsum(run.table["iteration"] == 0)  # rows are ordered by rank, and by time
     for number, policy in enumerate(ON_REAL_RANKS, start=1):
         table = run.table.where((turn - number) % len(ON_REAL_RANKS) == 0)
@@ -119,7 +119,7 @@ def apart(run):
 
 
 def cell(context, policy, *, ranks, seed=SEEDS[0], backend="virtual", world=None, **parameters):
-    """One run of studies/digits.py."""
+    """Return the cell of one run of studies/digits.py."""
     learning = {"policy": policy} | LEARNING | parameters
     return Cell(
         file=context.file("digits.py"),
@@ -132,14 +132,14 @@ def cell(context, policy, *, ranks, seed=SEEDS[0], backend="virtual", world=None
 
 
 def seconds_per_iteration(run):
-    """The mean time between a rank's rows, to two digits: a measurement, not a constant of nature."""
+    """Return the mean time between a rank's rows, to two digits: it is a measurement, not a constant."""
     steps_s = np.diff(run.table["time_s"])[np.diff(run.table["rank"]) == 0]
     return float(f"{steps_s.mean():.2g}")
 
 
 # ------------------------------------------------------------------------------------------------------- tables
 def rows(setting, runs):
-    """What each policy came to: the median over seeds, and over ranks where it is of their own models."""
+    """Return each policy's results: the median over seeds, and over ranks for the ranks' own models."""
     for policy in POLICIES:
         some = [run for run in runs if run.what["parameters"]["policy"] == policy]
         own = [curves.curve(run.table, "accuracy", points=convergence.POINTS) for run in some]
@@ -158,7 +158,7 @@ def rows(setting, runs):
 
 
 def over_seeds(values, form, unit=""):
-    """The median over seeds, with the least and largest value; "never" where the half did not come there."""
+    """Return the median over seeds, with the least and largest value; "never" if half of them missed the target."""
     median, low, high = (float(f(values)) for f in (np.median, min, max))
     if not math.isfinite(median):
         return "never" if not math.isfinite(low) else f"never (one: {low:{form}}{unit})"
@@ -168,7 +168,7 @@ def over_seeds(values, form, unit=""):
 
 
 def ended(virtual, measured):
-    """The end of a run on virtual ranks and on real ones."""
+    """Return the final results of a run on virtual ranks and on real ranks."""
     ends = [float(np.median(series.per_rank_last(each.table, "accuracy"))) for each in (virtual, measured)]
     seconds = [curves.training_s(each) for each in (virtual, measured)]
     return {
@@ -181,7 +181,7 @@ def ended(virtual, measured):
 
 
 def show(context, table, stem):
-    """Print a table, one line per row, and keep it as JSON."""
+    """Print a table, one line per row, and save it as JSON."""
     widths = {name: max(len(name), *(len(row[name]) for row in table)) for name in table[0]}
     for row in [dict(zip(widths, widths, strict=True)), *table]:
         context.say("  ".join(f"{row[name]:<{width}}" for name, width in widths.items()).rstrip())

@@ -1,12 +1,13 @@
-"""Digits on many ranks, under one of five policies of exchange.
+"""Digits on many ranks, under one of five exchange policies.
 
     spawnsim run studies/digits.py --ranks 1000 --platform ethernet-10g --straggler lognormal:0.3 --seed 7 --out runs/a
     spawnsim run studies/digits.py --ranks 1000 --set policy=average --set alpha=0.1 --seed 7 --out runs/b
     spawnsim run studies/digits.py --backend mpi -n 4 --seed 7 --out runs/c
     spawnsim plot runs/a runs/b runs/c
 
-"none"; "average" (everybody, in step); "selective" (the worst take the mean of eight others); "groups" (random ones,
-and nobody waits); "clock" (everybody, by the clock, beside training). `pip install "spawnsim[demo]"` brings the images.
+"none"; "average" (all ranks, in step); "selective" (the worst take the mean of eight others); "groups" (random
+groups, without waiting); "clock" (all ranks, by the clock, in parallel with training). `pip install "spawnsim[demo]"`
+installs the images.
 """
 
 from contextlib import nullcontext
@@ -23,33 +24,34 @@ POLICIES = ("none", "average", "selective", "groups", "clock")
 
 def main(
     comm,
-    # The last choice: one after the other in one job.
+    # The last choice: three policies one after the other in one job.
     policy: Literal[
         "none", "average", "selective", "groups", "clock", "none+average+selective"
     ] = "selective",
     iterations: int = 200,
     # Dirichlet split of the classes over ranks; 0.1: one or two digits each; None: even
     alpha: float | None = 0.3,
-    spread: float = 0.0,  # of the ranks' learning rates: 0.1 · exp(spread · N(0, 1))
+    spread: float = 0.0,  # spread of the ranks' learning rates: 0.1 · exp(spread · N(0, 1))
     average_every: int = 10,
-    replacement_ratio: float = 0.2,  # of the ranks, the worst ones; "selective" alone
-    cooldown: int = 0,  # iterations between two rounds of replacements, at least; likewise
-    # of the models that "selective" sends: "float16", "bfloat16", "blockwise8", …; None: none
+    replacement_ratio: float = 0.2,  # share of ranks to replace, the worst ones; only for "selective"
+    cooldown: int = 0,  # least number of iterations between two rounds of replacements; only for "selective"
+    # compression of the models that "selective" sends: "float16", "bfloat16", "blockwise8", …; None: none
     compression: str | None = None,
-    group_size: int = 16,  # of "groups"
-    interval_ms: float = 50.0,  # of "clock"
+    group_size: int = 16,  # for "groups"
+    interval_ms: float = 50.0,  # for "clock"
     accuracy_every: int = 10,
-    consensus_every_s: float | None = None,  # between judgements of the mean of all models; None: never
+    consensus_every_s: float | None = None,  # time between evaluations of the mean of all models; None: never
     hidden: tuple[int, ...] = (32,),  # widths of the hidden layers
-    device: str = "cpu",  # where the models are: "cpu", "cuda"
-    # Selection goes by "loss" (of the own batch) or "accuracy" (on the held-out images not reported).
+    device: str = "cpu",  # device of the models: "cpu", "cuda"
+    # Selection uses the "loss" (of the rank's batch) or the "accuracy" (on the held-out images that are not
+    # reported).
     judge: Literal["loss", "accuracy"] = "loss",
 ):
-    """Train on this rank's shard, and exchange models with the others."""
+    """Train on this rank's shard, and exchange models with the other ranks."""
     given, in_turn = dict(locals()), policy.split("+")
     if not {*in_turn} <= {*POLICIES}:
         raise ParameterError(f"policy={policy!r}: choose {', '.join(POLICIES)}")
-    if len(in_turn) > 1:  # in one job, for real ranks take longer to start than to train
+    if len(in_turn) > 1:  # in one job, since real ranks take longer to start than to train
         for each in in_turn:
             main(**given | {"policy": each})
             comm.Barrier()
@@ -91,7 +93,8 @@ def main(
             model, optimizer, info = exchange(iteration, model, optimizer, local_metric=metric, group=comm)
         if consensus is not None:
             consensus.passed(model)
-        # Outside of compute(): free on virtual ranks. Last: what nobody looks at now is one call for all ranks later.
+        # Outside of compute(): free on virtual ranks. Last: values that are not read now become one call for all
+        # ranks later.
         if (iteration + 1) % accuracy_every == 0:
             info = {**info, "accuracy": digits.accuracy(model, reported)}
         comm.record(iteration=iteration, loss=loss, compute_s=block.seconds, **info)

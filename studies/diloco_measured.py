@@ -2,25 +2,26 @@
 
     spawnsim study diloco_measured [--quick]
 
-`data/diloco_measured.csv` has 4 of 69 runs of the public data set Adnan082/diloco-measured (Apache-2.0): 4 nodes of
+`data/diloco_measured.csv` has 4 of 69 runs of the public data set Adnan082/diloco-measured (Apache-2.0): 4 nodes with
 one L40S each, TCP, links shaped by `tc`, 30,846,720 float32 parameters, a blocking all-reduce of all of them after H
-steps (DDP: of the gradients after each). A platform is fitted on these points alone, and all 69 runs are predicted by
-virtual ranks. The fit has four numbers:
+steps (DDP: the gradients, after each step). A platform is fitted to these points alone, and virtual ranks predict
+all 69 runs. The fit has four numbers:
 
-* `overhead_s`, what an exchange takes apart from the wire: copies between GPU and host, additions, the outer step. It
-  is taken to be proportional to bytes: the platform holds it as the speed of reductions. From the links of 1 Gbit/s
+* `overhead_s`, the time of an exchange outside the wire: copies between GPU and host, additions, the outer step. It
+  is assumed proportional to bytes: the platform stores it as the speed of reductions. Fitted to the links of 1 Gbit/s
   and above.
-* `loss` and `lossless_rate`: below this rate each halving of a link's rate costs another `loss` · ln 2 of the time on
-  the wire. A shaper's queue holds so many milliseconds, hence fewer bytes on a slow link, while TCP's window stays: it
-  drops packets, and TCP waits and repeats. From the links below 1 Gbit/s. Two points cannot test this form; at the
-  rates of the points it does not matter.
-* `step_s`, the mean compute step, as the points' utilisation has it: compute over compute and exchanges. (Their median
-  step is 0.7 % shorter; utilisation is of all steps, the long ones too.)
+* `loss` and `lossless_rate`: below this rate, each halving of a link's rate costs another `loss` · ln 2 of the time
+  on the wire. A shaper's queue holds a fixed number of milliseconds, so fewer bytes on a slow link, while TCP's
+  window stays: the queue drops packets, and TCP waits and repeats. Fitted to the links below 1 Gbit/s. Two points
+  cannot test this form; at the rates of the points it does not matter.
+* `step_s`, the mean compute step according to the points' utilisation: compute over compute and exchanges. (Their
+  median step is 0.7 % shorter; utilisation covers all steps, including the long ones.)
 
-Not fitted, as all points have one size and one H: the latency, taken as 50 us (6 messages of a ring: 0.1 % at most),
-and the headers of a packet of 9,001 bytes. (With packets of 1,500 bytes they would cost 4.6 %, and the exchange at
-1 Gbit/s took 1.8 % more than the bare bytes.) What a first exchange costs beyond later ones is not in the points, which
-had it among their warm-up steps; with H of 32 and above it is not there, so utilisation may be lower than predicted.
+Not fitted, as all points have one size and one H: the latency, assumed to be 50 us (6 messages of a ring: 0.1 % at
+most), and the headers of a packet of 9,001 bytes. (With packets of 1,500 bytes they would cost 4.6 %, and the
+exchange at 1 Gbit/s took 1.8 % more than the bare bytes.) The extra cost of a first exchange is not in the points,
+which had it among their warm-up steps. With H of 32 and above the warm-up has no exchange, so utilisation may be
+lower than predicted.
 """
 
 import csv
@@ -43,9 +44,9 @@ from spawnsim.study import Cell
 
 RANKS, PARAMETERS = 4, 30_846_720
 NBYTES = 4 * PARAMETERS
-RING = 2 * (RANKS - 1) / RANKS  # of the bytes, through each link
-ADDED = (RANKS - 1) / RANKS  # of the bytes, by each rank
-GOODPUT = (9001 - 20 - 32) / (9001 + 14)  # IP, TCP with time stamps; `tc` counts Ethernet's header, too
+RING = 2 * (RANKS - 1) / RANKS  # share of the bytes that passes each link
+ADDED = (RANKS - 1) / RANKS  # share of the bytes that each rank adds
+GOODPUT = (9001 - 20 - 32) / (9001 + 14)  # IP, TCP with time stamps; `tc` also counts Ethernet's header
 LATENCY_S = 50e-6
 LINKS_BPS = {"50m": 50e6 / 8, "200m": 200e6 / 8, "1g": 1e9 / 8, "5g": 5e9 / 8}
 UNSHAPED_BPS = 9.53e9 / 8 / GOODPUT  # goodput between two nodes of one AWS placement group
@@ -60,12 +61,12 @@ REPEATS = {"ddp": 1, "localsgd": 1, "diloco": 3}
 
 
 def main(comm, algorithm: Literal["ddp", "localsgd", "diloco"] = "diloco", h=8, steps=150):
-    """Train so many steps; record what each computed, and waited in an exchange."""
+    """Train `steps` steps; record each step's compute time, and its wait in an exchange."""
     model = torch.nn.Linear(PARAMETERS, 1, bias=False, device="meta")
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     policy = POLICIES[algorithm](h)
     if algorithm == "diloco":
-        policy.attach(model, comm)  # ranks begin with one model, before what is measured
+        policy.attach(model, comm)  # ranks begin with one model, before the measurement
     gradients = PhantomArray(PARAMETERS, "float32")
     for step in range(steps):
         with comm.compute() as block:
@@ -80,7 +81,7 @@ def main(comm, algorithm: Literal["ddp", "localsgd", "diloco"] = "diloco", h=8, 
 
 @dataclass(frozen=True)
 class Fit:
-    """What the points say; see above. Seconds, bytes per second."""
+    """The fitted numbers; see above. Seconds, bytes per second."""
 
     overhead_s: float
     loss: float
@@ -88,12 +89,12 @@ class Fit:
     step_s: float
 
     def wire_s(self, rate_Bps):
-        """Seconds that a ring keeps links of this rate busy."""
+        """Return the seconds for which a ring keeps links of this rate busy."""
         lost = self.loss * max(math.log(self.lossless_rate / rate_Bps), 0.0)
         return RING * NBYTES / (GOODPUT * rate_Bps) * (1.0 + lost)
 
     def platform(self, link, rate_Bps):
-        """The cluster behind links of this rate."""
+        """Return the cluster with links of this rate."""
         link_of = Hockney(LATENCY_S, RING * NBYTES / self.wire_s(rate_Bps))
         return Platform(
             f"l40s-{link}",
@@ -107,12 +108,12 @@ class Fit:
 def fit(points):
     """Return the fit to points: rate of the link (bytes/s) -> (sync_s, step_s), of one or more fast links.
 
-    One slow link alone does not say where losses begin: the slowest of the fast links is taken then.
+    With only one slow link, the rate at which losses begin is unknown: the slowest fast link's rate is used.
     """
     plain = Fit(0.0, 0.0, 1.0, 0.0)
     fast = sorted(rate for rate in points if rate >= LINKS_BPS["1g"])
     slow = sorted(set(points) - set(fast))
-    # Least squares of relative errors: what is the same for all weighs most where exchanges are short.
+    # Least squares of relative errors: a constant overhead weighs most where exchanges are short.
     weights = {rate: points[rate][0] ** -2 for rate in fast}
     left = sum(weights[rate] * (points[rate][0] - plain.wire_s(rate)) for rate in fast)
     overhead_s = left / sum(weights.values()) - 6 * LATENCY_S
@@ -127,7 +128,7 @@ def fit(points):
 
 
 def read_points(path):
-    """Return what was measured: rate of the link -> (sync_s, step_s), and the rows."""
+    """Return the measurements: rate of the link -> (sync_s, step_s), and the rows."""
     with path.open(newline="", encoding="utf-8") as file:
         rows = list(csv.DictReader(file))
     points = {}
@@ -139,7 +140,7 @@ def read_points(path):
 
 
 def window(h, link):
-    """Return the steps of a run and its warm-up, as in the points of its link; longer if that held no exchange."""
+    """Return the steps of a run and its warm-up, as in the points of its link; longer if that has no exchange."""
     steps, warmup = (80, 8) if link == "50m" else (150, 10)
     return (steps, warmup) if steps >= h else (warmup + h, warmup)
 
@@ -153,7 +154,7 @@ def combinations(quick):
 
 
 def prediction(run, h, warmup):
-    """Return the median exchange (s), the utilisation after the warm-up, and that of endless training."""
+    """Return the median exchange (s), the utilisation after the warm-up, and the utilisation of endless training."""
     table = run.table
     own = table["rank"] == 0
     after = own & (table["step"] >= warmup)
@@ -165,7 +166,7 @@ def prediction(run, h, warmup):
 
 
 def leave_one_out(points):
-    """Yield rate, and relative error of its exchange as predicted from the other points."""
+    """Yield each rate, and the relative error of its exchange predicted from the other points."""
     for rate in points:
         others = fit({other: points[other] for other in points if other != rate})
         predicted_s = others.wire_s(rate) + others.overhead_s + 6 * LATENCY_S
@@ -215,7 +216,7 @@ def study(context):
 
 
 def judge(context, measured, predicted):
-    """Say how far the points that were measured are from their predictions."""
+    """Report how far the measured points are from their predictions."""
     for row in measured:
         sync_ms, used, _ = map(float, predicted[row["algorithm"], row["H"], row["link"]])
         errors = sync_ms / float(row["sync_ms"]) - 1.0, used / float(row["utilisation"]) - 1.0

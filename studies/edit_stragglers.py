@@ -1,10 +1,10 @@
-"""Stragglers, random and consistent: steps a second under data parallel, EDiT and A-EDiT. Timing alone.
+"""Stragglers, random and consistent: steps per second under data parallel, EDiT and A-EDiT. Timing alone.
 
     spawnsim study edit_stragglers [--quick]
 
-Eight ranks take steps of 1 s. Random: in each step one rank, drawn anew, takes longer by a lag. Consistent: always the
-same one does. Data parallel waits for all in each step, EDiT every 16 steps, A-EDiT every 16 s of the clock. The model
-has no memory, and averaging it takes little beside a step.
+Eight ranks take steps of 1 s. Random: in each step one rank, drawn anew, is delayed by a lag. Consistent: the same
+rank is delayed in every step. Data parallel waits for all ranks in each step, EDiT every 16 steps, A-EDiT every 16 s.
+The model has no memory, and averaging it takes little time compared with a step.
 """
 
 import numpy as np
@@ -27,7 +27,7 @@ NETWORKS = {"Hockney": Switch(Hockney(2e-5, 12.5e9)), "LogGP": Switch(LogGP(2e-5
 
 
 def study(context: Context) -> None:
-    """Measure throughput for rising lags; state the claim."""
+    """Measure throughput for increasing lags; state the claim."""
     lags = [0.0, 4.0] if context.quick else [0.0, 2.0, 4.0]
     seeds = context.seeds(range(1, 4))
     lasts_s = 160.0 if context.quick else 320.0
@@ -56,7 +56,7 @@ def study(context: Context) -> None:
         for kind in ("random", "consistent")
         for policy in POLICIES
     }
-    # Ranks that never wait: each late in one step of eight, or one in all of its steps.
+    # Ranks that never wait: each is delayed in one step of eight, or one rank in all of its steps.
     alone = {"random": 1 / (1 + lags[-1] / RANKS), "consistent": (RANKS - 1 + 1 / (1 + lags[-1])) / RANKS}
     told = "; ".join(
         f"{kind}: "
@@ -81,7 +81,7 @@ def study(context: Context) -> None:
 
 
 def rate(policy, kind, lag, where):
-    """Return steps a second of all ranks together."""
+    """Return the steps per second of all ranks together."""
     seed, lasts_s, network = where
 
     def main(comm):
@@ -90,7 +90,8 @@ def rate(policy, kind, lag, where):
         chosen, iteration = POLICIES[policy](), 0
         chosen(0, model, optimizer, None, comm)
         late = generator(seed, WORLD, "who is late").integers(RANKS, size=int(lasts_s))
-        # All ranks of data parallel and EDiT take equally many steps, so that none waits for one that has ended.
+        # All ranks of data parallel and EDiT take the same number of steps, so that no rank waits for one that has
+        # ended.
         while (
             iteration < int(lasts_s / (1 + lag) / EVERY) * EVERY
             if policy != "A-EDiT"
@@ -109,7 +110,7 @@ def rate(policy, kind, lag, where):
 
 
 def figure(rows):
-    """Throughput against the lag: a panel a kind of straggler."""
+    """Draw throughput against the lag, with a panel for each kind of straggler."""
     from matplotlib.figure import Figure
 
     with style.talk():

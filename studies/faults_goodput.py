@@ -1,19 +1,19 @@
-"""Faults and goodput: how much of their time ranks train, as machines fail more often, under each policy.
+"""Faults and goodput: the share of time in which ranks train, as machines fail more often, under each policy.
 
     spawnsim study faults_goodput [--quick]
 
-The question: what does a failure cost the ranks that did not fail?
+The question: how much does a failure cost the ranks that did not fail?
 
 The method: timing alone, 16 ranks (8 with --quick), steps of 1 s for 120 s. Each rank fails at random (Poisson) and
-is back 10 s later with nothing. Whoever notices a death, or that somebody joins, recovers: all meet, agree on who is
-there and on the step, and go on. Goodput is the time that all ranks spent in steps that they finished, over all time
-of all ranks; beside it the share of time in which a rank is alive, 1/(1 + repair/MTBF), which no policy can exceed.
-Both network models, seeds with their range.
+restarts 10 s later without state. A rank that notices a death or a joining rank recovers: all meet, agree on the
+living ranks and on the step, and continue. Goodput is the time that all ranks spent in finished steps, over all time
+of all ranks. It is compared with the share of time in which a rank is alive, 1/(1 + repair/MTBF), which no policy can
+exceed. Both network models, seeds with their range.
 
-The finding: one failure costs the other 15 ranks 30 s together under an average: a step of each when the death is
-noticed in the middle of an exchange, and another when the rank joins. Averaging each 10 steps saves a part of the
-first only. Under replacement nobody notices the death, and 16 s are lost, a step of each at the joining. At an MTBF
-of 300 s goodput is 0.84 and 0.88 against 0.90, where ranks are alive for 0.97 of the time. Both network models agree.
+The finding: under an average, one failure costs the other 15 ranks 30 s together: one step of each when the death is
+noticed during an exchange, and another when the rank joins. Averaging every 10 steps saves only a part of the first
+loss. Under replacement no rank notices the death, and 16 s are lost, one step of each at the joining. At an MTBF of
+300 s goodput is 0.84 and 0.88 against 0.90, where ranks are alive for 0.97 of the time. Both network models agree.
 Steps that a rollback to a checkpoint would lose are not counted: the survivors' models are the checkpoint.
 """
 
@@ -28,7 +28,7 @@ from spawnsim.study import Context
 from spawnsim.workloads.mlp import without_data
 
 STEP_S, LASTS_S, REPAIR_S = 1.0, 120.0, 10.0
-MTBFS_S = (3_000.0, 1_000.0, 300.0)  # of one rank
+MTBFS_S = (3_000.0, 1_000.0, 300.0)  # for one rank
 POLICIES = {
     "average, each step": lambda: AverageAllPolicy(1),
     "average, each 10 steps": lambda: AverageAllPolicy(10),
@@ -39,10 +39,10 @@ PARAMETERS = 250_000
 
 
 def main(comm, policy="selective, each 10 steps", lasts_s=LASTS_S):
-    """Train by the clock, recover whenever somebody has died or joins; a row for each finished step."""
+    """Train by the clock, recover whenever a rank has died or joins; record a row for each finished step."""
     model, optimizer = without_data(PARAMETERS)
     chosen, group, step = POLICIES[policy](), comm, 0
-    joins = comm.clock.now() > 0  # this rank has begun again
+    joins = comm.clock.now() > 0  # this rank has restarted
     while comm.clock.now() < lasts_s:
         try:
             if joins:
@@ -60,12 +60,12 @@ def main(comm, policy="selective, each 10 steps", lasts_s=LASTS_S):
 
 
 def study(context: Context) -> None:
-    """Run policies × failures over seeds; draw goodput; say what a failure costs."""
+    """Run policies × failures over seeds; draw goodput; report the cost of a failure."""
     ranks, seeds = 8 if context.quick else 16, context.seeds(range(1, 6))
     networks = ["Hockney"] if context.quick else [*NETWORKS]
     rows = []
     for network in networks:
-        seeds = seeds if network == networks[0] else seeds[:2]  # to see whether the model matters
+        seeds = seeds if network == networks[0] else seeds[:2]  # two seeds show whether the model matters
         for policy in POLICIES:
             without, _ = goodput(network, policy, np.inf, (ranks, seeds[0]))
             for mtbf_s in MTBFS_S:
@@ -92,13 +92,13 @@ def study(context: Context) -> None:
 
 
 def alive(mtbf_s):
-    """Return the share of time in which a rank is there, from a start at which all are."""
+    """Return the share of time in which a rank is alive, if all ranks are alive at the start."""
     rate, up = 1 / mtbf_s + 1 / REPAIR_S, 1 / (1 + REPAIR_S / mtbf_s)
     return up + (1 - up) * (1 - np.exp(-rate * LASTS_S)) / (rate * LASTS_S)
 
 
 def goodput(network, policy, mtbf_s, drawn):
-    """Return the share of all ranks' time that was spent in finished steps, and how many deaths there were."""
+    """Return the share of all ranks' time that was spent in finished steps, and the number of deaths."""
     ranks, seed = drawn
     run = spawnsim.run(
         main, ranks=ranks, platform=NETWORKS[network], seed=seed, deadline_s=1e6, parameters={"policy": policy},
@@ -109,7 +109,7 @@ def goodput(network, policy, mtbf_s, drawn):
 
 
 def figure(rows, ranks):
-    """Goodput against the mean time between failures, with what is possible."""
+    """Draw goodput against the mean time between failures, with its upper limit."""
     from matplotlib.figure import Figure
 
     with style.talk():
@@ -124,7 +124,7 @@ def figure(rows, ranks):
         for shift, (policy, name) in enumerate(zip(POLICIES, names, strict=True), -1):
             look = looks[name]
             mine = [row for row in rows if row["policy"] == policy]
-            at = [row["mtbf_s"] * 1.03**shift for row in mine]  # bars side by side
+            at = [row["mtbf_s"] * 1.03**shift for row in mine]  # bars next to each other
             median, low, high = (
                 np.array([100 * row[name] for row in mine]) for name in ("median", "low", "high")
             )

@@ -1,4 +1,4 @@
-"""torchgfn trains a GFlowNet per rank on its own HyperGrid, under one of our policies of exchange.
+"""torchgfn trains a GFlowNet per rank on its own HyperGrid, under one of our exchange policies.
 
     pip install 'spawnsim[gfn]'
     spawnsim study gfn_hypergrid [--quick]
@@ -6,18 +6,18 @@
     spawnsim run studies/gfn_hypergrid.py --backend mpi -n 4 --seed 7 --out runs/b
     mpiexec -n 4 spawnsim run studies/gfn_hypergrid.py --backend mpi --seed 7 --out runs/c
 
-Environment, estimators, sampler and loss are torchgfn's as they come from the package index; the metric is the number
-of modes that a rank has found. With `gradients=True` every step averages gradients as well, by the toolkit.
+Environment, estimators, sampler and loss are torchgfn's, unchanged from the package index; the metric is the number
+of modes that a rank has found. With `gradients=True` every step also averages gradients, with the toolkit.
 
-The study asks what torchgfn's authors ask of their own runs: how many modes all ranks have found together, over
-iterations and by policy; how many iterations it takes to find all, by the number of ranks; what is learnt beside the
-reward. The method: HyperGrid 2 x 8 x 8 (4 mode states), an exchange every 10 iterations, over seeds. What is learnt
-is counted from where the last tenth of the trajectories of all ranks ended.
+The study asks the questions of torchgfn's authors: how many modes all ranks have found together, over iterations and
+by policy; how many iterations it takes to find all modes, by the number of ranks; and which distribution is learnt,
+besides the reward. The method: HyperGrid 2 x 8 x 8 (4 mode states), an exchange every 10 iterations, over seeds. The
+learnt distribution is counted from the final states of the last tenth of all ranks' trajectories.
 
-The finding: exchange does not matter for how soon all four modes are known; the number of ranks does (2: 21 to 25
+The finding: exchange does not change how soon all four modes are known; the number of ranks does (2: 21 to 25
 iterations, 6: 12 to 13). After 60 iterations an average of 6 ranks has learnt less of the distribution (L1 0.92) than
-ranks alone (0.69): GFlowNets that begin from different weights lose by a mean of them. Selective replacement (0.71),
-which acts once in 60 iterations under its cooldown of 50, does no harm. Three seeds, a small grid.
+ranks alone (0.69): GFlowNets with different initial weights lose by averaging. Selective replacement (0.71), which
+acts once in 60 iterations under its cooldown of 50, does no harm. Three seeds, a small grid.
 """
 
 from pathlib import Path
@@ -65,7 +65,7 @@ def builder(comm, env, hidden):
 
 
 def chosen(policy, build, model, average_every, comm):
-    """Return the policy of a name, as the original's users construct it; None for "none"."""
+    """Return the policy with a name, constructed as users of the original do; None for "none"."""
     if policy == "none":
         return None
     if policy == "average":
@@ -93,7 +93,7 @@ def main(
     average_every=20,
     gradients=False,  # average gradients at every step
 ):
-    """Train this rank's sampler, exchange models, and report what all ranks found."""
+    """Train this rank's sampler, exchange models, and report the modes that all ranks found."""
     torch.set_num_threads(1)
     env = HyperGrid(ndim=dimensions, height=height)
     build = builder(comm, env, hidden)
@@ -103,7 +103,7 @@ def main(
 
     for iteration in range(iterations):
         with comm.compute():
-            # Nothing else runs between here and the end of the block, so the draws are this rank's alone.
+            # Nothing else runs until the end of the block, so the draws are this rank's alone.
             torch.manual_seed(comm.rng("trajectories").integers(2**63))
             trajectories = model.sample_trajectories(env, n=batch, epsilon=epsilon)
             optimizer.zero_grad()
@@ -146,7 +146,7 @@ LEARNING = {"iterations": 60, "average_every": 10, "hidden": 32, "height": HEIGH
 
 
 def study(context):
-    """Run all policies over seeds and numbers of ranks; draw modes and what is learnt."""
+    """Run all policies over seeds and numbers of ranks; draw modes and learnt distributions."""
     seeds, sizes = context.seeds(range(1, 4)), [2, 3] if context.quick else [2, 6]
     chosen = POLICIES[::2] if context.quick else POLICIES
     learning = LEARNING | ({"iterations": 20} if context.quick else {})
@@ -170,7 +170,7 @@ def study(context):
 
 
 def first_finds(run):
-    """Return the iteration in which each mode was first found by any rank."""
+    """Return the iteration in which any rank first found each mode."""
     found = {}
     for event in run.events:
         if event["kind"] == "mode":
@@ -179,7 +179,7 @@ def first_finds(run):
 
 
 def all_after(runs, iterations):
-    """Return the iteration in which all four modes were known, median; the number of iterations if they never were."""
+    """Return the median iteration in which all four modes were known; the number of iterations if they never were."""
     return float(np.median([(first_finds(run) + [iterations] * 4)[3] for run in runs]))
 
 
@@ -190,17 +190,17 @@ def learnt(run):
 
 
 def rewarded():
-    """Return the distribution that is to be learnt, (height, height)."""
+    """Return the target distribution, (height, height)."""
     return workloads.HyperGrid(2, HEIGHT).target().numpy().reshape(HEIGHT, HEIGHT)
 
 
 def distance(run):
-    """Return Σ |learnt − reward|, in [0, 2]; as it is of counts, not quite 0 for a perfect sampler."""
+    """Return Σ |learnt − reward|, in [0, 2]; it compares counts, so a perfect sampler does not quite reach 0."""
     return float(np.abs(learnt(run) - rewarded()).sum())
 
 
 def modes_figure(runs, iterations):
-    """Modes found together over iterations, most ranks; and when half of them were known, by number of ranks."""
+    """Draw the modes found together over iterations, for most ranks; and when half were known, by number of ranks."""
     from matplotlib.figure import Figure
 
     sizes, policies, seeds = (list(dict.fromkeys(key[at] for key in runs)) for at in range(3))
@@ -240,7 +240,7 @@ def modes_figure(runs, iterations):
 
 
 def learnt_figure(runs):
-    """The reward, and where the last trajectories ended under each policy."""
+    """Draw the reward, and the final states of the last trajectories under each policy."""
     from matplotlib.figure import Figure
 
     shown = {"reward": rewarded()} | {policy: learnt(run) for policy, run in runs.items()}

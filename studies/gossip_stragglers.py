@@ -1,8 +1,8 @@
-"""Steps a second of gossip against all-reduce: noise, a slow rank, a slow link. Timing alone.
+"""Steps per second of gossip against all-reduce: noise, a slow rank, a slow link. Timing alone.
 
     spawnsim study gossip_stragglers [--quick]
 
-32 ranks, a ResNet-50 (25.6 M float32 numbers, no memory), 0.25 s a step, 10 Gbit/s. All-reduce by a ring after each
+32 ranks, a ResNet-50 (25.6 M float32 numbers, no memory), 0.25 s per step, 10 Gbit/s. All-reduce by a ring after each
 step (SGD), push-sum along a one-peer exponential graph (SGP) and one round late (overlap SGP), pairs without waiting
 (AD-PSGD).
 """
@@ -29,7 +29,7 @@ LINKS = {"Hockney": lambda rate: Hockney(5e-5, rate), "LogGP": lambda rate: LogG
 
 
 def study(context: Context) -> None:
-    """Measure steps a second of the median rank; state both claims."""
+    """Measure the median rank's steps per second; state both claims."""
     seeds, count = (range(1, 3), 24) if context.quick else (range(1, 6), 150)
     rates = {}
     for network in LINKS:
@@ -45,7 +45,7 @@ def study(context: Context) -> None:
     context.save_table([{"case": list(case), "steps_s": found} for case, found in rates.items()], "rates")
 
     def gain(policy, trouble):
-        """Return the least and the greatest gain over all-reduce, over networks and seeds."""
+        """Return the least and largest gain over all-reduce, over networks and seeds."""
         found = [
             np.asarray(rates[network, trouble, policy]) / rates[network, trouble, "all-reduce"]
             for network in LINKS
@@ -81,7 +81,7 @@ def study(context: Context) -> None:
 
 
 def rate(network, trouble, policy, drawn):
-    """Return the median rank's steps a second."""
+    """Return the median rank's steps per second."""
     seed, count = drawn
     link = LINKS[network]
     far = link(RATE_BPS / (SLOW if trouble == "slow link" else 1))
@@ -93,7 +93,7 @@ def rate(network, trouble, policy, drawn):
         model = torch.nn.Linear(1000, PARAMETERS // 1000, bias=False, device="meta")
         optimizer, chosen, steps = torch.optim.SGD(model.parameters(), lr=0.1), POLICIES[policy](), 0
         slow = SLOW if trouble == "slow rank" and comm.rank == RANKS - 1 else 1
-        # Who waits for others takes as many steps as they do; who does not goes on by the clock.
+        # Ranks that wait for each other take the same number of steps; ranks that do not wait continue by the clock.
         while comm.clock.now() < count * STEP_S if policy == "AD-PSGD" else steps < count:
             with comm.compute(STEP_S * slow):
                 pass

@@ -1,10 +1,10 @@
-"""Averaging in groups while ranks come and go: group sizes, and how fast the ranks agree.
+"""Averaging in groups while ranks leave and join: group sizes, and how fast the ranks agree.
 
     spawnsim study groups [--quick] [--jobs N]
     spawnsim run studies/groups.py --ranks 1024 --platform ethernet-10g --straggler lognormal:0.3 --seed 7 --out runs/g
 
-Every rank holds a few numbers and learns nothing, so that agreement is all there is to see. Each round a share of the
-ranks leaves; it comes back a round later, and takes over the state of a peer.
+Every rank holds a few numbers and learns nothing, so that only agreement is visible. In each round a share of the
+ranks leaves; these ranks return a round later, and take over the state of a peer.
 """
 
 import math
@@ -57,7 +57,7 @@ def main(
 
 
 def join(comm, values, matchmaking, group_size):
-    """Begin to average, with a group key of one's own."""
+    """Start averaging, with a separate group key."""
     width = max(math.ceil(math.log2(comm.Get_size() / group_size)), 0)
     bits = format(comm.Get_rank() * 2**width // comm.Get_size(), f"0{width}b") if width else ""
     return DecentralizedAverager(
@@ -69,7 +69,7 @@ def join(comm, values, matchmaking, group_size):
 
 def study(context):
     """Run each matchmaking with and without ranks that leave; draw group sizes and contraction."""
-    from spawnsim.plots import groups  # the ranks that run `main` need no figures
+    from spawnsim.plots import groups  # ranks that run `main` need no figures
 
     cells = context.grid(
         "groups.py", ranks=[64 if context.quick else 1024], seeds=[7],

@@ -1,10 +1,9 @@
-"""Servers in regions under a global one, against one server and against rounds of all: steps a second. Timing alone.
+"""Regional servers under a global one, against one server and synchronous rounds: steps per second. Timing alone.
 
     spawnsim study halos [--quick]
 
-HALoS's published testbed: 16 workers in four regions, whose speeds and links are those of its examples/env.yaml, a
-model of 70.4 M float32 numbers, 238.391 ms a step at full speed. Latencies are taken as none, as its authors' simulator
-does.
+HALoS's published testbed: 16 workers in four regions, with the speeds and links of its examples/env.yaml, a model of
+70.4 M float32 numbers, 238.391 ms per step at full speed. Latencies are 0, as in the authors' simulator.
 """
 
 import math
@@ -29,13 +28,13 @@ SPEEDS = (
     0.232, 0.907, 0.828, 0.347, 0.574, 0.531, 0.722, 0.194, 0.852, 0.132, 0.896, 0.107, 0.827, 0.515, 0.527, 0.788,
 )  # fmt: skip
 PARAMETERS, STEP_S, LOCAL = 70_400_000, 0.238391, 32
-ROUND_S = 105.0  # of synchronous training, about
-# As its authors' simulator has them, messages do not meet; or those of one rank go one after the other.
+ROUND_S = 105.0  # approximate length of a synchronous training round
+# As in the authors' simulator, messages do not contend; or messages of one rank are sent one after the other.
 NETWORKS = {"links apart": "none", "messages in turn": "serial"}
 
 
 def policy_of(name):
-    """Return the policy of a name."""
+    """Return the policy with a name."""
     if name == "synchronous":
         return AverageAllPolicy(LOCAL)
     if name == "asynchronous":
@@ -85,7 +84,7 @@ def study(context: Context) -> None:
 
 
 def measured(network, name, lasts_s):
-    """Return steps a second of all workers together, the share of time that they wait, and the last rank's wait."""
+    """Return the steps per second of all workers together, their share of waiting time, and the last rank's wait."""
     joins = tuple(tuple(Hockney(0.0, rate * 1e9 / 8) for rate in row) for row in GBPS)
     regions = Regions((4, 4, 4, 4), joins, contention=NETWORKS[network])
     platform = Platform("halos", regions, collectives=Selection(fixed=(("allreduce", "ring"),)))
@@ -94,7 +93,7 @@ def measured(network, name, lasts_s):
         model = torch.nn.Linear(1000, PARAMETERS // 1000, bias=False, device="meta")
         optimizer, policy = torch.optim.SGD(model.parameters(), lr=0.1), policy_of(name)
         steps, waited_s, own_s = 0, 0.0, STEP_S / SPEEDS[comm.rank]
-        # Rounds are collective: their number cannot be up to each rank's own clock.
+        # Rounds are collective: their number cannot depend on each rank's own clock.
         rounds = math.ceil(lasts_s / ROUND_S)
         while steps <= rounds * LOCAL if name == "synchronous" else comm.clock.now() < lasts_s:
             with comm.compute(own_s):

@@ -1,11 +1,12 @@
-"""A GFlowNet per rank looks for the modes of one HyperGrid, under one of three policies of exchange.
+"""A GFlowNet per rank searches for the modes of one HyperGrid, under one of three exchange policies.
 
     spawnsim run studies/hypergrid.py --ranks 64 --platform ethernet-10g --straggler lognormal:0.3 --seed 7 --out runs/a
     spawnsim run studies/hypergrid.py --ranks 64 --set policy=none --set height=16 --seed 7 --out runs/b
     spawnsim run studies/hypergrid.py --backend mpi -n 4 --seed 7 --out runs/c
 
-Each row tells how many modes its rank has found; each first find is an event "mode" with the number of the state,
-so that `len({e["mode"] for e in run.events if e["kind"] == "mode"})` is what all ranks found together.
+Each row has the number of modes that its rank has found; each first find is an event "mode" with the number of the
+state. So `len({e["mode"] for e in run.events if e["kind"] == "mode"})` is the number of modes that all ranks found
+together.
 """
 
 from typing import Literal
@@ -23,10 +24,10 @@ def main(
     height=32,  # 2 x 32 x 32 has 36 modes, 9 near each corner
     epsilon=0.05,  # chance of an even action, for exploration
     average_every=20,
-    replacement_ratio=0.2,  # of the ranks, those that have found fewest modes; "selective" alone
-    cooldown=100,  # iterations in which a replaced rank may catch up; likewise
+    replacement_ratio=0.2,  # share of ranks to replace, those with the fewest modes; only for "selective"
+    cooldown=100,  # iterations in which a replaced rank may catch up; only for "selective"
 ):
-    """Train this rank's sampler, and exchange models with the others."""
+    """Train this rank's sampler, and exchange models with the other ranks."""
     flow = GFlowNet(comm.rng, HyperGrid(dimensions, height), epsilon=epsilon, same_start=False)
     model, optimizer = flow.build()
 

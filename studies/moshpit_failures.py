@@ -1,11 +1,12 @@
-"""Rounds of averaging until all agree when ranks fail for single rounds: five ways, against a published table.
+"""Rounds of averaging until all ranks agree, if ranks fail for single rounds: five methods, against a published table.
 
     spawnsim study moshpit_failures [--quick]
 
-Each rank holds one number, drawn from a normal distribution. In each round a rank fails with probability p: it neither
-gives nor takes. Counted are the rounds until the variance is below 1e-9, at most 50. All-reduce: nobody averages if
-anybody fails. Gossip: a ring. SGP: each with those 2^t and 2^(t+1) places after it. Random groups of 32. Moshpit: a
-grid of 32 x 32, some places empty, along one axis after the other. Failed neighbours are left out of a mean.
+Each rank holds one number, drawn from a normal distribution. In each round a rank fails with probability p: it
+neither sends nor receives. The study counts the rounds until the variance is below 1e-9, at most 50. All-reduce: no
+rank averages if any rank fails. Gossip: a ring. SGP: each rank with the ranks 2^t and 2^(t+1) places after it. Random
+groups of 32. Moshpit: a grid of 32 x 32, with some empty places, along one axis after the other. A mean leaves out
+failed neighbours.
 """
 
 import math
@@ -18,8 +19,8 @@ from spawnsim.study import Context
 
 SIDE, LIMIT, TARGET = 32, 50, 1e-9
 WAYS = ("all-reduce", "gossip", "SGP", "random groups", "Moshpit")
-# (ranks, p) -> rounds by WAYS, means of 10 seeds: the output of plot_results.ipynb in
-# yandex-research/moshpit-sgd, 78fb4da. It has no rows of 1,024 ranks, which are computed here all the same.
+# (ranks, p) -> rounds by WAYS, means of 10 seeds: the output of plot_results.ipynb in yandex-research/moshpit-sgd,
+# 78fb4da. It has no rows for 1,024 ranks, which are computed here all the same.
 PUBLISHED = {
     (512, 0.0): (1.0, 50.0, 47.6, 6.1, 8.2), (512, 0.001): (1.6, 50.0, 47.6, 6.3, 8.5),
     (512, 0.005): (10.9, 50.0, 47.8, 6.3, 8.8), (512, 0.01): (41.7, 50.0, 47.8, 6.6, 8.8),
@@ -41,8 +42,8 @@ def study(context: Context) -> None:
             row = {"ranks": ranks, "p": chance, "rounds": mean.tolist(), "std": spread.tolist()}
             published = PUBLISHED.get((ranks, chance))
             if published is not None:
-                # Two means of so many seeds; all seeds of the published ones share one placement on the grid, so that
-                # they differ by more than their spread says: half a round is added.
+                # The difference of two means over these numbers of seeds. All published seeds share one placement on
+                # the grid, so they differ by more than their spread shows: allow half a round more.
                 allowed = 2.6 * spread * math.sqrt(1 / 10 + 1 / len(seeds)) + 0.5
                 row |= {"published": published, "within": (np.abs(mean - published) <= allowed).tolist()}
                 off += [
@@ -75,7 +76,7 @@ def study(context: Context) -> None:
 
 
 def rounds(way, ranks, chance, seed):
-    """Return how many rounds it takes until the variance is below the target."""
+    """Return the number of rounds until the variance is below the target."""
     rng = generator(seed, ranks, f"moshpit failures {chance}")
     values = rng.normal(size=ranks)
     places = rng.choice(SIDE**2, ranks, replace=False)  # on the grid
@@ -88,7 +89,7 @@ def rounds(way, ranks, chance, seed):
 
 
 def all_reduce(values, alive, round_, drawn):
-    """Return the mean everywhere, or the values if one has failed."""
+    """Return the mean for all ranks, or the unchanged values if any rank has failed."""
     return np.full_like(values, values.mean()) if alive.all() else values
 
 
@@ -101,7 +102,8 @@ def gossip(values, alive, round_, drawn):
 def push(values, alive, round_, drawn):
     """Return each rank's mean with two ranks after it, further away in each round.
 
-    As in the published program, which rolls its matrix as one row: what goes round the end comes one row too low.
+    As in the published program, which rolls its matrix as one row: values that wrap round the end arrive one row too
+    low.
     """
     size = len(values)
     hop, everyone = round_ % int(math.log2(size - 1)), np.arange(size)
@@ -111,7 +113,7 @@ def push(values, alive, round_, drawn):
 
 
 def among_living(receivers, senders, values, alive):
-    """Return means over the edges between ranks that have not failed."""
+    """Return means over the edges between living ranks."""
     there = alive[receivers] & alive[senders]
     sums = np.bincount(receivers[there], values[senders[there]], len(values))
     counts = np.bincount(receivers[there], minlength=len(values))
@@ -119,7 +121,7 @@ def among_living(receivers, senders, values, alive):
 
 
 def random_groups(values, alive, round_, drawn):
-    """Return means over groups of 32 and a few more, drawn from those that have not failed."""
+    """Return means over groups of at least 32 ranks, drawn from the living ranks."""
     order = drawn[0].permutation(np.flatnonzero(alive))
     groups = np.empty(len(order), np.int64)
     count = len(order) // SIDE
@@ -136,7 +138,7 @@ def moshpit(values, alive, round_, drawn):
 
 
 def by_group(ranks, groups, values):
-    """Return the values with those of each group replaced by their mean."""
+    """Return the values, with each group's values replaced by their mean."""
     sums = np.bincount(groups, values[ranks]) / np.maximum(np.bincount(groups), 1)
     found = values.copy()
     found[ranks] = sums[groups]

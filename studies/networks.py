@@ -2,20 +2,20 @@
 
     spawnsim study networks [--quick]
 
-The question: which way of exchanging is the quickest, and does the answer depend on how a message's cost is modelled?
+The question: which way of exchanging is the fastest, and does the answer depend on the model of a message's cost?
 
 The method: timing alone, 16 ranks, an exchange in each iteration of 10 ms, models of 10 kB to 100 MB. Averaging by a
 ring moves the fewest bytes, by recursive doubling sends the fewest messages; selective replacement (a fifth of the
-ranks) waits for nobody. Five presets, and a stack that costs a processor 150 µs a message. Under Hockney (α, β) a
-message costs nothing but its wire. Under LogGP the same α is split: 40 % of it, but 20 µs at most, are spent by the
-processor at each end (for the heavy stack 150 µs beside the wire), and the next message waits for as long.
+ranks) never waits. Five presets, and a stack that costs a processor 150 µs per message. Under Hockney (α, β) a
+message costs only its wire. Under LogGP the same α is split: 40 % of it, but at most 20 µs, is spent by the processor
+at each end (for the heavy stack 150 µs in addition to the wire), and the next message waits for as long.
 
-The finding: hardly. The ranking is the same in 17 of 18 cases: selective replacement first, as nobody waits (a model
-that travels for longer than the run is not waited for either), only 10 kB over NVLink are averaged as quickly as
-ranks are compared; doubling before the ring for small models, the ring for large ones, over NVLink doubling for all.
-The model decides where messages cost the processor much and the size is near that border: 1 MB over the heavy stack,
-where the ring's many messages cost more than its bytes save, which Hockney cannot see. There a ranking that is
-reported under one model only is the model's.
+The finding: hardly. The ranking is the same in 17 of 18 cases. Selective replacement is first, as no rank waits (not
+even for a model that travels for longer than the run); only 10 kB over NVLink are averaged as fast as ranks are
+compared. Doubling comes before the ring for small models, the ring first for large ones; over NVLink doubling is
+first for all. The model decides where messages cost the processor much and the size is near that border: 1 MB over
+the heavy stack, where the ring's many messages cost more than its bytes save, which Hockney cannot show. A ranking
+reported there under only one model is a property of the model.
 """
 
 from dataclasses import replace
@@ -40,7 +40,7 @@ ITERATIONS, STEP_S = 12, 0.01
 
 
 def study(context: Context) -> None:
-    """Run all ways on all platforms under both models; rank them, and draw the table."""
+    """Run all ways on all platforms under both models; rank the ways, and draw the table."""
     ranks = 8 if context.quick else 16
     sizes = dict([*SIZES.items()][:2]) if context.quick else SIZES
     rows = []
@@ -101,15 +101,15 @@ def milliseconds(way, where, ranks, parameters):
 
 
 def ranking(took):
-    """Return the ways from the quickest to the slowest; within 1 % the order of `WAYS`."""
+    """Return the ways from the fastest to the slowest; within 1 % in the order of `WAYS`."""
     least = min(took.values())
-    # Equal times, but for rounding, must not be a ranking.
+    # Times that are equal except for rounding must not make a ranking.
     ratios = {way: max(each, 1e-6) / max(least, 1e-6) for way, each in took.items()}
     return sorted(took, key=lambda way: (round(np.log(ratios[way]) / 0.01), [*WAYS].index(way)))
 
 
 def decided_by_model(rows):
-    """Return the platforms and sizes that are ranked otherwise under the second model."""
+    """Return the platforms and sizes whose ranking differs under the second model."""
     pairs = {}
     for row in rows:
         pairs.setdefault(f"{row['platform']}, {row['size']}", []).append(row["ranking"])
@@ -117,7 +117,7 @@ def decided_by_model(rows):
 
 
 def title(rows):
-    """What the table says: whether both models put the ways into one order."""
+    """Return the table's title: whether both models rank the ways equally."""
     count = len(decided_by_model(rows))
     if not count:
         return "Both network models rank alike"
@@ -125,7 +125,7 @@ def title(rows):
 
 
 def figure(rows, ranks):
-    """A table: milliseconds beyond computing, a row per platform and size, the quickest dark."""
+    """Draw a table: milliseconds beyond computing, a row per platform and size, the fastest dark."""
     from matplotlib.figure import Figure
 
     names = list(dict.fromkeys((row["platform"], row["size"]) for row in rows))
@@ -136,7 +136,7 @@ def figure(rows, ranks):
         axes = drawn.subplots(1, len(MODELS), sharey=True)
         for ax, model in zip(axes, MODELS, strict=True):
             values = np.array([[known[*name, model]["ms"][way] for way in WAYS] for name in names])
-            # By place and not by time: the times of platforms lie five powers of ten apart.
+            # Colours show the place, not the time: the times of platforms differ by five powers of ten.
             places = np.array([[known[*name, model]["ranking"].index(way) for way in WAYS] for name in names])
             ax.imshow(places, cmap="Blues_r", vmin=-0.6, vmax=2.6, aspect="auto")
             for (down, across), value in np.ndenumerate(values):

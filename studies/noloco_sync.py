@@ -1,9 +1,9 @@
-"""Pairs against a tree: how long the exchange of an outer step takes as replicas are added. Timing alone.
+"""Pairs against a tree: the time of the exchange of an outer step as replicas are added. Timing alone.
 
     spawnsim study noloco_sync [--quick]
 
-All replicas hold one model without memory and begin a round together. NoLoCo's pairs exchange slow weights and
-differences; DiLoCo's average goes through an Allreduce by a binomial tree (reduce, then broadcast).
+All replicas hold one model without memory, and begin a round together. NoLoCo's pairs exchange slow weights and
+differences; DiLoCo's average is an Allreduce by a binomial tree (reduce, then broadcast).
 """
 
 import numpy as np
@@ -26,7 +26,7 @@ TREE = Selection(fixed=(("allreduce", "reduce_bcast"),))
 
 
 def study(context: Context) -> None:
-    """Time one round for rising numbers of replicas; state the claim."""
+    """Time one round for increasing numbers of replicas; state the claim."""
     replicas = [2, 4, 16, 64, 256] if context.quick else [2, 4, 16, 64, 256, 1024]
     rows = []
     for network in NETWORKS:
@@ -61,7 +61,7 @@ def study(context: Context) -> None:
 
 
 def seconds(policy, ranks, network):
-    """Return how long the slowest replica waits in a round."""
+    """Return the time that the slowest replica waits in a round."""
 
     def main(comm):
         model = torch.nn.Linear(1000, PARAMETERS // 1000, bias=False, device="meta")
@@ -80,7 +80,7 @@ def seconds(policy, ranks, network):
 
 
 def figure(rows):
-    """Seconds of a round against the number of replicas."""
+    """Draw the seconds of a round against the number of replicas."""
     from matplotlib.figure import Figure
 
     with style.talk():

@@ -1,23 +1,23 @@
-"""From 8 to 4,096 ranks: what waiting for the slowest costs, what the network costs, and what each policy escapes.
+"""From 8 to 4,096 ranks: the cost of waiting for the slowest, the cost of the network, and what each policy avoids.
 
     spawnsim study scaling [--quick]
 
-The question: how long does an iteration take as ranks are added, (a) if steps are noisy and the network is quick, (b)
+The question: how long does an iteration take as ranks are added, (a) if steps are noisy and the network is fast, (b)
 if steps are even and 100 MB travel over 10 Gbit/s?
 
-The method: timing alone, models without memory. (a) Steps of 1 s in the mean, under five kinds of noise. Synchronous
-rounds (average after each step, after 10) over columns, 100 iterations; their makespan per iteration against the
-expectation of the largest of N draws: H_N for exponential steps, Γ(N + 1) for Pareto, an integral for the others,
-with Erlang's distribution for ten steps. Policies that wait for one other rank or for nobody on ordinary virtual
-ranks, 20 iterations, up to 512 (selective replacement: 4,096). (b) One exchange in 10 steps of 1 s, under two network
-models.
+The method: timing alone, models without memory. (a) Steps with a mean of 1 s, under five kinds of noise. Synchronous
+rounds (average after each step, after 10) over columns, 100 iterations. Their makespan per iteration is compared with
+the expectation of the largest of N draws: H_N for exponential steps, Γ(N + 1) for Pareto, an integral for the others,
+with Erlang's distribution for ten steps. Policies that wait for one other rank or never wait run on ordinary virtual
+ranks, 20 iterations, up to 512 ranks (selective replacement: 4,096). (b) One exchange in 10 steps of 1 s, under two
+network models.
 
 The finding: the closed forms hold at every number of ranks. Waiting for all after each step costs the factor H_N, 8.9
-at 4,096 ranks, after each 10 steps 2.6; under Pareto's tail 25 and 6.6. Gossip with one peer costs 2.0 to 2.6 (each
-waits for one who has waited). Who waits for nobody keeps the pace of the mean step, whatever the number. Where a few
-ranks are slower for good, rarer rounds do not help. What an average of 100 MB takes grows from 0.15 to 0.17 s and no
-further; gossip takes 0.04 s; a replacement is sent beside training, and costs the mean rank's time nothing. Both
-network models agree, as few messages are sent.
+at 4,096 ranks, after every 10 steps 2.6; under Pareto's tail 25 and 6.6. Gossip with one peer costs 2.0 to 2.6 (each
+rank waits for one that has waited). Policies that never wait keep the pace of the mean step, whatever the number of
+ranks. If a few ranks are permanently slower, rarer rounds do not help. The time of an average of 100 MB grows from
+0.15 to 0.17 s and no further; gossip takes 0.04 s; a replacement is sent in parallel with training, and takes none of
+the mean rank's time. Both network models agree, as few messages are sent.
 """
 
 import math
@@ -47,13 +47,13 @@ NOISES = {
     "bimodal:0.01,10": "1 step in 100 is 10 × as long",
     "slow:0.02,5": "1 rank in 50 is 5 × slower, always",
 }
-FIRST = "exponential:1"  # of which all policies are run; of the others those on columns
-WAITING = {"average, each step": 1, "average, each 10 steps": 10}  # for all ranks; how many steps between
+FIRST = "exponential:1"  # all policies run under this noise; under other noise only policies over columns
+WAITING = {"average, each step": 1, "average, each 10 steps": 10}  # for all ranks; steps between rounds
 LIVE = {
     "gossip, one peer": (lambda: GossipPolicy(graph=graphs.one_peer_exponential), 512),
     "average by the clock": (lambda: AsyncModelAveragePolicy(sync_interval_ms=10_000, background=True), 64),
     "selective": (lambda: AsyncSelectiveAveragingPolicy(None, 10, 0.2, cooldown=0), 4096),
-}  # and up to how many ranks
+}  # and the largest number of ranks
 QUICK = Switch(Hockney(1e-6, 1e12))
 NETWORKS = {"Hockney": Switch(Hockney(2e-5, 1.18e9)), "LogGP": Switch(LogGP(2e-5, 5e-6, 5e-6, 1 / 1.18e9))}
 PARAMETERS = 25_000_000
@@ -101,7 +101,7 @@ def study(context: Context) -> None:
 
 # ------------------------------------------------------------------------------------------------------------- noise
 def waiting(sizes, seeds, iterations):
-    """Return a row per kind of noise, policy on columns and number of ranks."""
+    """Return a row per kind of noise, policy over columns and number of ranks."""
     rows = []
     for noise in NOISES:
         for policy, every in WAITING.items():
@@ -118,18 +118,18 @@ def waiting(sizes, seeds, iterations):
 
 
 def round_lengths(every, noise, ranks, drawn):
-    """Return how long each round of an average lasts, in mean steps."""
+    """Return the length of each round of an average, in mean steps."""
     seed, iterations = drawn
     left = []
     columnar.run(
         AverageAllPolicy(every), ranks=ranks, iterations=iterations, model_nbytes=4, platform=QUICK, stragglers=noise,
         compute=1.0, seed=seed, streams="bulk", on_round=lambda told: left.append(float(told.left_s.max())),
     )  # fmt: skip
-    return np.diff(left)  # without the first one: an average is due in the first iteration already
+    return np.diff(left)  # without the first round: an average is due in the first iteration already
 
 
 def error(noise, ranks, rounds):
-    """Return the standard error of a mean makespan; where who is slow is drawn once for all rounds, the exact one."""
+    """Return the standard error of a mean makespan; the exact one if the slow ranks are drawn once for all rounds."""
     if noise.startswith("slow"):
         share, factor = (float(each) for each in noise.partition(":")[2].split(","))
         none = (1 - share) ** ranks
@@ -138,7 +138,7 @@ def error(noise, ranks, rounds):
 
 
 def expected(noise, every, ranks):
-    """Return the expectation of the largest of N means of `every` steps; None where there is no closed form."""
+    """Return the expectation of the largest of N means of `every` steps; None without a closed form."""
     kind, _, text = noise.partition(":")
     numbers = [float(each) for each in text.split(",")]
     if kind == "slow":
@@ -226,7 +226,7 @@ def exchanges(network, sizes):
 
 # ----------------------------------------------------------------------------------------------------------- figures
 def noise_figure(rows, sizes):
-    """Mean steps an iteration over the number of ranks: marks measured, lines closed forms; a panel a kind of noise."""
+    """Draw mean steps per iteration over the number of ranks, per noise: marks are measured, lines closed forms."""
     from matplotlib.figure import Figure
 
     with style.talk():
@@ -265,7 +265,7 @@ def noise_figure(rows, sizes):
 
 
 def network_figure(rows):
-    """Seconds of an exchange over the number of ranks; a panel a network model."""
+    """Draw the seconds of an exchange over the number of ranks, with a panel for each network model."""
     from matplotlib.figure import Figure
 
     with style.talk():

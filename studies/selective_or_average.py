@@ -1,4 +1,4 @@
-"""Replace the worst ranks, or average all of them: where does each win?
+"""Replace the worst ranks, or average all of them: where does each method win?
 
     spawnsim study selective_or_average [--quick] [--jobs N]
 
@@ -7,19 +7,20 @@ lose?
 
 The method: 16 ranks learn digits, 100 iterations of 10 ms, and exchange every 10. "average": the mean of all, in
 step. "selective": the worst quarter, by accuracy on images that are the same for all, takes the mean of up to eight
-others. Beside them nothing ("none"), and the mean of all without waiting ("clock", every 100 ms). What a policy has
-come to is the accuracy of the median rank or of the mean of all models, whichever is higher, on other images; by the
-time at which an unhindered rank ends, and, with a straggler, after equally many iterations too. 8 samplers look for
-the 16 modes of HyperGrid 4 x 8: the number that all have found together. Same seeds for all policies, so differences
-are paired; a win is a 90 % bootstrap interval of their median above zero. Times under two models of one network.
+others. They are compared with no exchange ("none"), and with the mean of all without waiting ("clock", every 100 ms).
+The result of a policy is the accuracy of the median rank or of the mean of all models, whichever is higher, on other
+images: at the time at which an unhindered rank ends, and, with a straggler, also after equally many iterations. 8
+samplers search for the 16 modes of HyperGrid 4 x 8: the result is the number of modes that all have found together.
+Seeds are the same for all policies, so differences are paired; a win is a 90 % bootstrap interval of their median
+above zero. Times are under two models of one network.
 
-The finding: it depends on what differs among ranks. Where learning rates differ so much that some ranks run away, an
-average takes these in and is lost, and replacement wins by far. With a rank that is ten times slower it wins by the
-clock, as nobody waits; but so does an average that does not wait, which is far ahead where data differ (and lost
-where rates do). Where data differ replacement loses, the more clearly the more they do: what a replaced rank takes
-over knows the donors' digits and not its own. On even data with even rates it does not matter. After equally many
-iterations a straggler changes nothing of this. The modes of HyperGrid are found as soon under either, and under no
-exchange.
+The finding: it depends on the differences among ranks. If learning rates differ so much that some ranks diverge, an
+average includes these ranks and is lost, and replacement wins by far. If one rank is ten times slower, replacement
+wins over time, as no rank waits; but so does an average that does not wait, which is far ahead if data differ (and
+lost if rates do). If data differ, replacement loses, the more clearly the more they differ: the model that a replaced
+rank takes over knows the donors' digits and not the rank's own. On even data with even rates the method does not
+matter. After equally many iterations a straggler does not change these results. The modes of HyperGrid are found
+equally soon with either method, and without exchange.
 """
 
 from collections.abc import Mapping
@@ -42,7 +43,7 @@ BESIDE = {"none": "no exchange", "clock": "an average that does not wait"}
 
 @dataclass(frozen=True, eq=False)
 class Setting:
-    """What differs among ranks: `learning` changes the program's arguments, `slow` makes one rank ten times slower."""
+    """Differences among ranks: `learning` changes the program's arguments, `slow` makes one rank ten times slower."""
 
     name: str
     learning: Mapping[str, float] = field(default_factory=dict)
@@ -51,11 +52,11 @@ class Setting:
 
     @property
     def networks(self) -> list[str]:
-        """Where time decides, both network models."""
+        """The network models: both if time decides."""
         return [*NETWORKS] if self.slow else ["Hockney"]
 
     def policies(self, network):
-        """Those that are compared; under the second network the two of the question alone."""
+        """Return the policies to compare; under the second network, only the two of the question."""
         beside = () if self.modes and self.slow else ("none", *(("clock",) if self.slow else ()))
         return ("average", "selective", *(beside if network == "Hockney" else ()))
 
@@ -88,7 +89,7 @@ SETTINGS = (
 
 
 def study(context: Context) -> None:
-    """Run all settings; draw what the policies came to; state who wins where."""
+    """Run all settings; draw the results of the policies; state which method wins where."""
     seeds = context.seeds(range(1, 6))
     chosen = [SETTINGS[at] for at in (1, 4)] if context.quick else SETTINGS
     keys = [
@@ -103,7 +104,7 @@ def study(context: Context) -> None:
     rows = []
     for setting in chosen:
         for network in setting.networks:
-            # Time is what a straggler costs; after equally many iterations the network hardly matters.
+            # A straggler costs time; after equally many iterations the network hardly matters.
             for by_time in (True, False) if setting.slow and network == "Hockney" else (True,):
                 rows.append(compared(setting, runs, network, seeds, by_time))
                 context.say("{name:49} {network:8} {verdict:6} by {told}{others}".format(**rows[-1]))
@@ -124,7 +125,7 @@ def study(context: Context) -> None:
 
 
 def compared(setting, runs, network, seeds, by_time):
-    """Return a row: what each policy came to, over seeds, and selective less average, paired."""
+    """Return a row: each policy's results over seeds, and selective less average, paired."""
     until_s = (MODES if setting.modes else DIGITS)["iterations"] * STEP_S * 1.02 if by_time else np.inf
     measure = modes if setting.modes else accuracy
     ends = {
@@ -132,7 +133,7 @@ def compared(setting, runs, network, seeds, by_time):
         for policy in setting.policies(network)
     }
     gain = series.over_seeds(np.subtract(ends["selective"], ends["average"]))
-    # Who else is ahead: a win over an average that waits is no win over all.
+    # Further policies that are ahead of replacement: a win over an average that waits is not a win over all policies.
     leads = {
         policy: series.over_seeds(np.subtract(values, ends["selective"]))
         for policy, values in ends.items() if policy in BESIDE
@@ -154,24 +155,24 @@ def compared(setting, runs, network, seeds, by_time):
 
 
 def accuracy(run, until_s):
-    """The accuracy by a time: of the median rank's model or of the mean of all, whichever is higher."""
+    """Return the accuracy at a time: the median rank's or the mean model's, whichever is higher."""
     table = run.table
     known = ~np.isnan(table["accuracy"]) & (table["time_s"] <= until_s)
-    # Who has not come to a measurement yet counts as knowing nothing.
+    # A rank without a measurement so far counts as accuracy 0.
     ranks = np.zeros(int(table["rank"].max()) + 1)
     for rank, value in zip(table["rank"][known], table["accuracy"][known], strict=True):
-        ranks[rank] = value  # rows of a rank are in order of time: the last one stays
+        ranks[rank] = value  # rows of a rank are ordered by time: the last one stays
     mean = [event for event in run.events if event["kind"] == "consensus" and event["at_s"] <= until_s]
     return max(float(np.median(ranks)), max(mean, key=lambda event: event["at_s"])["accuracy"])
 
 
 def modes(run, until_s):
-    """The number of modes that all ranks together have found by a time."""
+    """Return the number of modes that all ranks together have found by a time."""
     return len({e["mode"] for e in run.events if e["kind"] == "mode" and e["time_s"] <= until_s})
 
 
 def figure(rows, seeds):
-    """What each policy came to: a line per setting, a mark per policy, with the range over seeds."""
+    """Draw the results of the policies: a line per setting, a mark per policy, with the range over seeds."""
     from matplotlib.figure import Figure
 
     some = {name: [row for row in rows if row["modes"] == (name == "modes")] for name in ("digits", "modes")}

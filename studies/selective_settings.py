@@ -1,24 +1,24 @@
-"""Selective replacement by its settings: how often, how many, from whom, how old; and whose models survive.
+"""Selective replacement by its settings: how often, how many, from which donors, how old; and which founders survive.
 
     spawnsim study selective_settings [--quick]
     spawnsim run studies/selective_settings.py --ranks 16 --compute "10 ms" --set strategy=pbt --seed 7 --out runs/a
 
 The question: which cadence, ratio and strategy are best where replacement is worth while (learning rates differ, σ
-2), how much does it matter that a donor's weights are old when they come, and how many of the first models have
+2), how much does the age of a donor's weights matter at their arrival, and how many of the first models have
 descendants at the end?
 
 The method: 10 ranks learn digits, 40 iterations of 10 ms, judged by accuracy on images that are the same for all; the
-accuracy of the median rank on other images. "mean" and "weighted_mean" of up to 8 survivors, "best_only", and
-population based training ("pbt": one of the best quarter, and its learning rate times 0.8 or 1.2). Every combination
-of cadence and ratio, over seeds. Age: models that travel for longer. Descent: the events of one run each
-(`plots/genealogy.py`).
+result is the accuracy of the median rank on other images. The strategies are "mean" and "weighted_mean" of up to 8
+survivors, "best_only", and population based training ("pbt": one of the best quarter, and its learning rate times 0.8
+or 1.2). Every combination of cadence and ratio runs, over seeds. Age: models that travel for longer. Descent: the
+events of one run each (`plots/genealogy.py`).
 
-The finding: with one good donor ("best_only", "pbt") cadence and ratio hardly matter: 0.80 to 0.86, where 0.54 is
-reached without any exchange (3 seeds). A mean of survivors, some of which run away themselves, needs many
-replacements: 0.60 if a tenth is replaced every 10 iterations, 0.84 if half are. Weights that are 6 iterations old
-when they come are worth no more than none (0.54 against 0.70 at an age of 1), but three seeds lie too far apart to be
-sure. Of 10 founders 5.8 are left in effect under the mean, as many as by chance; 3.6 under the weighted mean, 2.0
-under "best_only", 1.2 in a population: as good a median rank, at the price of diversity.
+The finding: with one good donor ("best_only", "pbt") cadence and ratio hardly matter: 0.80 to 0.86, compared with
+0.54 without any exchange (3 seeds). A mean of survivors, some of which diverge themselves, needs many replacements:
+0.60 if a tenth is replaced every 10 iterations, 0.84 if half are. Weights that are 6 iterations old at their arrival
+are worth no more than no exchange (0.54 against 0.70 at an age of 1), but three seeds differ too much to be sure. The
+effective number of 10 founders at the end is 5.8 under the mean, as many as by chance; 3.6 under the weighted mean,
+2.0 under "best_only", 1.2 in a population: as good a median rank, at the price of diversity.
 """
 
 from typing import Literal
@@ -53,7 +53,7 @@ def main(
     iterations=ITERATIONS,
     spread=SPREAD,
 ):
-    """Train on an even share of the digits with a learning rate of one's own."""
+    """Train on an even share of the digits, with a learning rate that differs between ranks."""
     lr = 0.1 * float(comm.rng("rate").lognormal(0.0, spread))
     digits = Digits(comm.rng, comm.Get_rank(), comm.Get_size(), lr=lr)
     model, optimizer = digits.build()
@@ -77,7 +77,7 @@ def main(
 
 
 def study(context: Context) -> None:
-    """Run all combinations; draw heat maps, ages and family trees; say what was found."""
+    """Run all combinations; draw heat maps, ages and family trees; report the findings."""
     ranks, seeds = (8, context.seeds(range(1, 3))) if context.quick else (10, context.seeds(range(1, 4)))
     cadences, ratios = ((2, 10), (0.25,)) if context.quick else (CADENCES, RATIOS)
     strategies = ("mean", "pbt") if context.quick else NAMES
@@ -92,7 +92,7 @@ def study(context: Context) -> None:
     context.save(heat_figure(rows, (cadences, ratios), nothing, seeds), "settings")
     aged = [{"age_s": age_s} | over(seeds, ranks, latency_s=age_s, **MIDDLE) for age_s in ages]
     context.save_table(aged, "ages")
-    aged = [row for row in aged if np.isfinite(row["staleness"])]  # else nothing came before the end
+    aged = [row for row in aged if np.isfinite(row["staleness"])]  # else no weights arrived before the end
     context.save(age_figure(aged, nothing, seeds), "ages")
     trees = {NAMES[strategy]: run(seeds[0], ranks, strategy=strategy, **MIDDLE) for strategy in strategies}
     context.save(
@@ -112,13 +112,13 @@ def study(context: Context) -> None:
 
 
 def run(seed, ranks, latency_s=0.0, **parameters):
-    """Return one run; messages take `latency_s` beside the wire."""
+    """Return one run; messages take `latency_s` in addition to the wire."""
     where = Switch(Hockney(latency_s, 1.25e9)) if latency_s else "ethernet-10g"
     return spawnsim.run(main, ranks=ranks, seed=seed, platform=where, compute=STEP_S, parameters=parameters)
 
 
 def over(seeds, ranks, **how):
-    """Return the median rank's accuracy over seeds with its interval, and how old the weights were that came."""
+    """Return the median rank's accuracy over seeds with its interval, and the age of the weights that arrived."""
     runs = [run(seed, ranks, **how) for seed in seeds]
     ends = [series.spread_at_end(each.table, "accuracy")[1] for each in runs]
     ages = [
@@ -129,13 +129,13 @@ def over(seeds, ranks, **how):
 
 
 def told(row):
-    """A median with its interval."""
+    """Return a median with its interval as text."""
     return f"{row['median']:.2f} [{row['low']:.2f}, {row['high']:.2f}]"
 
 
 # ----------------------------------------------------------------------------------------------------------- figures
 def heat_figure(rows, axes_of, nothing, seeds):
-    """A heat map of cadence × ratio per strategy: the median accuracy over seeds, its interval below it."""
+    """Draw a heat map of cadence × ratio per strategy: the median accuracy over seeds, its interval below it."""
     from matplotlib.figure import Figure
 
     cadences, ratios = axes_of
@@ -165,7 +165,7 @@ def heat_figure(rows, axes_of, nothing, seeds):
 
 
 def age_figure(rows, nothing, seeds):
-    """Accuracy against the age of what is taken over."""
+    """Draw accuracy against the age of the weights taken over."""
     from matplotlib.figure import Figure
 
     with style.talk():

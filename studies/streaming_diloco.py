@@ -1,11 +1,12 @@
-"""How much bandwidth do DiLoCo and its streamed form need? Compute utilisation against bandwidth, timing alone.
+"""How much bandwidth do DiLoCo and its streaming form need? Compute utilisation against bandwidth, timing alone.
 
     spawnsim study streaming_diloco [--quick]
 
-Two replicas of a model without memory (torch's meta device) train over one link of 30 ms. Step times of the three sizes
-are those with which the paper simulates (Douillard et al. 2025, arXiv 2501.18512, as quoted by others; not read in the
-paper itself). Utilisation is computing over elapsed time, in the steady state. Data-parallel averages float32 weights
-after each step and overlaps with nothing, which the paper's does: its figure is an upper bound of the need.
+Two replicas of a model without memory (torch's meta device) train over one link of 30 ms. The step times of the three
+sizes are the paper's values for its simulation (Douillard et al. 2025, arXiv 2501.18512, as quoted by others; not
+read in the paper itself). Utilisation is computing time over elapsed time, in the steady state. Data-parallel
+averages float32 weights after each step without overlap, which the paper's version has: its figure is an upper bound
+of the need.
 """
 
 import numpy as np
@@ -32,7 +33,7 @@ WANTED, RATES = 0.95, (1e7, 1e12)  # bit/s
 
 
 def study(context: Context) -> None:
-    """Sweep bandwidths; find where each policy reaches 95 %; draw the curves and state the claim."""
+    """Sweep bandwidths; find the bandwidth at which each policy reaches 95 %; draw the curves and state the claim."""
     sizes = ["1 B", "100 B"] if context.quick else [*SIZES]
     networks = ["Hockney"] if context.quick else [*NETWORKS]
     rates = np.geomspace(*RATES, 11 if context.quick else 16)
@@ -75,7 +76,7 @@ def utilisation(policy, size, network):
     count, step_s = size
 
     def main(comm):
-        # Half precision as it trains; differences travel as float32, or in four bits.
+        # Half precision for training; differences travel as float32, or in four bits.
         layers = [
             torch.nn.Linear(1000, int(count / 1000 / FRAGMENTS), bias=False, device="meta")
             for _ in range(FRAGMENTS)
@@ -97,7 +98,7 @@ def utilisation(policy, size, network):
 
 
 def need(rates, curve):
-    """Return the rate at which utilisation reaches 95 %, between two rates on a line in logarithms."""
+    """Return the rate at which utilisation reaches 95 %, interpolated between two rates in logarithms."""
     above = next((place for place, used in enumerate(curve) if used >= WANTED), None)
     if above is None:
         return float("inf")
@@ -109,14 +110,14 @@ def need(rates, curve):
 
 
 def span(values):
-    """Return the least and the greatest of some numbers as text."""
+    """Return the least and the largest of some numbers as text."""
     more = f"more than {1e-9 * RATES[1]:,.0f}"
     ends = [more if value == np.inf else f"{value:.3g}" for value in (min(values), max(values))]
     return " to ".join(dict.fromkeys(ends))
 
 
 def figure(rows, network, sizes):
-    """Curves of utilisation: a colour a policy, a line style a size."""
+    """Draw curves of utilisation, with a colour per policy and a line style per size."""
     from matplotlib.figure import Figure
 
     with style.talk():

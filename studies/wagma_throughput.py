@@ -1,10 +1,10 @@
-"""Steps a second where work is uneven: small groups that wait for nobody against all-reduce. Timing alone.
+"""Steps per second with uneven work: small groups that do not wait, against all-reduce. Timing alone.
 
     spawnsim study wagma_throughput [--quick]
 
-Up to 1,024 ranks, a model of 8.5 M float32 numbers (no memory), links of 10 GB/s. How long a step takes is drawn anew
-on each rank. Assumed for the paper's reinforcement learning, whose episodes end when they end: a lognormal distribution
-with a median of 1.9 s, cut off at 1.7 and 43.5 s; a mild one stands beside it.
+Up to 1,024 ranks, a model of 8.5 M float32 numbers (no memory), links of 10 GB/s. The time of a step is drawn anew on
+each rank. The paper's reinforcement learning, whose episodes have varying lengths, is assumed to have a lognormal
+distribution with a median of 1.9 s, cut off at 1.7 and 43.5 s; a mild distribution is measured, too.
 """
 
 import numpy as np
@@ -32,7 +32,7 @@ NETWORKS = {
 
 
 def study(context: Context) -> None:
-    """Measure steps a second for rising numbers of ranks; state the claim."""
+    """Measure steps per second for increasing numbers of ranks; state the claim."""
     sizes, seeds = ([8, 32], range(1, 2)) if context.quick else ([32, 1024], range(1, 3))
     rows = []
     for network in NETWORKS:
@@ -55,7 +55,7 @@ def study(context: Context) -> None:
     context.save_table(rows, "rates")
 
     def gain(policy, uneven, ranks=sizes[-1]):
-        """Return the least and the greatest gain over networks and seeds."""
+        """Return the least and the largest gain over networks and seeds."""
         mine = [r for r in rows if (r["policy"], r["uneven"], r["ranks"]) == (policy, uneven, ranks)]
         return min(r["gain"] for r in mine), max(r["best"] for r in mine)
 
@@ -82,14 +82,14 @@ def study(context: Context) -> None:
 
 
 def rate(network, uneven, policy, drawn):
-    """Return the median rank's steps a second."""
+    """Return the median rank's steps per second."""
     ranks, seed = drawn
 
     def main(comm):
         model = torch.nn.Linear(1000, PARAMETERS // 1000, bias=False, device="meta")
         optimizer, chosen = torch.optim.SGD(model.parameters(), lr=0.1), POLICIES[policy]()
         draws = np.exp(comm.rng("steps").normal(np.log(MEDIAN_S), UNEVEN[uneven], SYNC))
-        chosen(0, model, optimizer, group=comm)  # policies make their arrangements, and round 0 is over
+        chosen(0, model, optimizer, group=comm)  # policies set up their state, and round 0 is complete
         began_s = comm.clock.now()
         for step, seconds in enumerate(np.clip(draws, LEAST_S, MOST_S), 1):
             with comm.compute(float(seconds)):
