@@ -88,10 +88,10 @@ class Model(torch.nn.Module):
 def main(
     comm: Any,
     policy: str = "average",
-    size: float = 1e5,  # parameters
+    size: float = 1e5,  # number of parameters
     iterations: int = 60,
     every: int = 5,  # iterations between two exchanges
-    products: int = 8,  # of matrices, a step
+    products: int = 8,  # matrix products per step
 ) -> None:
     """Take steps, and exchange a model with the other ranks."""
     if policy not in POLICIES:

@@ -87,7 +87,7 @@ POLICIES = {
     "sparta": lambda: SPARTAPolicy(2), "population": lambda: PopulationBasedTrainingPolicy(2),
 }  # fmt: skip
 FAILED = (RankFailed, Revoked, Timeout)
-torch.optim.SGD([torch.zeros(1)])  # the first optimizer loads the compiler: 1.3 s of processor time a rank
+torch.optim.SGD([torch.zeros(1)])  # the first optimizer loads the compiler: 1.3 s of processor time per rank
 
 
 class Plain(torch.nn.Module):

@@ -114,7 +114,7 @@ def training(comm: MPIComm, policy: object | None, iterations: int = 400) -> tup
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()
-        metric = -loss.item()  # every training reads its loss
+        metric = -loss.item()  # every training loop reads its loss
         if policy is not None:
             called = time.perf_counter()
             model, optimizer, _ = policy(iteration, model, optimizer, local_metric=metric, group=comm)  # type: ignore[operator]

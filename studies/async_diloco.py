@@ -26,7 +26,7 @@ WORKERS, OUTER = len(STEP_S), (0.1, 0.3, 0.7)
 RULES = {
     "synchronous": lambda rate: ServerRule(
         rate, 0.9, WORKERS
-    ),  # DiLoCo: the fourth change of a round makes the step
+    ),  # DiLoCo: the fourth change of a round triggers the outer step
     "asynchronous": lambda rate: ServerRule(rate, 0.9),
     "without momentum": lambda rate: ServerRule(rate, 0.0),
     "delayed Nesterov": lambda rate: ServerRule(rate, 0.9, WORKERS, delayed=True),

@@ -26,7 +26,7 @@ def main(
     period_s=5.0,
     numbers=8,
 ):
-    """Average once a period; record the group's size, the wait, and the values."""
+    """Average once per period; record the group's size, the wait, and the values."""
     values = torch.from_numpy(comm.rng("values").normal(size=numbers))
     averager = join(comm, values, matchmaking, group_size)
     for round_ in range(rounds):

@@ -18,7 +18,7 @@ from spawnsim.plots import style
 from spawnsim.policies import AverageAllPolicy, OuterOptimizerPolicy, StreamingDiLoCoPolicy
 from spawnsim.study import Context
 
-SIZES = {"1 B": (1e9, 0.1), "10 B": (1e10, 0.8), "100 B": (1e11, 4.9)}  # parameters, seconds a step
+SIZES = {"1 B": (1e9, 0.1), "10 B": (1e10, 0.8), "100 B": (1e11, 4.9)}  # parameters, seconds per step
 EVERY, FRAGMENTS, OVERLAP, LATENCY_S = 100, 20, 5, 0.03
 POLICIES = {
     "data parallel": lambda: AverageAllPolicy(1),

@@ -153,7 +153,7 @@ def advise(
     if other is not None:
         networks[MODELS[1]] = other
     if not case.stragglers and all(choice.policy in STEADY for choice in choices):
-        seeds = seeds[:1]  # nothing is drawn
+        seeds = seeds[:1]  # no run draws random numbers
     cases = [replace(case, platform=replace(case.platform, network=network)) for network in networks.values()]
     settings = {name: make(case) for name, make in WORSE.items()}
     takes = {choice: takes_s(case, choice) for choice in choices}
@@ -193,7 +193,7 @@ def require_short(takes: Mapping[Choice, float], runs: int, ranks: int) -> None:
 
 
 def _judged(cases: Sequence[Case], choice: Choice, seeds: Sequence[int], settings: Mapping[str, Case]) -> Row:
-    """Return a choice's row: medians over all seeds and networks, scaled by each setting's effect on the first run."""
+    """Return a choice's row: medians over all seeds and networks; a setting scales them by its effect on the first."""
     case = cases[0]
     runs = [(each, timed(each, choice, seed)) for each in cases for seed in seeds]
     row = _row(choice, [judged(each, choice, seen) for each, seen in runs])

@@ -246,8 +246,7 @@ def _begun(timing: Timing, clocks: FloatArray, known: Begun) -> FloatArray:
 
 
 def predicted_s(timing: Timing, operation: str, nbytes: int, ranks: int, *, known: Begun) -> float:
-    """Return the time that a measurement would give: last start to last end, after barriers that ranks leave
-    unequally.
+    """Return the time that a measurement would give: last start to last end, after barriers that ranks leave unequally.
 
     `known` caches barriers; pass the same dictionary for parameters that do not change a barrier.
     """
@@ -257,8 +256,7 @@ def predicted_s(timing: Timing, operation: str, nbytes: int, ranks: int, *, know
         begun = _begun(timing, clocks, known)
         if np.array_equal(begun, before):  # nearly always: all further samples equal this one
             break
-        # Clocks continue from sample to sample: ranks leave a barrier at different times, and enter the next sample
-        # so.
+        # Clocks continue from sample to sample: ranks leave a barrier, and enter the next sample, at different times.
         before, clocks = begun, timing.finish(operation, begun, size).times
         lasted_s.append(float(clocks.max()))
     return float(np.median(lasted_s + lasted_s[-1:] * (ROUNDS - len(lasted_s))))

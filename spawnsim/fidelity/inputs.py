@@ -138,8 +138,7 @@ _CELL = re.compile(r"\s*([\d.eE+-]+)\s*/\s*([\d.eE+-]+)\s*")
 
 
 def read_wan(path: Path, members: int | Sequence[int] = 1) -> Platform:
-    """Return the regions of a CSV: a column `region`, then one column per region, cells "ms/Gbit/s" such as
-    "67/0.79".
+    """Return the regions of a CSV: a column `region`, then one column per region, cells "ms/Gbit/s" such as "67/0.79".
 
     A cell may be empty if the mirrored cell is not. Milliseconds are one way.
 

@@ -117,8 +117,7 @@ def score_table(found: Sequence[Score]) -> str:
 
 
 def require_fit(platform: Platform, found: Sequence[Score]) -> None:
-    """Raise `WorldError` if the measurements fit no network: a platform made from them would silently give wrong
-    times.
+    """Raise `WorldError` if the measurements fit no network: a platform made from them would silently give wrong times.
 
     This is so if messages have no latency or no bandwidth, or if the median error of held-out points, of messages or
     of all operations, exceeds its limit in `WORST`.

@@ -72,7 +72,7 @@ class Asked:
 
     @property
     def stem(self) -> str:
-        """A file name without its ending."""
+        """The file name without its suffix."""
         what = {"paired": f"{self.y}-against-{self.against}", "heat": f"{self.y}-heat"}.get(self.kind, self.y)
         return f"{what}-over-{self.x}"
 

@@ -1,4 +1,4 @@
-"""One self-contained HTML page about one or more runs: what ran, ranks, totals, figures, replacements, load imbalance.
+"""One self-contained HTML page about one or more runs: programs, ranks, totals, figures, replacements, load imbalance.
 
 The template escapes everything, and the page loads nothing from elsewhere; the figures come from `plots`. For a
 running run, the same page is rendered repeatedly: see `live`.

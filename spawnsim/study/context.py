@@ -126,8 +126,7 @@ class Context:
         return paths
 
     def claim(self, text: str, *, source: str, checks: Mapping[str, bool], found: str) -> str:
-        """Report the finding about a published claim, and keep it for the table of all claims (`spawnsim study
-        claims`).
+        """Report the finding about a published claim, and keep it for the table of claims (`spawnsim study claims`).
 
         Args:
             text: the claim, in one sentence.

@@ -76,8 +76,7 @@ def ask(
     sweep: Sweep, y: str, *, x: str = "", hue: str = "", facet: Sequence[str] = (), against: str = "",
     heat: bool = False, band: str = "seeds",
 ) -> Asked:  # fmt: skip
-    """Return the description of a figure; what the arguments leave open follows from the columns that the sweep
-    varies.
+    """Return the description of a figure; what the arguments leave open follows from the columns that the sweep varies.
 
     Args:
         sweep: the sweep, without the cells to leave out.

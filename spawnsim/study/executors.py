@@ -166,8 +166,7 @@ def _end_with_the_study() -> None:
 
 @contextmanager
 def pool(jobs: int, *, fresh: bool = True, limit_s: float | None = None) -> Iterator[Executor]:
-    """Give a pool of processes with one thread each: by default a fresh process per run, so that peak memory is per
-    run.
+    """Give a pool of processes with one thread each: by default a fresh process per run, so peak memory is per run.
 
     The processes are forked from one that has loaded the modules of runs, which takes longer than a short run, and
     has started no work.
