@@ -1,4 +1,4 @@
-"""A seed's run is the same to the bit: random programs in processes with different hashes of texts.
+"""A seed's run is the same to the bit: random programs in processes with different hash seeds.
 
     PYTHONPATH=.:tests python benchmarks/digests.py --runs 2000
     PYTHONPATH=.:tests python benchmarks/digests.py --runs 500 --without-torch --python ~/3.12/bin/python

@@ -3,7 +3,7 @@
     PYTHONPATH=.:tests python benchmarks/fuzz_policies.py --seconds 20 --out cases.json
 
 The program is tests/programs/fuzzed_policies.py, the loop from docs/policies.md: it continues when ranks die and
-calls meet deadlines. With --out, the counts in the file are added up, and the next call continues with the next
+calls meet deadlines. With --out, counts are added to the file's counts, and the next call continues with the next
 seeds: a long campaign can run in short parts.
 """
 

@@ -11,8 +11,8 @@ of modes that a rank has found. With `gradients=True` every step also averages g
 
 The study asks the questions of torchgfn's authors: how many modes all ranks have found together, over iterations and
 by policy; how many iterations it takes to find all modes, by the number of ranks; and which distribution is learnt,
-besides the reward. The method: HyperGrid 2 x 8 x 8 (4 mode states), an exchange every 10 iterations, over seeds. The
-learnt distribution is counted from the final states of the last tenth of all ranks' trajectories.
+compared with the reward. The method: HyperGrid 2 x 8 x 8 (4 mode states), an exchange every 10 iterations, over
+seeds. The learnt distribution is counted from the final states of the last tenth of all ranks' trajectories.
 
 The finding: exchange does not change how soon all four modes are known; the number of ranks does (2: 21 to 25
 iterations, 6: 12 to 13). After 60 iterations an average of 6 ranks has learnt less of the distribution (L1 0.92) than

@@ -1,4 +1,4 @@
-"""The report of a running run, served to browsers on this machine: one page that is rendered repeatedly.
+"""The report of a run in progress, served to browsers on this machine: one page that is rendered repeatedly.
 
 Read-only, on 127.0.0.1 at a free port, under an unguessable path: other users of the machine could open the port, and
 other pages in the browser could request it. A request without the path, or with another host name for this machine

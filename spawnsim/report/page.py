@@ -1,7 +1,7 @@
 """One self-contained HTML page about one or more runs: programs, ranks, totals, figures, replacements, load imbalance.
 
 The template escapes everything, and the page loads nothing from elsewhere; the figures come from `plots`. For a
-running run, the same page is rendered repeatedly: see `live`.
+run in progress, the same page is rendered repeatedly: see `live`.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class Picture(NamedTuple):
 
 
 def number(value: object) -> str:
-    """Return a value for a table: thousands separated, four decimals, a dash for None.
+    """Return a value for a table: thousands separated, four significant digits of a float, a dash for None.
 
     >>> number(1234567), number(0.123456), number(None)
     ('1,234,567', '0.1235', '–')
@@ -116,7 +116,7 @@ def _replaced(run: Recorded, name: str) -> list[str] | None:
 
 
 class Live(NamedTuple):
-    """A page of a running run: the states of its ranks, if known, and the nonce of the page's script."""
+    """A page of a run in progress: the states of its ranks, if known, and the nonce of the page's script."""
 
     states: RankStates | None = None
     nonce: str = ""
@@ -156,7 +156,7 @@ def _row(run: Recorded, name: str) -> dict[str, Any]:
 
 
 def _total_names(runs: Sequence[Recorded], live: Live | None) -> list[str]:
-    """Return the totals that some run has, in their order; for a running run, the totals known so far."""
+    """Return the totals that some run has, in their order; for a run in progress, the totals so far."""
     every = [each for run in runs for each in shown_totals(run.totals, len(run.table["rank"])).items()]
     some = {name for name, value in every if not live or value is not None}
     return [
@@ -191,7 +191,7 @@ def _ends(runs: Sequence[Recorded]) -> str:
 def render(
     runs: Sequence[Recorded] | Groups, title: str = "spawnsim report", live: Live | None = None
 ) -> str:
-    """Return the page as text; `live`: for one running run. Needs jinja2, the extra `spawnsim[report]`.
+    """Return the page as text; `live`: for one run in progress. Needs jinja2, the extra `spawnsim[report]`.
 
     Raises:
         UsageError: jinja2 is not installed.

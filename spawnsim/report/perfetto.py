@@ -30,7 +30,7 @@ from spawnsim.report.trace_reader import Row, Selection, Timeline, fitting
 from spawnsim.run.result import end_s
 
 Entry = dict[str, Any]
-LARGE = 20_000  # a larger file is compressed unless its name says otherwise: some 4 MB
+LARGE = 20_000  # entries, some 4 MB: a larger file is compressed unless its name says otherwise
 LAST = math.inf  # the order of entries without a call, among entries that begin at one time
 ALL = Selection()
 OWN_OF_ROWS = ("rank", "order", "time_s", "call", "number", "end_s", "task")
@@ -183,7 +183,7 @@ class _Sheet:
             self._add(got_ns, into.thread, (into.number, 1), entry | {"ph": "f", "bp": "e"})
 
     def _event(self, event: Mapping[str, Any], number: int) -> None:
-        """Draw an event; for a replacement without messages, also arrows from donors, as long as its wait."""
+        """Draw an event; for a replacement without messages, also arrows from donors that last as its wait did."""
         rank, at_ns = int(event["rank"]), _ns(float(event["time_s"]))
         fields = {key: value for key, value in event.items() if key not in ("kind", "rank", "time_s")}
         kind = str(event["kind"])

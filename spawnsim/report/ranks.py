@@ -1,6 +1,6 @@
 """The states of a run's ranks as a grid, curves over ranks, and the latest events, for the page.
 
-The states of a running run come from `spawnsim.record.journal.RankStates`; the states of a finished run follow from
+The states of a run in progress come from `spawnsim.record.journal.RankStates`; the states of a finished run follow from
 its outcome and events.
 """
 
@@ -26,7 +26,7 @@ ELEMENTS, LONGEST = 8, 160  # elements shown of a list in an event; letters show
 WIDTH, HEIGHT, POINTS = 160.0, 36.0, 60  # of a curve: width and height in pixels, number of points
 
 WORDS = ("starting", "computing", "waiting", "running", "finished", "not finished", "died", "given up")
-"""The states and endings of a rank. A real rank in a compute call is "running": nothing reports its exact state."""
+"""The states and endings of a rank. Real ranks in an unknown state are "running": nothing reports it during a call."""
 
 
 class Cell(NamedTuple):

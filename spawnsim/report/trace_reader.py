@@ -175,7 +175,7 @@ def fitting(run: Recorded, timeline: Timeline | None, asked: Selection, limit: i
     """Return the part of the requested selection that fits, and a description of it if it is less than requested.
 
     As many ranks as fit are kept: failed ranks first, then in order of their numbers. If fewer than `FEWEST` fit,
-    that many ranks are kept for the first part of the time; for an unfinished run, for the last part.
+    `FEWEST` ranks are kept for the first part of the time, or, of an unfinished run, for the last part.
     """
     parts = [of_rows(run), of_events(run)] + ([timeline.amounts] if timeline is not None else [])
     amounts = EntryCounts.joined(parts)
