@@ -135,7 +135,7 @@ def spread(positions: Sequence[float], gap: float) -> list[float]:
     for index in order:
         blocks.append((positions[index], [index]))
         # Merged blocks take the mean of their members, weighted by number, and may then touch the next lower block:
-        # hence the loop. This is isotonic regression by pooling neighbours, with the least sum of squared moves.
+        # so loop. This is isotonic regression by pooling neighbours, with the least sum of squared moves.
         while len(blocks) > 1 and _places(blocks[-1], gap)[0] - _places(blocks[-2], gap)[-1] < gap:
             (low, first), (high, second) = blocks[-2:]
             members = first + second

@@ -290,7 +290,7 @@ class _Sheet:
                 open_ns[rank] = begin_ns  # a background task recorded the row
                 continue
             first = bisect_left(begins, begin_ns)
-            # Just before its first call, so that the iteration is the outermost slice of those that begin together.
+            # Just before its first call, so that the iteration is the outermost of the slices from here.
             number = calls[first].number - 0.5 if first < len(calls) else LAST
             around = Span(rank, begin_ns, span.end_ns, number)
             self._slice(around, "iteration", "iteration", _iteration(iteration, row))

@@ -139,7 +139,7 @@ class Sweep:
         """The store of the runs."""
         return Store(self.folder / "runs")
 
-    # --------------------------------------------------------------------------------------------------- what it holds
+    # -------------------------------------------------------------------------------------------------------- contents
     def state(self, cell: Planned) -> str:
         """Return "done", "failed", "stopped" (with the sweep, such as by Ctrl-C) or "missing"."""
         if (self.store.root / cell.folder / COST).is_file():
