@@ -177,7 +177,7 @@ class Planner:
         Args:
             operation: "barrier", "bcast", "allreduce", …, "alltoallv", "neighbor".
             size: Number of ranks in the group.
-            sizes: Bytes: see `collectives.amounts`; `Edges` for a neighbour exchange.
+            sizes: Bytes: see `schedule`; `Edges` for a neighbour exchange.
             root: The root's rank in the group.
             ranks: World ranks of the members, int (P,); None if they are 0 to P-1.
         """
@@ -275,7 +275,7 @@ def finish(
             "reduce_scatter", "scan", "exscan", their v-forms, "neighbor".
         arrivals: When each rank enters, float64 (P,), seconds. NaN for an absent rank: then the times of
             exactly those ranks that depend on it are NaN.
-        sizes: Bytes: see `collectives.amounts`; `Edges` for a neighbour exchange.
+        sizes: Bytes: see `schedule`; `Edges` for a neighbour exchange.
         root: The root's rank in the group.
         network: The costs of messages.
         ranks: World ranks of the members, int (P,); None if they are 0 to P-1.
