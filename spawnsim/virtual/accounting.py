@@ -1,7 +1,7 @@
-"""What the computing of a script costs between its calls.
+"""The cost of computing between the calls of a script.
 
-It costs nothing, a constant, or what it really took; each call of the virtual MPI is charged for the computing before
-it. A run whose computing costs nothing is not touched.
+Computing is free, or costs a constant, its measured time, or a time counted from torch operations. Each call of the
+virtual MPI charges the computing before it. A run with free computing is not instrumented.
 """
 
 from __future__ import annotations
@@ -24,13 +24,15 @@ from spawnsim.virtual.mpi.module import MPI
 from spawnsim.virtual.timeline import being_watched, watched
 
 NONE = "none"
-PENDING = "pending computing"  # of a world's attachments: what tells the seconds that a task has not paid yet
+PENDING = "pending computing"  # attachment of a world: returns a task's seconds of uncharged computing
 
 
 @dataclass(frozen=True)
 class Cost:
-    """What computing costs: `call_s` before each call; `sites` by "file.py:line"; `factor` × measured; or at a device's
-    rates what torch's operations count: (operations, bytes) a second.
+    """The cost of computing.
+
+    `call_s` is charged before each call; `sites` maps "file.py:line" to seconds; `factor` multiplies measured time;
+    `rates` are a device's (operations, bytes) per second, for the counted cost of torch operations.
     """
 
     call_s: float = 0.0
@@ -40,9 +42,9 @@ class Cost:
 
     @classmethod
     def of(cls, text: Any, device: tuple[float, float] | None = None) -> Cost:
-        """Return the cost that a word, a number of seconds, or a mapping of call sites names.
+        """Parse a cost: a word, a number of seconds, or a mapping of call sites.
 
-        "none"; "5 us"; "measured"; "measured*2.5"; "jacobi.py:31=2ms,jacobi.py:44=0.5ms"; "counted:h100",
+        Examples: "none"; "5 us"; "measured"; "measured*2.5"; "jacobi.py:31=2ms,jacobi.py:44=0.5ms"; "counted:h100",
         "counted:h100*0.4", "counted:10 TFLOP/s, 800 GB/s"; "counted": at the rates of the platform's `device`.
         """
         if text is None or text == NONE:
@@ -67,7 +69,7 @@ class Cost:
 
     @property
     def runs(self) -> bool:
-        """Whether computing itself takes time, so that what comes after a rank's last call counts, too."""
+        """Whether the computing itself takes time; then the time after a rank's last call counts, too."""
         return self.factor is not None or self.rates is not None
 
     @property
@@ -86,14 +88,14 @@ def _factor(text: str) -> float:
     return factor
 
 
-# Peak rates by the makers' data sheets, dense, of bfloat16 and of the memory (80 GB SXM versions; L40S: PCIe).
+# Dense bfloat16 and memory peak rates from the makers' data sheets (80 GB SXM versions; L40S: PCIe).
 DEVICES = {
     "a100": (312e12, 2.039e12), "h100": (989e12, 3.35e12), "h200": (989e12, 4.8e12), "l40s": (362e12, 864e9),
 }  # fmt: skip
 
 
 def _rates(text: str, own: tuple[float, float] | None) -> tuple[float, float]:
-    """Return operations and bytes a second; `own` are those of the platform, if it has any."""
+    """Return operations and bytes per second; `own` are the platform's rates, if it states any."""
     device, _, share = text.removeprefix("counted").lstrip(":").partition("*")
     flops, comma, memory = device.partition(",")
     try:
@@ -117,27 +119,27 @@ def _rates(text: str, own: tuple[float, float] | None) -> tuple[float, float]:
 
 @dataclass
 class CallMeter:
-    """Where one rank stands: inside a call or not, and since when it computes."""
+    """The state of one task: whether it is inside a call, and since when it computes."""
 
     depth: int = 0
     since_s: float = field(default_factory=time.perf_counter)
-    counted_s: float = 0.0  # that its torch operations take, since it was last charged
+    counted_s: float = 0.0  # counted seconds of its torch operations since the last charge
 
 
-# The real clock, bound before any run: `time.perf_counter` itself tells virtual time while programs run.
+# The real clock, bound before any run: `time.perf_counter` itself returns virtual time while programs run.
 _clock = time.perf_counter
 
 
 class CallCosts:
-    """Collects the costs of the calling rank."""
+    """Charges the costs of computing to the calling rank."""
 
     def __init__(self, cost: Cost) -> None:
         self.cost = cost
-        self._meters: dict[Task, CallMeter] = {}  # of a rank's program, and of each thread beside it
+        self._meters: dict[Task, CallMeter] = {}  # of each rank's program and of each of its threads
         self._unmet = set(cost.sites)
 
     def warnings(self) -> list[str]:
-        """Return a line about the call sites that have a cost and that no call came from."""
+        """Return a warning about call sites that have a cost but were never reached."""
         if not self._unmet:
             return []
         return [
@@ -145,8 +147,8 @@ class CallCosts:
         ]
 
     def enter(self) -> CallMeter | None:
-        """Pay for the computing before a call; None inside another call, or outside ranks."""
-        # The library's calls use each other (Sendrecv sends and receives): only the outermost is the program's.
+        """Charge the computing before a call; return None inside another call, or outside ranks."""
+        # The library's calls use each other (Sendrecv sends and receives): only the outermost belongs to the program.
         task = current_task()
         if task is None:
             return None
@@ -163,20 +165,20 @@ class CallCosts:
         meter.depth, meter.since_s = 0, _clock()
 
     def begin(self) -> None:
-        """Note that the calling rank begins to compute."""
+        """Record that the calling rank begins to compute."""
         task = current_task()
         if task is not None:
             self._meters[task] = CallMeter(since_s=_clock())
 
     def pending(self, task: Task) -> float:
-        """Return the seconds that a task has computed since its last call, which the next one charges."""
+        """Return the seconds that a task has computed since its last call; the next call charges them."""
         meter = self._meters.get(task)
         if meter is None or meter.depth:
             return 0.0
         return meter.counted_s if self.cost.factor is None else (_clock() - meter.since_s) * self.cost.factor
 
     def counting(self) -> AbstractContextManager[Any]:
-        """Return what counts the calling rank's torch operations, if they are to be counted."""
+        """Return a context manager that counts the calling rank's torch operations, if counting is enabled."""
         task = current_task()
         if self.cost.rates is None or task is None:
             return nullcontext()
@@ -217,7 +219,7 @@ class CallCosts:
                 MPI.Wtime = reads
 
     def watching(self, name: str, subject: Any, call: Callable[[], Any]) -> Any:
-        """Make a call after it was charged."""
+        """Charge the computing before a call, then make the call."""
         meter = self.enter()
         if meter is None:
             return call()

@@ -1,4 +1,4 @@
-"""A virtual cluster from beginning to end: build it, run a program on every rank, judge how it ended."""
+"""A virtual cluster from start to finish: build it, run a program on every rank, evaluate the end of the run."""
 
 from __future__ import annotations
 
@@ -66,15 +66,17 @@ Main = Callable[[Intracomm], Any]
 Progress = Callable[[float, int, int], None]
 OnError = Callable[[BaseException], None]
 OnNote = Callable[[str], None]
-Prepare = Callable[[World], None]  # is given a world that is built, before its ranks begin
+Prepare = Callable[[World], None]  # called with the finished world before its ranks begin
 
 
 @dataclass(frozen=True)
 class Totals:
-    """What a run amounted to. `events` counts what ranks did (sends, receives, collectives, computing);
-    `scheduled` counts the events that SimPy had to process for it; `leaks` says what was read that no seed repeats,
-    `mistakes` what was done that MPI leaves undefined, faults that came too late, and the death of all, which
-    `all_dead` says, too.
+    """Totals of a run.
+
+    `events` counts the actions of ranks (sends, receives, collectives, compute blocks). `scheduled` counts the events
+    that SimPy processed for them. `leaks` lists the values that the program read and that no seed reproduces.
+    `mistakes` lists actions that MPI leaves undefined, faults planned after the end of the run, and the death of all
+    ranks, which `all_dead` also records.
     """
 
     virtual_seconds: float
@@ -91,7 +93,9 @@ class Totals:
 
 @dataclass(frozen=True)
 class Saving:
-    """Where the checkpoints of a run go (None: nowhere), and whether it begins with the newest that is there."""
+    """The checkpoint folder of a run (None: no checkpoints), and whether the run starts from the newest checkpoint
+    there.
+    """
 
     folder: Path | None = None
     resume: bool = False
@@ -101,7 +105,7 @@ NOT_SAVED = Saving()
 
 
 def parts(scenario: Scenario) -> tuple[Platform, FaultPlan, ComputeModel]:
-    """Return the platform, the plan of faults and the compute model of a scenario, each checked; nothing runs."""
+    """Return the platform, fault plan and compute model of a scenario, after checking each; nothing runs."""
     platform = load_platform(scenario.platform)
     platform.check(scenario.ranks)
     tie_order(scenario.ties)
@@ -114,7 +118,7 @@ def parts(scenario: Scenario) -> tuple[Platform, FaultPlan, ComputeModel]:
 
 
 class Cluster:
-    """A world, the program of each rank, and how it ended."""
+    """A world, the program of each rank, and the end of the run."""
 
     def __init__(
         self,
@@ -186,7 +190,7 @@ class Cluster:
         self.world.kernel.env.at(fault.at_s, rank.id, lambda: self._tell(fault))
 
     def _tell(self, fault: Pause | SlowDown | Skew) -> None:
-        """Record that a fault has begun, unless the rank had ended before, in whatever way."""
+        """Record that a fault has begun, unless the rank had already ended or died."""
         rank = self.world.ranks[fault.rank]
         if fault in self._untold:
             self._untold.remove(fault)
@@ -197,7 +201,7 @@ class Cluster:
     # -- building --------------------------------------------------------------------------------------------
 
     def renew(self, rank: int) -> None:
-        """Give a restarted rank new services and a COMM_SELF of its own; its machine is as it was."""
+        """Give a restarted rank new services and a new COMM_SELF; its machine stays the same."""
         self._services[rank] = RankServices(
             self.world, self.world.ranks[rank], self._services[rank].compute.sampler
         )
@@ -225,7 +229,9 @@ class Cluster:
         self.world.kernel.observe()
 
     def _left(self, rank: Rank, task: Task) -> bool:
-        """Whether a rank leaves that the others have given up, or that has not joined them; they go on without it."""
+        """Return whether a rank leaves that the others evicted or that never joined them; the others continue without
+        it.
+        """
         left = (rank.evicted or rank.outside) and isinstance(task.error, WorldError)
         if left:
             kind = "given_up" if rank.evicted else "not_joined"
@@ -234,7 +240,7 @@ class Cluster:
 
     def _ended(self, task: Task) -> None:
         rank = self.world.ranks[task.rank]
-        if self.world.kernel.closed:  # it was ended, or left the rest undone
+        if self.world.kernel.closed:  # the run was stopped or abandoned
             return
         if task.error is not None and not self._left(rank, task):
             self._fails(task, task.error)
@@ -249,14 +255,14 @@ class Cluster:
                 self._progress(task.clock, self._finished, len(self.world.ranks))
 
     def _fails(self, task: Task, error: BaseException) -> None:
-        """Let the run end with a task's error, at its time: what others do, save or raise before it happens first."""
+        """End the run with a task's error at the task's time, so earlier actions of other ranks still happen."""
         kernel = self.world.kernel
         error.__dict__.setdefault("_task", task)
 
         def end() -> None:
             kernel.failure = kernel.failure or error
 
-        # Ranks run ahead of each other, and a run that is told to stop has no time.
+        # A rank's clock can be ahead of SimPy's, so the end is scheduled. An interrupt ends the run at once.
         if task.clock <= kernel.env.now or isinstance(error, KeyboardInterrupt):
             end()
         else:
@@ -266,17 +272,17 @@ class Cluster:
         """Run to the end.
 
         Args:
-            on_error: Is given what ended the run, before the ranks' programs are ended.
-            on_note: Is given a sentence when a rank computes for long.
+            on_error: called with the error that ended the run, before the ranks' programs are ended.
+            on_note: called with a sentence when a rank computes for long.
 
         Returns:
-            What the run amounted to.
+            The totals of the run.
 
         Raises:
-            SpawnsimError: What ended the run, with the totals in its `totals`.
+            SpawnsimError: the error that ended the run; its `totals` holds the totals.
         """
-        # The error is reported while the ranks still stand where they stood: what programs do in their `finally` blocks
-        # as they are ended may hang, and then the report would never come.
+        # Report the error while every rank is still where it stopped: `finally` blocks of programs that are being
+        # ended may hang, and the report would never appear.
         kernel, self._began_s, self._on_error = self.world.kernel, time.perf_counter(), on_error
         self._memory.note = on_note
         threads = self._carrier == "threads"
@@ -295,11 +301,11 @@ class Cluster:
         return self._counted
 
     def _judge(self) -> None:
-        """Count, and tell what is wrong with how the run ended, if anything."""
-        for fault in [*self._untold]:  # ranks that ran ahead have ended before these were due
+        """Compute the totals, and report the error with which the run ended, if any."""
+        for fault in [*self._untold]:  # ranks that ran ahead ended before these were due
             if fault.at_s <= max((task.clock for task in self.world.ranks[fault.rank].tasks), default=0.0):
                 self._tell(fault)
-        # A clock at infinity: the rank is paused for ever.
+        # An infinite clock means that the rank is paused for ever.
         clocks = [task.clock for task in self.world.kernel.tasks if task.clock < math.inf]
         end_s = max(clocks, default=0.0)
         if self.world.plan is not None and (missed := _missed(self.world.plan, end_s)):
@@ -323,15 +329,15 @@ class Cluster:
             self._on_error(self._error)
 
     def _ended_well(self) -> bool:
-        """Whether all ranks of a program with `main(comm)` have come to their end, and nothing struck: no excuses."""
+        """Return whether all ranks of a program with `main(comm)` finished, without faults and without an error."""
         world = self.world
         struck = world.plan is not None or world.kernel.failure is not None
         alive = any(task.alive for task in world.kernel.tasks) or any(rank.evicted for rank in world.ranks)
-        # What an unmodified program leaves open is told otherwise.
+        # `World.resource_leaks` reports what unmodified programs leave open.
         return not (struck or alive) and world.resource_leaks is None
 
     def _idle(self) -> str:
-        """Return a sentence about compute times that were given and that no block took; "" if there are none."""
+        """Return a sentence about given compute times that no block used, or ""."""
         given, stragglers = self._compute_given
         if not (given or stragglers):
             return ""
@@ -343,7 +349,7 @@ class Cluster:
         return ""
 
     def _wrong(self) -> BaseException | None:
-        """Return what is wrong with how the run ended, if anything."""
+        """Return the error with which the run ended, or None."""
         kernel = self.world.kernel
         if kernel.failure is not None:
             return self._explain(kernel.failure)
@@ -359,7 +365,7 @@ class Cluster:
         return diagnosis.livelock(alive, polls, since_s, diagnosis.dead(self.world.ranks))
 
     def _under_way(self) -> bool:
-        """Whether a message is on its way that has not been received."""
+        """Return whether a message is in flight."""
         now_s = self.world.kernel.env.now
         return any(
             message.envelope_s > now_s
@@ -369,9 +375,9 @@ class Cluster:
         )
 
     def _explain(self, error: BaseException) -> BaseException:
-        """Wrap what a rank's program raised, with its rank and time; spawnsim's own errors say it themselves."""
+        """Wrap an exception of a rank's program with its rank and time; spawnsim's own errors already contain both."""
         task: Task | None = error.__dict__.pop("_task", None)
-        if task is None:  # it struck while no rank ran
+        if task is None:  # it occurred while no rank ran
             return error
         if isinstance(error, (ProgramAbort, Livelock, KeyboardInterrupt)) or (
             isinstance(error, SpawnsimError) and not isinstance(error, RankFailed)
@@ -382,7 +388,7 @@ class Cluster:
         if refused := torch_distributed.without_gpu(error, task, place):
             return refused
         told = f"{task.name} raised {kind}{did_you_mean(error)} at {task.clock:.6g} s{place}"
-        # RankFailed says itself when the other died; the task's clock is when the call was made.
+        # RankFailed contains the time of death; the task's clock is the time of the call.
         if isinstance(error, RankFailed):
             told = f"{task.name} raised {type(error).__name__}{place}: {error}"
         wrapped = RankError(task.rank, task.clock, told)
@@ -406,7 +412,7 @@ class Cluster:
 
 
 def _missed(plan: FaultPlan, end_s: float) -> str:
-    """Return a sentence about a plan of which nothing has begun by the end of a run; "" if something has."""
+    """Return a sentence if no fault of the plan had begun by the end of the run, else ""."""
     first: Any = min(plan.faults, key=lambda fault: vars(fault)["at_s"], default=None)
     if first is None or first.at_s <= end_s:
         return ""
@@ -415,7 +421,7 @@ def _missed(plan: FaultPlan, end_s: float) -> str:
 
 
 def _timeline(world: World, trace: Recorder | None) -> Timeline | None:
-    """Return what follows the ranks of a run that is traced. Others need not load it."""
+    """Return the timeline of a traced run. Untraced runs do not load the module."""
     if trace is None:
         return None
     from spawnsim.virtual.timeline import Timeline
@@ -440,8 +446,8 @@ def _world_of_caller() -> Any:
     return None if current_task() is None else held("COMM_WORLD")
 
 
-# Virtual ranks share one process, so `world()` asks here which of them is calling. This module is loaded wherever one
-# runs; a real job never loads the simulator to learn that its ranks are not virtual.
+# Virtual ranks share one process, so `world()` asks here which rank is calling. This module is loaded wherever virtual
+# ranks run; a real job never loads the simulator only to find that its ranks are real.
 register_world(_world_of_caller)
 
 
@@ -463,21 +469,21 @@ def simulate(
     Args:
         main: the program.
         scenario: ranks, platform, stragglers, faults, seed, compute times and deadline.
-        recorder: gets rows and events.
-        progress: is told of ranks that have finished.
-        on_error: is told what ended the run, before the ranks are ended.
-        on_note: is given a sentence when a rank computes for long.
-        trace: gets the timeline: see `spawnsim.virtual.timeline`.
-        prepare: is given the world before its ranks begin, to follow or to stop them.
+        recorder: receives rows and events.
+        progress: called when a rank finishes.
+        on_error: called with the error that ended the run, before the ranks are ended.
+        on_note: called with a sentence when a rank computes for long.
+        trace: receives the timeline; see `spawnsim.virtual.timeline`.
+        prepare: called with the world before its ranks begin, to observe or stop them.
         carrier: "greenlets", or "threads" for programs that wait inside frames of C++.
-        saving: where checkpoints go, and whether to begin with the newest.
+        saving: the checkpoint folder, and whether to start from the newest checkpoint.
 
     Returns:
         The totals.
 
     Raises:
-        SpawnsimError: what ended the run otherwise (RankError, Deadlock, Timeout, …), after everything was recorded;
-            the exception's `totals` say how far it came.
+        SpawnsimError: the error that ended the run (RankError, Deadlock, Timeout, …), after everything was recorded;
+            its `totals` holds the totals up to that time.
     """
     with rare_collections(scenario.ranks):
         cluster = Cluster(scenario, recorder, progress, trace, carrier=carrier, saving=saving)
@@ -485,7 +491,7 @@ def simulate(
             prepare(cluster.world)
 
         def program(rank: int) -> None:
-            """Run the program of a rank. A restarted one holds a world of which it is no member until it recovers."""
+            """Run the program of a rank. A restarted rank is not a member of its world until it recovers."""
             main(cluster.comm_world(rank))
             join_all()
 

@@ -1,8 +1,9 @@
-"""What ranks leave open at the end of a run: requests, messages, windows, communicators; a sentence for each kind.
+"""Requests, messages, windows and communicators that ranks leave open at the end of a run, in one sentence for each
+kind.
 
-Of unmodified programs all of them report as they come and go (`World.resource_leaks`). Of a program with `main(comm)`
-receives and windows alone are told: policies that wait for nobody leave sends and messages of their own, and have
-communicators of their own.
+Unmodified programs register all of them as they are created and released (`World.resource_leaks`). For a program with
+`main(comm)`, only receives and windows are reported: policies that do not wait for other ranks leave sends and
+messages open, and create communicators.
 """
 
 from __future__ import annotations
@@ -22,10 +23,10 @@ SHOWN = 4  # of each kind
 
 
 def left_open(world: World) -> Iterator[str]:
-    """Yield what a program with `main(comm)` has left open: receives and windows.
+    """Yield a sentence for each kind of resource that a program with `main(comm)` left open: receives and windows.
 
     Args:
-        world: of a run that has ended well, without faults, in which much is left behind.
+        world: the world of a run that finished without errors or faults; a run that fails leaves many resources open.
     """
     left = [rank for rank in world.ranks if rank.open_receives > 0]
     if left:
@@ -48,7 +49,7 @@ class ResourceLeaks:
     def __init__(self) -> None:
         self._requests: dict[Any, tuple[int, Any]] = {}
         self._contexts: dict[Any, str] = {}  # and the program's line that made each
-        self._freed: Counter[Any] = Counter()  # how many members have
+        self._freed: Counter[Any] = Counter()  # how many members have freed it
 
     def opened(self, completion: Any, rank: int, waiting: Any) -> None:
         self._requests[completion] = rank, waiting
@@ -57,8 +58,8 @@ class ResourceLeaks:
         self._requests.pop(completion, None)
 
     def made(self, context: Any) -> None:
-        """Note a communicator."""
-        # Not `diagnosis.place`, which looks at the whole stack: a tenth of the time of a Split into many.
+        """Record a communicator."""
+        # Not `diagnosis.place`, which walks the whole stack: a tenth of the time of a Split into many.
         frame: FrameType | None = sys._getframe()
         while frame is not None and not is_program(frame.f_code.co_filename):
             frame = frame.f_back
@@ -68,7 +69,7 @@ class ResourceLeaks:
         self._freed[context] += 1
 
     def warnings(self, world: World) -> list[str]:
-        """Return what was left open, a line for each kind."""
+        """Return a line for each kind of open resource."""
         return [
             *self._left_requests(),
             *self.left_messages(),
@@ -105,7 +106,7 @@ class ResourceLeaks:
             yield f"{_count(left.total(), 'message')} never received: {_list(shown)}"
 
     def _left_communicators(self, world: World) -> Iterator[str]:
-        # No COMM_WORLD, no COMM_SELF.
+        # Without COMM_WORLD and COMM_SELF.
         own = [each for each in self._contexts if each.number > len(world.ranks) + 1]
         outer = [context for context in own if not context.inner and not context.lasting]
         left = [context for context in outer if not self._freed[context]]
@@ -122,7 +123,7 @@ class ResourceLeaks:
 
 
 def _left_windows(windows: Iterable[tuple[int, str]]) -> Iterator[str]:
-    """Yield a sentence about windows, by rank and the line that made each, if there are any."""
+    """Yield a sentence about open windows, with ranks and the line that made each, if there are any."""
     left = Counter(windows)
     if left:
         shown = [
@@ -132,7 +133,7 @@ def _left_windows(windows: Iterable[tuple[int, str]]) -> Iterator[str]:
         yield f"{_count(left.total(), 'window')} never freed: {_list(shown)}"
 
 
-@cache  # a Split makes many at one line
+@cache  # a Split creates many at one line
 def _line(file: str, number: int) -> str:
     return line([(file, number)])
 

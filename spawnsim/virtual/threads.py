@@ -1,9 +1,10 @@
-"""Threads that a rank starts: lines of execution beside its program, in virtual time.
+"""Threads that a rank starts: lines of execution that run concurrently with its program, in virtual time.
 
-For ranks that are carried by threads themselves. `threading.Thread` then begins a background task of its rank, which
-may communicate, sleep and read the clock like the program. The locks that ranks make are virtual: who waits for one is
-parked. Of locks Python makes its conditions, events, semaphores, queues and thread pools. A thread runs when the
-others of its rank wait or sleep, never amid their computing, so a loop that looks without either never ends.
+This applies to ranks that are themselves carried by threads. `threading.Thread` then begins a background task of its
+rank, which may communicate, sleep and read the clock like the program. The locks that ranks make are virtual: a task
+that waits for a lock is parked. Python builds its conditions, events, semaphores, queues and thread pools from locks.
+A thread runs when the other tasks of its rank wait or sleep, never while they compute, so a loop that polls without
+waiting or sleeping never ends.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from spawnsim.virtual.engine.world import World
 from spawnsim.virtual.interpreter import Patches, Put
 from spawnsim.virtual.mpi.communicators import held
 
-STARTED = "threads"  # what of threads a rank has started
+STARTED = "threads"  # attachment of a rank: the threads it has started
 PROCESS = (
     "a process that a virtual rank starts is outside of the simulation: let the program be one rank's, as under "
     "torchrun, and give --ranks; a DataLoader needs num_workers=0"
@@ -36,7 +37,7 @@ PROCESS = (
 
 
 class WaitingForLock(Unbroken):
-    """A thread that waits for another of its rank."""
+    """A thread that waits for another thread of its rank."""
 
     __slots__ = ("_rank",)
 
@@ -50,19 +51,19 @@ class WaitingForLock(Unbroken):
         return (self._rank,)
 
     def missing(self, by_s: float = 0.0) -> tuple[int, ...]:
-        """Return (): no other rank is awaited."""
+        """Return (): it waits for no other rank."""
         return ()
 
 
 class Lock:
-    """`threading.Lock` of a virtual rank. Who releases it hands it to the one that has waited longest."""
+    """`threading.Lock` of a virtual rank. Its release hands it to the task that has waited longest."""
 
     def __init__(self) -> None:
         self._taken = False
         self._waiting: deque[Completion] = deque()
 
     def acquire(self, blocking: bool = True, timeout: float = -1) -> bool:
-        """Take the lock; return whether it was taken."""
+        """Take the lock; return whether that succeeded."""
         task = current_task()
         if not self._taken or not blocking or timeout == 0 or task is None:
             free, self._taken = not self._taken, True
@@ -84,7 +85,7 @@ class Lock:
         return True
 
     def release(self) -> None:
-        """Give the lock back."""
+        """Release the lock."""
         if not self._taken:
             raise RuntimeError("release unlocked lock")
         task = current_task()
@@ -109,9 +110,9 @@ class Lock:
 
 
 def _calling() -> Task | None:
-    """Return the task that runs the caller; None while a module is imported that all ranks share, as outside of ranks.
+    """Return the caller's task; None outside ranks and during the import of a module that all ranks share.
 
-    What such a module starts is all ranks', and nobody may wait within its import.
+    A thread started by such a module belongs to all ranks, and no task may wait within its import.
     """
     task = current_task()
     return None if task is None or loading() else task
@@ -127,7 +128,7 @@ def _of_ranks(original: Callable[..., Any], virtual: Callable[..., Any]) -> Call
 
 
 def _beside(thread: Any) -> Any:
-    """Return the background task that a virtual thread is; None for others."""
+    """Return the background task of a virtual thread; None for other threads."""
     return vars(thread).get("_virtual_task")
 
 
@@ -149,7 +150,7 @@ def _starting(original: Callable[..., Any]) -> Callable[..., Any]:
 def _run(thread: Any) -> None:
     """Run a thread, as `threading` does."""
     thread._set_ident()
-    # From Python 3.13 on: that of a thread which runs.
+    # From Python 3.13 on: the handle of a running thread.
     handle_of = getattr(threading, "_make_thread_handle", None)
     if handle_of is not None:
         thread._handle = handle_of(thread.ident)
@@ -160,12 +161,12 @@ def _run(thread: Any) -> None:
         with world.around_threads():
             thread.run()
     except SpawnsimError:
-        raise  # what is wrong with the run ends it; all else ends the thread
+        raise  # errors of the run end it; other exceptions end the thread
     except Exception:  # noqa: BLE001 - printed, as by Python
         thread._invoke_excepthook(thread)
     finally:
         forget_thread()
-        # For whoever looks after the run.
+        # For callers outside the run that inspect the thread.
         if handle_of is None:
             thread._is_stopped = True
         else:
@@ -214,7 +215,7 @@ def _install(put: Put) -> None:
         if hasattr(threading, name):
             put(threading, name, _of_ranks(getattr(threading, name), made))
     put(queue, "SimpleQueue", _of_ranks(queue.SimpleQueue, queue._PySimpleQueue))  # type: ignore[attr-defined]
-    # Limits of waits are counted by clocks that these modules have taken at their import.
+    # These modules bound their clocks for timeouts when they were imported.
     for module, name in ((threading, "_time"), (queue, "time")):
         put(module, name, _of_ranks(getattr(module, name), lambda: current_world().kernel.current.clock))
     processes: Any = sys.modules.get("multiprocessing.process")
@@ -226,13 +227,13 @@ virtual_threads = Patches(_install).in_place
 
 
 def has_threads() -> bool:
-    """Whether the calling rank has threads that have not ended, beside its program."""
+    """Return whether the calling rank has running threads in addition to its program."""
     return any(thread.is_alive() for thread in current_world().here().attachments.get(STARTED, ()))
 
 
 def join_all() -> None:
-    """Wait at the end of the calling rank's program for its threads that are no daemons, as Python does."""
-    # The workers of a pool that nobody has shut down wait for work for ever: Python wakes them to end them.
+    """Wait at the end of the calling rank's program for its non-daemon threads, as Python does."""
+    # Workers of a pool that was never shut down wait for work for ever: Python wakes them to end them.
     pools = getattr(sys.modules.get("concurrent.futures.thread"), "_threads_queues", {})
     for thread in current_world().here().attachments.get(STARTED, ()):
         if not thread.daemon and thread not in pools:

@@ -1,20 +1,19 @@
 """The timeline of a run: each call of its ranks from begin to end, each message from its send to its arrival.
 
-Rows go to a recorder of their own, so nothing of this is part of the run's results or digest:
+Rows go to a separate recorder, so the timeline is not part of the run's results or digest:
 
-* a call: `call` (its name), `number` (on its rank), `end_s`, and what is known of it: `task` (of background tasks),
+* a call: `call` (its name), `number` (on its rank), `end_s`, and where known: `task` (of background tasks),
   `comm`, `dest` or `source` (ranks of the world), `tag`, `sent` and `received` (bytes), `messages`, `root`,
-  `context` and `collective` (numbers, equal for all parts of one), `times` (of polls in a row), `error` (what it
-  raised), `waits` (if it never returned);
+  `context` and `collective` (numbers, equal for all parts of one), `times` (of polls in a row), `error` (the
+  exception it raised), `waits` (if it never returned);
 * a message, by its receiver: `source`, `out` and `into` (numbers of the calls that sent and received it), `sent_s`,
   `arrival_s`, `tag`, `bytes`.
 
-Calls in which no time passes and nothing moves are left out, and of calls within calls the outermost is kept. A rank
-whose share of `MOST` is used up is followed no further, so memory and file are bounded whatever a run does.
+Calls in which no time passes and nothing moves are omitted. Only the outermost of nested calls is kept. A rank that
+has used up its share of `MOST` is recorded no further, so memory and file size are bounded.
 
-While a run is watched, by the timeline or by the accounting of computing between calls, every call of the virtual
-MPI is wrapped, and the watchers of the calling rank's world are asked to make it. A run that is not watched is not
-touched.
+While a run is watched, by the timeline or by the accounting of computing between calls, every call of the virtual MPI
+is wrapped, and the watchers of the calling rank's world make it. Runs without watchers are not instrumented.
 """
 
 from __future__ import annotations
@@ -51,11 +50,11 @@ UNWATCHED = (
     "Free_keyval", "Delete_attr", "Call_errhandler", "enter", "called", "over", "start", "prepare",
 )  # fmt: skip
 Watcher = Callable[[str, Any, Callable[[], Any]], Any]
-"""Makes a call, given its name, the object whose method it is, and what makes it; returns what that returns."""
+"""Makes a call, given its name, its object, and a function that executes it; returns the function's result."""
 
 
 def _calls() -> Iterator[tuple[type, str, Any]]:
-    """Yield class, name and function of all calls: of the virtual MPI's classes, and those that they are made of."""
+    """Yield class, name and function of all calls of the virtual MPI's classes and their base classes."""
     for owner in dict.fromkeys(each for cls in CLASSES for each in cls.__mro__):
         if owner.__module__.startswith("spawnsim.virtual") and owner is not CurrentComm:
             for name, raw in list(vars(owner).items()):
@@ -65,12 +64,12 @@ def _calls() -> Iterator[tuple[type, str, Any]]:
 
 
 def watched(name: str, raw: Any) -> Any:
-    """Return a call that is made by the watchers of the calling rank's world, the first one outermost."""
+    """Return a call that the watchers of the calling rank's world make, the first watcher outermost."""
     if isinstance(raw, classmethod):
         return classmethod(watched(name, raw.__func__))
 
-    # Wrapped for the time of a run and not tested for in each call: two branches a message would cost every run, traced
-    # or not. The wrapper asks which world is calling, since several runs may go on at once.
+    # Wrapped for the time of a run and not tested for in each call: two branches a message would slow down every run,
+    # traced or not. The wrapper determines the calling world, since several runs may be active at once.
     @functools.wraps(raw)
     def watching(*args: Any, **kwargs: Any) -> Any:
         task = current_task()
@@ -90,14 +89,17 @@ def _watch_calls(put: Put) -> None:
 being_watched = Patches(_watch_calls).in_place
 
 
-# Calls and messages of a run: some 150 MB on disk while it runs, a fifth of that or less afterwards. Each rank has an
-# equal share, of its first ones: which rows are kept must not depend on the order in which ranks run.
+# Calls and messages of a run: some 150 MB on disk during the run, a fifth of that or less afterwards. Each rank may
+# record an equal share, beginning with its first rows: the order in which ranks run must not decide which rows are
+# kept.
 MOST = 2_000_000
 OWN = ((Compute, "spend", "compute"), (Clock, "sleep", "sleep"), (Background, "join", "join"))
 
 
 class CallRecord:
-    """One call under way, or just over. `task` is which one of its rank makes it; `facts` are what moves in it."""
+    """One call, active or just completed. `task` numbers the rank's task that makes it; `facts` describe the data it
+    moves.
+    """
 
     __slots__ = ("begin_s", "comm", "end_s", "error", "facts", "name", "number", "task", "times")
 
@@ -108,7 +110,7 @@ class CallRecord:
         self.times, self.error = 1, ""
 
     def moved(self, peer: str, rank: int, tag: int | None, nbytes: int) -> None:
-        """Note a message or an access: `peer` is "dest" or "source". A peer is recorded if there is only one."""
+        """Record a message or an access: `peer` is "dest" or "source". Peers and tags that differ are dropped."""
         facts, amount = self.facts, "sent" if peer == "dest" else "received"
         facts["messages"] = facts.get("messages", 0) + 1
         facts[amount] = facts.get(amount, 0) + nbytes
@@ -117,12 +119,12 @@ class CallRecord:
                 facts[name] = value if facts.get(name, value) == value else None
 
     def follows(self, last: CallRecord) -> bool:
-        """Whether it is one more poll in a row, in which nothing has moved."""
+        """Return whether this is another poll in a row that moved no data."""
         quiet = not (self.facts or last.facts or self.error or last.error)
         return quiet and self.name == last.name and self.begin_s == last.end_s and self.name not in _OWN_NAMES
 
     def row(self) -> dict[str, Any]:
-        """Return what is recorded of it; facts that turned out to differ are none."""
+        """Return the row to record; facts with conflicting values are omitted."""
         values: dict[str, Any] = {"call": self.name, "number": self.number, "end_s": self.end_s}
         values |= {name: value for name, value in self.facts.items() if value is not None}
         if values.get("messages") == 1:
@@ -137,19 +139,19 @@ _OWN_NAMES = {called for _, _, called in OWN}
 
 
 class Timeline:
-    """Follows the ranks of a world; `sink` keeps what they do."""
+    """Records the calls and messages of a world's ranks in `sink`."""
 
     def __init__(self, world: World, sink: Recorder) -> None:
         self._world, self._sink, self._over = world, sink, False
-        self._calls: dict[Task, CallRecord] = {}  # under way
-        self._last: dict[Task, CallRecord] = {}  # over; a poll may follow
-        self._places: dict[Task, int] = {}  # among the tasks of its rank
+        self._calls: dict[Task, CallRecord] = {}  # active calls
+        self._last: dict[Task, CallRecord] = {}  # completed calls; a poll may follow
+        self._places: dict[Task, int] = {}  # index among the tasks of its rank
         self._left = [max(1, MOST // len(world.ranks))] * len(world.ranks)
         self._numbers: Counter[int] = Counter()
 
     @contextmanager
     def followed(self) -> Iterator[None]:
-        """Follow the ranks while the block runs, inside the other watchers."""
+        """Record the ranks while the block runs, inside the other watchers."""
         self._world.timeline = self
         self._world.watchers.append(self.watching)
         with being_watched(), _noting():
@@ -166,7 +168,7 @@ class Timeline:
             self._places[task] = rank.tasks.index(task) if task in rank.tasks else 0
         self._numbers[rank.id] += 1
         number, place = self._numbers[rank.id], self._places[task]
-        # A task has one call at a time: calls within it find `task in self._calls` and go through unrecorded.
+        # A task has one call at a time: nested calls find `task in self._calls` and are not recorded.
         own = self._calls[task] = CallRecord(name, number, task.clock, comm=_comm(subject), task=place)
         try:
             return call()
@@ -180,7 +182,7 @@ class Timeline:
                 self._done(task, own)
 
     def _done(self, task: Task, own: CallRecord) -> None:
-        """Keep a call that is over, unless nothing has come of it."""
+        """Keep a completed call, unless it took no time and moved nothing."""
         if own.end_s == own.begin_s and not own.facts and not own.error:
             return
         last = self._last.get(task)
@@ -198,22 +200,22 @@ class Timeline:
         if self._left[rank] == 0:
             self._sink.event(rank, time_s, "full", {})
 
-    # -- what moves in a call ----------------------------------------------------------------------------------
+    # -- data that moves in a call -----------------------------------------------------------------------------
 
     def call_of(self, task: Task, rank: int) -> CallRecord | None:
         return self._calls.get(task) if task.rank == rank else None
 
     def sent(self, call: CallRecord, mailbox: Any, message: Message, task: Task) -> None:
-        """Note a message that leaves; it carries from where and when."""
+        """Record an outgoing message; the message carries the number of the call and the time of its send."""
         call.moved("dest", mailbox.rank, message.tag, message.nbytes)
         message.origin = task.rank, call.number, task.clock
 
     def received(self, call: CallRecord, message: Message, rank: int, now_s: float) -> None:
-        """Note a message that was received."""
+        """Record a message that was received."""
         origin = getattr(message, "origin", None)
-        if origin is None:  # a copy that a fault has made, or of a call that is not followed
+        if origin is None:  # a copy made by a fault, or a message of a call that is not recorded
             return
-        message.origin = None  # noted once, though a blocking receive both accepts it and takes it
+        message.origin = None  # recorded once, though a blocking receive both accepts it and takes it
         source, out, sent_s = origin
         call.moved("source", source, message.tag, message.nbytes)
         values = {
@@ -226,7 +228,7 @@ class Timeline:
     # -- the end -----------------------------------------------------------------------------------------------
 
     def finish(self, end_s: float) -> None:
-        """Keep what is left, now that the run has ended at a time: calls that never return, and what ranks raised."""
+        """Record, at the end of the run, the last calls, calls that never return, exceptions of ranks, and pauses."""
         world, self._over = self._world, True
         ending = getattr(world.kernel.failure, "_task", None)
         for task in world.kernel.tasks:
@@ -250,7 +252,7 @@ class Timeline:
 
 
 def _comm(subject: Any) -> str:
-    """Return the name of the communicator of which a call's object is, if it is of one."""
+    """Return the name of the communicator that a call's object belongs to, if any."""
     if isinstance(subject, (Member, Epochs)):
         return subject._label if subject._identity is not None else ""
     if isinstance(subject, Request):
@@ -261,7 +263,7 @@ def _comm(subject: Any) -> str:
 
 # ---------------------------------------------------------------------------------------------------------- noting
 def _followed(name: str, raw: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a call that is not one of MPI's (compute, sleep, join) as the timeline makes it."""
+    """Return a call that is not one of MPI's (compute, sleep, join), recorded by the timeline."""
 
     @functools.wraps(raw)
     def watching(*args: Any, **kwargs: Any) -> Any:
@@ -277,9 +279,9 @@ def _followed(name: str, raw: Callable[..., Any]) -> Callable[..., Any]:
 def _noted(
     raw: Callable[..., Any], note: Callable[[Timeline, Task, Any], None], *, after: bool = False
 ) -> Any:
-    """Return a function of spawnsim that reports to the timeline what it does within a call.
+    """Return a function of spawnsim that also reports to the timeline the data it moves within a call.
 
-    `note` is given the function's arguments, or `after` it the first one and what it returned.
+    `note` is called with the function's arguments; `after` with the first argument and the result.
     """
 
     @functools.wraps(raw)
@@ -341,7 +343,7 @@ def _asked(timeline: Timeline, task: Task, given: tuple[WindowState, Rank, int, 
 def _note_moves(put: Put) -> None:
     for owner, name, called in OWN:
         put(owner, name, _followed(called, getattr(owner, name)))
-    # The functions in which something moves. `send` is replaced where `Member` looks it up.
+    # The functions that move data. `send` is replaced where `Member` looks it up.
     put(members, "send", _noted(wire.send, _sent))
     put(Member, "_accept", _noted(Member._accept, _received, after=True))
     put(Member, "_taken", _noted(Member._taken, _received))
