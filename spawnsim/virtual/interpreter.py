@@ -1,12 +1,12 @@
-"""The one Python interpreter that all virtual ranks share: patches for the time of runs, the collector, torch's modes.
+"""The one Python interpreter that all virtual ranks share: patches during runs, the garbage collector, torch's modes.
 
-*Patches* of modules last as long as any run does: of several runs at once, or one inside another, the first makes them
-and the last undoes them. Each replacement finds out itself whether a virtual rank calls it.
+*Patches* of modules last as long as any run: with several runs at once, or nested runs, the first applies them and the
+last removes them. Each replacement determines itself whether a virtual rank calls it.
 
-*The collector of cycles* is made to run seldom, and watched while it works.
+*The garbage collector* runs less often, and the kernel is notified while it works.
 
-*torch's modes* are kept from leaking between greenlets, and torch's settings from leaking between ranks. torch is never
-imported here.
+*torch's modes* do not leak between greenlets, and torch's settings do not leak between ranks. This module never
+imports torch.
 """
 
 from __future__ import annotations
@@ -20,20 +20,20 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
-Put = Callable[[Any, str, Any], None]  # put(owner, name, value), until the end
-# Of `time`; each has a twin in _ns.
+Put = Callable[[Any, str, Any], None]  # put(owner, name, value), undone at the end
+# Functions of `time`; each has a variant with the suffix _ns.
 CLOCKS = ("time", "perf_counter", "monotonic", "process_time", "thread_time")
 
 
 class Patches:
-    """A set of changes: `install(put)` makes them."""
+    """A set of changes, made by `install(put)`."""
 
     def __init__(self, install: Callable[[Put], None]) -> None:
         self._install, self._lock, self._runs, self._undo = install, threading.Lock(), 0, ExitStack()
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
-        """Keep the changes while the block runs."""
+        """Keep the changes in place while the block runs."""
         with self._lock:
             self._runs += 1
             if self._runs == 1:
@@ -47,28 +47,28 @@ class Patches:
                     self._undo.close()
 
     def _put(self, owner: Any, name: str, value: Any) -> None:
-        before = vars(owner)[name] if name in vars(owner) else getattr(owner, name)  # a class method as it is
+        before = vars(owner)[name] if name in vars(owner) else getattr(owner, name)  # a class method unbound
         self._undo.callback(setattr, owner, name, before)
         setattr(owner, name, value)
 
 
-# By default the collector looks through all young objects after every 700 new ones. In a collective each rank makes
-# some 10 that live on until the last rank has come. Looking through them meanwhile took a third of a run of 1,000
-# ranks, and nearly half of one of 100,000, as the older generations fill too: the one cost that grew with the ranks. So
-# what is there before a run is frozen, and looks are rarer than a collective is long. But what was frozen counts as old
-# for good, and a run that is over is a cycle: before the next one is built, all is collected if memory has grown by
-# half since the last time. Before the first one there is nothing to find, and to look through torch takes 0.3 s.
-YOUNG_OBJECTS = 20_000  # new objects between two looks, at least
+# By default the collector scans all young objects after every 700 new ones. In a collective each rank makes some 10
+# objects that live until the last rank arrives. Scanning them in the meantime took a third of a run of 1,000 ranks,
+# and nearly half of one of 100,000, as the older generations fill too: the only cost that grew with the ranks. So
+# objects that exist before a run are frozen, and scans are rarer than collectives. But frozen objects count as old for
+# good, and a finished run is a cycle: before the next run is built, everything is collected if memory has grown by
+# half since the last full collection. Before the first run there is nothing to find, and scanning torch takes 0.3 s.
+YOUNG_OBJECTS = 20_000  # new objects between two scans, at least
 YOUNG_PER_RANK = 200  # and for each rank of the run
-# Below which growth old runs are not worth a collection: blocks of memory, and bytes. Tensors are few blocks.
+# Growth below which old runs are not worth a collection: blocks of memory, and bytes. Tensors are few blocks.
 FEW_BLOCKS, FEW_NBYTES = 400_000, 256 << 20
-# Blocks and bytes after the last whole collection: a fact about this process.
+# Blocks and bytes after the last full collection: a property of this process.
 _after: list[tuple[int, int]] = []
 
 
 @contextmanager
 def rare_collections(ranks: int) -> Iterator[None]:
-    """Let the collector look less often while a run of so many ranks is built and goes on."""
+    """Let the collector scan less often while a run of so many ranks is built and executed."""
     before = gc.get_threshold()
     now = _memory()
     if before[0] and _after:
@@ -87,13 +87,13 @@ def rare_collections(ranks: int) -> Iterator[None]:
 
 
 def _memory() -> tuple[int, int]:
-    """Return how many blocks Python has handed out, and the bytes that this process has: 0 where nothing tells it."""
-    # To count objects, those that are frozen too, takes longer than many a run.
+    """Return the number of blocks that Python has allocated, and the bytes of this process: 0 if unknown."""
+    # Counting objects, including frozen ones, takes longer than many runs.
     return sys.getallocatedblocks(), resident_B()
 
 
 def resident_B() -> int:
-    """Return the bytes of memory that this process has: 0 where nothing tells it."""
+    """Return the resident bytes of this process: 0 if unknown."""
     try:
         pages = int(Path("/proc/self/statm").read_text().split()[1])
     except OSError:
@@ -103,18 +103,19 @@ def resident_B() -> int:
 
 @contextmanager
 def watched_collections(collecting: Callable[[bool], None], ours: Callable[[], bool]) -> Iterator[None]:
-    """Let the collector leave alone, within the block, what was there before.
+    """Exempt objects that existed before the block from garbage collection within it.
 
-    `collecting` is called when it begins (True) and when it is done (False) in a thread that is `ours`.
+    `collecting` is called at the begin (True) and at the end (False) of a collection in a thread that is `ours`.
     """
 
-    # All ranks have one collector. It starts wherever an object is made, and runs the finalizers of any rank's garbage
-    # there: in another rank, or in the middle of a call of the library. The kernel must know, to refuse their calls.
+    # All ranks share one collector. It starts wherever an object is made, and runs the finalizers of any rank's
+    # garbage there: in another rank, or in the middle of a call of the library. The kernel must know this, to refuse
+    # their calls.
     def tell(phase: str, _counts: dict[str, int]) -> None:
         if ours():
             collecting(phase == "start")
 
-    frozen = gc.get_freeze_count() > 0  # somebody else's are not ours to thaw
+    frozen = gc.get_freeze_count() > 0  # objects that someone else froze stay frozen
     if not frozen:
         gc.freeze()
     gc.callbacks.append(tell)
@@ -128,26 +129,26 @@ def watched_collections(collecting: Callable[[bool], None], ours: Callable[[], b
 
 # torch holds grad mode, inference mode and autocast per *thread*. Greenlets share one thread, so a rank parked inside
 # `no_grad` would silently switch gradients off for the next rank. The rule: whenever a task leaves the processor, the
-# modes are torch's defaults; a task that had others set gets them back when it returns. While a program keeps the
-# defaults, this costs four look-ups a switch.
+# modes are reset to torch's defaults; a task with other modes gets them back when it returns. While a program keeps
+# the defaults, this costs four look-ups per switch.
 class AmidBackwardError(Exception):
-    """A rank would leave amid torch's backward pass."""
+    """A rank tried to switch away during torch's backward pass."""
 
 
 def amid_backward() -> bool:
-    """Return whether the calling thread is amid torch's backward pass, in the frames of its engine."""
+    """Return whether the calling thread is in torch's backward pass, in the frames of its engine."""
     torch: Any = sys.modules.get("torch")
     return torch is not None and hasattr(torch, "_C") and torch._C._current_graph_task_id() != -1
 
 
 def suspend_torch_modes() -> Callable[[], object] | None:
-    """Set torch's defaults; return what brings the current modes back, or None when they were the defaults.
+    """Set torch's defaults; return a function that restores the current modes, or None when they were the defaults.
 
-    Raises `AmidBackwardError` in a backward pass: torch's engine keeps per thread what it is at, and nobody can put
-    that aside.
+    Raises `AmidBackwardError` in a backward pass: torch's engine keeps its progress per thread, and it cannot be
+    saved.
     """
     torch: Any = sys.modules.get("torch")
-    if torch is None or not hasattr(torch, "is_autocast_enabled"):  # absent, or half imported
+    if torch is None or not hasattr(torch, "is_autocast_enabled"):  # absent, or partly imported
         return None
     if torch._C._current_graph_task_id() != -1:
         raise AmidBackwardError
@@ -161,11 +162,11 @@ def suspend_torch_modes() -> Callable[[], object] | None:
 
 
 def _default_torch_modes(torch: Any) -> Callable[[], object]:
-    """Enter guards that set the defaults; leaving them restores what stood before."""
+    """Enter guards that set the defaults; leaving them restores the earlier modes."""
     guards = ExitStack()
     if torch.is_inference_mode_enabled():
         guards.enter_context(torch.inference_mode(mode=False))
-    # Not told by torch before 2.9.
+    # torch before 2.9 lacks the function.
     devices = getattr(torch._C, "_autocast_supported_devices", lambda: ("cpu", "cuda", "xpu", "mps"))
     for device in filter(torch.is_autocast_enabled, devices()):
         guards.enter_context(torch.autocast(device, enabled=False))
@@ -173,19 +174,19 @@ def _default_torch_modes(torch: Any) -> Callable[[], object]:
     return guards.close
 
 
-# What torch keeps per *process* is each rank's own: it starts as it was outside the run, and is swapped when another
-# rank comes to run, as the state of torch's generator is (`reproducibility.TorchStates`).
+# torch's state per *process* is separate for each rank: it starts from the state outside the run and is swapped when
+# another rank runs, like the state of torch's generator (`reproducibility.TorchStates`).
 TorchSettings = tuple[Any, int, dict[str, Any]]
 
 
 def torch_settings(torch: Any) -> TorchSettings:
-    """Return what the process has set: default dtype, mode of deterministic algorithms, print options."""
+    """Return the process's settings: default dtype, mode of deterministic algorithms, print options."""
     options = vars(torch._tensor_str.PRINT_OPTS).copy()
     return torch.get_default_dtype(), torch.get_deterministic_debug_mode(), options
 
 
 def torch_settings_differ(torch: Any, known: TorchSettings) -> bool:
-    """Whether the process has set other than what is known."""
+    """Return whether the process's settings differ from `known`."""
     return (
         torch.get_default_dtype() is not known[0]
         or torch.get_deterministic_debug_mode() != known[1]
@@ -194,7 +195,7 @@ def torch_settings_differ(torch: Any, known: TorchSettings) -> bool:
 
 
 def set_torch_settings(torch: Any, wanted: TorchSettings, now: TorchSettings) -> None:
-    """Set what differs."""
+    """Apply the settings that differ."""
     if wanted[0] is not now[0]:
         torch.set_default_dtype(wanted[0])
     if wanted[1] != now[1]:

@@ -1,7 +1,7 @@
-"""What a program draws from its process: random generators, one set for each rank, and what no seed repeats.
+"""Process state that a program draws from: random generators, one set per rank, and sources that no seed reproduces.
 
-Each rank has global random generators of Python, numpy and torch of its own, as a process has. They start from (seed,
-rank, purpose). A generator that a rank makes without a seed takes its seed from a stream of the rank.
+Each rank has its own global random generators of Python, numpy and torch, as a process has. They start from (seed,
+rank, purpose). A generator that a rank makes without a seed is seeded from a stream of the rank.
 """
 
 from __future__ import annotations
@@ -36,18 +36,18 @@ from spawnsim.virtual.interpreter import (
     torch_settings_differ,
 )
 
-_bits: Any = np.random.bit_generator  # whose stub lacks the source of seeds
+_bits: Any = np.random.bit_generator  # its stub lacks the source of seeds
 _hidden: Any = np.random.mtrand
-HEAD = 24  # bytes of torch's state that every draw changes: seed, how many are left, which is next
-# Of torch's generator: its head, 624 words and their position, and normal numbers that are kept.
+HEAD = 24  # bytes of torch's state that every draw changes: seed, remaining count, next index
+# Of torch's generator: its head, 624 words and their position, and cached normal numbers.
 GENERATOR_NBYTES = 2624
 
 
-TORCHS_OWN = 67280421310721  # the seed of torch's generator in a process that sets none
+TORCHS_OWN = 67280421310721  # the seed of torch's generator in a process that does not set one
 
 
 class Generators:
-    """The generators of one rank, made when they are first used; torch's from a seed of its own, if one is given."""
+    """The generators of one rank, made when they are first used; torch's starts from a given seed, if there is one."""
 
     __slots__ = ("_fresh", "_given", "_gpus", "_numpy", "_python", "_seed", "_streams", "_torch", "settings")
 
@@ -55,11 +55,11 @@ class Generators:
         self._streams, self._given = streams, torch_seed
         self._python: random.Random | None = None
         self._numpy: np.random.RandomState | None = None
-        self._seed = -1  # where torch's generator starts
+        self._seed = -1  # initial seed of torch's generator
         self._fresh = b""  # the head of its state before the first draw
         self._torch: Any = None  # torch's state; None before the first draw
-        self._gpus: GPUStates | None = None  # likewise, on each GPU
-        self.settings: TorchSettings | None = None  # torch's; None: those that stood outside of the run
+        self._gpus: GPUStates | None = None  # torch's state on each GPU; None before the first draw
+        self.settings: TorchSettings | None = None  # torch's; None: the settings outside the run
 
     @property
     def python(self) -> random.Random:
@@ -76,13 +76,13 @@ class Generators:
         return self._numpy
 
     def entropy(self, bits: int) -> int:
-        """Return a seed for a generator that is made without one."""
+        """Return a seed for a generator that the rank makes without one."""
         return int.from_bytes(self._streams("program.entropy").bytes(-(-bits // 8)), "little") & (
             (1 << bits) - 1
         )
 
     def state(self) -> dict[str, Any]:
-        """Return where the generators stand, of the rank that runs: None for those that were never used."""
+        """Return the states of the running rank's generators: None for unused ones."""
         if "torch" in sys.modules:
             self.suspend(sys.modules["torch"])
             self.suspend_gpus(sys.modules["torch"])
@@ -94,7 +94,7 @@ class Generators:
         }
 
     def set_state(self, state: Mapping[str, Any]) -> None:
-        """Put the generators, of the rank that runs, where they stood."""
+        """Restore the states of the running rank's generators."""
         if state["python"] is not None:
             self.python.setstate(state["python"])
         if state["numpy"] is not None:
@@ -107,13 +107,13 @@ class Generators:
             self.resume_gpus(sys.modules["torch"])
 
     def suspend(self, torch: Any) -> None:
-        """Keep torch's state, if this rank has changed it: another rank comes to run."""
+        """Save torch's state before a switch to another rank, if this rank has changed it."""
         state = torch.default_generator.get_state()
         if self._torch is not None or _head(state) != self._fresh:
             self._torch = state
 
     def resume(self, torch: Any) -> None:
-        """Put this rank's state of torch in place."""
+        """Restore this rank's state of torch."""
         if self._torch is not None:
             torch.default_generator.set_state(self._torch)
             return
@@ -125,30 +125,31 @@ class Generators:
             self._fresh = _head(torch.default_generator.get_state())
 
     def suspend_gpus(self, torch: Any) -> None:
-        """Keep torch's states on GPUs, if a program uses any: another rank comes to run."""
+        """Save torch's states on GPUs before a switch to another rank, if a program uses any GPU."""
         if torch.cuda.default_generators:
             self._gpus = gpu_states(torch)
 
     def resume_gpus(self, torch: Any) -> None:
-        """Put this rank's states on GPUs in place, which begin where `torch.manual_seed` puts them."""
+        """Restore this rank's states on GPUs; they start from the state that `torch.manual_seed` sets."""
         count = len(torch.cuda.default_generators)
         if count:
             set_gpu_states(torch, self._gpus or [(torch.default_generator.initial_seed(), 0)] * count)
 
 
 def _head(state: Any) -> bytes:
-    # The caller holds the state: read behind `get_state().data_ptr()` it was freed memory, and each rank kept 5 kB.
+    # The caller holds the state: read through `get_state().data_ptr()`, it was freed memory, and each rank kept 5 kB.
     return ctypes.string_at(state.data_ptr(), HEAD)
 
 
 def _memory_of_generator(torch: Any) -> Any:
-    """Return the memory in which torch's default generator lies, to be looked at: each draw changes something in it.
+    """Return the memory of torch's default generator, to be read directly: each draw changes some of its bytes.
 
-    None if that is not so: the layout of torch's objects is torch's own. So it is tried on another generator.
+    Return None if it does not: the layout of torch's objects is private, so the function tests it on another
+    generator.
     """
     other = torch.Generator()
     memory = (ctypes.c_char * GENERATOR_NBYTES).from_address(other._cdata)
-    # Of two normal numbers the second is kept for the next draw.
+    # The second of two normal numbers is cached for the next draw.
     for draw in (torch.rand, torch.randn, torch.randn):
         before = memory.raw
         draw(1, dtype=torch.float64, device="cpu", generator=other)
@@ -160,7 +161,7 @@ def _memory_of_generator(torch: Any) -> Any:
 def generators_of_caller() -> Generators | None:
     """Return the generators of the rank whose program runs; None outside virtual ranks."""
     task = current_task()
-    # Not a rank's while it lets the work of many be carried out: to look at them would make them.
+    # Not while the rank only executes a batch of many ranks' steps: reading its generators would create them.
     return generators_of(task) if task is not None and task.kernel.current is task else None
 
 
@@ -177,40 +178,41 @@ def generators_of(task: Task) -> Generators:
 
 
 class TorchStates:
-    """Swaps the state of torch's default generator, and its settings, when another rank comes to run."""
+    """Swaps the state of torch's default generator, and torch's settings, when another rank runs."""
 
-    # torch's default generator is an object in C++ that cannot be replaced, so its state is swapped: 1 to 3 µs a switch
-    # of ranks, and only once torch is loaded. It is never loaded here: a run that does without it starts sooner. To ask
-    # torch for the state is half of that. Most ranks have drawn nothing since they came to run, and have set nothing.
+    # torch's default generator is an object in C++ that cannot be replaced, so its state is swapped: 1 to 3 µs per
+    # switch of ranks, and only once torch is loaded. This class never loads torch: a run without torch starts sooner.
+    # Half of that time is the query of torch's state. Most ranks have drawn nothing and set nothing since the last
+    # switch to them.
 
     def __init__(self, kernel: Kernel) -> None:
         self._kernel = kernel
         self._torch: Any = None
         self._here: Generators | None = None
         self._outside: Any = None
-        self._of_torch: Any = None  # what finds torch's GPUs
+        self._of_torch: Any = None  # torch's own function that finds the GPUs
         self._gpus_outside: GPUStates = []
-        self._settings: Any = None  # torch's, that stood outside
-        self._standing: Any = None  # torch's, since the rank that runs came to run
-        self._memory: Any = None  # that of torch's generator, to be looked at, if it was found
-        self._seen = b""  # what it held when the rank that runs came to run
+        self._settings: Any = None  # torch's settings outside the run
+        self._standing: Any = None  # torch's current settings, as last read or set here
+        self._memory: Any = None  # memory of torch's generator, to be read directly, if it was found
+        self._seen = b""  # its content at the last switch to the running rank
 
     def enter(self, task: Task) -> None:
-        """Put the state of a task's rank in place."""
+        """Restore the state of a task's rank."""
         generators = generators_of(task)
         if generators is not self._here:
             if self._here is not None:
                 self._leave(self._here)
             self._here = generators
             generators.resume(self._torch)
-            if self._torch.cuda.default_generators:  # here, for ranks change all the time
+            if self._torch.cuda.default_generators:  # tested here, since switches of ranks are frequent
                 generators.resume_gpus(self._torch)
             self._set(generators.settings)
             if self._memory is not None:
                 self._seen = self._memory.raw
 
     def _leave(self, generators: Generators) -> None:
-        """Keep what the rank that has run until now has changed."""
+        """Save the changes of the rank that has run until now."""
         if self._memory is None or self._memory.raw != self._seen:
             generators.suspend(self._torch)
         if self._torch.cuda.default_generators:
@@ -220,7 +222,7 @@ class TorchStates:
             generators.settings = None if now == self._settings else now
 
     def _set(self, wanted: TorchSettings | None) -> None:
-        """Set what a rank has set; None: what stood outside."""
+        """Apply a rank's settings; None: the settings outside the run."""
         wanted = self._settings if wanted is None else wanted
         if wanted is not self._standing:
             set_torch_settings(self._torch, wanted, self._standing)
@@ -228,7 +230,7 @@ class TorchStates:
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
-        """Let ranks come and go while the block runs, also if torch is first loaded by one of them."""
+        """Swap states while the block runs, also if a rank loads torch first."""
         with after_import("torch", self._loaded):
             try:
                 yield
@@ -244,7 +246,7 @@ class TorchStates:
                     self._set(None)
 
     def _loaded(self) -> None:
-        """Begin, now that torch is there."""
+        """Start swapping once torch is loaded."""
         self._torch = sys.modules["torch"]
         self._outside = self._torch.default_generator.get_state()
         self._gpus_outside = gpu_states(self._torch)
@@ -258,8 +260,8 @@ class TorchStates:
             self.enter(task)
 
     def _find_gpus(self) -> None:
-        """Let torch find its GPUs, when a program first uses one: their generators stand then where this rank's do."""
-        # What torch has put off until then are the seeds of all ranks, of which the last one counts.
+        """Let torch find its GPUs when a program first uses one, and set their generators to this rank's states."""
+        # torch has deferred the seeds of all ranks until then, and applies the last one.
         before = len(self._torch.cuda.default_generators)
         self._of_torch()
         if not before:
@@ -272,7 +274,7 @@ class TorchStates:
 
 
 class _CallersState(np.random.RandomState):
-    """Stands for numpy's hidden generator, which libraries (scipy) take where a caller gives none."""
+    """Stands for numpy's hidden generator, which libraries (scipy) use where a caller gives none."""
 
     def __getattribute__(self, name: str) -> Any:
         own = generators_of_caller()
@@ -283,9 +285,9 @@ _original: Any = _hidden._rand
 
 
 def _route_generators(put: Put) -> None:
-    # A function imported by name (`from random import shuffle`) is the module's at the time of the import. So it is not
-    # enough to replace the functions of `random` and `numpy.random`: programs' modules that are loaded already are
-    # looked through for them. Libraries are not; those take the hidden generator, which is replaced as well.
+    # A function imported by name (`from random import shuffle`) is the function that the module had at the import. So
+    # replacing the functions of `random` and `numpy.random` is not enough: the loaded modules of programs are searched
+    # for them. Libraries are not; they use the hidden generator, which is replaced as well.
     routed = {id(each): _routed(each, "python", name) for name, each in _bound(random, random.Random)}
     for name, each in (*_bound(np.random, np.random.RandomState), ("seed", np.random.seed)):
         routed[id(each)] = _routed(each, "numpy", name)
@@ -352,16 +354,15 @@ generators_per_rank = Patches(_route_generators).in_place
 DATES = ("localtime", "gmtime", "ctime", "asctime", "strftime")
 
 
-# The wall clock, the system's entropy and threads are what no seed repeats. The first use of each kind is noted, if the
-# program itself is the user, and then the run does not call itself reproducible. What cannot be noticed:
-# `datetime.now()`, the order of sets (the command line fixes PYTHONHASHSEED), numbers from `id()`, and when the
-# collector runs finalizers.
+# No seed reproduces the wall clock, the system's entropy and threads. The first use of each kind by the program itself
+# is recorded, and the run is then not reported as reproducible. Undetected: `datetime.now()`, the order of sets (the
+# command line fixes PYTHONHASHSEED), numbers from `id()`, and when the collector runs finalizers.
 def _notice_leaks(put: Put) -> None:
     put(os, "urandom", _noticed(os.urandom, "the system's entropy was read"))
     put(random, "_urandom", os.urandom)
     put(threading.Thread, "start", _noticed(threading.Thread.start, "a thread was started"))
     for name in (*CLOCKS, *(f"{name}_ns" for name in CLOCKS), *DATES):
-        if isinstance(getattr(time, name), BuiltinFunctionType):  # else it is virtual
+        if isinstance(getattr(time, name), BuiltinFunctionType):  # otherwise it is virtual
             put(time, name, _noticed(getattr(time, name), f"the wall clock was read (time.{name})"))
 
 
@@ -383,10 +384,10 @@ def _noticed(original: Callable[..., Any], what: str) -> Callable[..., Any]:
 
 
 def _program_line(frame: FrameType | None, private: Set[str]) -> str | None:
-    """Return the file and line of a program that calls, maybe through the standard library; None: a library does.
+    """Return file and line of the program that calls, possibly through the standard library; None if a library calls.
 
-    What a library reads for itself, and `logging` for its records, seldom comes back to the program, and a note about
-    each would drown the one that matters. `private` packages are the program's own: they hold its state.
+    Values that a library, or `logging`, reads for itself seldom reach the program, and a note about each would hide
+    the important one. `private` packages count as the program: they hold its state.
     """
     for each, number in walk_stack(frame):
         file = each.f_code.co_filename

@@ -1,9 +1,9 @@
-"""`mpi4py` as programs on virtual ranks find it: the virtual MPI, executors, and what is installed in pure Python.
+"""`mpi4py` as programs on virtual ranks see it: the virtual MPI, executors, and the installed pure-Python modules.
 
 It is put into `sys.modules`, imports nothing of mpi4py's binary part, and works without mpi4py.
 
-The executors of `mpi4py.futures` have ranks for workers, in a pool that works for one of them. The master hands a
-task to a free worker when it is submitted, and receives results while it waits for one.
+The executors of `mpi4py.futures` use ranks as workers, in a pool that works for one rank, the master. The master sends
+a task to a free worker when it is submitted, and receives results while it waits for one.
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ class RemoteTraceback(Exception):
 
 
 class Future(base.Future[Any]):
-    """A result to come."""
+    """The future result of a task."""
 
-    # There is no thread behind a pool: virtual ranks share one, and a thread would be seen by no virtual clock. So
-    # whoever waits for a future lets the master receive results until this one is there.
+    # No thread serves a pool: virtual ranks share one thread, and no virtual clock would see another. So a task that
+    # waits for a future lets the master receive results until this one has arrived.
 
     pool: Pool | None = None
 
@@ -62,7 +62,7 @@ class Future(base.Future[Any]):
 
 
 class Pool:
-    """The workers of a communicator and the tasks that wait for a free one; without workers the master does them."""
+    """The workers of a communicator and the queued tasks; without workers the master executes them."""
 
     def __init__(self, comm: Any, root: int) -> None:
         self._comm, self._root = comm, root
@@ -119,7 +119,7 @@ class Pool:
         _settle(future, *outcome)
 
     def drain(self, cancel: bool = False) -> None:
-        """Wait for all tasks; with `cancel`, only for those that run."""
+        """Wait for all tasks; with `cancel`, only for running ones."""
         if cancel:
             for future, _ in self._queue:
                 future.cancel()
@@ -128,14 +128,14 @@ class Pool:
             self.collect()
 
     def stop(self) -> None:
-        """Let the workers go."""
+        """Stop the workers."""
         self.drain()
         for worker in sorted(self._idle):
             self._comm.send(None, worker, TASK)
 
 
 def serve(comm: Any, root: int) -> None:
-    """Work for the root until it lets this rank go."""
+    """Execute tasks of the root until it stops this rank."""
     while True:
         task = comm.recv(None, root, TASK)
         if task is None:
@@ -143,12 +143,12 @@ def serve(comm: Any, root: int) -> None:
         outcome = run_task(task)
         try:
             comm.send(outcome, root, RESULT)
-        except Exception as error:  # noqa: BLE001 - a result that cannot be pickled: the master must learn of it
+        except Exception as error:  # noqa: BLE001 - a result that cannot be pickled: report it to the master
             comm.send((False, RuntimeError(f"the result cannot be sent: {error}"), ""), root, RESULT)
 
 
 def run_task(task: PoolTask) -> tuple[bool, Any, str]:
-    """Return (well, result or exception, traceback) of a task."""
+    """Return (success, result or exception, traceback) of a task."""
     function, args, kwargs = task
     try:
         return True, function(*args, **kwargs), ""
@@ -166,10 +166,10 @@ def _settle(future: Future, well: bool, value: Any, trace: str) -> None:
 
 
 class _Mapping(base.Executor):
-    """What mpi4py's executors have beyond `submit`: results over iterables, also unordered, and over arguments."""
+    """Methods of mpi4py's executors beyond `submit`: results over iterables, also unordered, and over arguments."""
 
     def map(self, fn: Callable[..., Any], *iterables: Iterable[Any], **options: Any) -> Iterator[Any]:
-        """Return the results of `fn` over iterables, in order; `unordered=True`: as they come."""
+        """Return the results of `fn` over iterables, in order; with `unordered=True`, in order of completion."""
         return self.starmap(fn, zip(*iterables, strict=False), **options)
 
     def starmap(
@@ -203,7 +203,7 @@ class Executor(_Mapping):
     _max_workers = num_workers
 
     def bootup(self, wait: bool = True) -> Executor:
-        """Return the executor: its workers are there."""
+        """Return the executor: its workers already run."""
         self._open()
         return self
 
@@ -211,7 +211,7 @@ class Executor(_Mapping):
         return self._open().submit((fn, args, kwargs))
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
-        """Wait for all calls; no more are taken."""
+        """Wait for all calls; later submissions are rejected."""
         if self._pool is not None:
             self._pool.drain(cancel_futures)
         self._pool = None
@@ -227,14 +227,14 @@ def _results(futures: Iterator[Any]) -> Iterator[Any]:
 
 
 class ThreadPoolExecutor(_Mapping, base.ThreadPoolExecutor):
-    """Threads of the program, under the names that mpi4py gives to its executors' calls."""
+    """Threads of the program, with the method names of mpi4py's executors."""
 
     @property
     def num_workers(self) -> int:
         return 0 if self._shutdown else self._max_workers
 
     def bootup(self, wait: bool = True) -> ThreadPoolExecutor:
-        """Return the executor: its threads start when there is work."""
+        """Return the executor: its threads start with the first task."""
         if self._shutdown:
             raise RuntimeError("cannot bootup after shutdown")
         return self
@@ -260,7 +260,7 @@ class MPIPoolExecutor(Executor):
 
 
 class MPICommExecutor:
-    """`with MPICommExecutor(comm) as executor`: the root gets an executor, the others work until it is done."""
+    """`with MPICommExecutor(comm) as executor`: the root gets an executor, the other ranks work until it is done."""
 
     def __init__(self, comm: Any = None, root: int = 0, **kwargs: Any) -> None:
         self._comm = COMM_WORLD if comm is None else comm
@@ -289,7 +289,7 @@ class MPICommExecutor:
 
 
 def as_completed(fs: Iterable[Any], timeout: float | None = None) -> Iterator[Any]:
-    """Yield futures as they end."""
+    """Yield futures in order of completion."""
     left = list(dict.fromkeys(fs))
     while left:
         over = [future for future in left if future.done()]
@@ -302,7 +302,7 @@ def as_completed(fs: Iterable[Any], timeout: float | None = None) -> Iterator[An
 
 
 def wait(fs: Iterable[Any], timeout: float | None = None, return_when: str = base.ALL_COMPLETED) -> Any:
-    """Wait for futures; return those that are done and those that are not."""
+    """Wait for futures; return the completed and the pending ones."""
     every = set(fs)
     while True:
         over = {future for future in every if future.done()}
@@ -346,7 +346,7 @@ NAME = "mpi4py"
 
 
 class Options:
-    """The values of `mpi4py.rc` on one rank. Most mean nothing on virtual ranks; all are kept."""
+    """The values of `mpi4py.rc` on one rank. Most have no effect on virtual ranks; all are stored."""
 
     def __init__(self) -> None:
         self.initialize, self.threads, self.thread_level = True, True, "multiple"
@@ -354,14 +354,14 @@ class Options:
         self.fast_reduce, self.recv_mprobe, self.irecv_bufsz, self.errors = True, True, 32768, "exception"
 
     def read_environment(self) -> None:
-        """Take the values of MPI4PY_RC_* and MPI4PY_PICKLE_*, as mpi4py does when MPI is imported."""
+        """Read MPI4PY_RC_* and MPI4PY_PICKLE_*, as mpi4py does when MPI is imported."""
         for name, usual in vars(self).items():
             text = os.environ.get(f"MPI4PY_RC_{name.upper()}")
             if text is not None:
                 setattr(self, name, _value(text, usual))
         for name in ("PROTOCOL", "THRESHOLD"):
             if (text := os.environ.get(f"MPI4PY_PICKLE_{name}")) is not None:
-                setattr(pickler, name, int(text))  # of all ranks
+                setattr(pickler, name, int(text))  # for all ranks
 
 
 _TRUTH = dict.fromkeys(("1", "on", "yes", "true", "y", "t"), True) | dict.fromkeys(
@@ -405,11 +405,11 @@ class Rc:
 
 
 class Package(ModuleType):
-    """`mpi4py`, of which each rank asks for `MPI` a first time."""
+    """`mpi4py`; it detects the first access to `MPI` by each rank."""
 
     @property
     def MPI(self) -> Any:
-        """The module. When a rank first asks, its environment says which options hold."""
+        """The module. The first access by a rank reads its options from its environment."""
         if current_task() is not None:
             held = current_world().here().attachments
             if ASKED not in held:
@@ -418,7 +418,7 @@ class Package(ModuleType):
         return MPI
 
 
-ASKED = "mpi4py.MPI"  # among the attachments of a rank that has imported it
+ASKED = "mpi4py.MPI"  # attachment of a rank that has imported MPI
 
 
 def stand_in() -> dict[str, Any]:
@@ -459,10 +459,11 @@ def _version() -> str:
 
 @contextmanager
 def installed_as_mpi4py() -> Iterator[None]:
-    """Let `import mpi4py` find the virtual one while the block runs; then what was there before."""
-    # All modules of a real mpi4py are hidden, not only its top: a program's `import mpi4py.MPI` must not find the
-    # binary part, which would call MPI_Init in this process. Afterwards what was imported meanwhile and holds the
-    # virtual MPI goes as well (a library that did `from mpi4py import MPI`), or the next real program would use it.
+    """Make `import mpi4py` find the virtual one while the block runs, then restore the previous modules."""
+    # All modules of a real mpi4py are hidden, not only the package: a program's `import mpi4py.MPI` must not find the
+    # binary part, which would call MPI_Init in this process. Afterwards, modules that were imported in the meantime
+    # and hold the virtual MPI are removed as well (a library that did `from mpi4py import MPI`); otherwise the next
+    # real program would use it.
     entries = stand_in()
     before = {name: module for name, module in sys.modules.items() if _is_mpi4py(name)}
     known = set(sys.modules)

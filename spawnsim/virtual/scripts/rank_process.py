@@ -1,8 +1,8 @@
-"""What makes a virtual rank look like a process: its own modules, `sys.argv`, streams and clocks.
+"""Makes a virtual rank look like a process: its own modules, `sys.argv`, streams and clocks.
 
-A rank's things are put in place when it comes to run, and taken away when another does. Its own modules are the script
-and what it imports from its own folder; installed packages are imported once and shared. What ranks print comes out in
-whole lines, each with its rank in front. The clocks of `time` show virtual seconds, from zero.
+A rank's state is put in place when the rank runs, and removed when another rank runs. Its own modules are the script
+and the modules imported from the script's folder; installed packages are imported once and shared. Output of ranks
+appears in whole lines, each prefixed with its rank. The clocks of `time` show virtual seconds, from zero.
 """
 
 from __future__ import annotations
@@ -30,14 +30,15 @@ from spawnsim.virtual.mpi.communicators import held
 from spawnsim.virtual.mpi.module import MPI
 from spawnsim.virtual.scripts.environment import CEnvironment, set_environ
 
-SHARED_PACKAGES = {"spawnsim", "mpi4py"}  # never a rank's own, wherever they lie
+SHARED_PACKAGES = {"spawnsim", "mpi4py"}  # never a rank's own, wherever they are installed
 
 
 class RankModules:
-    """A finder for `sys.meta_path` that finds modules of which each rank has its own, and remembers their names.
+    """A finder for `sys.meta_path` that finds the modules of which each rank has its own copy, and remembers their
+    names.
 
-    Those are modules in the script's folder, in the folders of PYTHONPATH, and in what the program has added to
-    `sys.path`. `private` names installed packages that each rank shall import for itself.
+    These are modules in the script's folder, in the folders of PYTHONPATH, and in folders that the program has added
+    to `sys.path`. `private` names installed packages that each rank imports separately.
     """
 
     def __init__(self, folder: Path, private: Sequence[str] = ()) -> None:
@@ -46,12 +47,12 @@ class RankModules:
         python_path = os.environ.get("PYTHONPATH", "").split(os.pathsep)
         self._folders = {self.folder, *(os.path.realpath(entry) for entry in python_path if entry)}
         self._common = {os.path.realpath(entry) for entry in sys.path} - self._folders
-        self._finders: list[Any] = []  # of all, before the program
+        self._finders: list[Any] = []  # all finders before the program
 
     def find_spec(
         self, name: str, path: Sequence[str] | None = None, target: Any = None
     ) -> ModuleSpec | None:
-        """Return where a rank's module is, or None for others."""
+        """Return the spec of a rank's own module, or None for shared ones."""
         top, _, rest = name.partition(".")
         parts = path
         if top in SHARED_PACKAGES or (rest and name.rpartition(".")[0] not in self.names):
@@ -59,8 +60,9 @@ class RankModules:
         if path is None:
             path = None if top in self.private else self._own(sys.path)
         spec = PathFinder.find_spec(name, path, target)
-        # A module in C exists once a process, whatever its spec: most refuse to be loaded twice. A folder that is no
-        # package, such as one for notes on torch, hides none: Python takes it only where it finds nothing else.
+        # An extension module exists once per process, whatever its spec: most refuse to be loaded twice. A folder that
+        # is not a package, such as one for notes on torch, hides no package: Python uses such a folder only if it
+        # finds nothing else.
         if spec is None or isinstance(spec.loader, ExtensionFileLoader):
             return None
         if path is not None and not rest and not spec.has_location and _is_package(name):
@@ -71,18 +73,18 @@ class RankModules:
         return next((each for each in found if each is not None), spec)
 
     def _at_the_head(self) -> list[Any]:
-        """Return the finders that the program has put before all others: they say how a module is loaded."""
+        """Return the finders that the program has put before all others: they determine how a module is loaded."""
         return list(takewhile(lambda finder: finder not in self._finders, list(sys.meta_path)[1:]))
 
     @contextmanager
     def asked(self) -> Iterator[None]:
-        """Let imports within the block ask this finder, and ask it first."""
+        """Make imports within the block ask this finder first."""
         before, self._finders = sys.meta_path, list(sys.meta_path)
         sys.meta_path = finders = Finders(self, before)
         try:
             yield
         finally:
-            before[:] = list(finders)[1:]  # what packages have put there is for the rest of the process
+            before[:] = list(finders)[1:]  # finders that packages have added stay for the rest of the process
             sys.meta_path = before
 
     def _own(self, entries: Sequence[str]) -> list[str]:
@@ -93,7 +95,7 @@ class RankModules:
         ]
 
     def hidden(self) -> dict[str, ModuleType]:
-        """Return the modules loaded already that would stand in the way of ranks' modules."""
+        """Return the loaded modules that would hide ranks' own modules."""
         beside = list(Path(self.folder).iterdir())
         tops = {entry.stem for entry in beside if entry.suffix == ".py" or (entry / "__init__.py").exists()}
         tops |= {
@@ -105,16 +107,17 @@ class RankModules:
     def _hides(self, name: str, module: Any, tops: set[str]) -> bool:
         top = name.partition(".")[0]
         origin = _origin(module)
-        # Parts that a library makes in C come from no file (`torch._C._dynamo`): they are where their package is.
+        # Extension submodules have no file (`torch._C._dynamo`): their place is their package's.
         place = origin or _origin(sys.modules.get(top))
         installed = "site-packages" in place and top not in self.private
         return top in tops and not installed and not origin.endswith((".so", ".pyd"))
 
 
 class Finders(list[Any]):
-    """`sys.meta_path` in which the finder of ranks' modules comes first, also where programs put theirs at the head.
+    """`sys.meta_path` that keeps the finder of ranks' modules first, even when programs insert theirs at the head.
 
-    pytest does so, to rewrite assertions: all modules of tests would be found there, and be one for all ranks.
+    pytest does so, to rewrite assertions: without this class, it would find all test modules, and all ranks would
+    share them.
     """
 
     def __init__(self, own: RankModules, others: Sequence[Any]) -> None:
@@ -127,19 +130,19 @@ class Finders(list[Any]):
 
 
 def _is_package(name: str) -> bool:
-    """Return whether a name on `sys.path` is a module's or a package's, and not only a folder's."""
+    """Return whether a name on `sys.path` is a module or package, and not only a folder."""
     spec = PathFinder.find_spec(name)
     return spec is not None and spec.has_location
 
 
 def _origin(module: Any) -> str:
-    """Return the file that a module comes from, "" if it is from none."""
+    """Return a module's file, or "" if it has no file."""
     return getattr(getattr(module, "__spec__", None), "origin", None) or ""
 
 
-# Of sys, one each a rank.
+# Attributes of sys that are separate for each rank.
 ATTRIBUTES = ("argv", "path", "stdin", "stdout", "stderr", "excepthook", "displayhook")
-# Of builtins: programs replace `print` by one that does nothing on all ranks but the first.
+# Builtins: programs replace `print` by a function that does nothing on all ranks but the first.
 BUILTINS = ("print", "input", "open")
 
 
@@ -156,14 +159,14 @@ def _set_builtins(values: tuple[Any, ...]) -> None:
 
 @dataclass(eq=False)
 class Process:
-    """What one rank has for itself."""
+    """The process state of one rank."""
 
     attributes: dict[str, Any]
     modules: dict[str, ModuleType] = field(default_factory=dict)
     environ: dict[Any, Any] = field(default_factory=dict)  # as `os.environ` keeps it
     locks: dict[str, Any] = field(default_factory=dict)  # of modules that it is importing
     at_exit: list[Callable[[], Any]] = field(default_factory=list)
-    builtins: tuple[Any, ...] | None = None  # None: as they are outside
+    builtins: tuple[Any, ...] | None = None  # None: as outside the run
     written: dict[bytes, bytes | None] = field(default_factory=dict)  # to C's environment; None: deleted
 
 
@@ -179,21 +182,21 @@ class Processes:
         self._builtins = _builtins()
 
     def add(self, rank: int, variables: Mapping[str, str]) -> None:
-        """Add a rank, at the start of its program; `variables` are in its environment beside those of all."""
+        """Add a rank, at the start of its program; `variables` extend the environment that all ranks share."""
         attributes = self._attributes | {
             "argv": list(self._attributes["argv"]), "path": list(self._attributes["path"]),
             "excepthook": sys.__excepthook__,
         }  # fmt: skip
         if rank:
-            attributes["stdin"] = io.StringIO()  # as under mpiexec: rank 0 reads what is typed
+            attributes["stdin"] = io.StringIO()  # as under mpiexec: rank 0 reads the terminal
         main = ModuleType("__main__")
         environ = self._c_environment.with_variables(variables)
         self._all[rank] = Process(attributes, {"__main__": main}, environ=environ)
 
     def enter(self, task: Task) -> None:
         """Put the process of a task's rank in place."""
-        # Called at each switch of tasks, so ranks' things are swapped only when the rank changes, and their modules are
-        # taken out when a rank is put away: only then is it known what it has imported.
+        # Called at each switch of tasks, so state is swapped only when the rank changes. A rank's modules are
+        # collected when the rank is swapped out: only then are its imports known.
         process = self._all[task.rank]
         here = self._here
         if process is here:
@@ -218,18 +221,18 @@ class Processes:
         process.builtins = now if now != self._builtins else None
         loaded = sys.modules
         process.modules = {name: loaded.pop(name) for name in self.own.names if name in loaded}
-        # A rank may wait within the import of a module. Others import modules of their own by that name, and must not
-        # wait for it: in threads all would stand still.
+        # A rank may wait within the import of a module. Other ranks import their own modules by that name, and must
+        # not wait for it: ranks in threads would all block.
         process.locks = {name: _locks.pop(name) for name in self.own.names if name in _locks}
 
     def calling(self) -> Process | None:
-        """Return the process of the rank that runs."""
+        """Return the process of the running rank."""
         task = current_task()
         return None if task is None else self._all.get(task.rank)
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
-        """Let ranks come and go while the block runs; then everything is as it was."""
+        """Swap processes while the block runs; afterwards restore the original state."""
         attributes = {name: getattr(sys, name) for name in ATTRIBUTES}
         hidden = self.own.hidden() | {"__main__": sys.modules["__main__"]}
         for name in hidden:
@@ -254,7 +257,7 @@ class Processes:
     # -- atexit ------------------------------------------------------------------------------------------------
 
     def _registering(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        """Return an `atexit.register` that keeps what a rank registers for the end of that rank."""
+        """Return an `atexit.register` that keeps a rank's functions for the end of that rank."""
 
         def register(function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Callable[..., Any]:
             process = self.calling()
@@ -269,10 +272,10 @@ class Processes:
         return register
 
     def _by_a_rank(self, frame: FrameType | None) -> bool:
-        """Whether a function is registered by what a rank does, and not by a module that all ranks share.
+        """Return whether a rank registers a function, and not a module that all ranks share.
 
-        What a shared module registers while it is imported is for all ranks, and so is what the standard library does:
-        it often registers once, at the first use.
+        A registration by a shared module during its import is for all ranks, and so is one by the standard library,
+        which often registers only once, at the first use.
         """
         names = [""]
         while frame is not None:
@@ -292,12 +295,14 @@ class Processes:
         return unregister
 
 
-Who = Callable[[], int | None]  # the rank that runs, or None outside of ranks
-Told = Callable[[int, str], None]  # is told what a rank prints, in pieces of any length
+Who = Callable[[], int | None]  # the running rank, or None outside ranks
+Told = Callable[[int, str], None]  # receives a rank's output, in pieces of any length
 
 
 class Lines(io.TextIOBase):
-    """A text stream for all ranks: keeps each rank's unfinished line until it is whole, so that none is torn."""
+    """A text stream for all ranks: buffers each rank's unfinished line until it is complete, so that lines are not
+    mixed.
+    """
 
     def __init__(
         self,
@@ -314,7 +319,7 @@ class Lines(io.TextIOBase):
 
     @property
     def buffer(self) -> Any:
-        """The stream for bytes beneath."""
+        """The underlying byte stream."""
         return self._bytes
 
     @property
@@ -323,7 +328,7 @@ class Lines(io.TextIOBase):
 
     @property
     def errors(self) -> str:  # type: ignore[override]
-        """What becomes of characters that cannot be encoded."""
+        """The handling of characters that cannot be encoded."""
         return getattr(self._target, "errors", None) or "strict"
 
     def writable(self) -> bool:
@@ -336,14 +341,14 @@ class Lines(io.TextIOBase):
         return self._target.fileno()
 
     def write(self, text: str) -> int:
-        """Write text of the calling rank; its whole lines appear, the rest waits for its end."""
+        """Write text of the calling rank; complete lines appear, the rest is buffered until its line ends."""
         rank = self._who()
         if rank is None:
             return self._target.write(text)
         if not self._heard():
             return len(text)
         self._told(rank, text)
-        # A rank may print part of a line, wait in a call, and print the rest: others print meanwhile.
+        # A rank may print part of a line, wait in a call, and print the rest: other ranks print in the meantime.
         lines = (self._unfinished.pop(rank, "") + text).split("\n")
         if lines[-1]:
             self._unfinished[rank] = lines[-1]
@@ -356,10 +361,10 @@ class Lines(io.TextIOBase):
         self._target.flush()
 
     def close(self) -> None:
-        """Stay open: the stream is all ranks'."""
+        """Stay open: all ranks share the stream."""
 
     def finish(self) -> None:
-        """Write the lines that no rank has ended."""
+        """Write the unfinished lines of all ranks."""
         for rank, line in sorted(self._unfinished.items()):
             front = f"[rank {rank}] " if self._prefix else ""
             self._target.write(f"{front}{line}\n")
@@ -368,7 +373,7 @@ class Lines(io.TextIOBase):
 
 
 class RawLines(io.RawIOBase):
-    """The bytes beneath `Lines`: decoded, and written as text."""
+    """The byte stream under `Lines`: decodes bytes and writes them as text."""
 
     def __init__(self, lines: Lines) -> None:
         self._lines = lines
@@ -394,7 +399,7 @@ VIRTUAL_TIME = ("all", "sleep", "none")
 
 @contextmanager
 def virtual_time(which: str = "all") -> Iterator[None]:
-    """Make `time.sleep` ("sleep"), or the clocks as well ("all"), virtual for ranks while the block runs."""
+    """Make `time.sleep` ("sleep"), or also the clocks ("all"), virtual for ranks while the block runs."""
     if which not in VIRTUAL_TIME:
         raise ParameterError(f"virtual_time={which!r}: give one of {', '.join(VIRTUAL_TIME)}")
 

@@ -1,6 +1,6 @@
 """Runs an unmodified mpi4py program on every virtual rank.
 
-The parts are put together here: the cluster, the virtual mpi4py, a process for every rank, its clocks and streams.
+This module assembles the parts: the cluster, the virtual mpi4py, and each rank's process, clocks and streams.
 """
 
 from __future__ import annotations
@@ -43,10 +43,10 @@ class Script:
         path: the file.
         argv: its arguments, `sys.argv[1:]`.
         prefix: whether each line that a rank prints begins with `[rank 3] `.
-        virtual_time: "all": `time.time()` and its kin tell virtual seconds from 0, and `time.sleep` costs them;
-            "sleep": the latter alone; "none": neither.
-        private: installed packages that each rank imports for itself, because they ask for the rank meanwhile.
-        carrier: "greenlets"; or "threads" for programs of torch.distributed, which then find what torchrun gives.
+        virtual_time: "all": `time.time()` and similar clocks return virtual seconds from 0, and `time.sleep` takes
+            virtual time; "sleep": only `time.sleep` is virtual; "none": all are real.
+        private: installed packages that each rank imports separately, because they query the rank at import.
+        carrier: "greenlets"; or "threads" for programs of torch.distributed, which then find torchrun's environment.
         futures: rank 0 alone runs the program, the others work for its MPIPoolExecutor (`python -m mpi4py.futures`).
     """
 
@@ -63,7 +63,7 @@ class Script:
 class ScriptOutcome:
     """How the ranks of a run ended."""
 
-    statuses: dict[int, Any] = field(default_factory=dict)  # rank -> what it gave to sys.exit
+    statuses: dict[int, Any] = field(default_factory=dict)  # rank -> its argument of sys.exit
     ends_s: dict[int, float] = field(default_factory=dict)
 
 
@@ -78,7 +78,7 @@ class ScriptRun:
                 "compute=counted counts torch's operations of ranks in threads: give --carrier threads"
             )
         self.code = _compiled(script.path)
-        # A step that is executed with others costs nothing where it is called.
+        # A training step that is batched with other ranks' steps costs nothing at its call.
         self.cluster = Cluster(
             replace(scenario, compute=0.0, eager=scenario.eager or self.cost.runs),
             recorder,
@@ -140,7 +140,7 @@ class ScriptRun:
         limit = sys.getrecursionlimit()
         with ExitStack() as stack:
             stack.callback(sys.setrecursionlimit, limit)
-            # The library's pickler may have been given a program's own functions (`MPI.pickle.__init__`).
+            # A program may have passed its own functions to the library's pickler (`MPI.pickle.__init__`).
             stack.callback(pickler.__init__)  # type: ignore[misc]
             stack.callback(self.err.finish)
             stack.callback(self.out.finish)
@@ -212,7 +212,7 @@ class ScriptRun:
             process.at_exit.pop()()
 
     def _run_at_exit_apart(self) -> None:
-        """Run the `atexit` functions of a rank that has failed; they cannot communicate.
+        """Run the `atexit` functions of a rank that has failed, without communication.
 
         A deadlock among them would hide the error.
         """
@@ -224,15 +224,16 @@ class ScriptRun:
                     process.at_exit.pop()()
                 except UsageError:
                     pass  # a call of MPI
-                except Exception:  # noqa: BLE001 - printed, as by Python, which then goes on
+                except Exception:  # noqa: BLE001 - printed, as by Python, which then continues
                     traceback.print_exc()
         finally:
             kernel.current = task
 
     def _tell(self, error: BaseException) -> None:
-        """Say which ranks had left by `sys.exit`, and which messages lay there, when the others could not go on.
+        """Report an error, with the ranks that called `sys.exit` and, after a deadlock, the unreceived messages.
 
-        What ranks have printed comes before; what they print when they are ended, and take no notice of it, is dropped.
+        Output that ranks have already printed appears first. Output of ranks that continue after they were ended is
+        dropped.
         """
         if isinstance(error, Deadlock):
             for sentence in self.resource_leaks.left_messages():
@@ -254,7 +255,7 @@ def _rank() -> int | None:
 
 
 def _heard() -> bool:
-    """Whether what the caller prints is shown: not after it has ignored its end."""
+    """Return whether the caller's output is shown: not after the caller has ignored its end."""
     task = current_task()
     return task is None or not task.refused
 
@@ -269,7 +270,7 @@ def _compiled(path: Path) -> Any:
 
 
 def _status(leaving: SystemExit) -> int:
-    """Return the exit status of `sys.exit(...)`; a text is printed, as Python does."""
+    """Return the exit status of `sys.exit(...)`; print a text, as Python does."""
     if leaving.code is None:
         return 0
     if isinstance(leaving.code, int):
@@ -280,7 +281,7 @@ def _status(leaving: SystemExit) -> int:
 
 def _ask_the_hook(error: BaseException) -> None:
     """Call the rank's own `sys.excepthook`, if it has set one; it may call Abort."""
-    # torch's own only prints the traceback, which the report of the run has.
+    # torch's own hook only prints the traceback, which the run's report already contains.
     own = getattr(sys.excepthook, "__module__", "") != "torch.distributed.distributed_c10d"
     if own and sys.excepthook is not sys.__excepthook__:
         sys.excepthook(type(error), error, error.__traceback__)
@@ -305,24 +306,24 @@ def run_program(
     Args:
         path: the program's file.
         argv: its arguments.
-        scenario: as for `simulate`. Its `compute` is what computing between two calls costs: None (nothing), "5 us" for
-            each, "measured*2" (what it took, times two; two runs then differ), or {"file.py:12": seconds} for single
-            calls. Programs may wait long: let `deadline_s` be `math.inf`.
-        recorder: gets rows and events.
-        progress: is called when a rank has finished.
-        warn: gets a line for each kind of thing that the program left open.
-        on_error: is given what ended the run, before the ranks' programs are ended.
-        on_note: is given a sentence when a rank computes for long.
-        trace: gets the timeline: see `spawnsim.virtual.timeline`.
-        prepare: is given the world before its ranks begin.
+        scenario: as for `simulate`. Its `compute` is the cost of computing between two calls: None (free), "5 us" for
+            each, "measured*2" (the measured time, times two; two runs then differ), or {"file.py:12": seconds} for
+            single calls. Programs may wait long: set `deadline_s` to `math.inf`.
+        recorder: receives rows and events.
+        progress: called when a rank finishes.
+        warn: called with a line for each kind of resource that the program left open.
+        on_error: called with the error that ended the run, before the ranks' programs are ended.
+        on_note: called with a sentence when a rank computes for long.
+        trace: receives the timeline; see `spawnsim.virtual.timeline`.
+        prepare: called with the world before its ranks begin.
         options: see `Script`.
 
     Returns:
-        What the run amounted to.
+        The totals of the run.
 
     Raises:
-        RankError: A rank has ended with an exit status other than 0, or by an exception, which is its cause.
-        SpawnsimError: What else ended the run: Deadlock, Livelock, Timeout, ...
+        RankError: a rank has ended with an exit status other than 0, or by an exception, which is its cause.
+        SpawnsimError: any other error that ended the run: Deadlock, Livelock, Timeout, ...
     """
     script = Script(Path(path), tuple(map(str, argv)), **options)
     with rare_collections(scenario.ranks):
