@@ -93,9 +93,7 @@ class Totals:
 
 @dataclass(frozen=True)
 class Saving:
-    """The checkpoint folder of a run (None: no checkpoints), and whether the run starts from the newest checkpoint
-    there.
-    """
+    """The checkpoint folder of a run (None: no checkpoints), and whether to start from its newest checkpoint."""
 
     folder: Path | None = None
     resume: bool = False
@@ -229,9 +227,7 @@ class Cluster:
         self.world.kernel.observe()
 
     def _left(self, rank: Rank, task: Task) -> bool:
-        """Return whether a rank leaves that the others evicted or that never joined them; the others continue without
-        it.
-        """
+        """Return whether a leaving rank was evicted or never joined; the other ranks then continue without it."""
         left = (rank.evicted or rank.outside) and isinstance(task.error, WorldError)
         if left:
             kind = "given_up" if rank.evicted else "not_joined"

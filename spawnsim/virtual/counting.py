@@ -1,10 +1,10 @@
 """Computing times by counting: floating-point operations and bytes of a rank's torch operations, at a device's rates.
 
-Each operation, forward and backward, takes what the slower of the two takes: its floating-point operations (those that
-torch's own counter knows: products of matrices, convolutions, attention) at the rate of the one, or the bytes of all
-tensors that it reads and writes at the rate of the other. So the times are functions of shapes and types alone, the
-same in each run. Views and allocations are free. Left out are what a device's library fuses, launches of kernels,
-caches, Python's own time, and what numpy does.
+The time of each operation, forward and backward, is the longer of two: its floating-point operations (as counted by
+torch's own counter: matrix products, convolutions, attention) at the arithmetic rate, or the bytes of all tensors that
+it reads and writes at the memory rate. So times are functions of shapes and types alone, the same in each run. Views
+and allocations are free. Not modelled: fusion by a device's library, kernel launches, caches, Python's own time, and
+numpy.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from torch.utils.flop_counter import flop_registry
 
 
 class Counting(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Counts what the thread's operations take while it is entered; torch carries it into backward passes.
+    """Counts the time of the thread's operations while it is active; torch extends it to backward passes.
 
     Args:
-        meter: of the rank: gets the seconds. While the rank is in a call of the library, nothing is counted.
-        rates: floating-point operations and bytes a second.
+        meter: the task's meter, which adds up the seconds. Operations within calls of the library are not counted.
+        rates: floating-point operations and bytes per second.
     """
 
     def __init__(self, meter: Any, rates: tuple[float, float]) -> None:
@@ -30,7 +30,7 @@ class Counting(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._meter, self._rates = meter, rates
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Carry out an operation, and count it."""
+        """Execute an operation, and count it."""
         kwargs = kwargs or {}
         out = func(*args, **kwargs)
         if not self._meter.depth:
@@ -39,7 +39,7 @@ class Counting(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def seconds(func: Any, args: Any, kwargs: Any, out: Any, *, rates: tuple[float, float]) -> float:
-    """Return what one operation takes."""
+    """Return the time of one operation."""
     if func.is_view:
         return 0.0
     given = list(_tensors((args, tuple(kwargs.values()))))
@@ -52,7 +52,7 @@ def seconds(func: Any, args: Any, kwargs: Any, out: Any, *, rates: tuple[float, 
 
 
 def _tensors(value: Any) -> Iterator[torch.Tensor]:
-    """Yield the tensors of arguments, and of lists of them."""
+    """Yield the tensors among arguments, and in lists of them."""
     if isinstance(value, torch.Tensor):
         yield value
     elif isinstance(value, (list, tuple)):
@@ -61,7 +61,7 @@ def _tensors(value: Any) -> Iterator[torch.Tensor]:
 
 
 def _nbytes(tensor: torch.Tensor) -> int:
-    """Return the bytes of a tensor's elements; one that is repeated by a stride of 0 counts once."""
+    """Return the bytes of a tensor's elements; an element that a stride of 0 repeats counts once."""
     if tensor.layout is not torch.strided:
         return 0
     count = 1

@@ -1,7 +1,7 @@
-"""The digest of what one rank did, in its own program order: it does not depend on how ranks were interleaved.
+"""The digest of one rank's actions, in its own program order: it does not depend on the interleaving of ranks.
 
-It covers when each event was, what, with whom and how much, and the contents of all that was sent: runs that differ in
-the contents of a message differ in their digests.
+It covers each event's time, kind, peer and size, and the contents of all sent data: runs that differ in the contents
+of a message differ in their digests.
 """
 
 from __future__ import annotations
@@ -14,35 +14,34 @@ from typing import Any
 
 import numpy as np
 
-try:  # the same checksum, several times as fast: a tenth of what a message of 4 KiB costs
+try:  # the same checksum, several times as fast: a tenth of the cost of a 4 KiB message
     from isal import isal_zlib as zlib
 except ImportError:
     import zlib
 
 crc32: Callable[[Any, int], int] = zlib.crc32
-# What kind an event is: the number behind its time. Digests of runs are compared between versions, so a number once
-# given out is never changed; 7 is unused.
+# The kind of an event: the number after its time. Digests of runs are compared between versions, so an assigned number
+# never changes; 7 is unused.
 SEND, COLLECTIVE, RECEIVE, COMPUTE, SLEEP, ONE_SIDED = 1, 2, 3, 4, 5, 6
 CRASH, RESTART, LINK_FAULT = 8, 9, 10
 
-# The checksum of contents is, up to 8 KiB, the CRC-32 of all bytes. The bytes of more are first added up, as 64-bit
+# Up to 8 KiB, the checksum of contents is the CRC-32 of all bytes. Longer contents are first added up, as 64-bit
 # words, in lanes: word i belongs to lane i modulo 251. That is one pass over memory, six times as fast as a CRC. A
-# change of one word always changes its lane. Words that change places are seen, unless they are a multiple of 251
-# apart.
+# change of one word always changes its lane. Swapped words are detected, unless their distance is a multiple of 251.
 SHORT_NBYTES = 8192
-_LANES = 251  # a prime, so that no power of two is a multiple of it
+_LANES = 251  # a prime, so that it divides no power of two
 _WORD, _BYTE = np.dtype(np.uint64), np.dtype(np.uint8)
-_WHOLE = "?bBhHiIlLqQefdFD"  # dtypes of numpy all of whose bytes count
-_EXTENDED = np.finfo(np.longdouble).nmant == 63  # 10 bytes of 16 count; the others are undefined
+_WHOLE = "?bBhHiIlLqQefdFD"  # numpy dtypes in which every byte counts
+_EXTENDED = np.finfo(np.longdouble).nmant == 63  # 10 bytes of 16 count; the rest is undefined
 
 
 def checksum(payload: Any, start: int = 0) -> int:
-    """Return the checksum, as 32 bits, of `payload` behind what `start` is the checksum of.
+    """Return the 32-bit checksum of `payload`, appended to the data with checksum `start`.
 
     Args:
-        payload: Bytes, an array, or a list or mapping of them. Anything else has no contents: None, and the tuples by
-            which the library agrees on communicators and windows, which hold addresses and whole memories.
-        start: Checksum of what came before.
+        payload: Bytes, an array, or a list or mapping of them. Anything else has no contents: None, and the tuples
+            with which the library agrees on communicators and windows, which hold addresses and whole memories.
+        start: Checksum of the data before it.
     """
     if isinstance(payload, np.ndarray):
         if payload.dtype.char in _WHOLE and payload.flags.c_contiguous:
@@ -59,7 +58,7 @@ def checksum(payload: Any, start: int = 0) -> int:
 
 
 def _of_members(members: list[Any], start: int) -> int:
-    """Behind their lengths: the same bytes, divided in another way, are other contents."""
+    """Include the lengths: the same bytes, divided differently, are different contents."""
     start = crc32(array("q", [-1 if each is None else len(each) for each in members]), start)
     for each in members:
         start = checksum(each, start)
@@ -67,7 +66,7 @@ def _of_members(members: list[Any], start: int) -> int:
 
 
 def _of_array(data: Any, start: int) -> int:
-    """Padding does not count: it does not travel, or its bytes are undefined."""
+    """Ignore padding: it does not travel, or its bytes are undefined."""
     if data.dtype.names is not None:
         for name in data.dtype.names:
             start = checksum(data[name], start)
@@ -86,28 +85,28 @@ def _of_bytes(data: Any, start: int) -> int:
 def _of_many(data: Any, nbytes: int, start: int) -> int:
     rows = nbytes // (8 * _LANES)
     end = rows * 8 * _LANES
-    # `ndarray` itself: `frombuffer` and `reshape` take twice as long, a tenth of all this for 40 kB.
+    # `ndarray` itself: `frombuffer` and `reshape` take twice as long, a tenth of the total for 40 kB.
     sofar = crc32(np.add.reduce(np.ndarray((rows, _LANES), _WORD, data), axis=0), start)
     return crc32(np.ndarray(nbytes - end, _BYTE, data, end), sofar) if end < nbytes else sofar
 
 
-# Each event goes into the hash at once. To keep 64 of them and pack them together was the first way: no quicker, and
-# the numbers that waited there were a third of a rank's memory.
+# Each event is hashed at once. Collecting 64 of them and packing them together was no faster, and the waiting numbers
+# were a third of a rank's memory.
 packed = struct.Struct("<diiqi").pack
 Entry = tuple[float, int, int, int, int]  # time in seconds, kind, peer, bytes, tag
 
 
 def nanoseconds(seconds: float) -> int:
-    """Return a length of time as entries hold it: whole nanoseconds, 292 years at most."""
+    """Return a duration in the unit of entries: whole nanoseconds, 292 years at most."""
     return min(round(min(seconds * 1e9, 2.0**63)), 2**63 - 1)
 
 
 class RankDigest:
-    """Takes the events of one rank: what, when, with whom, how much; and the contents of what it sends.
+    """Collects the events of one rank (time, kind, peer and size), and the contents of the data it sends.
 
     Attributes:
         count: Number of events so far.
-        contents: Checksum of all that the rank has sent, been answered and printed so far, one after the other.
+        contents: Checksum of everything that the rank has sent, received as an answer and printed so far, in order.
     """
 
     __slots__ = ("_hash", "contents", "count", "rank", "update")
@@ -130,19 +129,19 @@ class RankDigest:
         self.contents = checksum(payload, self.contents)
 
     def cut(self) -> str:
-        """Begin a new hash with the value of the one so far, and return that: a hash itself cannot be kept."""
+        """Begin a new hash with the current value, and return that value: a hash object itself cannot be saved."""
         value = self._hash.digest()
         self._begin(value)
         return value.hex()
 
     def resume(self, value: bytes, count: int, contents: int) -> None:
-        """Go on as after the `cut` that returned `value`, as bytes."""
+        """Continue as after the `cut` that returned `value`, as bytes."""
         self._begin(value)
         self.count, self.contents = count, contents
 
     def value(self) -> bytes:
         """Return the 16-byte digest of all events and contents so far."""
-        # The contents enter at the end and not with each event: they are covered where they are, which may be later.
+        # The contents are added at the end and not with each event: some are checksummed later than their event.
         whole = self._hash.copy()
         whole.update(struct.pack("<I", self.contents))
         return whole.digest()

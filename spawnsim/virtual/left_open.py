@@ -1,5 +1,4 @@
-"""Requests, messages, windows and communicators that ranks leave open at the end of a run, in one sentence for each
-kind.
+"""Requests, messages, windows and communicators left open at the end of a run, in one sentence for each kind.
 
 Unmodified programs register all of them as they are created and released (`World.resource_leaks`). For a program with
 `main(comm)`, only receives and windows are reported: policies that do not wait for other ranks leave sends and

@@ -97,9 +97,7 @@ OWN = ((Compute, "spend", "compute"), (Clock, "sleep", "sleep"), (Background, "j
 
 
 class CallRecord:
-    """One call, active or just completed. `task` numbers the rank's task that makes it; `facts` describe the data it
-    moves.
-    """
+    """One active or just completed call; `task` is the index of its task, `facts` describe the data it moves."""
 
     __slots__ = ("begin_s", "comm", "end_s", "error", "facts", "name", "number", "task", "times")
 

@@ -1,9 +1,10 @@
-"""What torch keeps in its modules and context managers change: each rank's own, from the first change on.
+"""Values in torch's modules that context managers change: separate for each rank after the first change.
 
 torch's modules hold dictionaries and flags that a context manager sets for a while (handlers of `loss_parallel`, the
-cache of parametrizations, hooks of all modules). Others run meanwhile, and a rank that leaves such a context would end
-it for those within. So each value is a `process_state.State`, changed by the functions in `TABLE`. This module knows
-names of torch's internals, and never imports torch; a value or function that a version lacks is left out.
+cache of parametrizations, hooks of all modules). Other ranks run in the meantime, and a rank that leaves such a
+context would end it for ranks that are still within it. So each value is a `process_state.State`, changed by the
+functions in `TABLE`. This module uses names of torch's internals, and never imports torch; values and functions that a
+version lacks are skipped.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ HOOKS = (
     "forward_hooks_always_called", "forward_hooks_with_kwargs", "buffer_registration_hooks",
     "module_registration_hooks", "parameter_registration_hooks",
 )  # fmt: skip
-# By module: the names of the functions that write, and the paths of the values, all within it.
+# By module: the names of the functions that change values, and the paths of the values within the module.
 TABLE: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "torch.distributed.tensor.parallel.loss": (("_enable_custom_loss_ops",), (HANDLERS,)),
     "torch.distributed.tensor.experimental._context_parallel._attention": (
@@ -55,18 +56,18 @@ TABLE: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
         ("allow_mutation_on_saved_tensors",), ("_allow_mutation_on_saved_tensors_enabled",)
     ),
 }  # fmt: skip
-_states: dict[tuple[int, str], State] = {}  # by owner and name: two modules write the handlers
+_states: dict[tuple[int, str], State] = {}  # by owner and name: two modules change the handlers
 
 
 def _state(module: Any, path: str) -> State | None:
-    """Return the state that is a value at a path in a module, None if there is none."""
+    """Return the state for the value at a path in a module, None if the value does not exist."""
     *way, name = path.split(".")
     owner: Any = reduce(lambda found, each: getattr(found, each, None), way, module)
     if not hasattr(owner, name):
         return None
     if (id(owner), name) not in _states:
         get, put = partial(getattr, owner, name), partial(setattr, owner, name)
-        if path == "_sdpa_kernel":  # which sets what is in C++
+        if path == "_sdpa_kernel":  # sets a value in C++
             get, put = partial(module._cur_sdpa_kernel_backends, True), partial(_set_kernels, module)
         # Functions change a dictionary in place: each rank begins with a copy.
         _states[id(owner), name] = State(f"torch's {path}", "", get, put, begin=_copied, same=operator.is_)
@@ -98,7 +99,7 @@ _installed = {module: Patches(partial(_install, module)).in_place for module in 
 
 @contextmanager
 def values_per_rank() -> Iterator[None]:
-    """Let ranks that run within the block have values of their own, also of modules that are loaded there."""
+    """Give ranks separate values while the block runs, also for modules that are loaded in it."""
     with ExitStack() as stack:
 
         def loaded() -> None:

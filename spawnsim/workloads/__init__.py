@@ -1,8 +1,8 @@
-"""What ranks train on: small learners on real input, one object per rank.
+"""Training tasks of ranks: small learners on real input, one object per rank.
 
-A learner is given its rank and the number of ranks as plain integers, and never talks to another one: communicators,
-policies and clocks are not known here. Steps and evaluations are those of `spawnsim.training`: on virtual ranks
-executed together.
+A learner receives its rank and the number of ranks as plain integers, and never communicates with another learner: it
+does not use communicators, policies and clocks. Steps and evaluations use `spawnsim.training`, which batches them on
+virtual ranks.
 """
 
 from spawnsim.workloads.digits import Digits

@@ -1,7 +1,7 @@
 """Handwritten digits: a small classifier per rank, each on its own shard of real data.
 
 The data are the UCI digits (1,797 images of 8 x 8 pixels, shipped with scikit-learn). Shards are pure functions of
-(labels, number of ranks, seed): ranks agree on them without talking. The label skew is that of Hsu, Qi and Brown
+(labels, number of ranks, seed): ranks agree on them without communication. The label skew follows Hsu, Qi and Brown
 (2019), arXiv:1909.06335: every rank draws its own mixture of classes from a symmetric Dirichlet(alpha), and its
 samples from that mixture.
 """
@@ -32,7 +32,7 @@ Floats = NDArray[np.float64]
 
 
 def check_shard(rank: int, size: int, minimum: int, alpha: Any) -> None:
-    """Raise `ParameterError` unless these describe a rank's shard."""
+    """Raise `ParameterError` unless the arguments describe a rank's shard."""
     if not 0 <= rank < size:
         raise ParameterError(f"rank={rank}, size={size}: rank must be in 0..size-1")
     if minimum < 1:
@@ -42,9 +42,9 @@ def check_shard(rank: int, size: int, minimum: int, alpha: Any) -> None:
 
 
 def mixture(labels: Indices, seed: int, rank: int, alpha: float | None) -> Floats:
-    """Return the rank's class probabilities, (classes,) float64; those of the data when alpha is None.
+    """Return the rank's class probabilities, (classes,) float64; the data's frequencies without alpha.
 
-    They depend on (seed, rank) alone: the same rank has the same taste in a larger world.
+    They depend on (seed, rank) alone: the same rank has the same mixture in a larger world.
     """
     counts = np.bincount(labels)
     if alpha is None:
@@ -53,7 +53,7 @@ def mixture(labels: Indices, seed: int, rank: int, alpha: float | None) -> Float
 
 
 def partition(labels: Indices, size: int, seed: int, alpha: float | None) -> list[Indices]:
-    """Deal samples to ranks, each at most once: `len(labels) // size` for every rank, the rest to none.
+    """Assign samples to ranks, each at most once: `len(labels) // size` for every rank; the rest stays unassigned.
 
     Under a Dirichlet split a class may run out; ranks served later then draw from their other classes.
     """
@@ -70,14 +70,14 @@ def _deal(pools: list[list[int]], taste: Floats, share: int, rng: np.random.Gene
     while len(taken) < share:
         stocked = np.array([bool(pool) for pool in pools])
         wanted = taste * stocked
-        # A rank that wants only what is gone takes whatever there is.
+        # A rank whose classes have all run out draws from the remaining samples.
         chances = wanted / wanted.sum() if wanted.sum() > 0 else stocked / stocked.sum()
         taken.append(pools[rng.choice(len(pools), p=chances)].pop())
     return np.array(taken, np.int64)
 
 
 def bootstrap_shard(labels: Indices, seed: int, rank: int, *, count: int, alpha: float | None) -> Indices:
-    """Draw the rank's samples from its mixture, with replacement: classes first, then evenly within each."""
+    """Draw the rank's samples from its mixture, with replacement: classes first, then uniformly within each."""
     chances = (mixture(labels, seed, rank, alpha) / np.bincount(labels))[labels]
     return generator(seed, rank, "shards.bootstrap").choice(len(labels), count, p=chances / chances.sum())
 
@@ -85,16 +85,16 @@ def bootstrap_shard(labels: Indices, seed: int, rank: int, *, count: int, alpha:
 CLASSES = 10
 PIXELS = 64
 HOLD_OUT_EVERY = 5  # each fifth image is for testing, whatever the seed: runs stay comparable
-BATCHES_AHEAD = 16  # orders drawn at once: one call to the generator serves as many steps
+BATCHES_AHEAD = 16  # batches drawn at once: one call of the generator serves as many steps
 
 
 @dataclass(frozen=True)
 class Images:
-    """Images (n, 64) float32 in [0, 1] and their classes (n,) int64, shared by all ranks of a process: never write."""
+    """Images (n, 64) float32 in [0, 1] and their classes (n,) int64, shared by all ranks of a process. Read-only."""
 
     x: Tensor
     y: Tensor
-    labels: Indices  # y again, for numpy
+    labels: Indices  # y as a numpy array
 
     def on(self, device: str) -> Images:
         return Images(self.x.to(device), self.y.to(device), self.labels)
@@ -114,7 +114,7 @@ def _load(device: str) -> tuple[Images, Images]:
         except (
             RuntimeError,
             AssertionError,
-        ) as error:  # torch's words for a device that is none, or not there
+        ) as error:  # torch's errors for an unknown or absent device
             raise ParameterError(f"device={device!r}: {error}") from error
     rows = _rows()
     x, y = rows[:, :-1], rows[:, -1].astype(np.int64)
@@ -124,8 +124,8 @@ def _load(device: str) -> tuple[Images, Images]:
 
 def _rows() -> Floats:
     """Return the pixels (0 to 16) and the class of all images, (1797, 65)."""
-    # As `sklearn.datasets.load_digits` reads them, from the file that scikit-learn brings. To import it, with SciPy and
-    # pandas, takes 1 to 2 s: on each real rank longer than its training.
+    # As `sklearn.datasets.load_digits` reads them, from the file that scikit-learn ships. Importing scikit-learn, with
+    # SciPy and pandas, takes 1 to 2 s: on each real rank longer than its training.
     found = find_spec("sklearn")
     if found is None or not found.submodule_search_locations:
         raise UsageError("digits needs scikit-learn: pip install 'spawnsim[demo]'")
@@ -136,7 +136,7 @@ def _rows() -> Floats:
 def _images(x: Floats, y: Indices) -> Images:
     pixels, labels = (x / 16).astype(np.float32), y.astype(np.int64)
     images = Images(torch.from_numpy(pixels), torch.from_numpy(labels), labels)
-    # The tensors share this memory; torch warns when asked to wrap what is read-only already.
+    # The tensors share this memory; torch warns if it wraps memory that is read-only already, so the flag is set last.
     pixels.flags.writeable = labels.flags.writeable = False
     return images
 
@@ -149,15 +149,15 @@ def _partition(size: int, seed: int, alpha: float | None) -> list[Indices]:
 def shard(rank: int, size: int, seed: int, *, alpha: float | None = None, minimum: int = 32) -> Indices:
     """Return the indices of a rank's training images.
 
-    While there are `minimum` images for each rank, shards are disjoint and of one size. With more ranks than that
+    While there are `minimum` images for each rank, shards are disjoint and have equal sizes. With more ranks than that
     (45 and above by default) each rank draws `minimum` images with replacement from its own mixture of classes.
 
     Args:
-        rank: who asks, in 0..size-1.
+        rank: the calling rank, in 0..size-1.
         size: number of ranks that share the images.
-        seed: the run's; equal seeds give equal shards on every rank and in every process.
-        alpha: concentration of the ranks' class mixtures (0.1: one or two digits for each rank; 100: nearly even);
-            None splits evenly.
+        seed: the run's seed; equal seeds give equal shards on every rank and in every process.
+        alpha: concentration of the ranks' class mixtures (0.1: one or two digits for each rank; 100: nearly uniform);
+            None splits uniformly.
         minimum: images for each rank, at least 1.
     """
     check_shard(rank, size, minimum, alpha)
@@ -168,15 +168,15 @@ def shard(rank: int, size: int, seed: int, *, alpha: float | None = None, minimu
 
 
 def loss_of(model: nn.Module, chosen: Tensor, device: str) -> Tensor:
-    """Return the mean cross-entropy of a batch (natural logarithm), 0-dim: of the training images of these numbers."""
-    # Numbers and not images are what a step is given: the images of all ranks' batches are then taken together, by
-    # the calls that vmap does at once.
+    """Return the mean cross-entropy (natural logarithm), 0-dim, of the training images with the indices `chosen`."""
+    # A step receives indices and not images: the images of all ranks' batches are then gathered together, by calls
+    # that vmap batches.
     train = load(device)[0]
     return cross_entropy(model(embedding(chosen, train.x)), train.y[chosen])
 
 
 def accuracy_of(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
-    """Return the fraction of a batch that the model names right, 0-dim."""
+    """Return the fraction of a batch that the model classifies correctly, 0-dim."""
     right: Tensor = model(x).argmax(-1) == y
     return right.float().mean()
 
@@ -190,13 +190,13 @@ class Digits:
 
     Args:
         rng: the rank's streams; draws from the purposes "digits.batches" and "digits.init".
-        rank, size: of this learner among those that share the data.
+        rank, size: rank of this learner, and number of learners that share the data.
         alpha, minimum: see `shard`.
-        batch: images per step, from the shard in shuffled passes.
+        batch: images per step, drawn from the shard in shuffled passes.
         hidden: widths of the hidden layers.
-        lr, momentum: of the optimizer that `build` makes.
-        same_start: whether all ranks begin from the same weights.
-        device: where images and models are: "cpu", "cuda".
+        lr, momentum: parameters of the optimizer that `build` makes.
+        same_start: whether all ranks start from the same weights.
+        device: the device of images and models: "cpu", "cuda".
     """
 
     def __init__(
@@ -231,8 +231,8 @@ class Digits:
         self._starts = (Streams(seed, WORLD) if same_start else rng)("digits.init")
 
     def build(self) -> tuple[MLP, torch.optim.SGD]:
-        """Return a fresh model and its optimizer; asking again gives new initial weights."""
-        # A generator of its own: torch's global one is shared by all virtual ranks of the process.
+        """Return a fresh model and its optimizer; each call draws new initial weights."""
+        # A separate generator: all virtual ranks of the process share torch's global one.
         generator = torch.Generator().manual_seed(int(self._starts.integers(2**63)))
         model = MLP(self.widths, generator).to(self._device)
         return model, torch.optim.SGD(model.parameters(), lr=self.lr, momentum=self.momentum)
@@ -241,11 +241,11 @@ class Digits:
         """Return the training images of the next batch, (batch,) int64, on the models' device."""
         if not self._ahead:
             passes = -(-BATCHES_AHEAD * self._batch // len(self.shard))
-            # Whole passes in one call of the generator: a call for each batch costs as much as a training step of
-            # this model.
+            # Whole passes in one call of the generator: a call for each batch costs as much as a training step of this
+            # model.
             order = self._orders.permuted(np.tile(self.shard, (passes, 1)), axis=1).ravel()
             whole = torch.from_numpy(order[: BATCHES_AHEAD * self._batch]).to(self._device)
-            # Turned round, since `pop` takes the last: batches come in the order drawn.
+            # Reversed, since `pop` takes the last: batches are used in the order drawn.
             self._ahead = list(whole.view(BATCHES_AHEAD, self._batch).flip(0).unbind())
         return self._ahead.pop()
 
@@ -255,6 +255,6 @@ class Digits:
         return loss
 
     def accuracy(self, model: nn.Module, part: slice = slice(None)) -> Tensor:
-        """Return the fraction of the held-out images (or of a part of them) that the model names right, 0-dim."""
+        """Return the model's accuracy on the held-out images, or on a part of them, 0-dim."""
         right: Tensor = self._evaluate(model, self.test.x[part], self.test.y[part])  # type: ignore[assignment]
         return right

@@ -1,6 +1,6 @@
-"""A generative flow network per rank: trajectory balance on a HyperGrid, the environment on which they are compared.
+"""A generative flow network per rank: trajectory balance on HyperGrid, the common benchmark environment.
 
-The environment is that of Bengio et al. (2021), arXiv:2106.04399, section 4.1; the loss that of Malkin et al. (2022),
+The environment is defined in Bengio et al. (2021), arXiv:2106.04399, section 4.1; the loss in Malkin et al. (2022),
 arXiv:2201.13259, equation 14.
 """
 
@@ -20,7 +20,7 @@ from spawnsim.random import WORLD, Streams
 from spawnsim.training import TrainingStep
 from spawnsim.workloads.mlp import MLP
 
-ENUMERABLE = 2**20  # states; beyond that, exact distributions would not fit
+ENUMERABLE = 2**20  # states; exact distributions of larger grids would not fit in memory
 
 
 @dataclass(frozen=True)
@@ -85,16 +85,16 @@ class HyperGrid:
         return self.state(torch.arange(self.count))
 
     def target(self) -> Tensor:
-        """Return the distribution to be learned, R/ΣR over all states, (height^dimensions,) float64."""
+        """Return the target distribution, R/ΣR over all states, (height^dimensions,) float64."""
         rewards = self.reward(self.states()).double()
         return rewards / rewards.sum()
 
 
-STATES_PER_CALL = 256  # a call on a few states takes as long as this many more would
+STATES_PER_CALL = 256  # a call on few states takes as long as one on this many
 
 
 def one_hot(numbers: Tensor, count: int) -> Tensor:
-    """Return 1 in the place of each number and 0 elsewhere, (..., count) float32: torch's own looks at the values."""
+    """Return one-hot vectors, (..., count) float32; unlike torch's own function, without reading the values."""
     return (numbers.unsqueeze(-1) == torch.arange(count)).float()
 
 
@@ -117,7 +117,8 @@ class Flow(nn.Module):
     def log_forward(self, states: Tensor) -> Tensor:
         """Return log P(action | state), (n, dimensions + 1); the last action stops and is always allowed."""
         scores = self._scores(states)[:, : self.grid.dimensions + 1]
-        # Masked by minus infinity before the softmax: a small number instead would leave forbidden actions a chance.
+        # Masked by minus infinity before the softmax: a small number would give forbidden actions a positive
+        # probability.
         full = pad(states == self.grid.height - 1, (0, 1), value=False)
         return scores.masked_fill(full, -torch.inf).log_softmax(1)
 
@@ -131,15 +132,15 @@ class Flow(nn.Module):
 
 @dataclass(frozen=True)
 class Trajectories:
-    """A batch of trajectories, each of the longest length: what comes after its stop does not count.
+    """A batch of trajectories, each padded to the longest length: entries after a trajectory's stop do not count.
 
-    Shapes are the same whatever the model does, so that many ranks' trajectories are one computation.
+    Shapes do not depend on the model, so that trajectories of many ranks can be batched.
     """
 
-    final: Tensor  # (batch, dimensions) int64: where each stopped
+    final: Tensor  # (batch, dimensions) int64: final state of each
     states: Tensor  # (longest, batch, dimensions) int64: before the action
     actions: Tensor  # (longest, batch) int64: a coordinate, or `dimensions` to stop
-    alive: Tensor  # (longest, batch) bool: whether it had not stopped before
+    alive: Tensor  # (longest, batch) bool: whether it is still moving before the action
 
 
 def sample(model: Flow, luck: Tensor, epsilon: float = 0.0) -> Trajectories:
@@ -147,8 +148,8 @@ def sample(model: Flow, luck: Tensor, epsilon: float = 0.0) -> Trajectories:
 
     Args:
         model: the policies.
-        luck: even numbers in [0, 1) that decide, (longest, batch) float32.
-        epsilon: chance of an action being drawn evenly from those allowed.
+        luck: uniform numbers in [0, 1) that determine the actions, (longest, batch) float32.
+        epsilon: probability of drawing an action uniformly from the allowed ones.
     """
     grid = model.grid
     with torch.no_grad():
@@ -157,7 +158,7 @@ def sample(model: Flow, luck: Tensor, epsilon: float = 0.0) -> Trajectories:
         strides = torch.cat([grid.strides, grid.strides.new_zeros(1)])
         taken = []
         for each in luck.unbind():
-            # The sum of float32 chances may fall short of 1: the last action, to stop, takes what is left.
+            # The sum of float32 probabilities may be less than 1: the last action, to stop, takes the remainder.
             action = (chances(at).cumsum(-1) <= each.unsqueeze(-1)).sum(-1).clamp(max=grid.dimensions)
             taken.append((at, action, alive))
             at = at + strides[action] * alive
@@ -167,7 +168,7 @@ def sample(model: Flow, luck: Tensor, epsilon: float = 0.0) -> Trajectories:
 
 
 def _policy(model: Flow, epsilon: float) -> Callable[[Tensor], Tensor]:
-    """Return the map from numbers of states, (n,), to the chances of their actions, (n, dimensions + 1)."""
+    """Return the map from numbers of states, (n,), to the probabilities of their actions, (n, dimensions + 1)."""
     # One pass over the grid, or one for each action.
     if model.grid.count <= STATES_PER_CALL * model.grid.longest:
         table = _chances(model, model.grid.states(), epsilon)
@@ -187,13 +188,13 @@ def balance(model: Flow, paths: Trajectories) -> Tensor:
     """Return the mean of (logZ + Σ log P_F − log R − Σ log P_B)² over trajectories, 0-dim."""
     grid = model.grid
     length, batch = paths.actions.shape
-    # Stopping is no move: it has no parent to step back to. What does not count is computed at the far corner, whose
-    # parents exist, and multiplied by zero.
+    # Stopping is not a move: it has no parent to step back to. Entries that do not count are computed at the far
+    # corner, whose parents exist, and multiplied by zero.
     moves = paths.alive & (paths.actions < grid.dimensions)
     step = one_hot(paths.actions, grid.dimensions).long()
     children = torch.where(moves.unsqueeze(-1), paths.states + step, grid.height - 1).flatten(0, 1)
     way = torch.where(moves, paths.actions, 0).view(-1, 1)
-    # Likewise what comes after the stop stays where it was, and stops again: always allowed.
+    # After its stop, a trajectory keeps its state and stops again: always allowed.
     taken = torch.where(paths.alive, paths.actions, grid.dimensions).view(-1, 1)
     forward = model.log_forward(paths.states.flatten(0, 1)).gather(1, taken).view(length, batch)
     backward = model.log_backward(children).gather(1, way).view(length, batch)
@@ -203,7 +204,7 @@ def balance(model: Flow, paths: Trajectories) -> Tensor:
 
 
 def loss_of(epsilon: float, model: Flow, luck: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the loss of trajectories that are sampled now, 0-dim, and where they stopped, (batch, dimensions)."""
+    """Sample trajectories; return their loss, 0-dim, and their final states, (batch, dimensions)."""
     paths = sample(model, luck, epsilon)
     return balance(model, paths), paths.final
 
@@ -217,9 +218,9 @@ class GFlowNet:
         batch: trajectories per step.
         hidden: width of the two hidden layers.
         lr, lr_logZ: Adam's learning rates for the network and for `logZ`.
-        epsilon: chance of an action being drawn evenly from those allowed, in [0, 1].
+        epsilon: probability of drawing an action uniformly from the allowed ones, in [0, 1].
         learned_backward: learn the backward policy; otherwise all parents of a state are equally likely.
-        same_start: whether all ranks begin from the same weights.
+        same_start: whether all ranks start from the same weights.
     """
 
     def __init__(
@@ -259,7 +260,7 @@ class GFlowNet:
         return len(self.found)
 
     def build(self) -> tuple[Flow, torch.optim.Adam]:
-        """Return a fresh model and its optimizer; asking again gives new initial weights."""
+        """Return a fresh model and its optimizer; each call draws new initial weights."""
         generator = torch.Generator().manual_seed(int(self._starts.integers(2**63)))
         model = Flow(self.grid, self.hidden, self.learned_backward, generator)
         groups = [
@@ -269,11 +270,11 @@ class GFlowNet:
         return model, torch.optim.Adam(groups, fused=True)
 
     def luck(self) -> Tensor:
-        """Draw what decides the next trajectories, (longest, batch) float32 in [0, 1)."""
+        """Draw the random numbers of the next trajectories, (longest, batch) float32 in [0, 1)."""
         return torch.from_numpy(self._draws.random((self.grid.longest, self.batch), np.float32))
 
     def step(self, model: Flow, optimizer: torch.optim.Optimizer) -> Tensor:
-        """Sample a batch, train on it, note its modes; return the loss before the update, 0-dim."""
+        """Sample a batch, train on it, record its modes; return the loss before the update, 0-dim."""
         loss, final = self._train(model, optimizer, self.luck())
         ends = self.grid.number(final[self.grid.is_mode(final)])
         self._fresh = set(ends.tolist()) - self._found
@@ -283,13 +284,13 @@ class GFlowNet:
 
 @torch.no_grad()
 def distribution(model: Flow) -> Tensor:
-    """Return the exact distribution over final states, (height^dimensions,) float64, by passing flow level by level."""
+    """Return the exact distribution over final states, (height^dimensions,) float64, computed level by level."""
     grid, states = model.grid, model.grid.states()
     chances = model.log_forward(states).double().exp()
     visits = torch.zeros(len(states), dtype=torch.float64)
     visits[0] = 1.0
     depth = states.sum(1)
-    # Level by level: each state has got all of its flow before any of it passes on.
+    # Level by level: each state has received all of its flow before it passes any on.
     for level in range(grid.longest - 1):
         for axis, stride in enumerate(grid.strides.tolist()):
             leaving = torch.nonzero((depth == level) & (states[:, axis] < grid.height - 1)).squeeze(1)

@@ -1,4 +1,4 @@
-"""A multilayer perceptron that draws its initial weights from a generator that is given, never from torch's own."""
+"""A multilayer perceptron that draws its initial weights from a given generator, never from torch's own."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from spawnsim.errors import ParameterError
 
 
 class _Linear(nn.Linear):
-    """A layer whose weights are drawn by the network that it is part of."""
+    """A layer whose weights the enclosing network draws."""
 
-    # A layer's own initialisation would draw from the generator that all ranks share. To make it on torch's meta device
-    # first, as torch.nn.utils.skip_init does, takes ten times as long as all the rest of a small network.
+    # A layer's own initialization would draw from the generator that all ranks share. Creating it on torch's meta
+    # device first, as torch.nn.utils.skip_init does, takes ten times as long as all the rest of a small network.
     def reset_parameters(self) -> None:
         """Leave the weights as they are."""
 
@@ -51,11 +51,11 @@ class MLP(nn.Module):
 
 
 def without_data(numbers: int, *, blocks: int = 1) -> tuple[nn.Module, torch.optim.Optimizer]:
-    """Return a model that holds no memory, for timing alone, and an optimizer of it.
+    """Return a model without memory, only for timing, and its optimizer.
 
     Args:
-        numbers: float32 parameters, at least as many as blocks.
-        blocks: linear layers of about as many parameters each, at least 1.
+        numbers: count of float32 parameters, at least `blocks`.
+        blocks: linear layers of about equal parameter counts, at least 1.
 
     Returns:
         The layers on torch's meta device, and plain SGD.

@@ -34,8 +34,7 @@ SHARED_PACKAGES = {"spawnsim", "mpi4py"}  # never a rank's own, wherever they ar
 
 
 class RankModules:
-    """A finder for `sys.meta_path` that finds the modules of which each rank has its own copy, and remembers their
-    names.
+    """A finder for `sys.meta_path` that finds ranks' own modules, and remembers their names.
 
     These are modules in the script's folder, in the folders of PYTHONPATH, and in folders that the program has added
     to `sys.path`. `private` names installed packages that each rank imports separately.
@@ -300,9 +299,7 @@ Told = Callable[[int, str], None]  # receives a rank's output, in pieces of any 
 
 
 class Lines(io.TextIOBase):
-    """A text stream for all ranks: buffers each rank's unfinished line until it is complete, so that lines are not
-    mixed.
-    """
+    """A text stream for all ranks: buffers each rank's unfinished line, so that lines are not mixed."""
 
     def __init__(
         self,

@@ -1,9 +1,9 @@
-"""torchft's lighthouse on virtual ranks: who goes on together, after deaths and returns.
+"""torchft's lighthouse on virtual ranks: it forms quorums, also after deaths and restarts.
 
 It decides as torchft's does: at once if all members of the last quorum have asked, else when all replicas with a fresh
-heartbeat have, or after `join_timeout` when more than half of them have. It is on the node of rank 0, and does not die
-with it. A heartbeat costs nothing and is never lost, so a replica is given up `heartbeat_timeout` after the last one
-that it could send; until then a dead one that has asked is taken for a member, as upstream does.
+heartbeat have asked, or after `join_timeout` when more than half of them have. It is on the node of rank 0, and
+survives that rank. A heartbeat costs nothing and is never lost, so a replica is given up `heartbeat_timeout` after its
+last heartbeat; until then a dead replica that has asked counts as a member, as upstream.
 """
 
 from __future__ import annotations
@@ -22,20 +22,20 @@ LIGHTHOUSE = "torchft.lighthouse"
 
 @dataclass(eq=False)
 class Replica:
-    """A replica as the lighthouse knows it; `place` is its rank and incarnation."""
+    """The lighthouse's record of a replica; `place` is its rank and incarnation."""
 
     place: tuple[int, int]
     began_s: float
-    every_s: float  # between two heartbeats
+    every_s: float  # heartbeat interval
     ended_s: float = math.inf  # when it died or left
-    asked_s: float | None = None  # since when it waits for a quorum
+    asked_s: float | None = None  # the time since which it waits for a quorum
     step: int = 0
-    shrink_only: bool = False  # whether it asks for a quorum of members of the last one alone
-    failures: int = 0  # steps in a row that it could not commit
-    quorum: Quorum | None = None  # the last one that it belongs to
+    shrink_only: bool = False  # whether its quorum may contain only members of the last one
+    failures: int = 0  # consecutive steps that it could not commit
+    quorum: Quorum | None = None  # its last quorum
 
     def gone_s(self, timeout_s: float) -> float:
-        """Return when the lighthouse gives it up."""
+        """Return the time at which the lighthouse gives it up."""
         if self.ended_s == math.inf:
             return math.inf
         beats = max(math.ceil((self.ended_s - self.began_s) / self.every_s) - 1, 0)
@@ -44,7 +44,7 @@ class Replica:
 
 @dataclass(frozen=True)
 class Quorum:
-    """Replicas that go on together. Its number is that of the last change of members."""
+    """Replicas that continue together. `number` counts changes of the members."""
 
     number: int
     members: tuple[tuple[int, int], ...]
@@ -52,7 +52,7 @@ class Quorum:
     context: Context
 
     def sources(self, init_sync: bool) -> dict[int, int]:
-        """Return for each member that needs weights the one that gives them; the first is nobody's debtor at step 0."""
+        """Map each member that needs weights to its source: at step 0 with `init_sync`, the first member."""
         newest = max(self.steps)
         ahead = [each for each, step in enumerate(self.steps) if step == newest]
         if init_sync and newest == 0:
@@ -63,7 +63,7 @@ class Quorum:
 
 @dataclass(eq=False)
 class Lighthouse:
-    """Decides who goes on together. Times in seconds; the defaults are those of `torchft_lighthouse`."""
+    """Forms quorums. Times in seconds; `torchft_lighthouse` has the same defaults."""
 
     world: World
     min_replicas: int = 1
@@ -75,25 +75,25 @@ class Lighthouse:
     members: tuple[tuple[int, int], ...] = ()
     number: int = 0
     context: Any = None
-    due_s: float = math.inf  # when it looks again by itself
+    due_s: float = math.inf  # the time of its next scheduled check
 
     def join(self, replica: Replica) -> None:
         self.replicas[replica.place] = replica
 
     def ask(self, replica: Replica) -> None:
-        """Take note that a replica waits for a quorum, and look whether there is one."""
+        """Record that a replica waits for a quorum, and check whether there is one."""
         replica.asked_s, replica.quorum = self.world.kernel.current.clock, None
         self.look()
 
     def look(self) -> None:
-        """Announce a quorum if there is one, or see when there may be."""
+        """Announce a quorum if there is one, else schedule the next check."""
         now_s = self.world.kernel.env.now
         healthy = [each for each in self.replicas.values() if self._gone_s(each) > now_s]
         asking = [each for each in healthy if each.asked_s is not None]
         if asking and self._enough(asking, healthy, now_s):
             if self.members and any(each.shrink_only for each in asking):
                 asking = [each for each in asking if each.place in self.members]
-                if not asking:  # newcomers alone: they ask on
+                if not asking:  # only newcomers: they keep asking
                     return
             self._announce(sorted(asking, key=lambda each: each.place))
             self.shared.changed(now_s)
@@ -123,7 +123,7 @@ class Lighthouse:
         return replica.gone_s(self.heartbeat_s)
 
     def _look_at(self, time_s: float) -> None:
-        """Look again at the first tick from a time on."""
+        """Schedule a check for the first tick at or after a time."""
         env = self.world.kernel.env
         time_s = max(math.ceil(time_s / self.tick_s) * self.tick_s if time_s < math.inf else time_s, env.now)
         if time_s < math.inf and not env.now < self.due_s <= time_s:
@@ -149,12 +149,12 @@ class Lighthouse:
             self.world.ranks[each.place[0]].outside = False
 
     def count(self) -> tuple[int, int]:
-        """Return how many replicas wait for a quorum, and how many have a fresh heartbeat."""
+        """Return the number of replicas that wait for a quorum, and of replicas with a fresh heartbeat."""
         healthy = [each for each in self.replicas.values() if self._gone_s(each) > self.world.kernel.env.now]
         return sum(each.asked_s is not None for each in healthy), len(healthy)
 
     def note_ends(self) -> None:
-        """Take note of deaths before those ranks begin again."""
+        """Record deaths before the dead ranks restart."""
         for each in self.replicas.values():
             self._gone_s(each)
         self.look()
@@ -173,7 +173,7 @@ def lighthouse() -> Lighthouse:
 
 
 class LighthouseServer:
-    """Sets the lighthouse's rules, as a program that serves its own does. Times in milliseconds."""
+    """Sets the lighthouse's rules, for programs that start their own lighthouse. Times in milliseconds."""
 
     def __init__(
         self, bind: str = "", min_replicas: int = 1, join_timeout_ms: int | None = None,
@@ -190,4 +190,4 @@ class LighthouseServer:
         return "http://lighthouse:29510"
 
     def shutdown(self) -> None:
-        """Do nothing: it ends with the run."""
+        """Do nothing: the lighthouse ends with the run."""

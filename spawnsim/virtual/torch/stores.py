@@ -1,8 +1,9 @@
-"""Stores: `TCPStore`, `FileStore`, `HashStore` and `PrefixStore` as virtual ranks find them. No port is opened.
+"""Stores: `TCPStore`, `FileStore`, `HashStore` and `PrefixStore` on virtual ranks. No port is opened.
 
-What a store of an address or a file holds is kept once for all ranks, on the node of rank 0. A call takes effect there
-when its request has arrived, in the order of time, and returns when the answer is back. A `HashStore` is its own rank's
-alone, as in a process. Waits are in virtual time; their time-outs count as events only where the program has set them.
+The content of a store with an address or a file is kept once for all ranks, on the node of rank 0. A call takes effect
+there when its request has arrived, in the order of time, and returns when the answer is back. A `HashStore` belongs to
+its own rank, as in a process. Waits are in virtual time; their time-outs count as events only if the program has set
+them.
 """
 
 from __future__ import annotations
@@ -22,15 +23,15 @@ from spawnsim.virtual.engine.kernel import Task, current_task
 from spawnsim.virtual.engine.waiting import Unbroken, await_one, limited
 from spawnsim.virtual.engine.world import World
 
-# An attribute, and not imported: it is a module without a file, which may be gone from `sys.modules` after a run.
+# An attribute, not an import: the module has no file, and may be absent from `sys.modules` after a run.
 native: Any = torch._C._distributed_c10d
-DEFAULT = timedelta(seconds=300)  # c10d's own limit of a store's waits
+DEFAULT = timedelta(seconds=300)  # c10d's default limit of a store's waits
 UNCHOSEN = {
     DEFAULT,
     dist.constants.default_pg_timeout,
     *filter(None, [dist.constants.default_pg_nccl_timeout]),
 }
-FIRST_PORT = 29501  # that a master is given which asks for any
+FIRST_PORT = 29501  # the port of a master that asks for any port
 
 
 class StoreTimeout(Timeout, dist.DistStoreError):
@@ -39,18 +40,18 @@ class StoreTimeout(Timeout, dist.DistStoreError):
 
 @dataclass(eq=False)
 class Shared:
-    """What the stores of one address hold."""
+    """The common content of all stores with one address."""
 
     label: str
-    master: int | None = None  # the rank whose node it is on; None: the caller's own memory
-    served: bool = False  # whether its master has come
+    master: int | None = None  # the rank whose node holds it; None: the caller's own memory
+    served: bool = False  # whether its master has started
     values: dict[str, bytes] = field(default_factory=dict)
     queues: dict[str, list[bytes]] = field(default_factory=dict)
     waiting: list[tuple[Callable[[], bool], Completion]] = field(default_factory=list)
     meetings: dict[str, list[Meeting]] = field(default_factory=dict)
 
     def changed(self, now_s: float) -> None:
-        """Wake those whose wait is over."""
+        """Wake ranks after their condition is met."""
         over = [completion for ready, completion in self.waiting if ready()]
         for completion in over:
             completion.complete(now_s)
@@ -58,11 +59,11 @@ class Shared:
 
 @dataclass(eq=False)
 class Meeting:
-    """The members of a process group, as they come to know each other."""
+    """The members of a process group that is being formed."""
 
     size: int
     members: dict[int, int] = field(default_factory=dict)  # rank of the group -> rank of the world
-    context: Any = None  # what they share, once all have come
+    context: Any = None  # the shared object, once all members have arrived
 
 
 class WaitingForStore(Unbroken):
@@ -79,17 +80,17 @@ class WaitingForStore(Unbroken):
         return self._what if isinstance(self._what, str) else self._what()
 
     def peers(self) -> Sequence[int]:
-        """Return the world ranks any of which could end the wait."""
+        """Return the world ranks that could end the wait."""
         here = self._world.kernel.current
         return [rank.id for rank in self._world.ranks if getattr(here, "rank", -1) != rank.id]
 
     def missing(self, by_s: float = math.inf) -> Sequence[int]:
-        """Return the ranks of the group that have not come; of keys nobody knows who would set them."""
+        """Return the absent ranks of the group; () for a wait for keys, which any rank might set."""
         return () if self._absent is None else self._absent()
 
 
 def shared_stores(world: World) -> dict[Any, Shared]:
-    """Return the stores of a world by their address."""
+    """Return the stores of a world by address."""
     found: dict[Any, Shared] = world.attachments.setdefault("torch.stores", {})
     return found
 
@@ -104,10 +105,10 @@ class VirtualStore(native.Store):  # type: ignore[misc]
         self.shared, self._timeout = shared, timeout
         self._world: World = task.kernel.owner
 
-    # -- the way there and back ------------------------------------------------------------------------------
+    # -- transfers -------------------------------------------------------------------------------------------
 
     def _travel(self) -> Task:
-        """Let the running task's clock pass the way to the store, or back; others may have acted until then."""
+        """Advance the running task's clock by the way to the store, or back; other ranks may act in that time."""
         kernel, shared = self._world.kernel, self.shared
         task = kernel.current
         rank = self._world.ranks[task.rank]
@@ -118,7 +119,7 @@ class VirtualStore(native.Store):  # type: ignore[misc]
         return task
 
     def _do(self, action: Callable[[], Any], *, writes: bool = False) -> Any:
-        """Carry out a call at the store, at its time."""
+        """Execute a call at the store, at the time of its arrival."""
         self._travel()
         kernel = self._world.kernel
         kernel.observe()
@@ -130,7 +131,7 @@ class VirtualStore(native.Store):  # type: ignore[misc]
         return found
 
     def _await(self, ready: Callable[[], bool], waiting: WaitingForStore, timeout: timedelta) -> None:
-        """Wait at the store until something is so."""
+        """Wait at the store until `ready` returns True."""
         self._travel()
         kernel = self._world.kernel
         kernel.observe()
@@ -200,7 +201,7 @@ class VirtualStore(native.Store):  # type: ignore[misc]
         self._do(lambda: values.__setitem__(key, values.get(key, b"") + _bytes(value)), writes=True)
 
     def compare_set(self, key: str, expected_value: Any, desired_value: Any) -> bytes:
-        """Set a key if it has the expected value, or is absent and none is expected; return what it then is."""
+        """Set a key if it has the expected value (or is absent, as expected); return the resulting value."""
         values, expected, desired = self.shared.values, _bytes(expected_value), _bytes(desired_value)
 
         def action() -> bytes:
@@ -238,7 +239,7 @@ class VirtualStore(native.Store):  # type: ignore[misc]
         return self._do(lambda: len(self.shared.queues.get(key, ())))  # type: ignore[no-any-return]
 
     def queue_pop(self, key: str, block: bool = True) -> bytes:
-        """Take the first value of a queue; wait for one, or raise if there is none."""
+        """Take the first value of a queue; if it is empty, wait for a value or raise."""
         queues = self.shared.queues
         if block:
             waiting = WaitingForStore(self._world, f"queue_pop({key}) on {self.shared.label}")
@@ -250,7 +251,7 @@ class VirtualStore(native.Store):  # type: ignore[misc]
         return value
 
     def has_extended_api(self) -> bool:
-        """Return True: there are append, multi_get and multi_set."""
+        """Return True: the store has append, multi_get and multi_set."""
         return True
 
     def set_timeout(self, timeout: timedelta) -> None:
@@ -283,7 +284,7 @@ class TCPStore(VirtualStore):
         fresh = Shared(f"TCPStore({host_name}:{port})", task.rank if is_master else 0)
         shared = known.setdefault((host_name, port), fresh)
         if is_master and shared.served and not multi_tenant:
-            known[host_name, port] = shared = fresh  # the one before has been closed
+            known[host_name, port] = shared = fresh  # the previous one has been closed
         super().__init__(shared, timeout)
         self.host, self.port = host_name, port
         if is_master:
@@ -300,7 +301,7 @@ class TCPStore(VirtualStore):
 
 
 class FileStore(VirtualStore):
-    """A store in a file that all ranks see; none is written."""
+    """A store in a file that all ranks see; no file is written."""
 
     def __init__(self, path: str, world_size: int = -1) -> None:
         task = current_task()
@@ -355,7 +356,7 @@ class PrefixStore(native.Store):  # type: ignore[misc]
         self.underlying_store.append(self._key(key), value)
 
     def compare_set(self, key: str, expected_value: Any, desired_value: Any) -> bytes:
-        """Set a key if it has the expected value; return what it then is."""
+        """Set a key if it has the expected value; return the resulting value."""
         return self.underlying_store.compare_set(self._key(key), expected_value, desired_value)  # type: ignore[no-any-return]
 
     def delete_key(self, key: str) -> bool:
@@ -405,17 +406,17 @@ def meet(store: Any, place: tuple[int, int], timeout: timedelta, make: Callable[
     """Meet the other members of a group in a store, each under its rank of the group.
 
     Args:
-        store: where they meet, with a prefix of the group's own.
+        store: the meeting place, with a prefix that only this group uses.
         place: this rank in the group, and the number of its members.
-        timeout: how long to wait for them.
-        make: makes what they share, once all have come.
+        timeout: how long to wait for the other members.
+        make: makes the shared object, once all members have arrived.
 
     Returns:
-        What they share.
+        The shared object.
 
     Raises:
-        UsageError: The store is none of a virtual rank, or two ranks have come as the same member.
-        StoreTimeout: Not all have come in time.
+        UsageError: The store does not belong to a virtual rank.
+        StoreTimeout: A member is late.
     """
     prefix, size = "", place[1]
     while isinstance(store, PrefixStore):

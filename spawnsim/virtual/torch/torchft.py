@@ -1,8 +1,8 @@
 """torchft without a cluster: the `Manager` of a virtual rank.
 
 Each virtual rank is a replica. torchft's own LocalSGD, DiLoCo, DistributedDataParallel and Optimizer work with this
-`Manager` as they are. Requests to the lighthouse, weights for a replica that recovers, and reductions travel as
-messages, in a process group that each change of the quorum makes anew.
+`Manager` without changes. Requests to the lighthouse, weights for a recovering replica, and reductions travel as
+messages, in a process group that each change of the quorum creates anew.
 """
 
 from __future__ import annotations
@@ -27,23 +27,23 @@ from spawnsim.virtual.torch.lighthouse import Quorum, Replica, lighthouse
 from spawnsim.virtual.torch.stores import VirtualStore, WaitingForStore
 from spawnsim.virtual.torch.work import VirtualFuture, VirtualWork
 
-WEIGHTS = 7301  # the tag under which a replica that recovers gets its state
+WEIGHTS = 7301  # the tag of the state that a recovering replica receives
 MINUTE = timedelta(seconds=60)
 _pickle = Pickle()
 
 
 class QuorumTimeout(Timeout, TimeoutError):
-    """No quorum has come in time: spawnsim's `Timeout`, and the TimeoutError that torchft raises."""
+    """No quorum was announced in time: spawnsim's `Timeout`, and the TimeoutError that torchft raises."""
 
 
 class ManagedFuture(VirtualFuture):
-    """The future of what a `Manager` reduces: of the tensor itself."""
+    """The future of a `Manager`'s reduction; its value is the tensor itself."""
 
-    _fut = property(lambda self: self)  # which torchft's DistributedDataParallel hands to the reducer
+    _fut = property(lambda self: self)  # torchft's DistributedDataParallel passes it to the reducer
 
 
 class ManagedWork(VirtualWork):
-    """A reduction of a `Manager`: what fails is reported to it and not raised, and a mean is divided at the end."""
+    """A reduction of a `Manager`: errors are reported to the manager and not raised; a mean is divided at the end."""
 
     _new_future = ManagedFuture
 
@@ -68,7 +68,7 @@ class ManagedWork(VirtualWork):
 
 
 class NoWork(torch.distributed.Work):
-    """What is over before it began: the tensor stays as it is."""
+    """A work that was complete before it began: the tensor stays unchanged."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
         super().__init__()
@@ -87,20 +87,20 @@ class Manager:
 
     Args:
         pg: ignored; the quorum's own group reduces.
-        load_state_dict: takes a replica's state when it recovers.
-        state_dict: returns it.
-        min_replica_size: how many must take part for a step to be committed.
-        use_async_quorum: find the quorum beside the forward pass.
-        timeout: of reductions and of weights on their way.
-        quorum_timeout: of the wait for a quorum.
-        world_size_mode: DYNAMIC, or FIXED_WITH_SPARES: replicas beyond `min_replica_size` bring zeros.
-        heartbeat_interval: between two heartbeats.
-        init_sync: whether all take the first replica's weights at step 0.
-        max_retries: steps in a row that may fail; None: any number.
+        load_state_dict: loads a recovered state.
+        state_dict: returns the state.
+        min_replica_size: number of participating replicas that a commit requires.
+        use_async_quorum: run the quorum concurrently with the forward pass.
+        timeout: limit for reductions and for transfers of weights.
+        quorum_timeout: limit for the wait for a quorum.
+        world_size_mode: DYNAMIC, or FIXED_WITH_SPARES: replicas beyond `min_replica_size` contribute zeros.
+        heartbeat_interval: time between two heartbeats.
+        init_sync: whether all replicas receive the first replica's weights at step 0.
+        max_retries: consecutive steps that may fail; None: unlimited.
         others: upstream's other arguments.
 
     Raises:
-        UnsupportedError: a replica of several ranks was asked for.
+        UnsupportedError: the replica has several ranks.
     """
 
     def __init__(
@@ -137,13 +137,13 @@ class Manager:
         self._step = self._committed = 0
         self._quorum: Quorum | None = None
         self._group: Any = None
-        # This replica's number among those that take part, and theirs.
+        # This replica's number among the participants (None: a spare), and their count.
         self._part: tuple[int | None, int] = None, 0
         self._errored: BaseException | None = None
-        self._crashed: BaseException | None = None  # the quorum, beside the program
+        self._crashed: BaseException | None = None  # error of the concurrent quorum
         self._beside: Any = None
         self._healing = False
-        self._state: Any = None  # that has come, and is not applied yet
+        self._state: Any = None  # received, and not applied yet
         self._sends: list[VirtualWork] = []
 
     # -- state -------------------------------------------------------------------------------------------------
@@ -159,11 +159,11 @@ class Manager:
     def set_state_dict_fns(
         self, load_state_dict: Callable[[Any], None], state_dict: Callable[[], Any]
     ) -> None:
-        """Add the only part."""
+        """Set the only part of the state."""
         self.register_state_dict_fn("set_state_dict_fns", load_state_dict, state_dict)
 
     def allow_state_dict_read(self) -> None:
-        """Do nothing: a state is read when the rank is in a call, never amid a step of its optimizer."""
+        """Do nothing: a state is read when the rank is in a call, never during a step of its optimizer."""
 
     disallow_state_dict_read = allow_state_dict_read
 
@@ -171,7 +171,7 @@ class Manager:
         return {"step": self._step, "batches_committed": self._committed}
 
     def load_state_dict(self, state_dict: dict[str, int]) -> None:
-        """Set what `state_dict` returns."""
+        """Restore the values that `state_dict` returns."""
         self._step, self._committed = state_dict["step"], state_dict["batches_committed"]
 
     def current_step(self) -> int:
@@ -185,7 +185,7 @@ class Manager:
     def start_quorum(
         self, allow_heal: bool = True, shrink_only: bool = False, timeout: timedelta | None = None
     ) -> None:
-        """Find out who takes part in the next step, and recover from another replica if this one is behind."""
+        """Determine the participants of the next step, and recover from another replica if this one is behind."""
         self._join()
         self._replica.shrink_only = shrink_only
         self._errored, self._healing = None, False
@@ -258,7 +258,7 @@ class Manager:
             self._exchange(quorum.sources(self._init_sync), place, max(quorum.steps))
 
     def _exchange(self, sources: dict[int, int], place: int, newest: int) -> None:
-        """Send this replica's state to those that it is to heal, or receive one."""
+        """Send this replica's state to the replicas that recover from it, or receive a state."""
         try:
             for other in [each for each, source in sources.items() if source == place]:
                 user = {key: save() for key, save in self._saves.items()}
@@ -288,9 +288,9 @@ class Manager:
         return _pickle.loads(data.numpy().tobytes())
 
     def _apply(self) -> None:
-        """Give the program the state that has come."""
+        """Load the received state into the program."""
         state, self._state = self._state, None
-        if state is None:  # it has not, and the error is known
+        if state is None:  # not received; the error has been reported
             return
         if not self._loads:
             raise UsageError("a replica is to recover, and no state_dict functions are registered")
@@ -302,7 +302,7 @@ class Manager:
     def allreduce(
         self, tensor: torch.Tensor, should_quantize: bool = False, reduce_op: Any = ReduceOp.AVG
     ) -> Any:
-        """Reduce a tensor over the quorum; without Triton, as here, upstream does not quantize either."""
+        """Reduce a tensor over the quorum, unquantized; upstream does not quantize without Triton, either."""
         if self._errored is not None:
             return NoWork(tensor)
         self.wait_quorum()
@@ -321,13 +321,13 @@ class Manager:
         return ManagedWork(self, work, self.num_participants() if mean else 1)
 
     def should_commit(self, timeout: timedelta | None = None) -> bool:
-        """Return whether the step counts: nothing has failed, and enough replicas took part."""
+        """Return whether the step is committed: nothing has failed, and enough replicas participated."""
         self.wait_quorum()
         for send in self._sends:
             try:
                 send.wait()
             except (RankFailed, Revoked, Timeout):
-                continue  # whom it was for is gone, and asks again if it comes back
+                continue  # the receiver has died, and asks again if it restarts
         self._sends.clear()
         if self._healing:
             self._apply()
@@ -345,20 +345,20 @@ class Manager:
         return False
 
     def report_error(self, error: BaseException) -> None:
-        """Let the step not be committed."""
+        """Prevent the commit of the current step."""
         self._errored = error
 
     def errored(self) -> Any:
-        """Return None, or what holds the step's error as `original_exception`."""
+        """Return None, or an object with the step's error as `original_exception`."""
         return None if self._errored is None else SimpleNamespace(original_exception=self._errored)
 
     def participating_rank(self) -> int | None:
-        """Return this replica's number among those that take part; None: it does not."""
+        """Return this replica's number among the participants; None if it does not participate."""
         self._join()
         return self._part[0]
 
     def num_participants(self) -> int:
-        """Return how many replicas take part."""
+        """Return the number of participating replicas."""
         self._join()
         return self._part[1]
 
@@ -366,11 +366,11 @@ class Manager:
         return self._part[0] is not None and not self._healing
 
     def shutdown(self, wait: bool = True) -> None:
-        """Send no heartbeat from now on."""
+        """Stop sending heartbeats."""
         task = current_task()
         self._replica.ended_s = self._world.kernel.env.now if task is None else task.clock
 
 
-# Also charged for the computing before, and shown in a trace.
+# These calls also pay for earlier computing, and appear in a trace.
 for _name in ("start_quorum", "should_commit"):
     setattr(Manager, _name, watched(_name, vars(Manager)[_name]))
