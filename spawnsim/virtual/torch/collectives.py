@@ -1,7 +1,7 @@
-"""What each collective of torch.distributed brings, and what it makes of what all have brought.
+"""The contribution and the outcome of each collective of torch.distributed.
 
-A contribution is the bytes of a tensor (or a list of them), so that the digest covers it and a faulty link can damage
-it. A reduction is made once for all ranks, in the tensors' own type, and in gloo's order (`comm.ops`).
+A contribution is the bytes of a tensor (or a list of them), so that the digest covers it and a faulty link can corrupt
+it. A reduction is computed once for all ranks, in the tensors' own type, and in gloo's order (`comm.ops`).
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ OPS = ("SUM", "AVG", "PRODUCT", "MIN", "MAX", "BAND", "BOR", "BXOR", "PREMUL_SUM
 
 @dataclass(slots=True)
 class TorchCall(Call):
-    """A collective as one rank calls it: with the shapes, and the line of the program."""
+    """A collective as one rank calls it, with the shapes and the line of the program."""
 
     shapes: Sequence[list[int]] = ()
 
@@ -41,8 +41,8 @@ class TorchCall(Call):
         return f"{self.name}({', '.join(told)})" + (f" at {self.line}" if self.line else "")
 
 
-# DistributedDataParallel alone gathers a few tensors of each rank on each rank when it is made: for those in one piece
-# of memory, the usual ones, every look-up counts.
+# DistributedDataParallel gathers a few tensors of each rank on each rank when it is made. For the usual tensors in
+# contiguous memory, every look-up counts.
 _PLAIN = {torch.Tensor, torch.nn.Parameter}
 
 
@@ -58,7 +58,7 @@ def _in_one_piece(tensor: torch.Tensor) -> bool:
 
 
 def raw(tensor: torch.Tensor, *, lent: bool = False) -> Bytes:
-    """Return the bytes of a tensor: a copy, or if they may be `lent` its own memory where that is in one piece."""
+    """Return the bytes of a tensor: a copy, or with `lent` its own memory, if that is contiguous."""
     if not lent and _in_one_piece(tensor):
         copy = np.empty(tensor.nbytes, np.uint8)
         ctypes.memmove(copy.ctypes.data, tensor.data_ptr(), tensor.nbytes)
@@ -73,14 +73,14 @@ def raw(tensor: torch.Tensor, *, lent: bool = False) -> Bytes:
 
 
 def _memory(tensor: torch.Tensor) -> Bytes:
-    """Return the memory of a tensor in one piece, which it keeps. After `tensor.numpy()` none could be resized."""
+    """Return a contiguous tensor's memory, which keeps the tensor alive; `tensor.numpy()` would prevent resizing."""
     block: Any = (ctypes.c_uint8 * tensor.nbytes).from_address(tensor.data_ptr())
     block.tensor = tensor
     return np.frombuffer(block, np.uint8)
 
 
 def write(tensor: torch.Tensor, data: Bytes) -> None:
-    """Put bytes in a tensor, as they are: autograd sees nothing of it, as on real ranks."""
+    """Write bytes to a tensor unchanged; autograd does not see this, as on real ranks."""
     if data.nbytes != tensor.nbytes:
         raise UsageError(
             f"{data.nbytes} bytes have come for a tensor of shape {list(tensor.shape)} and {name_of(tensor)}, which "
@@ -97,20 +97,20 @@ def write(tensor: torch.Tensor, data: Bytes) -> None:
 
 
 class Target:
-    """A tensor as a receive fills it."""
+    """A tensor as the target of a receive."""
 
-    dtype = None  # bytes travel: of another type than the tensor's is for the program to know
+    dtype = None  # bytes travel: a type that differs from the tensor's is up to the program
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self._tensor = tensor
 
     def unpack(self, data: Bytes) -> None:
-        """Put the bytes of a message in the tensor."""
+        """Write the bytes of a message to the tensor."""
         write(self._tensor, data)
 
 
 def typed(data: Bytes, dtype: torch.dtype) -> torch.Tensor:
-    """Return bytes as a flat tensor of the same memory."""
+    """Return bytes as a flat tensor that shares their memory."""
     return torch.from_numpy(data).view(dtype)
 
 
@@ -129,7 +129,7 @@ def name_of(tensor: torch.Tensor) -> str:
 
 
 def described(tensors: Tensors) -> tuple[list[list[int]], tuple[tuple[str, Any], ...]]:
-    """Return the shapes, and what all ranks must have in common: numbers of elements and types."""
+    """Return the shapes, and the properties that must be equal on all ranks: element counts and types."""
     shapes = [list(tensor.shape) for tensor in tensors]
     counts = [tensor.numel() for tensor in tensors]
     types = list(dict.fromkeys(name_of(tensor) for tensor in tensors))
@@ -139,7 +139,7 @@ def described(tensors: Tensors) -> tuple[list[list[int]], tuple[tuple[str, Any],
 
 
 def nbytes_of(tensors: Tensors) -> int:
-    """Return the bytes of tensors."""
+    """Return the size of tensors in bytes."""
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
 
@@ -158,7 +158,7 @@ _MERGES: dict[str, Any] = {
 
 
 def reduced(parts: list[Bytes], op: Any, dtype: torch.dtype, *, rooted: bool = False) -> Bytes:
-    """Return the combination of all ranks' bytes, in memory of its own; `rooted`: of a reduce."""
+    """Return the combination of all ranks' bytes, in new memory; `rooted`: for a reduce."""
     name = op_name(op)
     merge = _MERGES.get(name, torch.add)
     in_rings = merge in (torch.add, torch.mul) and dtype.is_floating_point
@@ -207,7 +207,7 @@ def sum_sparse(parts: Sequence[Bytes], like: torch.Tensor) -> torch.Tensor:
 def combination(
     op: Any, dtypes: Sequence[torch.dtype], *, rooted: bool = False
 ) -> Callable[[CollectiveInstance, int], list[Bytes]]:
-    """Return the outcome that is the combination of each of several tensors; made once for all ranks."""
+    """Return the outcome for several tensors: the combination of each, computed once for all ranks."""
 
     def make(instance: CollectiveInstance) -> list[Bytes]:
         columns = zip(*(_listed(part) for part in instance.parts()), strict=True)
@@ -224,10 +224,10 @@ def _listed(part: Any) -> list[Bytes]:
 def scattered(
     op: Any, dtypes: Sequence[torch.dtype], *, apart: bool
 ) -> Callable[[CollectiveInstance, int], list[Bytes]]:
-    """Return the outcome that is a rank's own block of the combination of each of several rows of blocks.
+    """Return the outcome of a reduce-scatter: a rank's block of the combination of each row of blocks.
 
-    A contribution has the blocks of the first row for all ranks, then the blocks of the second row. Blocks are combined
-    `apart`, or the row as a whole: gloo does either, according to the call.
+    A contribution has the blocks of the first row for all ranks, then the blocks of the second row. Blocks are
+    combined separately (`apart`), or the row as a whole: gloo does either, depending on the call.
     """
 
     def make(instance: CollectiveInstance) -> list[Bytes]:

@@ -1,6 +1,6 @@
-"""Process groups as communicators, and communicators as process groups: calls of either kind take both.
+"""Process groups as communicators, and communicators as process groups: calls of either kind accept both.
 
-A group and its communicator have separate contexts: no call on one meets a call on the other.
+A group and its communicator have separate contexts: calls on one never match calls on the other.
 """
 
 from __future__ import annotations
@@ -11,23 +11,23 @@ from typing import Any
 import torch.distributed as dist
 
 c10d: Any = sys.modules["torch.distributed.distributed_c10d"]
-COMM, MADE = "communicator", "process group"  # keys of notes of a context, each with a rank of the world
+COMM, MADE = "communicator", "process group"  # keys of a context's notes, each with a rank of the world
 
 
 def world(backend: str) -> Any:
-    """Enter torch.distributed, as a program under torchrun does; return the communicator of all ranks. Collective."""
+    """Initialize torch.distributed, as under torchrun; return the communicator of all ranks. Collective."""
     dist.init_process_group(backend)
     return communicator(dist.group.WORLD)
 
 
 def close(comm: Any) -> None:
-    """Leave torch.distributed."""
-    if dist.is_initialized():  # the program may have left it
+    """Destroy torch.distributed's process groups."""
+    if dist.is_initialized():  # the program may have destroyed them
         dist.destroy_process_group()
 
 
 def communicator(group: Any) -> Any:
-    """Return this rank's handle of the communicator of a group's members; the same one each time. Takes no time."""
+    """Return this rank's handle of the communicator of a group's members, the same one each time. Takes no time."""
     own = group.comm
     notes, key = own._context.notes, (COMM, own._rank.id)
     if key not in notes:
@@ -49,7 +49,7 @@ def process_group(comm: Any) -> Any:
     places = default.comm._context.places[0]
     ranks = [places[member] for member in comm._members]
     kind, store = c10d._world.pg_map[default]
-    # Not by `new_group`, whose names count the groups of each rank: members that are in others too would not meet.
+    # Not by `new_group`: its names count the groups of each rank, so members of different groups would not meet.
     group, _ = c10d._new_process_group_helper(
         comm.size, comm.rank, ranks, dist.Backend(kind), store, f"communicator {comm._context.number}"
     )
@@ -60,7 +60,7 @@ def process_group(comm: Any) -> Any:
 
 
 def free(comm: Any) -> None:
-    """Give up the group that was made of a communicator, if one was."""
+    """Destroy the group that was made of a communicator, if any."""
     group = comm._context.notes.pop((MADE, comm._rank.id), None)
-    if group in c10d._world.pg_map:  # the program may have given it up
+    if group in c10d._world.pg_map:  # the program may have destroyed it
         dist.destroy_process_group(group)

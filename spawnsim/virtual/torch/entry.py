@@ -1,10 +1,10 @@
-"""torch.distributed on virtual ranks: offered to those in threads (`virtual.torch`), refused to greenlets by name.
+"""torch.distributed on virtual ranks: available to ranks in threads (`virtual.torch`), rejected on greenlets.
 
-There it would wait within frames of C++, which greenlets cannot leave, or for other processes, and freeze this one.
-During a run, three things that all of torch.distributed goes through end in one error: asking for the default
-group, meeting others, and making a store. A group of the process around the run is not seen. Other threads, and
-everything outside virtual ranks, go on as before; after the run torch.distributed is as it was. This module knows
-names of torch's internals, and never imports torch.
+On greenlets it would wait within frames of C++, which greenlets cannot leave, or for other processes, and freeze this
+one. During a run, the three functions that all of torch.distributed uses raise the same error: asking for the default
+group, rendezvous, and making a store. A group of the process around the run is not visible. Other threads, and all
+code outside virtual ranks, continue as before; after the run torch.distributed is unchanged. This module uses names of
+torch's internals, and never imports torch.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from spawnsim.virtual.engine.kernel import Task, current_task
 from spawnsim.virtual.engine.world import World
 from spawnsim.virtual.interpreter import Patches, Put
 
-# Parts of the messages with which torch ends a program that asks for a GPU that is not there.
+# Parts of the messages with which torch ends a program that requests an absent GPU.
 _NO_GPU = (
     "not compiled with CUDA", "Cannot access accelerator device", "has no attribute '_cuda_", "requires CUDA support",
     "instantiate dummy base class", "deserialize object on a CUDA device", "accelerator support: None",
@@ -33,31 +33,31 @@ _NO_GPU = (
 )  # fmt: skip
 C10D, RENDEZVOUS = "torch.distributed.distributed_c10d", "torch.distributed.rendezvous"
 STORES = ("TCPStore", "FileStore")
-ASKING = ("_get_default_group", "init_process_group")  # who asks for the default group cannot do without one
+ASKING = ("_get_default_group", "init_process_group")  # callers that need the default group
 _OWN_FOLDERS = ("torch.distributed", "torch.nn.parallel")
 
 
 class NotOnVirtualRanks(UnsupportedError, ValueError):
-    """torch.distributed, or a GPU, was asked for. Also the `ValueError` that torch raises without a group."""
+    """The program used torch.distributed or a GPU. Also the `ValueError` that torch raises without a group."""
 
-    placed = False  # whether the message says where
+    placed = False  # whether the message contains the place
 
 
 @contextmanager
 def refused() -> Iterator[None]:
-    """Refuse torch.distributed on the virtual ranks that run within the block, also where it is imported there."""
+    """Reject torch.distributed on virtual ranks while the block runs, also if it is imported there."""
     with ExitStack() as stack, after_import("torch.distributed", lambda: stack.enter_context(_refusals())):
         yield
 
 
 @contextmanager
 def offered(world: World) -> Iterator[None]:
-    """Offer torch.distributed to the virtual ranks that run within the block, also where it is imported there."""
+    """Make torch.distributed available to virtual ranks while the block runs, also if it is imported there."""
     with ExitStack() as stack:
 
         def loaded() -> None:
-            import_module("torch.distributed")  # as torch itself may not have been told to
-            from spawnsim.virtual.torch.installation import installed  # which imports torch
+            import_module("torch.distributed")  # since importing torch may not load it
+            from spawnsim.virtual.torch.installation import installed  # imports torch
 
             stack.enter_context(installed(world))
 
@@ -66,7 +66,7 @@ def offered(world: World) -> Iterator[None]:
 
             stack.enter_context(torchft_installed())
 
-        # When all of torch is there: torch.distributed is loaded in the middle of it.
+        # Only when all of torch is loaded: torch.distributed is loaded in the middle of it.
         stack.enter_context(after_import("torch", loaded))
         stack.enter_context(after_import("torchft", torchft_loaded))
         yield
@@ -79,7 +79,7 @@ def is_offered() -> bool:
 
 
 def without_gpu(error: BaseException, task: Task, line: str) -> NotOnVirtualRanks | None:
-    """Return an error of one line for a program that has asked torch for a GPU; None if another error ended it."""
+    """Return a one-line error for a program that has requested a GPU from torch; None for other errors."""
     text = str(error).partition("\n")[0]
     if not any(part in text for part in _NO_GPU):
         return None
@@ -92,8 +92,8 @@ def without_gpu(error: BaseException, task: Task, line: str) -> NotOnVirtualRank
 
 
 def _refuse(put: Put) -> None:
-    """Replace the ways in. A name that another version of torch lacks is left out."""
-    import_module(C10D)  # loaded already; another thread may still be at it, then this waits
+    """Replace the entry points. A name that another version of torch lacks is skipped."""
+    import_module(C10D)  # loaded already; if another thread is still importing it, this waits
     modules = sys.modules
     world, native = (
         getattr(modules[C10D], "_World", None),
@@ -124,7 +124,7 @@ def _refusing(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _unseen(default: property) -> property:
-    """Return torch's property of the default group, of which virtual ranks see nothing."""
+    """Return torch's property of the default group; virtual ranks see no group of the process."""
     get: Any = default.fget
 
     def look(world: Any) -> Any:
@@ -149,12 +149,12 @@ def _refusal(task: Task, name: str) -> NotOnVirtualRanks:
         "mpi4py program), a program without main(comm) (--carrier threads), or real ranks (torchrun … -m spawnsim run "
         "FILE --backend torch)"
     )
-    error.placed = True  # the message has rank, time and line
+    error.placed = True  # the message contains rank, time and line
     return error
 
 
 def _called(name: str) -> tuple[str, str]:
-    """Return which function of torch the program has called, and in which of its lines: torch's outermost frame."""
+    """Return torch's function that the program has called (torch's outermost frame), and the program's line."""
     called, line = f"torch.distributed.{name}", ""
     frame = inspect.currentframe()
     while frame is not None:

@@ -1,7 +1,7 @@
-"""What gloo refuses, and what it gets wrong without an error: refused and reported here, so that no fault is hidden.
+"""Calls that gloo rejects, or handles wrongly without an error: rejected and reported here, so that no bug is hidden.
 
-gloo takes the memory of a tensor as one piece, whatever its strides. Of other backends only this is checked that all
-refuse.
+gloo treats the memory of a tensor as contiguous, whatever its strides. For other backends, only the checks that all
+backends share apply.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ TYPES = {
 
 
 class Refused(UsageError, RuntimeError):
-    """A call that gloo refuses: spawnsim's `UsageError`, and the RuntimeError that torch raises."""
+    """A call that gloo rejects: spawnsim's `UsageError`, and the RuntimeError that torch raises."""
 
 
 def root_of(opts: Any, size: int) -> int:
-    """Return the root that options name, in a group of `size` ranks."""
+    """Return the root in the options, in a group of `size` ranks."""
     root = int(getattr(opts, "rootRank", 0))
     if not 0 <= root < size:
         raise Refused(f"invalid root rank {root}: the group has the ranks 0 to {size - 1}")
@@ -36,7 +36,7 @@ def root_of(opts: Any, size: int) -> int:
 
 
 def check(name: str, backend: str, tensors: Sequence[torch.Tensor]) -> None:
-    """Refuse types that gloo does not know; report tensors that are in several pieces."""
+    """Reject types that gloo does not support; report tensors that are not contiguous."""
     if GLOO not in backend:
         return
     for tensor in tensors:
@@ -50,7 +50,7 @@ def check(name: str, backend: str, tensors: Sequence[torch.Tensor]) -> None:
 
 
 def check_equal(name: str, backend: str, tensors: Sequence[torch.Tensor]) -> None:
-    """Refuse a list of tensors of several shapes, all of which gloo takes for that of the first."""
+    """Reject a list of tensors with different shapes: gloo would treat all as having the first one's shape."""
     for place_, tensor in enumerate(tensors):
         if GLOO in backend and tensor.shape != tensors[0].shape:
             raise Refused(
@@ -60,7 +60,7 @@ def check_equal(name: str, backend: str, tensors: Sequence[torch.Tensor]) -> Non
 
 
 def _in_one_piece(tensor: torch.Tensor) -> bool:
-    """Return whether the elements fill a piece of memory, in any order of dimensions."""
+    """Return whether the elements fill a contiguous block of memory, in any order of dimensions."""
     if tensor.layout is not torch.strided:
         return True
     filled = 1

@@ -1,6 +1,6 @@
-"""The process group of a virtual rank: what torch.distributed calls, as collectives and messages of the simulator.
+"""The process group of a virtual rank: torch.distributed's calls as collectives and messages of the simulator.
 
-Python's half of torch calls these methods by their names, C++ (autograd's reducer, functional collectives) through the
+The Python half of torch calls these methods by their names; C++ (autograd's reducer, functional collectives) does the
 same. Each returns a `Work` that began at the rank's clock.
 """
 
@@ -46,7 +46,7 @@ from spawnsim.virtual.torch.profiling import communicating
 from spawnsim.virtual.torch.work import GroupTimeout, VirtualWork, Works
 
 VIRTUAL = "virtual"
-Base: Any = dist.ProcessGroup  # whose stub has other overloads than C++ calls
+Base: Any = dist.ProcessGroup  # its stub has other overloads than C++ calls
 
 
 def _seconds(timeout: Any) -> float:
@@ -66,14 +66,14 @@ def _same_dtype(tensors: Tensors) -> None:
 
 
 class VirtualProcessGroup(Base):  # type: ignore[misc]
-    """A group of virtual ranks, as one of them holds it.
+    """A group of virtual ranks: one rank's handle.
 
     Args:
         comm: the communicator of the members.
         names: the name and description of the group.
         timeout: the limit of its operations, and whether the program has chosen it.
-        store: of the group.
-        backend: the name that the program has asked for.
+        store: the group's store.
+        backend: the name that the program has requested.
     """
 
     def __init__(
@@ -98,7 +98,7 @@ class VirtualProcessGroup(Base):  # type: ignore[misc]
     _get_backend_name = name
 
     def getBackendName(self) -> str:
-        """Return what C++ is told: of "gloo" and "nccl" it expects its own classes."""
+        """Return the name that C++ sees: for "gloo" and "nccl" it expects its own classes."""
         return VIRTUAL
 
     group_name = pg_name = property(lambda self: self._name)
@@ -111,7 +111,7 @@ class VirtualProcessGroup(Base):  # type: ignore[misc]
         return self._desc
 
     def as_comm(self) -> Any:
-        """Return the communicator of the members: `spawnsim.comm.as_comm` asks for it."""
+        """Return the communicator of the members; `spawnsim.comm.as_comm` calls this."""
         return communicator(self)
 
     def group_of(self, comm: Any) -> Any:
@@ -160,8 +160,8 @@ class VirtualProcessGroup(Base):  # type: ignore[misc]
     def _run(
         self, call: TorchCall, collect: Callable[[Any], object], opts: Any = None, *, outputs: Any = ()
     ) -> VirtualWork:  # fmt: skip
-        """Begin a collective; `collect(outcome)` fills the outputs when it is over."""
-        call.line = place(sys._getframe()).partition(" (in ")[0]  # without torch's own
+        """Begin a collective; `collect(outcome)` fills the outputs when it is complete."""
+        call.line = place(sys._getframe()).partition(" (in ")[0]  # without torch's own frames
         departure = self.comm._join(call)
         instance, me = departure.instance, departure.me
         deliver = lambda _: collect(instance.outcome(me))  # noqa: E731
@@ -197,7 +197,7 @@ class VirtualProcessGroup(Base):  # type: ignore[misc]
         return self._allreduce("all_reduce_coalesced", tensors, _op(opts), opts)
 
     def _allreduce_sparse(self, tensor: torch.Tensor, op: Any, opts: Any) -> VirtualWork:
-        """Add up sparse tensors, as gloo does: all get all others' elements, and add them in the order of ranks."""
+        """Add sparse tensors, as gloo does: each rank receives all elements and adds them in the order of ranks."""
         if op_name(op) not in ("SUM", "AVG"):
             raise UnsupportedError(
                 f"all_reduce({op_name(op)}) of sparse tensors: add them up, or make them dense"
@@ -225,13 +225,13 @@ class VirtualProcessGroup(Base):  # type: ignore[misc]
             name, "allreduce", nbytes=nbytes_of(tensors), agree=(("op", op_name(op)), *agree), shapes=shapes
         )
         dtypes = [tensor.dtype for tensor in tensors]
-        if len(tensors) > 1 and len(set(dtypes)) == 1:  # gloo joins them, and cuts the whole into blocks
+        if len(tensors) > 1 and len(set(dtypes)) == 1:  # gloo joins them, and cuts the result into blocks
             call.part, dtypes = np.concatenate([raw(tensor, lent=True) for tensor in tensors]), dtypes[:1]
             cuts = np.cumsum([nbytes_of([tensor]) for tensor in tensors])[:-1]
             collect = lambda found: _fill(tensors, np.split(found[0], cuts))  # noqa: E731
         else:
-            # One tensor is lent: nothing may write to it before the operation is over, and copying costs as much as
-            # adding.
+            # One tensor is lent: the program may not write to it before the operation is complete, and copying costs
+            # as much as adding.
             call.lent = len(tensors) == 1
             call.part = raw(tensors[0], lent=True) if call.lent else [raw(tensor) for tensor in tensors]
             collect = lambda found: _fill(tensors, found)  # noqa: E731
@@ -254,18 +254,18 @@ class VirtualProcessGroup(Base):  # type: ignore[misc]
         return self._run(call, collect, opts, outputs=list(tensors))
 
     def reduce_scatter(self, outputs: Any, inputs: Any, opts: Any = None, *rest: Any) -> VirtualWork:
-        """Combine lists of tensors; each rank gets one of them."""
+        """Combine lists of tensors; each rank receives one of the results."""
         outputs, inputs = _listed(outputs), _rows(inputs)
         return self._reduce_scatter("reduce_scatter", outputs, inputs, opts)
 
     def reduce_scatter_single(self, output: Any, input: Any, opts: Any = None) -> VirtualWork:  # noqa: A002 - torch's
-        """Combine tensors; each rank gets a block."""
+        """Combine tensors; each rank receives a block."""
         return self._reduce_scatter("reduce_scatter_single", [output], [self._blocks(input)], opts)
 
     def reduce_scatter_single_coalesced(
         self, outputs: Tensors, inputs: Tensors, opts: Any = None
     ) -> VirtualWork:
-        """Combine several tensors; each rank gets a block of each."""
+        """Combine several tensors; each rank receives a block of each."""
         rows = [self._blocks(tensor) for tensor in inputs]
         return self._reduce_scatter("reduce_scatter_single_coalesced", outputs, rows, opts)
 
@@ -326,7 +326,7 @@ class VirtualProcessGroup(Base):  # type: ignore[misc]
         return self._run(call, collect, opts, outputs=list(targets))
 
     def scatter(self, outputs: Any, inputs: Any, opts: Any = None, *rest: Any) -> VirtualWork:
-        """Hand out the root's tensors."""
+        """Distribute the root's tensors."""
         (target,), root, size = _listed(outputs), root_of(opts, self.size()), self.size()
         given = _rows(inputs)[0] if self.rank() == root and inputs else []
         check("scatter", self._backend, [target, *given])
@@ -345,7 +345,7 @@ class VirtualProcessGroup(Base):  # type: ignore[misc]
         return self._allgather("all_gather", _rows(outputs), _listed(inputs), opts)
 
     def allgather_coalesced(self, outputs: Any, inputs: Tensors, opts: Any = None) -> VirtualWork:
-        """Collect several tensors of each rank on all ranks; `outputs` are a list for each rank."""
+        """Collect several tensors of each rank on all ranks; `outputs` has a list for each rank."""
         rows = [[row[place] for row in outputs] for place in range(len(inputs))]
         return self._allgather("all_gather_coalesced", rows, inputs, opts)
 
@@ -447,7 +447,7 @@ class VirtualProcessGroup(Base):  # type: ignore[misc]
         return self._run(TorchCall("barrier", "barrier"), lambda _: None, opts)
 
     def monitored_barrier(self, timeout: Any = None, wait_all_ranks: bool = False) -> None:
-        """Wait until all ranks have come; rank 0 names who has not come in time, the others refer to it."""
+        """Wait until all ranks arrive; rank 0 names the late ranks, the others refer to rank 0."""
         rank, at_once = self.rank(), timeout == timedelta(0)  # here, unlike elsewhere, 0 is a limit, too
         limit = timedelta.resolution if at_once else timeout
         work = self._run(TorchCall("monitored_barrier", "barrier"), lambda _: None, limit)
@@ -470,7 +470,7 @@ class VirtualProcessGroup(Base):  # type: ignore[misc]
     # -- point to point --------------------------------------------------------------------------------------------
 
     def send(self, tensors: Any, dst: int, tag: int = 0) -> VirtualWork:
-        """Send a tensor. As over gloo, it is over when the receiver has come to its receive, whatever the size."""
+        """Send a tensor. As over gloo, the send completes when the receiver reaches its receive, whatever the size."""
         (tensor,) = _listed(tensors)
         request = self.comm._isend(raw(tensor), dst, tag, SYNCHRONOUS, operation="send")
         return self._kept(VirtualWork(request, [tensor], self._limit), "send", [list(tensor.shape)])
@@ -479,16 +479,16 @@ class VirtualProcessGroup(Base):  # type: ignore[misc]
         """Receive a tensor."""
         (tensor,) = _listed(tensors)
         request = self.comm._irecv(src, tag, "recv", Target(tensor))
-        name = "recvAnySource" if src == ANY_SOURCE else "recv"  # gloo's own, in profiles
+        name = "recvAnySource" if src == ANY_SOURCE else "recv"  # gloo's own name, in profiles
         return self._kept(VirtualWork(request, [tensor], self._limit), name, [list(tensor.shape)])
 
     def recv_anysource(self, tensors: Any, tag: int = 0) -> VirtualWork:
         return self.recv(tensors, ANY_SOURCE, tag)
 
-    # -- what there is not -----------------------------------------------------------------------------------------
+    # -- unsupported -----------------------------------------------------------------------------------------------
 
     def split_group(self, *args: Any, **kwargs: Any) -> Any:
-        """Refuse: no backend with communicators to split is behind the group."""
+        """Raise an error: no backend with communicators that could be split is behind the group."""
         raise UnsupportedError("split_group splits NCCL's communicators: use new_group on virtual ranks")
 
     def merge_remote_group(self, *args: Any, **kwargs: Any) -> Any:
@@ -500,7 +500,7 @@ def _listed(tensors: Any) -> list[torch.Tensor]:
 
 
 def _rows(tensors: Any) -> list[list[torch.Tensor]]:
-    """Return lists of tensors; one list stands for the only one."""
+    """Return lists of tensors; a single list becomes the only one."""
     return (
         [list(tensors)]
         if tensors and isinstance(tensors[0], torch.Tensor)
@@ -520,7 +520,7 @@ def _fill(tensors: Tensors, found: Sequence[Bytes]) -> None:
         write(tensor, data)
 
 
-# What a watched run follows, and what computing before is charged at: each call by which a program communicates.
+# The calls by which a program communicates: a watched run records them, and charges earlier computing to them.
 for _name in (
     "allreduce", "allreduce_coalesced", "reduce", "reduce_scatter", "reduce_scatter_single",
     "reduce_scatter_single_coalesced", "broadcast", "gather", "scatter", "allgather", "allgather_coalesced",

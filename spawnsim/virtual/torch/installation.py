@@ -1,8 +1,8 @@
-"""Puts virtual process groups and stores in the place of torch's own while ranks run in threads.
+"""Replaces torch's process groups and stores by virtual ones while ranks run in threads.
 
-Each rank has c10d's whole state for itself (`distributed_c10d._world`), and C++'s registry of groups by name is each
-thread's. Everything outside virtual ranks, other threads too, goes on as before; afterwards all is as it was. This
-module knows names of torch's internals.
+Each rank has its own copy of c10d's state (`distributed_c10d._world`), and C++'s registry of groups by name is kept
+per thread. All code outside virtual ranks, including other threads, continues as before; afterwards the original state
+is restored. This module uses names of torch's internals.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from spawnsim.virtual.torch import MASTER, profiling, stores
 from spawnsim.virtual.torch.group import VIRTUAL, VirtualProcessGroup
 from spawnsim.virtual.torch.work import following, unbroken, waiting
 
-c10d: Any = sys.modules["torch.distributed.distributed_c10d"]  # whose stubs know little of its inside
+c10d: Any = sys.modules["torch.distributed.distributed_c10d"]  # its stubs lack most internals
 native: Any = stores.native
 STATE, COMPILER = "torch.world", "torch._dynamo.convert_frame"
 HOOKS = {
@@ -60,7 +60,7 @@ class RankWorld(c10d._World):  # type: ignore[misc]
 
 
 class Worlds:
-    """Stands for c10d's state: that of the calling rank, or outside of ranks the process's own."""
+    """Stands for c10d's state: the calling rank's, or outside ranks the process's own."""
 
     def __init__(self, outside: Any) -> None:
         vars(self)["_outside"] = outside
@@ -89,7 +89,7 @@ def _caller() -> World | None:
 
 
 def _new_group(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Return c10d's maker of process groups, which gives virtual ranks virtual ones."""
+    """Return c10d's function that makes process groups; on virtual ranks it makes virtual ones."""
 
     @wraps(original)
     def make(
@@ -113,7 +113,7 @@ def _new_group(original: Callable[..., Any]) -> Callable[..., Any]:
             return known, state.pg_map[known][1]
         if global_ranks_in_group and c10d._get_default_group().rank() not in global_ranks_in_group:
             return c10d.GroupMember.NON_GROUP_MEMBER, None
-        if group_rank < 0:  # backend "mpi": its launcher knows both
+        if group_rank < 0:  # backend "mpi": its launcher determines both
             group_rank, group_size = world.kernel.current.rank, len(world.ranks)
             store = stores.VirtualStore(
                 stores.shared_stores(world).setdefault("mpi", stores.Shared("mpiexec", 0))
@@ -142,7 +142,7 @@ def _new_group(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _register(c10d: Any, group: VirtualProcessGroup, backend: Any, store: Any, *, tag: str | None) -> None:
-    """Enter a group where torch keeps those of a process, of whatever version: 2.13 has a function for it."""
+    """Register a group in torch's tables, in any version: 2.13 has a function for it."""
     known, name = c10d._world, group.group_name
     known.pg_map[group], known.pg_names[group] = (backend, store), name
     known.pg_backend_config[group] = str(c10d.BackendConfig(backend))
@@ -153,7 +153,7 @@ def _register(c10d: Any, group: VirtualProcessGroup, backend: Any, store: Any, *
 
 
 def _on_ranks(original: Any, virtual: Any) -> type:
-    """Return a class of which virtual ranks get a virtual object, and others an original one."""
+    """Return a class that makes a virtual object on virtual ranks, and an original one elsewhere."""
 
     def __new__(cls: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: N807
         if current_task() is None:
@@ -168,9 +168,9 @@ def _on_ranks(original: Any, virtual: Any) -> type:
 
 
 def _default_group(original: property) -> property:
-    """Return torch's property `group.WORLD`, which is None to a shared module that is loaded.
+    """Return torch's property `group.WORLD`, with the value None while a shared module is being loaded.
 
-    Such a module keeps what it reads as the default of its functions, for all ranks, and the first rank loads it. None
+    Such a module keeps the value as the default of its functions, for all ranks, and the first rank loads it. None
     stands for each caller's default group.
     """
     get: Any = original.fget
@@ -188,7 +188,7 @@ def _default_group(original: property) -> property:
 
 
 def _replace(put: Put, package: str, kinds: dict[Any, Any]) -> None:
-    """Replace classes, by virtual ones for virtual ranks, wherever modules of a package hold them."""
+    """Replace classes by virtual ones for virtual ranks, wherever modules of a package hold them."""
     by_id = {id(original): _on_ranks(original, virtual) for original, virtual in kinds.items()}
     for name, module in list(sys.modules.items()):
         if module is native or f"{name}.".startswith(f"{package}."):
@@ -208,14 +208,14 @@ def _refusing(original: Callable[..., Any], what: str) -> Callable[..., Any]:
 
 
 def _naming(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Return what tells how DistributedDataParallel is set up: with the backend's name that was asked for."""
+    """Return the function that describes DistributedDataParallel's setup, with the requested backend's name."""
 
     @wraps(original)
     def told(self: Any) -> dict[str, Any]:
         found = original(self)
         if found.get("backend_name") == VIRTUAL:
             found["backend_name"] = self.process_group.name()
-            if found["backend_name"] == "gloo":  # what torch adds by that name
+            if found["backend_name"] == "gloo":  # torch adds these for that name
                 names = ("GLOO_SOCKET_IFNAME", "GLOO_DEVICE_TRANSPORT")
                 found |= {name.lower(): os.environ.get(name, "N/A") for name in names} | {
                     "gloo_num_threads": 2
@@ -226,7 +226,7 @@ def _naming(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _default_timeout(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Return what gives a backend's timeout, without a warning that a torch for CPUs has no nccl: none is needed."""
+    """Return the function for a backend's timeout, without the warning that a torch for CPUs lacks nccl."""
 
     @wraps(original)
     def timeout(backend: Any) -> Any:
@@ -236,9 +236,9 @@ def _default_timeout(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _builtin_hook(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Return DistributedDataParallel's way to built-in hooks, which gives virtual ranks those written in Python.
+    """Return DistributedDataParallel's registration of built-in hooks; virtual ranks get hooks written in Python.
 
-    C++'s own reads from the future of a work a list of tensors as C++ knows it, which Python cannot put there.
+    C++'s own hooks read from a work's future a list of tensors in C++'s format, which Python cannot store there.
     """
 
     @wraps(original)
@@ -254,7 +254,7 @@ def _builtin_hook(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class _Pickler:
-    """A pickler whose bytes do not depend on where in memory tensors lie."""
+    """A pickler that makes bytes independent of the memory addresses of tensors."""
 
     def __init__(self, file: Any) -> None:
         self._file = file
@@ -292,7 +292,7 @@ def _install(put: Put) -> None:
     put(c10d, "_new_process_group_helper", _new_group(c10d._new_process_group_helper))
     put(c10d, "_pickler", _Pickler)
     put(c10d, "_get_default_timeout", _default_timeout(c10d._get_default_timeout))
-    if not hasattr(torch._C, "_nccl_version"):  # which torch's log of an error asks for in a group of "nccl"
+    if not hasattr(torch._C, "_nccl_version"):  # torch's log of an error queries it in a group of "nccl"
         put(import_module("torch.cuda.nccl"), "version", lambda: (0, 0, 0))
     profiling.install(put)
     parallel = torch.nn.parallel.DistributedDataParallel
@@ -315,10 +315,12 @@ def _install_torchft(put: Put) -> None:
 
 
 class CompileLock:
-    """torch.compile's lock, whose holder lets no other rank run when it only reads its clock: that one would stop all.
+    """torch.compile's lock; its holder does not yield to other ranks when it only reads its clock.
+
+    Another rank that then waited for the lock would stop the whole run.
 
     Args:
-        lock: torch's own.
+        lock: torch's own lock.
     """
 
     def __init__(self, lock: Any) -> None:
@@ -339,7 +341,7 @@ def _install_compiler(put: Put) -> None:
     if not any("spawnsim" in folder for folder in rules.SKIP_DIRS):
         rules.add(
             "spawnsim.virtual"
-        )  # a call of a group ends a compiled graph, as one of torch's own groups does
+        )  # a call of a group ends a compiled graph, as a call of torch's own groups does
 
 
 _compiler_installed = Patches(_install_compiler).in_place

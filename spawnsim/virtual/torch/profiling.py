@@ -1,8 +1,8 @@
 """torch's profiler on virtual ranks: each rank's profile has its own events, in virtual time.
 
-Kineto, which is under both of torch's profilers, has one trace a process. So on a virtual rank a dispatch mode takes
-the place of its C++ half: it notes each operation, forward and backward, and the ranges of `record_function`; the
-process groups note what they communicate, by gloo's names. torch's Python half makes tables and averages of it.
+Kineto, which both of torch's profilers use, has one trace per process. So on a virtual rank a dispatch mode replaces
+the profiler's C++ half: it records each operation, forward and backward, and the ranges of `record_function`. The
+process groups record their communication, by gloo's names. torch's Python half makes tables and averages of it.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from spawnsim.virtual.interpreter import Put
 PROFILES = "torch.profiles"
 OPERATION, RANGE, COMMUNICATION = "cpu_op", "user_annotation", "communication"
 _ENTER, _EXIT = "profiler::_record_function_enter_new", "profiler::_record_function_exit"
-# What torch's Python half asks a Kineto event for beyond what one has here, and the answer.
+# Further attributes of Kineto events that torch's Python half reads, and their values.
 ABSENT: dict[str, Any] = {
     "overload_name": "", "device_index": -1, "device_resource_id": 0, "linked_correlation_id": 0, "external_id": 0,
     "concrete_inputs": (), "kwinputs": {}, "device_type": DeviceType.CPU, "fwd_thread_id": 0,
@@ -40,7 +40,7 @@ ABSENT: dict[str, Any] = {
 
 @dataclass(slots=True, eq=False)
 class ProfiledEvent:
-    """One operation, range or communication. Its times are virtual; `dtypes` are as many as `input_shapes`, or none."""
+    """One operation, range or communication, in virtual time; `dtypes` has one entry per input shape, or is empty."""
 
     title: str
     kind: str
@@ -82,7 +82,7 @@ _ANSWERS: dict[str, Callable[[ProfiledEvent], Any]] = {
 
 @dataclass
 class ProfileResult:
-    """What a profile has found, as torch's Python half takes it."""
+    """The result of a profile, in the form that torch's Python half reads."""
 
     rank: int
     begin_s: float
@@ -97,7 +97,7 @@ class ProfileResult:
         return _nanoseconds(self.begin_s)
 
     def experimental_event_tree(self) -> Any:
-        """Refuse: only Kineto has it."""
+        """Raise an error: only Kineto has this tree."""
         raise UnsupportedError(
             "a tree of C++ events of the profiler: on virtual ranks use events() or key_averages()"
         )
@@ -123,7 +123,7 @@ class ProfileResult:
 
 
 class Profile(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """One rank's profile under way. While it is entered it notes the thread's operations."""
+    """One rank's active profile. While it is entered, it records the thread's operations."""
 
     def __init__(self, task: Task) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -135,19 +135,19 @@ class Profile(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.metadata: dict[str, Any] = {}
 
     def _now(self) -> float:
-        """Return the rank's time. What its operations take, it pays in its next call: that is added."""
+        """Return the rank's time, including the time of operations that its next call will pay."""
         return self._task.clock + (self._pending(self._task) if self._pending is not None else 0.0)
 
     def begun(
         self, title: str, kind: str, shapes: Sequence[list[int]] = (), dtypes: Sequence[str] = ()
     ) -> ProfiledEvent:  # fmt: skip
-        """Note that something begins now."""
+        """Record that an event begins now."""
         event = ProfiledEvent(title, kind, self._now(), shapes, dtypes, number=len(self._begun) + 1)
         self._begun.append(event)
         return event
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Carry out an operation, and note it."""
+        """Execute an operation, and record it."""
         name, kwargs = func._schema.name, kwargs or {}
         if name == _ENTER:
             self._open.append(self.begun(args[0], RANGE))
@@ -155,7 +155,7 @@ class Profile(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._open.pop().end_s = self._now()
         if name.startswith("profiler::"):
             return func(*args, **kwargs)
-        # What is none counts as one without a shape.
+        # An argument that is not a tensor counts as one without a shape.
         tensors = [isinstance(each, torch.Tensor) for each in args]
         shapes = [list(each.shape) if is_one else [] for each, is_one in zip(args, tensors, strict=True)]
         dtypes = [str(each.dtype) if is_one else "" for each, is_one in zip(args, tensors, strict=True)]
@@ -166,7 +166,7 @@ class Profile(TorchDispatchMode):  # type: ignore[no-untyped-call]
             event.end_s = self._now()
 
     def result(self) -> ProfileResult:
-        """Return what was found; ranges that are open end now, and communication that is not over is left out."""
+        """Return the events found; open ranges end now, and incomplete communication is omitted."""
         for event in self._open:
             event.end_s = self._now()
         found = [event for event in self._begun if event.end_s is not None]
@@ -176,7 +176,7 @@ class Profile(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def _under_way() -> dict[Task | None, Profile]:
-    """Return the profiles under way of the calling rank, by the thread that profiles."""
+    """Return the active profiles of the calling rank, by the thread that profiles."""
     task = current_task()
     assert task is not None
     found: dict[Task | None, Profile] = task.kernel.owner.ranks[task.rank].attachments.setdefault(
@@ -186,7 +186,7 @@ def _under_way() -> dict[Task | None, Profile]:
 
 
 def communicating(title: str, shapes: Sequence[list[int]]) -> ProfiledEvent | None:
-    """Note that the calling rank's group begins an operation, if the rank profiles; return the event, to be ended."""
+    """Record that the calling rank's group begins an operation, if the rank profiles; return the open event."""
     profile = _under_way().get(current_task())
     return None if profile is None else profile.begun(title, COMMUNICATION, shapes)
 
@@ -223,7 +223,7 @@ def _on_ranks(original: Callable[..., Any], virtual: Callable[..., Any]) -> Call
 
 
 def install(put: Put) -> None:
-    """Give virtual ranks their own profiler under torch's Python half."""
+    """Put virtual ranks' own profiler under torch's Python half."""
     profiler: Any = import_module("torch.autograd.profiler")
     for module, name, virtual in (
         (profiler, "_prepare_profiler", lambda *_, **__: None),

@@ -1,10 +1,10 @@
-"""Operations under way: `Work`, its future, and the errors in which a wait for it ends.
+"""Pending operations: `Work`, its future, and the errors that a wait for it raises.
 
 A work begins at the clock at which it was issued; `wait` moves the rank's clock to its end. C++ waits for a future by
-stopping the thread, so a future must be complete by then: those of a backward pass (the buckets of
+stopping the thread, so a future must be complete by then. In a backward pass, the futures (of the buckets of
 DistributedDataParallel) are completed by a callback that autograd runs at the end of the pass, before the reducer's
-own; others by the wait itself, in Python. A static graph's first pass issues its buckets and waits for them in one
-call of C++: there a work is over before its future is returned (`unbroken`).
+own; all other futures are completed by the wait itself, in Python. A static graph's first pass issues its buckets and
+waits for them in one call of C++: there, a work completes before its future is returned (`unbroken`).
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from spawnsim.virtual.mpi.requests import Request
 from spawnsim.virtual.threads import has_threads
 from spawnsim.virtual.torch.profiling import ProfiledEvent
 
-OPEN = "torch.futures"  # what of futures a rank has open
+OPEN = "torch.futures"  # attachment of a rank: its open futures
 
 
 class GroupTimeout(Timeout, RuntimeError):
@@ -39,15 +39,15 @@ class PeerClosed(RankFailed, RuntimeError):
 
 
 class OpenFutures:
-    """A rank's works whose futures are open, in the order issued; and which future waits for which of them."""
+    """A rank's works with open futures, in the order issued, and the work that each future depends on."""
 
     def __init__(self) -> None:
         self.works: dict[VirtualWork, list[Any]] = {}
         self.by_id: dict[int, VirtualWork] = {}
-        self.unbroken = False  # amid a call of C++ that issues works and waits for their futures
+        self.unbroken = False  # during a call of C++ that issues works and waits for their futures
 
     def add(self, future: Any, work: VirtualWork) -> None:
-        """Take note that a future waits for a work. It is kept until then, so that its identity stays its own."""
+        """Record that a future depends on a work. The future is kept until then, so that its id stays unique."""
         self.works.setdefault(work, []).append(future)
         self.by_id[id(future)] = work
 
@@ -60,7 +60,7 @@ class OpenFutures:
 
 
 def open_futures() -> OpenFutures:
-    """Return what of futures the calling rank has open."""
+    """Return the calling rank's open futures."""
     task = current_task()
     assert task is not None
     found: OpenFutures = task.kernel.owner.ranks[task.rank].attachments.setdefault(OPEN, OpenFutures())
@@ -69,7 +69,7 @@ def open_futures() -> OpenFutures:
 
 def settle_all() -> None:
     """Complete the futures of all open works of the calling rank."""
-    # What has failed is raised, and its future left open: C++ would take the error for the value.
+    # A failed work raises its error here, and its future stays open: C++ would take the error for the value.
     pending = open_futures()
     while pending.works:
         work = next(iter(pending.works))
@@ -78,13 +78,13 @@ def settle_all() -> None:
 
 
 def waiting(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Return C++'s wait of a future, before which the rank completes what it depends on."""
+    """Return C++'s wait of a future; before it, the rank completes the works that the future depends on."""
 
     def wait(self: Any) -> Any:
         if current_task() is not None and not self.done():
             work = open_futures().by_id.get(id(self))
             if work is None:
-                settle_all()  # one that is made of several, or of C++'s: which, nobody can tell
+                settle_all()  # a combined future, or one made in C++: its works are unknown
                 _await_threads(self)
             else:
                 work.settle()
@@ -101,7 +101,7 @@ def _await_threads(future: Any) -> None:
 
 
 def unbroken(original: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """Return C++'s reduction of all buckets at once, amid which the rank completes each work as it is issued."""
+    """Return C++'s reduction of all buckets at once; during it, the rank completes each work when it is issued."""
 
     @wraps(original)
     def reduce(reducer: Any) -> Any:
@@ -119,7 +119,7 @@ def unbroken(original: Callable[[Any], Any]) -> Callable[[Any], Any]:
 
 
 def following(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Return C++'s `then` of a future, which takes note of what the new one depends on."""
+    """Return C++'s `then` of a future; it records the dependency of the new future."""
 
     def then(self: Any, callback: Callable[[Any], Any]) -> Any:
         after = original(self, callback)
@@ -134,14 +134,14 @@ def following(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class VirtualFuture(Future):  # type: ignore[type-arg]
-    """The future of a work. Its waits are in virtual time."""
+    """The future of a work; waits for it are in virtual time."""
 
     def __init__(self, work: Any) -> None:
         super().__init__()
         self._work = work
 
     def done(self) -> bool:
-        """Return whether it is done; an observation."""
+        """Return whether the future is complete; this call is an observation."""
         if not super().done() and self._work.is_completed():
             self._work.settle()
         return super().done()
@@ -151,10 +151,10 @@ class VirtualWork(Work):
     """One operation of one rank.
 
     Args:
-        request: what is under way.
+        request: the pending request.
         outputs: the tensors that it fills.
         limit: the seconds after its issue at which it ends in `GroupTimeout`, and whether the program has set them.
-        leave: is called when a wait has ended badly, so that lent memory is kept for the others.
+        leave: called when a wait fails, so that lent memory is kept for the other ranks.
     """
 
     def __init__(
@@ -175,7 +175,7 @@ class VirtualWork(Work):
     # -- waiting -----------------------------------------------------------------------------------------------
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        """Wait for the end; its outputs are filled then."""
+        """Wait for the end; the outputs are filled then."""
         if self._error is not None:
             raise self._error
         if not self._over:
@@ -195,7 +195,7 @@ class VirtualWork(Work):
         try:
             with limited(task, max(left_s, 1e-9), explicit=explicit):
                 self._request.wait(self._status)
-        except BaseException as error:  # noqa: BLE001 - what ends the rank, too
+        except BaseException as error:  # noqa: BLE001 - including exceptions that end the rank
             self._leave()
             raise self._failed(error, seconds) from None
         self._over = True
@@ -203,7 +203,7 @@ class VirtualWork(Work):
             self.profiled.end_s = min(completion.final(), task.clock)
 
     def _failed(self, error: BaseException, seconds: float) -> BaseException:
-        """Return what a wait raises: gloo's words, and behind them ours."""
+        """Return the error that a wait raises: gloo's message, followed by ours."""
         if isinstance(error, (Timeout, RankFailed)) and self._request._world.resource_leaks is not None:
             self._request._world.resource_leaks.closed(self._request._completion)
         if isinstance(error, Timeout):
@@ -218,7 +218,7 @@ class VirtualWork(Work):
         return error if self._error is None else self._error
 
     def is_completed(self) -> bool:
-        """Return whether it is over; an observation."""
+        """Return whether the operation is complete; this call is an observation."""
         if not self._over and self._error is None and self._request.Get_status(self._status):
             self._finish(None)
         return self._over or self._error is not None
@@ -257,7 +257,7 @@ class VirtualWork(Work):
             else:
                 open_futures().add(self._future, self)
                 if torch._C._current_graph_task_id() >= 0:
-                    # Before the reducer's own callback, which it queues when its last bucket has been handed over.
+                    # Before the reducer's own callback, which it queues after its last bucket has been issued.
                     torch.autograd.Variable._execution_engine.queue_callback(settle_all)
         return self._future
 
@@ -271,7 +271,7 @@ class VirtualWork(Work):
         self._pass_on()
 
     def _pass_on(self) -> None:
-        """Complete the future, if it is open; what follows it is called."""
+        """Complete the future, if it is open; this calls its callbacks."""
         if self._future is not None and open_futures().remove(self):
             self._complete(self._future)
 
