@@ -6,8 +6,9 @@
     def test_everybody_has_the_mean(comm):
         ...
 
-Each rank runs the body, as `main(comm)`. With a file (`@virtual("train.py", ...)`) the test gets each run that has
-ended well, to look at its records. `pytest -p spawnsim.testing` adds the options that replay a failure.
+Each rank runs the body, as `main(comm)`. With a file (`@virtual("train.py", ...)`), the test is called with each run
+that finished without an error, to check its records. `pytest -p spawnsim.testing` adds the options that replay a
+failure.
 """
 
 from __future__ import annotations
@@ -56,24 +57,24 @@ def virtual(
     """Run a test on virtual ranks, once for each of several seeds.
 
     Args:
-        program: a file to run, relative to the test's own; the test is then given each run that has ended well.
-            None: the test is what each rank runs; it is given the communicator first, then its fixtures.
-        ranks: how many, or several numbers to draw from.
-        seeds: how many cases.
-        faults: kinds to draw from, and faults that happen in each case: see `spawnsim.fuzzing.Space`.
+        program: a file to run, relative to the test's own; the test is then called with each run that finished without
+            an error. None: each rank runs the test, with the communicator as first argument, followed by its fixtures.
+        ranks: number of ranks, or several numbers to draw from.
+        seeds: number of cases.
+        faults: kinds to draw from, and faults that happen in each case; see `spawnsim.fuzzing.Space`.
         ties: orders of simultaneous events to draw from.
         stragglers: straggler models to draw from.
-        parameters: keyword arguments of the program; `iterations` is made smaller where a case fails.
+        parameters: keyword arguments of the program; `iterations` is reduced in a failing case.
         survive: ending in `RankFailed`, `Revoked` or `Timeout` is a failure too, whatever the faults.
-        alive_s: virtual seconds after the last fault within which each rank must get on.
-        shrink: whether a failing case is made smaller, with the same error and among the `ranks` above.
-        world: further circumstances: platform, compute, deadline_s, argv.
+        alive_s: virtual seconds after the last fault within which each rank must make progress.
+        shrink: whether to reduce a failing case, with the same error and among the `ranks` above.
+        world: further settings: platform, compute, deadline_s, argv.
 
     Returns:
-        What makes a test of a function.
+        A decorator that turns a function into a test.
 
     Raises:
-        ParameterError: an argument has no meaning.
+        ParameterError: an argument is invalid.
     """
     from spawnsim.fuzzing.cases import Space
 
@@ -107,7 +108,7 @@ def virtual(
 def _target(
     program: str | Path | None, test: Callable[..., Any], args: Sequence[Any], fixtures: Mapping[str, Any]
 ) -> Any:
-    """Return the target: the test's body on each rank, or a file whose runs the test examines."""
+    """Return the target: the test's body on each rank, or a file whose runs the test checks."""
     from spawnsim.fuzzing.campaign import Target
 
     if program is not None:
@@ -153,7 +154,7 @@ def _hold(target: Any, space: Any, seeds: int, request: Any, *, shrink: bool) ->
 
 
 def _told(failure: Any) -> str:
-    """Return what broke, in which case, and where the ranks stood."""
+    """Return the failure, its case, and the positions of the ranks."""
     from spawnsim.units import counted
 
     case = failure.case

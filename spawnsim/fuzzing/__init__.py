@@ -1,5 +1,5 @@
-"""Fuzzing: a program under many seeds, fault plans, delays and orders of simultaneous events, until something breaks.
+"""Fuzzing: run a program under many seeds, fault plans, delays and event orders, until it fails.
 
-`cases` draws cases, `checks` holds their runs to invariants, `campaign` runs many in parallel, and `shrinking` makes a
-failing case small.
+`cases` draws cases, `checks` checks the invariants of their runs, `campaign` runs many in parallel, and `shrinking`
+reduces a failing case.
 """

@@ -1,6 +1,6 @@
-"""Many cases of one program, in parallel processes that stay warm; failures, and the faults that struck.
+"""Many cases of one program, in parallel processes that are reused; failures, and the faults that struck.
 
-A process imports once, and loads the program anew for each case, since programs keep state in their modules.
+A process imports packages once, and loads the program anew for each case, since programs keep state in their modules.
 """
 
 from __future__ import annotations
@@ -46,10 +46,10 @@ from spawnsim.run.virtual import carry_out
 from spawnsim.study.executors import pool
 from spawnsim.virtual.engine import diagnosis
 
-LIMIT_S = 60.0  # of processor time, for one case
-STARVED = 10  # times as long on the wall: for a case on a busy machine, or one that waits for real
-PORTION = 8  # cases that a process is given at once
-SHRINKING = 200  # cases at most that are tried to make a failing one smaller
+LIMIT_S = 60.0  # processor time for one case
+STARVED = 10  # wall-time factor: for a case on a busy machine, or one that waits for real
+PORTION = 8  # cases that a process receives at once
+SHRINKING = 200  # cases at most to reduce a failing one
 DIFFERENT = 8  # failures of different kinds after which a campaign ends
 
 
@@ -59,14 +59,14 @@ class Overdue(BaseException):
 
 @dataclass(frozen=True)
 class Failure:
-    """What broke, in which case.
+    """A failure and its case.
 
     Attributes:
         what: the invariant, or the kind of error.
-        place: the line of the program, as far as one is known.
+        place: the line of the program, if known.
         message: the whole message.
         case: the case.
-        table: calls and lines of all ranks that were alive, unless the message lists them.
+        table: calls and lines of all living ranks, unless the message lists them.
         waits: the calls and lines that cause a deadlock, or the line of a time-out.
     """
 
@@ -82,7 +82,7 @@ class Failure:
         return self.what, self.place
 
     def is_same(self, other: Failure) -> bool:
-        """Whether another case fails with the same error: its type, and the line or, of waits, calls and lines."""
+        """Return whether two errors are the same: equal types, and equal lines or, for waits, calls and lines."""
         return (*self.key, self.waits) == (*other.key, other.waits)
 
 
@@ -92,9 +92,9 @@ class Target:
 
     Attributes:
         program: the file's path, or the function.
-        whole: run a file whole on every rank, whatever it defines.
-        check: is given each run that has ended well; False, or an exception, says that it is wrong. None: the function
-            `check(run)` that a file with a `main(comm)` may define.
+        whole: run the whole file on every rank, whatever it defines.
+        check: called with each run that finished without an error; False, or an exception, marks the run as failed.
+            None: the function `check(run)` that a file with a `main(comm)` may define.
     """
 
     program: Path | Callable[..., Any]
@@ -106,14 +106,14 @@ class Target:
         return str(self.program) if isinstance(self.program, Path) else self.program.__name__
 
     def load(self, parameters: Mapping[str, Any]) -> tuple[Any, Callable[[Run], Any] | None]:
-        """Return the program as it is before any run, and the function `check(run)` that its file may define."""
+        """Return the program in its state before any run, and the function `check(run)` that its file may define."""
         if not isinstance(self.program, Path):
             return program(self.program, parameters), self.check
         file = _file(self.program, self.whole)
         if file.is_whole:
             return file, self.check
         own = _own_modules(self.program)
-        if len(own) > 1:  # it imports others of its folder
+        if len(own) > 1:  # it imports other modules of its folder
             for name, module in list(sys.modules.items()):
                 if getattr(module, "__file__", None) in own:
                     del sys.modules[name]
@@ -121,7 +121,7 @@ class Target:
         return task, self.check or getattr(sys.modules[MODULE], "check", None)
 
 
-# Read once in a process: to parse a file for each case would take a quarter of the time of a small one.
+# Read once per process: parsing a file for each case would take a quarter of the time of a small one.
 @cache
 def _file(path: Path, whole: bool) -> ProgramFile:
     return ProgramFile.read(path, whole=whole)
@@ -134,17 +134,17 @@ def _own_modules(path: Path) -> frozenset[str]:
 
 @dataclass
 class Found:
-    """What a campaign has found, or a part of one.
+    """The findings of a campaign, or of a part of one.
 
     Attributes:
-        runs: how many cases ran.
+        runs: number of cases that ran.
         ended: runs that faults have ended as MPI's rules allow (a rank died and the program does not survive that).
-        drawn: for each kind of fault, the cases in which it was planned.
+        drawn: for each kind of fault, the number of cases in which it was planned.
         fired: for each kind and call, how often it has struck.
-        failures: the first of each kind of failure, as found.
-        counts: how often each kind of failure came.
+        failures: the first failure of each kind, as found.
+        counts: number of failures of each kind.
         small: the same failures in their smallest case.
-        seconds: on the wall.
+        seconds: wall time.
     """
 
     runs: int = 0
@@ -188,7 +188,7 @@ def attempt(target: Target, case: Case) -> tuple[Failure | None, Watch, bool]:
             )  # fmt: skip
         if watch.broken_at_end() is None and check is not None:
             _user_check(check, watch, counted)
-    except (Exception, Overdue) as raised:  # noqa: BLE001 - whatever it is, it is judged
+    except (Exception, Overdue) as raised:  # noqa: BLE001 - any exception is evaluated
         error = raised
     if error is None:
         broken = watch.broken_at_end()
@@ -208,18 +208,18 @@ def _user_check(check: Callable[[Run], Any], watch: Watch, counted: Any) -> None
 
 
 def _cause(error: BaseException) -> BaseException:
-    """Return what a rank's program raised, or the error as it is."""
+    """Return the exception that a rank's program raised, or the error itself."""
     return error.__cause__ if isinstance(error, RankError) and error.__cause__ is not None else error
 
 
 def _explained(error: BaseException, case: Case, watch: Watch) -> bool:
-    """Whether a program may end like this under these faults: one that promises nothing may, if MPI would let it."""
+    """Return whether the faults explain the error: MPI allows it, and the program does not promise to survive it."""
     cause = _cause(error)
     if case.survive or not watch.plan.faults:
         return False
     if isinstance(cause, Deadlock):
         return watch.lost
-    if isinstance(cause, (MismatchError, TruncationError)):  # messages between ranks were damaged
+    if isinstance(cause, (MismatchError, TruncationError)):  # messages between ranks were corrupted
         return watch.spoiled
     return isinstance(cause, WorldError) and not isinstance(cause, StorageError)
 
@@ -236,7 +236,7 @@ def _failure(error: BaseException, case: Case, table: str) -> Failure:
         message += "".join(f"\n  {frame.filename}:{frame.lineno}: {frame.line}" for frame in own[-2:])
     found = re.search(r"[\w.-]+\.py:\d+", message)
     place, waits = found[0] if found else "", getattr(cause, "causes", ())
-    # Waits are named by a table of lines, of which each case has others.
+    # Waits are named by a table of lines, which differs between cases.
     if isinstance(cause, (Deadlock, Timeout, Overdue)):
         place, waits = "", waits or ((place,) if isinstance(cause, Timeout) else ())
     table = "" if isinstance(cause, (Deadlock, Livelock)) else table
@@ -245,7 +245,7 @@ def _failure(error: BaseException, case: Case, table: str) -> Failure:
 
 @contextmanager
 def _silent() -> Iterator[None]:
-    """Drop the output of programs while the block runs: that of many cases would hide the failures."""
+    """Discard the output of programs while the block runs: the output of many cases would hide the failures."""
     with (
         open(os.devnull, "w", encoding="utf-8") as nowhere,
         redirect_stdout(nowhere),
@@ -256,7 +256,7 @@ def _silent() -> Iterator[None]:
 
 @contextmanager
 def _overdue(limit_s: float) -> Iterator[None]:
-    """Raise `Overdue` in the block after so many seconds of processor time, and again, where a signal can be taken."""
+    """Raise `Overdue` in the block after this processor time, and repeatedly, where a signal can be handled."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -284,7 +284,7 @@ def _overdue(limit_s: float) -> Iterator[None]:
 
 # ------------------------------------------------------------------------------------------------------ many cases
 
-# The calm case of a target and a space, for each number of ranks: run once in a process.
+# The calm case of a target and a space, for each number of ranks: run once per process.
 _rehearsed: dict[tuple[str, str], dict[int, Calm]] = {}
 
 
@@ -315,7 +315,7 @@ def portion(target: Target, space: Space, seeds: Sequence[int]) -> Found:
 
 
 def reduce(target: Target, failure: Failure, ranks: Sequence[int]) -> Failure:
-    """Return the same failure in the smallest case that is found, with one of these numbers of ranks."""
+    """Return the same failure in the smallest case found, with one of these numbers of ranks."""
 
     def fails(case: Case) -> Failure | None:
         found = attempt(target, case)[0]
@@ -350,21 +350,21 @@ def campaign(
 
     Args:
         target: the program.
-        space: what its cases are drawn from.
+        space: the space of cases.
         seeds: one case each.
         jobs: parallel processes; 0: run in this one.
-        shrink: whether failures are made smaller.
-        told: called now and then with all findings so far.
-        seconds: on the wall, after which nothing more begins.
-        most: failures of different kinds after which nothing more begins.
+        shrink: whether to reduce failing cases.
+        told: receives all findings so far, repeatedly.
+        seconds: wall time after which no new case begins.
+        most: failures of different kinds after which no new case begins.
 
     Returns:
         All findings.
 
     Raises:
-        SpawnsimError: the program cannot be loaded, or fails where nothing happens and it is alone.
+        SpawnsimError: the program cannot be loaded.
     """
-    target.load(space.parameters)  # an error of the file itself is raised once
+    target.load(space.parameters)  # raises an error of the file itself once
     found, began_s = Found(), time.monotonic()
     portions = [list(seeds[at : at + PORTION]) for at in range(0, len(seeds), PORTION)]
 

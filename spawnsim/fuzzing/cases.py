@@ -1,7 +1,7 @@
-"""What a fuzzer draws: a case is one run of a program, a space is what cases are drawn from.
+"""The cases of a fuzzer: a case is one run of a program, a space is the set from which cases are drawn.
 
-A case is a function of the space and its seed. It is all text and numbers, so it can be written as options of
-`spawnsim fuzz`, which repeat the same run, and made smaller part by part.
+A case is a function of the space and its seed. It consists of text and numbers, so it can be written as options of
+`spawnsim fuzz`, which repeat the same run, and reduced part by part.
 """
 
 from __future__ import annotations
@@ -24,22 +24,22 @@ from spawnsim.random import WORLD, generator
 from spawnsim.scenario import Scenario
 from spawnsim.virtual.engine.event_queue import tie_order
 
-DEADLINE_S = 2.0  # of a call: short, so that a wait for the dead does not outlast the run
-# Faults that MPI's rules allow. MPI rules out messages that are lost, doubled or damaged, and most programs rely on
-# it: these are drawn on request. Only a program that survives a death can bear a rank that restarts.
+DEADLINE_S = 2.0  # of a call: short, so that a wait for dead ranks does not outlast the run
+# Faults that MPI's rules allow. MPI rules out lost, duplicated and corrupted messages, and most programs rely on this:
+# such faults are drawn only on request. Only a program that survives a death can handle a restarting rank.
 DEFAULT_FAULTS = "crash; pause; slow; skew; down; delay; reorder; partition; clog"
-SURVIVED = "; restart"  # drawn besides where a program promises to survive
+SURVIVED = "; restart"  # drawn in addition if the program promises to survive
 LOSING = {"crash", "restart", "drop", "corrupt"}  # kinds after which a wait may end at its deadline
 JITTERS_S = (1e-5, 1e-4, 1e-3, 1e-2)  # of every message in a case with delays
-QUIET = 0.25  # of the time that a program takes: where the faults of a case end that is to show progress afterwards
-UNSAID: tuple[Any, ...] = ("", "fifo", None, {}, False)  # values that a case has where nothing else is said
+QUIET = 0.25  # share of the program's time for faults, if the case must show progress afterwards
+UNSAID: tuple[Any, ...] = ("", "fifo", None, {}, False)  # default values of a case
 RANDOM = "*"  # in the place of a fault's ranks, links and times: drawn anew in each case
 
 
 class Calm(NamedTuple):
-    """What a program does where nothing happens: how long it takes, and the longest that a rank goes without a step.
+    """A program's behavior without faults: its duration, and the longest time of any rank without progress.
 
-    `waits`: whether it has policies, which may wait for each other by their own times.
+    `waits`: whether it has policies, whose own timers may make ranks wait for each other.
     """
 
     lasts_s: float
@@ -49,17 +49,18 @@ class Calm(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """One run: all that it depends on beside the program.
+    """One run: everything that it depends on except the program.
 
     Attributes:
         seed: seeds every random stream of the run, and the chances of its faults.
-        ranks: how many.
+        ranks: number of ranks.
         faults: the fault plan as text, "" for none.
-        ties: the order of ranks at one time.
+        ties: the order of ranks at equal times.
         straggler: as for `spawnsim run`, or None.
         parameters: keyword arguments of `main`.
-        world: further circumstances, the same in all cases: platform, compute, deadline_s, argv.
-        alive_s: virtual seconds after the last fault within which each rank must have made progress; inf: not asked.
+        world: further settings, the same in all cases: platform, compute, deadline_s, argv.
+        alive_s: virtual seconds after the last fault within which each rank must have made progress; inf: not
+            required.
         survive: whether the program promises to continue when ranks die or calls meet their deadlines.
     """
 
@@ -78,7 +79,7 @@ class Case:
         return FaultPlan.parse(self.faults, seed=self.seed)
 
     def scenario(self, faults: Any = None) -> Scenario:
-        """Return the circumstances of the run, with another object in place of the fault plan if one is given."""
+        """Return the scenario of the run; `faults`, if given, replaces the fault plan."""
         world = {name: value for name, value in self.world.items() if name != "argv"}
         return Scenario(
             self.ranks, faults=self.faults if faults is None else faults, seed=self.seed, ties=self.ties,
@@ -105,7 +106,7 @@ class Case:
         return shlex.join(["spawnsim", "fuzz", file, *self.options()])
 
     def to_json(self) -> str:
-        """Return the case as text that `from_json` reads back, without its world, which may hold objects."""
+        """Return the case as text for `from_json`, without its world, which may hold objects."""
         told = {part.name: getattr(self, part.name) for part in fields(self) if part.name != "world"}
         told["alive_s"] = None if math.isinf(self.alive_s) else self.alive_s  # JSON has no infinity
         return json.dumps({n: v for n, v in told.items() if v not in UNSAID or type(v) in (int, float)})
@@ -121,7 +122,7 @@ class Case:
             raise ParameterError(f"no case: {text!r} ({error}); copy it from a failure") from error
 
     def quiet_s(self) -> float:
-        """Return when the last fault is over; faults that last for ever are over when they begin."""
+        """Return when the last fault ends; permanent faults end when they begin."""
         ends = [0.0]
         for fault in self.plan.faults:
             at_s, for_s = fault.at_s, getattr(fault, "for_s", 0.0)  # type: ignore[attr-defined]
@@ -132,22 +133,22 @@ class Case:
 
 @dataclass(frozen=True, kw_only=True)
 class Space:
-    """What the cases of a program are drawn from. A dimension with one value is fixed.
+    """The space from which a program's cases are drawn. A dimension with one value is fixed.
 
     Attributes:
         ranks: numbers of ranks.
-        faults: what may happen, separated by ";": kinds ("crash", or "crash:*@*"), and faults as in a fault plan, which
-            happen in every case. "" or "none": nothing.
+        faults: possible faults, separated by ";": kinds ("crash", or "crash:*@*"), and faults as in a fault plan,
+            which happen in every case. "" or "none": no faults.
         ties: orders of simultaneous events; "random" draws a seed for each case.
         stragglers: as for `spawnsim run`; None: none.
         parameters: keyword arguments of `main`.
-        world: further circumstances, the same in all cases.
-        alive_s: as in `Case`; None: in half of the cases, ten times as long as ranks take between two steps without any
-            fault; and two deadlines, where policies wait or a fault loses what another rank waits for.
+        world: further settings, the same in all cases.
+        alive_s: as in `Case`; None: in half of the cases, ten times the longest time without progress in a fault-free
+            run; plus two deadlines if policies wait, or if a fault loses data that another rank waits for.
         survive: as in `Case`.
 
     Raises:
-        ParameterError: no such kind of fault or order of ties, or no number of ranks.
+        ParameterError: unknown kind of fault or order of ties, or no number of ranks.
     """
 
     ranks: Sequence[int] = tuple(range(2, 9))
@@ -162,10 +163,10 @@ class Space:
     def __post_init__(self) -> None:
         if not self.ranks or min(self.ranks) < 1:
             raise ParameterError(f"ranks={list(self.ranks)}: give numbers of at least 1")
-        _ = self.kinds  # raises if there is no such kind
+        _ = self.kinds  # raises for an unknown kind
         for ties in self.ties:
             tie_order(ties if ties != "random" else "random:0")
-        plan = FaultPlan.parse("; ".join(self.fixed))  # raises if it is not a plan
+        plan = FaultPlan.parse("; ".join(self.fixed))  # raises for an invalid plan
         for fault in plan.faults:
             if any(rank >= max(self.ranks) for rank in fault.ranks):
                 raise fault.refuse(f"no case has more than {max(self.ranks)} ranks")
@@ -190,11 +191,11 @@ class Space:
         return tuple(part for part in self._parts if ":" in part and not part.endswith(f"@{RANDOM}"))
 
     def calm(self, ranks: int) -> Case:
-        """Return the case in which nothing happens: how long it takes says when faults can strike."""
+        """Return the case without faults; its duration determines when faults can strike."""
         return Case(seed=0, ranks=ranks, parameters=self.parameters, world=self.world, survive=self.survive)
 
     def case(self, seed: int, calm: Callable[[int], Calm]) -> Case:
-        """Return the case of a seed; `calm` returns what the calm case does on a number of ranks."""
+        """Return the case of a seed; `calm` returns the behavior of the calm case on a number of ranks."""
         draw = generator(seed, WORLD, "fuzzing.case")
         ranks = int(draw.choice(self.ranks))
         ties = self.ties[int(draw.integers(len(self.ties)))]
@@ -213,8 +214,8 @@ class Space:
         )  # fmt: skip
 
     def _alive_s(self, calm: Calm, faults: str) -> float:
-        # A call that meets its deadline because of a fault ends that much after it, and so may `recover`. Where all
-        # that was sent arrives no call meets one: then a rank that stands still is found in a short program, too.
+        # A call that meets its deadline because of a fault ends that much after it, and so may `recover`. If all
+        # messages arrive, no call meets a deadline: then a stuck rank is detected in a short program, too.
         lost = any(fault.kind in LOSING for fault in FaultPlan.parse(faults).faults)
         deadline_s = min(float(self.world.get("deadline_s", DEADLINE_S)), DEADLINE_S)
         return float(f"{10 * calm.step_s + 2 * deadline_s * (calm.waits or lost):.3g}")
@@ -238,8 +239,8 @@ class Space:
 
 
 def _scaled(fault: str, scale: float) -> str:
-    """Return a fault with its window, drawn in other units of time, in seconds with few digits."""
-    if fault.startswith("restart"):  # alone it would be no plan
+    """Convert a fault's times, drawn in other units, to seconds with few digits."""
+    if fault.startswith("restart"):  # on its own it would not be a valid plan
         head, _, at = fault.partition("@")
         return f"{head}@{float(format(float(at.rstrip('s')) / scale, '.4g'))}s"
     parts = []

@@ -1,11 +1,11 @@
-"""What must hold in every run, whatever the seed, the faults and the order of events; and which faults have struck.
+"""Invariants of every run, whatever the seed, the faults and the order of events; and a record of faults that struck.
 
-After each call of a policy: its model is of the same shape, finite, and shares no memory with another rank's; the
-clock has not gone back, and the call has not taken longer than deadlines and faults explain; what the policy promises
-(`SpawnPolicy.promises`). At the end: no message of a run without faults was left unreceived, and where faults end,
-each rank has made progress soon after. That nobody is stuck, the simulator itself says.
+After each call of a policy: the model has the same shapes, is finite, and shares no memory with another rank's; the
+clock is monotone, and deadlines and faults explain the duration of the call; the policy's promises hold
+(`SpawnPolicy.promises`). At the end: in a run without faults and policies, every message was received; and after the
+last fault, each rank has made progress soon. The simulator itself detects stuck ranks.
 
-A broken invariant ends the run at once, in a way that the program cannot catch.
+A violated invariant ends the run at once, in a way that the program cannot catch.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ from spawnsim.virtual.interpreter import Patches, Put
 
 ROUNDING = 64  # units in the last place by which sums may differ
 COMPRESSED = 2e-3  # relative error of weights that travelled as float16
-WAITS = 10  # deadlines that one call of a policy may take: it is made of several calls
-DAMAGE = "corrupt"  # a kind of fault after which numbers may be anything
+WAITS = 10  # deadlines that one call of a policy may take: it makes several calls
+DAMAGE = "corrupt"  # a kind of fault after which numbers may be arbitrary
 
 
 @dataclass(frozen=True)
 class WatchedPlan(FaultPlan):
-    """A fault plan that notes which of its faults have struck, and in which calls."""
+    """A fault plan that records which of its faults have struck, and in which calls."""
 
     fired: Counter[tuple[str, str]] = field(default_factory=Counter, compare=False)
 
@@ -53,7 +53,7 @@ class WatchedPlan(FaultPlan):
         return verdict
 
     def place(self, call: str) -> None:
-        """Say in which call those faults have struck that were noted without one: its event comes after them."""
+        """Assign a call to the faults that were recorded without one: the event with the call follows the fault."""
         for kind, known in list(self.fired):
             if not known and call:
                 self.fired[kind, call] += self.fired.pop((kind, known))
@@ -76,13 +76,13 @@ class WatchedPlan(FaultPlan):
 
 @dataclass(frozen=True)
 class WatchedSkew:
-    """A fault of a rank's clock that notes when the clock has shown a wrong time."""
+    """A fault of a rank's clock that records when the clock has shown a wrong time."""
 
     fault: Skew
     struck: Counter[tuple[str, str]]
 
     def error_s(self, time_s: float) -> float:
-        """Return by how much the clock is wrong at a time, as the fault does."""
+        """Return the clock's error at a time, as the fault does."""
         wrong_s = self.fault.error_s(time_s)
         if wrong_s:
             self.struck[Skew.kind, "now"] += 1
@@ -90,7 +90,7 @@ class WatchedSkew:
 
 
 def _call() -> str:
-    """Return the call that the running rank makes; "" while an event happens, on whichever rank's stack that is."""
+    """Return the call of the running rank; "" during an event, on whichever rank's stack it runs."""
     task = current_task()
     if task is None or task.kernel.env.happening:
         return ""
@@ -98,29 +98,29 @@ def _call() -> str:
 
 
 class Watch(Recorder):
-    """Follows one run: records it, holds its policies to their invariants, and notes which faults struck."""
+    """Observes one run: records it, checks the invariants of its policies, and records which faults struck."""
 
     def __init__(self, case: Case) -> None:
         super().__init__()
         self.case = case
         self.plan = WatchedPlan(case.plan.faults, case.seed)
         self.world: World | None = None
-        self.progress_s: defaultdict[int, list[float]] = defaultdict(list)  # by rank: when it got on
-        self.struck: Counter[tuple[str, str]] = Counter()  # crashes, restarts and skewed clocks, with where
-        self.lost = False  # whether a message was lost for good
-        # Whether numbers may be anything.
+        self.progress_s: defaultdict[int, list[float]] = defaultdict(list)  # by rank: times of progress
+        self.struck: Counter[tuple[str, str]] = Counter()  # crashes, restarts, skewed clocks, with calls
+        self.lost = False  # whether a message was lost permanently
+        # Whether numbers may be arbitrary.
         self.spoiled = any(fault.kind == DAMAGE for fault in self.plan.faults)
-        self.table_of_ranks = ""  # where they stood when the run failed
-        # Whether any was called: then their averages are the progress, and else rows.
+        self.table_of_ranks = ""  # calls and lines of the ranks when the run failed
+        # Whether any policy was called: then their averages count as progress, otherwise recorded rows.
         self.has_policies = False
         self._inside: dict[Task, float] = {}
         self._clocks: dict[Task, float] = {}
-        self._models: dict[int, tuple[Any, set[int]]] = {}  # of each rank: what it holds, and where
+        self._models: dict[int, tuple[Any, set[int]]] = {}  # each rank's storages, and their addresses
         self._largest: dict[str, float] = {}
         self._sums: defaultdict[Any, dict[int, tuple[Any, Any]]] = defaultdict(dict)
         self._limit_s = _limit_s(case)
 
-    # -- what is recorded --------------------------------------------------------------------------------------
+    # -- records -----------------------------------------------------------------------------------------------
 
     def row(self, rank: int, time_s: float, values: Mapping[str, Any]) -> None:
         super().row(rank, time_s, values)
@@ -128,7 +128,7 @@ class Watch(Recorder):
             self.progress_s[rank].append(time_s)
 
     def event(self, rank: int, time_s: float, kind: str, fields: Mapping[str, Any]) -> None:
-        """Keep one event."""
+        """Record one event."""
         super().event(rank, time_s, kind, fields)
         if kind in ("crash", "restart", "skew"):
             self.struck[kind, self._where(rank)] += 1
@@ -171,7 +171,7 @@ class Watch(Recorder):
         @functools.wraps(call)
         def watched(policy: Any, *args: Any, **kwargs: Any) -> Any:
             task = current_task()
-            # A policy whose call is made of another's is looked at once, from outside.
+            # If a policy's call contains another policy's call, only the outer call is checked.
             if task is None or task in self._inside or self.world is None or task.beside:
                 return call(policy, *args, **kwargs)
             return self._called(task, policy, functools.partial(call, policy, *args, **kwargs))
@@ -179,7 +179,7 @@ class Watch(Recorder):
         return watched
 
     def _called(self, task: Task, policy: Any, call: functools.partial[Any]) -> Any:
-        """Make a policy's call, and hold it to what must be true of it."""
+        """Make a policy's call, and check its invariants."""
         given = dict(
             zip(("iteration", "model", "optimizer", "local_metric", "group"), call.args[1:], strict=False)
         )
@@ -208,7 +208,7 @@ class Watch(Recorder):
             f"{type(policy).__name__} took {took_s:.6g} virtual s; deadlines and faults explain {self._limit_s:.6g} s",
         )  # fmt: skip
         averaged = bool(info.get("averaged_this_iteration") or info.get("is_replaced"))
-        # A policy that replaces may find nobody to replace for long: with it a finished call is progress.
+        # A replacement policy may find no donor for long: its completed calls count as progress.
         if averaged or "progress" not in policy.promises:
             self.progress_s[task.rank].append(task.clock)
         self._look(task, policy, model, before)
@@ -217,7 +217,7 @@ class Watch(Recorder):
         return model, optimizer, info
 
     def _look(self, task: Task, policy: Any, model: Any, before: dict[str, Extent]) -> None:
-        """Hold the model that a policy returns to what must be true of it."""
+        """Check the invariants of the model that a policy returns."""
         name, after = type(policy).__name__, _extents(model)
         shapes = {key: each.shape for key, each in before.items()}
         now = {key: each.shape for key, each in after.items()}
@@ -243,7 +243,7 @@ class Watch(Recorder):
             self._largest[key] = max(self._largest.get(key, 0.0), each.largest)
 
     def _no_aliasing(self, rank: int, name: str, model: Any) -> None:
-        """No memory of a rank's model is another's; models that ranks have let go of do not count."""
+        """Check that ranks' models share no memory; models that ranks have released do not count."""
         tensors = (*model.parameters(), *model.buffers())
         held = [each.untyped_storage() for each in tensors if each.numel()]
         own = {each.data_ptr() for each in held}
@@ -252,10 +252,10 @@ class Watch(Recorder):
             self._hold(
                 not shared, "no aliasing", f"{name}: the models of ranks {rank} and {other} share memory"
             )
-        self._models[rank] = held, own  # held, so that no other rank is given the same memory meanwhile
+        self._models[rank] = held, own  # kept, so that no other rank reuses the memory in the meantime
 
     def _enter(self, task: Task, policy: Any, given: dict[str, Any]) -> Any:
-        """Note what a rank brings to an average whose mean must be kept; return what names the average."""
+        """Record a rank's input to an average whose mean must be kept; return the average's key."""
         group: Any = given.get("group")
         if not {"mean", "equal"} & set(policy.promises) or self.spoiled or not hasattr(group, "_context"):
             return None
@@ -264,7 +264,7 @@ class Watch(Recorder):
         return key
 
     def _leave(self, task: Task, policy: Any, key: Any, model: Any) -> None:
-        """Hold what a rank takes from an average to what the others bring to it and have taken."""
+        """Compare a rank's result of an average with the other ranks' inputs and results."""
         met, after = self._sums[key], _numbers(model)
         taken = [each for _, each in met.values() if each is not None]
         met[task.rank] = met[task.rank][0], after
@@ -307,7 +307,7 @@ class Watch(Recorder):
     # -- the end -----------------------------------------------------------------------------------------------
 
     def broken_at_end(self) -> tuple[str, str] | None:
-        """Return the invariant that a run which ended well has broken, and how; or None."""
+        """Return the invariant that a completed run has violated, and how; or None."""
         assert self.world is not None
         if not self.plan.faults:
             left = [
@@ -325,7 +325,7 @@ class Watch(Recorder):
         return self._behind()
 
     def _behind(self) -> tuple[str, str] | None:
-        """Return the ranks that made no progress in the time that they had after the last fault."""
+        """Return the ranks that made no progress in the required time after the last fault."""
         assert self.world is not None
         quiet_s = self.case.quiet_s()
         until_s = quiet_s + self.case.alive_s
@@ -343,7 +343,7 @@ class Watch(Recorder):
         )
 
     def longest_gap_s(self) -> float:
-        """Return the longest time that any rank has gone without progress; the whole run if one has made none."""
+        """Return the longest time of any rank without progress; the whole run if a rank has made none."""
         assert self.world is not None
         longest = 0.0
         for rank in self.world.ranks:
@@ -358,14 +358,14 @@ class Watch(Recorder):
 
 
 def _limit_s(case: Case) -> float:
-    """Return how long one call of a policy may take: some deadlines, and the time in which faults last."""
+    """Return the maximum duration of one call of a policy: several deadlines, and the duration of faults."""
     lasting = [getattr(fault, "for_s", 0.0) for fault in case.plan.faults]
     late = [getattr(fault, "delay_s", 0.0) + getattr(fault, "spread_s", 0.0) for fault in case.plan.faults]
     return WAITS * (case.scenario().deadline_s + sum(late)) + sum(lasting) + case.quiet_s()
 
 
 class Extent(NamedTuple):
-    """A tensor's shape, and the largest absolute value in it: infinite or NaN if one of them is."""
+    """A tensor's shape, and its largest absolute value: infinite or NaN if an element is."""
 
     shape: tuple[int, ...]
     largest: float

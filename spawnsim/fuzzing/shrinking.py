@@ -1,7 +1,7 @@
-"""A failing case made small: fewer ranks, fewer iterations, fewer faults, then simpler times, ties and stragglers.
+"""Reduces a failing case: fewer ranks, fewer iterations, fewer faults, then simpler times, ties and stragglers.
 
-Greedy: a change is kept if the same error remains. The caller lists the allowed numbers of ranks. Nothing is
-random: the same failure has the same smallest case.
+Greedy: a change is kept if the same error remains. The caller lists the allowed numbers of ranks. Nothing is random:
+the same failure has the same smallest case.
 """
 
 from __future__ import annotations
@@ -20,23 +20,23 @@ from spawnsim.models.faults import Fault, FaultPlan
 if TYPE_CHECKING:
     from spawnsim.fuzzing.campaign import Failure
 
-ITERATIONS = "iterations"  # the parameter of `main` that is made smaller
-OTHER_SEEDS = 4  # that are tried for each number of ranks: its draws are other ones anyhow
+ITERATIONS = "iterations"  # the parameter of `main` that is reduced
+OTHER_SEEDS = 4  # tried for each number of ranks: its draws differ anyway
 
 
 def shrunk(
     failure: Failure, fails: Callable[[Case], Failure | None], ranks: Collection[int], budget: int
 ) -> Failure:
-    """Return the failure in the smallest case that is found.
+    """Return the failure in the smallest case found.
 
     Args:
-        failure: as it was found.
-        fails: carries out a case; the same failure in it, or None.
-        ranks: the numbers of ranks that a case may have.
-        budget: cases at most that are tried.
+        failure: the original failure.
+        fails: runs a case; returns the same failure in it, or None.
+        ranks: the allowed numbers of ranks.
+        budget: maximum number of cases to try.
 
     Returns:
-        The same failure, maybe in a smaller case.
+        The same failure, possibly in a smaller case.
     """
     best, tried, improved = failure, {failure.case.command("")}, True
     fewer = partial(_ranks, allowed=sorted(ranks))
@@ -52,12 +52,12 @@ def shrunk(
                 found = fails(case) if budget >= 0 else None
                 if found is not None:
                     best, improved = found, True
-                    break  # from the best one on, once more
+                    break  # restart from the best case
     return best
 
 
 def _with(case: Case, faults: Iterable[Fault], **changes: Any) -> Iterator[Case]:
-    """Yield the case with other faults and other values, if they are a plan for its ranks."""
+    """Yield the case with other faults and values, if they are a valid plan for its ranks."""
     try:
         plan = FaultPlan(tuple(faults))
         plan.check(changes.get("ranks", case.ranks))
@@ -67,7 +67,7 @@ def _with(case: Case, faults: Iterable[Fault], **changes: Any) -> Iterator[Case]
 
 
 def _ranks(case: Case, allowed: list[int]) -> Iterator[Case]:
-    """Yield the case with fewer ranks, the fewest first; faults of ranks that are gone go to others, or away."""
+    """Yield the case with fewer ranks, the fewest first; faults of removed ranks move to others, or are dropped."""
     for ranks in allowed[: bisect_left(allowed, case.ranks)]:
         within = [fault for fault in case.plan.faults if all(rank < ranks for rank in fault.ranks)]
         for faults in (list(_moved(case, ranks)), within):
@@ -115,7 +115,7 @@ def _iterations(case: Case) -> Iterator[Case]:
 
 
 def _simpler(case: Case) -> Iterator[Case]:
-    """Yield the case with ranks that are equally fast, with the usual order of events, with the first seeds."""
+    """Yield the case without stragglers, with the default or reverse order of ties, and with the first seeds."""
     yield replace(case, straggler=None)
     if case.ties != "fifo":
         yield from (replace(case, ties=ties) for ties in ("fifo", "reverse"))
@@ -123,7 +123,7 @@ def _simpler(case: Case) -> Iterator[Case]:
 
 
 def _times(case: Case) -> Iterator[Case]:
-    """Yield the case with one fault's times halved, or rounded to fewer digits."""
+    """Yield the case with one of a fault's times set to zero, halved, or rounded to fewer digits."""
     for at, fault in enumerate(case.plan.faults):
         for part in fields(fault):
             value = getattr(fault, part.name)

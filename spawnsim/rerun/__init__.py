@@ -1,6 +1,6 @@
-"""A recorded run on virtual ranks, run again from its folder: to compare it, or to stop in the middle and look around.
+"""A recorded run on virtual ranks, run again from its folder: to compare it, or to stop in the middle and inspect it.
 
-`again` makes a folder's run anew, `divergence` compares two of them event by event, `debugger` stops one.
+`again` repeats a folder's run, `divergence` compares two runs event by event, `debugger` stops one.
 """
 
 from spawnsim.rerun.again import Again

@@ -1,4 +1,4 @@
-"""A run folder's run on virtual ranks, made anew: its own program, parameters, circumstances and seed.
+"""Repeats the run of a run folder on virtual ranks, with its program, parameters, settings and seed.
 
 The program is the copy that the folder keeps, so later edits change nothing.
 """
@@ -24,18 +24,18 @@ from spawnsim.run.writer import outcome_of
 from spawnsim.scenario import Scenario
 from spawnsim.virtual.engine.world import World
 
-TEXTS = ("platform", "stragglers", "compute")  # circumstances that are texts, or objects of Python's
+TEXTS = ("platform", "stragglers", "compute")  # settings that are texts, or Python objects
 
 
 @dataclass(frozen=True)
 class Again:
-    """All that a second run of a folder's run depends on.
+    """Everything that a repetition of a folder's run depends on.
 
     Attributes:
         folder: the run folder.
-        recorded: the run as it was.
+        recorded: the recorded run.
         file: the program.
-        scenario: its circumstances.
+        scenario: its settings.
     """
 
     folder: Path
@@ -45,7 +45,7 @@ class Again:
 
     @classmethod
     def of(cls, folder: Path, file: Path | None = None) -> Again:
-        """Return what a folder says of its run; `file` replaces the copy of the program that the folder keeps.
+        """Read a run from its folder; `file` replaces the copy of the program that the folder keeps.
 
         Raises:
             ParameterError: the folder holds no run on virtual ranks, or no program.
@@ -72,7 +72,7 @@ class Again:
 
     @property
     def is_whole(self) -> bool:
-        """Whether the program was run whole, without a `main(comm)`."""
+        """Whether the whole program was run, without a `main(comm)`."""
         return self.recorded.what.get("main") is None
 
     @property
@@ -87,10 +87,10 @@ class Again:
         prepare: Callable[[World], None] | None = None,
         thinned: bool = False,
     ) -> Run:
-        """Run it again; a run that ends in an error is returned like others, with its outcome.
+        """Repeat the run; a run that ends in an error is returned like any other, with its outcome.
 
-        `prepare` gets the world before its ranks begin; `thinned` keeps only the rows that the recorded run has kept
-        (`record_every`, `record_ranks`).
+        `prepare` is called with the world before its ranks begin; `thinned` keeps only the rows that the recorded run
+        has kept (`record_every`, `record_ranks`).
         """
         what = self.recorded.what
         which = int(what.get("record_every", 1)), ranks_named(what.get("record_ranks"))

@@ -1,7 +1,7 @@
 """A run stopped in the middle: pdb in every rank's frames, with the ranks' clocks, calls and recorded values.
 
-A run repeats to the bit, so going back in time is running again up to there. While it is replayed no rank runs ahead
-of the others, which changes no result: at a stop each stands where it stands at that virtual time.
+A run repeats bit by bit, so going back in time means running again up to that time. During a replay no rank runs ahead
+of the others, which changes no result: at a stop, each rank is exactly where it is at that virtual time.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from spawnsim.virtual.engine.kernel import Task
 from spawnsim.virtual.engine.matching import undelivered
 from spawnsim.virtual.engine.world import World
 
-LAST = LATE + (1 << 39)  # in the place of a rank: after all else that happens at a time
+LAST = LATE + (1 << 39)  # in the place of a rank: after all other events at a time
 SHOWN = 10  # rows, messages
-BUILTINS = {"math": math, "abs": abs, "min": min, "max": max, "len": len}  # what a condition may call
+BUILTINS = {"math": math, "abs": abs, "min": min, "max": max, "len": len}  # for conditions
 
 
 class Left(SpawnsimError):
@@ -37,7 +37,7 @@ class Left(SpawnsimError):
 
 @dataclass
 class Stop:
-    """Where a replay stops.
+    """The condition at which a replay stops.
 
     Attributes:
         until_s: a virtual time, or None.
@@ -58,7 +58,7 @@ class Stop:
             ) from error
 
     def require(self, recorded: Collection[str]) -> None:
-        """Refuse a condition on a name that was never recorded, which would never be met."""
+        """Reject a condition on a name that was never recorded: it would never be met."""
         known = [*recorded, "rank", "time_s", *BUILTINS]
         names = ast.walk(ast.parse(self.condition, mode="eval")) if self.condition else ()
         for name in (each.id for each in names if isinstance(each, ast.Name)):
@@ -69,7 +69,7 @@ class Stop:
                 )
 
     def met(self, names: Mapping[str, Any]) -> bool:
-        """Whether a recorded row meets the condition; a row that lacks a name does not."""
+        """Return whether a recorded row meets the condition; a row that lacks a name does not."""
         if self.code is None:
             return False
         try:
@@ -87,10 +87,10 @@ class Replay(Recorder):
     """A recorder that stops the run it records, and prompts.
 
     Attributes:
-        stop: where.
+        stop: the condition of the stop.
         stdin: commands for the prompt; None: the run continues without one.
-        stdout: where the prompt writes.
-        columns: names that a condition may use; None: not known.
+        stdout: the output of the prompt.
+        columns: names that a condition may use; None: unknown.
     """
 
     stop: Stop
@@ -110,7 +110,7 @@ class Replay(Recorder):
         self._busy = False
 
     def prepare(self, world: World) -> None:
-        """Keep the ranks of a world from running ahead, and have it stopped in time."""
+        """Keep the ranks of a world from running ahead, and schedule the stop."""
         self.world = world
         for rank in world.ranks:
             rank.observers += 1
@@ -119,7 +119,7 @@ class Replay(Recorder):
             world.kernel.env.at(until_s, LAST, lambda: self.stopped(f"{until_s:.6g} s"))
 
     def row(self, rank: int, time_s: float, values: Mapping[str, Any]) -> None:
-        """Keep one row, and stop if it meets the condition."""
+        """Record one row, and stop if it meets the condition."""
         super().row(rank, time_s, values)
         row = {"rank": rank, "time_s": time_s, **{name: _plain(value) for name, value in values.items()}}
         self.last.setdefault(rank, []).append(row)
@@ -128,7 +128,7 @@ class Replay(Recorder):
         try:
             met = self.stop.met(row)
         except ParameterError as error:
-            # Raised in a rank it would be the program's.
+            # Raised in a rank, the error would appear as the program's.
             self.error, self.stop, self.stdin, met = error, Stop(), None, False
             self.world.kernel.fail(error, self.world.kernel.tasks[0])
         if met:
@@ -139,7 +139,7 @@ class Replay(Recorder):
         assert self.world is not None
         self.stops += 1
         if self.stdin is not None and not self._busy:
-            self._busy = True  # an expression that is printed may compute, and record
+            self._busy = True  # printing an expression may compute, and record
             try:
                 Prompt(self, self.world, why, rank).interact()
             finally:
@@ -168,7 +168,7 @@ class Prompt(pdb.Pdb):
         self.do_ranks(str(rank))
 
     def interact(self) -> None:
-        """Prompt until the user continues, or quits and so ends the run."""
+        """Prompt until the user continues, or quits and ends the run."""
         self.reset()
         for rank in (self._rank, *(task.rank for task in self._tasks())):
             self._rank = rank
@@ -178,14 +178,14 @@ class Prompt(pdb.Pdb):
                 break
         if self.quitting:
             kernel, tasks = self._world.kernel, self._tasks()
-            if tasks:  # else the run ends by itself
+            if tasks:  # otherwise the run ends by itself
                 kernel.fail(Left("left"), tasks[0])
             self._replay.stop, self._replay.stdin, self._replay.left = Stop(), None, True
 
     def default(self, line: str) -> None:
         """Execute a statement in the frame."""
         super().default(line)
-        if sys.version_info < (3, 13):  # there variables that it sets are copies until they are written back
+        if sys.version_info < (3, 13):  # older versions set copies that must be written back
             ctypes.pythonapi.PyFrame_LocalsToFast(ctypes.py_object(self.curframe), ctypes.c_int(0))
 
     def _tasks(self) -> list[Task]:

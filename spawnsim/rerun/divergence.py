@@ -1,7 +1,7 @@
-"""Whether a run repeats; and if not, the first event that differs: which rank, when, in which call, on which line.
+"""Whether a run repeats; and if not, the first event that differs: its rank, time, call and line.
 
-The run is repeated in two processes with different seeds for the hashes of texts. If digests differ, each rank's
-events are kept with the line of the program that caused them, and the earliest that differs is named.
+The run is repeated in two processes with different hash seeds for strings. If digests differ, each rank's events are
+kept with the line of the program that caused them, and the earliest difference is reported.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ from spawnsim.virtual.engine.kernel import current_task
 from spawnsim.virtual.engine.world import World
 
 HASH_SEEDS = ("0", "1")  # of the two processes; the command line fixes the first
-KEPT = 2_000_000  # events in all of which lines are kept
-_bits: Any = np.random.bit_generator  # whose stub lacks the source of seeds
+KEPT = 2_000_000  # total number of events whose lines are kept
+_bits: Any = np.random.bit_generator  # its stub lacks the source of seeds
 
 HASHING = (
     "likely: the order of a set, or hash() of a text, which differ with PYTHONHASHSEED: sort sets before iterating "
@@ -44,20 +44,20 @@ KINDS = {
 }  # fmt: skip
 
 Logged = tuple[float, str, str]
-"""When, what, and on which line."""
+"""Time, description, and line."""
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """How a run and its repetitions compare.
+    """The comparison of a run with its repetitions.
 
     Attributes:
         repeats: whether all digests are equal.
-        text: what to tell the user.
+        text: the report for the user.
         rank: rank of the first event that differs, or -1.
-        time_s: when it was, in virtual seconds.
-        call: in which call.
-        line: on which line of the program.
+        time_s: its time, in virtual seconds.
+        call: its call.
+        line: its line of the program.
         hint: the likely reason.
     """
 
@@ -71,17 +71,17 @@ class Verdict:
 
 
 def verify(folder: Path, file: Path | None = None) -> Verdict:
-    """Run a folder's run again, twice, and compare.
+    """Repeat a folder's run twice, and compare.
 
     Args:
         folder: the run folder.
         file: the program, in place of the copy that the folder keeps.
 
     Returns:
-        How they compare.
+        The comparison.
 
     Raises:
-        ParameterError: the folder's run cannot be run again.
+        ParameterError: the folder's run cannot be repeated.
         WorldError: a process that runs it has died.
     """
     again = Again.of(folder, file)
@@ -116,7 +116,7 @@ def _hint(leaks: list[str]) -> str:
 
 
 def _other_world(again: Again, now: Mapping[str, Any]) -> Verdict:
-    """Return the verdict on a run that repeats here, but not as it was recorded."""
+    """Return the verdict on a run that repeats here, but differs from the recorded run."""
     before, today = again.recorded.what.get("versions", {}), versions()
     changed = [
         f"{name} {old} → {new}" for name, new in today.items() if (old := before.get(name)) not in (None, new)
@@ -140,7 +140,7 @@ def _other_world(again: Again, now: Mapping[str, Any]) -> Verdict:
 
 
 def _differing(table: Any, rows: list[list[Any]]) -> Iterator[tuple[float, int, str]]:
-    """Yield time, rank and column of recorded values that differ from a row of now."""
+    """Yield time, rank and column of recorded values that differ from the repetition's rows."""
     names = [name for name in table if name not in ("rank", "time_s")]
     for at, (rank, time_s, values) in enumerate(rows):
         if at >= table.rows or int(table["rank"][at]) != rank:
@@ -148,7 +148,8 @@ def _differing(table: Any, rows: list[list[Any]]) -> Iterator[tuple[float, int, 
         for name in names:
             was = table[name][at].item()
             is_now = values.get(name, was)
-            # A column holds NaN where a row has no number: a value that is missing, None or NaN now is the same.
+            # A column holds NaN where a row has no number: a value that is missing, None or NaN in the repetition is
+            # equal.
             if was != is_now and not (was != was and (is_now is None or is_now != is_now)):
                 yield time_s, rank, name
 
@@ -169,7 +170,7 @@ def _first_difference(
 
 
 def _elsewhere(again: Again, hash_seed: str) -> dict[str, Any]:
-    """Run it in another process; return its digest, its leaks, and each rank's events."""
+    """Repeat the run in another process; return its digest, its leaks, and each rank's events."""
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "log.json"
         # Not by -m: this module, which its package imports, would be loaded twice.
@@ -187,7 +188,7 @@ def _elsewhere(again: Again, hash_seed: str) -> dict[str, Any]:
         return found
 
 
-# ------------------------------------------------------------------------------------- in the process that runs it
+# ------------------------------------------------------------------------------------ in the process that runs it
 
 
 class LoggedDigest(RankDigest):
@@ -221,14 +222,14 @@ class LoggedDigest(RankDigest):
 
 
 class LoggedRecorder(Recorder):
-    """A recorder whose rows are among the events of ranks."""
+    """A recorder that adds rows to the events of ranks."""
 
     def __init__(self) -> None:
         super().__init__()
         self.world: World | None = None
 
     def prepare(self, world: World) -> None:
-        """Let all ranks of a world keep their events."""
+        """Make all ranks of a world keep their events."""
         self.world = world
         for rank in world.ranks:
             rank.digest = LoggedDigest(rank.id, max(1, KEPT // len(world.ranks)))
@@ -242,7 +243,7 @@ class LoggedRecorder(Recorder):
 
 @contextmanager
 def unseeded(found: list[str]) -> Iterator[None]:
-    """Note what a program draws while it is loaded, before any rank runs: such generators belong to no rank."""
+    """Record draws of a program while it is loaded, before any rank runs: such generators belong to no rank."""
     states = random.getstate(), np.random.get_state()[1].tobytes()  # type: ignore[index]
     seed, randbits = random.Random.seed, _bits.randbits
 
@@ -275,7 +276,7 @@ def unseeded(found: list[str]) -> Iterator[None]:
 
 
 def main(folder: str, file: str, out: str) -> None:
-    """Run a folder's run once, and write its digest, its leaks, its rows and its ranks' events to the file `out`."""
+    """Run a folder's run once; write its digest, its leaks, its rows and its ranks' events to the file `out`."""
     from spawnsim.run.program import program
 
     again, recorder, leaks = Again.of(Path(folder), Path(file)), LoggedRecorder(), list[str]()

@@ -1,8 +1,8 @@
 """Training steps of virtual ranks: parked until the earliest of their compute blocks ends, then executed together.
 
-A parked rank's clock stands at the end of its block, so once its call is executed it may run ahead like any rank. What
-happens before the earliest end cannot depend on the calls, and happens first. Knows time, blocks and parked ranks; must
-not know what the calls compute.
+The clock of a parked rank is at the end of its block, so once its call is executed it may run ahead like any rank.
+Actions before the earliest end cannot depend on the calls, and happen first. This module knows time, blocks and parked
+ranks; it must not depend on the content of the calls.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ TOGETHER: Any = NoTask(
 
 
 class WaitingForStep(Unbroken):
-    """A parked training step or evaluation. The event of the earliest end of a block ends the wait."""
+    """A parked training step or evaluation. The event at the earliest end of a block ends the wait."""
 
     __slots__ = ()
 
@@ -40,11 +40,11 @@ class WaitingForStep(Unbroken):
         return "a training step"
 
     def peers(self) -> tuple[int, ...]:
-        """Return (): no rank is awaited."""
+        """Return (): it waits for no rank."""
         return ()
 
     def missing(self, by_s: float = math.inf) -> tuple[int, ...]:
-        """Return (): no rank is awaited."""
+        """Return (): it waits for no rank."""
         return ()
 
 
@@ -67,7 +67,7 @@ class BatchedCalls:
         self.batched = False
         self.attachments: dict[Any, Any] = {}
         self._compute_of = compute_of
-        self._parked: dict[Task, tuple[Any, bool]] = {}  # a call, and whether it stands in a compute block
+        self._parked: dict[Task, tuple[Any, bool]] = {}  # a call, and whether it is in a compute block
         self._execute: Callable[[Sequence[Any]], None]
         self._due_s: list[float] = []  # a heap of the times for which an event is scheduled
         self._warned: dict[str, int] = {}
@@ -81,7 +81,7 @@ class BatchedCalls:
     def wait(
         self, call: Any, execute: Callable[[Sequence[Any]], None], memory: Callable[[], Sequence[Any]]
     ) -> None:
-        """Park the calling rank until `execute` has been called with its call among others."""
+        """Park the calling rank until `execute` has executed its call, together with other ranks' calls."""
         kernel, task = self.kernel, self.kernel.current
         rank = self.world.ranks[task.rank]
         ahead = self._may_pass(rank, memory)
@@ -108,7 +108,7 @@ class BatchedCalls:
             self._compute_of(rank).pass_block()
 
     def _may_pass(self, rank: Rank, memory: Callable[[], Sequence[Any]]) -> bool:
-        """Return whether a rank's block may pass before its call: its end is known, and nobody looks meanwhile."""
+        """Return whether a rank's block may pass before its call: its end is known, and no task reads its memory."""
         if self.world.cores is not None:
             return False
         if rank.observers == 0:
@@ -121,7 +121,7 @@ class BatchedCalls:
     # -- execution -----------------------------------------------------------------------------------------------
 
     def _schedule(self, due_s: float) -> None:
-        """See that an event stands at or before a time."""
+        """Ensure that an event is scheduled at or before a time."""
         if not self._due_s or due_s < self._due_s[0]:
             heappush(self._due_s, due_s)
             self.kernel.env.at(max(due_s, self.kernel.env.now), BATCHED, self._fire)
@@ -131,7 +131,7 @@ class BatchedCalls:
         if not self._parked:
             return
         due = [task for task in self._parked if task.clock <= self.kernel.env.now]
-        # Outside of blocks ranks seldom call at one time: that must not divide the calls of those that compute.
+        # Outside blocks, ranks seldom call at the same time: such a call must not split the batch of computing ranks.
         if any(self._parked[task][1] for task in due):
             due = [*self._parked]
         if due:
@@ -140,7 +140,7 @@ class BatchedCalls:
             self._schedule(min(task.clock for task in self._parked))
 
     def _run(self, tasks: Sequence[Task]) -> None:
-        """Execute the calls of some ranks, and let these continue."""
+        """Execute the calls of some ranks, and resume these ranks."""
         tasks = sorted(tasks, key=lambda task: (task.rank, task.clock))
         calls = [self._parked.pop(task)[0] for task in tasks]
         with self.apart():
@@ -150,7 +150,7 @@ class BatchedCalls:
 
     @contextmanager
     def apart(self) -> Iterator[None]:
-        """Let no rank communicate within the block; torch's modes are the default ones there."""
+        """Prohibit communication within the block; torch's modes are the default ones there."""
         kernel, restore = self.kernel, interpreter.suspend_torch_modes()
         calling, kernel.current = kernel.current, TOGETHER
         try:
@@ -163,7 +163,7 @@ class BatchedCalls:
     # -- warnings ------------------------------------------------------------------------------------------------
 
     def warn(self, sentence: str) -> None:
-        """Record a warning of the calling rank, once a run."""
+        """Record a warning of the calling rank, once per run."""
         if sentence not in self._warned:
             task = self.kernel.current
             self._warned[sentence] = task.rank
@@ -173,13 +173,13 @@ class BatchedCalls:
         return [sentence for sentence, whose in self._warned.items() if whose == rank]
 
     def go_on(self, rank: int, *, batched: bool, warned: Sequence[str]) -> None:
-        """Take over what a rank did in an earlier part of this run."""
+        """Restore a rank's state from an earlier part of this run."""
         self.batched = self.batched or batched
         self._warned |= dict.fromkeys(warned, rank)
 
 
 def _overlap(windows: Sequence[Any], tensors: Sequence[Any]) -> bool:
-    """Return whether any window of a rank lies over tensors."""
+    """Return whether any window of a rank overlaps with tensors."""
     targets = [window._windows.targets[window._place] for window in windows]
     arrays = [
         array for each in targets for array in (each.memory, *each.regions) if type(array) is np.ndarray

@@ -1,8 +1,8 @@
-"""How much memory a run of very many ranks will take, from what its first ranks take: refused before it is used up.
+"""Estimates the memory of very large runs from their first ranks, and rejects a run before memory is used up.
 
-The operating system ends a process that takes more than there is, and all that was recorded last is lost. Ranks begin
-one after another, each at its first call once the one before it waits; so when the thousandth begins, what nine hundred
-programs hold is known. A program that takes its memory later, behind its first wait, is not seen through.
+The operating system kills a process that exceeds the available memory, and the last records are lost. Ranks begin one
+after another, each at its first call once the previous rank waits; so when the thousandth begins, the memory of nine
+hundred programs is known. Memory that a program allocates after its first wait is not included.
 """
 
 from __future__ import annotations
@@ -16,20 +16,20 @@ from spawnsim.scenario import COLUMNAR, MANY, available_B
 from spawnsim.virtual.engine.kernel import Kernel, Program
 from spawnsim.virtual.interpreter import resident_B
 
-# The ranks at whose begin memory is looked at. What the first ones load, such as packages and data, is all ranks'.
+# The ranks at whose begin memory is measured. All ranks share the data that the first ones load, such as packages.
 FIRST, SECOND = 100, 1000
-NOTED = 100_000  # ranks from which on the estimate is reported
+NOTED = 100_000  # number of ranks from which the estimate is reported
 
 
 class MemoryEstimate:
-    """Looks at memory when two of a run's ranks begin; `note` is given a sentence about runs of very many ranks."""
+    """Measures memory when two of a run's ranks begin; `note` receives a sentence about runs of very many ranks."""
 
     def __init__(self, kernel: Kernel, ranks: int) -> None:
         self._kernel, self._ranks, self._before_B = kernel, ranks, 0
         self.note: Callable[[str], None] | None = None
 
     def around(self, rank: int, program: Program) -> Program:
-        """Return a rank's program, with a look at memory before it if the rank is one of the two."""
+        """Return a rank's program; for one of the two ranks, it measures memory first."""
         if self._ranks < MANY or rank not in (FIRST, SECOND):
             return program
 
@@ -43,7 +43,7 @@ class MemoryEstimate:
         return begin
 
     def _judge(self) -> None:
-        """End the run if the ranks that are still to begin will not find room."""
+        """End the run if the remaining ranks will not fit in memory."""
         taken, left = resident_B(), available_B()
         more = max(taken - self._before_B, 0) / (SECOND - FIRST) * (self._ranks - SECOND)
         total, room = f"{(taken + more) / 1e9:,.1f} GB", f"{(taken + left) / 1e9:,.1f} GB"
@@ -52,7 +52,7 @@ class MemoryEstimate:
                 f"ranks={self._ranks:,}: they would take about {total}, by what the first {SECOND:,} have taken, and "
                 f"{room} are available; {COLUMNAR}"
             )
-            self._kernel.failure = self._kernel.failure or error  # no rank's: none has done anything wrong
+            self._kernel.failure = self._kernel.failure or error  # not a rank's error: no rank has failed
             raise GreenletExit
         if self._ranks >= NOTED and self.note is not None:
             self.note(

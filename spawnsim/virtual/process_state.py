@@ -1,10 +1,11 @@
-"""The state that Python and its packages keep once per process, and that every virtual rank shall have for itself.
+"""State that Python and its packages keep once per process, made separate for every virtual rank.
 
-`SWAPPED` lists the state that is exchanged when another rank comes to run, and the functions that change it. Nothing is
+`SWAPPED` lists the state that is exchanged when another rank runs, and the functions that change it. Nothing is
 exchanged before a rank calls one of them: programs that change nothing pay nothing. `SHARED` lists functions whose
-effect all ranks share: the first call of each by a rank is reported, with its line. docs/unmodified.md has the table.
+effect all ranks share: the first call of each function by any rank is reported, with its line. docs/unmodified.md has
+the table.
 
-`torch_values` has more of torch's. Others are always swapped: modules, streams and the environment
+`torch_values` covers more of torch's state. Some state is always swapped: modules, streams and the environment
 (`scripts.rank_process`), random generators and torch's settings (`reproducibility`).
 """
 
@@ -42,8 +43,8 @@ class State:
         name: its name in reports.
         changed_by: the functions, "module.name".
         by_programs: whether to ignore calls within packages, which restore the state before they return.
-        begin: returns the value with which a rank begins, from that outside the run.
-        same: whether one value need not be replaced by another.
+        begin: maps the value outside the run to a rank's initial value.
+        same: whether two values are equal, so that no exchange is needed.
     """
 
     name: str
@@ -57,7 +58,7 @@ class State:
 
 # -- the interpreter -------------------------------------------------------------------------------------------
 
-# As they are before any run replaces them.
+# The original functions, before any run replaces them.
 _umask, _chdir, _set_locale = os.umask, os.chdir, locale.setlocale
 
 
@@ -79,8 +80,8 @@ def _get_umask() -> int:
     return mask
 
 
-_warnings: Any = warnings  # whose stub knows nothing of its inside
-# What `catch_warnings` and `logging.captureWarnings` replace, beside the list of filters and its content.
+_warnings: Any = warnings  # its stub lacks the internals
+# Names that `catch_warnings` and `logging.captureWarnings` replace, besides the list of filters and its content.
 _SHOWING = (
     (warnings, "filters"), (warnings, "showwarning"), (warnings, "_showwarnmsg_impl"),
     (logging, "_warnings_showwarning"),
@@ -103,7 +104,7 @@ def _set_filters(value: tuple[Any, ...]) -> None:
 
 
 def _begin_filters(value: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Return a list of the rank's own: a rank within `catch_warnings` will put back the list that it found."""
+    """Return a separate list for the rank: a rank within `catch_warnings` restores the list object that it found."""
     return (list(value[1]), *value[0][1:]), value[1]
 
 
@@ -112,7 +113,7 @@ _start: Any = multiprocessing.context._default_context
 
 # -- logging ---------------------------------------------------------------------------------------------------
 
-_logging: Any = logging  # whose stub knows nothing of its inside
+_logging: Any = logging  # its stub lacks the internals
 _set_attribute: Any = object.__setattr__
 
 
@@ -212,11 +213,11 @@ def _of_torch(torch: Any) -> tuple[State, ...]:
 
 
 class Shared(NamedTuple):
-    """A function whose effect all ranks share, and why that matters."""
+    """A function whose effect all ranks share, and the reason why that matters."""
 
     function: str  # "module.name"
     why: str
-    matters: Callable[..., bool] = lambda *args, **kwargs: True  # by the call's arguments
+    matters: Callable[..., bool] = lambda *args, **kwargs: True  # whether a call matters, by its arguments
 
 
 _SIGNALS = (
@@ -246,17 +247,17 @@ SHARED_BY_TORCH = (
 
 
 class ProcessStates:
-    """The state of each rank that differs from the process's own outside the run."""
+    """The state of each rank, as far as it differs from the process's state outside the run."""
 
     def __init__(self, kernel: Kernel) -> None:
         self._kernel = kernel
-        self._outside: dict[State, Any] = {}  # of all that any rank has changed
+        self._outside: dict[State, Any] = {}  # of all state that any rank has changed
         self._kept: dict[tuple[int, int], dict[State, Any]] = {}  # by rank and incarnation
         self._here = OUTSIDE
         self._loggers: dict[Any, State] = {}
 
     def touch(self, state: State, task: Task) -> None:
-        """Swap a state from now on: the task's rank is about to change it."""
+        """Start swapping a state: the task's rank is about to change it."""
         if not self._outside:
             self._here = self._key(task)
             self._kernel.on_resume.append(self.enter)
@@ -267,7 +268,7 @@ class ProcessStates:
                 state.set(begun)
 
     def touch_logger(self, logger: Any, task: Task) -> None:
-        """Swap the state of a logger from now on."""
+        """Start swapping the state of a logger."""
         if logger not in self._loggers:
             self._loggers[logger] = _of_logger(logger)
         self.touch(self._loggers[logger], task)
@@ -293,14 +294,14 @@ class ProcessStates:
     def _set(self, state: State, value: Any) -> None:
         try:
             state.set(value)
-        except OSError as error:  # such as a working directory that was deleted meanwhile
+        except OSError as error:  # such as a working directory that was deleted in the meantime
             self._kernel.owner.mistakes["process", state.name] = (
                 f"rank {self._here[0]} continues with another rank's state: {state.name} cannot be restored: {error}"
             )
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
-        """Let ranks change their state while the block runs; then all is as it was."""
+        """Let ranks change their state while the block runs; afterwards restore the original state."""
         self._kernel.owner.attachments[STATES] = self
         with _patches(), ExitStack() as stack:
             stack.enter_context(after_import("torch", lambda: stack.enter_context(_torch_patches())))
@@ -325,12 +326,12 @@ class ProcessStates:
                 logging.shutdown([each for each in handlers if id(each) not in common])
 
 
-STATES = "process states"  # among the attachments of a world
-OUTSIDE = -1, 0  # stands for a rank and its incarnation
+STATES = "process states"  # attachment of a world
+OUTSIDE = -1, 0  # in the place of a rank and its incarnation
 
 
 def _changing(task: Task | None, frame: FrameType, *, by_programs: bool = False) -> bool:
-    """Return whether a rank changes its state, and not a module that all ranks share while it is imported."""
+    """Return whether a rank makes the call, and not a module that all ranks share, during its import."""
     if task is None or STATES not in task.kernel.owner.attachments or amid_shared_import(frame):
         return False
     file = frame.f_code.co_filename
@@ -338,7 +339,7 @@ def _changing(task: Task | None, frame: FrameType, *, by_programs: bool = False)
 
 
 def swapping(state: State, original: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function that changes a state, which is from then on each rank's own."""
+    """Return a function that changes a state; its first call by a rank makes the state separate for each rank."""
 
     @wraps(original)
     def change(*args: Any, **kwargs: Any) -> Any:
@@ -354,7 +355,7 @@ def _swapping_logger(original: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(original)
     def change(logger: Any, *args: Any) -> Any:
         task = current_task()
-        # While a logger is made it has no cache yet, and nothing of it is a change.
+        # A logger under construction has no cache yet; setting its attributes is not a change.
         if task is not None and isinstance(logger, logging.Logger) and "_cache" in vars(logger):
             of_state = len(args) == 1 or args[0] in ATTRIBUTES_OF_A_LOGGER
             if of_state and _changing(task, sys._getframe(1)):
@@ -382,7 +383,7 @@ def _reporting(shared: Shared, original: Callable[..., Any]) -> Callable[..., An
 
 
 def _in_the_main_thread(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Return `signal.signal`, which keeps the handler where Python would refuse: a rank may be a thread."""
+    """Return a `signal.signal` that keeps the old handler where Python would raise: a rank may be a thread."""
 
     @wraps(original)
     def set_handler(number: Any, handler: Any) -> Any:
@@ -394,7 +395,7 @@ def _in_the_main_thread(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _once(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Return torch's setter that works once a process, and that each rank may call."""
+    """Return torch's setter that works once per process, as a function that each rank may call."""
 
     @wraps(original)
     def set_number(*args: Any) -> None:
@@ -411,7 +412,7 @@ ADAPTED = {"signal.signal": _in_the_main_thread, "torch.set_num_interop_threads"
 
 
 def _replace(put: Put, name: str, change: Callable[[Any], Any]) -> None:
-    """Replace "module.name" or "module.class.name", of which the module may not be there."""
+    """Replace "module.name" or "module.class.name"; the module may be absent."""
     path, _, last = name.rpartition(".")
     owner = sys.modules.get(path)
     if owner is None:

@@ -25,7 +25,7 @@ from spawnsim.virtual.engine.world import Rank, World
 
 
 class Limit:
-    """The `with` block of `clock.deadline`. A generator in its place takes three times as long, and 0.4 kB."""
+    """The context manager of `clock.deadline`. A generator-based one would take three times as long, and 0.4 kB."""
 
     __slots__ = ("_before", "_seconds", "_world")
 
@@ -36,8 +36,8 @@ class Limit:
     def __enter__(self) -> None:
         task = self._world.kernel.current
         self._before = task, task.deadline_s, task.explicit
-        # An explicit deadline is an event, unlike the run's default one (`Kernel._arm`): it says when something is to
-        # happen, and so it keeps a wait from being a deadlock.
+        # An explicit deadline is an event, unlike the run's default one (`Kernel._arm`): something will happen at that
+        # time, so a wait with it is not a deadlock.
         task.deadline_s = min(self._seconds, task.deadline_s) if task.explicit else self._seconds
         task.explicit = True
 
@@ -60,7 +60,7 @@ class Clock:
         Returns:
             Virtual seconds since the start of the run, a float.
         """
-        # `timed` tells the watchdog that this rank may be polling until some time, which is not a livelock at once.
+        # `timed` informs the watchdog that this rank may be polling until some time, which is not a livelock at once.
         kernel = self._world.kernel
         if self._rank.observers and not amid_shared_import(sys._getframe()):
             kernel.observe()
@@ -68,7 +68,7 @@ class Clock:
         return self._rank.shown_s(kernel.current.clock)
 
     def sleep(self, seconds: float) -> None:
-        """Let time pass in which the rank answers one-sided accesses of others, unlike in `compute`.
+        """Let time pass; unlike in `compute`, the rank answers one-sided accesses by other ranks.
 
         Args:
             seconds: Virtual seconds, at least 0.
@@ -83,16 +83,16 @@ class Clock:
         if amid_shared_import(sys._getframe()):
             return
         self._world.kernel.observe()
-        # A loop of sleeps around a look at exposed memory is a poll, of which the library sees the sleep alone.
+        # A loop that sleeps and reads exposed memory is polling; the library sees only the sleep.
         if self._rank.attachments.get("windows"):
             self._world.kernel.fruitless()
 
     def deadline(self, seconds: float) -> Limit:
-        """Let each blocking call in a `with` block end in time, in a result or in `errors.Timeout`.
+        """Limit the duration of each blocking call in a `with` block; a late call raises `errors.Timeout`.
 
         Args:
-            seconds: Virtual seconds for each call, at least 0; math.inf waits for ever. Within another block the
-                tighter one holds.
+            seconds: Virtual seconds for each call, at least 0; math.inf waits for ever. The tightest of nested
+                deadlines applies.
 
         Returns:
             The context manager.
@@ -109,32 +109,32 @@ class Clock:
 
 
 class Compute:
-    """`comm.compute(...)`: a block whose duration the compute model gives, or the program states."""
+    """`comm.compute(...)`: a block whose duration comes from the compute model or from the program."""
 
     __slots__ = ("_blocks", "_called", "_rank", "_stated_s", "_world", "sampler", "seconds")
 
     def __init__(self, world: World, rank: Rank, sampler: Sampler) -> None:
         self._world, self._rank, self.sampler = world, rank, sampler
         self._stated_s: float | None = None
-        self._called = False  # and no block begun since
+        self._called = False  # without a block since then
         self._blocks: list[
             tuple[Task, float | None, bool]
-        ] = []  # open ones: whose, how long, whether it has passed
-        self.seconds = 0.0  # what the last block took
+        ] = []  # open blocks: task, stated seconds, whether their time has passed
+        self.seconds = 0.0  # duration of the last block
 
     def __call__(self, seconds: float | None = None) -> Compute:
         """Begin a block of computing: `with comm.compute(0.01): ...`; its time passes at the end of the block.
 
         Args:
-            seconds: Virtual seconds that the block takes on a rank that does not straggle, at least 0. None: as long as
-                the run's compute model says.
+            seconds: Virtual seconds that the block takes on a rank that does not straggle, at least 0. None: the run's
+                compute model determines them.
 
         Returns:
-            The context manager; `seconds` of it is what the last block took.
+            The context manager; its `seconds` is the duration of the last block.
 
         Raises:
             ParameterError: A negative time, or NaN.
-            UsageError: The call before this one began no block: it took no time.
+            UsageError: The result of the previous call was not used as a block, so no time passed.
         """
         if seconds is not None:
             check_duration("compute", seconds)
@@ -154,14 +154,14 @@ class Compute:
 
     def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
         place = self._innermost()
-        if place is None:  # the run is over
+        if place is None:  # the run has ended
             return
         _, stated_s, passed = self._blocks.pop(place)
         if kind is None and not passed:
             self.spend(stated_s)
 
     def pass_block(self, *, observe: bool = True) -> bool:
-        """Let the time of the innermost open block pass now, and not at its end; return whether there is one."""
+        """Let the time of the innermost open block pass now instead of at its end; return whether there is one."""
         place = self._innermost()
         if place is None:
             return False
@@ -180,14 +180,15 @@ class Compute:
         return self.sampler.__self__.counts if hasattr(self.sampler, "__self__") else (0, 0)
 
     def sample_on(self, taken: int, unstated: int) -> None:
-        """Draw on from where `sampler_counts` said."""
+        """Continue drawing from the position that `sampler_counts` returned."""
         if hasattr(self.sampler, "__self__"):
             self.sampler.__self__.skip(taken, unstated)
 
     def spend(self, stated_s: float | None, *, call_cost: bool = False, observe: bool = True) -> None:
         """Let the time of one block pass. A `call_cost` is not progress: polls that pay it are still fruitless.
 
-        Without `observe` the caller waits for its own time later, if others may look at what the rank stores.
+        Without `observe`, the caller waits for the rank's own time later, if other ranks may read the memory that it
+        writes.
         """
         world, rank = self._world, self._rank
         kernel = world.kernel
@@ -198,8 +199,8 @@ class Compute:
         if world.cores is not None and begin_s < end_s:
             end_s = world.cores.spend(rank, duration_s)
         self.seconds = seconds = end_s - begin_s
-        # A rank that is paused for ever in the middle of a block leaves it at no time: its clock becomes inf, which no
-        # sum and no integer of nanoseconds may see.
+        # A rank that is paused for ever within a block never leaves it: its clock becomes inf, which sums and integer
+        # nanoseconds cannot represent.
         ends = seconds < math.inf
         rank.compute_s += seconds if ends else 0.0
         rank.digest.note((begin_s, COMPUTE, -1, nanoseconds(seconds) if ends else -1, 0))
@@ -209,13 +210,13 @@ class Compute:
         if rank.observers and world.cores is None:
             rank.compute_from(begin_s, end_s)
         rank.advance_to(task, end_s)
-        # Others may look at what this rank stores next: that must happen at its own time.
+        # Other ranks may read the memory that this rank writes next: the write must happen at the rank's own time.
         if rank.observers and observe:
             kernel.observe()
 
 
 class Record:
-    """`comm.record(**values)` adds a row; `comm.record.event(kind, **fields)` a line of events.jsonl."""
+    """`comm.record(**values)` adds a row; `comm.record.event(kind, **fields)` adds a line to events.jsonl."""
 
     __slots__ = ("_rank", "_world")
 
@@ -236,13 +237,13 @@ class Record:
 
         Args:
             kind: What happened, one word.
-            fields: What is known of it, as JSON can hold it.
+            fields: Details, in types that JSON can represent.
         """
         self._world.recorder.event(self._rank.id, self._world.kernel.current.clock, kind, fields)
 
 
 class Background:
-    """A task beside the rank's program: `comm.background(fn)`. It has a clock of its own."""
+    """A task that runs concurrently with the rank's program: `comm.background(fn)`. It has a separate clock."""
 
     def __init__(self, world: World, rank: Rank, program: Callable[[], Any]) -> None:
         self._world, self._rank = world, rank
@@ -253,8 +254,8 @@ class Background:
         rank.tasks.append(self._task)
 
     def _run(self, program: Callable[[], Any]) -> None:
-        # The program may be ahead of SimPy's clock when it starts the task. From here on two tasks see each other's
-        # memory, and neither may run ahead.
+        # The program may be ahead of SimPy's clock when it starts the task. From here on, two tasks share memory, and
+        # neither may run ahead.
         self._world.kernel.observe()
         try:
             program()
@@ -292,7 +293,7 @@ class Background:
 
 
 class WaitingForTask(Unbroken):
-    """A wait for a background task of the same rank, with which it dies."""
+    """A wait for a background task of the same rank; both die together."""
 
     def __init__(self, task: Task) -> None:
         self._task = task
@@ -304,7 +305,7 @@ class WaitingForTask(Unbroken):
         return (self._task.rank,)
 
     def missing(self, by_s: float = math.inf) -> tuple[int, ...]:
-        """Return (): no other rank is awaited."""
+        """Return (): it waits for no other rank."""
         return ()
 
 
@@ -324,11 +325,11 @@ class RankServices:
         """The rank's random streams."""
         task: Any = self._world.kernel.current
         if type(task) is NoTask and task is not AFTERWARDS:
-            task.clock  # noqa: B018 - it says why nothing may be drawn
+            task.clock  # noqa: B018 - raises an error that states why nothing may be drawn
         return self._rank.streams
 
     def background(self, program: Callable[[], Any]) -> Background:
-        """Run `program` beside the rank's own."""
+        """Run `program` concurrently with the rank's own."""
         return Background(self._world, self._rank, program)
 
     def check(self, condition: Any, message: str = "") -> None:

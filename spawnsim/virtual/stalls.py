@@ -1,7 +1,7 @@
-"""The watchdog of real time: it says where a rank stands that has made no call for long, since no other can run then.
+"""The watchdog of real time: reports the line of a rank that has made no call for long and blocks all others.
 
-A thread looks at the time on the wall. It changes nothing of the run, and the calls of ranks know nothing of it. While
-a call into C keeps Python's lock, no thread of Python runs: then `faulthandler` prints where all threads stand.
+A thread polls the wall clock. It changes nothing in the run, and the calls of ranks do not depend on it. While a call
+into C holds Python's lock, no Python thread runs: then `faulthandler` prints the stacks of all threads.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from spawnsim.virtual.engine.diagnosis import place
 from spawnsim.virtual.engine.kernel import Kernel, Task, current_task
 from spawnsim.virtual.interpreter import Patches, Put
 
-# On the wall, without a call: each line is named once at each of these times, so a run with long steps is not noisy.
+# Wall time without a call: each line is reported once at each of these times, so that long steps make few reports.
 NOTED_S = (10.0, 60.0, 600.0, 3600.0, 6 * 3600.0, 24 * 3600.0)
 LOOK_S = 1.0
-BUSY = 0.1  # the share of a processor below which a process waits
+BUSY = 0.1  # the share of a processor below which a process counts as waiting
 IMPORTING = "<frozen importlib._bootstrap>"
 APART = (
     ". A rank that waits for another one outside of MPI waits for ever: all share one process. Use real ranks "
@@ -38,7 +38,7 @@ THREADS = ", or --carrier threads if it waits for another thread of the rank"
 
 @contextmanager
 def stalls_noted(kernel: Kernel, note: Callable[[str], None] | None) -> Iterator[None]:
-    """While the block runs, `note` is given a sentence about a rank that makes no call for long."""
+    """While the block runs, call `note` with a sentence about a rank that makes no call for long."""
     if note is None:
         yield
         return
@@ -53,14 +53,14 @@ def stalls_noted(kernel: Kernel, note: Callable[[str], None] | None) -> Iterator
 
 
 class StallWatchdog:
-    """Looks at a kernel from another thread, and gives `note` sentences."""
+    """Polls a kernel from another thread, and calls `note` with sentences."""
 
     def __init__(self, kernel: Kernel, note: Callable[[str], None]) -> None:
         self._kernel, self._note = kernel, note
         self._said: set[tuple[str, float]] = set()
 
     def watch(self, over: threading.Event) -> None:
-        """Look until the run is over."""
+        """Poll until the run is complete."""
         before, since_s, since_used_s = _state(self._kernel), time.monotonic(), time.process_time()
         try:
             while not self.no_rank_can_run_while_one_call_into_C_lasts(over):
@@ -75,9 +75,9 @@ class StallWatchdog:
                 faulthandler.cancel_dump_traceback_later()
 
     def no_rank_can_run_while_one_call_into_C_lasts(self, over: threading.Event) -> bool:
-        """Wait for the next look; return whether the run is over."""
-        # Deferred at each look. A call that keeps Python's lock for so long keeps this thread from it: then C prints
-        # the stack, in which this function's name is the only explanation. Standard error may lack a file.
+        """Wait for the next poll; return whether the run is complete."""
+        # Deferred at each poll. A call that holds Python's lock that long blocks this thread: then C prints the stack,
+        # in which this function's name is the only explanation. Standard error may lack a file.
         with suppress(AttributeError, ValueError, OSError, RuntimeError):
             faulthandler.dump_traceback_later(NOTED_S[0] + LOOK_S, file=sys.__stderr__)  # type: ignore[arg-type]
         return over.wait(LOOK_S)
@@ -103,7 +103,7 @@ class StallWatchdog:
 
 
 def imported(frame: FrameType | None) -> str:
-    """Return the module whose import a stack is amid, the one that the program itself has asked for; "" if none."""
+    """Return the module whose import the stack is in (the one that the program itself imports); "" if none."""
     names = [
         str(each.f_locals.get("name"))
         for each, _ in walk_stack(frame)
@@ -113,7 +113,7 @@ def imported(frame: FrameType | None) -> str:
 
 
 def _running(kernel: Kernel) -> Task | None:
-    """Return the task that runs, or None where a `NoTask` stands in for it."""
+    """Return the running task, or None if a `NoTask` stands in for it."""
     return kernel.current if type(kernel.current) is Task else None
 
 

@@ -1,4 +1,4 @@
-"""Unmodified mpi4py programs on virtual ranks: what makes each rank look like a process of its own."""
+"""Unmodified mpi4py programs on virtual ranks: each rank behaves like a separate process."""
 
 from spawnsim.virtual.accounting import Cost
 from spawnsim.virtual.scripts.script import Script, run_program

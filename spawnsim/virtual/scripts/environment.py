@@ -1,13 +1,13 @@
-"""Environment variables: what launchers set for each rank, and what processes inherit that a rank starts.
+"""Environment variables: launchers' variables for each rank, and the environment of processes that a rank starts.
 
-Python's `os.environ` is each rank's own. C has one environment: what any rank writes goes there too, for libraries that
-read it, and before a rank starts a process it becomes that rank's.
+Python's `os.environ` is separate for each rank. C has one environment: writes of any rank reach it, for libraries that
+read it, and it becomes the calling rank's before that rank starts a process.
 """
 
 from __future__ import annotations
 
 import os
-import subprocess  # and with it the module in C that starts processes
+import subprocess  # also loads the C module that starts processes
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -20,13 +20,13 @@ from spawnsim.virtual.engine.world import World
 from spawnsim.virtual.interpreter import Put
 from spawnsim.virtual.torch import MASTER
 
-# What starts processes that inherit C's environment.
+# Functions that start processes, which inherit C's environment.
 STARTING = (
     (os, "system"), (os, "fork"), (os, "forkpty"), (subprocess, "_fork_exec"),
     (sys.modules.get("_posixsubprocess"), "fork_exec"),
 )  # fmt: skip
 Environ = dict[Any, Any]  # as `os.environ` keeps it
-_environ: Any = os.environ  # whose stub knows nothing of that
+_environ: Any = os.environ  # its stub lacks the internals
 _putenv, _unsetenv = os.putenv, os.unsetenv
 
 
@@ -38,25 +38,25 @@ def set_environ(variables: Any) -> None:
 
 
 class CEnvironment:
-    """The environment that C has, while ranks run.
+    """C's environment while ranks run.
 
     Args:
-        calling: returns the process of the rank that calls (`rank_process.Process`), or None.
+        calling: returns the process of the calling rank (`rank_process.Process`), or None.
     """
 
     def __init__(self, calling: Callable[[], Any]) -> None:
         self._calling = calling
         self._before: Environ = _environ._data
-        self._names = set(self._before)  # that are in it, at least
+        self._names = set(self._before)  # a superset of the names in it
 
     def with_variables(self, variables: Mapping[str, str]) -> Environ:
-        """Return the environment of a rank that begins: that outside the run, and variables."""
+        """Return a rank's initial environment: the one outside the run, extended by `variables`."""
         own = {_environ.encodekey(name): _environ.encodevalue(value) for name, value in variables.items()}
         return self._before | own
 
     @contextmanager
     def shared(self, environs: Sequence[Environ]) -> Iterator[None]:
-        """Let C see the variables that all ranks begin with alike while the block runs; then it is as it was."""
+        """Set C's environment to the variables that all ranks have in common; restore it after the block."""
         common = (
             set(environs[0].items()).intersection(*(each.items() for each in environs[1:]))
             if environs
@@ -77,7 +77,7 @@ class CEnvironment:
         self._names = set(variables)
 
     def install(self, put: Put) -> None:
-        """Replace what writes to it, and what starts processes that inherit it."""
+        """Replace the functions that write to it, and the functions that start processes."""
         put(os, "putenv", self._writing(_putenv))
         put(os, "unsetenv", self._writing(_unsetenv))
         for owner, name in STARTING:
@@ -85,7 +85,7 @@ class CEnvironment:
                 put(owner, name, self._starting(getattr(owner, name)))
 
     def _writing(self, original: Callable[..., None]) -> Callable[..., None]:
-        """Return an `os.putenv` or `os.unsetenv` that remembers what a rank writes; `os.environ` calls both."""
+        """Return an `os.putenv` or `os.unsetenv` that records a rank's changes; `os.environ` calls both."""
 
         @wraps(original)
         def write(name: Any, *value: Any) -> None:
@@ -98,7 +98,7 @@ class CEnvironment:
         return write
 
     def _starting(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        """Return a function that starts a process, which inherits the environment of the calling rank."""
+        """Return a function that starts a process; the process inherits the calling rank's environment."""
 
         @wraps(original)
         def start(*args: Any, **kwargs: Any) -> Any:
@@ -112,20 +112,20 @@ class CEnvironment:
 
 
 class Placement(NamedTuple):
-    """Where a rank is, by the platform's nodes."""
+    """The placement of a rank on the platform's nodes."""
 
     rank: int
     size: int
-    local_rank: int  # among those of its node
+    local_rank: int  # index among the ranks of its node
     local_size: int
-    node: int  # counted in the order in which ranks come to nodes
+    node: int  # numbered by the first rank on each node
     nodes: int
 
 
 def placements(world: World) -> list[Placement]:
-    """Return where each rank of the virtual cluster is; its network says which share a node."""
+    """Return each rank's placement; the network determines which ranks share a node."""
     places = world.network.place(np.arange(len(world.ranks))).tolist()
-    beside: dict[int, int] = {}  # how many ranks each node has, so far
+    beside: dict[int, int] = {}  # number of ranks on each node so far
     local_ranks = []
     for place in places:
         local_ranks.append(beside.get(place, 0))
@@ -138,7 +138,7 @@ def placements(world: World) -> list[Placement]:
 
 
 def as_mpiexec(where: Placement) -> dict[str, str]:
-    """Return the variables that MPICH's mpiexec gives a process: programs ask by them whether it has started them."""
+    """Return the variables that MPICH's mpiexec sets: programs use them to detect whether it has started them."""
     return {
         "PMI_RANK": str(where.rank),
         "PMI_SIZE": str(where.size),
@@ -148,7 +148,7 @@ def as_mpiexec(where: Placement) -> dict[str, str]:
 
 
 def as_torchrun(where: Placement, incarnation: int) -> dict[str, str]:
-    """Return the variables that torchrun gives a process."""
+    """Return the variables that torchrun sets for a process."""
     return {
         "RANK": str(where.rank),
         "WORLD_SIZE": str(where.size),

@@ -1,8 +1,8 @@
-"""asyncio in unmodified programs: each rank has its own running loop, and what its loop waits for is virtual time.
+"""asyncio in unmodified programs: each rank has its own running loop, and its waits take virtual time.
 
-asyncio asks for the time by `time.monotonic`, which is virtual, and waits in a selector, which is not: a coroutine that
-sleeps would never wake. Ranks that are greenlets share a thread, of which asyncio knows one running loop. Waits without
-a limit are for events from outside, and take real time.
+asyncio reads the time from `time.monotonic`, which is virtual, and waits in a selector, which is not: a sleeping
+coroutine would never wake. Ranks that are greenlets share a thread, and asyncio allows one running loop per thread.
+Waits without a limit are for external events, and take real time.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ LOOPS = "asyncio.selector_events"
 
 
 class VirtualSelector(selectors.DefaultSelector):
-    """The selector of a rank's loop: it looks at files, and lets virtual time pass."""
+    """The selector of a rank's loop: it polls files, and lets virtual time pass."""
 
     def select(self, timeout: float | None = None) -> Any:
-        """Return the files that are ready now, or when a time has passed for the rank."""
+        """Return the files that are ready now, or after the rank's timeout."""
         found = super().select(0)
         if found or (timeout is not None and timeout <= 0):
             return found
@@ -35,11 +35,11 @@ class VirtualSelector(selectors.DefaultSelector):
 
 
 class EventLoops:
-    """What asyncio keeps per thread, for each task of a kernel; nothing is done before a rank has made a loop."""
+    """asyncio's per-thread state, for each task of a kernel; inactive until a rank makes a loop."""
 
     def __init__(self, kernel: Kernel) -> None:
         self._kernel = kernel
-        self._kept: dict[Task, tuple[Any, Any]] = {}  # of tasks that have left amid a loop
+        self._kept: dict[Task, tuple[Any, Any]] = {}  # of tasks that were switched out within a loop
         self._last: Task | None = None  # None: no rank has made a loop yet
         self._outside: tuple[Any, Any] = (None, None)
 
@@ -71,7 +71,7 @@ class EventLoops:
             self._kernel.on_resume.append(self._enter)
 
     def _enter(self, task: Task) -> None:
-        """Keep the state of the task before, and restore this one's."""
+        """Save the state of the previous task, and restore this task's."""
         last, self._last = self._last, task
         if last is task or last is None:
             return
