@@ -122,7 +122,7 @@ class Case:
             raise ParameterError(f"no case: {text!r} ({error}); copy it from a failure") from error
 
     def quiet_s(self) -> float:
-        """Return when the last fault ends; permanent faults end when they begin."""
+        """Return when the last fault ends; a permanent fault counts as ending when it begins."""
         ends = [0.0]
         for fault in self.plan.faults:
             at_s, for_s = fault.at_s, getattr(fault, "for_s", 0.0)  # type: ignore[attr-defined]

@@ -1,7 +1,7 @@
 """A run stopped in the middle: pdb in every rank's frames, with the ranks' clocks, calls and recorded values.
 
-A run repeats bit by bit, so going back in time means running again up to that time. During a replay no rank runs ahead
-of the others, which changes no result: at a stop, each rank is exactly where it is at that virtual time.
+A run repeats bit for bit, so going back in time means running again up to that time. During a replay no rank runs
+ahead of the others, which changes no result: at a stop, each rank is exactly where it is at that virtual time.
 """
 
 from __future__ import annotations

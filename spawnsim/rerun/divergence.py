@@ -188,7 +188,7 @@ def _elsewhere(again: Again, hash_seed: str) -> dict[str, Any]:
         return found
 
 
-# ------------------------------------------------------------------------------------ in the process that runs it
+# ------------------------------------------------------------------------------------- in the process that runs it
 
 
 class LoggedDigest(RankDigest):

@@ -279,7 +279,7 @@ def _noted(
 ) -> Any:
     """Return a function of spawnsim that also reports to the timeline the data it moves within a call.
 
-    `note` is called with the function's arguments; `after` with the first argument and the result.
+    `note` receives the function's arguments, or with `after` its first argument and its result.
     """
 
     @functools.wraps(raw)

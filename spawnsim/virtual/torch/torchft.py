@@ -137,7 +137,7 @@ class Manager:
         self._step = self._committed = 0
         self._quorum: Quorum | None = None
         self._group: Any = None
-        # This replica's number among the participants (None: a spare), and their count.
+        # This replica's number among the participants (None: it does not participate), and their count.
         self._part: tuple[int | None, int] = None, 0
         self._errored: BaseException | None = None
         self._crashed: BaseException | None = None  # error of the concurrent quorum
