@@ -47,7 +47,7 @@ class Patches:
                     self._undo.close()
 
     def _put(self, owner: Any, name: str, value: Any) -> None:
-        before = vars(owner)[name] if name in vars(owner) else getattr(owner, name)  # the raw descriptor of a class method
+        before = vars(owner)[name] if name in vars(owner) else getattr(owner, name)  # unbound
         self._undo.callback(setattr, owner, name, before)
         setattr(owner, name, value)
 

@@ -56,7 +56,7 @@ class CEnvironment:
 
     @contextmanager
     def shared(self, environs: Sequence[Environ]) -> Iterator[None]:
-        """Set C's environment to the variables that all ranks have in common; restore it after the block."""
+        """Add the variables that all ranks have in common to C's environment; restore it after the block."""
         common = (
             set(environs[0].items()).intersection(*(each.items() for each in environs[1:]))
             if environs
