@@ -196,7 +196,7 @@ class RunWriter:
         # below.
         for told in (note, nothing):
             if told in getattr(error, "__notes__", ()):  # a first call of `tell` has added it
-                error.__notes__.remove(told)  # not part of the outcome
+                error.__notes__.remove(told)  # type: ignore[union-attr]  # not part of the outcome
         try:
             with folder.failing_in_place(self.out):
                 self._run = self._gathered(outcome_of(error))
