@@ -1,8 +1,8 @@
-"""The backends: what can run ranks. One entry in a table and one package are a new backend.
+"""The table of backends, which run ranks. A new backend needs one entry in the table and one package.
 
-The table is filled above the packages that it names (`spawnsim/__init__.py`), and read by all that are given a name or
-another library's group: `spawnsim run --backend`, studies, the contract suite, torchgfn's toolkit, `as_comm`.
-Nothing is imported before a backend is used: launchers, which must start quickly, read the table too.
+`spawnsim/__init__.py` fills the table. All code that accepts a backend's name or another library's group reads it:
+`spawnsim run --backend`, studies, the contract suite, torchgfn's toolkit, `as_comm`. A backend's package is imported
+only when it is used, because launchers, which must start quickly, read the table too.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ class Backend:
     """One entry. The package of a real backend has `world()`, `wrap(group)`, `guarded(comm)`, `namespace(comm)`.
 
     Attributes:
-        name: what `--backend` takes.
-        package: the package, by its dotted name.
+        name: the name for `--backend`.
+        package: the dotted name of the package.
         wraps: the class of its library's groups, as "module:class"; "" for virtual ranks, which wrap nothing.
-        group: where that library keeps the group of all ranks, as "module:attribute".
-        launcher: what starts its ranks: "mpiexec" or "torchrun"; "" where no processes are started.
-        survives: whether a job can be started that goes on when ranks die.
-        aliases: further names by which toolkits ask for it, such as "nccl".
-        preloads: modules that one process loads for all ranks of a node before it forks them, where its launcher forks.
+        group: the library's attribute that holds the group of all ranks, as "module:attribute".
+        launcher: the launcher of its ranks: "mpiexec" or "torchrun"; "" if no processes are started.
+        survives: whether the backend can start a job that continues when ranks die.
+        aliases: further names that toolkits use for it, such as "nccl".
+        preloads: modules that a forking launcher loads once per node, before it forks the ranks.
     """
 
     name: str
@@ -48,14 +48,14 @@ class Backend:
         return import_module(self.package)
 
     def has(self, group: Any) -> bool:
-        """Return whether a group is one of its library's."""
+        """Return whether a group belongs to this backend's library."""
         kind = _loaded(self.wraps)
         return kind is not None and isinstance(group, kind)
 
     def group_of_all(self, *, load: bool = False) -> Any:
-        """Return the library's own group of all ranks; None if there is none yet.
+        """Return the library's own group of all ranks; None if it does not exist yet.
 
-        A library that is not loaded has none; `load` loads it first.
+        It does not exist while the library is not loaded; `load` loads the library first.
         """
         if load:
             self.load()
@@ -81,7 +81,7 @@ def register(backend: Backend) -> None:
 
 
 def real_backends() -> tuple[str, ...]:
-    """Return the names of those whose ranks are processes."""
+    """Return the names of the backends whose ranks are processes."""
     return tuple(name for name, backend in BACKENDS.items() if backend.is_real)
 
 
@@ -89,14 +89,14 @@ def backend_of(name: str, among: tuple[str, ...] = ()) -> Backend:
     """Return the backend of a name.
 
     Args:
-        name: as the user gave it.
-        among: the names that will do; empty: all of the table.
+        name: the name that the user gave.
+        among: the accepted names; empty: all names of the table.
 
     Raises:
-        ParameterError: another name.
+        ParameterError: the name is not accepted.
     """
     known = among or tuple(BACKENDS)
     if name not in known:
-        # The first words are torchgfn's.
+        # torchgfn's message has the same first words.
         raise ParameterError(f"Unknown backend {name!r}: choose one of {', '.join(known)}")
     return BACKENDS[name]

@@ -1,4 +1,4 @@
-"""Signals to stop: their names in messages, and how a process hears them while its main thread hears nothing.
+"""Stop signals: their names in messages, and a thread that acts on them while the main thread is blocked.
 
 Loaded by ranks, launchers and runs on virtual ranks.
 """
@@ -27,11 +27,12 @@ def signal_name(number: int) -> str:
 
 @contextmanager
 def heard(act: Callable[[int], object], undo: Callable[[], object]) -> Iterator[None]:
-    """While the block runs, call `act(number)` in a thread of its own for each signal that has a handler.
+    """While the block runs, call `act(number)` in a separate thread for each signal that has a handler.
 
-    A handler of Python's runs between two bytecodes of the main thread, which may sit in a call into C for ever. The
-    interpreter's C handler writes the signal's number to a pipe at once, and the thread reads it there. It needs
-    Python's lock: a call that keeps that for ever can only be killed. To be called by the main thread.
+    A Python handler runs between two bytecodes of the main thread, which may be blocked in a C call forever. The
+    interpreter's C handler writes the signal's number to a pipe immediately, and the thread reads it there. The thread
+    needs Python's lock: a process whose C call never releases the lock can only be killed. Only the main thread may
+    call this function.
 
     Args:
         act: is called with the signal's number. A handler must be set, or the default action ends the process.
@@ -50,7 +51,7 @@ def heard(act: Callable[[int], object], undo: Callable[[], object]) -> Iterator[
         signal.set_wakeup_fd(before)
         undo()
 
-    def end_in_child() -> None:  # which has no such thread, and must write nothing to its parent's pipe
+    def end_in_child() -> None:  # the child lacks the thread and must not write to its parent's pipe
         end()
         os.close(reading)
         os.close(writing)
@@ -66,9 +67,9 @@ def heard(act: Callable[[int], object], undo: Callable[[], object]) -> Iterator[
         os.close(writing)
 
 
-# A signal to a process that a program has forked (a loader's worker) is meant for that alone: as it is, the process
-# would write to its parent's pipe. SIGTERM waits until it is not, since pools stop workers that have hardly begun;
-# SIGINT does not, whose exception would be lost amid a fork.
+# A signal to a process that a program has forked (a loader's worker) is meant for that process alone, but a forked
+# process would first write to its parent's pipe. SIGTERM is blocked until the child has been detached from the pipe,
+# since pools stop workers right after their start. SIGINT is not blocked: its exception would be lost during a fork.
 _undoing: list[Callable[[], None]] = []
 _masks = threading.local()
 
