@@ -1,7 +1,7 @@
-"""Protocols of the objects that a communicator gives: clock, tasks, recorder; requests, matched messages, windows.
+"""Protocols of the objects that a communicator provides: clock, tasks, recorder; requests, matched messages, windows.
 
-Signatures, reasons for an absence, and two records: `Capabilities` is what a communicator says of itself, `Recovery`
-what is left after ranks have died.
+The module also defines the reasons for an absence and two records: `Capabilities` describes a communicator, and
+`Recovery` describes the survivors after ranks have died.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from spawnsim.comm.constants import LOCK_EXCLUSIVE, UNDEFINED
 from spawnsim.comm.ops import SUM, Op
 from spawnsim.comm.status import Status
 
-# Why nothing can be expected of a rank: `Comm.absent`.
+# Reasons why a rank is absent: `Comm.absent`.
 DIED, ENDED, SILENT = "has died", "has ended its program", "does not answer"
 
 
 @runtime_checkable
 class Checkpointing(Protocol):
-    """What a communicator has to save a run and to go on from there."""
+    """The methods of a communicator that save a run and continue it."""
 
     def checkpoint(
         self,
@@ -35,36 +35,36 @@ class Checkpointing(Protocol):
     ) -> None:
         """Save this rank's part of a checkpoint in the run folder; collective, at the end of an iteration.
 
-        The policy is drained first. Random streams (`comm.rng`, and the global generators of Python, numpy and torch)
-        and clocks are saved with it. On real ranks the files are written while training goes on.
+        The policy is drained first. The checkpoint also holds the random streams (`comm.rng`, and the global generators
+        of Python, numpy and torch) and the clocks. On real ranks the files are written while training continues.
 
         Args:
-            iteration: the one to go on with, at least 0.
-            model: what has a `state_dict()`, or a mapping.
-            optimizer: likewise.
-            policy: likewise.
-            extra: numbers, texts, None, tensors, arrays, and lists and mappings of these.
+            iteration: the iteration at which a resumed run continues, at least 0.
+            model: an object with a `state_dict()`, or a mapping.
+            optimizer: an object with a `state_dict()`, or a mapping.
+            policy: an object with a `state_dict()`, or a mapping.
+            extra: numbers, strings, None, tensors, arrays, and lists and mappings of these.
 
         Raises:
-            ParameterError: something that is to be saved is none of these, or there is no run folder (real ranks).
-            UsageError: a large message is under way that has not been received.
+            ParameterError: an argument has an unsupported type, or the run has no folder (real ranks).
+            UsageError: a large message has been sent and not yet received.
             StorageError: a file cannot be written.
         """
 
     def restore(self, *, model: Any = None, optimizer: Any = None, policy: Any = None) -> Saved | None:
-        """Return what was saved, if there is anything: in a resumed run (collective), or to a rank that is restarted.
+        """Return the saved state, if any: in a resumed run (collective), or on a restarted rank.
 
-        A program calls it once, before its loop, when it has made what it saves, and goes on with `iteration`.
-        Streams, generators and clock then stand where they stood. A rank that the checkpoint does not hold, since more
-        ranks run than before, gets the state of rank (its own modulo those that were saved), with streams of its own.
+        A program calls it once, before its loop and after it has created the objects that it saves, and continues with
+        `iteration`. Streams, generators and clock are restored. If more ranks run than were saved, an additional rank
+        gets the state of the rank with number (own rank modulo number of saved ranks), but keeps its own streams.
 
         Args:
-            model: is given the saved state (`load_state_dict`); None: left to the program.
-            optimizer: likewise.
-            policy: likewise.
+            model: receives the saved state (`load_state_dict`); None: the program loads it.
+            optimizer: receives its saved state; None: the program loads it.
+            policy: receives its saved state; None: the program loads it.
 
         Returns:
-            What was saved; None in a run that begins.
+            The saved state; None in a new run.
 
         Raises:
             ParameterError: the checkpoint is damaged, or does not fit.
@@ -73,18 +73,18 @@ class Checkpointing(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class Capabilities:
-    """What a communicator can do here.
+    """The capabilities of a communicator in this environment.
 
     Attributes:
         backend: "virtual", "mpi" or "torch".
-        library: the library that carries it, with its version.
-        survives: whether the job goes on when a rank dies.
-        ulfm: whether Revoke, Shrink and Agree are the library's own.
+        library: the underlying library, with its version.
+        survives: whether the job continues when a rank dies.
+        ulfm: whether the library itself implements Revoke, Shrink and Agree.
         progress: when a busy rank answers one-sided accesses: "poll", "async" or "hardware".
         threads: the thread level, such as "multiple".
-        devices: where the memory of buffers may lie, in torch's words: "cpu", and "cuda" where GPU tensors are taken.
-        missing: launcher flags or settings that would give more, with what each would give.
-        sums: whose order of summation it has: "mpi", or "gloo" (`comm.ops`), where the order depends on the length.
+        devices: supported devices of buffers, as torch names them: "cpu", and "cuda" if GPU tensors are accepted.
+        missing: launcher flags or settings that would add a capability, each with that capability.
+        sums: the order of summation: "mpi", or "gloo" (`comm.ops`), where the order depends on the length.
     """
 
     backend: str
@@ -100,16 +100,16 @@ class Capabilities:
 
 @dataclass(frozen=True)
 class Recovery:
-    """What `comm.recover()` returns on every survivor.
+    """The result of `comm.recover()` on every survivor.
 
     Attributes:
         comm: the communicator of the survivors, in their old order.
         ranks: old rank → new rank.
-        step: the smallest step that any survivor gave; None if none was given. Survivors of an interrupted step stand
-            at different steps, and go on together from this one.
-        dead: the old ranks that are gone.
-        joined: the new ranks of those that have begun again since they died, and have nothing yet: bring them what they
-            need (weights, the iteration). On these ranks themselves nobody but they have joined.
+        step: the smallest step that any survivor passed; None if no survivor passed one. An interruption leaves the
+            survivors at different steps; they continue together from this one.
+        dead: the old ranks of the dead.
+        joined: the new ranks of restarted ranks. These have no state yet: send them the weights and the iteration. On
+            a restarted rank, `joined` contains only the restarted ranks.
     """
 
     comm: Any
@@ -129,77 +129,77 @@ class Clock(Protocol):
         """Let time pass without computing."""
 
     def deadline(self, seconds: float) -> AbstractContextManager[Any]:
-        """Bound each blocking call inside to `seconds` (default outside: 30); it then raises `errors.Timeout`."""
+        """Limit each blocking call inside to `seconds` (outside, the default is 30); then raise `errors.Timeout`."""
 
     def limit_s(self) -> float:
-        """Return how many seconds a blocking call may take here."""
+        """Return the current limit of a blocking call in seconds."""
 
 
 class Task(Protocol):
-    """Work beside the rank's main program."""
+    """Work that runs in parallel with the rank's main program."""
 
     @property
     def alive(self) -> bool:
-        """Whether the work goes on."""
+        """Whether the work is still running."""
 
     def join(self, timeout: float | None = None) -> bool:
-        """Wait for the end, at most `timeout` seconds; return whether it came. Raises what the work raised."""
+        """Wait at most `timeout` seconds for the end; return whether it has ended. Re-raises the work's exception."""
 
 
 class Recorder(Protocol):
-    """What a rank writes down: `comm.record`."""
+    """The recorder of a rank: `comm.record`."""
 
     def __call__(self, **values: Any) -> None:
-        """Add one row: floats, integers, booleans or short strings by name."""
+        """Add one row of named values: floats, integers, booleans or short strings."""
 
     def event(self, kind: str, **fields: Any) -> None:
-        """Add one event; its time in seconds and the rank are added."""
+        """Add one event, with its time in seconds and the rank."""
 
 
 @runtime_checkable
 class Request(Protocol):
-    """A call in progress. Dropping one loses nothing: the communicator keeps what it needs.
+    """A call in progress. A dropped request still completes: the communicator keeps a reference.
 
-    What waits for several is called on this class, on every backend alike: `Request.Waitall([receiving, sending])`.
+    To wait for several requests, call the class methods, on every backend: `Request.Waitall([receiving, sending])`.
     """
 
     def Wait(self, status: Status | None = None) -> Literal[True]:
-        """Wait for the end."""
+        """Wait until the request is complete."""
 
     def Test(self, status: Status | None = None) -> bool:
-        """Return whether it has ended."""
+        """Return whether the request is complete."""
 
     def wait(self, status: Status | None = None) -> Any:
-        """Wait for the end and return the object that was received."""
+        """Wait until the request is complete and return the received object."""
 
     def test(self, status: Status | None = None) -> tuple[bool, Any | None]:
-        """Return whether it has ended, and the object that was received."""
+        """Return whether the request is complete, and the received object."""
 
     def Cancel(self) -> None:
-        """Ask for the end without a result."""
+        """Ask for an end without a result."""
 
     def Free(self) -> None:
-        """Give up the handle; the call goes on."""
+        """Release the handle; the call continues."""
 
-    # Requests of a backend are of a class of its own, which has these calls, too: it is found by the first of them.
+    # Each backend has its own request class with the same methods; the first request determines the class.
     @classmethod
     def Waitall(cls, requests: Sequence[Any], statuses: list[Status] | None = None) -> bool:
-        """Wait until all of these are over; return True."""
+        """Wait until all requests are complete; return True."""
         return not requests or bool(type(requests[0]).Waitall(requests, statuses))
 
     @classmethod
     def waitall(cls, requests: Sequence[Any], statuses: list[Status] | None = None) -> list[Any]:
-        """Wait until all of these are over; return the objects that were received, in the order of the requests."""
+        """Wait until all requests are complete; return the received objects in the order of the requests."""
         return list(type(requests[0]).waitall(requests, statuses)) if requests else []
 
     @classmethod
     def Waitany(cls, requests: Sequence[Any], status: Status | None = None) -> int:
-        """Wait until one of these is over; return its place, UNDEFINED if there is none that is not over."""
+        """Wait until one request is complete; return its index, or UNDEFINED if no request is active."""
         return int(type(requests[0]).Waitany(requests, status)) if requests else UNDEFINED
 
     @classmethod
     def Waitsome(cls, requests: Sequence[Any], statuses: list[Status] | None = None) -> list[int] | None:
-        """Wait until at least one of these is over; return the places of all that are, None if none is open."""
+        """Wait until at least one request is complete; return the indices of all such, or None if none is active."""
         found: list[int] | None = type(requests[0]).Waitsome(requests, statuses) if requests else None
         return found
 
@@ -209,7 +209,7 @@ class Request(Protocol):
 
 
 class Message(Protocol):
-    """A message that a matched probe has taken out of the queue: nothing but this object can receive it."""
+    """A message that a matched probe has taken out of the queue: only this object can receive it."""
 
     def Recv(self, buf: Any, status: Status | None = None) -> None:
         """Receive it into a buffer."""
@@ -227,8 +227,9 @@ class Message(Protocol):
 class Win(Protocol):
     """Memory that other ranks reach without its owner's help.
 
-    An access (`Put`, `Get` and the atomic ones) is made between `Lock` and `Unlock`, `Lock_all` and `Unlock_all`, or
-    two fences. Its buffers are free, and its result is there, after a flush or at the end (MPI 4.1, 12.5).
+    Accesses (`Put`, `Get` and the atomic ones) take place between `Lock` and `Unlock`, `Lock_all` and `Unlock_all`, or
+    two fences. After a flush or at the end, their buffers may be reused and their results are available (MPI 4.1,
+    12.5).
     """
 
     def tomemory(self) -> Any:
@@ -247,34 +248,34 @@ class Win(Protocol):
         """End the access to all parts."""
 
     def Get(self, origin: Any, target_rank: int, target: Any = None) -> None:
-        """Read from a part; the data are there after a flush or unlock."""
+        """Read from a part; the data are available after a flush or unlock."""
 
     def Rget(self, origin: Any, target_rank: int, target: Any = None) -> Request:
-        """Read from a part; the data are there when the request is over."""
+        """Read from a part; the data are available when the request is complete."""
 
     def Put(self, origin: Any, target_rank: int, target: Any = None) -> None:
         """Write to a part."""
 
     def Rput(self, origin: Any, target_rank: int, target: Any = None) -> Request:
-        """Write to a part; the buffer is free when the request is over."""
+        """Write to a part; the buffer may be reused when the request is complete."""
 
     def Accumulate(self, origin: Any, target_rank: int, target: Any = None, op: Op = SUM) -> None:
-        """Combine with a part, element by element atomic."""
+        """Combine with a part; atomic per element."""
 
     def Get_accumulate(
         self, origin: Any, result: Any, target_rank: int, target: Any = None, op: Op = SUM
     ) -> None:
-        """Combine with a part, element by element atomic, and return what was there."""
+        """Combine with a part and return its previous values; atomic per element."""
 
     def Fetch_and_op(
         self, origin: Any, result: Any, target_rank: int, target_disp: int = 0, op: Op = SUM
     ) -> None:
-        """Combine one element and return what was there, atomically."""
+        """Combine one element and return its previous value, atomically."""
 
     def Compare_and_swap(
         self, origin: Any, compare: Any, result: Any, target_rank: int, target_disp: int = 0
     ) -> None:
-        """Replace one element if it equals `compare`, and return what was there, atomically."""
+        """Replace one element if it equals `compare`, and return its previous value, atomically."""
 
     def Flush(self, rank: int) -> None:
         """Complete all calls to one rank."""
@@ -286,14 +287,14 @@ class Win(Protocol):
         """Separate epochs, collectively."""
 
     def Sync(self) -> None:
-        """Let the rank's own loads and stores and the others' accesses see each other."""
+        """Make the rank's own loads and stores and the accesses of other ranks visible to each other."""
 
     def Free(self) -> None:
-        """Give up the window, collectively."""
+        """Free the window, collectively."""
 
 
 class Windows(Protocol):
-    """What makes windows: `comm.Win`. Its calls are collective, over `comm` itself unless another one is given."""
+    """The constructor of windows: `comm.Win`. Calls are collective, over `comm` itself unless one is passed."""
 
     def Allocate(self, size: int, disp_unit: int = 1, info: Any = ..., comm: Any = ...) -> Win:
         """Open a window on fresh memory of `size` bytes, which may differ from rank to rank."""
