@@ -1,7 +1,7 @@
-"""The processes of a job: the monitor of each rank, and what becomes of orphans.
+"""The processes of a job: the monitor of each rank, and the handling of orphans.
 
-A *monitor* is the parent process of a rank: it waits for the rank and writes down how it has ended
-(`runtime.registry`). Processes that lose their parents are adopted by the launcher's process (Linux: subreaper).
+A *monitor* is the parent process of a rank: it waits for the rank and records how it ended (`runtime.registry`).
+Processes that lose their parents are adopted by the launcher's process (Linux: subreaper).
 """
 
 from __future__ import annotations
@@ -45,9 +45,10 @@ def _prctl() -> Callable[..., int] | None:
 
 
 def dying_with_parent(number: int) -> Callable[[], object] | None:
-    """Return what a new process calls so that it gets this signal when its parent dies.
+    """Return a function that a new process calls to get this signal when its parent dies.
 
-    None where the system has no such thing, and in a process of several threads: a copy of it may do nearly nothing.
+    None where the system lacks this feature, and in a process with several threads: a forked copy of such a process
+    may execute almost nothing safely.
     """
     prctl = _prctl()
     if prctl is None or len(os.listdir("/proc/self/task")) > 1:
@@ -72,9 +73,9 @@ def subreaper() -> Iterator[None]:
 
 
 def reap(processes: Iterable[int]) -> None:
-    """Wait until those of these processes that are children of this one have ended, and kill those that do not."""
+    """Wait until the given processes that are children of this one have ended; kill any that do not end."""
     known = list(processes)
-    while any(_reaped(process) for process in known):  # each may have left children of its own
+    while any(_reaped(process) for process in known):  # each may have left children
         pass
 
 
@@ -94,11 +95,11 @@ def _reaped(process: int) -> bool:
 
 
 def stop_group(leader: int) -> None:
-    """Stop what a rank that has ended has started and left in its process group, such as workers of loaders.
+    """Stop the processes that an ended rank has left in its process group, such as workers of loaders.
 
-    They would live on, and hold open the pipes by which a launcher learns that a job is over.
+    They would continue to run and hold pipes open, and a launcher notices the end of a job by the end of its pipes.
     """
-    with suppress(ProcessLookupError, PermissionError):  # there are none, or none of ours
+    with suppress(ProcessLookupError, PermissionError):  # the group is empty, or has no process of this user
         os.killpg(leader, signal.SIGTERM)
         end_s = time.monotonic() + GROUP_S
         while time.monotonic() < end_s and any(each.group == leader for each in _alive()):
@@ -107,13 +108,13 @@ def stop_group(leader: int) -> None:
 
 
 def stop_orphans(leaders: AbstractSet[int]) -> None:
-    """Stop the groups of ranks that children of this process belong to: what ranks have started, and left."""
+    """Stop the ranks' process groups that contain children of this process: processes that ranks have left behind."""
     for group in leaders & {each.group for each in _alive() if each.parent == os.getpid()}:
         stop_group(group)
 
 
 def children(process: int) -> list[int]:
-    """Return the children of a process that it has not waited for yet."""
+    """Return the children of a process that it has yet to wait for."""
     return [each.number for each in _processes() if each.parent == process]
 
 
@@ -132,16 +133,16 @@ def _processes() -> Iterator[_Process]:
 
 
 def _alive() -> Iterator[_Process]:
-    return (each for each in _processes() if each.state != "Z")  # whose parent has not waited for it yet
+    return (each for each in _processes() if each.state != "Z")  # Z: ended, not yet awaited by its parent
 
 
-# Begins what a monitor writes to stderr for a launcher whose folder it cannot reach.
+# Prefix of the line that a monitor writes to stderr if it cannot reach the launcher's registry folder.
 SPOKEN = "[spawnsim monitor]"
-# The system sends it when the launcher's thread that has started the monitor has ended.
+# The system sends this signal when the launcher's thread that started the monitor has ended.
 ORPHANED = signal.SIGALRM
-GROUP_S = 1.0  # how long a process that a rank has left may take to stop
-STOP_S = 2  # how long a rank whose launcher has died may take to save what it has
-HEARD_S = 0.2  # until the launcher has read what a rank has written
+GROUP_S = 1.0  # how long a process that a rank has left behind may take to stop
+STOP_S = 2  # how long a rank whose launcher has died may take to save its data
+HEARD_S = 0.2  # time for the launcher to read the output of a rank
 FORWARDED = (
     signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2, signal.SIGCONT,
 )  # fmt: skip
@@ -149,24 +150,24 @@ AWAITED = (*FORWARDED, ORPHANED, signal.SIGCHLD)
 
 
 def monitor(rank: int, environ: Mapping[str, str]) -> None:
-    """Return as a child process, for whose end this one waits, where our launcher has started it on Linux.
+    """Fork and return in the child, while this process waits for the child's end; only under our launcher on Linux.
 
-    To be called while the process has one thread.
+    Call it while the process has one thread.
     """
-    # Launchers do not report truly how a rank has ended: they see that a connection was closed, kill the other ranks,
-    # and name the process that they look at first; MPICH's named the wrong rank in 28 of 100 kills. Only a parent gets
-    # the true status, and the launcher's processes are not ours, so each rank gets a parent of our own in between. The
-    # fork comes before anything is loaded: it costs 1 ms then, and is not safe later, when MPI or torch have threads.
-    # The parent keeps open the connections to the launcher that it has inherited, so the launcher learns of the death
-    # only after the monitor has written how it came. A rank whose monitor dies gets SIGKILL, or it would run on unseen.
-    # It has a process group of its own, so that what it does to its group is not done to its monitor.
+    # Launchers misreport how a rank ended: they notice a closed connection, kill the other ranks, and name the process
+    # that they check first. MPICH's launcher named the wrong rank in 28 of 100 kills. Only a parent gets the true
+    # status, and the launcher's processes are not ours, so we insert a parent of our own for each rank. The fork comes
+    # before anything is loaded: there it costs 1 ms, and it is not safe once MPI or torch have threads. The parent
+    # keeps the inherited connections to the launcher open, so the launcher notices the death only after the monitor has
+    # recorded its cause. A rank whose monitor dies gets SIGKILL, since it would otherwise continue unmonitored. The
+    # rank has a separate process group, so that signals to its group do not reach its monitor.
     die_with_parent, tell_of_parent = dying_with_parent(signal.SIGKILL), dying_with_parent(ORPHANED)
     if REGISTRY not in environ or die_with_parent is None or tell_of_parent is None:
         return
     sys.stdout.flush()
     sys.stderr.flush()
     parent, launcher = os.getpid(), os.getppid()
-    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # ignored by who started this, the rank would end unseen
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # an inherited SIG_IGN would hide the rank's end
     former = signal.pthread_sigmask(signal.SIG_BLOCK, AWAITED)
     if child := os.fork():
         tell_of_parent()
@@ -180,7 +181,7 @@ def monitor(rank: int, environ: Mapping[str, str]) -> None:
 
 @dataclass
 class RankMonitor:
-    """The parent of a rank's process, which is its `child`. `stopping`: the rank was told to stop."""
+    """The parent of a rank's process (`child`). `stopping`: whether a stop signal was forwarded to the rank."""
 
     rank: int
     child: int
@@ -189,7 +190,7 @@ class RankMonitor:
     stopping: bool = False
 
     def wait(self) -> None:
-        """Wait for the rank's end, and end with the same status. Does not return."""
+        """Wait for the rank's end and exit with the same status. Does not return."""
         status = 1
         try:
             for process in (os.getpid(), self.child):
@@ -198,28 +199,29 @@ class RankMonitor:
             end = self._wait()
             if end or not self._has(ENDED):
                 status = self._record(end)
-                stop_group(self.child)  # after a good end what it has left running is the program's affair
+                # Only after a failure: after a normal end, leftover processes are the program's responsibility.
+                stop_group(self.child)
             else:
                 status = 0
         finally:
             os._exit(status)
 
     def _has(self, stage: str) -> bool:
-        """Whether the rank has come to a stage. On other nodes the registry is out of reach: it counts as if it had."""
+        """Whether the rank has reached a stage; assumed on other nodes, where the registry is out of reach."""
         ranks = ranks_at_stage(stage, self.environ)
         return ranks is None or self.rank in ranks
 
     def _wait(self) -> int:
-        """Forward the signals that this process gets to the rank until it ends; return its exit code."""
-        # The signals stay blocked and are taken one by one: a handler of Python's runs between bytecodes, so for a
-        # signal that came just before a blocking `waitpid` it would run only at the rank's end.
+        """Forward this process's signals to the rank until it ends; return its exit code."""
+        # The signals stay blocked and are read one by one. A Python handler runs between bytecodes, so for a signal
+        # that arrives just before a blocking `waitpid` it would run only at the rank's end.
         self._orphaned()  # the launcher may have died before its death would have sent a signal
         while not (ended := os.waitpid(self.child, os.WNOHANG))[0]:
             number = signal.sigwait(AWAITED)
             if number == ORPHANED:
                 self._orphaned()
             elif number in FORWARDED and not (number == signal.SIGUSR1 and SURVIVE in self.environ):
-                # SIGUSR1 is MPICH's, about the death of another rank: it would kill this one.
+                # MPICH sends SIGUSR1 after the death of another rank; it would kill this one.
                 self._forward(number)
         return os.waitstatus_to_exitcode(ended[1])
 
@@ -227,26 +229,26 @@ class RankMonitor:
         self.stopping |= number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
         with suppress(ProcessLookupError):
             os.kill(self.child, number)
-            if self.stopping:  # a process that SIGSTOP has stopped would not act on it
+            if self.stopping:  # a process stopped by SIGSTOP would not act on it
                 os.kill(self.child, signal.SIGCONT)
 
     def _orphaned(self) -> None:
-        if os.getppid() == self.launcher:  # only a thread of it has ended
+        if os.getppid() == self.launcher:  # only a thread of the launcher has ended
             return
         text = f"the launcher's process {self.launcher}, which had started rank {self.rank}, has died"
         record_first_end(WORLD_ERROR, text, self.environ)
         self._forward(signal.SIGKILL if self.stopping else signal.SIGTERM)
-        signal.alarm(STOP_S)  # which is ORPHANED again: then the rank is killed
+        signal.alarm(STOP_S)  # it sends ORPHANED again, and then the rank is killed
 
     def _record(self, end: int) -> int:
-        """Write how the rank has ended, if the job goes on or no other was first; return the status to end with."""
+        """Record how the rank ended, if the job continues or no earlier end is recorded; return the exit status."""
         status = 128 - end if end < 0 else end
         text = f"rank {self.rank} (process {self.child} on {os.uname().nodename}) {_how(end)}"
         register_stage(DEAD, self.rank, self.environ)
         if self.stopping and end < 0:  # the sender of the signal knows why
             return status
-        # In a job that survives deaths the monitor ends with 0, so that the launcher sees no failure and lets the
-        # others live; they learn of the death from the registry. Before all have met there is nothing to go on with.
+        # In a job that survives deaths the monitor exits with 0, so that the launcher sees no failure and does not kill
+        # the other ranks; they read the death from the registry. Before all programs have begun, no job can continue.
         if SURVIVE in self.environ and self._has(BEGUN):
             if first_end(self.environ):
                 return status
@@ -260,9 +262,9 @@ class RankMonitor:
 
 
 def end_job(status: int, environ: Mapping[str, str]) -> None:
-    """End the job of a rank without a monitor, before its MPI is up: MPICH's mpiexec does not notice that it leaves.
+    """End the job of a rank without a monitor before MPI is initialized: MPICH's mpiexec does not notice its exit.
 
-    Other launchers see that a rank has left with a status, and end the job themselves (srun: with --kill-on-bad-exit).
+    Other launchers notice the exit status of a rank and end the job themselves (srun: with --kill-on-bad-exit).
     """
     # The abort command of MPICH's process manager interface (PMI-1), which the library would send
     if "PMI_FD" in environ and "MPI_LOCALRANKID" in environ:  # Slurm uses another protocol there
@@ -285,7 +287,7 @@ def _say(line: str) -> None:
 
 def python() -> list[str]:
     """Return the command line of this interpreter, with its options (-O, -W, -X), up to a program."""
-    import subprocess  # which a rank does not need
+    import subprocess  # here, because ranks do not need it
 
-    # The standard library's own way, by which `multiprocessing` starts processes; no public function has it.
+    # `multiprocessing` starts processes with this function; the standard library has no public equivalent.
     return [sys.executable, *subprocess._args_from_interpreter_flags()]  # type: ignore[attr-defined]

@@ -1,10 +1,10 @@
-"""Supervise what starts ranks: forward signals to them and their output, and report in one line why a job ended.
+"""Supervise a launcher: forward signals to the ranks, forward their output, and report in one line why a job ended.
 
-Launchers report in ten lines that a process was killed, and in none which rank it was. So their own messages are taken
-out of what comes from standard error (`LauncherOutput`). Which rank died is known from the registry that ranks and
-their monitors write to (`JobState`), and from those messages only where none has. A launcher that does not end a job
-which has lost a rank is ended here, and shared memory that MPI has left in /dev/shm is removed. Loads neither numpy,
-MPI nor torch.
+Launchers print ten lines about a killed process, none of which names the rank. So `LauncherOutput` removes the
+launcher's own messages from its output. `JobState` takes the dead rank from the registry, in which ranks and monitors
+record it, and falls back to the launcher's messages only if the registry has no entry. If a launcher does not end a job
+that has lost a rank, this module ends the launcher. It also removes shared memory that MPI has left in /dev/shm. It
+loads neither numpy, MPI nor torch.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from spawnsim.real.runtime.abort import STARTED
 from spawnsim.real.runtime.registry import REGISTRY, SURVIVE, WORLD_ERROR, ProcessRegistry
 from spawnsim.signals import outcome_of_signal, signal_name
 
-NUL = b"\0"  # Open MPI's launcher writes one when a rank has died or has aborted the job, where a line begins
+NUL = b"\0"  # Open MPI's launcher starts a line with it when a rank has died or has aborted the job
 OURS = b"spawnsim: "
 
 _OWN_LINES = (
@@ -42,11 +42,11 @@ _OWN_LINES = (
     b"mpirun", b"mpiexec", b"MPI_ABORT", b"NBC_Progress", b"WARNING: The selected",
     b"YOUR APPLICATION TERMINATED", SPOKEN.encode(), OURS,
 )  # fmt: skip
-"""How a launcher's own lines begin, and ours, before which it may put something."""
+"""Prefixes of a launcher's own lines, and of ours, before which a launcher may insert bytes."""
 _BEGINS = re.compile(
     rb"=   BAD TERMINATION|(prte?run|mpirun|mpiexec|MPI_ABORT)\b.*\b(noticed|invoked|exited|detected)"
-    rb"|WARNING: The selected '\w+' module"  # is not tested to go on after a death
-    rb"|YOUR APPLICATION TERMINATED WITH THE EXIT STRING"  # and no more, where ranks are survived
+    rb"|WARNING: The selected '\w+' module"  # Open MPI: not tested after a death
+    rb"|YOUR APPLICATION TERMINATED WITH THE EXIT STRING"  # and nothing else, in jobs that survive deaths
 )
 _RULE = re.compile(rb"(={20,}|-{20,})\s*")
 _ENDS = re.compile(rb"Please see the FAQ page|-{20,}")
@@ -63,9 +63,9 @@ _SIGNAL = re.compile(rb"\(signal (\d+)\)|exited\s+on\s+signal\s+(\d+)")
 
 @dataclass
 class JobEnd:
-    """How a job ended. `cause` is a sentence, where the ranks themselves could not say it.
+    """The end of a job. `cause` is a sentence if the ranks themselves could not report the cause.
 
-    `mismatch`: whether it ended badly, and MPI or gloo wrote that a message was longer than what was to receive it.
+    `mismatch`: whether the job failed and MPI or gloo reported a message longer than its receive buffer.
     """
 
     status: int
@@ -75,25 +75,25 @@ class JobEnd:
 
 @dataclass
 class LauncherOutput:
-    """Filters the output of a launcher: returns what the ranks wrote, and notes which process was killed by what.
+    """Filter the output of a launcher: return the output of the ranks; record the killed process and its signal.
 
-    Output comes in chunks that may end anywhere. A line is shown before it is complete, unless it may become one of the
+    Output arrives in chunks that may end anywhere. An incomplete line is shown unless it may become one of the
     launcher's own: a rank's progress bar must not wait for a newline. Launchers' banners begin with an empty line or a
-    rule, as a program's own table may, so these are held until the next line tells which it is. What is not recognised,
-    such as the message of another version, is shown: at worst the user reads of one death twice.
+    rule, and so may a table of the program; such lines are held until the next line decides. Unrecognised text, such as
+    the message of another version, is shown: at worst the user reads about one death twice.
     """
 
     process: int = -1
     node: str = ""
     rank: int = -1
     signal: int = 0
-    mismatch: bool = False  # whether a library wrote that calls do not fit
-    spoken: JobEnd | None = None  # what the first monitor wrote that cannot reach the registry
+    mismatch: bool = False  # whether a library reported mismatched calls
+    spoken: JobEnd | None = None  # the report of the first monitor that cannot reach the registry
     _tail: bytes = b""  # the beginning of a line that may be the launcher's own
-    _begun: bool = False  # the beginning of the line was shown already
+    _begun: bool = False  # whether the beginning of the line has been shown
     _held: list[bytes] = field(default_factory=list)  # empty lines and a rule, which may begin a banner
     _banner: bytes = b""
-    _gap: bool = False  # an empty line that comes now is the library's
+    _gap: bool = False  # whether an empty line at this point is the library's
 
     def __call__(self, chunk: bytes) -> bytes:
         self.mismatch = self.mismatch or _MISMATCH.search(chunk) is not None
@@ -156,42 +156,42 @@ def _may_be_own(tail: bytes) -> bool:
     return any(own.startswith(tail) or tail.startswith(own) for own in _OWN_LINES)
 
 
-# For a launcher whose job has lost a rank: most end the job themselves, once ranks have saved theirs.
+# Time for a launcher to end a job that has lost a rank: most end it themselves, once ranks have saved their data.
 DOOMED_S = 6.0
-UNBEGUN_S = 1.0  # the same where not all programs have begun, so that no rank has anything to save
+UNBEGUN_S = 1.0  # the same before all programs have begun, when no rank has anything to save
 UNSURVIVED = ": no job survives that"
 STARTING_S = 3.0  # how much later than the first rank's program a launcher may start the last rank
 
 
 @dataclass
 class JobState:
-    """What is known of a job's ranks while it runs. `ranks`: how many are on this node, 0 if that is not known."""
+    """The state of a job's ranks while it runs. `ranks`: the number of ranks on this node, 0 if unknown."""
 
     registry: ProcessRegistry
     ranks: int
     survive: bool
     filters: tuple[LauncherOutput, LauncherOutput] = field(
         default_factory=lambda: (LauncherOutput(), LauncherOutput())
-    )  # of both streams
-    _lost_s: float = 0.0  # since when it is known that the job must end
+    )  # one per stream
+    _lost_s: float = 0.0  # when it became known that the job must end
     _unmonitored: JobEnd | None = None
-    _alone_s: float = field(default_factory=time.monotonic)  # since when all ranks that live have monitors
+    _alone_s: float = field(default_factory=time.monotonic)  # since when all living ranks have had monitors
 
     def doomed(self) -> bool:
-        """Whether the job has lost a rank, and its launcher has had the time to end it."""
+        """Whether the job has lost a rank, and its launcher has had enough time to end it."""
         now_s = time.monotonic()
         if not self._lost_s and self._first() is not None:
-            # Launchers have had more time than UNBEGUN_S when a rank without a monitor is missed.
+            # When the loss of an unmonitored rank is detected, the launcher has had more time than UNBEGUN_S.
             self._lost_s = now_s if self._unmonitored is None else self._alone_s
         patience_s = DOOMED_S if len(self.registry.begun) >= self.ranks else UNBEGUN_S
         return self._lost_s > 0.0 and now_s - self._lost_s > patience_s
 
     def ended(self, status: int) -> JobEnd:
-        """Return how the job has ended, whose launcher has left with a status. The first end is the one that counts."""
-        # In the order of how well each source knows: a rank or a monitor that has written its end; then the signal that
-        # the launcher reports, which names a process at most; then the status of the launcher, which names none. One
-        # exception: a rank that was told to stop by SIGTERM may have been told by the launcher, because of a death that
-        # only the launcher has seen (on another node, or of a rank without a monitor).
+        """Return how the job ended, given the exit status of its launcher. The first recorded end decides."""
+        # Sources in order of reliability: the end that a rank or monitor recorded; the signal that the launcher
+        # reports, which names at most a process; the launcher's status, which names nothing. One exception: the SIGTERM
+        # that stopped a rank may come from the launcher, because of a death that only the launcher has seen (on another
+        # node, or of a rank without a monitor).
         first, found = self._first(), max(self.filters, key=lambda each: each.signal)
         # SIGTERM may be the launcher's work.
         stopped = first is not None and first.status == 128 + signal.SIGTERM
@@ -221,10 +221,11 @@ class JobState:
         return next((each.spoken for each in self.filters if each.spoken), None) or self._unmonitored_death()
 
     def _unmonitored_death(self) -> JobEnd | None:
-        """Return the death of a rank that had no monitor yet, once all others have one."""
-        # From its start to its fork a rank is 0.1 s without a monitor, and MPICH's mpiexec waits for ever for one that
-        # dies in that time. It shows in numbers: fewer children of the launcher's process than ranks, and as many ranks
-        # missing in the registry. A launcher that is still starting ranks looks the same, hence STARTING_S.
+        """Return the death of a rank that had no monitor yet, once all other ranks have one."""
+        # Between its start and its fork a rank has no monitor for 0.1 s. If it dies in that time, MPICH's mpiexec waits
+        # for it forever. Counts reveal the death: the launcher's process has fewer children than ranks, and as many
+        # ranks are missing in the registry. A launcher that is still starting ranks looks the same, so STARTING_S must
+        # pass first.
         launchers, unmonitored, now_s = self.registry.launchers, self._unmonitored_ranks(), time.monotonic()
         if self._unmonitored is not None:
             return self._unmonitored
@@ -245,9 +246,9 @@ class JobState:
         return sorted(set(range(self.ranks)) - self.registry.ranks)
 
     def _who(self, found: LauncherOutput) -> str:
-        """Return which process the launcher reports; of ranks with monitors MPICH's may name any."""
+        """Return the process that the launcher reports; with monitored ranks, MPICH's launcher may name any process."""
         unmonitored = self._unmonitored_ranks()
-        if found.process < 0 and unmonitored:  # MPICH's reports only the signal where jobs survive deaths
+        if found.process < 0 and unmonitored:  # MPICH reports only the signal in jobs that survive deaths
             which = f"{'one of ' if len(unmonitored) > 1 else ''}{_list_ranks(unmonitored)}"
             return f"{which}, at {_its_or_their(unmonitored)} start,"
         process = f"process {found.process} on {found.node}" if found.process >= 0 else "a process"
@@ -274,7 +275,7 @@ def _its_or_their(ranks: Sequence[int]) -> str:
 
 SHM_FOLDER = Path("/dev/shm")
 SHM_NAMES = ("mpich_shm_*", "mpich_shar_tmp*", "sm_segment.*", "osc_rdma.*")  # of MPICH and of Open MPI
-FILE_TIME_S = 1.0  # how coarse the times of files may be
+FILE_TIME_S = 1.0  # resolution of file times
 MAPPING_S = 0.02  # from the creation of such a file until its creator has mapped it
 
 
@@ -282,8 +283,8 @@ MAPPING_S = 0.02  # from the creation of such a file until its creator has mappe
 def shared_memory_removed() -> Iterator[None]:
     """Remove MPI's files in /dev/shm that this user has created while the block ran, and that no process has mapped.
 
-    A rank that is killed leaves its segments there, and they hold memory. Their names do not tell the job, and this
-    user may run others at the same time: hence all three conditions.
+    A killed rank leaves its segments there, and they occupy memory. Their names do not identify the job, and this user
+    may run other jobs at the same time; this is why all three conditions are needed.
     """
     began_s = time.time() - FILE_TIME_S
     try:
@@ -308,15 +309,15 @@ def _is_ours(file: Path, since_s: float) -> bool:
 def _mapped_shared_memory() -> set[str]:
     found = set[str]()
     for maps in Path("/proc").glob("[0-9]*/maps"):
-        with suppress(OSError):  # it has just ended, or is another user's
+        with suppress(OSError):  # the process has just ended, or belongs to another user
             lines = maps.read_text(errors="replace").splitlines()
             found.update(line.partition(f" {SHM_FOLDER}/")[2] for line in lines if f"{SHM_FOLDER}/" in line)
     return {f"{SHM_FOLDER}/{name}" for name in found}
 
 
-STOP_S = 6.0  # a launcher that is told to stop gets this long for its ranks to save what they have before it is killed
-LOOK_S = 0.2  # how soon at the latest a signal is acted upon
-# Batch systems send SIGUSR1 or SIGUSR2 before the time is up, if asked to; these would end this process alone.
+STOP_S = 6.0  # time between stopping and killing a launcher, in which its ranks save their data
+LOOK_S = 0.2  # maximum delay before a signal takes effect
+# Batch systems can send SIGUSR1 or SIGUSR2 before the time limit; by default, these would end this process alone.
 STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 
 
@@ -327,9 +328,9 @@ def supervise(
     ranks: int = 0,
     registry: Path | None = None,
 ) -> JobEnd:
-    """Run a launcher until it ends. Its ranks are gone when this returns.
+    """Run a launcher until it ends. Its ranks have ended when this returns.
 
-    `ranks`: how many it starts on this node, if all are here. `registry`: the folder of the job's `ProcessRegistry`.
+    `ranks`: the number of ranks, if all are on this node. `registry`: the folder of the job's `ProcessRegistry`.
     """
     own = tempfile.TemporaryDirectory(prefix="spawnsim-") if registry is None else nullcontext(str(registry))
     with own as folder, subreaper(), shared_memory_removed():
@@ -348,9 +349,9 @@ def supervise(
             reader.start()
         with _forwarding(started, signals):
             status = _wait(started, signals, readers, job)
-        reap(job.registry.processes)  # before all is read: they may hold the pipes open
+        reap(job.registry.processes)  # before the output is read to its end: they may hold the pipes open
         if status or signals:
-            stop_orphans(job.registry.of_ranks)  # likewise
+            stop_orphans(job.registry.of_ranks)  # for the same reason
         for reader in readers:
             reader.join(STOP_S)
         if signals:
@@ -360,14 +361,14 @@ def supervise(
 
 
 def _prepared(*, survive: bool) -> Callable[[], None] | None:
-    """Return what a launcher's process does before it becomes that."""
+    """Return the function that a launcher's process calls before `exec`."""
     die_with_parent = dying_with_parent(signal.SIGTERM)
     if die_with_parent is None:
         return None
 
     def prepare() -> None:
         die_with_parent()
-        # MPICH tells all ranks of a death by this signal, also those that do not ignore it by themselves yet.
+        # MPICH sends this signal to all ranks after a death, including ranks that do not ignore it yet.
         if survive:
             signal.signal(signal.SIGUSR1, signal.SIG_IGN)
 
@@ -383,14 +384,14 @@ def _forward_output(stream: IO[bytes] | None, to: int, filter_: LauncherOutput) 
 
 
 def _write(to: int, text: bytes) -> None:
-    with suppress(BrokenPipeError):  # the reader has gone, but the job goes on
+    with suppress(BrokenPipeError):  # the reader has gone, but the job continues
         while text:
             text = text[os.write(to, text) :]
 
 
 @contextmanager
 def _forwarding(started: subprocess.Popen[bytes], signals: list[int]) -> Iterator[None]:
-    """Forward the first signal to stop as SIGTERM, which all launchers give to their ranks; the second one kills."""
+    """Forward the first stop signal as SIGTERM, which all launchers pass to their ranks; the second one kills."""
 
     def handler(number: int, _frame: object) -> None:
         signals.append(number)
@@ -410,7 +411,7 @@ def _forwarding(started: subprocess.Popen[bytes], signals: list[int]) -> Iterato
 def _wait(
     started: subprocess.Popen[bytes], signals: list[int], readers: Sequence[threading.Thread], job: JobState
 ) -> int:
-    """Wait for the end of a launcher; one that was told to stop, or whose job is doomed, is killed in the end."""
+    """Wait for the end of a launcher; kill it if it does not end after a stop signal or after its job is doomed."""
     try:
         while started.poll() is None and not signals:
             if job.doomed():
@@ -426,7 +427,7 @@ def _wait(
 
 
 def _look(started: subprocess.Popen[bytes], readers: Sequence[threading.Thread]) -> None:
-    """Wait for a moment: the end of a launcher's output is seen at once, unlike that of a process."""
+    """Wait briefly. The end of a launcher's output is noticed immediately, unlike the end of its process."""
     reading = next((reader for reader in readers if reader.is_alive()), None)
     if reading is not None:
         reading.join(LOOK_S)

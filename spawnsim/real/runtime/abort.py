@@ -1,9 +1,10 @@
-"""How a real job ends early: all together, loudly, with one message and a non-zero status.
+"""The early end of a real job: all ranks together, with one message and a non-zero status.
 
-A rank that raises, exits early or waits past a deadline must not leave the others hanging. One rank reports the error:
-the first that asks the lowest rank's watchdog. Every rank then saves what it has (`on_abort`), and the reporting rank
-aborts the job. A rank that only finds others missing reports nothing where the launcher knows which has died. A rank
-that gets SIGINT (Ctrl-C) or SIGTERM ends the job in the same way. Launchers load this module: no numpy, MPI or torch.
+A rank that raises, exits early or waits past a deadline must not leave the other ranks hanging. One rank reports the
+error: the first that asks the lowest rank's watchdog. Every rank then saves its data (`on_abort`), and the reporting
+rank aborts the job. A rank that only finds ranks missing reports nothing if the launcher knows which rank has died. A
+rank that gets SIGINT (Ctrl-C) or SIGTERM ends the job in the same way. Launchers load this module: no numpy, MPI or
+torch.
 """
 
 from __future__ import annotations
@@ -40,19 +41,19 @@ from spawnsim.real.runtime.watchdog import Call, Channel, Watchdog, Where, verdi
 from spawnsim.signals import heard, outcome_of_signal
 
 GRANT_S = 1.0  # how long the lowest rank may take to answer a request
-SAVE_S = 3.0  # how long all ranks together may take to save what they have
-SILENT_S = 8.0  # a rank that may not report leaves by itself after this long
+SAVE_S = 3.0  # how long all ranks together may take to save their data
+SILENT_S = 8.0  # how long a rank that may not report waits before it leaves by itself
 
 
 class AbortProtocol:
     """One rank's side. `end_job(status)` ends all ranks of the job and does not return.
 
-    A rank that ends the job sends "request" to the lowest rank, which answers "grant" (`granted`: whether this one may
-    report). The one that may sends "save" to all; each saves what it has and answers "saved". Requests go to one rank
-    because many fail at once: of a collective that misses a member, all others meet the deadline within milliseconds,
-    and without an arbiter a job of 64 ranks would print 63 reports. All of it runs in the watchdog threads, since the
-    program's thread may be inside a blocking call of the library; and every wait has a limit, since any rank may be
-    dead: a rank that gets no answer within `GRANT_S` reports nevertheless, as two reports are better than none.
+    A rank that ends the job sends "request" to the lowest rank, which answers "grant" (`granted`: whether the sender
+    may report). The rank that may report sends "save" to all; each saves its data and answers "saved". Requests go to
+    one rank because many ranks fail at once: if a collective misses a member, all others exceed the deadline within
+    milliseconds, and without an arbiter a job of 64 ranks would print 63 reports. The protocol runs in the watchdog
+    threads, since the program's thread may be inside a blocking call of the library. Every wait has a limit, since any
+    rank may be dead: a rank that gets no answer within `GRANT_S` reports anyway, as two reports are better than none.
     """
 
     def __init__(self, channel: Channel, end_job: Callable[[int], None]) -> None:
@@ -60,19 +61,19 @@ class AbortProtocol:
         self.watchdog.handlers |= {
             "request": self._on_request, "grant": self._on_grant, "save": self._on_save, "saved": self._on_saved,
         }  # fmt: skip
-        # Each is called once, with one line on why the job ends.
+        # Each function is called once, with a one-line reason for the end of the job.
         self.saves: list[Callable[[str], object]] = []
         self.program_ended = self.begun = False
         self.remote = False  # another rank ends the job
-        self.lost: set[int] = set()  # ranks that the others have given up, in a job that survives them
+        self.lost: set[int] = set()  # ranks that the other ranks have given up, in a job that survives deaths
         self.given_up: Callable[[], bool] = bool  # whether this rank is one of them
         # ranks that are known to have died
         self.dead: Callable[[], AbstractSet[int]] = KnownDeaths(os.environ)
         self._end_job, self._process = end_job, os.getpid()
         self._lock = threading.Lock()
-        self._reporter = -1  # whom the lowest rank has let report
+        self._reporter = -1  # the rank that the lowest rank has allowed to report
         self._granted: list[bool] = []
-        self._saved: set[int] = set()  # the other ranks that have saved what they have
+        self._saved: set[int] = set()  # the other ranks that have saved their data
 
     # ------------------------------------------------------------------------------------------- for the program
     def fail(self, error: BaseException, context: str = "") -> None:
@@ -85,15 +86,15 @@ class AbortProtocol:
         )
 
     def refuse(self, error: SpawnsimError) -> None:
-        """End the job, whose programs have not begun, in one line: it cannot begin. Does not return."""
+        """End a job that cannot start, with a one-line report; no program has begun. Does not return."""
         self.end(
             f"spawnsim: {error}", summary=f"{type(error).__name__}: {error}", status=exit_status_of(error)
         )
 
     def end(self, text: str, *, status: int = 1, summary: str = "") -> None:
-        """End the job with this message; called by any thread, does not return."""
+        """End the job with this message. Any thread may call it; it does not return."""
         _hear_no_children()
-        if self.given_up():  # the others go on, and keep what is theirs
+        if self.given_up():  # the other ranks continue and keep their data
             sys.stderr.write(f"{text}\n")
             sys.stderr.flush()
             os._exit(0)
@@ -108,10 +109,10 @@ class AbortProtocol:
         self._leave(status)
 
     def end_forked(self, error: BaseException | None = None) -> None:
-        """End this process, as Python would, if a program has forked it by hand and let it run on: it is no rank.
+        """End this process, as Python would, if the program forked it and let it continue: it is not a rank.
 
         Args:
-            error: by which the program has ended.
+            error: the exception that ended the program.
         """
         if os.getpid() == self._process:
             return
@@ -128,7 +129,7 @@ class AbortProtocol:
         os._exit(status)
 
     def hold(self) -> None:
-        """Keep the program's thread here if another one is ending the job: it must not leave the others now."""
+        """Block the program's thread while another thread is ending the job: it must not leave in the meantime."""
         while self.begun:
             time.sleep(0.05)
 
@@ -145,9 +146,9 @@ class AbortProtocol:
 
     def _end(self, text: str, summary: str, status: int) -> None:
         self._granted, self.begun = [], True
-        # A `WorldError` says that others are missing, not why. Where monitors write how ranks end, the launcher names
-        # the rank that has died and the signal, and a report of this rank's would only stand beside the true one. The
-        # monitor may learn of the death up to `KNOWN_S` later than this rank, which sees a closed connection.
+        # A `WorldError` reports missing ranks, but no cause. If monitors record the ends of ranks, the launcher names
+        # the dead rank and the signal, and a report of this rank would only duplicate that. The monitor may notice the
+        # death up to `KNOWN_S` later than this rank, which sees a closed connection.
         known = (
             status == WORLD_ERROR
             and REGISTRY in os.environ
@@ -162,7 +163,7 @@ class AbortProtocol:
         self._leave(status)
 
     def _request(self) -> None:
-        """Ask to be the one that reports; if another rank is, serve it while it ends the job, or go on if it cannot."""
+        """Request to report; if another rank reports, serve it while it ends the job, and continue if it fails to."""
         channel, leader = self.watchdog.channel, self.leader
         if channel.rank == leader:
             self._on_request(leader, {})
@@ -173,7 +174,7 @@ class AbortProtocol:
             self.watchdog.serve_until(lambda: False, SILENT_S)
 
     def _leave(self, status: int) -> None:
-        record_first_end(status, "", os.environ)  # no sentence: it is reported already
+        record_first_end(status, "", os.environ)  # no sentence: the end is already reported
         self._end_job(status)
 
     @property
@@ -221,7 +222,7 @@ class AbortProtocol:
 
 
 def _hear_no_children() -> None:
-    """Let ends of a program's workers raise no more: torch's loaders do at each, also amid what tells of the first."""
+    """Reset SIGCHLD: torch's loaders raise at the end of each worker, even while the first such error is reported."""
     if threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
 
@@ -231,7 +232,7 @@ def _is_end_known() -> bool:
 
 
 def refuse_recovery(why: str) -> NoReturn:
-    """Refuse `recover()` where no job survives: what the program wanted to recover from goes on."""
+    """Refuse `recover()` in a job that cannot survive deaths: re-raise the error that the program is handling."""
     failed = sys.exc_info()[1]
     if not isinstance(failed, WorldError):
         raise UnsupportedError(why)
@@ -246,7 +247,7 @@ STARTED = "SPAWNSIM_STARTED"
 
 @contextmanager
 def stoppable(abort: AbortProtocol) -> Iterator[None]:
-    """While the block runs, a signal to stop ends the whole job. Outside of the main thread nothing changes."""
+    """While the block runs, a stop signal ends the whole job. Outside of the main thread nothing changes."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -266,7 +267,7 @@ def stoppable(abort: AbortProtocol) -> Iterator[None]:
 
 
 def _ignore(_number: int, _frame: FrameType | None) -> None:
-    """Do nothing in the program's thread: the one that hears of the signal acts."""
+    """Do nothing in the program's thread: the thread that reads the signal acts on it."""
 
 
 def _stop(number: int, abort: AbortProtocol) -> None:

@@ -1,13 +1,13 @@
-"""What all communicators of one real rank share, and a rank's run from its first line to its end.
+"""The state that all communicators of one real rank share, and a rank's run from start to end.
 
-`RankRuntime` holds the rank's services, counters, open requests and abort protocol; a backend adds how to poll, to wait
-and to meet the other ranks. `guarded(comm)` runs the program: it ends together with those of all other ranks
-(`finalize`), or the whole job ends with an error (`abort`).
+`RankRuntime` holds the rank's services, counters, open requests and abort protocol. A backend adds polling, waiting and
+a barrier. `guarded(comm)` runs the program: either all programs end together (`finalize`), or the whole job ends with
+an error (`abort`).
 
-`checkpoint` and `restore`: each rank writes a shard of its own, while training goes on. All drain their policies and
-meet; then each copies its states, and a thread writes the copy. A checkpoint counts once the shards of all ranks are
-there, so no rank need tell another that it has written its own. What a program has sent and not received at that time
-stays in the library, and is not saved.
+`checkpoint` and `restore`: each rank writes its own shard while training continues. All ranks drain their policies and
+meet in a barrier; then each copies its states, and a thread writes the copy. A checkpoint is valid once the shards of
+all ranks exist, so ranks need not confirm their writes to each other. Messages that are sent and not yet received at
+that time stay in the library and are not saved.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Checkpoints:
     """The checkpoints of one real rank.
 
     Args:
-        folder: the run folder; None: the run has none.
+        folder: the run folder; None for a run without one.
         resumed: whether the run begins with the newest checkpoint of the folder.
     """
 
@@ -50,10 +50,10 @@ class Checkpoints:
         self._error: Exception | None = None
 
     def write(self, comm: Any, iteration: int, shard: Shard, *, save: str, clock_s: float) -> None:
-        """Write this rank's shard in a thread, after the one before; `save` tells this checkpoint from all others."""
+        """Write this rank's shard in a thread, after the previous one; `save` identifies this checkpoint."""
         self.finish()
         assert self.folder is not None
-        # Survivors have other numbers among themselves; their rows have those of the world.
+        # Survivors are renumbered, but their recorded rows use world ranks.
         world = comm.members[comm.rank]
         about = {"iteration": iteration, "rank": comm.rank, "save": save}
         about |= {"ranks": [world], "members": list(comm.members), "clocks_s": [clock_s]}
@@ -68,15 +68,15 @@ class Checkpoints:
             checkpoints.write(path, shard, about)
             if prunes and self.folder is not None:
                 checkpoints.prune(self.folder)
-        except Exception as error:  # noqa: BLE001  told by the rank's next call: here nobody hears it, MemoryError included
+        except Exception as error:  # noqa: BLE001  the rank's next call raises it, MemoryError included: a thread cannot
             self._error = error
 
     def finish(self) -> None:
-        """Wait for what is being written.
+        """Wait for the current write.
 
         Raises:
-            StorageError: the file system has refused it.
-            Exception: what else has kept it from being written (no memory, a number too long for JSON).
+            StorageError: the file system refused the write.
+            Exception: the write failed for another reason (no memory, a number too long for JSON).
         """
         if self._writer is not None:
             self._writer.join()
@@ -102,8 +102,8 @@ def checkpoint(
         raise ParameterError("checkpoint(): where to? Give the run a folder (--out DIR)")
     if policy is not None and hasattr(policy, "drain"):
         policy.drain()
-    # An iteration may be saved again (after a recovery, or by a second job in the folder) and be cut short: the shards
-    # that are there then are of two saves, which nothing else would tell.
+    # An iteration may be saved again (after a recovery, or by a second job in the folder), and that save may be cut
+    # short. The folder then holds shards of two saves, and only this identifier distinguishes them.
     save = comm.bcast(uuid.uuid4().hex if comm.rank == 0 else None, root=0)
     comm.Barrier()  # from here on no rank is at an earlier iteration
     shard = Shard()
@@ -111,18 +111,18 @@ def checkpoint(
     for name, state in {"iteration": iteration, **states}.items():
         shard.put(name, state)
     comm.record.event("checkpoint", iteration=iteration, nbytes=shard.nbytes)
-    # One reading of the clock, behind the event: a run that goes on takes what is earlier for recorded already.
+    # One clock reading, after the event: a resumed run assumes that everything earlier is already recorded.
     own = _rank_state(comm)
     shard.put("rank", own)
     saving.write(comm, iteration, shard, save=save, clock_s=own["clock_s"])
 
 
 def restore(comm: Any, *, model: Any = None, optimizer: Any = None, policy: Any = None) -> Saved | None:
-    """Return what was saved, or None; see `spawnsim.Comm.restore`."""
+    """Return the saved state, or None; see `spawnsim.Comm.restore`."""
     saving: Checkpoints = comm.runtime.checkpoints
     if not saving.resumed or saving.folder is None:
         return None
-    # Rank 0 chooses: another may look at a moment in which a file system shows it more, or less.
+    # Rank 0 chooses, since a file system may show different files to different ranks at different times.
     chosen = checkpoints.newest(saving.folder)[:2] if comm.rank == 0 else None
     iteration, ranks = comm.bcast(chosen, root=0)
     seen = (each for each in checkpoints.whole(saving.folder) if each[:2] == (iteration, ranks))
@@ -168,21 +168,21 @@ def _set_rank(comm: Any, state: Mapping[str, Any]) -> None:
     if generators.get("torch") is not None:
         torch.set_rng_state(generators["torch"])
     if generators.get("gpus") and torch.cuda.is_available():
-        torch.cuda.init()  # or else the seed of this process would count, which torch has put off
+        torch.cuda.init()  # otherwise torch would later apply the seed of this process, which it has deferred
         set_gpu_states(torch, generators["gpus"])
 
 
 RECEIVES = ("recv", "Recv")
-LAST_LOOKS = 64  # at messages that may still be under way when all have met: under 1 ms
+LAST_LOOKS = 64  # polls for messages that may still be in flight after the barrier: under 1 ms
 
 
 class RankRuntime:
     """One per rank and run; `comm.runtime` of every communicator of that run.
 
     Attributes:
-        counters: what this rank has sent and received; `clear()` starts the counts at zero.
-        give_up: drops ranks that are silent at the end, so that the others end without them; None in a job that ends
-            with any of its ranks.
+        counters: messages and bytes that this rank has sent and received; `clear()` resets them.
+        give_up: drops ranks that are silent at the end, so that the other ranks end without them; None in a job that
+            does not survive deaths.
     """
 
     def __init__(
@@ -208,55 +208,55 @@ class RankRuntime:
     def wait(
         self, done: Callable[[], bool], limit_s: float, call: tuple[str, int, Any], peer: int | None = None
     ) -> bool:
-        """Wait for `done`, at most `limit_s`; a wait that is not over at once is known to the watchdog.
+        """Wait for `done`, at most `limit_s`; a wait that does not end immediately is registered with the watchdog.
 
-        `peer`: the rank of the communicator that it waits for, ANY_SOURCE for any; None: for all, as a collective.
+        `peer`: the awaited rank of the communicator, ANY_SOURCE for any rank; None for all ranks, as in a collective.
         """
         raise NotImplementedError
 
     def begin_barrier(self) -> Callable[[], bool]:
-        """Begin to wait for all ranks; the result says whether all have come."""
+        """Begin to wait for all ranks; the result returns whether all have arrived."""
         raise NotImplementedError
 
     def take_leftovers(self) -> int:
-        """Drop messages that have arrived and were not received; return how many."""
+        """Drop messages that have arrived but were not received; return their number."""
         raise NotImplementedError
 
     def release(self) -> None:
-        """Give back what the run holds: the last step, after which the rank is alone."""
+        """Release the run's resources. This is the last step; afterwards the rank cannot communicate."""
         raise NotImplementedError
 
     def lowest(self) -> int:
         return 0
 
-    # ------------------------------------------------------------------------------------------- for what runs it
+    # ---------------------------------------------------------------------------------------------- for the runner
     def on_abort(self, save: Callable[[str], object]) -> None:
         """Call `save(summary)` if the job ends early, before this rank's process does.
 
         Args:
-            save: keeps what would be lost; it gets one line that says why the job ends. All ranks together have
-                `SAVE_S` seconds.
+            save: saves data that would be lost; its argument is a one-line reason for the end. All ranks together
+                have `SAVE_S` seconds.
         """
         self.abort.saves.append(save)
 
     def totals(self) -> dict[str, Any]:
-        """Return what this rank has done so far: "messages", "bytes", "events" and "clock_s"."""
+        """Return this rank's totals so far: "messages", "bytes", "events" and "clock_s"."""
         return self.counters.totals(self.services)
 
     def settle(self) -> None:
-        """Wait until all programs have ended; complete or drop what they left open, and record how much it was.
+        """Wait until all programs have ended; complete or drop open requests and messages, and record their number.
 
-        Collective; from then on no program sends. Ranks may still send to each other on behalf of the run.
+        Collective; afterwards no program sends. The run itself may still send messages between ranks.
         """
         if self._settled:
             return
         self._settled = self.abort.program_ended = True
-        # The order matters. Once all have met, no message can come for a receive that is open: it is cancelled, or
-        # the drain would wait for it until its deadline. What was sent and not received has to be taken out of the
-        # library afterwards, since MPICH aborts in `Finalize` when it still holds any.
+        # The order matters. After the barrier, no message can arrive for an open receive; it is cancelled, since the
+        # drain would otherwise wait for it until its deadline. Unreceived messages must then be taken out of the
+        # library, since MPICH aborts in `Finalize` when it still holds any.
         self.barrier()
         cancelled = self._cancel_receives()
-        # A job that survives deaths does not finalize MPI, and must not wait for the dead.
+        # A job that survives deaths does not finalize MPI and must not wait for dead ranks.
         if self.give_up is None:
             self._drain()
         for kind, count in (
@@ -267,7 +267,7 @@ class RankRuntime:
                 self.services.record.event(kind, count=count)
 
     def finalize(self) -> None:
-        """End this rank's part in the job; collective, and more than once is fine."""
+        """End this rank's part in the job; collective. Further calls have no effect."""
         self.settle()
         if not self._finalized:
             self._finalized = True
@@ -277,7 +277,7 @@ class RankRuntime:
         self._barrier(self.registry.sweep)
 
     def absent(self) -> dict[int, str]:
-        """Return by world rank why nothing can be expected of it now; all watchdogs are asked."""
+        """Return the reason for each absent rank, by world rank; queries all watchdogs."""
         found = self.watchdog.ask_all()
         silent = self._still({where.rank for where in found if not where.answered})
         reasons = {where.rank: ENDED for where in found if where.note == ENDED}
@@ -292,15 +292,15 @@ class RankRuntime:
         return "" if began is None else f"computing for {time.perf_counter() - began:.1f} s"
 
     def _drain(self) -> None:
-        # Sends complete when their receivers have taken the messages, so all drain until all have: hence the second
-        # barrier, during which each goes on taking.
+        # Sends complete when their receivers have taken the messages, so every rank must drain until all have finished.
+        # That is why there is a second barrier, during which each rank continues to drain.
         wait_until(self._drained, self.clock.limit_s())
         self._barrier(self._drained)
         for _ in range(LAST_LOOKS):
             self._drained()
 
     def _barrier(self, meanwhile: Callable[[], object]) -> None:
-        """Wait for all. A rank that is silent (not one that is slow) ends the job, or is given up if jobs survive."""
+        """Wait for all ranks. A silent (not a slow) rank ends the job, or is given up if the job survives deaths."""
         all_here = self.begin_barrier()
 
         def look() -> bool:
@@ -322,7 +322,7 @@ class RankRuntime:
         return {where.rank for where in self.watchdog.ask_all() if not where.answered} & silent
 
     def _cancel_receives(self) -> int:
-        """Cancel the receives that are open, to which no message can come; return how many there were."""
+        """Cancel open receives, for which no message can arrive; return their number."""
         waiting: list[Any] = [each for each in self.registry.held() if each._what[0].endswith(RECEIVES)]
         waiting = [request for request in waiting if not request.advance()]
         for request in waiting:
@@ -336,7 +336,7 @@ class RankRuntime:
 
 
 class RankComm:
-    """What every communicator of a real rank has beside MPI's calls. `label`: its name, the same on all its ranks."""
+    """The non-MPI methods of every communicator of a real rank. `label`: its name, the same on all its ranks."""
 
     checkpoint, restore = checkpoint, restore
 
@@ -355,25 +355,25 @@ class RankComm:
             fn: is called once, without arguments.
 
         Returns:
-            The task, which says whether it is `alive` and can be joined.
+            The task; see its `alive` and `join`.
         """
         return self.runtime.services.background(fn)
 
     def check(self, condition: Any, message: str = "") -> None:
-        """Record a warning unless a condition holds: a real job goes on, where a virtual run ends.
+        """Record a warning unless a condition holds: a real job continues, whereas a virtual run ends.
 
         Args:
-            condition: what must hold.
-            message: what is wrong if it does not.
+            condition: the condition that must hold.
+            message: the text of the warning.
         """
         if not condition:
             self.record.event("warning", text=message or "a check failed")
 
     def absent(self) -> dict[int, str]:
-        """Tell of which ranks nothing can be expected now. A rank that computes or waits is not among them.
+        """Return the ranks that are absent now. A rank that computes or waits is not absent.
 
         Returns:
-            By rank of this communicator why: it has died, it has ended its program, or it does not answer.
+            The reason by rank of this communicator: it has died, it has ended its program, or it does not answer.
         """
         reasons = self.runtime.absent()
         return {rank: reasons[member] for rank, member in enumerate(self.members) if member in reasons}
@@ -388,7 +388,7 @@ class RankComm:
         return received
 
     def poll(self) -> None:
-        """Let requests make progress now; every operation and the end of every compute block do it anyhow."""
+        """Let requests make progress now; every operation and the end of every compute block also do so."""
         self.runtime.poll()
 
 
@@ -396,23 +396,24 @@ C = TypeVar("C", bound=Any)
 
 
 def close(comm: Any) -> None:
-    """End this rank's part in the job: wait for all ranks, complete what is open, stop the watchdog. Collective.
+    """End this rank's part in the job: wait for all ranks, complete open requests, stop the watchdog. Collective.
 
     Args:
-        comm: a communicator of `world()` or `wrap()`; all others of the same run end with it.
+        comm: a communicator of `world()` or `wrap()`; all communicators of the same run end with it.
     """
     comm.runtime.finalize()
 
 
 @contextmanager
 def guarded(comm: C) -> Iterator[C]:
-    """Run a rank's program: an exception or a non-zero exit ends the whole job, the end of the block is `close`.
+    """Run a rank's program: an exception or a non-zero exit ends the whole job; the end of the block calls `close`.
 
     Args:
-        comm: the communicator of `world()`, which the block gets.
+        comm: the communicator of `world()`, which the block receives.
     """
     abort: AbortProtocol = comm.runtime.abort
-    # A job that survives deaths also survives a rank that a signal stops, so there the signal keeps its own meaning.
+    # A job that survives deaths also survives a rank that is stopped by a signal, so the signal keeps its default
+    # effect there.
     signals = nullcontext() if comm.runtime.options.survive else stoppable(abort)
     with signals:
         try:
@@ -435,5 +436,5 @@ def guarded(comm: C) -> Iterator[C]:
 def _finalize(comm: Any, abort: AbortProtocol) -> None:
     try:
         close(comm)
-    except SpawnsimError as error:  # such as: the others have given this rank up
+    except SpawnsimError as error:  # for example, the other ranks have given this rank up
         abort.fail(error)

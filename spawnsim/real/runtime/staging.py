@@ -1,8 +1,8 @@
-"""Tensors on a GPU as arguments: staged through pinned main memory, or passed on where the library reaches GPU memory.
+"""GPU tensors as arguments: staged through pinned main memory, or passed on if the library can access GPU memory.
 
-What is sent is copied before the call; what is received when the call is complete, on the stream that was current when
-it began. Pinning memory takes milliseconds, so what is pinned is used again: torch's host allocator keeps it. Which
-argument of a call sends and which receives is known by mpi4py's names. torch is imported where there is a tensor.
+Data to send are copied before the call; received data are copied when the call is complete, on the stream that was
+current when it began. Pinning memory takes milliseconds, so pinned memory is reused: torch's host allocator keeps it.
+mpi4py's parameter names show which arguments send and which receive. torch is imported only when there is a tensor.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ if TYPE_CHECKING:
 
 SENT, RECEIVED, BOTH = 1, 2, 3
 INTO = {"recvbuf", "result", "inoutbuf", "outbuf"}
-"""Arguments that receive. What a call may leave as it is must be copied in first, so that it comes back unharmed."""
+"""Arguments that receive. Data that a call may leave unchanged must be copied in first, so that they are preserved."""
 FILLED = {"allreduce", "reduce", "allgather", "gather", "scatter", "alltoall", "scan", "reduce_scatter_block"}
-"""Collectives that write all of a receiving tensor, unless they work in place."""
+"""Collectives that overwrite the whole receiving tensor, unless they work in place."""
 AT_ROOT = {"reduce", "gather", "gatherv"}
-"""Collectives that look at what receives on the root alone."""
+"""Collectives that use the receive buffer only on the root."""
 MESSAGES = {"send", "ssend", "rsend", "recv"}
 BLOCKING = {
     "bcast", "gather", "gatherv", "scatter", "scatterv", "allgather", "allgatherv", "alltoall", "alltoallv",
 }  # fmt: skip
-"""With `MESSAGES`, the calls that a CUDA-aware MPI gets as they are. Open MPI takes no GPU memory in non-blocking
-collectives and one-sided calls, and stages sums itself: all these are staged here, everywhere."""
+"""With `MESSAGES`, the calls that a CUDA-aware MPI gets unchanged. Open MPI accepts no GPU memory in non-blocking
+collectives and one-sided calls, and stages sums itself: all these are staged here, with every library."""
 
 
 def device_tensor(spec: Any) -> torch.Tensor | None:
@@ -45,20 +45,20 @@ def device_tensor(spec: Any) -> torch.Tensor | None:
 
     if not isinstance(memory, torch.Tensor):
         return None
-    # Subclasses may say "meta" and have a memory of their own.
+    # Subclasses may report "meta" and still have memory.
     if memory.is_meta and type(memory) in (torch.Tensor, torch.nn.Parameter):
         raise PhantomError(NO_DATA)
     return memory
 
 
 class Memory:
-    """Main memory beside a device's own: how to get it, and in which order copies go. `aware`: what MPI can reach."""
+    """Main memory for the tensors of a device, and the order of copies. `aware`: whether MPI can access GPU memory."""
 
     def __init__(self, *, aware: bool = False) -> None:
         self._aware = aware
 
     def host(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return main memory of a tensor's shape and type, for one use: pinned beside CUDA, else plain."""
+        """Return main memory of a tensor's shape and type, for one use: pinned for a CUDA tensor, else plain."""
         import torch
 
         return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
@@ -67,13 +67,13 @@ class Memory:
         return self._aware and tensor.is_cuda
 
     def stream(self, tensor: torch.Tensor) -> Any:
-        """Return the stream in which the program works on the tensor; None where there are none."""
+        """Return the stream in which the program works on the tensor; None for a device without streams."""
         import torch
 
         return torch.cuda.current_stream(tensor.device) if tensor.is_cuda else None
 
     def wait(self, tensor: torch.Tensor) -> None:
-        """Wait until what was begun on the tensor is done, since MPI does not know of streams."""
+        """Wait for pending work on the tensor, since MPI does not know of streams."""
         if tensor.is_cuda:
             import torch
 
@@ -82,7 +82,7 @@ class Memory:
 
 @dataclass(frozen=True, slots=True)
 class Move:
-    """One tensor, its place in main memory, and which way it is copied."""
+    """One tensor, its copy in main memory, and the direction in which it is copied."""
 
     tensor: torch.Tensor
     host: torch.Tensor
@@ -90,7 +90,7 @@ class Move:
     stream: Any
 
     def _on_stream(self) -> AbstractContextManager[Any]:
-        # another thread may complete a request: it too must come after what the program has begun on the tensor
+        # Another thread may complete a request; its copy, too, must follow the program's earlier work on the tensor.
         if self.stream is None:
             return nullcontext()
         import torch
@@ -103,7 +103,7 @@ class Move:
                 self.host.copy_(self.tensor)
 
     def end(self, nbytes: int | None) -> None:
-        """Copy to the device what was received: the first `nbytes`, or all."""
+        """Copy received data to the device: the first `nbytes`, or all."""
         if not self.way & RECEIVED or nbytes == 0:
             return
         tensor, host = self.tensor, self.host
@@ -121,7 +121,7 @@ def _bytes(tensor: torch.Tensor) -> torch.Tensor:
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """A call with GPU tensors among its arguments. `names`: of its parameters; `rank`: None among two groups."""
+    """A call with GPU tensors among its arguments. `names`: parameter names; `rank`: None on an intercommunicator."""
 
     operation: str
     names: Sequence[str]
@@ -150,7 +150,7 @@ class Call:
         return self.family in MESSAGES or self.operation.lower() in BLOCKING
 
     def way(self, name: str, *, bare: bool) -> int:
-        """Return which way an argument is copied; `bare`: memory alone, without counts."""
+        """Return the direction in which an argument is copied; `bare`: whether it is memory alone, without counts."""
         if name in INTO:
             if self.family in AT_ROOT and self.rank not in (None, self.root()):
                 return 0
@@ -168,7 +168,7 @@ class Call:
 
 
 class Stage:
-    """The GPU tensors of one call, in main memory while it lasts: `args` and `kwargs` are what to call with."""
+    """The GPU tensors of one call, in main memory while it lasts. `args` and `kwargs`: the arguments of the call."""
 
     __slots__ = ("_call", "_memory", "_moves", "args", "kwargs")
 
@@ -199,13 +199,13 @@ class Stage:
             move.begin()
 
     def end(self, nbytes: int | None = None) -> None:
-        """Copy what was received to the device; of a `partial` receive `nbytes`."""
+        """Copy received data to the device; for a `partial` receive, only `nbytes`."""
         for move in self._moves:
             move.end(nbytes)
 
 
 def checked(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the tensor if one on the CPU would be accepted like this, else raise what that would raise."""
+    """Return the tensor if it would be accepted on the CPU, else raise the error of a CPU tensor."""
     if tensor.requires_grad:
         raise SpecBufferError("the tensor requires grad: pass tensor.detach()")
     if not tensor.is_contiguous():
@@ -216,9 +216,9 @@ def checked(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def stage(memory: Memory, call: Call, *, direct: bool = True) -> Stage | None:
-    """Return the stage of a call; None if nothing has to be staged, and the call can go on with its own arguments.
+    """Return the stage of a call; None if nothing has to be staged and the call can use its arguments unchanged.
 
-    `direct`: whether the call will be made as it is, so that an MPI which reaches GPU memory may have it.
+    `direct`: whether the call is made unchanged, so that an MPI with access to GPU memory may get the tensors.
     """
     tensors = call.tensors()
     if not tensors:

@@ -1,7 +1,7 @@
-"""`Comm` over torch.distributed: gloo on CPU, NCCL on GPUs with gloo beside it, for where there is no MPI.
+"""`Comm` over torch.distributed, for systems without MPI: gloo on CPUs, NCCL together with gloo on GPUs.
 
-Under torchrun, mpiexec, srun, or as one process. Collectives are torch's; messages and windows are those of
-`real.base`, over one wire per rank. What is not offered raises `UnsupportedError` and names the alternative.
+It runs under torchrun, mpiexec or srun, or as one process. Collectives are torch's; messages and windows come from
+`real.base` and use one wire per rank. Unsupported calls raise `UnsupportedError`, which names the alternative.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ SURVIVAL = "to survive a rank's death use torchrun --max-restarts, or --backend 
 
 
 class TorchComm(NativeCollectives):
-    """A communicator of real ranks. Made by `world()`, by its own `Split`, `Dup`, …, and by `wrap()`."""
+    """A communicator of real ranks, created by `world()`, `wrap()`, and its methods `Split`, `Dup`, …."""
 
     def __init__(self, runtime: TorchRuntime, members: tuple[int, ...], label: str) -> None:
         super().__init__(runtime, members, label)
@@ -56,7 +56,7 @@ class TorchComm(NativeCollectives):
         self._active = runtime.watchdog.active
 
     def capabilities(self) -> Capabilities:
-        """Return what this communicator can do here."""
+        """Return the capabilities of this communicator in this environment."""
         return Capabilities(
             backend="torch",
             library=f"torch {torch.__version__}, {dist.get_backend(self.runtime.group)}",
@@ -73,7 +73,7 @@ class TorchComm(NativeCollectives):
         refuse_recovery(f"recover: not over torch.distributed; {SURVIVAL}")
 
     def as_process_group(self) -> Any:
-        """Return torch's own group of these ranks, which `wrap` gives back as this. Collective on the first call."""
+        """Return torch's process group of these ranks; `wrap` maps it to this object. Collective on the first call."""
         self._live()
         if self._process_group is None:
             self._process_group = make_group(self)
@@ -88,10 +88,10 @@ class TorchComm(NativeCollectives):
 
 
 def make_group(comm: TorchComm) -> Any:
-    """Return a group of torch of a communicator's ranks, in its order. Collective among them.
+    """Return a torch process group of a communicator's ranks, in its order. Collective among them.
 
-    `torch.distributed.new_group` numbers groups by calls that all ranks of the job must make in one order; here the
-    members alone meet, under the communicator's name.
+    `torch.distributed.new_group` numbers groups by calls, so all ranks of the job must call it in the same order. Here
+    only the members take part, and the communicator's name identifies the group.
     """
     runtime = comm.runtime
     if comm.label == "world":
@@ -116,19 +116,19 @@ def world(
     options: Options | None = None,
     backend: str = "",
 ) -> TorchComm:
-    """Return the communicator of all ranks of this job. Collective; the clock starts when all have met.
+    """Return the communicator of all ranks of this job. Collective; the clock starts when all ranks have joined.
 
     Args:
-        recorder: keeps what ranks record; None: nothing is kept.
-        seed: of the random streams of all ranks.
-        deadline_s: how long a blocking call may take, in seconds, where `comm.clock.deadline` says nothing else.
-        options: how the run behaves; the same on all ranks.
-        backend: torch's name of the backend of its default group, if it has none yet; "" is gloo, with NCCL beside it
-            if all ranks have GPUs.
+        recorder: stores the recorded values of ranks; None: nothing is stored.
+        seed: the seed of the random streams of all ranks.
+        deadline_s: limit of a blocking call in seconds, unless `comm.clock.deadline` sets another.
+        options: options of the run; the same on all ranks.
+        backend: torch's name for the backend of its default group, if that group does not exist yet; "" is gloo,
+            together with NCCL if all ranks have GPUs.
 
     Raises:
-        UnsupportedError: this torch does not have the backend.
-        Timeout: a rank did not come.
+        UnsupportedError: this torch build lacks the backend.
+        Timeout: a rank did not join.
         WorldError: the address where ranks meet does not exist, or its port is taken.
         ParameterError: `deadline_s` is not above 0, or an address is missing in a job on several nodes.
     """
@@ -138,7 +138,7 @@ def world(
     services = RankServices(dist.get_rank(), recorder=recorder, seed=seed, deadline_s=deadline_s)
     comm = _enter(dist.group.WORLD, services, options or Options.given())
     comm.runtime.leaves_torch = entered
-    # To wrap it during the run means this run: its seed, recorder and deadline.
+    # `wrap` of this group during the run returns this communicator, with the run's seed, recorder and deadline.
     _WRAPPED[comm.runtime.group] = comm
     if entered:
         atexit.register(_finalize, comm.runtime)
@@ -146,9 +146,9 @@ def world(
 
 
 def _finalize(runtime: TorchRuntime) -> None:
-    """End together with the others in a program without `guarded`; one that has raised does not wait for them.
+    """End together with the other ranks in a program without `guarded`; a program that has raised does not wait.
 
-    A process that ends while the wire's thread receives may end in C++'s `terminate`.
+    A process that exits while the wire's thread receives may end in C++'s `terminate`.
     """
     if not hasattr(sys, "last_value"):
         runtime.finalize()
@@ -166,18 +166,18 @@ def _enter(group: Any, services: RankServices, options: Options) -> TorchComm:
     return comm
 
 
-# A process group takes no attributes: what it was wrapped by is kept beside it, for as long as it lives.
+# A process group accepts no attributes, so this mapping holds its communicator for as long as the group lives.
 _WRAPPED: weakref.WeakKeyDictionary[dist.ProcessGroup, TorchComm] = weakref.WeakKeyDictionary()
 
 
 def wrap(group: Any) -> TorchComm:
-    """Return a communicator over a group of torch.distributed; the same one each time. Collective on the first call.
+    """Return the communicator of a torch.distributed group, always the same one. Collective on the first call.
 
     Args:
-        group: a process group that this rank is in.
+        group: a process group that contains this rank.
 
     Raises:
-        UsageError: it is something else.
+        UsageError: `group` is not such a process group.
     """
     if not isinstance(group, dist.ProcessGroup):
         raise UsageError(f"{group!r}: pass a torch.distributed process group that this rank is in")
@@ -189,22 +189,22 @@ def wrap(group: Any) -> TorchComm:
 
 
 # ------------------------------------------------------------------------------- entering torch.distributed
-MEET_S = 300.0  # torch's own patience: at the start of a job, nodes read Python and torch from a shared disk
-PORTS = range(20000, 32000)  # below those that systems give to outgoing connections
-USUAL_PORT = 29500  # torch's, for jobs that have no name
+MEET_S = 300.0  # torch's own limit: at the start of a job, nodes read Python and torch from a shared disk
+PORTS = range(20000, 32000)  # below the ports that systems use for outgoing connections
+USUAL_PORT = 29500  # torch's default, for jobs without a name
 LOCAL_SIZES = ("OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS")
-# Into torch.distributed, by this process: what is left of one must not meet the next.
+# Numbers this process's entries into torch.distributed, so that leftover keys of one do not affect the next.
 _ENTRIES = itertools.count()
 PACKAGES = {"ccl": "oneccl_bindings_for_pytorch"}
 PROXIES = ("hydra", "mpiexec", "mpirun", "prte", "orted")
 
 
 def join(here: LaunchContext, backend: str = "") -> None:
-    """Enter torch.distributed the way that the launcher asks for. Collective.
+    """Initialize torch.distributed in the way that the launcher requires. Collective.
 
-    `backend` is torch's name of one; "" is gloo, with NCCL beside it if all ranks have GPUs. One that this build has
-    not is an `UnsupportedError`. A rank that does not come within `MEET_S` is a `Timeout` that names it; an address
-    that does not exist or a port that is taken is a `WorldError`. A process may enter again after it has left.
+    `backend` is torch's name of a backend; "" is gloo, together with NCCL if all ranks have GPUs. A backend that this
+    build lacks raises `UnsupportedError`. If a rank does not join within `MEET_S`, `Timeout` names it. An address that
+    does not exist or a port that is taken raises `WorldError`. A process may enter again after it has left.
     """
     _require(backend)
     store = PrefixStore(f"spawnsim/{next(_ENTRIES)}", _store(here))
@@ -215,7 +215,7 @@ def join(here: LaunchContext, backend: str = "") -> None:
 
 
 def _require(backend: str) -> None:
-    """Refuse a backend that is not here. Some come with a package of their own, which must be imported first."""
+    """Refuse a backend that is not available. Some backends have their own package, which must be imported first."""
     with suppress(ImportError):
         if backend in PACKAGES:
             import_module(PACKAGES[backend])
@@ -229,7 +229,7 @@ def _require(backend: str) -> None:
 
 
 def _is_here(backend: str) -> bool:
-    """Return whether torch has a backend; that of a build with CUDA is of no use where there is no GPU."""
+    """Return whether a backend is usable; NCCL in a CUDA build is not usable without a GPU."""
     return dist.is_backend_available(backend) and (backend != "nccl" or torch.cuda.is_available())
 
 
@@ -273,7 +273,7 @@ def _first_line(error: BaseException) -> str:
 def _require_host(here: LaunchContext, point: MeetingPoint) -> None:
     try:
         socket.getaddrinfo(point.host, point.port)
-    except OSError as error:  # torch would try for as long as it may wait
+    except OSError as error:  # torch would retry until its timeout
         raise WorldError(
             f"rank {here.rank} of {here.size} cannot resolve {point.host}, where rank 0 should be ({error}): set "
             "MASTER_ADDR to an address of rank 0's host"
@@ -282,7 +282,7 @@ def _require_host(here: LaunchContext, point: MeetingPoint) -> None:
 
 # ------------------------------------------------------------------------------------------------------- GPUs
 def _take_gpu() -> str:
-    """Make this rank's GPU the current one and return its number; "" if there is none."""
+    """Make this rank's GPU the current one and return its number; "" without a GPU or NCCL."""
     index = gpu_of_rank(torch.cuda.device_count() if torch.cuda.is_available() else 0)
     if index is None or not dist.is_nccl_available():
         return ""
@@ -310,7 +310,7 @@ def _exchanged(here: LaunchContext, store: Store, text: str) -> list[bytes]:
 # -------------------------------------------------------------------------------------------------- where to meet
 @dataclass(frozen=True)
 class MeetingPoint:
-    """Where rank 0 listens; `job` tells this job from others, and is the same on all its ranks."""
+    """The address where rank 0 listens; `job` identifies the job and is the same on all its ranks."""
 
     host: str
     port: int
@@ -318,9 +318,9 @@ class MeetingPoint:
 
 
 def meeting_point(here: LaunchContext, environ: Mapping[str, str] | None = None) -> MeetingPoint:
-    """Return where ranks meet that mpiexec or srun started; MASTER_ADDR and MASTER_PORT say otherwise.
+    """Return the meeting point of ranks that mpiexec or srun started; MASTER_ADDR and MASTER_PORT override it.
 
-    Ranks on several nodes meet on the first one of Slurm's list; without a list MASTER_ADDR must be set.
+    Ranks on several nodes meet on the first node of Slurm's list; without a list MASTER_ADDR must be set.
     """
     seen = os.environ if environ is None else environ
     if here.launcher == "srun":
@@ -329,7 +329,8 @@ def meeting_point(here: LaunchContext, environ: Mapping[str, str] | None = None)
     else:
         local = next((seen[name] for name in LOCAL_SIZES if name in seen), str(here.size))
         alone, nodes = local == str(here.size), "SLURM_JOB_NODELIST"
-        # on one node the launcher's process; its names are also inherited by jobs that a rank of another one starts
+        # On one node the launcher's process identifies the job; its variables would also be inherited by a job that one
+        # of its ranks starts.
         job = _launcher_pid() if alone else seen.get("PMIX_NAMESPACE") or seen.get("PMI_JOBID") or ""
     host = seen.get("MASTER_ADDR") or ("127.0.0.1" if alone else first_host(seen.get(nodes, "")))
     if not host:
@@ -355,7 +356,7 @@ def first_host(nodes: str) -> str:
 
 
 def _launcher_pid() -> str:
-    """Return the number of the mpiexec (or its proxy) above this process: ranks may be children of a shell each."""
+    """Return the process id of the mpiexec (or proxy) above this process; each rank may be the child of a shell."""
     known = os.getppid()
     pid = known
     while pid > 1:

@@ -1,10 +1,11 @@
-"""What all communicators of one rank of torch.distributed share: the wire over gloo, torch's groups, NCCL's state.
+"""The state that all communicators of one torch.distributed rank share: the gloo wire, torch's groups, NCCL's state.
 
-A parcel is a header with a small payload behind it (gloo takes messages shorter than the receive's memory), or a
-header and one more message with the payload. One thread always receives, so no send waits for a receiver's program.
+A parcel is a header followed by a small payload in one message (gloo accepts messages shorter than the receive
+buffer), or a header and a second message with the payload. One thread always receives, so no send waits for a
+receiver's program.
 
-NCCL takes one rank per GPU and waits for ever, or fails late, where ranks share one: so the ranks compare their GPUs
-when they enter, and the watchdog sees collectives that the GPU has not finished.
+NCCL supports one rank per GPU; if ranks share a GPU, it waits forever or fails late. So the ranks compare their GPUs at
+the start, and the watchdog monitors unfinished collectives.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ KEPT = 128  # finished sends are reaped once this many are pending
 
 
 class GlooWire(Wire):
-    """One per rank, over a group of gloo's of its own. Who waits for a payload to leave waits on the condition."""
+    """One wire per rank, over a separate gloo group. A thread that waits for a payload to leave uses the condition."""
 
     def __init__(self, group: Any, *, rank: int, size: int, condition: threading.Condition) -> None:
         super().__init__(rank, size)
@@ -57,9 +58,9 @@ class GlooWire(Wire):
                 self._threads[-1].start()
 
     # ------------------------------------------------------------------------------------------------ sending
-    # Headers are received from any rank, a payload from the rank that its header came from, each in the order in which
-    # they were sent. Hence a lock per receiving rank: two threads that send to one rank must not send their headers in
-    # one order and their payloads in the other.
+    # A header is received from any rank, its payload from the header's sender, both in the order in which they were
+    # sent. So there is one lock per receiving rank: two threads that send to one rank must send their headers and their
+    # payloads in the same order.
     def carry(self, to: int, parcel: Parcel, payload: Bytes | None, sent: Sent) -> None:
         inline = payload if parcel.nbytes <= INLINE_NBYTES else None
         memory = np.empty(FIELDS.size + (0 if inline is None else inline.nbytes), np.uint8)
@@ -84,9 +85,9 @@ class GlooWire(Wire):
 
     def _reap_all(self) -> None:
         """Wait for sends, in order."""
-        # In a thread, because gloo reports that a send is complete only to a caller that waits for it. Large payloads
-        # are waited for at once, since a request depends on each; small ones were copied, so it is enough to let go of
-        # their works from time to time. A work must not be dropped before it is complete: gloo then loses the message.
+        # A thread is needed because gloo reports the completion of a send only to a caller that waits for it. Large
+        # payloads are awaited immediately, since a request depends on each. Small payloads were copied, so their works
+        # need only occasional release. A work must not be dropped before it is complete: gloo then loses the message.
         while True:
             self._reap.acquire()
             while self._kept:
@@ -115,7 +116,7 @@ class GlooWire(Wire):
                 if parcel.kind == STOP:
                     return
                 self._take(parcel, memory)
-        except (RuntimeError, RankFailed) as error:  # of what it receives, and of what it answers
+        except (RuntimeError, RankFailed) as error:  # from a receive, or from a reply
             self._broken(error)
 
     def _take(self, parcel: Parcel, header: Bytes) -> None:
@@ -140,12 +141,12 @@ class GlooWire(Wire):
 
     # ------------------------------------------------------------------------------------------------ the end
     def stop(self) -> None:
-        # Each rank tells the next one. The receiving thread is inside of a receive that gloo cannot cancel, so a
-        # message must end it; the group must not be destroyed before, since a thread that is inside of gloo then ends
-        # the process by `terminate`.
+        # Each rank sends a final message to the next rank. The receiving thread is inside a receive that gloo cannot
+        # cancel, so only a message can end it. The group must not be destroyed before that: a thread inside gloo would
+        # then end the process by `terminate`.
         self._closing = True
         if self.size > 1 and not self.fault:
-            # It was killed at its very end: it hears nothing, and its monitor tells of it.
+            # The next rank may have been killed at its very end. It needs no message, and its monitor reports the kill.
             with suppress(RankFailed):
                 self.send((self.rank + 1) % self.size, Parcel(STOP))
         self._reap.release()
@@ -154,13 +155,13 @@ class GlooWire(Wire):
 
 
 REFUSALS = ("scalar type", "data type", "cannot use reduceop", "unsupported", "not supported")
-"""Of a type or an op that a library has not, in lower case."""
+"""Phrases in a library's errors about an unsupported type or op, in lower case."""
 
 
 def rank_gone(what: str, error: Exception) -> SpawnsimError:
-    """Return spawnsim's error for one of gloo's or NCCL's: another rank's end of a connection is closed.
+    """Return spawnsim's error for an error of gloo or NCCL: another rank's end of a connection is closed.
 
-    Unless the library has refused the call as it is: then that is the program's error.
+    If instead the library has refused the call itself, it is the program's error.
     """
     reason = _reason(error)
     if any(words in reason.lower() for words in REFUSALS):
@@ -169,7 +170,7 @@ def rank_gone(what: str, error: Exception) -> SpawnsimError:
 
 
 def _reason(error: Exception) -> str:
-    """Return an error of gloo's without the place in its source, and without its advice."""
+    """Return gloo's error text without the source location and without its advice."""
     return str(error).split("] ", 1)[-1].split(". ")[0]
 
 
@@ -179,19 +180,19 @@ def tensor_of(memory: Bytes) -> torch.Tensor:
 
 
 GpuReport = tuple[str, bool]
-"""A rank's GPU, empty without one, and whether its group of torch has NCCL."""
+"""A rank's GPU ("" without one), and whether its torch group has NCCL."""
 
 
 def backend_of(group: Any, device: str) -> Any:
-    """Return the part of a group of torch that serves "cpu" or "cuda", or None."""
+    """Return the backend of a torch group that serves "cpu" or "cuda", or None."""
     try:
         return group._get_backend(torch.device(device))
-    except RuntimeError:  # torch has no question to which "none" is the answer
+    except RuntimeError:  # torch raises instead of returning None
         return None
 
 
 def gpu_report(group: Any) -> GpuReport:
-    """Return this rank's GPU, and whether NCCL is there."""
+    """Return this rank's GPU, and whether its group has NCCL."""
     if not torch.cuda.is_available():
         return "", False
     index = torch.cuda.current_device()
@@ -201,7 +202,7 @@ def gpu_report(group: Any) -> GpuReport:
 
 
 def can_use_nccl(reports: Sequence[GpuReport]) -> tuple[bool, str]:
-    """Return whether NCCL serves all ranks, and if they have GPUs and it does not, why and what to do."""
+    """Return whether NCCL can serve all ranks; if ranks have GPUs and it cannot, also the reason and the remedy."""
     held = [where for where, _ in reports]
     if not any(held):
         return False, ""
@@ -218,10 +219,10 @@ def can_use_nccl(reports: Sequence[GpuReport]) -> tuple[bool, str]:
 
 
 class UnfinishedNccl:
-    """NCCL's collectives that the GPU has not finished: the watchdog sees them as calls that their rank is in.
+    """NCCL collectives that the GPU has yet to finish: the watchdog treats them as active calls of their rank.
 
-    A collective of NCCL returns to the host at once. If the GPU has not done it by its deadline, the watchdog ends the
-    job and names the missing ranks. `add` and the watchdog's looks drop what is done.
+    An NCCL collective returns to the host immediately. If the GPU does not finish it by its deadline, the watchdog
+    ends the job and names the missing ranks. `add` and the watchdog's polls drop finished collectives.
     """
 
     def __init__(self, watchdog: Watchdog) -> None:
@@ -230,25 +231,25 @@ class UnfinishedNccl:
         watchdog.progress = self.look
 
     def add(self, call: Call, work: Any) -> None:
-        """Watch a collective until the GPU has done it."""
+        """Watch a collective until the GPU has finished it."""
         self.look(2)
         key = next(self._keys)
         self._works[key] = work
         self._active[key] = call
 
     def look(self, most: int | None = None) -> None:
-        """Drop what is done, the oldest first; `most`: of so many."""
+        """Drop finished collectives; `most`: check only this many, the oldest."""
         for key, work in list(itertools.islice(self._works.items(), most)):
             if work.is_completed():
                 self._works.pop(key, None)
                 self._active.pop(key, None)
 
 
-FOREVER = timedelta(days=30)  # our own deadlines rule, so torch's must not come first
+FOREVER = timedelta(days=30)  # our own deadlines apply, so torch's must not expire first
 
 
 class TorchRuntime(WireRuntime):
-    """One per rank and run. `group` is torch's group of all its ranks."""
+    """One per rank and run. `group` is torch's group of all ranks of the run."""
 
     over = "torch.distributed"
 
@@ -257,7 +258,7 @@ class TorchRuntime(WireRuntime):
         rank, size = group.rank(), group.size()
         self._rank = rank
         self._store = PrefixStore(group.group_name, _get_default_store())
-        # the same on all ranks, which all enter each run
+        # The number is the same on all ranks, since every rank enters each run.
         self.run_name = f"spawnsim/{self._store.add(f'spawnsim/runs/{rank}', 1)}"
         condition = threading.Condition()
         wire = GlooWire(self.gloo("wire", tuple(range(size))), rank=rank, size=size, condition=condition)
@@ -266,9 +267,9 @@ class TorchRuntime(WireRuntime):
         self.leaves_torch = False  # whether `release` ends torch.distributed too
 
     def gloo(self, label: str, members: tuple[int, ...]) -> Any:
-        """Return a gloo group of some of the ranks, of its own; collective among them alone.
+        """Return a separate gloo group of some of the ranks; collective among these ranks only.
 
-        Made without torch's registry of groups: that one numbers groups by calls that all ranks must make.
+        It bypasses torch's registry of groups, which numbers groups by calls that all ranks must make.
         """
         store = PrefixStore(f"{self.run_name}/{label}", self._store)
         try:
@@ -277,7 +278,7 @@ class TorchRuntime(WireRuntime):
             raise rank_gone(f"rank {self._rank} connects to ranks {members} of the world", error) from None
 
     def nccl(self, label: str, members: tuple[int, ...]) -> Any:
-        """Return an NCCL group of some of the ranks, made in the same way; they meet when they first use it."""
+        """Return an NCCL group of some of the ranks, made in the same way; they connect at its first use."""
         store = PrefixStore(f"{self.run_name}/nccl/{label}", self._store)
         options = dist.ProcessGroupNCCL.Options()
         options._timeout = FOREVER
@@ -296,12 +297,12 @@ class TorchRuntime(WireRuntime):
                 work.wait()
             except RuntimeError as error:
                 raise rank_gone("the end of the run", error) from None
-            return group is not None  # refers to the group, which must live until the barrier is complete
+            return group is not None  # keeps the group alive until the barrier is complete
 
         return met
 
     def release(self) -> None:
-        """Stop watchdog and wire, and leave torch.distributed if the run has entered it."""
+        """Stop watchdog and wire, and leave torch.distributed if the run initialized it."""
         super().release()
         if self.leaves_torch:
             dist.destroy_process_group()
