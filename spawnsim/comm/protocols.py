@@ -1,7 +1,7 @@
-"""The interface between policies and backends: what may be asked of a communicator, whatever backend implements it.
+"""The interface between policies and backends: the calls of a communicator that every backend implements.
 
-Signatures and what they promise. Names and arguments are mpi4py's; `services` has what is spawnsim's own, `operations`
-what the calls hand out. Communicators carry more of mpi4py than is listed here.
+Names and arguments are mpi4py's. `objects` defines the objects that the calls return, and spawnsim's own additions.
+Communicators offer more of mpi4py than is listed here.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ from spawnsim.random import Streams
 
 @runtime_checkable
 class Comm(Checkpointing, Protocol):
-    """A communicator: mpi4py's names for all that MPI has, and spawnsim's five members.
+    """A communicator: mpi4py's names for MPI's calls, and spawnsim's own members.
 
-    Buffers are what mpi4py takes: a numpy array or torch tensor, `[array, count, datatype]`, bytes. Objects are
-    anything that pickle takes; each receiver gets a copy of its own. Tags are 0 to `TAG_UB`. Collectives must be called
-    by all ranks of the communicator, in the same order.
+    A buffer is any mpi4py buffer specification: a numpy array or torch tensor, `[array, count, datatype]`, bytes. An
+    object is anything that can be pickled; each receiver gets its own copy. Tags are 0 to `TAG_UB`. All ranks of the
+    communicator must call its collectives in the same order.
 
     Raises (every call that communicates):
-        CallError: the call cannot be made as it stands, for example with a rank that is not there.
+        CallError: the call is invalid, for example because its rank does not exist.
         RankFailed: a rank that the call needs has died.
-        Revoked: the communicator was revoked, or the others have gone on without this rank.
-        Timeout: the call was not over within the deadline (`clock.deadline`); it names the ranks that are missing.
+        Revoked: the communicator was revoked, or the other ranks have continued without this rank.
+        Timeout: the call exceeded the deadline (`clock.deadline`); the error names the missing ranks.
     """
 
     @property
@@ -46,72 +46,72 @@ class Comm(Checkpointing, Protocol):
 
     @property
     def record(self) -> Recorder:
-        """What the rank writes down: `comm.record(loss=…)` adds a row."""
+        """The rank's recorder: `comm.record(loss=…)` adds a row."""
 
     @property
     def Win(self) -> Windows:
-        """What makes windows: `comm.Win.Allocate(nbytes, comm=comm)`."""
+        """The constructor of windows: `comm.Win.Allocate(nbytes, comm=comm)`."""
 
     def compute(self, seconds: float | None = None) -> AbstractContextManager[Any]:
         """Mark a block as computing; virtual ranks' clocks advance by it, real ones measure it.
 
         Args:
-            seconds: how long the block takes on a virtual rank, before stragglers slow it down; None: as the run's
-                compute model says.
+            seconds: duration of the block on a virtual rank, before stragglers slow it down; None: the duration of the
+                run's compute model.
 
         Returns:
             A context manager for the block.
 
         Raises:
-            ParameterError: neither `seconds` nor the run says how long the block takes.
+            ParameterError: neither `seconds` nor the run defines the duration of the block.
         """
 
     def check(self, condition: Any, message: str = "") -> None:
-        """Say what must hold whenever this line is reached: `spawnsim fuzz` and tests look for what breaks it.
+        """Assert a condition at this line: `spawnsim fuzz` and tests search for runs that violate it.
 
-        A virtual run ends with `CheckFailed`, which the program cannot catch. On real ranks a warning is recorded, and
-        the job goes on.
+        If it is false, a virtual run ends with `CheckFailed`, which the program cannot catch. On real ranks a warning
+        is recorded, and the job continues.
 
         Args:
-            condition: true if all is well; any object with a truth value.
-            message: what is wrong if it is false.
+            condition: the asserted condition; any object with a truth value.
+            message: the error text if it is false.
         """
 
     def background(self, fn: Callable[[], Any]) -> Task:
-        """Start work beside the rank's main program: a thread on real ranks, a co-located task on virtual ranks.
+        """Start work in parallel with the main program: a thread on real ranks, a co-located task on virtual ranks.
 
         Args:
-            fn: what is called, without arguments.
+            fn: is called without arguments.
 
         Returns:
-            The work under way.
+            The running task.
         """
 
     def capabilities(self) -> Capabilities:
-        """Tell what this communicator can do here, and which launcher flag is missing.
+        """Return the capabilities of this communicator, and missing launcher flags.
 
         Returns:
             Facts about the backend; the same on all ranks.
         """
 
     def absent(self) -> dict[int, str]:
-        """Tell of which ranks nothing can be expected now. A rank that computes or waits is not among them.
+        """Return the ranks that are absent now. A rank that computes or waits is not absent.
 
         Returns:
-            By rank why: it has died, it has ended its program, or it does not answer (it is stopped).
+            The reason by rank: it has died, it has ended its program, or it does not answer (it is stopped).
         """
 
     def recover(self, step: int | None = None) -> Recovery:
-        """Go on without the dead, after `RankFailed`, `Revoked` or `Timeout`; all survivors must call.
+        """Continue without dead ranks, after `RankFailed`, `Revoked` or `Timeout`; all survivors must call it.
 
         Args:
-            step: where this rank stands; the survivors agree on the smallest.
+            step: this rank's current step; the survivors agree on the smallest.
 
         Returns:
-            The communicator of the survivors, who they are, and the step to go on from.
+            The communicator of the survivors, their ranks, and the step from which they continue.
 
         Raises:
-            Revoked: the others have gone on without this rank.
+            Revoked: the other ranks have continued without this rank.
             UnsupportedError: jobs of this backend end with the first death.
         """
 
@@ -124,21 +124,21 @@ class Comm(Checkpointing, Protocol):
         """The number of ranks."""
 
     def Get_rank(self) -> int:
-        """Tell the caller's rank.
+        """Return the caller's rank.
 
         Returns:
             0 to size - 1.
         """
 
     def Get_size(self) -> int:
-        """Count the ranks.
+        """Return the number of ranks.
 
         Returns:
             At least 1.
         """
 
     def Get_group(self) -> Group:
-        """Tell which processes the ranks are.
+        """Return the processes of the ranks.
 
         Returns:
             The group, in the order of the ranks.
@@ -148,15 +148,15 @@ class Comm(Checkpointing, Protocol):
         """Divide the communicator; collective.
 
         Args:
-            color: ranks of one colour come together; UNDEFINED: this rank joins none.
-            key: the order of the ranks; ties go by the old rank.
+            color: ranks of the same colour form a communicator; UNDEFINED: this rank joins no communicator.
+            key: the order of the ranks; the old rank breaks ties.
 
         Returns:
             The communicator of this rank's colour, or COMM_NULL.
         """
 
     def Dup(self, info: Info | None = None) -> Any:
-        """Make a communicator of the same ranks with its own messages; collective.
+        """Create a communicator of the same ranks with separate messages; collective.
 
         Args:
             info: hints.
@@ -166,27 +166,27 @@ class Comm(Checkpointing, Protocol):
         """
 
     def Create_group(self, group: Group, tag: int = 0) -> Any:
-        """Make the communicator of a group; its members alone take part.
+        """Create the communicator of a group; only its members take part.
 
         Args:
             group: some of this communicator's processes.
-            tag: tells apart calls that are under way together.
+            tag: distinguishes concurrent calls.
 
         Returns:
             The new communicator.
         """
 
     def Free(self) -> None:
-        """Give up the communicator."""
+        """Free the communicator."""
 
     def Abort(self, errorcode: int = 0) -> Any:
         """End the whole run.
 
         Args:
-            errorcode: its exit status.
+            errorcode: the exit status of the run.
 
         Returns:
-            Nothing: it does not return.
+            Never.
         """
 
     # -- objects between two ranks ---------------------------------------------------------------------------
@@ -256,7 +256,7 @@ class Comm(Checkpointing, Protocol):
         """Receive a buffer.
 
         Args:
-            buf: room for the message, at least as long.
+            buf: the receive buffer, at least as long as the message.
             source: the sender's rank, or ANY_SOURCE.
             tag: the message's tag, or ANY_TAG.
             status: is filled with source, tag and size.
@@ -269,32 +269,32 @@ class Comm(Checkpointing, Protocol):
         """Send a buffer without waiting.
 
         Args:
-            buf: the data to send. Leave it alone until the request is over.
+            buf: the data to send; do not modify it until the request is complete.
             dest: the receiver's rank, or PROC_NULL.
             tag: what the receiver asks for.
 
         Returns:
-            A request that is over when the buffer may be used again.
+            A request that is complete when the buffer may be reused.
         """
 
     def Irecv(self, buf: Any, source: int = ANY_SOURCE, tag: int = ANY_TAG) -> Request:
         """Receive a buffer without waiting.
 
         Args:
-            buf: room for the message; leave it alone until the request is over.
+            buf: the receive buffer; do not access it until the request is complete.
             source: the sender's rank, or ANY_SOURCE.
             tag: the message's tag, or ANY_TAG.
 
         Returns:
-            A request that is over when the message is in the buffer.
+            A request that is complete when the message is in the buffer.
         """
 
-    # -- looking before receiving ----------------------------------------------------------------------------
+    # -- probing before receiving ----------------------------------------------------------------------------
 
     def Probe(
         self, source: int = ANY_SOURCE, tag: int = ANY_TAG, status: Status | None = None
     ) -> Literal[True]:
-        """Wait until a message is there.
+        """Wait until a message has arrived.
 
         Args:
             source: the sender's rank, or ANY_SOURCE.
@@ -306,7 +306,7 @@ class Comm(Checkpointing, Protocol):
         """
 
     def Iprobe(self, source: int = ANY_SOURCE, tag: int = ANY_TAG, status: Status | None = None) -> bool:
-        """Look whether a message is there.
+        """Check whether a message has arrived.
 
         Args:
             source: the sender's rank, or ANY_SOURCE.
@@ -314,7 +314,7 @@ class Comm(Checkpointing, Protocol):
             status: is filled with source, tag and size.
 
         Returns:
-            Whether one is.
+            Whether a message has arrived.
         """
 
     def Mprobe(self, source: int = ANY_SOURCE, tag: int = ANY_TAG, status: Status | None = None) -> Message:
@@ -326,13 +326,13 @@ class Comm(Checkpointing, Protocol):
             status: is filled with source, tag and size.
 
         Returns:
-            The message, which this object alone can receive: no other task of the rank gets it first.
+            The message. Only this object can receive it: no other task of the rank can receive it first.
         """
 
     def Improbe(
         self, source: int = ANY_SOURCE, tag: int = ANY_TAG, status: Status | None = None
     ) -> Message | None:
-        """Take a message out of the queue if one is there.
+        """Take a message out of the queue if one has arrived.
 
         Args:
             source: the sender's rank, or ANY_SOURCE.
@@ -344,7 +344,7 @@ class Comm(Checkpointing, Protocol):
         """
 
     def iprobe(self, source: int = ANY_SOURCE, tag: int = ANY_TAG, status: Status | None = None) -> bool:
-        """Do the same as `Iprobe`.
+        """Check whether a message has arrived, like `Iprobe`.
 
         Args:
             source: the sender's rank, or ANY_SOURCE.
@@ -352,26 +352,26 @@ class Comm(Checkpointing, Protocol):
             status: is filled with source, tag and size.
 
         Returns:
-            Whether a message is there.
+            Whether a message has arrived.
         """
 
     # -- collectives of buffers ------------------------------------------------------------------------------
 
     def Barrier(self) -> None:
-        """Wait for all."""
+        """Wait for all ranks."""
 
     def Ibarrier(self) -> Request:
-        """Wait for all, later.
+        """Start a barrier without waiting.
 
         Returns:
-            A request that is over when all ranks have called.
+            A request that is complete when all ranks have called.
         """
 
     def Bcast(self, buf: Any, root: int = 0) -> None:
-        """Give the root's buffer to all.
+        """Send the root's buffer to all ranks.
 
         Args:
-            buf: what the root sends and the others receive.
+            buf: the send buffer on the root, the receive buffer on all other ranks.
             root: the rank that sends.
         """
 
@@ -380,7 +380,7 @@ class Comm(Checkpointing, Protocol):
 
         Args:
             sendbuf: this rank's block.
-            recvbuf: room for the blocks of all ranks, in rank order; needed at the root alone.
+            recvbuf: room for the blocks of all ranks, in rank order; needed only at the root.
             root: the rank that receives.
         """
 
@@ -394,10 +394,10 @@ class Comm(Checkpointing, Protocol):
         """
 
     def Scatter(self, sendbuf: Any, recvbuf: Any, root: int = 0) -> None:
-        """Give each rank its block of the root's buffer.
+        """Send each rank its block of the root's buffer.
 
         Args:
-            sendbuf: the blocks of all ranks, in rank order; needed at the root alone.
+            sendbuf: the blocks of all ranks, in rank order; needed only at the root.
             recvbuf: room for this rank's block.
             root: the rank that sends.
         """
@@ -411,7 +411,7 @@ class Comm(Checkpointing, Protocol):
         """
 
     def Iallgather(self, sendbuf: Any, recvbuf: Any) -> Request:
-        """Do as `Allgather` without waiting; return a request that is over when all blocks are there."""
+        """Start an `Allgather` without waiting; return a request that is complete when all blocks have arrived."""
 
     def Allgatherv(self, sendbuf: Any, recvbuf: Any) -> None:
         """Collect buffers of unequal length at all ranks.
@@ -422,7 +422,7 @@ class Comm(Checkpointing, Protocol):
         """
 
     def Alltoall(self, sendbuf: Any, recvbuf: Any) -> None:
-        """Give every rank its block of every buffer.
+        """Send every rank its block of every buffer.
 
         Args:
             sendbuf: a block for each rank.
@@ -434,7 +434,7 @@ class Comm(Checkpointing, Protocol):
 
         Args:
             sendbuf: this rank's contribution, or IN_PLACE.
-            recvbuf: room for the result, of the same count and type; needed at the root alone.
+            recvbuf: room for the result, of the same count and type; needed only at the root.
             op: how two contributions are combined, element by element.
             root: the rank that receives.
         """
@@ -449,22 +449,22 @@ class Comm(Checkpointing, Protocol):
         """
 
     def Iallreduce(self, sendbuf: Any, recvbuf: Any, op: Op = SUM) -> Request:
-        """Do as `Allreduce` without waiting; return a request that is over when the result is there."""
+        """Start an `Allreduce` without waiting; return a request that is complete when the result is available."""
 
     # -- collectives of objects ------------------------------------------------------------------------------
 
     def barrier(self) -> None:
-        """Wait for all."""
+        """Wait for all ranks."""
 
     def bcast(self, obj: Any, root: int = 0) -> Any:
-        """Give the root's object to all.
+        """Send the root's object to all ranks.
 
         Args:
-            obj: the object; needed at the root alone.
+            obj: the object; needed only at the root.
             root: the rank that sends.
 
         Returns:
-            A copy of it.
+            A copy of the object.
         """
 
     def gather(self, sendobj: Any, root: int = 0) -> list[Any] | None:
@@ -479,10 +479,10 @@ class Comm(Checkpointing, Protocol):
         """
 
     def scatter(self, sendobj: Sequence[Any] | None, root: int = 0) -> Any:
-        """Give each rank its object of the root's list.
+        """Send each rank its object of the root's list.
 
         Args:
-            sendobj: an object for each rank; needed at the root alone.
+            sendobj: an object for each rank; needed only at the root.
             root: the rank that sends.
 
         Returns:
@@ -500,7 +500,7 @@ class Comm(Checkpointing, Protocol):
         """
 
     def alltoall(self, sendobj: Sequence[Any]) -> list[Any]:
-        """Give every rank its object of every list.
+        """Send every rank its object of every list.
 
         Args:
             sendobj: an object for each rank.
@@ -534,22 +534,22 @@ class Comm(Checkpointing, Protocol):
 
 
 class FaultTolerantComm(Comm, Protocol):
-    """A communicator of a job that goes on when ranks die: `capabilities().survives`. The names are those of ULFM."""
+    """A communicator of a job that survives deaths: `capabilities().survives`. The method names are ULFM's."""
 
     def Get_failed(self) -> Group:
         """Return the group of the members known to have died."""
 
     def Ack_failed(self, num_to_ack: int | None = None) -> int:
-        """Acknowledge the first of these: receives from ANY_SOURCE go on without them. Return how many are."""
+        """Acknowledge the first failed members: receives from ANY_SOURCE continue without them. Return their number."""
 
     def Revoke(self) -> None:
-        """Make every call of every member on this communicator end in `Revoked`."""
+        """Make every call of every member on this communicator raise `Revoked`."""
 
     def Is_revoked(self) -> bool:
         """Return whether the communicator was revoked."""
 
     def Agree(self, flag: int) -> int:
-        """Return the bitwise and of all survivors' flags."""
+        """Return the bitwise AND of all survivors' flags."""
 
     def Shrink(self) -> Any:
         """Return the communicator of the survivors."""

@@ -1,9 +1,9 @@
 """Ranks of torch.distributed on this node, forked from one process that has loaded torch.
 
-`python -m spawnsim.real.launch.forked RANKS -m MODULE ARGUMENTS…`, or `RANKS FILE ARGUMENTS…`. To load torch takes each
-process 2 s, and a fork a millisecond. Where that could make a difference ranks load by themselves: if the program sets
-variables of the environment, which libraries read as they are loaded. Ranks find what torchrun tells them, and a store
-that outlives rank 0. The first that fails ends the job with its status: it has said why, or its monitor has.
+`python -m spawnsim.real.launch.forked RANKS -m MODULE ARGUMENTS…`, or `RANKS FILE ARGUMENTS…`. Loading torch takes 2 s
+per process, a fork a millisecond. If the program sets environment variables, which libraries read when they are loaded,
+each rank loads torch itself. Ranks get torchrun's environment variables, and a store that outlives rank 0. The first
+rank that fails ends the job with its status; the rank or its monitor has reported the reason.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from spawnsim.real.launch.processes import dying_with_parent, python
 HOST = "127.0.0.1"
 STOPPING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 AWAITED = (*STOPPING, signal.SIGCHLD)
-PATIENCE_S = 30.0  # how long ranks that are told to stop may take to save what they have, as under torchrun
+PATIENCE_S = 30.0  # how long ranks may take to save their data after a stop signal, as under torchrun
 LOOK_S = 0.5
 
 
@@ -39,7 +39,7 @@ def main(arguments: Sequence[str]) -> int:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     listening = socket.create_server((HOST, 0))
     loaded = not _sets_variables(program) and _load()
-    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # ignored by who started this, ranks would end unseen
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # an inherited SIG_IGN would hide the ends of ranks
     former = signal.pthread_sigmask(signal.SIG_BLOCK, AWAITED)
     parent, children = os.getpid(), dict[int, int]()
     for rank in range(ranks):
@@ -57,7 +57,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _sets_variables(program: Sequence[str]) -> bool:
-    """Return whether a program's text speaks of the environment, as in `os.environ["OMP_NUM_THREADS"] = "2"`."""
+    """Return whether a program's text mentions the environment, as in `os.environ["OMP_NUM_THREADS"] = "2"`."""
     file = next((Path(word) for word in program if word.endswith(".py")), None)
     if file is None or not file.is_file():
         return False
@@ -66,21 +66,21 @@ def _sets_variables(program: Sequence[str]) -> bool:
 
 
 def _load() -> bool:
-    """Load what ranks need; return whether they may be forked from what this process is then."""
-    # Elsewhere than on Linux libraries do not promise to live on in a fork; nor do they with threads anywhere.
+    """Load the modules that ranks need; return whether ranks may then be forked from this process."""
+    # Outside of Linux libraries do not guarantee to work after a fork; with threads they do so nowhere.
     if sys.platform != "linux":
         return False
     for backend in BACKENDS.values():
         for name in backend.preloads:
             importlib.import_module(name)
-    # At its end each rank would look at all that was loaded, and so copy the memory that it shares: 0.5 s of each.
+    # At its end each rank would otherwise traverse all loaded objects and so copy shared memory: 0.5 s per rank.
     gc.collect()
     gc.freeze()
     return len(os.listdir("/proc/self/task")) == 1
 
 
 def _variables(rank: int, ranks: int, port: int) -> dict[str, str]:
-    """Return what torchrun sets, for a job of one node."""
+    """Return the environment variables that torchrun sets, for a job on one node."""
     numbers = {
         "RANK": rank, "LOCAL_RANK": rank, "ROLE_RANK": rank, "GROUP_RANK": 0,
         "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks, "ROLE_WORLD_SIZE": ranks, "GROUP_WORLD_SIZE": 1,
@@ -93,7 +93,7 @@ def _variables(rank: int, ranks: int, port: int) -> dict[str, str]:
 
 
 def _serve(listening: socket.socket, ranks: int) -> object:
-    """Serve the store in which ranks meet. After the forks, since it has a thread."""
+    """Serve the store in which ranks meet; called after the forks, since the store has a thread."""
     from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
     port = listening.getsockname()[1]
@@ -107,26 +107,26 @@ def _be_a_rank(program: Sequence[str], parent: int, *, loaded: bool) -> int:
     die_with_parent = dying_with_parent(signal.SIGTERM)
     if die_with_parent is not None:
         die_with_parent()
-    if os.getppid() != parent:  # it died before that was in force
+    if os.getppid() != parent:  # it died before `die_with_parent` took effect
         return 128 + signal.SIGTERM
     if not loaded:
         os.execv(sys.executable, [*python(), *program])
     if numpy := sys.modules.get("numpy"):
-        numpy.random.seed()  # as Python's own generator does by itself, and as it is where a process loads it
+        numpy.random.seed()  # Python reseeds its own generator after a fork, and a fresh import would seed numpy's
     try:
         if program[0] == "-m":
             sys.argv = [program[1], *program[2:]]
             runpy.run_module(program[1], run_name="__main__", alter_sys=True)
         else:
             _run_file(program)
-    except Exception as error:  # noqa: BLE001  told as Python tells it
+    except Exception as error:  # noqa: BLE001  reported as Python reports it
         sys.excepthook(type(error), error, _of_program(error.__traceback__))
         return 1
     return 0
 
 
 def _run_file(program: Sequence[str]) -> None:
-    """Run a file as Python runs a script: `runpy` would leave another module as that of a pool's workers."""
+    """Run a file as Python runs a script: `runpy` would leave the wrong `__main__` for a pool's workers."""
     file = os.path.abspath(program[0])
     sys.argv = [*program]
     if not sys.flags.safe_path:
@@ -145,13 +145,13 @@ def _of_program(trace: types.TracebackType | None) -> types.TracebackType | None
 
 
 def _wait(children: dict[int, int]) -> int:
-    """Wait until all ranks have ended; return the status of the first that failed, or of the signal to stop."""
+    """Wait until all ranks have ended; return the status of the first failed rank, or of the stop signal."""
     status, due_s = 0, float("inf")
     while children:
         told = signal.sigtimedwait(AWAITED, LOOK_S)
         if told is not None and told.si_signo in STOPPING:
             status = status or 128 + told.si_signo
-            due_s = min(due_s, _tell(children, signal.SIGTERM))  # by which all save what they have
+            due_s = min(due_s, _tell(children, signal.SIGTERM))  # on which all ranks save their data
         for child, rank in [*children.items()]:
             ended, how = os.waitpid(child, os.WNOHANG)
             if not ended:
@@ -167,14 +167,14 @@ def _wait(children: dict[int, int]) -> int:
 
 
 def _tell(children: Iterable[int], number: int) -> float:
-    """Send ranks a signal to stop; return until when they may take to do so."""
+    """Send ranks a stop signal; return the time by which they must have ended."""
     for child in children:
-        os.kill(child, number)  # none has been waited for: it is there
+        os.kill(child, number)  # the child has not been awaited, so its process id is valid
     return time.monotonic() + PATIENCE_S
 
 
 def _killed(rank: int, process: int, number: int) -> int:
-    """Say which rank a signal has killed, for the supervisor, as other launchers do; return the status."""
+    """Report to the supervisor which rank a signal has killed, as other launchers do; return the status."""
     status = 128 + number
     who = f"process rank {rank} with PID {process} on node {os.uname().nodename}"
     sys.stderr.write(f"launcher noticed that {who} exited on signal {number}\n")
@@ -184,7 +184,7 @@ def _killed(rank: int, process: int, number: int) -> int:
 if __name__ == "__main__":
     LAUNCHER = os.getpid()
     STATUS = main(sys.argv[1:])
-    if os.getpid() == LAUNCHER:  # it has nothing left to do, and to take down what it has loaded takes 0.5 s
+    if os.getpid() == LAUNCHER:  # a regular exit would only free memory, and take 0.5 s
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(STATUS)

@@ -1,17 +1,17 @@
-"""Collectives that a rank can leave when others are missing: non-blocking ones of the library, with a deadline.
+"""Collectives that a rank can leave when ranks are missing: the library's non-blocking collectives, with a deadline.
 
-Used with `Options(survive=True)`: their `Timeout` names the missing ranks and can be caught, to `recover()`. Calls that
-the library has in a blocking form alone are made in a thread that can be left behind (`run_detached`). Objects travel
-as bytes by the same calls and are combined in rank order.
+They are used with `Options(survive=True)`: their `Timeout` names the missing ranks, and a program can catch it to call
+`recover()`. Calls that the library offers only in a blocking form run in a thread that can be abandoned
+(`run_detached`). Objects travel as bytes in the same calls and are combined in rank order.
 """
 
-# Why calls are left, not ended: MPI has no way to end a collective in which a rank is missing. A non-blocking one
-# cannot be cancelled or freed (MPI 4.1, 6.12), and a blocking one does not return. So a call that meets its deadline
-# goes on inside the library for ever, or until a rank that was only stopped takes part after all, and then writes its
-# result. Two things follow. Results are received in memory of the call's own (`BounceBuffers`) and copied to the
-# program's only when the call is complete: else a late one would overwrite what the program computes meanwhile. And
-# whatever the library may still touch is kept for the rest of the run (`survival.kept`): if its memory was freed and
-# used again, the late write would corrupt an unrelated object.
+# Why calls are abandoned, not ended: MPI cannot end a collective in which a rank is missing. A non-blocking collective
+# cannot be cancelled or freed (MPI 4.1, 6.12), and a blocking one does not return. So a call that exceeds its deadline
+# stays inside the library, either forever or until a rank that was only stopped takes part and the call writes its
+# result. This has two consequences. Results are received in separate memory (`BounceBuffers`) and copied to the
+# program's buffer only when the call is complete; otherwise a late result would overwrite newer data of the program.
+# And all memory that the library may still access is kept for the rest of the run (`survival.kept`): if it were freed
+# and reused, the late write would corrupt an unrelated object.
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ T = TypeVar("T")
 
 
 def abortable(comm: CommCore, operation: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Run one collective of `comm`; its number has been counted already."""
+    """Run one collective of `comm`; the caller has already incremented the collective's number."""
     if operation[0].islower():
         return AbortableObjects(comm).call(operation, args, kwargs)
     buffers = BounceBuffers(operation, args, kwargs, comm.rank)
@@ -48,13 +48,13 @@ def abortable(comm: CommCore, operation: str, args: tuple[Any, ...], kwargs: dic
             buffers.end()
             return None
     except MPI.Exception as error:
-        runtime.survival.kept += [request, buffers]  # parts of it may be under way also after an error
+        runtime.survival.kept += [request, buffers]  # parts may still be in progress after an error
         raise _failure(error, comm, f"{operation} number {number}") from None
     except (Revoked, RankFailed):
         runtime.survival.kept += [request, buffers]
         raise
     late = _late(comm, (operation, number, comm, began_s, limit_s))
-    if request.Test():  # the last one has come while the others were asked
+    if request.Test():  # the last rank arrived during the query
         buffers.end()
         return None
     runtime.survival.kept += [request, buffers]
@@ -62,14 +62,14 @@ def abortable(comm: CommCore, operation: str, args: tuple[Any, ...], kwargs: dic
 
 
 def _late(comm: CommCore, call: tuple[str, int, CommCore, float, float]) -> Exception:
-    """Return the error of a call past its deadline: which ranks are missing, as the watchdogs of all report."""
+    """Return the error of a call past its deadline; the watchdogs of all ranks report the missing ranks."""
     runtime, key = comm.runtime, -abs(id(call))
-    # While the others are asked, they must see that this rank is in the call, but its own watchdog must not take the
-    # call for one that hangs and end the job: hence a limit that is never met.
+    # During the query, other ranks must see that this rank is in the call, but its own watchdog must not treat the call
+    # as hanging and end the job. So the entry has a limit that never expires.
     runtime.watchdog.active[key] = (*call[:4], inf)
     everyone = runtime.watchdog.ask_all()
     runtime.watchdog.active.pop(key, None)
-    if comm.revoked:  # meanwhile the others have begun to recover, or have given this rank up
+    if comm.revoked:  # meanwhile the other ranks have begun to recover, or have given this rank up
         return Revoked(f"{call[0]} {comm.revoked}")
     runtime.survival.agreement.suspects.update(where.rank for where in everyone if not where.answered)
     missing, text = verdict(call, [everyone[member] for member in comm.members])
@@ -79,9 +79,9 @@ def _late(comm: CommCore, call: tuple[str, int, CommCore, float, float]) -> Exce
 def run_detached(
     comm: CommCore, operation: str, function: Callable[[], T], awaited: Sequence[int] | None = None
 ) -> T:
-    """Run a blocking call of the library in a thread, and leave it there when it meets the deadline.
+    """Run a blocking call of the library in a thread, and abandon it there when it exceeds the deadline.
 
-    It waits for the ranks `awaited`; None: for all, as a collective.
+    The call waits for the ranks `awaited`; None: for all ranks, as a collective.
     """
     runtime, began_s, limit_s = comm.runtime, perf_counter(), comm.runtime.clock.limit_s()
     number = comm._sequence if awaited is None else -1
@@ -100,9 +100,9 @@ def run_detached(
 
 
 def _failure(error: MPI.Exception, comm: CommCore, what: str) -> SpawnsimError:
-    """Return the error of a call; a death that shows within `DETECTED_S` is its cause, whatever the library calls it.
+    """Return the error of a call; a death detected within `DETECTED_S` is its cause, whatever the library reports.
 
-    When a member dies, Open MPI reports for instance that a window is invalid.
+    For example, when a member dies, Open MPI reports an invalid window.
     """
     found = comm._error(error, what)
     survival = comm.runtime.survival
@@ -113,7 +113,7 @@ def _failure(error: MPI.Exception, comm: CommCore, what: str) -> SpawnsimError:
 
 
 def make_collectively(comm: CommCore, make: Callable[..., T], *args: Any) -> T:
-    """Make a window by the collective call `make(*args, communicator)`, which can be left in a job that survives."""
+    """Create a window by the collective `make(*args, communicator)`; it can be abandoned in a job that survives."""
     if comm.revoked:
         raise Revoked(f"a window {comm.revoked}")
     call: Callable[[], T] = partial(make, *args, comm._raw)
@@ -121,25 +121,25 @@ def make_collectively(comm: CommCore, make: Callable[..., T], *args: Any) -> T:
 
 
 def make_detached(comm: CommCore, operation: str, call: Callable[[], T], *, meeting: bool = True) -> T:
-    """Run a call that makes a communicator or a window of `comm`, and leave it when it meets the deadline.
+    """Run a call that creates a communicator or window from `comm`, and abandon it when it exceeds the deadline.
 
-    All meet before it (unless they do not all make it: `meeting=False`), so that few die within the library's own call,
-    where it bears that least.
+    All ranks meet in a barrier first (unless not all take part: `meeting=False`). This makes a death inside the
+    library's call, which the library tolerates least, unlikely.
     """
     if meeting:
         comm.Barrier()
     if ulfm():
-        # Open MPI (`ompi_comm_nextcid`) lets one communicator be made at a time, that of the lowest numbered parent
-        # first, and a call that a death has ended or left keeps its turn for ever: every window of the survivors met
-        # its deadline. COMM_SELF has a lower number than any other, so a duplicate of it takes the turn over and gives
-        # it back. To revoke the old communicator did not help.
+        # Open MPI (`ompi_comm_nextcid`) creates one communicator at a time, the one of the lowest-numbered parent
+        # first. A call that a death has ended, or that was abandoned, keeps its turn forever: every window of the
+        # survivors exceeded its deadline. COMM_SELF has the lowest number, so a duplicate of it takes over the turn and
+        # releases it. Revoking the old communicator did not help.
         comm.runtime.survival.settle()
         MPI.COMM_SELF.Dup().Free()
     return run_detached(comm, operation, call)
 
 
 class DetachedCall(Generic[T]):
-    """A call in a daemon thread of its own. After a death it may never return, and the process ends all the same."""
+    """A call in a separate daemon thread. After a death it may never return; the process can still exit."""
 
     def __init__(self, function: Callable[[], T]) -> None:
         self._function = function
@@ -151,7 +151,7 @@ class DetachedCall(Generic[T]):
     def _run(self) -> None:
         try:
             self._found.append(self._function())
-        except BaseException as error:  # noqa: BLE001  the thread that waits for it raises it
+        except BaseException as error:  # noqa: BLE001  the waiting thread raises it
             self._error = error
         self._done.set()
 
@@ -162,14 +162,14 @@ class DetachedCall(Generic[T]):
         return self.over() and self._error is None
 
     def result(self) -> T:
-        """Return what it returned, or raise what it raised."""
+        """Return the call's result, or raise its exception."""
         if self._error is not None:
             raise self._error
         return self._found[0]
 
 
 class BounceBuffers:
-    """The arguments of a collective, with memory of the call's own in place of the program's receive buffer."""
+    """The arguments of a collective, with separate memory in place of the program's receive buffer."""
 
     def __init__(self, operation: str, args: tuple[Any, ...], kwargs: dict[str, Any], rank: int) -> None:
         self.args, self.kwargs = args, kwargs
@@ -207,7 +207,7 @@ def _root(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
 
 
 class AbortableObjects(ObjectCollectives):
-    """Object collectives by two collectives of bytes."""
+    """Object collectives, each implemented by two collectives of bytes."""
 
     def __init__(self, comm: CommCore) -> None:
         self._comm, self.rank, self.size = comm, comm.rank, comm.size

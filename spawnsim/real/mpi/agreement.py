@@ -1,31 +1,32 @@
-"""Agreement among the survivors of a death: which ranks go on together, and from which step.
+"""Agreement among the survivors of a death: which ranks continue together, and from which step.
 
-A *lineage* is a communicator with all that recoveries have made of it. Its members meet in numbered rounds:
+A *lineage* is a communicator together with all communicators that recoveries have created from it. Its members meet in
+numbered rounds:
 
-1. "come": each member says that it has come, and at which step it stands.
-2. "decided": the lowest member that has come decides, once each other one has come or is dead: members and step.
-3. "agreed": each decided member says that it knows of the decision.
-4. "made": each makes the new communicator, and says that it has one.
+1. "come": each member announces its arrival and its current step.
+2. "decided": once every other member has arrived or is dead, the lowest arrived member decides on members and step.
+3. "agreed": each decided member confirms that it knows the decision.
+4. "made": each member creates the new communicator and confirms that it has done so.
 
-A member that misses a message of the others begins the next round, and all that hear of it come there.
-`ShutdownBarrier` is how the ranks of such a job end together. All of it runs in the watchdog's thread, over the
+A member that misses a message of another member begins the next round, and all members that hear of that round join it.
+`ShutdownBarrier` lets the ranks of such a job end together. All of this runs in the watchdog's thread, over the
 watchdogs' messages.
 """
 
-# Why not MPI's own agreement: only ULFM has one, MPICH has no ULFM, and even there it waits for ever for a rank that is
-# stopped (SIGSTOP, a debugger, a machine that swaps). This protocol is the same on all libraries, and gives such a rank
-# up: one that was not heard for `SILENT_S`. If it comes back it is told that it is *fenced*, and leaves.
+# Why not MPI's own agreement: only ULFM has one, MPICH lacks ULFM, and even ULFM's agreement waits forever for a
+# stopped rank (SIGSTOP, a debugger, a machine that swaps). This protocol is the same on all libraries, and gives up a
+# rank that sends nothing for `SILENT_S`. If such a rank returns, it is notified that it is *fenced*, and leaves.
 #
-# Why "agreed" and "made" are two steps: to make a communicator is the one collective of the library in a recovery, and
-# libraries bear a death inside of it least (MPICH makes none any more after two, Open MPI may crash). After "agreed"
-# all members are known to be alive and about to make it, so the time in which a death does harm is a few ms. After
-# "made" every member has it. A rank that dies in between is missed by some, whose next round draws in those that were
-# through already: `Agreement._on_come` revokes the new communicator on them. So no death leaves a rank waiting in an
-# old round.
+# Why "agreed" and "made" are two steps: creating the communicator is the only library collective in a recovery, and
+# libraries tolerate a death inside it least (MPICH creates no further communicators after two such deaths, Open MPI may
+# crash). After "agreed", all members are known to be alive and about to create it, so a death can do harm only within a
+# few ms. After "made", every member has it. If a rank dies in between, some members miss it and begin the next round,
+# which also involves the members that were already done: `Agreement._on_come` revokes the new communicator on them. So
+# no death leaves a rank waiting in an old round.
 #
-# What is not promised: there is no majority rule, since that would forbid one rank of two to go on. A network that
-# splits makes two jobs. A rank is given up by silence, so one that holds the interpreter for longer than `SILENT_S` is
-# lost although it lives; a larger limit would make every true death without a detector that much slower.
+# Limits: the protocol has no majority rule, since it would not allow one rank of two to continue. A network partition produces
+# two jobs. Silence decides that a rank is given up, so a rank that holds the interpreter for longer than `SILENT_S` is
+# lost although it is alive; a larger limit would delay the recovery from every real death without a detector.
 
 from __future__ import annotations
 
@@ -38,11 +39,11 @@ from typing import Any
 from spawnsim.real.runtime.abort import AbortProtocol
 from spawnsim.real.runtime.watchdog import GRACE_S
 
-BEAT_S = 0.3  # how often ranks that wait say that they live
+BEAT_S = 0.3  # interval at which waiting ranks report that they are alive
 LOOK_S = 2e-3
-# to give up a rank that lives is worse than to wait: on a busy machine some answer late
+# Giving up a living rank is worse than waiting: on a busy machine some ranks answer late.
 SILENT_S = 2 * GRACE_S
-MAKING_S = SILENT_S  # for members that all live and make their communicator: no call of the program's, so no deadline
+MAKING_S = SILENT_S  # for living members that create the communicator: no call of the program sets a deadline
 
 AGREED, MADE = "agreed", "made"
 
@@ -54,7 +55,7 @@ FENCED = (
 
 @dataclass(frozen=True)
 class Decision:
-    """The world ranks that go on, and from which step; `by` is the rank that has decided."""
+    """The world ranks that continue, and their step; `by` is the rank that has decided."""
 
     by: int
     members: tuple[int, ...]
@@ -63,7 +64,7 @@ class Decision:
 
 @dataclass(frozen=True)
 class Round:
-    """One rank's part in one round. `members`: world ranks; `limit_s`: for those that live but do not come."""
+    """One rank's part in one round. `members`: world ranks; `limit_s`: for living members that do not arrive."""
 
     lineage: str
     members: tuple[int, ...]
@@ -74,19 +75,19 @@ class Round:
 
 @dataclass
 class Lineage:
-    """What one rank knows of the rounds of a lineage."""
+    """One rank's knowledge of the rounds of a lineage."""
 
-    done: int = 0  # the latest round that has made a communicator here
+    done: int = 0  # the latest round that has created a communicator here
     highest: int = 0  # the latest round that any member is in
     came: dict[int, dict[int, int | None]] = field(default_factory=lambda: defaultdict(dict))
     decided: dict[int, Decision] = field(default_factory=dict)
     said: dict[tuple[str, int, int], set[int]] = field(default_factory=lambda: defaultdict(set))
     heard_s: dict[int, float] = field(default_factory=dict)
-    ended: set[int] = field(default_factory=set)  # members whose program has ended: alive, and not awaited
+    ended: set[int] = field(default_factory=set)  # members with an ended program: alive, but not awaited
 
 
 class Agreement:
-    """One rank's side. `revoke(lineage)` ends its calls there; `over()` says whether its program has ended."""
+    """One rank's side. `revoke(lineage)` ends its calls there; `over()` returns whether its program has ended."""
 
     def __init__(self, abort: AbortProtocol, revoke: Callable[[str], None], over: Callable[[], bool]) -> None:
         self._watchdog = watchdog = abort.watchdog
@@ -94,8 +95,8 @@ class Agreement:
         self._revoke, self._over = revoke, over
         self.lineages: dict[str, Lineage] = defaultdict(Lineage)
         self.lost = abort.lost  # world ranks that were given up
-        self.suspects: set[int] = set()  # world ranks that did not answer when they were last asked
-        self.dead: Callable[[], Collection[int]] = tuple  # world ranks that the library knows to be dead
+        self.suspects: set[int] = set()  # world ranks that did not answer the latest query
+        self.dead: Callable[[], Collection[int]] = tuple  # world ranks that the library reports as dead
         self.fenced = False
         watchdog.handlers |= {
             "come": self._on_come, "alive": self._heard_from, "ended": self._on_ended, "decided": self._on_decided,
@@ -134,7 +135,7 @@ class Agreement:
             self._on_fenced(sender, message)
             return
         known = state.decided.setdefault(number, Decision(sender, message["members"], message["step"]))
-        if known.by != sender:  # two ranks have decided, since one took the other for dead: one more round
+        if known.by != sender:  # two ranks have decided, since one believed the other dead: one more round
             state.highest = max(state.highest, number + 1)
 
     def _on_said(self, sender: int, message: dict[str, Any]) -> None:
@@ -147,7 +148,7 @@ class Agreement:
 
     # -------------------------------------------------------------------------------------------------- rounds
     def meet(self, meeting: Round) -> Decision | None:
-        """Come to a round; return its decision, None if this rank is fenced or another round has begun."""
+        """Join a round; return its decision, or None if this rank is fenced or another round has begun."""
         state, number = self.lineages[meeting.lineage], meeting.number
         state.came[number][self._me] = meeting.step
         began_s = time.perf_counter()
@@ -165,7 +166,7 @@ class Agreement:
         return None
 
     def _settled(self, meeting: Round, began_s: float) -> list[int]:
-        """Return the members that have come and live, if no other one is awaited any more."""
+        """Return the living members that have arrived, or [] while any other member is still awaited."""
         state, now_s = self.lineages[meeting.lineage], time.perf_counter()
         came, here = state.came[meeting.number], []
         patient = now_s - began_s < max(meeting.limit_s, SILENT_S)
@@ -180,7 +181,7 @@ class Agreement:
     def _silent(self, state: Lineage, member: int, began_s: float, now_s: float) -> bool:
         if member in self.lost or member in self.dead():
             return True
-        # the watchdog has waited for the answer of a suspect for GRACE_S already
+        # The watchdog has already waited GRACE_S for the answer of a suspect.
         limit_s = SILENT_S - GRACE_S if member in self.suspects else SILENT_S
         return now_s - max(state.heard_s.get(member, began_s), began_s) > limit_s
 
@@ -199,15 +200,15 @@ class Agreement:
         return decision
 
     def agreed(self, meeting: Round, decision: Decision) -> bool:
-        """Wait until all decided members know of the decision, and live; return whether they do."""
+        """Wait until all decided members have confirmed the decision; return whether they have."""
         limit_s = max(meeting.limit_s, 2 * SILENT_S)
         return self._all_say(AGREED, meeting, decision, ready=lambda: True, limit_s=limit_s)
 
     def confirm(self, meeting: Round, decision: Decision, ready: Callable[[], bool]) -> bool:
-        """Wait until all decided members have made their communicator, this rank too when `ready()`.
+        """Wait until all decided members have created their communicator; this rank has when `ready()` is true.
 
-        One that waits for longer than `MAKING_S`, or for a rank that is silent, gives this round up and begins the
-        next, which draws in all others: so they all try again together.
+        A rank that waits for longer than `MAKING_S`, or for a silent rank, gives up this round and begins the next. All
+        other members join that round, so they all try again together.
         """
         made = self._all_say(MADE, meeting, decision, ready=ready, limit_s=MAKING_S)
         if made:
@@ -263,21 +264,21 @@ class Heartbeat:
 
 
 class ShutdownBarrier:
-    """A barrier of the living. `gone()`: world ranks that are dead or given up; `fence()` raises if this one is.
+    """A barrier of living ranks. `gone()`: world ranks that are dead or given up; `fence()` raises if this rank is.
 
-    A barrier of the library would wait for the dead, and so does `MPI_Finalize`: 16 of 36 kills at the end of a job
-    hung it or made it fail. A recovery at the end, in place of this, gave up healthy ranks that were still shutting
-    down.
+    A barrier of the library would wait for dead ranks, and so does `MPI_Finalize`: 16 of 36 kills at the end of a job
+    made it hang or fail. A recovery at the end, in place of this barrier, gave up healthy ranks that were still
+    shutting down.
     """
 
     def __init__(self, abort: AbortProtocol, gone: Callable[[], set[int]], fence: Callable[[], None]) -> None:
         self._watchdog, self._gone, self._fence = abort.watchdog, gone, fence
-        self._met = 0  # how many barriers this rank has come to
-        self._others: dict[int, int] = {}  # the same of others
+        self._met = 0  # number of barriers that this rank has reached
+        self._others: dict[int, int] = {}  # the same number for each other rank
         self._watchdog.handlers["shutdown"] = self._heard
 
     def begin_barrier(self) -> Callable[[], bool]:
-        """Begin to wait for all that live; the result says whether they have come."""
+        """Begin to wait for all living ranks; the result returns whether they have arrived."""
         self._met += 1
         number, channel = self._met, self._watchdog.channel
         others = set(range(channel.size)) - {channel.rank}
@@ -291,7 +292,7 @@ class ShutdownBarrier:
         return all_here
 
     def lowest(self) -> int:
-        """Return the lowest rank that has come to the last barrier, and may have left since."""
+        """Return the lowest rank that has reached the last barrier; it may have left since."""
         came = {rank for rank, met in self._others.items() if met >= self._met}
         return min({self._watchdog.channel.rank, *came})
 

@@ -1,7 +1,7 @@
-"""What all communicators of one MPI rank share, and what the parts of one communicator share.
+"""The state that all communicators of one MPI rank share, and the state that the parts of one communicator share.
 
-How a rank polls, waits and ends on MPI (`MPIRuntime`), the watchdogs' messages over a communicator of their own
-(`ControlChannel`), and what point-to-point calls, collectives and windows use of a communicator (`CommCore`).
+`MPIRuntime` implements polling, waiting and the end of a rank on MPI. `ControlChannel` carries the watchdogs' messages
+over a separate communicator. `CommCore` is the base of point-to-point calls, collectives and windows.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ ABORT_S = 2.0  # how long MPI may take to end this process
 
 
 class ControlChannel:
-    """Small messages between watchdogs over a communicator of their own. Silent without THREAD_MULTIPLE."""
+    """Small messages between watchdogs over a separate communicator. Sends nothing without THREAD_MULTIPLE."""
 
     def __init__(self, comm: MPI.Comm) -> None:
         self.rank, self.size = comm.Get_rank(), comm.Get_size()
@@ -39,13 +39,13 @@ class ControlChannel:
         self._sent: list[MPI.Request] = []
 
     def send(self, to: int, message: dict[str, Any]) -> None:
-        """Send without waiting; the handle is kept until the message has left. To a dead rank nothing is sent."""
+        """Send without waiting; keep the handle until the message has left. A dead rank gets no message."""
         if not self._usable:
             return
         self.sent()
         try:
             self._sent.append(self._comm.isend(message, to, CONTROL_TAG))
-        except MPI.Exception:  # the peer has failed: it will not answer, which is what the caller finds out
+        except MPI.Exception:  # the peer has failed; the caller will notice that it does not answer
             return
 
     def sent(self) -> bool:
@@ -53,7 +53,7 @@ class ControlChannel:
         return not self._sent
 
     def receive(self) -> tuple[int, dict[str, Any]] | None:
-        """Return the next message and who sent it, or None."""
+        """Return the sender and the next message, or None."""
         if not self._usable:
             return None
         status = MPI.Status()
@@ -61,23 +61,23 @@ class ControlChannel:
             try:
                 found = self._comm.improbe(MPI.ANY_SOURCE, CONTROL_TAG, status)
                 return None if found is None else (status.Get_source(), found.recv())
-            except MPI.Exception:  # a failed rank spoils ANY_SOURCE until it is acknowledged
+            except MPI.Exception:  # after a failure, ANY_SOURCE raises until the failure is acknowledged
                 acknowledge(self._comm)
         return None
 
 
 class MPIRuntime(RankRuntime):
-    """One per rank and run. `survival` is made by `recovery.prepare`, before any call is waited for."""
+    """One per rank and run. `recovery.prepare` creates `survival` before the first wait."""
 
     survival: Any
 
     def __init__(self, raw: MPI.Intracomm, services: RankServices, options: Options) -> None:
         self.raw = raw
         self.channel = ControlChannel(raw.Dup())
-        self._closing = raw.Dup()  # for the collectives at the end, which must not meet one of the program's
+        self._closing = raw.Dup()  # for the final collectives, which must not match the program's
         super().__init__(services, options, self.channel, abort)
         self.windows: list[Any] = []
-        self.needy = False  # whether there are windows that others reach only while this rank polls
+        self.needy = False  # whether some window is accessible only while this rank polls
         self.translate = Translator(raw.Get_group())
         self.comms: list[CommCore] = []
         self.watchdog.progress = self._progress
@@ -87,18 +87,18 @@ class MPIRuntime(RankRuntime):
 
     # --------------------------------------------------------------------------------------------- while running
     def poll(self) -> None:
-        """Let MPI make progress, and let go of requests that are complete: under 1 us."""
+        """Let MPI make progress, and drop complete requests: under 1 us."""
         self._iprobe(MPI.ANY_SOURCE, MPI.ANY_TAG)
         if self.registry:
             self.registry.sweep()
 
     def probe_by(self, probe: Any) -> None:
-        """From now on poll by this call, of source and tag: a probe on a communicator with dead members fails."""
+        """Poll by `probe(source, tag)` from now on: a probe on a communicator with dead members fails."""
         self._iprobe = probe
 
     @contextmanager
     def unpolled(self) -> Iterator[None]:
-        """Call nothing of the library at polls of this rank's threads, for a call that bears no other beside it."""
+        """Make the polls of this rank's threads skip the library, during a call that allows no concurrent call."""
         probe, self._iprobe = self._iprobe, lambda _source, _tag: False
         try:
             yield
@@ -106,7 +106,7 @@ class MPIRuntime(RankRuntime):
             self._iprobe = probe
 
     def serve(self) -> None:
-        """Poll at the end of a compute block; where windows need it, often enough to serve some hundred kB."""
+        """Poll at the end of a compute block; if windows need it, often enough to serve some hundred kB."""
         self.poll()
         if self.needy:
             probe = self._iprobe
@@ -116,14 +116,14 @@ class MPIRuntime(RankRuntime):
     def wait(
         self, done: Callable[[], bool], limit_s: float, call: tuple[str, int, Any], peer: int | None = None
     ) -> bool:
-        """Wait as every runtime does; in a job that survives deaths, a wait for a dead rank ends in `RankFailed`."""
+        """Wait as in every runtime; in a job that survives deaths, a wait for a dead rank raises `RankFailed`."""
         for _ in range(SPINS):
             if done():
                 return True
         registry = self.registry
 
         def look() -> bool:
-            if registry:  # other requests go on while this one is awaited
+            if registry:  # other requests make progress during this wait
                 registry.sweep()
             if call[2].revoked:
                 raise Revoked(f"{call[0]} {call[2].revoked}")
@@ -142,14 +142,14 @@ class MPIRuntime(RankRuntime):
             active.pop(thread, None)
 
     def _progress(self) -> None:
-        """Called by the watchdog: receives that were posted go on while the rank is inside a blocking collective."""
+        """Let posted receives make progress while the rank is in a blocking collective; the watchdog calls this."""
         if self.registry and MPI.Query_thread() == MPI.THREAD_MULTIPLE:
             for _ in range(len(self.registry)):
                 self.registry.sweep()
 
     # ------------------------------------------------------------------------------------------------ at the end
     def begin_barrier(self) -> Callable[[], bool]:
-        """Begin to wait for all ranks; in a job that survives deaths, for those that live."""
+        """Begin to wait for all ranks; in a job that survives deaths, for all living ranks."""
         if self.survival.shutdown is not None:
             here: Callable[[], bool] = self.survival.shutdown.begin_barrier()
             return here
@@ -168,20 +168,20 @@ class MPIRuntime(RankRuntime):
         return found
 
     def take_leftovers(self) -> int:
-        """Take messages that were not received out of the library, on all communicators."""
+        """Take unreceived messages out of the library, on all communicators."""
         return sum(_taken(comm._raw) for comm in self.comms if comm._raw)
 
     def release(self) -> None:
-        """Free windows, and stop the watchdog."""
+        """Free windows and stop the watchdog."""
         if self.survival.shutdown is None or not self.survival.end():
             self._release_windows()
         self.watchdog.stop()
 
     def _release_windows(self) -> None:
-        """Free what the program has left, if all ranks have left the same: freeing is collective and must not hang."""
+        """Free leftover windows if they are the same on all ranks: freeing is collective and must not hang."""
         labels = ",".join(window.label for window in self.windows)
         digest = zlib.crc32(labels.encode())
-        ends = array.array("q", [digest, -digest])  # the maximum of both tells whether all are equal
+        ends = array.array("q", [digest, -digest])  # the maxima of both show whether all are equal
         self._closing.Allreduce(MPI.IN_PLACE, ends, MPI.MAX)
         if ends[0] == -ends[1]:
             for window in self.windows:
@@ -189,28 +189,28 @@ class MPIRuntime(RankRuntime):
 
 
 class CommCore(RankComm):
-    """What the parts of a communicator share.
+    """The state that the parts of a communicator share.
 
     Attributes:
-        members: the world ranks, in the order of the communicator's.
-        revoked: why the communicator can no longer be used, once it cannot; "" until then.
+        members: the world ranks, in the order of the communicator's ranks.
+        revoked: the reason why the communicator can no longer be used; "" while it can.
     """
 
     runtime: MPIRuntime
     revoked = ""
-    Barrier: Callable[[], None]  # `collectives` adds them; abortable calls and windows are built on them
+    Barrier: Callable[[], None]  # `collectives` adds these three; abortable calls and windows use them
     Allgather: Callable[..., None]
     Allgatherv: Callable[..., None]
 
     def __init__(self, raw: MPI.Comm, runtime: MPIRuntime, label: str) -> None:
         super().__init__(runtime, label)
-        self._raw, self._sequence = cast("MPI.Intracomm", raw), 0  # and the number of its collectives so far
+        self._raw, self._sequence = cast("MPI.Intracomm", raw), 0  # `_sequence`: number of collectives so far
         self.rank, self.size = raw.Get_rank(), raw.Get_size()
         self.members = self._in_world(raw.Get_group())
         self._inter = raw.Is_inter()
 
     def _error(self, error: MPI.Exception, what: str, peer: int = ANY_SOURCE) -> SpawnsimError:
-        """Return spawnsim's error for one of mpi4py's; `peer`: the rank whose process the call needs, if it is one."""
+        """Return spawnsim's error for an mpi4py error; `peer`: the rank that the call needs, if it needs one."""
         return failure(error, self._raw, f"rank {self.rank} of {self.label}: {what}", peer)
 
     def _in_world(self, group: MPI.Group) -> tuple[int, ...]:
@@ -220,10 +220,10 @@ class CommCore(RankComm):
 
 
 def abort(status: int) -> NoReturn:
-    """End all ranks at once.
+    """End all ranks immediately.
 
-    MPICH's `Abort` comes back, a moment before its launcher kills the process: the program must not go on meanwhile.
-    While Slurm cancels a step, Abort only waits to be killed: half a minute, for which all its nodes are held.
+    MPICH's `Abort` returns shortly before its launcher kills the process; the program must not continue meanwhile.
+    While Slurm cancels a step, `Abort` only waits to be killed: for half a minute, in which all nodes stay allocated.
     """
     leave = Timer(ABORT_S, os._exit, (status & 0xFF,))
     leave.daemon = True
@@ -233,10 +233,10 @@ def abort(status: int) -> NoReturn:
 
 
 def polling(comm: MPI.Comm, options: Options) -> Callable[[int, int], bool]:
-    """Return the probe to poll by, of source and tag: all that matters is that the library makes progress.
+    """Return a function `probe(source, tag)` for polling; its purpose is that the library makes progress.
 
-    Where the library tells of deaths, a rank that only sends learns of them here; not in a job that survives them,
-    since there the others tell it, and a policy may wish to go on without the dead.
+    If the library reports deaths, a rank that only sends notices them in this probe. In a job that survives deaths the
+    probe does not report them, since other ranks do, and a policy may want to continue without the dead ranks.
     """
     if not ulfm():
         return comm.Iprobe
@@ -253,13 +253,13 @@ def polling(comm: MPI.Comm, options: Options) -> Callable[[int, int], bool]:
 
 
 def acknowledge(comm: Any) -> None:
-    """Receive from any rank again, after some have failed."""
+    """Allow receives from ANY_SOURCE again, after ranks have failed."""
     if hasattr(comm, "Ack_failed"):
         comm.Ack_failed()
 
 
 def over(request: MPI.Request) -> bool:
-    """Whether a request has ended, well or not."""
+    """Whether a request has ended, with or without an error."""
     try:
         return request.Test()
     except MPI.Exception:
@@ -267,7 +267,7 @@ def over(request: MPI.Request) -> bool:
 
 
 def _taken(raw: MPI.Comm) -> int:
-    """Receive and drop all messages that have arrived on a communicator; return how many."""
+    """Receive and drop all messages that have arrived on a communicator; return their number."""
     count, status = 0, MPI.Status()
     while (message := raw.Improbe(MPI.ANY_SOURCE, MPI.ANY_TAG, status)) is not None:
         message.Recv([bytearray(status.Get_count(MPI.BYTE)), MPI.BYTE])
