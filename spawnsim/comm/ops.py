@@ -1,8 +1,9 @@
-"""MPI's reduction operations: what they compute on arrays and objects, and in which order contributions are combined.
+"""MPI's reduction operations on arrays and objects, and the order in which contributions are combined.
 
-The order decides the last bits of a floating-point sum. `reduce_tree` is the order in which both MPI wheels'
-`Allreduce` sums on one node (recursive doubling; ranks are folded in pairs first when their number is no power of
-two), bit for bit; `reduce_ring` is gloo's. All backends combine by these functions, which know no clocks.
+The order determines the last bits of a floating-point sum. `reduce_tree` reproduces, bit for bit, the order of
+`Allreduce` on one node in both MPI wheels (recursive doubling; if the number of ranks is not a power of two, ranks are
+first folded in pairs). `reduce_ring` reproduces gloo's order. All backends use these functions, which do not depend on
+clocks.
 """
 
 from __future__ import annotations
@@ -103,11 +104,11 @@ FAMILIES: Final[dict[str, frozenset[str]]] = (
     | dict.fromkeys(("BAND", "BOR", "BXOR"), frozenset({"integer", "fortran", "byte"}))
     | dict.fromkeys(("MAXLOC", "MINLOC"), frozenset({"pair"}))
 )
-"""Which families of datatypes an operation takes (MPI 4.1, section 6.9.2)."""
+"""The families of datatypes that an operation accepts (MPI 4.1, section 6.9.2)."""
 
 
 def _best(x: Any, y: Any, better: bool) -> Any:
-    """Return the better of two (value, index) pairs; `better` says whether x's value beats y's."""
+    """Return the better of two (value, index) pairs; `better`: whether x's value beats y's."""
     if better:
         return x[0], x[1]
     return (x[0], min(x[1], y[1])) if x[0] == y[0] else (y[0], y[1])
@@ -156,13 +157,13 @@ class Op(Handle):
 
     @classmethod
     def Create(cls, function: UserFunction, commute: bool = False) -> Self:
-        """Return an operation of the program: `function(inbuf, inoutbuf, datatype)` writes to `inoutbuf`."""
+        """Return a user-defined operation: `function(inbuf, inoutbuf, datatype)` writes to `inoutbuf`."""
         self = cls()
         self._identity, self.name, self.function, self.commute = object(), "", function, bool(commute)
         return self
 
     def Free(self) -> None:
-        """Make this handle null; predefined operations stay."""
+        """Make this handle null; predefined operations cannot be freed."""
         self._live()
         if self.is_predefined:
             raise CallError(ERR_OP, f"{self.name} is predefined and cannot be freed")
@@ -181,14 +182,14 @@ class Op(Handle):
         return reduced(self, globals(), self.name)
 
     def Is_commutative(self) -> bool:
-        """Return whether operands may change places."""
+        """Return whether operands may be swapped."""
         self._live()
         return self.commute
 
     is_commutative = property(Is_commutative)
 
     def Is_predefined(self) -> bool:
-        """Return whether MPI defines the operation (the null operation counts as such)."""
+        """Return whether MPI defines the operation (also true for the null operation)."""
         return self.function is None
 
     is_predefined = property(Is_predefined)
@@ -201,11 +202,11 @@ class Op(Handle):
         return SCALAR[self.name](x, y)
 
     def check(self, datatype: Datatype, *, one_sided: bool = False) -> None:
-        """Raise `ERR_OP` unless the operation takes this datatype; `REPLACE` and `NO_OP` are for windows only."""
+        """Raise `ERR_OP` unless the operation accepts this datatype; `REPLACE` and `NO_OP` are for windows only."""
         self._live()
         if self.function is not None or (one_sided and self.name in RMA_ONLY):
             return
-        # MPI: predefined operations take predefined types only, and a duplicate is a derived type although it has a
+        # MPI: predefined operations accept only predefined types, and a duplicate is a derived type although it has a
         # dtype.
         if datatype.recipe.name == "DUP" or datatype.family not in FAMILIES.get(self.name, ()):
             where = " outside of one-sided calls" if self.name in RMA_ONLY else ""
@@ -218,9 +219,9 @@ class Op(Handle):
     ) -> NDArray[Any]:
         """Compute `inoutvec = invec op inoutvec` in place and return it.
 
-        Both are 1-D arrays as `Buffer.pack()` makes them: typed for predefined datatypes (`BF16` and pairs by their
-        own dtypes), else bytes as they travel. `datatype` is what a function of the program is told; without it,
-        the predefined type of the dtype.
+        Both are 1-D arrays as `Buffer.pack()` returns them: typed for predefined datatypes (`BF16` and pairs have their
+        own dtypes), otherwise packed bytes. `datatype` is passed to a user-defined function; the default is the
+        predefined type of the dtype.
         """
         if is_phantom(invec, inoutvec):
             return inoutvec
@@ -238,10 +239,10 @@ class Op(Handle):
         return inoutvec
 
     def merging(self, datatype: Datatype) -> Merge:
-        """Return `merge(a, b, out)`, which puts the combination of arrays a and b in `out`: b, or as much memory."""
+        """Return `merge(a, b, out)`, which writes the combination of a and b to `out`: b, or memory of its size."""
         ufunc = ARITHMETIC.get(self.name) if self.function is None else None
-        # numpy's own call and nothing around it: a sum over 1,000 ranks merges 999 times, and copying one of two
-        # operands first would be one more pass over the memory of all.
+        # The bare numpy call: a sum over 1,000 ranks merges 999 times, and copying one of the two operands first would
+        # be one more pass over all memory.
         if ufunc is not None and datatype.is_predefined and datatype.dtype != BF16:
             return ufunc
 
@@ -253,10 +254,10 @@ class Op(Handle):
         return merge
 
     def _reduce_sparse(self, invec: NDArray[Any], inoutvec: NDArray[Any], datatype: Datatype) -> None:
-        """Lay the elements out with their gaps, as the program's function expects, and take them back."""
+        """Unpack the elements with their gaps, as the program's function expects, and pack the result."""
         layout, count = datatype.live(), len(inoutvec) // datatype.size
         low, high = layout.span(count)
-        # A program's function may walk whole extents, also behind the last byte of data, so that room must be there.
+        # A program's function may access whole extents, even behind the last byte of data, so this room must exist.
         high = max(high, layout.lb + count * layout.extent)
         first, inout = np.zeros(high - low, np.uint8), np.zeros(high - low, np.uint8)
         layout.scatter(first, as_bytes(invec), low)
@@ -277,7 +278,7 @@ class Op(Handle):
 
 
 BY_NAME: Final = {name: Op.of(name) for name in ARRAY} | {"OP_NULL": Op()}
-"""Every predefined operation under mpi4py's name."""
+"""Every predefined operation by mpi4py's name."""
 
 OP_NULL = BY_NAME["OP_NULL"]
 SUM, PROD, MAX, MIN = (BY_NAME[name] for name in ("SUM", "PROD", "MAX", "MIN"))
@@ -287,9 +288,9 @@ MAXLOC, MINLOC, REPLACE, NO_OP = (BY_NAME[name] for name in ("MAXLOC", "MINLOC",
 
 
 def quiet(merge: Merge) -> Merge:
-    """Return a predefined `merge` that does not speak of overflow; a program's own function as it is."""
-    # MPI libraries add without a word, whatever the program has told numpy (`np.seterr(all="raise")`), and ranks that
-    # have told it other things share the result. In a context of its own, since `np.errstate` costs as much as a sum.
+    """Return a predefined `merge` without numpy's overflow warnings; return a user-defined function unchanged."""
+    # MPI libraries add without warnings, whatever numpy setting the program uses (`np.seterr(all="raise")`), and ranks
+    # with different settings share the result. A separate context is used, since `np.errstate` costs as much as a sum.
     if not isinstance(merge, np.ufunc):
         return merge
     context = copy_context()
@@ -299,7 +300,7 @@ def quiet(merge: Merge) -> Merge:
 
 T = TypeVar("T")
 Combine = Callable[[T, T], T]
-SHORT_NBYTES = 1024  # of arrays that are copied into one to be added up
+SHORT_NBYTES = 1024  # up to this size, arrays are copied into one array and summed there
 
 
 def _pairs(parts: list[T], combine: Combine[T]) -> list[T]:
@@ -309,7 +310,7 @@ def _pairs(parts: list[T], combine: Combine[T]) -> list[T]:
 def reduce_tree(parts: list[Array], merge: Merge) -> Array:
     """Combine arrays in the order of recursive doubling: fold to a power of two, then pairs, pairs of pairs, and so on.
 
-    For `merge` see `Op.merging`. `parts` stay as they are.
+    For `merge` see `Op.merging`. `parts` are not modified.
     """
     if merge is np.add and parts[0].nbytes <= SHORT_NBYTES and type(parts[0]) is np.ndarray:
         with np.errstate(all="ignore"):  # see `quiet`
@@ -321,7 +322,7 @@ def reduce_tree(parts: list[Array], merge: Merge) -> Array:
 
 
 def reduce_to_root(parts: list[Array], merge: Merge, root: int) -> Array:
-    """Combine arrays as `reduce_binomial` does. For `merge` see `Op.merging`; `parts` stay as they are."""
+    """Combine arrays as `reduce_binomial` does. For `merge` see `Op.merging`; `parts` are not modified."""
     tree = ReductionTree(merge, in_place=False)
     for part in parts[root:] + parts[:root]:
         tree.add(part)
@@ -330,8 +331,8 @@ def reduce_to_root(parts: list[Array], merge: Merge, root: int) -> Array:
 
 def _sum_by_levels(parts: list[Array]) -> Array:
     """Add short arrays as `reduce_tree` does, but a whole level at a time."""
-    # A call for each level and not for each pair: of a thousand arrays of a few numbers the calls are all that costs.
-    # The bits are the same, since a sum of two is rounded alike wherever it lies. (Complex products are not.)
+    # One call per level, not per pair: for a thousand arrays of a few numbers, only the calls cost time. The bits are
+    # the same, since the rounding of a sum does not depend on its memory location. (Complex products differ.)
     level: Array = np.concatenate(parts, dtype=parts[0].dtype, casting="no").reshape(len(parts), -1)
     first = surplus(len(parts))
     if first:
@@ -343,13 +344,13 @@ def _sum_by_levels(parts: list[Array]) -> Array:
 
 
 def surplus(size: int) -> int:
-    """Return how many ranks, the first ones, fold into pairs in recursive doubling, so that a power of two is left."""
-    # As MPICH does it: any other shape gives other bits.
+    """Return how many of the first ranks fold into pairs in recursive doubling, so that a power of two remains."""
+    # As in MPICH: any other shape changes the bits.
     return 2 * (size - (1 << (size.bit_length() - 1)))
 
 
 def reduce_tree_in_place(parts: list[Array], merge: Combine[Array]) -> Array:
-    """Combine as `reduce_tree` does, in the memory of the parts themselves; the result lies in the last one."""
+    """Combine as `reduce_tree` does, in the memory of the parts themselves; the result is in the last part."""
     first = surplus(len(parts))
     level = _pairs(parts[:first], merge) + parts[first:]
     while len(level) > 1:
@@ -358,31 +359,31 @@ def reduce_tree_in_place(parts: list[Array], merge: Combine[Array]) -> Array:
 
 
 class ReductionTree:
-    """Arrays that are combined as they come: in pairs, pairs of pairs, and so on.
+    """Arrays that are combined as they arrive: in pairs, pairs of pairs, and so on.
 
-    The tree is walked depth first: a thousand contributions pass once through a handful of accumulators, which stay in
-    the processor's cache.
+    The tree is traversed depth first: a thousand contributions pass once through a few accumulators, which stay in the
+    processor's cache.
 
     Args:
         merge: See `Op.merging`.
-        surplus: How many arrays, the first ones, are folded into pairs before.
-        in_place: Whether sums are made in the memory of one of the two. numpy rounds the product of two complex
-            numbers, if it is only one, otherwise there than elsewhere.
+        surplus: How many of the first arrays are folded into pairs before.
+        in_place: Whether sums are computed in the memory of an operand. For arrays of a single complex number, numpy
+            rounds an in-place product differently.
 
     Attributes:
-        count: How many have come.
+        count: The number of arrays added so far.
     """
 
     __slots__ = ("_in_place", "_merge", "_spare", "_stack", "_surplus", "count")
 
     def __init__(self, merge: Merge, surplus: int = 0, *, in_place: bool = True) -> None:
         self._merge, self._surplus, self._in_place, self.count = quiet(merge), surplus, in_place, 0
-        # Subtrees that are complete, the highest first: a binary counter. Those that are owned may be written.
+        # Complete subtrees, the highest first: a binary counter. Owned arrays may be written.
         self._stack: list[tuple[int, Array, bool]] = []  # height, array, owned
         self._spare: list[Array] = []
 
     def add(self, value: Array) -> None:
-        """Take the next array, and combine what has become as high as its neighbour."""
+        """Add the next array, and combine subtrees of equal height."""
         height, owned, stack = 0 if self.count >= self._surplus else -1, False, self._stack
         self.count += 1
         while stack and stack[-1][0] == height:
@@ -391,12 +392,12 @@ class ReductionTree:
         stack.append((height, value, owned))
 
     def _merged(self, value: Array, owned: bool) -> Array:
-        """Return the combination of the lowest subtree, which is taken off, and what follows it."""
+        """Pop the lowest subtree and return its combination with `value`."""
         _, before, own = self._stack.pop()
-        # What came is the program's own memory (contributions are lent), so it may be read and never written.
+        # An added array is the program's own memory (contributions are lent): it may be read but never written.
         if owned and self._in_place:
             out = value
-        else:  # accumulators are used again: fresh memory for each step would leave the cache
+        else:  # accumulators are reused: fresh memory for each step would leave the cache
             out = self._spare.pop() if self._spare else np.empty_like(value)
             if owned:
                 self._spare.append(value)
@@ -405,16 +406,16 @@ class ReductionTree:
         return self._merge(before, value, out)
 
     def result(self) -> Array:
-        """Return the combination of all, in memory of its own; if no power of two have come, the last are lower."""
+        """Return the combination of all arrays in separate memory; subtrees may then have unequal heights."""
         _, value, owned = self._stack.pop()
         while self._stack:
             value, owned = self._merged(value, owned), True
-        # The caller writes to the result, and with one array the tree is that array itself.
+        # The caller writes to the result, and a tree of one array is that array itself.
         return value if owned else value.copy()
 
 
 def reduce_binomial(parts: list[T], combine: Combine[T], root: int = 0) -> T:
-    """Combine in the order of a binomial tree to `root`: ranks are renumbered from the root on."""
+    """Combine in the order of a binomial tree to `root`: ranks are renumbered, starting with the root."""
     level = parts[root:] + parts[:root]
     while len(level) > 1:
         odd = level[-1:] if len(level) % 2 else []
@@ -435,15 +436,15 @@ def scan_prefixes(parts: list[T], combine: Combine[T]) -> Iterator[T]:
     return accumulate(parts, combine)
 
 
-# The order in which gloo sums. It has one algorithm for all-reduces and one for reduces, whatever their size, and both
-# add alike: by a ring of all ranks for each of as many blocks as there are ranks. Of block b the sum begins with rank
-# b - 1, goes down through the ranks (behind rank 0 comes the last one), and ends with rank b: x[b] + (x[b+1] + (… +
-# (x[b-2] + x[b-1]))). Blocks are equal, but for the last ones, which may be short or empty. A test compares this with
-# gloo itself (`tests/real/test_torchrun.py`).
+# gloo's order of summation. gloo has one algorithm for all-reduces and one for reduces, independent of the size, and
+# both sum in the same order: there are as many blocks as ranks, and each block is summed along a ring of all ranks. The
+# sum of block b begins with rank b - 1, continues down through the ranks (rank 0 is followed by the last rank), and
+# ends with rank b: x[b] + (x[b+1] + (… + (x[b-2] + x[b-1]))). Blocks have equal sizes, except that the last ones may be
+# short or empty. A test compares this with gloo itself (`tests/real/test_torchrun.py`).
 
 ORDERS = ("mpi", "gloo")
-"""In whose order virtual ranks sum: `reduce_tree` is MPI's."""
-SEGMENT_NBYTES = 1 << 20  # of gloo's longest message
+"""Orders of summation on virtual ranks; `reduce_tree` is MPI's."""
+SEGMENT_NBYTES = 1 << 20  # gloo's maximum message size
 
 
 def check_order(sums: str) -> None:
@@ -453,7 +454,7 @@ def check_order(sums: str) -> None:
 
 
 def depends_on_order(op: Op, datatype: Datatype) -> bool:
-    """Return whether gloo itself reduces this, with bits that depend on the order: sums and products of floats."""
+    """Return whether gloo itself reduces this and the order affects the bits: sums and products of floats."""
     dtype = datatype.dtype if datatype.is_predefined else None
     if op not in (SUM, PROD) or dtype is None:
         return False
@@ -461,20 +462,20 @@ def depends_on_order(op: Op, datatype: Datatype) -> bool:
 
 
 def combined(parts: list[Array], op: Op, datatype: Datatype, *, rooted: bool = False) -> Array:
-    """Combine contributions of floats as gloo does; `rooted` as its `reduce`, otherwise as its `allreduce`."""
+    """Combine float contributions as gloo does: as its `reduce` if `rooted`, otherwise as its `allreduce`."""
     itemsize = parts[0].itemsize
     block = ring_block(parts[0].nbytes, itemsize, len(parts), rooted=rooted)
     return reduce_ring(parts, op.merging(datatype), block // itemsize)
 
 
 def ring_block(nbytes: int, itemsize: int, ranks: int, *, rooted: bool = False) -> int:
-    """Return the bytes of a block.
+    """Return the size of a block in bytes.
 
     Args:
         nbytes: the bytes that each rank contributes.
         itemsize: the bytes of an element.
-        ranks: how many contribute.
-        rooted: whether it is a reduce: it cuts contributions of more than 2 MiB times `ranks` differently.
+        ranks: the number of contributing ranks.
+        rooted: whether the operation is a reduce, which splits contributions above 2 MiB times `ranks` differently.
     """
     longest, least = itemsize * (SEGMENT_NBYTES // itemsize), 2 * ranks
     if rooted:
@@ -493,10 +494,10 @@ def _up(value: int, multiple: int) -> int:
 def reduce_ring(parts: list[Array], merge: Merge, block: int) -> Array:
     """Combine arrays in the order of gloo's rings, into new memory; `block` counts elements of the arrays.
 
-    For `merge` see `Op.merging`. `parts` stay as they are.
+    For `merge` see `Op.merging`. `parts` are not modified.
     """
     merge, total = quiet(merge), np.empty_like(parts[0])
-    # Twice down through the ranks, all blocks side by side: block b takes b - 1 to 0, and then the last rank to b.
+    # Two passes down through the ranks, for all blocks together: block b adds ranks b - 1 to 0, then the last one to b.
     for rank in reversed(range(len(parts) - 1)):
         begins, others = slice((rank + 1) * block, (rank + 2) * block), slice((rank + 2) * block, None)
         total[begins] = parts[rank][begins]

@@ -1,11 +1,11 @@
-"""Real ranks: processes on real machines, where a call blocks until the library has done it.
+"""Real ranks: processes on real machines, where a call blocks until the library has completed it.
 
 * `real.mpi`: a communicator over mpi4py
-* `real.torch`: one over torch.distributed, for where there is no MPI
-* `real.base`: what a backend provides, and the communicator and run of a rank that are derived from it
-* `real.runtime`: what a rank has on any of these backends (requests, watchdog, abort, clock, records), and what is
+* `real.torch`: a communicator over torch.distributed, for systems without MPI
+* `real.base`: the requirements on a backend, and the communicator and run of a rank that are derived from it
+* `real.runtime`: the services of a rank on any backend (requests, watchdog, abort, clock, records), and calls that are
   derived from messages (collectives, windows)
-* `real.launch`: starting and supervising a job, and what the machine can run
+* `real.launch`: starting and supervising a job, and checking the capabilities of the machine
 
-Nothing is imported here, so that `import spawnsim.real` loads neither MPI nor torch.
+This package imports nothing, so that `import spawnsim.real` loads neither MPI nor torch.
 """

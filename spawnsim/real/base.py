@@ -1,16 +1,17 @@
-"""A backend from a wire: what a new one provides, and all that is derived from it.
+"""A backend built on a wire: the parts that a new backend provides, and the parts that are derived from them.
 
 A backend provides
 
-* a `Wire` (`runtime.wire`), which sends parcels and hands over those that arrive,
+* a `Wire` (`runtime.wire`), which sends parcels and delivers arriving ones,
 * a clock: `RankServices` has one, which starts when all ranks have met,
-* `world()`, `wrap(group)`, `guarded(comm)`, `namespace(comm)`, as `spawnsim.backends` says.
+* `world()`, `wrap(group)`, `guarded(comm)`, `namespace(comm)`, as described in `spawnsim.backends`.
 
-From these follow probes and MPI's matching (`runtime.wire.Mailbox`), point-to-point calls and requests
-(`runtime.messages`), collectives of buffers and objects (`runtime.collectives`), windows (`runtime.windows`), and here
-the run of a rank (`WireRuntime`) and the communicator (`WireComm`). A backend overrides those that its library does
-better: over torch.distributed most collectives; mpi4py's communicators have nearly all, so `real.mpi` takes only what
-MPI lacks from `runtime`. `tests/real/test_smallest_backend.py` is a backend of threads and queues.
+From these are derived probes and MPI's matching (`runtime.wire.Mailbox`), point-to-point calls and requests
+(`runtime.messages`), collectives of buffers and objects (`runtime.collectives`), windows (`runtime.windows`), and in
+this module the run of a rank (`WireRuntime`) and the communicator (`WireComm`). A backend overrides the parts that its
+library implements better. For torch.distributed these are most collectives. mpi4py's communicators offer nearly
+everything, so `real.mpi` uses `runtime` only for features that MPI lacks. `tests/real/test_smallest_backend.py` is a
+backend of threads and queues.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ from spawnsim.real.runtime.windows import Windows, WindowServer
 from spawnsim.real.runtime.wire import Bytes, Mailbox, Parcel, Receiver, Wire, as_payload
 
 CONTROL, EXIT, MET = 3, 4, 7
-LOOK_S = 2e-3  # a wait on the condition looks again this often, for what does not notify it
+LOOK_S = 2e-3  # a wait on the condition also polls this often, for events that do not notify it
 
 
 class ControlChannel(Receiver):
@@ -58,7 +59,7 @@ class ControlChannel(Receiver):
         wire.receivers[CONTROL] = self
 
     def send(self, to: int, message: dict[str, Any]) -> None:
-        """Send without waiting. To a rank that has gone nothing is sent: it will not answer."""
+        """Send without waiting. A rank that has gone gets no message, since it will not answer."""
         with suppress(RankFailed):
             self._wire.send(to, Parcel(CONTROL), as_payload(self._pickle.dumps(message)))
 
@@ -70,7 +71,7 @@ class ControlChannel(Receiver):
 
 
 class AbortReceiver(Receiver):
-    """Receiver of the order to leave: another rank has ended the job."""
+    """Receives the order to exit: another rank has ended the job."""
 
     def done(self, parcel: Parcel, payload: Bytes) -> None:
         sys.stderr.flush()
@@ -78,7 +79,7 @@ class AbortReceiver(Receiver):
 
 
 class BarrierReceiver(Receiver):
-    """Counts how many ranks have come to the derived barriers at the end of a run."""
+    """Counts the ranks that have reached each derived barrier at the end of a run."""
 
     def __init__(self) -> None:
         self.came: Counter[int] = Counter()
@@ -88,9 +89,9 @@ class BarrierReceiver(Receiver):
 
 
 class WireRuntime(RankRuntime):
-    """One per rank and run, over a wire. `condition` is what all waits of this rank wait on.
+    """One per rank and run, over a wire. All waits of this rank use `condition`.
 
-    `over`: what the library is called in errors.
+    `over`: the name of the library in errors.
     """
 
     over = "a wire"
@@ -100,7 +101,7 @@ class WireRuntime(RankRuntime):
         self.pickle, self._barriers, self._met = Pickle(), 0, BarrierReceiver()
         super().__init__(services, options, ControlChannel(wire), self.end_job)
         self.mailbox = Mailbox(self.condition, wire, self.counters)
-        # Before the first window: an access may come as soon as its maker has met all.
+        # Before the first window: an access may arrive as soon as the ranks have met to create the window.
         self.window_server = WindowServer(wire, self.condition)
         wire.receivers |= {EXIT: AbortReceiver(), MET: self._met}
 
@@ -110,7 +111,7 @@ class WireRuntime(RankRuntime):
 
     # --------------------------------------------------------------------------------------------- while running
     def poll(self) -> None:
-        """Let go of requests that are complete, and let the wire's thread have the interpreter if it waits for it."""
+        """Drop complete requests, and yield the interpreter to the wire's thread if it waits for it."""
         time.sleep(0)
         if self.registry:
             self.registry.sweep()
@@ -122,10 +123,10 @@ class WireRuntime(RankRuntime):
     def wait(
         self, done: Callable[[], bool], limit_s: float, call: tuple[str, int, Any], peer: int | None = None
     ) -> bool:
-        """Wait as every runtime does; `peer` makes no difference, since a dead rank ends all waits here."""
-        # On a condition, where MPI's ranks spin: what is waited for is done by the wire's thread, and a thread that
-        # spins would hold the interpreter that the other one needs. A wait also polls now and then, since torch's own
-        # works notify nothing when they are complete.
+        """Wait as in every runtime; `peer` has no effect, since a dead rank ends all waits here."""
+        # Waits use a condition, whereas MPI's ranks spin: the wire's thread does the awaited work, and a spinning
+        # thread would hold the interpreter that it needs. A wait also polls periodically, since torch's own works
+        # notify no condition when they are complete.
         if done():
             return True
         active, thread, began = self.watchdog.active, get_ident(), time.perf_counter()
@@ -158,12 +159,12 @@ class WireRuntime(RankRuntime):
         return self.mailbox.clear()
 
     def release(self) -> None:
-        self.barrier()  # after they have settled ranks merge what they recorded, and may still wait for each other
+        self.barrier()  # after `settle`, ranks merge their records and may still wait for each other
         self.watchdog.stop()
         self.wire.stop()
 
     def end_job(self, status: int) -> None:
-        """End all ranks: tell those who hear, then leave; launchers end the others when one leaves like this."""
+        """End all ranks: send the exit status to reachable ranks and exit, upon which launchers end the other ranks."""
         for rank in range(self.wire.size):
             if rank != self.wire.rank:
                 with suppress(RankFailed):
@@ -174,7 +175,7 @@ class WireRuntime(RankRuntime):
 
 
 class WireComm(DerivedCollectives):
-    """A communicator over a wire. `INSTEAD`: what to use for calls of mpi4py's that are not here."""
+    """A communicator over a wire. `INSTEAD`: alternatives to mpi4py calls that are not available."""
 
     INSTEAD: ClassVar[dict[str, str]] = {
         "Send_init": "Isend", "Recv_init": "Irecv", "Ssend_init": "Issend", "Bcast_init": "Ibcast",
@@ -184,8 +185,8 @@ class WireComm(DerivedCollectives):
     }  # fmt: skip
 
     def __init__(self, runtime: Any, members: tuple[int, ...], label: str) -> None:
-        # the label is the same on all ranks, so they agree on the context without a message; even numbers are the
-        # program's, the odd ones beside them the communicator's own exchanges'
+        # The label is the same on all ranks, so they agree on the context without a message. Even numbers are for the
+        # program's messages, the adjacent odd numbers for the communicator's internal exchanges.
         number = int.from_bytes(hashlib.blake2b(label.encode(), digest_size=7).digest(), "little") & ~1
         super().__init__(runtime, members, label, number)
         self._inner = PointToPoint(runtime, members, label, number ^ 1)
@@ -289,7 +290,7 @@ class WireComm(DerivedCollectives):
 
 # ----------------------------------------------------------------------------------------- `MPI`, for programs
 class Win:
-    """`MPI.Win.Allocate(…, comm=comm)` and the other makers: windows of the communicator that is given."""
+    """`MPI.Win.Allocate(…, comm=comm)` and the other constructors: windows of the given communicator."""
 
     @staticmethod
     def Allocate(size: int, disp_unit: int = 1, info: Any = None, comm: Any = None) -> Any:
@@ -306,12 +307,12 @@ class Win:
 
     @staticmethod
     def Create(memory: Any, disp_unit: int = 1, info: Any = None, comm: Any = None) -> Any:
-        """Return a window over memory that exists; collective over `comm`."""
+        """Return a window over existing memory; collective over `comm`."""
         return comm.Win.Create(memory, disp_unit, info)
 
 
 class NullComm:
-    """`MPI.COMM_NULL`: equal to None, which spawnsim's communicators return where a rank is in none."""
+    """`MPI.COMM_NULL`: equal to None, which spawnsim's communicators return on ranks that are not members."""
 
     def __bool__(self) -> bool:
         return False
@@ -326,14 +327,14 @@ class NullComm:
 
 
 class CommKind(type):
-    """A class of mpi4py's communicators by what they are: wrapped ones are all of one class."""
+    """A class of mpi4py's communicators, tested by property: wrapped communicators all have one class."""
 
     def __instancecheck__(cls, instance: Any) -> bool:
         return hasattr(instance, "Get_topology") and bool(vars(cls)["holds"](instance))
 
 
 class CommHandles(type):
-    """mpi4py's class of communicators: called without one it returns a null one, called with one it returns that."""
+    """mpi4py's class of communicators: a call returns its argument, or a null communicator without an argument."""
 
     kind: type
 
@@ -378,9 +379,9 @@ class Message:
 
 
 def names_for(world: Any, theirs: Mapping[str, Any] | None = None) -> SimpleNamespace:
-    """Return `MPI` for programs on `world`: for code that expects `mpi4py.MPI` beside a spawnsim communicator.
+    """Return `MPI` for programs on `world`: for code that expects `mpi4py.MPI` together with a spawnsim communicator.
 
-    `theirs`: what the library beneath has beyond that (`vars(mpi4py.MPI)`).
+    `theirs`: further names of the underlying library (`vars(mpi4py.MPI)`).
     """
     kind = {"kind": type(world)}
     wrapped: dict[str, Any] = {
@@ -393,7 +394,7 @@ def names_for(world: Any, theirs: Mapping[str, Any] | None = None) -> SimpleName
 
 
 class WireNamespace(SimpleNamespace):
-    """A namespace in which a missing name is an error that says what to use instead."""
+    """A namespace in which a missing name raises an error that names the alternative."""
 
     def __getattr__(self, name: str) -> Any:
         raise missing_call(self.COMM_WORLD, f"MPI.{name}")
@@ -403,6 +404,6 @@ def namespace(comm: WireComm) -> SimpleNamespace:
     """Return `MPI` for programs on `comm`: mpi4py's names for spawnsim's numbers and classes.
 
     Args:
-        comm: what the program takes for `MPI.COMM_WORLD`.
+        comm: the program's `MPI.COMM_WORLD`.
     """
     return WireNamespace(**vars(names_for(comm)))

@@ -24,9 +24,10 @@ watchdogs' messages.
 # which also involves the members that were already done: `Agreement._on_come` revokes the new communicator on them. So
 # no death leaves a rank waiting in an old round.
 #
-# Limits: the protocol has no majority rule, since it would not allow one rank of two to continue. A network partition produces
-# two jobs. Silence decides that a rank is given up, so a rank that holds the interpreter for longer than `SILENT_S` is
-# lost although it is alive; a larger limit would delay the recovery from every real death without a detector.
+# Limits: the protocol has no majority rule, since it would not allow one rank of two to continue. A network partition
+# produces two jobs. Silence decides that a rank is given up, so a rank that holds the interpreter for longer than
+# `SILENT_S` is lost although it is alive; a larger limit would delay the recovery from every real death without a
+# detector.
 
 from __future__ import annotations
 

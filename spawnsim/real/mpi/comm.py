@@ -1,8 +1,8 @@
-"""`Comm` on a real MPI: a thin wrapper over mpi4py's communicators that keeps spawnsim's promises.
+"""`Comm` on a real MPI: a thin wrapper over mpi4py's communicators that implements spawnsim's interface.
 
-All of mpi4py's methods are there, by delegation; communicators that they return come back wrapped and share the
-rank's services (clock, rng, record, compute, background). Integers such as `ANY_SOURCE` are spawnsim's, whatever the
-library's own numbers are.
+All of mpi4py's methods are available by delegation. Communicators that they return are wrapped and share the rank's
+services (clock, rng, record, compute, background). Integers such as `ANY_SOURCE` are spawnsim's, independent of the
+library's own values.
 """
 
 from __future__ import annotations
@@ -42,11 +42,11 @@ COUNTED = (
     | {f"{name}_init": name for name in SENDS}
     | {name: name for name in ("Bsend", "Ibsend", "bsend", "ibsend", "Isendrecv", "Isendrecv_replace")}
 )
-"""What is left to mpi4py and sends, and the operation whose bytes it counts. A persistent call counts at each start."""
+"""Sending calls that mpi4py implements → the operation that defines their bytes. Persistent calls count per start."""
 
 
 class MPIComm(PointToPoint, Collectives):
-    """A communicator of real ranks. Made by `world()`, by its own `Split`, `Dup`, …, and by `wrap()`."""
+    """A communicator of real ranks, created by `world()`, `wrap()`, and its methods `Split`, `Dup`, …."""
 
     def __init__(self, raw: MPI.Comm, runtime: MPIRuntime, label: str) -> None:
         super().__init__(raw, runtime, label)
@@ -63,16 +63,16 @@ class MPIComm(PointToPoint, Collectives):
         return capabilities(self.runtime)
 
     def recover(self, step: int | None = None) -> Recovery:
-        """Return a communicator of the survivors, after `RankFailed`, `Revoked` or `Timeout`; all of them must call."""
+        """Return the communicator of the survivors, after `RankFailed`, `Revoked` or `Timeout`; all must call it."""
         return recover(self, step)
 
     def Get_failed(self) -> Group:
-        """Return the group of the members that are known to have died, or were given up."""
+        """Return the group of the members that are known to have died or were given up."""
         dead = self.runtime.survival.failed(self)
         return Group.of(tuple(self.members[rank] for rank in dead), self.runtime.services.rank)
 
     def Ack_failed(self, num_to_ack: int | None = None) -> int:
-        """Acknowledge failures: receives from any rank go on without these dead. Return how many are acknowledged."""
+        """Acknowledge failures: receives from any rank continue without these ranks. Return the acknowledged number."""
         if ulfm() and not self.revoked:
             self._raw.Ack_failed()
         count: int = self.runtime.survival.acknowledge(self, num_to_ack)
@@ -102,7 +102,7 @@ class MPIComm(PointToPoint, Collectives):
         return Group.of(self._in_world(remote.Get_remote_group()), self.runtime.services.rank)
 
     def Get_attr(self, keyval: int) -> Any:
-        """Return an attribute; spawnsim's numbers of the predefined ones are translated."""
+        """Return an attribute; spawnsim's keyvals of predefined attributes are translated."""
         return self._raw.Get_attr(translation.keyval(keyval))
 
     def Get_topology(self) -> int:
@@ -112,7 +112,7 @@ class MPIComm(PointToPoint, Collectives):
     topology = topo = property(Get_topology)
 
     def Get_errhandler(self) -> Any:
-        """Return the error handler: spawnsim's for a predefined one."""
+        """Return the error handler: spawnsim's if it is predefined."""
         found = self._raw.Get_errhandler()
         for services, theirs in (
             (ERRORS_RETURN, MPI.ERRORS_RETURN),
@@ -128,7 +128,7 @@ class MPIComm(PointToPoint, Collectives):
     Create_errhandler = staticmethod(MPI.Comm.Create_errhandler)
 
     def Free(self) -> None:
-        """Free the communicator; the next call on it is an error, and open object receives end cancelled."""
+        """Free the communicator; further calls on it are errors, and open object receives are cancelled."""
         if self.label == "world":
             raise failures.CallError(failures.ERR_COMM, "the world cannot be freed: close() ends it")
         for waiting in list(self._posted):
@@ -157,7 +157,7 @@ class MPIComm(PointToPoint, Collectives):
 
     def _delegate(self, raw: Callable[..., Any], name: str) -> Callable[..., Any]:
         counters, known = self.runtime.counters, self.runtime.translate
-        translate = known.op if name[0].islower() else known  # what objects hold is theirs
+        translate = known.op if name[0].islower() else known  # objects are not translated
         persistent, operation = name.endswith("_init"), COUNTED.get(name)
         place = self.rank, self.size
 
@@ -205,7 +205,7 @@ class MPIComm(PointToPoint, Collectives):
         return MPIComm(raw, self.runtime, f"{self.label}/{name}{self._sequence}")
 
     def __eq__(self, other: object) -> bool:
-        if not other:  # a rank that is in no communicator has None, mpi4py's programs compare with COMM_NULL
+        if not other:  # non-members get None, whereas mpi4py programs compare with COMM_NULL
             return not self
         return isinstance(other, MPIComm) and self._raw == other._raw
 
@@ -239,13 +239,13 @@ def world(
     deadline_s: float = 30.0,
     options: Options | None = None,
 ) -> MPIComm:
-    """Return the communicator of all ranks of this job. Collective; the clock starts when all have met.
+    """Return the communicator of all ranks of this job. Collective; the clock starts when all ranks have met.
 
     Args:
-        recorder: keeps what ranks record; None: nothing is kept.
-        seed: of the random streams of all ranks.
-        deadline_s: how long a blocking call may take, in seconds, where `comm.clock.deadline` says nothing else.
-        options: how the run behaves; the same on all ranks.
+        recorder: stores the recorded values of ranks; None: nothing is stored.
+        seed: seed of the random streams of all ranks.
+        deadline_s: limit of a blocking call in seconds, unless `comm.clock.deadline` sets another.
+        options: options of the run; the same on all ranks.
 
     Raises:
         UsageError: a launcher started several ranks, but each is alone in MPI.
@@ -256,7 +256,7 @@ def world(
     services = RankServices(raw.Get_rank(), recorder=recorder, seed=seed, deadline_s=deadline_s)
     comm = _enter(raw, services, options or Options.given(), "world")
     raw.Set_name("MPI_COMM_WORLD")
-    # to wrap COMM_WORLD during the run means this run: its seed, recorder and deadline
+    # `wrap` of COMM_WORLD during the run returns this communicator, with the run's seed, recorder and deadline.
     MPI.COMM_WORLD.Set_attr(_keyval(), comm)
     return comm
 
@@ -277,16 +277,16 @@ def _keyval() -> int:
 
 
 def wrap(raw: MPI.Comm) -> MPIComm:
-    """Return the wrapper of one of mpi4py's communicators; the same one each time.
+    """Return the wrapper of an mpi4py communicator, always the same one.
 
-    During a run of `world()`, COMM_WORLD means that run. Else this is collective over `raw` on the first call: the
-    deadline is 30 s, the seed 0, and nothing is recorded; `world()` is the way to choose.
+    During a run of `world()`, COMM_WORLD stands for that run. Otherwise the first call is collective over `raw`; the
+    deadline is 30 s, the seed 0, and nothing is recorded. Use `world()` to choose these.
 
     Args:
-        raw: an intracommunicator of mpi4py's that this rank is in. MPI must not have been finalized.
+        raw: an mpi4py intracommunicator that contains this rank. MPI must not have been finalized.
 
     Raises:
-        UsageError: it is something else.
+        UsageError: `raw` is not such an intracommunicator.
     """
     if not isinstance(raw, MPI.Intracomm) or raw == MPI.COMM_NULL:
         raise UsageError(f"{raw!r}: pass an mpi4py intracommunicator that this rank is in")
@@ -303,7 +303,7 @@ def wrap(raw: MPI.Comm) -> MPIComm:
 def _finalize(runtime: MPIRuntime) -> None:
     """End together with the other ranks, in a program that uses `wrap` and not `world()`.
 
-    Policies may have sent messages to ranks that had ended; MPICH kills a job that finalizes with any of them.
+    Policies may have sent messages to ranks that had ended; MPICH kills a job that finalizes with such messages.
     """
     try:
         if not MPI.Is_finalized() and not runtime.abort.begun:
@@ -313,10 +313,10 @@ def _finalize(runtime: MPIRuntime) -> None:
 
 
 def namespace(comm: MPIComm) -> SimpleNamespace:
-    """Return `MPI` as programs on `comm` must see it: mpi4py's names, with spawnsim's numbers and requests.
+    """Return `MPI` for programs on `comm`: mpi4py's names, with spawnsim's numbers and requests.
 
     Args:
-        comm: what the program takes for `MPI.COMM_WORLD`.
+        comm: the program's `MPI.COMM_WORLD`.
     """
     found = names_for(comm, vars(MPI))
     found.COMM_SELF, found.Prequest = wrap(MPI.COMM_SELF), MPIPersistent

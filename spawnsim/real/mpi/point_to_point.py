@@ -1,9 +1,9 @@
 """Point-to-point calls on MPI and their requests: blocking calls are non-blocking ones with a deadline.
 
-The raw request holds the buffer, the registry holds the raw request: a dropped `Isend` handle corrupts messages on
-both MPIs, silently; here nothing is dropped before it is complete. Object receives find their messages by `Mprobe`,
-so one may have any size (mpi4py's own `irecv` stops at 32 KiB); those that are posted and open stand in a list, and
-later receives let them go first, as MPI's matching order wants it.
+The raw request holds the buffer, and the registry holds the raw request. With both MPIs, a dropped `Isend` handle
+silently corrupts messages; here no request is dropped before it is complete. Object receives find their messages by
+matched probes, so an object may have any size (mpi4py's own `irecv` is limited to 32 KiB). Open object receives are
+kept in a list, and later receives let them match first, as MPI's matching order requires.
 """
 
 from __future__ import annotations
@@ -31,7 +31,8 @@ class MPIRequest(RealRequest):
     """A request: mpi4py's methods, with deadlines.
 
     Attributes:
-        buffers: what is kept until it is complete. mpi4py (4.1) lets go of what non-blocking reductions read and write.
+        buffers: the buffers, kept until the request is complete. For non-blocking reductions, mpi4py 4.1 does not keep
+            them.
     """
 
     __slots__ = ("_raw", "_stage", "_status", "buffers")
@@ -44,9 +45,9 @@ class MPIRequest(RealRequest):
     def of(
         cls, raw: MPI.Request, runtime: MPIRuntime, what: tuple[str, int, Any], stage: Stage | None = None
     ) -> MPIRequest:
-        """Return the request over one of mpi4py's; `what` is (operation, peer or -1, communicator).
+        """Return the request over an mpi4py request; `what` is (operation, peer or -1, communicator).
 
-        `stage`: of GPU tensors among the buffers, which receive when the request is complete.
+        `stage`: the stage of GPU tensors among the buffers, which receive their data when the request is complete.
         """
         self = cls()
         self._raw, self._status, self._stage, self.buffers = raw, MPI.Status(), stage, None
@@ -76,7 +77,7 @@ class MPIRequest(RealRequest):
 class MPIPersistent(MPIRequest):
     """A persistent or partitioned request: inactive until started, never null until freed.
 
-    `sent`: the bytes that each start sends or contributes; None: it receives.
+    `sent`: the bytes that each start sends or contributes; None for a receive.
     """
 
     __slots__ = ("sent",)
@@ -93,7 +94,7 @@ class MPIPersistent(MPIRequest):
         return self
 
     def Start(self) -> None:
-        """Begin one more time."""
+        """Start the operation again."""
         if self._stage is not None:
             self._stage.begin()
         if self.sent is None:
@@ -121,18 +122,18 @@ class MPIPersistent(MPIRequest):
 def wrap_request(
     raw: MPI.Request, runtime: MPIRuntime, what: tuple[str, int, Any], stage: Stage | None = None
 ) -> MPIRequest:
-    """Return the request over one of mpi4py's of any kind."""
+    """Return the request over an mpi4py request of any kind."""
     return (MPIPersistent if isinstance(raw, MPI.Prequest) else MPIRequest).of(raw, runtime, what, stage)
 
 
 def copy_to_gpu(stage: Stage | None, status: MPI.Status) -> None:
-    """Copy what has come to the GPU tensors of a call that is complete; nothing of one that was cancelled."""
+    """Copy received data to the GPU tensors of a complete call; copy nothing if the call was cancelled."""
     if stage is not None and not status.Is_cancelled():
         stage.end(status.Get_count(MPI.BYTE) if stage.partial else None)
 
 
 def fill_status(status: Any, raw: MPI.Status) -> None:
-    """Copy what a receive has found into the caller's status, spawnsim's or mpi4py's."""
+    """Copy the status of a receive into the caller's status, spawnsim's or mpi4py's."""
     if status is None:
         return
     source, tag, nbytes = raw.Get_source(), raw.Get_tag(), raw.Get_count(MPI.BYTE)
@@ -146,7 +147,7 @@ def fill_status(status: Any, raw: MPI.Status) -> None:
 
 
 def take_object(message: MPI.Message, status: MPI.Status) -> Any:
-    """Receive a matched message and return the object that it pickles; None from PROC_NULL."""
+    """Receive a matched message and return the unpickled object; None from PROC_NULL."""
     if message == MPI.MESSAGE_NO_PROC:
         return None
     nbytes = bytearray(status.Get_count(MPI.BYTE))
@@ -159,7 +160,7 @@ def take_object(message: MPI.Message, status: MPI.Status) -> Any:
 
 
 class PostedReceive(MPIRequest):
-    """An object receive that is open: completes by probing, in posting order."""
+    """An open object receive: completes by probing, in posting order."""
 
     __slots__ = ("message", "pattern")
     pattern: tuple[int, int]
@@ -190,7 +191,7 @@ class PostedReceive(MPIRequest):
 
 
 def post_receive(runtime: MPIRuntime, what: tuple[str, int, Any], pattern: tuple[int, int]) -> PostedReceive:
-    """Return a new object receive that is open."""
+    """Return a new open object receive."""
     request = PostedReceive()
     request.pattern, request.message = pattern, None
     request._raw, request._status = MPI.REQUEST_NULL, MPI.Status()
@@ -199,21 +200,21 @@ def post_receive(runtime: MPIRuntime, what: tuple[str, int, Any], pattern: tuple
 
 
 class PointToPoint(CommCore):
-    """send, recv and their other forms, and which message belongs to which receive."""
+    """send, recv and their variants, and the matching of messages with receives."""
 
     def _open_matching(self) -> None:
         self._posted: list[PostedReceive] = []
         self._matching = RLock()
         self.runtime.comms = [*(other for other in self.runtime.comms if other._raw), self]
 
-    # MPI matches a message with the first posted receive that takes it. An object receive is posted here and not in the
-    # library, since its size is not known before its message is: it stands in `_posted`, and looks for its message by
-    # `Improbe`. So whoever takes a message out of the library, or looks at one, first serves those that were posted
-    # earlier. `_matching` makes the look and the hand-over one step, as any thread may complete a request; it is
-    # re-entrant, since a completion may come inside of another look.
+    # MPI matches a message with the first posted receive that accepts it. An object receive is posted here and not in
+    # the library, since its size is unknown until its message arrives: it is kept in `_posted`, and finds its message
+    # by `Improbe`. So code that takes a message out of the library, or probes for one, must first serve receives that
+    # were posted earlier. `_matching` makes the probe and the hand-over one step, as any thread may complete a request.
+    # It is re-entrant, since a completion may happen inside another probe.
 
     def _find(self, pattern: tuple[int, int], status: MPI.Status) -> MPI.Message | None:
-        """Return the next message for a receive that starts now, once earlier open receives have had theirs."""
+        """Return the next message for a receive that starts now; earlier open receives get their messages first."""
         if not self._posted:
             return self._improbe(pattern, status)
         with self._matching:
@@ -248,7 +249,7 @@ class PointToPoint(CommCore):
         counters.nbytes += status.Get_count(MPI.BYTE)
 
     def _receive(self, source: int, tag: int, status: Any, operation: str) -> tuple[MPI.Message, MPI.Status]:
-        """Return the matched message of a blocking receive, and what is known of it."""
+        """Return the matched message of a blocking receive, and its status."""
         pattern, found = (translation.source(source), translation.tag(tag)), MPI.Status()
         message = self._find(pattern, found)
         if message is None:
@@ -490,7 +491,7 @@ class PointToPoint(CommCore):
 
     def _replaced(self, buf: Any) -> Stage | None:
         translate = self.runtime.translate
-        # It tells whether there are such tensors; what is staged is translated when it is sent.
+        # This call detects GPU tensors; the staged buffer is translated when it is sent.
         translate(buf)
         if not translate.devices:
             return None

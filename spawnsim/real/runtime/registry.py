@@ -1,7 +1,7 @@
-"""The registry of a job: a folder of the launcher's, in which processes write who they are and how far they have come.
+"""The registry of a job: a folder of the launcher, in which processes record their ranks and their progress.
 
-Also which of them has ended first, and how. Ranks on other nodes may not reach the folder, and then write nothing.
-Launchers load this module: it uses files alone.
+It also holds the first end of a rank. Ranks on other nodes may be unable to reach the folder; they then write nothing.
+Launchers load this module, so it uses only files.
 """
 
 from __future__ import annotations
@@ -16,26 +16,26 @@ from pathlib import Path
 from spawnsim.errors import WorldError
 
 REGISTRY = "SPAWNSIM_REGISTRY"
-"""Names the folder. Each process writes a file: its process id is the name, its rank the content, if it has one."""
+"""Holds the path of the folder. Each process has a file named by its process id; its rank, if any, is the content."""
 SURVIVE = "SPAWNSIM_SURVIVE"
-"""Set where the launcher lets the others live when a rank dies."""
+"""Set if the launcher keeps the other ranks alive when a rank dies."""
 CHECK_CALLS = "SPAWNSIM_CHECK_CALLS"
-"""Set where collectives first compare their calls on all ranks."""
+"""Set if collectives first compare their calls on all ranks."""
 COMMAND = "SPAWNSIM_COMMAND"
-"""What the user typed, for the record: ranks are started with other arguments."""
-# The rank has met all others, and its program begins: from here on others may survive its death.
+"""The command that the user typed, for the record: ranks are started with other arguments."""
+# The rank has met all other ranks, and its program begins: from now on the job may survive its death.
 BEGUN = "begun"
-ENDED = "ended"  # its program has ended, and nothing is left to do
+ENDED = "ended"  # its program has ended, and no work remains
 DEAD = "dead"  # it has ended in any other way
-FIRST_END = "first end"  # of a rank, by which the job ends: status and sentence
-WORLD_ERROR = WorldError.exit_status  # the status of a job that something outside of its programs has ended
-REREAD_S = 0.01  # how often at most a rank reads which ranks have died
-KNOWN_S = 0.5  # how much later than its peers a monitor may learn of a rank's death
+FIRST_END = "first end"  # of a rank, which ends the job: status and sentence
+WORLD_ERROR = WorldError.exit_status  # the status of a job that was ended by a cause outside of its programs
+REREAD_S = 0.01  # minimum interval at which a rank rereads the deaths
+KNOWN_S = 0.5  # how much later than its peers a monitor may notice a rank's death
 
 
 @dataclass(frozen=True)
 class ProcessRegistry:
-    """What the launcher reads."""
+    """The registry as the launcher reads it."""
 
     folder: Path
 
@@ -45,7 +45,7 @@ class ProcessRegistry:
 
     @property
     def launchers(self) -> list[int]:
-        """Return the parents of monitors, which these have registered: the launcher's own processes on this node."""
+        """Return the parents of monitors, as registered by them: the launcher's own processes on this node."""
         return [process for process in self.processes if not self.rank_of(process)]
 
     @property
@@ -58,7 +58,7 @@ class ProcessRegistry:
 
     @property
     def ended_well(self) -> bool:
-        """Whether a rank has come to the end of its program, or none has registered."""
+        """Whether a rank has reached the end of its program, or the registry is empty."""
         return bool(_reached(self.folder, ENDED)) or not any(self.folder.iterdir())
 
     @property
@@ -70,43 +70,43 @@ class ProcessRegistry:
         return _first(self.folder)
 
     def rank_of(self, process: int) -> str:
-        """Return the rank that a process is, or monitors; "" if that is not known."""
+        """Return the rank that a process runs or monitors; "" if unknown."""
         file = self.folder / str(process)
         return file.read_text() if file.is_file() else ""
 
 
 def register(rank: int | str, environ: Mapping[str, str], process: int) -> None:
-    """Write which process a rank is, where the launcher asked for it and its folder can be reached from here."""
+    """Record the process of a rank, if the launcher requested it and its folder is reachable from this node."""
     if folder := _folder(environ):
-        # Moved into its place as a whole: the launcher reads at any time, also while a process registers once more.
+        # The file is moved into place as a whole: the launcher may read at any time, even during a re-registration.
         draft = folder / f"{process} by {os.getpid()}"
         draft.write_text(str(rank))
         draft.replace(folder / str(process))
 
 
 def register_stage(stage: str, rank: int, environ: Mapping[str, str]) -> None:
-    """Write how far a rank has come: BEGUN, ENDED or DEAD."""
+    """Record the stage that a rank has reached: BEGUN, ENDED or DEAD."""
     if folder := _folder(environ):
         (folder / f"{stage} {rank}").touch()
 
 
 def ranks_at_stage(stage: str, environ: Mapping[str, str]) -> set[int] | None:
-    """Return the ranks that have come to a stage; None where that cannot be known from here."""
+    """Return the ranks that have reached a stage; None if the registry is not reachable from this node."""
     folder = _folder(environ)
     return None if folder is None else _reached(folder, stage)
 
 
 def record_first_end(status: int, sentence: str, environ: Mapping[str, str]) -> bool | None:
-    """Write how a rank has ended, unless another was first; return whether this one was, None where it cannot be known.
+    """Record how a rank has ended, unless an end is recorded; return whether it was the first, None without registry.
 
-    Only the first end counts: once it is known, launchers kill the other ranks, whose ends say nothing about the cause.
+    Only the first end counts: once it is known, launchers kill the other ranks, and these ends do not reveal the cause.
     """
     folder = _folder(environ)
     if folder is None:
         return None
-    # The writer may be killed at any time, and several write at once. A hard link under the common name is atomic and
-    # fails if the name exists, so the record appears as a whole or not at all, and once; opening with O_EXCL and then
-    # writing could leave an empty record for good.
+    # The writer may be killed at any time, and several processes may write at once. A hard link under the common name
+    # is atomic and fails if the name exists, so a complete record appears at most once. Opening with O_EXCL and then
+    # writing could leave an empty record permanently.
     draft = folder / f"{FIRST_END} seen by {os.getpid()}"
     draft.write_text(f"{status} {sentence}")
     try:
@@ -114,7 +114,7 @@ def record_first_end(status: int, sentence: str, environ: Mapping[str, str]) -> 
     except FileExistsError:
         return False
     finally:
-        draft.unlink()  # else what this process writes next would change the record, which is the same file
+        draft.unlink()  # otherwise this process's next draft would change the record, which is the same file
     return True
 
 
@@ -125,20 +125,20 @@ def first_end(environ: Mapping[str, str]) -> tuple[int, str] | None:
 
 
 def wait_for_first_end(environ: Mapping[str, str]) -> None:
-    """Wait until the first end is known, for as long as a monitor may need to write it; not where it cannot."""
+    """Wait until the first end is known, at most as long as a monitor may need to record it; not without a registry."""
     due_s = time.monotonic() + KNOWN_S
     while _folder(environ) and first_end(environ) is None and time.monotonic() < due_s:
         time.sleep(REREAD_S)
 
 
 def scratch_folder(environ: Mapping[str, str]) -> Path | None:
-    """Return a run folder for a job that survives its ranks and keeps none: it is gone with the launcher."""
+    """Return a temporary run folder for a job that survives deaths and has no other; the launcher removes it."""
     folder = _folder(environ)
     return folder / "run" if folder and SURVIVE in environ else None
 
 
 class KnownDeaths:
-    """The world ranks that have died, as their monitors have written; reads at most every `REREAD_S` seconds."""
+    """The world ranks that have died, as recorded by their monitors; reads at most every `REREAD_S` seconds."""
 
     def __init__(self, environ: Mapping[str, str]) -> None:
         self._folder, self._due_s = _folder(environ), 0.0

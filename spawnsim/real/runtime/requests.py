@@ -1,10 +1,10 @@
-"""Requests of real ranks: complete by polling, wait with a deadline, and own what they need until complete.
+"""Requests of real ranks: they complete by polling, wait with a deadline, and own their buffers until complete.
 
-*Complete* and *null* are two things: any poll of the rank may complete a request, and only the program's own wait or
-test makes it null, fills the status and raises what went wrong. `wait_until` is how a real rank waits: it spins (a
-message that is nearly here costs no switch), yields the core (ranks may outnumber cores), then sleeps for about 2 %
-of the time waited so far, at most `NAP_S`, so that a long wait leaves its core to those who compute. The registry
-holds all requests of a rank that are not known to be complete.
+*Complete* and *null* differ: any poll of the rank may complete a request, but only the program's own wait or test makes
+it null, fills the status and raises its error. A real rank waits by `wait_until`: it spins (a message that is about to
+arrive then costs no context switch), then yields the core (ranks may outnumber cores), and then sleeps for about 2 % of
+the time waited so far, at most `NAP_S`, so that a long wait leaves its core to computing ranks. The registry holds all
+requests of a rank that are not known to be complete.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from spawnsim.comm.constants import UNDEFINED
 from spawnsim.comm.failures import ERR_IN_STATUS, ERR_REQUEST, CallError
 from spawnsim.errors import SpawnsimError, Timeout
 
-SPINS = 200  # tests before the first look at the clock: about 60 us
-YIELD_S = 2e-3  # from then on, this long, yield the core between two tests
+SPINS = 200  # tests before the first clock reading: about 60 us
+YIELD_S = 2e-3  # afterwards, for this long, yield the core between two tests
 NAP_S = 3e-4  # longest sleep between two tests
-NAP_SHARE = 0.02  # a nap is at most this share of the wait so far, so it adds at most that to the latency
+NAP_SHARE = 0.02  # a nap is at most this share of the wait so far, which limits the added latency
 
 _yield_core = getattr(os, "sched_yield", lambda: time.sleep(0))
 
@@ -56,7 +56,7 @@ def _time_left(requests: Sequence[Any]) -> Callable[[], float]:
 
 
 def _report_all(requests: Sequence[Any], statuses: Statuses) -> None:
-    """Make all null; a usage error of one of several is ERR_IN_STATUS, as in MPI, the world's errors are themselves."""
+    """Make all requests null; raise ERR_IN_STATUS for a usage error, as in MPI, and any other error unchanged."""
     given = [*(statuses or []), *[None] * len(requests)]
     errors = [request._take(status, raising=False) for request, status in zip(requests, given, strict=False)]
     first = next((error for error in errors if error is not None), None)
@@ -78,7 +78,7 @@ def _find_complete(requests: Sequence[Any], *, first: bool) -> list[int]:
 
 
 def _report_found(requests: Sequence[Any], found: list[int], statuses: Statuses) -> list[int]:
-    """Make requests that are complete null, filling statuses in order; return their indices."""
+    """Make complete requests null and fill statuses in order; return the indices."""
     for index, status in zip(found, [*(statuses or []), *[None] * len(found)], strict=False):
         requests[index]._take(status)
     return found
@@ -87,7 +87,7 @@ def _report_found(requests: Sequence[Any], found: list[int], statuses: Statuses)
 def _wait_for_some(
     requests: Sequence[Any], operation: str, statuses: Statuses, *, first: bool
 ) -> list[int] | None:
-    """Wait until at least one open request is complete; return their indices, None when none is open."""
+    """Wait until at least one open request is complete; return the indices, or None if no request is open."""
     waiting = next((request for request in requests if request._open), None)
     if waiting is None:
         return None
@@ -111,9 +111,9 @@ class RequestRegistry:
         self.append = self._held.append
 
     def sweep(self) -> None:
-        """Look at two requests, so that the registry stays short at a price per operation that does not grow."""
-        # Each operation adds one request and looks at two, so the complete ones leave faster than new ones come. A look
-        # at all would cost a policy with 1,000 open sends 1,000 tests per message.
+        """Test two requests, which keeps the registry short at a constant cost per operation."""
+        # Each operation adds one request and tests two, so complete requests leave faster than new ones arrive. Testing
+        # all would cost a policy with 1,000 open sends 1,000 tests per message.
         held = self._held
         for _ in range(min(2, len(held))):
             try:
@@ -131,7 +131,7 @@ class RequestRegistry:
 
 
 class RealRequest:
-    """A request under mpi4py's names. `RealRequest()` is null, `RealRequest(request)` the request itself."""
+    """A request with mpi4py's method names. `RealRequest()` is null; `RealRequest(request)` returns `request`."""
 
     __slots__ = (
         "__weakref__",
@@ -169,12 +169,12 @@ class RealRequest:
         return True
 
     def _describe(self, status: Any) -> None:
-        """Fill the caller's status with what was received."""
+        """Fill the caller's status with source, tag and size of the received message."""
 
     def advance(self) -> bool:
-        """Test once; return whether the request is complete. Any thread may call it; errors wait for the owner."""
-        # MPI forbids two threads to test one request at the same time, and the watchdog, a background task and the
-        # program may all poll. Who finds the lock taken leaves: the holder is testing it already.
+        """Test once; return whether the request is complete. Any thread may call it; errors are kept for the owner."""
+        # MPI does not allow two threads to test one request at the same time, but the watchdog, a background task and
+        # the program may all poll. A thread that finds the lock taken returns: the holder is already testing.
         if self._complete or not self._lock.acquire(blocking=False):
             return self._complete
         try:
@@ -190,7 +190,7 @@ class RealRequest:
         return self._complete
 
     def _take(self, status: Any = None, *, raising: bool = True) -> SpawnsimError | None:
-        """Make a complete request null and report: fill the status, raise its error."""
+        """Make a complete request null, fill the status, and raise the request's error."""
         error = self._error
         if status is not None:
             _clear_status(status)
@@ -264,7 +264,7 @@ class RealRequest:
         self.Cancel()
 
     def Free(self) -> None:
-        """Give up the handle; the registry keeps request and buffer until complete."""
+        """Release the handle; the registry keeps request and buffer until the request is complete."""
         self._refuse_null("Free")
         self._open = self._persistent = False
 
@@ -364,14 +364,14 @@ def _clear_status(status: Any) -> None:
 def late_receive(
     comm: Any, operation: str, source: int, tag: int, *, left: tuple[int, int] | None
 ) -> Timeout:
-    """Return the error of a receive or probe that met its deadline.
+    """Return the error of a receive or probe that exceeded its deadline.
 
     Args:
         comm: the communicator.
         operation: the call's name.
         source: as in the call.
         tag: as in the call.
-        left: source and tag of a message that has come and that it does not fit: most likely one of the two is wrong.
+        left: source and tag of an arrived message that the call does not match; most likely one of the two is wrong.
     """
     clock = comm.runtime.clock
     who = f"from {'any rank' if source < 0 else f'rank {source}'}, {'any tag' if tag < 0 else f'tag {tag}'},"

@@ -1,9 +1,10 @@
-"""What each real rank has beside MPI: clock, compute blocks, random streams, background tasks, records, and counters.
+"""The non-MPI services of a real rank: clock, compute blocks, random streams, background tasks, records, and counters.
 
-One `RankServices` per rank, shared by all its communicators; `Options` says how a run behaves, `Counters` what the
-rank has done. A message is a send, an access to a window, or this rank's part in a collective, which counts once, with
-the bytes that the rank contributes, whatever messages it is made of. Objects count where they arrive, since only there
-their size is known; MPI's object collectives count without bytes. Counting costs 0.03 to 0.5 us a call.
+Each rank has one `RankServices`, shared by all its communicators. `Options` holds the options of a run, and `Counters`
+the activity of the rank. A message is a send, an access to a window, or this rank's part in a collective. The latter
+counts once, with the bytes that the rank contributes, independent of the messages that implement it. Objects are
+counted where they arrive, since only there their size is known; MPI's object collectives are counted without bytes.
+Counting costs 0.03 to 0.5 us per call.
 """
 
 from __future__ import annotations
@@ -27,16 +28,17 @@ from spawnsim.units import check_duration
 
 @dataclass(frozen=True)
 class Options:
-    """How a run behaves. The same on all ranks.
+    """The options of a run; the same on all ranks.
 
     Args:
         reduction: "native" leaves the order of sums to the library, "ordered" sums in rank order everywhere.
         check_calls: each blocking collective first compares its call on all ranks; not with `survive`.
-        node_memory: large sums among ranks of one node go through memory that they share: faster, with the same bits.
-        survive: collectives are non-blocking calls with a deadline, so that a `Timeout` can be caught, to `recover()`.
+        node_memory: large sums among ranks of one node use shared memory, which is faster and gives the same bits.
+        survive: collectives are non-blocking calls with a deadline, so that a program can catch `Timeout` and call
+            `recover()`.
 
     Raises:
-        ParameterError: `reduction` is neither of the two.
+        ParameterError: `reduction` has another value.
     """
 
     reduction: str = "native"
@@ -57,17 +59,17 @@ SLEEP_SLICE_S = 5e-3  # a sleeping rank polls this often
 
 
 class Recorder(Protocol):
-    """Keeps what ranks record; `spawnsim.record` has them."""
+    """Stores the recorded values of ranks; `spawnsim.record` has implementations."""
 
     def row(self, rank: int, time_s: float, values: dict[str, Any]) -> None:
-        """Keep one row of named values."""
+        """Store one row of named values."""
 
     def event(self, rank: int, time_s: float, kind: str, fields: dict[str, Any]) -> None:
-        """Keep one event."""
+        """Store one event."""
 
 
 class ThreadDeadline(threading.local):
-    """The deadline of each thread's blocks; a default on the class is quicker than a missing one."""
+    """The deadline of each thread's blocks; a class default is faster than handling a missing attribute."""
 
     limit_s: float | None = None
 
@@ -88,14 +90,14 @@ class Clock:
         self._zero = time.perf_counter()
 
     def set_forward(self, seconds: float) -> None:
-        """Go on from a time, where it is later than now: a run that is resumed has begun before."""
+        """Continue from a time if it is later than now: a resumed run has begun earlier."""
         self._zero -= max(seconds - self.now(), 0.0)
 
     def now(self) -> float:
         return time.perf_counter() - self._zero
 
     def sleep(self, seconds: float) -> None:
-        """Let `seconds` of wall time pass; the rank polls meanwhile."""
+        """Let `seconds` of wall time pass and poll meanwhile."""
         check_duration("sleep", seconds)
         self.sleeps += 1
         end = time.perf_counter() + seconds
@@ -105,7 +107,7 @@ class Clock:
 
     @contextmanager
     def deadline(self, seconds: float) -> Iterator[None]:
-        """Bound each blocking call inside the block (in this thread) to `seconds`; the tightest block wins."""
+        """Limit each blocking call inside the block (in this thread) to `seconds`; the shortest limit applies."""
         check_duration("deadline", seconds)
         outer = self._inside.limit_s
         self._inside.limit_s = seconds if outer is None else min(seconds, outer)
@@ -123,17 +125,17 @@ class Clock:
 
 
 class ComputeBlock:
-    """`with comm.compute():` on a real rank: measures the block, and polls when it ends. Reusable, not nested."""
+    """`with comm.compute():` on a real rank: measures the block and polls at its end. Reusable, not nestable."""
 
     def __init__(self, poll: Callable[[], object]) -> None:
         self.poll = poll
-        self.began_s: float | None = None  # perf_counter of the block that is open, for the watchdog's table
-        self.seconds = 0.0  # what the last block took
+        self.began_s: float | None = None  # perf_counter at the block's start, for the watchdog's table
+        self.seconds = 0.0  # duration of the last block
         self.total_s = 0.0
         self.blocks = 0
 
     def __call__(self, seconds: float | None = None) -> ComputeBlock:
-        """Return the block. Stated times are for virtual ranks: here the block is measured."""
+        """Return the block. `seconds` is for virtual ranks; here the block is measured."""
         if seconds is not None:
             check_duration("compute", seconds)
         return self
@@ -152,7 +154,7 @@ class ComputeBlock:
 
 
 class Record:
-    """`comm.record(loss=...)` adds a row, `comm.record.event(kind, ...)` an event; without a recorder both are free."""
+    """`comm.record(loss=...)` adds a row, `comm.record.event(kind, ...)` an event; no-ops without a recorder."""
 
     def __init__(self, recorder: Recorder | None, rank: int, clock: Clock) -> None:
         self._recorder, self._rank, self._clock = recorder, rank, clock
@@ -167,7 +169,7 @@ class Record:
 
 
 class Task:
-    """What `comm.background(fn)` returns: a daemon thread of this rank."""
+    """The result of `comm.background(fn)`: a daemon thread of this rank."""
 
     def __init__(self, fn: Callable[[], object], on_error: Callable[[BaseException], None]) -> None:
         self._fn, self._on_error = fn, on_error
@@ -177,7 +179,7 @@ class Task:
     def _run(self) -> None:
         try:
             self._fn()
-        except BaseException as error:  # noqa: BLE001  a thread's error has no caller: it ends the job
+        except BaseException as error:  # noqa: BLE001  a thread's error has no caller, so it ends the job
             self._on_error(error)
 
     @property
@@ -191,9 +193,9 @@ class Task:
 
 
 class RankServices:
-    """Clock, random streams, record, compute blocks and background tasks of one rank, made once per run.
+    """Clock, random streams, record, compute blocks and background tasks of one rank, created once per run.
 
-    `on_error` is what an exception of a background task is given to.
+    `on_error` is called with an exception of a background task.
     """
 
     def __init__(self, rank: int, *, recorder: Recorder | None, seed: int, deadline_s: float) -> None:
@@ -209,7 +211,7 @@ class RankServices:
         self.clock.poll()
 
     def background(self, fn: Callable[[], object]) -> Task:
-        """Run `fn()` beside this rank's program; an exception in it ends the job, as one of the program does."""
+        """Run `fn()` in parallel with this rank's program; an exception in it ends the job, as in the program."""
         task = Task(fn, self.on_error)
         self.tasks = [*(other for other in self.tasks if other.alive), task]
         return task
@@ -221,7 +223,7 @@ def _raise(error: BaseException) -> None:
 
 SENT_BY_ROOT = {"Bcast", "Scatter", "Scatterv"}
 OWN_BLOCK_IN_PLACE = {"Gather", "Gatherv", "Allgather", "Allgatherv"}
-IN_PLACE_TYPE = type(IN_PLACE).__name__  # mpi4py's own is called the same
+IN_PLACE_TYPE = type(IN_PLACE).__name__  # mpi4py's type has the same name
 
 
 class Counters:
@@ -236,7 +238,7 @@ class Counters:
         self.messages = self.nbytes = self.received = 0
 
     def sent(self, operation: str, buf: Any) -> None:
-        """Count a send, or an access to a window; of objects (`isend`) the receiver counts the bytes."""
+        """Count a send, or an access to a window; for objects (`isend`), the receiver counts the bytes."""
         self.messages += 1
         if operation[0] == "I":
             self.nbytes += nbytes_of(buf)
@@ -246,12 +248,12 @@ class Counters:
         self.nbytes += nbytes_of(buf)
 
     def part(self, nbytes: int) -> None:
-        """Count this rank's part in a collective, and the bytes that it contributes."""
+        """Count this rank's part in a collective, and its contributed bytes."""
         self.messages += 1
         self.nbytes += nbytes
 
     def native(self, operation: str, args: tuple[Any, ...], rank: int) -> None:
-        """Count this rank's part in a collective of torch: its tensors come first in a list, or the given one last."""
+        """Count this rank's part in a torch collective: its tensor is in a list that comes first, or comes last."""
         self.messages += 1
         if operation in ("Bcast", "Ibcast") and args[-1].rootRank != rank:
             return
@@ -259,7 +261,7 @@ class Counters:
         self.nbytes += getattr(given, "nbytes", 0)
 
     def totals(self, services: RankServices) -> dict[str, Any]:
-        """Return the totals of this rank: everything that it did is an event, as on virtual ranks."""
+        """Return the totals of this rank; every action is an event, as on virtual ranks."""
         events = self.messages + self.received + services.compute.blocks + services.clock.sleeps
         return {
             "messages": self.messages,
@@ -276,9 +278,9 @@ def contribution(
 
     Args:
         operation: the blocking call's name.
-        args: of the call.
-        kwargs: of the call.
-        place: the rank, and how many there are.
+        args: the positional arguments of the call.
+        kwargs: the keyword arguments of the call.
+        place: the rank, and the number of ranks.
     """
     if operation[0].islower() or not (args or kwargs):
         return 0
@@ -292,7 +294,7 @@ def contribution(
 
 
 def _own_block(spec: Any, rank: int, size: int) -> int:
-    """Return the bytes of a rank's block of a receive buffer: by the counts of all ranks if stated, else its share."""
+    """Return the bytes of a rank's block in a receive buffer: by the counts of all ranks if given, else its share."""
     if isinstance(spec, (list, tuple)) and spec:
         counts, sizes = _counts(spec[1:]), _sizes(spec)
         if counts and len(counts) == size and sizes and size > 1:
@@ -307,7 +309,7 @@ def _root(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def nbytes_of(spec: Any) -> int:
-    """Return how many bytes a buffer specification stands for; 0 where it does not say."""
+    """Return the number of bytes of a buffer specification; 0 if unknown."""
     try:
         nbytes: int = spec.nbytes  # arrays, tensors, memory views
     except AttributeError:
@@ -316,7 +318,7 @@ def nbytes_of(spec: Any) -> int:
 
 
 def _described(spec: Any) -> int:
-    """Return the bytes of `[memory, count, type]` and its other forms, of `bytes`, or 0."""
+    """Return the bytes of `[memory, count, type]` and its variants, or of `bytes`; otherwise 0."""
     if not isinstance(spec, (list, tuple)):
         return len(spec) if isinstance(spec, (bytes, bytearray)) else 0
     if not spec:
@@ -328,12 +330,12 @@ def _described(spec: Any) -> int:
 
 
 def _counts(parts: Any) -> list[int] | None:
-    """Return the numbers of elements that a specification states: a number, a list of them, or (counts, places)."""
+    """Return the numbers of elements in a specification: a number, a list of numbers, or (counts, displacements)."""
     for part in parts:
         if hasattr(part, "__index__"):
             return [int(part)]
         if isinstance(part, (list, tuple)) and part:
-            if isinstance(part, tuple) and len(part) == 2:  # what, and where
+            if isinstance(part, tuple) and len(part) == 2:  # counts, displacements
                 return _counts(part[:1])
             found = [int(each) for each in part if hasattr(each, "__index__")]
             return found if len(found) == len(part) else None
@@ -341,7 +343,7 @@ def _counts(parts: Any) -> list[int] | None:
 
 
 def _sizes(spec: Any) -> list[int]:
-    """Return the bytes of one element, or of one for each rank: by the datatypes if stated, else by the memory."""
+    """Return the bytes of one element, or of one per rank: by the datatypes if given, else by the memory."""
     types = spec[-1] if isinstance(spec[-1], (list, tuple)) else spec[-1:]
     if all(hasattr(each, "Get_size") for each in types):
         return [int(each.Get_size()) for each in types]

@@ -1,8 +1,9 @@
-"""A communicator over torch.distributed, for where there is no MPI: `world()` under torchrun, `wrap(group)`.
+"""A communicator over torch.distributed, for systems without MPI: `world()` under torchrun, `wrap(group)`.
 
-gloo has neither probes nor wildcard matching by tag, its `irecv` never says that it is complete, and a dropped `isend`
-loses its message. So there is a wire of our own framing (`runtime`), with one thread per rank that receives all, from
-which `real.base` derives messages and windows; collectives are torch's where it has them. `comm` is the face.
+gloo offers neither probes nor wildcard matching by tag, its `irecv` never reports completion, and a dropped `isend`
+loses its message. So this package has its own wire (`runtime.GlooWire`), on which one thread per rank receives all
+messages. `real.base` derives messages and windows from it; collectives are torch's where torch has them. `comm` is the
+public interface.
 """
 
 from spawnsim.real.torch.comm import Options, TorchComm, close, guarded, namespace, world, wrap

@@ -1,9 +1,9 @@
-"""Collectives that torch has: Barrier, Bcast, Reduce, Allreduce, Allgather, on the user's own memory.
+"""Collectives that torch implements: Barrier, Bcast, Reduce, Allreduce, Allgather, on the user's own memory.
 
-Each is counted, bounded by its deadline, known to the watchdog and, on demand, compared between ranks; the way
-through is short, because between two calls each line costs several times what it costs in a loop of its own. Tensors
-on a GPU go to NCCL where the group has it, else over gloo by way of pinned memory. What torch cannot reduce (other
-types, other ops, ops of the program) is combined from messages, as on virtual ranks.
+Each call is counted, limited by its deadline, visible to the watchdog and, on request, compared between ranks. The code
+path is short, because a line between two calls costs several times as much as in a tight loop. GPU tensors go to NCCL
+if the group has it, otherwise over gloo through pinned memory. Reductions that torch does not support (other types,
+other ops, user-defined ops) are computed from messages, as on virtual ranks.
 """
 
 from __future__ import annotations
@@ -39,14 +39,14 @@ from spawnsim.real.runtime.watchdog import verdict
 from spawnsim.real.torch.runtime import backend_of, rank_gone, tensor_of
 
 NEVER = float("inf")
-SHORTEST_S = 1e-3  # torch counts milliseconds, and means for ever by 0
+SHORTEST_S = 1e-3  # torch counts milliseconds, and 0 means no limit
 MINIMUM: Any = dist.AllreduceOptions()
 MINIMUM.reduceOp = dist.ReduceOp.MIN
 TEXT_NBYTES = 512
 
 
 def on_gpu(spec: Any) -> bool:
-    """Whether a specification is a tensor in a GPU's memory."""
+    """Whether a buffer specification is a tensor in GPU memory."""
     return device_tensor(spec) is not None and isinstance(spec, torch.Tensor)
 
 
@@ -56,7 +56,7 @@ def staged(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def flat_tensor(spec: Any, *, writable: bool = False) -> torch.Tensor | None:
-    """Return the user's memory as a flat tensor for a collective of torch, or None if gloo has no such type."""
+    """Return the user's memory as a flat tensor for a torch collective, or None if gloo lacks its type."""
     if isinstance(spec, torch.Tensor):
         checked(spec)
         if spec.is_cpu and spec.dtype not in GLOO_TYPES:
@@ -74,18 +74,18 @@ def flat_tensor(spec: Any, *, writable: bool = False) -> torch.Tensor | None:
 
 
 def as_plain(spec: Any) -> bool:
-    """Whether a specification is memory alone, without counts or types."""
+    """Whether a buffer specification is memory alone, without counts or types."""
     return isinstance(spec, (np.ndarray, torch.Tensor))
 
 
 TORCH_NAMES = {"float16", "float32", "float64", "int8", "uint8", "int32", "int64"}
 """Types that gloo reduces."""
 GLOO_TYPES = {torch.bfloat16, torch.bool, *(getattr(torch, name) for name in TORCH_NAMES)}
-"""Types that gloo moves. Of others it says "Invalid scalar type"; they travel as bytes."""
+"""Types that gloo can move. It rejects other types ("Invalid scalar type"); these travel as bytes."""
 
 
 class WorkRequest(RealRequest):
-    """A collective of torch that goes on by itself."""
+    """A torch collective that makes progress by itself."""
 
     __slots__ = ("_after", "_work")
     _work: Any
@@ -95,7 +95,7 @@ class WorkRequest(RealRequest):
     def of(
         cls, runtime: Any, what: tuple[str, int, Any], work: Any, after: Callable[[], object] | None = None
     ) -> WorkRequest:
-        """Return the request over a `Work`; `after` runs when it is complete."""
+        """Return the request over a `Work`; `after` runs when the work is complete."""
         self = cls()
         self._work, self._after = work, after
         self.begin(runtime, what)
@@ -114,7 +114,7 @@ class WorkRequest(RealRequest):
 
 
 def dtype_and_count(buf: Any) -> str:
-    """Return dtype and count as a text."""
+    """Return dtype and count as text."""
     if isinstance(buf, torch.Tensor):
         return f"{buf.dtype} × {buf.numel()}".removeprefix("torch.")
     buffer = as_buffer(buf)
@@ -142,7 +142,7 @@ REDUCING = {
     for dtype in (*REALS, *INTEGERS)
     for name, op in (NATIVE if dtype in REALS else NATIVE | BITWISE).items()
 }
-"""torch's options for what gloo reduces, by type and op."""
+"""torch's options for the reductions that gloo supports, by type and op."""
 BARRIER = dist.BarrierOptions()
 
 
@@ -157,14 +157,14 @@ def _reduced(op: str, root: int) -> Any:
 
 
 class NativeCollectives(WireComm):
-    """The collectives of torch's groups, counted, bounded and watched."""
+    """The collectives of torch's groups, counted, with deadlines and under the watchdog."""
 
     _gloo: Any
     _nccl: Any
     _active: dict[int, Any]  # the watchdog's
 
     def _on_gpus(self) -> Any:
-        """Return NCCL's group of these ranks, made when all of them first need it."""
+        """Return NCCL's group of these ranks, created when all of them first need it."""
         if self._nccl is None:
             runtime, whole = self.runtime, self.label == "world"
             self._nccl = (
@@ -176,7 +176,7 @@ class NativeCollectives(WireComm):
     def _run_watched(
         self, operation: str, start: Callable[..., Any], args: Any, what: Compared = NOTHING
     ) -> None:
-        """Start a collective of torch, `start(*args)`, and wait for it while the watchdog knows of it."""
+        """Start a torch collective, `start(*args)`, and wait for it as an active call of the watchdog."""
         if self._freed:
             self._live()
         runtime, thread, began = self.runtime, get_ident(), perf_counter()
@@ -196,10 +196,10 @@ class NativeCollectives(WireComm):
     def _run_on_stream(
         self, operation: str, start: Callable[..., Any], args: Any, what: Compared = NOTHING
     ) -> None:
-        """Start a collective of NCCL: the caller's stream waits for it, and the host does not.
+        """Start an NCCL collective: the caller's stream waits for it, the host does not.
 
-        So the call returns before its deadline, whatever happens; the watchdog ends the job, and names the missing
-        ranks, when the GPU has not finished by then.
+        So the call always returns before its deadline. If the GPU does not finish by then, the watchdog ends the job
+        and names the missing ranks.
         """
         runtime, number = self.runtime, self._count()
         if runtime.check_calls:
@@ -228,7 +228,7 @@ class NativeCollectives(WireComm):
         call = operation, number, self, perf_counter(), limit_s
         active, thread = self._active, get_ident()
         outer = active.get(thread)
-        active[thread] = call  # `_run_watched` bounds its own wait alone
+        active[thread] = call  # `_run_watched` limits only its own wait
         try:
             require_same_call(
                 describe(operation, what),
@@ -281,9 +281,9 @@ class NativeCollectives(WireComm):
         return self._begun("Ibcast", self._group_for(tensor)[0].broadcast, ([tensor], _rooted(root)), after)
 
     def _native(self, buf: Any) -> tuple[Tensor, Callable[[], object] | None]:
-        """Return a tensor to broadcast: any type as its bytes, staged if torch's group cannot reach it."""
+        """Return a tensor to broadcast: unsupported types as bytes, staged if torch's group cannot access it."""
         plain = type(buf) is Tensor and buf.is_cpu and buf.is_contiguous()
-        if plain and buf.dtype in GLOO_TYPES and not buf.requires_grad:  # the short way of a plain tensor
+        if plain and buf.dtype in GLOO_TYPES and not buf.requires_grad:  # the fast path of a plain tensor
             return buf, None
         if on_gpu(buf) and not self.runtime.has_nccl:
             host = staged(buf).copy_(buf)
@@ -298,7 +298,7 @@ class NativeCollectives(WireComm):
     def Allreduce(self, sendbuf: Any, recvbuf: Any, op: Op = SUM) -> None:
         if sendbuf is IN_PLACE and type(recvbuf) is Tensor and recvbuf.is_cpu and not self.runtime.ordered:
             options = None if recvbuf.requires_grad else REDUCING.get((recvbuf.dtype, op.name))
-            if options is not None and recvbuf.is_contiguous():  # the short way of a plain tensor
+            if options is not None and recvbuf.is_contiguous():  # the fast path of a plain tensor
                 self._run_watched("Allreduce", self._gloo.allreduce, ([recvbuf], options), (op.name, recvbuf))
                 return
         if self._staged(recvbuf, op):
@@ -336,7 +336,7 @@ class NativeCollectives(WireComm):
         recvbuf.copy_(host)
 
     def _reducible(self, sendbuf: Any, recvbuf: Any, op: Op) -> tuple[Tensor | None, Any]:
-        """Return the contribution in the receiving memory, and torch's options; None if torch cannot reduce it."""
+        """Return the contribution in the receive buffer, and torch's options; None if torch cannot reduce it."""
         plain = type(recvbuf) is Tensor and not recvbuf.requires_grad and recvbuf.is_contiguous()
         into = recvbuf if plain else flat_tensor(recvbuf, writable=True)
         options = None if into is None else REDUCING.get((into.dtype, op.name))
@@ -367,7 +367,7 @@ class NativeCollectives(WireComm):
         self._run_watched("Reduce", self._gloo.reduce, ([tensor], _reduced(op.name, root)), what)
 
     def _contribution(self, sendbuf: Any, recvbuf: Any, op: Op, *, root: int) -> Tensor | None:
-        """Return what torch may sum in: the root's receiving memory, elsewhere a copy; None if it cannot."""
+        """Return the tensor in which torch may sum: the receive buffer on the root, else a copy; None if it cannot."""
         if self.rank == root:
             return self._reducible(sendbuf, recvbuf, op)[0]
         given = flat_tensor(sendbuf)
@@ -398,9 +398,9 @@ class NativeCollectives(WireComm):
         return self._begun("Iallgather", self._group_for(into)[0]._allgather_base, (into, given), after)
 
     def _table(self, sendbuf: Any, recvbuf: Any) -> tuple[Tensor | None, Any, Callable[[], object] | None]:
-        """Return the table that torch fills, this rank's part, and what to do afterwards; None if they do not fit.
+        """Return the table that torch fills, this rank's part, and a final step; None if table and part do not fit.
 
-        However a rank spells its part, the bytes are the same: ranks may spell theirs differently.
+        Ranks may specify their parts in different forms, since all forms yield the same bytes.
         """
         into = flat_tensor(recvbuf, writable=True) if as_plain(recvbuf) else None
         given = flat_tensor(sendbuf) if as_plain(sendbuf) else None
@@ -425,7 +425,7 @@ class NativeCollectives(WireComm):
 
 
 def _require_same_shape(sendbuf: Any, recvbuf: Any) -> None:
-    plain = type(sendbuf) is type(recvbuf) is Tensor  # the quick check, which makes no text
+    plain = type(sendbuf) is type(recvbuf) is Tensor  # a fast check, which builds no strings
     if plain and sendbuf.dtype == recvbuf.dtype and sendbuf.numel() == recvbuf.numel():
         return
     if dtype_and_count(sendbuf) != dtype_and_count(recvbuf):
