@@ -1,11 +1,11 @@
 """Services of backends besides communicators: the `Comm` of a library's group, the caller's world, batches of steps.
 
-A group of another kind than its library's own says itself which communicator it stands for, by `as_comm()`. Backends
-are imported only when they are needed (MPI), and classes of groups are looked up among the modules that are loaded
-already. Makes no communicator itself and keeps none.
+A group whose class is not its library's own returns its communicator by `as_comm()`. Backends are imported only when
+they are needed (MPI), and the classes of groups are looked up among the loaded modules. This module neither creates nor
+stores communicators.
 
-A training step is a blocking call, like `Recv`: the rank parks until its step has been executed, with the steps of
-all ranks that are parked by then (`Batching`). This module does not know what they compute.
+A training step is a blocking call, like `Recv`: the rank parks until its step has been executed, together with the
+steps of all ranks that are parked by then (`Batching`). The content of a step is unknown to this module.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from spawnsim.errors import ParameterError, UsageError
 
 
 def as_comm(group: Any) -> Comm:
-    """Return a spawnsim `Comm` for what a user passed as a group.
+    """Return a spawnsim `Comm` for a group that a user passed.
 
     Args:
-        group: a `Comm`, which comes back unchanged, an mpi4py communicator, a torch.distributed process group, or an
-            object with `as_comm()`, as process groups of virtual ranks have it.
+        group: a `Comm`, which is returned unchanged, an mpi4py communicator, a torch.distributed process group, or an
+            object with `as_comm()`, such as a process group of virtual ranks.
 
     Raises:
         ParameterError: anything else.
@@ -47,7 +47,10 @@ _worlds_of_callers: list[Callable[[], Comm | None]] = []
 
 
 def register_world(of_caller: Callable[[], Comm | None]) -> None:
-    """Let a backend whose ranks share a process tell the calling rank's COMM_WORLD, None where no rank of its calls."""
+    """Register a function that returns the calling rank's COMM_WORLD, for a backend whose ranks share a process.
+
+    It returns None if the caller is not a rank of that backend.
+    """
     _worlds_of_callers.append(of_caller)
 
 
@@ -59,10 +62,9 @@ def virtual_world() -> Comm | None:
 def world(kind: str = "mpi") -> Comm:
     """Return the communicator of all ranks of the caller's job.
 
-    On a virtual rank that is its COMM_WORLD, or its default group if it has entered torch.distributed, whatever the
-    kind. On a real one, "torch" is torch.distributed's default group, and "mpi" MPI's COMM_WORLD; a job whose MPI
-    world is this process alone, but whose default group has others too (torchrun started it), means the default group
-    in both cases.
+    On a virtual rank it is COMM_WORLD, or the default group if the rank has initialized torch.distributed, independent
+    of `kind`. On a real rank, "torch" is torch.distributed's default group and "mpi" is MPI's COMM_WORLD. If MPI's
+    world is this process alone but the default group has more ranks (under torchrun), both return the default group.
 
     Raises:
         ParameterError: another kind.
@@ -79,26 +81,26 @@ def world(kind: str = "mpi") -> Comm:
             )
         return as_comm(default)
     group = wanted.group_of_all(load=True)
-    # torchrun starts processes that each can load an MPI, and are alone in it: their world is torch's group.
+    # Each process under torchrun can load an MPI, but is alone in it: its world is torch's group.
     if default is not None and group.Get_size() == 1 and default.size() > 1:
         return as_comm(default)
-    found: Comm = wanted.load().wrap(group)  # several backends may wrap one library: the one that was named
+    found: Comm = wanted.load().wrap(group)  # several backends may wrap one library; use the named one
     return found
 
 
 def default_group() -> Any:
-    """Return torch.distributed's default group, None if there is none."""
+    """Return torch.distributed's default group, or None if it does not exist."""
     return BACKENDS["torch"].group_of_all()
 
 
 class Batching(Protocol):
-    """What one run of virtual ranks offers to calls that are executed together.
+    """The services of a run of virtual ranks for calls that are executed together.
 
     Attributes:
         ranks: The number of ranks of the run.
         eager: Whether each call executes alone, in its rank's turn.
         check: Whether each call is compared with the same call executed alone (`--check-steps`).
-        batched: Whether any call was executed together with others; set by those that execute.
+        batched: Whether any call was executed together with other calls; set by the executing code.
         attachments: Objects that the calls of one run share.
     """
 
@@ -117,33 +119,33 @@ class Batching(Protocol):
     def wait(
         self, call: Any, execute: Callable[[Sequence[Any]], None], memory: Callable[[], Sequence[Any]]
     ) -> None:
-        """Park the calling rank until `execute` has been called with its call among others.
+        """Park the calling rank until `execute` has been called with a batch that contains its call.
 
-        The rank's compute block passes first: calls wait for the earliest end of a block, by which all ranks that
-        compute meanwhile have made theirs. The block of a rank whose memory others may access meanwhile (a background
-        task, a window over `memory`) passes afterwards, and its call waits for its own time.
+        The rank's compute block passes first: calls wait for the earliest end of a block, and all ranks that compute
+        meanwhile have made their calls by then. If other tasks or ranks may access a rank's memory meanwhile (a
+        background task, a window over `memory`), its block passes afterwards, and its call waits for its own time.
 
         Args:
-            call: What `execute` is given.
-            execute: Executes calls, given in the order of ranks; the same function for all calls of a run.
+            call: The call that is passed to `execute`.
+            execute: Executes calls, which are passed in the order of ranks; the same function for all calls of a run.
             memory: Returns the tensors that the call changes.
         """
 
     def pass_block(self, memory: Callable[[], Sequence[Any]]) -> None:
-        """Let the compute block of a call pass that was executed alone, as `wait` would."""
+        """Let the compute block pass, as in `wait`, for a call that was executed alone."""
 
     def warn(self, sentence: str) -> None:
-        """Record a warning of the calling rank, once a run."""
+        """Record a warning of the calling rank, once per run."""
 
     def apart(self) -> AbstractContextManager[None]:
-        """Return a context in which no rank can communicate, and torch's modes are the default ones."""
+        """Return a context in which no rank can communicate and torch's modes have their defaults."""
 
 
 _finders: list[Callable[[], Batching | None]] = []
 
 
 def register_batching(of_caller: Callable[[], Batching | None]) -> None:
-    """Let a backend find the run of the calling rank; `of_caller` returns None where none of its ranks calls."""
+    """Register a function that returns the run of the calling rank, or None if the caller is not a rank of it."""
     _finders.append(of_caller)
 
 

@@ -365,7 +365,7 @@ def _datatype(memory: Array | None, kind: Any) -> Datatype:
         raise SpecTypeError("memory without a type: pass [memory, count, datatype]")
     found = BY_DTYPE.get(memory.dtype)
     if found is None:
-        # Foreign byte order has an error of its own, since its remedy differs from that of an unknown type.
+        # Foreign byte order has a separate error, since its remedy differs from the remedy for an unknown type.
         if not memory.dtype.isnative:
             raise SpecBufferError(f"dtype {memory.dtype} has a foreign byte order: convert the array first")
         raise UnknownTypeError(

@@ -170,25 +170,25 @@ class BufferAutomaticType(_Singleton):
 
 
 def is_in_place(spec: object) -> bool:
-    """Return whether a buffer argument is `IN_PLACE`, or mpi4py's own, which packages import beside our communicator.
+    """Return whether a buffer argument is `IN_PLACE`, or mpi4py's, which packages may use with our communicators.
 
     Args:
-        spec: what a call was given as a buffer.
+        spec: the buffer argument of a call.
 
     Returns:
-        Whether it means: take the other one.
+        Whether the call must use its other buffer.
     """
     return spec is IN_PLACE or type(spec).__name__ == InPlaceType.__name__
 
 
 def of_mpi4py(rank: int) -> str:
-    """Return what to add to the refusal of a rank: mpi4py's number of a constant may have been taken for ours.
+    """Return an addition to the error about an invalid rank: the program may have used mpi4py's value of a constant.
 
     Args:
-        rank: what a call was given as a rank.
+        rank: the rank argument of a call.
 
     Returns:
-        Words to put behind the refusal; "" where it is no number of mpi4py's, or mpi4py is not loaded.
+        Text to append to the error; "" if the rank is not one of mpi4py's constants, or mpi4py is not loaded.
     """
     theirs = vars(sys.modules.get("mpi4py.MPI", sys)).get
     name = next((name for name in ("ANY_SOURCE", "PROC_NULL") if theirs(name) == rank), None)

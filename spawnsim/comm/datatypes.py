@@ -78,7 +78,7 @@ class Constructors(Handle):
         return repeat(self.live(), lengths, starts * unit_nbytes)
 
     def Create_indexed(self, blocklengths: Sequence[int], displacements: Sequence[int]) -> Self:
-        # Plain lists, because the recipe must keep what was given even if the program changes its array afterwards.
+        # Plain lists, because the recipe must keep the original values even if the program changes its array later.
         lengths, starts = _list(blocklengths), _list(displacements)
         layout = self._blocks(lengths, starts, self.live().extent)
         return self._derive(layout, "INDEXED", blocklengths=lengths, displacements=starts)
@@ -218,7 +218,7 @@ class Datatype(Constructors):
             return (_predefined, (self._name,)) if known is self else (type(self), (known,))
         return (_rebuild, (type(self), self.recipe, self.committed))
 
-    # What it is
+    # Properties
 
     def Get_size(self) -> int:
         """Return the bytes of data in one element (gaps not counted)."""
@@ -242,7 +242,7 @@ class Datatype(Constructors):
     true_ub = property(lambda self: sum(self.Get_true_extent()))
 
     def Get_name(self) -> str:
-        """Return the name: "MPI_DOUBLE"; derived types have none until they are given one."""
+        """Return the name, such as "MPI_DOUBLE"; a derived type is unnamed until `Set_name`."""
         return self._name if self else "MPI_DATATYPE_NULL"
 
     def Set_name(self, name: str) -> None:
@@ -321,10 +321,10 @@ class Datatype(Constructors):
 
     @property
     def typestr(self) -> str:
-        """The type string of the array interface: "f8" for `DOUBLE`, "V16" for others of 16 bytes, "" for none."""
+        """The type string of the array interface: "f8" for `DOUBLE`, "V16" for any other 16 bytes, "" for null."""
         if not self.code:
             return f"V{self.extent}" if self else ""
-        # Characters have no kind of their own in numpy's array interface.
+        # numpy's array interface has no separate kind for characters.
         kinds = {"c": "S1", "U": "U1"}
         return kinds.get(self.code) or f"{_dtype(self).kind}{_dtype(self).itemsize}"
 

@@ -196,7 +196,7 @@ class Truncated(TruncationError, CallError):
 
 
 class Unreadable(UsageError, pickle.UnpicklingError):
-    """A message that is no pickled object."""
+    """A message that is not a pickled object."""
 
 
 class SpecTypeError(UsageError, TypeError):

@@ -1,6 +1,6 @@
 """Groups: ordered sets of processes, and their algebra.
 
-A group is a tuple of process numbers and the place of the caller in it; nothing here communicates.
+A group is a tuple of process numbers together with the caller's process number; nothing here communicates.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from spawnsim.comm.handles import Handle, each_integer, reduced, same_kind
 
 @lacking
 class Group(Handle):
-    """An ordered set of processes, under mpi4py's names; `Group.of(members, me)` makes one.
+    """An ordered set of processes, with mpi4py's method names; `Group.of(members, me)` creates one.
 
-    `members[rank]` is the process number of a rank (any number that all ranks of a run agree on); `me` is the
-    caller's own, whether it is a member or not.
+    `members[rank]` is the process number of a rank (any number that all ranks of a run agree on). `me` is the caller's
+    process number, whether it is a member or not.
     """
 
     __slots__ = ("_places", "me", "members")
@@ -37,7 +37,7 @@ class Group(Handle):
 
     @classmethod
     def of(cls, members: Iterable[int], me: int | None = None) -> Self:
-        """Return the group of these processes, in this order. Groups made of one tuple are equal."""
+        """Return the group of these processes, in this order. Groups created from the same tuple are equal."""
         self = cls()
         self.members = members if isinstance(members, tuple) else tuple(members)
         self._identity, self.me = self.members, me
@@ -99,20 +99,20 @@ class Group(Handle):
 
     @classmethod
     def Union(cls, group1: Group, group2: Group) -> Self:
-        """Return all of the first group, then those of the second that are not in it."""
+        """Return all members of the first group, then the members of the second that are not in the first."""
         first, places = group1.live(), group1.places
         return cls.of((*first, *(p for p in group2.live() if p not in places)), _me(group1, group2))
 
     @classmethod
     def Intersection(cls, group1: Group, group2: Group) -> Self:
-        """Return those of the first group that are in the second."""
+        """Return the members of the first group that are in the second."""
         return cls.of((p for p in group1.live() if p in group2.places), _me(group1, group2))
 
     Intersect = Intersection
 
     @classmethod
     def Difference(cls, group1: Group, group2: Group) -> Self:
-        """Return those of the first group that are not in the second."""
+        """Return the members of the first group that are not in the second."""
         return cls.of((p for p in group1.live() if p not in group2.places), _me(group1, group2))
 
     def Incl(self, ranks: Sequence[int]) -> Self:

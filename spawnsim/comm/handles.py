@@ -1,9 +1,9 @@
-"""What MPI objects have in common: null handles, equality, attributes under keyvals, error handlers, hints, names.
+"""Common features of MPI objects: null handles, equality, attributes with keyvals, error handlers, hints, names.
 
-A keyval is an `int` that carries its own callbacks, so no table of keyvals exists anywhere. `Info` is a dictionary
-with MPI's limits: spawnsim keeps hints and follows none. Integer arguments are converted here as mpi4py does it:
-ranks, tags and their like by `__int__` (2.5 becomes 2), lists of numbers by `__index__`; what does not fit C's types
-is refused.
+A keyval is an `int` that carries its own callbacks, so no table of keyvals is needed. `Info` is a dictionary with MPI's
+limits: spawnsim stores hints but ignores them. Integer arguments are converted here in the same way as in mpi4py:
+ranks, tags and similar arguments by `__int__` (2.5 becomes 2), lists of numbers by `__index__`. Values that do not fit
+C's types are refused.
 """
 
 from __future__ import annotations
@@ -132,7 +132,7 @@ _fresh = itertools.count(0x24000001)
 
 
 def _called_back(function: Callable[..., Any], *args: Any) -> Any:
-    """Call a keyval's function. MPI stands between it and the program: its error is told, and becomes one of MPI's."""
+    """Call a keyval's function. As in MPI, the program gets an MPI error for its exception, which is printed."""
     try:
         return function(*args)
     except Exception as error:
@@ -428,7 +428,7 @@ class Named(Attributes):
 
     def Get_errhandler(self) -> Errhandler:
         self._exist()
-        # A fresh handle: MPI says that what was got is to be freed by the program.
+        # A fresh handle: in MPI, the program must free a handle that it has got.
         return Errhandler(self._errhandler or ERRORS_RETURN)
 
     def Set_errhandler(self, errhandler: Errhandler) -> None:

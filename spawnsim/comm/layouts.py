@@ -259,7 +259,7 @@ _LISTS_WITH_LENGTH: Final = ("INDEXED", "HINDEXED", "STRUCT", "INDEXED_BLOCK", "
 class Recipe:
     """The constructor's name, the type that it was called on (None for none), and its arguments by name.
 
-    It keeps handles of its own of the types, and gives out copies: whoever has them may free them.
+    It keeps its own handles of the types and returns copies, which the caller may free.
     """
 
     name: str

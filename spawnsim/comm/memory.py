@@ -22,7 +22,7 @@ from spawnsim.phantoms import PhantomArray
 
 DL_CPU: Final = 1
 DL_HOST: Final = (DL_CPU, 3)  # kinds of devices whose memory is the host's: plain, and pinned
-EVERY_STREAM: Final = -1  # what others ask of devices: need not wait
+EVERY_STREAM: Final = -1  # requested from devices: they need not wait
 READ_ONLY: Final = 1
 FLOAT, BFLOAT = 2, 4
 _KINDS: Final = {0: "i", 1: "u", FLOAT: "f", 5: "c", 6: "b"}
@@ -189,7 +189,7 @@ class buffer(np.ndarray[Any, np.dtype[np.uint8]]):  # noqa: N801  # mpi4py's nam
     def __ne__(self, other: object) -> bool:
         return not self == other
 
-    __hash__ = object.__hash__  # type: ignore[assignment]  # arrays have none
+    __hash__ = object.__hash__  # type: ignore[assignment]  # arrays are not hashable
 
     def __repr__(self) -> str:
         return f"buffer({len(self)} bytes)"
@@ -281,7 +281,7 @@ def flat(obj: Any) -> NDArray[Any]:
     DLPack. Raises `SpecBufferError` when the memory is not contiguous, of foreign byte order or on another device.
     """
     if isinstance(obj, PhantomArray):
-        return obj  # type: ignore[return-value]  # it does what is asked of an array here
+        return obj  # type: ignore[return-value]  # it implements all array methods that are used here
     if isinstance(obj, np.ndarray):
         if type(obj) is buffer and obj.place is not None:
             return _unbounded(obj)

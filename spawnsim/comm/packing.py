@@ -42,7 +42,7 @@ def _text(words: str) -> bytes:
 
 
 class Frame(NamedTuple):
-    """What pickle puts around the bytes of an array: the same for all arrays of one dtype and shape."""
+    """The bytes that pickle writes around an array's data: the same for all arrays of one dtype and shape."""
 
     head: bytes
     tail: bytes
@@ -50,8 +50,8 @@ class Frame(NamedTuple):
     shape: tuple[int, ...]
 
 
-# Pickle takes 9 µs to write and to read an array of 4 KiB, nearly all of it for its dtype and shape. Where those were
-# met before, the same bytes are put together, and read, without it. For long arrays that is no gain.
+# Pickle takes 9 µs to write and read an array of 4 KiB, nearly all of it for the dtype and shape. For a known dtype and
+# shape, the same bytes are written and read without pickle. For long arrays this gains nothing.
 _frames: dict[tuple[Any, ...], Frame | None] = {}
 _by_length: dict[int, list[Frame]] = {}  # of the whole pickle
 _FRAMES = 1024

@@ -1,4 +1,4 @@
-"""What is known of a received message: its source, its tag, its size. Whoever completes a receive fills it in."""
+"""The status of a received message: its source, tag and size. The code that completes a receive fills it in."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from spawnsim.comm.handles import integer
 
 @lacking
 class Status:
-    """Source, tag, error and size of a message, under mpi4py's names. Implementers set the four slots directly."""
+    """Source, tag, error and size of a message, with mpi4py's method names. Implementers set the slots directly."""
 
     __slots__ = ("cancelled", "error", "nbytes", "source", "tag")
 

@@ -1,8 +1,8 @@
-"""Launchers: mpiexec of MPICH and Open MPI, torchrun, srun. Their command lines, their flags, their environment.
+"""Launchers: mpiexec of MPICH and Open MPI, torchrun, srun. Their command lines, flags and environment variables.
 
-Which launcher has started this process, as which rank of how many, and with which GPU; which MPI is installed, with
-the mpiexec that fits; and the command line that starts a job on it. Loads neither MPI (but to ask it about GPU
-memory) nor torch, and removes nothing that it has not made itself.
+This module detects which launcher has started this process, its rank, the number of ranks and its GPU. It finds the
+installed MPI and the matching mpiexec, and builds the command line that starts a job. It does not load torch, and loads
+MPI only to query its GPU support. It removes only files that it has created.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ ADVICE = {
 # --------------------------------------------------------------------------------------------------- recognising
 @dataclass(frozen=True)
 class LaunchContext:
-    """Where this process stands in a job. `evidence` is what says so."""
+    """The place of this process in a job. `evidence`: the variables that show it."""
 
     launcher: str
     rank: int
@@ -49,7 +49,7 @@ class LaunchContext:
 
     @property
     def may_start(self) -> bool:
-        """Whether a job can be started from here: no launcher has started this process, or srun it alone (a shell)."""
+        """Whether this process can start a job: no launcher has started it, or srun as its only task (a shell)."""
         return self.launcher == "none" or (self.launcher == "srun" and self.size == 1)
 
 
@@ -63,9 +63,9 @@ STARTERS = (
 
 
 def detect_launcher(environ: Mapping[str, str] | None = None) -> LaunchContext:
-    """Return how this process was started; one that no launcher started is rank 0 of 1.
+    """Return how this process was started; without a launcher it is rank 0 of 1.
 
-    Half a set of variables, or one that another job has left, is a `ParameterError` that says what was seen.
+    An incomplete set of variables, or one inherited from another job, raises a `ParameterError` that lists it.
     """
     seen = os.environ if environ is None else environ
     for launcher, rank, size in STARTERS:
@@ -84,14 +84,14 @@ def detect_launcher(environ: Mapping[str, str] | None = None) -> LaunchContext:
 
 
 def _is_sruns(seen: Mapping[str, str]) -> bool:
-    """Whether srun itself has set the variables of MPICH: its own mpiexec also numbers the ranks of a node."""
+    """Whether srun itself has set MPICH's variables: MPICH's mpiexec would also number the ranks of a node."""
     return "MPI_LOCALRANKID" not in seen and seen.get("SLURM_STEP_NUM_TASKS") == seen["PMI_SIZE"]
 
 
 def _in_step(seen: Mapping[str, str], here: LaunchContext) -> LaunchContext:
-    """Return a rank of srun's, with what srun offers to MPI.
+    """Return a rank under srun, and add srun's MPI type to its evidence.
 
-    A batch script that a rank of another job has submitted inherits that rank's variables, but is one task of its own.
+    A batch script that a rank of another job has submitted inherits that rank's variables, but is a separate task.
     """
     own, first = seen.get("SLURM_GTIDS", ""), re.match(r"\d+", seen.get("SLURM_STEP_TASKS_PER_NODE", ""))
     if seen.get("SLURM_NODEID") == "0" and own and first and int(first[0]) != len(own.split(",")):
@@ -105,7 +105,7 @@ def _in_step(seen: Mapping[str, str], here: LaunchContext) -> LaunchContext:
 
 
 def require_together(here: LaunchContext, size: int, library: str) -> None:
-    """Refuse to be one of many jobs of one rank, where a launcher meant one job of many: all would write one folder.
+    """Refuse many jobs of one rank if the launcher meant one job of many ranks: all would write to one folder.
 
     `size` is the number of ranks that the MPI named `library` sees.
     """
@@ -117,7 +117,7 @@ def require_together(here: LaunchContext, size: int, library: str) -> None:
 
 
 def require_fit(here: LaunchContext, environ: Mapping[str, str] | None = None) -> None:
-    """Refuse a launcher that MPICH's wheel does not understand, before MPI is loaded: it would only abort."""
+    """Refuse a launcher that MPICH's wheel does not support before MPI is loaded: MPI would only abort."""
     seen = os.environ if environ is None else environ
     if "PMIX_RANK" in seen and "PMI_RANK" not in seen and list(_wheels()) == ["mpich"]:
         raise UsageError(
@@ -126,7 +126,7 @@ def require_fit(here: LaunchContext, environ: Mapping[str, str] | None = None) -
 
 
 def mismatch(here: LaunchContext, library: str) -> str:
-    """Return what to do if these ranks will not find each other by the MPI named `library`; "" if they will."""
+    """Return advice if these ranks will not find each other through the MPI named `library`; "" if they will."""
     if here.launcher == "srun" and here.size > 1:
         spoken = {"MPICH": "SLURM_MPI_TYPE=pmi2", "Open MPI": "SLURM_MPI_TYPE=pmix"}.get(library, "")
         return "" if spoken in here.evidence else _advice(here)
@@ -154,7 +154,7 @@ def _number(seen: Mapping[str, str], name: str) -> int:
 # ------------------------------------------------------------------------------------------------------- finding
 @dataclass(frozen=True)
 class MPILibrary:
-    """An MPI: `name` is "MPICH", "Open MPI" or another vendor's; `mpiexec` its launcher."""
+    """An MPI: `name` is "MPICH", "Open MPI" or another vendor's name; `mpiexec` is its launcher."""
 
     name: str
     mpiexec: str
@@ -162,7 +162,7 @@ class MPILibrary:
 
 
 def find_library() -> MPILibrary:
-    """Return the MPI that mpi4py will load here, with its launcher; `UnsupportedError` when there is none."""
+    """Return the MPI that mpi4py will load, with its launcher; raise `UnsupportedError` if no MPI is found."""
     if importlib.util.find_spec("mpi4py") is None:
         raise UnsupportedError(f"--backend mpi needs mpi4py and an MPI library; {INSTALL}")
     wheels, beside = _wheels(), Path(sys.prefix) / "bin" / "mpiexec"
@@ -177,8 +177,8 @@ def _wheels() -> dict[str, str]:
 
 
 def _ask_mpi4py() -> MPILibrary:
-    """Load MPI in a process of its own, since loading it here would make this process a rank."""
-    import subprocess  # a rank imports this module, too, and starts nothing
+    """Load MPI in a separate process, since loading it here would make this process a rank."""
+    import subprocess  # here, because ranks import this module too and start no processes
 
     program = (
         "import mpi4py; mpi4py.rc.initialize = False; from mpi4py import MPI; print(MPI.get_vendor()[0])"
@@ -212,9 +212,9 @@ def _vendor(launcher: str) -> str:
 
 # ------------------------------------------------------------------------------------------------------ starting
 def flags(library: MPILibrary, ranks: int, *, survive: bool = False) -> list[str]:
-    """Return the flags that this MPI's mpiexec needs: `survive` lets the job outlive the death of ranks."""
+    """Return the flags that this MPI's mpiexec needs; with `survive`, the job continues after the death of ranks."""
     if library.name == "MPICH":
-        within = "SLURM_STEP_ID" in os.environ and one_node()  # a srun below a srun would wait for ever
+        within = "SLURM_STEP_ID" in os.environ and one_node()  # srun inside srun would wait forever
         return [*(["-launcher", "fork"] if within else []), *(["-disable-auto-cleanup"] if survive else [])]
     if library.name != "Open MPI":
         return []
@@ -230,14 +230,14 @@ def flags(library: MPILibrary, ranks: int, *, survive: bool = False) -> list[str
 
 def _slots(seen: Mapping[str, str]) -> int:
     """Return how many ranks Open MPI starts without --oversubscribe."""
-    if "SLURM_JOB_ID" in seen:  # as many as tasks were asked for, however many cores each has
+    if "SLURM_JOB_ID" in seen:  # the number of requested tasks, however many cores each has
         return int(seen.get("SLURM_NTASKS") or seen.get("SLURM_JOB_NUM_NODES") or 1)
     cpus = Path("/sys/devices/system/cpu").glob("cpu[0-9]*/topology/thread_siblings_list")
     return len({cpu.read_text() for cpu in cpus}) or os.cpu_count() or 1  # cores, not hardware threads
 
 
 def one_node(environ: Mapping[str, str] | None = None) -> bool:
-    """Whether the job has this machine alone: no allocation of several nodes, no file of hosts."""
+    """Whether the job runs on this machine only: no allocation of several nodes, no host file."""
     seen = os.environ if environ is None else environ
     if int(seen.get("SLURM_JOB_NUM_NODES", "1")) > 1:
         return False
@@ -261,7 +261,7 @@ def command_line(
 
 
 def forked(ranks: int) -> list[str]:
-    """Return the command line that starts so many ranks of torch.distributed here, up to Python's arguments."""
+    """Return the command line, up to Python's arguments, that starts torch.distributed ranks on this node."""
     return [*python(), "-m", "spawnsim.real.launch.forked", str(ranks)]
 
 
@@ -271,15 +271,15 @@ def _backend(arguments: Sequence[str]) -> str:
 
 
 def launch(file: str | Path, ranks: int, arguments: Sequence[str], *, survive: bool = False) -> int:
-    """Run `spawnsim run FILE arguments…` on new ranks; their processes are gone when this returns.
+    """Run `spawnsim run FILE arguments…` on new ranks; their processes have ended when this returns.
 
     Example: `launch("train.py", 4, ["--backend", "mpi", "--out", "runs/b"])`.
 
     Args:
         file: the program.
-        ranks: how many.
+        ranks: the number of ranks.
         arguments: further arguments of `spawnsim run`.
-        survive: the job outlives ranks that die, and its status is that of the others: 0 if they end well.
+        survive: the job continues when ranks die, and the survivors determine its status: 0 if they succeed.
 
     Returns:
         The job's exit status.
@@ -300,12 +300,12 @@ def start(
     registry: Path | None = None,
     command: str | None = None,
 ) -> JobEnd:
-    """Run as `launch` does, and return the status with a sentence on why, where the ranks could not say it.
+    """Run as `launch` does; return the status, and the cause in a sentence if the ranks could not report it.
 
-    `registry`: an empty folder for the processes to write to, where somebody else reads it, too. `command`: what the
-    user typed, for the record; None: what the ranks are started with.
+    `registry`: an empty folder for the processes' entries, if the caller reads it too. `command`: the command that the
+    user typed, for the record; None: the command that starts the ranks.
     """
-    from spawnsim.real.launch.supervisor import supervise  # which a rank does not need
+    from spawnsim.real.launch.supervisor import supervise  # here, because ranks do not need it
 
     environ = os.environ | {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
     if survive:
@@ -323,17 +323,17 @@ def start(
 LOCAL_RANKS = (
     "LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID", "SLURM_LOCALID",
 )  # fmt: skip
-"""What torchrun, mpiexec (Open MPI, MPICH) and srun call the rank within a node; the innermost first."""
+"""The variables of torchrun, mpiexec (Open MPI, MPICH) and srun for the rank within a node; the innermost first."""
 
 
 def local_rank(environ: Mapping[str, str] | None = None) -> int:
-    """Return this process's rank among those of its node, by its launcher's variables.
+    """Return this process's rank within its node, from its launcher's variables.
 
     Args:
-        environ: the variables; None: this process's.
+        environ: the variables; None: this process's variables.
 
     Returns:
-        The rank within the node; without any variable the rank in the job, as on a single node.
+        The rank within the node; without such a variable, the rank in the job, as on a single node.
 
     Raises:
         ParameterError: a variable is not an integer of at least 0, or a set of variables is incomplete.
@@ -344,17 +344,17 @@ def local_rank(environ: Mapping[str, str] | None = None) -> int:
 
 
 def gpu_of_rank(gpus: int, environ: Mapping[str, str] | None = None) -> int | None:
-    """Return the index of the GPU that this rank should use: ranks of a node take the GPUs in turn.
+    """Return the index of the GPU that this rank should use: GPUs are assigned to the ranks of a node in turn.
 
-    Before a model is built:
+    Call it before a model is built:
 
         index = gpu_of_rank(torch.cuda.device_count())
         if index is not None:
             torch.cuda.set_device(index)
 
     Args:
-        gpus: how many this process sees; with fewer than there are ranks on the node, some ranks share one.
-        environ: the launcher's variables; None: this process's.
+        gpus: the number of GPUs that this process sees; if it is below the node's number of ranks, ranks share GPUs.
+        environ: the launcher's variables; None: this process's variables.
 
     Returns:
         The index, or None without GPUs.
@@ -366,16 +366,16 @@ def gpu_of_rank(gpus: int, environ: Mapping[str, str] | None = None) -> int | No
 
 
 def cuda_aware() -> bool:
-    """Return whether MPI takes pointers to GPU memory: its own answer, which Open MPI and MPICH give when it is up.
+    """Return whether MPI accepts pointers to GPU memory, as Open MPI and MPICH report once they are initialized.
 
-    Cray's MPICH does with MPICH_GPU_SUPPORT_ENABLED=1. A library that gives no answer is taken for one that does not.
+    Cray's MPICH accepts them with MPICH_GPU_SUPPORT_ENABLED=1. A library that gives no answer is assumed not to.
     """
     from mpi4py import MPI
 
     if "CRAY" in MPI.Get_library_version().upper():
         return os.environ.get("MPICH_GPU_SUPPORT_ENABLED") == "1"
     try:
-        library = ctypes.CDLL(MPI.__file__)  # finds names also in the MPI that mpi4py is linked with
+        library = ctypes.CDLL(MPI.__file__)  # also finds names in the MPI library that mpi4py is linked with
         return bool(library.MPIX_Query_cuda_support())
     except (OSError, AttributeError):
         return False

@@ -59,7 +59,7 @@ def check_call(raw: MPI.Intracomm, operation: str, args: tuple[Any, ...], kwargs
 
 
 def _size_of(spec: Any) -> tuple[int | None, str | None]:
-    """Return the bytes of a buffer, and their dtype unless it is given as a datatype, which may be a derived one."""
+    """Return the bytes of a buffer, and its dtype unless a datatype is given, which may be derived."""
     if spec is None or spec is MPI.IN_PLACE:
         return None, None
     parts = spec if isinstance(spec, (list, tuple)) else [spec]
@@ -70,15 +70,15 @@ def _size_of(spec: Any) -> tuple[int | None, str | None]:
 
 Array = NDArray[Any]
 LARGE_NBYTES = 1 << 17
-"""Where two barriers begin to cost less than what the library does."""
+"""From this size on, two barriers cost less than the library's algorithm."""
 CHUNK_NBYTES = 1 << 21
-"""Bytes a round: they stay in the caches between being laid out, summed and taken, and ranks meet seldom enough."""
+"""Bytes per round: small enough to stay in the caches from copy to sum to result, large enough for few barriers."""
 SHM_SHARE = 0.25
-"""Of the free shared memory of a node: the library needs some of its own, and an overdrawn page kills the process."""
+"""Maximum share of a node's free shared memory: the library needs some too, and a page beyond it kills the process."""
 
 
 class LibrarySum:
-    """The way through the library, for communicators with ranks on several nodes."""
+    """Sums by the library, for communicators with ranks on several nodes."""
 
     def __init__(self, raw: MPI.Intracomm) -> None:
         self._raw = raw
@@ -87,15 +87,16 @@ class LibrarySum:
         self._raw.Allreduce(MPI.IN_PLACE if contribution is into else contribution, into)
 
     def free(self) -> None:
-        """Nothing is held."""
+        """Do nothing: no resources are held."""
 
 
 class SharedMemorySum:
-    """Sums in shared memory, for a communicator whose ranks are all on one node: two halves a rank, used in turn.
+    """Sums in shared memory, for a communicator within one node: two halves per rank, used alternately.
 
-    Each chunk takes two barriers: after all have laid out what others will add, and after each has summed its slice of
-    all. With one half there would be a third, before the next chunk is laid out over results that others still read.
-    `Sync` before and after each barrier orders stores and loads, as MPI asks for in shared memory.
+    Each chunk takes two barriers: after all ranks have written their contributions, and after each rank has summed its
+    slice of all contributions. A single half would need a third barrier, before the next chunk overwrites results that
+    other ranks still read. `Sync` before and after each barrier orders stores and loads, as MPI requires in shared
+    memory.
     """
 
     def __init__(self, raw: MPI.Intracomm, runtime: MPIRuntime) -> None:
@@ -201,12 +202,12 @@ def summable_arrays(sendbuf: Any, recvbuf: Any) -> tuple[Array, Array] | None:
 
 
 def _summable_array(spec: Any) -> Array | None:
-    """Return the memory of a specification, or None if there is none in a row of one predefined type."""
+    """Return the memory of a buffer specification, or None unless it is contiguous memory of one predefined type."""
     try:
         if type(spec) in (list, tuple):
             spec = [_named(part) if isinstance(part, MPI.Datatype) else part for part in spec]
         buffer = as_buffer(spec)
-    except (TypeError, ValueError, BufferError, KeyError):  # the library says what is wrong with it
+    except (TypeError, ValueError, BufferError, KeyError):  # the library will raise the error
         return None
     return buffer.array if buffer.dtype is not None and buffer.datatype.is_predefined else None
 

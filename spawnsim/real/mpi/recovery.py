@@ -1,15 +1,15 @@
-"""After a death: a communicator of the survivors.
+"""Recovery after a death: creating a communicator of the survivors.
 
-`recover(comm)` revokes the old communicator (`Revocation`) and makes a new one of the ranks that go on (`Survival`), in
-one of two ways: by the watchdogs' agreement (`agreement`) in a job that was started to survive, by ULFM's own calls in
-one that was started by hand under `mpiexec --with-ft ulfm`.
+`recover(comm)` revokes the old communicator (`Revocation`) and creates a new one of the surviving ranks (`Survival`).
+It uses the watchdogs' agreement (`agreement`) in a job that was started with survival enabled, and ULFM's own calls in
+a job that was started by hand under `mpiexec --with-ft ulfm`.
 """
 
-# Why two ways. The agreement works on any MPI, and leaves a rank that is stopped as well as one that is dead; but it
-# needs collectives that can be left (`Options(survive=True)`), and so gives up the library's blocking calls and sums in
-# shared memory. A program under ULFM without that option has the fast calls, and the library itself ends them when a
-# rank dies: there Revoke and Shrink are enough, and take 1 to 12 ms instead of 25. They wait for ever for a stopped
-# rank, which is why they are not the only way.
+# Why there are two ways: the agreement works on any MPI, and excludes a stopped rank as well as a dead one. But it
+# needs collectives that can be abandoned (`Options(survive=True)`), and therefore does without the library's blocking
+# calls and sums in shared memory. A program under ULFM without that option uses the fast calls, which the library ends
+# when a rank dies. There Revoke and Shrink suffice, and take 1 to 12 ms instead of 25. They wait forever for a stopped
+# rank, so they cannot be the only way.
 
 from __future__ import annotations
 
@@ -45,9 +45,9 @@ ALLOWED = ("tomemory", "Get_group", "Is_inter", "handle", "name")
 
 
 class RevokedHandle:
-    """Takes the place of the library's handle in a revoked communicator or window: any call raises `Revoked`.
+    """Replaces the library's handle in a revoked communicator or window: any call raises `Revoked`.
 
-    So no call has to check for a revocation first, which would cost on every message of a run without deaths.
+    So no call has to check for a revocation first, which would slow down every message of a run without deaths.
     """
 
     def __init__(self, beneath: Any, why: str) -> None:
@@ -59,29 +59,29 @@ class RevokedHandle:
         raise Revoked(f"{name} {self._why}")
 
     def Free(self) -> None:
-        """Do nothing: freeing is collective, and some are dead."""
+        """Do nothing: freeing is collective, and some members are dead."""
 
     def Abort(self, errorcode: int = 0) -> None:
         abort(errorcode)
 
 
 class Revocation:
-    """One rank's revoked communicators. `dropped` counts late messages, by the world rank that sent them.
+    """One rank's revoked communicators. `dropped` counts late messages by the sender's world rank.
 
-    MPI cannot end what is under way on a communicator with dead members, and to free it is collective. So the handles
-    stay alive, out of the program's reach; buffers of open calls are kept for the rest of the run, since the library
-    may still write to them; and messages that come late are received and dropped one by one, at polls.
+    MPI cannot end open calls on a communicator with dead members, and freeing it is collective. So the handles stay
+    alive, but the program cannot use them. Buffers of open calls are kept for the rest of the run, since the library
+    may still write to them. Late messages are received and dropped one by one, at polls.
     """
 
     def __init__(self, runtime: MPIRuntime) -> None:
         self._runtime = runtime
-        self.kept: list[Any] = []  # requests, buffers and windows that the library may still touch
+        self.kept: list[Any] = []  # requests, buffers and windows that the library may still access
         self.dropped: Counter[int] = Counter()
         self._old: list[tuple[Any, tuple[int, ...]]] = []
         self._next, self._landing = 0, list[Any]()
 
     def __call__(self, lineage: str, why: str) -> None:
-        """Revoke the communicators of a lineage ("": all there are) and what belongs to them; from any thread."""
+        """Revoke the communicators of a lineage ("": all), their windows and requests; callable from any thread."""
         runtime = self._runtime
         for comm in list(runtime.comms):
             inside = not lineage or comm.label == lineage or comm.label.startswith(f"{lineage}/")
@@ -104,7 +104,7 @@ class Revocation:
     def _take(self, comm: Any, why: str) -> None:
         raw = comm._raw
         comm.revoked, comm._raw = why, RevokedHandle(raw, why)
-        if comm._node in self._runtime.windows:  # giving its memory back would need the dead
+        if comm._node in self._runtime.windows:  # freeing its memory would need the dead ranks
             self._runtime.windows.remove(comm._node)
             self.kept.append(comm._node)
         comm._node = LibrarySum(comm._raw)
@@ -113,7 +113,7 @@ class Revocation:
         self._old.append((raw, comm.members))
 
     def _end(self, request: Any) -> None:
-        """Let an open request of a revoked communicator end in `Revoked`; a receive is taken back."""
+        """End an open request of a revoked communicator with `Revoked`; cancel a receive."""
         operation, _, comm = request._what
         if not comm.revoked or request.advance():
             return
@@ -153,16 +153,16 @@ class Revocation:
 
 
 T = TypeVar("T")
-ROUNDS = 16  # of one recovery, before it is given up
-TRIES = 3  # failures in a row, without another death, to make its communicator: the library can make none any more
-ALONE_S = 1.0  # how long at most its making is the rank's only call of the library; silence takes longer
+ROUNDS = 16  # maximum number of rounds of one recovery
+TRIES = 3  # failed creations in a row without another death: the library then cannot create communicators any more
+ALONE_S = 1.0  # how long the creation may be the rank's only library call; shorter than the limit of silence
 LEFT_S = 1.0  # how long a last message may take to leave
-FUTILE = 5  # recoveries in a row from one step, without a death
-NOWHERE = np.iinfo(np.int64).max  # the step of a rank that gives none
+FUTILE = 5  # maximum number of recoveries in a row from one step, without a death
+NOWHERE = np.iinfo(np.int64).max  # the step of a rank that passes none
 
 
 def capabilities(runtime: MPIRuntime) -> Capabilities:
-    """Return what can be done, without trying it."""
+    """Return the capabilities, without testing them."""
     vendor, version = MPI.get_vendor()
     survives = ulfm() or (runtime.options.survive and SURVIVE in os.environ)
     flag = "mpiexec --with-ft ulfm" if vendor == "Open MPI" else "mpiexec -disable-auto-cleanup"
@@ -172,15 +172,15 @@ def capabilities(runtime: MPIRuntime) -> Capabilities:
         library=f"{vendor} {'.'.join(map(str, version))}",
         survives=survives,
         ulfm=ulfm(),
-        progress="poll",  # Win.Allocate on one node: always; else at polls and ends of compute blocks
+        progress="poll",  # Win.Allocate on one node: always; otherwise at polls and ends of compute blocks
         threads={0: "single", 1: "funneled", 2: "serialized"}.get(MPI.Query_thread(), "multiple"),
-        devices=("cpu", "cuda"),  # GPU tensors are staged where MPI does not reach them
+        devices=("cpu", "cuda"),  # GPU tensors are staged if MPI cannot access them
         missing=() if survives else (advice,),
     )
 
 
 class Survival:
-    """What one rank needs to outlive others; each runtime has one."""
+    """One rank's state for surviving the deaths of other ranks; each runtime has one."""
 
     def __init__(self, runtime: MPIRuntime) -> None:
         self._runtime = runtime
@@ -188,7 +188,7 @@ class Survival:
         self.kept = self.revoking.kept
         self.agreement = Agreement(runtime.abort, self._revoke, lambda: runtime.abort.program_ended)
         runtime.abort.given_up = lambda: self.agreement.fenced
-        self.shutdown: ShutdownBarrier | None = None  # where ranks meet at the end without the library
+        self.shutdown: ShutdownBarrier | None = None  # the final barrier, which does not use the library
         self.acknowledged: dict[str, set[int]] = {}  # world ranks, by communicator
         self._futile, self._step = 0, -1
         self._alone = False
@@ -197,7 +197,7 @@ class Survival:
         self._recorded = KnownDeaths(os.environ)
 
     def prepare(self) -> None:
-        """Make the rank fit to survive others; once MPI is up, since MPICH's `MPI_Init` sets a handler of SIGUSR1."""
+        """Prepare the rank to survive deaths; after `MPI_Init`, since MPICH's `MPI_Init` sets a SIGUSR1 handler."""
         runtime = self._runtime
         raw = runtime.raw
         self._base = raw.Dup()
@@ -210,7 +210,7 @@ class Survival:
 
     # -------------------------------------------------------------------------------------------------- deaths
     def dead(self) -> set[int]:
-        """Return the world ranks that are known to have died: by the library, or by their monitors."""
+        """Return the world ranks that have died according to the library or their monitors."""
         library = failed_ranks(self._base) if ulfm() else ()
         return {*library, *self._recorded()}
 
@@ -219,13 +219,13 @@ class Survival:
         return [rank for rank, member in enumerate(comm.members) if member in gone]
 
     def acknowledge(self, comm: CommCore, number: int | None) -> int:
-        """Let receives from any rank go on without the dead; return how many are acknowledged."""
+        """Let receives from any rank continue without dead ranks; return the number of acknowledged ranks."""
         dead = [comm.members[rank] for rank in self.failed(comm)][:number]
         self.acknowledged[comm.label] = set(dead)
         return len(dead)
 
     def require(self, call: tuple[str, int, Any], peer: int | None) -> None:
-        """Raise `RankFailed` if a call waits for the dead; the arguments are those of `RankRuntime.wait`."""
+        """Raise `RankFailed` if a call waits for a dead rank; for the arguments see `RankRuntime.wait`."""
         operation, number, comm = call
         dead = self._recorded()
         if not dead or comm._inter or (number < 0 and peer is None):
@@ -253,11 +253,11 @@ class Survival:
 
     def fence(self) -> None:
         if self.agreement.fenced:
-            # The one error of this rank.
+            # `from None`: the only error that this rank reports.
             raise Revoked(f"rank {self._runtime.services.rank}: {FENCED}") from None
 
     def regroup(self, comm: CommCore, step: int | None) -> tuple[Any, Decision]:
-        """Return a library's communicator of the survivors, and what they have decided."""
+        """Return a library communicator of the survivors, and their decision."""
         runtime, lineage = self._runtime, lineage_of(comm)
         state, limit_s = self.agreement.lineages[lineage], runtime.clock.limit_s()
         self._revoke(lineage)
@@ -284,15 +284,16 @@ class Survival:
         return self.agreement.lost | self.dead()
 
     def _made(self, meeting: Round, decision: Decision) -> DetachedCall[Any] | None:
-        """Return the call that has made the communicator on all members, None if it was given up.
+        """Return the call that has created the communicator on all members, or None if it was given up.
 
-        In the watchdog's thread, which calls nothing of the library meanwhile, nor do polls of others. Open MPI 5 loses
-        a message on a communicator that a rank is about to have if another thread of the rank receives it: it is kept
-        with the long header that `Create_from_group` needs, and so matches no receive (`mca_pml_ob1_add_comm`).
+        This runs in the watchdog's thread, which makes no other library call meanwhile; neither do the polls of other
+        threads. While a rank is creating a communicator, Open MPI 5 loses a message on it if another thread of the rank
+        receives the message: it is kept with the long header that `Create_from_group` needs, and so matches no receive
+        (`mca_pml_ob1_add_comm`).
         """
         known = self._recorded()
         with self._runtime.unpolled():
-            made = DetachedCall(partial(self._make, meeting, decision))  # a death leaves others in it
+            made = DetachedCall(partial(self._make, meeting, decision))  # after a death, it may never return
             wait_until(lambda: made.over() or self._recorded() != known, ALONE_S)
         if self.agreement.confirm(meeting, decision, made.well):
             return made
@@ -301,20 +302,20 @@ class Survival:
 
     def _make(self, meeting: Round, decision: Decision) -> Any:
         group = self._base.Get_group().Incl(list(decision.members))
-        name = f"spawnsim {meeting.lineage} {meeting.number} {decision.by}"  # another one in each try
-        if ulfm():  # Open MPI refuses to make a group of a communicator with dead members
+        name = f"spawnsim {meeting.lineage} {meeting.number} {decision.by}"  # a new name for each attempt
+        if ulfm():  # Open MPI refuses `Create_group` on a communicator with dead members
             self.settle()
             return MPI.Intracomm.Create_from_group(group, name, errhandler=MPI.ERRORS_RETURN)
         return self._base.Create_group(group, 1 + zlib.crc32(name.encode()) % 2**14)
 
     def settle(self) -> None:
-        """Wait until the library, too, knows of all deaths.
+        """Wait until the library has also detected all deaths.
 
-        Its failure handler walks all communicators, and crashes on one that is half made.
+        Its failure handler iterates over all communicators, and crashes on an incomplete one.
         """
 
         def known() -> bool:
-            MPI.COMM_SELF.Iprobe()  # it learns of them while it makes progress, and this may be its only caller
+            MPI.COMM_SELF.Iprobe()  # it detects deaths only in its progress engine, and this may be the only caller
             return self._recorded() <= set(failed_ranks(self._base))
 
         wait_until(known, DETECTED_S)
@@ -326,7 +327,7 @@ class Survival:
         def run() -> None:
             try:
                 found.put((job(), None))
-            except BaseException as error:  # noqa: BLE001  the thread that asked raises it
+            except BaseException as error:  # noqa: BLE001  the calling thread raises it
                 found.put((None, error))
 
         self._runtime.watchdog.do(run)
@@ -336,7 +337,7 @@ class Survival:
         return result  # type: ignore[no-any-return]
 
     def refuse_futile(self, comm: CommCore, step: int | None, dead: tuple[int, ...]) -> None:
-        """Refuse to recover for ever where the cause is not a death: a program that tries again would never end."""
+        """Refuse endless recovery if the cause is not a death: a program that tries again would never end."""
         self._futile = 0 if dead or step is None or step != self._step else self._futile + 1
         self._step = -1 if step is None else step
         if self._futile >= FUTILE:
@@ -346,16 +347,16 @@ class Survival:
             ) from None
 
     def leave_alone(self) -> None:
-        """From now on this rank ends without `MPI_Finalize`, which would wait for the dead."""
+        """End this rank without `MPI_Finalize` from now on, since `MPI_Finalize` would wait for dead ranks."""
         if not self._alone:
             self._alone = True
             atexit.register(self._leave)
 
     def end(self) -> bool:
-        """Let the last messages leave; return whether this rank ends without `MPI_Finalize`.
+        """Wait until the last messages have left; return whether this rank ends without `MPI_Finalize`.
 
-        It does where the launcher allows it. A plain mpiexec takes that for a failure and kills the other ranks: there
-        ranks finalize together, unless one of them has died.
+        It does so if the launcher allows it. A plain mpiexec treats such an end as a failure and kills the other ranks,
+        so under it ranks finalize together, unless one of them has died.
         """
         self._watched(self.agreement.tell_lost)
         self._watched(partial(wait_until, self._runtime.channel.sent, LEFT_S))
@@ -364,7 +365,7 @@ class Survival:
         return self._alone
 
     def _leave(self) -> None:
-        """Leave without `MPI_Finalize`; continue ranks that were given up and are only stopped: they leave, too."""
+        """Exit without `MPI_Finalize`; send SIGCONT to ranks that were given up, so that stopped ones exit too."""
         sys.stdout.flush()
         sys.stderr.flush()
         for rank in sorted(self.agreement.lost) if self._places else ():
@@ -382,27 +383,27 @@ def _continue(process: int) -> None:
 
 
 def lineage_of(comm: CommCore) -> str:
-    """Return the name that a communicator shares with all that recoveries make of it."""
+    """Return the name that a communicator shares with all communicators that recoveries create from it."""
     head, _, last = comm.label.rpartition("/")
     return head if last.startswith("recovered") else comm.label
 
 
 def prepare(runtime: MPIRuntime) -> None:
-    """Called once MPI is up, on all ranks."""
+    """Prepare recovery; called on all ranks after MPI is initialized."""
     runtime.survival = Survival(runtime)
     if runtime.options.survive or ulfm():
         runtime.survival.prepare()
 
 
 def recover(comm: CommCore, step: int | None = None) -> Recovery:
-    """Return the communicator of the survivors. All of them must call; `step` is where this one stands.
+    """Return the communicator of the survivors. All survivors must call it; `step` is this rank's current step.
 
-    It ends `comm` and all that was made of it (communicators, windows, open requests): calls on them raise `Revoked`.
-    Ranks that live and do not come within the deadline are given up, like the dead.
+    It ends `comm` and all objects created from it (communicators, windows, open requests): calls on them raise
+    `Revoked`. Living ranks that do not take part within the deadline are given up, like dead ranks.
 
     Raises:
-        Revoked: on a rank that the others have given up meanwhile (it was stopped): it must leave.
-        WorldError: when the ranks have recovered `FUTILE` times from one step without a death: the cause is another.
+        Revoked: the other ranks have given up this rank meanwhile (it was stopped): it must leave.
+        WorldError: the ranks have recovered `FUTILE` times from one step without a death, so it has another cause.
     """
     runtime, survival = comm.runtime, comm.runtime.survival
     survival.fence()
@@ -428,7 +429,7 @@ def _recovered(comm: CommCore, raw: Any, step: int | None) -> Recovery:
     survivors = type(comm)(raw, runtime, label)
     old = {comm.members.index(member): rank for rank, member in enumerate(survivors.members)}
     dead = tuple(sorted(set(range(comm.size)) - set(old)))
-    # By their ranks in the world, as events tell all ranks.
+    # World ranks, as in all events.
     lost = {comm.members[rank] for rank in dead} - survival.agreement.lineages[lineage].ended
     survival.agreement.lost |= lost
     if dead:
@@ -443,7 +444,7 @@ def _recovered(comm: CommCore, raw: Any, step: int | None) -> Recovery:
 
 
 def _shrink_by_ulfm(comm: CommCore, step: int | None) -> tuple[Any, int | None]:
-    """Revoke, so that all come here, and shrink, until no rank dies meanwhile; all by ULFM's own calls."""
+    """Revoke, so that all ranks take part, and shrink until no rank dies meanwhile; all with ULFM's own calls."""
     raw: Any = comm._raw
     error: SpawnsimError | None = None
     for _ in range(ROUNDS):
@@ -464,7 +465,7 @@ def _shrink_by_ulfm(comm: CommCore, step: int | None) -> tuple[Any, int | None]:
 
 
 def _all_agree(raw: Any, flag: int) -> bool:
-    """Return whether all survivors pass 1; the same on all of them, also when one dies now."""
+    """Return whether all survivors pass 1; all survivors get the same result, even if one dies during the call."""
     try:
         return bool(raw.Agree(flag))
     except MPI.Exception:

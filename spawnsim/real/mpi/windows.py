@@ -1,8 +1,8 @@
-"""Windows on MPI that work while their owners compute.
+"""Windows on MPI that are accessible while their owners compute.
 
-The recipe, by measurement on both MPIs: memory by `Allocate`, one `Lock_all` taken at birth and held until `Free`,
-accesses completed by `Flush`. So spawnsim keeps locks and epochs of its own (`window_sync`); a lock is an atomic
-on a small window of lock words, and a `Get` under a shared lock costs no message of its own.
+Measurements on both MPIs determined the method: memory from `Allocate`, one `Lock_all` from creation until `Free`, and
+accesses completed by `Flush`. So spawnsim implements its own locks and epochs (`window_sync`). A lock is an atomic
+operation on a small window of lock words, and a `Get` under a shared lock needs no extra message.
 """
 
 from __future__ import annotations
@@ -183,9 +183,9 @@ class MPIWin(WindowSync):
         return given
 
     def _require_sums(self, operation: str, origin: Any, target: Any, op: MPI.Op) -> None:
-        """Refuse an access that computes on what MPI takes for other numbers: it would give wrong ones without a word.
+        """Refuse an access that computes on types which MPI misinterprets: the results would be silently wrong.
 
-        MPICH's `Accumulate` of float16 is no sum; bfloat16, fp8 and datatypes derived by spawnsim go to MPI as bytes.
+        MPICH's `Accumulate` of float16 does not sum; bfloat16, fp8 and spawnsim's derived datatypes go to MPI as bytes.
         """
         kind = getattr(origin, "dtype", None)
         if (kind in _SUMMED and type(target) not in LISTS) or op in (MPI.REPLACE, MPI.NO_OP):
@@ -348,7 +348,7 @@ class MPIWin(WindowSync):
         return bool(self._raw)
 
     def __eq__(self, other: object) -> bool:
-        if not other:  # a window that does not exist is None, mpi4py's programs compare with WIN_NULL
+        if not other:  # a missing window appears as None, whereas mpi4py programs compare with WIN_NULL
             return not self
         return isinstance(other, MPIWin) and self._raw == other._raw
 

@@ -1,12 +1,12 @@
-"""Collectives derived from messages, for any backend; and what the backends' own share.
+"""Collectives derived from messages, for any backend, and code that the backends' own collectives share.
 
-Derived ones are plans: which bytes go to whom, which come from whom, and what happens to them. The blocking form waits
-for a plan, the `I` form returns it. Objects are pickled once per call. Contributions are combined in the orders of
-virtual ranks.
+A derived collective is a plan: the bytes to send to each rank, the bytes to receive from each rank, and a final step.
+The blocking form waits for a plan, the `I` form returns it. Objects are pickled once per call. Contributions are
+combined in the same orders as on virtual ranks.
 
-`reduction="ordered"` takes the sums of an Allreduce in rank order, the same on every library and size: slices go to
-their owners by all-to-all, each owner adds the contributions rank 0, 1, 2, …, and the results are all-gathered, which
-moves as many bytes as a ring.
+`reduction="ordered"` computes the sums of an Allreduce in rank order, independent of library and size: an all-to-all
+sends slices to their owners, each owner adds the contributions of ranks 0, 1, 2, …, and the results are all-gathered.
+This moves as many bytes as a ring.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ def ordered_allreduce(raw: Any, sendbuf: Any, recvbuf: Any, op: Op) -> None:
 
 
 def _chunk(raw: Any, contribution: Array, into: Array, tools: tuple[Array, Op]) -> None:
-    """Combine one chunk, small enough for what is received to stay in the cache."""
+    """Combine one chunk, which is small enough for the received data to stay in the cache."""
     scratch, op = tools
     size, rank, nbytes = raw.Get_size(), raw.Get_rank(), contribution.itemsize
     counts, starts = slices(contribution.size, size)
@@ -146,12 +146,12 @@ UNKNOWN = np.iinfo(np.int64).max
 
 @dataclass(frozen=True)
 class CallDescription:
-    """What a rank says of its call of a collective, to be compared with what the others say.
+    """A rank's description of its call of a collective, for comparison with the other ranks' descriptions.
 
     Args:
-        call: operation, root and op, as a text: the same on all ranks.
-        nbytes: the bytes that one rank gives or takes; None: not to be compared, such as of data that are in place.
-        dtype: of their elements; None: not to be compared, such as of derived datatypes.
+        call: operation, root and op as text; the same on all ranks.
+        nbytes: the bytes that one rank contributes or receives; None: not compared, for example for in-place data.
+        dtype: the dtype of the elements; None: not compared, for example for derived datatypes.
     """
 
     call: str
@@ -164,7 +164,7 @@ class CallDescription:
 
     @property
     def numbers(self) -> list[int]:
-        """Return a number for each of the three; hashes have 7 bytes, so that their negatives fit, too."""
+        """Return one number per field; hashes have 7 bytes, so that their negatives also fit."""
         call, dtype = (
             int.from_bytes(hashlib.blake2b(text.encode(), digest_size=7).digest(), "little")
             if text
@@ -179,11 +179,11 @@ def require_same_call(
     minimum: Callable[[NDArray[np.int64]], object],
     allgather: Callable[[str], list[str]],
 ) -> None:
-    """Raise MismatchError, on all ranks, unless all describe their call in the same way.
+    """Raise MismatchError on all ranks unless all ranks describe their call in the same way.
 
-    `minimum` replaces an array by its elementwise minimum over all ranks. Of numbers and their negatives that gives the
-    lowest and the highest of all, so one reduction of 48 bytes tells whether they are equal; only if they are not are
-    the texts themselves gathered, with the lines of the program.
+    `minimum` replaces an array by its elementwise minimum over all ranks. Applied to numbers and their negatives, it
+    yields the lowest and highest values, so one reduction of 48 bytes shows whether they are equal. Only if they differ
+    are the texts themselves gathered, with the lines of the program.
     """
     numbers = mine.numbers
     ends = np.array([*numbers, *(number if number == UNKNOWN else -number for number in numbers)], np.int64)
@@ -206,12 +206,12 @@ def require_same_call(
 Sends = Iterable[tuple[int, Bytes]]
 Receives = Iterable[tuple[int, Buffer]]
 Compared = tuple[str, Any]
-"""What all ranks must agree on beside the operation: root and op, and a buffer whose bytes and type count, or None."""
+"""Data on which all ranks must agree besides the operation: root and op, and a buffer (bytes and type) or None."""
 NOTHING: Compared = ("", None)
 
 
 def size_of(spec: Any) -> tuple[int | None, str | None]:
-    """Return the bytes of a buffer, and their dtype where it is a predefined one; None of one in place."""
+    """Return the bytes of a buffer, and its dtype if that is predefined; None for an in-place buffer."""
     if spec is None or is_in_place(spec):
         return None, None
     buffer = spec if isinstance(spec, Buffer) else as_buffer(spec)
@@ -219,16 +219,16 @@ def size_of(spec: Any) -> tuple[int | None, str | None]:
 
 
 class DerivedCollectives(PointToPoint, ObjectCollectives):
-    """All collectives, made of messages. A backend overrides those that its library does better.
+    """All collectives, derived from messages. A backend overrides collectives that its library implements better.
 
-    The table below adds the blocking and the `I` form of each, by its plan.
+    The table below adds the blocking and the `I` form of each collective from its plan.
     """
 
     _inner: PointToPoint  # the same ranks in another context, so that no receive of the program takes these messages
 
     # An exchange is a set of messages in the communicator's second context, with the number of the collective as their
-    # tag: so two exchanges that overlap (`Igather`, `Iscatter`) cannot take each other's messages, and no receive of
-    # the program can. All receives are posted first, so that what comes goes straight to its place.
+    # tag. So overlapping exchanges (`Igather`, `Iscatter`) cannot take each other's messages, and neither can a receive
+    # of the program. All receives are posted first, so that arriving data go directly to their destination.
 
     def _plan(
         self,

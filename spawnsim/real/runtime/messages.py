@@ -89,7 +89,7 @@ class SendRequest(RealRequest):
 
 
 class ReceiveRequest(RealRequest):
-    """A receive: of an object when it has no buffer."""
+    """A receive; without a buffer, it receives an object."""
 
     __slots__ = ("_after", "_buffer", "_cancelled", "_context", "posted")
     posted: PostedReceive

@@ -1,8 +1,8 @@
-"""The watchdog thread of a real rank: answers where its rank is, and ends calls that never return.
+"""The watchdog thread of a real rank: reports the active calls of its rank, and ends calls that never return.
 
-A blocking collective cannot be interrupted from Python. So each rank's watchdog looks at the calls its rank is in;
-when one has met its deadline it asks all other watchdogs what their ranks are in, and ends the job with a message
-that names the missing ranks. The backend gives it a channel for small messages.
+A blocking collective cannot be interrupted from Python. So each rank's watchdog checks the active calls of its rank.
+When a call has exceeded its deadline, the watchdog asks all other watchdogs for the active calls of their ranks, and
+ends the job with a message that names the missing ranks. The backend provides a channel for small messages.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from typing import Any, Protocol
 
 from spawnsim.errors import program_place
 
-TICK_S = 0.1  # how often a watchdog looks: 10 looks a second cost under 0.1 % of a core
+TICK_S = 0.1  # interval between a watchdog's checks: 10 checks per second cost under 0.1 % of a core
 GRACE_S = 1.5  # how long a watchdog may take to answer before its rank counts as silent
 
 
 class Channel(Protocol):
-    """Small messages between watchdogs; used by the watchdog thread alone."""
+    """Small messages between watchdogs; only the watchdog thread uses it."""
 
     rank: int
     size: int
@@ -37,7 +37,7 @@ class Channel(Protocol):
 
 
 class Scope(Protocol):
-    """A communicator, as far as the watchdog knows it: a name that all members share, and its world ranks."""
+    """A communicator as the watchdog sees it: a name that all members share, and its world ranks."""
 
     @property
     def label(self) -> str:
@@ -54,10 +54,10 @@ Call = tuple[str, int, Scope, float, float]
 
 @dataclass(frozen=True)
 class Where:
-    """What one rank answered: the calls it is in, else what it did last."""
+    """The answer of one rank: its active calls, otherwise its last action."""
 
     rank: int
-    # Operation, sequence, communicator's name, seconds in it, line of the program.
+    # Operation, sequence number, communicator's name, seconds in the call, line of the program.
     calls: tuple[tuple[str, int, str, float, str], ...] = ()
     note: str = "no answer: dead, stopped, or busy in code that holds the interpreter"
     answered: bool = False
@@ -76,11 +76,11 @@ def call_name(operation: str, sequence: int) -> str:
 
 
 class Watchdog(threading.Thread):
-    """One per rank. `active` maps a thread to the call it is in: a dict store on entry, a pop on exit.
+    """One per rank. `active` maps a thread to its active call: a dict store on entry, a pop on exit.
 
-    That is all that a call pays for it, hence no lock: single operations on a dict are atomic, and the watchdog
-    looks at a copy. A call that it finds past its deadline may have ended meanwhile, so it looks again after it has
-    asked the others, and only the same entry, still there, ends the job.
+    A call pays for nothing else and needs no lock: single operations on a dict are atomic, and the watchdog reads a
+    copy. A call past its deadline may end while the watchdog asks the other ranks, so the watchdog checks again
+    afterwards: the job ends only if the same entry is still present.
     """
 
     def __init__(self, channel: Channel, expired: Callable[[Call, list[Where]], None]) -> None:
@@ -88,14 +88,14 @@ class Watchdog(threading.Thread):
         self.channel = channel
         self.active: dict[int, Call] = {}
         self.last: Call | None = None
-        self.note: Callable[[], str] = lambda: ""  # what the rank does outside any call
-        self.progress: Callable[[], None] = lambda: None  # done on each look while the rank is inside a call
-        self.looked: Callable[[], None] = lambda: None  # done after each look
+        self.note: Callable[[], str] = lambda: ""  # describes the rank's activity outside of calls
+        self.progress: Callable[[], None] = lambda: None  # called on each check while the rank is in a call
+        self.looked: Callable[[], None] = lambda: None  # called after each check
         self.handlers: dict[str, Callable[[int, dict[str, Any]], object]] = {
             "ask": self._answer,
             "here": self._note_answer,
         }
-        self.silent: set[int] = set()  # ranks that did not answer when they were last asked
+        self.silent: set[int] = set()  # ranks that did not answer the latest query
         self._expired = expired
         self._answers: dict[int, Where] = {}
         self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
@@ -105,13 +105,13 @@ class Watchdog(threading.Thread):
         self._jobs.put(job)
 
     def stop(self) -> None:
-        """End the thread; nothing uses the channel after this returns."""
+        """End the thread; the channel is unused after this returns."""
         self._jobs.put(None)
         if threading.current_thread() is not self and self.is_alive():
             self.join()
 
     def ask_all(self) -> list[Where]:
-        """Return where all ranks are; from any thread but the watchdog's."""
+        """Return the answers of all ranks; callable from any thread but the watchdog's."""
         found: queue.SimpleQueue[list[Where]] = queue.SimpleQueue()
         self.do(lambda: found.put(self.inquire(range(self.channel.size), lambda: True)))
         return found.get()

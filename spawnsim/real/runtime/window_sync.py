@@ -1,9 +1,10 @@
 """Synchronisation of windows on real ranks: Lock and Unlock, and Post, Start, Complete, Wait and Test.
 
-Windows hold MPI's own locks from their birth, so that they are reached while their owner computes; MPI's calls are
-thus closed to them, and would meet no deadline. Locks exclude as MPI's do. In active-target epochs a target tells the
-origins that it has posted, an origin tells the targets that its accesses are complete. How a lock is got, how a token
-travels, and when an access is complete, is each backend's business.
+Windows hold MPI's own locks from their creation, so that they are accessible while their owner computes. MPI's
+synchronisation calls are therefore not usable for them, and these would not respect deadlines anyway. The locks here
+exclude each other as MPI's do. In active-target epochs, a target sends a token to the origins when it has posted, and
+an origin sends a token to the targets when its accesses are complete. Each backend implements the acquisition of locks,
+the transport of tokens, and the completion of accesses.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ DUE = {POST: "Post", COMPLETE: "Complete"}
 
 
 def window_comm(own: Any, given: Any) -> Any:
-    """Return the communicator that a window is made on: the one that is given, else the one whose `Win` makes it."""
+    """Return the communicator of a new window: the given one, otherwise the one that owns the `Win`."""
     if given is not None and not isinstance(given, RankComm):
         raise ParameterError(f"comm={given!r}: give a communicator of this job, such as {own!r}")
     return own if given is None else given
@@ -35,7 +36,7 @@ class WindowSync:
     """The locks that one rank holds on one window, and its active-target epochs there.
 
     Attributes:
-        label: what the window is called in errors.
+        label: the name of the window in errors.
     """
 
     label: str
@@ -47,7 +48,7 @@ class WindowSync:
         self._held: dict[int, int] = {}  # target → kind of lock
         self._tokens_of: Counter[tuple[int, int]] = (
             Counter()
-        )  # (rank, POST or COMPLETE): tokens that have come
+        )  # (rank, POST or COMPLETE): tokens that have arrived
         self._started: tuple[int, ...] = ()
         self._exposed: tuple[int, ...] = ()
         self._fenced = False
@@ -63,16 +64,16 @@ class WindowSync:
     Sync: Callable[[], None]
     _acquire: Callable[
         [int, int, float, tuple[str, int, Any]], bool
-    ]  # the lock of a rank's part, within a limit
+    ]  # locks a rank's part, within a time limit
     _release: Callable[[int, int], None]
     _send_token: Callable[[int, int], None]  # to a rank of the window, without waiting
 
     def _count_tokens(self) -> None:
-        """Count the tokens that have come."""
+        """Count the tokens that have arrived."""
 
     # ------------------------------------------------------------------------------------------------- accesses
-    # Libraries accept an access outside of any epoch, and MPICH one beyond a part, into memory that is not the
-    # window's: both are refused here, in the words of virtual ranks, before anything is sent.
+    # Libraries accept an access outside of any epoch, and MPICH accepts one beyond a part, into memory outside of the
+    # window. Both are refused here before anything is sent, with the same errors as on virtual ranks.
     def _require_epoch(self, rank: int) -> None:
         if not (rank in self._held or self._fenced or rank in self._started):
             raise CallError(
@@ -90,7 +91,7 @@ class WindowSync:
             )
 
     def _fence(self, assertion: int) -> None:
-        """Begin what Fence begins: accesses to all ranks, unless the program has said that none follow."""
+        """Open the epoch of a Fence: accesses to all ranks, unless the program has asserted that none follow."""
         self._fenced = not assertion & MODE_NOSUCCEED
 
     # ------------------------------------------------------------------------------------------- passive target
@@ -129,20 +130,20 @@ class WindowSync:
 
     # -------------------------------------------------------------------------------------------- active target
     def Post(self, group: Group, assertion: int = 0) -> None:
-        """Let the ranks of a group access this rank's part; waits for nobody."""
+        """Allow the ranks of a group to access this rank's part; does not wait."""
         self._exposed = self._places(group)
         self.Sync()
         for rank in self._exposed:
             self._send_token(rank, POST)
 
     def Start(self, group: Group, assertion: int = 0) -> None:
-        """Begin to access the parts of a group's ranks; waits until they have posted."""
+        """Begin to access the parts of a group's ranks; wait until they have posted."""
         places = self._places(group)
         self._expect(places, POST, "Start")
         self._started = places
 
     def Complete(self) -> None:
-        """End the access that Start began: all calls are then complete at their targets."""
+        """End the access epoch that Start began: all its calls are then complete at their targets."""
         for rank in self._started:
             self.Flush(rank)
             self._send_token(rank, COMPLETE)
@@ -169,7 +170,7 @@ class WindowSync:
         return [rank for rank in ranks if self._tokens_of[rank, token] < 1]
 
     def _expect(self, ranks: tuple[int, ...], token: int, operation: str) -> None:
-        """Wait for a token of each rank and take them; past the deadline none is taken."""
+        """Wait for a token of each rank and consume these tokens; past the deadline consume none."""
         runtime, comm, look = self._runtime, self._comm, partial(self._silent, ranks, token)
         limit_s = runtime.clock.limit_s()
         if not runtime.wait(lambda: not look(), limit_s, (f"Win.{operation}", -1, comm)) and (

@@ -1,9 +1,9 @@
 """Windows derived from messages: mpi4py's one-sided calls, as requests that the wire's thread of the target serves.
 
-So accesses are served while the target's program computes. Each is served as a whole, so none sees half of another; a
-part counts its versions. A large Get leaves straight from the part, without a copy: accesses that would change what
-is leaving wait until it has left. The owner's own loads and stores are not ordered with others' accesses: it locks
-its own part, or publishes whole snapshots.
+So accesses are served while the target's program computes. Each access is served as a whole, so no access sees half of
+another; a part counts its versions. A large Get is sent directly from the part, without a copy: accesses that would
+change bytes in transit wait until these have left. The owner's own loads and stores are not ordered with the accesses
+of other ranks: the owner must lock its own part, or publish whole snapshots.
 """
 
 from __future__ import annotations
@@ -44,20 +44,20 @@ class WindowPart:
     """One rank's memory of a window, and its locks."""
 
     memory: Bytes
-    on_token: Callable[[int, int], None]  # takes the sender and the token of an epoch
+    on_token: Callable[[int, int], None]  # is called with the sender and the token of an epoch
     version: int = 0
     writer: bool = False
     readers: int = 0
     queue: deque[tuple[Parcel, bool]] = field(default_factory=deque)
-    leaving: list[slice] = field(default_factory=list)  # what is being sent right now
-    later: deque[tuple[Parcel, Bytes]] = field(default_factory=deque)  # accesses that wait for it
+    leaving: list[slice] = field(default_factory=list)  # byte ranges in transit
+    later: deque[tuple[Parcel, Bytes]] = field(default_factory=deque)  # accesses that wait for `leaving`
 
-    # A large Get is sent from the part itself: copied first, it ran at half of a raw receive's speed. MPI leaves it
-    # open what a Get returns that meets a Put, but here an access is served as a whole, which policies rely on: a
-    # snapshot is of one version. So a change of bytes that are leaving waits; and what comes later to the same bytes
-    # waits behind it, since MPI orders accumulates of one origin to one place.
+    # A large Get is sent from the part itself: with a copy, it ran at half the speed of a raw receive. MPI leaves the
+    # result of a Get that overlaps a Put undefined, but here an access is served as a whole. Policies rely on this: a
+    # snapshot has one version. So a change of bytes in transit waits, and later accesses to the same bytes wait behind
+    # it, since MPI orders accumulates of one origin to one location.
     def must_wait(self, parcel: Parcel, payload: Bytes) -> bool:
-        """Whether an access would change what is leaving, or comes behind one to the same bytes that waits."""
+        """Whether an access would change bytes in transit, or follows a waiting access to the same bytes."""
         busy = [_byte_range(*waiting) for waiting in self.later]
         if parcel.first in CHANGES:
             busy += self.leaving
@@ -65,7 +65,7 @@ class WindowPart:
         return any(own.start < other.stop and other.start < own.stop for other in busy)
 
     def access(self, parcel: Parcel, payload: Bytes) -> Bytes | None:
-        """Do what a parcel asks for; return the bytes that it wants."""
+        """Execute the access of a parcel; return the requested bytes."""
         kind, target = parcel.first, self.memory[_byte_range(parcel, payload)]
         before = target.copy() if kind in (GET, SWAP) or parcel.third else None
         if kind == PUT:
@@ -86,7 +86,7 @@ class WindowPart:
             self.readers -= 1
 
     def grant(self) -> list[Parcel]:
-        """Lock the part for those that wait for it, first come, first served: so a writer gets in. Return them."""
+        """Lock the part for waiting requests, first come, first served (so no writer starves); return these."""
         granted = []
         while self.queue and not self.writer and not (self.queue[0][1] and self.readers):
             parcel, self.writer = self.queue.popleft()
@@ -101,7 +101,7 @@ def _byte_range(parcel: Parcel, payload: Bytes) -> slice:
 
 
 def accumulate_code(op: Op, datatype: Datatype) -> int:
-    """Return the number under which an op on a predefined type travels."""
+    """Return the number that encodes an op on a predefined type in a parcel."""
     named = next((name for name, known in TYPES.items() if known is datatype), None)
     if named is None or op.name not in OPS:
         raise UnsupportedError(

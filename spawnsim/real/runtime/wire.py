@@ -1,8 +1,8 @@
-"""What carries messages between ranks, and which message belongs to which receive.
+"""The transport of messages between ranks, and the matching of messages with receives.
 
-A backend provides a `Wire`: it sends parcels, and hands over those that arrive. On top of it the `Mailbox` matches
-messages with receives as MPI does, by context, source and tag, in order, and answers probes. One lock guards it; who
-waits for something to arrive waits on its condition.
+A backend provides a `Wire`, which sends parcels and delivers arriving parcels. On top of it, the `Mailbox` matches
+messages with receives as MPI does, by context, source and tag, in order, and answers probes. One lock guards it; a
+thread that waits for an arrival waits on its condition.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from spawnsim.comm.constants import ANY_SOURCE, ANY_TAG
 from spawnsim.real.runtime.services import Counters
 
 Bytes = NDArray[np.uint8]
-INLINE_NBYTES = 1 << 16  # a payload up to here is copied when it is sent
+INLINE_NBYTES = 1 << 16  # a payload up to this size is copied when it is sent
 
 
 def as_payload(data: Any) -> Bytes:
@@ -31,7 +31,7 @@ def as_payload(data: Any) -> Bytes:
 
 @dataclass(slots=True)
 class Parcel:
-    """A header and what follows it: `kind` names the receiver, which gives the other numbers their meaning."""
+    """The header of a payload: `kind` selects the receiver, which defines the meaning of the other numbers."""
 
     kind: int
     context: int = 0
@@ -42,7 +42,7 @@ class Parcel:
     second: int = 0
     third: int = 0
     source: int = -1
-    token: Any = None  # between `begin` and `done`, the receiver's
+    token: Any = None  # for the receiver, between `begin` and `done`
 
 
 class Receiver:
@@ -57,7 +57,7 @@ class Receiver:
 
 
 class Sent:
-    """A payload on its way; `complete` once its memory may be used again, and then `then` is called."""
+    """A payload in transit; once its memory may be reused, it is `complete` and `then` is called."""
 
     __slots__ = ("complete", "then")
 
@@ -74,8 +74,8 @@ class Wire:
     """Parcels from any thread of a rank to any rank, in order between two ranks: what a backend provides.
 
     Attributes:
-        receivers: who takes the parcels that arrive, by their kind.
-        fault: why nothing can be received any more; "" while it can.
+        receivers: the receiver of arriving parcels, by kind.
+        fault: the reason why receiving has failed for good; "" while it works.
     """
 
     def __init__(self, rank: int, size: int) -> None:
@@ -88,8 +88,8 @@ class Wire:
     def carry(self, to: int, parcel: Parcel, payload: Bytes | None, sent: Sent) -> None:
         """Send to another rank, without waiting for its program; `sent.finish()` when the payload has left.
 
-        A payload of up to `INLINE_NBYTES` has left when this returns (`sent` says so already). The other side calls
-        `receive`, in one thread. To a rank that has gone this raises `RankFailed`.
+        A payload of up to `INLINE_NBYTES` has left when this returns (`sent` is already complete). The other side calls
+        `receive`, in one thread. If the rank has gone, this raises `RankFailed`.
         """
         raise NotImplementedError
 
@@ -97,14 +97,14 @@ class Wire:
         raise NotImplementedError
 
     def stop(self) -> None:
-        """End receiving. Collective, once all have nothing more to send."""
+        """End receiving. Collective, once no rank has anything more to send."""
         raise NotImplementedError
 
     # ---------------------------------------------------------------------------------------------- for its users
     def send(
         self, to: int, parcel: Parcel, payload: Bytes | None = None, then: Callable[[], object] | None = None
     ) -> Sent:
-        """Send a parcel; the payload's memory must stay as it is until the result is complete.
+        """Send a parcel; the payload's memory must not change until the result is complete.
 
         `then` is called when a payload above `INLINE_NBYTES` to another rank has left, by any thread.
         """
@@ -118,7 +118,7 @@ class Wire:
         return sent
 
     def receive(self, parcel: Parcel, payload: Bytes | None) -> None:
-        """Hand over a parcel that has arrived, whose payload lies elsewhere."""
+        """Deliver an arrived parcel with its payload, which is copied."""
         receiver = self.receivers[parcel.kind]
         memory = receiver.begin(parcel)
         if memory is None:
@@ -133,7 +133,7 @@ MESSAGE, ACK = 1, 2
 
 @dataclass(eq=False, slots=True)
 class InboundMessage:
-    """A message of this rank: known from its header on, readable once it has arrived."""
+    """A message to this rank: known once its header has arrived, readable once its data have."""
 
     source: int
     tag: int
@@ -145,7 +145,7 @@ class InboundMessage:
 
 @dataclass(eq=False, slots=True)
 class PostedReceive:
-    """A receive: what it takes, perhaps memory for the data, and the message that it was given."""
+    """A posted receive: its source and tag, optional memory for the data, and the matched message."""
 
     source: int
     tag: int
@@ -257,9 +257,9 @@ class Mailbox(Receiver):
             )
 
     def claim(self, context: int, source: int, tag: int) -> PostedReceive | None:
-        """Return a receive that was given the first fitting message, or None if there is none."""
+        """Return a receive with the first matching message, or None if no message matches."""
         receive = PostedReceive(source, tag)
-        with self._condition:  # re-entrant: nothing comes between the look and the claim
+        with self._condition:  # re-entrant, which makes lookup and claim one step
             if self.peek(context, source, tag) is None:
                 return None
             self.post(context, receive)
