@@ -1,6 +1,6 @@
-"""Messages in memory: which bytes of which datatype a specification means, how many, and whether they can be written.
+"""Messages in memory: the bytes, datatype, count and writability of a buffer specification.
 
-`as_buffer` is where every message comes in. It reads `array`, `[array, type]`, `[array, counts, displs, type]` and so
+Every message passes through `as_buffer`. It reads `array`, `[array, type]`, `[array, counts, displs, type]` and so
 on by mpi4py's rules, in one pass, and returns a `Buffer`, or a `Vector` of the blocks of the `v` and `w` collectives.
 Nothing is copied before `pack`. Snapshots of predefined datatypes are typed arrays, of derived ones the bytes in the
 order in which they travel; pairs of a value and a place (`DOUBLE_INT`) lie with C's padding, and travel without it.
@@ -56,7 +56,7 @@ class Buffer:
     @property
     def array(self) -> Array:
         """1-D view of the elements in the user's memory; for derived types, of the bytes that they span."""
-        # Flattened only when asked for: most messages have one dimension, and a reshape would cost each of them.
+        # Flattened on demand: most messages have one dimension, and each would pay for a reshape.
         source = self._source
         return source if source.ndim == 1 else source.reshape(-1)
 
@@ -73,13 +73,13 @@ class Buffer:
 
     @property
     def phantom(self) -> bool:
-        """Whether sizes stand for data."""
+        """Whether the buffer has sizes but no data."""
         source: Any = self._source
         return type(source) is PhantomArray and self.nbytes > 0
 
     @property
     def writable(self) -> bool:
-        """Whether `unpack` can work."""
+        """Whether `unpack` may write to the memory."""
         return bool(self._source.flags.writeable) or self.nbytes == 0
 
     @property
@@ -90,7 +90,7 @@ class Buffer:
     def pack(self) -> Array:
         """Return an owned 1-D snapshot, all blocks in a row: typed for predefined datatypes, else bytes."""
         if self.datatype.dtype is not None and self.datatype.is_predefined:
-            # `flatten` copies always, `ravel` only where it must: a snapshot must not change with the program's memory.
+            # `flatten` always copies, `ravel` only if necessary: a snapshot must not change with the program's memory.
             return self._source.flatten()
         return self.datatype.wire(self._source, self.count * self.blocks, self.origin)
 
@@ -168,7 +168,7 @@ class UnpaddedPairs(Buffer):
         return pairs
 
     def unpack(self, data: Array) -> int:
-        """Write a snapshot to the user's memory, as bytes: neighbours of the pairs stay as they are."""
+        """Write a snapshot to the user's memory, as bytes: memory next to the pairs is unchanged."""
         memory = Buffer(self._source, self.datatype.Dup(), self.count, self.blocks)
         return memory.unpack(_wire(data))
 

@@ -1,7 +1,7 @@
 """The numbers and singletons of MPI, under mpi4py's names.
 
-The values are spawnsim's own: a real MPI may number the same names otherwise, so a wrapper over one translates what
-it hands down (`ANY_SOURCE`, `PROC_NULL`, lock types) by name.
+The values are spawnsim's own: a real MPI may use other values for the same names, so a wrapper over it translates the
+arguments that it passes on (`ANY_SOURCE`, `PROC_NULL`, lock types) by name.
 """
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ import sys
 from typing import Any, Final
 
 UNDEFINED: Final = -32766
-# Of no MPI: MPICH's ANY_SOURCE is Open MPI's PROC_NULL, and the other way round, so mpi4py's numbers of these, or a
-# rank - 1 of rank 0, must not mean anything here.
+# Values that no MPI uses: MPICH's ANY_SOURCE is Open MPI's PROC_NULL, and the other way round, so mpi4py's values of
+# these, or the `rank - 1` of rank 0, must be invalid here.
 ANY_SOURCE: Final = -101
 PROC_NULL: Final = -102
 ANY_TAG: Final = -1
@@ -158,7 +158,7 @@ class BottomType(_Singleton):
 
 
 class InPlaceType(_Singleton):
-    """Type of `IN_PLACE`, the buffer argument that means: take the other one."""
+    """Type of `IN_PLACE`, the buffer argument that stands for the call's other buffer."""
 
     _name, _value = "IN_PLACE", -1
 

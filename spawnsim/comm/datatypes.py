@@ -1,8 +1,8 @@
-"""MPI's datatypes: what one element is, where its bytes lie, and how new types are made of old ones.
+"""MPI's datatypes: the type and memory layout of an element, and the construction of derived types.
 
-The constructors turn MPI's arguments into layouts. A datatype is immutable but for its name and commit mark. MPI's own
-types, and the tables from typecodes and numpy dtypes to them, are made at the end. Buffers, messages and operations are
-built on datatypes and unknown to them.
+The constructors convert MPI's arguments to layouts. A datatype is immutable except for its name and commit mark. The
+end of the module creates MPI's own types, and the tables from typecodes and numpy dtypes to them. Buffers, messages and
+operations depend on datatypes, but not the other way round.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class Constructors(Handle):
         lengths, starts = integers(blocklengths), integers(displacements)
         if len(lengths) != len(starts):
             raise CallError(ERR_ARG, f"{len(lengths)} blocklengths but {len(starts)} displacements")
-        # Checked for all before a layout is made: a negative length would shift the blocks behind it without an error.
+        # All lengths are checked before a layout is created: a negative one would silently shift the following blocks.
         if (lengths < 0).any():
             raise CallError(ERR_COUNT, f"negative blocklength {lengths.min()}")
         return repeat(self.live(), lengths, starts * unit_nbytes)
@@ -138,7 +138,7 @@ class Constructors(Handle):
 
 
 def _list(values: Any) -> list[int]:
-    """Return numbers as plain `int`s; an array's without asking each."""
+    """Return numbers as plain `int`s; an array is converted as a whole."""
     if isinstance(values, np.ndarray) and values.dtype.kind in "iu":
         numbers: list[int] = values.reshape(-1).tolist()
         return numbers
@@ -154,10 +154,10 @@ def _count(count: int) -> int:
 
 @lacking
 class Datatype(Constructors):
-    """A datatype under mpi4py's names.
+    """A datatype with mpi4py's method names.
 
-    Slots of use to implementers: `size` (bytes of data of one element), `dense` (elements lie in memory as they
-    travel), `dtype` (numpy's dtype of one element if the type is predefined, else None), `layout`.
+    Slots for implementers: `size` (bytes of data of one element), `dense` (elements lie in memory in packed form),
+    `dtype` (numpy's dtype of one element if the type is predefined, else None), `layout`.
     """
 
     __slots__ = (
@@ -265,7 +265,7 @@ class Datatype(Constructors):
         return self
 
     def Free(self) -> None:
-        """Make this handle null; predefined types stay."""
+        """Make this handle null; predefined types cannot be freed."""
         self.live()
         if self.is_predefined:
             # MPI: freeing a predefined type is erroneous. All ranks share it here, so one rank would take it from
@@ -273,11 +273,11 @@ class Datatype(Constructors):
             raise CallError(ERR_TYPE, f"{self._name} is predefined and cannot be freed")
         self._identity = None
 
-    # How it was made
+    # Construction
 
     @property
     def basic(self) -> Datatype | None:
-        """The predefined type of which all elements are; None if there are several."""
+        """The predefined type of all elements; None if there are several."""
         if self.recipe.name == "NAMED":
             return self
         # Structs have no base, their types are among the contents.
@@ -286,7 +286,7 @@ class Datatype(Constructors):
         return found[0] if found and all(each is found[0] for each in found) else None
 
     def Get_envelope(self) -> tuple[int, int, int, int, int]:
-        """Return (integers, addresses, large counts, datatypes, combiner): how much `Get_contents` returns."""
+        """Return (integers, addresses, large counts, datatypes, combiner): the sizes of `Get_contents`' results."""
         self.live()
         return self.recipe.envelope
 
@@ -330,7 +330,7 @@ class Datatype(Constructors):
 
     @property
     def typechar(self) -> str:
-        """The character code ("d" for `DOUBLE`), "V" for others, "" for the null type."""
+        """The character code ("d" for `DOUBLE`), "V" for other types, "" for the null type."""
         if not self.code:
             return "V" if self else ""
         return self.code if self.code in ("c", "U") else _dtype(self).char
@@ -405,8 +405,8 @@ def _predefined(name: str) -> Datatype:
 
 
 def _rebuild(cls: type[Datatype], recipe: Recipe, committed: bool) -> Datatype:
-    """Make a derived type again, for pickle."""
-    # A struct is made by the class, every other type by a method of its base.
+    """Reconstruct a derived type, for pickle."""
+    # A struct is created by the class, every other type by a method of its base.
     maker = recipe.base if recipe.base is not None else cls
     names = {"DUP": "Dup"}
     new: Datatype = getattr(maker, names.get(recipe.name, f"Create_{recipe.name.lower()}"))(

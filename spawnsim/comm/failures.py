@@ -1,8 +1,8 @@
 """MPI's error classes, their texts, and the exceptions that carry them.
 
-`MPIException` is what a program catches as `MPI.Exception`; `CallError` is the same raised by spawnsim for a call
-that cannot be made, so that both `except MPI.Exception` and `except errors.UsageError` catch it. `ABSENT` lists the
-names of mpi4py's that virtual ranks lack.
+`MPIException` is the class that a program catches as `MPI.Exception`. spawnsim raises its subclass `CallError` for an
+invalid call, so that both `except MPI.Exception` and `except errors.UsageError` catch it. `ABSENT` lists the mpi4py
+names that virtual ranks lack.
 """
 
 from __future__ import annotations
@@ -124,7 +124,7 @@ def Get_error_string(errorcode: int) -> str:
 
 
 class MPIException(RuntimeError):
-    """MPI's exception, `MPI.Exception`: an error code, and perhaps a message that says more than its text."""
+    """MPI's exception, `MPI.Exception`: an error code, and possibly a message with more detail than its text."""
 
     def __init__(self, ierr: int = SUCCESS, message: str = "") -> None:
         self.ob_mpi, self.message = ierr, message
@@ -181,7 +181,7 @@ class MPIException(RuntimeError):
 
 
 class CallError(UsageError, MPIException):
-    """A call that cannot be: wrong rank, tag, count, type, op or handle."""
+    """An invalid call: wrong rank, tag, count, type, op or handle."""
 
 
 class ArgumentError(CallError, ParameterError):
@@ -219,7 +219,7 @@ class UnknownTypeError(UsageError, KeyError, ValueError):
 
 
 class RankFailed(errors.RankFailed, MPIException):
-    """The dead are needed: `spawnsim.errors.RankFailed` where a program may wait for an `MPI.Exception`."""
+    """A call needs a dead rank: `spawnsim.errors.RankFailed` for programs that catch `MPI.Exception`."""
 
     def __init__(self, ranks: Iterable[int], message: str = "") -> None:
         errors.RankFailed.__init__(self, ranks, message)
@@ -227,7 +227,7 @@ class RankFailed(errors.RankFailed, MPIException):
 
 
 class Revoked(errors.Revoked, MPIException):
-    """The communicator is revoked: `spawnsim.errors.Revoked` where a program may wait for an `MPI.Exception`."""
+    """The communicator is revoked: `spawnsim.errors.Revoked` for programs that catch `MPI.Exception`."""
 
     def __init__(self, message: str = "") -> None:
         self.ob_mpi, self.message = ERR_REVOKED, message
@@ -238,7 +238,7 @@ class Revoked(errors.Revoked, MPIException):
 
 
 class Absent(type):
-    """A name of mpi4py's that virtual ranks lack: a program may mention it, and every use of it is an error."""
+    """An mpi4py name that virtual ranks lack: a program may mention it, but every use of it is an error."""
 
     advice: str
 

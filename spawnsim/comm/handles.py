@@ -30,7 +30,7 @@ from spawnsim.comm.failures import (
 )
 
 INT: Final = 1 << 31  # one more than the largest of C's `int`
-AINT: Final = 1 << 63  # of addresses, displacements and sizes in bytes
+AINT: Final = 1 << 63  # for addresses, displacements and sizes in bytes
 
 
 def integer(value: Any, limit: int = INT) -> int:
@@ -91,7 +91,7 @@ class Identity:
 
 
 def same_kind(kind: type[Identity], given: Any) -> None:
-    """Refuse what a handle of this kind cannot be made of: anything but another one. Raises `SpecTypeError`."""
+    """Refuse to create a handle of this kind from an object of another kind. Raises `SpecTypeError`."""
     if not isinstance(given, kind):
         raise SpecTypeError(f"{kind.__name__}({given!r}): give another {kind.__name__}, or nothing")
 
@@ -102,7 +102,7 @@ def reduced(obj: Any, constants: Mapping[str, Any], name: str) -> str | tuple[An
 
 
 class Handle(Identity):
-    """The same with a slot for what makes it equal to others."""
+    """An `Identity` with a slot for the identity that makes copies equal."""
 
     __slots__ = ("__weakref__", "_identity")
 
@@ -113,7 +113,7 @@ def _kin(one: Identity, other: Identity) -> bool:
 
 
 class Keyval(int):
-    """The key of an attribute: an `int`, as MPI wants it, that carries its callbacks."""
+    """The key of an attribute: an `int`, as MPI requires, that carries its callbacks."""
 
     copy_fn: Callable[[Any, int, Any], Any] | bool | None
     delete_fn: Callable[[Any, int, Any], None] | None
@@ -122,7 +122,7 @@ class Keyval(int):
     def fresh(
         cls, copy_fn: Callable[..., Any] | bool | None, delete_fn: Callable[..., None] | None
     ) -> Keyval:
-        """Return a keyval that no other equals."""
+        """Return a new, unique keyval."""
         keyval = cls(next(_fresh))
         keyval.copy_fn, keyval.delete_fn = copy_fn, delete_fn
         return keyval
@@ -161,11 +161,11 @@ class Attributes(Identity):
         self._attributes[keyval] = attrval
 
     def Delete_attr(self, keyval: int) -> None:
-        # The key that is stored is looked for, since a program may pass a plain int, which has no callbacks.
+        # Find the stored key, since a program may pass a plain int, which has no callbacks.
         key = next((held for held in self._attributes if held == keyval), None)
         if key is None:
             raise CallError(ERR_KEYVAL, f"nothing is stored under keyval {int(keyval)}")
-        # Taken out before the callback, so that one that looks at the object does not find it any more.
+        # Removed before the callback, so that a callback that inspects the object does not find it.
         value = self._attributes.pop(key)
         if isinstance(key, Keyval) and key.delete_fn is not None:
             _called_back(key.delete_fn, self, key, value)
@@ -175,7 +175,7 @@ class Attributes(Identity):
         for key, value in self._attributes.items():
             rule = key.copy_fn if isinstance(key, Keyval) else None
             kept = value if rule else NotImplemented
-            # Only a function is asked; NotImplemented is its way to say "do not copy", since None is a value like
+            # Only a function is called; it returns NotImplemented for "do not copy", since None is a value like
             # any other.
             copied = _called_back(rule, self, key, value) if callable(rule) else kept
             if copied is not NotImplemented:
@@ -198,7 +198,7 @@ class Attributes(Identity):
 
     @classmethod
     def Free_keyval(cls, keyval: int) -> int:
-        """Give up a keyval; attributes under it stay until their objects are freed."""
+        """Free a keyval; its attributes stay until their objects are freed."""
         if not isinstance(keyval, Keyval):
             raise CallError(ERR_KEYVAL, f"keyval {keyval} was not made by Create_keyval")
         return KEYVAL_INVALID
@@ -235,7 +235,7 @@ class Errhandler(Handle):
     is_predefined = True
 
     def Free(self) -> None:
-        """Give up the handle; objects that use the handler keep it."""
+        """Free the handle; objects that use the handler keep it."""
         if self._identity is None:
             raise CallError(ERR_ERRHANDLER, "Free of a null error handler")
         # MPI: a predefined handler that was got may be freed as a handle; the constant itself may not.
@@ -420,7 +420,7 @@ class Named(Attributes):
         return Info.Create(self._info)
 
     def Set_info(self, info: Info) -> None:
-        """Set hints; no hint means anything here, all are kept."""
+        """Set hints; all are stored and ignored."""
         self._exist()
         self._info = Info.Create(info)  # type: ignore[misc]  # a slot of the subclass
 

@@ -1,4 +1,4 @@
-"""Where the bytes of a datatype lie, and which constructor calls made it.
+"""The memory layout of a datatype, and the constructor calls that created it.
 
 A `Layout` is one element's type map, run-length coded, with numpy gather and scatter over it. A `Recipe` is the
 constructor's name and arguments: it answers `Get_envelope`, `Get_contents` and `decode`.
@@ -22,10 +22,10 @@ Bytes = NDArray[np.uint8]
 Ints = NDArray[np.int64]
 CACHED_INDICES: Final = 4
 LONG: Final = 1 << 16
-"""Blocks of so many bytes are copied one by one. An index of their cells can take more memory than the blocks
+"""From this average size on, blocks are copied one by one. An index of their cells can take more memory than the blocks
 themselves, and numpy has no cells of 2 GiB."""
 BF16 = np.dtype([("bfloat16", np.uint16)])
-"""Storage of one bfloat16. No other type has this dtype, so arithmetic never takes it for an unsigned integer."""
+"""Storage of one bfloat16. No other type has this dtype, so arithmetic never treats it as an unsigned integer."""
 
 
 def integers(values: Any) -> Ints:
@@ -47,7 +47,7 @@ def _merge(offsets: Ints, lengths: Ints) -> tuple[Ints, Ints]:
 
 
 def spread(starts: Ints, lengths: Ints) -> Ints:
-    """Return start, start + 1, … of every block, one after the other."""
+    """Return start, start + 1, … for every block, concatenated."""
     if not len(starts):
         return starts
     # Ranges by one cumulative sum: a Python loop over blocks took most of the time for types with many short blocks.
@@ -88,7 +88,7 @@ class Layout:
 
     @cached_property
     def dense(self) -> bool:
-        """Whether elements lie in memory just as they travel: no gaps, in order, from the start."""
+        """Whether elements lie in memory in their packed form: no gaps, in order, from the start."""
         if not len(self.offsets):
             return True
         # One block is not enough: with another bound or extent the second element would not follow the first directly.
@@ -97,7 +97,7 @@ class Layout:
     @cached_property
     def unit(self) -> int:
         """The largest number of bytes that divides all offsets, lengths and the extent."""
-        # The extent counts as well, because element i lies i extents on, and must be a whole number of units.
+        # The extent counts as well, because element i starts after i extents, which must be a whole number of units.
         blocks = np.gcd.reduce(np.concatenate((self.offsets, self.lengths, [self.extent])))
         return int(blocks) or 1
 
@@ -110,8 +110,8 @@ class Layout:
         return Layout(self.offsets, self.lengths, self.atoms, self.repeats, lb, extent, self.align)
 
     def span(self, count: int) -> tuple[int, int]:
-        """Return the first and one past the last byte that `count` elements touch, relative to the start."""
-        # Types of size 0 touch no memory, whatever their bounds are.
+        """Return the first byte and one past the last byte of `count` elements, relative to the start."""
+        # Types of size 0 use no memory, whatever their bounds are.
         if count == 0 or not self.size:
             return 0, 0
         last = (count - 1) * self.extent
@@ -119,19 +119,19 @@ class Layout:
         return self.true_lb + min(0, last), self.true_ub + max(0, last)
 
     def index(self, count: int, unit: int) -> Ints:
-        """Return where each unit of `count` elements lies, in units from the buffer's start (cached)."""
+        """Return the position of each unit of `count` elements, in units from the buffer's start (cached)."""
         found = self._indices.get((count, unit))
         if found is None:
             one = spread(self.offsets // unit, self.lengths // unit)
             found = (np.arange(count)[:, None] * (self.extent // unit) + one).reshape(-1)
-            # A handful only: an index takes eight bytes a unit, and programs use a type with few counts.
+            # Only a few are cached: an index takes eight bytes per unit, and programs use a type with few counts.
             if len(self._indices) >= CACHED_INDICES:
                 self._indices.pop(next(iter(self._indices)))
             self._indices[count, unit] = found
         return found
 
     def gather(self, memory: Bytes, count: int, origin: int = 0) -> Bytes:
-        """Return the bytes of `count` elements in the order in which they travel; `memory[0]` is byte `origin`."""
+        """Return the bytes of `count` elements in packed order; `memory[0]` is byte `origin`."""
         if self.long:
             data = np.empty(count * self.size, np.uint8)
             for travelling, lying in self._blocks(len(data), origin):
@@ -144,7 +144,7 @@ class Layout:
         return taken
 
     def scatter(self, memory: Bytes, data: Bytes, origin: int = 0) -> None:
-        """Write travelling bytes, perhaps fewer than whole elements, to where they belong."""
+        """Write packed bytes, possibly fewer than whole elements, to their positions in memory."""
         if not len(data):
             return
         if self.long:
@@ -158,14 +158,14 @@ class Layout:
         cells[index - origin // unit if origin else index] = data.view(cells.dtype)
 
     def _blocks(self, nbytes: int, origin: int) -> Iterator[tuple[slice, slice]]:
-        """Yield of each block of `nbytes` travelling bytes where it is among them, and in memory from `origin` on."""
+        """Yield, for each block of `nbytes` packed bytes, its position among them and in memory from `origin` on."""
         if self.dense:
             yield slice(0, nbytes), slice(-origin, nbytes - origin)
             return
         blocks, at, element = list(zip(self.offsets.tolist(), self.lengths.tolist(), strict=True)), 0, -origin
         while at < nbytes:
             for offset, length in blocks:
-                # The last block is shorter where the message ends inside it; those behind it are empty.
+                # The last block is shorter if the message ends inside it; blocks behind it are empty.
                 length = min(length, nbytes - at)
                 yield slice(at, at + length), slice(element + offset, element + offset + length)
                 at += length
@@ -186,7 +186,7 @@ class Layout:
 
 
 def _cells(memory: Bytes, unit: int) -> NDArray[Any]:
-    """View bytes as cells of `unit` bytes; a rest that fills no cell is never addressed."""
+    """View bytes as cells of `unit` bytes; an incomplete last cell is never addressed."""
     if unit == 1:
         return memory
     dtype = np.dtype(f"u{unit}") if unit in (2, 4, 8) else np.dtype((np.void, unit))
@@ -200,7 +200,7 @@ def atom(nbytes: int, align: int | None = None) -> Layout:
 
 
 def place(parts: list[tuple[Layout, int, int]]) -> Layout:
-    """Return the layout of blocks: (layout, how many of them, byte displacement), in type-map order."""
+    """Return the layout of blocks: (layout, count, byte displacement), in type-map order."""
     used = [part for part in parts if part[1] > 0]
     if not used:
         # MPI: a type without elements has bounds of 0.
@@ -237,7 +237,7 @@ def _runs(atoms: Ints, repeats: Ints) -> tuple[Ints, Ints]:
 
 def repeat(layout: Layout, blocklengths: Ints, displacements: Ints) -> Layout:
     """Return the layout of blocks of one layout at byte displacements, without a Python loop where all are alike."""
-    # Few or unequal blocks: building arrays costs more there than the loop saves.
+    # Few or unequal blocks: building arrays costs more than the loop.
     if len(blocklengths) < 8 or not (blocklengths == blocklengths[0]).all() or not blocklengths[0]:
         pairs = zip(blocklengths.tolist(), displacements.tolist(), strict=True)
         return place([(layout, length, at) for length, at in pairs])
@@ -263,7 +263,7 @@ class Recipe:
     """
 
     name: str
-    base: Any  # a datatype, which knows its layout and recipe, and is unknown to both; or None
+    base: Any  # a datatype, which refers to its layout and recipe, but not the other way round; or None
     parameters: dict[str, Any]
 
     def __post_init__(self) -> None:

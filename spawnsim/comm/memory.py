@@ -1,4 +1,4 @@
-"""The memory behind what users pass: numpy arrays, torch CPU tensors, bytes, memoryviews, array.array, DLPack.
+"""The memory of users' arguments: numpy arrays, torch CPU tensors, bytes, memoryviews, array.array, DLPack.
 
 An object becomes one flat numpy array over the same bytes, without a copy and without importing the object's
 library. A DLPack capsule is only borrowed, as mpi4py does it, so the exporter and its capsule must live as long as
@@ -89,7 +89,7 @@ def borrow(obj: Any, bf16: np.dtype[Any]) -> Borrowed:
             "the DLPack capsule is of another version than asked for, or was used before"
         ) from None
     # The capsule has to go before its exporter, since it may call back into it.
-    held = (obj, capsule)  # a tuple lets go of its last item first
+    held = (obj, capsule)  # a tuple releases its last item first
     if name == b"dltensor":
         return _described(DLManagedTensor.from_address(place).tensor, False, held, bf16=bf16)
     versioned = DLManagedTensorVersioned.from_address(place)
@@ -127,7 +127,7 @@ def _dense(shape: list[int], strides: list[int]) -> bool:
 
 
 def _dtype(tensor: DLTensor, bf16: np.dtype[Any]) -> np.dtype[Any]:
-    """Return the type of elements; what numpy does not know is bytes, as for mpi4py."""
+    """Return the type of elements; types that numpy lacks become bytes, as in mpi4py."""
     code, nbytes = tensor.code, tensor.bits // 8
     if code == FLOAT and tensor.lanes == 2:  # an old way to say complex
         code, nbytes = 5, 2 * nbytes
@@ -144,7 +144,7 @@ def _dtype(tensor: DLTensor, bf16: np.dtype[Any]) -> np.dtype[Any]:
 class buffer(np.ndarray[Any, np.dtype[np.uint8]]):  # noqa: N801  # mpi4py's name
     """Raw memory: len, item and slice access as integers and buffers, and the buffer protocol."""
 
-    place: int | None = None  # where it starts, if it was made of an address
+    place: int | None = None  # the start, if the buffer was created from an address
 
     def __new__(cls, buf: Any = None, /) -> Self:
         """Return a view of an object's memory; of nothing, an empty one."""
@@ -152,8 +152,8 @@ class buffer(np.ndarray[Any, np.dtype[np.uint8]]):  # noqa: N801  # mpi4py's nam
 
     @classmethod
     def allocate(cls, nbytes: int, clear: bool = False) -> Self:
-        """Return fresh memory of `nbytes` bytes; zeroed always, so that a simulation never reads chance."""
-        # Zeroed: bytes that are never written may be sent, and would make the digest depend on chance.
+        """Return fresh memory of `nbytes` bytes; always zeroed, so that a simulation never reads random bytes."""
+        # Zeroed: bytes that are never written may be sent, and would make the digest non-deterministic.
         return np.zeros(nbytes, np.uint8).view(cls)
 
     @classmethod
@@ -165,7 +165,7 @@ class buffer(np.ndarray[Any, np.dtype[np.uint8]]):  # noqa: N801  # mpi4py's nam
     def fromaddress(cls, address: int, nbytes: int, readonly: bool = False) -> Self:
         """Return a view of memory at an address; it must stay valid while the view is used.
 
-        A count and a datatype may reach beyond `nbytes`, as with mpi4py: the address is the caller's word.
+        A count and a datatype may extend beyond `nbytes`, as in mpi4py: the caller vouches for the address.
         """
         view = at_address(address, nbytes).view(cls)
         view.place = address
@@ -213,7 +213,7 @@ class buffer(np.ndarray[Any, np.dtype[np.uint8]]):  # noqa: N801  # mpi4py's nam
 
     @property
     def address(self) -> int:
-        # numpy gives an empty array some address; mpi4py tells 0.
+        # numpy gives an empty array some address; mpi4py returns 0.
         return int(self.ctypes.data) if len(self) else 0
 
     @property
@@ -250,7 +250,7 @@ def at_address(address: int, nbytes: int, owner: Any = None) -> Bytes:
 
 
 class Unbounded(np.ndarray[Any, np.dtype[Any]]):
-    """Memory of which only the start is known for sure."""
+    """Memory with a known start but an unknown end."""
 
     place: int
 

@@ -1,4 +1,4 @@
-"""Objects as bytes: `MPI.Pickle`, whose instance every object call uses."""
+"""Objects as bytes: `MPI.Pickle`, and the instance that every object call uses."""
 
 from __future__ import annotations
 

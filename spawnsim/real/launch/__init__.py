@@ -1,4 +1,4 @@
-"""Starting a job, supervising it until it ends, and telling what a machine can run.
+"""Starting a job, supervising it until it ends, and reporting the capabilities of a machine.
 
-Nothing is imported here: a launcher is not a rank, and must load neither numpy nor MPI nor torch.
+This package imports nothing: a launcher is not a rank, and must load neither numpy nor MPI nor torch.
 """

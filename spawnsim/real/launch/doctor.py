@@ -1,7 +1,7 @@
-"""What this machine can run, and what to change: the data of `spawnsim doctor`.
+"""The capabilities of this machine, and recommended changes: the data of `spawnsim doctor`.
 
-It asks a job of two MPI ranks (this module as a program, `probe`), torch, and the machine. It changes nothing; a
-question without an answer is a finding, too.
+It queries a job of two MPI ranks (this module as a program, `probe`), torch, and the machine. It changes nothing; a
+query without an answer is also a finding.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def examine() -> list[Finding]:
 
 # -------------------------------------------------------------------------------------------------- the machine
 def cores() -> int:
-    """Return how many cores this process may use."""
+    """Return the number of cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
@@ -207,7 +207,7 @@ def _torch() -> list[Finding]:
 
 
 def _gpus(names: Sequence[str]) -> Finding:
-    """Return which GPU each rank of a node would use (`gpus.gpu_of_rank`)."""
+    """Return the GPU that each rank of a node would use (`launchers.gpu_of_rank`)."""
     if not names:
         return Finding("GPUs", "note", "none: models stay in main memory")
     chosen = ", ".join(f"{index}: {name}" for index, name in enumerate(names))
@@ -253,9 +253,9 @@ def _waited_s(window: Any, comm: Any) -> float:
 
 
 def probe() -> dict[str, Any]:
-    """Return what there is to know of this MPI, for `doctor`; collective over two ranks.
+    """Return the properties of this MPI, for `doctor`; collective over two ranks.
 
-    It uses mpi4py alone, on purpose: that shows the bare library, without what spawnsim adds.
+    It intentionally uses only mpi4py, to show the bare library without spawnsim's additions.
     """
     from mpi4py import MPI
 

@@ -1,7 +1,7 @@
-"""A communicator over mpi4py: `world()` under mpiexec or srun, `wrap(comm)` for one of mpi4py's own.
+"""A communicator over mpi4py: `world()` under mpiexec or srun, `wrap(comm)` for an mpi4py communicator.
 
-`comm` is the face. The other modules are each one part of what MPI does (point to point, collectives, windows), the
-translation of arguments to mpi4py's, or what spawnsim adds (deadlines, sums in shared memory, recovery from deaths).
+`comm` is the public interface. Each other module implements one part of MPI (point to point, collectives, windows), the
+translation of arguments to mpi4py's, or an addition of spawnsim (deadlines, sums in shared memory, recovery).
 """
 
 from spawnsim.real.mpi.comm import MPIComm, Options, close, guarded, namespace, world, wrap

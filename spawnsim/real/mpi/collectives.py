@@ -1,10 +1,10 @@
-"""Collective calls on MPI: the library's own blocking calls, counted, and watched from outside.
+"""Collective calls on MPI: the library's own blocking calls, counted, and monitored by the watchdog.
 
-They are not rebuilt from non-blocking ones, because then sums would be taken in another order. With `check_calls` all
-ranks first check that they are in the same call: both MPIs accept a `Bcast` against an `Allreduce`, and SUM against
-MAX, without an error. Large sums among ranks of one node go through memory that they share: an MPI moves each byte of
-an Allreduce between two processes several times; here the floor is one pass to read and one to write. The order of
-these sums is the tree in which virtual ranks and MPICH sum, so the bits are the same with and without.
+They are not derived from non-blocking calls, because these would sum in another order. With `check_calls` all ranks
+first check that they are in the same call: both MPIs accept a `Bcast` against an `Allreduce`, and SUM against MAX,
+without an error. Large sums among ranks of one node use shared memory: an MPI moves each byte of an Allreduce between
+two processes several times; here the minimum is one pass to read and one to write. These sums use the same tree order
+as virtual ranks and MPICH, so the bits are the same with and without shared memory.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 SAME_SIZE = dict.fromkeys(("Allgather", "Alltoall", "Gather", "Reduce"), "sendbuf") | dict.fromkeys(
     ("Allreduce", "Exscan", "Reduce_scatter_block", "Scan", "Scatter"), "recvbuf"
 ) | {"Bcast": "buf"}  # fmt: skip
-"""Which argument must have the same bytes, of the same dtype, on all ranks."""
+"""The argument that must have the same number of bytes and the same dtype on all ranks."""
 
 
 def check_call(raw: MPI.Intracomm, operation: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -113,20 +113,20 @@ class SharedMemorySum:
 
     @classmethod
     def of(cls, raw: MPI.Intracomm, runtime: MPIRuntime) -> SharedMemorySum | LibrarySum:
-        """Return the way for large sums on this communicator; collective."""
+        """Return the implementation of large sums for this communicator; collective."""
         return cls(raw, runtime) if _on_one_node(raw) else LibrarySum(raw)
 
     def allreduce(self, contribution: Array, into: Array) -> None:
-        """Put the sum of all ranks' contributions into `into`; both flat, of one dtype, and perhaps the same memory."""
+        """Write the sum of all contributions to `into`; both flat, of one dtype, and possibly the same memory."""
         step, in_place = CHUNK_NBYTES // contribution.itemsize, contribution is into
         for start in range(0, contribution.size, step):
             piece = slice(start, start + step)
             self._round(contribution[piece], into[piece], in_place=in_place)
 
     def _round(self, contribution: Array, into: Array, *, in_place: bool) -> None:
-        """One chunk. A half is written again only two rounds later, when a barrier says that all have taken it.
+        """Sum one chunk. A half is rewritten two rounds later, when a barrier guarantees that all ranks have read it.
 
-        A rank's own slice is not laid out: others need not see it before it is summed, and its result is in place.
+        A rank's own slice is not copied: no other rank needs it before it is summed, and its result is in place.
         """
         self._turn ^= 1
         rank, length, kind = self._rank, contribution.size, contribution.dtype
@@ -156,7 +156,7 @@ class SharedMemorySum:
         self.release()
 
     def release(self) -> None:
-        """Give the memory back; collective, and works when the communicator is gone already."""
+        """Free the memory; collective, and possible after the communicator was freed."""
         self._halves = []
         self._win.Unlock_all()
         self._win.Free()
@@ -183,7 +183,7 @@ def _on_one_node(raw: MPI.Intracomm) -> bool:
 def _has_room(nbytes: int) -> bool:
     try:
         disk = os.statvfs("/dev/shm")
-    except OSError:  # the library keeps its shared memory elsewhere, and sees to it itself
+    except OSError:  # the library keeps its shared memory elsewhere and manages it itself
         return True
     return nbytes < SHM_SHARE * disk.f_bavail * disk.f_frsize
 
@@ -191,7 +191,7 @@ def _has_room(nbytes: int) -> bool:
 def summable_arrays(sendbuf: Any, recvbuf: Any) -> tuple[Array, Array] | None:
     """Return contribution and result as flat arrays if they are large and of one type that numpy sums, else None.
 
-    Both as mpi4py takes them. All ranks of an Allreduce get the same answer, however each spells its buffers.
+    Both are mpi4py buffer specifications. All ranks of an Allreduce get the same answer, whatever form each rank uses.
     """
     into = _summable_array(recvbuf)
     if into is None or into.nbytes < LARGE_NBYTES or into.dtype.kind not in "fiu" or into.itemsize < 4:
@@ -256,13 +256,13 @@ def _method(operation: str, *, objects: bool) -> Callable[..., Any]:
 
 
 class Collectives(CommCore):
-    """All collectives; the table above makes the methods."""
+    """All collectives; the table above creates the methods."""
 
-    _node: SharedMemorySum | LibrarySum | None  # of large sums, from the first one on
+    _node: SharedMemorySum | LibrarySum | None  # for large sums, created by the first one
     _shares: bool  # whether large sums may go through shared memory
 
     def _watched(self, operation: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Make the raw call while the watchdog knows of it; where arguments are GPU tensors, on main memory."""
+        """Make the raw call as an active call of the watchdog; GPU tensors are staged in main memory."""
         stage = self._staged(operation, args, kwargs) if self.runtime.translate.devices else None
         if stage is None:
             return self._called(operation, args, kwargs)
@@ -277,9 +277,9 @@ class Collectives(CommCore):
         kwargs: dict[str, Any],
         function: Callable[..., Any] | None = None,
     ) -> Any:
-        """Make the raw call, or `function` of the raw communicator, while the watchdog knows of it."""
+        """Make the raw call, or `function` of the raw communicator, as an active call of the watchdog."""
         runtime = self.runtime
-        if self._inter:  # only between two groups can a root be ROOT or PROC_NULL
+        if self._inter:  # only on an intercommunicator can a root be ROOT or PROC_NULL
             args = tuple([peer(value) if type(value) is int else value for value in args])
             kwargs = {key: peer(value) if key == "root" else value for key, value in kwargs.items()}
         self._sequence += 1
@@ -312,15 +312,15 @@ class Collectives(CommCore):
         return self.runtime.translate.stage(self._raw, operation, args, kwargs, rank=rank, direct=direct)
 
     def Allreduce(self, sendbuf: Any, recvbuf: Any, op: Any = SUM) -> None:
-        """mpi4py's `Allreduce`, bounded by the deadline; summed in rank order with `reduction="ordered"`.
+        """mpi4py's `Allreduce`, with a deadline; summed in rank order with `reduction="ordered"`.
 
-        Large sums among ranks of one node go through memory that they share, in the order of the library's own.
+        Large sums among ranks of one node use shared memory, in the library's order.
         """
         runtime = self.runtime
         translate = runtime.translate
         args = translate(sendbuf), translate(recvbuf), translate(op)
         stage = self._staged("Allreduce", (sendbuf, recvbuf, op), {}) if translate.devices else None
-        if stage is not None:  # from here on all ranks must go the same way, wherever each one's memory lies
+        if stage is not None:  # from here on all ranks must take the same path, wherever their memory lies
             self.Allreduce(*stage.args)
             stage.end()
             return

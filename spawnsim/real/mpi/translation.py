@@ -1,8 +1,8 @@
-"""From spawnsim's values to mpi4py's and back: constants, ops, datatypes, statuses, buffers, errors.
+"""Translation between spawnsim's values and mpi4py's: constants, ops, datatypes, statuses, buffers, errors.
 
-The same name is another number on each MPI (`ANY_SOURCE` is -1 in Open MPI and -2 in MPICH, whose `PROC_NULL` is -1),
-so numbers are translated by the place they stand in, never by value alone. mpi4py's own objects pass untouched; its
-numbers of these two are refused, as they are on other backends.
+The same name has another value in each MPI (`ANY_SOURCE` is -1 in Open MPI and -2 in MPICH, where -1 is `PROC_NULL`),
+so values are translated by argument position, never by value alone. mpi4py's own objects pass unchanged; its values of
+these two names are refused, as on other backends.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from spawnsim.real.launch.launchers import cuda_aware
 if TYPE_CHECKING:
     from spawnsim.real.runtime.staging import Memory, Stage
 
-DETECTED_S = 0.5  # from an error to the news of a death: 10 ms were measured
+DETECTED_S = 0.5  # from an error to the detection of a death: 10 ms were measured
 NO_PROCESS = f"(errno {errno.ESRCH})"
 WORLD_CLASSES = (
     MPI.ERR_OTHER, MPI.ERR_INTERN, MPI.ERR_UNKNOWN, MPI.ERR_NO_MEM, MPI.ERR_IN_STATUS, MPI.ERR_PENDING,
@@ -74,26 +74,26 @@ _KEYVALS: dict[int, int] = {getattr(ours, name): getattr(MPI, name) for name in 
 
 
 def keyval(number: int) -> int:
-    """Return a predefined attribute's key in mpi4py's numbers; a program's own is that already."""
+    """Return a predefined attribute's keyval in mpi4py's numbers; a program's own keyval is unchanged."""
     return _KEYVALS.get(number, number)
 
 
 def rank_back(rank: int) -> int:
-    """Return a rank that mpi4py has given in spawnsim's numbers."""
+    """Return a rank from mpi4py in spawnsim's numbers."""
     if rank >= 0:
         return rank
     return ours.PROC_NULL if rank == MPI.PROC_NULL else ours.ANY_SOURCE if rank == MPI.ANY_SOURCE else rank
 
 
 class Translator:
-    """Translates arguments; remembers per type how, so that a known type costs one look-up.
+    """Translates arguments; caches the method per type, so that a known type costs one look-up.
 
     Attributes:
-        devices: whether a tensor outside of main memory was among the arguments so far: only then callers `stage`.
-        memory: where such tensors are staged; made when the first one comes.
-        bfloat16: the datatype of such numbers, once a tensor of them was among the arguments.
-        unnamed: whether numbers without a name in MPI were among the arguments, bfloat16 or float8. To MPI they are
-            bits of no meaning, so from then on reductions ask for an op (`reducing`).
+        devices: whether any argument so far was a tensor outside of main memory: only then callers `stage`.
+        memory: the staging memory for such tensors; created for the first one.
+        bfloat16: the datatype of bfloat16, once an argument was a bfloat16 tensor.
+        unnamed: whether any argument so far had a type that MPI does not define, bfloat16 or float8. MPI cannot
+            interpret these bits, so from then on reductions request an op (`reducing`).
     """
 
     def __init__(self, world: MPI.Group) -> None:
@@ -110,7 +110,7 @@ class Translator:
         self.unnamed = False
 
     def __call__(self, value: Any) -> Any:
-        """Return a buffer specification, op or datatype as mpi4py wants it."""
+        """Return a buffer specification, op or datatype in mpi4py's form."""
         kind = type(value)
         try:
             how = self._how[kind]
@@ -133,7 +133,7 @@ class Translator:
     ) -> Stage | None:
         """Return the stage of a call of `raw`, if GPU tensors among its translated arguments need one.
 
-        `rank`: the caller's, None between two groups; `direct`: whether MPI itself gets the call as it is.
+        `rank`: the caller's rank, None on an intercommunicator; `direct`: whether MPI gets the call unchanged.
         """
         from spawnsim.real.runtime import staging  # torch is loaded by now, since there are tensors
 
@@ -183,7 +183,7 @@ class Translator:
         return tensor
 
     def _half(self) -> MPI.Datatype:
-        """Return the datatype of bfloat16, for which MPI libraries have no name yet."""
+        """Return the datatype of bfloat16, which MPI libraries do not define yet."""
         if self.bfloat16 is None:
             self.unnamed = True
             self.bfloat16 = MPI.UINT16_T.Dup()
@@ -287,7 +287,7 @@ def _info(info: Info) -> MPI.Info:
 
 
 def _users_op(op: Op) -> MPI.Op:
-    """Return an op that calls the program's function, with spawnsim's datatype where it has one of that name."""
+    """Return an op that calls the program's function, with spawnsim's datatype if it has one of that name."""
     function: Any = op.function
 
     def call(inbuf: Any, inoutbuf: Any, datatype: MPI.Datatype | None) -> Any:
@@ -310,10 +310,10 @@ def _derived(datatype: Any) -> MPI.Datatype:
 def failure(
     error: MPI.Exception, comm: MPI.Comm | None, what: str, peer: int = ours.ANY_SOURCE
 ) -> SpawnsimError:
-    """Return spawnsim's error for one of mpi4py's: a dead rank, a revoked communicator, or whose fault it is.
+    """Return spawnsim's error for an mpi4py error: a dead rank, a revoked communicator, or the responsible side.
 
-    `peer`: the rank whose memory the call needs, if it is one; MPICH names no dead rank, but says that it found no
-    process.
+    `peer`: the rank that the call needs, if it needs one; MPICH does not name a dead rank, but reports that it found
+    no process.
     """
     kind = error.Get_error_class()
     text = f"{what}: {error.Get_error_string()}"
@@ -347,13 +347,13 @@ def _our_class(kind: int) -> int:
 
 
 def ulfm() -> bool:
-    """Whether this MPI's fault tolerance is switched on; that the calls exist says nothing."""
+    """Whether this MPI's fault tolerance is switched on; the existence of the calls does not show it."""
     switch = "OMPI_MCA_mpi_ft_enable"  # set by mpiexec --with-ft ulfm
     return MPI.get_vendor()[0] == "Open MPI" and os.environ.get(switch) in ("1", "true")
 
 
 def _found_dead(comm: MPI.Comm | None) -> list[int]:
-    """Return the ranks that are known to be dead; the library may find that out a moment after the error."""
+    """Return the ranks that are known to be dead; the library may detect a death shortly after the error."""
     dead, end_s = failed_ranks(comm), time.perf_counter() + (DETECTED_S if ulfm() else 0.0)
     while not dead and time.perf_counter() < end_s:
         time.sleep(1e-3)

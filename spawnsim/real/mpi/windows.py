@@ -43,14 +43,14 @@ WRITER = 1 << 40  # added to a lock word by the one exclusive holder; shared hol
 
 @dataclass(frozen=True)
 class WatchedTarget:
-    """The part of a window that a call waits for, in the watchdog's terms."""
+    """The part of a window that a call waits for, as a `Scope` of the watchdog."""
 
     label: str
     members: tuple[int, ...]
 
 
 class MPIWin(WindowSync):
-    """A window: mpi4py's methods. Make one by `comm.Win.Allocate(nbytes)` or `comm.Win.Create(memory)`; collective."""
+    """A window with mpi4py's methods; create it by `comm.Win.Allocate(nbytes)` or `comm.Win.Create(memory)`."""
 
     def __init__(self, raw: MPI.Win, comm: CommCore) -> None:
         self._raw, self._comm, self._runtime = raw, comm, comm.runtime
@@ -73,9 +73,9 @@ class MPIWin(WindowSync):
         comm.Barrier()
 
     def _parts(self) -> tuple[list[int], list[int]]:
-        """Return the bytes and the displacement unit of each rank's part, once all have made theirs.
+        """Return the bytes and the displacement unit of each rank's part, once all ranks have created theirs.
 
-        Of memory that is attached later nothing is known, and nothing is refused.
+        Memory that is attached later is unknown, so accesses to it are not refused.
         """
         comm, raw = self._comm, self._raw
         known = raw.Get_attr(MPI.WIN_CREATE_FLAVOR) != MPI.WIN_FLAVOR_DYNAMIC
@@ -111,10 +111,10 @@ class MPIWin(WindowSync):
             self._tokens_of[found.Get_source(), found.Get_tag()] += 1
 
     # ------------------------------------------------------------------------------------------------- locks
-    # MPI's own locks are taken already (`Lock_all`), so a lock is a word in a second window: an exclusive holder swaps
-    # WRITER for 0, a shared one adds 1 and takes it back where it meets a writer. Both are atomics of the library, in
-    # which the target's program takes no part. A lock is tried again at each look of the wait: without a queue, and so
-    # without fairness, which MPI does not promise either.
+    # MPI's own locks are already held (`Lock_all`), so a lock is a word in a second window: an exclusive holder swaps
+    # WRITER for 0, a shared holder adds 1 and subtracts it again if there is a writer. Both are atomic operations of
+    # the library, in which the target's program takes no part. Each poll of the wait tries again, without a queue
+    # and so without fairness, which MPI does not guarantee either.
     def _acquire(self, rank: int, lock_type: int, limit_s: float, call: tuple[str, int, Any]) -> bool:
         taken: bool = self._runtime.wait(lambda: self._take(rank, lock_type), limit_s, call)
         return taken
@@ -143,13 +143,13 @@ class MPIWin(WindowSync):
 
     # ---------------------------------------------------------------------------------------------- accesses
     def _check(self, rank: int, target: Any, origin: Any) -> None:
-        """Count an access; refuse one outside of any epoch, or that surely leaves the target's part.
+        """Count an access; refuse it outside of any epoch, or if it certainly leaves the target's part.
 
-        What a derived datatype touches, or one that is spelled as a text, the library alone knows.
+        For a derived datatype, or one given as a string, only the library knows the accessed bytes.
         """
         nbytes, rank = nbytes_of(origin), integer(rank)
         self._runtime.counters.part(nbytes)
-        if not 0 <= rank < self._comm.size or self._comm.revoked:  # PROC_NULL, or what the library tells
+        if not 0 <= rank < self._comm.size or self._comm.revoked:  # PROC_NULL, or the library's error
             return
         self._require_epoch(rank)
         size, displacement = self._sizes[rank], target
@@ -166,7 +166,7 @@ class MPIWin(WindowSync):
     def _buffers(self, operation: str, target_rank: int, *buffers: Any) -> tuple[Any, ...]:
         """Return an access's buffers as mpi4py takes them, kept until Flush; a GPU tensor is in main memory until then.
 
-        mpi4py itself lets go of them, which MPI allows: what a program has written as a temporary would be lost.
+        mpi4py itself does not keep them, which MPI allows: a temporary object of the program would be lost.
         """
         translate = self._runtime.translate
         given = tuple([translate(buffer) for buffer in buffers])
@@ -213,7 +213,7 @@ class MPIWin(WindowSync):
         )
 
     def _computing(self, operation: str, target_rank: int, buffers: tuple[Any, Any], op: Any) -> MPI.Op:
-        """Count and check an access that computes, of an origin and a target; return its op as mpi4py's."""
+        """Count and check an access that computes on origin and target; return its op as mpi4py's."""
         origin, target = buffers
         native: MPI.Op = self._runtime.translate(op)
         self._check(target_rank, target, origin)
@@ -221,7 +221,7 @@ class MPIWin(WindowSync):
         return native
 
     def _land(self, rank: int | None) -> None:
-        """Let go of buffers of the calls to `rank` (None: to all), which are complete; copy to GPU tensors."""
+        """Release the buffers of the complete calls to `rank` (None: to all ranks); copy to GPU tensors."""
         if rank is None:
             self._buffers_of.clear()
         else:
@@ -294,7 +294,7 @@ class MPIWin(WindowSync):
     def _requested(
         self, operation: str, target_rank: int, buffers: tuple[Any, ...], *rest: Any
     ) -> MPIRequest:
-        """Make an access that has a request; `rest`: its target, and its op."""
+        """Start an access that has a request; `rest`: its target and its op."""
         translate = self._runtime.translate
         given = tuple([translate(buffer) for buffer in buffers])
         stage = translate.stage(self._raw, operation, given) if translate.devices else None
@@ -341,7 +341,7 @@ class MPIWin(WindowSync):
         self._fence(assertion)
 
     def Get_attr(self, keyval: int) -> Any:
-        """Return an attribute; spawnsim's numbers of the predefined ones are translated."""
+        """Return an attribute; spawnsim's keyvals of predefined attributes are translated."""
         return self._raw.Get_attr(translation.keyval(keyval))
 
     def __bool__(self) -> bool:
@@ -363,7 +363,7 @@ class MPIWin(WindowSync):
             self.release()
 
     def release(self) -> None:
-        """Give the memory back; collective, and works when the communicator is gone already."""
+        """Free the memory; collective, and possible after the communicator was freed."""
         for raw in (self._raw, self._words):
             raw.Unlock_all()
             raw.Free()
@@ -375,18 +375,18 @@ class MPIWin(WindowSync):
         return getattr(self._raw, name)
 
 
-_SUMMED: set[Any] = set()  # dtypes of numbers that MPI combines rightly
+_SUMMED: set[Any] = set()  # dtypes that MPI combines correctly
 
 
 def _is_plain(spec: Any) -> bool:
-    """Whether the bytes of a specification follow from its memory and counts, or a predefined type."""
+    """Whether memory and counts, or a predefined type, determine the bytes of a buffer specification."""
     if type(spec) not in LISTS or not spec:
         return True
     return type(spec[-1]) is not str and bool(getattr(spec[-1], "is_predefined", True))
 
 
 class Windows:
-    """`comm.Win`: makes windows on a communicator, with mpi4py's names. All calls are collective."""
+    """`comm.Win`: creates windows on a communicator, with mpi4py's names. All calls are collective."""
 
     def __init__(self, comm: CommCore) -> None:
         self._comm = comm
@@ -396,7 +396,7 @@ class Windows:
         return MPIWin(make_collectively(comm, make, *args), comm)
 
     def Allocate(self, size: int, disp_unit: int = 1, info: Any = None, comm: Any = None) -> MPIWin:
-        """Return a window over `size` new bytes on each rank: the one that others reach while this rank computes."""
+        """Return a window over `size` new bytes on each rank; other ranks can access it while this rank computes."""
         return self._make(comm, MPI.Win.Allocate, size, disp_unit, info or MPI.INFO_NULL)
 
     def Allocate_shared(self, size: int, disp_unit: int = 1, info: Any = None, comm: Any = None) -> MPIWin:
@@ -408,7 +408,7 @@ class Windows:
         return self._make(comm, MPI.Win.Create_dynamic, info or MPI.INFO_NULL)
 
     def Create(self, memory: Any, disp_unit: int = 1, info: Any = None, comm: Any = None) -> MPIWin:
-        """Return a window over memory that exists. Others reach it only when this rank polls; `Allocate` is quicker."""
+        """Return a window over existing memory, accessible only when this rank polls; `Allocate` is faster."""
         runtime = self._comm.runtime
         memory = runtime.translate(memory)
         memory = memory[0] if type(memory) is list else memory  # of bfloat16, with its type

@@ -37,7 +37,7 @@ Array = NDArray[Any]
 BLOCK = 1 << 15
 """Elements combined at a time, so that the running sum stays in the core's cache."""
 CHUNK = 1 << 22
-"""Elements per round: memory that is used again needs no new pages, and the same bytes travel."""
+"""Elements per round: reused memory needs no new pages, and the number of bytes sent is the same."""
 
 
 def slices(length: int, size: int) -> tuple[list[int], list[int]]:
@@ -93,9 +93,9 @@ Combine = Callable[[Any, Any], Any]
 
 
 class ObjectCollectives:
-    """Collectives of Python objects, combined in the order of mpi4py's: all are made of `allgather`.
+    """Collectives of Python objects, combined in mpi4py's order: all are implemented by `allgather`.
 
-    A backend that can send to some ranks alone overrides `bcast`, `gather`, `scatter` and `alltoall`.
+    A backend that can send to individual ranks overrides `bcast`, `gather`, `scatter` and `alltoall`.
     """
 
     rank: int
@@ -240,7 +240,7 @@ class DerivedCollectives(PointToPoint, ObjectCollectives):
         after: Callable[[], object] | None = None,
         what: Compared = NOTHING,
     ) -> CompositeRequest:
-        """Begin an exchange; a block to oneself is copied by the mailbox as well. `contributed`: bytes of this rank."""
+        """Begin an exchange; the mailbox also copies this rank's own block. `contributed`: bytes of this rank."""
         tag, inner = self._count(), self._inner
         if self.runtime.check_calls and operation[0] != "I":
             self._agreed(operation, tag, what)
@@ -338,7 +338,7 @@ class DerivedCollectives(PointToPoint, ObjectCollectives):
         kind = {"vector": operation[-1] in "vw", "types": operation[-1] == "w"}
         into = as_blocks(recvbuf, self.size, writable=True, **kind)
         given = into if is_in_place(sendbuf) else as_blocks(sendbuf, self.size, **kind)
-        copied = is_in_place(sendbuf)  # or a block might be overwritten before it has left
+        copied = is_in_place(sendbuf)  # otherwise a block might be overwritten before it has left
         sends = [(r, as_bytes(block.pack()) if copied else bytes_of(block)) for r, block in enumerate(given)]
         whole = sum(data.nbytes for _, data in sends)
         what = "", sendbuf if operation == "Alltoall" else None
@@ -476,7 +476,7 @@ class DerivedCollectives(PointToPoint, ObjectCollectives):
 
 
 def describe(operation: str, what: Compared) -> CallDescription:
-    """Return what a rank says of its call."""
+    """Return the description of a rank's call."""
     return CallDescription(", ".join(filter(None, [operation, what[0]])), *size_of(what[1]))
 
 

@@ -1,8 +1,8 @@
 """Point-to-point calls over a wire: the user's memory as bytes, requests, and mpi4py's send, receive and probe.
 
-Sends are complete when their memory is free, which never needs the receiver's program; synchronous ones when a
-receive was found. A tensor on a GPU travels by way of pinned main memory (`staging`). Collectives use the requests
-here, too: several that are one call.
+A send is complete when its memory may be reused, which never depends on the receiver's program; a synchronous send when
+a receive was found. GPU tensors travel through pinned main memory (`staging`). Collectives use these requests too, and
+combine several of them into one call.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ BUF = ("buf",)
 
 
 def outgoing(spec: Any) -> Bytes:
-    """Return the bytes of a message: the user's own memory where they lie in a row, else a copy."""
+    """Return the bytes of a message: the user's own memory if they are contiguous, else a copy."""
     if spec is None:
         raise SpecTypeError("None is no buffer: pass an array, a tensor or bytes")
     if device_tensor(spec) is not None:
@@ -34,12 +34,12 @@ def outgoing(spec: Any) -> Bytes:
 
 
 def bytes_of(buffer: Buffer) -> Bytes:
-    """Return the bytes of a buffer as they travel: its own memory where they lie in a row, else a copy."""
+    """Return the packed bytes of a buffer: its own memory if they are contiguous, else a copy."""
     return as_bytes(buffer.array if in_a_row(buffer) else buffer.pack())
 
 
 def in_a_row(buffer: Buffer) -> bool:
-    """Whether a buffer's memory is what travels."""
+    """Whether a buffer's memory can be sent directly."""
     return bool(buffer.datatype and buffer.datatype.is_predefined and buffer.datatype.dense)
 
 
@@ -102,7 +102,7 @@ class ReceiveRequest(RealRequest):
     def of(
         cls, runtime: Any, what: tuple[str, int, Any], posted: PostedReceive, where: tuple[int, ReceiveTarget]
     ) -> ReceiveRequest:
-        """Return the request of a receive that is posted already; `where` is (context, target)."""
+        """Return the request of an already posted receive; `where` is (context, target)."""
         self = cls()
         self.posted, self._context, self._cancelled = posted, where[0], False
         self._buffer, self._after = where[1].buffer, where[1].after
@@ -137,7 +137,7 @@ class ReceiveRequest(RealRequest):
 
 
 class CompositeRequest(RealRequest):
-    """Several requests that are one call; `after` makes the result of them."""
+    """Several requests that form one call; `after` computes the result."""
 
     __slots__ = ("_after", "_parts")
     _parts: list[RealRequest]
@@ -167,9 +167,9 @@ class CompositeRequest(RealRequest):
 
 
 class PointToPoint(RankComm):
-    """send, recv and their other forms.
+    """send, recv and their variants.
 
-    `members`: the world ranks; `context`: a number that tells this communicator's messages from others'.
+    `members`: the world ranks; `context`: a number that identifies this communicator's messages.
     """
 
     runtime: Any  # base.WireRuntime
@@ -179,7 +179,7 @@ class PointToPoint(RankComm):
         self.members = members
         self.rank, self.size = members.index(runtime.wire.rank), len(members)
         self._context, self._freed = context, False
-        self._sequence = 0  # the number of its collectives so far
+        self._sequence = 0  # number of collectives so far
         runtime.mailbox.open(context, members)
 
     def _live(self) -> None:
@@ -277,7 +277,7 @@ class PointToPoint(RankComm):
         return self._blocking(self._receive(source, tag, "recv", OBJECT), status)
 
     def _blocking(self, request: ReceiveRequest, status: Any) -> Any:
-        """Wait for a receive; one that meets its deadline is closed, so that it takes no later message."""
+        """Wait for a receive; close it if it exceeds its deadline, so that it takes no later message."""
         try:
             return request.wait(status)
         except Timeout:
@@ -357,7 +357,7 @@ class PointToPoint(RankComm):
 
 
 class MatchedMessage:
-    """A message that was matched by a probe: this rank's alone."""
+    """A message that was matched by a probe: only this object can receive it."""
 
     def __init__(self, comm: PointToPoint, posted: PostedReceive) -> None:
         self._comm, self._posted = comm, posted
@@ -381,10 +381,10 @@ class MatchedMessage:
 
 
 class MissingCall(UnsupportedError, AttributeError):
-    """A name that is not here, so that `hasattr` says False."""
+    """An unavailable name, for which `hasattr` returns False."""
 
 
 def missing_call(comm: Any, name: str, instead: str = "") -> MissingCall:
-    """Return the error for one of mpi4py's calls that is not here, with what to use instead."""
+    """Return the error for an unavailable mpi4py call, which names the alternative."""
     advice = f"use {instead}, or --backend mpi" if instead else "--backend mpi has all of mpi4py's calls"
     return MissingCall(f"{name}: not over {comm.runtime.over}; {advice}")

@@ -118,7 +118,7 @@ class Watchdog(threading.Thread):
 
     # --------------------------------------------------------------------------------------- in the thread itself
     def run(self) -> None:
-        """Look ten times a second until stopped."""
+        """Check the active calls every `TICK_S` seconds until stopped."""
         while True:
             try:
                 job = self._jobs.get(timeout=TICK_S)
@@ -153,7 +153,7 @@ class Watchdog(threading.Thread):
         return True
 
     def inquire(self, ranks: Iterable[int], still_wanted: Callable[[], bool]) -> list[Where]:
-        """Ask `ranks` where they are; return an answer for each, also for the silent ones."""
+        """Query the active calls of `ranks`; return an answer for each, also for silent ranks."""
         wanted = sorted(ranks)
         self._answers = {self.channel.rank: self.here()}
         for rank in wanted:

@@ -131,7 +131,7 @@ class PendingAccess:
 
 
 class WindowServer(Receiver):
-    """Serves a rank's parts of all windows, each access as a whole; `replies` has its own accesses."""
+    """Serves a rank's parts of all windows, each access as a whole; `replies` holds the rank's own accesses."""
 
     def __init__(self, wire: Wire, condition: Condition) -> None:
         self._wire, self._condition = wire, condition
@@ -227,7 +227,7 @@ class AccessRequest(RealRequest):
 
 
 class DerivedWin(WindowSync):
-    """A window: mpi4py's methods. Made by `comm.Win.Allocate` and `comm.Win.Create`; collective."""
+    """A window with mpi4py's methods, created by `comm.Win.Allocate` and `comm.Win.Create`; collective."""
 
     def __init__(self, comm: Any, number: int, memory: Bytes, disp_unit: int) -> None:
         self._comm, self._runtime, self.memory = comm, comm.runtime, memory
@@ -264,7 +264,7 @@ class DerivedWin(WindowSync):
         return wanted
 
     def _range(self, rank: int, target: Any, origin: Buffer) -> tuple[int, int]:
-        """Return first byte and number of bytes of an access; outside of the part is an error here, not there."""
+        """Return first byte and size of an access; an access outside of the part is an error on the origin."""
         displacement, count, datatype = as_target(target, origin)
         if rank == PROC_NULL:
             return 0, count * datatype.size
@@ -409,7 +409,7 @@ def _one(spec: Any) -> Any:
 
 
 class Windows:
-    """`comm.Win`: makes windows on a communicator, with mpi4py's names. All calls are collective."""
+    """`comm.Win`: creates windows on a communicator, with mpi4py's names. All calls are collective."""
 
     def __init__(self, comm: Any) -> None:
         self._comm, self._made = comm, 0

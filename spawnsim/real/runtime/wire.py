@@ -165,9 +165,9 @@ class MatchQueues:
 
 
 class Mailbox(Receiver):
-    """One per rank. `members[context]`: the wire's ranks of a communicator; `ranks[context]` the other way round.
+    """One per rank. `members[context]`: the wire's ranks of a communicator; `ranks[context]`: the inverse mapping.
 
-    Contexts are numbers of communicators; messages of an odd one belong to a collective, which counts itself.
+    Contexts are numbers of communicators. Messages with an odd context belong to a collective, which is counted itself.
     """
 
     def __init__(self, condition: threading.Condition, wire: Wire, counters: Counters) -> None:
@@ -192,7 +192,7 @@ class Mailbox(Receiver):
         waiting = Sent(False)
         if synchronous:
             self._acks[ident] = waiting
-        # the sender's rank travels too, since a message may come before its context is open here
+        # The sender's rank is sent too, since a message may arrive before its context is open here.
         me = self.ranks[context][self._wire.rank]
         parcel = Parcel(MESSAGE, context, tag, ident=ident, first=me)
         sent = self._wire.send(self.members[context][dest], parcel, data)
@@ -200,9 +200,9 @@ class Mailbox(Receiver):
 
     # ---------------------------------------------------------------------------------- called by the wire's thread
     def begin(self, parcel: Parcel) -> Bytes | None:
-        """Find the receive for a message that comes in; it goes straight to that receive's memory if it fits."""
+        """Find the receive for an incoming message; the data go directly to that receive's memory if they fit."""
         # Matching happens here, once per message and in the order of arrival: gloo delivers the messages of one sender
-        # in order, so this is MPI's order. The data may still be under way when a receive is matched.
+        # in order, so this is MPI's order. The data may still be in transit when a receive is matched.
         message = InboundMessage(parcel.first, parcel.tag, parcel.nbytes, parcel.ident)
         with self._condition:
             queues = self._queues[parcel.context]
@@ -235,7 +235,7 @@ class Mailbox(Receiver):
 
     # ---------------------------------------------------------------------------------------------- receiving
     def post(self, context: int, receive: PostedReceive) -> None:
-        """Open a receive; it takes the first unclaimed message that fits."""
+        """Open a receive; it takes the first unclaimed message that matches."""
         if not context & 1:
             self._counters.received += 1
         with self._condition:
@@ -249,7 +249,7 @@ class Mailbox(Receiver):
         self._acknowledge(message, self.members[context][message.source])
 
     def peek(self, context: int, source: int, tag: int) -> InboundMessage | None:
-        """Return the first unclaimed message that such a receive would get; it stays."""
+        """Return the first unclaimed message that such a receive would get, and leave it in the queue."""
         wanted = PostedReceive(source, tag)
         with self._condition:
             return next(
