@@ -232,7 +232,7 @@ def _is_end_known() -> bool:
 
 
 def refuse_recovery(why: str) -> NoReturn:
-    """Refuse `recover()` in a job that cannot survive deaths: re-raise the error that the program is handling."""
+    """Refuse `recover()` in a job that cannot survive deaths: re-raise the handled `WorldError` with a note, if any."""
     failed = sys.exc_info()[1]
     if not isinstance(failed, WorldError):
         raise UnsupportedError(why)
