@@ -1,4 +1,4 @@
-"""Columnar mode: ranks as rows of arrays, no stacks: decisions and times of a million, or thousands that train."""
+"""Columnar mode: ranks as rows of arrays, without stacks: a million ranks, or thousands of ranks that train."""
 
 from spawnsim.columnar.models import Quality, RandomWalk
 from spawnsim.columnar.running import Round, run

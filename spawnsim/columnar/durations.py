@@ -1,8 +1,8 @@
 """Compute times of all ranks as columns: the durations of one block of every rank at a time.
 
-Two ways to draw them. `"ranks"`: each rank's own streams, the draws of an ordinary run to the bit; a rank takes 9 µs
-for 100 blocks, and each factor that will be used is kept, 8 bytes a rank and block. `"bulk"`: one stream for all ranks,
-the same distributions, nothing kept, 25 ns a block; other draws, so two modes differ by luck.
+There are two ways to draw them. `"ranks"`: each rank's own streams, with the draws of an ordinary run to the bit; a
+rank takes 9 µs for 100 blocks, and all factors are stored in advance, 8 bytes per rank and block. `"bulk"`: one stream
+for all ranks, with the same distributions, 25 ns per block and no storage; the draws of the two modes differ.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ from spawnsim.models.network.cost import Floats
 
 Streams = Literal["ranks", "bulk"]
 STREAMS: tuple[str, ...] = get_args(Streams)
-KEPT_B = 4e9  # factors kept, at most
-SOME = 1024  # ranks whose factors are drawn before they are laid in columns
+KEPT_B = 4e9  # maximum size of stored factors
+SOME = 1024  # ranks whose factors are drawn before they are copied to columns
 
 Stretch = Callable[[Floats, Floats], Floats]
 """`stretch(durations_s, begins_s) -> durations_s`, of one block of every rank."""
@@ -42,16 +42,16 @@ class Durations:
     """How long the next compute block of every rank takes.
 
     Args:
-        model: what blocks take, and what stretches them.
-        plan: faults; their pauses and slow-downs stretch, too.
-        ranks: how many.
-        blocks: how many blocks will be asked for, at most.
-        seed: of the run.
+        model: durations of blocks, and the stragglers that stretch them.
+        plan: fault plan; its pauses and slow-downs stretch blocks, too.
+        ranks: number of ranks.
+        blocks: maximum number of blocks.
+        seed: seed of the run.
         streams: "ranks" or "bulk".
 
     Raises:
-        ParameterError: the model states no duration, or too many factors would be kept.
-        UnsupportedError: the model holds something that has no columns.
+        ParameterError: too many factors would be stored.
+        UnsupportedError: the model has no fixed duration, or a straggler has no form over columns.
     """
 
     def __init__(
@@ -78,7 +78,7 @@ class Durations:
         """Return when the next block of each rank ends.
 
         Args:
-            begins_s: when it begins, float64 (ranks,), seconds.
+            begins_s: the beginning of each block, float64 (ranks,), seconds.
 
         Returns:
             A new array of the same shape.
@@ -100,7 +100,7 @@ class Durations:
             return _next(self._own_factors(straggler, purpose))
         stretches = [straggler.open(StreamKey(self._seed, rank, purpose)) for rank in range(len(self._base))]
         if not straggler.follows_clock:
-            # Of what does not follow the clock, one look tells the factor for the whole run.
+            # A straggler that does not follow the clock has one factor for the whole run.
             return _times(np.asarray([stretch(1.0, 0.0) for stretch in stretches]))
 
         def stretched(seconds: Floats, begins_s: Floats) -> Floats:
@@ -110,8 +110,8 @@ class Durations:
         return stretched
 
     def _own_factors(self, noise: Noise, purpose: str) -> Iterator[Floats]:
-        # All that a rank will need in one call: equal keys give equal factors, however many are drawn at a time, and a
-        # generator that is used once need not be kept.
+        # One call draws all factors of a rank: the number of factors per call does not change them, and a generator
+        # that is used once need not be stored.
         ranks = len(self._base)
         factors, some = np.empty((self._blocks, ranks)), np.empty((SOME, self._blocks))
         streams = random.generators(self._seed, ranks, purpose)
@@ -119,7 +119,7 @@ class Durations:
             end = min(first + SOME, ranks)
             for row in range(end - first):
                 some[row] = noise.draw(next(streams), self._blocks)
-            # Rank by rank each factor would be a page of its own.
+            # Written rank by rank, each factor would touch a different page.
             factors[:, first:end] = some[: end - first].T
         return iter(factors)
 
@@ -153,9 +153,9 @@ def _times(factors: Floats) -> Stretch:
 
 
 def _strata(slow: Slow, ranks: int, drawn: Callable[[int], float]) -> Floats:
-    """Return the factors of persistent stragglers, one slow rank in each stratum of neighbours: `Slow` of all ranks.
+    """Return the factors of `Slow` for all ranks: one slow rank in each stratum of neighbours.
 
-    `drawn` gives a stratum's uniform number. A rank that asks for itself, as `Slow.open` does, takes 50 µs.
+    `drawn` returns a stratum's uniform number. `Slow.open` for each rank takes 50 µs per rank instead.
     """
     factors = np.ones(ranks)
     if slow.share >= 1e-6:

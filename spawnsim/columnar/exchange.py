@@ -1,7 +1,7 @@
-"""What a turn does to models in the rows: their mean, and what replaced ranks take from donors.
+"""The exchange of models in rows: means, outer steps, and replacement by donors.
 
-A policy's own arithmetic on rows, so that a model becomes what it becomes on an ordinary rank. Knows rows and policies;
-must not know how models train.
+It applies a policy's own arithmetic to rows, so models get the same values as on ordinary ranks. Knows rows and
+policies; must not know how models train.
 """
 
 from __future__ import annotations
@@ -27,19 +27,19 @@ from spawnsim.policies.state.arithmetic import with_momentum
 from spawnsim.policies.state.layout import StateScope
 from spawnsim.policies.state.outer import OuterSGD
 
-AT_ONCE_NBYTES = 64 << 20  # of differences to global weights
+AT_ONCE_NBYTES = 64 << 20  # memory for differences from the global weights
 BITS = {torch.float32: torch.int32, torch.float64: torch.int64}
 
 
 def travels_of(policy: SpawnPolicy) -> StateScope:
-    """Return what of a model a policy exchanges."""
+    """Return the parts of a model that a policy exchanges."""
     if isinstance(policy, AsyncSelectiveAveragingPolicy):
         return policy.replacement.travels
     return policy.travels if isinstance(policy, (AverageAllPolicy, OuterOptimizerPolicy)) else StateScope()
 
 
 def check_policy(policy: SpawnPolicy) -> None:
-    """Raise `UnsupportedError` for what models would get otherwise than on virtual ranks."""
+    """Raise `UnsupportedError` for options whose effect on models would differ from virtual ranks."""
     if isinstance(policy, AsyncSelectiveAveragingPolicy) and policy.replacement.builder is not None:
         raise UnsupportedError(
             f"columnar: {type(policy).__name__} with a model_builder: give None, by which a replaced rank keeps its "
@@ -50,7 +50,7 @@ def check_policy(policy: SpawnPolicy) -> None:
 
 
 def _travelling(models: Rows, travels: StateScope, *, state: bool) -> dict[str, Tensor]:
-    """Return the columns that travel, by name: of weights, and of the optimizer's state if that does."""
+    """Return the columns that travel, by name: the weights, and with `state` the optimizer's state."""
     weights = models.of[WEIGHTS] if travels.frozen else models.of[WEIGHTS][:, models.plan.columns]
     return {WEIGHTS: weights} | (_of_state(models) if state else {})
 
@@ -66,11 +66,11 @@ def _reset(models: Rows, rows: Any) -> None:
 
 # ------------------------------------------------------------------------------------------------------- averaging
 def are_equal(models: Rows, members: Members, policy: AverageAllPolicy) -> bool:
-    """Return whether what travels of some models is the same, to the bit."""
+    """Return whether the travelling parts of some models are equal, to the bit."""
     state = policy.travels.optimizer_state == "average"
     for each in _travelling(models, policy.travels, state=state).values():
         rows = each[members].view(BITS[each.dtype])
-        # Most differ in the first two already.
+        # Most differ in the first two rows.
         if not bool((rows[:2] == rows[0]).all()) or not bool((rows == rows[0]).all()):
             return False
     return True
@@ -78,12 +78,12 @@ def are_equal(models: Rows, members: Members, policy: AverageAllPolicy) -> bool:
 
 @torch.no_grad()
 def average(models: Rows, members: Members, policy: AverageAllPolicy, *, equal: bool) -> None:
-    """Give some rows their mean, unless they are equal, and do to the optimizer's state what the policy says."""
+    """Set some rows to their mean, unless they are equal, and treat the optimizer's state as the policy says."""
     how = policy.travels.optimizer_state
     if not equal:
         healed = torch.zeros(0, dtype=torch.bool)
         for each in _travelling(models, policy.travels, state=how == "average").values():
-            # Counts of steps are in main memory, wherever the weights are.
+            # Step counts are in main memory, even if the weights are on a GPU.
             found = _average(each, members, policy.momentum, guard=policy.guard).cpu()
             healed = found if not healed.numel() else healed | found
         _reset_if_not_finite(models, members, healed)
@@ -92,7 +92,7 @@ def average(models: Rows, members: Members, policy: AverageAllPolicy, *, equal: 
 
 
 def _average(rows: Tensor, members: Members, momentum: float, *, guard: bool) -> Tensor:
-    """Give some rows their mean; return whether each was healed, bool (members,)."""
+    """Set some rows to their mean; return which rows were healed, bool (members,)."""
     own = rows[members]
     mean = own.mean(0)
     healed = torch.zeros(len(own), dtype=torch.bool, device=own.device)
@@ -110,7 +110,7 @@ def _average(rows: Tensor, members: Members, momentum: float, *, guard: bool) ->
 
 
 def _reset_if_not_finite(models: Rows, members: Members, healed: Tensor) -> None:
-    """Forget the state of healed ranks that is not finite: it would spoil again what was healed."""
+    """Reset the optimizer state of healed ranks if it is not finite: it would damage the healed weights again."""
     if not healed.any():
         return
     ranks = torch.arange(len(models.of[WEIGHTS]))[members][healed.cpu()].tolist()
@@ -120,19 +120,19 @@ def _reset_if_not_finite(models: Rows, members: Members, healed: Tensor) -> None
 
 # -------------------------------------------------------------------------------------------------- global weights
 class GlobalWeights:
-    """What all ranks go on from, and the outer momentum.
+    """The weights from which all ranks continue, and the outer momentum.
 
     Args:
-        row: the first weights, (columns,).
+        row: the initial weights, (columns,).
     """
 
     def __init__(self, row: Tensor) -> None:
         self.weights, self._momentum = row.clone(), torch.zeros_like(row)
 
     def step(self, rows: Tensor, rule: OuterSGD, scale: float) -> Tensor:
-        """Move by the mean difference to some rows; return which of them were not finite, bool (rows,).
+        """Make an outer step by the mean difference from some rows; return which were not finite, bool (rows,).
 
-        A number that is not finite has not moved.
+        A non-finite number counts as a difference of 0.
         """
         mean, healed = torch.zeros_like(self.weights), []
         count = max(1, AT_ONCE_NBYTES // max(self.weights.nbytes, 1))
@@ -147,7 +147,7 @@ class GlobalWeights:
 
 @torch.no_grad()
 def begin_together(models: Rows, members: Members, policy: OuterOptimizerPolicy) -> GlobalWeights:
-    """Give some ranks the model of the lowest one; return what all go on from."""
+    """Give some ranks the model of the lowest one; return the global weights."""
     whole = models.of[WEIGHTS]
     whole[members] = whole[members][0].clone()
     return GlobalWeights(_travelling(models, policy.travels, state=False)[WEIGHTS][members][0])
@@ -157,7 +157,7 @@ def begin_together(models: Rows, members: Members, policy: OuterOptimizerPolicy)
 def step_together(
     models: Rows, members: Members, policy: OuterOptimizerPolicy, *, outer: GlobalWeights, scale: float
 ) -> None:
-    """Make an outer step from what some ranks have moved, and let them go on from there."""
+    """Make an outer step from the movements of some ranks, and set their weights to the result."""
     rows = _travelling(models, policy.travels, state=False)[WEIGHTS]
     healed = outer.step(rows[members], policy.rule, scale)
     rows[members] = outer.weights
@@ -169,7 +169,7 @@ def step_together(
 # ----------------------------------------------------------------------------------------------------- replacement
 @torch.no_grad()
 def replace(models: Rows, decision: Decision, policy: AsyncSelectiveAveragingPolicy) -> None:
-    """Give replaced ranks the weighted mean of their donors, and do to the optimizer's state what the policy says."""
+    """Set replaced ranks to the weighted mean of their donors, and treat optimizer state as the policy says."""
     how = policy.replacement
     state = how.travels.optimizer_state
     rows = _travelling(models, how.travels, state=how.travels.with_optimizer)
@@ -177,7 +177,7 @@ def replace(models: Rows, decision: Decision, policy: AsyncSelectiveAveragingPol
     for rank, given in _contributions(rows, decision).items():
         out = nonfinite_donors(given, partial(_row_of, rows, rank)) if policy.guard else []
         kept = normalized([each for each in given if each.donor not in out])
-        if not kept:  # it stays as it is
+        if not kept:  # the rank keeps its model
             continue
         own = rows[WEIGHTS][rank]
         found[rank] = {WEIGHTS: with_momentum(_mixed(WEIGHTS, own, kept), own, how.momentum)}
@@ -187,7 +187,7 @@ def replace(models: Rows, decision: Decision, policy: AsyncSelectiveAveragingPol
             found[rank] |= {name: heaviest.tensors[name].clone() for name in names}
         elif state == "average":
             found[rank] |= {name: _mixed(name, rows[name][rank], kept) for name in names}
-    # All have been mixed by now: a donor may be replaced as well.
+    # Assign only after all mixtures: a donor may be replaced as well.
     for rank, values in found.items():
         for name, value in values.items():
             rows[name][rank] = value
@@ -200,7 +200,7 @@ def _row_of(rows: dict[str, Tensor], rank: int) -> dict[str, Tensor]:
 
 
 def _contributions(rows: dict[str, Tensor], decision: Decision) -> dict[int, list[Contribution]]:
-    """Return what donors give each replaced rank."""
+    """Return the contributions of donors to each replaced rank."""
     ends = np.cumsum(decision.counts).tolist()
     found = {}
     for rank, end, count in zip(decision.replaced.tolist(), ends, decision.counts.tolist(), strict=True):
@@ -215,5 +215,5 @@ def _contributions(rows: dict[str, Tensor], decision: Decision) -> dict[int, lis
 
 def _mixed(name: str, own: Tensor, given: list[Contribution]) -> Tensor:
     mixed = mixture(name, own, given)
-    assert mixed is not None  # all have it
+    assert mixed is not None  # all donors have this tensor
     return mixed

@@ -1,8 +1,8 @@
-"""What ranks do together, over columns: the collectives of a group, and a policy's turn made of them.
+"""Communication over columns: the collectives of a group, and the turns of policies that consist of them.
 
-A turn takes all clocks from when the ranks come to when they go on, and says what was decided and sent. Which
-collectives a policy makes, and in which order, is written in its turn here; tests hold the times to the policy itself
-(averaging) or to a program that makes the same calls (selective replacement in lockstep).
+A turn advances all clocks from the arrival of the ranks to their departure, and returns its decision and its traffic.
+Each turn class lists the collectives of its policy in order. Tests compare the times with the policy itself
+(averaging) or with a program that makes the same calls (selective replacement in lockstep).
 """
 
 from __future__ import annotations
@@ -33,22 +33,22 @@ from spawnsim.policies.exchange.messages import HEADER_NBYTES
 from spawnsim.policies.rules.donors import Decision, Rules, decide, how_many
 from spawnsim.policies.rules.selection import Mask, Reports
 
-# Algorithms with a step for each rank: a million steps of a million ranks are more than anybody waits for.
+# Algorithms with one step per rank: with a million ranks, a million steps of a million ranks take too long.
 STEPWISE = ("ring", "pairwise", "linear", "chain", "scatter_ring")
 MOST_STEPS = 32_768
 PLACE_NBYTES = (
-    24  # what ranks of a group with global weights tell: steps, the last round, a digest of the settings
+    24  # sent by each rank of a group with global weights: steps, the last round, a digest of the settings
 )
-DIGEST_NBYTES = 16  # what averaging ranks compare before they sum: a checksum and its complement
+DIGEST_NBYTES = 16  # compared by averaging ranks before they sum: a checksum and its complement
 
 
 @dataclass
 class Traffic:
-    """What has been sent.
+    """The messages sent so far.
 
     Attributes:
-        messages: how many messages.
-        nbytes: their bytes.
+        messages: number of messages.
+        nbytes: their size in bytes.
     """
 
     messages: int = 0
@@ -57,19 +57,19 @@ class Traffic:
 
 @dataclass
 class Group:
-    """The ranks that are alive, their clocks, and what they send.
+    """The ranks that are alive, their clocks, and their traffic.
 
     Args:
-        ranks: how many there are in the world.
-        platform: network and algorithms.
-        plan: faults, for its pauses.
+        ranks: number of ranks in the world.
+        platform: network and collective algorithms.
+        plan: fault plan; only its pauses are used.
     """
 
     ranks: int
     platform: Platform
     plan: FaultPlan = field(default_factory=FaultPlan)
     members: Ints | None = None
-    """World ranks of those alive, rising; None: all."""
+    """World ranks that are alive, ascending; None: all."""
     cards: Cards = field(init=False)
     traffic: Traffic = field(default_factory=Traffic)
 
@@ -79,16 +79,16 @@ class Group:
 
     @property
     def size(self) -> int:
-        """How many are alive."""
+        """Number of ranks that are alive."""
         return self.ranks if self.members is None else len(self.members)
 
     @property
     def at(self) -> Ints | slice:
-        """Index of those alive into columns over all ranks."""
+        """Index of the living ranks into columns over all ranks."""
         return slice(None) if self.members is None else self.members
 
     def world(self) -> Ints:
-        """Return the world ranks of those alive, rising.
+        """Return the world ranks that are alive, ascending.
 
         Returns:
             int64 (size,).
@@ -96,14 +96,14 @@ class Group:
         return np.arange(self.ranks) if self.members is None else self.members
 
     def feasible(self, operation: str, nbytes: int) -> bool:
-        """Return whether the algorithm for a call has few enough steps to be gone through.
+        """Return whether the algorithm for a call has few enough steps to be simulated.
 
         Args:
             operation: name of the collective.
-            nbytes: as for `meet`.
+            nbytes: see `meet`.
 
         Returns:
-            Whether `meet` would not refuse.
+            Whether `meet` accepts the call.
         """
         return self.size <= MOST_STEPS or self._algorithm(operation, nbytes).split(":")[-1] not in STEPWISE
 
@@ -111,15 +111,15 @@ class Group:
         return self.platform.collectives.algorithm(operation, CallSize(self.size, nbytes))
 
     def meet(self, operation: str, nbytes: int, root: int = 0) -> None:
-        """Let all who are alive make one collective call.
+        """Execute one collective call of all living ranks.
 
         Args:
-            operation: such as "allreduce".
-            nbytes: of the vector, or of a rank's block.
-            root: its rank in the group.
+            operation: name of the collective, such as "allreduce".
+            nbytes: size of the vector, or of a rank's block.
+            root: rank of the root in the group.
 
         Raises:
-            UnsupportedError: the algorithm takes a step for each of very many ranks.
+            UnsupportedError: the algorithm takes one step per rank, and there are too many ranks.
         """
         if self.size == 1:
             return
@@ -143,7 +143,7 @@ class Group:
         self.wake()
 
     def wake(self) -> None:
-        """Let those who would go on while they are paused go on when they wake."""
+        """Defer ranks that would continue during a pause to the end of the pause."""
         clock = self.cards.clock
         for rank in sorted(self.plan.paused):
             clock[rank] = self.plan.awake_s(rank, float(clock[rank]))
@@ -156,24 +156,24 @@ class Turn(ABC):
     """A policy's turn over columns.
 
     Args:
-        policy: whose.
+        policy: the policy.
         group: the ranks.
-        nbytes: of one model on the wire.
+        nbytes: size of one model on the wire.
     """
 
     def __init__(self, policy: SpawnPolicy, group: Group, nbytes: int) -> None:
         self.cadence, self.group, self.nbytes = policy.cadence, group, nbytes
-        self.notes: dict[str, None] = {}  # what the user should know; a dict for its order
+        self.notes: dict[str, None] = {}  # notes for the user; a dict keeps their order
 
     def due(self, iteration: int) -> bool:
         """Return whether ranks meet in an iteration."""
         return self.cadence.due(iteration)
 
-    def tick(self) -> None:  # noqa: B027  most policies do nothing in a call that is not their turn
-        """Note that all ranks have called the policy once more."""
+    def tick(self) -> None:  # noqa: B027  most policies do nothing in calls that are not due
+        """Count one call of the policy on all ranks."""
 
     def _meet_once(self, operation: str, nbytes: int, what: str) -> None:
-        """Let a new group make a call: left out of the times, with a note, where its algorithm has too many steps."""
+        """Execute a call of a new group; if its algorithm has too many steps, skip its time and add a note."""
         if self.group.feasible(operation, nbytes):
             self.group.meet(operation, nbytes)
             return
@@ -184,20 +184,20 @@ class Turn(ABC):
 
     @abstractmethod
     def act(self, iteration: int, metrics: Floats, models: Models) -> Decision | None:
-        """Take the turn of an iteration: moves clocks, and changes models.
+        """Take the turn of an iteration: advance the clocks and change the models.
 
         Args:
-            iteration: of all ranks.
-            metrics: of all ranks, by world rank.
-            models: of all ranks.
+            iteration: the iteration of all ranks.
+            metrics: the metrics of all ranks, by world rank.
+            models: the models of all ranks.
 
         Returns:
-            What was decided; None where nothing is.
+            The decision; None for policies that decide nothing.
         """
 
 
 class AveragingTurn(Turn):
-    """`AverageAllPolicy`: the calls of `GroupMean` where a death can be survived, as on virtual ranks."""
+    """`AverageAllPolicy`: the calls of `GroupMean` on backends that survive deaths, such as virtual ranks."""
 
     def __init__(self, policy: AverageAllPolicy, group: Group, nbytes: int) -> None:
         super().__init__(policy, group, nbytes)
@@ -209,7 +209,7 @@ class AveragingTurn(Turn):
         if self._agreed != group.size:
             self._agree()
         equal = group.size == 1
-        # Where the mean of equal models could be another number, ranks compare first: three digests if they agree.
+        # If rounding could change the mean of equal models, ranks compare digests first: three if they agree, else one.
         if group.size & (group.size - 1):
             equal = models.are_equal(group.at, self._policy)
             for _ in range(3 if equal else 1):
@@ -226,10 +226,10 @@ class AveragingTurn(Turn):
 
 
 class OuterTurn(Turn):
-    """`OuterOptimizerPolicy` of one fragment, uncompressed: ranks begin together, and make an outer step each round.
+    """`OuterOptimizerPolicy` of one fragment, uncompressed: ranks begin together, and make one outer step per round.
 
-    A group that meets tells how far each is (`Allgather`, 24 bytes), compares layouts, and at the beginning takes over
-    the whole model of its lowest rank (`Bcast`). A round is one `Allreduce`.
+    The ranks of a new group exchange their progress (`Allgather`, 24 bytes) and compare layouts. At the beginning all
+    ranks adopt the whole model of the lowest rank (`Bcast`). A round is one `Allreduce`.
     """
 
     def __init__(self, policy: OuterOptimizerPolicy, group: Group, nbytes: int, whole_nbytes: int) -> None:
@@ -258,11 +258,11 @@ class OuterTurn(Turn):
 
 
 class SelectiveTurn(Turn):
-    """`AsyncSelectiveAveragingPolicy` in lockstep: gathered, decided, scattered, asked for, given.
+    """`AsyncSelectiveAveragingPolicy` in lockstep: gather, decide, scatter, request, send.
 
-    Each rank gives its report to the coordinator (`Gather`, 64 bytes), which decides and tells each how many ranks will
-    ask it, and which donors it is to ask, with their weights (`Scatter`, 8 + 16 for each donor that a rank may have).
-    Then models move (`transfers.exchange`). Ranks that neither ask nor are asked go on at once.
+    Each rank sends its report to the coordinator (`Gather`, 64 bytes). The coordinator decides, and sends each rank the
+    number of requests to expect, and its donors with their weights (`Scatter`, 8 bytes + 16 per possible donor). Then
+    models move (`transfers.exchange`). Ranks that neither request a model nor donate continue at once.
     """
 
     def __init__(
@@ -285,7 +285,7 @@ class SelectiveTurn(Turn):
 
     def act(self, iteration: int, metrics: Floats, models: Models) -> Decision | None:
         group, world = self.group, self.group.world()
-        # In a smaller group, as recoveries leave it, the last rank coordinates.
+        # If recoveries have made the group smaller than that, its last rank coordinates.
         leader = min(self._coordinator, group.size - 1)
         group.meet("gather", HEADER_NBYTES, leader)
         reports = Reports(world, metrics[group.at], self._expired[group.at])
@@ -320,8 +320,8 @@ class Ages:
 
     Args:
         age_range: lowest and highest age at which a rank is replaced.
-        ranks: how many.
-        seed: of the run.
+        ranks: number of ranks.
+        seed: seed of the run.
         bulk: whether ages are drawn for all ranks from one stream.
     """
 
@@ -336,17 +336,17 @@ class Ages:
         """Count one call of every rank.
 
         Returns:
-            Whose age has run out, bool (ranks,).
+            Which ranks have expired, bool (ranks,).
         """
         expired: Mask = self._age >= self._most
         self._age += ~expired
         return expired
 
     def reset(self, replaced: Ints) -> None:
-        """Let ranks begin anew.
+        """Reset the ages of replaced ranks, and draw their next limits.
 
         Args:
-            replaced: who, int64.
+            replaced: the replaced ranks, int64.
         """
         self._age[replaced] = 0
         self._most[replaced] = self._drawn(replaced, first=False)
@@ -364,7 +364,7 @@ class Ages:
     def _next_of(self, rank: int) -> int:
         stream = self._streams.get(rank)
         if stream is None:
-            # Kept from a rank's first replacement on: before that, its one draw is as well made again.
+            # Streams are kept from a rank's first replacement on; its one earlier draw is repeated here.
             stream = self._streams[rank] = random.generator(self._seed, rank, "age")
             stream.integers(self._low, self._high + 1)
         return int(stream.integers(self._low, self._high + 1))
@@ -382,23 +382,23 @@ def turn_of(
     """Return the turn of a policy.
 
     Args:
-        policy: whose.
+        policy: the policy.
         group: the ranks.
-        nbytes: of one model on the wire.
-        seed: of the run.
+        nbytes: size of one model on the wire.
+        seed: seed of the run.
         streams: how donors and ages are drawn.
-        whole_nbytes: of all that a rank takes over that begins; None: `nbytes`.
+        whole_nbytes: size of the whole model that a rank adopts at the beginning; None: `nbytes`.
 
     Returns:
         Its turn over columns.
 
     Raises:
-        UnsupportedError: the policy, or something in it, has no form over columns.
+        UnsupportedError: the policy, or one of its parts, has no form over columns.
         ParameterError: `nbytes` is not a whole number of at least 1.
     """
     if nbytes is None or isinstance(nbytes, bool) or int(nbytes) != nbytes or nbytes < 1:
         raise ParameterError(f"model_nbytes={nbytes!r}: give the bytes of one model, at least 1")
-    # By what acts and not by class: a subclass that acts otherwise is another policy.
+    # Compare methods, not classes: a subclass that overrides `act` is a different policy.
     kind = type(policy)
     act, turn = getattr(kind, "act", None), getattr(kind, "turn", None)
     if isinstance(policy, AverageAllPolicy) and act is AverageAllPolicy.act:
@@ -427,7 +427,7 @@ def _check_outer(policy: OuterOptimizerPolicy) -> None:
 
 
 def _check_selective(policy: AsyncSelectiveAveragingPolicy, platform: Platform) -> None:
-    """Raise `UnsupportedError` for what selective replacement in lockstep has not."""
+    """Raise `UnsupportedError` for options that selective replacement in lockstep lacks."""
     _check_rules(policy.rules)
     plain, wiring = ExchangeOptions(), policy.wiring
     refused = [

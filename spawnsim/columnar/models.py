@@ -1,7 +1,7 @@
-"""The models of all ranks, as a turn sees them; and numbers that stand for them: one a rank, how good its model is.
+"""The interface of a turn to the models of all ranks, and numbers in place of models: one quality per rank.
 
-A researcher's own numbers are any object with the three methods of `Quality`. In the ordinary mode a model of one
-parameter does the same, so that decisions can be compared. Models that train are in `training`.
+An object with the three methods of `Quality` defines its own numbers. In the ordinary mode a model of one parameter
+does the same, so that decisions can be compared. Models that train are in `training`.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ class Models(ABC):
     """The models of all ranks of a run.
 
     Attributes:
-        nbytes: of one as it travels; None: not known.
-        whole_nbytes: of all that a rank takes over that begins; None: as much.
+        nbytes: size of one model on the wire; None: unknown.
+        whole_nbytes: size of the whole model that a rank adopts at the beginning; None: `nbytes`.
     """
 
     nbytes: int | None = None
@@ -37,23 +37,23 @@ class Models(ABC):
 
     @abstractmethod
     def train(self, first: int, count: int, members: Members) -> None:
-        """Train those of some ranks for so many iterations, the first of which is given."""
+        """Train the models of some ranks for `count` iterations, from iteration `first` on."""
 
     @abstractmethod
     def metrics(self, iteration: int) -> Floats:
-        """Return what each rank reports, float64 (ranks,)."""
+        """Return the metric of each rank, float64 (ranks,)."""
 
     @abstractmethod
     def are_equal(self, members: Members, policy: AverageAllPolicy) -> bool:
-        """Return whether what a policy averages of some ranks is all the same."""
+        """Return whether the parts that a policy averages are equal on some ranks."""
 
     @abstractmethod
     def average(self, members: Members, policy: AverageAllPolicy, *, equal: bool) -> None:
-        """Give some ranks the mean of theirs, as a policy says; `equal` if these are the same."""
+        """Set the models of some ranks to their mean, as a policy says; `equal` if they are equal already."""
 
     @abstractmethod
     def replace(self, decision: Decision, policy: AsyncSelectiveAveragingPolicy) -> None:
-        """Give replaced ranks what their donors had, as a policy says."""
+        """Replace models by the mixtures of their donors' models, as a policy says."""
 
     @abstractmethod
     def begin_together(self, members: Members, policy: OuterOptimizerPolicy) -> None:
@@ -61,7 +61,7 @@ class Models(ABC):
 
     @abstractmethod
     def step_together(self, members: Members, policy: OuterOptimizerPolicy, iteration: int) -> None:
-        """Move the global weights by the mean movement of some ranks, which go on from there."""
+        """Move the global weights by the mean movement of some ranks, and set their models to the result."""
 
     @abstractmethod
     def checksum(self) -> int:
@@ -69,51 +69,51 @@ class Models(ABC):
 
     @abstractmethod
     def described(self) -> dict[str, Any]:
-        """Return facts of the run that name them."""
+        """Return the entries of the run description about the models."""
 
     def columns(self) -> dict[str, Floats]:
-        """Return what else is known of each rank as it reports: by name, float64 (ranks,)."""
+        """Return further columns of the ranks' reports: by name, float64 (ranks,)."""
         return {}
 
 
 class Quality(Protocol):
-    """How models begin, train, and are judged: functions of arrays over all ranks."""
+    """Initial values, training and metric of models: functions of arrays over all ranks."""
 
     def begin(self, ranks: int, seed: int) -> Floats:
         """Return each rank's model, as one number.
 
         Args:
-            ranks: how many.
-            seed: of the run.
+            ranks: number of ranks.
+            seed: seed of the run.
 
         Returns:
-            float64 (ranks,); the run changes it when ranks are replaced or averaged.
+            float64 (ranks,); the run changes it in place when it replaces or averages ranks.
         """
 
     def train(self, quality: Floats, first: int, count: int) -> None:
         """Train all ranks, in place.
 
         Args:
-            quality: of each rank's model, float64 (ranks,).
-            first: the first iteration that is trained.
-            count: how many iterations.
+            quality: quality of each rank's model, float64 (ranks,).
+            first: the first iteration to train.
+            count: number of iterations.
         """
 
     def metric(self, quality: Floats, iteration: int) -> Floats:
         """Return the metric that each rank reports.
 
         Args:
-            quality: of each rank's model, float64 (ranks,).
-            iteration: at which it reports.
+            quality: quality of each rank's model, float64 (ranks,).
+            iteration: iteration of the reports.
 
         Returns:
-            float64 (ranks,); which way is better, the policy's `mode` says.
+            float64 (ranks,); the policy's `mode` defines whether higher or lower is better.
         """
 
 
 @dataclass
 class RandomWalk(Quality):
-    """Qualities that begin apart and walk: N(0, spread²) at first, then N(gain, drift²) more in each iteration.
+    """Qualities that walk at random: N(0, spread²) at the beginning, plus N(gain, drift²) in each iteration.
 
     The metric is the quality itself: higher is better.
 
@@ -141,7 +141,7 @@ class RandomWalk(Quality):
         return self.spread * self._stream.standard_normal(ranks)
 
     def train(self, quality: Floats, first: int, count: int) -> None:
-        # One draw for all the steps since the last look: their sum is what anybody sees.
+        # One draw for all steps since the last call: only their sum is visible.
         quality += count * self.gain
         if self.drift:
             quality += self.drift * np.sqrt(count) * self._stream.standard_normal(len(quality))
@@ -151,12 +151,12 @@ class RandomWalk(Quality):
 
 
 class Numbers(Models):
-    """One number a rank in the place of its model.
+    """One number per rank in place of its model.
 
     Args:
-        quality: how numbers begin, move and are judged.
-        ranks: how many.
-        seed: of the run.
+        quality: initial values, training and metric of the numbers.
+        ranks: number of ranks.
+        seed: seed of the run.
     """
 
     def __init__(self, quality: Quality, ranks: int, seed: int) -> None:
@@ -202,5 +202,5 @@ class Numbers(Models):
 
 
 def _finite(drift: Floats) -> Floats:
-    """Return a drift from a mean, and 0 where it is not finite, as policies do."""
+    """Return a drift from a mean, with 0 for non-finite values, as policies do."""
     return np.where(np.isfinite(drift), drift, 0.0)

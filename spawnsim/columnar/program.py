@@ -1,6 +1,7 @@
-"""What a program gives to columns: models that it builds, functions that may raise, generators that it draws from.
+"""The program's side of columns: the models that it builds, functions that may raise, and its generators.
 
-Says whose fault something is, in words. Knows what rows can hold; must not know how models train or are exchanged.
+Error messages name the function or rank at fault. Knows which models rows can hold; must not know how models train or
+are exchanged.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from spawnsim.training.seats import Seat
 
 # ---------------------------------------------------------------------------------------------------------- models
 def built(made: Any, rank: int) -> tuple[nn.Module, torch.optim.Optimizer]:
-    """Return what `build` has returned, if that is a model and its optimizer."""
+    """Return the result of `build`; raise `UsageError` unless it is a model and its optimizer."""
     model, optimizer = made if isinstance(made, tuple) and len(made) == 2 else (None, None)
     if not isinstance(model, nn.Module) or not isinstance(optimizer, torch.optim.Optimizer):
         raise UsageError(
@@ -33,7 +34,7 @@ def built(made: Any, rank: int) -> tuple[nn.Module, torch.optim.Optimizer]:
 
 
 def seat_of(model: nn.Module, optimizer: torch.optim.Optimizer, rank: int) -> Seat:
-    """Return a model as a member of a group, if it has a form over columns."""
+    """Return the seat of a model; raise `UnsupportedError` if it has no form over columns."""
     try:
         seat = Seat(model, optimizer)
         if seat.rule is None:
@@ -55,7 +56,7 @@ def seat_of(model: nn.Module, optimizer: torch.optim.Optimizer, rank: int) -> Se
 
 
 def kind_of(seat: Seat) -> Any:
-    """Return a key that is equal for models that train together."""
+    """Return a key that is equal for models that can train together."""
     assert seat.optimizer is not None
     assert seat.rule is not None
     settings = tuple([seat.rule.settings(group) for group in seat.optimizer.param_groups])
@@ -63,7 +64,7 @@ def kind_of(seat: Seat) -> Any:
 
 
 def rows_of(seat: Seat, ranks: int) -> Rows:
-    """Return rows for so many models like one, trained by optimizers like one."""
+    """Return rows for `ranks` models with the structure and optimizer of a seat."""
     model, optimizer, rule = seat.module(), seat.optimizer, seat.rule
     assert optimizer is not None
     assert rule is not None
@@ -90,15 +91,15 @@ def version(tensor: Tensor) -> int:
 
 
 # ---------------------------------------------------------------------------------------------------------- errors
-class told_of:  # noqa: N801 - used as a function is
-    """Say of an error that a function of the program raises whose it is.
+class told_of:  # noqa: N801 - used like a function
+    """Convert errors raised by a function of the program to `ProgramError`, with function, rank and iteration.
 
-    A class, since each batch of each rank is drawn within one: a generator takes four times as long.
+    A class, since every batch of every rank is drawn within one: a generator takes four times as long.
 
     Args:
-        function: of the program.
-        rank: for which it is called; may be set again.
-        iteration: in which; None: before all.
+        function: function of the program.
+        rank: rank for which it is called; may be set again.
+        iteration: current iteration; None: before the first.
     """
 
     __slots__ = ("_function", "_iteration", "rank")
@@ -120,12 +121,12 @@ class told_of:  # noqa: N801 - used as a function is
 
 @contextmanager
 def refused(name: str) -> Iterator[None]:
-    """Say what vmap has against a function."""
+    """Convert errors of vmap to `UnsupportedError`."""
     try:
         yield
     except torch.cuda.OutOfMemoryError:
         raise
-    except Exception as error:  # its refusals are of many classes
+    except Exception as error:  # vmap refuses functions with many classes of errors
         text = f"{error}".splitlines()[0].partition(". ")[0]
         raise UnsupportedError(
             f"columnar: {name} cannot be computed for many models at once: {type(error).__name__}: {text}; run it on "
@@ -134,12 +135,12 @@ def refused(name: str) -> Iterator[None]:
 
 
 def name_of(function: Any) -> str:
-    """Return what a function is called in a sentence."""
+    """Return the name of a function for messages."""
     return str(getattr(function, "__name__", type(function).__name__))
 
 
 def in_words(value: Any) -> str:
-    """Return what a value is, in words."""
+    """Return a description of a value for messages."""
     if isinstance(value, Tensor):
         constant = "" if value.requires_grad else ", which depends on no weight"
         return f"a tensor of shape {tuple(value.shape)}{constant}"
@@ -149,7 +150,7 @@ def in_words(value: Any) -> str:
 # ------------------------------------------------------------------------------------------------------ generators
 @contextmanager
 def generators_kept() -> Iterator[None]:
-    """Leave the global generators as they were."""
+    """Restore the global generators afterwards."""
     states = global_states(torch)
     try:
         yield
@@ -158,7 +159,7 @@ def generators_kept() -> Iterator[None]:
 
 
 class Generators:
-    """Global generators of a run, which go on where they were when they are in place again."""
+    """Global generators of a run, which continue from their last state when they are installed again."""
 
     def __init__(self, streams: Streams) -> None:
         with generators_kept(), seeded(streams):
@@ -166,7 +167,7 @@ class Generators:
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
-        """Let them be the process's for a block."""
+        """Install them as the generators of the process for a block."""
         with generators_kept():
             set_global_states(torch, self._own)
             try:

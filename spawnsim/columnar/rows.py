@@ -23,7 +23,7 @@ WEIGHTS, GRADIENT = "weights", "gradient"
 
 @dataclass(frozen=True)
 class Place:
-    """Where a parameter lies in a row, and which of the optimizer's groups trains it: -1 for none."""
+    """Position of a parameter in a row, and the optimizer's group that trains it (-1: not trained)."""
 
     name: str
     start: int
@@ -36,18 +36,18 @@ class Place:
         return slice(self.start, self.start + self.shape.numel())
 
     def of(self, rows: Tensor) -> Tensor:
-        """Return this parameter of all rows, (rows, *shape), as a view."""
+        """Return a view of this parameter in all rows, (rows, *shape)."""
         return rows[:, self.columns].view(len(rows), *self.shape)
 
 
 class Plan:
-    """How a model's parameters lie in a row: by the optimizer's group, then in the model's order.
+    """Layout of a model's parameters in a row: by the optimizer's group, then in the model's order.
 
     Attributes:
-        places: Of all parameters; those of one group are next to each other, those that are not trained come last.
-        trained: Of those that are trained.
-        fixed: Of the others.
-        width: Of a row, padded.
+        places: Places of all parameters. Parameters of one group are adjacent; untrained parameters are at the end.
+        trained: Places of the trained parameters.
+        fixed: Places of the untrained parameters.
+        width: Columns of a row, padding included.
         spans: The columns of each group.
     """
 
@@ -86,27 +86,27 @@ class Rows:
     """Rows for models of one structure, trained by optimizers of one class.
 
     Args:
-        plan: How parameters lie in a row.
-        like: A parameter: its dtype and device are those of the rows.
-        rule: Of the optimizers.
-        states: The names of their state, counts of steps apart.
-        ranks: The number of rows.
+        plan: Layout of a row.
+        like: A parameter with the dtype and device of the rows.
+        rule: Update rule of the optimizers.
+        states: Names of the optimizers' state tensors, except step counts.
+        ranks: Number of rows.
 
     Attributes:
-        of: "weights", each state, and the "step" of each row: (ranks, columns) each.
+        of: Tensors (ranks, columns) by name: "weights", each state, and "step" if the rule counts steps.
     """
 
     def __init__(self, plan: Plan, like: Tensor, rule: Rule, *, states: Sequence[str], ranks: int) -> None:
         self.plan, self.rule, self.states = plan, rule, tuple(states)
         self.of = {name: _zeros(like, (ranks, plan.width)) for name in (WEIGHTS, *states)}
         if rule.counts:
-            # As torch counts: in main memory, in float32, or in float64 where that is the default.
+            # Torch counts steps in main memory, in float32, or in float64 if that is the default dtype.
             dtype = torch.promote_types(torch.get_default_dtype(), torch.float32)
             self.of[STEP] = torch.zeros(ranks, len(plan.trained), dtype=dtype)
         self._pieces: dict[tuple[str, int], tuple[Tensor, ...]] = {}
 
     def pieces(self, name: str, group: int) -> tuple[Tensor, ...]:
-        """Return the columns of a group row by row, (columns,) each: views, made once."""
+        """Return a group's columns of each row, (columns,) each: views, cached."""
         key = name, group
         if key not in self._pieces:
             self._pieces[key] = self.of[name][:, self.plan.spans[group]].unbind()
@@ -122,10 +122,10 @@ class Rows:
         """Update the rows of some ranks in place; the gradients may be overwritten.
 
         Args:
-            ranks: Which rows.
-            gradient: (rows, columns).
+            ranks: The rows to update.
+            gradient: Gradients, (rows, columns).
             rates: Learning rates, by row and group of the optimizer.
-            settings: Of each group, as the optimizer's rule returns them.
+            settings: Settings of each group, as the optimizer's rule returns them.
         """
         if STEP in self.of:
             self.of[STEP][torch.tensor(ranks)] += 1
@@ -143,7 +143,7 @@ class Rows:
                     for name in (WEIGHTS, *self.states)
                 }
                 rows[GRADIENT] = [gradients[number] for number in chosen]
-                if STEP in self.of:  # all parameters of a model have made as many steps
+                if STEP in self.of:  # equal for all parameters of a model
                     rows[STEP] = [*self.of[STEP][some, 0].to(gradient.device).unbind()]
                 self.rule.update(rows, rate, own)  # type: ignore[arg-type]
 
@@ -158,7 +158,7 @@ def _zeros(like: Tensor, shape: tuple[int, int]) -> Tensor:
 
 
 def at(ranks: Sequence[int]) -> slice | Tensor:
-    """Return an index of the rows of some ranks: a slice, whose views are not copied, where they follow each other."""
+    """Return an index of the rows of some ranks: a slice, which does not copy, if the ranks are consecutive."""
     if ranks == list(range(ranks[0], ranks[0] + len(ranks))):
         return slice(ranks[0], ranks[0] + len(ranks))
-    return torch.tensor(ranks, device="cpu")  # which rows of any device may be chosen by
+    return torch.tensor(ranks, device="cpu")  # it can index rows on any device

@@ -1,8 +1,8 @@
-"""A run over columns: all ranks compute, then meet where the policy's cadence says so, to the last iteration.
+"""A run over columns: in each iteration all ranks compute, then meet if the policy's cadence is due.
 
-It keeps what a run folder holds: rows of a sample of ranks, an event "round" with aggregates over all of them, and an
-event "replacement" for each one, or "sampled_replacement" for those of the sample. All arrays of a round are given to
-whoever asks for them (`on_round`).
+It keeps the contents of a run folder: rows of a sample of ranks, one "round" event per turn with aggregates over all
+ranks, and one "replacement" event per replacement, or "sampled_replacement" events if only a sample of the ranks has
+rows. `on_round` receives all arrays of a round.
 """
 
 from __future__ import annotations
@@ -56,15 +56,15 @@ class Round:
     """One turn of the policy; columns are over `members`.
 
     Attributes:
-        iteration: of all ranks.
-        members: world ranks that took part, rising, int64 (members,).
-        entered_s: when each came, float64 (members,), seconds.
-        left_s: when each went on, float64 (members,), seconds.
-        metrics: what each reported, float64 (members,); None if nothing is followed.
-        decision: who was replaced by whom; None for averaging.
-        died: ranks that were found dead at this turn, int64.
-        messages: sent in it.
-        nbytes: their bytes.
+        iteration: the iteration of all ranks.
+        members: world ranks that took part, ascending, int64 (members,).
+        entered_s: arrival of each member, float64 (members,), seconds.
+        left_s: departure of each member, float64 (members,), seconds.
+        metrics: metric that each member reported, float64 (members,); None if metrics are not tracked.
+        decision: the replaced ranks and their donors; None for averaging.
+        died: ranks found dead at this turn, int64.
+        messages: number of messages sent in this turn.
+        nbytes: their size in bytes.
     """
 
     iteration: int
@@ -84,7 +84,7 @@ OnRound = Callable[[Round], None]
 
 @dataclass(frozen=True)
 class _Circumstances:
-    """Where the ranks run, as `run` is given it."""
+    """The arguments of `run` that describe where the ranks run."""
 
     ranks: int
     iterations: int
@@ -135,7 +135,7 @@ class _Circumstances:
         return platform, plan, platform.compute_model(self.compute, self.stragglers)
 
     def deaths_s(self, plan: FaultPlan) -> Floats:
-        """Return when each rank dies; inf: never."""
+        """Return the time of death of each rank; inf: never."""
         deaths_s = np.full(self.ranks, np.inf)
         if self.mtbf_s is not None:
             stream = random.generator(self.seed, random.WORLD, "columnar.deaths")
@@ -170,38 +170,38 @@ def run(
     out: str | Path | None = None,
     overwrite: bool = False,
 ) -> Run:
-    """Run a policy over columns: timing and decisions of very many ranks, with numbers for models or models that train.
+    """Run a policy over columns: times and decisions of very many ranks, with numbers as models or models that train.
 
-    Each iteration every rank computes, and where the policy's cadence is due all that are alive take its turn together.
-    docs/columnar.md says which policies have a turn, and how it differs from the ordinary mode.
+    In each iteration every rank computes; if the policy's cadence is due, all living ranks then take its turn together.
+    docs/columnar.md lists the policies that have a turn, and the differences from the ordinary mode.
 
     Args:
-        policy: as on virtual ranks, with the same parameters; it is read, and stays as it is.
-        ranks: how many.
-        iterations: of each rank.
-        model_nbytes: bytes of one model as it travels; None, with `training` alone: those of the model.
-        quality: what stands for the models; None: `RandomWalk()`.
-        training: models that train, in the place of `quality`.
-        platform: name, TOML file or object; None is the default platform.
-        stragglers: such as "lognormal:0.3", or an object; None: the platform's.
-        faults: a fault plan of crashes, pauses and slow-downs; None: none.
+        policy: a policy with the same parameters as on virtual ranks; the run does not change it.
+        ranks: number of ranks.
+        iterations: number of iterations of each rank.
+        model_nbytes: size of one model on the wire; None (only with `training`): the size of the trained model.
+        quality: numbers in place of models; None: `RandomWalk()`.
+        training: models that train, instead of `quality`.
+        platform: name, TOML file or object; None: the default platform.
+        stragglers: a specification such as "lognormal:0.3", or an object; None: the platform's.
+        faults: a fault plan of crashes, pauses and slow-downs; None: no faults.
         mtbf_s: mean time between failures of one rank, in seconds: it dies for good at a random time; None: never.
-        detection_s: how long those alive wait, once all have come, where they find that somebody has died.
-        seed: of every random stream, at least 0.
-        compute: how long a rank computes in an iteration; None: what the platform says.
-        streams: "ranks": the draws of an ordinary run; "bulk": draws for all ranks at once, quicker at a million.
-        sample: how many ranks, evenly spread, have rows and replacement events in the run.
-        on_round: is given each round.
+        detection_s: seconds that the living ranks wait, after all have arrived, when they find that a rank has died.
+        seed: seed of every random stream, at least 0.
+        compute: compute time of a rank in an iteration; None: the platform's.
+        streams: "ranks": the draws of an ordinary run; "bulk": draws for all ranks at once, faster for a million ranks.
+        sample: number of ranks, evenly spaced, that have rows and replacement events in the run.
+        on_round: called with each round.
         out: run folder to write.
-        overwrite: whether a run that `out` holds may be lost.
+        overwrite: whether a run in `out` may be overwritten.
 
     Returns:
         Rows of the sample, events, and totals over all ranks; see `Run`.
 
     Raises:
-        ParameterError: a parameter has no meaning; nothing ran.
+        ParameterError: a parameter is invalid; nothing ran.
         UnsupportedError: the policy, a fault or a straggler has no form over columns.
-        UsageError: the policy's rules refuse what they are given.
+        UsageError: the policy's rules refuse their input.
     """
     where = _Circumstances(
         ranks, iterations, model_nbytes, platform, stragglers, faults, seed, compute, streams, mtbf_s, detection_s,
@@ -230,7 +230,7 @@ def _models(
 
 
 class _Running:
-    """A run while it lasts."""
+    """A run in progress."""
 
     def __init__(
         self,
@@ -243,15 +243,15 @@ class _Running:
         self.policy, self.where, self.on_round, self.began_s = policy, where, on_round, time.perf_counter()
         self.group = Group(where.ranks, platform, plan)
         self.turn = self._turn(1 if where.model_nbytes is None else where.model_nbytes)
-        self.models = begin()  # after what the policy is refused for
+        self.models = begin()  # after the checks that may refuse the policy
         if where.model_nbytes is None:
             self.turn = self._turn(self.models.nbytes, self.models.whole_nbytes)
         self.durations = Durations(
             model, plan, where.ranks, blocks=where.iterations, seed=where.seed, streams=where.streams
         )
         self.deaths_s = where.deaths_s(plan)
-        self.trained = 0  # iterations so far
-        self.left_s = np.zeros(where.ranks)  # the latest turn
+        self.trained = 0  # iterations trained so far
+        self.left_s = np.zeros(where.ranks)  # departure from the latest turn
         self.kept = _Kept(where, policy, self.turn.nbytes)
         self.blocks = self.replaced = self.lost = 0
         self.digest = hashlib.blake2b(digest_size=16)
@@ -261,7 +261,7 @@ class _Running:
         return turn_of(self.policy, self.group, nbytes, whole_nbytes=whole_nbytes, **draws)
 
     def go(self) -> Run:
-        """Run to the end, or until nobody is left."""
+        """Run until the last iteration, or until all ranks have died."""
         for iteration in range(self.where.iterations):
             clock = self.group.cards.clock
             clock[:] = self.durations.ends(clock)
@@ -281,7 +281,7 @@ class _Running:
         return self._run(iteration + 1)
 
     def _bury(self) -> Ints:
-        """Take those out of the group who died before this time; return them."""
+        """Remove ranks from the group whose time of death has passed; return them."""
         cards, at = self.group.cards, self.group.at
         dead = self.deaths_s[at] <= cards.clock[at]
         if not dead.any():
@@ -321,7 +321,7 @@ class _Running:
             self.on_round(told)
 
     def _train(self, iteration: int) -> None:
-        """Train all ranks from where they are, up to an iteration."""
+        """Train all ranks up to an iteration, inclusive."""
         self.models.train(self.trained, iteration + 1 - self.trained, self.group.at)
         self.trained = iteration + 1
 
@@ -353,8 +353,8 @@ class _Running:
         return about | {"versions": manifest.versions(), "made": manifest.made()}
 
 
-NO_PARAMETERS = {"timing", "wiring"}  # of what a policy decides
-# What travels unless a program says otherwise: of all other policies, everything.
+NO_PARAMETERS = {"timing", "wiring"}  # they do not affect decisions
+# The default scopes of policies; for every other policy the whole state travels.
 USUAL: dict[type[SpawnPolicy], StateScope] = {
     AsyncSelectiveAveragingPolicy: StateScope(optimizer_state="reset"),
     OuterOptimizerPolicy: StateScope(frozen=False, buffers=False),
@@ -362,13 +362,13 @@ USUAL: dict[type[SpawnPolicy], StateScope] = {
 
 
 def _made_of(policy: SpawnPolicy) -> dict[str, Any]:
-    """Return what a policy was made of, by name: it holds that itself, or in its rules and other parts."""
+    """Return the parameters of a policy by name, read from the policy itself, its rules and its other parts."""
     own = vars(policy)
     held = [own, *[vars_of(each) for each in own.values() if is_dataclass(each)]]
-    # Of what it holds these alone: it counts, too.
+    # Only its declared parameters: a policy also holds counters.
     kinds = [kind for kind in type(policy).__mro__ if issubclass(kind, SpawnPolicy)]
     found = {name: part[name] for name in policy.parameters() for part in reversed(held) if name in part}
-    # None, as it was given, where other parameters tell it: what only one of two runs has is taken for no difference.
+    # None, the default, where other parameters determine the value: comparisons ignore values that only one run has.
     if policy.cadence == Every(policy.average_every, at_zero=isinstance(policy, AverageAllPolicy)):
         found["cadence"] = None
     if isinstance(policy, AsyncSelectiveAveragingPolicy) and found["selection"] == selection_for(
@@ -383,7 +383,7 @@ def _made_of(policy: SpawnPolicy) -> dict[str, Any]:
 
 
 class _Kept:
-    """What a run keeps: rows of a sample of ranks, and events."""
+    """The records of a run: rows of a sample of ranks, and events."""
 
     def __init__(self, where: _Circumstances, policy: SpawnPolicy, model_nbytes: int) -> None:
         count = min(where.sample, where.ranks)
@@ -394,12 +394,12 @@ class _Kept:
         self._alive = np.ones(len(self.ranks), np.bool_)
         self._nbytes = model_nbytes
         self._columns: list[dict[str, np.ndarray[Any, Any]]] = []
-        # Figures of replacements show shares of all ranks: they must not take a sample for all there were.
+        # Figures of replacements show shares of all ranks, so a sample needs a kind of event that they do not read.
         self._kind = "replacement" if count == where.ranks else "sampled_replacement"
         self._how = _how(policy)
 
     def died(self, ranks: Ints, deaths_s: Floats) -> None:
-        """Note that ranks have died."""
+        """Record the deaths of ranks."""
         for rank in ranks[self._sampled[ranks]].tolist():
             self._alive[np.searchsorted(self.ranks, rank)] = False
             self.recorder.event(rank, float(deaths_s[rank]), "crash", {})
@@ -408,7 +408,7 @@ class _Kept:
         self, iteration: int, entered_s: Floats, since_s: Floats,
         turn: tuple[Floats, Floats, Decision | None] | None, *, more: Mapping[str, Floats],
     ) -> None:  # fmt: skip
-        """Add a row of each rank of the sample that is alive."""
+        """Add a row for each living rank of the sample."""
         self.last, who = iteration, self.ranks[self._alive]
         clock, metrics, decision = (entered_s, None, None) if turn is None else turn
         replaced, donors = np.zeros(len(who), np.bool_), np.zeros(len(who), np.int64)
@@ -434,7 +434,7 @@ class _Kept:
         """Add the events of a turn."""
         wait_s, compute_s = told.left_s - told.entered_s, told.entered_s - since_s
         metrics = np.empty(0) if told.metrics is None else told.metrics
-        if not np.isfinite(metrics.sum()):  # a sum is quicker than a look at each
+        if not np.isfinite(metrics.sum()):  # a sum is faster than a check of each metric
             metrics = metrics[np.isfinite(metrics)]
         first = int(told.members[0])
         self.recorder.event(
@@ -493,7 +493,7 @@ class _Kept:
 
 
 def _how(policy: SpawnPolicy) -> Mapping[str, Any]:
-    """Return what each replacement event says of the policy."""
+    """Return the fields of replacement events that describe the policy."""
     if not isinstance(policy, AsyncSelectiveAveragingPolicy):
         return {}
     how = policy.replacement

@@ -1,7 +1,7 @@
-"""Models that train over columns: those of all ranks as rows of one tensor.
+"""Models that train over columns: the models of all ranks are rows of one tensor.
 
-Each rank has its own model, optimizer and batches, as an ordinary program would make them, and no stack: between two
-turns of the policy the steps of a chunk of ranks follow each other while its rows are in the cache.
+Each rank has the model, optimizer and batches that an ordinary program would create, but no stack. Between two turns
+of the policy, a chunk of ranks makes all its steps in succession while its rows are in the cache.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ from spawnsim.virtual.digest import checksum
 Build = Callable[[Streams], tuple[nn.Module, torch.optim.Optimizer]]
 Data = Callable[[Streams, int, int], Iterable[Any]]
 Score = Callable[[nn.Module], Tensor]
-# Of a run's rows: no score is called so.
+# Columns of a run's rows: a score with one of these names becomes "score".
 COLUMNS = {
     "rank", "time_s", "iteration", "local_metric", "compute_s", "wait_s", "is_replaced", "donors", "loss",
 }  # fmt: skip
@@ -66,19 +66,19 @@ TENSORS = {Tensor}
 
 @dataclass
 class Training:
-    """How models train: three functions, of which an ordinary program calls the same.
+    """How models train: functions that an ordinary program can call as well.
 
     Args:
-        build: from a rank's streams (`comm.rng`) to a model and its optimizer (SGD, Adam, AdamW of torch).
-        loss: from a model and a batch to a scalar, as for `TrainingStep`.
-        data: from a rank's streams, the rank and how many there are to its batches, without end: tuples of tensors,
-            whose shapes are the same for all ranks in an iteration. It draws from the streams.
-        score: what each rank reports, from a model to a scalar; None: minus the loss of the latest batch.
-        max_norm: the norm to which gradients are clipped; None: not.
-        schedule: from an iteration to what learning rates are multiplied by, as for torch's `LambdaLR`; None: 1.
+        build: maps a rank's streams (`comm.rng`) to a model and its optimizer (SGD, Adam or AdamW of torch).
+        loss: maps a model and a batch to a scalar, as for `TrainingStep`.
+        data: maps a rank's streams, the rank and the number of ranks to endless batches: tuples of tensors, whose
+            shapes are the same for all ranks in an iteration. It draws from the streams.
+        score: maps a model to the scalar that each rank reports; None: minus the loss of the latest batch.
+        max_norm: the norm to which gradients are clipped; None: no clipping.
+        schedule: maps an iteration to a factor of the learning rates, as for torch's `LambdaLR`; None: 1.
 
     Raises:
-        ParameterError: one of them is no function, or `max_norm` not above 0.
+        ParameterError: an argument is not a function, or `max_norm` is not above 0.
     """
 
     build: Build
@@ -105,13 +105,13 @@ class Training:
         return vars(self) | {"_trained": None}  # a copy has not been run
 
     def model(self, rank: int | None = None) -> nn.Module:
-        """Return a copy of a rank's model, in the run that goes on (within `on_round`) or was the last.
+        """Return a copy of a rank's model, from the current run (within `on_round`) or the latest one.
 
         Args:
-            rank: whose; None: the mean of the models of all ranks that are alive.
+            rank: the rank; None: the mean of the models of all living ranks.
 
         Raises:
-            UsageError: nothing has been run.
+            UsageError: no run has begun.
             ParameterError: there is no such rank.
         """
         if self._trained is None:
@@ -123,28 +123,28 @@ class Trained(Models):
     """The models of a run.
 
     Args:
-        how: they train.
-        ranks: how many.
-        seed: of the run.
-        policy: of the run.
+        how: how they train.
+        ranks: number of ranks.
+        seed: seed of the run.
+        policy: policy of the run.
 
     Attributes:
-        nbytes: of what travels of one model.
+        nbytes: size of the part of one model that travels.
 
     Raises:
-        UnsupportedError: models, optimizers or the score have no form over columns, or the policy none with them.
+        UnsupportedError: models, optimizers, the score, or the policy with such models have no form over columns.
     """
 
     def __init__(self, how: Training, ranks: int, seed: int, policy: SpawnPolicy) -> None:
         exchange.check_policy(policy)
         if torch._C._is_any_autocast_enabled():
             raise UnsupportedError("columnar: models train in their own dtype: leave the autocast block")
-        # No cycle: the memory of a run is free as soon as nobody has its `Training`.
+        # A weak reference avoids a cycle: the memory of a run is freed with the last reference to its `Training`.
         self._holder, self._how = weakref.ref(how), copy.copy(how)
         self._ranks, self._seed = ranks, seed
-        self._members = np.arange(ranks)  # who is alive
+        self._members = np.arange(ranks)  # the living ranks
         self._losses, self._scores = np.full(ranks, np.nan), np.full(ranks, np.nan)
-        self._scored = False  # since the last step
+        self._scored = False  # whether scores are newer than the last step
         self._steps: dict[Any, Vmapped] = {}
         self._generators = Generators(Streams(seed, WORLD))
         with torch.inference_mode(False), torch.enable_grad():
@@ -157,7 +157,7 @@ class Trained(Models):
         self.whole_nbytes = Layout.of(collect(self._pattern, None, StateScope())).nbytes
 
     def _begin(self) -> tuple[nn.Module, torch.optim.Optimizer]:
-        """Build all ranks' models, and keep their values in rows; return the first, and its optimizer."""
+        """Build the models of all ranks, and copy their weights to rows; return the first model and its optimizer."""
         first: tuple[nn.Module, torch.optim.Optimizer] | None = None
         self._rates: list[tuple[float, ...]] = []
         self._data: list[Iterator[Any]] = []
@@ -187,7 +187,7 @@ class Trained(Models):
         return first
 
     def _nbytes_of(self, policy: SpawnPolicy) -> int:
-        """Return the bytes of what travels of one model."""
+        """Return the size in bytes of the part of one model that travels."""
         travels, rows = exchange.travels_of(policy), self._rows
         given = collect(self._pattern, None, travels)
         for place in rows.plan.trained if travels.with_optimizer else ():
@@ -195,7 +195,7 @@ class Trained(Models):
                 given[f"{name} of {place.name}"] = rows.of[name].new_empty(place.shape)
             if STEP in rows.of:
                 given[f"{STEP} of {place.name}"] = rows.of[STEP].new_empty(())
-        # Sums are of the tensors; a message is laid out, each dtype on a cache line.
+        # Sums run over the tensors themselves; a message has a layout that aligns each dtype to a cache line.
         if isinstance(policy, (AverageAllPolicy, OuterOptimizerPolicy)):
             return sum(each.nbytes for each in given.values())
         return Layout.of(given).nbytes
@@ -207,7 +207,7 @@ class Trained(Models):
             how._trained = self
         chunk, iterations = self._chunk, range(first, first + count)
         ranks = self._members.tolist()
-        # Batches are to be drawn from the rank's streams; what draws otherwise does the same each time, too.
+        # Batches should draw from the rank's streams; with these generators, other draws are reproducible as well.
         with self._generators.in_place(), torch.inference_mode(False), torch.enable_grad():
             for begin in range(0, len(ranks), chunk):
                 for iteration in iterations:
@@ -218,7 +218,7 @@ class Trained(Models):
         staged, rates = self._staged(ranks, iteration), self._rates_of(ranks, iteration)
         step = self._step_for([each[0] for each in staged])
         begin, count = 0, len(ranks)
-        while begin < count:  # so many at a time as there is memory for, which may become less meanwhile
+        while begin < count:  # as many rows as memory allows, which may decrease meanwhile
             part = slice(begin, begin + self._chunk)
             inputs = [each[part] for each in staged]
             try:
@@ -263,7 +263,7 @@ class Trained(Models):
         iteration: int,
         inputs: Sequence[Tensor],
     ) -> None:
-        """Compare a row with the same step executed alone; another one each time."""
+        """Compare one row with the same step executed alone; each check takes the next row."""
         row = iteration // EVERY % len(ranks)
         model, own = self._of_rank(ranks[row]), [each[row] for each in inputs]
         reference = Reference(
@@ -286,7 +286,7 @@ class Trained(Models):
             )
 
     def _optimizer_of(self, model: nn.Module) -> torch.optim.Optimizer:
-        """Return an optimizer of a copy of the pattern, as the pattern's."""
+        """Return an optimizer for a copy of the pattern, with the settings of the pattern's optimizer."""
         groups, named = self._optimizer.param_groups, dict(model.named_parameters())
         names = {id(p): name for name, p in self._pattern.named_parameters()}
         kind: Any = type(self._optimizer)
@@ -296,7 +296,7 @@ class Trained(Models):
         return made
 
     def _step_for(self, inputs: Sequence[Tensor]) -> Vmapped:
-        """Return the step for inputs of one kind."""
+        """Return the step for inputs of these shapes and dtypes."""
         key = tuple([(each.shape, each.dtype) for each in inputs])
         if key not in self._steps:
             self._steps[key] = self._open(inputs)
@@ -311,13 +311,13 @@ class Trained(Models):
         return [tuple([factor * each for each in own]) for own in rates]
 
     def _staged(self, ranks: Sequence[int], iteration: int) -> list[Tensor]:
-        """Return the next batch of some ranks: by input, (ranks, ...)."""
+        """Return the next batches of some ranks, stacked: one tensor (ranks, ...) for each input."""
         batches, versions = [], []
         with told_of(self._how.data, iteration=iteration) as about:
             for rank in ranks:
                 about.rank = rank
                 batch = next(self._data[rank], ENDED)
-                if type(batch) is not tuple or not TENSORS.issuperset(map(type, batch)):  # as nearly all are
+                if type(batch) is not tuple or not TENSORS.issuperset(map(type, batch)):  # rare
                     batch = _as_tensors(batch, rank, iteration)
                 batches.append(batch)
                 versions.append([*map(version, batch)])
@@ -340,10 +340,10 @@ class Trained(Models):
             ) from error
 
     def _open(self, inputs: Sequence[Tensor]) -> Vmapped:
-        """Return a step for inputs of one kind; say why there can be none."""
+        """Return a new step for inputs of these shapes; raise an error with the reason if it cannot be vectorized."""
         how, model = self._how, self._of_rank(0)
         name = name_of(how.loss)
-        with told_of(how.loss):  # the program's own errors, before what vmap has against it
+        with told_of(how.loss):  # raise the program's own errors before vmap refuses the function
             loss: Any = as_outputs(how.loss(model, *[each.clone() for each in inputs]))[0]
         if not isinstance(loss, Tensor) or loss.dim() or not loss.requires_grad:
             raise UsageError(
@@ -377,7 +377,7 @@ class Trained(Models):
         return losses | {name if name.isidentifier() and name not in COLUMNS else "score": self._evaluated()}
 
     def _open_score(self) -> Vmapped | None:
-        """Return the score of many models; say why there can be none."""
+        """Return the score of many models; raise an error with the reason if it cannot be vectorized."""
         score = self._how.score
         if score is None:
             return None
@@ -449,7 +449,7 @@ class Trained(Models):
 
     # -------------------------------------------------------------------------------------------------- looking
     def model(self, rank: int | None) -> nn.Module:
-        """Return a copy of a rank's model; None: with the mean of those that are alive."""
+        """Return a copy of a rank's model; None: a model with the mean weights of all living ranks."""
         if rank is not None and not (type(rank) is int and 0 <= rank < self._ranks):
             raise ParameterError(f"rank={rank!r}: there are {self._ranks}, numbered from 0")
         weights = self._rows.of[WEIGHTS]
@@ -477,7 +477,7 @@ class Trained(Models):
 
 
 def _as_tensors(batch: Any, rank: int, iteration: int) -> tuple[Tensor, ...]:
-    """Return a batch as a tuple, if it is one of tensors."""
+    """Return a batch of tensors as a tuple; raise `UsageError` for any other batch."""
     if batch is ENDED:
         raise UsageError(
             f"columnar: the batches of rank {rank} have come to their end before iteration {iteration}: let "

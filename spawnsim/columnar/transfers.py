@@ -1,9 +1,9 @@
-"""When models have moved from donors to replaced ranks: the messages of a round as columns, with the NICs' queues.
+"""The times at which models move from donors to replaced ranks: a round's messages as columns, with the NICs' queues.
 
-Each replaced rank asks its donors, in order, with a short message; each donor takes the asks in the order in which
-they come, and sends its model to each that asks; a replaced rank goes on when it has all. Nobody is both. The rules are
-those of messages on virtual ranks: eager up to the platform's threshold, rendezvous above; a NIC sends one message
-after the other and takes in one after the other. A test holds the times to the same round in real messages.
+Each replaced rank sends a short request to each of its donors, in order. Each donor receives requests in the order of
+their arrival, and answers each with its model. A replaced rank continues when it has all models. No rank is both donor
+and replaced. Messages obey the rules of virtual ranks: eager up to the platform's threshold, rendezvous above; a NIC
+sends one message at a time and receives one at a time. A test compares the times with the same round in real messages.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from spawnsim.policies.exchange.messages import HEADER_NBYTES
 from spawnsim.policies.rules.donors import Decision
 from spawnsim.virtual.engine.completion import SLACK
 
-FEW = 64  # items of one queue that are taken place by place, all queues at once; longer queues go one by one
+FEW = 64  # queues up to this length advance together, one item each; longer queues are computed one by one
 
 
 class Queues:
-    """Items in queues, one queue after the other: `queue[i]` is the number of item i's queue, rising.
+    """Items in queues, one queue after the other.
 
     Args:
-        queue: of each item, int64 (items,), rising.
+        queue: number of each item's queue, int64 (items,), ascending.
     """
 
     def __init__(self, queue: Ints) -> None:
@@ -36,11 +36,11 @@ class Queues:
         self.lengths = np.diff(np.r_[self.starts, self.count])
 
     def served(self, ready: Floats, service_s: Floats) -> Floats:
-        """Return when the service of each item begins: when it is ready, and the one before it is through.
+        """Return when the service of each item begins: when it is ready and the item before it has been served.
 
         Args:
-            ready: float64 (items,), seconds.
-            service_s: how long each item keeps its queue busy, float64 (items,).
+            ready: when each item is ready, float64 (items,), seconds.
+            service_s: service time of each item, float64 (items,).
 
         Returns:
             float64 (items,), seconds.
@@ -52,7 +52,7 @@ class Queues:
             at = starts[lengths > place] + place
             begins[at] = np.maximum(ready[at], begins[at - 1] + service_s[at - 1])
         for start, length in zip(self.starts[~short].tolist(), self.lengths[~short].tolist(), strict=True):
-            # One donor for 100,000 ranks: with the sum of what was served before taken off, it is a running maximum.
+            # One donor of 100,000 ranks: minus the service times of earlier items, they are a running maximum.
             item = slice(start, start + length)
             before = np.cumsum(service_s[item]) - service_s[item]
             begins[item] = before + np.maximum.accumulate(ready[item] - before)
@@ -70,7 +70,7 @@ class Queues:
 
 
 class Moved(NamedTuple):
-    """What an exchange took: messages and bytes in all."""
+    """Total messages and bytes of an exchange."""
 
     messages: int
     nbytes: int
@@ -90,23 +90,23 @@ class Cards:
 
 
 def exchange(cards: Cards, decision: Decision, network: Network, nbytes: int) -> Moved:
-    """Let the replaced ranks of a decision ask their donors, and the donors give.
+    """Exchange the requests of replaced ranks and the models of their donors.
 
     Args:
-        cards: clocks and NICs of all ranks as they begin; moved on.
-        decision: who asks whom.
-        network: what messages cost.
-        nbytes: of one model.
+        cards: clocks and NICs of all ranks at the beginning; updated in place.
+        decision: the replaced ranks and their donors.
+        network: cost model of messages.
+        nbytes: size of one model.
 
     Returns:
-        How many messages were sent, and their bytes.
+        The number of messages sent, and their size.
     """
     donor, receiver = decision.donors, decision.receivers
     if not len(donor):
         return Moved(0, 0)
     posted = cards.clock[receiver]
     ask, come = _ask(cards, Queues(receiver), network, donor=donor, receiver=receiver)
-    # In the order in which a donor takes them: as they come, those of one time by rank. Stable in both.
+    # The order in which a donor receives requests: by arrival, ties by rank. `lexsort` is stable.
     order = np.lexsort((receiver, come, donor))
     arrived = np.empty(len(donor))
     drain_s, receive_s = np.empty(len(donor)), np.empty(len(donor))
@@ -127,7 +127,7 @@ def exchange(cards: Cards, decision: Decision, network: Network, nbytes: int) ->
 
 
 class _Each(NamedTuple):
-    """`Costs`, each of them as an array (messages,)."""
+    """`Costs`, each field an array (messages,)."""
 
     send_s: Floats
     inject_s: Floats
@@ -137,7 +137,7 @@ class _Each(NamedTuple):
 
 
 def _costs(network: Network, source: Ints, dest: Ints, nbytes: int) -> _Each:
-    """Return the costs of messages."""
+    """Return the costs of messages, one entry per message."""
     costs = network.costs(source, dest, nbytes)
     return _Each(*(np.broadcast_to(np.asarray(cost, np.float64), len(source)) for cost in costs))
 
@@ -145,7 +145,7 @@ def _costs(network: Network, source: Ints, dest: Ints, nbytes: int) -> _Each:
 def _ask(
     cards: Cards, asks: Queues, network: Network, *, donor: Ints, receiver: Ints
 ) -> tuple[_Each, Floats]:
-    """Let the replaced ranks send their asks. Returns what these cost, and when they arrive."""
+    """Send the requests of the replaced ranks. Returns their costs and arrival times."""
     costs = _costs(network, receiver, donor, HEADER_NBYTES)
     ready = asks.served(cards.clock[receiver], costs.send_s)
     who = receiver[asks.starts]
@@ -156,7 +156,7 @@ def _ask(
 
 
 class _Asks(NamedTuple):
-    """Asks in the order in which donors take them: when each is there, and what taking it costs."""
+    """Requests in the order in which donors receive them: arrival times and costs of reception."""
 
     come: Floats
     drain_s: Floats
@@ -170,24 +170,24 @@ def _taken(costs: _Each, come: Floats, order: Ints) -> _Asks:
 def _give(
     cards: Cards, asks: _Asks, network: Network, *, nbytes: int, donor: Ints, receiver: Ints
 ) -> tuple[Floats, Floats, Floats]:
-    """Let donors answer their asks. Returns when models arrive, how long they keep a NIC, what taking them costs."""
+    """Answer requests. Returns the models' arrival times, the times that they occupy a NIC, and the receive costs."""
     queues = Queues(donor)
     who = donor[queues.starts]
-    # The NIC admits one after the other: `drain_s` before it is there the first byte may begin, if the NIC is free.
+    # The NIC admits one message at a time: reception begins `drain_s` before its end, or when the NIC is free.
     there = queues.served(asks.come - asks.drain_s, asks.drain_s) + asks.drain_s
     eager = nbytes <= network.eager_bytes
     data = _costs(network, donor, receiver, nbytes)
     first = data if eager else _costs(network, donor, receiver, 0)
     ready = np.maximum(there, cards.clock[donor]) + asks.receive_s
-    # Between two asks a donor sends: it takes the next one when it has sent, and needs `receive_s` for it.
+    # A donor sends between two requests: it receives the next one, in `receive_s`, once it has sent.
     sends = queues.served(ready, first.send_s + np.r_[asks.receive_s[1:], 0.0])
     cards.clock[who] = queues.last(sends + first.send_s)
     begins = queues.served(np.maximum(sends, cards.out_free[donor]), first.inject_s)
     cards.out_free[who] = queues.last(begins + first.inject_s)
     if eager:
         return begins + data.flight_s, data.drain_s, data.receive_s
-    # The receive was posted before the ask was sent: the answer to the request to send goes back at once. Data queue
-    # behind data alone, in the order in which they may start.
+    # The receive was posted before the request was sent, so the request to send is answered at once. Data messages
+    # queue behind data messages only, in the order in which they may start.
     cleared = begins + first.flight_s + _costs(network, receiver, donor, 0).flight_s
     order = np.lexsort((cleared, donor))
     starts = np.empty(len(donor))
@@ -200,7 +200,7 @@ def _take(
     cards: Cards, models: Queues, posted: Floats, *, arrived: Floats, drain_s: Floats, receive_s: Floats,
     receiver: Ints,
 ) -> None:  # fmt: skip
-    """Let the replaced ranks take their models in, donor by donor, and go on when all are there."""
+    """Receive the models on the replaced ranks, donor by donor; each continues when it has all of them."""
     there = np.empty(len(arrived))
     for length in np.unique(models.lengths).tolist():
         rows = models.starts[models.lengths == length][:, None] + np.arange(length)
@@ -211,16 +211,16 @@ def _take(
 
 
 def admitted(arrived: Floats, drain_s: Floats) -> Floats:
-    """Return when NICs have taken messages in that their programs take in a given order.
+    """Return when NICs complete the reception of messages that their programs receive in a given order.
 
     `completion.ReceivingNic.admit` for many NICs: each message books the first gap from its first byte on.
 
     Args:
-        arrived: when each message would be there alone, in the order in which it is taken, float64 (NICs, messages).
-        drain_s: how long it keeps the NIC busy, of the same shape.
+        arrived: arrival time of each message on an idle NIC, in the order of the receives, float64 (NICs, messages).
+        drain_s: time that each message occupies the NIC, same shape.
 
     Returns:
-        When it is there, of the same shape.
+        The completion times, same shape.
     """
     begins, ends = arrived - drain_s, arrived.copy()
     if not drain_s.any():
@@ -230,7 +230,7 @@ def admitted(arrived: Floats, drain_s: Floats) -> Floats:
     for place in range(count):
         begin, end, drain = begins[:, place].copy(), ends[:, place].copy(), drain_s[:, place]
         settled = np.zeros(len(begin), np.bool_)
-        for other in range(place):  # in the order of time
+        for other in range(place):  # in order of booked time
             from_s, to_s = booked_from[:, other], booked_to[:, other]
             ahead = ~settled & (to_s > begin + SLACK * drain)
             fits = ahead & (from_s >= end - SLACK * drain)
