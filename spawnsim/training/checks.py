@@ -1,7 +1,8 @@
-"""The contract of batched calls, checked: one call executed alone, in its rank's turn, and compared with its row.
+"""The check of the contract of batched calls: one call executed alone, in its rank's turn, is compared with its row.
 
-The function of a step depends on the model, its arguments and constants alone. Whatever else it reads is read once
-for all ranks of a call, and at another time; then the row differs. Knows one call and its row; must not know the rest.
+The function of a step must depend on the model, its arguments and constants alone. A batched call reads any other value
+only once for all ranks, and at a different time, so the row differs. Knows one call and its row; must not know the
+rest.
 """
 
 from __future__ import annotations
@@ -19,12 +20,10 @@ from spawnsim.training.grouping import Ungroupable, globals_of, parts_of_functio
 from spawnsim.training.seats import Seat
 from spawnsim.training.vmapped import Outcome, Tensors, Vmapped, as_outputs
 
-# Relative differences that rounding explains, by dtype: of a row, and of the same operations executed once more.
+# Relative differences due to rounding, by dtype: for a row, and for the same operations executed once more.
 TOLERANCES = {torch.float32: (1e-3, 1e-5), torch.float64: (1e-7, 1e-11)}
-SMALL = (
-    1e-2  # a difference is relative to this at least, times the largest of a group of numbers for gradients
-)
-EVERY = 100  # a call of each rank is compared
+SMALL = 1e-2  # lower bound of the scale of a difference: the norm of the output or buffer executed alone
+EVERY = 100  # calls of a rank from one comparison to the next
 DRAWS = "it draws random numbers otherwise than by torch.nn.Dropout, and each rank has generators of its own"
 
 
@@ -32,15 +31,15 @@ class Reference:
     """A call executed alone, before its row is computed.
 
     Args:
-        function: Of the model and inputs.
-        model: The rank's own.
-        seat: Of the model.
-        inputs: Of the call.
+        function: Function of the model and inputs.
+        model: The rank's own model.
+        seat: Seat of the model.
+        inputs: Inputs of the call.
 
     Attributes:
-        outcome: Of the call.
-        masks: Of its calls of dropout.
-        changed: The numbers of the buffers that it changed.
+        outcome: Outcome of the call.
+        masks: Masks of its dropout calls.
+        changed: Numbers of the buffers that it changed.
 
     Raises:
         Ungroupable: the function cannot be computed for many models at once.
@@ -95,7 +94,7 @@ class Reference:
         return Outcome(gradients, [each.detach().clone() for each in outputs], buffers)
 
     def draws(self) -> str:
-        """Return DRAWS if the function draws random numbers otherwise than by dropout, else ""; draw nothing."""
+        """Return DRAWS if the function draws random numbers outside of dropout, else ""; leave generators unchanged."""
         drawn = self._before
         if self.masks:
             for mask in self.masks:
@@ -108,7 +107,7 @@ class Reference:
 
 
 def difference(one: Outcome, other: Outcome, names: Sequence[str], tolerance: float) -> str:
-    """Return what differs between two outcomes by more than rounding, in words; "" for nothing."""
+    """Return the first difference between two outcomes above the tolerance, in words; "" if they agree."""
     for number, (a, b) in enumerate(zip(one.outputs, other.outputs, strict=False)):
         if a.shape != b.shape or not _close(a, b, tolerance, max(_size(b), SMALL)):
             what = "result" if not names else "loss" if number == 0 else f"output {number}"
@@ -143,24 +142,24 @@ def _shown(value: Tensor) -> str:
 
 
 def mismatch(vmapped: Vmapped, own: Tensors, row: Outcome, *, alone: Outcome, names: Sequence[str]) -> str:
-    """Return what differs between a row of a batched call and the call executed alone, in words; "" for nothing.
+    """Return how a row of a batched call differs from the call executed alone, in words; "" if they agree.
 
     Args:
         vmapped: The function of the batched call.
         own: The tensors of the row's model before its update.
-        row: Of the batched call.
-        alone: Executed alone.
-        names: Of the trained parameters.
+        row: The row's outcome of the batched call.
+        alone: The outcome of the call executed alone.
+        names: Names of the trained parameters.
     """
     loose, tight = TOLERANCES[(*own.trained, *own.fixed)[0].dtype]
     what = difference(row, alone, names, loose)
     if not what:
         return ""
-    # Where a number decides (a ReLU at 0, an argmax), rounding may change a result. The same operations on this model
-    # by itself then give the result of the call executed alone.
+    # Where a result depends on a comparison (a ReLU at 0, an argmax), rounding may change it. In that case the same
+    # operations on this model by itself reproduce the call executed alone.
     try:
         again = vmapped.row(own)
-    except Exception as error:  # noqa: BLE001 - the program's own
+    except Exception as error:  # noqa: BLE001 - any error of the program
         return f"the function raised {type(error).__name__}: {error}"
     return what if difference(again, alone, names, tight) else ""
 
@@ -171,7 +170,7 @@ def row_of(outcome: Outcome, row: int) -> Outcome:
 
 
 def changes(kind: Any, function: Callable[..., Any], model: nn.Module) -> Iterator[str]:
-    """Yield what has changed of a function and a model since their group was found, by name."""
+    """Yield the names of the parts of a function and a model that have changed since their group was created."""
     try:
         now = parts_of_function(function) | parts_of_model(model) | globals_of(function)
     except Ungroupable as why:

@@ -1,6 +1,6 @@
 """Dropout of many models at once: each rank draws its masks itself, from its own generator, in its own turn.
 
-A batched call is given the masks as inputs. Knows calls of `torch.nn.functional.dropout`; must not know models.
+The masks are inputs of a batched call. Knows calls of `torch.nn.functional.dropout`; must not know models.
 """
 
 from __future__ import annotations
@@ -19,21 +19,21 @@ from spawnsim.training.grouping import Ungroupable
 
 @dataclass(frozen=True)
 class Mask:
-    """What one call of dropout keeps: 1 there, and 0 elsewhere."""
+    """The mask of one dropout call: 1 for kept elements, 0 for dropped ones."""
 
     shape: torch.Size
-    stride: tuple[int, ...]  # numbers are drawn in the order in which they lie in memory
+    stride: tuple[int, ...]  # numbers are drawn in memory order
     dtype: torch.dtype
     p: float
 
     def draw(self) -> Tensor:
-        """Draw one from torch's generator, as torch's own dropout does on the CPU."""
+        """Draw a mask from torch's generator, as torch's own dropout does on the CPU."""
         drawn = torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device="cpu")
         return drawn.bernoulli_(1 - self.p)
 
 
 class _OfDropout(TorchFunctionMode):
-    """Calls `mask` where a program calls dropout that drops anything, and applies the mask that it returns."""
+    """Intercepts dropout calls that drop elements: calls `mask`, and applies the mask that it returns."""
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if function is dropout:
@@ -51,10 +51,10 @@ class _OfDropout(TorchFunctionMode):
 
 
 class Drawing(_OfDropout):
-    """Draws the masks of a call that executes alone, and keeps them.
+    """Draws and records the masks of a call that executes alone.
 
     Attributes:
-        masks: Their shapes, in the order of calls.
+        masks: Shapes, dtypes and probabilities of the masks, in the order of calls.
         drawn: The masks themselves.
     """
 
@@ -67,14 +67,14 @@ class Drawing(_OfDropout):
         """Draw a mask."""
         if given.device.type != "cpu":
             raise Ungroupable("it has dropout on a GPU, where one generator serves all ranks of a call")
-        like = torch.empty_like(given, device="meta")  # also of what is expanded, as torch draws
+        like = torch.empty_like(given, device="meta")  # torch draws every element of an expanded tensor, too
         self.masks.append(Mask(like.shape, like.stride(), like.dtype, p))
         self.drawn.append(self.masks[-1].draw())
         return self.drawn[-1]
 
 
 class Applying(_OfDropout):
-    """Gives calls of dropout the masks that were drawn for them."""
+    """Applies masks drawn in advance to the dropout calls of a function."""
 
     def __init__(self, masks: Sequence[Mask], drawn: Sequence[Tensor]) -> None:
         super().__init__()
@@ -88,6 +88,6 @@ class Applying(_OfDropout):
         return drawn
 
     def require_all(self) -> None:
-        """Refuse masks that are left."""
+        """Raise `Ungroupable` if masks are unused."""
         if self._left:
             raise Ungroupable("its calls of dropout differ from one step to the next")

@@ -1,6 +1,6 @@
-"""What executes the calls of many ranks: groups of calls that are alike, a vmapped call for each chunk of rows.
+"""Execution of the calls of many ranks: groups of equal calls, one vmapped call for each chunk of rows.
 
-Calls are taken in the order of ranks, so results depend on which ranks had a call parked, and so on virtual times
+Calls are executed in the order of ranks. Results depend on the set of ranks with a parked call, and so on virtual times
 alone. Fewer than `FEW` rows execute one by one, each in its rank's turn. Knows calls and their groups; must not know
 time or communicators.
 """
@@ -25,9 +25,9 @@ from spawnsim.training.grouping import Parts
 from spawnsim.training.seats import Seat
 from spawnsim.training.vmapped import Outcome, Tensors, Vmapped, clip, rows_at_once
 
-FEW = 4  # rows below which models execute one by one: a vmapped call costs as much as four
+FEW = 4  # with fewer rows, models execute one by one: a vmapped call costs as much as four of them
 MANY_GROUPS = 8
-FIRST = 3  # steps of each group, in each of which one rank's is compared
+FIRST = 3  # first steps of each group: in each of them one rank's step is compared
 
 
 @dataclass(slots=True, eq=False)
@@ -39,18 +39,18 @@ class Call:
         time_s: Its virtual time.
         seat: The model.
         kind: The group of calls.
-        function: Of the model and inputs.
-        inputs: Copies of those of a step, which other ranks may overwrite while it is parked.
-        masks: Of dropout, drawn in the rank's turn.
-        state: Of torch's generator before they were drawn.
+        function: Function of the model and inputs.
+        inputs: Inputs. A step has copies, as other ranks may overwrite the originals while it is parked.
+        masks: Dropout masks, drawn in the rank's turn.
+        state: State of torch's generator before the masks were drawn.
         reference: The call executed alone, if it is to be compared.
-        broken: How it broke the contract, if it did.
-        alone: Whether it is to execute alone after all, in its rank's turn.
-        trouble: Why, if that was an error of the batched call.
-        error: What the rank is to raise.
-        outputs: Of the function.
-        gradients: Of what is trained, if the rank `wants_gradients`.
-        versions: How often the inputs of an evaluation had been changed, which are not copied.
+        broken: Description of a breach of the contract; "" if it kept the contract.
+        alone: Whether the rank must execute it alone after all, in its turn.
+        trouble: The error of the batched call that caused this, if any.
+        error: Error to raise on the rank.
+        outputs: Outputs of the function.
+        gradients: Gradients of the trained parameters, if the rank `wants_gradients`.
+        versions: Versions of the inputs of an evaluation, which are not copied, when the call began.
     """
 
     rank: int
@@ -72,29 +72,29 @@ class Call:
     versions: Sequence[int] = ()
 
     def draw(self) -> None:
-        """Draw masks from the generator of the rank, whose turn it is."""
+        """Draw masks from the rank's generator, in its turn."""
         if self.kind.masks:
             self.state = torch.get_rng_state()
             self.masks = [mask.draw() for mask in self.kind.masks]
 
     def give_back(self) -> None:
-        """Set the generator where it was before the draws."""
+        """Restore the generator to its state before the draws."""
         if self.state is not None:
             torch.set_rng_state(self.state)
 
 
 class Trouble:
-    """An error of a batched call, whose ranks make their calls alone to find whose it is.
+    """An error of a batched call: its ranks then execute their calls alone, to find the rank at fault.
 
     Args:
-        kind: The group; refused once all ranks have succeeded alone.
-        error: Of the batched call.
-        calls: How many ranks there are.
+        kind: The group; it is refused if all ranks succeed alone.
+        error: Error of the batched call.
+        calls: Number of ranks.
     """
 
     def __init__(self, kind: Kind, error: Exception, calls: int) -> None:
         self._kind, self._left = kind, calls
-        # The first sentence: the next ones ask for reports to torch.
+        # The first sentence only: the next ones ask the user to report the error to torch.
         self._why = f"{type(error).__name__}: {error}".splitlines()[0].partition(". ")[0]
 
     def succeeded(self) -> None:
@@ -105,20 +105,20 @@ class Trouble:
 
 
 class Kind:
-    """Calls that are alike: one function, models of one structure, inputs of the same shapes.
+    """A group of calls: one function, models of equal structure, inputs of equal shapes.
 
     Args:
-        seat: The first model.
-        model: The same.
-        function: Of a model and inputs.
-        parts: The function and the model, by name.
-        max_norm: To which gradients are clipped; None: not.
+        seat: Seat of the first model.
+        model: The first model.
+        function: Function of a model and inputs.
+        parts: Parts of the function and the model, by name.
+        max_norm: Norm to which gradients are clipped; None: no clipping.
 
     Attributes:
         refusal: Why the calls execute alone; "" if they do not.
-        masks: Of dropout.
-        changed: The numbers of the buffers that calls change.
-        compared: The latest step of which one was compared.
+        masks: Dropout masks.
+        changed: Numbers of the buffers that calls change.
+        compared: Number of the latest step that was compared.
     """
 
     def __init__(
@@ -141,12 +141,12 @@ class Kind:
         self.compared = 0
 
     def take(self, reference: Reference) -> None:
-        """Take note of the dropout and the buffers of the first call."""
+        """Record the dropout masks and changed buffers of the first call."""
         self.masks = self._vmapped.objective.masks = reference.masks
         self.changed = reference.changed
 
     def execute(self, calls: Sequence[Call]) -> bool:
-        """Execute calls, or leave them to their ranks; return whether any executed together with others."""
+        """Execute calls together, or mark them to execute alone; return whether any executed together."""
         together, begin = False, 0
         while begin < len(calls):
             chunk = calls[begin : begin + self._chunk]
@@ -161,7 +161,7 @@ class Kind:
                 self._chunk = len(chunk) // 2
                 torch.cuda.empty_cache()
                 continue
-            except Exception as error:  # noqa: BLE001 - torch's refusals are of many classes
+            except Exception as error:  # noqa: BLE001 - torch refuses with many classes of errors
                 trouble = Trouble(self, error, len(chunk))
                 for call in chunk:
                     call.alone, call.trouble = True, trouble
@@ -189,7 +189,7 @@ class Kind:
         return rows, self._vmapped.rows(rows, dims)
 
     def _finish(self, calls: Sequence[Call], rows: Tensors, outcome: Outcome) -> None:
-        """Compare, update models, and give each call its outputs."""
+        """Compare rows, update models, and assign outputs to calls."""
         for row, call in enumerate(calls):
             if call.reference is not None:
                 self._compare(call, row_of(outcome, row))
@@ -239,7 +239,7 @@ class Kind:
 
 
 def versions_of(inputs: Sequence[Any]) -> Sequence[int]:
-    """Return how often each tensor of some inputs was changed."""
+    """Return the version counters of tensors among some inputs."""
     return [0 if each.is_inference() else each._version for each in inputs if isinstance(each, Tensor)]
 
 
@@ -251,13 +251,13 @@ def _overwritten(call: Call) -> UsageError:
 
 
 class Engine:
-    """The groups of one run, and what executes their calls.
+    """The groups of one run, and the execution of their calls.
 
     Args:
         run: The run.
 
     Attributes:
-        kinds: By key, a group, or the reason why there is none.
+        kinds: By key, a group, or the reason why calls with this key execute alone.
     """
 
     def __init__(self, run: Batching) -> None:
@@ -273,14 +273,14 @@ class Engine:
 
     @classmethod
     def of(cls, run: Batching) -> Engine:
-        """Return that of a run."""
+        """Return the engine of a run."""
         if cls not in run.attachments:
             run.attachments[cls] = cls(run)
         found: Engine = run.attachments[cls]
         return found
 
     def seat(self, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> Seat:
-        """Return the seat of a model, made anew where the model or its optimizer is not as it was."""
+        """Return the seat of a model; create a new one if the model or its optimizer has changed."""
         seats = self._seats[optimizer is not None]
         seat = seats.get(model)
         if seat is None or not seat.of(model, optimizer):
@@ -292,7 +292,7 @@ class Engine:
         return seat
 
     def _own(self, model: nn.Module, seat: Seat) -> None:
-        """Take note of whose a model's parameters are; what several models train is trained in turn."""
+        """Record the owner of a model's parameters; models that share parameters step alone."""
         for p in seat.parameters:
             owner = self._owners.get(id(p))
             if owner is not None and owner is not model and any(p is each for each in owner.parameters()):
@@ -303,7 +303,7 @@ class Engine:
         return self._numbers.setdefault(key, len(self._numbers))
 
     def count_group(self, model: nn.Module) -> None:
-        """Count a new group; warn if there are many, each perhaps of one rank."""
+        """Count a new group; warn if there are many, perhaps one per rank."""
         name = type(model).__name__
         self._groups[name] += 1
         if self._groups[name] == MANY_GROUPS:

@@ -1,7 +1,7 @@
-"""Which models and functions are alike, so that their calls can be one: keys that are equal for equal ones.
+"""Keys of models and functions: calls with equal keys can execute as one.
 
-Two ranks build their models separately, and their losses too: equal objects, not the same. A key is computed at a
-rank's first call; afterwards identity is compared alone. Knows objects; must not know when or how calls execute.
+Ranks build models and losses separately, so the objects are equal but not identical. A key is computed at a rank's
+first call; later calls compare identity alone. Knows objects; must not know when or how calls execute.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ OWN = {
     "_is_full_backward_hook",
     "training",
 }
-OF_RNN = {"_flat_weights", "_flat_weight_refs"}  # parameters again
+OF_RNN = {"_flat_weights", "_flat_weight_refs"}  # these repeat parameters
 HOOKS = {name for name in vars(nn.Module()) if "hook" in name} - OWN
 CALLED = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 CONSTANTS = (bool, int, str, bytes, type(None), torch.dtype, torch.device, torch.Size, torch.layout, Enum)
 OBJECTS = (type, types.ModuleType, types.BuiltinFunctionType, types.MethodWrapperType, np.dtype)
-COMPARED_NBYTES = 1 << 20  # of a tensor or an array; larger ones are equal to themselves alone
-DEEPEST = 8  # of values within values
+COMPARED_NBYTES = 1 << 20  # size of a tensor or an array; larger ones are equal to themselves alone
+DEEPEST = 8  # levels of nested values
 Parts = dict[str, Hashable]
 
 
@@ -57,10 +57,10 @@ class Same:
 
 
 def parts_of_model(model: nn.Module) -> Parts:
-    """Return the structure of a model by name: classes, attributes that are no tensors, shapes and dtypes.
+    """Return the structure of a model by name: classes, attributes that are not tensors, shapes and dtypes.
 
     Raises:
-        Ungroupable: it has hooks or is TorchScript's.
+        Ungroupable: it has hooks or is a TorchScript module.
     """
     hooked = hooks_of(model)
     if hooked:
@@ -90,7 +90,7 @@ def parts_of_model(model: nn.Module) -> Parts:
 
 
 def class_of(module: nn.Module) -> Hashable:
-    """Return the class of a module; where torch has made one for this module alone, what that was made of."""
+    """Return the class of a module, or base and parametrizations of a class that torch created for this module."""
     kind: Any = type(module)
     if kind.__module__ != parametrize.__name__ or not parametrize.is_parametrized(module):
         found: Hashable = kind
@@ -99,7 +99,7 @@ def class_of(module: nn.Module) -> Hashable:
 
 
 def hooks_of(model: nn.Module) -> str:
-    """Return which part of a model has hooks that its calls call; "" for none."""
+    """Return the part of a model that has hooks which its calls run; "" if no part has."""
     if torch.nn.modules.module._has_any_global_hook():  # type: ignore[no-untyped-call]
         return "of all modules"
     for name, module in model.named_modules():
@@ -112,7 +112,7 @@ def hooks_of(model: nn.Module) -> str:
 
 
 def parts_of_function(function: Callable[..., Any]) -> Parts:
-    """Return what a function is and refers to, by name: code, closure, defaults. Globals are taken as constants."""
+    """Return the parts of a function by name: code, closure, defaults. Globals count as constants."""
     if isinstance(function, functools.partial):
         own = {f"argument {number} of the partial": key_of(each) for number, each in enumerate(function.args)}
         own |= {
@@ -134,7 +134,7 @@ def parts_of_function(function: Callable[..., Any]) -> Parts:
 
 
 def globals_of(function: Callable[..., Any]) -> Parts:
-    """Return the values of the global variables that a function names, to say which one has changed."""
+    """Return the values of the global variables that a function names, to report which one has changed."""
     while isinstance(function, (functools.partial, types.MethodType)):
         function = function.func if isinstance(function, functools.partial) else function.__func__
     if not isinstance(function, types.FunctionType):
@@ -154,7 +154,7 @@ def key_of(value: Any, depth: int = 0) -> Hashable:
     """Return a key that is equal for equal plain values; other objects are equal to themselves alone."""
     kind: Any = type(value)
     if isinstance(value, (float, complex)):
-        return kind, repr(value)  # -0.0 equals 0.0, and NaN not even itself
+        return kind, repr(value)  # -0.0 equals 0.0, and NaN does not equal itself
     if isinstance(value, CONSTANTS):
         return kind, value
     if isinstance(value, OBJECTS):
@@ -190,7 +190,7 @@ def _of_module(module: nn.Module) -> Iterator[tuple[str, Hashable]]:
 
 
 def _of_numbers(value: Any) -> Hashable:
-    """Return a key of a tensor or an array: of small ones the numbers."""
+    """Return a key of a tensor or an array: a digest of the numbers if it is small, else its identity."""
     if isinstance(value, Tensor):
         if value.requires_grad or value.nbytes > COMPARED_NBYTES or value.device.type != "cpu":
             return Same(value)

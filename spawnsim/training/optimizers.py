@@ -1,8 +1,8 @@
-"""torch's optimizers, on many models at once: each by its own learning rate and count of steps.
+"""torch's optimizers for many models at once, each with its own learning rate and step count.
 
-The settings of SGD, Adam and AdamW are read at each step, and their state is where the optimizer itself keeps it. The
-fused kernels of torch.optim (2.13) update the parameters of all models as one list, in one pass over weights, gradients
-and state. An optimizer without a rule makes its step itself.
+The settings of SGD, Adam and AdamW are read at each step, and their state stays in the optimizer itself. The fused
+kernels of torch.optim (2.13) update the parameters of all models as one list, in one pass over weights, gradients and
+state. An optimizer without a rule makes its step itself.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ STEP = "step"
 
 @dataclass(frozen=True)
 class Rule:
-    """How one class of optimizer updates.
+    """The update rule of one class of optimizer.
 
     Attributes:
         kind: The class.
-        counts: Whether it counts steps, a tensor for each parameter.
-        refused: Settings that it may not have, with the value that is fine.
+        counts: Whether it counts steps, in one tensor per parameter.
+        refused: Names of settings that the rule does not support, each with the one accepted value.
     """
 
     kind: type[torch.optim.Optimizer]
@@ -35,20 +35,20 @@ class Rule:
     refused: tuple[tuple[str, Any], ...] = ()
 
     def states(self, settings: Sequence[Any]) -> tuple[str, ...]:
-        """Return the names of the state that a parameter has under some settings, its count of steps apart."""
+        """Return the names of a parameter's state tensors under some settings, except its step count."""
         raise NotImplementedError
 
     def settings(self, group: Group) -> tuple[Hashable, ...]:
-        """Return the settings of a group that decide how it is updated, but for its learning rate."""
+        """Return the settings of a group that affect its update, except the learning rate."""
         raise NotImplementedError
 
     def update(self, rows: Rows, lr: float, settings: Sequence[Any]) -> None:
         """Update parameters in place; the gradients may be overwritten.
 
         Args:
-            rows: Their "weights", "gradient" and each state, lists of tensors, and "step", 0-dim each, counted before.
-            lr: The learning rate of all of them.
-            settings: As `settings` returned them.
+            rows: Lists of tensors: "weights", "gradient", each state, and "step" (0-dim, this step included).
+            lr: The learning rate of all parameters.
+            settings: The result of `settings`.
         """
         raise NotImplementedError
 
@@ -59,7 +59,7 @@ class _SGD(Rule):
 
     def settings(self, group: Group) -> tuple[Hashable, ...]:
         refused = group["dampening"], group["differentiable"]
-        momentum, decay = float(group["momentum"]), float(group["weight_decay"])  # perhaps tensors
+        momentum, decay = float(group["momentum"]), float(group["weight_decay"])  # they may be tensors
         return momentum, decay, group["nesterov"], group["maximize"], refused
 
     def update(self, rows: Rows, lr: float, settings: Sequence[Any]) -> None:
@@ -99,7 +99,7 @@ RULES: dict[type, Rule] = {
 
 
 def rule_of(optimizer: torch.optim.Optimizer) -> Rule | None:
-    """Return the rule of an optimizer; None where it must make its step itself."""
+    """Return the rule of an optimizer; None if it must make its step itself."""
     rule = RULES.get(type(optimizer))
     if rule is None:
         return None
@@ -109,19 +109,19 @@ def rule_of(optimizer: torch.optim.Optimizer) -> Rule | None:
         return None
     if _global_optimizer_pre_hooks or _global_optimizer_post_hooks:
         return None
-    replaced = vars(optimizer).get("step")  # schedulers replace it by a wrapper of the class's own
+    replaced = vars(optimizer).get("step")  # schedulers wrap the method of the class
     if replaced is not None and getattr(replaced, "__wrapped__", None) is not type(optimizer).step:
         return None
     return rule
 
 
 def update(models: Sequence[Any], groups: Sequence[int], gradients: Sequence[Sequence[Tensor]]) -> None:
-    """Make one step of the optimizers of some models, which have one rule.
+    """Make one step of the optimizers of some models, all with the same rule.
 
     Args:
-        models: Each with its `optimizer`, and the `trained` parameters.
+        models: Objects with an `optimizer` and the `trained` parameters.
         groups: The optimizer's group of each trained parameter, the same for all models.
-        gradients: By trained parameter, those of all models; they may be overwritten.
+        gradients: The gradients of all models, by trained parameter; they may be overwritten.
     """
     rule = RULES[type(models[0].optimizer)]
     for group in sorted(set(groups)):
@@ -144,8 +144,8 @@ def update(models: Sequence[Any], groups: Sequence[int], gradients: Sequence[Seq
 def _add_state(
     rows: dict[str, list[Tensor]], entries: Sequence[dict[str, Any]], rule: Rule, states: Sequence[str]
 ) -> None:
-    """Add the state of parameters to their rows, zeros where there is none yet; count the step."""
-    if rule.counts:  # first, as torch has it
+    """Add the state of parameters to their rows, zeros for missing state; count the step."""
+    if rule.counts:  # first, as in torch's state
         for entry in entries:
             if not isinstance(entry.get(STEP), Tensor):
                 count = torch.promote_types(torch.get_default_dtype(), torch.float32)

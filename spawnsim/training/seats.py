@@ -1,4 +1,4 @@
-"""A model and its optimizer as a member of a group: the tensors of which rows are made, and whether they still hold.
+"""A model and its optimizer as a member of a group: the tensors that form its row, and whether they are still valid.
 
 Knows one model; must not know other models, functions or ranks.
 """
@@ -23,20 +23,20 @@ _REQUIRES_GRADIENT, _TRAINING = attrgetter("requires_grad"), attrgetter("trainin
 
 
 class Seat:
-    """A model, and its optimizer if it trains, as they were when their group was found.
+    """A model, and its optimizer if it trains, as they were when they joined their group.
 
     Args:
         model: Any module.
-        optimizer: Of its parameters; None for an evaluation.
+        optimizer: Optimizer of its parameters; None for an evaluation.
 
     Attributes:
         parts: The structure of the model, by name.
-        key: Equal for models that can be computed together.
+        key: A key that is equal for models that can be computed together.
         trained: The parameters that the optimizer updates, in the model's order.
-        groups: The optimizer's group of each of them.
-        rule: How the optimizer updates; None where it makes its step itself.
+        groups: The optimizer's group of each trained parameter.
+        rule: Update rule of the optimizer; None if it makes its step itself.
         rank: The rank that trains it.
-        steps: How many steps were opened.
+        steps: Number of steps begun.
 
     Raises:
         Ungroupable: it cannot be computed together with other models.
@@ -98,7 +98,7 @@ class Seat:
         self.rule = rule_of(optimizer)
 
     def of(self, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> bool:
-        """Return whether it is that of a model and an optimizer, which are made as they were."""
+        """Return whether it belongs to a model and an optimizer of unchanged structure."""
         if self._model() is not model or self.optimizer is not optimizer:
             return False
         now = [*chain.from_iterable(self._containers)]
@@ -108,7 +108,7 @@ class Seat:
             return False
         if optimizer is not None and not self._is_trained_alike(optimizer):
             return False
-        # Torch numbers the hooks of the whole process: as long as there is no new one, none is looked for.
+        # Torch numbers the hooks of the whole process: search for hooks only if there is a new one.
         if RemovableHandle.next_id != self._handles:
             self._handles = RemovableHandle.next_id
             return not hooks_of(model)
@@ -131,7 +131,7 @@ class Seat:
         return tuple(map(_TRAINING, self._modules))
 
     def buffer(self, number: int) -> Tensor:
-        """Return a buffer as it is now: modules may assign another one."""
+        """Return the current buffer: modules may assign another tensor."""
         own, name = self.buffers[number]
         found: Tensor = own[name]
         return found
@@ -141,7 +141,7 @@ class Seat:
 
 
 def _containers(modules: Sequence[nn.Module]) -> Iterable[Iterable[Any]]:
-    """Yield views of the modules and parameters of each module; between them a mark where one ends."""
+    """Yield views of the modules and of the parameters of each module, with a separator before parameters."""
     for each in modules:
         if each._modules:
             yield each._modules.values()

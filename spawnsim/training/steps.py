@@ -1,8 +1,8 @@
-"""A training step, stated once: `TrainingStep` and `Evaluation`.
+"""A training step, defined once: `TrainingStep` and `Evaluation`.
 
-On real ranks a call executes as it stands. On virtual ranks it blocks, like `Recv`, until it has been executed with
-those of other ranks, unless the run says `eager`. A model that cannot be computed with others steps alone, and the run
-has a warning with the reason.
+Real ranks execute a call directly. On virtual ranks it blocks, like `Recv`, until it has been executed together with
+the calls of other ranks, unless the run is `eager`. A model that cannot be computed together with other models steps
+alone, and the run logs a warning with the reason.
 """
 
 from __future__ import annotations
@@ -28,20 +28,20 @@ Outcome = Tensor | tuple[Tensor, ...]
 
 
 class _OfModel:
-    """What steps and evaluations have in common: a function of a model, whose calls many ranks make together."""
+    """Base of steps and evaluations: a function of a model, whose calls on many ranks execute together."""
 
     def __init__(self, function: Callable[..., Any]) -> None:
         if not callable(function):
             raise ParameterError(f"{function!r}: give a function of a model and a batch")
         self.function = function
         self._engine: Engine | None = None
-        self._keyed: tuple[Any, Any, int] | None = None  # the function, its parts, and their number
+        self._keyed: tuple[Any, Any, int] | None = None  # function, its parts, number of their key
         self._alone: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self._kinds: dict[Any, Kind | str] = {}
         self._latest: tuple[Seat | None, int] = (None, -1)
 
     def _run_of(self) -> Batching | None:
-        """Return the run of the calling virtual rank, if its calls wait for others'."""
+        """Return the run of the calling virtual rank, if its calls wait for calls of other ranks."""
         run = batching()
         if run is not None and (self._engine is None or self._engine.run is not run):
             self._engine, self._keyed, self._alone = Engine.of(run), None, weakref.WeakSet()
@@ -49,7 +49,7 @@ class _OfModel:
         return run
 
     def _call(self, run: Batching, model: nn.Module, optimizer: Any, inputs: Sequence[Any]) -> Call | None:
-        """Return the call of a rank, to be executed with others; None if the model steps alone."""
+        """Return the call of a rank, for execution with other calls; None if the model steps alone."""
         if run.eager or model in self._alone or _is_in_a_mode():
             return None
         engine = self._engine
@@ -97,7 +97,7 @@ class _OfModel:
     def _new_kind(
         self, engine: Engine, seat: Seat, model: nn.Module, inputs: Sequence[Any]
     ) -> tuple[Kind | str, Reference | None]:
-        """Return a new group, and its first call executed alone; or why there is none."""
+        """Return a new group, and its first call executed alone; or the reason against a group."""
         assert self._keyed is not None
         engine.count_group(model)
         if any(isinstance(each, Tensor) and each.requires_grad for each in inputs):
@@ -109,7 +109,7 @@ class _OfModel:
                 reference = Reference(self.function, model, seat, inputs)
                 if draws := reference.draws():
                     return draws, None
-        except Exception as error:  # noqa: BLE001 - the program's own error, if it is one, comes when it steps alone
+        except Exception as error:  # noqa: BLE001 - an error of the program is raised again when the model steps alone
             return str(error) if isinstance(error, Ungroupable) else f"{type(error).__name__}: {error}", None
         kind.take(reference)
         return kind, reference
@@ -121,7 +121,7 @@ class _OfModel:
         return self._keyed[2]
 
     def _how(self) -> tuple[Any, ...]:
-        """Return which attributes of this object decide what is computed: they may be set at any time."""
+        """Return the attributes of this object that affect the computation: they may be set at any time."""
         return ()
 
     def _norm(self) -> float | None:
@@ -139,7 +139,7 @@ class _OfModel:
     def _together(
         self, call: Call, execute: Callable[[], Outcome], finish: Callable[[], None] | None = None
     ) -> Outcome:
-        """Wait until a call has been executed with others; execute it alone if it was left to its rank."""
+        """Wait until a call has been executed together with others; execute it here if it is marked `alone`."""
         assert self._engine is not None
         self._engine.run.wait(call, self._engine.execute, call.seat.memory)
         if call.error is not None:
@@ -164,28 +164,30 @@ class TrainingStep(_OfModel):
     >>> comm.record(loss=loss)
 
     On real ranks this is `zero_grad`, `backward`, `step`. On virtual ranks it is a blocking call: the rank waits until
-    its step has been executed, with those of all ranks whose models are equal but for their weights, in one
-    `torch.func.vmap` call. Afterwards loss, parameters and optimizer state are ordinary tensors with the values of an
-    eager step, up to rounding (1e-5 of a loss after 100 steps). The time of a compute block passes in its first step.
+    its step has been executed, together with the steps of all ranks whose models are equal except for their weights,
+    in one `torch.func.vmap` call. Afterwards loss, parameters and optimizer state are ordinary tensors with the values
+    of an eager step, up to rounding (1e-5 of a loss after 100 steps). The time of a compute block passes in its first
+    step.
 
-    The contract is that of `torch.func`: the loss is a function of the model, its arguments, and constants. State that
-    changes between steps (a coefficient, a counter, a schedule) must be an argument, beside the batch; learning rate,
-    momentum and other hyperparameters of the optimizer may change at any step. The contract is checked: for the first
-    three steps of each group of equal models one rank's step, later every hundredth step of each rank, and under
-    `--check-steps` every step is also executed alone; a difference raises `UsageError` on that rank.
+    `torch.func` sets the contract: the loss is a function of the model, its arguments, and constants. State that
+    changes between steps (a coefficient, a counter, a schedule) must be an argument, in addition to the batch. Learning
+    rate, momentum and other hyperparameters of the optimizer may change at any step. The contract is checked by
+    executing steps alone as well: one rank's step in each of the first three steps of each group of equal models, then
+    every hundredth step of each rank, and every step under `--check-steps`. A difference raises `UsageError` on that
+    rank.
 
-    SGD, Adam and AdamW of torch.optim update all models at once; of another optimizer, gradients are computed together
-    and each makes its step itself. A model steps alone, and the run has a warning that says why, if it has hooks,
-    random operations other than nn.Dropout, control flow that depends on data, parameters of several dtypes or of less
-    than 32 bits; also under autocast.
+    SGD, Adam and AdamW of torch.optim update all models at once. With any other optimizer, gradients are computed
+    together, and each optimizer makes its own step. A model steps alone, and the run logs a warning with the reason, if
+    it has hooks, random operations other than nn.Dropout, control flow that depends on data, or parameters of several
+    dtypes or of less than 32 bits. Models also step alone under autocast.
 
     Args:
-        loss: From a model and a batch to a scalar, or to a tuple of a scalar and further tensors that are returned.
-        max_norm: The norm to which gradients are clipped, as `torch.nn.utils.clip_grad_norm_` does; None: not.
+        loss: Maps a model and a batch to a scalar, or to a tuple of a scalar and further tensors to return.
+        max_norm: Norm to which gradients are clipped, as by `torch.nn.utils.clip_grad_norm_`; None: no clipping.
         gradients: Whether `parameter.grad` holds the gradient afterwards; otherwise it is None.
 
     Raises:
-        ParameterError: `loss` is no function, or `max_norm` not above 0.
+        ParameterError: `loss` is not a function, or `max_norm` is not above 0.
     """
 
     def __init__(
@@ -201,14 +203,14 @@ class TrainingStep(_OfModel):
 
         Args:
             model: Any module.
-            optimizer: Of its parameters.
-            batch: Tensors, numbers and texts.
+            optimizer: Optimizer of its parameters.
+            batch: Tensors, numbers and strings.
 
         Returns:
-            The loss before the update, 0-dim and detached; with whatever else `loss` returns, as a tuple.
+            The loss before the update, 0-dim and detached; a tuple if `loss` returns further tensors.
 
         Raises:
-            Exception: What `loss` raised.
+            Exception: An error of `loss`.
             UsageError: The step differs from the same step executed alone: `loss` depends on something else.
         """
         run = self._run_of()
@@ -225,7 +227,7 @@ class TrainingStep(_OfModel):
         )
 
     def _finish(self, call: Call, optimizer: torch.optim.Optimizer) -> None:
-        """Leave gradients where the program looks for them, or none."""
+        """Set `parameter.grad` as the program requested: the gradients, or None."""
         seat = call.seat
         if [p.grad for p in seat.trained].count(None) < len(seat.trained):
             optimizer.zero_grad()
@@ -237,7 +239,7 @@ class TrainingStep(_OfModel):
             if not self.gradients:
                 optimizer.zero_grad()
         else:
-            optimizer._opt_called = True  # type: ignore[attr-defined]  # schedulers warn where it made no step
+            optimizer._opt_called = True  # type: ignore[attr-defined]  # schedulers warn unless it is set
 
     def _how(self) -> tuple[Any, ...]:
         return ("step", self.max_norm)
@@ -264,13 +266,13 @@ class TrainingStep(_OfModel):
 class Evaluation(_OfModel):
     """A function of a model that trains nothing, such as its accuracy on held-out data.
 
-    On virtual ranks a blocking call, executed for many ranks at once under the contract of a `TrainingStep`.
+    On virtual ranks it is a blocking call, executed for many ranks at once under the contract of a `TrainingStep`.
 
     Args:
-        function: From a model and a batch to a tensor, or a tuple of them; called without gradients.
+        function: Maps a model and a batch to a tensor, or to a tuple of tensors; called without gradients.
 
     Raises:
-        ParameterError: `function` is no function.
+        ParameterError: `function` is not a function.
     """
 
     def __call__(self, model: nn.Module, *batch: Any) -> Outcome:
@@ -278,13 +280,13 @@ class Evaluation(_OfModel):
 
         Args:
             model: Any module.
-            batch: Tensors, numbers and texts.
+            batch: Tensors, numbers and strings.
 
         Returns:
-            What the function returns, detached.
+            The result of the function, detached.
 
         Raises:
-            Exception: What the function raised.
+            Exception: An error of the function.
             UsageError: The result differs from the same call executed alone: the function depends on something else.
         """
         run = self._run_of()
@@ -306,14 +308,14 @@ class Evaluation(_OfModel):
 
 
 def _apart(outputs: Sequence[Tensor], given: Sequence[Any]) -> tuple[Tensor, ...]:
-    """Return outputs, detached; copies of those that share memory with weights, buffers or inputs: these change."""
+    """Return detached outputs; outputs that share memory with weights, buffers or inputs, which change, are copied."""
     memory = {each.untyped_storage().data_ptr() for each in given if outputs and isinstance(each, Tensor)}
     found = [each.detach() for each in outputs]
     return tuple(each.clone() if each.untyped_storage().data_ptr() in memory else each for each in found)
 
 
 def _of_inputs(inputs: Sequence[Any]) -> tuple[Any, ...]:
-    """Return what the inputs of calls that are alike have in common."""
+    """Return a key of inputs that is equal for calls of one group."""
     return tuple(
         [
             (each.shape, each.dtype, each.device, each.requires_grad)
@@ -333,7 +335,7 @@ def _plain(value: Any) -> Any:
 
 
 def _is_in_a_mode() -> bool:
-    """Return whether a program has autocast, a mode of torch's or its search for NaN around a call."""
+    """Return whether autocast, a torch mode or anomaly detection is active around a call."""
     of_torch: Any = torch._C
     if (
         of_torch._is_any_autocast_enabled()
@@ -342,5 +344,5 @@ def _is_in_a_mode() -> bool:
     ):
         return True
     functions: int = of_torch._len_torch_function_stack()
-    # One is that of `torch.set_default_device`, of all ranks.
+    # `torch.set_default_device` uses one mode, for all ranks.
     return functions > (getattr(torch._GLOBAL_DEVICE_CONTEXT, "device_context", None) is not None)

@@ -16,15 +16,15 @@ from torch.func import functional_call, grad_and_value, vmap
 
 from spawnsim.training.dropout import Applying, Mask
 
-# The weights of one call, and its number of rows. Of small models a call takes many: the Python of a call costs as much
-# as some 40 rows of 9,000 weights.
+# Size of the weights of one call, and bounds of its number of rows. A call has many rows of small models, as its Python
+# overhead equals about 40 rows of 9,000 weights.
 CALL_NBYTES = 16 << 20
 CHUNK = (16, 512)
-GPU_NBYTES = 256 << 20  # on a GPU, where the number of operations counts
+GPU_NBYTES = 256 << 20  # the same on a GPU, where the number of operations dominates
 
 
 class Tensors(NamedTuple):
-    """The tensors of one model, or of many as rows: trained and other parameters, buffers, masks, inputs."""
+    """The tensors of one model, or of many as rows: trained and fixed parameters, buffers, masks, inputs."""
 
     trained: Sequence[Tensor]
     fixed: Sequence[Tensor]
@@ -34,7 +34,7 @@ class Tensors(NamedTuple):
 
 
 class Outcome(NamedTuple):
-    """The result of a function: gradients of what is trained, outputs, buffers afterwards."""
+    """The result of a function: gradients of trained parameters, outputs, buffers afterwards."""
 
     gradients: Sequence[Tensor]
     outputs: Sequence[Tensor]
@@ -45,8 +45,8 @@ class Objective(nn.Module):
     """A function of a model as a module: `functional_call` replaces the tensors of its model for one call.
 
     Args:
-        model: It is copied, without data.
-        function: From a model and inputs to a tensor, or to a tuple of them.
+        model: The model; its structure is copied, without data.
+        function: Maps a model and inputs to a tensor, or to a tuple of tensors.
     """
 
     def __init__(self, model: nn.Module, function: Callable[..., Any]) -> None:
@@ -78,12 +78,12 @@ def as_outputs(found: Any) -> tuple[Tensor, ...]:
 
 
 class Vmapped:
-    """A function of models that are alike.
+    """A function of models of equal structure.
 
     Args:
-        model: One of them.
-        function: Of a model and inputs.
-        trained: The names of the parameters with respect to which gradients are taken; none for an evaluation.
+        model: One of the models.
+        function: Function of a model and inputs.
+        trained: Names of the parameters that have gradients; empty for an evaluation.
     """
 
     def __init__(self, model: nn.Module, function: Callable[..., Any], trained: Sequence[str]) -> None:
@@ -93,7 +93,7 @@ class Vmapped:
         names = [*trained, *fixed, *[name for name, _ in model.named_buffers()]]
         self._names = [f"model.{name}" for name in names]
         self._trains = bool(trained)
-        # oneDNN computes an LSTM of one model in one operation. Without it there are operations for many, as of a GRU.
+        # oneDNN fuses the LSTM of one model into one operation. Without oneDNN an LSTM can be vectorized, as a GRU can.
         self._is_lstm = any(isinstance(each, nn.LSTM) for each in model.modules())
 
     def _value(self, trained: Sequence[Tensor], *rest: Any) -> tuple[Tensor, Any]:
@@ -106,8 +106,8 @@ class Vmapped:
         """Return the outcome of many models, (rows, ...) each.
 
         Args:
-            rows: Their tensors, stacked; the buffers may be changed in place.
-            dims: Of each input 0, or None where it is the same for all models.
+            rows: Stacked tensors of the models; the buffers may be changed in place.
+            dims: For each input 0, or None if it is the same for all models.
         """
         call: Any = grad_and_value(self._value, has_aux=True) if self._trains else self._alone
         with torch.no_grad(), _quiet(without_onednn=self._is_lstm):
@@ -135,7 +135,7 @@ class Vmapped:
 
 @contextmanager
 def _quiet(*, without_onednn: bool) -> Iterator[None]:
-    """Let torch not warn of operations that it computes model by model: the program has not called vmap."""
+    """Suppress torch's warnings of operations that it computes model by model: the program did not call vmap."""
     of_torch: Any = torch._C
     warns, whole = of_torch._debug_only_are_vmap_fallback_warnings_enabled(), of_torch._get_mkldnn_enabled()
     of_torch._functorch._set_vmap_fallback_warning_enabled(False)
@@ -148,7 +148,7 @@ def _quiet(*, without_onednn: bool) -> Iterator[None]:
 
 
 def rows_at_once(parameters: Sequence[Tensor]) -> int:
-    """Return how many models like one are computed at once."""
+    """Return the number of models with such parameters per call."""
     nbytes = max(sum(each.nbytes for each in parameters), 1)
     if all(each.device.type == "cpu" for each in parameters):
         return min(max(CALL_NBYTES // nbytes, CHUNK[0]), CHUNK[1])
