@@ -1,4 +1,4 @@
-"""The decisions of a policy as pure functions and small frozen objects: when, who, from whom, how much.
+"""The decisions of a policy as pure functions and small frozen objects: when, which ranks, which donors, how much.
 
-Nothing here knows a communicator, a model or torch, so all of it is tested without any.
+This package must not know communicators, models or torch, so its tests need none of them.
 """

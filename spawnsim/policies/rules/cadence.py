@@ -1,8 +1,8 @@
-"""When a policy acts, and how long it waits for others: cadences and deadlines.
+"""When a policy acts, and how long it waits for other ranks: cadences and deadlines.
 
 A cadence is any object with `due(iteration) -> bool`; all ranks of a group that averages synchronously must have equal
-cadences. A deadline says how long to wait for a group: fixed, or learnt from how late others have come so far.
-Iteration numbers and seconds go in; no clock is read.
+cadences. A deadline limits the wait for a group: to a fixed time, or to one learnt from earlier arrivals. Inputs are
+iteration numbers and seconds; no clock is read.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from spawnsim.errors import ParameterError
 
 @runtime_checkable
 class Cadence(Protocol):
-    """Says whether a policy acts at an iteration."""
+    """Decides whether a policy acts at an iteration."""
 
     def due(self, iteration: int) -> bool:
         """Decide whether to act.
 
         Args:
-            iteration: of the training loop, from 0.
+            iteration: iteration of the training loop, from 0.
 
         Returns:
             Whether to act in the call of this iteration.
@@ -36,11 +36,11 @@ class Cadence(Protocol):
 class Every(Cadence):
     """Act at the multiples of `period`, from `start` on.
 
-    Iteration 0 is left out unless `period` is 1, as after a single step there are no metrics worth comparing, or
-    `at_zero` says otherwise.
+    Iteration 0 is excluded unless `period` is 1 or `at_zero` is set: after a single step, metrics are not worth
+    comparing.
 
     Args:
-        period: iterations, at least 1.
+        period: number of iterations, at least 1.
         start: the first iteration that may be due, at least 0.
         at_zero: whether iteration 0 is due, whatever the period.
 
@@ -61,7 +61,7 @@ class Every(Cadence):
 
     def __post_init__(self) -> None:
         given: Any = self.period
-        is_number = isinstance(given, Real) and not isinstance(given, bool)  # numpy's are, too
+        is_number = isinstance(given, Real) and not isinstance(given, bool)  # includes numpy's numbers
         if not is_number or not given >= 1 or given % 1:
             raise ParameterError(
                 f"average_every={self.period!r}: give a whole number of iterations of at least 1"
@@ -81,10 +81,10 @@ class Every(Cadence):
 
 @dataclass(frozen=True, slots=True)
 class When(Cadence):
-    """Act where a function of the iteration says so.
+    """Act at the iterations that a function selects.
 
     Args:
-        says: iteration → whether to act; pure, so that all ranks of a group agree.
+        says: function from an iteration to whether to act; pure, so that all ranks of a group agree.
 
     >>> When(lambda iteration: iteration in (3, 9)).due(9)
     True
@@ -97,38 +97,38 @@ class When(Cadence):
 
 
 class Deadline(Protocol):
-    """Says how long a wait may last, and is told how late each arrival was."""
+    """Limits the duration of waits; receives the lateness of each arrival."""
 
     def limit_s(self, share: float) -> float:
-        """Say how long a wait may last.
+        """Return how long a wait may last.
 
         Args:
-            share: of those that are awaited, how many have arrived, from 0 to 1.
+            share: share of the awaited ranks that have arrived, from 0 to 1.
 
         Returns:
-            Seconds, counted from the beginning of the wait.
+            Seconds from the beginning of the wait.
         """
 
     def observe(self, late_s: float) -> None:
-        """Take note of one arrival.
+        """Record one arrival.
 
         Args:
             late_s: seconds from the beginning of the wait to the arrival.
         """
 
     def paced(self, period_s: float) -> None:
-        """Take note of the beginning of a wait.
+        """Record the beginning of a wait.
 
         Args:
-            period_s: seconds since the one before it began.
+            period_s: seconds since the beginning of the previous wait.
         """
 
 
 class Fixed(Deadline):
-    """Always the same limit.
+    """A constant limit.
 
     Args:
-        seconds: above 0.
+        seconds: the limit, above 0.
 
     Raises:
         ParameterError: `seconds` is not above 0.
@@ -153,15 +153,15 @@ class Fixed(Deadline):
 
 
 class Adaptive(Deadline):
-    """median + k · MAD of the last arrivals, times `slack`.
+    """A limit of (median + k · MAD) of the latest arrivals, times `slack`.
 
     The median absolute deviation is scaled by 1.4826, so that k counts standard deviations of normal arrivals.
 
     Args:
         k: standard deviations by which an arrival may be later than the median, at least 0.
-        initial_s: the limit in seconds until enough is known, and the longest limit later.
+        initial_s: the limit in seconds before `enough` arrivals, and the upper bound of later limits.
         slack: factor of at least 1.
-        enough: arrivals from which on the limit is learnt.
+        enough: number of arrivals from which the limit is learnt.
 
     Raises:
         ParameterError: an argument is out of range.
@@ -178,7 +178,7 @@ class Adaptive(Deadline):
                 "give k >= 0, initial_s > 0, slack >= 1, enough >= 1"
             )
         self.k, self.initial_s, self.slack, self.enough = k, initial_s, slack, enough
-        # Tuples: an empty deque takes 0.8 kB, and of 100,000 ranks most never see anything.
+        # Tuples: an empty deque takes 0.8 kB, and most of 100,000 ranks never observe an arrival.
         self._seen: tuple[float, ...] = ()
         self._periods: tuple[float, ...] = ()
         self._limit_s: float | None = None
@@ -192,23 +192,22 @@ class Adaptive(Deadline):
         self._limit_s = None
 
     def limit_s(self, share: float) -> float:
-        # The first arrivals say nothing of the rest: the fast half of a group must not set the limit for the slow half
-        # before any of it has come.
+        # The fast half of a group must not set the limit for the slow half before any slow rank has arrived.
         if share < 0.5 or len(self._seen) < self.enough:
             return self.initial_s
         if self._limit_s is None:
             seen = np.asarray(self._seen)
             middle = float(np.median(seen))
             spread = 1.4826 * float(np.median(np.abs(seen - middle)))
-            # Not less than the time between waits: a rank that polls rarely sees all arrivals at once, and would take
-            # its own rhythm for the others' punctuality.
+            # At least the time between waits: a rank that polls rarely observes all arrivals at once, so their spread
+            # reflects its own polls and not the other ranks' lateness.
             pace = float(np.median(self._periods)) if self._periods else 0.0
             self._limit_s = min(max(self.slack * (middle + self.k * spread), pace), self.initial_s)
         return self._limit_s
 
 
 def as_deadline(limit: float | Deadline | None) -> Deadline:
-    """Return a deadline object: a number is fixed seconds, None learns."""
+    """Return a deadline object: a number means fixed seconds, None an adaptive limit."""
     if limit is None:
         return Adaptive()
     return Fixed(limit) if isinstance(limit, (int, float)) else limit

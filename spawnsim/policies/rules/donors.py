@@ -1,9 +1,9 @@
-"""From whom, and how much: donors, their weights, and the decision that puts them together with a selection.
+"""Donors, their weights, and the decision that combines them with a selection.
 
-A donor rule is any callable `rule(rank, candidates, rng) -> donors`; neither the rank itself nor any rank that is being
-replaced is among the candidates. Weights come from the donors' metrics, are non-negative and sum to 1. A decision is a
-pure function of its arguments and the generator given. It is one set of columns, whoever decides: the coordinator of a
-group, a rank about itself, or a run of a million ranks.
+A donor rule is any callable `rule(rank, candidates, rng) -> donors`; the candidates exclude the rank itself and all
+ranks that are being replaced. Weights are computed from the donors' metrics, are non-negative and sum to 1. A decision
+is a pure function of its arguments and the given generator. It has the same columns whether the coordinator of a group
+decides, a rank about itself, or a run of a million ranks.
 """
 
 from __future__ import annotations
@@ -45,13 +45,13 @@ STRATEGIES: tuple[str, ...] = get_args(Strategy)
 def softmax(good: Weights) -> Weights:
     """Return weights that grow with goodness: softmax of (good - mean) / standard deviation, along the last axis.
 
-    Shifting or scaling all of them changes nothing.
+    They are invariant under a shift or scaling of all values.
 
     >>> softmax(np.array([1.0, 2.0, 4.0])).round(2).tolist()
     [0.07, 0.16, 0.77]
     """
-    # Standardised, so that one setting fits accuracies, losses and rewards alike; scaled first, and shifted by the best
-    # before the exponential, so that no metric however large overflows.
+    # Standardised, so that one rule fits accuracies, losses and rewards alike. Scaled first, and shifted by the best
+    # before the exponential, so that even the largest metrics do not overflow.
     most = np.maximum(np.abs(good).max(-1, keepdims=True), np.finfo(np.float64).tiny)  # no overflow below
     scaled = good / most
     spread = scaled.std(-1, keepdims=True)
@@ -62,9 +62,9 @@ def softmax(good: Weights) -> Weights:
 
 
 def only_best(good: Weights) -> Weights:
-    """Return weight 1 for the best (the last of equals), 0 for the others, along the last axis."""
+    """Return weight 1 for the best (the last of equals) and 0 for all others, along the last axis."""
     weights = np.zeros(good.shape)
-    # The last of equals: the lower rank is the first to be replaced, so donors are taken from the other end.
+    # The last of equals: lower ranks are replaced first, so donors are chosen from the other end.
     place = good.shape[-1] - 1 - good[..., ::-1].argmax(-1, keepdims=True)
     np.put_along_axis(weights, place, 1.0, -1)
     return weights
@@ -75,7 +75,7 @@ def weights_for(strategy: str, metrics: Weights, mode: Mode = "max") -> Weights:
 
     Args:
         strategy: "mean", "weighted_mean" or "best_only".
-        metrics: of at least one donor, all finite, float64 (donors,), or of many sets of donors, (sets, donors).
+        metrics: metrics of at least one donor, all finite, float64 (donors,); (sets, donors) for many sets.
         mode: "max" if higher metrics are better, else "min".
 
     Returns:
@@ -95,21 +95,21 @@ def check_momentum(momentum: float) -> float:
     return float(momentum)
 
 
-MOST_DONORS = 8  # donors of one replaced rank by default, where averaging takes several: see `default_donors`
+MOST_DONORS = 8  # default number of donors per replaced rank, except with "best_only": see `default_donors`
 
-Count = int | float | None  # so many; that share of the candidates; all
+Count = int | float | None  # a number; a share of the candidates; all
 
 
 class DonorRule(Protocol):
-    """Says which ranks give to a replaced rank; a function will do."""
+    """Chooses the donors of a replaced rank; a plain function is one, too."""
 
     def __call__(self, rank: int, candidates: Sequence[Report], rng: np.random.Generator, /) -> Sequence[int]:
         """Choose donors.
 
         Args:
             rank: the replaced rank.
-            candidates: reports of the ranks that may give, at least one, by rank, with finite metrics.
-            rng: for what is drawn.
+            candidates: reports of the possible donors, at least one, by rank, with finite metrics.
+            rng: generator for random choices.
 
         Returns:
             Ranks among the candidates, at least one.
@@ -122,15 +122,15 @@ class ColumnDonorRule(DonorRule):
     __slots__ = ()
 
     def columns(self, metrics: Weights, replaced: int, rng: np.random.Generator) -> Places:
-        """Choose the donors of many replaced ranks, with the draws that as many calls would make.
+        """Choose the donors of many replaced ranks, with the same draws as one call for each rank.
 
         Args:
-            metrics: of the candidates, by rank, all finite, float64 (candidates,).
-            replaced: how many ranks are replaced.
-            rng: for what is drawn.
+            metrics: metrics of the candidates, by rank, all finite, float64 (candidates,).
+            replaced: number of replaced ranks.
+            rng: generator for random choices.
 
         Returns:
-            Places among the candidates, rising in each row, int64 (replaced, donors).
+            Places among the candidates, ascending in each row, int64 (replaced, donors).
         """
         raise NotImplementedError
 
@@ -141,7 +141,7 @@ class ColumnDonorRule(DonorRule):
 
 
 def how_many(count: Count, available: int) -> int:
-    """Return a count of donors: a whole number, or a share of those available; at least 1 and at most all.
+    """Return the number of donors for a count (a number, a share or None): at least 1, at most `available`.
 
     >>> [how_many(count, 10) for count in (None, 3, 99, 0.5, 0.01)]
     [10, 3, 10, 5, 1]
@@ -164,7 +164,7 @@ def check_count(count: Count) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Uniform(ColumnDonorRule):
-    """`count` of the candidates, all equally likely, without repetition.
+    """`count` candidates, all equally likely, without repetition.
 
     Args:
         count: a number of ranks, a share of the candidates (a float up to 1), or None for all.
@@ -182,17 +182,17 @@ class Uniform(ColumnDonorRule):
         wanted = how_many(self.count, len(metrics))
         if wanted == len(metrics):
             return np.tile(np.arange(wanted), (replaced, 1))
-        # `choice` draws places, whatever it is given to choose from.
+        # `choice` over places makes the same draws as `choice` over ranks.
         drawn = [rng.choice(len(metrics), wanted, replace=False) for _ in range(replaced)]
         return np.sort(np.asarray(drawn, np.int64).reshape(replaced, wanted), axis=1)
 
 
 @dataclass(frozen=True, slots=True)
 class Best(ColumnDonorRule):
-    """The `count` best candidates; ties go to the higher rank, as the lower one is the first to be replaced.
+    """The `count` best candidates; ties go to the higher rank, as lower ranks are replaced first.
 
     Args:
-        count: as for `Uniform`.
+        count: see `Uniform`.
         mode: "max" if higher metrics are better, else "min".
 
     Raises:
@@ -210,15 +210,15 @@ class Best(ColumnDonorRule):
         return np.tile(self.best(metrics), (replaced, 1))
 
     def best(self, metrics: Weights) -> Places:
-        """Return the places of the best, rising."""
-        # All but the worst ones are the best, so ties fall as among those that are replaced.
+        """Return the places of the best, ascending."""
+        # The best are all except the worst, so that ties are broken as in the selection of replaced ranks.
         wanted = how_many(self.count, len(metrics))
         return np.flatnonzero(~worst_of(goodness(metrics, self.mode), len(metrics) - wanted))
 
 
 @dataclass(frozen=True, slots=True)
 class OneOfBest(Best):
-    """One of the `count` best candidates, all of these equally likely: PBT's truncation selection. See `Best`."""
+    """One of the `count` best candidates, each equally likely: PBT's truncation selection. See `Best`."""
 
     count: Count = 0.25
 
@@ -229,7 +229,7 @@ class OneOfBest(Best):
 
 @dataclass(frozen=True, slots=True)
 class ByMetric(Best):
-    """`count` candidates drawn without repetition, the better the likelier (softmax of the standardised metric).
+    """`count` candidates drawn without repetition, with probabilities that grow with the metric (see `softmax`).
 
     See `Best` for the arguments.
     """
@@ -244,11 +244,11 @@ class ByMetric(Best):
 class Neighbours(DonorRule):
     """At most `count` of the rank's neighbours in a topology, drawn uniformly.
 
-    Where no neighbour may give, the best candidate of all does: a replaced rank never ends up with nothing.
+    If no neighbour is a candidate, the best candidate of all is the donor: every replaced rank has a donor.
 
     Args:
-        topology: rank → its neighbours.
-        count: as for `Uniform`, of the neighbours that may give.
+        topology: map from a rank to its neighbours.
+        count: see `Uniform`; relative to the neighbours that are candidates.
         mode: "max" if higher metrics are better, else "min".
 
     Raises:
@@ -270,19 +270,20 @@ class Neighbours(DonorRule):
 
 
 def default_donors(strategy: str, mode: Mode, most: int | None) -> DonorRule:
-    """Return the donors that a strategy has where none are named: for "best_only" the best alone, else `most`.
+    """Return the default donor rule of a strategy: for "best_only" the best candidate, else `most` random candidates.
 
-    "best_only" means the best of all, so one rank gives to all that are replaced in a round: it packs its model once,
-    and its network card sends it as often as there are replaced ranks. A number of donors with "best_only" takes the
-    best of so many drawn at random, which spreads that load. `most` drawn at random (None: all candidates) keeps the
-    traffic of a round, and the memory of a replaced rank, from growing with the square of the group.
+    "best_only" means the best of all candidates, so one rank is the donor of all replaced ranks of a round: it packs
+    its model once, and its network card sends it once for each replaced rank. A number of donors with "best_only" uses
+    the best of that many drawn at random, which spreads the load. With `most` random donors, the traffic of a round
+    does not grow with the square of the group, and the memory of a replaced rank does not grow with the group; with
+    None, all candidates are donors.
     """
     return Best(1, mode) if strategy == "best_only" else Uniform(most)
 
 
 @dataclass(frozen=True, slots=True)
 class Rules:
-    """The composition: who (selection), from whom (donors), how much (strategy, or `mixing` in its place)."""
+    """The rules of a decision: selection, donors, and their weights (strategy, or `mixing` in its place)."""
 
     selection: Selection
     donors: DonorRule
@@ -297,15 +298,15 @@ class Rules:
         check_choice("nan_policy", self.nan_policy, NAN_POLICIES)
 
     def selected(self, taking: Reports) -> NDArray[np.bool_]:
-        """Return which of the reports that take part are of ranks to be replaced; one rank is always left."""
+        """Return a mask of the participating reports whose ranks are to be replaced; one rank always remains."""
         if hasattr(self.selection, "columns"):
             chosen = self.selection.columns(taking.metrics, taking.expired)
-        else:  # a user's function names ranks
+        else:  # a user's function returns ranks
             chosen = np.isin(taking.ranks, [*self.selection(taking)])
         return with_one_left(chosen, taking.metrics, self.mode)
 
     def weights(self, metrics: Weights) -> Weights:
-        """Return the weights of donors with these metrics; many sets of donors at once have a row each."""
+        """Return the weights of donors with these metrics, (donors,), or of many sets of donors, (sets, donors)."""
         if self.mixing is None:
             return weights_for(self.strategy, metrics, self.mode)
         if metrics.ndim > 1:
@@ -320,7 +321,7 @@ class Rules:
 
 @dataclass(frozen=True, slots=True)
 class Assignment:
-    """Who gives to a replaced rank, and how much: `weights` are non-negative and sum to 1 (no donors: start afresh)."""
+    """Donors of a replaced rank and their weights, non-negative with sum 1; without donors it resets its weights."""
 
     round: int
     donors: tuple[int, ...]
@@ -329,21 +330,21 @@ class Assignment:
     high: float = math.nan
 
 
-MOST_EDGES = 50_000_000  # donors of all replaced ranks of a round, at most
+MOST_EDGES = 50_000_000  # maximum number of donors of all replaced ranks of a round
 
 
 @dataclass(frozen=True, eq=False)
 class Decision:
-    """What a round decided: who is replaced, and by whom.
+    """The decision of a round: the replaced ranks and their donors.
 
     Attributes:
-        round: the iteration whose metrics decided.
-        reported: how many reports there were.
-        low, high: the range of the finite metrics; NaN if there is none.
-        replaced: the replaced ranks, rising, int64 (replaced,).
-        counts: how many donors each of them has, int64 (replaced,).
-        donors: their donors, one replaced rank after the other, int64 (edges,).
-        weights: of the donors, float64 (edges,); those of one replaced rank sum to 1.
+        round: the iteration of the metrics.
+        reported: number of reports.
+        low, high: range of the finite metrics; NaN if all are non-finite.
+        replaced: the replaced ranks, ascending, int64 (replaced,).
+        counts: number of donors of each replaced rank, int64 (replaced,).
+        donors: donors, grouped by replaced rank, int64 (edges,).
+        weights: weights of the donors, float64 (edges,); they sum to 1 for each replaced rank.
     """
 
     round: int
@@ -368,7 +369,7 @@ class Decision:
 
     @cached_property
     def assignments(self) -> dict[int, Assignment]:
-        """The same as objects, by replaced rank."""
+        """The decision as objects, by replaced rank."""
         found, begins = {}, self.begins.tolist()
         for rank, begin, count in zip(self.replaced.tolist(), begins, self.counts.tolist(), strict=True):
             donors, weights = (each[begin : begin + count].tolist() for each in (self.donors, self.weights))
@@ -387,28 +388,27 @@ def decide(
 ) -> Decision:
     """Return the decision of one round.
 
-    Donors have finite metrics and are not replaced in this round; where there is none, no rank is replaced.
+    Donors have finite metrics and are not replaced in this round. Without possible donors, no rank is replaced, except
+    under "reset_weights", which needs no donors.
 
     Args:
-        round_: the iteration whose metrics decide.
-        reports: of all ranks that take part.
-        rules: who is replaced, from whom, how much.
-        rng: for what is drawn.
-        busy: ranks that are still being replaced from an earlier round: neither replaced nor donors, but they count, so
-            that no other rank is replaced in their place.
-        bulk: whether `Uniform` draws for all replaced ranks at once: other draws, of the same distribution.
+        round_: the iteration of the metrics.
+        reports: reports of all ranks of the group.
+        rules: selection, donors and weights.
+        rng: generator for random choices.
+        busy: ranks whose replacement from an earlier round is unfinished. They are neither replaced nor donors, but
+            count in the selection, so that no other rank is replaced in their place.
+        bulk: whether `Uniform` draws for all replaced ranks at once: different draws from the same distribution.
 
     Returns:
-        Who is replaced, and by whom.
+        The replaced ranks and their donors.
 
     Raises:
-        UsageError: a metric is not finite, and the rules' `nan_policy` is "raise"; a user's rule names ranks that may
-            not give, or weights that do not sum to 1; too many donors in all.
+        UsageError: a metric is not finite, and the rules' `nan_policy` is "raise"; a user's rule returns ranks that are
+            not candidates, or weights that do not sum to 1; there are too many donors in total.
     """
     given = Reports.of(reports)
-    low, high = (
-        given.range
-    )  # of all finite reports, those that do not take part included: it describes the round
+    low, high = given.range  # of all finite reports, excluded ones too: it describes the round
     taking = admitted(given, rules.nan_policy)
     selected = rules.selected(taking)
     giving, replaced = taking.where(~selected & np.isfinite(taking.metrics)), taking.ranks[selected]
@@ -425,14 +425,14 @@ def decide(
 def donors_of(
     replaced: Ranks, giving: Reports, rules: Rules, rng: np.random.Generator, *, bulk: bool = False
 ) -> tuple[Places, Ranks, Weights]:
-    """Return how many donors each replaced rank has, all their donors, and their weights; see `Decision`."""
+    """Return `counts`, `donors` and `weights` of a `Decision`."""
     if rules.strategy == "reset_weights":
         return np.zeros(len(replaced), np.int64), np.empty(0, np.int64), np.empty(0)
     rule: Any = rules.donors
-    # Before they are chosen; what a rule of the program's own chooses is known afterwards.
+    # Checked before the choice; the number of donors of a custom rule is known only afterwards.
     wanted = how_many(rule.count, len(giving)) if type(rule) in (Uniform, Best) else 0
     _require_few(len(replaced), wanted)
-    if not hasattr(rule, "columns"):  # may depend on the rank: one after the other, the lowest first
+    if not hasattr(rule, "columns"):  # may depend on the rank: called for each, in ascending order
         rows = []
         for rank in replaced.tolist():
             own = _places_among(giving, rank, rule, rng)
@@ -446,15 +446,15 @@ def donors_of(
         places = rule.columns(giving.metrics, len(replaced), rng)
         _require_few(*places.shape)
     weights = rules.weights(giving.metrics[places])
-    gives = weights > 0  # a donor of no weight would be asked for its whole model for nothing
+    gives = weights > 0  # the model of a donor of weight 0 would be sent without effect
     return gives.sum(1), giving.ranks[places[gives]], weights[gives]
 
 
 def _places_among(giving: Reports, rank: int, rule: DonorRule, rng: np.random.Generator) -> Places:
-    """Return the places of the donors that a rule names for a replaced rank, by rank."""
+    """Return the places of the donors that a rule chooses for a replaced rank, by rank."""
     chosen = np.unique(
         [*rule(rank, giving, rng)]
-    )  # a rule may name a donor twice, whose weight would count twice
+    )  # a rule may return a donor twice; its weight would count twice
     places = np.flatnonzero(np.isin(giving.ranks, chosen))
     if not len(chosen) or len(places) < len(chosen):
         raise UsageError(
@@ -472,19 +472,19 @@ def _require_few(replaced: int, wanted: int) -> None:
 
 
 def subsets(rng: np.random.Generator, size: int, wanted: int, count: int) -> Places:
-    """Return random subsets, each as likely as any other.
+    """Return random subsets, all equally likely.
 
     Args:
-        rng: for what is drawn.
-        size: numbers from 0 to size - 1 are chosen.
-        wanted: how many in each subset, at most `size`.
-        count: how many subsets.
+        rng: generator for random choices.
+        size: elements are the numbers from 0 to size - 1.
+        wanted: size of each subset, at most `size`.
+        count: number of subsets.
 
     Returns:
-        Rising rows, int64 (count, wanted).
+        One subset per row, ascending, int64 (count, wanted).
     """
-    # R. Floyd's way (CACM 30 (1987) 754), for all subsets at once: a number that a subset has already is replaced by
-    # the largest that this step may draw, which it cannot have.
+    # R. Floyd's algorithm (CACM 30 (1987) 754), for all subsets at once: a number already in the subset is replaced by
+    # the largest number that this step may draw, which cannot be in it yet.
     chosen = np.empty((count, wanted), np.int64)
     for step in range(wanted):
         largest = size - wanted + step

@@ -1,8 +1,8 @@
-"""Who averages with whom in a round, and how much: mixing matrices of graphs, fixed or changing from round to round.
+"""Mixing matrices of averaging graphs, fixed or changing from round to round.
 
-A graph is a function of (ranks, round, seed) that returns a `Mixing`: x_i ← Σ_j W_ij x_j. All ranks compute the same
-one, each from these three numbers alone, so nothing about it is ever sent. W is doubly stochastic (rows and columns sum
-to 1): rows make a weighted mean of it, columns keep the mean of all ranks. `mixing` holds a graph to that.
+A graph is a function of (ranks, round, seed) that returns a `Mixing`: x_i ← Σ_j W_ij x_j. Each rank computes the same
+matrix from these three numbers alone, so it is never sent. W is doubly stochastic: rows sum to 1, so each result is a
+weighted mean; columns sum to 1, so the mean of all ranks is preserved. `mixing` checks these properties.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Mixing:
 
     Args:
         size: number of ranks n.
-        receivers: rows, int64 (edges,); each pair at most once, a rank's own weight among them.
+        receivers: rows, int64 (edges,); each pair at most once, including a rank's own weight.
         senders: columns, int64 (edges,).
         weights: float64 (edges,).
     """
@@ -45,7 +45,7 @@ class Mixing:
         """Return W·values.
 
         Args:
-            values: one number of each rank, float64 (n,).
+            values: one number per rank, float64 (n,).
 
         Returns:
             float64 (n,).
@@ -59,11 +59,11 @@ class Mixing:
         return full
 
     def incoming(self, rank: int) -> Weighted:
-        """Return the ranks that a rank receives from and their weights, its own left out."""
+        """Return the ranks from which a rank receives, and their weights, without the rank itself."""
         return self._rows[rank]
 
     def outgoing(self, rank: int) -> Weighted:
-        """Return the ranks that receive from a rank and the weights that they give it, its own left out."""
+        """Return the ranks that receive from a rank, and the weights that they give it, without the rank itself."""
         return self._columns[rank]
 
     def own(self, rank: int) -> float:
@@ -97,42 +97,42 @@ def _by_rank(size: int, key: Ranks, others: Ranks, weights: Weights) -> list[Wei
 
 
 class Graph(Protocol):
-    """Says who averages with whom; a function will do."""
+    """Defines which ranks average with each other; a plain function is one, too."""
 
     def __call__(self, size: int, round_: int, seed: int, /) -> Mixing:
         """Return the weights of one round.
 
         Args:
             size: number of ranks, at least 1.
-            round_: from 0.
-            seed: of the run, for graphs that are drawn.
+            round_: the round, from 0.
+            seed: seed of the run, for random graphs.
 
         Returns:
-            The same on every rank.
+            The weights, the same on every rank.
         """
 
 
 def mixing(graph: Graph, size: int, round_: int, seed: int = 0, *, rows: bool = True) -> Mixing:
-    """Return a graph's weights of one round, held to what the rules of averaging rely on.
+    """Return a graph's weights of one round, after checks of the properties that averaging relies on.
 
     Args:
         graph: the graph.
         size: number of ranks.
-        round_: from 0.
-        seed: of the run.
-        rows: whether rows sum to 1, too. Push-sum does without: columns that sum to 1 keep the mean.
+        round_: the round, from 0.
+        seed: seed of the run.
+        rows: whether rows must sum to 1, too. Push-sum does not need that: columns that sum to 1 preserve the mean.
 
     Returns:
-        The weights: not negative, all columns (and rows) summing to 1 within 1e-12.
+        The weights: non-negative; all columns (and rows) sum to 1 within 1e-12.
 
     Raises:
-        ParameterError: the graph names a rank that is not there, or W is not doubly (column) stochastic.
+        ParameterError: the graph has an edge to a nonexistent rank, or W is not doubly (column) stochastic.
     """
-    known: Any = graph  # functions and frozen dataclasses: they can be kept
+    known: Any = graph  # functions and frozen dataclasses: hashable
     return _checked(known, size, round_, seed, rows)
 
 
-# Virtual ranks of one process ask for the same round, one after the other.
+# Cached: virtual ranks of one process request the same round, one after the other.
 @lru_cache(maxsize=64)
 def _checked(graph: Any, size: int, round_: int, seed: int, rows: bool) -> Mixing:
     found: Mixing = graph(size, round_, seed)
@@ -153,16 +153,16 @@ def _checked(graph: Any, size: int, round_: int, seed: int, rows: bool) -> Mixin
 
 
 def metropolis(neighbours: Sequence[Iterable[int]]) -> Mixing:
-    """Return weights for any undirected graph: 1/(1 + the larger degree) for each edge, the rest for oneself.
+    """Return weights for any undirected graph: 1/(1 + the larger degree) per edge, the rest for the rank itself.
 
     Args:
-        neighbours: of each rank; each edge is named by both of its ends.
+        neighbours: neighbours of each rank; both ends of an edge list each other.
 
     Returns:
         The weights: symmetric, so doubly stochastic (Xiao, Boyd 2004).
 
     Raises:
-        ParameterError: an edge is named by one of its ends alone, or leads from a rank to itself.
+        ParameterError: only one end of an edge lists the other, or an edge leads from a rank to itself.
 
     >>> metropolis([[1], [0, 2], [1]]).matrix().round(3).tolist()
     [[0.667, 0.333, 0.0], [0.333, 0.333, 0.333], [0.0, 0.333, 0.667]]
@@ -179,7 +179,7 @@ def metropolis(neighbours: Sequence[Iterable[int]]) -> Mixing:
 
 
 def _with_own(size: int, edges: Sequence[tuple[int, int]], weights: Sequence[float]) -> Mixing:
-    """Return a mixing of (receiver, sender) edges, with what is left to 1 as each rank's own weight."""
+    """Return a mixing of (receiver, sender) edges, with the remainder to 1 as each rank's own weight."""
     rows, columns = np.asarray(edges, np.int64).reshape(-1, 2).T
     given, everyone = np.asarray(weights, np.float64), np.arange(size)
     own = 1 - np.bincount(rows, given, size)
@@ -193,7 +193,7 @@ def _with_own(size: int, edges: Sequence[tuple[int, int]], weights: Sequence[flo
 
 # ----------------------------------------------------------------------------------------------------------- graphs
 def ring(size: int, round_: int = 0, seed: int = 0) -> Mixing:
-    """Each rank with the one before it and the one after it: 1/3 each, 1/2 of two ranks.
+    """Each rank averages with its two neighbours: weights of 1/3, or 1/2 for two ranks.
 
     >>> ring(4).matrix()[0].round(3).tolist()
     [0.333, 0.333, 0.0, 0.333]
@@ -202,7 +202,7 @@ def ring(size: int, round_: int = 0, seed: int = 0) -> Mixing:
 
 
 def torus(size: int, round_: int = 0, seed: int = 0) -> Mixing:
-    """Each rank with four neighbours on a grid that is closed on itself, as square as the number of ranks allows."""
+    """Each rank averages with four neighbours on a periodic grid, as square as the number of ranks allows."""
     rows = next(each for each in range(math.isqrt(size), 0, -1) if size % each == 0)
     columns = size // rows
     near = []
@@ -215,17 +215,17 @@ def torus(size: int, round_: int = 0, seed: int = 0) -> Mixing:
 
 
 def complete(size: int, round_: int = 0, seed: int = 0) -> Mixing:
-    """Everybody with everybody: the mean, in one round."""
+    """All ranks average with all ranks: the mean, in one round."""
     return _circulant(size, list(range(1, size)))
 
 
 def exponential(size: int, round_: int = 0, seed: int = 0) -> Mixing:
-    """Each rank receives from those 1, 2, 4, … before it, all with the same weight (Ying et al. 2021)."""
+    """Each rank receives from the ranks 1, 2, 4, … before it, all with the same weight (Ying et al. 2021)."""
     return _circulant(size, [2**power for power in range((size - 1).bit_length())])
 
 
 def one_peer_exponential(size: int, round_: int = 0, seed: int = 0) -> Mixing:
-    """Half of one's own, half of the rank 1, 2, 4, … before it in turn: the mean after log2 n rounds of n = 2^k ranks.
+    """Each rank averages with the rank 1, 2, 4, … before it, in turn: the mean after log2 n rounds for n = 2^k ranks.
 
     Source: Assran et al. 2019 (SGP), Ying et al. 2021.
     """
@@ -239,7 +239,7 @@ def _circulant(size: int, steps: Sequence[int]) -> Mixing:
 
 
 def random_pairs(size: int, round_: int, seed: int) -> Mixing:
-    """Pairs drawn anew in each round, half and half; of an odd number of ranks one stays alone."""
+    """Random pairs in each round, with weights of 1/2; if the number of ranks is odd, one rank has no partner."""
     order = generator(seed, WORLD, f"random pairs {round_}").permutation(size)
     pairs = order[: size // 2 * 2].reshape(-1, 2)
     edges = np.concatenate([pairs, pairs[:, ::-1]])
@@ -249,9 +249,9 @@ def random_pairs(size: int, round_: int, seed: int) -> Mixing:
 def butterfly_group(rank: int, size: int, wanted: int, round_: int, seed: int) -> list[int]:
     """Return the group of a rank in a round, a power of two of ranks, in the order of their places in a butterfly.
 
-    Of a power of two of ranks, those whose numbers differ in log₂ `wanted` bits, other ones in each round: after
-    log₂ `size` bits the mean has gone everywhere (Li et al. 2020). Of another number of ranks the order is drawn anew
-    in each round, and cut into groups of `wanted`; what is left over makes smaller ones.
+    If `size` is a power of two, a group consists of the ranks whose numbers differ in log₂ `wanted` bits, other bits in
+    each round: after log₂ `size` bits every rank has the mean (Li et al. 2020). Otherwise the ranks are shuffled in
+    each round and cut into groups of `wanted`; the remaining ranks form smaller groups.
 
     >>> [butterfly_group(5, 8, 2, round_, seed=0) for round_ in range(4)]
     [[4, 5], [5, 7], [1, 5], [4, 5]]
@@ -276,10 +276,10 @@ def butterfly_group(rank: int, size: int, wanted: int, round_: int, seed: int) -
 
 @dataclass(frozen=True, slots=True)
 class BaseGraph(Graph):
-    """The Base-(k+1) graph: at most k neighbours a round, and after finitely many the exact mean, for any n ranks.
+    """The Base-(k+1) graph: at most k neighbours per round, and the exact mean after finitely many rounds, for any n.
 
-    The rounds repeat. With k = 1 each rank exchanges with one other a round, as in `one_peer_exponential`, whose mean
-    is exact for powers of two alone. Source: Takezawa et al. 2023, algorithms 1 to 3 (arXiv 2305.11420).
+    The rounds repeat. With k = 1 each rank exchanges with one other rank per round, as in `one_peer_exponential`, whose
+    mean is exact only for powers of two. Source: Takezawa et al. 2023, algorithms 1 to 3 (arXiv 2305.11420).
 
     Args:
         degree: k, at least 1.
@@ -302,7 +302,7 @@ class BaseGraph(Graph):
         return rounds[round_ % len(rounds)]
 
     def rounds(self, size: int) -> list[Mixing]:
-        """Return the rounds after which all have the mean.
+        """Return the rounds after which all ranks have the mean.
 
         Args:
             size: number of ranks.
@@ -313,12 +313,12 @@ class BaseGraph(Graph):
         return _base_rounds(size, self.degree + 1)
 
 
-Exchanges = list[tuple[Ranks, Ranks, Weights]]  # (rows, columns, weights) of one round, without what stays
+Exchanges = list[tuple[Ranks, Ranks, Weights]]  # (rows, columns, weights) of one round, without own weights
 
 
 @lru_cache(maxsize=16)
 def _base_rounds(size: int, base: int) -> list[Mixing]:
-    """Return the shorter of two: the simple graph over all ranks, and one over equal parts that are then joined."""
+    """Return the shorter of two graphs: the simple one over all ranks, or one over equal parts that are then joined."""
     everyone = np.arange(size)
     simple = _simple_rounds(everyone, base)
     parts = smooth = _smooth_part(size, base)
@@ -343,7 +343,7 @@ def _stochastic(size: int, exchanges: Exchanges) -> Mixing:
 
 
 def _factors(number: int, base: int) -> list[int]:
-    """Return factors of at most `base`, largest first where they are found; empty if there are none for all of it."""
+    """Return factors of `number` of at most `base`, ascending; empty if `number` has no such factorization."""
     found = []
     for factor in range(base, 1, -1):
         while number % factor == 0:
@@ -353,7 +353,7 @@ def _factors(number: int, base: int) -> list[int]:
 
 
 def _smooth_part(number: int, base: int) -> int:
-    """Return the largest divisor all of whose prime factors are at most `base`."""
+    """Return the largest divisor whose prime factors are all at most `base`."""
     rest = number
     for factor in range(2, base + 1):
         while rest % factor == 0:
@@ -362,7 +362,7 @@ def _smooth_part(number: int, base: int) -> int:
 
 
 def _cube_rounds(ranks: Ranks, base: int) -> list[Exchanges]:
-    """Return the rounds of a hyper-hypercube: ranks as digits to mixed bases, the mean over one digit in each round."""
+    """Return the rounds of a hyper-hypercube: ranks as mixed-base digits, the mean over one digit in each round."""
     rounds, stride, places = [], 1, np.arange(len(ranks))
     for factor in _factors(len(ranks), base):
         digit = places // stride % factor
@@ -376,14 +376,14 @@ def _cube_rounds(ranks: Ranks, base: int) -> list[Exchanges]:
 def _simple_rounds(ranks: Ranks, base: int) -> list[Exchanges]:
     """Return the rounds of the simple Base-(k+1) graph.
 
-    n is written to the base k + 1, and the ranks are cut into a set for each digit a_l, of a_l·(k+1)^p_l ranks. First
-    each set takes its mean. Then, set by set, each rank of the later sets exchanges with one rank of each of the a_l
-    parts, so that every part holds the mean of all in sum; and each part takes its mean.
+    n is written in base k + 1, and the ranks are cut into one set of a_l·(k+1)^p_l ranks for each digit a_l. First each
+    set computes its mean. Then, set by set, each rank of the later sets exchanges with one rank of each of the set's
+    a_l parts, so that the average over each part is the mean of all ranks; then each part computes its mean.
     """
     size = len(ranks)
     if size == 1 or _factors(size, base):
         return _cube_rounds(ranks, base)
-    sets: list[Ranks] = []  # (parts, ranks of a part)
+    sets: list[Ranks] = []  # each (parts, ranks per part)
     begin, power = 0, base ** int(math.log(size, base) + 1e-9)
     while begin < size:
         parts = (size - begin) // power
@@ -404,14 +404,14 @@ def _simple_rounds(ranks: Ranks, base: int) -> list[Exchanges]:
 
 
 def _hand_over(sets: Sequence[Ranks], base: int) -> Exchanges:
-    """Return the round in which the first set exchanges with all ranks of the later ones."""
+    """Return the round in which the first set exchanges with all ranks of the later sets."""
     giving, later = sets[0], np.concatenate([each.reshape(-1) for each in sets[1:]])
     share = giving.size / (giving.size + len(later)) / len(giving)
     weights = np.full(len(later), share)
     exchanges: Exchanges = []
     for part in giving:
         exchanges += [(later, part[: len(later)], weights), (part[: len(later)], later, weights)]
-    # The rest of the first set would be idle: it mixes in groups, which training gains from and the mean does not need.
+    # The rest of the first set would be idle: it mixes in groups, which helps training; the mean does not need it.
     idle = giving[:, len(later) :].reshape(-1)
     for begin in range(0, len(idle) - 1, base):
         group = idle[begin : begin + base]

@@ -1,9 +1,9 @@
-"""Merging: which parts of a model travel together (fragments), and how much each rank's part counts (robust weights).
+"""Merging: which parts of a model travel together (fragments), and the weight of each rank's part (robust weights).
 
-A fragmenter is any callable `(names, sizes, count) -> fragments`, each fragment the places of its tensors in ascending
-order; every tensor is in exactly one. The tensors of one block of a model (what has the same name up to its first
-number, such as `h.3.`; of one module where names have no number) stay together. Norms and weights are numbers; no
-tensor is seen here.
+A fragmenter is any callable `(names, sizes, count) -> fragments`. A fragment lists the places of its tensors in
+ascending order; every tensor is in exactly one. The tensors of one block of a model stay together: tensors whose names
+agree up to the first number, such as `h.3.`, or tensors of one module if names have no number. Norms and weights are
+numbers; this module handles no tensors.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _BLOCK = re.compile(r"(.*?(?:^|[./])\d+)(?:\.|$)")
 
 
 def blocks(names: Sequence[str]) -> Fragments:
-    """Return the places of each block's tensors, blocks in the order of their first tensors.
+    """Return the places of each block's tensors; blocks are in the order of their first tensors.
 
     >>> blocks(["embed.weight", "h.0.attn.w", "h.0.mlp.w", "h.1.attn.w", "head.w", "head.b"])
     [[0], [1, 2], [3], [4, 5]]
@@ -42,7 +42,7 @@ def blocks(names: Sequence[str]) -> Fragments:
 def strided(names: Sequence[str], sizes: Sequence[int], count: int) -> Fragments:
     """Deal blocks out in turn: fragment p has the blocks p, p + count, p + 2·count and so on.
 
-    Streaming DiLoCo's choice: each fragment reaches from the model's input to its output.
+    As in Streaming DiLoCo: each fragment extends from the model's input to its output.
 
     >>> strided(["h.0", "h.1", "h.2", "h.3", "h.4"], [1] * 5, 2)
     [[0, 2, 4], [1, 3]]
@@ -52,7 +52,7 @@ def strided(names: Sequence[str], sizes: Sequence[int], count: int) -> Fragments
 
 
 def sequential(names: Sequence[str], sizes: Sequence[int], count: int) -> Fragments:
-    """Cut the row of blocks into `count` pieces of about equally many blocks.
+    """Cut the sequence of blocks into `count` pieces with about equally many blocks.
 
     >>> sequential(["h.0", "h.1", "h.2", "h.3", "h.4"], [1] * 5, 2)
     [[0, 1, 2], [3, 4]]
@@ -63,7 +63,7 @@ def sequential(names: Sequence[str], sizes: Sequence[int], count: int) -> Fragme
 
 
 def greedy(names: Sequence[str], sizes: Sequence[int], count: int) -> Fragments:
-    """Put each block, the largest first, into the fragment that is the smallest so far; ties go to the first.
+    """Put each block, the largest first, into the currently smallest fragment; ties go to the first.
 
     >>> greedy(["h.0", "h.1", "h.2", "h.3"], [7, 5, 4, 3], 2)
     [[0, 3], [1, 2]]
@@ -73,7 +73,7 @@ def greedy(names: Sequence[str], sizes: Sequence[int], count: int) -> Fragments:
     found: Fragments = [[] for _ in range(count)]
     for size, block in sorted(weighed, key=lambda each: (-each[0], each[1])):
         least = filled.index(min(filled))
-        # A block without elements weighs something too, so that no fragment stays empty.
+        # A block without elements counts as 1, so that no fragment stays empty.
         filled[least] += max(size, 1)
         found[least] += block
     return [sorted(each) for each in found]
@@ -91,7 +91,7 @@ FRAGMENTERS: dict[str, Fragmenter] = {"strided": strided, "sequential": sequenti
 
 
 def as_fragmenter(how: str | Fragmenter) -> Fragmenter:
-    """Return a fragmenter by its name or itself.
+    """Return the fragmenter with a name; return a function unchanged.
 
     Raises:
         ParameterError: it is neither a known name nor a function.
@@ -105,9 +105,9 @@ def as_fragmenter(how: str | Fragmenter) -> Fragmenter:
 
 
 def norm_softmax(norms: Sequence[float]) -> Weights:
-    """Return softmax(−norm): the rank that has moved least counts most; norms that are not finite count nothing.
+    """Return softmax(−norm): the rank that has moved least has the largest weight; non-finite norms have weight 0.
 
-    Source: Cheng et al. 2024, EDiT (arXiv 2412.07210). Where no norm is finite, all weights are 0.
+    Source: Cheng et al. 2024, EDiT (arXiv 2412.07210). If no norm is finite, all weights are 0.
 
     >>> norm_softmax([0.0, math.log(3.0), math.inf]).round(2).tolist()
     [0.75, 0.25, 0.0]
@@ -122,7 +122,7 @@ def norm_softmax(norms: Sequence[float]) -> Weights:
 
 
 def clip_scale(norm: float, limit: float) -> float:
-    """Return the factor by which a vector of this norm is scaled so that its norm is at most `limit`.
+    """Return the factor that scales a vector of this norm to a norm of at most `limit`.
 
     >>> clip_scale(5.0, 10.0), clip_scale(20.0, 10.0), clip_scale(0.0, math.inf)
     (1.0, 0.5, 1.0)
@@ -131,15 +131,15 @@ def clip_scale(norm: float, limit: float) -> float:
 
 
 class OutlierFilter:
-    """Tells norms that are far above what they have been, by moving averages of mean and variance.
+    """Detects norms far above earlier norms, by moving averages of mean and variance.
 
     z = (norm − mean)/std with exponentially weighted moments; an outlier has z above `threshold` · max(1, standard
     deviation of the latest z). Small norms are never outliers. Source: EDiT's reference implementation.
 
     Args:
         alpha: weight of a new norm in the averages, above 0 and at most 1.
-        threshold: standard deviations, above 0.
-        warm_up: norms that are seen before any is judged, and how many latest z are kept, at least 2.
+        threshold: threshold in standard deviations, above 0.
+        warm_up: number of norms before the first judgement, and number of latest z that are stored, at least 2.
 
     Raises:
         ParameterError: an argument is out of range.
@@ -159,18 +159,18 @@ class OutlierFilter:
         return [self.count, self.mean, self.variance, [*self._latest]]
 
     def load(self, state: Sequence[Any]) -> None:
-        """Take up a checkpoint."""
+        """Restore the state from a checkpoint."""
         self.count, self.mean, self.variance, latest = state
         self._latest.extend(latest)
 
     def z(self, norm: float) -> float:
-        """Return how many standard deviations a norm lies above the mean; 0 while too little is known."""
+        """Return how many standard deviations a norm lies above the mean; 0 during the warm-up."""
         if self.count < self.warm_up or self.variance == 0:
             return 0.0
         return (norm - self.mean) / math.sqrt(self.variance)
 
     def is_outlier(self, norm: float) -> bool:
-        """Return whether a norm is not finite, or far above those seen so far."""
+        """Return whether a norm is not finite, or far above earlier norms."""
         if not math.isfinite(norm):
             return True
         if self.count < self.warm_up:
@@ -179,7 +179,7 @@ class OutlierFilter:
         return self.z(norm) > self.threshold * max(1.0, spread)
 
     def see(self, norm: float) -> None:
-        """Take note of a norm; one that is not finite tells nothing."""
+        """Add a norm to the averages; ignore non-finite norms."""
         if not math.isfinite(norm):
             return
         self.count += 1

@@ -1,13 +1,13 @@
-"""Who: which ranks are to be replaced, from what they reported, and which reports may be compared.
+"""Selection of the ranks to replace from their reports, and which reports may be compared.
 
-Ranking is the same everywhere: non-finite metrics are worst, ties go to the lower rank first, counts come from the
-reports given (the group), and at least one rank is always left to donate. Where ranks report at times of their own
-(`ReportTable`, `ReportRounds`), a rank is judged at one iteration, beside the others' reports of the same one or of the
-nearest: metrics rise or fall for all while training goes on, and a rank that compared its newest report with older ones
-of the others would find itself too good, or too bad.
+Ranking is the same everywhere: non-finite metrics are worst, of equal metrics the lower rank is replaced first, counts
+are relative to the given reports (the group), and at least one rank always remains as a donor. If ranks report
+independently (`ReportTable`, `ReportRounds`), a rank is judged at one iteration, against the other ranks' reports of
+the same or the nearest iteration. Metrics of all ranks rise or fall during training, so a rank that compared its
+newest report with older reports would judge itself too good or too bad.
 
-`Reports` holds a round's reports as columns, and is a sequence of `Report` for those who want objects: of a million
-ranks, an object a report would be the cost.
+`Reports` holds a round's reports as columns, and is also a sequence of `Report` objects: with a million ranks, one
+object per report would dominate the cost.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ REPLACEMENT_MODES: tuple[str, ...] = ("worst_ratio", "threshold", "age")
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """What one rank says of itself: its metric, and whether its age has run out."""
+    """The report of one rank: its metric, and whether its age has expired."""
 
     rank: int
     metric: float
@@ -46,9 +46,9 @@ class Reports(Sequence[Report]):
     """The reports of a group, as columns by rank; iterate over it for `Report` objects.
 
     Attributes:
-        ranks: rising, int64 (reports,).
-        metrics: how good each rank is, float64 (reports,).
-        expired: whose age has run out, bool (reports,).
+        ranks: the reporting ranks, ascending, int64 (reports,).
+        metrics: metric of each rank, float64 (reports,).
+        expired: whether each rank's age has expired, bool (reports,).
     """
 
     ranks: Ranks
@@ -60,10 +60,10 @@ class Reports(Sequence[Report]):
         """Return reports in any order as columns.
 
         Args:
-            reports: one of each rank.
+            reports: one report per rank.
 
         Returns:
-            The same by rank; columns as they are.
+            The same reports, sorted by rank; `Reports` are returned unchanged.
         """
         if isinstance(reports, cls):
             return reports
@@ -86,7 +86,7 @@ class Reports(Sequence[Report]):
         """Return some of the reports.
 
         Args:
-            chosen: a mask, or places.
+            chosen: a mask, or indices.
 
         Returns:
             Their columns.
@@ -95,20 +95,20 @@ class Reports(Sequence[Report]):
 
     @property
     def range(self) -> tuple[float, float]:
-        """The lowest and highest finite metric; NaN if there is none."""
+        """The lowest and highest finite metric; NaN if all are non-finite."""
         finite = np.isfinite(self.metrics)
         held = self.metrics if finite.all() else self.metrics[finite]
         return (float(held.min()), float(held.max())) if held.size else (math.nan, math.nan)
 
 
 class Selection(Protocol):
-    """Says which ranks are to be replaced; a function will do."""
+    """Selects the ranks to replace; a plain function is one, too."""
 
     def __call__(self, reports: Sequence[Report], /) -> frozenset[int]:
         """Select ranks.
 
         Args:
-            reports: of the ranks that take part, by rank.
+            reports: reports of the participating ranks, by rank.
 
         Returns:
             The ranks to replace.
@@ -116,7 +116,7 @@ class Selection(Protocol):
 
 
 class ColumnSelection(Selection):
-    """A selection over columns; those of this module are."""
+    """A selection over columns, the base of all selections in this module."""
 
     __slots__ = ()
 
@@ -124,11 +124,11 @@ class ColumnSelection(Selection):
         """Select ranks.
 
         Args:
-            metrics: of the ranks that take part, by rank, float64 (ranks,).
-            expired: whose age has run out, bool (ranks,).
+            metrics: metrics of the participating ranks, by rank, float64 (ranks,).
+            expired: whether each rank's age has expired, bool (ranks,).
 
         Returns:
-            Which of them to replace, bool (ranks,).
+            Whether to replace each rank, bool (ranks,).
         """
         raise NotImplementedError
 
@@ -138,12 +138,12 @@ class ColumnSelection(Selection):
 
 
 def goodness(metrics: Any, mode: Mode = "max") -> Any:
-    """Return metrics so that higher is better; minus infinity for anything not finite."""
+    """Return metrics with higher meaning better; minus infinity for non-finite metrics."""
     return np.where(np.isfinite(metrics), metrics if mode == "max" else np.negative(metrics), -np.inf)
 
 
 def admitted(reports: Reports, nan_policy: NanPolicy) -> Reports:
-    """Return the reports that take part: `exclude` leaves non-finite ones out, `raise` refuses them."""
+    """Return the participating reports: `exclude` drops non-finite ones, `raise` raises `UsageError` for them."""
     if nan_policy == "worst" or (finite := np.isfinite(reports.metrics)).all():
         return reports
     if nan_policy == "raise":
@@ -153,22 +153,22 @@ def admitted(reports: Reports, nan_policy: NanPolicy) -> Reports:
 
 
 def worst_count(size: int, ratio: float) -> int:
-    """Return how many of `size` ranks a ratio replaces: at least 1 unless the ratio is 0, and never all.
+    """Return how many of `size` ranks a ratio replaces: at least 1 unless the ratio is 0, and never all of them.
 
     >>> [worst_count(n, 0.2) for n in (0, 1, 2, 5, 10, 1000)]
     [0, 0, 1, 1, 2, 200]
     """
     if size <= 1 or ratio <= 0:
         return 0
-    # 1e-9 because 0.2 * 5 and its like may be just below a whole number.
+    # 1e-9 because a product such as 0.2 * 5 may be just below a whole number.
     return min(max(1, math.floor(size * ratio + 1e-9)), size - 1)
 
 
 def worst_of(good: Floats, count: int) -> Mask:
-    """Return which `count` places hold the least goodness; of equal ones the lowest places."""
+    """Return a mask of the `count` places of least goodness; of equal ones the lowest places."""
     chosen = np.zeros(len(good), np.bool_)
     if count:
-        # One partition and a look at the ties, not a sort: a tenth of its price at a million.
+        # A partition and a scan for ties cost a tenth of a sort at a million ranks.
         last = np.partition(good, count - 1)[count - 1]
         chosen[:] = good < last
         chosen[np.flatnonzero(good == last)[: count - int(chosen.sum())]] = True
@@ -176,7 +176,7 @@ def worst_of(good: Floats, count: int) -> Mask:
 
 
 def with_one_left(chosen: Mask, metrics: Floats, mode: Mode) -> Mask:
-    """Return `chosen` without the best place (the last of equals) if it would leave none."""
+    """Return `chosen` without the best place (the last of equals) if all places are chosen."""
     if chosen.size and chosen.all():
         chosen, good = chosen.copy(), goodness(metrics, mode)
         chosen[len(good) - 1 - int(good[::-1].argmax())] = False
@@ -184,7 +184,7 @@ def with_one_left(chosen: Mask, metrics: Floats, mode: Mode) -> Mask:
 
 
 def behind(metrics: Any, threshold: float, mode: Mode = "max") -> Any:
-    """Return which metrics are worse than the threshold; non-finite are, unless the threshold switches all off."""
+    """Return which metrics are worse than the threshold, as non-finite ones are; none if the threshold is infinite."""
     return (goodness(metrics, mode) < goodness(threshold, mode)) & math.isfinite(threshold)
 
 
@@ -193,9 +193,9 @@ class WorstRatio(ColumnSelection):
     """Replace the worst `ratio` of the ranks that reported.
 
     Args:
-        ratio: share from 0 (replace none) to 1; at least one rank is replaced if it is above 0, and one is always left.
+        ratio: share from 0 (replace none) to 1; above 0, at least one rank is replaced and one always remains.
         mode: "max" if higher metrics are better, else "min".
-        threshold: if given, no rank is replaced unless one of them is worse than this.
+        threshold: if given, no rank is replaced unless some rank is worse than this.
 
     Raises:
         ParameterError: an argument is out of range.
@@ -219,7 +219,7 @@ class WorstRatio(ColumnSelection):
 
 @dataclass(frozen=True, slots=True)
 class Threshold(ColumnSelection):
-    """Replace every rank that is behind a threshold; but the best rank stays if all are.
+    """Replace every rank that is worse than a threshold; if all are, the best rank stays.
 
     Args:
         threshold: a metric; infinity replaces none.
@@ -242,10 +242,10 @@ class Threshold(ColumnSelection):
 
 @dataclass(frozen=True, slots=True)
 class Expired(ColumnSelection):
-    """Replace the ranks whose age has run out.
+    """Replace the ranks whose age has expired.
 
     Args:
-        mode: "max" if higher metrics are better, else "min": if all have run out, the best rank stays.
+        mode: "max" if higher metrics are better, else "min": if all have expired, the best rank stays.
     """
 
     mode: Mode = "max"
@@ -267,7 +267,7 @@ def selection_for(replacement_mode: str, *, ratio: float, threshold: float | Non
 
 
 class Age:
-    """Calls of one rank since it was last replaced: it is replaced in the call at which they have reached `max_age`.
+    """Counts the calls of one rank since its last replacement; the rank expires when the count has reached `max_age`.
 
     So it is replaced every max_age + 1 calls. `max_age` is drawn uniformly from `age_range`, both ends included.
     """
@@ -277,12 +277,12 @@ class Age:
         self.reset()
 
     def reset(self) -> None:
-        """Start at 0 again, and draw the next `max_age`."""
+        """Restart at 0, and draw the next `max_age`."""
         self.age = 0
         self.max_age = int(self._rng.integers(self.age_range[0], self.age_range[1] + 1))
 
     def tick(self) -> bool:
-        """Count one call; return whether the rank is to be replaced in it (and in all later ones until `reset`)."""
+        """Count one call; return whether the rank is to be replaced in it (and in all later calls until `reset`)."""
         if self.age >= self.max_age:
             return True
         self.age += 1
@@ -324,16 +324,17 @@ def check_cooldown(cooldown: int) -> int:
 
 
 NEVER = -1
-MOST_REPORTS_BEHIND = 4  # reports by which a rank may be behind to be waited for
-EXTREME = 1e300  # a metric that is better, or worse, than any
+MOST_REPORTS_BEHIND = 4  # ranks that are more reports behind are not awaited
+EXTREME = 1e300  # a metric better, or its negative worse, than any other
 
 
 @dataclass(frozen=True, slots=True)
 class ReportTable:
-    """The lines of the ranks that have written one, by rank.
+    """The report lines that ranks have written, by rank.
 
-    `iterations` and `metrics`, shape (ranks, reports), newest first; iteration `NEVER` where there is none yet. `busy`:
-    being replaced. `alive`: whether the line has changed of late, or will not any more since the rank has `finished`.
+    `iterations` and `metrics` have the shape (ranks, reports), newest first; empty places have the iteration `NEVER`.
+    `busy`: whether the rank is being replaced. `alive`: whether its line has changed recently, or the rank has
+    `finished`.
     """
 
     ranks: Ranks
@@ -350,29 +351,29 @@ class ReportTable:
         return self.of(self.alive)
 
     def near(self, iteration: int) -> Reports:
-        """Return each rank's report that is nearest to an iteration; the newer of two."""
-        # Empty places are infinitely far, not at iteration −1, which lies near to 0.
+        """Return each rank's report nearest to an iteration; of two, the newer one."""
+        # Empty places are infinitely far away: their iteration −1 would be close to 0.
         away = np.where(self.iterations == NEVER, np.iinfo(np.int64).max, np.abs(self.iterations - iteration))
         metrics = np.take_along_axis(self.metrics, away.argmin(axis=1)[:, None], axis=1)[:, 0]
         return Reports(self.ranks, metrics, np.zeros(len(metrics), np.bool_))
 
     def shared(self) -> int:
-        """Return the iteration that the most lines hold, the newest of several; `NEVER` if there is none."""
+        """Return the iteration that most lines contain, the newest of several; `NEVER` without reports."""
         found, counts = np.unique(self.iterations[self.iterations != NEVER], return_counts=True)
         return int(found[counts == counts.max()].max()) if found.size else NEVER
 
     def awaited(self, iteration: int, floor: int) -> Mask:
-        """Return which ranks have come to `floor`, but not to `iteration` yet, and still train."""
+        """Return which ranks have reached `floor`, but not `iteration` yet, and still train."""
         newest = self.iterations[:, 0]
         return (newest < iteration) & (newest >= floor) & ~self.finished
 
 
 class ReportRounds:
-    """When a rank judges its reports: each once, in order, when no report that is still to come can change the verdict.
+    """When a rank judges its reports: each once, in order, when no outstanding report can change the verdict.
 
-    It looks at the board half a period after each report, once: a look costs a round trip, and the wait for the next
-    poll of the board's holder. A report whose verdict hangs on others' stays open until the next look, for
-    `MOST_REPORTS_BEHIND` reports at most: ranks that are further behind are not waited for.
+    The rank reads the board once per report, half a period later: a read costs a round trip, and the wait for the next
+    poll of the board's holder. A report whose verdict depends on outstanding reports stays open until the next read,
+    for at most `MOST_REPORTS_BEHIND` reports: ranks that are further behind are not awaited.
     """
 
     def __init__(self, period: int) -> None:
@@ -382,7 +383,7 @@ class ReportRounds:
         self._looked = True
 
     def reported(self, iteration: int, *, judged: bool) -> None:
-        """Note a report; `judged` unless the weights that it describes are gone already."""
+        """Record a report; `judged`: whether it gets a verdict, not if the weights that it describes are replaced."""
         self._made = (*self._made[-(2 * MOST_REPORTS_BEHIND + 1) :], iteration)
         self._looked = not judged
         if judged:
@@ -396,16 +397,16 @@ class ReportRounds:
         self._open = ()
 
     def due(self, iteration: int, *, last: bool) -> bool:
-        """Return whether to look at the board now; `last` if the next report is about to be made."""
-        # One look for each report: every look costs a round trip to the board's holder.
+        """Return whether to read the board now; `last` if the next report is about to be made."""
+        # One read per report: every read costs a round trip to the board's holder.
         if self._looked or not self._open or self._open[-1] == iteration:
             return False
         return last or iteration - self._open[-1] >= self._half
 
     def judge(self, lines: ReportTable, replaces: Callable[[Reports], bool]) -> tuple[int, bool] | None:
-        """Return the oldest open iteration and whether this rank is replaced, which closes it; None if it is too early.
+        """Close the oldest open iteration, and return it and whether this rank is replaced; None if it is too early.
 
-        `replaces` says whether this rank is, beside given reports.
+        `replaces` returns whether given reports lead to the replacement of this rank.
         """
         self._looked = True
         if not self._open:
@@ -413,12 +414,12 @@ class ReportRounds:
         iteration, alive = self._open[0], lines.of_alive()
         behind_by_most = self._made.index(iteration) - MOST_REPORTS_BEHIND
         late = alive.awaited(iteration, self._made[behind_by_most] if behind_by_most >= 0 else NEVER)
-        # Beyond that the oldest report is judged with those that are there, or one slow rank would hold all up.
+        # Beyond that limit the oldest report is judged without missing reports, or one slow rank would delay all.
         if len(self._open) > MOST_REPORTS_BEHIND:
             late[:] = False
         given = alive.near(iteration)
-        # The verdict is known early where it is the same however the reports that are still to come turn out. The two
-        # extremes are enough: for this rank a selection that compares metrics only gets stricter as others improve.
+        # The verdict is known early if no outstanding report can change it. The two extremes suffice: for this rank, a
+        # selection that compares metrics can only become stricter as the metrics of other ranks improve.
         cases = {
             replaces(Reports(given.ranks, np.where(late, metric, given.metrics), given.expired))
             for metric in ((-EXTREME, EXTREME) if late.any() else (0.0,))

@@ -1,7 +1,7 @@
-"""What a server does with a change of weights that arrives late: how much it counts, and when momentum acts.
+"""How a server applies changes of weights that arrive late: their weights, and when momentum acts.
 
-A change Δ (a pseudo-gradient: the weights that a worker began from minus those that it has now) arrives at a server
-that has taken s others since: s is its staleness. Rules work on anything that has arithmetic: arrays, tensors, numbers.
+A change Δ is a pseudo-gradient: a worker's initial weights minus its current weights. Its staleness s is the number of
+changes that the server has applied since the worker began. Rules apply to arrays, tensors and numbers.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ StalenessWeight = Callable[[int], float]
 
 
 def constant(staleness: int) -> float:
-    """Weigh all changes alike."""
+    """Give all changes equal weight."""
     return 1.0
 
 
 @dataclass(frozen=True, slots=True)
 class Polynomial:
-    """(1 + s)^-power: FedAsync's, and with a power of 1/2 FedBuff's.
+    """(1 + s)^-power, as in FedAsync, and with a power of 1/2 as in FedBuff.
 
     Args:
-        power: at least 0.
+        power: the exponent, at least 0.
 
     Raises:
         ParameterError: `power` is negative.
@@ -48,19 +48,20 @@ class Polynomial:
 class ServerRule:
     """How a server steps: Θ ← Θ − lr·(…), at every arrival or at every `size`-th.
 
-    With `delayed`, delayed Nesterov (Liu et al. 2024, arXiv 2401.09135): every arrival moves Θ by its Δ/N at once, and
-    momentum, which is harmful on stale changes, is renewed and applied at every N-th alone:
+    With `delayed`, the rule is delayed Nesterov (Liu et al. 2024, arXiv 2401.09135): every arrival moves Θ by its Δ/N
+    at once. Momentum, which is harmful on stale changes, is updated and applied at every N-th arrival only:
     m ← μm + mean Δ and Θ ← Θ − lr((1 − cN + c)μm + Δ/N) there, else Θ ← Θ − lr(cμm + Δ/N).
-    Without, the mean of N arrivals is a gradient for torch's SGD: buf ← μ·buf + mean and Θ ← Θ − lr(mean + μ·buf) with
-    `nesterov`, else Θ ← Θ − lr·buf. N = 1 is the asynchronous server as it is; N > 1 is FedBuff (Nguyen et al. 2022).
+    Without `delayed`, the mean of N arrivals is a gradient for torch's SGD: buf ← μ·buf + mean and
+    Θ ← Θ − lr(mean + μ·buf) with `nesterov`, else Θ ← Θ − lr·buf. N = 1 is the plain asynchronous server; N > 1 is
+    FedBuff (Nguyen et al. 2022).
 
     Args:
         lr: outer learning rate, above 0.
-        momentum: μ, from 0 to 1.
-        size: N, arrivals from one momentum step to the next, at least 1.
-        delayed: delayed Nesterov.
-        activation: c, the share of momentum between renewals, from 0 to 1/N; of `delayed` alone.
-        nesterov: look ahead; without `delayed`.
+        momentum: μ, from 0 to below 1.
+        size: N, arrivals per momentum step, at least 1.
+        delayed: whether to use delayed Nesterov.
+        activation: c, the share of momentum between its updates, from 0 to 1/N; only with `delayed`.
+        nesterov: whether to use Nesterov momentum; only without `delayed`.
 
     Raises:
         ParameterError: an argument is out of range.
@@ -86,11 +87,11 @@ class ServerRule:
 
 
 class ServerOptimizer:
-    """A server's weights Θ and what its rule needs besides.
+    """A server's weights Θ and the state of its rule.
 
     Args:
-        rule: how it steps.
-        weights: Θ, arrays or tensors of any shapes, which are not changed in place.
+        rule: the update rule.
+        weights: Θ, arrays or tensors of any shapes; they are not changed in place.
     """
 
     def __init__(self, rule: ServerRule, weights: Sequence[Any]) -> None:
@@ -100,13 +101,13 @@ class ServerOptimizer:
         self.arrivals = 0
 
     def take(self, changes: Sequence[Any], weight: float = 1.0) -> None:
-        """Take one arrival.
+        """Apply one arrival.
 
         Args:
-            changes: Δ, shaped as the weights.
-            weight: of this arrival.
+            changes: Δ, with the shapes of the weights.
+            weight: weight of this arrival.
         """
-        # Zeros of the changes, which are finite: a mask of infinities has weights that are not.
+        # Zeros from the changes, which are finite; weights may be infinite, such as an attention mask.
         if not self.arrivals:
             self.momenta, self.sums = ([0 * each for each in changes] for _ in range(2))
         self.arrivals += 1
@@ -116,7 +117,7 @@ class ServerOptimizer:
 
     def _take(self, place: int, change: Any, fires: bool) -> None:
         rule, step = self.rule, 0
-        # Nothing is computed that changes nothing: each intermediate result is fresh memory of a model's size.
+        # Skip operations without effect: each intermediate result allocates memory of a model's size.
         mean = change
         if rule.size > 1:
             total = self.sums[place] + change
@@ -137,16 +138,16 @@ class ServerOptimizer:
 
 
 def local_steps(steps: int, speed: float, fastest: float, *, least: int = 5) -> int:
-    """Return how many local steps a worker takes so that all workers arrive equally often (DyLU).
+    """Return the number of local steps of a worker with which all workers arrive equally often (DyLU).
 
     Args:
-        steps: of the fastest worker.
-        speed: of this worker, in steps a second; 0 if it is not known yet.
-        fastest: of the fastest worker.
-        least: the fewest steps.
+        steps: steps of the fastest worker.
+        speed: speed of this worker, in steps per second; 0 if still unknown.
+        fastest: speed of the fastest worker.
+        least: minimum number of steps.
 
     Returns:
-        max(⌊steps·speed/fastest⌋, least), at most `steps`.
+        max(⌊steps·speed/fastest⌋, least), at most `steps`; `steps` while a speed is unknown.
 
     >>> [local_steps(20, 1 / seconds, 1 / 0.58) for seconds in (0.58, 0.75, 1.51, 3.33)]
     [20, 15, 7, 5]
