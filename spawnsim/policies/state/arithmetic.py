@@ -1,9 +1,9 @@
 """The arithmetic of states: flat memory, numbers that are not finite, blend, delta rule, momentum.
 
-Everything is anchored (`a + Σ w (x - a)`), so that equal inputs give a bit-identical output. Half precision is summed
-in float32, whole numbers in float64, and rounded once. Large tensors are gone through piece by piece, so that what
-lies between is in the cache and not in fresh memory: two to four times faster, the same bits. NaN and infinities are
-found for the price of a sum.
+Sums are anchored (`a + Σ w (x - a)`), so equal inputs give a bit-identical output. Half precision is summed in
+float32, integers in float64, and rounded once. Large tensors are processed piece by piece, so that intermediate
+results stay in the cache instead of fresh memory: two to four times faster, with the same bits. NaN and infinities are
+detected at the cost of a sum.
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ CPU, META = torch.device("cpu"), torch.device("meta")
 
 
 def without_data(tensor: torch.Tensor) -> bool:
-    """Return whether a tensor is on the meta device: shape and dtype, and no numbers."""
+    """Return whether a tensor is on the meta device: it has a shape and a dtype, but no data."""
     return tensor.device == META
 
 
 def new_buffer(count: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Return a new flat buffer; on the CPU by numpy, which takes huge pages where it can."""
+    """Return a new flat buffer; on the CPU from numpy, which uses huge pages where possible."""
     if device.type == "cpu":
         return torch.from_numpy(np.empty(count * dtype.itemsize, np.uint8)).view(dtype)
     return torch.empty(count, dtype=dtype, device=device)
 
 
 def as_memory(tensor: torch.Tensor) -> Any:
-    """Return a tensor in main memory as an array: numpy begins sooner than torch, which counts for small ones."""
+    """Return a tensor in main memory as an array: numpy has less overhead than torch, which matters for small ones."""
     return tensor.numpy() if tensor.device.type == "cpu" else tensor
 
 
@@ -48,7 +48,7 @@ def phantom_memory(nbytes: int) -> Any:
 
 
 def as_tensor(array: Any) -> torch.Tensor:
-    """Return an array as a tensor of the same memory; a phantom as one on the meta device."""
+    """Return an array as a tensor over the same memory; a phantom as a tensor on the meta device."""
     if isinstance(array, PhantomArray):
         return torch.empty(array.nbytes, dtype=torch.uint8, device=META)
     return torch.from_numpy(array)
@@ -67,8 +67,8 @@ def as_one_view(tensors: Sequence[torch.Tensor]) -> torch.Tensor | None:
 
 
 def surely_finite(tensor: torch.Tensor) -> bool:
-    """Return whether a sum says that all is finite; False where the sum itself may have overflowed."""
-    if without_data(tensor):  # it has no numbers
+    """Return whether the sum proves that all values are finite; False also if the sum itself overflowed."""
+    if without_data(tensor):  # no data
         return True
     total = tensor.sum().item()
     return math.isfinite(total.real) and math.isfinite(total.imag)
@@ -79,7 +79,7 @@ def all_finite(tensor: torch.Tensor) -> bool:
     return surely_finite(tensor) or bool(torch.isfinite(tensor).all())
 
 
-PIECE = 1 << 18  # elements: an intermediate result of so many fits in the second cache
+PIECE = 1 << 18  # elements: an intermediate result of this size fits in the L2 cache
 
 
 def _piecewise(function: Callable[..., torch.Tensor], *tensors: torch.Tensor) -> torch.Tensor:
@@ -87,8 +87,8 @@ def _piecewise(function: Callable[..., torch.Tensor], *tensors: torch.Tensor) ->
     first = tensors[0]
     if first.numel() <= PIECE or any(tensor.device.type != "cpu" for tensor in tensors):
         return function(*tensors)
-    # Elementwise, so cutting changes no bit; a piece stays in the cache between two operations, and no fresh memory
-    # is touched for it. An accelerator has no such cache to gain from, and each launch costs.
+    # Pieces of an elementwise function have the same bits. A piece stays in the cache between two operations, without
+    # fresh memory. An accelerator gains nothing from this cache, and each kernel launch costs time.
     flats = [tensor.reshape(-1) for tensor in tensors]
     result = new_buffer(first.numel(), first.dtype, first.device)
     for at in range(0, first.numel(), PIECE):
@@ -97,7 +97,7 @@ def _piecewise(function: Callable[..., torch.Tensor], *tensors: torch.Tensor) ->
 
 
 def sum_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype in which tensors of `dtype` are summed: float32 below it, float64 for whole numbers."""
+    """Return the dtype in which tensors of `dtype` are summed: at least float32; float64 for integers."""
     if dtype.is_complex:
         return torch.complex128 if dtype == torch.complex128 else torch.complex64
     if not dtype.is_floating_point or dtype == torch.float64:
@@ -106,35 +106,35 @@ def sum_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def _difference(value: torch.Tensor, anchor: torch.Tensor) -> torch.Tensor:
-    """Return value - anchor, 0 where they are equal: two infinities of a mask differ by nothing."""
+    """Return value - anchor, and 0 where they are equal, such as for two infinities of a mask."""
     difference = value - anchor
-    near = difference.device.type == "cpu"  # elsewhere asking would wait
+    near = difference.device.type == "cpu"  # on other devices the check would wait
     if not (near and surely_finite(difference)):
         difference.masked_fill_(value == anchor, 0)
     return difference
 
 
 def blend(values: Sequence[torch.Tensor], weights: Sequence[float]) -> torch.Tensor:
-    """Return the weighted mean of equally shaped tensors in the dtype of the first; whole numbers are rounded.
+    """Return the weighted mean of equally shaped tensors in the dtype of the first; integers are rounded.
 
-    Weights that do not sum to 1 (a donor has no such tensor) are divided by their sum.
+    Weights that do not sum to 1 (a donor lacks the tensor) are divided by their sum.
     """
     anchor, total = values[0], float(sum(weights))
     if len(values) == 1 or not total > 0:
         return anchor.clone()
     if math.isclose(total, 1, rel_tol=1e-12):
-        total = 1.0  # weights as recorded give the same bits when they are used again
+        total = 1.0  # recorded weights reproduce the same bits
     return _piecewise(lambda *pieces: _blended(pieces, [weight / total for weight in weights]), *values)
 
 
 def _blended(values: Sequence[torch.Tensor], shares: Sequence[float]) -> torch.Tensor:
-    # a + Σ w (x - a) and not Σ w x: where all x are equal the drift is exactly 0, and the mean is that value to the
-    # bit, whatever the weights. Σ w x of equal values is off by a rounding in each mixture.
+    # a + Σ w (x - a) instead of Σ w x: if all x are equal, the drift is exactly 0, and the mean is that value to the
+    # bit, for any weights. Σ w x of equal values has a rounding error in each mixture.
     wide = sum_dtype(values[0].dtype)
     base = values[0].to(wide)
     near = base.device.type == "cpu"
     drift = _drift(base, values, shares, torch.sub if near else _difference)
-    # A sum that is finite had no other terms, so one look is enough. Which infinities meet is asked if there are any.
+    # A finite sum has finite terms, so one check is enough. The slower difference is used only for non-finite sums.
     if near and not surely_finite(drift):
         drift = _drift(base, values, shares, _difference)
     return add(values[0], drift)
@@ -166,7 +166,7 @@ def accumulate(drift: torch.Tensor, value: torch.Tensor, anchor: torch.Tensor, s
 
 
 def add(anchor: torch.Tensor, drift: torch.Tensor) -> torch.Tensor:
-    """Return anchor + drift in the anchor's dtype, and spoil drift; whole numbers and truth values are rounded."""
+    """Return anchor + drift in the anchor's dtype, and overwrite drift; integers and booleans are rounded."""
     if anchor.dtype == torch.bool:
         return drift.add_(anchor) > 0.5
     if anchor.dtype.is_floating_point or anchor.dtype.is_complex:
@@ -175,16 +175,16 @@ def add(anchor: torch.Tensor, drift: torch.Tensor) -> torch.Tensor:
 
 
 def _zero_where_not_finite(drift: torch.Tensor) -> torch.Tensor:
-    """Put 0 where a drift is not finite, as it also is between two equal infinities, and return it."""
+    """Return a drift with 0 in place of non-finite values, such as differences of two equal infinities."""
     if drift.is_complex():
         return torch.where(torch.isfinite(drift), drift, torch.zeros((), dtype=drift.dtype))
     return drift.nan_to_num_(0.0, 0.0, 0.0)
 
 
 def with_delta(mixed: torch.Tensor, now: torch.Tensor, then: torch.Tensor) -> torch.Tensor:
-    """Return mixed + (now - then): the steps taken since the donors were asked survive.
+    """Return mixed + (now - then): steps taken since the request to the donors are preserved.
 
-    Where this rank's steps were not finite (a diverged model), the mixture stands alone.
+    Where this rank's steps are not finite (a diverged model), the result is the mixture alone.
     """
     return _piecewise(_stepped, mixed, now, then)
 
@@ -195,7 +195,7 @@ def _stepped(mixed: torch.Tensor, now: torch.Tensor, then: torch.Tensor) -> torc
 
 
 def with_momentum(new: torch.Tensor, own: torch.Tensor, momentum: float) -> torch.Tensor:
-    """Return m·own + (1 - m)·new, and the new value where this rank's own is not finite."""
+    """Return m·own + (1 - m)·new, or the new value where this rank's own value is not finite."""
     if momentum == 0 or not (new.dtype.is_floating_point or new.dtype.is_complex):
         return new
     return _piecewise(lambda new, own: _kept(new, own, momentum), new, own)

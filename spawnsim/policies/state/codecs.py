@@ -1,9 +1,9 @@
-"""Codecs of float vectors, and which codec for which tensor: one for all, one for each, or chosen by size or role.
+"""Codecs of float vectors, and the choice of a codec per tensor: one for all, one for each, or by size or role.
 
 A codec is any object with `nbytes_per_value`, `encode(values) -> bytes` and `decode(bytes, count) -> float32 values`.
-Encoding is deterministic, and a vector of equal values comes back exactly (zeros above all: peers that agree send each
-other deltas of zero). Vectors that are not all finite travel as they are: see `pack`. Codecs that leave values
-out are for differences alone: `difference_codecs`. Pure functions of numpy arrays and of descriptions of tensors.
+Encoding is deterministic, and a vector of equal values is decoded exactly (especially zeros: peers that agree exchange
+deltas of zero). Vectors with non-finite values travel unchanged: see `pack`. Codecs that drop values are only for
+differences: see `difference_codecs`. Pure functions of numpy arrays and of descriptions of tensors.
 """
 
 from __future__ import annotations
@@ -27,22 +27,22 @@ Float32s = NDArray[np.float32]
 
 
 class Codec(Protocol):
-    """Makes bytes of a finite float vector, and a vector of bytes."""
+    """Encodes a finite float vector to bytes, and decodes bytes to a vector."""
 
     @property
     def nbytes_per_value(self) -> float:
-        """Size on the wire of one value, about."""
+        """Approximate size of one value on the wire."""
 
     def encode(self, values: Floats) -> Bytes:
-        """Return the bytes of a vector, shape (n,)."""
+        """Return the encoding of a vector of shape (n,)."""
 
     def decode(self, body: Bytes, count: int) -> Float32s:
-        """Return the `count` values that the bytes stand for."""
+        """Return the `count` values that the bytes encode."""
 
 
 @dataclass(frozen=True, slots=True)
 class NoCompression:
-    """Values travel as they are, in their own type."""
+    """Values travel unchanged, in their own type."""
 
     nbytes_per_value: float = 4.0
 
@@ -55,7 +55,7 @@ class NoCompression:
 
 @dataclass(frozen=True, slots=True)
 class Float16:
-    """Half precision; values beyond its range are cut to ±65504."""
+    """Half precision; values beyond its range are clipped to ±65504."""
 
     nbytes_per_value: float = 2.0
 
@@ -68,13 +68,13 @@ class Float16:
 
 @dataclass(frozen=True, slots=True)
 class Scaled16Bit:
-    """Half precision of (x − mean)/std: keeps small values that lie far from zero, and large ones."""
+    """Half precision of (x − mean)/std: preserves small differences far from zero, and large values."""
 
     nbytes_per_value: float = 2.0
 
     def encode(self, values: Floats) -> Bytes:
         mean, std = _moments(values)
-        # Equal values have no deviation: a division by 0 would make NaN of vectors that should come back exactly.
+        # Equal values have no deviation: a division by 0 would give NaN instead of the exact values.
         scaled = np.zeros(values.size) if std == 0 else (values.astype(np.float64) - mean) / std
         return np.concatenate([as_bytes(np.asarray([mean, std])), as_bytes(scaled.astype(np.float16))])
 
@@ -85,7 +85,7 @@ class Scaled16Bit:
 
 
 class _Codebook:
-    """Means of 256 buckets, in float32, and then each value's bucket."""
+    """The means of 256 buckets, in float32, followed by the bucket of each value."""
 
     __slots__ = ()
 
@@ -101,7 +101,7 @@ class _Codebook:
 
 @dataclass(frozen=True, slots=True)
 class Uniform8Bit(_Codebook):
-    """256 equal buckets over `sigmas` standard deviations; each stands for the mean of the values in it."""
+    """256 equal buckets over `sigmas` standard deviations; each value is decoded as the mean of its bucket."""
 
     sigmas: float = 6.0
     nbytes_per_value: float = 1.0
@@ -114,7 +114,7 @@ class Uniform8Bit(_Codebook):
         mean, std = _moments(values)
         scale = self.sigmas * std / 256
         if scale == 0:
-            # One bucket whose mean is the value: equal values come back exactly.
+            # One bucket whose mean is the value: equal values are decoded exactly.
             return self._coded(np.zeros(values.size, np.uint8), values)
         codes = np.clip(np.rint((values - mean) / scale) + 128, 0, 255).astype(np.uint8)
         return self._coded(codes, values)
@@ -122,7 +122,7 @@ class Uniform8Bit(_Codebook):
 
 @dataclass(frozen=True, slots=True)
 class Quantile8Bit(_Codebook):
-    """256 buckets with about equally many values each; each stands for the mean of the values in it."""
+    """256 buckets with about equally many values; each value is decoded as the mean of its bucket."""
 
     nbytes_per_value: float = 1.0
 
@@ -133,7 +133,7 @@ class Quantile8Bit(_Codebook):
 
 @dataclass(frozen=True, slots=True)
 class Blockwise8Bit:
-    """Blocks of `block` values, each scaled by its largest magnitude to whole numbers from −127 to 127."""
+    """Blocks of `block` values, each scaled by its largest magnitude to integers from −127 to 127."""
 
     block: int = 4096
     nbytes_per_value: float = 1.0
@@ -144,7 +144,7 @@ class Blockwise8Bit:
 
     def encode(self, values: Floats) -> Bytes:
         padded = chunked(values, self.block)
-        # Padded with zeros, which never are a block's largest magnitude.
+        # The zeros of the padding never exceed a block's largest magnitude.
         largest = np.abs(padded).max(axis=1)
         scaled = padded * (127 / np.where(largest > 0, largest, 1))[:, None]
         codes = np.rint(scaled).astype(np.int8).reshape(-1)[: values.size]
@@ -164,7 +164,7 @@ NAMED: dict[str, Codec] = {
 
 
 def as_codec(compression: str | Codec | None) -> Codec:
-    """Return a codec by its name or itself; None is "none"."""
+    """Return the codec with a name; return a codec unchanged; None means "none"."""
     if compression is None:
         return NAMED["none"]
     if not isinstance(compression, str):
@@ -177,8 +177,8 @@ def as_codec(compression: str | Codec | None) -> Codec:
 
 
 def pack(codec: Codec, values: Floats) -> tuple[bool, Bytes]:
-    """Return (raw, bytes): compressed, or as they are where that is not smaller or a value is not finite."""
-    # Codecs scale by means and maxima, which one NaN would carry to all values.
+    """Return (raw, bytes): compressed, or raw if that is not smaller or a value is not finite."""
+    # Codecs scale by means and maxima, which would spread one NaN to all values.
     if isinstance(codec, NoCompression) or not np.isfinite(values).all():
         return True, as_bytes(values)
     packed = phantom_bytes(codec, values.size) if is_phantom(values) else codec.encode(values)
@@ -186,26 +186,26 @@ def pack(codec: Codec, values: Floats) -> tuple[bool, Bytes]:
 
 
 def unpack(codec: Codec, body: Bytes, *, raw: bool, dtype: np.dtype[Any], count: int) -> Floats:
-    """Return the `count` values of a body that `pack` made, in `dtype` (of the packed values).
+    """Return the `count` values of a body from `pack`, in `dtype`, the dtype of the packed values.
 
-    Raises ValueError if the body is too short for them.
+    Raises ValueError if the body is too short.
     """
     if is_phantom(body) and not raw:
         return PhantomArray(count, dtype)  # type: ignore[return-value]
     values = body.view(dtype)[:count] if raw else codec.decode(body, count)
-    # Slices do not fail: a body that is too short would give fewer values without an error.
+    # Slices do not fail: without this check, a short body would give fewer values.
     if values.size != count:
         raise ValueError(f"{body.size} bytes hold {values.size} of {count} values")
     return values.astype(dtype, copy=False)
 
 
 def phantom_bytes(codec: Codec, count: int) -> Any:
-    """Return what a codec makes of a vector without data."""
+    """Return the phantom of an encoded vector without data."""
     return PhantomArray(encoded_nbytes(codec, count), np.uint8)
 
 
 def encoded_nbytes(codec: Any, count: int) -> int:
-    """Return how many bytes a codec makes of so many values, whatever they are; it may say so itself."""
+    """Return the encoded size of `count` values, from the codec's own `encoded_nbytes` if it has one."""
     own = getattr(codec, "encoded_nbytes", None)
     return int(own(count)) if own is not None else _encoded_nbytes(codec, count)
 
@@ -216,21 +216,21 @@ def _encoded_nbytes(codec: Any, count: int) -> int:
 
 
 def as_bytes(values: NDArray[Any]) -> Bytes:
-    """Return the memory of an array, in its order, as bytes."""
+    """Return the elements of an array, in order, as bytes."""
     if is_phantom(values):
         return values.view(np.uint8)
     return np.ascontiguousarray(values).view(np.uint8).reshape(-1)
 
 
 def chunked(values: Floats, chunk: int) -> NDArray[np.float64]:
-    """Return a vector as rows of `chunk` values, filled up with zeros."""
+    """Return a vector as rows of `chunk` values, padded with zeros."""
     rows = np.zeros((-(-values.size // chunk), chunk))
     rows.reshape(-1)[: values.size] = values
     return rows
 
 
 def _moments(values: Floats) -> tuple[float, float]:
-    """Return mean and standard deviation; exactly the value and 0 where all values are equal."""
+    """Return mean and standard deviation; exactly the value and 0 if all values are equal."""
     if not values.size or (values == values[0]).all():
         return (float(values[0]) if values.size else 0.0), 0.0
     wide = values.astype(np.float64)
@@ -238,7 +238,7 @@ def _moments(values: Floats) -> tuple[float, float]:
 
 
 class TensorRole(Enum):
-    """What a tensor is to its model."""
+    """Role of a tensor in its model."""
 
     ACTIVATION = "activation"
     PARAMETER = "parameter"
@@ -249,7 +249,7 @@ class TensorRole(Enum):
 
 @dataclass(frozen=True, slots=True)
 class CompressionInfo:
-    """A tensor, as far as its compression may depend on it: its name or place, shape, dtype and role."""
+    """The properties of a tensor on which its compression may depend: name or place, shape, dtype and role."""
 
     key: Any
     shape: tuple[int, ...]
@@ -284,7 +284,7 @@ def _codec_of(choice: Choice, info: CompressionInfo) -> Codec:
 
 
 def check_codec(choice: object) -> None:
-    """Raise `ParameterError` if this does not name or describe a codec."""
+    """Raise `ParameterError` unless `choice` is the name of a codec, a codec or a `CodecChoice`."""
     is_codec = all(hasattr(choice, name) for name in ("encode", "decode", "nbytes_per_value"))
     if choice is None or isinstance(choice, str):
         as_codec(choice)
@@ -296,7 +296,7 @@ def check_codec(choice: object) -> None:
 
 @dataclass(frozen=True, slots=True)
 class SizeAdaptiveCompression:
-    """One way for tensors of fewer than `threshold` elements, another for the others."""
+    """`less` for tensors of fewer than `threshold` elements, `greater_equal` for all larger ones."""
 
     threshold: int
     less: Choice
@@ -312,7 +312,7 @@ class SizeAdaptiveCompression:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RoleAdaptiveCompression:
-    """By the role of a tensor; roles that are not given, and tensors without a role, take `default`."""
+    """A codec by the role of a tensor; omitted roles, and tensors without a role, use `default`."""
 
     activation: Choice = None
     parameter: Choice = None
@@ -331,7 +331,7 @@ class RoleAdaptiveCompression:
 
 @dataclass(frozen=True, slots=True)
 class PerTensorCompression:
-    """One way for each tensor: a sequence in the tensors' order, or a mapping from their keys."""
+    """A codec for each tensor: a sequence in the tensors' order, or a mapping from their keys."""
 
     tensor_compressions: Sequence[Choice] | Mapping[Any, Choice]
 
@@ -348,7 +348,7 @@ class PerTensorCompression:
 
 
 def as_compression(given: Choices) -> Choice:
-    """Return one object for what a user gave: sequences and mappings are taken tensor by tensor."""
+    """Return the user's choice as one object: sequences and mappings become `PerTensorCompression`."""
     if isinstance(given, (list, tuple, Mapping)):
         return PerTensorCompression(given)
     check_codec(given)
@@ -364,12 +364,12 @@ def check_infos(infos: Sequence[CompressionInfo], tensors: Sequence[torch.Tensor
 
 
 def infos_by_place(tensors: Sequence[torch.Tensor]) -> list[CompressionInfo]:
-    """Return descriptions of tensors of which no more is known than their places."""
+    """Return descriptions of tensors with their indices as keys."""
     return [CompressionInfo.from_tensor(tensor, key=index) for index, tensor in enumerate(tensors)]
 
 
 def codecs_for(given: Choices, infos: Sequence[CompressionInfo]) -> list[Codec]:
-    """Return each tensor's codec. A sequence must name one for each of them."""
+    """Return each tensor's codec. A sequence must have one for each tensor."""
     choice = as_compression(given)
     if not isinstance(given, (list, tuple)):
         return [_codec_of(choice, info) for info in infos]

@@ -1,7 +1,7 @@
-"""Codecs of differences: few bits a value, few values of many, and what a codec leaves out added to the next vector.
+"""Codecs of differences: few bits per value or few of many values, and error feedback to the next vector.
 
-For pseudo-gradients and the like, which may come back changed as long as nothing is lost in the long run: see
-`ErrorFeedback`. `Codec` says what a codec is. Pure functions of numpy arrays, `ErrorFeedback` apart.
+For pseudo-gradients and similar vectors, whose values may change as long as nothing is lost in the long run: see
+`ErrorFeedback`. `Codec` defines the interface. Pure functions of numpy arrays, except `ErrorFeedback`.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from spawnsim.random import WORLD, generator
 
 
 def _pack_bits(codes: NDArray[Any], bits: int) -> Bytes:
-    """Return whole numbers below 2^bits, `bits` bits each, the lowest first."""
+    """Return integers below 2^bits, packed with `bits` bits each, the lowest bit first."""
     planes = (codes.astype(np.uint32)[:, None] >> np.arange(bits, dtype=np.uint32)) & 1
     return np.packbits(planes.astype(np.uint8).reshape(-1))
 
@@ -42,11 +42,11 @@ def _unpack_bits(body: Bytes, bits: int, count: int) -> NDArray[np.int64]:
 
 @dataclass(frozen=True, slots=True)
 class LowBit:
-    """A sign and a power of two for each value, 1 to 4 bits in all, relative to the largest magnitude of its block.
+    """A sign and a power of two per value, 1 to 4 bits in total, relative to the largest magnitude of its block.
 
     4 bits (E3M0, in which Streaming DiLoCo sends outer gradients): 0 and ±2^-k for k from 0 to 6. 3 bits: 0, ±1, ±1/2
-    and ±1/4; 2 bits: 0 and ±1; 1 bit: the sign, times the mean magnitude of the block (0 counts as positive). Values go
-    to the nearest of these.
+    and ±1/4; 2 bits: 0 and ±1; 1 bit: the sign, times the mean magnitude of the block (0 counts as positive). Values
+    are rounded to the nearest of these.
 
     Each `block` of values has its own scale (4 bytes).
     """
@@ -79,7 +79,7 @@ class LowBit:
         if self.bits == 1:
             filled = np.full(len(rows), float(self.block))
             filled[-1:] -= rows.size - values.size
-            # Anchored, so that equal magnitudes come back as they are.
+            # Anchored, so that equal magnitudes are decoded exactly.
             first = magnitudes[:, :1]
             inside = np.arange(rows.size).reshape(rows.shape) < values.size
             scale = first[:, 0] + ((magnitudes - first) * inside).sum(axis=1) / filled
@@ -101,14 +101,14 @@ class LowBit:
 
 @dataclass(frozen=True, slots=True)
 class TopK:
-    """The largest magnitudes of each chunk, with their places; all other values come back as 0.
+    """The values of largest magnitude of each chunk, with their places; all other values are decoded as 0.
 
     For differences with error feedback (`ErrorFeedback`), not for weights. Ties go to the first.
     """
 
     chunk: int = 4096
-    keep: int = 64  # values of each chunk
-    values: str | Codec = "none"  # how the kept ones are encoded, all as one vector; "none": as float32
+    keep: int = 64  # values per chunk
+    values: str | Codec = "none"  # codec of the kept values, as one vector; "none": float32
 
     def __post_init__(self) -> None:
         if not 1 <= self.keep <= self.chunk:
@@ -140,7 +140,7 @@ class TopK:
         kept = len(rows) * self.keep
         ends = -(-kept * self._place_bits // 8)
         places = _unpack_bits(body[:ends], self._place_bits, kept).reshape(len(rows), self.keep)
-        # A copy: what follows the places begins at any byte, and values are read as whole words.
+        # A copy: the values may begin at any byte, but are read as aligned words.
         values = as_codec(self.values).decode(body[ends:].copy(), kept)
         np.put_along_axis(rows, places, values.reshape(places.shape), axis=1)
         return rows.reshape(-1)[:count]
@@ -148,7 +148,7 @@ class TopK:
 
 @lru_cache(maxsize=8)
 def cosines(length: int) -> NDArray[np.float64]:
-    """Return the orthonormal DCT-II of vectors of a length, shape (length, length): row k is frequency k."""
+    """Return the orthonormal DCT-II matrix for a length, shape (length, length): row k is frequency k."""
     at = np.arange(length)
     basis: NDArray[np.float64] = np.sqrt(2 / length) * np.cos(np.pi / length * np.outer(at, at + 0.5))
     basis[0] /= np.sqrt(2)
@@ -157,10 +157,10 @@ def cosines(length: int) -> NDArray[np.float64]:
 
 @dataclass(frozen=True, slots=True)
 class DCT:
-    """Chunks by their cosine coefficients, which another codec encodes: DeMo's, with `TopK` of the same chunk."""
+    """Cosine coefficients of chunks, encoded by another codec; as in DeMo with `TopK` of the same chunk."""
 
     chunk: int = 64  # values that are transformed together
-    codec: str | Codec = TopK(64, 32)  # of the coefficients, all as one vector
+    codec: str | Codec = TopK(64, 32)  # codec of the coefficients, as one vector
 
     def __post_init__(self) -> None:
         if self.chunk < 1:
@@ -186,9 +186,9 @@ class DCT:
 
 @dataclass(frozen=True, slots=True)
 class RandomMask:
-    """A random share of the values, the same places on all ranks, so that none need to travel; others come back as 0.
+    """A random share of the values, at places equal on all ranks, which are not sent; all other values become 0.
 
-    `seed` is the run's; give each round another `number`.
+    `seed` is the seed of the run; use a different `number` in each round.
     """
 
     share: float = 0.005
@@ -204,7 +204,7 @@ class RandomMask:
         return 4 * self.share
 
     def kept(self, count: int) -> int:
-        """Return how many of `count` values are in a mask: at least one of any."""
+        """Return how many of `count` values are in a mask: at least one unless `count` is 0."""
         return max(round(self.share * count), min(count, 1))
 
     def places(self, count: int) -> NDArray[np.int64]:
@@ -225,9 +225,9 @@ class RandomMask:
 
 
 class ErrorFeedback:
-    """Remembers what a codec has left out of a rank's vectors, and adds it to the next: e ← decay·e + x; e −= sent.
+    """Stores the encoding error of a rank's vectors, and adds it to the next vector: e ← decay·e + x; e −= sent.
 
-    `decay` is the share of the remainder that is kept, from 0 (nothing is remembered) to 1.
+    `decay` is the share of the error that is kept, from 0 (no feedback) to 1.
     """
 
     def __init__(self, codec: str | Codec, decay: float = 1.0) -> None:
@@ -238,9 +238,9 @@ class ErrorFeedback:
         self._next: dict[Any, Floats] = {}
 
     def encode(self, key: Any, values: Floats) -> Bytes:
-        """Return the bytes of a vector, finite and of shape (n,), plus the remainder of the earlier ones of this key.
+        """Return the encoding of a finite vector of shape (n,), plus the error of the earlier vectors with this key.
 
-        What this one leaves out counts from `commit` on: a vector that did not arrive may be encoded again.
+        The error of this vector takes effect with `commit`: a vector that did not arrive may be encoded again.
         """
         if is_phantom(values):
             return phantom_bytes(self.codec, values.size)  # type: ignore[no-any-return]
@@ -253,6 +253,6 @@ class ErrorFeedback:
         return body
 
     def commit(self, key: Any) -> None:
-        """Take note that the vector of this key that was encoded last has arrived."""
+        """Record that the latest encoded vector of this key has arrived."""
         if key in self._next:
             self.errors[key] = self._next.pop(key)

@@ -1,9 +1,9 @@
-"""What is exchanged of a model: its state as named tensors, and where each lies in one flat buffer.
+"""The state of a model as named tensors, and the layout of these tensors in one flat buffer.
 
-This is the only module that reads or writes a model's tensors, always in place, so that views into a shared arena stay
-what they are. Names: `parameter/fc.weight`, `buffer/bn.running_mean`, `optimizer/fc.weight/exp_avg`. `Collector`
-remembers what it has walked, for a model of many modules takes longer to walk than its small tensors take to sum;
-`one_storage` moves a model's tensors end to end into one memory. No communicator and no policy.
+This is the only module that reads or writes a model's tensors, always in place, so that views into a shared arena
+remain valid. Names: `parameter/fc.weight`, `buffer/bn.running_mean`, `optimizer/fc.weight/exp_avg`. `Collector` caches
+the collected tensors, since a walk over many modules takes longer than the sum of their small tensors. `one_storage`
+moves a model's tensors end to end into one memory. Must not know communicators or policies.
 """
 
 from __future__ import annotations
@@ -31,20 +31,20 @@ ALIGN_NBYTES = 64
 
 @dataclass(frozen=True, slots=True)
 class StateScope:
-    """What of a model is exchanged.
+    """The parts of a model that are exchanged.
 
-    Parameters always are.
+    Trained parameters are always exchanged.
 
     Args:
-        frozen: also parameters that need no gradient.
-        buffers: also what a state_dict holds besides parameters (BatchNorm statistics).
+        frozen: whether to exchange parameters that require no gradient.
+        buffers: whether to exchange the persistent buffers of a state_dict (BatchNorm statistics).
         optimizer_state: "keep" the rank's own, "reset" it, "copy" the heaviest donor's, or "average" it like the
             parameters.
-        settings: names of settings of the optimizer's parameter groups, such as "lr", that are taken over from the
-            heaviest donor along with "copy".
+        settings: names of settings of the optimizer's parameter groups, such as "lr", to copy from the heaviest
+            donor; only with "copy".
 
     Raises:
-        ParameterError: `optimizer_state` is none of these, or `settings` without "copy".
+        ParameterError: `optimizer_state` is unknown, or `settings` are given without "copy".
     """
 
     frozen: bool = True
@@ -64,7 +64,7 @@ class StateScope:
         return self.optimizer_state in ("copy", "average")
 
 
-Travels = StateScope  # the name that it had first
+Travels = StateScope  # its original name
 
 
 def collect(model: torch.nn.Module, optimizer: torch.optim.Optimizer | None, travels: StateScope) -> Tensors:
@@ -84,11 +84,11 @@ def collect(model: torch.nn.Module, optimizer: torch.optim.Optimizer | None, tra
     return tensors
 
 
-_SETTING = "optimizer/group "  # of a parameter group; no parameter has a blank in its name
+_SETTING = "optimizer/group "  # prefix of settings; parameter names have no blanks
 
 
 def as_real(tensors: Tensors) -> Tensors:
-    """Return the tensors with complex ones seen as pairs of real numbers (same memory)."""
+    """Return the tensors, with complex ones as views of pairs of real numbers."""
     return {name: torch.view_as_real(t) if t.is_complex() else t for name, t in tensors.items()}
 
 
@@ -102,7 +102,7 @@ def _persistent_buffers(model: torch.nn.Module) -> Iterator[tuple[str, torch.Ten
 def _named(
     model: torch.nn.Module, optimizer: torch.optim.Optimizer
 ) -> Iterator[tuple[str, torch.nn.Parameter]]:
-    # By identity: equal parameters are different ones, and tensors compare element by element.
+    # By identity: parameters with equal values are different parameters, and tensors compare element by element.
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     for number, group in enumerate(optimizer.param_groups):
         for index, parameter in enumerate(group["params"]):
@@ -117,7 +117,7 @@ def _optimizer_tensors(
             if isinstance(value, torch.Tensor):
                 yield f"optimizer/{name}/{key}", value.detach()
             elif isinstance(value, (int, float)):
-                # Some optimizers count steps in Python numbers; as tensors they travel like the rest.
+                # Some optimizers count steps in Python numbers; as tensors they travel like other state.
                 yield f"optimizer/{name}/{key}", torch.tensor(float(value), dtype=torch.float64)
 
 
@@ -125,14 +125,14 @@ def assign(live: Tensors, values: Mapping[str, torch.Tensor]) -> None:
     """Copy values into the live tensors of the same names, in place."""
     names = [name for name in values if name in live]
     if names:
-        # One call for all tensors: a copy each costs more than the copying of small ones.
+        # One call for all tensors: for small tensors, the overhead of separate calls exceeds the copies.
         torch._foreach_copy_([live[name] for name in names], [values[name] for name in names])
 
 
 def assign_optimizer(
     model: torch.nn.Module, optimizer: torch.optim.Optimizer, values: Mapping[str, torch.Tensor]
 ) -> None:
-    """Give the optimizer the state named in `values`, making entries that it lacks."""
+    """Set the optimizer state named in `values`; create missing entries."""
     parameters = dict(_named(model, optimizer))
     for full, value in values.items():
         if full.startswith(_SETTING):
@@ -151,7 +151,7 @@ def _put(
 ) -> None:
     old = state.get(key)
     if without_data(value) and not (isinstance(old, torch.Tensor) and without_data(old)) and not value.dim():
-        return  # a step count in main memory, which a phantom lacks
+        return  # a step count in main memory, which a phantom does not have
     if isinstance(old, torch.Tensor):
         old.copy_(value)
     elif isinstance(old, (int, float)):
@@ -161,12 +161,12 @@ def _put(
 
 
 def reset_optimizer(optimizer: torch.optim.Optimizer) -> None:
-    """Forget all state of an optimizer (moments, step counts); its settings stay."""
+    """Clear all state of an optimizer (moments, step counts); its settings stay."""
     optimizer.state.clear()
 
 
 def reset_if_not_finite(optimizer: torch.optim.Optimizer) -> None:
-    """Forget an optimizer's state if any of it is not finite: the next step would undo the healing of the weights."""
+    """Clear an optimizer's state if any of it is not finite: its next step would damage healed weights again."""
     held = [value for state in optimizer.state.values() for value in state.values()]
     real = as_real({str(n): value for n, value in enumerate(held) if isinstance(value, torch.Tensor)})
     if not all(all_finite(value) for value in real.values() if value.is_floating_point()):
@@ -191,13 +191,13 @@ class Entry:
 
 
 class Layout:
-    """Where tensors lie in one flat byte buffer: one segment per dtype, aligned, in the order given.
+    """Layout of tensors in one flat byte buffer: one aligned segment per dtype, tensors in the given order.
 
-    Two ranks with equal digests have equal layouts, so their buffers can be summed or copied as they are.
+    Two ranks with equal digests have equal layouts, so their buffers can be summed or copied as a whole.
     """
 
     def __init__(self, entries: Iterable[Entry]) -> None:
-        # By the dtype's name, as dtypes have no order; stable, so that each dtype's tensors keep theirs.
+        # By the dtype's name, as dtypes have no order; a stable sort keeps the order of each dtype's tensors.
         self.entries = tuple(sorted(entries, key=lambda entry: str(entry.dtype)))
         self.text = json.dumps([[e.name, str(e.dtype)[6:], e.shape] for e in self.entries]).encode()
         self.digest = digest_of(self.text)
@@ -207,7 +207,7 @@ class Layout:
         for dtype in dict.fromkeys(entry.dtype for entry in self.entries):
             counts = self._counts[dtype] = [entry.count for entry in self.entries if entry.dtype == dtype]
             self.segments[dtype] = (self.nbytes, sum(counts))
-            # Segments begin on cache lines, so that no copy of one begins in the middle of another's line.
+            # Segments begin on cache lines, so that no segment begins within a line of another one.
             self.nbytes += -(-sum(counts) * dtype.itemsize // ALIGN_NBYTES) * ALIGN_NBYTES
 
     @classmethod
@@ -239,7 +239,7 @@ class Layout:
 
     def views(self, buffer: torch.Tensor) -> Tensors:
         """Return each tensor as a view into a uint8 buffer of `nbytes`."""
-        # Not `torch.split`, two functions of Python around the same call.
+        # Not `torch.split`, which adds two Python calls.
         rows = (row.split_with_sizes(self._counts[dtype]) for dtype, row in self.flat(buffer).items())
         pieces = zip(self.entries, chain.from_iterable(rows), strict=True)
         return {it.name: piece if len(it.shape) == 1 else piece.view(it.shape) for it, piece in pieces}
@@ -252,7 +252,7 @@ class Layout:
         }
 
     def clear_gaps(self, buffer: torch.Tensor) -> None:
-        """Zero the bytes behind each segment of a uint8 buffer of `nbytes`: they travel as well."""
+        """Zero the padding after each segment of a uint8 buffer of `nbytes`: it travels as well."""
         for dtype, (at, count) in self.segments.items():
             end = at + count * dtype.itemsize
             buffer[end : -(-end // ALIGN_NBYTES) * ALIGN_NBYTES] = 0
@@ -267,7 +267,7 @@ class Layout:
         return [Layout(part) for part in parts]
 
     def difference(self, other: Layout) -> str:
-        """Return a sentence on the first entry in which two layouts differ."""
+        """Return a sentence about the first entry in which two layouts differ."""
         mine, theirs = ({e.name: e for e in layout.entries} for layout in (self, other))
         for name in [*mine, *theirs]:
             if mine.get(name) != theirs.get(name):
@@ -277,12 +277,12 @@ class Layout:
 
 @lru_cache(maxsize=256)
 def layout_of(entries: tuple[Entry, ...]) -> Layout:
-    """Return the layout of tensors: the same object for the same entries, since models of virtual ranks are alike."""
+    """Return the layout of tensors; cached, since virtual ranks have models of equal layout."""
     return Layout(entries)
 
 
 def digest_of(text: bytes) -> int:
-    """Return 64 bits by which the description of a layout is known."""
+    """Return a 64-bit digest of the description of a layout."""
     return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little")
 
 
@@ -298,30 +298,31 @@ def _shown(entry: Entry | None) -> str:
 
 
 class Collector:
-    """Collects live tensors, and gives the same mapping again as long as they are the same memory.
+    """Collects live tensors; returns the same mapping as long as their memory is unchanged.
 
-    For sums, complex ones are seen as `real` and shapes do not count; else all are as they are. What was collected
-    keeps that memory alive, so another tensor cannot have come to lie at the same address.
+    With `real`, for sums, complex tensors are viewed as real ones, and only lengths are compared, not shapes; otherwise
+    tensors are collected unchanged. Collected tensors keep their memory alive, so no new tensor can have the same
+    address.
     """
 
-    # Walking the modules of a model by `named_parameters` takes longer than summing its small tensors. What it would
-    # find is decided by few things, all of which can be compared without Python code per tensor: which modules there
-    # are (`is_` over their dictionaries), where each tensor lies (`data_ptr`, so one that was replaced or moved shows),
-    # how long it is, and, where frozen ones are left out, whether it is trained. Identity of the tensor objects would
-    # not do: `tensor.data = other` keeps the object and changes its memory.
+    # A walk over a model's modules by `named_parameters` takes longer than the sum of its small tensors. Its result
+    # depends on a few properties that can be compared without Python code per tensor: the modules (`is_` over their
+    # dictionaries), the address of each tensor (`data_ptr`, which detects replaced and moved tensors), its length, and,
+    # if frozen parameters are excluded, whether it is trained. Identity of the tensor objects is not enough:
+    # `tensor.data = other` keeps the object and changes its memory.
 
     def __init__(self, travels: StateScope, *, real: bool = True) -> None:
         self._travels, self._real = travels, real
         self._live: Tensors = {}
-        self._root: object = None  # the dictionary of the model's own children
-        self._children: list[dict[str, Any]] = []  # of each module
-        self._modules: list[object] = []  # what is in these
+        self._root: object = None  # the dictionary of the model's direct children
+        self._children: list[dict[str, Any]] = []  # children of each module
+        self._modules: list[object] = []  # all modules in these
         self._tensors: list[dict[str, Any]] = []  # parameters and buffers of each module
         self._memory: tuple[Sequence[Any], ...] = ()
 
     def __call__(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer | None) -> Tensors:
-        """Return what travels, by name."""
-        # State comes and goes; what TorchScript keeps of its modules is in C++, and cannot be compared.
+        """Return the tensors that travel, by name."""
+        # Optimizer state changes often, and TorchScript stores its modules in C++, where they cannot be compared.
         if self._travels.with_optimizer or isinstance(model, torch.jit.ScriptModule):
             return self._collect(model, optimizer)
         if not (self._same_modules(model) and self._read() == self._memory):
@@ -334,19 +335,19 @@ class Collector:
         return as_real(live) if self._real else live
 
     def _same_modules(self, model: torch.nn.Module) -> bool:
-        """Whether there are the same modules: one that comes or goes does so among the children of a known one."""
-        # The counts first: a module that was added lengthens a dictionary while all known ones are still there.
+        """Return whether the modules are unchanged: any added or removed module is a child of a known one."""
+        # Compare counts first: an added module lengthens a dictionary, while all known modules are still there.
         if model._modules is not self._root or sum(map(len, self._children)) != len(self._modules):
             return False
         return all(map(is_, chain.from_iterable(map(dict.values, self._children)), self._modules))
 
     def _read(self) -> tuple[Sequence[Any], ...]:
-        """Return where the tensors lie, and what else decides what is collected."""
+        """Return addresses, lengths and other properties of the tensors on which the collection depends."""
         values = chain.from_iterable(map(dict.values, self._tensors))
         held = [each for each in values if each is not None]
         trained = [] if self._travels.frozen else [each.requires_grad for each in held]
         places = [*map(torch.Tensor.data_ptr, held)]
-        if self._real:  # sums go along the memory: there a tensor has a length alone
+        if self._real:  # sums run over flat memory, where only the length matters
             return places, [*map(torch.Tensor.numel, held)], trained
         return places, [*map(torch.Tensor.size, held)], [*map(torch.Tensor.stride, held)], trained
 
@@ -361,18 +362,18 @@ class Collector:
 def one_storage(model: torch.nn.Module) -> None:
     """Move all parameters and buffers of one dtype and device into one memory, end to end, keeping their values.
 
-    `AverageAllPolicy` then sums them where they lie, which halves its price for a model of many small tensors.
-    Parameters stay the same objects, so optimizers go on as before; what else looks at their old memory (a view, a
-    captured CUDA graph) sees no more changes: call this right after the model is built.
+    `AverageAllPolicy` then sums them in place, which halves its cost for a model of many small tensors. Parameters stay
+    the same objects, so optimizers are unaffected. Other references to the old memory (a view, a captured CUDA graph)
+    no longer see changes, so call this right after the model is built.
 
     Args:
-        model: on any devices, of any dtypes; changed in place.
+        model: a model on any devices, with any dtypes; changed in place.
 
     Raises:
-        UsageError: tensors of the model share memory, which they would not any more.
+        UsageError: tensors of the model share memory, which they could not do afterwards.
     """
     live = [tensor for tensor in collect(model, None, StateScope()).values() if tensor.numel()]
-    # Tied tensors must stay tied, and two places cannot hold one memory.
+    # Tied tensors must stay tied, but would get two separate places.
     if len({tensor.data_ptr() for tensor in live}) < len(live):
         raise UsageError(
             "one_storage: parameters or buffers of this model share memory; tie them as one Parameter"

@@ -1,8 +1,8 @@
-"""The outer level of training: global weights beside a model, the difference to them, and the step that it makes.
+"""The outer level of training: the global weights of a model, the difference from them, and the outer step.
 
-A rank trains θ; Θ are the weights that its group last agreed on. The pseudo-gradient Δ = Θ − θ, averaged over the
-group, is to an outer optimizer what a gradient is to an inner one: Θ is what it moves. Vectors lie in main memory, half
-precision as float32, one flat row per dtype; the meta device has no vectors. No communicator.
+A rank trains θ; Θ are the weights that its group last agreed on. An outer optimizer uses the pseudo-gradient
+Δ = Θ − θ, averaged over the group, as a gradient of Θ. Vectors are in main memory, half precision as float32, one flat
+row per dtype; models on the meta device have no vectors. Must not know communicators.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ _Rows = Sequence[torch.Tensor]
 
 
 class FlatFloats:
-    """Vectors of the shapes of some tensors, at first all 0: `rows` to compute with, `memory` to send.
+    """Vectors with the shapes of some tensors, initially 0: `rows` to compute with, `memory` to send.
 
     Args:
         layout: names, shapes and dtypes (float32 or float64) of the tensors.
-        device: where the model's tensors lie; the meta device has no vectors, any other main memory.
+        device: device of the model's tensors; vectors have no data for the meta device, else main memory.
     """
 
     def __init__(self, layout: Layout, device: torch.device = CPU) -> None:
@@ -43,7 +43,7 @@ class FlatFloats:
         return found
 
     def over(self, memory: torch.Tensor) -> FlatFloats:
-        """Return vectors of the same shapes over other memory of uint8, as it came from another rank."""
+        """Return vectors of the same shapes over other uint8 memory, such as memory received from another rank."""
         found = FlatFloats.__new__(FlatFloats)
         found.layout, found.device, found.memory = self.layout, self.device, memory
         found.rows = list(self.layout.flat(memory).values())
@@ -56,14 +56,14 @@ class FlatFloats:
         lay_out(self.layout, self.memory, live, self.device)
 
     def tensors(self) -> Tensors:
-        """Return the values by name, where the model's tensors lie; in main memory as views."""
+        """Return the values by name, on the device of the model's tensors; in main memory as views."""
         return laid_out(self.layout, self.memory, self.device)
 
     def copies(self) -> Tensors:
         return {name: each.clone() for name, each in self.tensors().items()}
 
     def set_difference(self, weights: FlatFloats) -> int:
-        """Replace these values by `weights` − these; 0 where one is not finite. Return how many are not."""
+        """Replace each value v by `weights` − v, or 0 if that is not finite; return the number of such zeros."""
         found = 0
         for row, other in zip(self.rows, weights.rows, strict=True):
             torch.sub(other, row, out=row)
@@ -84,14 +84,14 @@ class OuterSGD:
     """The outer optimizer: torch.optim.SGD's rule on pseudo-gradients, or on their sign.
 
     buf ← momentum·buf + Δ/γ, then Θ ← Θ − lr·γ·d, with d = buf (heavy ball) or Δ/γ + momentum·buf (Nesterov); γ is 1
-    unless the caller says otherwise (SlowMo's inner learning rate).
+    unless the caller passes another `scale` (SlowMo's inner learning rate).
 
     Args:
         lr: the outer learning rate, at least 0.
-        momentum: from 0 to below 1.
-        nesterov: look ahead.
-        sign: move each weight by the sign of d alone.
-        clip: the largest magnitude of a number of buf, above 0.
+        momentum: the momentum, from 0 to below 1.
+        nesterov: whether to use Nesterov momentum.
+        sign: whether to use only the sign of d for each weight.
+        clip: bound of the magnitude of each number of buf, above 0.
 
     Raises:
         ParameterError: an argument is out of range.
@@ -111,7 +111,7 @@ class OuterSGD:
             )
 
     def step(self, weights: _Rows, buffers: _Rows, deltas: _Rows, scale: float = 1.0) -> None:
-        """Move the weights; momentum buffers, of the same shapes, begin as 0. `scale` is γ. Spoils the deltas."""
+        """Move the weights; momentum buffers, of the same shapes, begin as 0. `scale` is γ. Overwrites the deltas."""
         for weight, buffer, delta in zip(weights, buffers, deltas, strict=True):
             if scale != 1:
                 delta.div_(scale)
@@ -123,7 +123,7 @@ class OuterSGD:
 
 
 class Fragment:
-    """Global weights and outer momentum of some of a model's tensors, and a vector to work in.
+    """Global weights and outer momentum of some of a model's tensors, and a work vector.
 
     Args:
         live: the tensors, floating-point; their values are the first global weights.
@@ -146,18 +146,18 @@ class Fragment:
 
     @classmethod
     def from_state(cls, state: Mapping[str, Tensors]) -> Fragment:
-        """Return the fragment that had this state."""
+        """Return a fragment with this state."""
         found = cls(state["weights"])
         found.momentum.read(state["momentum"])
         return found
 
     def read_difference(self, live: Tensors) -> int:
-        """Set `delta` to Θ − θ; return how many numbers were not finite: they count as not moved."""
+        """Set `delta` to Θ − θ, with 0 for non-finite numbers; return how many there were."""
         self.delta.read({name: live[name] for name in self.names})
         return self.delta.set_difference(self.weights)
 
     def step(self, rule: OuterSGD, scale: float = 1.0) -> None:
-        """Move the weights by `delta`, which it spoils; `scale` as in `OuterSGD.step`."""
+        """Move the weights by `delta`, which is overwritten; for `scale` see `OuterSGD.step`."""
         rule.step(self.weights.rows, self.momentum.rows, self.delta.rows, scale)
 
 
@@ -166,13 +166,13 @@ def radial_directional_mean(
 ) -> FlatFloats:
     """Return the mean of vectors, tensor by tensor: the weighted mean of norms, in the weighted mean direction.
 
-    (Σ w‖Δ‖/Σw) · φ(Σ w φ(Δ)), with φ(x) = x/‖x‖: the plain mean of M directions that have nothing in common is shorter
-    by √M, this is not. Where directions cancel out, the mean is 0. Source: Decoupled DiLoCo (arXiv 2604.21428).
+    (Σ w‖Δ‖/Σw) · φ(Σ w φ(Δ)), with φ(x) = x/‖x‖: the plain mean of M orthogonal directions is shorter by √M, this mean
+    is not. Where directions cancel out, the mean is 0. Source: Decoupled DiLoCo (arXiv 2604.21428).
 
     Args:
         parts: vectors of the same shapes, all finite.
-        weights: of each, at least 0, not all 0.
-        plain: names of tensors that take the plain weighted mean.
+        weights: weight of each part, at least 0, not all 0.
+        plain: function that selects, by name, the tensors that use the plain weighted mean.
     """
     found = parts[0].zeros()
     if found.device == META:
@@ -187,7 +187,7 @@ def radial_directional_mean(
         if plain(name):
             continue
         length = float(mean.double().norm())
-        if length <= 8 * torch.finfo(mean.dtype).eps * total:  # what rounding leaves has no direction
+        if length <= 8 * torch.finfo(mean.dtype).eps * total:  # a remainder of rounding has no direction
             mean.zero_()
         else:
             radius = sum(weight * norm for weight, norm in zip(weights, norms, strict=True)) / total

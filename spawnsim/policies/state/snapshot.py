@@ -1,14 +1,13 @@
-"""Snapshots: a whole state encoded for transport, laid out in flat memory, and read again.
+"""Snapshots: a whole state encoded for transport, laid out in flat memory, and decoded again.
 
-`Compression` encodes a state unchanged, cast to a smaller dtype, or through a codec. A tensor that travels changed has
-a mark behind its name, so a snapshot says by itself how it is to be read: `name␟float32` was float32 before it was
-cast, `name␟float32␟3,4␟uniform8` was of shape (3, 4) before a codec made bytes of it. Float32 and float64 parameters
-and buffers are changed; everything else travels as it is, optimizer state too (a second moment that is rounded to 0
-makes steps of any size), and so do tensors that are not finite, that leave the smaller dtype's range, or that would
-not become smaller.
+`Compression` encodes a state unchanged, cast to a smaller dtype, or through a codec. An encoded tensor has a mark after
+its name, so a snapshot describes its own encoding: `name␟float32` was cast from float32, and
+`name␟float32␟3,4␟uniform8` had the shape (3, 4) before a codec encoded it. Only float32 and float64 parameters and
+buffers are encoded. They stay unchanged if they are not finite, exceed the smaller dtype's range, or would not become
+smaller. Optimizer state is never encoded: a second moment that is rounded to 0 makes steps of any size.
 
-A state is laid out in one pass, straight in the memory that is sent or exposed. Tensors on an accelerator cross the bus
-in one copy, by way of pinned memory. No communicator.
+A state is laid out in one pass, directly in the memory that is sent or exposed. Tensors on an accelerator cross the bus
+in one copy, through pinned memory. Must not know communicators.
 """
 
 from __future__ import annotations
@@ -33,25 +32,25 @@ from spawnsim.policies.state.arithmetic import (
 from spawnsim.policies.state.codecs import NAMED, Bytes, Codec, Float16, NoCompression, encoded_nbytes, unpack
 from spawnsim.policies.state.layout import ALIGN_NBYTES, Entry, Layout, Tensors, assign, layout_of
 
-MARK = "\x1f"  # the unit separator: no name of a parameter has it
+MARK = "\x1f"  # the unit separator: parameter names do not contain it
 SMALLER = {"float16": torch.float16, "bfloat16": torch.bfloat16}
 WIDE: dict[torch.dtype, np.dtype[Any]] = {
     torch.float32: np.dtype(np.float32),
     torch.float64: np.dtype(np.float64),
 }
-MARKS_NBYTES = 64  # more than a mark adds to the description of one tensor, the codec's name apart
+MARKS_NBYTES = 64  # upper bound of a mark in the description of one tensor, without the codec's name
 
 
 @dataclass(frozen=True, slots=True)
 class EncodedState:
-    """A state as it travels: where its tensors lie, and where they come from (in their own dtypes, by marked name)."""
+    """A state in transport form: its layout, and the source tensors (in their own dtypes, by marked name)."""
 
     layout: Layout
     sources: Tensors
 
 
 class Compression:
-    """One rank's setting: None, "float16", "bfloat16", another codec's name, or a codec. Remembers its layout."""
+    """One rank's setting: None, "float16", "bfloat16", another codec's name, or a codec. Caches its layout."""
 
     __slots__ = ("_layout", "codec", "name", "small")
 
@@ -63,7 +62,7 @@ class Compression:
         self._layout: Layout | None = None
 
     def encode(self, live: Tensors) -> EncodedState:
-        """Return the tensors as they travel; nothing that travels as it is or is cast is copied yet."""
+        """Return the encoded state; tensors that travel unchanged or cast are not copied yet."""
         if self.name:
             sources, entries = self._changed(live)
             if self._layout is None or set(self._layout.entries) != set(entries):
@@ -74,10 +73,10 @@ class Compression:
         return EncodedState(self._layout, live)
 
     def _changed(self, live: Tensors) -> tuple[Tensors, list[Entry]]:
-        # A second moment that is rounded to 0 makes steps of any size, so optimizer state is left as it is.
+        # A second moment that is rounded to 0 makes steps of any size, so optimizer state is not encoded.
         changing = {n: t for n, t in live.items() if t.dtype in WIDE and not n.startswith("optimizer/")}
-        limit = torch.finfo(self.small or torch.float32).max  # codecs give float32 back
-        # A value beyond the limit would become infinite on the way; its whole tensor travels as it is.
+        limit = torch.finfo(self.small or torch.float32).max  # codecs decode to float32
+        # A value beyond the limit would become infinite, so its whole tensor travels unchanged.
         fitting = {name for name, largest in _magnitudes(changing) if largest <= limit}
         sources: Tensors = {}
         entries = []
@@ -99,16 +98,16 @@ class Compression:
             body = phantom_memory(encoded_nbytes(self.codec, flat.numel()))
         else:
             body = self.codec.encode(flat.cpu().numpy())
-        # Small tensors: the codec's table alone may be longer than the values.
+        # For small tensors, the codec's table alone may be larger than the values.
         if body.nbytes >= tensor.nbytes:
             return name, tensor
         shape = ",".join(map(str, tensor.shape))
         return MARK.join([name, str(tensor.dtype)[6:], shape, self.name]), as_tensor(body)
 
     def decode(self, tensors: Tensors) -> Tensors:
-        """Return the tensors of a snapshot in the names, dtypes and shapes that they had; on their devices.
+        """Return the tensors of a snapshot with their original names, dtypes and shapes, on the same devices.
 
-        Raises `UsageError` for a codec that this rank does not know, ValueError for bytes that are too few.
+        Raises `UsageError` for a codec that this rank does not know, ValueError for missing bytes.
         """
         if not any(MARK in name for name in tensors):
             return tensors
@@ -144,11 +143,11 @@ class Compression:
         return NAMED[name]
 
     def most_nbytes(self, live: Tensors) -> tuple[int, int]:
-        """Return how long description and body can become, whatever values the tensors take."""
+        """Return the maximum sizes of description and body, for any values of the tensors."""
         plain = Layout.of(live)
         if not self.name:
             return len(plain.text), plain.nbytes
-        # The worst case, because a window's memory is made once and the values change.
+        # The worst case, because a window's memory is allocated once and the values change.
         marks_nbytes = len(live) * (MARKS_NBYTES + len(self.name))
         return len(plain.text) + marks_nbytes, plain.nbytes + 2 * ALIGN_NBYTES
 
@@ -160,7 +159,7 @@ def _known_codec(how: str | Codec | None) -> str | Codec:
         raise ParameterError(f"compression={how!r}: choose one of {choices}, or give a codec")
     if how is None or isinstance(how, NoCompression):
         return ""
-    if isinstance(how, Float16):  # here a value out of range is not cut
+    if isinstance(how, Float16):  # here a value out of range is not clipped
         return "float16"
     if isinstance(how, str):
         return how if how in SMALLER else _known_codec(NAMED[how])
@@ -168,27 +167,27 @@ def _known_codec(how: str | Codec | None) -> str | Codec:
 
 
 def name_of(codec: Codec) -> str:
-    """Return what a codec is called in a snapshot: its short name, its fields, or its type."""
+    """Return the name of a codec in snapshots: its short name, its representation, or its type."""
     short = next((name for name, known in NAMED.items() if known == codec), None)
     return short or (repr(codec) if hasattr(codec, "__dataclass_fields__") else type(codec).__qualname__)
 
 
 def _magnitudes(tensors: Mapping[str, torch.Tensor]) -> Iterator[tuple[str, float]]:
-    """Yield each tensor's largest magnitude (NaN if it has one); a device is waited for once."""
+    """Yield each tensor's largest magnitude (NaN if it contains NaN); waits for each device once."""
     filled = {name: tensor for name, tensor in tensors.items() if tensor.numel() and not without_data(tensor)}
     yield from ((name, 0.0) for name, tensor in tensors.items() if without_data(tensor))
     by_device: dict[torch.device, list[str]] = {}
     for name, tensor in filled.items():
         by_device.setdefault(tensor.device, []).append(name)
     for names in by_device.values():
-        # Extremes of all tensors are stacked before they are read: each read on its own would wait for the device.
+        # Stack the extremes of all tensors before reading them: every single read would wait for the device.
         ends = [end.double() for name in names for end in torch.aminmax(filled[name])]
         largest = torch.stack(ends).abs().view(-1, 2).amax(1)
         yield from zip(names, largest.tolist(), strict=True)
 
 
 def _widened(tensors: Tensors, cast: Sequence[Entry]) -> Tensors:
-    """Return the tensors of these names in the dtypes that they had: in one new piece of memory, with huge pages."""
+    """Return cast tensors in their original dtypes; on the CPU in one new buffer, with huge pages."""
     there = {e.name: tensors[e.name].to(e.dtype) for e in cast if tensors[e.name].device.type != "cpu"}
     layout = Layout(entry for entry in cast if entry.name not in there)
     here = layout.views(new_buffer(layout.nbytes, torch.uint8, CPU))
@@ -200,18 +199,18 @@ Allocator = Callable[[int], Bytes]  # number of bytes → fresh memory
 
 
 def device_of(tensors: Tensors) -> torch.device:
-    """Return the accelerator on which the first tensor that is on one lies; the CPU if none is."""
+    """Return the device of the first tensor on an accelerator; the CPU if all are on the CPU."""
     return next((tensor.device for tensor in tensors.values() if tensor.device.type != "cpu"), CPU)
 
 
 def model_device(model: torch.nn.Module) -> torch.device:
-    """Return where the model's first parameter lies."""
+    """Return the device of the model's first parameter."""
     first = next(model.parameters(), None)
     return CPU if first is None else first.device
 
 
 def allocator_for(device: torch.device) -> Allocator:
-    """Return what makes memory to send from and receive into: pinned for a GPU, else what numpy has (huge pages)."""
+    """Return an allocator of memory for messages: pinned for a GPU, else from numpy (huge pages)."""
     if device == META:
         return phantom_memory
     if device.type != "cuda":
@@ -220,7 +219,7 @@ def allocator_for(device: torch.device) -> Allocator:
 
 
 def lay_out(layout: Layout, memory: torch.Tensor, sources: Tensors, device: torch.device = CPU) -> None:
-    """Copy the sources to their places in main memory, shape (nbytes,), uint8; by way of one buffer on the device."""
+    """Copy the sources to their places in main memory, uint8 (nbytes,); from a device through one buffer there."""
     if device == META:
         return
     if device.type == "cpu":
@@ -229,14 +228,14 @@ def lay_out(layout: Layout, memory: torch.Tensor, sources: Tensors, device: torc
         gathered = torch.empty(layout.nbytes, dtype=torch.uint8, device=device)
         assign(layout.views(gathered), sources)
         memory.copy_(gathered)
-    # Gaps travel too, and what chance left there would make the digest differ from run to run.
+    # Gaps travel too, and uninitialized bytes there would change the digest from run to run.
     layout.clear_gaps(memory)
 
 
 def laid_out(layout: Layout, memory: torch.Tensor, device: torch.device = CPU) -> Tensors:
-    """Return the tensors that lie in main memory: as views, or on the device after one copy.
+    """Return the tensors of a layout in main memory: as views, or on the device after one copy.
 
-    0-dim ones stay: optimizers want their step counts in main memory.
+    0-dim tensors stay in main memory, as optimizers require for their step counts.
     """
     views = layout.views(memory)
     if device.type == "cpu" or without_data(memory):
