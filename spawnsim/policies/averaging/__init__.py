@@ -1,9 +1,9 @@
 """Averaging among ranks that find each other: in groups by hivemind's protocol or by a rule, in pairs, over a tree.
 
-Pure first: `vector` (the averaged tensors, cut into parts), `butterfly` (the all-reduce of a group), `gossip` and
-`tree` (averaging at intervals of the clock), `interface` (what a caller gives and gets, rules of groups among it). Then
+Pure modules: `vector` (the averaged tensors, cut into parts), `butterfly` (the all-reduce of a group), `gossip` and
+`tree` (averaging at intervals of the clock), `interface` (settings, static rules, handles and results). The others are
 `directory` (declarations, and the download of states), `matchmaking` (finding a group), `steps`, and `averager`, which
-ties them together. Messages travel by `exchange.endpoint`.
+combines them. `exchange.endpoint` transports the messages.
 """
 
 from __future__ import annotations

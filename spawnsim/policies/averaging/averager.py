@@ -1,9 +1,9 @@
 """`DecentralizedAverager`: averages tensors with small groups of peers, over any communicator.
 
-It ties the state machines (directory, search, all-reduce, state sharing) to a communicator's messages and clock, and
-holds what survives a step: the tensors, the group key, the round, the directory's share, the donor. Nothing here waits
-without bound: a wait without a time-out has the communicator's deadline. Progress is made inside every call;
-`run_in_background` makes it between calls as well. Source: hivemind's `DecentralizedAverager`.
+It connects the state machines (directory, search, all-reduce, state sharing) to a communicator's messages and clock,
+and holds the state that survives a step: the tensors, the group key, the round, the share of the directory, the donor.
+No wait is unbounded: without a time-out, the communicator's deadline applies. Every call makes progress;
+`run_in_background` also makes progress between calls. Source: hivemind's `DecentralizedAverager`.
 """
 
 from __future__ import annotations
@@ -61,44 +61,44 @@ class DecentralizedAverager:
     the same time and under the same key find each other, and stragglers are left out), or from a static
     `matchmaking` (`Grid`, `RandomGroups`, `Exponential`, `Everyone`).
 
-    Times are seconds of `comm.clock`. Where a time-out is not given, no message is awaited for longer than the
-    communicator lets a call wait (`comm.clock.deadline`, 30 s by default); an all-reduce as a whole has no limit.
+    Times are seconds of `comm.clock`. Without a time-out, the maximum wait for a message is the communicator's deadline
+    (`comm.clock.deadline`, 30 s by default); an all-reduce as a whole has no limit.
 
     Args:
-        averaged_tensors: tensors of any dtype and shape, the same on all ranks; they are changed in place.
-        comm: a `spawnsim.Comm`, or what `as_comm` can wrap. Every rank that has an averager keeps a share of the
-            directory, so it should make progress now and then.
+        averaged_tensors: tensors of any dtypes and shapes, the same on all ranks; they are changed in place.
+        comm: a `spawnsim.Comm`, or an object that `as_comm` can wrap. Every rank with an averager keeps a share of the
+            directory, so it should make progress regularly.
         start: whether to make progress in the background from now on.
-        prefix: shared by all averagers that may meet. A rank may have averagers of several prefixes on one
-            communicator; of one prefix it has one at a time.
-        target_group_size: members at most (a power of two is best). min_group_size: members at least.
-        initial_group_bits: the first group key, such as "0110"; its length stays.
+        prefix: name shared by all averagers that may meet. A rank may have averagers with several prefixes on one
+            communicator, but only one per prefix at a time.
+        target_group_size: maximum number of members (a power of two is best). min_group_size: minimum number.
+        initial_group_bits: the first group key, such as "0110"; the length of keys is fixed.
         min_matchmaking_time: seconds that a leader waits for followers. request_timeout: seconds that a follower
             waits for a leader's answer; must be smaller.
-        averaging_alpha: the share of the way towards the average that the tensors go.
-        part_size_bytes: tensors travel in parts of at most so many bytes, counted as compressed.
-        allreduce_timeout: seconds that an all-reduce may take once the group is formed; parts that came by then count.
-        next_chunk_timeout: seconds that a peer may be silent in an all-reduce or download before the others go on
-            without it. sender_timeout: the same limit for senders alone (default: `next_chunk_timeout`).
-            reducer_timeout: the same limit for reducers alone (default: twice the senders'; must be larger).
-        compression, state_compression: of all-reduces and of downloads: "none", "float16", "scaled16", "uniform8",
+        averaging_alpha: the share of the difference to the average that is added to the tensors.
+        part_size_bytes: maximum compressed size of the parts in which tensors travel.
+        allreduce_timeout: maximum duration of an all-reduce in seconds; parts that arrive by then count.
+        next_chunk_timeout: seconds that a peer may be silent in an all-reduce or download before the other ranks
+            continue without it. sender_timeout: the limit for senders only (default: `next_chunk_timeout`).
+            reducer_timeout: the limit for reducers only (default: twice the senders' limit; must be larger).
+        compression, state_compression: codecs of all-reduces and downloads: "none", "float16", "scaled16", "uniform8",
             "quantile8", "blockwise8", a codec, a list or mapping of these, one for each tensor, or
             `SizeAdaptiveCompression`, `RoleAdaptiveCompression`, `PerTensorCompression`.
         tensor_infos: a `CompressionInfo` for each tensor (key, shape, dtype, role), for compression by key or role.
-        bandwidth: bytes a second of this rank; None: as the others on average; 0: others reduce.
+        bandwidth: this rank's bandwidth in bytes per second; None: the mean of the other ranks; 0: do not reduce.
         min_vector_size: reducers with fewer elements than this get none.
-        auxiliary: only reduce for others. client_mode: only send; join groups that others lead.
-        allow_state_sharing: whether newcomers may download this rank's state; by default if neither of these.
+        auxiliary: only reduce. client_mode: only send, and only join groups that other ranks lead.
+        allow_state_sharing: whether newcomers may download this rank's state; default: unless one of these is set.
         declare_state_period: seconds between declarations as a donor.
-        shutdown_timeout: seconds that `shutdown` waits for the background at most.
-        step_timeout: seconds for finding a group if `step(timeout=...)` does not say (default: the deadline).
-        matchmaking: a rule that says who averages with whom in each round, instead of the protocol.
-        tag: of all messages; by default the prefix's own, from 16384 to 32767.
+        shutdown_timeout: maximum wait of `shutdown` for the background, in seconds.
+        step_timeout: seconds for finding a group without `step(timeout=...)` (default: the deadline).
+        matchmaking: a rule that defines the groups of each round, instead of the protocol.
+        tag: tag of all messages; by default a tag derived from the prefix, from 16384 to 32767.
 
     Raises:
-        ParameterError: a parameter is out of range, or two contradict each other.
-        UsageError: this rank has an averager of this prefix on this communicator that was not shut down, or one of
-            another prefix with the same tag.
+        ParameterError: a parameter is out of range, or two parameters contradict each other.
+        UsageError: this rank has an averager on this communicator that was not shut down, with the same prefix or the
+            same tag.
     """
 
     # fmt: off
@@ -115,9 +115,9 @@ class DecentralizedAverager:
         shutdown_timeout: float = 5.0, step_timeout: float | None = None, matchmaking: Matchmaking | None = None,
         tag: int | None = None,
     ) -> None:
-        given = dict(locals())  # the arguments, as long as no other name is local: all but three are settings
+        given = dict(locals())  # only the arguments are local yet; all but three are settings
         # fmt: on
-        # By name, not by position: 25 values have a few types, so two that are exchanged would pass every check.
+        # By name, not by position: 25 values have few types, so two swapped values would pass every check.
         self.settings = settings = Settings(**{field.name: given[field.name] for field in fields(Settings)})
         self.comm = as_comm(comm)
         self.vector = Vector(averaged_tensors, self.codecs(averaged_tensors))
@@ -143,20 +143,20 @@ class DecentralizedAverager:
         self, gather: Any = None, scheduled_time: float | None = None, weight: float | None = None,
         timeout: float | None = None, allow_retries: bool = True, require_trigger: bool = False, wait: bool = True,
     ) -> Averaged | StepControl | None:  # fmt: skip
-        """Look for a group and average with it once. Several steps run one after the other.
+        """Find a group and average with it once. Several steps run one after the other.
 
         Args:
             gather: any small object; the result holds the objects of all averaged ranks.
             scheduled_time: when the all-reduce is expected to begin (default: `min_matchmaking_time` from now).
             weight: this rank's weight in the average, above 0 (default 1).
             timeout: seconds for finding a group (default: `step_timeout`). An all-reduce may take longer.
-            allow_retries: look again after a failure while they last.
+            allow_retries: search again after a failure until the time-out.
             require_trigger: begin the all-reduce only after `StepControl.allow_allreduce()`; needs `wait=False`.
             wait: if false, return a `StepControl`; the step proceeds in every call (and in the background).
 
         Returns:
-            What the averaged ranks gave to `gather`, by rank. Its `complete` says whether all of the group were
-            averaged in all elements, `received` and `missing` how much is lacking. None if no average came about.
+            The `gather` objects of the averaged ranks, by rank. `complete`: whether all ranks of the group were
+            averaged in all elements; `received` and `missing`: the missing shares. None if there was no average.
         """
         if self._closed:
             raise UsageError(f"rank {self.rank}: step() after shutdown()")
@@ -203,15 +203,15 @@ class DecentralizedAverager:
     def load_state_from_peers(self, wait: bool = True, timeout: float | None = None) -> Loaded | StateDownload | None:
         """Download the state of the donor with the highest priority, or of the next one if it fails.
 
-        Donors and their priorities are looked up each time.
+        Each call looks up donors and their priorities.
 
         Args:
             wait: if false, return a `StateDownload`, which has `done()` and `result()`.
-            timeout: seconds in which to look again as long as no donor gives its state. By default each donor of one
-                list is asked once.
+            timeout: seconds in which to search for donors again until one sends its state. By default each donor of
+                one list is asked once.
 
         Returns:
-            (metadata, tensors), or None if no donor gave its state.
+            (metadata, tensors), or None if no donor sent its state.
         """
         now_s, chunk_s = self.comm.clock.now(), self.settings.next_chunk_timeout
         if chunk_s is None:
@@ -244,18 +244,18 @@ class DecentralizedAverager:
 
     # ------------------------------------------------------------------------------------------------ progress
     def progress(self) -> None:
-        """Handle all that has arrived and all that is due; never waits."""
+        """Handle all arrived messages and due timers; never waits."""
         self.engine.progress()
 
     def serve(self, seconds: float) -> None:
-        """Make progress for some seconds, as an auxiliary does, or a rank that has nothing else to do."""
+        """Make progress for some seconds, for auxiliaries and idle ranks."""
         self.engine.drive(lambda: False, seconds)
 
     def run_in_background(self, await_ready: bool = True, timeout: float | None = None) -> None:
-        """Make progress beside the rank's program, until `shutdown`.
+        """Make progress in parallel with the rank's program, until `shutdown`.
 
-        With `await_ready`, wait until this rank answers others, at most `timeout` seconds (default: the communicator's
-        deadline), then raise `Timeout`.
+        With `await_ready`, wait until this rank answers other ranks. Raise `Timeout` after `timeout` seconds (default:
+        the communicator's deadline).
         """
         self.engine.run_in_background()
         if await_ready and not self.engine.await_ready(self.comm.clock.limit_s() if timeout is None else timeout):
@@ -273,7 +273,7 @@ class DecentralizedAverager:
 
     @property
     def stats(self) -> dict[str, float]:
-        """What this rank's averager did and met."""
+        """Counters of this rank's averager."""
         states = {"states given": self.donor.given}
         return {**self.steps.counts, **self.endpoint.counts, **self.directory.counts, **states}
 
@@ -283,7 +283,7 @@ class DecentralizedAverager:
         Wait at most `timeout` seconds (default: `shutdown_timeout`) and return whether the background has stopped.
         """
         # Inside `hold`, since a background task may be in the middle of a step. The progress between the two lets the
-        # cancelled steps tell their groups (ABSENT, LEAVE), so that no member waits for this rank until a time-out.
+        # cancelled steps notify their groups (ABSENT, LEAVE), so that no member waits for this rank until a time-out.
         if not self._closed:
             self._closed = True
             with self.engine.hold():
@@ -294,15 +294,15 @@ class DecentralizedAverager:
         return self.engine.stop(self.settings.shutdown_timeout if timeout is None else timeout)
 
     def codecs(self, tensors: Sequence[torch.Tensor]) -> list[Codec]:
-        """Return the codec of each tensor, as `compression` and `tensor_infos` choose it."""
+        """Return the codec of each tensor, according to `compression` and `tensor_infos`."""
         if self.settings.tensor_infos is not None:
             check_infos(self.settings.tensor_infos, tensors)
         return codecs_for(self.settings.compression, self.settings.tensor_infos or infos_by_place(tensors))
 
     # --------------------------------------------------------------------------------------------- the tensors
     def acquire_tensors(self) -> bool:
-        """Take the tensors, unless `get_tensors` or another thread has them; `release_tensors` gives them back."""
-        # Not blocking: a task that waited here would keep a virtual rank's other tasks from releasing it.
+        """Lock the tensors and return True, or False if `get_tensors` or another thread holds them."""
+        # Not blocking: a task that waited here would prevent a virtual rank's other tasks from releasing the lock.
         return self._tensors.acquire(blocking=False)
 
     def release_tensors(self) -> None:
@@ -311,7 +311,7 @@ class DecentralizedAverager:
     def get_current_state(self) -> State:
         """Return the state that newcomers download: (small metadata, tensors, their `CompressionInfo`s or None).
 
-        Meant to be overridden; an override may leave the third out.
+        Subclasses may override it; the third item is optional.
         """
         return {"group_key": self.bits}, self.vector.tensors, self.settings.tensor_infos
 
@@ -319,12 +319,12 @@ class DecentralizedAverager:
     def advance(self, arrived: list[tuple[int, Message]], now_s: float, dead: set[int]) -> None:
         for source, message in arrived:
             self._route(source, message, now_s)
-        # After the messages: an answer that has just come must not be counted as missing.
+        # After the messages: an answer that has just arrived must not count as missing.
         self.steps.tick(now_s, dead, self.directory.tick(now_s))
         if self.loading is not None and not self.loading.done():
             self.loading.tick(now_s, dead)
         self.donor.declare(now_s)
-        # Only if a newcomer waits, and the tensors are free: a snapshot in the middle of a step would mix two states.
+        # Only if a newcomer waits and the tensors are free: a snapshot in the middle of a step would mix two states.
         if self.donor.fetches and self.acquire_tensors():
             try:
                 self.donor.answer(self.get_current_state)
@@ -334,7 +334,7 @@ class DecentralizedAverager:
     def _route(self, source: int, message: Message, now_s: float) -> None:
         if message.kind is Kind.DECLARE:
             self.endpoint.send_all(self.shard.handle(source, message, now_s))
-        elif message.kind is Kind.LISTED and not message.number:  # the search's; a number names a download's question
+        elif message.kind is Kind.LISTED and not message.number:  # for the search, not for a download
             key, step = self.directory.handle(source, message), self.steps.current
             if step is not None and step.matchmaker is not None and key == step.matchmaker.key:
                 step.matchmaker.listed(now_s)
@@ -353,7 +353,7 @@ class DecentralizedAverager:
         return min(times)
 
     def formed(self, group: Group, led: bool) -> None:
-        """Take note of a group with this rank in it; its leader alone records the event "group"."""
+        """Register a group with this rank in it; only its leader records the event "group"."""
         self.steps.note_group(group.number)
         index, size = group.ranks.index(self.rank), len(group.members)
         target = self.settings.target_group_size
@@ -373,7 +373,7 @@ class DecentralizedAverager:
             )
 
     def number(self) -> int:
-        """Draw 62 random bits, which name a request, group or download: in practice no two ranks draw the same."""
+        """Draw 62 random bits that identify a request, group or download: collisions are negligible."""
         return int(self.comm.rng("groups.number").integers(1, 2**62))
 
 

@@ -1,14 +1,14 @@
-"""The all-reduce of one group, as one member sees it: a state machine driven by messages and the time it is given.
+"""The all-reduce of one group, from the view of one member: a state machine driven by messages and time.
 
 Every member reduces a range of the vector (`vector.py`): it collects that range's parts from all senders, averages
-them in the members' order, and returns to each sender the average minus what that sender sent. No communicator and no
-tensor: flat arrays go in, deltas come out.
+them in the members' order, and returns to each sender the average minus the sender's values. Inputs are flat arrays,
+outputs are deltas. Must not know communicators or tensors.
 
-Failures. A sender that is awaited and silent for `sender_timeout_s` is banned: parts that it has sent count, later ones
-do not. A reducer that is silent for `reducer_timeout_s` has failed: its range keeps local values. A part that
-was lost or damaged is averaged without its sender, which keeps its local values there. Each average divides by the
-weights that arrived, and every member learns whose values are not in it. Senders get less time than reducers: one that
-waits for a slow sender must not itself seem to have failed to all the others.
+Failures. An awaited sender that is silent for `sender_timeout_s` is banned: parts that it has sent count, later ones
+do not. A reducer that is silent for `reducer_timeout_s` has failed: its range keeps local values. A lost or damaged
+part is averaged without its sender, which keeps its local values there. Each average divides by the weights that
+arrived, and every member learns which senders are missing. Senders have shorter time-outs than reducers: a reducer
+that waits for a slow sender must not appear to have failed itself.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from spawnsim.policies.exchange.messages import Kind, Message, Outgoing
 from spawnsim.policies.state.codecs import pack
 
 AHEAD = 32  # parts without an answer, over all reducers ...
-AHEAD_EACH = 2  # ... but at least so many for each
+AHEAD_EACH = 2  # ... but at least this many per reducer
 
 
 class PartSender:
-    """What this member sends. `counts`: parts for each reducer; `order`: whose turn is next, the sender itself last.
+    """The parts that this member sends. `counts`: parts per reducer; `order`: the reducers, the sender itself last.
 
-    Each member begins with the next one in the group. If all began with the first, its card would be the bottleneck
-    while the others were idle.
+    Each member begins with the next member of the group. If all began with the first member, its network card would be
+    the bottleneck while all other cards were idle.
     """
 
     def __init__(self, order: Sequence[int], counts: Mapping[int, int]) -> None:
@@ -41,11 +41,11 @@ class PartSender:
         self.window = max(AHEAD // max(len(self.counts) - 1, 1), AHEAD_EACH)
         self.failed: set[int] = set()
         self._sent = dict.fromkeys(self.counts, 0)
-        self.answers = Counter[int]()  # parts that each reducer has answered, or passed over
-        self._turn = deque(self.counts)  # reducers that have not been sent all their parts
+        self.answers = Counter[int]()  # parts that each reducer has answered or skipped
+        self._turn = deque(self.counts)  # reducers with unsent parts
 
     def next(self) -> tuple[int, int] | None:
-        """Return the next part as (reducer, index), None if none may be sent now."""
+        """Return the next part as (reducer, index), or None if no part may be sent now."""
         for _ in range(len(self._turn)):
             rank = self._turn.popleft()
             if not self._has_room(rank):
@@ -68,18 +68,18 @@ class PartSender:
         return rank not in self.failed and self.answers[rank] < self._sent.get(rank, 0)
 
     def answered(self, rank: int, index: int) -> bool:
-        """Note the answer to a part (and that those before it are lost); false if none is expected."""
+        """Record the answer to a part (earlier unanswered parts are lost); return False if it was not expected."""
         if rank in self.failed or not self.answers[rank] <= index < self.counts.get(rank, 0):
             return False
         self.answers[rank] = index + 1
-        if self._sent[rank] <= index:  # it does not wait for the part: it has averaged without this sender
+        if self._sent[rank] <= index:  # the reducer has averaged the part without this sender
             self._sent[rank] = index + 1
             if self._sent[rank] == self.counts[rank]:
                 self._turn.remove(rank)
         return True
 
     def fail(self, rank: int) -> bool:
-        """Give a reducer up; return whether anything was expected of it."""
+        """Mark a reducer as failed; return whether any answer was expected from it."""
         if rank in self.failed or self.answers[rank] >= self.counts.get(rank, 0):
             return False
         self.failed.add(rank)
@@ -89,12 +89,12 @@ class PartSender:
 
     @property
     def finished(self) -> bool:
-        """Whether all parts were sent and answered, but for the failed reducers'."""
+        """Whether all parts were sent and answered, except the parts of failed reducers."""
         return all(rank in self.failed or self.answers[rank] == count for rank, count in self.counts.items())
 
 
 class ReducedPart(NamedTuple):
-    """One averaged part: the delta of each sender that is in it, their total weight, and the senders that are not."""
+    """One averaged part: the delta of each included sender, their total weight, and the missing senders."""
 
     part: int
     deltas: dict[int, Values]
@@ -103,12 +103,12 @@ class ReducedPart(NamedTuple):
 
 
 class PartReducer:
-    """The range that this member averages, in parts. `live` senders are waited for; the banned are not."""
+    """The range that this member averages, in parts. It awaits `live` senders, not banned ones."""
 
     def __init__(self, senders: Sequence[int], parts: Sequence[Part]) -> None:
         self.senders, self.parts, self.done = list(senders), parts, 0
         self.live = set(senders)
-        self.progress = dict.fromkeys(senders, 0)  # sender → the part that comes next from it
+        self.progress = dict.fromkeys(senders, 0)  # sender → its next part
         self._came: list[dict[int, tuple[Values, float]]] = [{} for _ in parts]
 
     @property
@@ -116,13 +116,13 @@ class PartReducer:
         return self.done == len(self.parts)
 
     def awaits(self, sender: int) -> bool:
-        # `<=`: the sender has not passed the part that is to be averaged next.
+        # `<=`: the next part to average is still to come from this sender.
         return not self.finished and sender in self.live and self.progress[sender] <= self.done
 
     def take(self, sender: int, index: int, values: Values | None, weight: float) -> bool:
-        """Keep one part (None: it came damaged). Refuse parts of the banned, or those that came or were passed over."""
-        # A part that was passed over is averaged already: taken now it would be in no mean, and its sender would learn
-        # otherwise.
+        """Store one part (None: damaged). Refuse duplicates, skipped parts, and parts of banned senders."""
+        # A skipped part has been averaged already: if it were accepted now, its sender would learn that it counts
+        # although no mean contains it.
         if sender not in self.live or index < self.progress[sender]:
             return False
         if values is not None:
@@ -131,7 +131,7 @@ class PartReducer:
         return True
 
     def ready(self) -> Iterator[ReducedPart]:
-        """Yield the parts for which no sender is awaited any more, in order."""
+        """Yield the parts that no longer await a sender, in order."""
         while not self.finished and not any(map(self.awaits, self.live)):
             self.done += 1
             yield self._reduce(self.done - 1)
@@ -152,7 +152,7 @@ class PartReducer:
 
 
 class Role(Enum):
-    """What a member does: NODE sends and reduces, CLIENT only sends, AUX only reduces."""
+    """Role of a member: NODE sends and reduces, CLIENT only sends, AUX only reduces."""
 
     NODE = "node"
     CLIENT = "client"
@@ -168,7 +168,7 @@ class Member(NamedTuple):
     gathered: Any = None
 
     def plain(self) -> tuple[int, str, float | None, Any]:
-        """Return what travels: no class of this package, whose module path would be pickled with it."""
+        """Return plain data for messages: pickled classes of this package would include their module paths."""
         return self.rank, self.role.value, self.bandwidth, self.gathered
 
     @classmethod
@@ -199,7 +199,7 @@ class Group(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """How an all-reduce is cut, and how long it waits: for a message of a member, and altogether."""
+    """Part sizes and time limits of an all-reduce: per message of a member, and in total."""
 
     part_size_bytes: int = 2**19
     min_vector_size: int = 0
@@ -209,24 +209,24 @@ class Limits:
 
 
 def shares(group: Group, length: int, min_size: int) -> list[int]:
-    """Return how many elements each member reduces; all 0 if no member can."""
+    """Return how many elements each member reduces; 0 for all if no member can."""
     rates = [0.0 if member.role is Role.CLIENT else member.bandwidth for member in group.members]
     if not any(rate is None or rate > 0 for rate in rates):
-        # If no member that may reduce has bandwidth, all share the work equally: a group that nobody serves would fail.
+        # If no possible reducer has bandwidth, all share the work equally: a group without reducers would fail.
         rates = [0.0 if member.role is Role.CLIENT else 1.0 for member in group.members]
     return element_counts(length, rates, min_size) if any(rates) or None in rates else [0] * len(rates)
 
 
-# Deltas and not averages travel back, for two reasons. The delta of equal inputs is exactly zero, and every codec keeps
-# zeros, so ranks that agree stay bit for bit as they were under any compression. And training may continue meanwhile: a
-# delta added later keeps the steps that were taken since, where an average would overwrite them.
+# Deltas travel back instead of averages, for two reasons. The delta of equal inputs is exactly zero, and every codec
+# preserves zeros, so ranks that agree stay unchanged to the bit under any compression. And training may continue
+# meanwhile: a delta added later preserves the steps taken since, while an average would overwrite them.
 #
-# Sums are taken in the members' order: the result must not depend on the order in which messages arrive.
-# Each reducer gets its parts in order and answers in order, so a part that is passed over was lost. Only so many parts
-# are under way at once (`AHEAD`): the rest of a large vector would keep the sender's wire busy for minutes, and its
-# answers to others, which those wait for, would queue behind it.
+# Sums are computed in the members' order, as the result must not depend on the order of arrivals.
+# Each reducer receives its parts in order and answers in order, so a skipped part was lost. The number of parts in
+# flight is limited (`AHEAD`): a large vector would keep the sender's wire busy for minutes, and its answers to waiting
+# members would queue behind it.
 class Butterfly:
-    """One member's part in one all-reduce. Feed it messages and time, send what is in `out`, until `finished`."""
+    """One member's side of an all-reduce. Until `finished`, feed it messages and time, and send `out`."""
 
     def __init__(
         self, rank: int, group: Group, vector: Vector, *, weight: float, limits: Limits, now_s: float
@@ -249,13 +249,13 @@ class Butterfly:
         self._lost: set[int] = set()
         self._heard_s = dict.fromkeys(group.ranks, now_s)
         self._reduced_s = now_s  # when the last part was averaged
-        # How many elements came back; and of these, by sender, how many are without its values.
+        # Number of elements that came back; by sender, the number of these that lack its values.
         self._returned, self._lacking = 0, Counter[int]()
-        self._reduce(now_s)  # without senders there is nothing to wait for
+        self._reduce(now_s)  # without senders it is complete at once
 
     # ------------------------------------------------------------------------------------------------ sending
     def send_some(self, limit: int, now_s: float) -> None:
-        """Put up to `limit` more parts into `out`; those for this member's own range are taken at once."""
+        """Put up to `limit` more parts into `out`; parts of this member's own range are handled at once."""
         for _ in range(limit):
             found = self.sending.next()
             if found is None:
@@ -266,7 +266,7 @@ class Butterfly:
                 self.handle(rank, message, now_s)
             else:
                 self.out.append((rank, message))
-                # A reducer that was idle owes its answer from now on, not from its last message.
+                # The time-out of an idle reducer begins now, not at its last message.
                 self._heard_s[rank] = max(self._heard_s[rank], now_s)
 
     def _message(self, part: Part, index: int) -> Message:
@@ -276,7 +276,7 @@ class Butterfly:
 
     # ---------------------------------------------------------------------------------------------- receiving
     def handle(self, source: int, message: Message, now_s: float) -> None:
-        """Take a PART, DELTA or ABSENT of this group."""
+        """Handle a PART, DELTA or ABSENT of this group."""
         if source not in self._heard_s:
             self.counts["strangers"] += 1
         elif message.kind is Kind.ABSENT:
@@ -287,7 +287,7 @@ class Butterfly:
             self._delta(source, message, now_s)
 
     def _unpacked(self, part: Part, message: Message) -> Values | None:
-        """Return the values in a message, None if it holds none, or was damaged."""
+        """Return the values in a message, or None if it has no valid values or was damaged."""
         if not message.damaged:
             with suppress(ValueError):
                 return self.vector.unpacked(part, message.raw, message.body)
@@ -305,14 +305,14 @@ class Butterfly:
         self._reduce(now_s)
 
     def _reduce(self, now_s: float) -> None:
-        """Average complete parts; each sender gets its delta, or learns that its part was not averaged."""
+        """Average complete parts; send each sender its delta, or a notice that its part was not averaged."""
         for reduced in self.reducer.ready():
             self._reduced_s = now_s
             for sender in self.reducer.senders:
                 delta = reduced.deltas.get(sender)
                 if sender == self.rank:
                     self._answered(self.rank, reduced.part, delta, reduced.missing)
-                # A lost member's answer would stay on the wire in front of those for the living.
+                # An answer to a lost member would delay answers to living members on the wire.
                 elif sender not in self._lost:
                     self.out.append((sender, self._answer(reduced, delta)))
             if not self.sends:
@@ -335,7 +335,7 @@ class Butterfly:
             self.counts["refused deltas"] += 1
 
     def _answered(self, reducer: int, index: int, delta: Values | None, missing: Sequence[int]) -> bool:
-        """Take a reducer's answer; without a delta, or if none is awaited, the local values stay."""
+        """Accept a reducer's answer; without a delta, or if it is not awaited, local values stay."""
         if not self.sending.answered(reducer, index):
             return False
         if delta is not None:
@@ -351,7 +351,7 @@ class Butterfly:
 
     # ----------------------------------------------------------------------------------------------- failures
     def lost(self, rank: int, now_s: float) -> None:
-        """Note that a member takes no part any more: it is banned as a sender and has failed as a reducer."""
+        """Remove a member: it is banned as a sender and has failed as a reducer."""
         self._lost.add(rank)
         self._ban(rank, now_s)
         self.counts["failed reducers"] += self.sending.fail(rank)
@@ -363,19 +363,19 @@ class Butterfly:
             self._reduce(now_s)
 
     def _late(self) -> Iterator[tuple[float, bool, int]]:
-        """Yield (due, whether as sender, rank) for each member that is awaited."""
+        """Yield (due time, whether as sender, rank) for each awaited member."""
         limits, end_s = self.limits, self.began_s + self.limits.allreduce_timeout_s
         for rank in self.group.ranks:
             if rank != self.rank and self.reducer.awaits(rank):
-                # Silence begins no earlier than the last average: until then the reducer was not waiting for this
-                # sender alone.
+                # Silence begins no earlier than the last average: before it, this reducer may have waited for another
+                # sender.
                 since_s = max(self._heard_s[rank], self._reduced_s)
                 yield min(since_s + limits.sender_timeout_s, end_s), True, rank
             if rank != self.rank and self.sending.awaits(rank):
                 yield min(self._heard_s[rank] + limits.reducer_timeout_s, end_s), False, rank
 
     def tick(self, now_s: float) -> None:
-        # A list first, since a ban may average parts and so change which members are awaited.
+        # Copied to a list, since a ban may average parts and so change the awaited members.
         for due_s, as_sender, rank in list(self._late()):
             if due_s <= now_s and as_sender:
                 self._ban(rank, now_s)
@@ -396,9 +396,9 @@ class Butterfly:
         return self._returned / self.vector.count if self.sends and self.vector.count else 1.0
 
     def missing(self) -> dict[int, float]:
-        """Return, for each member whose values are not in all that came back, the share in which they are not.
+        """Return, for each member that is missing in a part of the result, the share of elements without its values.
 
-        An auxiliary knows it of the parts that it has averaged itself.
+        For an auxiliary, the share refers to the parts that it averaged itself.
         """
         lacking, returned = self._lacking, self._returned
         return {rank: lacking[rank] / returned for rank in self.group.ranks if lacking[rank]}

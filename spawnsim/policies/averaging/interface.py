@@ -1,8 +1,8 @@
-"""What the caller of an averager gives and gets: settings, rules that say who averages, a step's handle and result.
+"""The interface of an averager to its caller: settings, static rules of groups, handles and results of steps.
 
-A static rule is any object with `members(rank, size, round)`, which returns the sorted ranks of the group, `rank`
-included; each partitions the ranks in every round, the same on every rank. Settings are checked when they are made.
-What drives a step is handed to its handle as a function. No communicator, no tensor.
+A static rule is any object with `members(rank, size, round)`, which returns the sorted ranks of the group, including
+`rank`. In every round it defines a partition of the ranks, the same on every rank. Settings are checked at creation. A
+step's handle receives the function that drives the step. Must not know communicators or tensors.
 """
 
 from __future__ import annotations
@@ -31,10 +31,11 @@ def check_bits(bits: str) -> str:
 
 
 def next_bits(bits: str, group: int, *, index: int, group_size: int, target: int | None) -> str:
-    """Return a member's bits after its group has formed, so that its members scatter next time (Moshpit).
+    """Return a member's bits after its group has formed, so that the members scatter in the next round (Moshpit).
 
     All members draw the same distinct buckets from the group's number, one each; the bucket's bits are appended and
-    the oldest fall out. There are `target` buckets, rounded up to a power of two (by default the group's size, so).
+    the oldest bits dropped. Buckets are numbered with enough bits for `target` buckets (default: the
+    group's size).
     Source: Ryabinin et al., "Moshpit SGD" (2021), section 3.
     """
     if not bits:
@@ -63,10 +64,10 @@ class Everyone:
 
 @dataclass(frozen=True, slots=True)
 class Grid:
-    """Ranks are coordinates; round t averages along axis t mod d. N = M₁·…·M_d ranks agree exactly after d rounds.
+    """Ranks on a grid; round t averages along axis t mod d. N = M₁·…·M_d ranks agree exactly after d rounds.
 
-    `shape` names the sides; None takes the most nearly square pair. Where the ranks do not fill the grid, its last
-    lines are short.
+    `shape` lists the sides; None means a nearly square pair. If the ranks do not fill the grid, its last lines are
+    short.
     """
 
     shape: tuple[int, ...] | None = None
@@ -96,9 +97,9 @@ class Grid:
 
 @dataclass(frozen=True, slots=True)
 class RandomGroups:
-    """Fresh random groups of `size` in each round; the ranks left over form a smaller one.
+    """New random groups of `size` in each round; the remaining ranks form a smaller group.
 
-    Variance contracts by (N/M − 1)/(N − 1) a round in expectation.
+    In expectation, variance contracts by (N/M − 1)/(N − 1) per round.
     """
 
     size: int
@@ -118,7 +119,7 @@ class RandomGroups:
 class Exponential:
     """Round t pairs ranks whose numbers differ in bit t mod k. N = 2ᵏ ranks agree exactly after k rounds.
 
-    Ranks without a partner (N no power of two) sit out.
+    Ranks without a partner (if N is not a power of two) skip the round.
     """
 
     def members(self, rank: int, size: int, round_: int) -> tuple[int, ...]:
@@ -127,12 +128,12 @@ class Exponential:
         return tuple(sorted((rank, peer))) if peer < size else (rank,)
 
 
-FIRST_TAG, LAST_TAG = 16384, 32767  # every MPI has these; policies and examples use smaller ones
+FIRST_TAG, LAST_TAG = 16384, 32767  # every MPI supports these; policies and examples use smaller tags
 
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """The parameters of `DecentralizedAverager`, under the same names, checked. Times are seconds of `comm.clock`."""
+    """The checked parameters of `DecentralizedAverager`, with the same names. Times are seconds of `comm.clock`."""
 
     prefix: str
     target_group_size: int | None = None
@@ -199,28 +200,28 @@ class Settings:
             )
 
     def _awaited_s(self, patience_s: float) -> tuple[float, float]:
-        """Return how long a sender and a reducer may be silent, by default as long as a call may wait."""
+        """Return how long a sender and a reducer may be silent, by default the maximum wait of a call."""
         sender_s = self.sender_timeout if self.sender_timeout is not None else self.next_chunk_timeout
-        # Half of the reducers' time, if that alone is given: a reducer waits for its senders first, and must still be
-        # able to answer in time.
+        # Half of the reducers' time-out, if only that is given: a reducer waits for its senders first, and must still
+        # answer in time.
         if sender_s is None:
             sender_s = min(patience_s, math.inf if self.reducer_timeout is None else self.reducer_timeout / 2)
         return sender_s, 2 * sender_s if self.reducer_timeout is None else self.reducer_timeout
 
     def limits(self, patience_s: float) -> Limits:
-        """Return the limits of an all-reduce; no message is awaited for longer than `patience_s` by default."""
+        """Return the limits of an all-reduce; by default senders may be silent for `patience_s`."""
         sender_s, reducer_s = self._awaited_s(patience_s)
         allreduce_s = math.inf if self.allreduce_timeout is None else self.allreduce_timeout
         return Limits(self.part_size_bytes, self.min_vector_size, sender_s, reducer_s, allreduce_s)
 
     @property
     def channel(self) -> int:
-        """32 bits that the messages of all averagers of this prefix carry."""
+        """A 32-bit number in the messages of all averagers with this prefix."""
         return digest(self.prefix) & 0xFFFFFFFF
 
     @property
     def tag_or_default(self) -> int:
-        """The tag of all messages. Each prefix has its own tag, so that averagers of two do not mix."""
+        """The tag of all messages. Prefixes have different tags, so that their averagers do not interfere."""
         return FIRST_TAG + digest(self.prefix) % (LAST_TAG + 1 - FIRST_TAG) if self.tag is None else self.tag
 
     @property
@@ -235,15 +236,15 @@ _ABOVE_ZERO = (
 
 
 class Averaged(dict[int, Any]):
-    """The result of a step: what each averaged rank gave to `gather`, by rank; and how whole the average is.
+    """The result of a step: the `gather` object of each averaged rank, by rank, and the completeness of the average.
 
-    Ranks of the group of whose values nothing was averaged are not in it.
+    It excludes ranks of the group whose values are not in the average at all.
 
     Attributes:
-        received: the share of this rank's elements that came back averaged; the others keep their local values,
-            because a reducer failed, or because this rank's values came too late or damaged.
-        missing: ranks whose values are not in all that came back, with the share in which they are not (1: in none).
-        complete: whether all of the group were averaged in all elements.
+        received: the share of this rank's elements that came back averaged. All other elements keep local values: a
+            reducer failed, or this rank's values were late or damaged.
+        missing: ranks that are missing in a part of the average, with the share of elements without them (1: all).
+        complete: whether all ranks of the group were averaged in all elements.
     """
 
     def __init__(
@@ -258,11 +259,11 @@ class Averaged(dict[int, Any]):
 
 
 def why_no_average(butterfly: Butterfly) -> str | None:
-    """Return why a finished all-reduce has averaged nothing, None if it has."""
+    """Return why a finished all-reduce has averaged nothing; None if it has averaged values."""
     if butterfly.received == 0:
         return "no reducer answered"
-    # All came back, but averaged with no other member's values: not an average, although no reducer has failed, and a
-    # reason to search again.
+    # All elements came back, but without values of any other member. This is no average, although no reducer failed,
+    # and a reason to search again.
     others = set(butterfly.reducer.senders) - {butterfly.rank}
     missing = butterfly.missing()
     if butterfly.sends and others and all(missing.get(rank) == 1 for rank in others):
@@ -271,7 +272,7 @@ def why_no_average(butterfly: Butterfly) -> str | None:
 
 
 def result_of(butterfly: Butterfly) -> Averaged:
-    """Return the result of a finished all-reduce: without the members of whose values nothing was averaged."""
+    """Return the result of a finished all-reduce, without members whose values are not in the average."""
     missing = butterfly.missing()
     failed = {rank for rank in butterfly.sending.failed if not butterfly.sending.answers[rank]}
     members = {
@@ -291,7 +292,7 @@ class Cancelled(WorldError):
 
 
 class Stage(Enum):
-    """How far a step has come."""
+    """Stage of a step."""
 
     IDLE = "idle"
     LOOKING_FOR_GROUP = "looking for group"
@@ -311,9 +312,9 @@ Done = Callable[[], bool]
 
 
 class StepControl:
-    """Handle of a step: look at its stage, change its weight, trigger it, cancel it, wait for its result.
+    """Handle of a step: read its stage, change its weight, trigger it, cancel it, wait for its result.
 
-    `result()` returns what the averaged ranks gave to `gather`, by rank, and says how whole the average is.
+    `result()` returns the `gather` objects of the averaged ranks, by rank, and the completeness of the average.
     """
 
     def __init__(
@@ -358,11 +359,11 @@ class StepControl:
             )
 
     def allow_allreduce(self) -> None:
-        """Let the all-reduce begin when the group is formed. May be called again."""
+        """Allow the all-reduce to begin when the group is formed. May be called repeatedly."""
         self.triggered = True
 
     def cancel(self) -> bool:
-        """End the step without a result; return whether that was still possible. Members learn of it at once."""
+        """End the step without a result; return whether that was still possible. Members are notified at once."""
         if self.done():
             return False
         self.cancel_requested = True
@@ -376,16 +377,16 @@ class StepControl:
         return isinstance(self._error, Cancelled)
 
     def exception(self) -> BaseException | None:
-        """Return what ended the step, if it failed."""
+        """Return the error that ended the step, if it failed."""
         return self._error
 
     def result(self, timeout: float | None = None) -> Averaged:
         """Wait for the end, at most `timeout` seconds, and return the result.
 
         Raises:
-            AveragingFailed: no average came about.
+            AveragingFailed: the step ended without an average.
             Cancelled: `cancel` was called.
-            Timeout: `timeout` is over and the step is not.
+            Timeout: the step did not end within `timeout`.
         """
         if not (self.done() or self._drive(self.done, math.inf if timeout is None else timeout)):
             unfinished = f"the averaging step is not over ({self.stage.value})"

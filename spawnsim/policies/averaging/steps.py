@@ -1,9 +1,9 @@
 """The averaging steps of one averager: search, wait for the trigger, all-reduce; again while the deadline allows.
 
-`Step` is a state machine over the search and the all-reduce, driven by messages and time. Its deadline bounds the
-search alone: an all-reduce ends by itself, since its members wait for each other's messages only so long, and to leave
-one early would cost all other members a time-out. `StepQueue` holds the step under way, the steps that wait for it, and
-messages that came too early. What survives a step (group bits, round) is the averager's.
+`Step` is a state machine over the search and the all-reduce, driven by messages and time. Its deadline applies only to
+the search: an all-reduce ends by itself, since its members limit their waits, and leaving it early would cost all other
+members a time-out. `StepQueue` holds the current step, the steps that wait for it, and messages that arrived too early.
+The averager holds the state that survives a step (group bits, round).
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ if TYPE_CHECKING:
     from spawnsim.policies.averaging.averager import DecentralizedAverager
 
 SEARCH_KINDS = (Kind.JOIN, Kind.REPLY, Kind.LEAVE, Kind.DISBAND, Kind.BEGIN, Kind.CALL)
-BURST = 64  # parts sent between two looks at arrived messages
+BURST = 64  # parts sent between two polls for messages
 
 
 @dataclass(frozen=True, slots=True)
 class StepRequest:
-    """What the caller of `step` asked for. `patience_s`: how long to wait for a message if no time-out says it."""
+    """The arguments of `step`. `patience_s`: maximum wait for a message without a time-out."""
 
     gathered: Any
     deadline_s: float
@@ -43,7 +43,7 @@ class StepRequest:
 
 
 class Step:
-    """One step under way. `missed`: members of its static group have looked for this rank before it came."""
+    """One active step. `missed`: members of its static group requested this rank before the step began."""
 
     def __init__(
         self, queue: StepQueue, control: StepControl, request: StepRequest, now_s: float, *, missed: bool
@@ -57,7 +57,7 @@ class Step:
         self.next_round = self.averager.round + 1
         self.failures: list[str] = []
         self.counts: Counter[str] = Counter()
-        self._early: list[tuple[int, Message]] = []  # messages of the group that came before the trigger
+        self._early: list[tuple[int, Message]] = []  # messages of the group from before the trigger
         self._begin_search(now_s, missed)
 
     # ------------------------------------------------------------------------------------------ matchmaking
@@ -69,7 +69,7 @@ class Step:
         self._continue_search(now_s)
 
     def _continue_search(self, now_s: float) -> None:
-        """Join the group that the search has found, or do without one."""
+        """Join the group that the search has found, or handle a search without a group."""
         self._collect()
         search = self.matchmaker.search if self.matchmaker is not None else None
         if search is not None and search.group is not None:
@@ -79,7 +79,7 @@ class Step:
             self._found_none(search, now_s)
 
     def _found_none(self, search: Search, now_s: float) -> None:
-        """Search again if that may help. A rank that is late for a round joins a later one, so that it catches up."""
+        """Search again if that may help. A rank that is late for a round joins a later round, to catch up."""
         terms, ahead = search.terms, search.ahead
         again, why = True, f"too few peers under {terms.key} by {terms.expires_s:.6g} s"
         if search.late:
@@ -104,7 +104,7 @@ class Step:
 
     # ----------------------------------------------------------------------------------------------- messages
     def handle(self, source: int, message: Message, now_s: float) -> bool:
-        """Take a message of this step's search or group; return whether it was one."""
+        """Handle a message of this step's search or group; return whether it was one."""
         if self.group is not None:
             return self._handle_member(self.group, source, message, now_s)
         if self.matchmaker is None or message.kind not in SEARCH_KINDS:
@@ -116,7 +116,7 @@ class Step:
 
     def _handle_member(self, group: Group, source: int, message: Message, now_s: float) -> bool:
         if message.kind is Kind.BEGIN and Group.of(message.meta).number == group.number:
-            return True  # it came twice
+            return True  # a duplicate
         if message.kind is Kind.JOIN and self.led and source in group.ranks and message.meta[1] == group.key:
             # The first BEGIN was lost.
             self.out.append((source, Message(Kind.BEGIN, message.number, meta=group.plain())))
@@ -130,7 +130,7 @@ class Step:
         return True
 
     def lost(self, rank: int, now_s: float) -> None:
-        """Note that a rank is dead."""
+        """Handle the death of a rank."""
         if self.matchmaker is not None:
             self.matchmaker.search.gone(rank, now_s)
         if self.butterfly is not None:
@@ -205,7 +205,7 @@ class Step:
     # ---------------------------------------------------------------------------------------------- endings
     def _failed(self, why: str, now_s: float, again: bool = True) -> None:
         self.failures.append(why)
-        # In a static matchmaking the other members continue with the next round: a second try would find none of them.
+        # In a static matchmaking the other members continue with the next round: a retry would find no member.
         gone_on = self.group is not None and self.averager.settings.matchmaking is not None
         self._withdraw()
         if self.request.retry and again and not gone_on and now_s < self.request.deadline_s:
@@ -215,7 +215,7 @@ class Step:
             self.control.finish(error=AveragingFailed(f"rank {self.averager.rank}: {'; '.join(shown)}"))
 
     def _withdraw(self) -> None:
-        """Leave search and group, and say so to all ranks that count on this one."""
+        """Leave search and group, and notify all ranks that expect this rank."""
         if self.matchmaker is not None:
             self.matchmaker.search.leave()
         if self.group is not None:
@@ -226,7 +226,7 @@ class Step:
         self._early.clear()
 
     def _retire(self) -> None:
-        """Let go of the machines, and keep their counts."""
+        """Drop the state machines, and keep their counts."""
         self._collect()
         if self.matchmaker is not None:
             self.matchmaker.end()
@@ -244,16 +244,16 @@ class Step:
 
 
 EARLY_AT_MOST = 4096  # messages kept for groups and rounds that this rank has yet to reach
-GROUPS_AT_MOST = 64  # that are remembered
+GROUPS_AT_MOST = 64  # numbers of groups that are stored
 
 
-# Ranks are never in step with each other, so a message can reach a rank before the step that it belongs to. Which ones
-# are kept, and why: a JOIN for a later static round, since that round's other members would else wait for a time-out; a
-# PART or ABSENT of an unknown group, since the leader's BEGIN may be overtaken by messages of other members (only those
-# of one rank stay in order). All other messages get an answer at once that lets their sender continue: a refusal, a
-# LEAVE or an ABSENT. Silence would be correct as well, but costs the sender a time-out.
+# Ranks are not synchronized, so a message can reach a rank before the step that it belongs to. Two kinds are kept: a
+# JOIN for a later static round, since that round's other members would otherwise wait for a time-out; and a PART or
+# ABSENT of an unknown group, since messages of other members may overtake the leader's BEGIN (only messages of one rank
+# stay in order). All other messages get an immediate answer that lets their sender continue: a refusal, a LEAVE or an
+# ABSENT. Silence would be correct as well, but costs the sender a time-out.
 class StepQueue:
-    """At most one step is under way; the others begin in the order in which they were asked for."""
+    """Runs one step at a time; waiting steps begin in the order of their requests."""
 
     def __init__(self, averager: DecentralizedAverager) -> None:
         self.averager = averager
@@ -262,7 +262,7 @@ class StepQueue:
         self._waiting: deque[tuple[StepControl, StepRequest]] = deque()
         self._early: deque[tuple[int, Message, float]] = deque(maxlen=EARLY_AT_MOST)  # source, message, time
         self._groups: deque[int] = deque(maxlen=GROUPS_AT_MOST)  # numbers of the latest groups
-        self._missed: set[int] = set()  # ranks that asked for the next static round, and did not wait
+        self._missed: set[int] = set()  # ranks that requested the next static round, and gave up
         self._formed = -1  # the last static round in which this rank was in a group
 
     @property
@@ -279,7 +279,7 @@ class StepQueue:
             control.cancel_requested = True
 
     def _begin_next(self, now_s: float) -> None:
-        """Begin the next step that waits, and hand it the messages that came before."""
+        """Begin the next waiting step, and pass it the messages that arrived before."""
         while self.current is None and self._waiting:
             control, request = self._waiting.popleft()
             if control.cancel_requested:
@@ -301,12 +301,12 @@ class StepQueue:
         return Cancelled(f"rank {self.averager.rank}: the averaging step was cancelled")
 
     def note_group(self, number: int) -> None:
-        """Take note that this rank is in a group of the round under way."""
+        """Record that this rank is in a group of the current round."""
         self._groups.append(number)
         self._formed = max(self._formed, self.averager.round)
 
     def early(self, number: int) -> list[tuple[int, Message]]:
-        """Return, and forget, the messages of a group that came before the group was known here."""
+        """Remove and return the messages of a group that arrived before the group was known here."""
         found = [(source, message) for source, message, _ in self._early if message.number == number]
         if found:
             left = (item for item in self._early if item[1].number != number)
@@ -315,7 +315,7 @@ class StepQueue:
 
     # ---------------------------------------------------------------------------------------------------- messages
     def handle(self, source: int, message: Message, now_s: float) -> None:
-        """Hand a message to the step it belongs to, keep it for the next one, or refuse it."""
+        """Pass a message to its step, keep it for the next step, or refuse it."""
         step = self.current
         if message.kind is Kind.LEAVE and self._left(source, message):
             return
@@ -325,7 +325,7 @@ class StepQueue:
             self._unexpected(source, message, now_s)
 
     def _static(self, source: int, message: Message, now_s: float) -> None:
-        """Take a JOIN or CALL for a round: keep it if this rank is not there yet, else answer how far it is."""
+        """Handle a JOIN or CALL for a round: keep it if this rank has yet to reach it, else reply its position."""
         step = self.current
         prefix, _, number = str(message.meta[1]).rpartition(".round")
         round_ = int(number) if prefix == self.averager.settings.prefix and number.isdigit() else -1
@@ -350,17 +350,17 @@ class StepQueue:
             number = Group.of(message.meta).number
         if kind is Kind.JOIN:
             self._refuse(source, message)
-        elif kind in (Kind.PART, Kind.ABSENT, Kind.BEGIN) and number in self._groups:  # which is over
+        elif kind in (Kind.PART, Kind.ABSENT, Kind.BEGIN) and number in self._groups:  # a past group
             if kind is Kind.PART:  # its sender may still wait for an answer, if one was lost
                 self.averager.endpoint.send(source, Message(Kind.ABSENT, number))
-        # Others of the group may begin before its BEGIN is here.
+        # Other members may begin before this rank receives its BEGIN.
         elif kind in (Kind.PART, Kind.ABSENT):
             self._early.append((source, message, now_s))
         else:
             self.averager.endpoint.send_all(declined(self.averager.rank, source, message))
 
     def _left(self, source: int, message: Message) -> bool:
-        """Forget a request that was kept, if there is one: its rank has waited long enough."""
+        """Drop a kept request whose rank has given up; return whether there was one."""
         kept = [item for item in self._early if (item[0], item[1].number) != (source, message.number)]
         if len(kept) == len(self._early):
             return False
@@ -370,7 +370,7 @@ class StepQueue:
 
     # ----------------------------------------------------------------------------------------------------- time
     def tick(self, now_s: float, dead: set[int], changed: set[str]) -> None:
-        """Let the step do what is due, and begin the next one when it has ended."""
+        """Advance the current step, and begin the next one when it has ended."""
         self._begin_next(now_s)
         step = self.current
         if step is None:
@@ -386,7 +386,7 @@ class StepQueue:
             self._begin_next(now_s)
 
     def _end(self, step: Step) -> None:
-        """Keep a step's round and counts, and drop messages for its groups."""
+        """Store a step's round and counts, and drop messages for its groups."""
         self.averager.endpoint.send_queue(step.out)
         self.averager.round = step.next_round
         kept = (item for item in self._early if item[1].number not in self._groups)

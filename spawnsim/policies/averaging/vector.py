@@ -1,13 +1,13 @@
-"""One flat vector of all averaged tensors, how it is cut into parts, and how much of it each rank reduces.
+"""One flat vector of all averaged tensors, its division into parts, and the share that each rank reduces.
 
-Tensors of one dtype and codec lie end to end in one segment; a codec that looks at more than one value at a time gets
-each tensor by itself. Halves travel and sum in float32, whole numbers and truth values in float64 (then rounded),
+Tensors of one dtype and codec lie end to end in one segment; a codec with statistics over several values encodes each
+tensor separately. Half precision travels and is summed in float32, integers and booleans in float64 (then rounded),
 complex numbers as pairs. Positions count elements over all segments.
 
 The shares are the minimax partition over peers of unequal bandwidth. In a butterfly of n peers, peer i sends and
 receives V·(1 + (n − 2)·w_i) when it reduces the fraction w_i, in time V·(1 + (n − 2)·w_i)/b_i. The fractions minimise
-the slowest peer's time, and among all such choices the next slowest, and so on. They are found exactly by water-filling
-(`fractions`), where others solve a linear programme.
+the slowest peer's time, and among all such choices the next slowest, and so on. Water-filling (`fractions`) computes
+them exactly, without a linear programme.
 """
 
 from __future__ import annotations
@@ -40,16 +40,16 @@ def fractions(bandwidths: Sequence[float] | Floats) -> Floats:
     if not given.size or not (np.isfinite(given) & (given >= 0)).all() or not given.any():
         raise ParameterError(f"bandwidths {given.tolist()}: give numbers of at least 0, at least one above")
     peers = given.size
-    if peers <= 2:  # every partition takes equally long: n − 2 is 0
+    if peers <= 2:  # all partitions take equally long: n − 2 is 0
         return np.asarray(given / given.sum())
     # With S = {i : w_i > 0} and a level x, w_i = (x·b_i − 1)/(n − 2) on S, and Σ w_i = 1 gives
-    # x = (n − 2 + |S|)/Σ_S b_i. S is a set of fastest peers (a peer with x·b_i ≤ 1 spends 1/b_i ≥ x although it
-    # reduces nothing), so at most n levels are tried. The sum of the fractions rises with x, so there is one level,
-    # and no choice of fractions does better: below it the fractions that keep within the level sum to less than 1.
+    # x = (n − 2 + |S|)/Σ_S b_i. S contains the fastest peers (a peer with x·b_i ≤ 1 spends 1/b_i ≥ x although it
+    # reduces nothing), so there are at most n levels to test. The sum of the fractions rises with x, so the level is
+    # unique, and no choice of fractions is better: fractions within a lower level sum to less than 1.
     order = np.argsort(-given, kind="stable")
     fastest = given[order]
     levels = (peers - 2 + np.arange(1, peers + 1)) / np.cumsum(fastest)
-    # The largest set whose slowest peer still gets some.
+    # The largest set whose slowest peer still gets a share.
     filled = int(np.flatnonzero(levels * fastest > 1)[-1]) + 1
     found = np.zeros(peers)
     found[order[:filled]] = (levels[filled - 1] * fastest[:filled] - 1) / (peers - 2)
@@ -57,8 +57,8 @@ def fractions(bandwidths: Sequence[float] | Floats) -> Floats:
 
 
 def whole_shares(length: int, scores: Floats) -> list[int]:
-    """Return whole numbers that sum to `length`, in proportion to scores (the Hagenbach-Bischoff method)."""
-    # A little below the quota, so that rounding never hands out more than there is.
+    """Return integers that sum to `length`, in proportion to scores (the Hagenbach-Bischoff method)."""
+    # Slightly below the quota, so that rounding never distributes more than `length`.
     quota = np.floor(length * scores / scores.sum() * (1 - 1e-12)).astype(np.int64)
     for _ in range(length - int(quota.sum())):
         quota[int(np.argmax(scores / (quota + 1)))] += 1
@@ -68,8 +68,8 @@ def whole_shares(length: int, scores: Floats) -> list[int]:
 def element_counts(length: int, bandwidths: Sequence[float | None], min_size: int = 0) -> list[int]:
     """Return how many of `length` elements each peer reduces.
 
-    Unknown bandwidths (None) count as the mean of the known ones above 0; 0 leaves all work to others. Peers that
-    would get fewer than `min_size` elements get none, as long as someone has that many.
+    Unknown bandwidths (None) count as the mean of the known ones above 0; a peer of bandwidth 0 reduces nothing. Peers
+    with fewer than `min_size` elements get none, unless no peer has that many.
     """
     known = [rate for rate in bandwidths if rate]
     mean = sum(known) / len(known) if known else 1.0
@@ -83,13 +83,13 @@ def element_counts(length: int, bandwidths: Sequence[float | None], min_size: in
 
 Values = NDArray[Any]
 VALUE_BY_VALUE = (NoCompression, Float16)  # codecs that encode each value by itself
-# A little more: a mean of exactly a half is the same on all ranks, whichever way it was summed.
+# Slightly above one half: a mean of exactly one half rounds the same way on all ranks, in any order of summation.
 HALF = 0.5 + 1e-6
 
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """Tensors of one dtype and codec: where they begin in the vector, how many elements, summed in which type."""
+    """Tensors of one dtype and codec: start in the vector, number of elements, dtype of sums, codec."""
 
     start: int
     count: int
@@ -113,7 +113,7 @@ class Part:
 class Vector:
     """The averaged tensors of one rank, live: read as flat arrays, changed by adding deltas.
 
-    `codecs`: one for each tensor, by default none is compressed; tensors of whole numbers never are.
+    `codecs`: one for each tensor; default: no compression. Integer tensors are never compressed.
     """
 
     def __init__(self, tensors: Sequence[torch.Tensor], codecs: Sequence[Codec] | None = None) -> None:
@@ -149,7 +149,7 @@ class Vector:
         return phantom_memory if without_data(self.tensors[0]) else new_memory
 
     def read(self) -> list[Values]:
-        """Return a copy of each segment, shape (count,), in its wide type."""
+        """Return a copy of each segment, shape (count,), in its wide dtype."""
         copies: list[Values] = []
         for group, segment in zip(self._groups, self.segments, strict=True):
             if without_data(group[0]):
@@ -164,7 +164,7 @@ class Vector:
         return copies
 
     def add(self, deltas: Sequence[Values]) -> None:
-        """Add deltas of the segments' shapes to the tensors, in place; whole numbers round to the nearest."""
+        """Add deltas of the segments' shapes to the tensors, in place; integers are rounded to the nearest."""
         for group, delta in zip(self._groups, deltas, strict=True):
             if without_data(group[0]):
                 continue
@@ -184,7 +184,7 @@ class Vector:
         return unpack(segment.codec, body, raw=raw, dtype=segment.wide, count=part.stop - part.start)
 
     def cut(self, counts: Sequence[int], part_size_bytes: int) -> list[list[Part]]:
-        """Return each reducer's parts: reducer i has `counts[i]` elements, in order, no part is in two segments."""
+        """Return each reducer's parts: reducer i has `counts[i]` elements, in order; no part spans two segments."""
         cuts, begin = [], 0
         for count in counts:
             cuts.append(self._range(begin, begin + count, part_size_bytes))
@@ -207,15 +207,15 @@ def _codec_name(codec: object) -> str:
 def _plus_drift(value: torch.Tensor, drift: torch.Tensor) -> torch.Tensor:
     if value.dtype.is_floating_point or value.dtype == torch.bool:
         return add(value, drift.clone())
-    # Whole numbers round halves up.
+    # Integers round halves up.
     return torch.floor(value.double() + drift + HALF).to(value.dtype)
 
 
 def average(parts: Sequence[Values], weights: Sequence[float]) -> tuple[Values, float]:
     """Return the weighted mean of equally long parts and the sum of the weights.
 
-    Anchored at the first part, so that equal parts give exactly that part; summed in the order given. An element that
-    is not finite in some part counts there with weight 0; where no part has a finite one, the mean is NaN.
+    Anchored at the first part, so that equal parts give exactly that part; summed in the given order. A non-finite
+    element of a part has weight 0; where all parts are non-finite, the mean is NaN.
     """
     anchor, total = parts[0], float(sum(weights))
     if not total > 0:
@@ -231,7 +231,7 @@ def average(parts: Sequence[Values], weights: Sequence[float]) -> tuple[Values, 
     return _finite_average(parts, weights), total
 
 
-# Only where something is not finite: this way takes a copy of all parts.
+# Only for non-finite means, since it copies all parts.
 def _finite_average(parts: Sequence[Values], weights: Sequence[float]) -> Values:
     stacked = np.stack(parts)
     finite = np.isfinite(stacked)
@@ -242,7 +242,7 @@ def _finite_average(parts: Sequence[Values], weights: Sequence[float]) -> Values
 
 
 def difference(mean: Values, part: Values) -> Values:
-    """Return mean − part; 0 where either is not finite: nothing mends such a value by addition."""
+    """Return mean − part; 0 where either is not finite: addition cannot repair such a value."""
     with np.errstate(invalid="ignore"):
         delta = mean - part
     return delta if np.isfinite(delta).all() else np.nan_to_num(delta, nan=0.0, posinf=0.0, neginf=0.0)
