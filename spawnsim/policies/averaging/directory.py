@@ -1,9 +1,9 @@
 """The directory of declarations, and the download of a state from a rank that has declared itself as its donor.
 
-The directory is sharded over the ranks: each key has replicas on two of them. A declaration names its rank, its place
-(earlier places lead) and a value, and expires by itself. A state is small metadata and tensors, sent as chunks; a
-newcomer goes through the declared donors from the highest priority down, until one gives everything in time. Everything
-is driven by messages and the time it is given.
+The directory is sharded over the ranks: each key has replicas on two of them. A declaration has a rank, a place
+(earlier places lead) and a value, and expires by itself. A state consists of small metadata and tensors, sent as
+chunks. A newcomer tries the declared donors, from the highest priority down, until one sends everything in time. All
+classes are driven by messages and time.
 """
 
 from __future__ import annotations
@@ -36,19 +36,19 @@ from spawnsim.policies.state.codecs import (
 if TYPE_CHECKING:
     from spawnsim.policies.averaging.averager import DecentralizedAverager
 
-REPLICAS = 2  # ranks that hold each key: one may die, compute or sleep
+REPLICAS = 2  # replicas of each key: one of them may die, compute or sleep
 LISTED_AT_MOST = 64  # entries in one answer: the earliest places
-SUSPECTED_TIMEOUTS = 8.0  # a replica that did not answer is not asked for so many request time-outs
+SUSPECTED_TIMEOUTS = 8.0  # exclusion of a silent replica, in request time-outs
 
 
 def replicas(key: str, size: int, suspects: Collection[int] = ()) -> list[int]:
-    """Return the ranks of a communicator of `size` that keep a key: the first of its order that are no suspects.
+    """Return the replicas of a key in a communicator of `size`: the first ranks in its order that are not suspects.
 
-    Every key has an order of all ranks, drawn from its digest and the same on every rank. If all are suspects, the
-    first of them are asked all the same: suspicion is a guess, and a directory that is not asked finds nothing.
+    Every key has an order of all ranks, drawn from its digest and the same on every rank. If all ranks are suspects,
+    the first ones are used anyway: suspicion is a guess, and without a replica a search finds nothing.
     """
     stream = np.random.Generator(np.random.PCG64(digest(key)))
-    # Of many ranks, only the beginning of the order: enough even if many are suspects.
+    # For many ranks, draw only the beginning of the order: enough even if many ranks are suspects.
     order = stream.permutation(size) if size < 64 else stream.integers(0, size, 32)
     ranks = list(dict.fromkeys(order.tolist()))
     trusted = [rank for rank in ranks if rank not in suspects]
@@ -56,7 +56,7 @@ def replicas(key: str, size: int, suspects: Collection[int] = ()) -> list[int]:
 
 
 class Entry(NamedTuple):
-    """One rank's declaration under a key: earlier places lead; it holds until `until_s`."""
+    """One rank's declaration under a key: earlier places lead; it is valid until `until_s`."""
 
     rank: int
     place: float
@@ -68,19 +68,19 @@ def _by_place(entry: Entry) -> tuple[float, int]:
     return entry.place, entry.rank
 
 
-# Declarations expire, and are renewed several times before they do. So the directory needs no repair and no agreement:
-# with a rank that dies only copies are lost, the next renewal goes to other replicas, and an entry of a dead rank goes
-# by itself. Answers may be stale or incomplete; the search then asks a rank without success, which costs one request.
+# Declarations expire, and are renewed several times before. So the directory needs no repair and no agreement: a dead
+# rank takes only copies with it, the next renewal uses other replicas, and the entry of a dead rank expires. Answers
+# may be stale or incomplete; the search then sends one request without success.
 class DirectoryShard:
-    """The declarations that this rank keeps, by key and rank."""
+    """The declarations stored on this rank, by key and rank."""
 
     def __init__(self) -> None:
         self.entries: dict[str, dict[int, Entry]] = {}
 
     def handle(self, source: int, message: Message, now_s: float) -> list[Outgoing]:
-        """Take a DECLARE; return the answer if one is wanted (`part`), and news for ranks that declared before.
+        """Handle a DECLARE; return the answer if it is requested (`part`), and notices to ranks that declared before.
 
-        The news is an entry with the earliest place of all: they should ask its rank, and cannot know of it yet.
+        A notice contains a new entry with the earliest place: these ranks should join it, and do not know it yet.
         """
         key, declared = message.meta
         kept = self.entries.setdefault(key, {})
@@ -92,7 +92,7 @@ class DirectoryShard:
                 news = Message(Kind.LISTED, message.number, meta=(key, [tuple(entry)]))
                 out = [(other.rank, news) for other in others]
             self.entries.setdefault(key, kept)[source] = entry
-        elif declared is False:  # withdrawn; None only asks
+        elif declared is False:  # withdrawn; None is only a query
             kept.pop(source, None)
         if message.part:
             found = [tuple(each) for each in self.find(key, now_s)]
@@ -100,7 +100,7 @@ class DirectoryShard:
         return out
 
     def find(self, key: str, now_s: float) -> list[Entry]:
-        """Return the earliest entries of a key that still hold; forget expired ones."""
+        """Return the earliest valid entries of a key; remove expired ones."""
         kept = self.entries.get(key, {})
         for rank in [rank for rank, entry in kept.items() if entry.until_s <= now_s]:
             del kept[rank]
@@ -110,18 +110,18 @@ class DirectoryShard:
 
 
 class DirectoryClient:
-    """Declares under keys and collects answers. One question at a time for each key."""
+    """Declares under keys and collects answers. One query at a time for each key."""
 
     def __init__(self, rank: int, size: int, request_timeout_s: float) -> None:
         self.rank, self.size, self.request_timeout_s = rank, size, request_timeout_s
         self.counts: Counter[str] = Counter()
-        self.suspects: dict[int, float] = {}  # rank → until when it is left out
+        self.suspects: dict[int, float] = {}  # rank → end of its exclusion
         self.entries: dict[str, dict[int, Entry]] = {}
-        self._asked: dict[tuple[str, int], float] = {}  # (key, replica) → when it must have answered
+        self._asked: dict[tuple[str, int], float] = {}  # (key, replica) → due time of its answer
         self._declared: dict[str, list[int]] = {}  # key → replicas that have a declaration of this rank
 
     def ask(self, key: str, now_s: float, declaration: Entry | None = None) -> list[Outgoing]:
-        """Declare under a key (or only ask) and ask for all entries; return the messages to send."""
+        """Query all entries of a key, with an optional declaration; return the messages to send."""
         ranks = self.replicas(key, now_s)
         for replica in ranks:
             self._asked.setdefault((key, replica), now_s + self.request_timeout_s)
@@ -143,7 +143,7 @@ class DirectoryClient:
         return [(rank, Message(Kind.DECLARE, 0, meta=(key, False))) for rank in self._declared.pop(key, [])]
 
     def handle(self, source: int, message: Message) -> str | None:
-        """Take a LISTED; return its key if it was asked for, or is of use."""
+        """Handle a LISTED; return its key if this rank has queried it, or has a declaration under it."""
         key, listed = message.meta
         self.suspects.pop(source, None)
         if self._asked.pop((key, source), None) is None and key not in self._declared:
@@ -154,12 +154,12 @@ class DirectoryClient:
         return str(key)
 
     def known(self, key: str, now_s: float) -> list[Entry]:
-        """Return all entries heard of that still hold, without this rank's own, earliest first."""
+        """Return all known valid entries except this rank's own, earliest first."""
         entries = self.entries.get(key, {}).values()
         return sorted((e for e in entries if e.until_s > now_s and e.rank != self.rank), key=_by_place)
 
     def tick(self, now_s: float) -> set[str]:
-        """Suspect the replicas that are late; return the keys whose replicas have changed by that."""
+        """Suspect late replicas; return the keys whose replicas have changed by that."""
         late = [pair for pair, due_s in self._asked.items() if due_s <= now_s]
         for pair in late:
             del self._asked[pair]
@@ -170,7 +170,7 @@ class DirectoryClient:
         return min(self._asked.values(), default=math.inf)
 
     def replicas(self, key: str, now_s: float) -> list[int]:
-        """Return the ranks that keep a key, without the ranks that were silent lately."""
+        """Return the replicas of a key, without recently silent ranks."""
         self.suspects = {rank: until_s for rank, until_s in self.suspects.items() if until_s > now_s}
         return replicas(key, self.size, self.suspects)
 
@@ -180,7 +180,7 @@ class DirectoryClient:
 
 
 class DirectoryQuery:
-    """One question to the replicas of a key: which declarations hold now. Their answers name its number."""
+    """One query to the replicas of a key for the valid declarations. Answers carry its number."""
 
     def __init__(self, directory: DirectoryClient, key: str, number: int, now_s: float) -> None:
         self.directory, self.number = directory, number
@@ -192,7 +192,7 @@ class DirectoryQuery:
         self.messages = [(replica, question) for replica in sorted(self.awaited)]
 
     def handle(self, source: int, message: Message) -> None:
-        """Take a LISTED; of two declarations of one rank the later one holds."""
+        """Handle a LISTED; of two declarations of one rank the later one is valid."""
         if message.number != self.number or source not in self.awaited:
             return
         self.awaited.discard(source)
@@ -204,7 +204,7 @@ class DirectoryQuery:
                 self._entries[entry.rank] = entry
 
     def over(self, now_s: float) -> bool:
-        """Whether all have answered; ranks that are late are suspected."""
+        """Return whether the query is complete: all replicas have answered, or it is due and late ones are suspects."""
         if self.awaited and now_s >= self.due_s:
             for replica in sorted(self.awaited):
                 self.directory.suspect(replica, now_s)
@@ -212,12 +212,12 @@ class DirectoryQuery:
         return not self.awaited
 
     def entries(self, now_s: float) -> list[Entry]:
-        """Return the other ranks' declarations that still hold, by rank."""
+        """Return the valid declarations of other ranks, by rank."""
         others = (entry for _, entry in sorted(self._entries.items()) if entry.rank != self.directory.rank)
         return [entry for entry in others if entry.until_s > now_s]
 
 
-# (small metadata, tensors), and perhaps descriptions of the tensors
+# (small metadata, tensors), and optional descriptions of the tensors
 State = (
     tuple[Any, Sequence[torch.Tensor]] | tuple[Any, Sequence[torch.Tensor], Sequence[CompressionInfo] | None]
 )
@@ -225,9 +225,9 @@ Loaded = tuple[Any, list[torch.Tensor]]
 
 
 def chunks(number: int, state: State, compression: Choices, part_size_bytes: int) -> Iterator[Message]:
-    """Yield the STATE messages of a state: first all but the numbers, then these in parts.
+    """Yield the STATE messages of a state: first metadata and layout, then the values in parts.
 
-    The first message names the codecs, so that a state is read as its donor packed it.
+    The first message contains the codecs, so that a newcomer decodes a state as its donor packed it.
     """
     metadata, live = state[0], [tensor.detach() for tensor in state[1]]
     tensors = [each if without_data(each) else each.cpu().contiguous() for each in live]
@@ -251,13 +251,13 @@ _BUILT_IN: dict[str, Any] = {type(codec).__name__: type(codec) for codec in NAME
 
 
 def _plain(codec: Codec) -> Any:
-    """Return how a codec travels: one of this package as (name, its fields), a user's own as it is."""
+    """Return the wire form of a codec: (name, fields) for a codec of this package, a user's own codec itself."""
     name = type(codec).__name__
     return (name, *astuple(codec)) if _BUILT_IN.get(name) is type(codec) else codec  # type: ignore[call-overload]
 
 
 def rebuild(messages: Sequence[Message]) -> Loaded:
-    """Return the state that the messages of `chunks` hold. Raises ValueError if they do not fit together."""
+    """Return the state in the messages of `chunks`. Raises ValueError if they are inconsistent."""
     metadata, layout, part_size_bytes = messages[0].meta
     device = META if any(is_phantom(message.body) for message in messages) else CPU
     tensors = [torch.zeros(shape, dtype=getattr(torch, dtype), device=device) for dtype, shape, _ in layout]
@@ -278,7 +278,7 @@ def _state_key(settings: Settings) -> str:
 
 
 class StateDonor:
-    """What this rank gives to newcomers, and whether it does. `declare_s`: when it declares itself next."""
+    """This rank as a donor of its state to newcomers. `declare_s`: time of its next declaration."""
 
     def __init__(self, settings: Settings, directory: DirectoryClient, endpoint: Endpoint) -> None:
         self.settings, self.directory, self.endpoint = settings, directory, endpoint
@@ -290,13 +290,13 @@ class StateDonor:
         self._key, self._declared = _state_key(settings), 0.0
 
     def change(self, *, sharing: bool | None = None, priority: float | None = None) -> None:
-        """Change the declaration, from now on."""
+        """Change the declaration; it is renewed at the next opportunity."""
         self.sharing = self.sharing if sharing is None else sharing
         self.priority = self.priority if priority is None else priority
         self.declare_s = -math.inf
 
     def declare(self, now_s: float) -> None:
-        """Renew the declaration if that is due."""
+        """Renew or withdraw the declaration if that is due."""
         if now_s < self.declare_s:
             return
         if self.sharing:
@@ -311,21 +311,21 @@ class StateDonor:
         return Entry(self.endpoint.rank, -self.priority, until_s, self.priority)
 
     def renew(self, now_s: float) -> None:
-        """Declare a changed priority to the replicas: after an average, others may look for it."""
+        """Declare a changed priority to the replicas: after an average, newcomers may search for it."""
         if self.sharing and self.priority != self._declared and now_s < self.declare_s:
             self.endpoint.send_all(self.directory.renew(self._key, self._entry(now_s)))
 
     def retire(self) -> None:
-        """Give nothing any more."""
+        """Stop sharing: withdraw the declaration, and refuse open requests."""
         self.change(sharing=False)
         self.endpoint.send_all(self.directory.take_back(self._key))
         self.answer(lambda: (None, []))
         self.declare_s = math.inf
 
     def answer(self, state_of: Callable[[], State]) -> None:
-        """Send the state to the ranks that asked, or refuse it if this rank does not share its state."""
-        # All chunks are packed at once, while the tensors are held: chunks packed later would be of a model that has
-        # trained on, and the newcomer would get a state that no rank ever had.
+        """Send the state to the ranks that requested it, or refuse if this rank does not share its state."""
+        # All chunks are packed at once, while the tensors are locked: later chunks would contain further training, and
+        # the newcomer would get a state that no rank ever had.
         fetches, self.fetches = self.fetches, []
         state = state_of() if self.sharing and fetches else None
         how = self.settings.state_compression, self.settings.part_size_bytes
@@ -338,9 +338,9 @@ class StateDonor:
 
 
 class StateDownload:
-    """A download of state under way: asks the donors that declare themselves now, one after the other.
+    """A download of a state: requests it from the currently declared donors, one after the other.
 
-    Without `until_s`, it goes through one list of donors; with it, through new lists until then.
+    Without `until_s`, it tries one list of donors; with it, it queries new lists until then.
     """
 
     def __init__(
@@ -352,23 +352,23 @@ class StateDownload:
         self._complete = self._over = False
         self._out: deque[Outgoing] = deque()
         self._question: DirectoryQuery | None = None
-        self._unheard, self._ask_s = 0, -math.inf  # lists that no replica sent, when to ask for the next
-        self._donors: deque[int] = deque()  # those left to ask, the best first
+        self._unheard, self._ask_s = 0, -math.inf  # queries without an answer; time of the next query
+        self._donors: deque[int] = deque()  # remaining donors, the best first
         self._donor: int | None = None
         self._chunks: list[Message] = []
-        self._due_s = math.inf  # when the next chunk must be here
+        self._due_s = math.inf  # due time of the next chunk
 
     def done(self) -> bool:
-        """Whether the state is here, or will not come."""
+        """Return whether the download has completed or failed."""
         return self._complete or self._over
 
     def result(self) -> Loaded | None:
-        """Wait for the end; return (metadata, tensors), or None if no donor gave its state in time."""
+        """Wait for the end; return (metadata, tensors), or None if no donor sent its state in time."""
         self._averager.engine.drive(self.done, math.inf)
         return rebuild(self._chunks) if self._complete else None
 
     def handle(self, source: int, message: Message, now_s: float) -> None:
-        """Take a STATE, or the LISTED that answers this download's question."""
+        """Handle a STATE, or the LISTED that answers this download's query."""
         if message.kind is Kind.LISTED:
             if self._question is not None:
                 self._question.handle(source, message)
@@ -378,8 +378,8 @@ class StateDownload:
     def _take(self, source: int, message: Message, now_s: float) -> None:
         came = len(self._chunks)
         if message.part < came:
-            return  # it came twice
-        # A chunk that was damaged or that is missing ends this donor's turn; no parts: it shares no state any more.
+            return  # a duplicate
+        # A damaged or missing chunk ends this donor's turn; no parts: it no longer shares its state.
         if not message.parts or message.damaged or message.part > came:
             self._lost(source, now_s)
             return
@@ -394,7 +394,7 @@ class StateDownload:
             self._fetch(now_s)
 
     def _fetch(self, now_s: float) -> None:
-        """Ask the next donor, if there is one."""
+        """Send a request to the next donor, if any."""
         self._chunks, self._due_s = [], math.inf
         self._donor = self._donors.popleft() if self._donors else None
         if self._donor is not None:
@@ -403,7 +403,7 @@ class StateDownload:
             self._out.append((self._donor, Message(Kind.FETCH, self._number)))
 
     def tick(self, now_s: float, dead: set[int]) -> None:
-        """Ask for donors, then go from one to the next."""
+        """Query donors, then try one after the other."""
         for rank in dead:
             self._lost(rank, now_s)
         if self._donor is not None and now_s >= self._due_s:
@@ -417,7 +417,7 @@ class StateDownload:
         self._averager.endpoint.send_queue(self._out)
 
     def _ask(self, now_s: float) -> None:
-        """Ask the directory for donors again; without a time limit one list of them is enough."""
+        """Query the directory for donors; without a time limit only once."""
         if self._ask_s > -math.inf and not self._retry:
             self._over = True
         elif now_s >= self._ask_s:
@@ -431,12 +431,12 @@ class StateDownload:
         self._question = None
         if question.heard:
             donors = question.entries(now_s)
-            # Ties in random order: newcomers that ask at one time go to several donors.
+            # Ties in random order: simultaneous newcomers use different donors.
             ranked = zip(donors, self._ties.permutation(len(donors)), strict=True)
             order = sorted(ranked, key=lambda each: (-each[0].value, each[1]))
             self._donors = deque(entry.rank for entry, _ in order)
             self._fetch(now_s)
-        elif self._unheard < REPLICAS:  # all its replicas are silent: others hold the key now
+        elif self._unheard < REPLICAS:  # all its replicas are silent: other ranks are replicas now
             self._unheard, self._ask_s = self._unheard + 1, -math.inf
 
     def wake_s(self) -> float:

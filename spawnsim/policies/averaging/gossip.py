@@ -1,12 +1,12 @@
 """Averaging in pairs at intervals of the clock: one rank's side, a state machine driven by messages and time.
 
-The asking rank sends its weights; the partner goes `gain` of the way towards them and returns its own as they were;
-the asking rank does the same when they come, as a delta, so that steps taken meanwhile survive: x ← x + gain·(other −
-x). The sum over both ranks is kept.
+The requesting rank sends its weights. The partner moves its weights by `gain` towards them, and returns its own weights
+from before the move. The requesting rank does the same when they arrive, as a delta, which preserves steps taken
+meanwhile: x ← x + gain·(other − x). The sum over both ranks is preserved.
 
-No rank ever waits for a partner: an answer that does not come is forgotten, and its rank is left out for a while,
-longer each time. Partners are drawn among the others: a ring closes over ranks that are left out. Flat arrays, no
-communicator.
+No rank ever waits for a partner: if an answer does not arrive in time, its rank is excluded for a while, longer each
+time. Partners are chosen among the other ranks; a ring closes over excluded ranks. Works on flat arrays; must not know
+communicators.
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ def check_mode(mode: str) -> Mode:
 
 
 def partner(mode: Mode, rank: int, size: int, *, round_: int, rng: np.random.Generator) -> int | None:
-    """Return the rank to ask in this round, or None.
+    """Return the partner of this round, or None.
 
-    ring: the successor (every edge is used once when all have asked). shift_one: the lower half asks the upper one,
-    shifted by one each round (an odd number of ranks takes turns in sitting out). random: anyone.
+    ring: the successor (every edge is used once when all ranks have sent a request). shift_one: the lower half requests
+    the upper half, shifted by one each round (with an odd number of ranks, one rank pauses, in turn). random: any rank.
     """
     if mode == "ring":
         peer = (rank + 1) % size
-        # Two ranks have one edge, which only one of them may use in a round.
+        # Two ranks share one edge, which only one of them may use in a round.
         return peer if size > 1 and not (size == 2 and rank == 1) else None
     if mode == "shift_one":
         half, shift = size // 2, round_ if size % 2 else 0
@@ -53,16 +53,16 @@ def partner(mode: Mode, rank: int, size: int, *, round_: int, rng: np.random.Gen
     return int(others[rng.integers(len(others))]) if others else None
 
 
-STEPS = 4  # a message may wait for a step of its receiver, and so may the answer; steps are not equally long
-DOUBLINGS = 4  # how often the time for which a silent rank is left out doubles
+STEPS = 4  # a request and its answer may each wait for a step of their receiver; steps differ in length
+DOUBLINGS = 4  # how often the exclusion time of a silent rank doubles
 
 
 @dataclass
 class Pace:
-    """Seconds from one exchange to the next, and seconds after which a peer that is silent is not waited for.
+    """Seconds between exchanges, and seconds after which a peer counts as silent.
 
-    A rank that trains answers only between its steps, so none counts as silent before several of them are over:
-    `step_s` is how long ranks are usually busy between two polls, as far as this one knows.
+    A rank that trains answers only between its steps, so the limit covers several steps: `step_s` is the usual time
+    between two polls of a rank, as far as this rank knows.
     """
 
     interval_s: float
@@ -84,7 +84,7 @@ def as_body(values: list[Values]) -> Bytes:
 
 
 def from_body(body: Bytes, vector: Vector) -> list[Values] | None:
-    """Return the segments in a body, or None if it is not as long as they are."""
+    """Return the segments in a body, or None if its length does not match."""
     sizes = [segment.count * segment.wide.itemsize for segment in vector.segments]
     if body.size != sum(sizes):
         return None
@@ -94,9 +94,9 @@ def from_body(body: Bytes, vector: Vector) -> list[Values] | None:
 
 
 def scaled(deltas: list[Values], factor: float, vector: Vector) -> list[Values]:
-    """Return each delta times a factor, in its type.
+    """Return each delta times a factor, in its dtype.
 
-    Deltas of whole numbers are rounded, to the same size on both sides: halves rounded up would drift.
+    Deltas of integers are rounded symmetrically, to equal magnitudes on both ranks: rounding halves up would drift.
     """
     dtypes = dict.fromkeys(torch.view_as_real(t).dtype if t.is_complex() else t.dtype for t in vector.tensors)
     whole = [not (dtype.is_floating_point or dtype == torch.bool) for dtype in dtypes]
@@ -111,9 +111,9 @@ class _Pending(NamedTuple):
     until_s: float
 
 
-# Both deltas of an exchange are made of the same pair of values, so the sum over both ranks is kept although they are
-# applied at different times. A lost answer breaks that: the partner has moved and the asking rank has not. This is
-# accepted, since the remedy (a second round trip before either moves) would cost every exchange what only faults need.
+# Both deltas of an exchange are computed from the same pair of values, so the sum over both ranks is preserved although
+# they are applied at different times. A lost answer violates that: the partner has moved and the requesting rank has
+# not. This is accepted, since the remedy (a second round trip before the moves) would slow down every exchange.
 class PairwiseGossip:
     """One rank's exchanges in the modes ring, shift_one and random."""
 
@@ -127,8 +127,8 @@ class PairwiseGossip:
         self.rounds, self.active = 0, False
         self._rng = rng
         self._asked: _Pending | None = None
-        self._absent: dict[int, float] = {}  # rank → until when it is not asked
-        self._silences: Counter[int] = Counter()  # in a row, by rank
+        self._absent: dict[int, float] = {}  # rank → end of its exclusion
+        self._silences: Counter[int] = Counter()  # consecutive silences, by rank
         self._requesters: set[int] = set()
         self._due_s = math.inf
 
@@ -145,7 +145,7 @@ class PairwiseGossip:
 
     @property
     def relied_on(self) -> bool:
-        return False  # others find another partner
+        return False  # other ranks find another partner
 
     def forget(self) -> None:
         self._asked = None
@@ -159,7 +159,7 @@ class PairwiseGossip:
         # One request at a time: a second one would send weights that the first answer changes.
         if now_s < self._due_s or self._asked is not None:
             return
-        # From now on, not from when it was due: a rank that was busy does not catch up on rounds.
+        # Counted from now, not from the due time: a busy rank does not catch up on rounds.
         self._due_s = now_s + self.pace.interval_s
         self._absent = {rank: until_s for rank, until_s in self._absent.items() if until_s > now_s}
         there = [rank for rank in range(self.size) if rank not in self._absent]
@@ -178,7 +178,7 @@ class PairwiseGossip:
         self._absent[peer] = now_s + doubled * max(4 * self.pace.interval_s, self.pace.patience_s)
 
     def lost(self, rank: int, now_s: float) -> None:
-        # For ever: a rank that restarts comes in another communicator.
+        # Forever: a rank that restarts joins another communicator.
         self._absent[rank] = math.inf
         if self._asked is not None and self._asked.peer == rank:
             self._asked = None
@@ -187,7 +187,7 @@ class PairwiseGossip:
         self._silences[source] = 0
         if message.kind is Kind.SWAP:
             self._absent.pop(source, None)
-            # Remembered, so that this rank, when it leaves, can warn the ranks that would ask again.
+            # Stored, so that this rank can notify these ranks when it leaves.
             self._requesters.add(source)
             self._swap(source, message, vector)
             return
@@ -206,7 +206,7 @@ class PairwiseGossip:
             self._approach(vector, message.body, asked.sent, self._gain)
 
     def _swap(self, source: int, message: Message, vector: Vector) -> None:
-        # Read before they change: the answer holds the weights as they were, or the sum over both would not be kept.
+        # Read before the move: the answer has the original weights, or the sum over both would change.
         own = vector.read()
         # A gain above one half would overshoot; it can only come from damage or another version.
         fair, answer = self.active and 0 < message.value <= 0.5, Message(Kind.DECLINED, message.number)
@@ -215,7 +215,7 @@ class PairwiseGossip:
         self.out.append((source, answer))
 
     def _approach(self, vector: Vector, body: Bytes, own: list[Values], gain: float) -> bool:
-        """Go some of the way towards the weights in a body; return whether it holds such weights."""
+        """Move by `gain` towards the weights in a body; return whether their shapes match."""
         theirs = from_body(body, vector)
         if theirs is None:
             self.counts["other shapes"] += 1
@@ -229,5 +229,5 @@ class PairwiseGossip:
         return self._due_s if self._asked is None else self._asked.until_s
 
     def leave(self) -> None:
-        """Ask the ranks that have asked before not to ask again."""
+        """Notify all ranks that have sent requests that this rank leaves."""
         self.out.extend((rank, Message(Kind.DECLINED, 0, part=1)) for rank in sorted(self._requesters))

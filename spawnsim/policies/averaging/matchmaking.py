@@ -1,11 +1,12 @@
-"""Finding a group: one rank's search, a state machine driven by messages and time, and where its candidates come from.
+"""Finding a group: one rank's search, a state machine driven by messages and time, and the source of its candidates.
 
-Every searching rank has a place (a number, then its rank) that stays the same during a search; the earliest place
-leads. A rank asks the candidates before it, one at a time and the earliest first, and meanwhile accepts all that ask
-it. `Search` knows no directory: `Matchmaker` hands it the candidates, from the directory or from a static rule.
+Every searching rank has a place (a number, then its rank) that is fixed during a search; the earliest place leads. A
+rank sends join requests to candidates with earlier places, one at a time, the earliest first, and meanwhile accepts
+requests of later ranks. `Search` does not know the directory: `Matchmaker` passes it candidates, from the directory or
+from a static rule.
 
-A static rule's search knows whom it expects: it is complete when all of them have joined or are known not to come, and
-it ends at once when a group of its round has been formed without this rank.
+With a static rule, a search knows the expected members. It is complete when each of them has joined or will not come,
+and it ends at once when a group of its round has been formed without this rank.
 """
 
 from __future__ import annotations
@@ -31,11 +32,11 @@ Place = tuple[float, int]
 
 @dataclass(frozen=True, slots=True)
 class SearchTerms:
-    """What a search is for. `place` is this rank's; `member` is what the leader will announce of it.
+    """The parameters of a search. `place`: this rank's place; `member`: its description for the group.
 
-    `size` members make the group complete; at `expires_s` a leader assembles with at least `least`. `expected` names
-    the other members if they are known, and `round_` the round that they meet for. `may_lead` is false for clients.
-    `number` draws request and group numbers, `shuffle` the members' order.
+    `size` members make the group complete; at `expires_s` a leader assembles with at least `least` members. `expected`
+    lists the other members if they are known, and `round_` is their round. `may_lead` is False for clients. `number`
+    draws request and group numbers, `shuffle` the members' order.
     """
 
     key: str
@@ -54,7 +55,7 @@ class SearchTerms:
 
 
 class Reply(IntEnum):
-    """What a leader answers to a join request: the `part` of a REPLY."""
+    """A leader's answer to a join request: the `part` of a REPLY."""
 
     ACCEPTED = 1
     NOT_LOOKING_FOR_GROUP = 2
@@ -68,7 +69,7 @@ class Reply(IntEnum):
 
 
 class Position(NamedTuple):
-    """How far a rank is in a static matchmaking: the round that it looks for (or will), and the last that it was in."""
+    """Progress of a rank in a static matchmaking: its current or next round, and the last round with a group."""
 
     round_: int
     looking: bool
@@ -76,7 +77,7 @@ class Position(NamedTuple):
 
 
 def declined(rank: int, source: int, message: Message) -> list[Outgoing]:
-    """Return the answer to ranks that count on this one although it is not, or no longer, looking for their group."""
+    """Return the answers to ranks that expect this rank although it does not, or no longer, search for their group."""
     if message.kind is Kind.REPLY and message.part == Reply.ACCEPTED:
         return [(source, Message(Kind.LEAVE, message.number))]
     if message.kind is Kind.BEGIN:
@@ -98,16 +99,16 @@ class _Follower(NamedTuple):
     member: Member
 
 
-# Why no deadlock and no circle: a request from an earlier place is refused, so "follows" always points to an earlier
-# place, and the order of places is total. Every request is answered at once, whatever the answerer itself waits for; so
-# no chain of ranks waits for each other's answers. A leader that joins another one sends its followers on to that one
-# (DISBAND with a hint) instead of bringing them along: groups then never merge, and each member has asked its leader
-# itself and has been checked by it. Only one request is open at a time, because two acceptances would make this rank a
-# member of two groups, and one of them would wait for it until a time-out. For the same reason a full group is formed
-# only once the open request is answered. A group that is not full is formed when its search expires, and may still be
-# short of a member whose LEAVE and the leader's BEGIN have crossed: its average is then partial, and says so.
+# There are no deadlocks or cycles: a request from an earlier place is refused, so "follows" points to an earlier
+# place, and the order of places is total. Every request is answered at once, even by a rank that waits itself, so
+# there is no chain of ranks that wait for answers. A leader that joins another leader redirects its followers to it
+# (DISBAND with a hint) instead of bringing them along: groups never merge, and each leader has checked a request of
+# every member. Only one request is open at a time: with two acceptances this rank would be in two groups, and
+# one of them would wait for it until a time-out. For the same reason a full group is formed only after the answer to
+# the open request. A group that is not full is formed when its search expires. It may still lack a member whose LEAVE
+# and the leader's BEGIN have crossed: its average is then partial, and marked as such.
 class Search:
-    """One search. Feed it messages, candidates and time; send what is in `out`; it ends with a `group` or `over`."""
+    """One search. Feed it messages, candidates and time; send the content of `out`. It ends with `group` or `over`."""
 
     def __init__(self, terms: SearchTerms) -> None:
         self.terms = terms
@@ -121,10 +122,10 @@ class Search:
         self._request: _Request | None = None
         self._candidates: dict[int, Place] = {}
         self._refused: dict[int, Place] = {}
-        self._hint: int | None = None  # a rank that another one sent us to
-        self.awaited = set(terms.expected)  # members that may still come
+        self._hint: int | None = None  # the rank to which another rank has redirected this one
+        self.awaited = set(terms.expected)  # members that may still join
         self.late = False  # whether a group of this round was formed without this rank
-        self.ahead: Position | None = None  # of the member that is furthest
+        self.ahead: Position | None = None  # position of the most advanced member
         self.mismatched: set[int] = set()  # ranks with other tensors
 
     @property
@@ -137,9 +138,9 @@ class Search:
 
     # --------------------------------------------------------------------------------------------- candidates
     def offer(self, candidates: Iterable[Place], now_s: float) -> None:
-        """Take up candidates; ask the earliest of those not asked before, unless a request is open."""
+        """Add candidates; send a request to the earliest one that has not refused, unless a request is open."""
         for place in candidates:
-            # Only earlier places: see above the class. A refusal holds for one place, as a new search has another.
+            # Only earlier places: see above the class. A refusal applies to one place, as a new search has a new place.
             if place < self.terms.place and self._refused.get(place[1]) != place:
                 self._candidates[place[1]] = place
         self._ask_next(now_s)
@@ -158,11 +159,11 @@ class Search:
         self.out.append((leader, Message(Kind.JOIN, self._request.number, meta=meta)))
 
     def _give_up(self, now_s: float, *, tell: bool, hint: int | None = None) -> None:
-        """End the open request: do not ask that rank again at the same place, and ask the next one."""
+        """End the open request: mark that place as refused, and send a request to the next candidate."""
         request, self._request = self._request, None
         if request is None:
             return
-        # Taken away first: the leader's late answers are then recognised by their number and declined.
+        # Cleared first: late answers of the leader are then recognised by their number and declined.
         if tell:
             self.out.append((request.leader, Message(Kind.LEAVE, request.number)))
         place = self._candidates.pop(request.leader, None)
@@ -175,7 +176,7 @@ class Search:
 
     # -------------------------------------------------------------------------------------------------- messages
     def handle(self, source: int, message: Message, now_s: float) -> None:
-        """Take a JOIN, REPLY, LEAVE, DISBAND, BEGIN or CALL."""
+        """Handle a JOIN, REPLY, LEAVE, DISBAND, BEGIN or CALL."""
         request = self._request
         if self.ended and message.kind is Kind.JOIN:
             self.out.append((source, Message(Kind.REPLY, message.number, part=Reply.NOT_LOOKING_FOR_GROUP)))
@@ -184,8 +185,8 @@ class Search:
         elif message.kind is Kind.JOIN:
             self._join(source, message)
         elif message.kind is Kind.CALL:
-            # Ask a rank that has come after all; one with a later place will ask by itself. If it refused before, it
-            # had not begun its search: now that it calls, it may be asked again.
+            # Send a request to a member that begins late; a member with a later place sends one itself. An earlier
+            # refusal meant that its search was still to begin, so it no longer applies.
             self._refused.pop(message.meta[0][1], None)
             self.offer([message.meta[0]], now_s)
         elif message.kind is Kind.REPLY and isinstance(message.meta, tuple):
@@ -196,7 +197,7 @@ class Search:
                 del self.followers[source]
         elif request is None or (source, message.number) != (request.leader, request.number):
             self.counts["late answers"] += 1
-            # A late acceptance must be declined, or that leader counts on this rank.
+            # A late acceptance must be declined, or that leader expects this rank.
             self.out.extend(declined(self.rank, source, message))
         elif message.kind is Kind.REPLY:
             self._replied(request, message, now_s)
@@ -215,12 +216,12 @@ class Search:
         self._assemble_if_complete()
 
     def _assemble_if_complete(self) -> None:
-        """Form the group as soon as no other member will come, or fits in."""
+        """Form the group as soon as no other member will join, or the group is full."""
         terms = self.terms
         here = len(self.followers) + 1
         complete = bool(terms.expected) and not self.awaited - set(self.followers)
         # The order matters: a group that is complete but too small ends the search for all at once.
-        # Not while a request is open: its leader may just now have counted this rank in, and would begin without it.
+        # Not while a request is open: its leader may have accepted this rank just now, and would begin without it.
         full = terms.size is not None and here >= terms.size
         if (complete and here >= terms.least) or (full and self._request is None):
             self.assemble()
@@ -229,7 +230,7 @@ class Search:
 
     # ---------------------------------------------------------------------------------------- expected members
     def told(self, source: int, position: Position, now_s: float) -> None:
-        """Learn where a rank is: beyond this round, or with a group of it that this rank is not in."""
+        """Handle the position of a rank: it is beyond this round, or has formed a group of it without this rank."""
         if source not in self.awaited:
             return
         if self.ahead is None or position > self.ahead:
@@ -242,7 +243,7 @@ class Search:
             self.gone(source, now_s)
 
     def gone(self, rank: int, now_s: float) -> None:
-        """Note that a rank will not come."""
+        """Record that a rank will not join."""
         self.followers.pop(rank, None)
         self.awaited.discard(rank)
         if self._request is not None and self._request.leader == rank:
@@ -252,14 +253,14 @@ class Search:
             self._assemble_if_complete()
 
     def call(self) -> None:
-        """Ask the missing members whether they will come."""
+        """Ask the missing members whether they will join."""
         here = set(self.followers) | ({self._request.leader} if self._request else set())
         if self.leader is None and not self.ended:
             meta = (self.terms.place, self.terms.key)
             self.out.extend((rank, Message(Kind.CALL, 0, meta=meta)) for rank in sorted(self.awaited - here))
 
     def _judge(self, source: int, request: object) -> tuple[Reply, float | int | None]:
-        """Return the answer to a join request, with the rank to ask instead or the end of the promise."""
+        """Return the answer to a join request, with the rank to ask instead, or the end of the search if accepted."""
         terms = self.terms
         if not (isinstance(request, tuple) and len(request) == 4 and isinstance(request[3], tuple)):
             return Reply.PROTOCOL_VIOLATION, None
@@ -276,8 +277,8 @@ class Search:
             return Reply.BAD_EXPIRATION_TIME, None
         if self.leader is not None:
             return Reply.NOT_A_LEADER, self.leader
-        # Answered as before: otherwise one lost reply would cost the follower its place.
-        if source in self.followers:  # asked again: the first request, or its answer, was lost or doubled
+        # Answered again: otherwise one lost reply would cost the follower its place.
+        if source in self.followers:  # repeated: the request or its answer was lost or duplicated
             return Reply.ACCEPTED, terms.expires_s
         if terms.size is not None and len(self.followers) + 1 >= terms.size:
             return Reply.GROUP_IS_FULL, None
@@ -304,7 +305,7 @@ class Search:
 
     # --------------------------------------------------------------------------------------------------- time
     def tick(self, now_s: float) -> None:
-        """Give up a silent leader; assemble or end when the search expires."""
+        """Give up on a silent leader; assemble or end when the search expires."""
         if self.ended:
             return
         if self._request is not None and now_s >= self._request.due_s:
@@ -314,9 +315,9 @@ class Search:
             self._expire()
 
     def _expire(self) -> None:
-        """Assemble with the followers that came; else wait for the answer to an open request, or end."""
-        # The open request comes before a group of too few: its leader may have room, and it answers within the request
-        # time-out. With followers enough, the group is formed at once, for they wait for this rank.
+        """Assemble with the present followers; else wait for the answer to an open request, or end."""
+        # With too few followers, wait for the open request: its leader may have room, and answers within the request
+        # time-out. With enough followers, form the group at once, as they wait for this rank.
         here, least = len(self.followers) + 1, self.terms.least
         if here >= least and (self.followers or self._request is None):
             self.assemble()
@@ -329,13 +330,13 @@ class Search:
         return due_s if self.leader is not None or waits else min(due_s, self.terms.expires_s)
 
     def _withdraw(self) -> None:
-        """Take back the open request: an acceptance that came later would put this rank into two groups."""
+        """Withdraw the open request: a later acceptance would put this rank into two groups."""
         if self._request is not None:
             self.out.append((self._request.leader, Message(Kind.LEAVE, self._request.number)))
             self._request = None
 
     def leave(self) -> None:
-        """End the search without a group, and say so to leader and followers."""
+        """End the search without a group, and notify leader and followers."""
         if not self.ended:
             self._withdraw()
             self._dismiss(None)
@@ -350,13 +351,13 @@ class Search:
             self.out.append((rank, Message(Kind.BEGIN, follower.number, meta=self.group.plain())))
 
 
-REFRESHES = 5  # times that a rank asks the directory again within min_matchmaking_time
+REFRESHES = 5  # queries of the directory within min_matchmaking_time
 
 
 class Matchmaker:
     """One search, until `expires_s`. It has ended when `search.ended`; then call `end`.
 
-    `missed`: whether members of a static group have asked for this rank already, and have given it up.
+    `missed`: whether members of a static group have already requested this rank, and given up.
     """
 
     def __init__(
@@ -375,10 +376,10 @@ class Matchmaker:
             self._begin_round(self.settings.matchmaking, now_s, missed)
 
     def _begin_round(self, rule: Matchmaking, now_s: float, missed: bool) -> None:
-        """Begin the search for the group that a static rule names; its members lead in turn."""
+        """Begin the search for the group of a static rule; its members lead in turn."""
         averager, failed = self.averager, self.averager.endpoint.failed
         members = rule.members(averager.rank, averager.size, averager.round)
-        # Leadership rotates with the round: a dead or slow rank leads only once in a while.
+        # Leadership rotates with the round: a dead or slow rank leads only occasionally.
         shift = averager.round % len(members)
         places = {rank: (float(index), rank) for index, rank in enumerate(members[shift:] + members[:shift])}
         self.search = self._begin(places.pop(averager.rank), len(members), tuple(places))
@@ -394,7 +395,7 @@ class Matchmaker:
     def _begin(self, place: Place, size: int | None, expected: tuple[int, ...] = ()) -> Search:
         averager, settings = self.averager, self.settings
         if settings.client_mode:
-            # An infinite place: clients never lead, as all others are earlier.
+            # An infinite place: clients never lead, as all other places are earlier.
             place = (math.inf, averager.rank)
         member = Member(averager.rank, settings.role, settings.bandwidth, self._gathered)
         least = min(settings.min_group_size, size or settings.min_group_size)
@@ -419,14 +420,14 @@ class Matchmaker:
         self._refresh_s = now_s + self.settings.min_matchmaking_time / REFRESHES
 
     def listed(self, now_s: float) -> None:
-        """Take up what the directory answered."""
+        """Add the candidates of the directory's answer."""
         if not self.search.ended:
             entries = self.averager.directory.known(self.key, now_s)
             self.search.offer([(entry.place, entry.rank) for entry in entries], now_s)
 
     def replicas_changed(self, keys: Collection[str], now_s: float) -> None:
         """Declare again if a replica of this search's key did not answer."""
-        # A follower needs no entry in the directory, because its leader is the one to be found.
+        # A follower needs no entry in the directory, because ranks must find its leader.
         if self.key in keys and not self.search.ended and self.search.leader is None:
             self._declare(now_s)
 
@@ -444,7 +445,7 @@ class Matchmaker:
         return min(self.search.wake_s(), own_s)
 
     def end(self) -> None:
-        """Take back the declaration."""
+        """Withdraw the declaration."""
         if self.settings.matchmaking is None:
             self._out.extend(self.averager.directory.take_back(self.key))
 
