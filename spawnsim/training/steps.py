@@ -184,7 +184,7 @@ class TrainingStep(_OfModel):
     Args:
         loss: Maps a model and a batch to a scalar, or to a tuple of a scalar and further tensors to return.
         max_norm: Norm to which gradients are clipped, as by `torch.nn.utils.clip_grad_norm_`; None: no clipping.
-        gradients: Whether `parameter.grad` holds the gradient afterwards; otherwise it is None.
+        gradients: Whether `parameter.grad` holds the gradient afterwards; otherwise it becomes `None`.
 
     Raises:
         ParameterError: `loss` is not a function, or `max_norm` is not above 0.

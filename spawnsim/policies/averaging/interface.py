@@ -34,9 +34,8 @@ def next_bits(bits: str, group: int, *, index: int, group_size: int, target: int
     """Return a member's bits after its group has formed, so that the members scatter in the next round (Moshpit).
 
     All members draw the same distinct buckets from the group's number, one each; the bucket's bits are appended and
-    the oldest bits dropped. Buckets are numbered with enough bits for `target` buckets (default: the
-    group's size).
-    Source: Ryabinin et al., "Moshpit SGD" (2021), section 3.
+    the oldest bits dropped. Bucket numbers have enough bits for `target` buckets (default: the group's
+    size). Source: Ryabinin et al., "Moshpit SGD" (2021), section 3.
     """
     if not bits:
         return ""
@@ -262,8 +261,8 @@ def why_no_average(butterfly: Butterfly) -> str | None:
     """Return why a finished all-reduce has averaged nothing; None if it has averaged values."""
     if butterfly.received == 0:
         return "no reducer answered"
-    # All elements came back, but without values of any other member. This is no average, although no reducer failed,
-    # and a reason to search again.
+    # All elements came back, but without values of any other member: the step must not count as an average, although no
+    # reducer failed, and a new search may help.
     others = set(butterfly.reducer.senders) - {butterfly.rank}
     missing = butterfly.missing()
     if butterfly.sends and others and all(missing.get(rank) == 1 for rank in others):

@@ -1,10 +1,10 @@
 """Averaging over all ranks at intervals of the clock, up and down a tree: one rank's side, a state machine.
 
-Means rise from the leaves to the root, weighted by how many ranks are in them; the mean of all comes down to those that
-gave something. Each member adds (mean − the weights that it sent), so that steps taken meanwhile survive. The
-coordinator keeps the list of averaging ranks and opens a round when the interval is over; it is the root of the round's
-tree. Epoch e is coordinated by rank e mod size, and a higher epoch replaces a lower one wherever the two meet; a rank
-moves on to the next epoch when the coordinator is dead, or does not answer a question. Flat arrays, no communicator.
+Means rise from the leaves to the root, weighted by their numbers of ranks; the mean of all ranks descends to branches
+that contributed. Each member adds (mean − the weights that it sent), which preserves steps taken meanwhile. The
+coordinator keeps the list of averaging ranks, opens a round after each interval, and is the root of the round's tree.
+Rank e mod size coordinates epoch e, and a higher epoch replaces a lower one wherever the two meet. A rank enters the
+next epoch when the coordinator is dead or does not answer. Works on flat arrays; must not know communicators.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from spawnsim.policies.exchange.messages import Kind, Message, Outgoing
 
 FANOUT = 4
 
-Mean = tuple[list[Values], float]  # each segment's, and how many ranks are in it
+Mean = tuple[list[Values], float]  # the mean of each segment, and the number of ranks in it
 
 
 def tree(members: tuple[int, ...], rank: int, fanout: int) -> tuple[int | None, tuple[int, ...]]:
@@ -36,23 +36,23 @@ def tree(members: tuple[int, ...], rank: int, fanout: int) -> tuple[int | None, 
 
 
 class TreeRound:
-    """What one rank holds of a round; `message` is the OPEN that began it, whose `meta` lists members, root first."""
+    """One rank's state of a round; `message` is the OPEN that began it, whose `meta` lists members, root first."""
 
     def __init__(self, message: Message, rank: int, pace: Pace, began_s: float, sent: list[Values]) -> None:
         self.number, self.pace, self.sent = message.number, pace, sent
         members: tuple[int, ...] = tuple(message.meta)
         self.parent, self.children = tree(members, rank, FANOUT)
         self.awaited, self.silent = set(self.children), set[int]()
-        # A node nearer to the leaves gives up a silent child earlier. If all waited equally long, its parent would give
-        # up the whole branch at the moment at which the branch is about to rise without the one silent rank.
+        # A node closer to the leaves gives up on a silent child earlier. With equal time-outs, its parent would give up
+        # on the whole branch just before the branch rises without the one silent rank.
         self._levels, below = _height(len(members), 0), _height(len(members), members.index(rank))
         self.until_s = began_s + pace.patience_for(self._levels) * below / max(self._levels, 1)
         self.risen = False
-        self.step_s = 0.0  # the longest of the ranks below
+        self.step_s = 0.0  # the longest step of the ranks below
         self.means: dict[int, Mean] = {}
 
     def give(self, child: int, message: Message, values: list[Values] | None) -> None:
-        """Take what a child's branch has given; nothing, if it came damaged."""
+        """Store the mean of a child's branch; None if it was damaged."""
         self.awaited.discard(child)
         silent, step_s = message.meta
         self.silent.update(silent)
@@ -61,14 +61,14 @@ class TreeRound:
             self.means[child] = (values, message.value)
 
     def is_ready(self, now_s: float) -> bool:
-        """Whether the branch's mean can rise: all children (or all but the silent ones) have given theirs."""
+        """Return whether the branch's mean can rise: all children have sent theirs, or the time-out has passed."""
         return not self.risen and (not self.awaited or now_s >= self.until_s)
 
     def rise(self, now_s: float) -> Mean:
-        """Return the mean of the branch. From now on the mean of all is awaited."""
-        # Silent are the children that never gave, besides those below that they have named: the root drops them all.
+        """Return the mean of the branch. From now on this rank awaits the mean of all ranks."""
+        # Silent are awaited children, and the silent ranks that children reported: the root drops all of them.
         self.risen, self.silent = True, self.silent | self.awaited
-        # Twice, as the mean has to rise through the rest of the tree and come down again.
+        # Twice, as the mean must rise through the rest of the tree and descend again.
         self.until_s = now_s + 2 * self.pace.patience_for(self._levels)
         given = [(self.sent, 1.0), *(self.means[child] for child in self.children if child in self.means)]
         weights = [weight for _, weight in given]
@@ -85,12 +85,12 @@ def _height(count: int, place: int) -> int:
 
 
 _EPOCH = 1 << 32
-ASKED = 3  # how often a coordinator is asked before it counts as failed
-REMINDERS = 5  # how often the time between two reminders of the missing doubles
+ASKED = 3  # requests to a coordinator before it counts as failed
+REMINDERS = 5  # how often the time between two reminders of missing ranks doubles
 
 
 def first_of(epoch: int) -> int:
-    """Return the number of an epoch's round 0, which is never held: rounds of later epochs have higher numbers."""
+    """Return the number of an epoch's round 0, which never takes place: later epochs have higher round numbers."""
     return epoch * _EPOCH
 
 
@@ -99,16 +99,16 @@ def epoch_of(number: int) -> int:
     return number // _EPOCH
 
 
-# Nobody is elected: any two ranks that know the same epoch agree on its coordinator, whatever messages were lost,
-# and a rank that is wrong about the epoch learns so from its first message to one that is not. Silence alone proves
-# nothing, since a rank that trains looks at its messages only between its steps; so it is asked before it is given up.
+# There is no election: any two ranks that know the same epoch agree on its coordinator, even if messages were lost, and
+# a rank with an old epoch learns the current one from the reply to its first message. Silence alone proves nothing,
+# since a rank that trains polls only between its steps; so a rank asks a coordinator before it gives up on it.
 class Leadership:
-    """One rank's view: the epoch, which ranks are dead or gone, when to ask a silent coordinator and to give it up."""
+    """One rank's view of the epoch, of dead and absent ranks, and of the time-outs of a silent coordinator."""
 
     def __init__(self, rank: int, size: int, pace: Pace) -> None:
         self.rank, self.size, self.pace = rank, size, pace
         self.epoch = 0
-        self.away: set[int] = set()  # dead, or gone for good
+        self.away: set[int] = set()  # dead, or left for good
         self.ask_s = self.answer_s = math.inf
 
     @property
@@ -116,7 +116,7 @@ class Leadership:
         return self.epoch % self.size
 
     def next_epoch(self) -> int:
-        """Return the next epoch whose coordinator may be there."""
+        """Return the next epoch whose coordinator is not known to be away."""
         epoch = self.epoch + 1
         while epoch % self.size in self.away and epoch % self.size != self.rank:
             epoch += 1
@@ -126,30 +126,30 @@ class Leadership:
         return self.epoch + 1 + (rank - self.epoch - 1) % self.size
 
     def heard(self, now_s: float) -> None:
-        """Note a sign of life of the coordinator."""
+        """Record a sign of life of the coordinator."""
         self.ask_s = now_s + max(2 * self.pace.interval_s, self.pace.patience_s / 2)
         self.answer_s = math.inf
 
     def asked(self, now_s: float) -> None:
-        """Note that the coordinator was sent something that it answers; a message may be lost, so ask again."""
+        """Record a request to the coordinator; it may be lost, so schedule another one."""
         self.ask_s = now_s + self.pace.patience_s / ASKED
         self.answer_s = min(self.answer_s, now_s + self.pace.patience_s)
 
     def enter(self, epoch: int) -> None:
-        """Go over to an epoch, and expect no answer: the rank that was asked is not the coordinator any more."""
+        """Enter an epoch, and expect no answer: the rank with the open request is no longer the coordinator."""
         self.epoch, self.ask_s, self.answer_s = epoch, math.inf, math.inf
 
 
 @dataclass
 class Roster:
-    """What the coordinator of an epoch knows: which ranks average (`present`), pause (`idle`), or have left (`gone`).
+    """The coordinator's knowledge: the ranks that average (`present`), pause (`idle`), or have left (`gone`).
 
-    `number` is the last round opened, `members` are its ranks while it is under way.
+    `number` is the last round opened; `members` are its ranks during the round.
     """
 
     number: int
     pace: Pace
-    due_s: float = -math.inf  # when the next round opens; -inf: an interval after the first rank is here
+    due_s: float = -math.inf  # when the next round opens; -inf: an interval after the first report
     remind_s: float = math.inf
     present: set[int] = field(default_factory=set)
     idle: set[int] = field(default_factory=set)
@@ -158,7 +158,7 @@ class Roster:
     _reminders: int = 0
 
     def note(self, rank: int, part: int, now_s: float) -> None:
-        """Note what a rank says of itself: it averages (1), does not (0), or leaves for good (-1)."""
+        """Record the report of a rank: it averages (1), pauses (0), or leaves for good (-1)."""
         if self.due_s == -math.inf:
             self.due_s = now_s + self.pace.interval_s
             self.remind_s = min(self.remind_s, now_s + self.pace.patience_s)
@@ -170,7 +170,7 @@ class Roster:
             each.discard(rank)
 
     def drop(self, silent: Iterable[int], now_s: float) -> None:
-        """Count on silent ranks no more, until they say that they are there; they are reminded of it."""
+        """Exclude silent ranks until they report again; they receive reminders."""
         self.present.difference_update(silent)
         self._reminders, self.remind_s = 0, min(self.remind_s, now_s + self.pace.patience_s)
 
@@ -178,7 +178,7 @@ class Roster:
         return sorted(set(range(size)) - self.present - self.idle - self.gone - away)
 
     def reminded(self, now_s: float) -> None:
-        """Note that the missing were reminded: the next time comes later and later."""
+        """Record reminders to missing ranks: intervals between reminders double."""
         self.remind_s = now_s + self.pace.patience_s * 2**self._reminders
         self._reminders = min(self._reminders + 1, REMINDERS)
 
@@ -187,29 +187,29 @@ class Roster:
         return min(open_s, self.remind_s)
 
 
-LEAVES, STANDS_BY, AVERAGES = -1, 0, 1  # what a rank says of itself
+LEAVES, STANDS_BY, AVERAGES = -1, 0, 1  # reports of a rank
 
 
-# A later round replaces an earlier one that is still under way: so a round that a death has cut is opened again at
-# once, without the dead, and no rank has to find out which part of the tree still works. Leaving is negotiated: the
-# coordinator answers with the last round that counts on the leaving rank, which sees that one through; without this,
-# its whole branch would wait for it until a time-out. A silent branch is left out after a while, and its rank is
-# counted on again only after it has announced itself.
+# A later round replaces an unfinished earlier one. So a round broken by a death is opened again at once, without the
+# dead rank, and no rank must find out which part of the tree still works. Leaving is negotiated: the coordinator's
+# answer is the last round that includes the leaving rank, and the rank completes that round; otherwise its whole branch
+# would wait for it until a time-out. A silent branch is excluded after a while, and a silent rank is included again
+# only after it has reported.
 class TreeAverage:
-    """One rank's part in the mode "all"; on the coordinator, the coordinator's as well."""
+    """One rank's side of the mode "all", including the coordinator's tasks if it is the coordinator."""
 
     def __init__(self, ranks: tuple[int, int], pace: Pace, *, share: float = 1.0) -> None:
         (self.rank, self.size), self.pace, self._share = ranks, pace, share
         self.out: deque[Outgoing] = deque()
         self.counts: Counter[str] = Counter()
-        self.rounds = 0  # the last one that is over here
+        self.rounds = 0  # the last round completed on this rank
         self._standing = STANDS_BY
         self._leaving = False
-        self._last_round: int | None = None  # that counts on this rank, once the coordinator has said so
+        self._last_round: int | None = None  # the last round with this rank, from the coordinator
         self._leadership = Leadership(*ranks, pace)
         self._roster = Roster(0, pace) if self._leadership.coordinator == self.rank else None
-        self._step_s = 0.0  # this rank's own; the longest of all is in `pace`
-        self._hand_over_s = math.inf  # when a coordinator that does not average itself leaves that to another
+        self._step_s = 0.0  # this rank's own step; the longest of all ranks is in `pace`
+        self._hand_over_s = math.inf  # when a coordinator that does not average hands over
         self._round: TreeRound | None = None
 
     @property
@@ -218,13 +218,13 @@ class TreeAverage:
 
     # ------------------------------------------------------------------------------------------- coming, going
     def set_active(self, active: bool, now_s: float, *, for_good: bool = False) -> None:
-        """Take part from now on, or negotiate to leave."""
+        """Participate from now on, or negotiate to leave."""
         self._standing = AVERAGES if active else LEAVES if for_good else STANDS_BY
         self._leaving = not active
         self._report(now_s)
 
     def _report(self, now_s: float) -> None:
-        """Report to the coordinator where this rank stands; it answers."""
+        """Report this rank's standing to the coordinator, which answers."""
         self._last_round, number = None, first_of(self._leadership.epoch)
         message = Message(Kind.PRESENT, number, part=self._standing, value=self._step_s)
         self.out.append((self._leadership.coordinator, message))
@@ -235,7 +235,7 @@ class TreeAverage:
 
     @property
     def settled(self) -> bool:
-        """Whether no round counts on this rank any more (after it has left)."""
+        """Whether no open round includes this rank (after it has left)."""
         if not self._leaving:
             return True
         last = self._last_round
@@ -243,7 +243,7 @@ class TreeAverage:
 
     def _settle(self, last_round: int) -> None:
         self._last_round = last_round
-        # A round beyond the last that counts on this rank is given up at once: nobody waits for it there.
+        # Abandon a round after the last one that includes this rank: no rank waits for it there.
         if self._leaving and self._round is not None and self._round.number > last_round:
             self._round = None
 
@@ -261,11 +261,11 @@ class TreeAverage:
             self._roster.members = ()
 
     def leave(self) -> None:
-        """Hand the coordinator's work over, if it is this rank's and there is a successor."""
+        """Hand over the coordination, if this rank is the coordinator and there is a successor."""
         roster = self._roster
         if roster is None or not (successors := self._successors(roster)):
             return
-        # The lowest epoch among the successors' next ones, so that all ranks name the same successor.
+        # The lowest of the successors' next epochs, so that all ranks determine the same successor.
         self._roster = None
         self._leadership.enter(min(map(self._leadership.epoch_led_by, successors)))
         others = sorted((roster.present | roster.idle) - {self.rank})
@@ -279,9 +279,9 @@ class TreeAverage:
         self._leadership.enter(epoch)
         self._give_up_round()
         if deposed is not None:
-            # For the ranks that it led: they would still report to a coordinator that has stepped down.
+            # Notify the ranks that it led: they would still report to the former coordinator.
             self.out.extend((rank, self._epoch_message()) for rank in sorted(deposed.present - {self.rank}))
-        if self._leadership.coordinator == self.rank:  # a first reminder asks all others where they stand
+        if self._leadership.coordinator == self.rank:  # a first reminder requests reports of all other ranks
             self._roster = Roster(first_of(epoch), self.pace, now_s + self.pace.interval_s, remind_s=now_s)
             self._roster.note(self.rank, self._standing, now_s)
             self._last_round = first_of(epoch)
@@ -297,7 +297,7 @@ class TreeAverage:
         return Message(Kind.HANDOVER, first_of(self._leadership.epoch), meta=([], [], gone))
 
     def _inherit(self, source: int, message: Message, now_s: float) -> None:
-        """Take note of an epoch's beginning, or of the coordinator's reminder: it does not know of this rank."""
+        """Handle the beginning of an epoch, or a reminder of the coordinator, which lacks this rank's report."""
         present, idle, gone = message.meta
         self._leadership.away.update(gone)
         if self._roster is not None:
@@ -309,7 +309,7 @@ class TreeAverage:
             self._report(now_s)
 
     def _suspect(self, now_s: float) -> None:
-        """Ask a silent coordinator, and turn to the next one if it does not answer."""
+        """Send a report to a silent coordinator, and enter the next epoch if it does not answer."""
         if now_s >= self._leadership.answer_s:
             self.counts["silent coordinators"] += 1
             self._adopt(self._leadership.next_epoch(), now_s)
@@ -333,7 +333,7 @@ class TreeAverage:
             roster.reminded(now_s)
 
     def _stand_by(self, roster: Roster, now_s: float) -> None:
-        """Leave the coordination to a rank that averages. Not at once: it may be about to stop as well."""
+        """Hand the coordination to a rank that averages. Not at once: that rank may be about to stop as well."""
         if roster.members or not self._successors(roster):
             return
         if self._hand_over_s == math.inf:
@@ -349,12 +349,12 @@ class TreeAverage:
         self._leadership.away.discard(source)
         self.pace.step_s = max(self.pace.step_s, message.value)
         roster.note(source, message.part, now_s)
-        # The current round still counts on its members; others may leave at once.
+        # The current round still needs its members; all other ranks may leave at once.
         last = roster.number if source in roster.members else first_of(self._leadership.epoch)
         self.out.append((source, Message(Kind.SETTLED, last, part=message.part)))
 
     def _open_anew(self, roster: Roster, now_s: float) -> None:
-        """Give up a round that a death has cut; the next one opens at once."""
+        """Abandon a round broken by a death; the next one opens at once."""
         self._give_up_round()
         left = set(roster.members) - roster.present - self._leadership.away
         nothing = Message(Kind.SETTLED, first_of(self._leadership.epoch))
@@ -363,7 +363,7 @@ class TreeAverage:
 
     # ------------------------------------------------------------------------------------------------- a round
     def _opened(self, message: Message, now_s: float, vector: Vector) -> None:
-        # OPEN may come twice, or late by a slow branch: each round is entered once.
+        # OPEN may be duplicated, or late through a slow branch: each round is entered once.
         known = max(self.rounds, self._round.number if self._round is not None else 0)
         if message.number <= known or self.rank not in message.meta:
             self.counts["late"] += 1
@@ -372,7 +372,7 @@ class TreeAverage:
             self._report(now_s)
             return
         self._give_up_round()
-        # The coordinator's step is the longest known; the patience of all levels depends on it.
+        # The coordinator's value is the longest known step; the patience of all levels depends on it.
         self.pace.step_s = max(message.value, self._step_s)
         self._round = TreeRound(message, self.rank, self.pace, now_s, vector.read())
         self.out.extend((child, message) for child in self._round.children)
@@ -399,9 +399,9 @@ class TreeAverage:
         here, self._round = self._round, None
         assert here is not None
         self.rounds = here.number
-        if mean[1] > 1:  # else it is a mean of this rank alone, as it was sent
+        if mean[1] > 1:  # else it is a mean of this rank alone, unchanged
             down = Message(Kind.DOWN, here.number, value=mean[1], body=as_body(mean[0]))
-            # A branch that gave nothing does not get the mean: its members' deltas would lack their own part.
+            # A branch that contributed nothing does not get the mean: its members' own values are not in it.
             self.out.extend((child, down) for child in here.children if child in here.means)
             deltas = [difference(there, sent) for there, sent in zip(mean[0], here.sent, strict=True)]
             vector.add(deltas if self._share == 1 else scaled(deltas, self._share, vector))
@@ -424,7 +424,7 @@ class TreeAverage:
         epoch = epoch_of(message.number)
         if epoch < self._leadership.epoch:
             self.counts["late"] += 1
-            # A sender that still lives in an earlier epoch must learn of it, or it waits for one that is gone.
+            # A sender in an earlier epoch must learn the current one, or it waits for a former coordinator.
             if message.kind in (Kind.PRESENT, Kind.OPEN, Kind.HANDOVER):
                 self.out.append((source, self._epoch_message()))
             return

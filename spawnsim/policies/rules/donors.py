@@ -101,7 +101,7 @@ Count = int | float | None  # a number; a share of the candidates; all
 
 
 class DonorRule(Protocol):
-    """Chooses the donors of a replaced rank; a plain function is one, too."""
+    """Chooses the donors of a replaced rank; a plain function also works."""
 
     def __call__(self, rank: int, candidates: Sequence[Report], rng: np.random.Generator, /) -> Sequence[int]:
         """Choose donors.

@@ -97,7 +97,7 @@ def _by_rank(size: int, key: Ranks, others: Ranks, weights: Weights) -> list[Wei
 
 
 class Graph(Protocol):
-    """Defines which ranks average with each other; a plain function is one, too."""
+    """Defines which ranks average with each other; a plain function also works."""
 
     def __call__(self, size: int, round_: int, seed: int, /) -> Mixing:
         """Return the weights of one round.

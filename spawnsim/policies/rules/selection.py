@@ -102,7 +102,7 @@ class Reports(Sequence[Report]):
 
 
 class Selection(Protocol):
-    """Selects the ranks to replace; a plain function is one, too."""
+    """Selects the ranks to replace; a plain function also works."""
 
     def __call__(self, reports: Sequence[Report], /) -> frozenset[int]:
         """Select ranks.
