@@ -49,7 +49,8 @@ class ServerRule:
     """How a server steps: Θ ← Θ − lr·(…), at every arrival or at every `size`-th.
 
     With `delayed`, the rule is delayed Nesterov (Liu et al. 2024, arXiv 2401.09135): every arrival moves Θ by its Δ/N
-    at once. Momentum, which is harmful on stale changes, is updated and applied at every N-th arrival only:
+    at once. Momentum, which is harmful on stale changes, is updated at every N-th arrival only, and applied there,
+    except for a share c at each other arrival:
     m ← μm + mean Δ and Θ ← Θ − lr((1 − cN + c)μm + Δ/N) there, else Θ ← Θ − lr(cμm + Δ/N).
     Without `delayed`, the mean of N arrivals is a gradient for torch's SGD: buf ← μ·buf + mean and
     Θ ← Θ − lr(mean + μ·buf) with `nesterov`, else Θ ← Θ − lr·buf. N = 1 is the plain asynchronous server; N > 1 is
