@@ -14,7 +14,7 @@ unexport PYTHONDONTWRITEBYTECODE
 YIELDING := nice -n 10
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo docs test lint format check check-quick check-real check-policies check-virtual check-others check-openmpi bench clean
+.PHONY: help install demo docs test lint format check check-quick check-models check-real check-policies check-virtual check-others check-openmpi bench clean
 
 help:
 	@echo "make demo    five policies against the clock (one seed), 1,000 virtual ranks, 4 real ones: figures in demo/"
@@ -63,13 +63,16 @@ lint: $(INSTALLED)
 	$(BIN)/lint-imports
 
 # Before each commit: no processes, and torch where models need it alone.
-QUICK := tests/test_house.py $(addprefix tests/,models comm record policies/rules policies/state virtual/engine virtual/mpi)
+QUICK := tests/test_house.py $(addprefix tests/,comm record policies/rules policies/state virtual/engine virtual/mpi)
 
 check: $(INSTALLED)
-	$(MAKE) --jobs 2 --keep-going --output-sync lint check-quick
+	$(MAKE) --jobs 3 --keep-going --output-sync check-quick check-models lint
 
 check-quick: $(INSTALLED)
 	$(BIN)/python -m pytest --quiet -m "not slow and not mpi" $(QUICK)
+
+check-models: $(INSTALLED)
+	$(BIN)/python -m pytest --quiet -m "not slow and not mpi" tests/models
 
 # What operating systems, MPI and gloo do to a job as it starts and ends is theirs: a test gets a second try, which the summary names.
 # Virtual ranks promise to do the same each time, so their tests get none.
