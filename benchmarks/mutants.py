@@ -89,7 +89,7 @@ MUTANTS = (
     Mutant("a body that is too short is refused", "if values.size != count:", "if values.size > count:",
            "tests/policies/state tests/policies/averaging"),
     Mutant("numbers that are not finite do not reach outer optimizers", "row.nan_to_num_(0.0, 0.0, 0.0)",
-           "row.nan_to_num_(1.0, 0.0, 0.0)", "tests/policies"),
+           "row.nan_to_num_(1.0, 0.0, 0.0)", "tests/policies/state"),
     Mutant("a client reduces nothing", "rates = [0.0 if member.role is Role.CLIENT else member.bandwidth",
            "rates = [1.0 if member.role is Role.CLIENT else member.bandwidth", "tests/policies/averaging"),
     # -- training

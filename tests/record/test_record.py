@@ -759,3 +759,18 @@ def test_pandas_and_parquet_hold_what_a_table_holds(tmp_path: Path) -> None:
     assert list(back.columns) == list(table)
     assert back["loss"].tolist() == numbers.tolist() and back["late"].tolist() == (numbers > 1).tolist()
     assert set(back["text"]) == {"é, x"}
+
+
+def test_a_frame_that_a_full_disk_refuses_leaves_nothing(tmp_path: Path) -> None:
+    """Half a frame would end the reading of all that comes after it."""
+
+    class FullDisk(io.FileIO):
+        def write(self, data: Any, /) -> int:
+            super().write(memoryview(data)[:3])
+            raise OSError(28, "No space left on device")
+
+    path = tmp_path / "shard"
+    path.write_bytes(b"whole")
+    with FullDisk(path, "a") as file, pytest.raises(StorageError):
+        journal._append(file, b"frame")
+    assert path.read_bytes() == b"whole"
