@@ -125,11 +125,7 @@ def test_torch_distributed_is_imported_in_one_package() -> None:
 
 
 def _imports(path: Path) -> Iterator[str]:
-    for node in ast.walk(_tree(path)):
-        if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
-        elif isinstance(node, ast.ImportFrom):
-            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+    return (name for node in ast.walk(_tree(path)) for name in _imported_names(node))
 
 
 # ------------------------------------------------------------------------------------------------------ layers
