@@ -287,6 +287,7 @@ class RunCommand(Command):
 
         from spawnsim.options import arguments_of
         from spawnsim.real.launch.launchers import start
+        from spawnsim.record.folder import version
         from spawnsim.record.manifest import own_command
 
         assert self.ranks is not None
@@ -306,7 +307,7 @@ class RunCommand(Command):
         if self.wants_bar:
             os.environ[PROGRESS] = "1"
         out = None if self.out is None else Path(self.out)
-        kept, begun_s = "", time.time()
+        kept, earlier = "", None if out is None else version(out)
         with (
             tempfile.TemporaryDirectory(prefix="spawnsim-") as registry,
             watched(out, self.observe, registry),
@@ -316,7 +317,7 @@ class RunCommand(Command):
                 command=own_command(),
             )  # fmt: skip
             # The launcher merges, since killed ranks could not, and the surviving ranks may have been stopped.
-            if out is not None and tidy(out, ended, begun_s):
+            if out is not None and tidy(out, ended, earlier):
                 kept = f"what was recorded until then: {out}"
         if ended.cause:
             print("; ".join(filter(None, [f"spawnsim: {ended.cause}", kept])), file=sys.stderr)

@@ -166,6 +166,16 @@ def write_manifest(folder: Path, manifest: Mapping[str, Any]) -> None:
         file.write(text.encode() + b"\n")
 
 
+def version(folder: Path) -> tuple[int, int] | None:
+    """Return the identity of run.json, which each `write_manifest` changes, or None without a run.json."""
+    try:
+        status = (folder / MANIFEST).stat()
+    except FileNotFoundError:
+        return None
+    # Both: some file systems keep whole seconds, and a third write may get the inode of the first.
+    return status.st_ino, status.st_mtime_ns
+
+
 def write_table(folder: Path, table: Table) -> None:
     """Write metrics.npz: one array per column, lightly compressed."""
     with _replacing(folder / METRICS) as file, zipfile.ZipFile(file, "w", compresslevel=1) as archive:

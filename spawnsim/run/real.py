@@ -231,10 +231,10 @@ def _result(merged: Merged, *, what: Mapping[str, Any], counted: Mapping[str, An
     )
 
 
-def tidy(out: Path, ended: JobEnd, begun_s: float) -> bool:
+def tidy(out: Path, ended: JobEnd, earlier: tuple[int, int] | None) -> bool:
     """Merge the shards that a job left behind, once all its processes have ended; return whether they held anything.
 
-    A run.json older than `begun_s`, in seconds of `time.time()`, belongs to another run.
+    `earlier` is `folder.version` from before the job started: a run.json that still has it belongs to another run.
     """
     from spawnsim.record import journal as shards
 
@@ -243,12 +243,12 @@ def tidy(out: Path, ended: JobEnd, begun_s: float) -> bool:
     except (ParameterError, OSError):  # no folder, or another job has begun there and owns the shards
         return False
     try:
-        return _tidied(out, ended, begun_s)
+        return _tidied(out, ended, earlier)
     finally:
         hold.release()
 
 
-def _tidied(out: Path, ended: JobEnd, begun_s: float) -> bool:
+def _tidied(out: Path, ended: JobEnd, earlier: tuple[int, int] | None) -> bool:
     from spawnsim.record import folder
     from spawnsim.record import journal as shards
 
@@ -262,8 +262,7 @@ def _tidied(out: Path, ended: JobEnd, begun_s: float) -> bool:
         return False
     if merged:
         # The ranks had merged all records; then one of them failed. The outcome must agree with the status.
-        written_s = (out / folder.MANIFEST).stat().st_mtime + 1.0  # some file systems keep whole seconds
-        if status and manifest["outcome"] == FINISHED and written_s >= begun_s:
+        if status and manifest["outcome"] == FINISHED and folder.version(out) != earlier:
             how = cause or f"the job ended with status {status}"
             folder.write_manifest(out, manifest | {"outcome": f"{how}, after all had been recorded"})
         return False
