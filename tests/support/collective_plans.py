@@ -36,6 +36,7 @@ UNSTEADY = ((0.0, BANDWIDTH, ALPHA), (1e-4, BANDWIDTH / 3, 2 * ALPHA), (3e-4, 0.
 NETWORKS = [
     switch(), switch(overlap=False), Switch(LogGP(2.5e-6, 1.5e-6, 4e-6, 6e-9), gamma_s_per_B=1e-10),
     Nodes(Hockney(1e-6, 1e10), LogGP(1e-5, 1e-6, 2e-6, 1e-9), 4, gamma_s_per_B=1e-10),
+    Switch(Hockney(1e-5, 1e9), gamma_s_per_B=1e-10, gamma_beyond=(1000, 3e-10)),
     Switch(LogGP(2.5e-6, 1.5e-6, 4e-6, 6e-9), collective_rendezvous=True, eager_bytes=900),
     Nodes(Hockney(1e-6, 1e10), LogGP(1e-5, 1e-6, 2e-6, 1e-9), 4, collective_rendezvous=True, eager_bytes=2000),
     Switch(Tcp(1e-5, 1e9, initial_window=2)),

@@ -66,7 +66,7 @@ class Evaluation:
         self.posted = self.clock  # when each rank reached the round, and posted its receives
         self.in_free = np.full(len(self.clock), -np.inf)
         self.network, self.ranks = network, ranks
-        self.gamma, self.changes = network.gamma_s_per_B, network.changes
+        self.changes = network.changes
         self.known: dict[tuple[Pattern, float], Costs] = {}
         self.wide: tuple[Ints, Floats, Floats, Floats, Floats] | None = None  # see `narrow`
         self.messages, self.nbytes = 0, 0.0
@@ -267,12 +267,16 @@ class Evaluation:
         after = np.cumsum(busy_s)
         self.clock[hub] = after[-1] + np.maximum(self.clock[hub], (arrival - (after - busy_s)).max())
 
-    def star(self, star: Lane, amounts: MessageSizes, gamma: float) -> None:
+    def work_s(self, nbytes: Lengths, reduces: bool) -> Floats | float:
+        """Return the seconds for which the receivers of messages combine them."""
+        return self.network.reduce_s(nbytes) if reduces else 0.0
+
+    def star(self, star: Lane, amounts: MessageSizes, reduces: bool) -> None:
         """Execute the one round of a star."""
         self.tell_apart()
         self.meet()
         pattern, nbytes = star.pattern, amounts.of(star)
-        costs, work_s = self.costs(pattern, nbytes), np.multiply(nbytes, gamma)
+        costs, work_s = self.costs(pattern, nbytes), self.work_s(nbytes, reduces)
         if pattern.source[0] == pattern.source[-1]:
             arrival, costs = self.fan_out(pattern, costs, nbytes)
             self.take(pattern, costs, arrival, work_s)
@@ -280,7 +284,7 @@ class Evaluation:
             arrival, costs = self.send(pattern, costs, nbytes)
             self.fan_in(pattern, costs, arrival, work_s)
 
-    def round(self, lanes: tuple[Lane, ...], amounts: MessageSizes, gamma: float) -> None:
+    def round(self, lanes: tuple[Lane, ...], amounts: MessageSizes, reduces: bool) -> None:
         """Execute one round."""
         # All lanes are sent before any is received: a rank first does all its sends of a round. Otherwise, in an
         # exchange, each of two ranks would wait for the other's message before sending its own.
@@ -293,7 +297,7 @@ class Evaluation:
         self.meet()
         sent = [self.send(pattern, costs, nbytes) for pattern, nbytes, costs in asked]
         for (pattern, nbytes, _), (arrival, costs) in zip(asked, sent, strict=True):
-            self.take(pattern, costs, arrival, np.multiply(nbytes, gamma) if gamma else 0.0)
+            self.take(pattern, costs, arrival, self.work_s(nbytes, reduces))
 
     def narrow(self, ranks: Ints) -> None:
         """Keep the vectors of these ranks alone, until `widen`: rounds among them need no gathering and scattering."""
@@ -357,12 +361,11 @@ def run(
     """
     evaluation = Evaluation(arrivals, network, ranks, out_free)
     for each in schedule.rounds:
-        gamma = evaluation.gamma if each.reduces else 0.0
         if each.star is not None:
             evaluation.widen()
-            evaluation.star(each.star, amounts, gamma)
+            evaluation.star(each.star, amounts, each.reduces)
         else:
             evaluation.among(each.lanes)
-            evaluation.round(each.lanes, amounts, gamma)
+            evaluation.round(each.lanes, amounts, each.reduces)
     evaluation.widen()
     return evaluation.finish()

@@ -112,6 +112,15 @@ class Network(Protocol):
         ...
 
     @property
+    def gamma_beyond(self) -> tuple[int, float] | None:
+        """(bytes, seconds per byte) of operands from this length on; None: one speed for all."""
+        ...
+
+    def reduce_s(self, nbytes: Ints | Floats | float) -> Floats | float:
+        """Return the seconds of arithmetic with which a rank combines operands of these lengths."""
+        ...
+
+    @property
     def copy_s_per_B(self) -> float:
         """Seconds per byte of a rank's own block that a collective copies."""
         ...

@@ -92,6 +92,8 @@ class Overheads:
         collective_rendezvous: Whether longer messages of collectives ask first, too, as in MPI libraries;
             False: they leave at once, as in the closed forms of textbooks.
         gamma_s_per_B: Seconds of arithmetic per reduced byte.
+        gamma_beyond: (bytes, seconds per byte) of operands from this length on, which exceed the caches; None: one
+            speed for all.
         contention: How messages contend: "serial", "fifo", "fair" or "none": see `cost.Contention`.
         copy_s_per_B: Seconds per byte to copy a rank's own block in gather, scatter, allgather and alltoall.
         window: The cost of an access to a window between ranks that map the same memory: the origin's processor
@@ -106,6 +108,7 @@ class Overheads:
     eager_bytes: int = field(default=65536, kw_only=True)
     collective_rendezvous: bool = field(default=False, kw_only=True)
     gamma_s_per_B: float = field(default=0.0, kw_only=True)  # noqa: N815
+    gamma_beyond: tuple[int, float] | None = field(default=None, kw_only=True)
     copy_s_per_B: float = field(default=0.0, kw_only=True)  # noqa: N815
     window: Link | None = field(default=None, kw_only=True)
 
@@ -113,11 +116,25 @@ class Overheads:
         at_least(self.call_overhead_s, 0.0, "call_overhead_s", above=True)
         at_least(self.eager_bytes, 0, "eager_bytes")
         at_least(self.gamma_s_per_B, 0.0, "gamma_s_per_B")
+        for value in self.gamma_beyond or ():
+            at_least(value, 0.0, "gamma_beyond")
         at_least(self.copy_s_per_B, 0.0, "copy_s_per_B")
         if self.contention not in get_args(Contention):
             raise ParameterError(
                 f"contention={self.contention!r}: give one of {', '.join(get_args(Contention))}"
             )
+
+    def reduce_s(self, nbytes: Ints | Floats | float) -> Floats | float:
+        """Return the seconds of arithmetic with which a rank combines operands of these lengths."""
+        gamma: Floats | float = self.gamma_s_per_B
+        if self.gamma_beyond is not None:
+            from_bytes, beyond = self.gamma_beyond
+            if isinstance(nbytes, np.ndarray):
+                gamma = np.where(nbytes >= from_bytes, beyond, gamma)
+            elif nbytes >= from_bytes:
+                gamma = beyond
+        work_s: Floats | float = np.multiply(nbytes, gamma)
+        return work_s
 
     def shared_links(self, ranks: int) -> SharedLinks:
         """Return the links that messages share with "fair" contention."""

@@ -9,6 +9,7 @@
     collective_rendezvous = true       # longer messages of collectives ask the receiver first, too; default: false
     call_overhead = "1 us"
     reduction = "4 GB/s"               # speed of additions in a reduction; default: no time at all
+    reduction_beyond = ["32 MiB", "3 GB/s"]  # of operands from this size on, which exceed the caches
     copy = "20 GB/s"                   # speed of copying a rank's own block in a collective; default: no time at all
     [network.link]
     latency = "25 us"
@@ -198,12 +199,13 @@ def read_network(section: Section) -> Network:
         "contention": section.choice("contention", get_args(Contention), "serial"),
         "collective_rendezvous": section.get("collective_rendezvous", _flag, False),
         "gamma_s_per_B": 1.0 / section.bytes_per_second("reduction") if section.has("reduction") else 0.0,
+        "gamma_beyond": section.get("reduction_beyond", _beyond) if section.has("reduction_beyond") else None,
         "copy_s_per_B": 1.0 / section.bytes_per_second("copy") if section.has("copy") else 0.0,
     }
     if section.has("window"):
         overheads["window"] = read_link(section.section("window"))
     # Also if they are omitted: the error about an unknown key lists them as known keys.
-    section.asked.update(("reduction", "copy", "window"))
+    section.asked.update(("reduction", "reduction_beyond", "copy", "window"))
     built = TOPOLOGIES[topology](section, overheads)
     section.close()
     return built
@@ -213,6 +215,13 @@ def _flag(value: Any) -> bool:
     if not isinstance(value, bool):
         raise ParameterError(f"{value!r}: write true or false")
     return value
+
+
+def _beyond(value: Any) -> tuple[int, float]:
+    if not isinstance(value, list) or len(value) != 2:
+        raise ParameterError(f'{value!r}: write a size and a speed, such as ["32 MiB", "3 GB/s"]')
+    size, speed = map(str, value)
+    return int(units.nbytes(size)), 1.0 / units.bytes_per_second(speed)
 
 
 def _switch(section: Section, overheads: dict[str, Any]) -> Network:
@@ -508,6 +517,9 @@ def _network_lines(network: Network) -> Iterator[str]:
         yield "collective_rendezvous = true"
     if network.gamma_s_per_B:
         yield f"reduction = {quoted(speed_text(1.0 / network.gamma_s_per_B))}"
+    if network.gamma_beyond is not None:
+        from_bytes, gamma = network.gamma_beyond
+        yield f"reduction_beyond = [{quoted(f'{from_bytes} B')}, {quoted(speed_text(1.0 / gamma))}]"
     if network.copy_s_per_B:
         yield f"copy = {quoted(speed_text(1.0 / network.copy_s_per_B))}"
     window = getattr(network, "window", None)

@@ -274,6 +274,7 @@ def test_a_measured_platform_is_written_and_read_back(tmp_path: Path) -> None:
         Switch(
             link,
             gamma_s_per_B=2.5e-10,
+            gamma_beyond=(32 << 20, 4e-10),
             window=Piecewise(((0, Hockney(1e-6, 5e9)), (8192, Hockney(2e-6, 9e9)))),
         ),
         collectives=Selection("mpich", (("bcast", "chain"),)),
@@ -281,6 +282,8 @@ def test_a_measured_platform_is_written_and_read_back(tmp_path: Path) -> None:
     )
     read = load_platform(_file(tmp_path, to_toml(platform)))
     assert read.fitted == platform.fitted
+    for nbytes in (1, 32 << 20, np.array([8, 64 << 20])):
+        assert read.network.reduce_s(nbytes) == pytest.approx(platform.network.reduce_s(nbytes), rel=1e-8)
     for nbytes in (1, 65535, 65536, 10**7):
         assert read.network.cost(0, 1, nbytes) == pytest.approx(platform.network.cost(0, 1, nbytes), rel=1e-8)
         assert read.network.copy_s(0, 1, nbytes) == pytest.approx(
