@@ -156,6 +156,24 @@ def ring_allreduce(size: int) -> Schedule:
     return Schedule(size, _around(size, 1, reduces=True) + _around(size, 0), parts=size)
 
 
+def segmented_ring_allreduce(size: int, segments: int) -> Schedule:
+    """A ring whose blocks travel in S segments: while one is combined, the next one travels.
+
+    2(P-1)α + (P-1)/P n(2β + γ/S) if the link is slower than the arithmetic.
+    """
+    # One lane per segment: a rank sends all segments of its block, and combines each as it arrives.
+    circle = _Circle(size)
+    onward = circle.rotation(1)
+
+    def rounds(lag: int, *, reduces: bool) -> tuple[Round, ...]:
+        blocks = (circle.turned(-lag - step) * segments for step in range(size - 1))
+        return tuple(
+            Round(tuple(Lane(onward, first + part) for part in range(segments)), reduces) for first in blocks
+        )
+
+    return Schedule(size, rounds(1, reduces=True) + rounds(0, reduces=False), parts=size * segments)
+
+
 def pairwise_reduce_scatter(size: int) -> Schedule:
     """(P-1)α + (P-1)/P n(β + γ): in step k each rank sends block r+k to its owner."""
     circle = _Circle(size)

@@ -6,6 +6,9 @@ Thresholds in bytes, re-stated from the libraries' own documents:
   MPIR_CVAR_{ALLREDUCE,REDUCE}_SHORT_MSG_SIZE (2048), BCAST_{SHORT 12288, LONG 524288}_MSG_SIZE, BCAST_MIN_PROCS (8),
   ALLGATHER_{SHORT 81920, LONG 524288}_MSG_SIZE, ALLTOALL_{SHORT 256, MEDIUM 32768}_MSG_SIZE,
   REDSCAT_COMMUTATIVE_LONG_MSG_SIZE (524288). Without its node-aware layer: select "two_level" by name.
+* gloo: allreduce.cc and its neighbours, as torch calls them. Its reduce is replaced by the nearest one here,
+  rabenseifner.
+* NCCL: see `nccl`. Operations that NCCL lacks run MPICH's algorithms.
 * Open MPI: the fixed decision rules of coll/tuned up to release 4.0 (coll_tuned_decision_fixed.c). Three of its
   algorithms are replaced by the nearest one here: split binary tree bcast by scatter_ring, pipelined reduce
   by rabenseifner, neighbour-exchange allgather by ring.
@@ -23,6 +26,7 @@ import numpy as np
 
 from spawnsim.errors import ParameterError
 from spawnsim.models.collectives import algorithms
+from spawnsim.models.collectives.nccl import Nccl
 from spawnsim.models.collectives.schedule import Schedule
 
 Builder = Callable[[int], Schedule]
@@ -75,7 +79,8 @@ ALGORITHMS: Mapping[str, Mapping[str, Builder]] = MappingProxyType(
         "exscan": _SCAN,
     }
 )
-"""Operation -> algorithm -> builder from the number of ranks. Besides these: bcast "chain", allreduce "two_level"
+"""Operation -> algorithm -> builder from the number of ranks. Besides these: bcast "chain", allreduce "segmented_ring"
+(of segments of at most 1 MiB, and at least two in each block, as in gloo) and "two_level"
 (also "two_level:ring" and so on, naming the algorithm among the leaders), and the neighbour exchange."""
 
 SYNCHRONISING = frozenset({"barrier", "allreduce", "allgather", "alltoall", "reduce_scatter"})
@@ -88,7 +93,9 @@ OWN_BLOCK = frozenset({"gather", "scatter", "allgather", "alltoall"})
 
 def names(operation: str) -> tuple[str, ...]:
     """Return the names of an operation's algorithms."""
-    special = {"bcast": ("chain",), "allreduce": ("two_level",), "neighbor": ("linear",)}
+    special = {
+        "bcast": ("chain",), "allreduce": ("two_level", "segmented_ring"), "neighbor": ("linear",),
+    }  # fmt: skip
     return (*ALGORITHMS.get(operation, {}), *special.get(operation, ()))
 
 
@@ -119,6 +126,12 @@ def schedule(operation: str, algorithm: str, size: int) -> Schedule:
 def chain(size: int, segments: int) -> Schedule:
     """Return the pipelined chain broadcast in `segments` segments."""
     return algorithms.chain_bcast(size, segments)
+
+
+@lru_cache(maxsize=64)
+def segmented_ring(size: int, segments: int) -> Schedule:
+    """Return the ring allreduce whose blocks travel in `segments` segments."""
+    return algorithms.segmented_ring_allreduce(size, segments)
 
 
 @lru_cache(maxsize=64)
@@ -243,7 +256,17 @@ _OPENMPI: dict[str, Callable[[CallSize], str]] = {
     "exscan": lambda call: "linear",
     "neighbor": lambda call: "linear",
 }
-_LIBRARIES = {"mpich": _MPICH, "openmpi": _OPENMPI}
+_GLOO: dict[str, Callable[[CallSize], str]] = _MPICH | {
+    "allreduce": lambda call: "segmented_ring",
+    "allgather": lambda call: "ring",
+    "bcast": lambda call: "binomial",
+    "reduce": lambda call: "rabenseifner",
+    "gather": lambda call: "linear",
+    "scatter": lambda call: "linear",
+    "alltoall": lambda call: "linear",
+    "reduce_scatter": lambda call: "recursive_halving",
+}
+_LIBRARIES = {"mpich": _MPICH, "openmpi": _OPENMPI, "gloo": _GLOO, "nccl": _MPICH}
 
 
 @dataclass(frozen=True)
@@ -251,23 +274,30 @@ class Selection:
     """Which algorithm runs.
 
     Args:
-        library: "mpich" or "openmpi": the library whose thresholds decide.
+        library: "mpich", "openmpi", "gloo" or "nccl": the library whose thresholds decide.
         fixed: (operation, algorithm) pairs of fixed choices.
         segment_bytes: Length of the segments of the pipelined chain.
+        nccl: The machine as NCCL sees it; None unless the library is "nccl".
 
     Raises:
-        ParameterError: An unknown library, operation or algorithm.
+        ParameterError: An unknown library, operation or algorithm, or NCCL without its machine.
     """
 
     library: str = "mpich"
     fixed: tuple[tuple[str, str], ...] = ()
     segment_bytes: int = 65536
+    nccl: Nccl | None = None
 
     def __post_init__(self) -> None:
         if self.library not in _LIBRARIES:
             raise ParameterError(f"library={self.library!r}: choose one of {', '.join(_LIBRARIES)}")
         if self.segment_bytes < 1:
             raise ParameterError(f"segment_bytes={self.segment_bytes}: give at least 1")
+        if (self.library == "nccl") != (self.nccl is not None):
+            raise ParameterError(
+                f"library={self.library!r}: the library nccl, and no other, needs the machine: give a platform file "
+                "with [collectives.nccl] and its bus"
+            )
         for operation, algorithm in self.fixed:
             check(operation, algorithm)
 

@@ -19,6 +19,7 @@ from spawnsim.models.collectives import catalogue
 from spawnsim.models.collectives.catalogue import CallSize, Selection
 from spawnsim.models.collectives.dataflow import Finish, run
 from spawnsim.models.collectives.faulty import Judge, Struck, run_struck
+from spawnsim.models.collectives.nccl import OPERATIONS
 from spawnsim.models.collectives.schedule import MessageSizes, Schedule, Sizes
 from spawnsim.models.network.cost import Floats, Ints, Network
 
@@ -33,6 +34,7 @@ class CollectivePlan:
         schedule: Its rounds, in ranks relative to the root.
         amounts: The lengths of its messages.
         root: The root's rank in the group; 0 without a root.
+        seconds: How long it takes once all ranks have arrived, if that does not follow from its messages (NCCL).
     """
 
     operation: str
@@ -40,6 +42,7 @@ class CollectivePlan:
     schedule: Schedule
     amounts: MessageSizes
     root: int = 0
+    seconds: float | None = None
 
     def depends(self, rank: int) -> frozenset[int] | None:
         """Return the ranks on whose arrival the departure of `rank` depends; None stands for all."""
@@ -60,6 +63,8 @@ class CollectivePlan:
         out_free: Floats | None = None,
     ) -> Finish:
         """Return when each rank leaves; an absent rank is NaN (see `finish`)."""
+        if self.seconds is not None:
+            return self._after_all(arrivals, out_free)
         world = np.arange(self.schedule.size) if ranks is None and self.root else ranks
         turned, world, free = self._from_root(arrivals, world, out_free)
         found = run(self.schedule, self.amounts, turned, network, ranks=world, out_free=free)
@@ -76,13 +81,25 @@ class CollectivePlan:
     ) -> Struck:
         """Return when each rank leaves, and the effects of the faults that `judge` knows.
 
-        Its times are in the order of the group; its other ranks are relative to the root.
+        Its times are in the order of the group; its other ranks are relative to the root. If faults strike messages of
+        a collective of known duration, its messages determine its times.
         """
         turned, world, free = self._from_root(arrivals, ranks, out_free)
         found = run_struck(
             self.schedule, self.amounts, turned, network, ranks=world, judge=judge, out_free=free
         )
+        if self.seconds is not None and not found.strikes:
+            return found._replace(finish=self._after_all(arrivals, out_free))
         return found._replace(finish=self._in_group(self._with_copies(found.finish, network)))
+
+    def _after_all(self, arrivals: Floats, out_free: Floats | None) -> Finish:
+        """Return when each rank leaves a collective of known duration: `seconds` after the last arrival."""
+        assert self.seconds is not None
+        times = np.full(len(arrivals), arrivals.max(initial=-np.inf) + self.seconds)  # NaN if one is NaN
+        free = np.full(len(arrivals), -np.inf) if out_free is None else out_free
+        lanes = [lane for each in self.schedule.rounds for lane in each.lanes]
+        sizes = [np.broadcast_to(self.amounts.of(lane), len(lane.pattern.source)) for lane in lanes]
+        return Finish(times, sum(map(len, sizes)), round(sum(float(each.sum()) for each in sizes)), free)
 
     def _with_copies(self, found: Finish, network: Network) -> Finish:
         """Let ranks copy their own blocks, between two buffers of the caller."""
@@ -120,6 +137,7 @@ class Edges(NamedTuple):
     nbytes: Ints | int
 
 
+GLOO_SEGMENT = 1 << 20  # bytes
 _BLOCKED = {"gather", "scatter", "allgather", "alltoall", "reduce_scatter"}
 
 
@@ -183,12 +201,36 @@ class Planner:
         """
         name = base_name(operation)
         sizes = 0 if name == "barrier" else sizes
+        if self._nccl(name) and not isinstance(sizes, Edges):
+            return self._nccl_plan(name, size, sizes, ranks=ranks)
         algorithm = self.selection.algorithm(name, _call(operation, size, sizes))
         schedule = self._schedule(name, algorithm, sizes, size=size, ranks=ranks)
         nbytes = sizes.nbytes if isinstance(sizes, Edges) else sizes
         if root and isinstance(nbytes, np.ndarray):
             nbytes = np.roll(nbytes, -root)
         return CollectivePlan(name, algorithm, schedule, MessageSizes(schedule, nbytes), root)
+
+    def _nccl(self, name: str) -> bool:
+        """Return whether NCCL runs this operation."""
+        selection = self.selection
+        return selection.nccl is not None and name in OPERATIONS and name not in dict(selection.fixed)
+
+    def _nccl_plan(self, name: str, size: int, sizes: Sizes, *, ranks: Ints | None) -> CollectivePlan:
+        """Return the plan of one of NCCL's collectives: its duration, and the traffic of its ring or tree."""
+        machine = self.selection.nccl
+        assert machine is not None
+        if self.network.contention == "fair":
+            raise ParameterError('contention="fair": NCCL\'s collectives do not share links: use "serial"')
+        nodes = len(np.unique(self.network.place(np.arange(size) if ranks is None else ranks)))
+        blocks = 1 if name == "allreduce" else size
+        total = int(sizes.sum()) if isinstance(sizes, np.ndarray) else int(sizes) * blocks
+        chosen = machine.choice(name, total, ranks=size, nodes=nodes) if size > 1 else None
+        seconds = machine.seconds(name, total, ranks=size, nodes=nodes)
+        algorithm = "ring" if chosen is None else chosen.algorithm
+        # A double tree moves the same bytes as a tree up and down: two halves of the vector over two trees.
+        schedule = catalogue.schedule(name, "reduce_bcast" if algorithm == "tree" else "ring", size)
+        known = f"nccl {algorithm}" if chosen is None else f"nccl {algorithm} {chosen.protocol}"
+        return CollectivePlan(name, known, schedule, MessageSizes(schedule, sizes), seconds=seconds)
 
     def _schedule(
         self, name: str, algorithm: str, sizes: Sizes | Edges, *, size: int, ranks: Ints | None
@@ -197,6 +239,8 @@ class Planner:
             return catalogue.neighbours(size, _frozen(sizes.source), _frozen(sizes.dest))
         if algorithm == "chain":
             return catalogue.chain(size, max(1, -(-int(sizes) // self.selection.segment_bytes)))
+        if algorithm == "segmented_ring":
+            return catalogue.segmented_ring(size, max(2, -(-int(sizes) // (size * GLOO_SEGMENT))))
         if algorithm.startswith("two_level"):
             places = self.network.place(np.arange(size) if ranks is None else ranks)
             return catalogue.two_level(_frozen(places), algorithm.partition(":")[2] or "recursive_doubling")

@@ -21,8 +21,10 @@
     bandwidth = "8 GB/s"
 
     [collectives]
-    library = "mpich"                  # the library whose thresholds choose the algorithm; or "openmpi"
+    library = "mpich"                  # the library whose thresholds choose the algorithm; or "openmpi", "gloo", "nccl"
     allreduce = "ring"                 # a fixed choice
+    [collectives.nccl]                 # the machine as NCCL sees it: see `platform.collectives`
+    bus = "96 GB/s"
 
     [storage]
     latency = "1 ms"                   # of writing or reading a checkpoint
@@ -72,6 +74,7 @@ from spawnsim.models.network import (
     Tcp,
     Torus,
 )
+from spawnsim.models.platform.collectives import read_selection, selection_lines
 from spawnsim.models.platform.links import (
     changing,
     link_lines,
@@ -394,7 +397,7 @@ def read_platform(top: Section, name: str) -> Platform:
         step=Fixed(compute.seconds("step")) if compute.has("step") else None,
         stragglers=compute.get("stragglers", parse_stragglers, ()),
         progress=next(known for known in PROGRESS if known == progress),
-        collectives=_selection(top.section("collectives")),
+        collectives=read_selection(top.section("collectives")),
         storage=_storage(top.section("storage")),
         description=top.string("description", ""),
         fitted=_facts(top.section("fitted")),
@@ -436,21 +439,6 @@ def _storage(section: Section) -> Storage:
     return section.build(Storage, latency_s=latency_s, bandwidth_Bps=bandwidth)
 
 
-def _selection(section: Section) -> Selection:
-    def library(value: object) -> str:
-        return Selection(library=str(value)).library
-
-    def pair(operation: str) -> tuple[str, str]:
-        return section.get(operation, lambda value: Selection(fixed=((operation, str(value)),)).fixed[0])
-
-    # Each value is checked by making a Selection of it alone, so that an error names its line.
-    settings: dict[str, Any] = {"library": section.get("library", library, "mpich")}
-    if section.has("segment"):
-        settings["segment_bytes"] = section.nbytes("segment")
-    fixed = tuple(pair(key) for key in section.values if key not in ("library", "segment"))
-    return section.build(Selection, fixed=fixed, **settings)
-
-
 def _facts(section: Section) -> tuple[tuple[str, str], ...]:
     return tuple((key, section.string(key)) for key in section.values)
 
@@ -468,10 +456,8 @@ def to_toml(platform: Platform, comments: Iterable[str] = ()) -> str:
         "",
         *_network_lines(platform.network),
         "",
-        "[collectives]",
+        *selection_lines(platform.collectives),
     ]
-    lines += [f"library = {quoted(platform.collectives.library)}"]
-    lines += [f"{operation} = {quoted(algorithm)}" for operation, algorithm in platform.collectives.fixed]
     if platform.storage != Storage():
         lines += ["", "[storage]", f"latency = {quoted(seconds_text(platform.storage.latency_s))}"]
         lines += [f"bandwidth = {quoted(speed_text(platform.storage.bandwidth_Bps))}"]

@@ -32,7 +32,7 @@ def test_selection_by_size():
     ]
 
 
-@pytest.mark.parametrize("library", ["mpich", "openmpi"])
+@pytest.mark.parametrize("library", ["mpich", "openmpi", "gloo"])
 def test_every_choice_can_be_laid_out(library):
     """Whatever a library decides, for whatever size, is an algorithm that there is."""
     planner = Planner(switch(), Selection.parse(library))

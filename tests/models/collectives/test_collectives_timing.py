@@ -79,6 +79,9 @@ PIPELINED = {  # where cards overlap latency, a star takes one latency only
     ("scatter", "linear"): lambda P, m, a, b, c: a + (P - 1) * m * b,
     ("alltoall", "linear"): lambda P, m, a, b, c: a + (P - 1) * m * b,
     ("alltoall", "bruck"): lambda P, m, a, b, c: log(P) * a + sum(_bit(P, k) for k in range(log(P))) * m * b,
+    ("allreduce", "segmented_ring"): lambda P, n, a, b, c: (
+        2 * (P - 1) * a + (P - 1) / P * n * (2 * b + c / 2 + max(c - b, 0) / 2)
+    ),
     ("bcast", "chain"): lambda P, n, a, b, c: (P - 1) * (a + 65536 * b) + (n / 65536 - 1) * 65536 * b,
 }
 # α, β, γ. The forms add up arithmetic that really goes on beside other traffic where P is no power of two.
