@@ -12,7 +12,7 @@ import os
 import socket
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import date
 from itertools import product
@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
+from spawnsim import units
 from spawnsim.cli.declaring import (
     Command,
     Deadline,
@@ -61,22 +62,40 @@ from spawnsim.scenario import DEADLINE_S, Scenario
 if TYPE_CHECKING:
     from spawnsim.models.compute import Trace
 
+TABLE_SETTINGS: dict[str, Callable[[str], Any]] = {
+    "machine": str, "cache": lambda text: int(units.nbytes(text)), "nodes": int, "ranks": int,
+}  # fmt: skip
 QUICK = Effort(budget_s=0.002, most=10, passes=3, largest_nbytes=4 << 20)
 BEFORE_A_RUN = Effort(budget_s=0.004, most=15, passes=4, largest_nbytes=4 << 20)
 
 
 @dataclass(kw_only=True)
 class Calibrate(Command):
-    """Measure messages, collectives and compute steps on this job's ranks, and fit a platform."""
+    """Measure messages, collectives and compute steps on this job's ranks, or read a table, and fit a platform."""
 
     launcher = "mpiexec -n N "
-    examples = ("mpiexec -n 4 spawnsim calibrate --out mine.toml --picture mine.png",)
+    examples = (
+        "mpiexec -n 4 spawnsim calibrate --out mine.toml --picture mine.png",
+        "spawnsim calibrate --from allreduce.csv --set machine=lumi --set cache=32MiB --out lumi.toml",
+    )
     out: Path = option("the platform file", "FILE", default=Path("measured.toml"))
     picture: Picture = None
     quick: bool = flag("seconds instead of half a minute; larger errors")
     deadline: Deadline = None
+    from_: Path | None = option(
+        "fit times of collectives that somebody measured, instead of measuring: a CSV file with nodes, bytes, seconds, "
+        "or the output of nccl-tests or the OSU benchmarks",
+        "TABLE",
+    )
+    set: Sequence[str] = option(
+        f"a setting of --from: {', '.join(TABLE_SETTINGS)}; repeatable", "NAME=VALUE", default=()
+    )
 
     def __call__(self) -> int:
+        if self.from_ is not None:
+            return self._fit_table(self.from_)
+        if self.set:
+            raise ParameterError("--set has the settings of a table: give --from TABLE")
         deadline_s = DEADLINE_S if self.deadline is None else self.deadline
         measured = measure_here(QUICK if self.quick else Effort(), deadline_s)
         if measured is None:
@@ -94,6 +113,20 @@ class Calibrate(Command):
         # Before the file is written: other people will use a wrong platform later, and do not see this warning.
         require_fit(platform, found)
         write(self.out, platform, found)
+        return 0
+
+    def _fit_table(self, path: Path) -> int:
+        from spawnsim.fidelity import tablefit
+        from spawnsim.fidelity.tables import read_table
+
+        given = settings_of(self.set, TABLE_SETTINGS, "calibrate --from")
+        machine, cache = given.pop("machine", None), given.pop("cache", None)
+        samples = read_table(path, machine=machine, **given)
+        found = tablefit.fit_table(samples, self.out.stem, cache_bytes=cache)
+        report = tablefit.report(samples, found)
+        comments = [f"Fitted by `spawnsim calibrate --from {path.name}`.", *report.splitlines(), ""]
+        self.out.write_text(to_toml(found.platform, comments), encoding="utf-8")
+        sys.stdout.write(f"{report}\nwritten: {self.out}\n")
         return 0
 
 

@@ -27,7 +27,7 @@ Intervals = list[tuple[float, float]]
 
 
 # ------------------------------------------------------------------------------------------------------------ reading
-def _text(path: Path) -> str:
+def read_text(path: Path) -> str:
     """Return a file's text; the PyTorch profiler compresses files (.gz), spreadsheets begin with a byte order mark."""
     if path.is_dir():
         raise ParameterError(f"{path} is a folder: give its files, such as {path}/*")
@@ -40,7 +40,7 @@ def _text(path: Path) -> str:
 
 def _json(path: Path) -> Any:
     try:
-        return json.loads(_text(path))
+        return json.loads(read_text(path))
     except ParameterError:
         raise
     except (ValueError, RecursionError) as error:
@@ -153,7 +153,7 @@ def read_wan(path: Path, members: int | Sequence[int] = 1) -> Platform:
         ParameterError: the file cannot be read; a row, column or pair is missing; or a pair does not consist of
             numbers.
     """
-    reader = csv.DictReader(_text(path).splitlines())
+    reader = csv.DictReader(read_text(path).splitlines())
     if "region" not in (reader.fieldnames or ()):
         raise ParameterError(f"{path}: no column 'region'")
     rows = {row["region"].strip(): (reader.line_num, row) for row in reader if row["region"]}
