@@ -1,4 +1,4 @@
-"""The README's program runs as it stands there, on virtual ranks and on real ones."""
+"""The README's programs run as it says, on virtual ranks and on real ones."""
 
 from __future__ import annotations
 
@@ -13,32 +13,27 @@ from typing import Any
 import pytest
 
 import spawnsim
+from spawnsim import cli
 from spawnsim.errors import Deadlock
 
 README = Path(__file__).resolve().parent.parent / "README.md"
 
 
 @pytest.fixture
-def train(tmp_path: Path) -> Path:
-    """The program that shows a policy, as a file."""
-    return _block("train.py", tmp_path)
+def hello(tmp_path: Path) -> Path:
+    """The training loop that the README has written."""
+    assert "spawnsim new program hello" in README.read_text(encoding="utf-8")
+    assert cli.main(["new", "program", str(tmp_path / "hello")]) == 0
+    return tmp_path / "hello.py"
 
 
-def _block(name: str, folder: Path) -> Path:
-    """Write the README's block of Python that begins with this name into a file."""
-    path = folder / name
-    block = README.read_text(encoding="utf-8").split(f"```python\n# {name}")[1].split("```")[0]
-    path.write_text(f"#{block}")
-    return path
-
-
-def _totals(train: Path, *arguments: str, hash_seed: str = "0") -> dict[str, Any]:
+def _totals(hello: Path, *arguments: str, hash_seed: str = "0") -> dict[str, Any]:
     line = [
         sys.executable,
         "-m",
         "spawnsim",
         "run",
-        str(train),
+        str(hello),
         "--json",
         "--set",
         "iterations=30",
@@ -51,21 +46,21 @@ def _totals(train: Path, *arguments: str, hash_seed: str = "0") -> dict[str, Any
     return totals
 
 
-def test_the_program_gives_one_digest_per_seed(train: Path) -> None:
+def test_the_program_gives_one_digest_per_seed(hello: Path) -> None:
     """Two processes with different hash seeds agree on everything but wall time; another seed differs."""
     world = ("--ranks", "20", "--platform", "ethernet-10g", "--straggler", "lognormal:0.3")
-    first = _totals(train, *world, "--seed", "7", hash_seed="1")
-    again = _totals(train, *world, "--seed", "7", hash_seed="2")
+    first = _totals(hello, *world, "--seed", "7", hash_seed="1")
+    again = _totals(hello, *world, "--seed", "7", hash_seed="2")
     how = {"platform": "ethernet-10g", "stragglers": "lognormal:0.3", "parameters": {"iterations": 30}}
-    other = spawnsim.run(train, ranks=20, seed=8, **how)
+    other = spawnsim.run(hello, ranks=20, seed=8, **how)
     assert first | {"wall_seconds": 0} == again | {"wall_seconds": 0}
     assert first["digest"] != other.totals["digest"]
     assert first["replacements"] > 0
 
 
-def test_the_program_exchanges_again_and_again(train: Path) -> None:
+def test_the_program_exchanges_again_and_again(hello: Path) -> None:
     """Replacements come in most rounds, and nothing is to be warned of: its settings fit its length."""
-    run = spawnsim.run(train, ranks=20, seed=7, stragglers="lognormal:0.3")
+    run = spawnsim.run(hello, ranks=20, seed=7, stragglers="lognormal:0.3")
     rounds = {event["round"] for event in run.events if event["kind"] == "replacement"}
     assert rounds >= {10, 20, 30, 40, 50, 60, 70, 80}
     assert "warnings" not in run.what
@@ -73,17 +68,24 @@ def test_the_program_exchanges_again_and_again(train: Path) -> None:
 
 def test_the_deadlock_is_found(tmp_path: Path) -> None:
     """All ranks send before they receive; shorter messages leave at once."""
-    ring = _block("ring.py", tmp_path)
+    ring = tmp_path / "ring.py"
+    ring.write_text(README.read_text(encoding="utf-8").split("```python\n")[1].split("```")[0])
     with pytest.raises(Deadlock, match=r"33 of 33 ranks wait"):
         spawnsim.run(ring, ranks=33)
     ring.write_text(ring.read_text().replace("20_000", "2_000"))
     spawnsim.run(ring, ranks=33)
 
 
+def test_the_script_for_torchrun_is_the_example(tmp_path: Path) -> None:
+    """`spawnsim new` writes the file that tests/test_examples.py runs."""
+    assert cli.main(["new", "torchrun", str(tmp_path / "ddp")]) == 0
+    assert (tmp_path / "ddp.py").read_text() == (README.parent / "docs/examples/ddp.py").read_text()
+
+
 @pytest.mark.mpi
-def test_the_same_file_runs_on_real_ranks(train: Path) -> None:
+def test_the_same_file_runs_on_real_ranks(hello: Path) -> None:
     """Unchanged, under mpiexec."""
-    totals = _totals(train, "--backend", "mpi", "-n", "2")
+    totals = _totals(hello, "--backend", "mpi", "-n", "2")
     assert (totals["ranks"], totals["iterations"]) == (2, 30)
 
 

@@ -171,6 +171,7 @@ KINDS = {
     "policy": "a subclass of SpawnPolicy, and a program that tries it",
     "workload": "data, model, step and accuracy, and a program that trains it",
     "program": "a training loop for virtual and for real ranks",
+    "torchrun": "a script for torchrun, with DistributedDataParallel",
 }
 
 

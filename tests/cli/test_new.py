@@ -30,6 +30,9 @@ def test_what_is_written_runs_at_once(kind: str, tmp_path: Path, monkeypatch: py
     run = "run my_first.py --ranks 12 --straggler lognormal:0.3 --out runs/a --quiet"
     assert cli.main(run.split()) == 0
     done = Run.load("runs/a")
+    if kind == "torchrun":  # it records nothing, and prints its loss
+        assert done.totals["messages"] > 100
+        return
     # What the policy's program is about is how near the models are to each other.
     spread = done.table["weight" if kind == "policy" else "loss"].reshape(12, -1).std(axis=0)
     assert spread[-1] < 0.5 * spread[0]
