@@ -28,7 +28,7 @@ from spawnsim.plots.curves import (
     over_seeds,
     since_start,
 )
-from spawnsim.plots.experiments import Group, Groups, Recorded, clock_of, grouped
+from spawnsim.plots.experiments import Group, Groups, Recorded, clock_of, grouped, setting
 from spawnsim.plots.series import FEW
 
 POINTS = 2000  # of a curve with a logarithmic axis: 240 would leave only a few for its beginning
@@ -125,8 +125,9 @@ def race(settings: Mapping[str, Sequence[Recorded]], target: float, title: str) 
             style.plain_seconds(ax)
 
     lines = lines_caption(everything, every, "line: one seed")
-    caption = f"{everything.caption()}\n{lines}; dotted: accuracy {target:g}"
-    return style.compose(panels, title, caption, (10.8, 1.8 + 3.1 * len(rows)))
+    where = setting(everything.runs).replace(" · ", ", ")
+    caption = f"{len(looks)} policies on {where}. {lines[0].upper()}{lines[1:]}; dotted: accuracy {target:g}."
+    return style.compose(panels, title, f"{caption}\n{everything.endings()}", (10.8, 1.5 + 2.4 * len(rows)))
 
 
 def _against_the_clock(group: Group, what: str) -> Curve:

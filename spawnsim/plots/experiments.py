@@ -240,9 +240,9 @@ class Groups:
         program = [*files] if len(files) == 1 and "" not in files else []
         lines = [" · ".join([*program, setting(self.runs)]), self._shared()]
         pooled = f"curves pool runs that differ in {', '.join(self.pooled)}" if self.pooled else ""
-        return "\n".join(line for line in (*lines, pooled, self._endings()) if line)
+        return "\n".join(line for line in (*lines, pooled, self.endings()) if line)
 
-    def _endings(self) -> str:
+    def endings(self) -> str:
         """Return which runs did not finish, and why."""
         found = []
         for group in self:

@@ -799,7 +799,8 @@ def test_a_race_has_a_row_for_each_setting_and_names_each_policy_once_in_it():
         "Rates differ:"
     )
     caption = figure._supxlabel.get_text().replace("\n", " ")
-    assert "thin: each of 3 seeds" in caption and caption.endswith("dotted: accuracy 0.8")
+    assert caption.startswith("2 policies on ") and "seeds (1 … 3). Thin: each of 3 seeds; " in caption
+    assert caption.endswith("dotted: accuracy 0.8.")
     assert figure.axes[1].lines[0].get_color() == figure.axes[3].lines[0].get_color()
 
 
