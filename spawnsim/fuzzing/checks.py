@@ -172,7 +172,7 @@ class Watch(Recorder):
         def watched(policy: Any, *args: Any, **kwargs: Any) -> Any:
             task = current_task()
             # If a policy's call contains another policy's call, only the outer call is checked.
-            if task is None or task in self._inside or self.world is None or task.beside:
+            if task is None or task in self._inside or self.world is None or task.background:
                 return call(policy, *args, **kwargs)
             return self._called(task, policy, functools.partial(call, policy, *args, **kwargs))
 

@@ -192,7 +192,7 @@ class Prompt(pdb.Pdb):
         return [task for task in self._world.kernel.tasks if task.alive]
 
     def _frame(self) -> FrameType | None:
-        tasks = [task for task in self._tasks() if task.rank == self._rank and not task.beside]
+        tasks = [task for task in self._tasks() if task.rank == self._rank and not task.background]
         return next(iter(_own(tasks[0])), None) if tasks else None
 
     def do_ranks(self, arg: str) -> None:

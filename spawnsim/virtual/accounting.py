@@ -142,9 +142,7 @@ class CallCosts:
         """Return a warning about call sites that have a cost but were never reached."""
         if not self._unmet:
             return []
-        return [
-            f"no call was made at {', '.join(sorted(self._unmet))}: what --compute says of it has no effect"
-        ]
+        return [f"no call was made at {', '.join(sorted(self._unmet))}: --compute has no effect there"]
 
     def enter(self) -> CallMeter | None:
         """Charge the computing before a call; return None inside another call, or outside ranks."""

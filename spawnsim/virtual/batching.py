@@ -25,8 +25,8 @@ from spawnsim.virtual.engine.world import Rank, World
 
 TOGETHER: Any = NoTask(
     lambda: UsageError(
-        "a loss or an evaluation cannot communicate, nor draw from a rank's streams: it is executed for many ranks at "
-        "once. Do so outside of the function that a TrainingStep or an Evaluation is given, or run with --eager"
+        "a loss or an evaluation cannot communicate or draw from a rank's streams: it is executed for many ranks at "
+        "once. Do so outside the function that TrainingStep or Evaluation receives, or run with --eager"
     )
 )
 
@@ -172,7 +172,7 @@ class BatchedCalls:
     def warned(self, rank: int) -> list[str]:
         return [sentence for sentence, whose in self._warned.items() if whose == rank]
 
-    def go_on(self, rank: int, *, batched: bool, warned: Sequence[str]) -> None:
+    def resume(self, rank: int, *, batched: bool, warned: Sequence[str]) -> None:
         """Restore a rank's state from an earlier part of this run."""
         self.batched = self.batched or batched
         self._warned |= dict.fromkeys(warned, rank)

@@ -185,9 +185,9 @@ class Cluster:
             rank.skews = (*rank.skews, fault)
 
         self._untold.append(fault)
-        self.world.kernel.env.at(fault.at_s, rank.id, lambda: self._tell(fault))
+        self.world.kernel.env.at(fault.at_s, rank.id, lambda: self._record_fault(fault))
 
-    def _tell(self, fault: Pause | SlowDown | Skew) -> None:
+    def _record_fault(self, fault: Pause | SlowDown | Skew) -> None:
         """Record that a fault has begun, unless the rank had already ended or died."""
         rank = self.world.ranks[fault.rank]
         if fault in self._untold:
@@ -244,9 +244,9 @@ class Cluster:
             self.crashes.ended(task)
         if task is rank.tasks[0]:
             self._finished += 1
-            for beside in rank.tasks[1:]:  # background tasks end with their program, as daemon threads do
-                if beside.alive:
-                    self.world.kernel.throw(beside, GreenletExit())
+            for other in rank.tasks[1:]:  # background tasks end with their program, as daemon threads do
+                if other.alive:
+                    self.world.kernel.throw(other, GreenletExit())
             if self._progress is not None:
                 self._progress(task.clock, self._finished, len(self.world.ranks))
 
@@ -300,7 +300,7 @@ class Cluster:
         """Compute the totals, and report the error with which the run ended, if any."""
         for fault in [*self._untold]:  # ranks that ran ahead ended before these were due
             if fault.at_s <= max((task.clock for task in self.world.ranks[fault.rank].tasks), default=0.0):
-                self._tell(fault)
+                self._record_fault(fault)
         # An infinite clock means that the rank is paused for ever.
         clocks = [task.clock for task in self.world.kernel.tasks if task.clock < math.inf]
         end_s = max(clocks, default=0.0)
@@ -308,7 +308,7 @@ class Cluster:
             self.world.mistakes["faults", ""] = missed
         if all(rank.dead and rank.ended_s == math.inf for rank in self.world.ranks):
             self.world.mistakes["dead", ""] = (
-                f"no rank came to the end of its program: all were dead at {end_s:.6g} s"
+                f"no rank reached the end of its program: all were dead at {end_s:.6g} s"
             )
         elif self.world.kernel.failure is None and (idle := self._idle()):
             self.world.mistakes["compute", ""] = idle
@@ -339,9 +339,9 @@ class Cluster:
             return ""
         counts = [service.compute.sampler_counts() for service in self._services]
         if given and not any(unstated for _, unstated in counts):
-            return f"compute={given} has had no effect: no block `with comm.compute():` has left its duration open"
+            return f"compute={given} had no effect: no block `with comm.compute():` ran without a duration"
         if stragglers and given != 0 and not any(blocks for blocks, _ in counts):
-            return "stragglers have had no effect: they stretch blocks `with comm.compute(...):`, and there was none"
+            return "stragglers had no effect: they stretch blocks `with comm.compute(...):`, and no such block ran"
         return ""
 
     def _wrong(self) -> BaseException | None:
@@ -383,11 +383,11 @@ class Cluster:
         place = _line(error)
         if refused := torch_distributed.without_gpu(error, task, place):
             return refused
-        told = f"{task.name} raised {kind}{did_you_mean(error)} at {task.clock:.6g} s{place}"
+        text = f"{task.name} raised {kind}{did_you_mean(error)} at {task.clock:.6g} s{place}"
         # RankFailed contains the time of death; the task's clock is the time of the call.
         if isinstance(error, RankFailed):
-            told = f"{task.name} raised {type(error).__name__}{place}: {error}"
-        wrapped = RankError(task.rank, task.clock, told)
+            text = f"{task.name} raised {type(error).__name__}{place}: {error}"
+        wrapped = RankError(task.rank, task.clock, text)
         wrapped.__cause__ = error
         return wrapped
 
@@ -413,7 +413,9 @@ def _missed(plan: FaultPlan, end_s: float) -> str:
     if first is None or first.at_s <= end_s:
         return ""
     rest = "" if len(plan.faults) == 1 else f", the first of {len(plan.faults)} faults,"
-    return f"no fault has struck: {FaultPlan((first,))}{rest} begins later than the run has ended, at {end_s:.6g} s"
+    return (
+        f"no fault took effect: {FaultPlan((first,))}{rest} begins after the end of the run, at {end_s:.6g} s"
+    )
 
 
 def _timeline(world: World, trace: Recorder | None) -> Timeline | None:

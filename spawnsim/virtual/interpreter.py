@@ -111,18 +111,18 @@ def watched_collections(collecting: Callable[[bool], None], ours: Callable[[], b
     # All ranks share one collector. It starts wherever an object is made, and runs the finalizers of any rank's
     # garbage there: in another rank, or in the middle of a call of the library. The kernel must know this, to refuse
     # their calls.
-    def tell(phase: str, _counts: dict[str, int]) -> None:
+    def on_collection(phase: str, _counts: dict[str, int]) -> None:
         if ours():
             collecting(phase == "start")
 
     frozen = gc.get_freeze_count() > 0  # objects that someone else froze stay frozen
     if not frozen:
         gc.freeze()
-    gc.callbacks.append(tell)
+    gc.callbacks.append(on_collection)
     try:
         yield
     finally:
-        gc.callbacks.remove(tell)
+        gc.callbacks.remove(on_collection)
         if not frozen:
             gc.unfreeze()
 

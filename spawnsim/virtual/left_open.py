@@ -31,15 +31,16 @@ def left_open(world: World) -> Iterator[str]:
     if left:
         count = _count(sum(rank.open_receives for rank in left), "receive")
         shown = [f"rank {rank.id}: {_times(rank.open_receives)}{_call(*rank.last_receive)}" for rank in left]
-        yield f"{count} never completed by Wait or Test, so what is read may not be there yet: {_list(shown)}"
+        unread = "never completed by Wait or Test, so the program may read data that has not arrived"
+        yield f"{count} {unread}: {_list(shown)}"
     yield from _left_windows(
         (rank.id, "") for rank in world.ranks for _ in rank.attachments.get("windows", ())
     )
 
 
 def _call(member: Any, *about: Any) -> str:
-    told: str = member._waiting(*about).describe()
-    return told
+    text: str = member._waiting(*about).describe()
+    return text
 
 
 class ResourceLeaks:
@@ -113,12 +114,12 @@ class ResourceLeaks:
         if left:
             yield f"{_count(len(left), 'communicator')} never freed{self._made_at(left)}"
         if partly:
-            yield f"{_count(len(partly), 'communicator')} freed by some of the members only{self._made_at(partly)}"
+            yield f"{_count(len(partly), 'communicator')} freed by only some of the members{self._made_at(partly)}"
 
     def _made_at(self, contexts: Iterable[Any]) -> str:
         lines = Counter(filter(None, (self._contexts[context] for context in contexts)))
         shown = [f"{_times(count)}{where}" for where, count in lines.items()]
-        return f": made at {_list(shown)}" if shown else ""
+        return f": created at {_list(shown)}" if shown else ""
 
 
 def _left_windows(windows: Iterable[tuple[int, str]]) -> Iterator[str]:

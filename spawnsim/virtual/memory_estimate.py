@@ -49,13 +49,13 @@ class MemoryEstimate:
         total, room = f"{(taken + more) / 1e9:,.1f} GB", f"{(taken + left) / 1e9:,.1f} GB"
         if more > left:
             error = ParameterError(
-                f"ranks={self._ranks:,}: they would take about {total}, by what the first {SECOND:,} have taken, and "
+                f"ranks={self._ranks:,}: they would need about {total}, estimated from the first {SECOND:,}, but only "
                 f"{room} are available; {COLUMNAR}"
             )
             self._kernel.failure = self._kernel.failure or error  # not a rank's error: no rank has failed
             raise GreenletExit
         if self._ranks >= NOTED and self.note is not None:
             self.note(
-                f"{self._ranks:,} ranks will take about {total} of {room}; `spawnsim columnar` times policies on so "
-                "many as rows of arrays"
+                f"{self._ranks:,} ranks will need about {total} of {room}; `spawnsim columnar` times policies on "
+                "that many as rows of arrays"
             )

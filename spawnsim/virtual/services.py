@@ -250,7 +250,9 @@ class Background:
         self._over = Completion(world.kernel)
         rank.observers += 1
         clock = world.kernel.current.clock
-        self._task = world.kernel.spawn(rank.id, lambda _rank: self._run(program), clock=clock, beside=True)
+        self._task = world.kernel.spawn(
+            rank.id, lambda _rank: self._run(program), clock=clock, background=True
+        )
         rank.tasks.append(self._task)
 
     def _run(self, program: Callable[[], Any]) -> None:
@@ -337,5 +339,5 @@ class RankServices:
         if not condition:
             kernel = self._world.kernel
             task, line = kernel.current, diagnosis.place(sys._getframe(1))
-            told = f"{message or 'a check failed'} ({task.name} at {task.clock:.6g} s, {line})"
-            kernel.stop(CheckFailed("check", told))
+            text = f"{message or 'a check failed'} ({task.name} at {task.clock:.6g} s, {line})"
+            kernel.stop(CheckFailed("check", text))

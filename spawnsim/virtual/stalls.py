@@ -26,11 +26,11 @@ from spawnsim.virtual.interpreter import Patches, Put
 
 # Wall time without a call: each line is reported once at each of these times, so that long steps make few reports.
 NOTED_S = (10.0, 60.0, 600.0, 3600.0, 6 * 3600.0, 24 * 3600.0)
-LOOK_S = 1.0
+POLL_S = 1.0
 BUSY = 0.1  # the share of a processor below which a process counts as waiting
 IMPORTING = "<frozen importlib._bootstrap>"
 APART = (
-    ". A rank that waits for another one outside of MPI waits for ever: all share one process. Use real ranks "
+    ". A rank that waits for another rank outside of MPI waits forever: all share one process. Use real ranks "
     "(--backend mpi)"
 )
 THREADS = ", or --carrier threads if it waits for another thread of the rank"
@@ -69,7 +69,7 @@ class StallWatchdog:
                     before, since_s, since_used_s = now, now_s, time.process_time()
                 elif now_s - since_s >= NOTED_S[0]:
                     still_s = now_s - since_s
-                    self._tell(still_s, waits=time.process_time() - since_used_s < BUSY * still_s)
+                    self._report(still_s, waits=time.process_time() - since_used_s < BUSY * still_s)
         finally:
             with suppress(RuntimeError, ValueError, OSError):
                 faulthandler.cancel_dump_traceback_later()
@@ -79,10 +79,10 @@ class StallWatchdog:
         # Deferred at each poll. A call that holds Python's lock that long blocks this thread: then C prints the stack,
         # in which this function's name is the only explanation. Standard error may lack a file.
         with suppress(AttributeError, ValueError, OSError, RuntimeError):
-            faulthandler.dump_traceback_later(NOTED_S[0] + LOOK_S, file=sys.__stderr__)  # type: ignore[arg-type]
-        return over.wait(LOOK_S)
+            faulthandler.dump_traceback_later(NOTED_S[0] + POLL_S, file=sys.__stderr__)  # type: ignore[arg-type]
+        return over.wait(POLL_S)
 
-    def _tell(self, still_s: float, *, waits: bool) -> None:
+    def _report(self, still_s: float, *, waits: bool) -> None:
         frame = sys._current_frames().get(self._kernel.thread)
         where = place(frame) or "an unknown line"
         due_s = max(limit_s for limit_s in NOTED_S if limit_s <= still_s)
@@ -132,7 +132,7 @@ def _accepting(original: Callable[..., Any]) -> Callable[..., Any]:
             raise UnsupportedError(
                 "accept() would wait for a connection, and no other rank could run to make one: ranks of "
                 "one process cannot wait for each other outside of MPI. Use real ranks (--backend mpi), or let the "
-                "others connect before, with a Barrier behind it"
+                "other ranks connect first, and then call Barrier"
             )
         return original(listening)
 

@@ -31,7 +31,7 @@ from spawnsim.virtual.mpi.communicators import held
 
 STARTED = "threads"  # attachment of a rank: the threads it has started
 PROCESS = (
-    "a process that a virtual rank starts is outside of the simulation: let the program be one rank's, as under "
+    "a process that a virtual rank starts is outside of the simulation: write the program for one rank, as under "
     "torchrun, and give --ranks; a DataLoader needs num_workers=0"
 )
 
@@ -127,7 +127,7 @@ def _of_ranks(original: Callable[..., Any], virtual: Callable[..., Any]) -> Call
     return make
 
 
-def _beside(thread: Any) -> Any:
+def _background(thread: Any) -> Any:
     """Return the background task of a virtual thread; None for other threads."""
     return vars(thread).get("_virtual_task")
 
@@ -139,7 +139,7 @@ def _starting(original: Callable[..., Any]) -> Callable[..., Any]:
         if task is None:
             original(thread)
             return
-        if _beside(thread) is not None:
+        if _background(thread) is not None:
             raise RuntimeError("threads can only be started once")
         vars(thread)["_virtual_task"] = held("COMM_WORLD")._own.background(lambda: _run(thread))
         task.kernel.owner.ranks[task.rank].attachments.setdefault(STARTED, []).append(thread)
@@ -176,13 +176,13 @@ def _run(thread: Any) -> None:
 def _joining(original: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(original)
     def join(thread: Any, timeout: float | None = None) -> None:
-        beside = _beside(thread)
-        if beside is None or current_task() is None:
+        background = _background(thread)
+        if background is None or current_task() is None:
             original(thread, timeout)
         elif thread is threading.current_thread():
             raise RuntimeError("cannot join current thread")
         else:
-            beside.join(timeout)
+            background.join(timeout)
 
     return join
 
@@ -190,8 +190,8 @@ def _joining(original: Callable[..., Any]) -> Callable[..., Any]:
 def _asking(original: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(original)
     def is_alive(thread: Any) -> Any:
-        beside = _beside(thread)
-        return original(thread) if beside is None else beside.alive
+        background = _background(thread)
+        return original(thread) if background is None else background.alive
 
     return is_alive
 

@@ -644,13 +644,11 @@ def test_a_deadline_is_a_duration_everywhere(tmp_path: Path, capsys: pytest.Capt
 def test_faults_that_come_after_the_end_are_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A plan of which nothing has struck is a mistake; one of which some has, is none."""
     train = _barrier(tmp_path)
-    late = (
-        "no fault has struck: crash:1@100s, the first of 2 faults, begins later than the run has ended, at "
-    )
+    late = "no fault took effect: crash:1@100s, the first of 2 faults, begins after the end of the run, at "
     assert cli.main(["run", str(train), "-n", "2", "--faults", "crash:1@100s; pause:0@200s+1s"]) == 0
     assert late in capsys.readouterr().err
     assert cli.main(["run", str(train), "-n", "2", "--faults", "pause:0@0s+1s; crash:1@100s"]) == 0
-    assert "no fault has struck" not in capsys.readouterr().err
+    assert "no fault took effect" not in capsys.readouterr().err
 
 
 def test_compute_times_that_change_nothing_are_told(
@@ -663,9 +661,9 @@ def test_compute_times_that_change_nothing_are_told(
     asks.write_text(block.format(""))
     none.write_text("def main(comm):\n    comm.Barrier()\n")
     for file, option, told in (
-        (stated, "--compute=5s", "compute=5s has had no effect"),
-        (none, "--compute=5s", "compute=5s has had no effect"),
-        (none, "--straggler=speed:0.1", "stragglers have had no effect"),
+        (stated, "--compute=5s", "compute=5s had no effect"),
+        (none, "--compute=5s", "compute=5s had no effect"),
+        (none, "--straggler=speed:0.1", "stragglers had no effect"),
         (stated, "--straggler=speed:0.1", ""),
         (asks, "--compute=5s", ""),
     ):
@@ -679,7 +677,7 @@ def test_a_run_that_nobody_outlives_says_so(tmp_path: Path, capsys: pytest.Captu
     """Nothing raises where all ranks die; a run of which one has ended, or that begins again, is no such run."""
     train, ends_late = _barrier(tmp_path), tmp_path / "late.py"
     ends_late.write_text("def main(comm):\n    with comm.compute(0.5 + comm.rank):\n        pass\n")
-    nobody = "no rank came to the end of its program: all were dead at 0.2 s"
+    nobody = "no rank reached the end of its program: all were dead at 0.2 s"
     for file, faults, dead in (
         (train, "crash:*@0.2s", True),
         (train, "crash:0@0.1s; crash:1@0.2s", True),
@@ -691,7 +689,7 @@ def test_a_run_that_nobody_outlives_says_so(tmp_path: Path, capsys: pytest.Captu
             assert status == (122 if dead else 0)
             told = capsys.readouterr().err
             assert (nobody in told) == dead
-            assert told.count("no rank came") == dead
+            assert told.count("no rank reached") == dead
 
 
 def test_a_run_that_all_died_in_is_resumed_without_its_faults(

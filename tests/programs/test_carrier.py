@@ -396,7 +396,7 @@ def test_what_is_left_open_is_told(script: Any) -> None:
     assert "4 requests were never completed" in told
     assert "4 messages were never received" in told
     assert re.search(r"4 windows were never freed: rank 0 at \w+\.py:7, rank 1 at", told)
-    assert re.search(r"1 communicator was never freed: made at \w+\.py:6\n", told + "\n")
+    assert re.search(r"1 communicator was never freed: created at \w+\.py:6\n", told + "\n")
     clean: list[str] = []
     _run(
         script(
@@ -461,11 +461,15 @@ def test_a_private_package_that_is_not_there_is_refused(
 @pytest.mark.parametrize(
     ("package", "ask", "told"),
     [
-        ("keeps_rank", "Get_rank()", "rank 0 at 0 s imported keeps_rank, which asks meanwhile for Get_rank"),
+        (
+            "keeps_rank",
+            "Get_rank()",
+            "rank 0 at 0 s imported keeps_rank, which calls, during its import, Get_rank",
+        ),
         (
             "keeps_copy",
             "Dup()",
-            "keeps_copy calls, while it is imported, Dup of COMM_WORLD (keeps_copy.py:2)",
+            "keeps_copy calls, during its import, Dup of COMM_WORLD (keeps_copy.py:2)",
         ),
         ("keeps_world", "Get_size", ""),
         ("keeps_own", "Get_size() + MPI.COMM_SELF.Dup().rank", ""),
@@ -486,7 +490,7 @@ def test_a_package_that_asks_for_its_rank_while_it_is_imported_is_told(
     assert (f"--set private={package}" in errors) == bool(told)
     monkeypatch.delitem(sys.modules, package, raising=False)
     assert cli.main(["run", str(path), "--ranks", "11", "--set", f"private={package}"]) == 0
-    assert "while it is imported" not in capsys.readouterr().err
+    assert "during its import" not in capsys.readouterr().err
 
 
 IMPORTING = """

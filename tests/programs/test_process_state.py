@@ -280,7 +280,7 @@ def test_a_program_that_changes_nothing_is_not_asked(lines: Any) -> None:
 def test_a_thread_of_a_greenlet_that_calls_mpi_ends_the_run(lines: Any, call: str) -> None:
     """Also while its rank waits for it in real time; the error names the carrier under which it may call."""
     with pytest.raises(
-        UsageError, match=r"a thread of rank \d has called MPI \(program.py:\d+\).*--carrier threads"
+        UsageError, match=r"a thread of rank \d called MPI \(program.py:\d+\).*--carrier threads"
     ):
         lines(f"""
             import contextlib, queue, threading

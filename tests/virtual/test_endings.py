@@ -67,7 +67,7 @@ def test_messages_that_fit_no_receive_are_named():
     with pytest.raises(Deadlock) as caught:
         run(main, 4)
     assert "recv(source=0 (rank 2 of the world), tag=4)" in str(caught.value)
-    assert "no receive fits: 2 times rank 0 to rank 1, tag 3, on " in str(caught.value)
+    assert "no receive matches: 2 times rank 0 to rank 1, tag 3, on " in str(caught.value)
 
 
 def test_two_large_sends_facing_each_other_deadlock():
@@ -224,7 +224,7 @@ def test_receives_that_fit_nothing_are_not_told_to_send_first():
         comm.Send(np.ones(4), (comm.rank + 1) % comm.size, tag=5)
         comm.Recv(np.zeros(4), (comm.rank - 1) % comm.size, tag=6)
 
-    with pytest.raises(Deadlock, match="Sent, and no receive fits") as caught:
+    with pytest.raises(Deadlock, match="Sent, but no receive matches") as caught:
         run(main, 3)
     assert "let one send first" not in str(caught.value)
 

@@ -45,20 +45,20 @@ def test_what_the_first_ranks_take_is_too_much_for_all(monkeypatch, taken):
         holding(10)(comm)
         passed.append(comm.rank)
 
-    said = r"ranks=12,000: they would take about 1\.3 GB, by what the first 1,000 have taken.*`spawnsim columnar`"
+    said = r"ranks=12,000: they would need about 1\.3 GB, estimated from the first 1,000.*`spawnsim columnar`"
     with pytest.raises(ParameterError, match=said) as caught:
         run(main, RANKS)
     assert not passed
     assert not getattr(caught.value, "__notes__", [])
 
 
-def test_what_fits_goes_on_and_very_many_ranks_are_told(monkeypatch, taken):
+def test_a_run_that_fits_continues_and_very_many_ranks_are_reported(monkeypatch, taken):
     """One note says what they will take."""
     monkeypatch.setattr(memory_estimate, "NOTED", RANKS)
     notes = []
     run(holding(10), RANKS, on_note=notes.append)
     assert len(notes) == 1
-    assert notes[0].startswith("12,000 ranks will take about 1.3 GB of ")
+    assert notes[0].startswith("12,000 ranks will need about 1.3 GB of ")
     assert "`spawnsim columnar`" in notes[0]
 
 
@@ -115,5 +115,5 @@ def test_the_command_ends_with_one_line(tmp_path: Path):
     command = [sys.executable, "-c", line, "run", str(program), "--ranks", str(RANKS)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 2
-    assert done.stderr.startswith("spawnsim: ranks=12,000: they would take about ")
+    assert done.stderr.startswith("spawnsim: ranks=12,000: they would need about ")
     assert len(done.stderr.splitlines()) == 1

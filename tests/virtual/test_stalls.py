@@ -25,7 +25,7 @@ HERE = Path(__file__).name
 @pytest.fixture
 def soon(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let notes come soon."""
-    monkeypatch.setattr(stalls, "LOOK_S", 0.01)
+    monkeypatch.setattr(stalls, "POLL_S", 0.01)
     monkeypatch.setattr(stalls, "NOTED_S", (0.05, 0.3))
 
 
@@ -147,7 +147,7 @@ MUTEX = "lock = ctypes.create_string_buffer(64)\n    for _ in range(2): ctypes.C
 
 def test_a_call_that_keeps_pythons_lock_is_shown_by_its_stack(tmp_path: Path) -> None:
     """No thread of Python runs then, so C prints where all stand."""
-    soon = "stalls.NOTED_S, stalls.LOOK_S = (0.2,), 0.1"
+    soon = "stalls.NOTED_S, stalls.POLL_S = (0.2,), 0.1"
     run = started(tmp_path, IN_C.format(call="ctypes.PyDLL(None).sleep(2)"), before=soon)
     _, said = run.communicate(timeout=60)
     assert run.returncode == 0

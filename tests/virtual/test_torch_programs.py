@@ -222,7 +222,7 @@ MISMATCHED = {
     "dist.init_process_group('gloo')": (RankError, "rank 0 raised ValueError: trying to initialize the default"),
     "import torch.multiprocessing as mp\nmp.spawn(print, nprocs=2)": (UnsupportedError, "starts processes"),
     "import torch.distributed.rpc as rpc\nrpc.init_rpc('a', rank=R, world_size=N)": (UnsupportedError, "rpc is not"),
-    "p = torch.autograd.profiler.profile\nwith p(), p(): dist.barrier()": (UsageError, "this thread profiles already"),
+    "p = torch.autograd.profiler.profile\nwith p(), p(): dist.barrier()": (UsageError, "is already profiling"),
     "dist.all_reduce(torch.ones(1, device='meta'))": (UnsupportedError, "compute with CPU tensors"),
     "import multiprocessing\nmultiprocessing.get_context('spawn').Process(target=print).start()": (
         UnsupportedError, "a process that a virtual rank starts is outside"),

@@ -125,7 +125,7 @@ class Schedule:
                 known[sources] = True
         return None if known.all() else frozenset(np.flatnonzero(known).tolist())
 
-    def let_go(self, here: NDArray[np.bool_]) -> NDArray[np.bool_]:
+    def free_to_leave(self, here: NDArray[np.bool_]) -> NDArray[np.bool_]:
         """Return the ranks whose departure depends only on ranks that are `here`, bool (P,)."""
         # One vector for all ranks: the earlier table of dependencies took 10 GB at 100,000 ranks.
         free = here.copy()

@@ -48,11 +48,11 @@ class CollectivePlan:
         """Return the ranks on whose arrival the departure of `rank` depends; None stands for all."""
         return heard(self.operation, self.schedule, self.root, rank)
 
-    def let_go(self, here: NDArray[np.bool_]) -> NDArray[np.bool_]:
+    def free_to_leave(self, here: NDArray[np.bool_]) -> NDArray[np.bool_]:
         """Return the ranks whose departure depends only on ranks that are `here`, bool (P,), in group order."""
         if self.operation in catalogue.SYNCHRONISING:
             return np.full(len(here), bool(here.all()))
-        return np.roll(self.schedule.let_go(np.roll(here, -self.root)), self.root)
+        return np.roll(self.schedule.free_to_leave(np.roll(here, -self.root)), self.root)
 
     def finish(
         self,

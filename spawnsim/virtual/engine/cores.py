@@ -61,7 +61,7 @@ class Node:
         """Begin a block now; it ends after `work_s` on a core, or later if its rank is slowed."""
         self._advance()
         over = Completion(self._kernel)
-        self._go_on(rank, over, work_s)
+        self._continue(rank, over, work_s)
         self._set_alarm()
         return over
 
@@ -71,7 +71,7 @@ class Node:
         self._take_out([block for block in self._under_way() if block.over is over])
         self._set_alarm()
 
-    def _go_on(self, rank: Rank, over: Completion, work_s: float) -> None:
+    def _continue(self, rank: Rank, over: Completion, work_s: float) -> None:
         """Continue a block from now on at the speed of its rank."""
         speed, until_s = self._plan.speed(rank.id, self._since_s) if self._plan else (1.0, math.inf)
         block = Block(rank, over, work_s, speed, until_s)
@@ -119,7 +119,7 @@ class Node:
         left_s = {block.over: (done_s - self._done_s) * block.speed for done_s, _, block in self._blocks}
         self._take_out([*changed.values()])
         for over, block in changed.items():
-            self._go_on(block.rank, over, max(left_s.get(over, block.work_s), 0.0))
+            self._continue(block.rank, over, max(left_s.get(over, block.work_s), 0.0))
         self._set_alarm()
 
     def _end(self) -> None:

@@ -77,7 +77,7 @@ def _remedy(tasks: Sequence[Task]) -> str:
     calls = {task.wait.describe().partition("(")[0] for task in tasks if task.wait is not None}
     if calls and calls <= {"Send", "send", "Ssend", "ssend"}:
         return (
-            "\nA Send ends when its message is received, unless that is short enough to leave at once (eager): "
+            "\nA Send ends when its message is received, unless the message is short enough to be sent eagerly: "
             "use Sendrecv, or Isend and Waitall"
         )
     # If messages were sent to them, the ranks do not all receive first: the receives do not match, as `_unmatched`
@@ -101,8 +101,8 @@ def _unmatched(tasks: Sequence[Task]) -> str:
     shown = [f"{f'{count} times ' if count > 1 else ''}{text}" for text, count in left.items()]
     more = f"; and {len(shown) - SHOWN_LEFT} more" if len(shown) > SHOWN_LEFT else ""
     return (
-        f"\nSent, and no receive fits: {'; '.join(shown[:SHOWN_LEFT])}{more}. "
-        "A receive must name the message's source and tag"
+        f"\nSent, but no receive matches: {'; '.join(shown[:SHOWN_LEFT])}{more}. A receive must name the "
+        "message's source and tag"
     )
 
 
@@ -114,8 +114,8 @@ def _receives(wait: Wait) -> list[Waiting]:
 def livelock(tasks: Sequence[Task], polls: int, since_s: float, died: str = "") -> Livelock:
     """Return the error of a run in which every remaining task polls or waits, and no further event is possible."""
     return Livelock(
-        f"livelock: {polls:,} polls in a row found nothing, since {since_s:.6g} s; nobody does anything else, and "
-        "nothing is on its way: the program polls for something that nobody will do\n"
+        f"livelock: {polls:,} polls in a row found nothing, since {since_s:.6g} s; no rank does anything else, and "
+        "no message is in flight: the program polls for something that will never happen\n"
         + standing(tasks)
         + died
     )
@@ -127,7 +127,7 @@ def amid_backward(task: Task) -> UsageError:
     line = f" ({where})" if where else ""
     error = UsageError(
         f"{task.name} has to wait in {_call(task, None)} at {task.clock:.6g} s{line}, within backward(), where a rank "
-        "that is a greenlet cannot wait for others (a hook of gradients, or an autograd.Function's backward): "
+        "that is a greenlet cannot wait for other ranks (a hook of gradients, or an autograd.Function's backward): "
         "communicate when backward() is over, or give each rank a thread, which programs without main(comm) can have: "
         '--carrier threads (--whole runs any file so), or spawnsim.run(file, ..., options={"carrier": "threads"})'
     )
@@ -190,7 +190,7 @@ def _dead_end(tasks: Sequence[Task], ended: Sequence[int]) -> str:
         more = f" and {len(peers) - 8} more" if len(peers) > 8 else ""
         ranks, program = ("rank", "program has") if len(peers) == 1 else ("ranks", "programs have")
         return f"{task.name} waits for {ranks} {names}{more}, whose {program} ended"
-    return "no rank is left that could act"
+    return "no other rank can act"
 
 
 def _waiting_for_ended(tasks: Sequence[Task], ended: Sequence[int]) -> list[Task]:

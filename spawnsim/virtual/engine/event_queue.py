@@ -93,7 +93,7 @@ class EventQueue(simpy.Environment):
     def put(self, time_s: float, rank: int, scheduled_call: ScheduledCall) -> None:
         """Schedule a call that is not scheduled at present."""
         if time_s < self._now:
-            raise InternalError(f"an event at {time_s!r} s was asked for when the clock read {self._now!r} s")
+            raise InternalError(f"an event at {time_s!r} s was requested when the clock read {self._now!r} s")
         if self.place is not None:
             rank = self.place(rank, time_s)
         heappush(self._queue, (time_s, rank, next(self._eid), scheduled_call))  # type: ignore[misc]

@@ -133,7 +133,7 @@ class FaultyLinks:
             key = TOKEN, self._tokens[source, dest]
             self._tokens[source, dest] += 1
         verdict = self.judge(source, dest, sent_s, *key)._replace(copies=1, corrupt=False)
-        self.tell(verdict, source, dest, sent_s, call="window", number=key[-1])
+        self.record(verdict, source, dest, sent_s, call="window", number=key[-1])
         return verdict
 
     def _deliver(self, source: int, mailbox: Mailbox, message: Message, verdict: Verdict) -> None:
@@ -156,7 +156,7 @@ class FaultyLinks:
             for each in (self._sent, self._tokens)
         ]
 
-    def go_on(self, source: int, counts: Sequence[Sequence[Sequence[int]]]) -> None:
+    def resume(self, source: int, counts: Sequence[Sequence[Sequence[int]]]) -> None:
         """Continue a rank's numbering from counts that `sent_by` returned."""
         for each, kept in zip((self._sent, self._tokens), counts, strict=True):
             each.update({(source, int(dest)): int(number) - each[source, int(dest)] for dest, number in kept})
@@ -165,7 +165,7 @@ class FaultyLinks:
         """Return the verdict on data sent at `sent_s` on the reliable connection of two world ranks."""
         return self._world.plan.carried(source, dest, sent_s, *key)  # type: ignore[no-any-return]
 
-    def tell(self, verdict: Verdict, source: int, dest: int, sent_s: float, **fields: Any) -> None:
+    def record(self, verdict: Verdict, source: int, dest: int, sent_s: float, **fields: Any) -> None:
         """Record an event for a fault that strikes, and note it in the sender's digest."""
         what = verdict.describe()
         if what:
@@ -202,7 +202,7 @@ class CollectiveFaults:
     ) -> None:
         self._world, self._members, self._fields = world, members, fields
         self._key = (COLLECTIVE, *key)
-        self._told: set[tuple[int, int, int]] = set()
+        self._reported: set[tuple[int, int, int]] = set()
         self._plan: CollectivePlan | None = None
         self._struck: Struck | None = None
 
@@ -221,8 +221,8 @@ class CollectiveFaults:
         self._struck = struck
         for strike in struck.strikes:
             place = strike.number, strike.source, strike.dest
-            if place not in self._told:
-                self._told.add(place)
+            if place not in self._reported:
+                self._reported.add(place)
                 source, dest = self._rank(strike.source), self._rank(strike.dest)
                 what = {"what": strike.verdict.describe(), "dest": dest, **self._fields}
                 self._world.recorder.event(source, strike.sent_s, "link", what)
@@ -258,20 +258,20 @@ class CollectiveFaults:
                 source, dest = self._rank(strike.source), self._rank(strike.dest)
                 self._world.links.note(strike.verdict, source, dest, strike.sent_s)
 
-    def heard_by(self, me: int, calls: Sequence[Any]) -> list[Any] | None:
+    def received_by(self, me: int, calls: Sequence[Any]) -> list[Any] | None:
         """Return the members' calls as member `me` receives them; None if it receives nothing damaged."""
         found = () if self._struck is None else self._struck.damage.get(self._relative(me), ())
-        heard: list[Any] | None = None
+        received: list[Any] | None = None
         strikes = () if self._struck is None else self._struck.strikes
         nans = {(each.source, each.dest, each.number) for each in strikes if each.verdict.nan}
         for damage in sorted(found):
             owner, member, place = self._place(damage)
-            heard = list(calls) if heard is None else heard
-            call = heard[owner]
+            received = list(calls) if received is None else received
+            call = received[owner]
             if call is not None:
                 nan = damage[:3] in nans
-                heard[owner] = replace(call, part=_damaged_part(call.part, member, place, nan=nan))
-        return heard
+                received[owner] = replace(call, part=_damaged_part(call.part, member, place, nan=nan))
+        return received
 
     def _place(self, damage: Damage) -> tuple[int, Any, float]:
         """Return the owner of the damaged contribution, the damaged block (None: the only one) and the place in it."""

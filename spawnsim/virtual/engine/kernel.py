@@ -80,14 +80,16 @@ class Task:
     """A line of execution of a rank, with its own clock: the rank's program, or a background task next to it."""
 
     __slots__ = (
-        "beside", "budget", "carrier", "clock", "deadline_s", "error", "explicit", "kernel", "parked", "polls",
+        "background", "budget", "carrier", "clock", "deadline_s", "error", "explicit", "kernel", "parked", "polls",
         "program", "rank", "refused", "thrown", "timed", "timer", "turn", "wait",
     )  # fmt: skip
 
-    def __init__(self, kernel: Kernel, rank: int, program: Program, *, clock: float, beside: bool) -> None:
+    def __init__(
+        self, kernel: Kernel, rank: int, program: Program, *, clock: float, background: bool
+    ) -> None:
         self.kernel, self.rank, self.clock = kernel, rank, clock
         self.program: Program | None = program  # None once it has begun
-        self.beside = beside  # whether it runs next to the rank's program
+        self.background = background  # whether it runs next to the rank's program
         self.carrier: Carrier
         self.parked = False
         self.wait: Wait | None = None
@@ -103,7 +105,7 @@ class Task:
 
     @property
     def name(self) -> str:
-        return f"rank {self.rank} (background)" if self.beside else f"rank {self.rank}"
+        return f"rank {self.rank} (background)" if self.background else f"rank {self.rank}"
 
     @property
     def alive(self) -> bool:
@@ -134,12 +136,12 @@ class NoTask:
 
 FINALIZER: Any = NoTask(
     lambda: UsageError(
-        "a finalizer that Python's garbage collector runs cannot communicate: it runs in whichever rank comes along. "
-        "Free windows and end communication yourself, or break the cycle of references"
+        "a finalizer that Python's garbage collector runs cannot communicate: it runs on an arbitrary rank. "
+        "Free windows and end communication explicitly, or break the cycle of references"
     )
 )
 AFTERWARDS: Any = NoTask(
-    lambda: UsageError("a communication call outside a run: its ranks have ended, or have not begun")
+    lambda: UsageError("a communication call outside a run: its ranks have ended or have not started")
 )
 
 
@@ -171,7 +173,7 @@ def timeout(task: Task, wait: Wait) -> Timeout:
     missing = ", ".join(map(str, ranks))
     whom = f"; missing: rank {missing}" if missing else ""
     message = (
-        f"{task.name} waited {task.deadline_s:g} s in {wait.describe()} and met its deadline at "
+        f"{task.name} waited {task.deadline_s:g} s in {wait.describe()} and missed its deadline at "
         f"{task.clock:.6g} s{whom}. A larger deadline (deadline_s, comm.clock.deadline) waits longer"
     )
     return Timeout(ranks, wait.describe(), wait.sequence(), message)
@@ -189,7 +191,7 @@ def current_world() -> Any:
     task = current_task()
     if task is None:
         refuse_stray()
-        raise UsageError("a communication call outside a virtual rank: no rank is the caller")
+        raise UsageError("a communication call outside a virtual rank: no rank is running")
     return task.kernel.owner
 
 
@@ -235,12 +237,12 @@ class Kernel:
     def threaded(self) -> bool:
         return isinstance(self._carriers, Threads)
 
-    def spawn(self, rank: int, program: Program, *, clock: float = 0.0, beside: bool = False) -> Task:
+    def spawn(self, rank: int, program: Program, *, clock: float = 0.0, background: bool = False) -> Task:
         """Add a task of a rank that will run `program(rank)`; it starts when the kernel next runs ready tasks.
 
-        `beside`: it is a background task, and not the rank's program.
+        `background`: it is a background task, and not the rank's program.
         """
-        task = Task(self, rank, program, clock=clock, beside=beside)
+        task = Task(self, rank, program, clock=clock, background=background)
         # A function that all tasks share: a closure for each task, with its contents, cost half a kilobyte more a rank.
         task.carrier = self._carriers.carry(task, _carry)
         self.tasks.append(task)

@@ -20,7 +20,7 @@ from spawnsim.virtual.engine.diagnosis import place
 from spawnsim.virtual.engine.kernel import STRAY, Kernel, Task, current_task, refuse_stray
 from spawnsim.virtual.interpreter import Patches, Put
 
-GRACE_S, LOOK_S = 0.5, 0.02  # how long a rank has to reach the error in its own call; polling interval
+GRACE_S, POLL_S = 0.5, 0.02  # how long a rank has to reach the error in its own call; polling interval
 
 
 def _marking(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -59,8 +59,8 @@ def _refuse(task: Task) -> None:
         return
     line = place(sys._getframe(1))
     error = UsageError(
-        f"a thread of rank {task.rank} has called MPI ({line}): a rank that is a greenlet calls from its program "
-        "alone. Give --carrier threads, under which threads of a rank may communicate"
+        f"a thread of rank {task.rank} called MPI ({line}): a rank that is a greenlet may call it only from its "
+        "program. Give --carrier threads, with which all threads of a rank may communicate"
     )
     error.__dict__["placed"] = True  # the message has rank and line
     task.kernel.fail(error, task)
@@ -70,10 +70,10 @@ def _refuse(task: Task) -> None:
 def _wake(kernel: Kernel) -> NoReturn:
     """Interrupt the running rank, unless the run ends within the grace period; then end the calling thread."""
     main = threading.main_thread().ident
-    for _ in range(round(GRACE_S / LOOK_S)):
+    for _ in range(round(GRACE_S / POLL_S)):
         if kernel.closed:
             break
-        time.sleep(LOOK_S)
+        time.sleep(POLL_S)
     if not kernel.closed and kernel.thread == main and callable(signal.getsignal(signal.SIGINT)):
         signal.pthread_kill(main, signal.SIGINT)
     raise SystemExit  # no traceback: the run's report has the error

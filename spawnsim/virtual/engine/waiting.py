@@ -188,7 +188,7 @@ def over_by_itself(world: World, completion: Completion) -> bool:
     return True
 
 
-def look_ahead(world: World, completion: Completion) -> bool:
+def poll_ahead(world: World, completion: Completion) -> bool:
     """Poll a completion before the running task's time; return whether it is certainly complete.
 
     It is, if it is complete now and no action of other ranks can change that.

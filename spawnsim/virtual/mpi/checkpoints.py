@@ -168,8 +168,8 @@ def _set_rank(comm: Member, state: Mapping[str, Any], messages: list[Any]) -> No
     clock_s = float(state["clock_s"])
     if not world.kernel.current.clock <= clock_s < math.inf:
         raise ParameterError(
-            f"rank {rank.id} comes to restore() at {world.kernel.current.clock:.6g} s, and was saved at {clock_s:.6g} "
-            "s: is this the program that saved it?"
+            f"rank {rank.id} reached restore() at {world.kernel.current.clock:.6g} s, but was saved at {clock_s:.6g} "
+            "s: restore a checkpoint in the program that saved it"
         )
     count, contents, messages_sent, nbytes = state["counts"]
     rank.digest.resume(bytes.fromhex(state["digest"]), int(count), int(contents))
@@ -182,8 +182,8 @@ def _set_rank(comm: Member, state: Mapping[str, Any], messages: list[Any]) -> No
     comm._context.calls[rank.id] = int(state["calls"])
     world.contexts = max(world.contexts, int(state["contexts"]))
     if world.links is not None and state["links"] is not None:
-        world.links.go_on(rank.id, state["links"])
-    world.batching.go_on(rank.id, batched=bool(state["batched"]), warned=state.get("told", ()))
+        world.links.resume(rank.id, state["links"])
+    world.batching.resume(rank.id, batched=bool(state["batched"]), warned=state.get("told", ()))
     for number, each in messages:
         _deliver(world, rank, int(number), each)
     world.crashes.skip(rank, clock_s)  # deaths before the cut are past
@@ -207,7 +207,7 @@ def _message_state(rank: Rank, label: str, message: Message) -> dict[str, Any]:
     if message.arrival_s is None or message.sender is not None:
         raise UsageError(
             f"rank {rank.id}: a checkpoint cuts through a message of {message.nbytes:,} bytes from rank "
-            f"{message.source} on {label}, tag {message.tag}, whose sender waits: receive it before"
+            f"{message.source} on {label}, tag {message.tag}, whose sender waits: receive it before the checkpoint"
         )
     payload = message.payload
     if isinstance(payload, (bytes, bytearray)):
@@ -234,6 +234,6 @@ def _deliver(world: World, rank: Rank, number: int, state: Mapping[str, Any]) ->
             context.mailbox(rank.id).deliver(message)
             return
     raise ParameterError(
-        f"rank {rank.id} was saved with a message on communicator {number}, which this program has not made before "
-        "restore()"
+        f"rank {rank.id} was saved with a message on communicator {number}, which this program did not create before "
+        "restore(): create the same communicators first"
     )

@@ -166,7 +166,7 @@ def _reducing(
     call.agree = (op.name or "user-defined", own.count * own.blocks, own.type_name)
     if for_all:
         call.op, call.datatype = op, own.datatype
-        call.part, call.lent = _lent(own)
+        call.part, call.borrowed = _borrow(own)
     else:
         call.part = own.pack()
     return call, own
@@ -192,13 +192,13 @@ def agree(call: str, sent: Buffer, target: Buffer) -> None:
         raise ArgumentError(ERR_TYPE, f"{call}: {names[0]} into a buffer of {names[1]}")
 
 
-def _lent(own: Buffer) -> tuple[Any, bool]:
+def _borrow(own: Buffer) -> tuple[Any, bool]:
     """Return a contribution, and whether it is the program's memory itself.
 
     If every rank waits for every other rank, the result is computed before any of them returns, so no copy is needed. A
     copy is needed wherever a rank may return earlier: in a rooted collective, a scan, and every non-blocking call.
     """
-    # Derived types have gaps, which must not be sent, so only plain arrays are lent.
+    # Derived types have gaps, which must not be sent, so only plain arrays are borrowed.
     if own.datatype.dtype is not None and own.datatype.is_predefined:
         return own.array, True
     return own.pack(), False
@@ -234,8 +234,8 @@ class Collectives(Member):
 
     def _start(self, call: Call) -> Request:
         # The program continues: it may write to its buffer once its result is there, before other ranks arrive.
-        if call.lent:
-            call.part, call.lent = call.part.copy(), False
+        if call.borrowed:
+            call.part, call.borrowed = call.part.copy(), False
         departure = self._join(call)
 
         def deliver(_: Any) -> None:
@@ -308,11 +308,11 @@ class Collectives(Member):
         """Collect equal blocks at all ranks."""
         size = len(self._peers)
         target = as_buffer(recvbuf, writable=True, blocks=size)
-        part, lent = _lent(target.block(self._me) if _in_place(sendbuf) else as_buffer(sendbuf))
+        part, borrowed = _borrow(target.block(self._me) if _in_place(sendbuf) else as_buffer(sendbuf))
         # Joined once for all ranks: separate lists of 1,000 blocks would cost a million unpackings.
         outcome = lambda instance, rank: instance.shared(lambda: _joined(instance.parts()))  # noqa: E731
         return Call(
-            "Allgather", "allgather", part, part.nbytes, sizes="each", outcome=outcome, lent=lent,
+            "Allgather", "allgather", part, part.nbytes, sizes="each", outcome=outcome, borrowed=borrowed,
             collect=target.unpack,
         )  # fmt: skip
 

@@ -303,7 +303,7 @@ class Comm(PointToPoint, Collectives):
         if self._context.notes and (default := default_group()) is not None:
             default.freed(self)
         self.delete_attributes()
-        self._let_go()
+        self._note_freed()
 
     def as_process_group(self) -> Any:
         """Return the torch.distributed group of these ranks, or itself before the program enters torch.distributed.
@@ -319,7 +319,7 @@ class Comm(PointToPoint, Collectives):
         if not self._why_revoked():
             self._meet(Call("Disconnect", "barrier"))
         self.delete_attributes()
-        self._let_go()
+        self._note_freed()
 
     def _check_freed(self, what: str) -> None:
         """Raise an error if the communicator is null or predefined."""
@@ -331,7 +331,7 @@ class Comm(PointToPoint, Collectives):
         ):
             raise CallError(ERR_COMM, f"{self._name} cannot be {what}")
 
-    def _let_go(self) -> None:
+    def _note_freed(self) -> None:
         if self._world.resource_leaks is not None:
             self._world.resource_leaks.freed(self._context)
         self._identity = None

@@ -145,7 +145,7 @@ def held(name: str) -> Any:
     if task is None:
         refuse_stray()
         raise UsageError(
-            f"{name} was used outside a virtual rank: it means the rank that calls, and none does"
+            f"{name} was used outside a virtual rank: it stands for the calling rank, and no rank calls it"
         )
     world = task.kernel.owner
     rank = world.ranks[task.rank]
@@ -181,11 +181,12 @@ def _mind_shared_import(name: str) -> None:
         return
     package, line = module.partition(".")[0], f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
     world: World = task.kernel.owner
-    why = f"{name} of COMM_WORLD ({line}), and is imported once for all ranks: give --set private={package}"
+    why = f"{name} of COMM_WORLD ({line}), but is imported once for all ranks: give --set private={package}"
     if name in COLLECTIVE and len(world.ranks) > 1:
-        raise UsageError(f"{package} calls, while it is imported, {why}")
+        raise UsageError(f"{package} calls, during its import, {why}")
     world.mistakes["import", package] = (
-        f"rank {task.rank} at {task.clock:.6g} s imported {package}, which asks meanwhile for {why}, if it keeps that"
+        f"rank {task.rank} at {task.clock:.6g} s imported {package}, which calls, during its import, {why} if "
+        "it keeps the result"
     )
 
 

@@ -41,8 +41,8 @@ from spawnsim.virtual.mpi.payload import Room, check_type, loads, unpack, watche
 from spawnsim.virtual.mpi.requests import Reception, Request, fill, request_for, request_over
 
 GIVEN_UP = (
-    "the others have given this rank up, because it was silent for too long (paused, or it did not come to their "
-    "recovery), and go on without it: it must leave"
+    "the other ranks have given this rank up, because it was silent for too long (paused, or it did not join their "
+    "recovery), and continue without it: it must leave"
 )
 
 
@@ -112,7 +112,10 @@ class Context:
         if self.revoked_s is not None and self.world.ranks[rank].evicted:
             return f"was revoked: {GIVEN_UP}"
         if not self.takes(rank):
-            return "belongs to an earlier incarnation of this rank, which has restarted: recover() to join the others"
+            return (
+                "belongs to an earlier incarnation of this rank, which has restarted: call recover() to join the "
+                "other ranks"
+            )
         if self.revoked_s is not None and self.revoked_s <= by_s:
             return "was revoked: call recover(), shrink it, or use another communicator"
         return ""
@@ -336,8 +339,8 @@ class Member(Named):
         rank, task = self._rank, self._world.kernel.current
         if task.rank != rank.id:
             raise UsageError(
-                f"{call.describe()}: {task.name} has got hold of rank {self._me}'s handle of {self._label}; each rank "
-                "must use its own"
+                f"{call.describe()}: {task.name} uses rank {self._me}'s handle of {self._label}; each rank must use "
+                "its own"
             )
         nbytes = call.nbytes if type(call.nbytes) is int else int(total(call.nbytes))
         rank.digest.note((task.clock, COLLECTIVE, call.root, nbytes, len(call.name)))
@@ -534,12 +537,12 @@ class Member(Named):
             return Truncated(message=f"{error.message}; it is from {name}")
         if isinstance(error, (pickle.UnpicklingError, EOFError)):
             return Unreadable(
-                f"the {message.nbytes:,} bytes from {name} are no pickled object ({error}): were they sent by Send? "
-                "Then receive them by Recv, for upper-case and lower-case calls do not mix"
+                f"the {message.nbytes:,} bytes from {name} are not a pickled object ({error}): if Send sent them, "
+                "receive them with Recv, because upper-case and lower-case calls do not mix"
             )
         if isinstance(error, PhantomError):
             return PhantomError(f"rank {self._me} receives from {name}: {error}")
-        error.add_note(f"raised by the object that came from {name}, while it was unpickled")
+        error.add_note(f"raised while the object from {name} was unpickled")
         return error
 
 

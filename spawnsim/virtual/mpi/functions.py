@@ -31,7 +31,7 @@ TICK_S = 1e-9
 SPIN_S = 1e-6  # cost of a clock reading in a program that only reads the clock
 PATIENCE = 64  # readings in a row before the program counts as spinning
 # Names under which a rank stores the state of this module.
-STATE, LOOKS = "MPI.state", "MPI.looks"
+STATE, READINGS = "MPI.state", "MPI.readings"
 
 
 def _world() -> World:
@@ -127,11 +127,11 @@ def Wtime() -> float:
     rank = world.ranks[task.rank]
     if rank.observers and not amid_shared_import(sys._getframe()):
         world.kernel.observe()
-    last_s, looks = rank.attachments.get(LOOKS, (-1.0, 0))
-    looks = looks + 1 if task.clock == last_s else 0
-    if looks:
-        rank.advance_to(task, task.clock + (TICK_S if looks < PATIENCE else SPIN_S))
-    rank.attachments[LOOKS] = task.clock, looks
+    last_s, readings = rank.attachments.get(READINGS, (-1.0, 0))
+    readings = readings + 1 if task.clock == last_s else 0
+    if readings:
+        rank.advance_to(task, task.clock + (TICK_S if readings < PATIENCE else SPIN_S))
+    rank.attachments[READINGS] = task.clock, readings
     task.timed = True
     return rank.shown_s(task.clock)
 

@@ -123,7 +123,7 @@ class Call:
     root: int = -1
     agree: tuple[Any, ...] = ()
     sizes: str = "all"
-    lent: bool = False  # the part is the program's own memory: valid while this rank waits
+    borrowed: bool = False  # the part is the program's own memory: valid while this rank waits
     needs: tuple[int, ...] | None = None  # dependencies of a neighbour exchange; else the algorithm's
     outcome: Callable[[CollectiveInstance, int], Any] = nothing
     collect: Callable[[Any], object] = drop
@@ -275,11 +275,11 @@ class CollectiveInstance:
         return as_gloo and ops.depends_on_order(op, datatype) and not is_phantom(part)
 
     def keep(self, me: int) -> None:
-        """Copy a rank's lent part: the rank leaves before the collective is complete, and may then write to it."""
+        """Copy a rank's borrowed part: the rank leaves before the collective is complete, and may then write to it."""
         call = self.calls[me]
-        if call is not None and call.lent:
-            call.part, call.lent = call.part.copy(), False
-            self._tree = None  # its leaves are the lent parts
+        if call is not None and call.borrowed:
+            call.part, call.borrowed = call.part.copy(), False
+            self._tree = None  # its leaves are the borrowed parts
 
     def _compare(self, me: int, call: Call) -> None:
         """Record a call that does not match the earlier ones, and release the waiting ranks with an error."""
@@ -309,8 +309,8 @@ class CollectiveInstance:
             return self.opening, ""
         other = self.opening if self.opening in waiting else min(waiting)
         call = self.calls[other]
-        told = call is not None and call.line
-        return other, "" if told else f" and waits at {where(waiting[other])}"
+        has_line = call is not None and call.line
+        return other, "" if has_line else f" and waits at {where(waiting[other])}"
 
     # -- leaving ---------------------------------------------------------------------------------------------
 
@@ -438,18 +438,18 @@ class CollectiveInstance:
 
     def outcome(self, me: int) -> Any:
         """Return the result for member `me`, now that it leaves."""
-        heard = self if self.strikes is None else self._heard_by(me, self.strikes)
-        return self.calls[me].outcome(heard, me)  # type: ignore[union-attr]
+        received = self if self.strikes is None else self._received_by(me, self.strikes)
+        return self.calls[me].outcome(received, me)  # type: ignore[union-attr]
 
-    def _heard_by(self, me: int, strikes: CollectiveFaults) -> CollectiveInstance:
+    def _received_by(self, me: int, strikes: CollectiveFaults) -> CollectiveInstance:
         """Return the instance as member `me` receives it: over faulty links, contributions arrive damaged."""
         strikes.note(me)
-        calls = strikes.heard_by(me, self.calls)
+        calls = strikes.received_by(me, self.calls)
         if calls is None:
             return self
-        heard = copy(self)
-        heard.calls, heard._shared = calls, UNKNOWN
-        return heard
+        received = copy(self)
+        received.calls, received._shared = calls, UNKNOWN
+        return received
 
     # -- leaving early -----------------------------------------------------------------------------------------
 
@@ -472,7 +472,7 @@ class CollectiveInstance:
         plan = self.world.timing.plan(
             first.timing, len(members), self._sizes(first), max(first.root, 0), ranks=members
         )
-        free = [] if self.after else self._let_go(plan)
+        free = [] if self.after else self._free_to_leave(plan)
         if free:
             out_free = self._out_free()
             if self.strikes is None:
@@ -483,14 +483,14 @@ class CollectiveInstance:
             for rank in free:
                 self.gone[rank].leave(float(found.times[rank]))  # type: ignore[union-attr]
 
-    def _let_go(self, plan: CollectivePlan) -> list[int]:
+    def _free_to_leave(self, plan: CollectivePlan) -> list[int]:
         """Return the waiting ranks whose dependencies have all arrived."""
         # In a neighbour exchange, absent ranks have edges, too.
         if self._first().needs is not None:
             return [
                 rank for rank, call in enumerate(self.calls) if self._waits(rank) and self._has_needed(call)
             ]
-        free = plan.let_go(~np.isnan(self.arrivals))
+        free = plan.free_to_leave(~np.isnan(self.arrivals))
         return [rank for rank in np.flatnonzero(free).tolist() if self._waits(rank)]
 
     def _has_needed(self, call: Call | None) -> bool:

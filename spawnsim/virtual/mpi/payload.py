@@ -58,7 +58,7 @@ class Room:
             self._nbytes = len(self._memory)
             if not self._memory.flags.writeable:
                 raise SpecBufferError(
-                    "an object is to be received into read-only memory: pass a bytearray"
+                    "cannot receive an object into read-only memory: pass a bytearray"
                 ) from None
 
     def load(self, message: Message) -> Any:
@@ -66,7 +66,7 @@ class Room:
         if message.nbytes > self._nbytes:
             raise Truncated(
                 message=f"a pickled object of {message.nbytes} bytes does not fit the {self._nbytes} bytes that mpi4py "
-                "has for it (irecv: mpi4py.rc.irecv_bufsz): give irecv(buf=number of bytes), or use recv() without buf"
+                "provides (irecv: mpi4py.rc.irecv_bufsz): give irecv(buf=number of bytes), or use recv() without buf"
             )
         if self._memory is not None:
             self._memory[: message.nbytes] = np.frombuffer(message.payload, np.uint8)
@@ -108,7 +108,7 @@ def target(spec: Any, source: int = 0) -> Any:
 def _check_given(spec: Any, peer: int) -> None:
     """Refuse None as a buffer, except where nothing is sent or received."""
     if spec is None and peer != PROC_NULL:
-        raise SpecTypeError("None is no buffer: pass an array, a tensor or bytes ([None, 0] for nothing)")
+        raise SpecTypeError("None is not a buffer: pass an array, a tensor or bytes ([None, 0] for nothing)")
 
 
 def unpack(into: Any, payload: Any) -> None:
@@ -142,8 +142,8 @@ def check_type(world: World, label: str, buf: Any, message: Message) -> None:
     if message.nbytes and (sent.kind, sent.itemsize) != (received.kind, received.itemsize):
         _warn(
             world,
-            f"received {sent} of rank {message.source} with tag {message.tag} on {label} into {received}: MPI copies "
-            "the bytes and converts nothing",
+            f"received {sent} from rank {message.source} with tag {message.tag} on {label} into {received}: MPI copies "
+            "the bytes and does not convert them",
         )
 
 
@@ -183,7 +183,7 @@ def _compare(world: World, buf: Any, sent: tuple[bytes, str, int], _status: Stat
         _warn(
             world,
             f"changed the buffer of its {operation} to rank {dest} before its Wait or Test: real ranks may send the "
-            "new values, or a mixture; here the old ones were sent",
+            "new values or a mixture; virtual ranks sent the old values",
         )
 
 

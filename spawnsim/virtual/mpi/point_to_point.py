@@ -31,7 +31,7 @@ def attach(held: dict[Any, Any], owner: Any, buf: Any) -> None:
     if ("buffer", owner) in held:
         raise CallError(ERR_BUFFER, "a buffer is attached already: detach it first")
     if buf is not None and buf is not BUFFER_AUTOMATIC and not flat(buf).flags.writeable:
-        raise SpecBufferError("the buffer to be attached is read-only: pass memory that can be written")
+        raise SpecBufferError("the buffer to attach is read-only: pass writable memory")
     held["buffer", owner] = BUFFER_AUTOMATIC if buf is None else buf
 
 
@@ -252,7 +252,8 @@ class PointToPoint(Member):
         # The overhead counts per message, as in MPI: buffers sized without it fail on real libraries.
         if nbytes + BSEND_OVERHEAD > have:
             raise CallError(
-                ERR_BUFFER, f"the attached buffer of {have} bytes is too short: {nbytes} + {BSEND_OVERHEAD}"
+                ERR_BUFFER,
+                f"the attached buffer of {have} bytes is too small: the send needs {nbytes} + {BSEND_OVERHEAD}",
             )
         return payload
 
@@ -462,7 +463,7 @@ class Message(Handle):
                 self._identity = None
             return request_over(current_world(), receive_nothing)
         if message is None or owner is None:
-            raise CallError(ERR_REQUEST, "the message is null: it was received before")
+            raise CallError(ERR_REQUEST, "the message is null: it was already received")
         self._identity = self._message = self._owner = None
         receive = Reception(
             owner._world.kernel, message.source, message.tag, owner._world.kernel.current.clock

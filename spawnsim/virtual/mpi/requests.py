@@ -24,12 +24,12 @@ from spawnsim.virtual.engine.waiting import (
     await_one,
     check_revoked,
     finished,
-    look_ahead,
     over_by_itself,
+    poll_ahead,
     settled,
 )
 from spawnsim.virtual.engine.world import World
-from spawnsim.virtual.mpi.looks import done_now, over_now
+from spawnsim.virtual.mpi.polling import done_now, over_now
 
 
 def collect_all(
@@ -54,7 +54,7 @@ def collect_all(
             failed = failed or error
     if failed is not None:
         # `type(failed)`, so that a program that catches TruncationError on one receive catches it from Waitall, too.
-        raise type(failed)(ERR_IN_STATUS, f"a request of {len(requests)} failed: {failed}") from failed
+        raise type(failed)(ERR_IN_STATUS, f"one of {len(requests)} requests failed: {failed}") from failed
     return found
 
 
@@ -78,7 +78,7 @@ def _check(requests: Sequence[Any]) -> None:
         if not isinstance(request, Request):
             place = next(place for place, each in enumerate(requests) if each is request)
             raise SpecTypeError(
-                f"item {place} of the requests is of type {type(request).__name__}: no request"
+                f"item {place} of the requests is of type {type(request).__name__}: pass a request"
             )
 
 
@@ -98,7 +98,7 @@ def fill_empty(status: Status | None) -> None:
         fill(status, ANY_SOURCE, ANY_TAG, 0)
 
 
-def _lend(statuses: Sequence[Status] | None, count: int) -> Sequence[Status | None]:
+def _padded(statuses: Sequence[Status] | None, count: int) -> Sequence[Status | None]:
     """Return a status for each request; a list that is too short is extended, as mpi4py does."""
     if statuses is None:
         return [None] * count
@@ -110,7 +110,7 @@ def _lend(statuses: Sequence[Status] | None, count: int) -> Sequence[Status | No
     return statuses
 
 
-def _look_at(requests: Sequence[Request]) -> list[int] | None:
+def _poll(requests: Sequence[Request]) -> list[int] | None:
     """Return the positions of the completed requests; None if none is active."""
     _check(requests)
     for request in requests:
@@ -129,7 +129,7 @@ def _await_some(requests: Sequence[Request], operation: str) -> list[int]:
     if world.revoked:
         for request in active:
             request._check_revoked()
-    if settled(world, completions):  # as in `look`
+    if settled(world, completions):  # as in `poll`
         over = finished(completions, world.kernel.current.clock)
         if over:
             world.kernel.run_ahead()
@@ -141,7 +141,7 @@ def _await_some(requests: Sequence[Request], operation: str) -> list[int]:
 
 def _collect_each(requests: Sequence[Request], over: list[int], statuses: list[Status] | None) -> list[Any]:
     chosen = [requests[index] for index in over]
-    return collect_all(chosen, _lend(statuses, len(over)), _take)
+    return collect_all(chosen, _padded(statuses, len(over)), _take)
 
 
 Deliver = Callable[[Status], Any]
@@ -250,7 +250,7 @@ class Request(Handle):
         """Return (complete, object); an observation."""
         completion = self._completion
         # Most tests are of completed sends: they skip the switch of ranks that an observation takes.
-        if completion is None or look_ahead(self._world, completion) or over_now(self._world, self):
+        if completion is None or poll_ahead(self._world, completion) or over_now(self._world, self):
             return True, self._collect(status)
         return False, None
 
@@ -319,12 +319,12 @@ class Request(Handle):
         """Wait until all are complete; return their objects."""
         _check(requests)
         # This class's `wait`, even if a program's subclass overrides it.
-        return collect_all(requests, _lend(statuses, len(requests)), Request.wait)
+        return collect_all(requests, _padded(statuses, len(requests)), Request.wait)
 
     @classmethod
     def Waitall(cls, requests: Sequence[Request], statuses: list[Status] | None = None) -> bool:
         _check(requests)
-        collect_all(requests, _lend(statuses, len(requests)), Request.wait)
+        collect_all(requests, _padded(statuses, len(requests)), Request.wait)
         return True
 
     @classmethod
@@ -358,7 +358,7 @@ class Request(Handle):
 
     @classmethod
     def testany(cls, requests: Sequence[Request], status: Status | None = None) -> tuple[int, bool, Any]:
-        over = _look_at(requests)
+        over = _poll(requests)
         if over is None:
             # None and an empty list differ: MPI's flag is true if no request is active, false if none is complete.
             fill_empty(status)
@@ -390,7 +390,7 @@ class Request(Handle):
     def testsome(
         cls, requests: Sequence[Request], statuses: list[Status] | None = None
     ) -> tuple[list[int] | None, list[Any] | None]:
-        over = _look_at(requests)
+        over = _poll(requests)
         if over is None:
             return None, None
         return over, _collect_each(requests, over, statuses) if over else []
@@ -401,15 +401,15 @@ class Request(Handle):
 
     @classmethod
     def get_status_all(cls, requests: Sequence[Request], statuses: list[Status] | None = None) -> bool:
-        lent = zip(requests, _lend(statuses, len(requests)), strict=False)
-        over = [request.Get_status(status) for request, status in lent]  # all: each fills its status
+        pairs = zip(requests, _padded(statuses, len(requests)), strict=False)
+        over = [request.Get_status(status) for request, status in pairs]  # all: each fills its status
         return all(over)
 
     @classmethod
     def get_status_any(cls, requests: Sequence[Request], status: Status | None = None) -> tuple[int, bool]:
         """Return (position, flag) of a completed request, and leave it unchanged."""
-        over = _look_at(requests)
-        # Get_status again, for its delivery to memory: `_look_at` finds the completed operation but fills no buffer.
+        over = _poll(requests)
+        # Get_status again, for its delivery to memory: `_poll` finds the completed operation but fills no buffer.
         if over:
             requests[over[0]].Get_status(status)
             return over[0], True
@@ -421,9 +421,9 @@ class Request(Handle):
     def get_status_some(
         cls, requests: Sequence[Request], statuses: list[Status] | None = None
     ) -> list[int] | None:
-        over = _look_at(requests)
-        lent = zip(over or (), _lend(statuses, len(over or ())), strict=False)
-        for index, status in lent:
+        over = _poll(requests)
+        pairs = zip(over or (), _padded(statuses, len(over or ())), strict=False)
+        for index, status in pairs:
             requests[index].Get_status(status)
         return over
 
@@ -462,7 +462,7 @@ class Request(Handle):
 
     def _need(self) -> None:
         if self._identity is None:
-            raise CallError(ERR_REQUEST, "the request is null: it was collected or freed before")
+            raise CallError(ERR_REQUEST, "the request is null: it was already collected or freed")
 
     def _preview(self, status: Status) -> None:
         message = getattr(self._completion, "message", None)

@@ -238,7 +238,7 @@ class Epochs(Attributes):
             try:
                 if not access.over(self._windows.world.kernel.current.clock):
                     self._wait(access, operation, rank)
-            # Timeout is not caught: a flush that met its deadline may be tried again, so the access stays pending.
+            # Timeout is not caught: a flush that missed its deadline may be tried again, so the access stays pending.
             except (RankFailed, Revoked):
                 self._epoch.under_way.remove(each)  # it will never complete; after a Timeout it still may
                 raise
@@ -536,4 +536,4 @@ def _region(regions: Sequence[Any], place: int) -> tuple[Any, int]:
         # `<=` at the end: an access of no bytes may be located directly after a region.
         if first <= place <= first + region.nbytes:
             return region, place - first
-    raise CallError(ERR_RMA_RANGE, f"address {place:#x} is in no memory that the target has attached")
+    raise CallError(ERR_RMA_RANGE, f"address {place:#x} is outside the memory that the target has attached")

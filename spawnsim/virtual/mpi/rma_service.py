@@ -274,7 +274,7 @@ class Access(RoundTrip):
         while coming and coming[0].here:
             # Two steps: first the target must make progress, then the lock must admit the access. A lock taken on
             # arrival would be held during a block of computing.
-            connection.windows.when_looking(connection.target, coming.pop(0).ask)
+            connection.windows.when_polling(connection.target, coming.pop(0).ask)
 
     def ask(self) -> None:
         self.connection.target.acquire(self)
@@ -369,7 +369,7 @@ class WindowState:
             access.data = payload
         else:
             access.answer = payload
-        links.tell(verdict, source, dest, now_s, call=access.call, number=access.number)
+        links.record(verdict, source, dest, now_s, call=access.call, number=access.number)
         return verdict
 
     def serve(self, access: Access) -> None:
@@ -387,7 +387,7 @@ class WindowState:
         else:
             answer(self.world, target, origin, access.nbytes[1], delay_s=verdict.delay_s, to=access)
 
-    def when_looking(self, target: Target, then: Action) -> None:
+    def when_polling(self, target: Target, then: Action) -> None:
         """Call `then` when the target serves the requests that have reached it by now."""
         env = self.world.kernel.env
         serve_s = self.answers_at(target, env.now)

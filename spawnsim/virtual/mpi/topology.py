@@ -62,7 +62,9 @@ class Cartesian:
         """Return (source, dest) for a shift along a dimension; PROC_NULL beyond an open edge."""
         direction, disp = integer(direction), integer(disp)
         if not 0 <= direction < len(self.dims):
-            raise CallError(ERR_DIMS, f"direction {direction} of a grid of {len(self.dims)} dimensions")
+            raise CallError(
+                ERR_DIMS, f"direction {direction} is outside a grid of {len(self.dims)} dimensions"
+            )
         # MPI returns the source first: the rank that would shift to this one, in the opposite direction.
         return self._step(rank, direction, -disp), self._step(rank, direction, disp)
 
@@ -224,7 +226,7 @@ class Cartcomm(Topocomm):
         shape = Cartesian(sizes, tuple(map(bool, each_integer(rings))))
         if len(shape.periods) != len(sizes):
             raise ParameterError(
-                f"Create_cart({list(sizes)}, {list(rings)}): one flag for each of {len(sizes)} lengths"
+                f"Create_cart({list(sizes)}, {list(rings)}): give one flag for each of {len(sizes)} lengths"
             )
         if any(dim < 1 for dim in sizes):
             raise CallError(ERR_DIMS, f"Create_cart({list(sizes)}): lengths must be positive")

@@ -125,14 +125,14 @@ class Placement(NamedTuple):
 def placements(world: World) -> list[Placement]:
     """Return each rank's placement; the network determines which ranks share a node."""
     places = world.network.place(np.arange(len(world.ranks))).tolist()
-    beside: dict[int, int] = {}  # number of ranks on each node so far
+    counts: dict[int, int] = {}  # number of ranks on each node so far
     local_ranks = []
     for place in places:
-        local_ranks.append(beside.get(place, 0))
-        beside[place] = local_ranks[-1] + 1
-    numbers = {place: number for number, place in enumerate(beside)}
+        local_ranks.append(counts.get(place, 0))
+        counts[place] = local_ranks[-1] + 1
+    numbers = {place: number for number, place in enumerate(counts)}
     return [
-        Placement(rank, len(places), local_ranks[rank], beside[place], numbers[place], len(beside))
+        Placement(rank, len(places), local_ranks[rank], counts[place], numbers[place], len(counts))
         for rank, place in enumerate(places)
     ]
 

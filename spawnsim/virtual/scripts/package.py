@@ -251,7 +251,7 @@ class MPIPoolExecutor(Executor):
         pool = None if current_task() is None else COMM_WORLD._rank.attachments.get("futures")
         if pool is None:
             raise UnsupportedError(
-                "MPIPoolExecutor starts processes, and virtual ranks start all at once: run the program with "
+                "MPIPoolExecutor starts processes, but all virtual ranks start together: run the program with "
                 "--set futures=true (as `python -m mpi4py.futures` does: rank 0 runs it, the others work), or use "
                 "MPICommExecutor"
             )
@@ -325,7 +325,9 @@ def _progress(futures: list[Any]) -> None:
 
 def get_comm_workers() -> Any:
     """Raise `UnsupportedError`: there is one pool."""
-    raise UnsupportedError("mpi4py.futures.get_comm_workers: workers of virtual ranks share no communicator")
+    raise UnsupportedError(
+        "mpi4py.futures.get_comm_workers: workers of virtual ranks do not share a communicator"
+    )
 
 
 def build_futures() -> Any:

@@ -95,10 +95,10 @@ class RankModules:
 
     def hidden(self) -> dict[str, ModuleType]:
         """Return the loaded modules that would hide ranks' own modules."""
-        beside = list(Path(self.folder).iterdir())
-        tops = {entry.stem for entry in beside if entry.suffix == ".py" or (entry / "__init__.py").exists()}
+        entries = list(Path(self.folder).iterdir())
+        tops = {entry.stem for entry in entries if entry.suffix == ".py" or (entry / "__init__.py").exists()}
         tops |= {
-            entry.name for entry in beside if entry.is_dir() and not _origin(sys.modules.get(entry.name))
+            entry.name for entry in entries if entry.is_dir() and not _origin(sys.modules.get(entry.name))
         }
         tops = (tops | self.private) - SHARED_PACKAGES - set(sys.stdlib_module_names)
         return {name: module for name, module in sys.modules.items() if self._hides(name, module, tops)}
@@ -295,7 +295,7 @@ class Processes:
 
 
 Who = Callable[[], int | None]  # the running rank, or None outside ranks
-Told = Callable[[int, str], None]  # receives a rank's output, in pieces of any length
+OnOutput = Callable[[int, str], None]  # receives a rank's output, in pieces of any length
 
 
 class Lines(io.TextIOBase):
@@ -306,11 +306,17 @@ class Lines(io.TextIOBase):
         target: TextIO,
         who: Who,
         prefix: bool = True,
-        heard: Callable[[], bool] = lambda: True,
+        shown: Callable[[], bool] = lambda: True,
         *,
-        told: Told = lambda rank, text: None,
+        on_output: OnOutput = lambda rank, text: None,
     ) -> None:
-        self._target, self._who, self._prefix, self._heard, self._told = target, who, prefix, heard, told
+        self._target, self._who, self._prefix, self._shown, self._on_output = (
+            target,
+            who,
+            prefix,
+            shown,
+            on_output,
+        )
         self._unfinished: dict[int, str] = {}
         self._bytes = RawLines(self)
 
@@ -342,9 +348,9 @@ class Lines(io.TextIOBase):
         rank = self._who()
         if rank is None:
             return self._target.write(text)
-        if not self._heard():
+        if not self._shown():
             return len(text)
-        self._told(rank, text)
+        self._on_output(rank, text)
         # A rank may print part of a line, wait in a call, and print the rest: other ranks print in the meantime.
         lines = (self._unfinished.pop(rank, "") + text).split("\n")
         if lines[-1]:

@@ -75,7 +75,7 @@ class ScriptRun:
         self.cost = Cost.of(scenario.compute, load_platform(scenario.platform).device)
         if self.cost.rates is not None and script.carrier != "threads":
             raise ParameterError(
-                "compute=counted counts torch's operations of ranks in threads: give --carrier threads"
+                "compute=counted counts torch's operations only for ranks in threads: give --carrier threads"
             )
         self.code = _compiled(script.path)
         # A training step that is batched with other ranks' steps costs nothing at its call.
@@ -94,8 +94,8 @@ class ScriptRun:
         self.on_error: OnError = how.get("on_error") or (lambda error: None)
         self.on_note: OnNote | None = how.get("on_note")
         self.prepare: Prepare | None = how.get("prepare")
-        self.out = Lines(sys.stdout, _rank, script.prefix, _heard, told=self._printed)
-        self.err = Lines(sys.stderr, _rank, script.prefix, _heard)
+        self.out = Lines(sys.stdout, _rank, script.prefix, _output_is_shown, on_output=self._printed)
+        self.err = Lines(sys.stderr, _rank, script.prefix, _output_is_shown)
         own = RankModules(script.path.resolve().parent, script.private)
         self.processes = Processes(own, self._attributes())
 
@@ -123,7 +123,7 @@ class ScriptRun:
             self.cluster.start(rank.id, self._program)
         world.kernel.on_resume.append(self.processes.enter)
         with self._surroundings():
-            return self.cluster.run(self._tell, self.on_note)
+            return self.cluster.run(self._report, self.on_note)
 
     def _equip(self, rank: Rank) -> None:
         """Give a rank, or its next incarnation, its communicators and its process."""
@@ -229,7 +229,7 @@ class ScriptRun:
         finally:
             kernel.current = task
 
-    def _tell(self, error: BaseException) -> None:
+    def _report(self, error: BaseException) -> None:
         """Report an error, with the ranks that called `sys.exit` and, after a deadlock, the unreceived messages.
 
         Output that ranks have already printed appears first. Output of ranks that continue after they were ended is
@@ -254,7 +254,7 @@ def _rank() -> int | None:
     return None if task is None else task.rank
 
 
-def _heard() -> bool:
+def _output_is_shown() -> bool:
     """Return whether the caller's output is shown: not after the caller has ignored its end."""
     task = current_task()
     return task is None or not task.refused
@@ -266,7 +266,7 @@ def _compiled(path: Path) -> Any:
     except OSError as error:
         raise ParameterError(f"cannot read {path}: {error.strerror}") from error
     except (SyntaxError, ValueError) as error:
-        raise ParameterError(f"{path} is no Python program: {error}") from error
+        raise ParameterError(f"{path} is not a Python program: {error}") from error
 
 
 def _status(leaving: SystemExit) -> int:

@@ -35,10 +35,10 @@ class TorchCall(Call):
 
     def describe(self) -> str:
         """Return the call as in the program, and its line."""
-        told = [f"shape={self.shapes[0] if len(self.shapes) == 1 else self.shapes}"] if self.shapes else []
-        told += [f"{name}={value}" for name, value in self.agree if name != "elements"]
-        told += [f"root={self.root}"] if self.root >= 0 else []
-        return f"{self.name}({', '.join(told)})" + (f" at {self.line}" if self.line else "")
+        parts = [f"shape={self.shapes[0] if len(self.shapes) == 1 else self.shapes}"] if self.shapes else []
+        parts += [f"{name}={value}" for name, value in self.agree if name != "elements"]
+        parts += [f"root={self.root}"] if self.root >= 0 else []
+        return f"{self.name}({', '.join(parts)})" + (f" at {self.line}" if self.line else "")
 
 
 # DistributedDataParallel gathers a few tensors of each rank on each rank when it is made. For the usual tensors in
@@ -57,9 +57,9 @@ def _in_one_piece(tensor: torch.Tensor) -> bool:
     )
 
 
-def raw(tensor: torch.Tensor, *, lent: bool = False) -> Bytes:
-    """Return the bytes of a tensor: a copy, or with `lent` its own memory, if that is contiguous."""
-    if not lent and _in_one_piece(tensor):
+def raw(tensor: torch.Tensor, *, borrowed: bool = False) -> Bytes:
+    """Return the bytes of a tensor: a copy, or with `borrowed` its own memory, if that is contiguous."""
+    if not borrowed and _in_one_piece(tensor):
         copy = np.empty(tensor.nbytes, np.uint8)
         ctypes.memmove(copy.ctypes.data, tensor.data_ptr(), tensor.nbytes)
         return copy
@@ -69,7 +69,7 @@ def raw(tensor: torch.Tensor, *, lent: bool = False) -> Bytes:
         if not whole.numel():
             return np.empty(0, np.uint8)
         found = _memory(whole)
-        return found if lent or whole.data_ptr() != tensor.data_ptr() else found.copy()
+        return found if borrowed or whole.data_ptr() != tensor.data_ptr() else found.copy()
 
 
 def _memory(tensor: torch.Tensor) -> Bytes:
@@ -83,8 +83,8 @@ def write(tensor: torch.Tensor, data: Bytes) -> None:
     """Write bytes to a tensor unchanged; autograd does not see this, as on real ranks."""
     if data.nbytes != tensor.nbytes:
         raise UsageError(
-            f"{data.nbytes} bytes have come for a tensor of shape {list(tensor.shape)} and {name_of(tensor)}, which "
-            f"takes {tensor.nbytes}"
+            f"received {data.nbytes} bytes for a tensor of shape {list(tensor.shape)} and {name_of(tensor)}, which "
+            f"needs {tensor.nbytes}"
         )
     if _in_one_piece(tensor):
         ctypes.memmove(tensor.data_ptr(), data.ctypes.data, data.nbytes)

@@ -127,7 +127,7 @@ def _unseen(default: property) -> property:
     """Return torch's property of the default group; virtual ranks see no group of the process."""
     get: Any = default.fget
 
-    def look(world: Any) -> Any:
+    def visible(world: Any) -> Any:
         task = current_task()
         if task is None:
             return get(world)
@@ -138,7 +138,7 @@ def _unseen(default: property) -> property:
             asking = asking.f_back
         return None
 
-    return property(look, default.fset)
+    return property(visible, default.fset)
 
 
 def _refusal(task: Task, name: str) -> NotOnVirtualRanks:

@@ -42,7 +42,7 @@ def check(name: str, backend: str, tensors: Sequence[torch.Tensor]) -> None:
     for tensor in tensors:
         if tensor.dtype not in TYPES:
             raise Refused(
-                f"{name} of {tensor.dtype}, a type that gloo does not know: convert the tensor, or send its bytes "
+                f"{name} of {tensor.dtype}, a type that gloo does not support: convert the tensor, or send its bytes "
                 "(tensor.view(torch.uint8))"
             )
         if not tensor.is_contiguous() and not _in_one_piece(tensor):
@@ -54,8 +54,8 @@ def check_equal(name: str, backend: str, tensors: Sequence[torch.Tensor]) -> Non
     for place_, tensor in enumerate(tensors):
         if GLOO in backend and tensor.shape != tensors[0].shape:
             raise Refused(
-                f"{name}: the tensor at index {place_} has the shape {list(tensor.shape)}, and that at index 0 "
-                f"{list(tensors[0].shape)}; gloo takes equal ones alone: use all_to_all_single with split sizes, or pad"
+                f"{name}: the tensor at index {place_} has the shape {list(tensor.shape)}, and the tensor at index 0 "
+                f"{list(tensors[0].shape)}; gloo requires equal shapes: use all_to_all_single with split sizes, or pad"
             )
 
 
@@ -79,7 +79,7 @@ def _report(name: str, tensor: torch.Tensor) -> None:
     task.kernel.owner.mistakes.setdefault(
         ("strided", line),
         f"rank {task.rank} at {task.clock:.6g} s ({line}) gave {name} a tensor of shape {list(tensor.shape)} with gaps "
-        f"in memory (strides {list(tensor.stride())}): gloo takes its memory for one piece, and moves wrong elements "
-        "without an error; NCCL refuses it. Here the right ones were moved: give tensor.contiguous(), and copy the "
-        "result back",
+        f"in memory (strides {list(tensor.stride())}): gloo treats its memory as contiguous and moves the wrong "
+        "elements without an error; NCCL raises an error. Virtual ranks moved the right elements: pass "
+        "tensor.contiguous(), and copy the result back",
     )

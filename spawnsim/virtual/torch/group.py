@@ -61,7 +61,8 @@ def _everything(instance: CollectiveInstance, rank: int) -> Any:
 def _same_dtype(tensors: Tensors) -> None:
     if len({tensor.dtype for tensor in tensors}) > 1:
         raise UsageError(
-            f"tensors of several types in one call: {sorted({str(each.dtype) for each in tensors})}"
+            f"tensors of several types in one call: {sorted({str(each.dtype) for each in tensors})}; make one call "
+            "for each type"
         )
 
 
@@ -200,7 +201,7 @@ class VirtualProcessGroup(Base):  # type: ignore[misc]
         """Add sparse tensors, as gloo does: each rank receives all elements and adds them in the order of ranks."""
         if op_name(op) not in ("SUM", "AVG"):
             raise UnsupportedError(
-                f"all_reduce({op_name(op)}) of sparse tensors: add them up, or make them dense"
+                f"all_reduce({op_name(op)}) of sparse tensors: use SUM or AVG, or make them dense"
             )
         mine = tensor.coalesce()
         data = np.concatenate([raw(mine.indices()), raw(mine.values())])
@@ -226,14 +227,16 @@ class VirtualProcessGroup(Base):  # type: ignore[misc]
         )
         dtypes = [tensor.dtype for tensor in tensors]
         if len(tensors) > 1 and len(set(dtypes)) == 1:  # gloo joins them, and cuts the result into blocks
-            call.part, dtypes = np.concatenate([raw(tensor, lent=True) for tensor in tensors]), dtypes[:1]
+            call.part, dtypes = np.concatenate([raw(tensor, borrowed=True) for tensor in tensors]), dtypes[:1]
             cuts = np.cumsum([nbytes_of([tensor]) for tensor in tensors])[:-1]
             collect = lambda found: _fill(tensors, np.split(found[0], cuts))  # noqa: E731
         else:
-            # One tensor is lent: the program may not write to it before the operation is complete, and copying costs
-            # as much as adding.
-            call.lent = len(tensors) == 1
-            call.part = raw(tensors[0], lent=True) if call.lent else [raw(tensor) for tensor in tensors]
+            # One tensor is borrowed. The program may not write to it before the operation is complete, and copying
+            # costs as much as adding.
+            call.borrowed = len(tensors) == 1
+            call.part = (
+                raw(tensors[0], borrowed=True) if call.borrowed else [raw(tensor) for tensor in tensors]
+            )
             collect = lambda found: _fill(tensors, found)  # noqa: E731
         call.outcome = combination(op, dtypes)
         return self._run(call, collect, opts, outputs=list(tensors))
@@ -515,7 +518,7 @@ def _op(opts: Any) -> Any:
 
 def _fill(tensors: Tensors, found: Sequence[Bytes]) -> None:
     if len(tensors) != len(found):
-        raise UsageError(f"{len(tensors)} tensors are given for what {len(found)} ranks have brought")
+        raise UsageError(f"{len(tensors)} tensors are given for the data of {len(found)} ranks")
     for tensor, data in zip(tensors, found, strict=True):
         write(tensor, data)
 

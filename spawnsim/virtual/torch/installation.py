@@ -211,7 +211,7 @@ def _naming(original: Callable[..., Any]) -> Callable[..., Any]:
     """Return the function that describes DistributedDataParallel's setup, with the requested backend's name."""
 
     @wraps(original)
-    def told(self: Any) -> dict[str, Any]:
+    def described(self: Any) -> dict[str, Any]:
         found = original(self)
         if found.get("backend_name") == VIRTUAL:
             found["backend_name"] = self.process_group.name()
@@ -222,7 +222,7 @@ def _naming(original: Callable[..., Any]) -> Callable[..., Any]:
                 }
         return found  # type: ignore[no-any-return]
 
-    return told
+    return described
 
 
 def _default_timeout(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -273,11 +273,11 @@ REFUSED = {
         "torch.multiprocessing.spawn",
         "start_processes",
     ): "torch.multiprocessing starts processes, which would be outside "
-    "of the simulation: let the program be one rank's, as under torchrun, and give --ranks",
+    "of the simulation: write the program for one rank, as under torchrun, and give --ranks",
     (
         "torch.distributed.elastic.multiprocessing",
         "start_processes",
-    ): "a launcher within a virtual rank: run the script that it would start, and give --ranks",
+    ): "a virtual rank cannot start a launcher: run the script that it would start, and give --ranks",
 }
 
 

@@ -83,9 +83,9 @@ class Lighthouse:
     def ask(self, replica: Replica) -> None:
         """Record that a replica waits for a quorum, and check whether there is one."""
         replica.asked_s, replica.quorum = self.world.kernel.current.clock, None
-        self.look()
+        self.check()
 
-    def look(self) -> None:
+    def check(self) -> None:
         """Announce a quorum if there is one, else schedule the next check."""
         now_s = self.world.kernel.env.now
         healthy = [each for each in self.replicas.values() if self._gone_s(each) > now_s]
@@ -100,7 +100,7 @@ class Lighthouse:
         elif asking:
             ends = [self._gone_s(each) for each in healthy if each.asked_s is None]
             ends.append(self._joined_s(asking))
-            self._look_at(min((each for each in ends if each > now_s), default=math.inf))
+            self._schedule_check(min((each for each in ends if each > now_s), default=math.inf))
 
     def _enough(self, asking: list[Replica], healthy: list[Replica], now_s: float) -> bool:
         here = {each.place for each in asking}
@@ -122,13 +122,13 @@ class Lighthouse:
             replica.ended_s = min(found.death_s if found.dead else math.inf, found.ended_s)
         return replica.gone_s(self.heartbeat_s)
 
-    def _look_at(self, time_s: float) -> None:
+    def _schedule_check(self, time_s: float) -> None:
         """Schedule a check for the first tick at or after a time."""
         env = self.world.kernel.env
         time_s = max(math.ceil(time_s / self.tick_s) * self.tick_s if time_s < math.inf else time_s, env.now)
         if time_s < math.inf and not env.now < self.due_s <= time_s:
             self.due_s = time_s
-            env.at(time_s, len(self.world.ranks), self.look)
+            env.at(time_s, len(self.world.ranks), self.check)
 
     def _announce(self, asking: list[Replica]) -> None:
         places = tuple(each.place for each in asking)
@@ -157,7 +157,7 @@ class Lighthouse:
         """Record deaths before the dead ranks restart."""
         for each in self.replicas.values():
             self._gone_s(each)
-        self.look()
+        self.check()
 
 
 def lighthouse() -> Lighthouse:

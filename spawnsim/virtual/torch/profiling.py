@@ -99,7 +99,7 @@ class ProfileResult:
     def experimental_event_tree(self) -> Any:
         """Raise an error: only Kineto has this tree."""
         raise UnsupportedError(
-            "a tree of C++ events of the profiler: on virtual ranks use events() or key_averages()"
+            "virtual ranks have no tree of the profiler's C++ events: use events() or key_averages()"
         )
 
     def save(self, path: str) -> None:
@@ -194,7 +194,7 @@ def communicating(title: str, shapes: Sequence[list[int]]) -> ProfiledEvent | No
 def _enable(*_: Any) -> None:
     task, under_way = current_task(), _under_way()
     if task in under_way:
-        raise UsageError("this thread profiles already: end one profile before the next one begins")
+        raise UsageError("this thread is already profiling: end that profile before the next one begins")
     assert task is not None
     profile = under_way[task] = Profile(task)
     profile.__enter__()  # type: ignore[no-untyped-call]

@@ -35,7 +35,7 @@ FIRST_PORT = 29501  # the port of a master that asks for any port
 
 
 class StoreTimeout(Timeout, dist.DistStoreError):
-    """A wait for keys has met its deadline: spawnsim's `Timeout`, and the exception that c10d raises."""
+    """A wait for keys has missed its deadline: spawnsim's `Timeout`, and the exception that c10d raises."""
 
 
 @dataclass(eq=False)
@@ -423,8 +423,8 @@ def meet(store: Any, place: tuple[int, int], timeout: timedelta, make: Callable[
         prefix, store = f"{store.prefix}/{prefix}", store.underlying_store
     if not isinstance(store, VirtualStore):
         raise UsageError(
-            f"a process group over {type(store).__name__}: virtual ranks meet in stores that they have made themselves "
-            "(TCPStore, FileStore, HashStore of torch.distributed), or by init_method"
+            f"a process group over {type(store).__name__}: virtual ranks need a store that they created themselves "
+            "(TCPStore, FileStore, HashStore of torch.distributed), or an init_method"
         )
     world = store._world
     me, open_here = world.kernel.current.rank, store.shared.meetings.setdefault(prefix, [])

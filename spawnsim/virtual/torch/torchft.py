@@ -113,7 +113,7 @@ class Manager:
     ) -> None:  # fmt: skip
         if world_size is not None and world_size > 1:
             raise UnsupportedError(
-                f"a replica of {world_size} ranks: on virtual ranks a torchft.Manager is one rank's, without world_size"
+                f"a replica of {world_size} ranks: a virtual replica has one rank: omit world_size"
             )
         task = current_task()
         assert task is not None
@@ -141,7 +141,7 @@ class Manager:
         self._part: tuple[int | None, int] = None, 0
         self._errored: BaseException | None = None
         self._crashed: BaseException | None = None  # error of the concurrent quorum
-        self._beside: Any = None
+        self._background: Any = None
         self._healing = False
         self._state: Any = None  # received, and not applied yet
         self._sends: list[VirtualWork] = []
@@ -191,7 +191,7 @@ class Manager:
         self._errored, self._healing = None, False
         limit = timeout or self._quorum_timeout
         if self._use_async_quorum:
-            self._beside = held("COMM_WORLD")._own.background(lambda: self._guarded(limit, allow_heal))
+            self._background = held("COMM_WORLD")._own.background(lambda: self._guarded(limit, allow_heal))
             return
         self._meet(limit, allow_heal)
         if self._healing:
@@ -205,9 +205,9 @@ class Manager:
             raise UsageError("a torchft.Manager was used before start_quorum")
 
     def _join(self) -> None:
-        beside, self._beside = self._beside, None
-        if beside is not None:
-            beside.join()
+        background, self._background = self._background, None
+        if background is not None:
+            background.join()
         crashed, self._crashed = self._crashed, None
         if crashed is not None:
             raise crashed
@@ -230,8 +230,8 @@ class Manager:
             replica.asked_s = None
             asked, known = found.count()
             text = (
-                f"no quorum: {asked + 1} of {known} replicas with heartbeats have asked for one, more than half and "
-                f"at least {found.min_replicas} must ({error})"
+                f"no quorum: {asked + 1} of {known} replicas with heartbeats have requested one; more than half, "
+                f"and at least {found.min_replicas}, must request it ({error})"
             )
             raise QuorumTimeout(error.ranks, error.operation, error.sequence, text) from None
         self._store._travel()
@@ -293,7 +293,9 @@ class Manager:
         if state is None:  # not received; the error has been reported
             return
         if not self._loads:
-            raise UsageError("a replica is to recover, and no state_dict functions are registered")
+            raise UsageError(
+                "a replica must recover, but no state_dict functions are registered: call register_state_dict_fn"
+            )
         for key, load in self._loads.items():
             load(state["user"][key])
 

@@ -154,7 +154,7 @@ class VirtualWork(Work):
         request: the pending request.
         outputs: the tensors that it fills.
         limit: the seconds after its issue at which it ends in `GroupTimeout`, and whether the program has set them.
-        leave: called when a wait fails, so that lent memory is kept for the other ranks.
+        leave: called when a wait fails, so that borrowed memory is kept for the other ranks.
     """
 
     def __init__(

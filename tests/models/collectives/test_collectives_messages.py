@@ -114,7 +114,7 @@ def test_leaving_depends_only_on_those_named(call, random):
     partial[random.choice(sorted(needed))] = np.nan
     times = one.finish(partial, network, ranks).times
     assert np.isnan(times[rank])
-    assert (one.let_go(~np.isnan(partial)) == ~np.isnan(times)).all()
+    assert (one.free_to_leave(~np.isnan(partial)) == ~np.isnan(times)).all()
 
 
 @pytest.mark.parametrize(

@@ -253,7 +253,7 @@ def test_who_was_left_behind_is_told():
     assert only.startswith(
         "rank 3 was started again after its death, did not join the others, and ended at 0.35 s: "
     )
-    assert only.endswith("recover() to join the others; and 1 more: events.jsonl names them")
+    assert only.endswith("recover() to join the other ranks; and 1 more: events.jsonl names them")
 
 
 def test_a_healthy_majority_is_not_fenced():

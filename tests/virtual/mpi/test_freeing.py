@@ -159,5 +159,5 @@ def test_a_rank_with_anothers_handle_is_told():
         comm.Barrier()
         held[0].Barrier()
 
-    with pytest.raises((UsageError, RankError), match=r"rank 1 has got hold of rank 0's handle"):
+    with pytest.raises((UsageError, RankError), match=r"rank 1 uses rank 0's handle"):
         run(main, 2)

@@ -154,7 +154,7 @@ def test_a_recovery_looks_at_each_rank_a_few_times(monkeypatch):
 
 
 def test_default_deadlines_hold_behind_a_recovery_in_which_one_has_passed():
-    """Rank 0's first wait would have met its deadline in the recovery, where members have none; a later wait does."""
+    """Rank 0's first wait would miss its deadline in the recovery, where members have none; a later wait does."""
 
     def main(comm):
         if comm.rank:

@@ -68,7 +68,7 @@ def test_a_rank_that_comes_back_too_late_is_fenced(survive, wakes, pause_s):
     assert {fields["source"] for _, _, fields in events(notes, "late_message")} == {2}
     left = events(notes, "given_up")
     assert [(rank, time_s) for rank, time_s, _ in left] == ([(2, 5.5)] if pause_s else [])
-    assert all("the others have given this rank up" in fields["error"] for _, _, fields in left)
+    assert all("the other ranks have given this rank up" in fields["error"] for _, _, fields in left)
     assert totals.virtual_seconds < 6.0
 
 

@@ -129,8 +129,8 @@ def keeps_windows(comm):
 
 OPEN = {
     forgets_to_wait: [
-        "36 receives were never completed by Wait or Test, so what is read may not be there yet: rank 0: 3 × "
-        "Irecv(source=11, tag=7) on MPI_COMM_WORLD, rank 1: 3 × Irecv(source=0, tag=7)",
+        "36 receives were never completed by Wait or Test, so the program may read data that has not "
+        "arrived: rank 0: 3 × Irecv(source=11, tag=7) on MPI_COMM_WORLD, rank 1: 3 × Irecv(source=0, tag=7)",
     ],
     keeps_windows: ["13 windows were never freed: rank 0, rank 1, rank 2, rank 3, and 8 more"],
 }

@@ -81,7 +81,7 @@ def test_numbers_are_no_object(call):
             call(comm)
 
     with pytest.raises(
-        Unreadable, match=r"80 bytes from rank 0 with tag 3 on MPI_COMM_WORLD are no pickled"
+        Unreadable, match=r"80 bytes from rank 0 with tag 3 on MPI_COMM_WORLD are not a pickled"
     ) as caught:
         run(main, 2)
     assert isinstance(caught.value, pickle.UnpicklingError)
@@ -103,7 +103,7 @@ def test_what_an_object_raises_is_kept():
             return
         with pytest.raises(ValueError, match="invalid literal") as caught:
             comm.recv(source=0)
-        assert "came from rank 0 with tag 0" in caught.value.__notes__[0]
+        assert "the object from rank 0 with tag 0" in caught.value.__notes__[0]
 
     run(main, 2)
 
@@ -294,8 +294,8 @@ def test_numbers_of_another_type_are_told(receive, sent, into):
 
     (only,) = mistakes(main)
     assert re.fullmatch(
-        r"rank 1 at \S+ s \(test_what_errors_say.py:\d+\) received float64 of rank 0 with tag 3 on MPI_COMM_WORLD "
-        r"into int(32|64): MPI copies the bytes and converts nothing",
+        r"rank 1 at \S+ s \(test_what_errors_say.py:\d+\) received float64 from rank 0 with tag 3 on MPI_COMM_WORLD "
+        r"into int(32|64): MPI copies the bytes and does not convert them",
         only,
     )
 

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from spawnsim.virtual.mpi.requests import Request
 
 
-def look(world: World, requests: Sequence[Request]) -> list[Completion | None]:
+def poll(world: World, requests: Sequence[Request]) -> list[Completion | None]:
     """Observe; return the present completions of the requests. The caller charges for the poll afterwards.
 
     Raises `Revoked` if one of the requests was pending when its communicator was revoked.
@@ -53,7 +53,7 @@ def done_now(world: World, requests: Sequence[Request], *, every: bool = False) 
     Reports a fruitless poll to the kernel if no request is complete (with `every`: not all are) and the end of no other
     request is known. Raises `RankFailed` if one of them will never complete.
     """
-    completions = look(world, requests)
+    completions = poll(world, requests)
     done = finished(completions, world.kernel.current.clock)
     if every or not done:
         if world.failed:
@@ -70,7 +70,7 @@ def done_now(world: World, requests: Sequence[Request], *, every: bool = False) 
 
 def over_now(world: World, request: Request) -> bool:
     """Observe; return whether one request is complete, as `done_now` does for several."""
-    (completion,) = look(world, (request,))
+    (completion,) = poll(world, (request,))
     if world.failed:
         _check_alive(world, (request,), (completion,))
     over = completion is not None and completion.over(world.kernel.current.clock)
