@@ -254,7 +254,6 @@ class Absent(type):
 _PROCESSES = "start all ranks at once with --ranks N, and split COMM_WORLD"
 _MERGE = "Merge() the two groups, or send messages between them"
 _HANDLES = "no library of C or Fortran could use the number of a handle"
-_PARTITIONS = "send each partition as its own message"
 
 ABSENT: Final[dict[str, dict[str, str]]] = {
     "": {
@@ -278,7 +277,6 @@ ABSENT: Final[dict[str, dict[str, str]]] = {
     },
     "Named": {"Create_errhandler": "errors are exceptions: catch MPI.Exception"},
     "Comm": {
-        "Psend_init Precv_init": _PARTITIONS,
         "Join": _PROCESSES,
         "Ishrink": "the survivors are known when they have met; use Shrink",
     },
@@ -291,7 +289,6 @@ ABSENT: Final[dict[str, dict[str, str]]] = {
         "Alltoallv_init Alltoallw_init Reduce_init Allreduce_init Reduce_scatter_block_init Reduce_scatter_init "
         "bcast gather scatter allgather alltoall reduce allreduce": _MERGE,
     },
-    "Prequest": {"Pready Pready_range Pready_list Parrived": _PARTITIONS},
 }  # fmt: skip
 """By class ("" for the module `MPI`): the names that are absent, and what to use instead."""
 

@@ -13,7 +13,7 @@ from typing import Any, Self
 
 from spawnsim.comm.constants import ANY_SOURCE, ANY_TAG, BSEND_OVERHEAD, BUFFER_AUTOMATIC, PROC_NULL
 from spawnsim.comm.failures import ERR_BUFFER, ERR_REQUEST, CallError, SpecBufferError
-from spawnsim.comm.handles import Handle, integer, same_kind
+from spawnsim.comm.handles import INFO_NULL, Handle, Info, integer, same_kind
 from spawnsim.comm.memory import flat
 from spawnsim.comm.status import Status
 from spawnsim.virtual.engine.completion import Completion
@@ -22,6 +22,7 @@ from spawnsim.virtual.engine.kernel import current_world
 from spawnsim.virtual.engine.waiting import await_one, check_alive
 from spawnsim.virtual.engine.wire import LOCAL, STANDARD, SYNCHRONOUS
 from spawnsim.virtual.mpi.context import Member, receive_nothing
+from spawnsim.virtual.mpi.partitioned import Partitioned
 from spawnsim.virtual.mpi.payload import OPTIONS, Room, dumps, pack, target
 from spawnsim.virtual.mpi.requests import Prequest, Reception, Request, fill, request_for, request_over
 
@@ -273,6 +274,20 @@ class PointToPoint(Member):
 
     def Recv_init(self, buf: Any, source: int = ANY_SOURCE, tag: int = ANY_TAG) -> Prequest:
         return _prepared(self.Irecv, buf, source, tag)
+
+    def Psend_init(
+        self, buf: Any, partitions: int, dest: int, tag: int = 0, info: Info = INFO_NULL
+    ) -> Prequest:
+        """Prepare a send in partitions, each of which leaves when `Pready` names it."""
+        parts = Partitioned(self, buf, partitions, dest, tag, sends=True)
+        return Prequest.prepare(parts.begin_sending, parts)
+
+    def Precv_init(
+        self, buf: Any, partitions: int, source: int = ANY_SOURCE, tag: int = ANY_TAG, info: Info = INFO_NULL
+    ) -> Prequest:
+        """Prepare a receive in partitions; `Parrived` returns whether one is in the buffer."""
+        parts = Partitioned(self, buf, partitions, source, tag, sends=False)
+        return Prequest.prepare(parts.begin_receiving, parts)
 
     # -- probes --------------------------------------------------------------------------------------------------
 

@@ -12,8 +12,8 @@ from collections.abc import Callable, Sequence
 from typing import Any, Self
 
 from spawnsim.comm.constants import ANY_SOURCE, ANY_TAG, UNDEFINED
-from spawnsim.comm.failures import ERR_IN_STATUS, ERR_PENDING, ERR_REQUEST, CallError, SpecTypeError, lacking
-from spawnsim.comm.handles import Handle, same_kind
+from spawnsim.comm.failures import ERR_IN_STATUS, ERR_PENDING, ERR_REQUEST, CallError, SpecTypeError
+from spawnsim.comm.handles import Handle, integer, same_kind
 from spawnsim.comm.status import Status
 from spawnsim.errors import RankFailed, Revoked
 from spawnsim.virtual.engine.completion import AllOf, Completion, Receive
@@ -516,26 +516,26 @@ def request_over(world: World, deliver: Deliver | None = None, *, writes: bool =
     return request_for(world, Completion(kernel, kernel.current.clock), None, deliver, writes=writes)
 
 
-@lacking
 class Prequest(Request):
     """A persistent request: `Start` begins the operation again, and a wait leaves it inactive, not null."""
 
-    __slots__ = ("_begin",)
+    __slots__ = ("_begin", "_partitions")
     _begin: Callable[[], Request]
+    _partitions: Any  # a `partitioned.Partitioned`; None: the operation is whole
 
     def __new__(cls, request: Request | None = None) -> Self:
         self = super().__new__(cls, request)
         # A null handle of any class may become a handle of another class, as in mpi4py.
         if request:
             same_kind(Prequest, request)
-            self._begin = request._begin  # type: ignore[attr-defined]
+            self._begin, self._partitions = request._begin, request._partitions  # type: ignore[attr-defined]
         return self
 
     @classmethod
-    def prepare(cls, begin: Callable[[], Request]) -> Self:
+    def prepare(cls, begin: Callable[[], Request], partitions: Any = None) -> Self:
         """Return an inactive request whose `Start` calls `begin`."""
         self = cls.__new__(cls)
-        self._identity, self._begin = object(), begin
+        self._identity, self._begin, self._partitions = object(), begin, partitions
         return self
 
     def Start(self) -> None:
@@ -554,6 +554,26 @@ class Prequest(Request):
     def Startall(cls, requests: list[Prequest]) -> None:
         for request in requests:
             request.Start()
+
+    def Pready(self, partition: int) -> None:
+        """Send a partition of a send of `Psend_init`."""
+        self.Pready_list((partition,))
+
+    def Pready_range(self, partition_low: int, partition_high: int) -> None:
+        self.Pready_list(range(integer(partition_low), integer(partition_high) + 1))
+
+    def Pready_list(self, partitions: Sequence[int]) -> None:
+        self._parts().ready(partitions)
+
+    def Parrived(self, partition: int) -> bool:
+        """Return whether a partition of a receive of `Precv_init` is in the buffer; an observation."""
+        return bool(self._parts().arrived(partition))
+
+    def _parts(self) -> Any:
+        self._need()
+        if self._partitions is None:
+            raise CallError(ERR_REQUEST, "only requests of Psend_init and Precv_init have partitions")
+        return self._partitions
 
     def _retire(self) -> None:
         """Stay inactive instead of null."""
