@@ -258,7 +258,7 @@ _HANDLES = "no library of C or Fortran could use the number of a handle"
 ABSENT: Final[dict[str, dict[str, str]]] = {
     "": {
         "Open_port Close_port Publish_name Unpublish_name Lookup_name": _PROCESSES,
-        "File FILE_NULL Register_datarep": "open the file with Python, or gather the data to rank 0",
+        "Register_datarep": "convert the data with numpy before they are written",
         "Session SESSION_NULL": "use MPI.COMM_WORLD",
         "Grequest": "send a message to the rank itself, and wait for its receive",
         "Add_error_class Add_error_code Add_error_string Remove_error_class Remove_error_code Remove_error_string":

@@ -1,4 +1,4 @@
-"""Requests, messages, windows and communicators left open at the end of a run, in one sentence for each kind.
+"""Requests, messages, windows, files and communicators left open at the end of a run, in one sentence for each kind.
 
 Unmodified programs register all of them as they are created and released (`World.resource_leaks`). For a program with
 `main(comm)`, only receives and windows are reported: policies that do not wait for other ranks leave sends and
@@ -44,7 +44,7 @@ def _call(member: Any, *about: Any) -> str:
 
 
 class ResourceLeaks:
-    """The open requests, messages, windows and communicators of one run of an unmodified program."""
+    """The open requests, messages, windows, files and communicators of one run of an unmodified program."""
 
     def __init__(self) -> None:
         self._requests: dict[Any, tuple[int, Any]] = {}
@@ -78,6 +78,7 @@ class ResourceLeaks:
                 for rank in world.ranks
                 for window in rank.attachments.get("windows", ())
             ),
+            *_left_files(world),
             *self._left_communicators(world),
         ]
 
@@ -131,6 +132,14 @@ def _left_windows(windows: Iterable[tuple[int, str]]) -> Iterator[str]:
             for (rank, where), count in sorted(left.items())
         ]
         yield f"{_count(left.total(), 'window')} never freed: {_list(shown)}"
+
+
+def _left_files(world: World) -> Iterator[str]:
+    """Yield a sentence about files of MPI-IO that ranks left open, if there are any."""
+    left = Counter(path for rank in world.ranks for path in rank.attachments.get("files", ()))
+    if left:
+        shown = [f"{_times(count)}{path}" for path, count in left.items()]
+        yield f"{_count(left.total(), 'file')} never closed: {_list(shown)}"
 
 
 @cache  # a Split creates many at one line

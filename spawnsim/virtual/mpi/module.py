@@ -1,8 +1,8 @@
 """`MPI`: the module that a program on virtual ranks gets when it imports `mpi4py.MPI`.
 
 The module has every name of mpi4py's, assembled from the vocabulary (`spawnsim.comm`), the virtual communicators and
-windows, and `functions`. It holds no state: each use refers to the calling rank. Names outside the simulation (files,
-sessions, ports) may be mentioned, but using them is an error (`comm.failures.ABSENT`).
+windows, and `functions`. It holds no state: each use refers to the calling rank. Names outside the simulation
+(sessions, ports) may be mentioned, but using them is an error (`comm.failures.ABSENT`).
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from spawnsim.comm.failures import absent
 from spawnsim.virtual.mpi import functions
 from spawnsim.virtual.mpi.comm import COMM_NULL, Comm
 from spawnsim.virtual.mpi.communicators import COMM_SELF, COMM_WORLD, Intercomm, Intracomm
+from spawnsim.virtual.mpi.files import FILE_NULL, File
 from spawnsim.virtual.mpi.payload import pickler
 from spawnsim.virtual.mpi.point_to_point import MESSAGE_NO_PROC, MESSAGE_NULL, Message
 from spawnsim.virtual.mpi.requests import Prequest, Request
@@ -22,7 +23,7 @@ from spawnsim.virtual.mpi.topology import Cartcomm, Distgraphcomm, Graphcomm, To
 from spawnsim.virtual.mpi.windows import Win
 
 CLASSES = (
-    Comm, Intracomm, Topocomm, Cartcomm, Graphcomm, Distgraphcomm, Intercomm, Request, Prequest, Message, Win,
+    Comm, Intracomm, Topocomm, Cartcomm, Graphcomm, Distgraphcomm, Intercomm, Request, Prequest, Message, Win, File,
 )  # fmt: skip
 
 
@@ -57,6 +58,7 @@ def build() -> Any:
     vars(module).update(_own(functions))
     module.COMM_WORLD, module.COMM_SELF, module.COMM_NULL = COMM_WORLD, COMM_SELF, COMM_NULL
     module.REQUEST_NULL, module.WIN_NULL = Request(), Win()
+    module.FILE_NULL = FILE_NULL
     module.MESSAGE_NULL, module.MESSAGE_NO_PROC = MESSAGE_NULL, MESSAGE_NO_PROC
     module.__pyx_capi__, module._typedict_c, module._typedict_f = {}, module._typedict, module._typedict
     module.pickle = pickler

@@ -556,7 +556,6 @@ class Prequest(Request):
             request.Start()
 
     def Pready(self, partition: int) -> None:
-        """Send a partition of a send of `Psend_init`."""
         self.Pready_list((partition,))
 
     def Pready_range(self, partition_low: int, partition_high: int) -> None:
