@@ -4,7 +4,7 @@ Messages: in a collective in lockstep, each round takes α(m) + β(m)·m for its
 receivers combine it. So the time of a row is linear in α, β and γ of each range of sizes, and non-negative least
 squares of relative errors finds them. The ranges are found one after the other: a further one must lower the error
 of rows that its fit has not seen (each row is left out once). NCCL: α and β of each protocol over the tuner's, of
-the rows for which the tuner chooses that protocol.
+the rows for which the tuner chooses that protocol; the tuner's values are the prior.
 
 A parameter that the rows do not determine is reported and not fitted. Every reported error is of a row that its
 fit has not seen.
@@ -15,7 +15,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -31,12 +31,15 @@ from spawnsim.models.network import Hockney, Link, Nodes, Piecewise, Switch
 from spawnsim.models.platform import Platform
 
 FloatArray = NDArray[np.float64]
+Solver = Callable[[FloatArray, FloatArray], FloatArray]
 MOST_RANGES = 6
 GOOD_ENOUGH = 0.01**2  # mean squared error of unseen rows: below it, no further ranges
 WORTH_A_RANGE = 0.9  # a further range must bring the error of unseen rows below this share
 LEAST_CACHE = 1 << 20  # bytes: reductions slow down beyond a cache, and the caches of a core are not smaller
 LEAST_S_PER_B = 1e-13  # 10 TB/s: no link is faster
 SAME = 1e-6  # the part of a column that the other columns do not explain, below which it is not determined
+NOISE = 0.02  # of a measured time
+PRIOR = 0.5  # of the tuner's constants
 RESAMPLES = 200
 UNSEEN_SHARE = 0.1  # rows that disagree by more are reported
 
@@ -94,8 +97,8 @@ def fit_table(
     )
 
 
-def solve(columns: FloatArray, seconds: FloatArray) -> FloatArray:
-    """Return the non-negative parameters with the least squared relative errors."""
+def solve(columns: FloatArray, seconds: FloatArray, wanted: FloatArray | None = None) -> FloatArray:
+    """Return the non-negative parameters with the least squared relative errors; `wanted` replaces the ratio of 1."""
     try:
         from scipy import optimize
     except ModuleNotFoundError as error:
@@ -103,7 +106,7 @@ def solve(columns: FloatArray, seconds: FloatArray) -> FloatArray:
     relative = columns / seconds[:, None]
     scale = np.abs(relative).max(axis=0)
     scale[scale == 0.0] = 1.0
-    found, _ = optimize.nnls(relative / scale, np.ones(len(seconds)))
+    found, _ = optimize.nnls(relative / scale, np.ones(len(seconds)) if wanted is None else wanted)
     return np.asarray(found / scale, dtype=np.float64)
 
 
@@ -136,13 +139,13 @@ def determined(columns: FloatArray, seconds: FloatArray) -> NDArray[np.bool_]:
     return np.isin(np.arange(columns.shape[1]), kept)
 
 
-def intervals(columns: FloatArray, seconds: FloatArray) -> tuple[FloatArray, FloatArray]:
+def intervals(columns: FloatArray, seconds: FloatArray, fit: Solver = solve) -> tuple[FloatArray, FloatArray]:
     """Return the 5th and 95th percentiles of each parameter over resampled rows."""
     stream = random.generator(0, 0, "table fit")
     found = []
     for _ in range(RESAMPLES):
         rows = stream.integers(0, len(seconds), len(seconds))
-        drawn = solve(columns[rows], seconds[rows])
+        drawn = fit(columns[rows], seconds[rows])
         found.append(np.where((columns[rows] != 0.0).any(axis=0), drawn, np.nan))
     bounds = np.full((2, columns.shape[1]), np.nan)
     used = np.isfinite(found).any(axis=0)
@@ -208,7 +211,8 @@ def _columns(rounds: Sequence[Sequence[tuple[float, bool]]], cuts: Cuts) -> Floa
 def _candidates(rounds: Sequence[Sequence[tuple[float, bool]]]) -> list[int]:
     """Return the sizes between the messages of the rows, at which a range may begin."""
     sizes = sorted({nbytes for each in rounds for nbytes, _ in each if nbytes > 0})
-    return [round((low * high) ** 0.5) for low, high in itertools.pairwise(sizes) if high > 1.5 * low]
+    # One more than the middle: a protocol's largest message is often a power of two, as measured sizes are.
+    return [round((low * high) ** 0.5) + 1 for low, high in itertools.pairwise(sizes) if high > 1.5 * low]
 
 
 def _find_cuts(samples: Sequence[Sample], cache_bytes: int | None) -> Cuts:
@@ -333,22 +337,21 @@ def _fit_nccl(samples: Sequence[Sample], name: str, machine: Nccl | None) -> Tab
             [[chosen[p].alpha_s, _total(samples[p]) * chosen[p].beta_s_per_B] for p in places], np.float64
         )
         seconds = np.array([row.seconds for row in rows])
-        alpha, beta, known = _factors(columns, seconds)
-        factors.append((pair, alpha, beta))
+        values = _factors(columns, seconds)
+        factors.append((pair, float(values[0]), float(values[1])))
         for left in range(len(rows)):
             others = np.arange(len(rows)) != left
             if others.any():
-                a, b, _ = _factors(columns[others], seconds[others])
-                errors[places[left]] = float(columns[left] @ np.array([a, b])) / rows[left].seconds - 1.0
-        if known:
-            low, high = intervals(columns, seconds)
-            parameters += [
-                Parameter(f"{pair} {what}", value, float(low[i]), float(high[i]))
-                for i, (what, value) in enumerate((("latency factor", alpha), ("time per byte factor", beta)))
-            ]
-        else:
+                predicted = float(columns[left] @ _factors(columns[others], seconds[others]))
+                errors[places[left]] = predicted / rows[left].seconds - 1.0
+        low, high = intervals(columns, seconds, _factors)
+        parameters += [
+            Parameter(f"{pair} {what}", float(values[i]), float(low[i]), float(high[i]))
+            for i, what in enumerate(("latency factor", "time per byte factor"))
+        ]
+        if len(rows) < 3 or not determined(columns, seconds).all():
             missing.append(
-                f"{pair}: {len(rows)} rows do not separate latency from bandwidth; one factor for both"
+                f"{pair}: {len(rows)} rows do not separate latency from bandwidth: the tuner's constants decide"
             )
     platform = Platform(
         name,
@@ -389,11 +392,12 @@ def _bus(samples: Sequence[Sample]) -> float:
     )
 
 
-def _factors(columns: FloatArray, seconds: FloatArray) -> tuple[float, float, bool]:
-    """Return the factors of α and β, and whether the rows determine both; otherwise one factor for both."""
-    if len(seconds) > 2 and determined(columns, seconds).all():
-        alpha, beta = solve(columns, seconds)
-        if alpha > 0.0 and beta > 0.0:
-            return float(alpha), float(beta), True
-    one = float(solve(columns.sum(axis=1)[:, None], seconds)[0])
-    return one, one, False
+def _factors(columns: FloatArray, seconds: FloatArray) -> FloatArray:
+    """Return the factors of α and β: as near to 1 as the rows allow.
+
+    The rows are known to `NOISE`, and the tuner's constants to `PRIOR`: a few rows of one size correct both a little.
+    """
+    rows = np.vstack([columns / seconds[:, None] / NOISE, np.eye(2) / PRIOR])
+    return solve(
+        rows, np.ones(len(rows)), np.concatenate([np.full(len(seconds), 1 / NOISE), np.full(2, 1 / PRIOR)])
+    )
