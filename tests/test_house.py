@@ -249,6 +249,12 @@ def test_the_readme_is_short_and_has_the_two_commands() -> None:
     assert {"make demo", "make test"} <= {line.split("#")[0].strip() for line in lines}
 
 
+def test_the_citation_has_the_version() -> None:
+    """CI compares a release's tag with the wheel, whose version is `__version__`."""
+    citation = (ROOT / "CITATION.cff").read_text(encoding="utf-8").splitlines()
+    assert f"version: {spawnsim.__version__}" in citation
+
+
 def test_ci_calls_make_test_alone() -> None:
     """`.ci/run` has no steps of its own."""
     commands = [line for line in (ROOT / ".ci/run").read_text().splitlines() if not line.startswith("#")]
