@@ -185,7 +185,9 @@ class RunCommand(Command):
         if self.is_real:
             return self._on_real_ranks()
         if self.survive:
-            raise ParameterError("--survive is for --backend mpi: virtual ranks survive others as they are")
+            raise ParameterError(
+                "--survive is for --backend mpi: virtual ranks always survive the death of others"
+            )
         if self.check_calls:
             raise ParameterError(
                 "--check-calls is for --backend mpi and torch: virtual ranks check their calls as they are"
@@ -266,7 +268,7 @@ class RunCommand(Command):
             self.out = str(named(self.out))
         if self.survive and not BACKENDS[self.backend].survives:
             raise ParameterError(
-                f"--survive: a job of --backend {self.backend} outlives no rank; take --backend mpi"
+                f"--survive: a job of --backend {self.backend} ends when a rank dies; take --backend mpi"
             )
         if self.survive and self.check_calls:
             raise ParameterError(

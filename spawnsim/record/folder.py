@@ -364,4 +364,4 @@ def _parsed(text: str) -> Any:
 
 
 def _refused(word: str) -> None:
-    raise ValueError(f"{word} is no number of JSON")
+    raise ValueError(f"{word} is not a JSON number")

@@ -48,7 +48,7 @@ def mutated(data: bytes, rng: random.Random) -> bytes:
         return data[:at] + data[end:]
     if kind == 5:
         return data + data
-    if kind == 6:  # a number that is none, or as large as none is
+    if kind == 6:  # an invalid number, or one beyond every limit
         numbers = [i for i, byte in enumerate(data) if 48 <= byte <= 57] or [at]
         place = rng.choice(numbers)
         hostile = rng.choice(

@@ -206,7 +206,7 @@ def test_panels_are_not_too_many():
     asked = Asked(kind="response", x="ratio", y="accuracy", facet=("seed",))
     found = panels.panels(TIDY, asked.facet)
     assert [title for title, _ in found] == [f"seed {seed}" for seed in range(6)]
-    figure = panels.figure(found, asked, "who ran where")
+    figure = panels.figure(found, asked, "ranks and platform")
     assert "one seed each" in figure.get_supxlabel() or "seeds" in figure.get_supxlabel()
     many = {name: np.concatenate([values] * 3) for name, values in TIDY.items()}
     many["seed"] = np.arange(72)

@@ -676,7 +676,7 @@ def test_a_torn_archive_is_told_in_one_line(tmp_path: Path, at: int) -> None:
         ("run.json", '{"what": {"file": "\\ud800"}, "totals": {}, "outcome": ""}', "not JSON"),
         ("run.json", "[" * 100_000, "nested too deep"),
         ("events.jsonl", "[" * 100_000, "line 1: no JSON"),
-        ("events.jsonl", '{"kind": "x", "time_s": NaN, "rank": 0}', "NaN is no number of JSON"),
+        ("events.jsonl", '{"kind": "x", "time_s": NaN, "rank": 0}', "NaN is not a JSON number"),
         ("events.jsonl", '{"kind": "x", "time_s": 1e999, "rank": 0}', "line 1: no event"),
         ("events.jsonl", '{"kind": "x", "time_s": 1.0, "rank": 2}', "line 1: no event"),
         ("events.jsonl", '{"kind": "x", "time_s": 1.0, "rank": true}', "line 1: no event"),
