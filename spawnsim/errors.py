@@ -174,10 +174,17 @@ EXTRAS = {"torchft": "torchft", "gfn": "gfn", "sklearn": "demo"}
 """Package that a program imports → the extra of spawnsim that installs it."""
 
 
+TRACKERS = (
+    "aim", "clearml", "comet_ml", "dvclive", "mlflow", "neptune", "swanlab", "tensorboard", "tensorboardX", "trackio",
+    "wandb",
+)  # fmt: skip
+"""Packages that send a program's measures to a service: `--stub NAME` replaces them."""
+
+
 def did_you_mean(error: BaseException) -> str:
     """Return the names that an `AttributeError` may mean, as the interpreter suggests at the end of a plain program.
 
-    For a module that is not installed, return the extra of spawnsim that installs it.
+    For a module that is not installed, return the extra of spawnsim that installs it, or the option that replaces it.
 
     >>> try:
     ...     "".joyn
@@ -187,7 +194,10 @@ def did_you_mean(error: BaseException) -> str:
     """
     name, owner = getattr(error, "name", None), getattr(error, "obj", None)
     if isinstance(error, ModuleNotFoundError):
-        extra = EXTRAS.get(str(name).partition(".")[0])
+        top = str(name).partition(".")[0]
+        extra = EXTRAS.get(top)
+        if top in TRACKERS:
+            return f"; install it, or give --stub {top}: virtual ranks then run without it and record its scalars"
         return f"; pip install 'spawnsim[{extra}]'" if extra else ""
     if not isinstance(error, AttributeError) or name is None:
         return ""

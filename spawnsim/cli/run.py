@@ -106,6 +106,13 @@ class RunCommand(Command):
         "what carries a rank of an unmodified program; default: threads for torch.distributed, else greenlets",
         choices=("greenlets", "threads"),
     )
+    cuda_as_cpu: bool = flag("in an unmodified program of torch, CPU tensors take the place of CUDA's")
+    stub: Sequence[str] = option(
+        "a tracker that an unmodified program imports, such as wandb: replace it by an object that accepts all calls "
+        "and records scalars; repeatable",
+        "NAME",
+        default=(),
+    )
     resume: bool = flag("go on from the newest checkpoint in --out DIR; without one begin", group=LONG)
     record_every: int = option(
         "keep the rows of every Nth iteration alone; default: of all. Events are all kept",
@@ -211,7 +218,7 @@ class RunCommand(Command):
                 check_steps=self.check_steps,
                 parameters=parameters(self.set),
                 argv=self.arguments,
-                options={} if self.carrier is None else {"carrier": self.carrier},
+                options=self._options,
                 out=self.out,
                 overwrite=self.overwrite,
                 resume=self.resume,
@@ -226,6 +233,12 @@ class RunCommand(Command):
         print_result(result, out=self.out, as_json=self.json, quiet=self.quiet)
         # If all ranks die at once, no rank raises, and a job script would count the run as complete.
         return WorldError.exit_status if result.what.get("all_dead") else 0
+
+    @property
+    def _options(self) -> dict[str, Any]:
+        """How an unmodified program is run."""
+        given = {"carrier": self.carrier, "cuda_as_cpu": self.cuda_as_cpu, "stubs": tuple(self.stub)}
+        return {name: value for name, value in given.items() if value}
 
     def _require_own_folder(self) -> None:
         from spawnsim.record.folder import named, require_own

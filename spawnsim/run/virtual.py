@@ -139,6 +139,10 @@ def run(
             scenario = replace(scenario, deadline_s=math.inf)
         how = dict(options or {}) | dict(parameters or {})
         return _run_unmodified(main, scenario, keeping, argv=argv, given=how)
+    if substitutes := {"cuda_as_cpu", "stubs"} & {name for name, value in (options or {}).items() if value}:
+        raise ParameterError(
+            f"{', '.join(sorted(substitutes))}: for programs without a main(comm), and with --whole"
+        )
     return _run_main(program(main, parameters), scenario, keeping)
 
 
@@ -297,6 +301,8 @@ def _settings(
     virtual_time: Literal["all", "sleep", "none"] = "all",
     prefix: bool = True,
     futures: bool = False,
+    cuda_as_cpu: bool = False,
+    stubs: str | tuple[str, ...] = (),
 ) -> None:
     """Stand for the `main` of an unmodified program: these are fields of `Script`, with other defaults."""
 
@@ -306,7 +312,12 @@ def _how(file: ProgramFile, given: Mapping[str, Any]) -> dict[str, Any]:
     how = checked(_settings, given, file.path.name)
     # Checked here: a `private` package that does not exist was once accepted, and had no effect.
     private = how["private"]
-    how["private"] = tuple(private.split(",")) if isinstance(private, str) else tuple(private)
+    how["private"] = _names(private)
+    how["stubs"] = _names(how["stubs"])
+    if wrong := [name for name in how["stubs"] if not all(map(str.isidentifier, name.split(".")))]:
+        raise ParameterError(
+            f"stub {wrong[0]!r}: give the name of a module that the program imports, such as wandb"
+        )
     for name in how["private"]:
         # Modules next to the program need not be installed, so both places count.
         beside = file.path.resolve().parent / name
@@ -318,6 +329,10 @@ def _how(file: ProgramFile, given: Mapping[str, Any]) -> dict[str, Any]:
             )
     how["carrier"] = how["carrier"] or ("threads" if file.speaks_torch else "greenlets")
     return how
+
+
+def _names(given: str | Sequence[str]) -> tuple[str, ...]:
+    return tuple(given.split(",")) if isinstance(given, str) else tuple(given)
 
 
 def _simulate(main: Main, scenario: Scenario, **hooks: Any) -> Any:

@@ -94,6 +94,12 @@ DEVICES = {
 }  # fmt: skip
 
 
+def counted_device(text: Any) -> str:
+    """Return the name in `DEVICES` that a cost counts for, or ""."""
+    device = str(text).removeprefix("counted:").partition("*")[0].strip().lower()
+    return device if device in DEVICES else ""
+
+
 def _rates(text: str, own: tuple[float, float] | None) -> tuple[float, float]:
     """Return operations and bytes per second; `own` are the platform's rates, if it states any."""
     device, _, share = text.removeprefix("counted").lstrip(":").partition("*")

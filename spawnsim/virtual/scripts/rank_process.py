@@ -29,6 +29,7 @@ from spawnsim.virtual.interpreter import CLOCKS, Patches, Put
 from spawnsim.virtual.mpi.communicators import held
 from spawnsim.virtual.mpi.module import MPI
 from spawnsim.virtual.scripts.environment import CEnvironment, set_environ
+from spawnsim.virtual.scripts.stubs import stub_names, stub_spec
 
 SHARED_PACKAGES = {"spawnsim", "mpi4py"}  # never a rank's own, wherever they are installed
 
@@ -37,11 +38,13 @@ class RankModules:
     """A finder for `sys.meta_path` that finds ranks' own modules, and remembers their names.
 
     These are modules in the script's folder, in the folders of PYTHONPATH, and in folders that the program has added
-    to `sys.path`. `private` names installed packages that each rank imports separately.
+    to `sys.path`. `private` names installed packages that each rank imports separately, and `stubs` trackers that are
+    replaced by modules of `stubs.py`.
     """
 
-    def __init__(self, folder: Path, private: Sequence[str] = ()) -> None:
-        self.folder, self.private = str(folder), frozenset(private)
+    def __init__(self, folder: Path, private: Sequence[str] = (), stubs: Sequence[str] = ()) -> None:
+        self.folder, self.stubs = str(folder), stub_names(stubs)
+        self.private = frozenset(private) | self.stubs
         self.names = {"__main__"}
         python_path = os.environ.get("PYTHONPATH", "").split(os.pathsep)
         self._folders = {self.folder, *(os.path.realpath(entry) for entry in python_path if entry)}
@@ -54,6 +57,10 @@ class RankModules:
         """Return the spec of a rank's own module, or None for shared ones."""
         top, _, rest = name.partition(".")
         parts = path
+        if name in self.stubs or top in self.stubs:
+            self.names.add(name)
+            of_a_rank(name)
+            return stub_spec(name)
         if top in SHARED_PACKAGES or (rest and name.rpartition(".")[0] not in self.names):
             return None
         if path is None:
@@ -104,6 +111,8 @@ class RankModules:
         return {name: module for name, module in sys.modules.items() if self._hides(name, module, tops)}
 
     def _hides(self, name: str, module: Any, tops: set[str]) -> bool:
+        if name in self.stubs:  # as `torch.utils.tensorboard`
+            return True
         top = name.partition(".")[0]
         origin = _origin(module)
         # Extension submodules have no file (`torch._C._dynamo`): their place is their package's.

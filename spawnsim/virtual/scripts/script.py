@@ -19,7 +19,7 @@ from greenlet import GreenletExit
 from spawnsim.errors import Deadlock, ParameterError, RankError, UsageError
 from spawnsim.models.platform import load_platform
 from spawnsim.scenario import Scenario
-from spawnsim.virtual.accounting import CallCosts, Cost
+from spawnsim.virtual.accounting import CallCosts, Cost, counted_device
 from spawnsim.virtual.cluster import Cluster, OnError, OnNote, Prepare, Progress, Totals
 from spawnsim.virtual.engine.kernel import NoTask, current_task
 from spawnsim.virtual.engine.world import Rank, Recorder
@@ -33,6 +33,9 @@ from spawnsim.virtual.scripts.event_loops import EventLoops
 from spawnsim.virtual.scripts.package import Options, Pool, installed_as_mpi4py, serve
 from spawnsim.virtual.scripts.rank_process import Lines, Processes, RankModules, virtual_time
 from spawnsim.virtual.threads import join_all
+from spawnsim.virtual.torch import CUDA
+from spawnsim.virtual.torch.devices import Devices
+from spawnsim.virtual.torch.entry import cuda_as_cpu
 
 
 @dataclass(frozen=True)
@@ -48,6 +51,8 @@ class Script:
         private: installed packages that each rank imports separately, because they query the rank at import.
         carrier: "greenlets"; or "threads" for programs of torch.distributed, which then find torchrun's environment.
         futures: rank 0 alone runs the program, the others work for its MPIPoolExecutor (`python -m mpi4py.futures`).
+        cuda_as_cpu: CPU tensors take the place of CUDA's; see `virtual/torch/cuda.py`.
+        stubs: trackers, such as wandb, that accept every call and record scalars; see `scripts/stubs.py`.
     """
 
     path: Path
@@ -57,6 +62,8 @@ class Script:
     private: tuple[str, ...] = ()
     futures: bool = False
     carrier: str = "greenlets"
+    cuda_as_cpu: bool = False
+    stubs: tuple[str, ...] = ()
 
 
 @dataclass
@@ -71,7 +78,7 @@ class ScriptRun:
     """One run of a script."""
 
     def __init__(self, script: Script, scenario: Scenario, recorder: Recorder, **how: Any) -> None:
-        self.script = script
+        self.script, self.scenario = script, scenario
         self.cost = Cost.of(scenario.compute, load_platform(scenario.platform).device)
         if self.cost.rates is not None and script.carrier != "threads":
             raise ParameterError(
@@ -96,7 +103,8 @@ class ScriptRun:
         self.prepare: Prepare | None = how.get("prepare")
         self.out = Lines(sys.stdout, _rank, script.prefix, _output_is_shown, on_output=self._printed)
         self.err = Lines(sys.stderr, _rank, script.prefix, _output_is_shown)
-        own = RankModules(script.path.resolve().parent, script.private)
+        self.notices: list[str] = how.get("notices", [])
+        own = RankModules(script.path.resolve().parent, script.private, script.stubs)
         self.processes = Processes(own, self._attributes())
 
     def _attributes(self) -> dict[str, Any]:
@@ -134,6 +142,13 @@ class ScriptRun:
         if self.script.carrier == "threads":  # then the program is one of torch.distributed
             variables |= as_torchrun(where, rank.incarnation)
         self.processes.add(rank.id, variables)
+        if self.script.cuda_as_cpu:  # without a platform, as on one machine
+            count = where.size if self.scenario.platform is None else where.local_size
+            rank.attachments[CUDA] = Devices(count, counted_device(self.scenario.compute), self._notice)
+
+    def _notice(self, sentence: str) -> None:
+        if sentence not in self.notices:
+            self.notices.append(sentence)
 
     @contextmanager
     def _surroundings(self) -> Iterator[None]:
@@ -145,6 +160,8 @@ class ScriptRun:
             stack.callback(self.err.finish)
             stack.callback(self.out.finish)
             stack.enter_context(installed_as_mpi4py())
+            if self.script.cuda_as_cpu:
+                stack.enter_context(cuda_as_cpu())
             stack.enter_context(virtual_time(self.script.virtual_time))
             if self.script.virtual_time == "all":
                 stack.enter_context(EventLoops(self.cluster.world.kernel).in_place())
@@ -311,7 +328,8 @@ def run_program(
             single calls. Programs may wait long: set `deadline_s` to `math.inf`.
         recorder: receives rows and events.
         progress: called when a rank finishes.
-        warn: called with a line for each kind of resource that the program left open.
+        warn: a list that receives warnings: substitutes that the program used, and a line for each kind of resource
+            that it left open.
         on_error: called with the error that ended the run, before the ranks' programs are ended.
         on_note: called with a sentence when a rank computes for long.
         trace: receives the timeline; see `spawnsim.virtual.timeline`.
@@ -336,6 +354,7 @@ def run_program(
             on_note=on_note,
             trace=trace,
             prepare=prepare,
+            notices=[] if warn is None else warn,
         )
         totals = run.run()
     if warn is not None:

@@ -5,3 +5,4 @@ collectives of the simulator, with the platform's algorithms, costs and NICs.
 """
 
 MASTER = "127.0.0.1", 29500  # torchrun's store: never opened
+CUDA = "torch.cuda"  # attachment of a rank: its GPUs in name, with --cuda-as-cpu

@@ -23,6 +23,7 @@ from spawnsim.virtual.engine.carriers import TaskThread
 from spawnsim.virtual.engine.kernel import Task, current_task
 from spawnsim.virtual.engine.world import World
 from spawnsim.virtual.interpreter import Patches, Put
+from spawnsim.virtual.torch import CUDA
 
 # Parts of the messages with which torch ends a program that requests an absent GPU.
 _NO_GPU = (
@@ -72,6 +73,20 @@ def offered(world: World) -> Iterator[None]:
         yield
 
 
+@contextmanager
+def cuda_as_cpu() -> Iterator[None]:
+    """Let CPU tensors take the place of CUDA's while the block runs, on ranks with the attachment `CUDA`."""
+    with ExitStack() as stack:
+
+        def loaded() -> None:
+            from spawnsim.virtual.torch.cuda import installed  # imports torch
+
+            stack.enter_context(installed())
+
+        stack.enter_context(after_import("torch", loaded))
+        yield
+
+
 def is_offered() -> bool:
     """Return whether the calling virtual rank may use torch.distributed."""
     task = current_task()
@@ -83,9 +98,15 @@ def without_gpu(error: BaseException, task: Task, line: str) -> NotOnVirtualRank
     text = str(error).partition("\n")[0]
     if not any(part in text for part in _NO_GPU):
         return None
+    remedy = (
+        "give --cuda-as-cpu to run it on them (options={'cuda_as_cpu': True} in Python), or use `device = 'cuda' if "
+        "torch.cuda.is_available() else 'cpu'`, and no device_ids"
+    )
+    if CUDA in task.kernel.owner.ranks[task.rank].attachments:
+        remedy = "--cuda-as-cpu does not cover this call"
     found = NotOnVirtualRanks(
-        f"{task.name} asked for a GPU at {task.clock:.6g} s{line}: virtual ranks have CPU tensors. Use `device = "
-        f"'cuda' if torch.cuda.is_available() else 'cpu'`, and no device_ids (torch: {text.partition(', but got')[0]})"
+        f"{task.name} asked for a GPU at {task.clock:.6g} s{line}: virtual ranks have CPU tensors; {remedy} "
+        f"(torch: {text.partition(', but got')[0]})"
     )
     found.__cause__, found.placed = error, True
     return found
