@@ -264,10 +264,11 @@ class ProgramFile:
     def is_whole(self) -> bool:
         """Whether the file is run whole on every rank, and not through its `main(comm)`.
 
-        There are three cases. First, it uses MPI (itself, through a module next to it, or through a package that
+        There are four cases. First, it uses MPI (itself, through a module next to it, or through a package that
         requires mpi4py) or names torch.distributed, and has no `main`, or one without arguments. Second, it calls its
         `main()` without arguments. Third, it calls `main` when run as a script and imports one of the two libraries
-        (or names the first argument differently from comm).
+        (or names the first argument differently from comm). Fourth, it imports one of them and gives a `main` without
+        comm to a parser of arguments, as `@app.default`, `@hydra.main` and `fire.Fire(main)` do.
         """
         if self.whole:
             return True
@@ -283,6 +284,8 @@ class ProgramFile:
             # A file that calls a main with arguments is either an independent script, or a spawnsim program that can
             # also be started by hand: an import of mpi4py, or the argument's name, decides.
             speaks = "mpi4py" in _imported(self.tree) or self.speaks_torch
+            if speaks and first.arg != "comm" and self._hands_main_on:
+                return True
             return self._calls_main and (speaks or first.arg != "comm")
         if self._calls_main or self.speaks_mpi or self.speaks_torch:
             return True
@@ -315,13 +318,20 @@ class ProgramFile:
     def _calls_main(self) -> bool:
         """Whether the file calls `main` when it is run, at its top level or below an `if`."""
         # A call within a function or a class does not run when the file is run as a script.
+        return any(_is_main(call.func) for call in self._calls)
+
+    @property
+    def _hands_main_on(self) -> bool:
+        """Whether the file gives `main` to a parser of arguments: by a decorator, or in a call when it is run."""
+        decorated = self.main is not None and bool(self.main.decorator_list)
+        return decorated or any(_is_main(argument) for call in self._calls for argument in call.args)
+
+    @property
+    def _calls(self) -> list[ast.Call]:
+        """The calls that the file makes when it is run, at its top level or below an `if`."""
         definitions = (ast.FunctionDef, ast.ClassDef, ast.AsyncFunctionDef)
         statements = [each for each in self.tree.body if not isinstance(each, definitions)]
-        return any(
-            isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "main"
-            for each in statements
-            for node in ast.walk(each)
-        )
+        return [node for each in statements for node in ast.walk(each) if isinstance(node, ast.Call)]
 
     @property
     def parameters(self) -> tuple[dict[str, inspect.Parameter], bool]:
@@ -424,6 +434,10 @@ def load(path: Path) -> Main:
         ProgramError: the file raised, or called `sys.exit()`.
     """
     return ProgramFile.read(path).load()
+
+
+def _is_main(node: ast.expr) -> bool:
+    return isinstance(node, ast.Name) and node.id == "main"
 
 
 def _bound(statement: ast.stmt) -> set[str]:

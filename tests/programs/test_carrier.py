@@ -424,6 +424,10 @@ def test_what_is_left_open_is_told(script: Any) -> None:
         ("from mpi4py import MPI\ndef main(comm):\n    pass\n", False),
         ("def main(argv):\n    pass\nif __name__ == '__main__':\n    main([])\n", True),
         ("from spawnsim.x import main\n", False),
+        ("import torch.distributed\n@app.default\ndef main(lr=1.0):\n    pass\nif x:\n    app()\n", True),
+        ("import torch.distributed, fire\ndef main(lr=1.0):\n    pass\nif x:\n    fire.Fire(main)\n", True),
+        ("import torch.distributed\n@app.default\ndef main(comm):\n    pass\nif x:\n    app()\n", False),
+        ("import torch\n@app.default\ndef main(lr=1.0):\n    pass\n", False),
     ],
 )
 def test_programs_are_told_from_files_with_a_main(tmp_path: Path, text: str, whole: bool) -> None:

@@ -191,8 +191,8 @@ def test_a_device_that_no_node_has_is_reported(tmp_path: Path) -> None:
 
 def test_what_cannot_stand_for_a_gpu_is_refused_by_name(tmp_path: Path) -> None:
     """A captured graph has no operations to repeat, and a function outside the table no answer."""
-    with pytest.raises(UnsupportedError, match=r"torch\.cuda\.CUDAGraph is not available with --cuda-as-cpu"):
-        _run(tmp_path, "torch.cuda.CUDAGraph()\n")
+    with pytest.raises(UnsupportedError, match="CUDA graphs are not available with --cuda-as-cpu"):
+        _run(tmp_path, "def f(graph: torch.cuda.CUDAGraph | None): pass\ntorch.cuda.CUDAGraph()\n")
     with pytest.raises(UnsupportedError, match="--cuda-as-cpu does not cover this call"):
         _run(tmp_path, "torch.cuda.current_blas_handle()\n")
 

@@ -142,13 +142,11 @@ def _memory_info(devices: Devices, device: Any = None) -> tuple[int, int]:
     return (devices.facts[3] * GIB,) * 2
 
 
-def _refused(name: str) -> Kind:
-    def refuse(devices: Devices, *args: Any, **kwargs: Any) -> Any:
-        raise UnsupportedError(
-            f"torch.cuda.{name} is not available with --cuda-as-cpu: run the operations eagerly"
-        )
+class Graph:
+    """A captured graph, which has no operations to repeat."""
 
-    return answering(refuse)
+    def __init__(self, *_: Any, **__: Any) -> None:
+        raise UnsupportedError("CUDA graphs are not available with --cuda-as-cpu: run the operations eagerly")
 
 
 NOTHING, ZERO, YES = constant(None), constant(0), constant(True)
@@ -178,7 +176,7 @@ _names: dict[Kind, str] = {
     standing_in(Event): "Event",
 }
 OF_CUDA = {name: kind for kind, names in _names.items() for name in names.split()} | {
-    name: _refused(name) for name in ("CUDAGraph", "graph", "make_graphed_callables")
+    name: standing_in(Graph) for name in ("CUDAGraph", "graph", "make_graphed_callables")
 }
 OF_ACCELERATOR = {name: OF_CUDA[name] for name in (
     "synchronize", "empty_cache", "reset_peak_memory_stats", "reset_accumulated_memory_stats", "memory_allocated",
