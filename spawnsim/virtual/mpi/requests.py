@@ -77,7 +77,9 @@ def _check(requests: Sequence[Any]) -> None:
     for request in requests:
         if not isinstance(request, Request):
             place = next(place for place, each in enumerate(requests) if each is request)
-            raise SpecTypeError(f"item {place} of the requests is of type {type(request).__name__}, not Request")
+            raise SpecTypeError(
+                f"item {place} of the requests is of type {type(request).__name__}, not Request"
+            )
 
 
 def _take(request: Request, status: Status | None) -> Any:
