@@ -192,7 +192,7 @@ class Trial:
         named = re.findall(r"^spawnsim: rank (\d+)", found["err"], re.MULTILINE)
         if sorted(map(int, named)) != sorted(self.victims) and not self._at_its_start():
             wrong.append(f"named {','.join(named) or 'nobody'}")
-        if "fault above is ours" in found["err"] or "Traceback" in found["err"]:
+        if "this is a defect of spawnsim" in found["err"] or "Traceback" in found["err"]:
             wrong.append("traceback")
         if self.job == "survive" and found["status"] == 0:
             run = Run.load(self.out)

@@ -32,7 +32,7 @@ from spawnsim.errors import (
 )
 from spawnsim.run import process_setup
 from spawnsim.run.process_setup import use_one_thread
-from spawnsim.run.watched import beside_the_bar
+from spawnsim.run.watched import above_bar
 from spawnsim.units import text_table
 
 UNREAD = 128 + 13  # the status of a process that SIGPIPE ends
@@ -61,24 +61,24 @@ def print_error(error: BaseException) -> None:
     """Print an error with its notes; if it was printed before, only the new notes."""
     # An error is printed when it happens and again at the end, with notes added meanwhile: only these are new.
     notes = list(getattr(error, "__notes__", ()))
-    known: list[str] | None = error.__dict__.get("_told")
+    known: list[str] | None = error.__dict__.get("_printed")
     lines = [f"spawnsim: {error}", *notes] if known is None else [note for note in notes if note not in known]
     if known is None and isinstance(error, RAISERS) and error.__cause__ is not None:
         lines.insert(0, program_traceback(error.__cause__))
-    error.__dict__["_told"] = notes
+    error.__dict__["_printed"] = notes
     if lines:
         print("\n".join(lines), file=sys.stderr, flush=True)
 
 
-def print_error_beside_bar(error: BaseException) -> None:
+def print_error_above_bar(error: BaseException) -> None:
     """Print an error while the run's progress bar may be on the terminal."""
-    with beside_the_bar():
+    with above_bar():
         print_error(error)
 
 
-def print_note_beside_bar(sentence: str) -> None:
+def print_note_above_bar(sentence: str) -> None:
     """Print a note for the user while the run continues."""
-    with beside_the_bar():
+    with above_bar():
         print(f"spawnsim: note: {sentence}", file=sys.stderr, flush=True)
 
 
@@ -106,21 +106,24 @@ def report_refusal(error: OSError) -> int:
 def report_internal_error(error: Exception) -> int:
     """Print an internal error with its traceback, and return its exit code."""
     text = "".join(traceback.format_exception(error)).rstrip()
-    fault = "spawnsim: the fault above is ours; please report it with the command and the seed"
+    fault = "spawnsim: this is a defect of spawnsim; please report it with the command and the seed"
     sys.stderr.write(f"{text}\n{fault}\n")  # in one piece: ranks write concurrently
     return InternalError.exit_status
 
 
 COMMANDS = {
     "run": ("run:RunCommand", "run a file on virtual ranks, or on real ones"),
-    "resume": ("run:Resume", "go on with a run from its newest checkpoint"),
-    "watch": ("replay:Watch", "show a run while it goes on: a live page, TensorBoard, …"),
-    "columnar": ("columnar:Columnar", "time a policy on up to millions of ranks, as rows of arrays"),
+    "resume": ("run:Resume", "continue a run from its newest checkpoint"),
+    "watch": ("replay:Watch", "show a run while it runs: a live page, TensorBoard, …"),
+    "columnar": ("columnar:Columnar", "time a policy on up to millions of ranks, held as rows of arrays"),
     "sweep": ("sweep:SweepCommand", "run a file under all combinations of values, seeds and circumstances"),
     "study": ("sweep:Study", "run a study: a grid of runs, and its figures"),
     "fuzz": ("fuzz:Fuzz", "run a file under many seeds, faults and orders of events, and report failures"),
     "verify": ("replay:Verify", "run a folder's run again, and name the first event that differs"),
-    "replay": ("replay:ReplayCommand", "run a folder's run again up to a time or condition, and look around"),
+    "replay": (
+        "replay:ReplayCommand",
+        "run a folder's run again up to a time or condition, and inspect its ranks",
+    ),
     "plot": ("results:Plot", "draw figures of runs"),
     "report": ("results:Report", "write one HTML page about runs"),
     "trace": ("results:Trace", "write a run's timeline for Perfetto or chrome://tracing"),
@@ -129,8 +132,8 @@ COMMANDS = {
     "advise": ("advise:Advise", "rank policies and cadences on a cluster, in timing alone"),
     "import": ("fidelity:Import", "read files from clusters: nccl-tests, WAN tables, profiler traces"),
     "list": ("listing:List", "list platforms, policies, workloads, studies"),
-    "new": ("listing:New", "write a file to begin with: a study, policy, workload or program"),
-    "completion": ("listing:Completion", "print what bash, zsh or fish need to complete commands"),
+    "new": ("listing:New", "write a file to start from: a study, policy, workload or program"),
+    "completion": ("listing:Completion", "print the completion script for bash, zsh or fish"),
     "doctor": ("listing:Doctor", "report what this machine can run, and what to change"),
 }
 """Name -> the module in this package and its class, which `declaring` describes; and one line of help."""
@@ -138,11 +141,11 @@ COMMANDS = {
 EXIT_CODES = f"""\
 exit codes:
   0    all went well
-  1    the program raised on a rank; sys.exit(N) or Abort(N) gives N; of fuzz and verify: something was found
+  1    the program raised on a rank; sys.exit(N) or Abort(N) gives N; fuzz and verify found a failure or a difference
   {UsageError.exit_status}    a parameter or file is not usable
   {Deadlock.exit_status}  the program's ranks wait for each other (deadlock, livelock)
-  {WorldError.exit_status}  a call met its deadline, or a rank failed that others needed; also if all ranks died
-  {InternalError.exit_status}  spawnsim itself is at fault: please report it
+  {WorldError.exit_status}  a call exceeded its deadline, a rank failed that others needed, or all ranks died
+  {InternalError.exit_status}  a defect of spawnsim: please report it
   130  Ctrl-C; 128 + N: stopped by signal N
 """
 

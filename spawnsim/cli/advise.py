@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from spawnsim import units
-from spawnsim.cli import print_note_beside_bar
+from spawnsim.cli import print_note_above_bar
 from spawnsim.cli.declaring import Command, Json, Picture, PlatformName, Ranks, option
 from spawnsim.errors import ParameterError
 from spawnsim.fidelity.advising import Advice, Budget, Need, advise, by_time, converge, report
@@ -47,7 +47,7 @@ class Advise(Command):
     ranks: Ranks
     platform: PlatformName = None
     model: str = option("one model, such as '123 MB'", "BYTES", required=True)
-    compute: str | None = option("what a compute step takes, such as 300ms; default: the platform's", "S")
+    compute: str | None = option("duration of a compute step, such as 300ms; default: the platform's", "S")
     policy: Sequence[str] = option(
         f"{', '.join(POLICIES)}; or all; repeatable; default: average",
         "LIST",
@@ -55,7 +55,7 @@ class Advise(Command):
         default=("average",),
     )
     every: str = option("steps between exchanges", "LIST", default="1,8,32,128")
-    compression: str = option("how many times smaller what travels is", "LIST", default="1")
+    compression: str = option("compression ratio of the transmitted model", "LIST", default="1")
     straggler: str | None = option(
         f"such as {rates.PERSISTENT} (persistent, realistic); default: the platform's", "KIND"
     )
@@ -84,7 +84,7 @@ class Advise(Command):
         given = settings_of(self.set, known, "advise")
         how = {name: default for name, (default, _) in SETTINGS.items()} | given
         if how["price"] is not None and how["budget"] is None:
-            raise ParameterError("--set price: of what? Give a budget, too")
+            raise ParameterError("--set price needs a budget: add --set budget=AMOUNT")
         # A step takes its stated time, regardless of the number of ranks on a node.
         platform = dataclasses.replace(load_platform(self.platform), cores=None)
         model_nbytes = units.nbytes(self.model)
@@ -115,7 +115,7 @@ class Advise(Command):
         seeds, needs = range(self.seeds), None
         with stoppable():
             found = advise(
-                case, choices, seeds=seeds, target=how["target"], noted=_bar, say=print_note_beside_bar
+                case, choices, seeds=seeds, target=how["target"], noted=_bar, say=print_note_above_bar
             )
             if self.train:
                 needs = converge(case, found, steps=self.train, seeds=seeds)
@@ -123,8 +123,12 @@ class Advise(Command):
         if how["budget"] is not None:
             budget = Budget(how["budget"], how["ranks_per_node"], how["price"])
         more = _more(found, case, budget, needs)
-        told = json.dumps(document(found) | more) if self.json else "\n".join([report(found), *_said(more)])
-        sys.stdout.write(told + "\n")
+        text = (
+            json.dumps(document(found) | more)
+            if self.json
+            else "\n".join([report(found), *_detail_lines(more)])
+        )
+        sys.stdout.write(text + "\n")
         if self.picture:
             draw(found, case, self.picture)
         return 0
@@ -166,7 +170,7 @@ def _more(
     return more
 
 
-def _said(more: Mapping[str, Any]) -> Iterator[str]:
+def _detail_lines(more: Mapping[str, Any]) -> Iterator[str]:
     """Yield the lines that report these results."""
     if "budget" in more:
         yield f"the budget pays {more['budget']['hours']:.4g} h: " + "; ".join(
@@ -203,7 +207,7 @@ def _policies(texts: Sequence[str]) -> list[str]:
     words = [word.strip() for text in texts for word in text.split(",")]
     wrong = [word for word in words if word not in (*POLICIES, ALL)]
     if wrong:
-        hint = nearest(wrong[0], (*POLICIES, ALL)) or f"{ALL} is all of them"
+        hint = nearest(wrong[0], (*POLICIES, ALL)) or f"{ALL} selects all of them"
         raise ParameterError(
             f"--policy {wrong[0]!r}: give {', '.join(POLICIES)}, with commas between; {hint}"
         )

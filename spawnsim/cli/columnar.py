@@ -54,7 +54,8 @@ class Columnar(Command):
     )
     ranks: Ranks
     model: str | None = option(
-        f"one model as it travels, such as '2 GB'; default: {MODEL}, or what that of --train takes", "BYTES"
+        f"size of one transmitted model, such as '2 GB'; default: {MODEL}, or the size of the --train model",
+        "BYTES",
     )
     train: Path | None = option(
         "of Python, that defines build(rng), loss(model, *batch), data(rng, rank, size), perhaps score(model)",
@@ -63,8 +64,8 @@ class Columnar(Command):
     set: Sequence[str] = option(
         f"a parameter of the policy; of the random walk of the metric: {', '.join(OF_METRIC)}; or iterations=100, "
         f"sample={SAMPLE} (ranks with rows and events), streams=ranks (draws of an ordinary run) or bulk (for all "
-        "ranks at once), mtbf=50000h (mean time between failures of one rank), detection=30s (how long the others "
-        "wait where a death is noticed; else 0 s); repeatable",
+        "ranks at once), mtbf=50000h (mean time between failures of one rank), detection=30s (how long the other ranks "
+        "wait until they notice a death; default: 0 s); repeatable",
         "NAME=VALUE",
         default=(),
     )
@@ -85,7 +86,7 @@ class Columnar(Command):
         policy = made(self.policy, given)
         if self.train is not None and metric:
             raise ParameterError(
-                f"--train and --set {next(iter(metric))}: give one, models or numbers that stand for them"
+                f"--train and --set {next(iter(metric))}: give one of them: models, or numbers in their place"
             )
         training = None if self.train is None else trained(self.train)
         if self.out is not None and not self.overwrite:

@@ -204,13 +204,13 @@ def _settings(kind: Any, option: Option, *, required: bool) -> dict[str, Any]:
     if option.metavar:
         settings["metavar"] = option.metavar
     if option.parse is not None:
-        settings["type"] = _told(option.parse)
+        settings["type"] = _passing(option.parse)
     elif kind in (int, float, Path):
         settings["type"] = kind
     return settings
 
 
-def _told(parse: Callable[[str], Any]) -> Callable[[str], Any]:
+def _passing(parse: Callable[[str], Any]) -> Callable[[str], Any]:
     """Return a function whose error messages argparse passes on unchanged."""
 
     def parsed(text: str) -> Any:
@@ -259,9 +259,7 @@ Straggler = Annotated[
 ]
 Deadline = Annotated[float | None, Option("seconds that one call may wait (default: 30)", "S", parse=limit)]
 Settings = Annotated[Sequence[str], Option("a keyword argument of main; repeatable", "NAME=VALUE")]
-Whole = Annotated[
-    bool, Option("run the file whole on every rank, also where nothing shows that it speaks MPI")
-]
+Whole = Annotated[bool, Option("run the whole file on every rank, even if it does not seem to use MPI")]
 Out = Annotated[str | None, Option("run folder to write: run.json, metrics.npz, events.jsonl", "DIR")]
 Overwrite = Annotated[bool, Option("replace the run in DIR")]
 Picture = Annotated[Path | None, Option("draw it: .png, .pdf or .svg", "FILE", parse=_picture)]
@@ -281,7 +279,7 @@ KeptProgram = Annotated[Path | None, Option("the program, in place of the copy t
 Observers = Annotated[
     Sequence[str],
     Option(
-        f"what watches the run meanwhile: {', '.join(OBSERVERS)} (live: a page on 127.0.0.1, whose address is "
+        f"observers of the run: {', '.join(OBSERVERS)} (live: a page on 127.0.0.1, whose address is "
         "printed); repeatable. A run needs --out DIR",
         "NAME",
         names=OBSERVERS,

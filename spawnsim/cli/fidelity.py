@@ -80,7 +80,7 @@ class Calibrate(Command):
     )
     out: Path = option("the platform file", "FILE", default=Path("measured.toml"))
     picture: Picture = None
-    quick: bool = flag("seconds instead of half a minute; larger errors")
+    quick: bool = flag("take seconds instead of half a minute, with larger errors")
     deadline: Deadline = None
     from_: Path | None = option(
         "fit times of collectives that somebody measured, instead of measuring: a CSV file with nodes, bytes, seconds, "
@@ -104,8 +104,8 @@ class Calibrate(Command):
         pairs = compare(measured, platform)
         if measured.sharing > measured.ranks_per_node:
             sys.stderr.write(
-                f"spawnsim: note: of the {measured.sharing} ranks on a node {measured.ranks_per_node} were measured, "
-                "as many as it has cores; the file says how many share them\n"
+                f"spawnsim: note: measured {measured.ranks_per_node} of the {measured.sharing} ranks on a node, "
+                "as many as it has cores; the file states how many share them\n"
             )
         if self.picture:  # it also shows why measurements are refused
             draw_fit(pairs, platform, self.picture)
@@ -205,7 +205,7 @@ class Validate(Command):
     file: ProgramPath
     platform: PlatformName = None
     runs: int = option("real runs; the median error is shown, and its range", "N", default=1)
-    warmup: int = option("compute blocks at the start that are left aside", "N", default=5)
+    warmup: int = option("compute blocks at the start that are not counted", "N", default=5)
     seed: Seed = 0
     set: Sequence[str] = option(
         "a keyword argument of main; of several values, and of several such options, each combination is run, and "
@@ -214,7 +214,9 @@ class Validate(Command):
         default=(),
     )
     add: Sequence[Path] = option(
-        "what --json printed of another job, of other ranks say: shown in the same table", "FILE", default=()
+        "--json output of another job, such as one with other ranks: shown in the same table",
+        "FILE",
+        default=(),
     )
     picture: Picture = None
     json: Json = False

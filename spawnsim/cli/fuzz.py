@@ -51,7 +51,7 @@ class Fuzz(Command):
     examples = ("spawnsim fuzz train.py --runs 200 -n 2-8 --faults 'crash; delay' --limit 10min",)
     file: ProgramPath
     runs: int = option("cases", "N", default=1000)
-    seed: int = option("of the first case; the next has the next one (default: 0)", "K", default=0)
+    seed: int = option("of the first case; each further case adds 1 (default: 0)", "K", default=0)
     ranks: str = option(
         "numbers of ranks to draw from, such as 8, 2-8 or 4,8,64", "LIST", "-n", default="2-8"
     )
@@ -65,18 +65,18 @@ class Fuzz(Command):
     )
     straggler: str | None = option("separated by ';' (default: 'none;lognormal:0.3')", "LIST")
     platform: PlatformName = None
-    compute: str | None = option("seconds of a comm.compute() that states none", "S")
+    compute: str | None = option("seconds of a comm.compute() without an argument", "S")
     deadline: float | None = option(
         f"seconds that one call may wait (default: {DEADLINE_S:g}; unmodified: no limit)", "S", parse=limit
     )
     set: Settings = ()
     alive: str | None = option(
-        "virtual seconds after the last fault within which each rank must get on; none: not asked (default: some, "
+        "virtual seconds after the last fault in which each rank must make progress; none: no check (default: some, "
         "in half of the cases)",
         "S",
     )
     survive: bool = flag(
-        "the program promises to go on when ranks die and calls meet deadlines: ending in them is a failure, too"
+        "the program promises to continue when ranks die and calls exceed deadlines: an end by either is a failure, too"
     )
     whole: Whole = False
     jobs: int = option(
@@ -85,7 +85,7 @@ class Fuzz(Command):
         parse=number_of_jobs,
         default=os.cpu_count() or 1,
     )
-    limit: str | None = option("begin no further case after so many seconds, or such as 10min", "S")
+    limit: str | None = option("start no further case after this time: seconds, or a text such as 10min", "S")
     json: Json = False
     quiet: Quiet = False
 
@@ -99,11 +99,12 @@ class Fuzz(Command):
         space = _space(self, unmodified=program.is_whole)
         # A pool takes two seconds to start, in which one process completes a few cases.
         jobs = self.jobs if self.runs > 1 else 0
-        with stoppable(), _bar(self.runs, shown=sys.stderr.isatty() and not self.quiet) as told:
+        with stoppable(), _bar(self.runs, shown=sys.stderr.isatty() and not self.quiet) as progress:
             found = campaign(
                 Target(self.file, self.whole), space, range(self.seed, self.seed + self.runs), jobs=jobs,
                 # The single case of a command that replays a failure is already minimal.
-                shrink=self.runs > 1, told=told, seconds=math.inf if self.limit is None else seconds(self.limit),
+                shrink=self.runs > 1, progress=progress,
+                seconds=math.inf if self.limit is None else seconds(self.limit),
             )  # fmt: skip
         print(json.dumps(document(found, self.file)) if self.json else report(found, str(self.file)))
         return 1 if found.failures else 0
@@ -162,19 +163,17 @@ def report(found: Found, file: str) -> str:
         parts.append(text_table(("fault", "cases with it", "times it struck"), rows))
     unproved = [kind for kind in sorted(found.drawn) if not kinds[kind]]
     if unproved:
-        parts.append(f"never struck, so nothing is known about it: {', '.join(unproved)}")
+        parts.append(f"never took effect, so nothing is known about it: {', '.join(unproved)}")
     pairs = [
         f"{kind} × {call or 'an event'} {times:,}" for (kind, call), times in found.fired.most_common(PAIRS)
     ]
     if pairs:
         parts.append(f"fault × call: {', '.join(pairs)}" + " …" * (len(found.fired) > PAIRS))
     rate = f", {found.runs / found.seconds * 60:,.0f} a minute" if found.seconds > 1 else ""
-    ended = f"; {found.ended:,} were ended by their faults, as MPI lets them" if found.ended else ""
+    ended = f"; {found.ended:,} were ended by their faults, as MPI permits" if found.ended else ""
     broken = sum(found.counts.values())
-    told = (
-        f"{broken:,} broke something, in {counted(len(found.failures), 'way')}" if broken else "nothing broke"
-    )
-    parts.append(f"{counted(found.runs, 'case')} in {found.seconds:.1f} s{rate}: {told}{ended}")
+    verdict = f"{broken:,} failed, in {counted(len(found.failures), 'way')}" if broken else "nothing broke"
+    parts.append(f"{counted(found.runs, 'case')} in {found.seconds:.1f} s{rate}: {verdict}{ended}")
     return "\n\n".join(parts)
 
 
@@ -197,7 +196,7 @@ def _failure(found: Found, key: tuple[str, str], file: str) -> str:
 def document(found: Found, file: Path) -> dict[str, Any]:
     """Return the findings of a campaign as JSON values."""
 
-    def told(failure: Failure) -> dict[str, Any]:
+    def summary(failure: Failure) -> dict[str, Any]:
         return asdict(failure) | {
             "case": json.loads(failure.case.to_json()),
             "replay": failure.case.command(str(file)),
@@ -207,7 +206,7 @@ def document(found: Found, file: Path) -> dict[str, Any]:
         "runs": found.runs, "seconds": found.seconds, "ended": found.ended, "drawn": dict(found.drawn),
         "fired": [[kind, call, times] for (kind, call), times in sorted(found.fired.items())],
         "failures": [
-            told(failure) | {"count": found.counts[key], "small": told(found.small.get(key, failure))}
+            summary(failure) | {"count": found.counts[key], "small": summary(found.small.get(key, failure))}
             for key, failure in sorted(found.failures.items())
         ],
     }  # fmt: skip

@@ -95,7 +95,7 @@ def faults() -> Iterator[Line]:
     yield MTBF_FORM, _summary(Failures)
     yield (
         MTBF_FORM.replace(MTBF, REQUEUE, 1),
-        "The same; each failure ends the job, and all of it begins again.",
+        "The same; each failure ends the job, which restarts from its beginning.",
     )
 
 
@@ -181,16 +181,16 @@ class New(Command):
 
     examples = ("spawnsim new study stragglers", "spawnsim new policy my_policy")
     kind: str = argument("; ".join(f"{kind}: {what}" for kind, what in KINDS.items()), choices=KINDS)
-    name: str = argument("of the file, with or without .py; a folder may stand before it", "NAME")
+    name: str = argument("of the file, with or without .py and a folder", "NAME")
 
     def __call__(self) -> int:
         from spawnsim.record.sorting import storing
 
         path = _place(self.name)
         if path.exists():
-            raise ParameterError(f"{path} is there already, and is not overwritten: choose another name")
+            raise ParameterError(f"{path} exists and is not overwritten: choose another name")
         if not path.parent.is_dir():
-            raise ParameterError(f"{path}: there is no folder {path.parent}")
+            raise ParameterError(f"{path}: the folder {path.parent} does not exist")
         template = Path(__file__).parent / "templates" / f"{self.kind}.py.txt"
         name = "".join(word[:1].upper() + word[1:] for word in path.stem.split("_")) or "Mine"
         name += "Policy" * (self.kind == "policy" and not name.endswith("Policy"))
@@ -210,7 +210,9 @@ def _place(name: str) -> Path:
         raise ParameterError(f"{name!r}: give a name that Python can import, of letters, digits and _")
     # A program's folder comes first on the module path.
     if path.stem in {*sys.stdlib_module_names, "mpi4py", "numpy", "spawnsim", "torch"}:
-        raise ParameterError(f"{path} would be imported where programs beside it want the module {path.stem}")
+        raise ParameterError(
+            f"{path} would hide the module {path.stem} from programs next to it: choose another name"
+        )
     return path
 
 

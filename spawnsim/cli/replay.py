@@ -49,7 +49,7 @@ class Verify(Command):
 
 @dataclass(kw_only=True)
 class ReplayCommand(Command):
-    """Run a recorded run on virtual ranks again, stop at a time or condition, and look at every rank: the prompt
+    """Run a recorded run on virtual ranks again, stop at a time or condition, and inspect every rank: the prompt
     is pdb, and `ranks`, `rank N`, `rows`, `messages`. Commands may also come from a pipe.
     """
 
@@ -60,7 +60,7 @@ class ReplayCommand(Command):
     run: RunFolder
     until: str | None = option("stop at this virtual time, such as 12.5s", "TIME")
     break_: str = option(
-        "stop where a recorded row meets this: 'rank == 17 and loss > 3'", "EXPRESSION", default=""
+        "stop where a recorded row satisfies this: 'rank == 17 and loss > 3'", "EXPRESSION", default=""
     )
     program: KeptProgram = None
 
@@ -69,7 +69,7 @@ class ReplayCommand(Command):
         until_s = None if self.until is None else seconds(self.until)
         stop = Stop(until_s, self.break_)
         if until_s is None and not stop.condition:
-            raise ParameterError("where to stop? Give --until TIME or --break EXPRESSION")
+            raise ParameterError("replay needs a place to stop: give --until TIME or --break EXPRESSION")
         what = again.recorded.what
         whole = what.get("record_every", 1) == 1 and not what.get("record_ranks")
         columns = list(again.recorded.table) if whole else None  # thinned rows may lack some columns
@@ -81,7 +81,7 @@ class ReplayCommand(Command):
         if recorder.left:
             return 0
         if not recorder.stops:
-            print(f"the run ended ({found.outcome}) without a stop")
+            print(f"the run ended ({found.outcome}) before it reached a stop")
         if found.totals.get("digest") == again.recorded.totals.get("digest"):
             print(f"ended as recorded: {found.totals.get('digest')}")
         elif found.outcome != FINISHED:
@@ -94,7 +94,7 @@ class ReplayCommand(Command):
 # -------------------------------------------------------------------------------------------------------- watch
 @dataclass(kw_only=True)
 class Watch(Command):
-    """Show a run to a browser on this machine, or to loggers, while it goes on, and one that has ended as a whole.
+    """Show a run in a browser on this machine, or in loggers, while it runs; show a run that has ended as a whole.
     `spawnsim run --observe` does so from its beginning. Ctrl-C ends it.
     """
 

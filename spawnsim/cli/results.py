@@ -36,8 +36,8 @@ Several = Sequence[str]
 By = Annotated[
     Several,
     Option(
-        "what alone tells curves apart: a parameter of main, ranks, platform, stragglers, seed, …; repeatable "
-        "(default: all that differ but the seed)",
+        "the only distinction between curves: a parameter of main, ranks, platform, stragglers, seed, …; repeatable "
+        "(default: all that differ, except the seed)",
         "NAME",
     ),
 ]
@@ -76,15 +76,15 @@ class Plot(Command):
         group=OF_SWEEPS,
         default="",
     )
-    hue: str = option("the column that colours tell (default: policy)", "NAME", group=OF_SWEEPS, default="")
+    hue: str = option("the column that colours show (default: policy)", "NAME", group=OF_SWEEPS, default="")
     facet: Several = option(
-        "the columns that panels tell (default: the rest)", "NAMES", group=OF_SWEEPS, default=()
+        "the columns that panels show (default: the rest)", "NAMES", group=OF_SWEEPS, default=()
     )
-    where: Several = option("these values alone; repeatable", "NAME=LIST", group=OF_SWEEPS, default=())
+    where: Several = option("only these values; repeatable", "NAME=LIST", group=OF_SWEEPS, default=())
     against: str = option(
-        "differences to this value of --hue, paired by seed", "VALUE", group=OF_SWEEPS, default=""
+        "differences from this value of --hue, paired by seed", "VALUE", group=OF_SWEEPS, default=""
     )
-    heat: bool = flag("a heat map over --x and --hue", group=OF_SWEEPS)
+    heat: bool = flag("draw a heat map over --x and --hue", group=OF_SWEEPS)
 
     def __call__(self) -> int:
         out = named(self.out)
@@ -95,7 +95,7 @@ class Plot(Command):
         unfit = [name for name in ("x", "hue", "facet", "where", "against", "heat") if getattr(self, name)]
         if unfit:
             raise ParameterError(
-                f"--{unfit[0]} is for a sweep's folder (spawnsim sweep); {self.runs[0]} is none"
+                f"--{unfit[0]} is for a sweep's folder (spawnsim sweep); {self.runs[0]} is not a sweep"
             )
         found = grouped([read(folder) for folder in self.runs], self.by)
         _warn(found)
@@ -114,7 +114,7 @@ class Plot(Command):
         from spawnsim.study import drawing
 
         if self.by:
-            raise ParameterError("--by is for run folders; of a sweep give --hue and --facet")
+            raise ParameterError("--by is for run folders; for a sweep give --hue and --facet")
         whole = Sweep.load(self.runs[0])
         sweep = drawing.where(whole, self.where)
         facet = [name for given in self.facet for name in listed(given)]
@@ -170,10 +170,10 @@ def _runs_of(folder: str) -> list[str | Path]:
         return [folder]
     sweep = Sweep.load(folder)
     found: list[str | Path] = [sweep.store.root / cell.folder for cell in sweep.of_state(DONE)]
-    told = drawing.missing(sweep)
+    missing = drawing.missing(sweep)
     if not found:
         raise ParameterError(f"{folder}: no run is done yet ({sweep.says()})")
-    sys.stderr.write("".join(f"spawnsim: {line}\n" for line in told.splitlines()))
+    sys.stderr.write("".join(f"spawnsim: {line}\n" for line in missing.splitlines()))
     return found
 
 
@@ -184,10 +184,10 @@ class Trace(Command):
     examples = ("spawnsim trace runs/c --ranks 0-15 --from 1s --until 1500ms",)
     runs: RunFolders
     ranks: str | None = option("the first N ranks only, or these: 0-15, or 3,40-47 (default: all)", "N|LIST")
-    from_: str = option("leave out what ended before: 2.5, or '10 ms' (default: 0 s)", "S", default="0")
-    until: str | None = option("leave out what began after, in seconds or such as '10 ms'", "S")
+    from_: str = option("omit entries that ended before: 2.5, or '10 ms' (default: 0 s)", "S", default="0")
+    until: str | None = option("omit entries that began after, in seconds or such as '10 ms'", "S")
     limit: int = option(
-        "entries of the file at most: fewer ranks are shown, or less time", "N", default=LIMIT
+        "the most entries in the file: beyond them, fewer ranks or less time is shown", "N", default=LIMIT
     )
     out: str | None = option(
         f"the file; packed if it ends in {PACKED} (default: trace.json, or trace.json{PACKED} if large, in the "
@@ -211,13 +211,13 @@ class Trace(Command):
         for note in drawing.notes:
             sys.stderr.write(f"spawnsim: trace: {note}\n")
         if drawing.is_empty:
-            raise ParameterError("trace: there is nothing to show, and no file is written")
+            raise ParameterError("trace: there is nothing to show; no file was written")
         # A run's own folder, where it replaces no other run's timeline; several runs share a file in the working
         # folder.
         own = out is None and len(self.runs) == 1
         path = out or perfetto.default_path(drawing, Path(self.runs[0]) if own else Path())
         if path.exists() and not own:
-            sys.stderr.write(f"spawnsim: trace: {path} was there before, and is replaced\n")
+            sys.stderr.write(f"spawnsim: trace: {path} existed, and was replaced\n")
         perfetto.write(drawing, path)
         sys.stdout.write(f"{path}\n")
         return 0

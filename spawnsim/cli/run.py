@@ -21,8 +21,8 @@ from typing import TYPE_CHECKING, Any, Self
 from spawnsim.backends import BACKENDS
 from spawnsim.cli import (
     exit_code,
-    print_error_beside_bar,
-    print_note_beside_bar,
+    print_error_above_bar,
+    print_note_above_bar,
     print_warnings,
     report_error,
     report_internal_error,
@@ -71,7 +71,7 @@ TURN_S = 0.5  # how long ranks other than 0 wait for rank 0 to report
 @dataclass(kw_only=True)
 class RunCommand(Command):
     """Run a file that defines main(comm) on virtual ranks, or (--backend) on real ones; or an unmodified program of
-    mpi4py or torch.distributed. What is not an option here, and all after --, is its own.
+    mpi4py or torch.distributed. The program receives unknown options, and all that follows --.
     """
 
     examples = (
@@ -81,29 +81,29 @@ class RunCommand(Command):
     )
     file: ProgramPath
     ranks: int | None = option("how many ranks; real ones are started with mpiexec", "N", "-n")
-    backend: str = option("what the ranks are", choices=BACKENDS, default="virtual")
+    backend: str = option("kind of the ranks", choices=BACKENDS, default="virtual")
     platform: PlatformName = None
     straggler: Straggler = None
     faults: str | None = option(
         "fault plan, such as 'crash:17@3.5s; drop:*>3@0s+5s,0.1'; see `spawnsim list faults`", "PLAN"
     )
     compute: str | None = option(
-        "seconds of a comm.compute() that states none, such as 0.005 or '5 ms'; of an mpi4py program: what "
-        "computing between two calls costs: none, '5 us', file.py:12=2ms, measured, 'measured*2', counted:h100",
+        "seconds of a comm.compute() without an argument, such as 0.005 or '5 ms'; of an mpi4py program: the "
+        "cost of computing between two calls: none, '5 us', file.py:12=2ms, measured, 'measured*2', counted:h100",
         "S",
     )
     seed: Seed = 0
     deadline: Deadline = None
     set: Sequence[str] = option(
         "a keyword argument of main; of an unmodified program: private=PACKAGE (each rank imports it for itself), "
-        "virtual_time=all|sleep|none, prefix=false (lines without [rank 3]), futures=true (rank 0 alone runs it, "
-        "the others serve its MPIPoolExecutor); repeatable",
+        "virtual_time=all|sleep|none, prefix=false (lines without [rank 3]), futures=true (only rank 0 runs it; "
+        "the other ranks serve its MPIPoolExecutor); repeatable",
         "NAME=VALUE",
         default=(),
     )
     whole: Whole = False
     carrier: str | None = option(
-        "what carries a rank of an unmodified program; default: threads for torch.distributed, else greenlets",
+        "implementation of a rank of an unmodified program; default: threads for torch.distributed, else greenlets",
         choices=("greenlets", "threads"),
     )
     cuda_as_cpu: bool = flag("in an unmodified program of torch, CPU tensors take the place of CUDA's")
@@ -113,31 +113,31 @@ class RunCommand(Command):
         "NAME",
         default=(),
     )
-    resume: bool = flag("go on from the newest checkpoint in --out DIR; without one begin", group=LONG)
+    resume: bool = flag("continue from the newest checkpoint in --out DIR; without one, start", group=LONG)
     record_every: int = option(
-        "keep the rows of every Nth iteration alone; default: of all. Events are all kept",
+        "keep only the rows of every Nth iteration; default: of each. All events are kept",
         "N",
         group=LONG,
         default=1,
     )
-    record_ranks: str | None = option("keep the rows of these ranks alone, such as 0-9,100", "R", group=LONG)
+    record_ranks: str | None = option("keep only the rows of these ranks, such as 0-9,100", "R", group=LONG)
     survive: bool = flag(
-        "of --backend mpi: the job goes on when ranks die, if its program catches RankFailed, Revoked and Timeout "
+        "for --backend mpi: the job continues when ranks die, if its program catches RankFailed, Revoked and Timeout "
         "and calls comm.recover(); virtual ranks always do"
     )
     check_calls: bool = flag(
-        "of real ranks: each blocking collective first compares its call on all ranks, and another call, root, "
+        "for real ranks: each blocking collective first compares its call on all ranks; a different call, root, "
         "op, dtype or size is an error that shows them all; virtual ranks always do"
     )
     trace: bool = flag(
         "keep all calls and messages of virtual ranks in the run folder, for `spawnsim trace DIR`"
     )
-    eager: bool = flag("execute each TrainingStep of virtual ranks alone, as real ones do")
+    eager: bool = flag("execute each TrainingStep of virtual ranks by itself, as real ones do")
     check_steps: bool = flag(
-        "compare each TrainingStep with the same step executed alone; default: the first ones, then 1 in 100"
+        "compare each TrainingStep with the same step executed by itself; default: the first ones, then 1 in 100"
     )
     ties: str | None = option(
-        "order of virtual ranks at one and the same time: fifo (by number; default), reverse, random:SEED",
+        "order of virtual ranks at the same time: fifo (by number; default), reverse, random:SEED",
         "ORDER",
     )
     sums: str | None = option(
@@ -168,7 +168,7 @@ class RunCommand(Command):
         if rest and not takes_any:
             refuse_arguments(rest)
         for name, hint in parser.mistyped([] if command.is_real or command.quiet else unknown):
-            print_note_beside_bar(
+            print_note_above_bar(
                 f"{name} goes to the program; {hint} What follows -- is the program's, without this note"
             )
         command.arguments = unknown + rest
@@ -197,10 +197,10 @@ class RunCommand(Command):
             )
         if self.check_calls:
             raise ParameterError(
-                "--check-calls is for --backend mpi and torch: virtual ranks check their calls as they are"
+                "--check-calls is for --backend mpi and torch: virtual ranks always check their calls"
             )
         if self.ranks is None:
-            raise ParameterError("how many virtual ranks? Give --ranks N")
+            raise ParameterError("virtual ranks need their number: give --ranks N")
         self._require_own_folder()
         with stoppable(), ended_in_c(), stdout_for_the_totals(as_json=self.json):
             result = run(
@@ -227,8 +227,8 @@ class RunCommand(Command):
                 record_ranks=self.record_ranks,
                 observe=self.observe,
                 progress=self.wants_bar,
-                on_error=print_error_beside_bar,
-                on_note=None if self.quiet else print_note_beside_bar,
+                on_error=print_error_above_bar,
+                on_note=None if self.quiet else print_note_above_bar,
             )
         print_result(result, out=self.out, as_json=self.json, quiet=self.quiet)
         # If all ranks die at once, no rank raises, and a job script would count the run as complete.
@@ -281,7 +281,7 @@ class RunCommand(Command):
             self.out = str(named(self.out))
         if self.survive and not BACKENDS[self.backend].survives:
             raise ParameterError(
-                f"--survive: a job of --backend {self.backend} ends when a rank dies; take --backend mpi"
+                f"--survive: a job of --backend {self.backend} ends when a rank dies; give --backend mpi"
             )
         if self.survive and self.check_calls:
             raise ParameterError(
@@ -293,7 +293,7 @@ class RunCommand(Command):
             return self._start()
         if self.ranks not in (None, here.size):
             raise ParameterError(
-                f"-n {self.ranks}: this process is one of {here.size} ranks already; leave -n away"
+                f"-n {self.ranks}: this process is one of {here.size} ranks already; omit -n"
             )
         return self._be_a_rank(here)
 
@@ -333,15 +333,15 @@ class RunCommand(Command):
             )  # fmt: skip
             # The launcher merges, since killed ranks could not, and the surviving ranks may have been stopped.
             if out is not None and tidy(out, ended, earlier):
-                kept = f"what was recorded until then: {out}"
+                kept = f"recorded until then: {out}"
         if ended.cause:
             print("; ".join(filter(None, [f"spawnsim: {ended.cause}", kept])), file=sys.stderr)
         elif ended.status and kept:  # a rank has reported why, but not whether all could write
             print(f"spawnsim: {kept}", file=sys.stderr)
         if ended.mismatch:
             print(
-                f"spawnsim: calls do not fit: `spawnsim run {self.file} --ranks {self.ranks}` names them, and their "
-                "lines; --check-calls those of collectives",
+                f"spawnsim: calls do not fit: `spawnsim run {self.file} --ranks {self.ranks}` shows them and their "
+                "lines; --check-calls shows those of collectives",
                 file=sys.stderr,
             )
         return ended.status
@@ -455,7 +455,7 @@ def _never_began(error: Exception, here: LaunchContext) -> int:
 # ------------------------------------------------------------------------------------------------------- resume
 @dataclass(kw_only=True)
 class Resume(Command):
-    """Go on with a run from its newest checkpoint (comm.checkpoint): the program, its parameters and its circumstances
+    """Continue a run from its newest checkpoint (comm.checkpoint): the program, its parameters and its circumstances
     are those of the folder, unless they are given here, as options of `spawnsim run`. The program that the folder keeps
     is executed: resume no folder that you do not trust.
     """
@@ -463,7 +463,7 @@ class Resume(Command):
     examples = ("spawnsim resume runs/a", "spawnsim resume runs/a --ranks 8")
     run: RunFolder
     program: KeptProgram = None
-    backend: str | None = option("what the ranks are; default: as in RUN", choices=BACKENDS)
+    backend: str | None = option("kind of the ranks; default: as in RUN", choices=BACKENDS)
 
     @classmethod
     def parse(cls, argv: Sequence[str]) -> Self:
@@ -483,16 +483,16 @@ class Resume(Command):
         found = checkpoints.newest(self.run)
         file = self.program or self.run / INPUTS / "program" / Path(str(what.get("file"))).name
         if not file.is_file():
-            raise ParameterError(f"{self.run} keeps no program: give it, with --program FILE")
+            raise ParameterError(f"{self.run} holds no program: give --program FILE")
         # If the program was fixed since, its user may expect the new version to run, and not the kept one.
-        kept = "" if self.program else f", with the program that it keeps, {file}; another: --program FILE"
-        print(f"spawnsim: {self.run} goes on at iteration {found.iteration}{kept}", file=sys.stderr)
+        kept = "" if self.program else f", with the program in the folder, {file}; another: --program FILE"
+        print(f"spawnsim: {self.run} continues at iteration {found.iteration}{kept}", file=sys.stderr)
         backend = self.backend or str(what.get("backend", "virtual"))
         virtual = backend == "virtual"
         gives_faults = any(each.partition("=")[0] == OPTIONS["faults"] for each in self.arguments)
         if what.get("all_dead") and virtual and not gives_faults:
             print(
-                f"spawnsim: all ranks have died in {self.run}, and its fault plan strikes again; without it: "
+                f"spawnsim: all ranks have died in {self.run}, and its fault plan would take effect again; without it: "
                 f"spawnsim resume {self.run} --faults ''",
                 file=sys.stderr,
             )
@@ -522,7 +522,7 @@ def _circumstance(folder: Path, what: Mapping[str, Any], name: str) -> list[str]
         return []
     if isinstance(value, (dict, list)):
         raise ParameterError(
-            f"{folder}: its {name} was an object of Python. Give {OPTIONS[name]}, or go on in Python: "
+            f"{folder}: its {name} was a Python object. Give {OPTIONS[name]}, or continue in Python: "
             "spawnsim.run(..., out=DIR, resume=True)"
         )
     kept = folder / INPUTS / name / Path(str(value)).name

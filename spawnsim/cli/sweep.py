@@ -41,11 +41,11 @@ Several = Sequence[str]
 
 @dataclass(kw_only=True)
 class SweepCommand(Command):
-    """Run a file under all combinations of values, under several seeds; go on where it was stopped. Options with LIST
+    """Run a file under all combinations of values, under several seeds; continue where it stopped. Options with LIST
     take several values with commas between them, such as --set ratio=0.1,0.2, and may be repeated. A value that has
     commas itself is put in quotes, within those of the shell: --set "name='a,b',c"; a tuple needs none, nor does a
-    straggler, --straggler none,slow:0.05,10. The same command goes on with a sweep that was stopped or killed, and
-    tries again what failed. See docs/sweeps.md.
+    straggler, --straggler none,slow:0.05,10. The same command continues a sweep that was stopped or killed, and
+    repeats failed runs. See docs/sweeps.md.
     """
 
     takes_arguments = True
@@ -62,11 +62,11 @@ class SweepCommand(Command):
     straggler: Several = option("virtual compute times, such as none,lognormal:0.3", "LIST", default=())
     faults: Several = option("virtual fault plans: texts, or files", "LIST", default=())
     compute: Several = option(
-        "seconds of a comm.compute() that states none, such as '5 ms'", "LIST", default=()
+        "seconds of a comm.compute() without an argument, such as '5 ms'", "LIST", default=()
     )
     deadline: Several = option("seconds that one call may wait; default: 30", "LIST", default=())
     ties: Several = option(
-        "order of virtual ranks at one time: fifo (default), reverse, random:SEED", "LIST", default=()
+        "order of virtual ranks at the same time: fifo (default), reverse, random:SEED", "LIST", default=()
     )
     sums: Several = option("order in which virtual ranks add floats: mpi (default), gloo", "LIST", default=())
     backend: Several = option(
@@ -74,18 +74,16 @@ class SweepCommand(Command):
     )
     seed: Several = option("the seeds, or the first of --seeds; default: 0", "LIST", default=())
     seeds: int | None = option("how many seeds; default: one", "N")
-    eager: bool = flag("carry out each TrainingStep at once")
+    eager: bool = flag("execute each TrainingStep of virtual ranks by itself")
     whole: Whole = False
-    record_every: int = option("keep the rows of every Nth iteration alone; default: of all", "N", default=1)
-    record_ranks: str | None = option("keep the rows of these ranks alone, such as 0-9,100", "R")
+    record_every: int = option("keep only the rows of every Nth iteration; default: of each", "N", default=1)
+    record_ranks: str | None = option("keep only the rows of these ranks, such as 0-9,100", "R")
     out: str | None = option("the sweep's folder; default: runs/NAME of the file", "DIR")
     dry_run: bool = flag("list the runs, and which are done")
     jobs: Jobs = JOBS
-    limit: str | None = option(
-        "how long one run may take here, such as '10 min'; one that takes longer has failed", "S"
-    )
+    limit: str | None = option("how long one run may take here, such as '10 min'; a longer run fails", "S")
     executor: Literal["processes", "mpi"] = option(
-        "what carries the runs: processes of this machine (default), or the ranks of mpi4py.futures",
+        "where runs execute: in processes of this machine (default), or on the ranks of mpi4py.futures",
         default="processes",
     )
 
@@ -134,7 +132,7 @@ def cells_of(asked: SweepCommand) -> list[Cell]:
     over, argv = choices(asked.set), list(asked.arguments)
     if program.is_whole and over:
         raise ParameterError(
-            f"--set: {asked.file} is run whole and has no main(comm); its arguments follow --"
+            f"--set: {asked.file} has no main(comm) and runs as a whole; give its arguments after --"
         )
     if argv and not program.is_whole:
         raise ParameterError(
@@ -207,7 +205,7 @@ def _seeds_of(first: Sequence[str], count: int | None) -> list[int]:
         return listed_
     if count < 1 or len(listed_) > 1:
         raise ParameterError(
-            f"--seeds {count}: how many, at least 1, from the one --seed on; or list them with --seed"
+            f"--seeds {count}: give a number of at least 1, counted from one --seed; or list the seeds with --seed"
         )
     return list(range(listed_[0], listed_[0] + count))
 
@@ -226,9 +224,9 @@ def _require_parameters(program: ProgramFile, over: dict[str, list[Any]]) -> Non
 
 def _require_possible(cell: Cell, whole: bool) -> None:
     if BACKENDS[cell.backend].is_real:
-        told = [OPTIONS[name] for name in VIRTUAL_ONLY if cell.world.get(name)]
-        if told:
-            raise ParameterError(f"{of_virtual_ranks(told)}; --backend {cell.backend} takes real time")
+        unfit = [OPTIONS[name] for name in VIRTUAL_ONLY if cell.world.get(name)]
+        if unfit:
+            raise ParameterError(f"{of_virtual_ranks(unfit)}; --backend {cell.backend} takes real time")
         return
     world = {
         name: cell.world[name]
@@ -270,7 +268,7 @@ class Study(Command):
         "spawnsim study demo --quick",
         "spawnsim study my_study.py --seeds 8 --jobs 2 --out runs/mine",
     )
-    missing = "`spawnsim list studies` names them."
+    missing = "`spawnsim list studies` lists them."
     study: str = argument("a file of studies/, by name, or a path to one", "NAME|PATH", names=names)
     quick: bool = flag("a small version, to see that it works")
     seeds: int | None = option("how many seeds (default: the study's own)", "N")

@@ -42,7 +42,7 @@ from spawnsim.run import Run
 from spawnsim.run.process_setup import one_thread
 from spawnsim.run.program import MODULE, ProgramFile, program
 from spawnsim.run.result import totals_of
-from spawnsim.run.virtual import carry_out
+from spawnsim.run.virtual import execute
 from spawnsim.study.executors import pool
 from spawnsim.virtual.engine import diagnosis
 
@@ -182,7 +182,7 @@ def attempt(target: Target, case: Case) -> tuple[Failure | None, Watch, bool]:
     try:
         task, check = target.load(case.parameters)
         with watch.in_place(), _overdue(LIMIT_S):
-            counted = carry_out(
+            counted = execute(
                 task, case.scenario(watch.plan), watch, prepare=watch.prepare, on_error=watch.failed,
                 argv=case.world.get("argv", ()),
             )  # fmt: skip
@@ -342,7 +342,7 @@ def campaign(
     *,
     jobs: int = 0,
     shrink: bool = True,
-    told: Callable[[Found], None] = lambda found: None,
+    progress: Callable[[Found], None] = lambda found: None,
     seconds: float = float("inf"),
     most: int = DIFFERENT,
 ) -> Found:
@@ -354,7 +354,7 @@ def campaign(
         seeds: one case each.
         jobs: parallel processes; 0: run in this one.
         shrink: whether to reduce failing cases.
-        told: receives all findings so far, repeatedly.
+        progress: receives all findings so far, repeatedly.
         seconds: wall time after which no new case begins.
         most: failures of different kinds after which no new case begins.
 
@@ -379,7 +379,7 @@ def campaign(
             done, waiting = wait(waiting, return_when=FIRST_COMPLETED)
             for each in done:
                 found.add(each.result())
-            told(found)
+            progress(found)
         failures = found.failures.items() if shrink else ()
         tasks = {key: executor.submit(reduce, target, each, space.ranks) for key, each in failures}
         found.small = {key: task.result() for key, task in tasks.items()}

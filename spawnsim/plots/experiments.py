@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, Protocol
 from spawnsim.errors import ParameterError
 from spawnsim.plots.series import Table
 from spawnsim.run import Run
-from spawnsim.run.result import FINISHED, donors_told, is_rank
+from spawnsim.run.result import FINISHED, is_rank, recorded_donors
 
 REAL = {"mpi": " (real MPI)", "torch": " (real torch)"}  # ends the label of runs on real processes
 # How the run was made, and observations about it.
@@ -69,7 +69,7 @@ def clock_of(runs: Sequence[Recorded]) -> str:
 def donors_of(event: Mapping[str, Any], ranks: int) -> list[int]:
     """Return the donor ranks of an event; in a program's own events, all entries that are ranks."""
     # A program may itself record events with these names, with any content.
-    donors = donors_told(event)
+    donors = recorded_donors(event)
     found = donors if isinstance(donors, (list, tuple)) else []
     return [each for each in found if is_rank(each) and each < ranks]
 

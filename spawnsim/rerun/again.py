@@ -19,7 +19,7 @@ from spawnsim.record.manifest import INPUTS
 from spawnsim.run import Run
 from spawnsim.run.program import ProgramFile, program
 from spawnsim.run.result import FINISHED, totals_of
-from spawnsim.run.virtual import carry_out
+from spawnsim.run.virtual import execute
 from spawnsim.run.writer import outcome_of
 from spawnsim.scenario import Scenario
 from spawnsim.virtual.engine.world import World
@@ -103,7 +103,7 @@ class Again:
         try:
             file = ProgramFile.read(self.file, whole=self.is_whole)
             task = file if self.is_whole else program(file, self.parameters)
-            counted = carry_out(task, scenario, kept, argv=argv, options=options, prepare=prepare)
+            counted = execute(task, scenario, kept, argv=argv, options=options, prepare=prepare)
         except SpawnsimError as error:
             outcome, counted = outcome_of(error), getattr(error, "totals", None)
         table, events = recorder.table(), recorder.events()

@@ -123,7 +123,7 @@ def _leave_at_once(number: int) -> None:
     frame = sys._current_frames().get(threading.main_thread().ident or 0)
     place = program_place(walk_stack(frame))
     where = f" ({place})" if place else ""
-    sys.stderr.write(f"spawnsim: {outcome_of_signal(number)}, in a call into C that heeds no signal{where}\n")
+    sys.stderr.write(f"spawnsim: {outcome_of_signal(number)}, in a C call that ignores signals{where}\n")
     sys.stderr.flush()
     os._exit(128 + number)
 

@@ -64,7 +64,7 @@ class Program:
 
 
 NOT_MPI4PYS = (
-    "Constants, operations, datatypes, Status, Request for calls of comm are spawnsim's, not mpi4py's: "
+    "Constants, operations, datatypes, Status, Request in calls of comm come from spawnsim, not from mpi4py: "
     "from spawnsim.comm import IN_PLACE, MAX, Request; comm.Win makes windows"
 )
 
@@ -140,7 +140,7 @@ def _parameters(function: Main) -> _Takes:
     parameters = list(inspect.signature(function).parameters.values())
     positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     if not parameters or parameters[0].kind not in (*positional, inspect.Parameter.VAR_POSITIONAL):
-        raise ParameterError("main takes no argument: its first one is the communicator, main(comm)")
+        raise ParameterError("main takes no argument, but needs one, the communicator: main(comm)")
     # A first parameter with a default is the program's own: the communicator would silently replace it.
     if parameters[0].default not in (inspect.Parameter.empty, None):
         given = ", ".join(str(each) for each in parameters)
@@ -170,8 +170,8 @@ KINDS: dict[Any, tuple[tuple[type, ...], str]] = {
     int: ((int,), "a whole number"),
     float: ((int, float), "a number"),
     str: ((str,), "text (in quotes, if it reads as a number)"),
-    tuple: ((tuple, list), "values in brackets, as (64,)"),
-    list: ((tuple, list), "values in brackets, as [64]"),
+    tuple: ((tuple, list), "values in brackets, such as (64,)"),
+    list: ((tuple, list), "values in brackets, such as [64]"),
     None: ((type(None),), "None"),
     type(None): ((type(None),), "None"),
 }
@@ -186,9 +186,9 @@ def require_kind(value: Any, parameter: inspect.Parameter) -> None:
     """
     name, default, also, hint = parameter.name, parameter.default, "", parameter.annotation
     if name == "iterations" and isinstance(value, int) and value < 0:
-        raise ParameterError(f"iterations={value}: give 0 or more; below it a loop over range() does nothing")
+        raise ParameterError(f"iterations={value}: give 0 or more; below 0, a loop over range() does nothing")
     if hint is parameter.empty and isinstance(default, bool) and isinstance(value, str):
-        hint, also = bool, f"; if main takes text as well, say so there: {name}: bool | str"
+        hint, also = bool, f"; if main also takes text, annotate it: {name}: bool | str"
     if (
         hint is parameter.empty
         or type(value) not in WRITTEN
@@ -290,8 +290,8 @@ class ProgramFile:
         if self._calls_main or self.speaks_mpi or self.speaks_torch:
             return True
         raise ParameterError(
-            f"{self.path}: main() takes no argument; its first one is the communicator: write def main(comm). "
-            "A file with main() is run whole only if it calls main(), or if it speaks MPI"
+            f"{self.path}: main() takes no argument, but needs one, the communicator: write def main(comm). "
+            "A file with main() runs as a whole only if it calls main() or uses MPI"
         )
 
     @cached_property
@@ -366,12 +366,12 @@ class ProgramFile:
         ):
             if speaks:
                 raise ParameterError(
-                    f"{lacks}: unmodified programs are run whole on virtual ranks only; for real ranks: {starter} "
+                    f"{lacks}: unmodified programs run as a whole on virtual ranks only; for real ranks: {starter} "
                     f"{self.path}"
                 )
         raise ParameterError(
             f"{lacks}: define it; it is called once per rank with a communicator. "
-            "On virtual ranks a program without one is run whole if it speaks MPI, or with --whole"
+            "On virtual ranks a program without it runs as a whole if it uses MPI, or with --whole"
         )
 
     def load(self) -> Main:

@@ -20,7 +20,7 @@ from spawnsim.errors import ParameterError, SpawnsimError, WorldError
 from spawnsim.real.runtime.registry import KnownDeaths
 from spawnsim.run.program import Program
 from spawnsim.run.result import FINISHED, Run, results_digest, totals_of, warned
-from spawnsim.run.watched import LOOK_S, Bar
+from spawnsim.run.watched import STATES_S, Bar
 from spawnsim.run.writer import add_late, begin_folder, describe
 
 if TYPE_CHECKING:
@@ -112,7 +112,7 @@ class Shards:
                 comm.runtime.checkpoints = Checkpoints(job.out, resumed=resumed)
             journal.open(shards.shard(job.out, comm.Get_rank()))
             self._observed = job.observed
-            comm.runtime.watchdog.looked = self._look
+            comm.runtime.watchdog.looked = self._update
         comm.runtime.counters.clear()  # only the program's own operations count
         journal.flush()  # from now on the shard names this rank's process
         self._due_s = 0.0
@@ -131,25 +131,25 @@ class Shards:
             self._comm.runtime.abort.refuse(error)
             raise
 
-    def _look(self) -> None:
+    def _update(self) -> None:
         """Keep the shard up to date; runs in the watchdog's thread, ten times a second."""
         self._journal.keep_up()
         if self._observed:
-            self._tell()
+            self._write_state()
 
-    def _tell(self) -> None:
+    def _write_state(self) -> None:
         """Write this rank's state for the observers."""
         from spawnsim.record import journal as shards
 
         now_s = time.perf_counter()
         if now_s < self._due_s or self._out is None:
             return
-        self._due_s = now_s + LOOK_S
+        self._due_s = now_s + STATES_S
         here = self._comm.runtime.watchdog.here()
         word = "waiting" if here.calls else "computing"
         # The rank's own clock does not help here: the reader needs the age of this state.
-        told = shards.RankStates(time.time(), [(word, str(here).partition(": ")[2])])
-        shards.write_states(self._out, told, self._comm.Get_rank())
+        states = shards.RankStates(time.time(), [(word, str(here).partition(": ")[2])])
+        shards.write_states(self._out, states, self._comm.Get_rank())
 
     def finish(self) -> Run | None:
         """Return the records of all ranks, on rank 0, after a run that succeeded and has settled."""
@@ -264,7 +264,7 @@ def _tidied(out: Path, ended: JobEnd, earlier: tuple[int, int] | None) -> bool:
         # The ranks had merged all records; then one of them failed. The outcome must agree with the status.
         if status and manifest["outcome"] == FINISHED and folder.version(out) != earlier:
             how = cause or f"the job ended with status {status}"
-            folder.write_manifest(out, manifest | {"outcome": f"{how}, after all had been recorded"})
+            folder.write_manifest(out, manifest | {"outcome": f"{how}, after all rows had been recorded"})
         return False
     # If a rank could still write its own account of the end, it is there already.
     outcome = manifest["outcome"]
@@ -272,7 +272,7 @@ def _tidied(out: Path, ended: JobEnd, earlier: tuple[int, int] | None) -> bool:
     # over both, as it names the rank that ended first.
     if outcome == folder.RUNNING or cause:  # the rank that would have merged them may have died in the end
         outcome = cause or (
-            f"the job ended with status {status}, and no rank could say why" if status else FINISHED
+            f"the job ended with status {status}, and no rank reported a reason" if status else FINISHED
         )
     run = collect(
         out,

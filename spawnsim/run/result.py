@@ -104,7 +104,7 @@ class Run:
             totals = totals or totals_of(table, events, known)
         elif outcome == folder.RUNNING:
             raise ParameterError(
-                f"{place}: the run has not ended yet, or was killed before it could write its rows"
+                f"{place}: the run has not ended yet, or was killed before it wrote its rows"
             )
         else:
             # The number of ranks bounds those in the rows: a damaged file must not make tables of a billion ranks.
@@ -207,10 +207,10 @@ def warnings_of(table: Table, events: Sequence[Event]) -> list[str]:
     These are events "warning", ranks that were started again and ended without the others, invalid donors, and
     misleading metrics.
     """
-    told = [str(event["text"]) for event in events if event["kind"] == "warning" and "text" in event]
+    texts = [str(event["text"]) for event in events if event["kind"] == "warning" and "text" in event]
     return [
-        *dict.fromkeys(told), *_never_joined(events), *_donors_that_are_none(events),
-        *_metrics_that_mislead(table, events),
+        *dict.fromkeys(texts), *_never_joined(events), *_invalid_donors(events),
+        *_misleading_metrics(table, events),
     ]  # fmt: skip
 
 
@@ -243,14 +243,14 @@ def _never_joined(events: Sequence[Event]) -> list[str]:
         return []
     first, more = found[0], len(found) - 1
     why = str(first.get("error", "")).removeprefix(f"rank {first['rank']}: ")
-    others = f"; and {more} more: events.jsonl names them" if more else ""
+    others = f"; and {more} more: events.jsonl lists them" if more else ""
     return [
-        f"rank {first['rank']} was started again after its death, did not join the others, and ended at "
+        f"rank {first['rank']} restarted after its death, did not join the other ranks, and ended at "
         f"{first['time_s']:.6g} s: {why}{others}"
     ]
 
 
-def donors_told(event: Mapping[str, Any]) -> Any:
+def recorded_donors(event: Mapping[str, Any]) -> Any:
     """Return the donors in an event: a list of ranks ("donors"), or the only one ("donor").
 
     A program's own events may hold any value there, which is returned unchanged; None: the event names no donors.
@@ -263,11 +263,11 @@ def is_rank(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value >= 0
 
 
-def _donors_that_are_none(events: Sequence[Event]) -> list[str]:
+def _invalid_donors(events: Sequence[Event]) -> list[str]:
     """Return a warning that names the first replacement whose donors no figure can take, and counts the rest."""
     found = []
     for event in events:
-        donors = donors_told(event) if event["kind"] == "replacement" else None
+        donors = recorded_donors(event) if event["kind"] == "replacement" else None
         if donors is not None and not (isinstance(donors, (list, tuple)) and all(map(is_rank, donors))):
             found.append(event)
     if not found:
@@ -280,7 +280,7 @@ def _donors_that_are_none(events: Sequence[Event]) -> list[str]:
     ]
 
 
-def _metrics_that_mislead(table: Table, events: Sequence[Event]) -> list[str]:
+def _misleading_metrics(table: Table, events: Sequence[Event]) -> list[str]:
     """Return a warning if most replaced ranks did worse by their own metric after the replacement.
 
     A rank is replaced since its metric is behind the other ranks' metrics. If all metrics measure the same, the
@@ -308,7 +308,7 @@ def _metrics_that_mislead(table: Table, events: Sequence[Event]) -> list[str]:
         return []
     return [
         f"after {worse} of {compared} replacements the replaced rank's local_metric was worse than before: do ranks "
-        "measure it on the same data? The loss on a rank's own data says how hard these are, not how good its model is"
+        "measure it on the same data? A rank's loss on its own data shows how hard the data are, not how good the model"
     ]
 
 

@@ -23,7 +23,7 @@ from spawnsim.options import nearest
 from spawnsim.run.process_setup import one_thread
 from spawnsim.run.program import Main, Program, ProgramFile, checked, program
 from spawnsim.run.result import Run
-from spawnsim.run.watched import Looking, Progress, listener, require_observers, watched
+from spawnsim.run.watched import Progress, StateWriter, listener, require_observers, watched
 from spawnsim.run.writer import OnError, RunWriter, describe, describe_named
 from spawnsim.scenario import Scenario
 
@@ -127,7 +127,7 @@ def run(
     if isinstance(scenario, Scenario):
         scenario = replace(scenario, **given)  # type: ignore[arg-type]  # a field's own type
     elif scenario is None and "ranks" not in given:
-        raise TypeError("run(): how many ranks? Give ranks=N, or a Scenario")
+        raise TypeError("run() needs the number of ranks: give ranks=N, or a Scenario")
     else:
         scenario = Scenario(**({} if scenario is None else {"ranks": scenario}) | given)  # type: ignore[arg-type]
     kept = {name: value for name, value in keywords.items() if name in Keeping.__annotations__}
@@ -168,11 +168,9 @@ class _Keeping:
         from spawnsim.record import Recorder, Thinned, folder, ranks_named
 
         if out is None and same.get("trace"):
-            raise ParameterError("trace: where to? Give the run folder that keeps it (--out DIR)")
+            raise ParameterError("trace needs a run folder to write to: give one (--out DIR)")
         if out is None and same.get("resume"):
-            raise ParameterError(
-                "resume: which run? Give the run folder that holds its checkpoints (--out DIR)"
-            )
+            raise ParameterError("resume needs the run folder with the checkpoints: give it (--out DIR)")
         require_observers(observe, out)
         place = None if out is None else folder.named(out)
         if place is not None:
@@ -201,16 +199,18 @@ class _Keeping:
             for sentence in writer.what.get("warnings", ()):
                 self.on_note(sentence)
         bar = listener(self.progress, writer.recorder, int(what["ranks"]), iterations)
-        looking = Looking(self.out if self.observe else None, getattr(writer.recorder, "flush", lambda: None))
+        states = StateWriter(
+            self.out if self.observe else None, getattr(writer.recorder, "flush", lambda: None)
+        )
         # Observers see the end when the folder is whole: they are the outermost block. The bar's thread reads the
         # recorder: it must end before the writer closes the recorder.
-        with watched(self.out, self.observe), writer, _logged(writer), bar as told, looking as prepare:
+        with watched(self.out, self.observe), writer, _logged(writer), bar as report, states as prepare:
             yield (
                 writer,
                 {
                     "recorder": writer.sink,
-                    "progress": told,
-                    "on_error": writer.tell,
+                    "progress": report,
+                    "on_error": writer.report,
                     "on_note": self.on_note,
                     "trace": writer.trace,
                     "prepare": prepare,
@@ -274,7 +274,7 @@ def require_possible(scenario: Scenario) -> None:
     parts(scenario)
 
 
-def carry_out(
+def execute(
     task: Program | ProgramFile,
     scenario: Scenario,
     recorder: Any,
@@ -320,12 +320,12 @@ def _how(file: ProgramFile, given: Mapping[str, Any]) -> dict[str, Any]:
         )
     for name in how["private"]:
         # Modules next to the program need not be installed, so both places count.
-        beside = file.path.resolve().parent / name
+        nearby = file.path.resolve().parent / name
         if not name.isidentifier() or not (
-            beside.exists() or beside.with_suffix(".py").exists() or find_spec(name)
+            nearby.exists() or nearby.with_suffix(".py").exists() or find_spec(name)
         ):
             raise ParameterError(
-                f"private={name!r}: no installed package has this name; give the one that is imported"
+                f"private={name!r}: no installed package has this name; give the name that the program imports"
             )
     how["carrier"] = how["carrier"] or ("threads" if file.speaks_torch else "greenlets")
     return how
@@ -359,9 +359,7 @@ def _abort_as_error() -> Iterator[None]:
         raise error from None
 
 
-NO_COST = (
-    "computing between two calls costs nothing: give compute (--compute measured, or 5us) where it counts"
-)
+NO_COST = "computing between two calls costs nothing: give compute (--compute measured, or 5us) if it matters"
 
 
 def _run_unmodified(

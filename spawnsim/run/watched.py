@@ -25,7 +25,7 @@ from typing import Any, NamedTuple, Protocol
 from spawnsim.errors import ParameterError, UnsupportedError
 from spawnsim.options import nearest
 
-LOOK_S = 1.0  # interval between writes of the ranks' states
+STATES_S = 1.0  # interval between writes of the ranks' states
 SHARE = 0.01  # of a core, at most, that describing the states takes
 PATIENCE_S = 60.0  # for the observers to write remaining data, at the end
 PIPE = (
@@ -62,7 +62,7 @@ def require_observers(names: Sequence[str], out: object) -> None:
                 f"observe={name!r} needs {known.package}: pip install 'spawnsim[{known.extra}]'"
             )
     if names and out is None:
-        raise ParameterError("a run is watched through its run folder: give one (--out DIR)")
+        raise ParameterError("an observer reads the run folder: give one (--out DIR)")
 
 
 @contextmanager
@@ -93,7 +93,7 @@ def watched(out: Path | None, names: Sequence[str], registry: str = "") -> Itera
         except subprocess.TimeoutExpired:
             watching.kill()
             watching.wait()
-            sys.stderr.write(f"spawnsim: warning: the observers had not ended after {PATIENCE_S:.0f} s\n")
+            sys.stderr.write(f"spawnsim: warning: the observers were still active after {PATIENCE_S:.0f} s\n")
 
 
 class _NoCollection:
@@ -122,7 +122,7 @@ class _NoCollection:
 no_collection = _NoCollection()
 
 
-class Looking:
+class StateWriter:
     """A block in which a thread writes the states of virtual ranks, from the moment when it receives their world.
 
     Args:
@@ -139,7 +139,9 @@ class Looking:
 
     def begin(self, world: Any) -> None:
         """Begin to poll a world whose ranks are about to start."""
-        self._thread = threading.Thread(target=self._look, args=(world,), name="spawnsim-states", daemon=True)
+        self._thread = threading.Thread(
+            target=self._write, args=(world,), name="spawnsim-states", daemon=True
+        )
         self._thread.start()
 
     def __exit__(self, *_error: object) -> None:
@@ -147,12 +149,12 @@ class Looking:
         if self._thread is not None:
             self._thread.join()
 
-    def _look(self, world: Any) -> None:
+    def _write(self, world: Any) -> None:
         from spawnsim.record.journal import RankStates, write_states
         from spawnsim.virtual.engine.diagnosis import doing
 
         assert self._out is not None
-        wait_s = LOOK_S
+        wait_s = STATES_S
         while not self._over.wait(wait_s):
             begin_s = time.thread_time()
             # The ranks continue meanwhile, so an object may vanish during its description: the next poll writes the
@@ -160,7 +162,7 @@ class Looking:
             with no_collection, suppress(Exception):
                 write_states(self._out, RankStates(world.kernel.env.now, doing(world)))
                 self._flush()
-            wait_s = max(LOOK_S, (time.thread_time() - begin_s) / SHARE)
+            wait_s = max(STATES_S, (time.thread_time() - begin_s) / SHARE)
 
 
 # ------------------------------------------------------------------------------------------------- progress bar
@@ -182,7 +184,7 @@ def listener(
     )
 
 
-def beside_the_bar() -> AbstractContextManager[Any]:
+def above_bar() -> AbstractContextManager[Any]:
     """Return a block in which text may be printed on standard error: a visible bar is redrawn below it."""
     # Looked up, not imported: a bar exists only if tqdm is loaded, and loading tqdm takes time.
     tqdm: Any = sys.modules.get("tqdm")
@@ -223,7 +225,7 @@ class Bar:
         # A daemon: a process that exits within the block must not wait for the bar.
         self._thread = threading.Thread(target=self._watch, name="spawnsim-bar", daemon=True)
         self._thread.start()
-        return self.tell
+        return self.report
 
     def __exit__(self, *_error: object) -> None:
         self._over.set()
@@ -231,12 +233,12 @@ class Bar:
         self._thread.join()
         self._bar.close()
 
-    def tell(self, virtual_s: float, finished: int, _ranks: int) -> None:
+    def report(self, virtual_s: float, finished: int, _ranks: int) -> None:
         """Store how far the run is; costs nothing until the next poll."""
         # Called from the engine's loop, so it draws nothing: the thread does, a few times a second.
         self._virtual_s, self._finished = virtual_s, finished
 
-    def look(self) -> None:
+    def draw(self) -> None:
         """Show how far the run is."""
         done = self._recorder.rows if self._rows else self._finished
         if self._ranks is None:
@@ -253,4 +255,4 @@ class Bar:
     def _watch(self) -> None:
         while not self._over.wait(TICK_S):
             with no_collection:
-                self.look()
+                self.draw()

@@ -145,7 +145,7 @@ class RunWriter:
         # The whole shard is replayed, since the journal keeps only unwritten rows in memory.
         return merge(self.out).recorder
 
-    def tell(self, error: BaseException) -> None:
+    def report(self, error: BaseException) -> None:
         """Save the records, and pass the error on, before the ranks are ended: ending them may hang."""
         # An interruption, or a fault of spawnsim, is saved and reported once, when the block ends.
         if isinstance(error, SpawnsimError):
@@ -190,13 +190,13 @@ class RunWriter:
             self.counted = getattr(error, "totals", None)
         if self.out is None:
             return
-        note = f"What was recorded until then: {self._named}"
+        note = f"Recorded until then: {self._named}"
         nothing = f"Nothing was recorded until then; how the run ended: {self._named}"
         # The outcome also includes the notes, so our note is removed while the outcome is composed, and added again
         # below.
-        for told in (note, nothing):
-            if told in getattr(error, "__notes__", ()):  # a first call of `tell` has added it
-                error.__notes__.remove(told)  # type: ignore[union-attr]  # not part of the outcome
+        for known in (note, nothing):
+            if known in getattr(error, "__notes__", ()):  # a first call of `report` has added it
+                error.__notes__.remove(known)  # type: ignore[union-attr]  # not part of the outcome
         try:
             with folder.failing_in_place(self.out):
                 self._run = self._gathered(outcome_of(error))
@@ -227,7 +227,7 @@ def begin_folder(out: Path, what: dict[str, Any], inputs: Files, *, resume: bool
     old, warnings = _recorded_before(out)
     if old.what.get("seed") != what["seed"]:
         raise ParameterError(
-            f"{out}: the run has seed {old.what.get('seed')}, and cannot go on with {what['seed']}"
+            f"{out}: the run has seed {old.what.get('seed')}, and cannot continue with seed {what['seed']}"
         )
     of_rows = (int(piece["rank"].max()) for piece in old.table.pieces("rank"))
     most: int = 1 + max((*clocks_s, *of_rows, *(event["rank"] for event in old.events)))
@@ -245,8 +245,8 @@ def begin_folder(out: Path, what: dict[str, Any], inputs: Files, *, resume: bool
     }
     if edited := _edited(old.what, what):
         warnings.append(
-            f"resumed at iteration {found.iteration} with another program than before: {', '.join(edited)} has been "
-            "edited since; what was recorded until then is the old one's"
+            f"resumed at iteration {found.iteration} with another program than before: {', '.join(edited)} was "
+            "edited since; the records until then are from the old program"
         )
     if warnings:
         what["warnings"] = warnings
@@ -267,9 +267,7 @@ def _recorded_before(out: Path) -> tuple[Run, list[str]]:
         return Run.load(out), []
     except ParameterError as error:
         nothing = Table({"rank": np.empty(0, np.int32), "time_s": np.empty(0)})
-        return Run(what, nothing, [], {}), [
-            f"nothing is left of what was recorded before the run was resumed: {error}"
-        ]
+        return Run(what, nothing, [], {}), [f"all records from before the run was resumed are lost: {error}"]
 
 
 def _edited(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
@@ -283,8 +281,8 @@ def _edited(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
 
 def _resumed_at(what: Mapping[str, Any]) -> list[int]:
     made = what.get("made")
-    told = made.get("resumed_at") if isinstance(made, Mapping) else None
-    return told if isinstance(told, list) else []
+    resumed = made.get("resumed_at") if isinstance(made, Mapping) else None
+    return resumed if isinstance(resumed, list) else []
 
 
 def reproducible(what: Mapping[str, Any], leaks: Sequence[str]) -> dict[str, Any]:

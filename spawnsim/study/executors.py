@@ -82,14 +82,14 @@ class Processes(Executor):
         self._lock, self._stopped = Lock(), False
 
     def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
-        return self._threads.submit(self._carry_out, partial(fn, *args, **kwargs))
+        return self._threads.submit(self._execute, partial(fn, *args, **kwargs))
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
         """Take no more tasks; wait for the running ones."""
         self._stopped = cancel_futures
         self._threads.shutdown(wait, cancel_futures=cancel_futures)
 
-    def _carry_out(self, task: Callable[[], Any]) -> Any:
+    def _execute(self, task: Callable[[], Any]) -> Any:
         # One thread at a time: if two threads ask for the status of one process, the second gets a wrong status.
         with self._lock:
             # Checked under the lock: starting a process takes seconds when Ctrl-C has ended the fork server.

@@ -232,7 +232,7 @@ def sweep(
     except KeyboardInterrupt as stop:
         # Counted on disk: processes may have finished runs after the interrupt.
         kept = f"{sum(map(store.done, cells))} of {len(cells)} runs are done and kept"
-        stop.__notes__ = [f"{kept}: the same command goes on with the rest"]
+        stop.__notes__ = [f"{kept}: the same command continues with the rest"]
         raise
 
 

@@ -132,7 +132,7 @@ def test_a_checkpoint_before_the_first_error_is_there_and_the_earliest_error_is_
     for words, says in (
         (
             [],
-            "goes on at iteration 1, with the program that it keeps, part/inputs/program/prog.py; another: --prog",
+            "continues at iteration 1, with the program in the folder, part/inputs/program/prog.py; another: --prog",
         ),
         (["--backend", "mpii"], "mpii"),
         (["--backend", "mpi", "--straggler", "exponential:1"], "--straggler describes virtual ranks"),
@@ -265,7 +265,7 @@ def test_a_run_that_goes_on_with_an_edited_program_says_so(tmp_path: Path) -> No
     told: list[str] = []
     found = spawnsim.run(program, ranks=2, out=tmp_path / "b", resume=True, on_note=told.append)
     assert found.what["warnings"] == told
-    assert "iteration 3 with another program than before: train.py has been edited" in told[0]
+    assert "iteration 3 with another program than before: train.py was edited" in told[0]
 
 
 KILLED = """
@@ -325,7 +325,7 @@ def test_a_run_that_goes_on_without_its_earlier_rows_says_so(name: str, tmp_path
     (tmp_path / "a" / name).write_bytes(b"damaged")
     found = spawnsim.run(main, ranks=2, out=tmp_path / "a", resume=True)
     assert found.table["iteration"].tolist() == [3, 3]
-    assert "nothing is left" in found.what["warnings"][0] and name in found.what["warnings"][0]
+    assert "are lost" in found.what["warnings"][0] and name in found.what["warnings"][0]
 
 
 def test_a_checkpoint_costs_what_the_platform_says(tmp_path: Path) -> None:

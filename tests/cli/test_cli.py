@@ -141,7 +141,7 @@ def test_a_failed_run_keeps_what_was_recorded(train: Path, tmp_path: Path) -> No
     assert sorted(set(run.table["rank"].tolist())) == [0, 1]
     assert run.totals["virtual_seconds"] == 0.5
     assert run.outcome.startswith("RankError: rank 1 raised ValueError")
-    assert "What was recorded until then" in caught.value.__notes__[0]
+    assert "Recorded until then" in caught.value.__notes__[0]
 
 
 def test_an_interrupted_run_keeps_what_was_recorded(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -198,14 +198,14 @@ def test_a_run_takes_a_scenario_or_its_fields(tmp_path: Path) -> None:
     ):
         assert how.totals["digest"] == by_name.totals["digest"]
         assert how.what["seed"] == 4
-    with pytest.raises(TypeError, match="Give ranks=N, or a Scenario"):
+    with pytest.raises(TypeError, match="give ranks=N, or a Scenario"):
         spawnsim.run(main, out=tmp_path / "a")
     assert not (tmp_path / "a").exists()
 
 
 def test_main_must_take_a_communicator() -> None:
     """A `main()` without arguments, or no function at all, is told at once."""
-    with pytest.raises(ParameterError, match="its first one is the communicator"):
+    with pytest.raises(ParameterError, match="needs one, the communicator"):
         program(lambda: None)
     with pytest.raises(ParameterError, match=r"main\(iterations=3\): .* write main\(comm, iterations=3\)"):
         program(lambda iterations=3: iterations)
@@ -263,7 +263,7 @@ def test_the_bar_counts_rows_where_it_knows_how_many_there_will_be() -> None:
         bar = Bar(recorder, ranks=4, iterations=iterations)  # type: ignore[arg-type]
         with bar as tell:
             tell(0.25, 3, 4)
-            bar.look()
+            bar.draw()
             assert (bar._bar.n, bar._bar.total) == expected
             assert bar._bar.desc == "0.5 virtual s, 3/4 ranks done"
 
@@ -293,11 +293,11 @@ def test_a_run_that_failed_with_nothing_recorded_is_in_nobodys_way(
         assert cli.main(command) == 1
         told = capsys.readouterr().err
         assert told.endswith(f"Nothing was recorded until then; how the run ended: {out}\n")
-        assert "What was recorded" not in told
+        assert "Recorded until then" not in told
     assert "recorded" not in spawnsim.Run.load(out).outcome
     train.write_text("def main(comm):\n    comm.record.event('begun')\n    undefined\n")
     assert cli.main(command) == 1
-    assert capsys.readouterr().err.endswith(f"\nWhat was recorded until then: {out}\n")
+    assert capsys.readouterr().err.endswith(f"\nRecorded until then: {out}\n")
     assert cli.main(command) == 2
     train.write_text("def main(comm): ...\n")
     assert cli.main([*command, "--overwrite"]) == 0
@@ -541,7 +541,7 @@ def test_a_raising_program_shows_its_own_traceback_once(
     assert err.count("ValueError: no such luck") == 1
     assert 'raise ValueError("no such luck")' in err
     assert "spawnsim: rank 1 raised" in err
-    assert "What was recorded until then" in err
+    assert "Recorded until then" in err
 
 
 def test_a_program_that_outlives_no_rank_is_told_where_it_called(
@@ -704,7 +704,7 @@ def test_a_run_that_all_died_in_is_resumed_without_its_faults(
     )
     assert cli.main(["run", str(file), "-n", "2", "--faults", "crash:*@0.35s", "--out", str(out)]) == 122
     assert spawnsim.Run.load(out).what["all_dead"]
-    hint = f"its fault plan strikes again; without it: spawnsim resume {out} --faults ''\n"
+    hint = f"its fault plan would take effect again; without it: spawnsim resume {out} --faults ''\n"
     for faults, status in (([], 122), (["--faults", ""], 0)):
         capsys.readouterr()
         assert cli.main(["resume", str(out), *faults]) == status
@@ -740,10 +740,10 @@ def test_settings_are_literals_words_or_text() -> None:
         ("studdy", "'doctor'); did you mean study? See `spawnsim --help`"),
         ("run", "are required: FILE; see `spawnsim run --help`"),
         ("run train.py --rank-count x", "did you mean --ranks? See `spawnsim run --help`"),
-        ("run FILE", "how many virtual ranks? Give --ranks N"),
+        ("run FILE", "virtual ranks need their number: give --ranks N"),
         ("run FILE -n 2 --survive", "virtual ranks always survive the death of others"),
-        ("run FILE -n 2 --survive --backend torch", "ends when a rank dies; take --backend mpi"),
-        ("run FILE -n 2 --check-calls", "virtual ranks check their calls as they are"),
+        ("run FILE -n 2 --survive --backend torch", "ends when a rank dies; give --backend mpi"),
+        ("run FILE -n 2 --check-calls", "virtual ranks always check their calls"),
         ("run FILE -n 2 --check-calls --survive --backend mpi", "waits for the dead, too; give one"),
         ("list fish", "fish: choose among platforms, stragglers, faults, policies, workloads, studies"),
         (
@@ -767,7 +767,7 @@ def test_settings_are_literals_words_or_text() -> None:
         ("doctor foo", "unrecognized arguments: foo; see `spawnsim doctor --help`"),
         (
             "study --list",
-            "arguments are required: NAME|PATH; `spawnsim list studies` names them. See `spawnsim",
+            "arguments are required: NAME|PATH; `spawnsim list studies` lists them. See `spawnsim",
         ),
         (
             "run FILE -n 3 --set iterations=3 fail_on=1 x=2",
@@ -815,7 +815,7 @@ def test_a_wrong_option_is_told_in_one_line(
         ("import torch.distributed\n", "torchrun --nproc-per-node 2 FILE\n"),
         (
             "print(1)\n",
-            "On virtual ranks a program without one is run whole if it speaks MPI, or with --whole\n",
+            "On virtual ranks a program without it runs as a whole if it uses MPI, or with --whole\n",
         ),
     ],
 )
@@ -845,11 +845,11 @@ def main(comm, n=3, lr=0.1, flag=False, k: int = 2, x: float | None = 0.3, h: tu
     [
         (
             "flag=no",
-            "flag='no': give true or false; if main takes text as well, say so there: flag: bool | str",
+            "flag='no': give true or false; if main also takes text, annotate it: flag: bool | str",
         ),
         ("k=1e3", "k=1000.0: give a whole number"),
         ("x=a", "x='a': give a number or None"),
-        ("h=64", "h=64: give values in brackets, as (64,)"),
+        ("h=64", "h=64: give values in brackets, such as (64,)"),
         ("how=average", "how='average': give mean, best or worst"),
         ("any=3.5", "any=3.5: give a whole number or text (in quotes, if it reads as a number)"),
         ("name=7", "name=7: give text (in quotes, if it reads as a number)"),

@@ -61,12 +61,12 @@ def test_nothing_is_overwritten(tmp_path: Path, capsys: pytest.CaptureFixture[st
     """Nor written where it could not be imported, or where no folder is."""
     (tmp_path / "mine.py").write_text("x = 1\n")
     refused = {
-        "mine": "is there already, and is not overwritten",
-        "mine.py": "is there already",
+        "mine": "exists and is not overwritten",
+        "mine.py": "exists and is not overwritten",
         "my-policy": "give a name that Python can import",
         "class": "give a name that Python can import",
-        "nowhere/mine": "there is no folder",
-        "json": "would be imported where programs beside it want the module json",
+        "nowhere/mine": "does not exist",
+        "json": "would hide the module json from programs next to it",
     }
     for name, said in refused.items():
         assert cli.main(["new", "policy", str(tmp_path / name)]) == 2

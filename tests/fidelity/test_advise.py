@@ -332,7 +332,7 @@ def test_a_small_training_tells_what_a_cadence_costs(capsys: pytest.CaptureFixtu
     told = json.loads(capsys.readouterr().out)
     assert [each["choice"] for each in told["live"]] == ["average, every 1", "average, every 40"]
     assert told["budget"]["hours"] == 8.0
-    said = "\n".join(advise_command._said(told))
+    said = "\n".join(advise_command._detail_lines(told))
     assert "the budget pays 8 h: " in said
     assert "as good as the worst becomes" in said
     for wrong, said in (

@@ -168,7 +168,7 @@ def test_a_fault_that_never_strikes_is_named(capsys):
     program = PROGRAMS / "planted" / "off_by_one_age.py"
     fixed = ["--set", "fixed=True", "--jobs", "0", "--runs", "2", "--alive", "none"]
     assert serve("fuzz", [str(program), *fixed, "--faults", "slow:0@900s+1s,2"]) == 0
-    assert "never struck, so nothing is known about it: slow" in capsys.readouterr().out
+    assert "never took effect, so nothing is known about it: slow" in capsys.readouterr().out
 
 
 def test_two_processes_find_what_one_finds():

@@ -192,7 +192,7 @@ def test_shards_that_were_not_saved_together_are_refused_in_one_line(tmp_path: P
     }
     cases = [(why, path.read_bytes(), ()) for why, path in foreign.items()]
     cases += [("its checksum is wrong", whole[:-1] + bytes([whole[-1] ^ 1]), ())]
-    cases += [("cannot go on with 9", whole, ("--seed", "9"))]
+    cases += [("cannot continue with seed 9", whole, ("--seed", "9"))]
     for why, data, words in cases:
         shard.write_bytes(data)
         refused = spawn("resume", str(out), "--quiet", *words)

@@ -118,8 +118,8 @@ def test_a_library_that_aborts_as_calls_do_not_fit_is_helped_out(tmp_path, backe
     found = subprocess.run([*line, "--backend", backend], capture_output=True, text=True, timeout=60)
     assert found.returncode != 0
     last = (
-        f"spawnsim: calls do not fit: `spawnsim run {program} --ranks 4` names them, and their lines; "
-        "--check-calls those of collectives\n"
+        f"spawnsim: calls do not fit: `spawnsim run {program} --ranks 4` shows them and their lines; "
+        "--check-calls shows those of collectives\n"
     )
     assert found.stderr.endswith(last)
     if backend == "torch":

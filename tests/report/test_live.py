@@ -380,7 +380,7 @@ def test_what_cannot_be_read_is_told_at_once(tmp_path: Path, capsys: pytest.Capt
             "observe='tensorbord': no such observer; did you mean tensorboard?",
         ),
         (["x"], "a", ParameterError, "there are: live, tensorboard, wandb"),
-        (["live"], None, ParameterError, r"through its run folder: give one \(--out DIR\)"),
+        (["live"], None, ParameterError, r"an observer reads the run folder: give one \(--out DIR\)"),
         (
             ["wandb"],
             "a",

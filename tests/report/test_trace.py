@@ -503,7 +503,7 @@ def test_the_command_line_traces_packs_and_says_what_is_missing(
     assert "replaced" not in capfd.readouterr().err
     assert Path("trace.json").read_text() == "another's"
     assert command(["trace", "run", "run"]) == 0
-    assert "spawnsim: trace: trace.json was there before, and is replaced\n" in capfd.readouterr().err
+    assert "spawnsim: trace: trace.json existed, and was replaced\n" in capfd.readouterr().err
     assert command(["trace", "run", "--out", "packed.json.gz"]) == 0
     assert checked(tmp_path / "packed.json.gz") == entries
     monkeypatch.setattr(perfetto, "LARGE", 100)

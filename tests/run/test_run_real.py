@@ -256,7 +256,7 @@ def test_a_raising_rank_ends_the_job_and_the_folder_is_kept(train: Path, tmp_pat
         r"\nspawnsim: rank 1 of 3 raised ValueError: no such luck \(train.py:\d+\); the job ends\n",
         done.stderr,
     )
-    assert done.stderr.endswith(f"\nspawnsim: what was recorded until then: {tmp_path / 'a'}\n")
+    assert done.stderr.endswith(f"\nspawnsim: recorded until then: {tmp_path / 'a'}\n")
     run = spawnsim.Run.load(tmp_path / "a")
     assert run.outcome == "ValueError: no such luck"
     assert run.table.of_rank(1)["total"].tolist() == [3, 3, 3]
@@ -272,7 +272,7 @@ def test_a_raising_rank_ends_the_job_and_the_folder_is_kept(train: Path, tmp_pat
         (("kill_on=1",), 137, r"rank 1 \(process .*\) was killed by signal 9 \(SIGKILL\)"),
         (
             ("kill_at_exit=1",), 137,
-            r"rank 1 \(process .*\) was killed by signal 9 \(SIGKILL\), after all had been recorded",
+            r"rank 1 \(process .*\) was killed by signal 9 \(SIGKILL\), after all rows had been recorded",
         ),
         (("kill_on=1", "signal=15"), 143, r"rank 1 was told to stop \(SIGTERM\)"),
     ],
@@ -291,7 +291,7 @@ def test_the_outcome_agrees_with_the_status(
     assert (run.totals["ranks"], run.table.of_rank(1)["total"].tolist()) == (2, [1, 1, 1])
     assert not (tmp_path / "a/shards").exists()
     if status > 128 and "after all" not in run.outcome:  # the launcher alone speaks
-        kept = f"spawnsim: {run.outcome}; what was recorded until then: {tmp_path / 'a'}"
+        kept = f"spawnsim: {run.outcome}; recorded until then: {tmp_path / 'a'}"
         assert (done.stdout, done.stderr.splitlines()) == ("", [kept])
 
 
@@ -377,7 +377,7 @@ def test_a_stopped_job_says_so_and_loses_nothing(
     started.send_signal(number)
     out, err = started.communicate(timeout=30)
     assert (started.returncode, out) == (128 + number, "")
-    assert err.splitlines() == [f"spawnsim: {outcome}; what was recorded until then: {place}"]
+    assert err.splitlines() == [f"spawnsim: {outcome}; recorded until then: {place}"]
     run = spawnsim.Run.load(place)
     assert (run.outcome, run.table.rows) == (outcome, 9)
 

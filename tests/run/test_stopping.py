@@ -81,7 +81,7 @@ def test_a_stopped_run_says_so_in_one_line_and_keeps_its_rows(
         started.send_signal(number)
         _, err = started.communicate(timeout=30)
     assert (started.returncode, err) == (
-        128 + number, f"spawnsim: {outcome}; what was recorded until then: {place}\n",
+        128 + number, f"spawnsim: {outcome}; recorded until then: {place}\n",
     )  # fmt: skip
     run = spawnsim.Run.load(place)
     assert (run.outcome, run.table.rows, len(run.events)) == (outcome, ROWS + 1, ROWS)
@@ -201,7 +201,7 @@ def test_a_full_disk_is_named_and_what_it_holds_stays(train: Path, tmp_path: Pat
     assert err.splitlines()[0].startswith(
         f"spawnsim: cannot write {place / 'shards' / 'ranks'}: File too large"
     )
-    assert err.splitlines()[-1] == f"What was recorded until then: {place}"
+    assert err.splitlines()[-1] == f"Recorded until then: {place}"
     assert "Traceback" not in err
     assert spawnsim.Run.load(place).outcome.startswith("StorageError: cannot write")
 
@@ -267,7 +267,7 @@ def test_a_study_stops_at_once_and_goes_on_from_there(
     finished = [path for path in (place / "runs").iterdir() if path.name.startswith("train")]
     assert done <= len(finished) < 10
     word = "interrupted" if number == signal.SIGINT else "stopped by SIGTERM"
-    kept = f"{len(finished)} of 10 runs are done and kept: the same command goes on with the rest"
+    kept = f"{len(finished)} of 10 runs are done and kept: the same command continues with the rest"
     assert (started.returncode, err) == (128 + number, f"spawnsim: {word}; {kept}\n")
 
 

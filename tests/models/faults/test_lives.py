@@ -251,7 +251,7 @@ def test_who_was_left_behind_is_told():
     assert found.outcome == "finished"
     (only,) = found.what["warnings"]
     assert only.startswith(
-        "rank 3 was started again after its death, did not join the others, and ended at 0.35 s: "
+        "rank 3 restarted after its death, did not join the other ranks, and ended at 0.35 s: "
     )
     assert only.endswith("recover() to join the other ranks; and 1 more: events.jsonl names them")
 
