@@ -82,7 +82,7 @@ class AsyncModelAverageAlgorithmImpl:
     def attach(self, bagua_module: torch.nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> None:
         """Average this model from now on, after each step of the last of its optimizers. Collective."""
         if self._module is not None or not optimizers:
-            raise UsageError("give an algorithm that is at work for no other model yet, and at least one optimizer")
+            raise UsageError("give an algorithm that no other model uses yet, and at least one optimizer")
         self._module, self._optimizer = bagua_module, optimizers[0]
         # Before the policy is attached: its background task must not average a model that is still being overwritten.
         for tensor in collect(bagua_module, None, self.policy.travels).values():
@@ -117,7 +117,7 @@ class AsyncModelAverageAlgorithmImpl:
 
     def _check(self, bagua_module: torch.nn.Module) -> None:
         if bagua_module is not self._module:
-            raise UsageError("this algorithm is at work for another model: pass the one that with_bagua returned")
+            raise UsageError("this algorithm serves another model: pass the model that with_bagua returned")
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(None), ()
@@ -141,7 +141,7 @@ def with_bagua(
         process_group: the participating ranks; None: all ranks of the job. (In bagua it is a method's argument.)
     """
     if getattr(model, "bagua_algorithm", None) is not None:
-        raise UsageError("with_bagua: the model has been given an algorithm already")
+        raise UsageError("with_bagua: the model already has an algorithm")
     implementation = algorithm.reify(process_group)
     implementation.attach(model, optimizers)
     model.bagua_algorithm = implementation  # type: ignore[assignment]  # a module's attributes may be anything

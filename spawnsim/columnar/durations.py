@@ -66,7 +66,7 @@ class Durations:
         noises = sum(isinstance(straggler, Noise) for straggler, _ in model.causes())
         if streams == "ranks" and 8.0 * noises * ranks * blocks > KEPT_B:
             raise ParameterError(
-                f"{ranks:,} ranks with streams of their own keep {8e-9 * noises * ranks * blocks:,.0f} GB for "
+                f"{ranks:,} ranks with their own streams keep {8e-9 * noises * ranks * blocks:,.0f} GB for "
                 f'{blocks:,} blocks: draw for all of them at once (streams="bulk", --set streams=bulk)'
             )
         self._base = np.full(ranks, model.base.duration_s)

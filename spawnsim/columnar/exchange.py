@@ -42,11 +42,13 @@ def check_policy(policy: SpawnPolicy) -> None:
     """Raise `UnsupportedError` for options whose effect on models would differ from virtual ranks."""
     if isinstance(policy, AsyncSelectiveAveragingPolicy) and policy.replacement.builder is not None:
         raise UnsupportedError(
-            f"columnar: {type(policy).__name__} with a model_builder: give None, by which a replaced rank keeps its "
+            f"columnar: {type(policy).__name__} with a model_builder: give None, with which a replaced rank keeps its "
             "optimizer, with new values"
         )
     if travels_of(policy).settings:
-        raise UnsupportedError("columnar: settings that travel with the optimizer's state have no columns")
+        raise UnsupportedError(
+            "columnar: settings that travel with the optimizer's state have no form over columns"
+        )
 
 
 def _travelling(models: Rows, travels: StateScope, *, state: bool) -> dict[str, Tensor]:

@@ -178,8 +178,8 @@ class Turn(ABC):
             self.group.meet(operation, nbytes)
             return
         self.notes[
-            f"the first meeting of {self.group.size:,} ranks {what}, which takes a step for each rank: left out of the "
-            f'times; {operation} = "{_OTHERS[operation]}" in [collectives] takes it in'
+            f"the first meeting of {self.group.size:,} ranks {what}, which takes a step for each rank: its time is not "
+            f'included; {operation} = "{_OTHERS[operation]}" in [collectives] includes it'
         ] = None
 
     @abstractmethod
@@ -249,7 +249,7 @@ class OuterTurn(Turn):
                 )
             self._met = group.size
         if begin:
-            self._meet_once("bcast", self._whole_nbytes, "takes over the first one's model in a Bcast")
+            self._meet_once("bcast", self._whole_nbytes, "copies the first rank's model in a Bcast")
             models.begin_together(group.at, self._policy)
         else:
             group.meet("allreduce", self.nbytes)
@@ -409,9 +409,9 @@ def turn_of(
     if isinstance(policy, AsyncSelectiveAveragingPolicy) and act is AsyncSelectiveAveragingPolicy.act:
         return SelectiveTurn(policy, group, int(nbytes), seed=seed, streams=streams)
     raise UnsupportedError(
-        f"columnar: {kind.__name__} has no turn over columns (AverageAllPolicy, OuterOptimizerPolicy and "
-        "AsyncSelectiveAveragingPolicy have): its ranks act each at its own time, or on messages. Run it on virtual "
-        "ranks: spawnsim.run(main, ranks=...)"
+        f"columnar: {kind.__name__} has no form over columns (AverageAllPolicy, OuterOptimizerPolicy and "
+        "AsyncSelectiveAveragingPolicy have): each of its ranks acts at its own time, or on messages. Run it "
+        "on virtual ranks: spawnsim.run(main, ranks=...)"
     )
 
 
@@ -458,7 +458,7 @@ def _check_rules(rules: Rules) -> None:
     for is_so, what in refused:
         if is_so:
             raise UnsupportedError(
-                f"columnar: {what} has no form over columns: it decides on one object a rank. "
+                f"columnar: {what} has no form over columns: it decides on one object per rank. "
                 "Run the policy on virtual ranks, or give it a method `columns` as `rules.selection.WorstRatio` has"
             )
 

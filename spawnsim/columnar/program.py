@@ -39,13 +39,13 @@ def seat_of(model: nn.Module, optimizer: torch.optim.Optimizer, rank: int) -> Se
         seat = Seat(model, optimizer)
         if seat.rule is None:
             raise Ungroupable(
-                f"its optimizer is {type(optimizer).__name__}, or has hooks or settings of its own"
+                f"its optimizer is {type(optimizer).__name__}, or has its own hooks or settings"
             )
         if optimizer.state:
             raise Ungroupable("its optimizer has made steps already")
         if hasattr(optimizer.step, "_wrapped_by_lr_sched"):
             raise Ungroupable(
-                "a scheduler moves its learning rate, which columns have as Training(schedule=...)"
+                "a scheduler changes its learning rate: over columns use Training(schedule=...)"
             )
     except Ungroupable as why:
         raise UnsupportedError(
@@ -91,7 +91,7 @@ def version(tensor: Tensor) -> int:
 
 
 # ---------------------------------------------------------------------------------------------------------- errors
-class told_of:  # noqa: N801 - used like a function
+class errors_of:  # noqa: N801 - used like a function
     """Convert errors raised by a function of the program to `ProgramError`, with function, rank and iteration.
 
     A class, since every batch of every rank is drawn within one: a generator takes four times as long.

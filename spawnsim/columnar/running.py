@@ -121,16 +121,16 @@ class _Circumstances:
         platform.check(self.ranks)
         if platform.cores is not None and platform.crowded(self.ranks):
             raise UnsupportedError(
-                f"columnar: {self.ranks} ranks share {platform.cores.count} cores of a node: when a block ends then "
-                "depends on all that others do; run it on virtual ranks, or leave cores out of the platform"
+                f"columnar: {self.ranks} ranks share {platform.cores.count} cores of a node: the end of a block "
+                "then depends on all other ranks; run it on virtual ranks, or leave cores out of the platform"
             )
         plan = FaultPlan.parse(self.faults, seed=self.seed, ranks=self.ranks, network=platform.network)
         plan.check(self.ranks)
         other = [fault.kind for fault in plan.faults if not isinstance(fault, (Crash, Pause, SlowDown))]
         if other:
             raise UnsupportedError(
-                f"columnar: a fault of kind {other[0]!r} strikes single messages, or begins a program anew: crash, "
-                "pause and slow are what columns have; run it on virtual ranks"
+                f"columnar: a fault of kind {other[0]!r} affects single messages, or restarts a program: columns "
+                "support crash, pause and slow; run it on virtual ranks"
             )
         return platform, plan, platform.compute_model(self.compute, self.stragglers)
 
@@ -308,17 +308,17 @@ class _Running:
         before = group.traffic.messages, group.traffic.nbytes
         decision = self.turn.act(iteration, metrics, self.models)
         self.replaced += 0 if decision is None else len(decision.replaced)
-        told = Round(
+        done = Round(
             iteration, group.world(), entered_s[at], cards.clock[at].copy(), metrics[at], decision, died,
             group.traffic.messages - before[0], group.traffic.nbytes - before[1],
         )  # fmt: skip
-        self.kept.round(told, self.left_s[at])
+        self.kept.round(done, self.left_s[at])
         self.kept.rows(iteration, entered_s, self.left_s, (cards.clock, metrics, decision), more=more)
         self.left_s[:] = cards.clock
         parts = [cards.clock] if decision is None else [cards.clock, decision.replaced, decision.donors]
         self.digest.update(str([checksum(part) for part in parts]).encode())
         if self.on_round is not None:
-            self.on_round(told)
+            self.on_round(done)
 
     def _train(self, iteration: int) -> None:
         """Train all ranks up to an iteration, inclusive."""
@@ -430,24 +430,24 @@ class _Kept:
             }
         )
 
-    def round(self, told: Round, since_s: Floats) -> None:
+    def round(self, done: Round, since_s: Floats) -> None:
         """Add the events of a turn."""
-        wait_s, compute_s = told.left_s - told.entered_s, told.entered_s - since_s
-        metrics = np.empty(0) if told.metrics is None else told.metrics
+        wait_s, compute_s = done.left_s - done.entered_s, done.entered_s - since_s
+        metrics = np.empty(0) if done.metrics is None else done.metrics
         if not np.isfinite(metrics.sum()):  # a sum is faster than a check of each metric
             metrics = metrics[np.isfinite(metrics)]
-        first = int(told.members[0])
+        first = int(done.members[0])
         self.recorder.event(
             first,
-            float(told.left_s.max()),
+            float(done.left_s.max()),
             "round",
             {
-                "iteration": told.iteration,
-                "alive": len(told.members),
-                "died": len(told.died),
-                "replaced": 0 if told.decision is None else len(told.decision.replaced),
-                "messages": told.messages,
-                "bytes": told.nbytes,
+                "iteration": done.iteration,
+                "alive": len(done.members),
+                "died": len(done.died),
+                "replaced": 0 if done.decision is None else len(done.decision.replaced),
+                "messages": done.messages,
+                "bytes": done.nbytes,
                 "compute_mean_s": float(compute_s.mean()),
                 "compute_max_s": float(compute_s.max()),
                 "wait_mean_s": float(wait_s.mean()),
@@ -455,31 +455,31 @@ class _Kept:
                 **({} if not metrics.size else _spread(metrics)),
             },
         )
-        if told.decision is not None:
-            self._replacements(told, told.decision)
+        if done.decision is not None:
+            self._replacements(done, done.decision)
 
-    def _replacements(self, told: Round, decision: Decision) -> None:
+    def _replacements(self, done: Round, decision: Decision) -> None:
         ends = np.cumsum(decision.counts)
         for index in np.flatnonzero(self._sampled[decision.replaced]).tolist():
             rank, edges = (
                 int(decision.replaced[index]),
                 slice(int(ends[index] - decision.counts[index]), int(ends[index])),
             )
-            place = int(np.searchsorted(told.members, rank))
-            donors, left_s = decision.donors[edges], float(told.left_s[place])
+            place = int(np.searchsorted(done.members, rank))
+            donors, left_s = decision.donors[edges], float(done.left_s[place])
             own = {
-                "iteration": told.iteration,
+                "iteration": done.iteration,
                 "round": decision.round,
                 "replaced": rank,
                 "donors": donors,
                 "weights": decision.weights[edges],
-                "versions": [told.iteration] * len(donors),
-                "asked": told.iteration,
-                "metric": None if told.metrics is None else float(told.metrics[place]),
+                "versions": [done.iteration] * len(donors),
+                "asked": done.iteration,
+                "metric": None if done.metrics is None else float(done.metrics[place]),
                 "low": decision.low,
                 "high": decision.high,
                 "bytes": len(donors) * self._nbytes,
-                "wait_s": left_s - float(told.entered_s[place]),
+                "wait_s": left_s - float(done.entered_s[place]),
             }
             self.recorder.event(rank, left_s, self._kind, own | dict(self._how))
 

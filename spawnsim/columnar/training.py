@@ -21,6 +21,7 @@ from spawnsim.columnar.models import Models
 from spawnsim.columnar.program import (
     Generators,
     built,
+    errors_of,
     generators_kept,
     in_words,
     kind_of,
@@ -28,7 +29,6 @@ from spawnsim.columnar.program import (
     refused,
     rows_of,
     seat_of,
-    told_of,
     version,
 )
 from spawnsim.columnar.rows import WEIGHTS, Members, at
@@ -165,9 +165,9 @@ class Trained(Models):
         for rank in range(self._ranks):
             streams = Streams(self._seed, rank)
             with generators_kept(), seeded(streams):
-                with told_of(how.build, rank):
+                with errors_of(how.build, rank):
                     model, optimizer = built(how.build(streams), rank)
-                with told_of(how.data, rank):
+                with errors_of(how.data, rank):
                     self._data.append(iter(how.data(streams, rank, self._ranks)))
             seat = seat_of(model, optimizer, rank)
             own = kind_of(seat)
@@ -176,8 +176,8 @@ class Trained(Models):
                 self._rows = rows_of(seat, self._ranks)
             if own != kind:
                 raise UnsupportedError(
-                    f"columnar: the model or optimizer of rank {rank} differs from that of rank 0 in more than weights "
-                    "and learning rates: run it on virtual ranks, which form groups"
+                    f"columnar: the model or optimizer of rank {rank} differs from those of rank 0 in more "
+                    "than weights and learning rates: run it on virtual ranks, which form groups"
                 )
             named = dict(model.named_parameters())
             for place in self._rows.plan.places:
@@ -306,14 +306,14 @@ class Trained(Models):
         rates = [self._rates[rank] for rank in ranks]
         if self._how.schedule is None:
             return rates
-        with told_of(self._how.schedule, iteration=iteration):
+        with errors_of(self._how.schedule, iteration=iteration):
             factor = float(self._how.schedule(iteration))
         return [tuple([factor * each for each in own]) for own in rates]
 
     def _staged(self, ranks: Sequence[int], iteration: int) -> list[Tensor]:
         """Return the next batches of some ranks, stacked: one tensor (ranks, ...) for each input."""
         batches, versions = [], []
-        with told_of(self._how.data, iteration=iteration) as about:
+        with errors_of(self._how.data, iteration=iteration) as about:
             for rank in ranks:
                 about.rank = rank
                 batch = next(self._data[rank], ENDED)
@@ -323,13 +323,13 @@ class Trained(Models):
                 versions.append([*map(version, batch)])
         changed = [
             rank
-            for rank, batch, told in zip(ranks, batches, versions, strict=True)
-            if [*map(version, batch)] != told
+            for rank, batch, before in zip(ranks, batches, versions, strict=True)
+            if [*map(version, batch)] != before
         ]
         if changed:
             raise UsageError(
-                f"columnar: the batch of rank {changed[0]} in iteration {iteration} was overwritten while those of "
-                "other ranks were drawn: yield tensors that they do not share"
+                f"columnar: the batch of rank {changed[0]} in iteration {iteration} was overwritten while the "
+                "batches of other ranks were drawn: yield tensors that ranks do not share"
             )
         try:
             return [torch.stack(column).detach() for column in zip(*batches, strict=True)]
@@ -343,7 +343,7 @@ class Trained(Models):
         """Return a new step for inputs of these shapes; raise an error with the reason if it cannot be vectorized."""
         how, model = self._how, self._of_rank(0)
         name = name_of(how.loss)
-        with told_of(how.loss):  # raise the program's own errors before vmap refuses the function
+        with errors_of(how.loss):  # raise the program's own errors before vmap refuses the function
             loss: Any = as_outputs(how.loss(model, *[each.clone() for each in inputs]))[0]
         if not isinstance(loss, Tensor) or loss.dim() or not loss.requires_grad:
             raise UsageError(
@@ -382,7 +382,7 @@ class Trained(Models):
         if score is None:
             return None
         model = self._of_rank(0)
-        with told_of(score), torch.no_grad():
+        with errors_of(score), torch.no_grad():
             found = as_outputs(score(copy.deepcopy(model)))
         value: Any = found[0]
         if len(found) > 1 or not isinstance(value, Tensor) or value.dim():
@@ -442,8 +442,8 @@ class Trained(Models):
         rates = {own[0] for own in self._rates_of(ranks, iteration)} if policy.inner_lr else {1.0}
         if len(rates) > 1:
             raise UsageError(
-                f"columnar: {type(policy).__name__} with inner_lr, and ranks whose learning rates differ: each would "
-                "have global weights of its own"
+                f"columnar: {type(policy).__name__} with inner_lr, and ranks whose learning rates differ: "
+                "each would have its own global weights"
             )
         exchange.step_together(self._rows, members, policy, outer=self._outer, scale=rates.pop())
 
@@ -480,8 +480,8 @@ def _as_tensors(batch: Any, rank: int, iteration: int) -> tuple[Tensor, ...]:
     """Return a batch of tensors as a tuple; raise `UsageError` for any other batch."""
     if batch is ENDED:
         raise UsageError(
-            f"columnar: the batches of rank {rank} have come to their end before iteration {iteration}: let "
-            "data(rng, rank, size) go on without end, as itertools.cycle does"
+            f"columnar: the batches of rank {rank} ended before iteration {iteration}: let "
+            "data(rng, rank, size) yield batches without end, as itertools.cycle does"
         )
     found = (batch,) if isinstance(batch, Tensor) else batch
     if not isinstance(found, (tuple, list)) or not all(isinstance(each, Tensor) for each in found):

@@ -35,7 +35,7 @@ Array = NDArray[Any]
 _PAIRS: Final = {
     datatype.dtype: datatype for datatype in BY_NAME.values() if datatype and datatype.family == "pair"
 }
-READ_ONLY = "the receiving buffer is read-only: pass memory that can be written"
+READ_ONLY = "the receiving buffer is read-only: pass writable memory"
 
 
 class Buffer:
@@ -356,7 +356,7 @@ def _datatype(memory: Array | None, kind: Any) -> Datatype:
         return Datatype.fromcode(kind)
     if kind is not None:
         if not isinstance(kind, Datatype):
-            raise SpecTypeError(f"{kind!r} is no datatype: pass a Datatype or a typecode such as 'd'")
+            raise SpecTypeError(f"{kind!r} is not a datatype: pass a Datatype or a typecode such as 'd'")
         # MPI: only committed types may communicate. Real libraries crash or send garbage without it.
         if kind and not kind.committed:
             raise CallError(ERR_TYPE, "the datatype has not been committed: call its Commit() first")
@@ -446,7 +446,9 @@ def _inferred(nbytes: int, datatype: Datatype, blocks: int) -> int:
     if extent <= 0:
         raise ParameterError("cannot infer a count: the datatype is null or has no extent; pass the count")
     if nbytes % extent:
-        raise ParameterError(f"cannot infer a count: {nbytes} bytes are no multiple of the extent, {extent}")
+        raise ParameterError(
+            f"cannot infer a count: {nbytes} bytes are not a multiple of the extent, {extent}"
+        )
     if nbytes // extent % blocks:
         raise ParameterError(
             f"cannot infer a count: {nbytes // extent} elements do not divide into {blocks} blocks"

@@ -293,7 +293,7 @@ class Datatype(Constructors):
     def Get_contents(self) -> tuple[list[int], list[int], list[int], list[Datatype]]:
         self.live()
         if self.recipe.name == "NAMED":
-            raise CallError(ERR_TYPE, f"{self._name} was not made of others: it has no contents")
+            raise CallError(ERR_TYPE, f"{self._name} was not made from other datatypes: it has no contents")
         return self.recipe.contents()
 
     def decode(self) -> tuple[Datatype, str, dict[str, Any]]:
@@ -361,7 +361,7 @@ class Datatype(Constructors):
         packed, target = as_bytes(flat(inbuf)), as_bytes(flat(outbuf))
         nbytes = self._whole(len(target)) * self.size
         if position + nbytes > len(packed):
-            raise Truncated(message=f"{nbytes} bytes are wanted at position {position} of {len(packed)}")
+            raise Truncated(message=f"{nbytes} bytes are requested at position {position} of {len(packed)}")
         self.layout.scatter(_room(outbuf, 0, len(target)), packed[position : position + nbytes])
         return position + nbytes
 
@@ -391,7 +391,7 @@ def _room(buffer: Any, position: int, nbytes: int) -> Bytes:
             message=f"{nbytes} bytes at position {position} do not fit a buffer of {len(out)} bytes"
         )
     if not out.flags.writeable:
-        raise SpecBufferError("the packed bytes go to a read-only buffer: pass memory that can be written")
+        raise SpecBufferError("the packed bytes go to a read-only buffer: pass writable memory")
     return out[position : position + nbytes]
 
 

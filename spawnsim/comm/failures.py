@@ -262,7 +262,7 @@ ABSENT: Final[dict[str, dict[str, str]]] = {
         "Session SESSION_NULL": "use MPI.COMM_WORLD",
         "Grequest": "send a message to the rank itself, and wait for its receive",
         "Add_error_class Add_error_code Add_error_string Remove_error_class Remove_error_code Remove_error_string":
-            "raise an exception of your own",
+            "raise your own exception",
         "Get_abi_version Get_abi_info Get_abi_fortran_info Get_hw_resource_info _sizeof _addressof _handleof "
         "_datatype_create _datatype_decode": _HANDLES,
     },
@@ -278,7 +278,7 @@ ABSENT: Final[dict[str, dict[str, str]]] = {
     "Named": {"Create_errhandler": "errors are exceptions: catch MPI.Exception"},
     "Comm": {
         "Join": _PROCESSES,
-        "Ishrink": "the survivors are known when they have met; use Shrink",
+        "Ishrink": "the survivors are known only after they have met; use Shrink",
     },
     "Intracomm": {"Spawn Spawn_multiple Accept Connect": _PROCESSES},
     "Intercomm": {

@@ -86,7 +86,7 @@ def borrow(obj: Any, bf16: np.dtype[Any]) -> Borrowed:
         place = _pointer(capsule, name)
     except ValueError:
         raise SpecBufferError(
-            "the DLPack capsule is of another version than asked for, or was used before"
+            "the DLPack capsule has another version than requested, or was used before"
         ) from None
     # The capsule has to go before its exporter, since it may call back into it.
     held = (obj, capsule)  # a tuple releases its last item first
@@ -295,7 +295,7 @@ def flat(obj: Any) -> NDArray[Any]:
     except TypeError:
         if not hasattr(obj, "__dlpack__"):
             raise SpecTypeError(
-                f"{type(obj).__name__} is no buffer: pass an array, a tensor or bytes"
+                f"{type(obj).__name__} is not a buffer: pass an array, a tensor or bytes"
             ) from None
         return _dlpack(obj)
     except ValueError:
@@ -356,11 +356,11 @@ def _torch(tensor: Any) -> NDArray[Any]:
 
 def _dlpack(obj: Any) -> NDArray[Any]:
     """Return the memory behind `__dlpack__`. The array keeps the capsule alive, and its exporter even longer."""
-    lent = borrow(obj, BF16)
-    found = at_address(lent.place, lent.count * lent.dtype.itemsize, lent.owner)
-    if lent.readonly:
+    borrowed = borrow(obj, BF16)
+    found = at_address(borrowed.place, borrowed.count * borrowed.dtype.itemsize, borrowed.owner)
+    if borrowed.readonly:
         found.flags.writeable = False
-    return found.view(lent.dtype)
+    return found.view(borrowed.dtype)
 
 
 def as_bytes(array: NDArray[Any]) -> Bytes:

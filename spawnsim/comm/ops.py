@@ -232,8 +232,8 @@ class Op(Handle):
                 with np.errstate(all="ignore"):  # see `quiet`
                     self._combine(invec, inoutvec)
         elif datatype is None or datatype.dense or datatype.dtype is not None:
-            told = datatype or BY_DTYPE.get(inoutvec.dtype, BYTE)
-            self.function(as_bytes(invec).view(buffer), as_bytes(inoutvec).view(buffer), told)
+            kind = datatype or BY_DTYPE.get(inoutvec.dtype, BYTE)
+            self.function(as_bytes(invec).view(buffer), as_bytes(inoutvec).view(buffer), kind)
         else:
             self._reduce_sparse(invec, inoutvec, datatype)
         return inoutvec

@@ -160,7 +160,7 @@ def advise(
     runs = len(cases) * len(seeds) + len(settings)
     require_short(takes, runs, case.ranks)
     if runs * sum(takes.values()) > LONG_S:
-        say(_told_long(takes, runs))
+        say(_duration_note(takes, runs))
     rows = [_judged(cases, choice, seeds, settings) for choice in noted(choices)]
     policies = dict.fromkeys(each.policy for each in choices)
     rows.sort(key=lambda row: (-row.goodput, row.choice.every, row.choice.policy))
@@ -170,13 +170,13 @@ def advise(
     return Advice(tuple(rows), even, target, tuple(networks), len(seeds))
 
 
-def _told_long(takes: Mapping[Choice, float], runs: int) -> str:
+def _duration_note(takes: Mapping[Choice, float], runs: int) -> str:
     """Return a line with the time of all runs, and with the policies that take most of it."""
     whole_s, shares = runs * sum(takes.values()), dict[str, float]()
     for choice, each_s in takes.items():
         shares[choice.policy] = shares.get(choice.policy, 0.0) + runs * each_s / whole_s
-    told = sorted(shares.items(), key=lambda item: -item[1])
-    most = ", ".join(f"{name} {share:.0%}" for name, share in told if share > 0.1)
+    ranked = sorted(shares.items(), key=lambda item: -item[1])
+    most = ", ".join(f"{name} {share:.0%}" for name, share in ranked if share > 0.1)
     return f"about {whole_s / 60:.0f} min of a core: {most}; --seeds 1, or fewer of --every or --policy, take less"
 
 
@@ -186,9 +186,10 @@ def require_short(takes: Mapping[Choice, float], runs: int, ranks: int) -> None:
     if whole_s > MOST_S:
         longest = max(takes, key=lambda choice: takes[choice])
         raise ParameterError(
-            f"{longest}: its runs of {ranks:,} ranks ({runs:,}) would take about {runs * takes[longest] / 3600:,.3g} h "
-            f"of a core, those of all choices {whole_s / 3600:,.3g} h; advice takes {MOST_S / 3600:g} h at most: ask "
-            "for fewer steps (every x rounds), seeds or ranks, or a smaller model, or leave this policy out"
+            f"{longest}: its runs of {ranks:,} ranks ({runs:,}) would take about "
+            f"{runs * takes[longest] / 3600:,.3g} h of a core, and all choices together {whole_s / 3600:,.3g} "
+            f"h; advice allows {MOST_S / 3600:g} h at most: ask for fewer steps (every x rounds), seeds or "
+            "ranks, or a smaller model, or leave this policy out"
         )
 
 
@@ -326,7 +327,7 @@ def _sentences(advice: Advice) -> Iterator[str]:
     seeds, models = counted(advice.seeds, "seed"), counted(len(advice.models), "network model")
     yield f"intervals: least to largest of {seeds} x {models}"
     for group in _groups(advice.rows):
-        yield f"cannot be told apart: {', '.join(map(str, group))}"
+        yield f"indistinguishable: {', '.join(map(str, group))}"
     for policy in sorted({row.choice.policy for row in advice.rows}):
         yield f"{policy}: {_often(advice, policy)}"
     careful = [_in_effect(advice.rows[place]) for place in advice.careful()]
@@ -355,7 +356,7 @@ def _often(advice: Advice, policy: str) -> str:
     if not late:
         return "ranks do not wait for models, and exchange as often as asked"
     most = min(row.every for row in rows)
-    return f"ranks do not wait for models; exchanges asked for more often than every {most:.0f} steps are left out"
+    return f"ranks do not wait for models; requests to exchange more often than every {most:.0f} steps are left out"
 
 
 def _groups(rows: Sequence[Row]) -> Iterable[tuple[int, ...]]:
@@ -378,7 +379,7 @@ def _groups(rows: Sequence[Row]) -> Iterable[tuple[int, ...]]:
 RANKS = 8
 STEP_S = 4e-4  # seconds of one core for a step of one rank
 SKEW = 0.3
-LOOKS = 25  # accuracy measurements in a run
+MEASUREMENTS = 25  # accuracy measurements in a run
 
 
 class Need(NamedTuple):
@@ -408,9 +409,9 @@ def converge(case: Case, advice: Advice, *, steps: int, seeds: Sequence[int]) ->
     """
     choices = [row.choice for row in advice.rows]
     longest = max(choice.every for choice in choices)
-    if steps < max(LOOKS, longest):
+    if steps < max(MEASUREMENTS, longest):
         raise ParameterError(
-            f"--train {steps}: give at least {LOOKS} steps, and as many as the rarest exchange, {longest}"
+            f"--train {steps}: give at least {MEASUREMENTS} steps, and as many as the rarest exchange, {longest}"
         )
     ranks = min(case.ranks, RANKS)
     require_short(dict.fromkeys(choices, ranks * steps * STEP_S), len(seeds), ranks)
@@ -419,21 +420,21 @@ def converge(case: Case, advice: Advice, *, steps: int, seeds: Sequence[int]) ->
     for choice in dict.fromkeys(plain.values()):
         for seed in seeds:
             known[choice, seed] = _accuracies(case, choice, steps, seed)
-    looks = _looks(steps)
+    measured_at = _measured_at(steps)
     needs = {}
     for choice in choices:
         found = []
         for seed in seeds:
             # Accuracies are compared within one seed, where shards and batches are the same.
             target = min(max(known[other, seed]) for other in plain.values())
-            reached = zip(looks, known[plain[choice], seed], strict=True)
+            reached = zip(measured_at, known[plain[choice], seed], strict=True)
             found.append(next(at for at, value in reached if value >= target))
         needs[choice] = Need(float(median(found)), float(min(found)), float(max(found)))
     return needs
 
 
-def _looks(steps: int) -> list[int]:
-    return sorted({round(steps * (place + 1) / LOOKS) for place in range(LOOKS)})
+def _measured_at(steps: int) -> list[int]:
+    return sorted({round(steps * (place + 1) / MEASUREMENTS) for place in range(MEASUREMENTS)})
 
 
 def _accuracies(case: Case, choice: Choice, steps: int, seed: int) -> list[float]:
@@ -441,7 +442,7 @@ def _accuracies(case: Case, choice: Choice, steps: int, seed: int) -> list[float
     from spawnsim.policies.rules.merging import blocks
     from spawnsim.workloads import Digits
 
-    looks = set(_looks(steps))
+    measured_at = set(_measured_at(steps))
     case = replace(case, step_s=1.0)
 
     def main(comm: Any) -> None:
@@ -453,14 +454,14 @@ def _accuracies(case: Case, choice: Choice, steps: int, seed: int) -> list[float
             with comm.compute(case.step_s):
                 loss = digits.step(model, optimizer)
             model, optimizer, _ = policy(step, model, optimizer, local_metric=loss, group=comm)
-            if step in looks:
+            if step in measured_at:
                 comm.record(step=step, accuracy=digits.accuracy(model))
         policy.shutdown()
 
     # A network without cost: steps count, not seconds.
     network = Switch(Hockney(1e-6, 1e12))
     table = run(main, ranks=min(case.ranks, RANKS), platform=network, seed=seed).table
-    return [float(np.mean(table["accuracy"][table["step"] == at])) for at in sorted(looks)]
+    return [float(np.mean(table["accuracy"][table["step"] == at])) for at in sorted(measured_at)]
 
 
 def by_time(

@@ -292,9 +292,9 @@ def _over_columns(case: Case, choice: Choice, seed: int) -> Timed:
     computed_s, left_s = np.zeros(case.ranks), np.zeros(case.ranks)
     steps = case.rounds * choice.every
 
-    def note(told: columnar.Round) -> None:
-        computed_s[told.members] += told.entered_s - left_s[told.members]
-        left_s[told.members] = told.left_s
+    def note(done: columnar.Round) -> None:
+        computed_s[done.members] += done.entered_s - left_s[done.members]
+        left_s[done.members] = done.left_s
 
     found = columnar.run(
         policy_of(choice, case, first=0),

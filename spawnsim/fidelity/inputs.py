@@ -225,7 +225,7 @@ def read_kineto(paths: Sequence[Path]) -> Trace:
         rank = info.get("rank", place)
         if not isinstance(rank, int) or rank in rows:
             raise ParameterError(
-                f"{path}: distributedInfo.rank is {rank!r}, which is no rank, or another file's"
+                f"{path}: distributedInfo.rank is {rank!r}, which is not a rank, or belongs to another file"
             )
         rows[rank] = _steps_s(
             path, [event for event in events if isinstance(event, dict) and event.get("ph") == "X"]

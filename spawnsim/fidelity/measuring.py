@@ -249,11 +249,12 @@ def doubts(ranks_per_node: int, cores: int, load: float) -> list[str]:
     found = []
     if ranks_per_node > cores:
         found.append(
-            f"{ranks_per_node} ranks share {cores} cores: calls wait for a core now and then, and vary for it"
+            f"{ranks_per_node} ranks share {cores} cores: calls sometimes wait for a core, so their times vary"
         )
     if load > cores + 0.5:
         found.append(
-            f"load {load:.1f} on {cores} cores before the start: others compute here too, and will be measured"
+            f"load {load:.1f} on {cores} cores before the start: other programs compute here too, and will "
+            "affect the measurement"
         )
     return found
 

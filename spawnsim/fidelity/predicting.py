@@ -245,7 +245,7 @@ def read_cases(path: Path) -> list[Validated]:
         return [Validated(str(case["name"]), tuple(map(_row, case["rows"]))) for case in document["cases"]]
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise ParameterError(
-            f"{path}: not what validate --json prints of several programs ({error!r})"
+            f"{path}: not the output of validate --json for several programs ({error!r})"
         ) from error
 
 

@@ -222,7 +222,7 @@ class AsyncModelAveragePolicy(SpawnPolicy):
         self._warm_up, self._started = WarmUp(self.warmup_steps, self.travels), False
         self.pace = Pace(sync_interval_ms / 1000, patience_s)
         self._averagings = 0  # on earlier communicators
-        self._told = 0  # averagings up to the latest call
+        self._counted = 0  # averagings up to the latest call
         self._wanted = True
         self._background = background
         self._began_s = math.inf  # when averaging by the clock began
@@ -253,8 +253,8 @@ class AsyncModelAveragePolicy(SpawnPolicy):
             self._start(averaging)
         sent = averaging.endpoint.counts["bytes_sent"]
         averaging.engine.progress()
-        info["averaged_this_iteration"] |= self.num_averagings > self._told  # here, or in the background since
-        self._told = self.num_averagings
+        info["averaged_this_iteration"] |= self.num_averagings > self._counted  # here, or in the background since
+        self._counted = self.num_averagings
         info["bytes"] += averaging.endpoint.counts["bytes_sent"] - sent
         return model, optimizer
 
@@ -445,6 +445,6 @@ class AsyncModelAveragePolicy(SpawnPolicy):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         super().load_state_dict(state)
-        self._averagings = self._told = int(state["num_averagings"])
+        self._averagings = self._counted = int(state["num_averagings"])
         self._wanted, self._before = bool(state["wanted"]), Counter(state.get("met", {}))
         self._warm_up.left = int(state.get("warm_up_left", self._warm_up.left))

@@ -83,8 +83,8 @@ class _Use:
         """Yield the warnings for the end of the program."""
         if self.needs_shutdown:
             yield (
-                "shutdown() was not called, so that what was under way at the end was dropped: call it after the "
-                "training loop, or put the loop into `with policy:`"
+                "shutdown() was not called, so messages and averages still under way at the end were "
+                "dropped: call it after the training loop, or put the loop into `with policy:`"
             )
         if sentence := _never_due(self.cadence, self.last):
             yield sentence
@@ -209,8 +209,8 @@ class SpawnPolicy:
                 )
             if acted[0] is not model and not _trains(*acted):
                 raise UsageError(
-                    f"{type(self).__name__}.act returned a new model, of which the optimizer that it returned has no "
-                    "parameter, so that nothing would train it: make a new optimizer with it, or change the model in "
+                    f"{type(self).__name__}.act returned a new model, but the returned optimizer lacks its "
+                    "parameters, so nothing would train it: make a new optimizer with it, or change the model in "
                     "place"
                 )
             if acted[0] is not model:
@@ -248,8 +248,8 @@ class SpawnPolicy:
         if ignored and not self._warned:
             self._warned = True
             logger.warning(
-                "%s: %s passes the %s that an earlier call has replaced, so that training goes on with the old state: "
-                "rebind what each call returns, model, optimizer, info = policy(...)",
+                "%s: %s passes the %s that an earlier call has replaced, so training continues with the old state: "
+                "rebind the results of each call, model, optimizer, info = policy(...)",
                 type(self).__name__, _line_of_the_program(), " and the ".join(ignored),
             )  # fmt: skip
 

@@ -108,7 +108,8 @@ class DecentralizedAveragingPolicy(SpawnPolicy):
         self.travels = travels if travels is not None else StateScope()
         if self.travels.optimizer_state in ("copy", "reset"):
             raise ParameterError(
-                f"optimizer_state={self.travels.optimizer_state!r}: averaging in groups keeps or averages it"
+                f"optimizer_state={self.travels.optimizer_state!r}: averaging in groups keeps or averages "
+                "optimizers; give keep or average"
             )
         self.asynchronous, self.load_state, self.weight = asynchronous, load_state, weight
         self.num_averagings = self.num_partial = 0

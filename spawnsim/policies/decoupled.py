@@ -28,7 +28,7 @@ from spawnsim.policies.state.layout import assign
 from spawnsim.policies.state.outer import FlatFloats, Fragment, OuterSGD, radial_directional_mean
 
 POLL_S = 1e-3  # between two attempts while another task of the rank merges
-LOOK_S = 0.25  # longest time between two checks for deaths and for the stop flag
+CHECK_S = 0.25  # longest time between two checks for deaths and for the stop flag
 ANSWER_S = 5.0  # longest wait of a checkpoint for answers to the pushes of all ranks: they may be lost
 STEPS = 9  # number of latest steps from which a rank takes its step time
 # A leaving rank notifies this many of the lowest ranks: the next merging rank is among them, and notifies all others.
@@ -196,7 +196,7 @@ class DecoupledDiLoCoPolicy(GlobalWeightsPolicy):
     def _leave(self) -> None:
         if self._learner is not None:
             # At a checkpoint no rank leaves. A rank notified of a leave would exclude the sender afterwards.
-            self.merged = self._learner.leave(tell=not self._draining)
+            self.merged = self._learner.leave(notify=not self._draining)
             self._learner = None
 
     def state_dict(self) -> dict[str, Any]:
@@ -238,7 +238,7 @@ class Learner:
         far = fragments[0].weights.device == META
         self.endpoint.allocate = phantom_memory if far else new_memory
         self.engine = ProgressEngine(
-            self.endpoint, self, poll_interval_s=POLL_S, background_wait_s=LOOK_S, death_check_s=LOOK_S
+            self.endpoint, self, poll_interval_s=POLL_S, background_wait_s=CHECK_S, death_check_s=CHECK_S
         )
         self._unanswered: set[int] = set()  # fragments
         self.inbox: dict[int, tuple[Any, int]] = {}  # by fragment: new weights, number of merged learners
@@ -338,11 +338,11 @@ class Learner:
     def wake_s(self) -> float:
         return math.inf if self._syncer is None else self._syncer.wake_s()
 
-    def leave(self, *, tell: bool) -> list[Fragment]:
-        """Stop, and notify the possible successors if `tell`; return the fragments that this rank has merged."""
-        told = self._others()[:HEIRS] if tell else []
+    def leave(self, *, notify: bool) -> list[Fragment]:
+        """Stop, and notify the possible successors if `notify`; return the fragments that this rank has merged."""
+        heirs = self._others()[:HEIRS] if notify else []
         # Revoked: the communicator has ended, and all survivors know.
         with suppress(WorldError), self.engine.hold():
-            self.endpoint.send_all((rank, Message(Kind.LEAVE, 0)) for rank in told)
+            self.endpoint.send_all((rank, Message(Kind.LEAVE, 0)) for rank in heirs)
         self.engine.stop(1.0)
         return [] if self._syncer is None else self._syncer.fragments

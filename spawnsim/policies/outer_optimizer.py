@@ -123,7 +123,7 @@ class GlobalWeightsPolicy(SpawnPolicy):
             info["wait_s"] = comm.clock.now() - began_s
             self.note("average", info["wait_s"])
             if healed:
-                self._tell_healed(comm, healed, optimizer)
+                self._record_healed(comm, healed, optimizer)
             if info["averaged_this_iteration"] and self.travels.optimizer_state == "reset":
                 reset_optimizer(optimizer)
         return model, optimizer
@@ -179,7 +179,7 @@ class GlobalWeightsPolicy(SpawnPolicy):
             averaged_this_iteration=True, donors=group.comm.Get_size() - 1, bytes=info["bytes"] + nbytes
         )
 
-    def _tell_healed(self, comm: Comm, numbers: int, optimizer: torch.optim.Optimizer) -> None:
+    def _record_healed(self, comm: Comm, numbers: int, optimizer: torch.optim.Optimizer) -> None:
         self.num_healed += 1
         comm.record.event("healed", numbers=numbers, lost=0)
         reset_if_not_finite(optimizer)

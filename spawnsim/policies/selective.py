@@ -203,7 +203,7 @@ class AsyncSelectiveAveragingPolicy(SpawnPolicy):
         comm, books = exchange.comm, exchange.coordinator
         self.warn_if_never_due(last, comm)
         if not self._judged and last > 0:
-            self.warn(comm, "it was given no local_metric: without one no rank is replaced")
+            self.warn(comm, "it received no local_metric: without one, no rank is replaced")
         if self._judged and not self._finite and last > 0:
             # The same sentence on all ranks; each rank's event names the rank.
             sentence = "no finite local_metric was ever given on some ranks: they count as the worst, and do not donate"
@@ -212,7 +212,7 @@ class AsyncSelectiveAveragingPolicy(SpawnPolicy):
             self.warn_if_all_lived(self.age_range, last + 1, comm)
         if books is not None and books.counts["cooldown"] and self.cooldown > last:
             sentence = f"cooldown={self.cooldown} exceeds the {last + 1} iterations: one round replaced ranks"
-            self.warn(comm, f"{sentence}, {books.counts['cooldown']} later ones none", by=comm.Get_rank())
+            self.warn(comm, f"{sentence}, {books.counts['cooldown']} later rounds did not", by=comm.Get_rank())
 
     @property
     def stats(self) -> dict[str, float]:

@@ -201,7 +201,7 @@ class AsyncServerPolicy(SpawnPolicy):
         comm, live = self._bound(group), self._collect(model, None)
         node = self._join(comm, live, working=False)
         if not node.servers:
-            raise ParameterError(f"rank {comm.Get_rank()} is no server's: server={self.server}")
+            raise ParameterError(f"rank {comm.Get_rank()} belongs to no server: server={self.server}")
         node.leave(self.patience_s)
         assign(live, node.servers[max(node.servers)].weights)
         self._node = None

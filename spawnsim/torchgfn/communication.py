@@ -180,7 +180,7 @@ def all_reduce(
     comm = comm_of(group, backend)
     if op not in OPS or (tensor.is_complex() and op != "SUM"):
         raise ParameterError(
-            f"op={op!r} of {tensor.dtype}: choose one of {', '.join(OPS)}; complex have SUM alone"
+            f"op={op!r} of {tensor.dtype}: choose one of {', '.join(OPS)}; complex tensors support only SUM"
         )
     # As bytes of 0 and 1 a sum would be a count; the maximum is "or".
     if tensor.dtype == torch.bool:

@@ -150,9 +150,8 @@ def _check_counts(world_size: int, buffers: int, agent_groups: int, coordinators
         )
     if buffers < 0 or 2 * buffers > working:
         raise ParameterError(
-            f"num_remote_buffers={buffers}: {working} ranks beside the coordinator can keep 0 to {working // 2} "
-            f"buffers, "
-            f"each with at least one training rank"
+            f"num_remote_buffers={buffers}: {working} ranks besides the coordinator can keep 0 to "
+            f"{working // 2} buffers, each with at least one training rank"
         )
     if not 1 <= agent_groups <= working - buffers:
         raise ParameterError(
@@ -244,7 +243,7 @@ class DistributedContext(DistributedContextMPI4Py):
             return comm
         if comm is not None and comm.capabilities().backend == "mpi":
             raise UnsupportedError(
-                f"rank {self.my_rank}: the groups of this job are MPI's, and torch.distributed has none of them: "
+                f"rank {self.my_rank}: the groups of this job are MPI groups, which torch.distributed lacks: "
                 "initialize_distributed_compute('gloo', …) makes both"
             )
         return self.train_global_group

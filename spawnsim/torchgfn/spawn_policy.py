@@ -145,9 +145,9 @@ class _OneSided(_OnTheWorld, policies.OneSidedSelectiveAveragingPolicy):
         if info["is_replaced"]:
             self.averaging_ranks = info["donors"]
             if self.debug_mode:
-                told = (self.myrank, iteration, info["donors"], info["staleness"])
+                values = (self.myrank, iteration, info["donors"], info["staleness"])
                 logger.info(
-                    "rank %d, iteration %d: replaced by the models of %d, %d iterations old at most", *told
+                    "rank %d, iteration %d: replaced by the models of %d, %d iterations old at most", *values
                 )
         return model, optimizer, info
 

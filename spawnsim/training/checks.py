@@ -24,7 +24,7 @@ from spawnsim.training.vmapped import Outcome, Tensors, Vmapped, as_outputs
 TOLERANCES = {torch.float32: (1e-3, 1e-5), torch.float64: (1e-7, 1e-11)}
 SMALL = 1e-2  # lower bound of the scale of a difference: the norm of the output or buffer executed alone
 EVERY = 100  # calls of a rank from one comparison to the next
-DRAWS = "it draws random numbers otherwise than by torch.nn.Dropout, and each rank has generators of its own"
+DRAWS = "it draws random numbers other than by torch.nn.Dropout, and each rank has its own generators"
 
 
 class Reference:

@@ -233,7 +233,7 @@ class Kind:
         step = f"step {call.seat.steps}" if self._names else "an evaluation"
         return UsageError(
             f"rank {call.rank}, {step}, at {call.time_s:.6g} s: {what}. The function may depend on the model, its "
-            f"arguments and constants alone; {found}. Pass a value that changes as an argument, beside the batch, or "
+            f"arguments and constants alone; {found}. Pass a value that changes as an argument, next to the batch, or "
             "run with --eager"
         )
 
@@ -246,7 +246,7 @@ def versions_of(inputs: Sequence[Any]) -> Sequence[int]:
 def _overwritten(call: Call) -> UsageError:
     return UsageError(
         f"rank {call.rank} at {call.time_s:.6g} s: another rank overwrote an input of an evaluation while it waited: "
-        "give each rank tensors of its own"
+        "give each rank its own tensors"
     )
 
 
@@ -308,9 +308,9 @@ class Engine:
         self._groups[name] += 1
         if self._groups[name] == MANY_GROUPS:
             self.run.warn(
-                f"{name} models are computed in {MANY_GROUPS} groups and more: their classes or attributes, the values "
+                f"{name} models are computed in {MANY_GROUPS} or more groups: their classes or attributes, the values "
                 "to which their loss refers, or the shapes of their batches differ. Define classes outside of "
-                "functions, and pass values as arguments, beside the batch"
+                "functions, and pass values as arguments, next to the batch"
             )
 
     def execute(self, calls: Sequence[Call]) -> None:

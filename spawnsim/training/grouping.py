@@ -68,7 +68,7 @@ def parts_of_model(model: nn.Module) -> Parts:
     parts: Parts = {}
     for name, module in model.named_modules():
         if isinstance(module, torch.jit.ScriptModule):
-            raise Ungroupable("it is TorchScript's")
+            raise Ungroupable("it is a TorchScript module")
         place = f"{name}." if name else ""
         parts[f"the class of {name or 'the model'}"] = class_of(module)
         apart = OWN | HOOKS | (OF_RNN if isinstance(module, nn.RNNBase) else set())

@@ -73,7 +73,7 @@ class Seat:
 
     def _require_dtype(self) -> None:
         if any(type(p) is not nn.Parameter for p in self.parameters):
-            raise Ungroupable("its parameters are of a class of their own")
+            raise Ungroupable("its parameters are not plain torch.nn.Parameters")
         if len({(p.dtype, p.device) for p in self.parameters}) != 1 or self.parameters[0].dtype not in DTYPES:
             raise Ungroupable("its parameters are not all of one dtype, float32 or float64, on one device")
         if len({id(own[name]) for own, name in self.buffers}) != len(self.buffers):

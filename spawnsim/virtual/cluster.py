@@ -152,7 +152,7 @@ class Cluster:
         )  # fmt: skip
         for disturbed in plan.disturbed:
             ranks[disturbed].awake = partial(plan.awake_s, disturbed)
-        self._untold: list[Pause | SlowDown | Skew] = []
+        self._unreported: list[Pause | SlowDown | Skew] = []
         for fault in plan.of_machines:
             self._announce(fault)
         for rank in ranks:
@@ -184,14 +184,14 @@ class Cluster:
         if isinstance(fault, Skew):
             rank.skews = (*rank.skews, fault)
 
-        self._untold.append(fault)
+        self._unreported.append(fault)
         self.world.kernel.env.at(fault.at_s, rank.id, lambda: self._record_fault(fault))
 
     def _record_fault(self, fault: Pause | SlowDown | Skew) -> None:
         """Record that a fault has begun, unless the rank had already ended or died."""
         rank = self.world.ranks[fault.rank]
-        if fault in self._untold:
-            self._untold.remove(fault)
+        if fault in self._unreported:
+            self._unreported.remove(fault)
             if min(rank.ended_s, rank.death_s if rank.dead else math.inf) >= fault.at_s:
                 fields = {name: value for name, value in vars(fault).items() if name not in ("rank", "at_s")}
                 self.world.recorder.event(rank.id, fault.at_s, fault.kind, fields)
@@ -298,7 +298,7 @@ class Cluster:
 
     def _judge(self) -> None:
         """Compute the totals, and report the error with which the run ended, if any."""
-        for fault in [*self._untold]:  # ranks that ran ahead ended before these were due
+        for fault in [*self._unreported]:  # ranks that ran ahead ended before these were due
             if fault.at_s <= max((task.clock for task in self.world.ranks[fault.rank].tasks), default=0.0):
                 self._record_fault(fault)
         # An infinite clock means that the rank is paused for ever.

@@ -358,8 +358,8 @@ class _Own(AverageAllPolicy):
 @pytest.mark.parametrize(
     ("policy", "how", "word"),
     [
-        (DecentralizedAveragingPolicy(10), {}, "DecentralizedAveragingPolicy has no turn"),
-        (_Own(1), {}, "_Own has no turn"),
+        (DecentralizedAveragingPolicy(10), {}, "DecentralizedAveragingPolicy has no form"),
+        (_Own(1), {}, "_Own has no form"),
         (Selective(1, donors=Neighbours({})), {}, "donors=Neighbours"),
         (Selective(1, mixing=len), {}, "mixing=len"),
         (Selective(1, explore=print), {}, "explore"),

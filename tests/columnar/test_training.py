@@ -590,7 +590,7 @@ def test_what_has_no_form_over_columns_is_refused_by_name(name):
     [
         (AsyncSelectiveAveragingPolicy(lambda: built(None), 4), "model_builder"),
         (Selective(4, travels=StateScope(optimizer_state="copy", settings=("lr",))), "settings"),
-        (DecentralizedAveragingPolicy(4), "no turn"),
+        (DecentralizedAveragingPolicy(4), "no form"),
     ],
 )
 def test_policies_that_would_do_otherwise_are_refused(policy, words):
@@ -602,7 +602,7 @@ def test_policies_that_would_do_otherwise_are_refused(policy, words):
 def test_batches_that_end_or_differ_are_told():
     """With the rank and the iteration."""
     short = training(data=lambda rng, rank, size: itertools.islice(batches(rng, rank, size), 5 + (rank != 8)))
-    with pytest.raises(UsageError, match="batches of rank 8 have come to their end before iteration 5"):
+    with pytest.raises(UsageError, match="batches of rank 8 ended before iteration 5"):
         columnar.run(AverageAllPolicy(4), ranks=10, iterations=9, training=short)
     unequal = training(data=lambda rng, rank, size: itertools.repeat((torch.zeros(3 + rank, 6),)))
     with pytest.raises(UsageError, match=r"ranks 0 to 9 in iteration 0 .* shapes"):

@@ -35,11 +35,11 @@ def test_specifications(spec, expected):
 @pytest.mark.parametrize(
     ("spec", "error", "match"),
     [
-        (3, TypeError, "no buffer"), ("abc", TypeError, "no buffer"), ((DATA,), ValueError, "2 to 4"),
+        (3, TypeError, "not a buffer"), ("abc", TypeError, "not a buffer"), ((DATA,), ValueError, "2 to 4"),
         ([DATA, "zz"], KeyError, "'zz'"), ([DATA, -1], ValueError, "negative count"), ([DATA, 1.5], TypeError, "float"),
         (DATA[::2], BufferError, "not contiguous"), ([None, 1, comm.INT], ValueError, "but the buffer has 0"),
         ([DATA, 9], ValueError, "span bytes 0 to 72"), ([DATA, comm.DATATYPE_NULL], ValueError, "cannot infer"),
-        ([np.zeros(3, "i4"), "d"], ValueError, "no multiple"), (np.zeros(3, ">f8"), BufferError, "byte order"),
+        ([np.zeros(3, "i4"), "d"], ValueError, "not a multiple"), (np.zeros(3, ">f8"), BufferError, "byte order"),
         (np.zeros(2, "i4,f4"), KeyError, "cannot map dtype"), ([DATA, (2, -1)], ValueError, "negative displacement"),
         ([DATA, (1, 9)], ValueError, "out of bounds"), (np.array([None]), KeyError, "object"),
         ([DATA, comm.DOUBLE.Create_contiguous(2)], comm.MPIException, "Commit"),

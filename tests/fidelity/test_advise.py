@@ -165,7 +165,7 @@ def test_stragglers_make_intervals_and_ties() -> None:
     assert found.seeds == 4
     assert found.break_even == {"average": None}
     text = report(found)
-    assert "cannot be told apart: 1, 2, 3" in text
+    assert "indistinguishable: 1, 2, 3" in text
     assert "at no cadence" in text
     worse = found.rows[0].worse
     assert (
@@ -249,7 +249,7 @@ def test_exchanges_that_are_left_out_are_told() -> None:
     assert found.careful() == [0, 3]
     text = report(found)
     assert (
-        "clock: ranks do not wait for models; exchanges asked for more often than every 61 steps are left out"
+        "clock: ranks do not wait for models; requests to exchange more often than every 61 steps are left out"
         in text
     )
     assert "average: computes 90% of the time every 20 steps or less often" in text

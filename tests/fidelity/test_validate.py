@@ -196,7 +196,7 @@ def test_several_programs_are_one_table(tmp_path: Path, capsys: pytest.CaptureFi
     assert "+1.0 points [-2 +3]" in lines[2]
     for text in ("{}", "[", '{"cases": [{"name": "x", "rows": [3]}]}'):
         (tmp_path / "bad.json").write_text(text, encoding="utf-8")
-        with pytest.raises(ParameterError, match=r"bad.json: not what validate"):
+        with pytest.raises(ParameterError, match=r"bad.json: not the output of validate"):
             read_cases(tmp_path / "bad.json")
     (tmp_path / "train.py").write_text("def main(comm, size=1, mode='a', rate=1): pass\n", encoding="utf-8")
     asked = command.Validate.parse(

@@ -66,7 +66,7 @@ def one_sided(every: int, **how: Any) -> OneSidedSelectiveAveragingPolicy:
         ),
         (
             lambda: AsyncSelectiveAveragingPolicy(None, 5, cooldown=200),
-            "cooldown=200 exceeds the 30 iterations: one round replaced ranks, 4 later ones none",
+            "cooldown=200 exceeds the 30 iterations: one round replaced ranks, 4 later rounds did not",
         ),
         (
             lambda: AsyncSelectiveAveragingPolicy(None, 5, replacement_mode="age"),

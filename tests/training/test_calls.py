@@ -403,7 +403,7 @@ def test_many_groups_are_reported():
             step(model, sgd(model), *batch(torch.Generator()))
 
     run = spawnsim.run(main, ranks=9)
-    assert "8 groups and more" in warnings_of(run)[0]
+    assert "8 or more groups" in warnings_of(run)[0]
 
 
 def test_a_resumed_run_is_the_one_that_was_not_stopped(tmp_path):

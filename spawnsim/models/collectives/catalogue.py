@@ -107,9 +107,7 @@ def check(operation: str, algorithm: str) -> str:
             f"no collective is called {operation!r}: there are {', '.join(ALGORITHMS)}, neighbor"
         )
     if algorithm.partition(":")[0] not in known:
-        raise ParameterError(
-            f"{operation} knows no algorithm {algorithm!r}: choose one of {', '.join(known)}"
-        )
+        raise ParameterError(f"{operation} has no algorithm {algorithm!r}: choose one of {', '.join(known)}")
     return algorithm
 
 
@@ -118,7 +116,7 @@ def schedule(operation: str, algorithm: str, size: int) -> Schedule:
     """Return the schedule of a named algorithm among `size` ranks, with rank 0 as the root."""
     check(operation, algorithm)
     if algorithm not in ALGORITHMS.get(operation, {}):
-        raise ParameterError(f"{operation} {algorithm!r} needs more than the number of ranks to be laid out")
+        raise ParameterError(f"{operation} {algorithm!r} cannot be laid out from the number of ranks alone")
     return ALGORITHMS[operation][algorithm](size)
 
 

@@ -85,7 +85,7 @@ class Evaluation:
     def alike(self) -> bool:
         return len(self.clock) == 1 < self.size
 
-    def tell_apart(self) -> None:
+    def separate(self) -> None:
         """Give each rank its own numbers from here on."""
         if self.alike:
             one = self.stays is self.out_free
@@ -273,7 +273,7 @@ class Evaluation:
 
     def star(self, star: Lane, amounts: MessageSizes, reduces: bool) -> None:
         """Execute the one round of a star."""
-        self.tell_apart()
+        self.separate()
         self.meet()
         pattern, nbytes = star.pattern, amounts.of(star)
         costs, work_s = self.costs(pattern, nbytes), self.work_s(nbytes, reduces)
@@ -292,7 +292,7 @@ class Evaluation:
         for pattern, nbytes in ((lane.pattern, amounts.of(lane)) for lane in lanes):
             costs = self.costs(pattern, nbytes)
             if self.alike and not (pattern.whole and _is_one(nbytes) and all(map(_is_one, costs))):
-                self.tell_apart()
+                self.separate()
             asked.append((pattern, nbytes, costs))
         self.meet()
         sent = [self.send(pattern, costs, nbytes) for pattern, nbytes, costs in asked]
@@ -301,7 +301,7 @@ class Evaluation:
 
     def narrow(self, ranks: Ints) -> None:
         """Keep the vectors of these ranks alone, until `widen`: rounds among them need no gathering and scattering."""
-        self.tell_apart()
+        self.separate()
         one = self.stays is self.out_free
         self.wide = (ranks, self.clock, self.out_free, self.stays, self.in_free)
         self.clock, self.out_free, self.in_free = self.clock[ranks], self.out_free[ranks], self.in_free[ranks]
@@ -330,7 +330,7 @@ class Evaluation:
 
     def finish(self) -> Finish:
         """Return the result, after all rounds."""
-        self.tell_apart()
+        self.separate()
         times = np.maximum(self.clock, self.stays)
         loads = None if self.shared is None else self.loads
         return Finish(times, self.messages, round(self.nbytes), self.out_free, loads)

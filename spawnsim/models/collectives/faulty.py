@@ -89,7 +89,7 @@ class FaultyEvaluation(Evaluation):
         *, schedule: Schedule, judge: Judge,
     ) -> None:  # fmt: skip
         super().__init__(arrivals, network, world, out_free)
-        self.tell_apart()  # faults strike single ranks
+        self.separate()  # faults strike single ranks
         self.world, self.judge = world, judge
         self.total = schedule.parts if schedule.cut == "vector" else schedule.size
         # Otherwise a block goes to its receiver and no further: its damage spreads no further.

@@ -115,7 +115,7 @@ class Schedule:
     cut: Cut = "vector"
     parts: int = 1
 
-    def heard(self, rank: int) -> frozenset[int] | None:
+    def depends(self, rank: int) -> frozenset[int] | None:
         """Return the ranks on whose arrival the departure of `rank` depends, directly or not; None stands for all."""
         known = np.zeros(self.size, bool)
         known[rank] = True

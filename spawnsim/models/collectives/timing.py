@@ -46,7 +46,7 @@ class CollectivePlan:
 
     def depends(self, rank: int) -> frozenset[int] | None:
         """Return the ranks on whose arrival the departure of `rank` depends; None stands for all."""
-        return heard(self.operation, self.schedule, self.root, rank)
+        return _dependencies(self.operation, self.schedule, self.root, rank)
 
     def free_to_leave(self, here: NDArray[np.bool_]) -> NDArray[np.bool_]:
         """Return the ranks whose departure depends only on ranks that are `here`, bool (P,), in group order."""
@@ -119,14 +119,14 @@ class CollectivePlan:
         return found._replace(times=np.roll(found.times, root), out_free=np.roll(found.out_free, root))
 
 
-def heard(operation: str, schedule: Schedule, root: int, rank: int) -> frozenset[int] | None:
+def _dependencies(operation: str, schedule: Schedule, root: int, rank: int) -> frozenset[int] | None:
     """Return the ranks on whose arrival the departure of `rank` depends; None stands for all."""
     if operation in catalogue.SYNCHRONISING:
         return None
-    heard = schedule.heard((rank - root) % schedule.size)
-    if heard is None or not root:
-        return heard
-    return frozenset((other + root) % schedule.size for other in heard)
+    known = schedule.depends((rank - root) % schedule.size)
+    if known is None or not root:
+        return known
+    return frozenset((other + root) % schedule.size for other in known)
 
 
 class Edges(NamedTuple):
@@ -337,4 +337,4 @@ def depends(operation: str, algorithm: str, size: int, root: int = 0, *, rank: i
     """Return the ranks on whose arrival the departure of `rank` depends; None stands for all."""
     name = base_name(operation)
     schedule = catalogue.chain(size, 1) if algorithm == "chain" else catalogue.schedule(name, algorithm, size)
-    return heard(name, schedule, root, rank)
+    return _dependencies(name, schedule, root, rank)

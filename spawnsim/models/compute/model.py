@@ -84,7 +84,9 @@ class Trace:
         lacking = np.flatnonzero(found != np.arange(len(found)))
         if len(lacking) or len(found) <= ranks.max(initial=-1):
             rank = int(lacking[0]) if len(lacking) else len(found)
-            raise ParameterError(f"{path}: of rank {rank} no duration was recorded, of later ones there are")
+            raise ParameterError(
+                f"{path}: no duration of rank {rank} was recorded, but durations of later ranks were"
+            )
         rows = np.split(durations_s[order], begins[1:])
         return cls(rows, cycle=cycle, resample=resample, source=str(path))
 
@@ -92,7 +94,7 @@ class Trace:
         """Return the trace without the `count` ranks with the largest mean; the other ranks close the gap."""
         rows = self._rows()
         if not 0 <= count < len(rows):
-            raise ParameterError(f"{self.source}: {len(rows)} ranks, of which {count} cannot be left out")
+            raise ParameterError(f"{self.source}: {len(rows)} ranks: cannot leave out {count}")
         by_mean = np.argsort([row.mean() for row in rows], kind="stable")
         kept = sorted(by_mean[: len(rows) - count])
         return replace(self, rows=tuple(rows[rank] for rank in kept))
@@ -221,7 +223,7 @@ class Durations:
         blocks, own = self.counts
         if not (blocks <= taken <= MOST_BLOCKS and own <= from_base <= taken):
             raise ParameterError(
-                f"rank {self._rank} has computed {blocks} blocks, and cannot go on after {taken}"
+                f"rank {self._rank} has computed {blocks} blocks, and cannot continue after {taken}"
             )
         for _ in range(taken - blocks):
             for stretch in self._stretches[: len(self._stretches) - self._by_clock]:

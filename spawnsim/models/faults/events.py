@@ -184,7 +184,7 @@ class SlowDown(Fault):
     def __post_init__(self) -> None:
         super().__post_init__()
         if not (0.0 < self.factor < math.inf and self.speed < math.inf):
-            raise self.refuse("factor must be a finite number above 0; a rank that stands still is a pause")
+            raise self.refuse("factor must be a finite number above 0; use a pause for a rank that stops")
 
     @property
     def speed(self) -> float:

@@ -51,7 +51,7 @@ class Failures:
     def __post_init__(self) -> None:
         hold(self)
         if not (0.0 <= self.at_s < math.inf and 0.0 < self.for_s < math.inf):
-            raise ParameterError(f"{self}: give a begin of at least 0 s and a length above 0 s, which ends")
+            raise ParameterError(f"{self}: give a begin of at least 0 s and a finite length above 0 s")
         if not (self.mtbf_s > 0.0 and self.repair_s > 0.0 and 0.0 <= self.swap_s < math.inf):
             raise ParameterError(f"{self}: give mtbf_s and repair_s above 0 s, a swap_s of at least 0 s")
         if not 0 <= self.spares <= MOST:
@@ -129,7 +129,7 @@ def machines(where: str, ranks: int | None, network: Any = None) -> list[tuple[i
     domain = next((name for name in DOMAINS if word.startswith(name)), None)
     if word in ("*", "job") or domain is not None:
         if ranks is None:
-            raise ParameterError(f"{where!r}: which ranks these are only a run can tell")
+            raise ParameterError(f"{where!r}: only a run determines which ranks these are")
         if domain is None:
             return [tuple(range(ranks))] if word == "job" else [(rank,) for rank in range(ranks)]
         units = _units(domain, ranks, network)
@@ -150,7 +150,7 @@ def _numbers(words: str) -> Iterator[int]:
         last = last if dash else first
         if not (first.isdecimal() and last.isdecimal() and int(first) <= int(last)):
             raise ParameterError(
-                f"{word.strip()!r} is no rank: write 3, 0-3,8 (from the lower to the higher) or *"
+                f"{word.strip()!r} is not a rank: write 3, 0-3,8 (from the lower to the higher) or *"
             )
         if int(last) - int(first) > MOST:
             raise ParameterError(f"{word}: more than {MOST:,} ranks")
@@ -173,8 +173,8 @@ def _units(domain: str, ranks: int, network: Any) -> list[tuple[int, ...]]:
     if not each:
         kind = type(network).__name__
         raise ParameterError(
-            f"{domain}: this platform ({kind}) has none. Nodes are those of topology nodes, torus and "
-            "dragonfly, racks of fat-tree and dragonfly, regions of regions"
+            f"{domain}: this platform ({kind}) has no {domain}s. The topologies nodes, torus and dragonfly have nodes; "
+            "fat-tree and dragonfly have racks; regions has regions"
         )
     found, begin = [], 0
     for size in each:

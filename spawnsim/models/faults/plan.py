@@ -135,7 +135,7 @@ def _drawn(kind: str, where: str, failures: Failures, setting: Setting) -> tuple
     """Return the crashes and restarts of the machines that a text names."""
     units = machines(where, setting.ranks, setting.network)
     if kind == REQUEUE and setting.ranks is None:
-        raise ParameterError(f"{REQUEUE}: which ranks the job has only a run can tell")
+        raise ParameterError(f"{REQUEUE}: only a run determines which ranks the job has")
     job = range(setting.ranks or 0) if kind == REQUEUE else ()
     return failures.faults(units, setting.seed, job=job)
 

@@ -65,7 +65,7 @@ class BandwidthTrace:
             )
         # A link that is down for ever would leave messages in transit for ever.
         if not (self.rows[-1][1] if self.repeat_s is None else max(row[1] for row in self.rows)):
-            raise ParameterError("the bandwidth ends at 0: let the last row have some")
+            raise ParameterError("the bandwidth ends at 0: give the last row a bandwidth above 0")
 
 
 @dataclass(frozen=True)
@@ -91,7 +91,7 @@ def _require_few(changes: float, share: float) -> None:
     if changes > MOST_CHANGES:
         raise ParameterError(
             f"that changes the link {changes:.3g} times a second, and at most {MOST_CHANGES:,.0f} are simulated: give "
-            f"fewer that last longer, or what they take in the mean, constant:{share:.9g}"
+            f"fewer that last longer, or their mean share, constant:{share:.9g}"
         )
 
 
@@ -103,7 +103,7 @@ class Constant:
 
     def __post_init__(self) -> None:
         if not 0.0 <= self.share < 1.0:
-            raise ParameterError(f"share {self.share}: others take from 0 up to, not including, 1")
+            raise ParameterError(f"share {self.share}: other traffic takes from 0 up to, not including, 1")
 
     def steps(self, key: Key) -> Iterator[Step]:
         yield 0.0, 1.0 - self.share, 0.0

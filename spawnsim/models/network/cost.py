@@ -264,7 +264,7 @@ class FlowNetwork:
     def advance(self, time_s: float) -> list[Completed]:
         """Advance to `time_s`. Returns the flows that end by then, in order of (time, start)."""
         if time_s < self.time_s:
-            raise ParameterError(f"time goes forward only: from {self.time_s} s to {time_s} s")
+            raise ParameterError(f"time only moves forward: from {self.time_s} s to {time_s} s")
         done: list[Completed] = []
         while self.flows and (end := self.next_change()) <= time_s:
             over = self._ends <= end

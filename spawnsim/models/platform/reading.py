@@ -91,8 +91,8 @@ class Section:
         """Return the error for a key, or (None) for the whole table."""
         path = self.path if key is None else (*self.path, key)
         name = ".".join(map(str, path)) or "top of the file"
-        told = f"{name}: {message}"
-        shown = told if len(told) <= LONGEST else told[:LONGEST] + "…"
+        full = f"{name}: {message}"
+        shown = full if len(full) <= LONGEST else full[:LONGEST] + "…"
         return PlacedError(f"{self.file}, line {line_of(self.text, path)}: {shown}")
 
     def get(self, key: str, read: Callable[[Any], T], default: T | None = None) -> T:

@@ -230,7 +230,7 @@ class DecentralizedAverager:
     @allow_state_sharing.setter
     def allow_state_sharing(self, allowed: bool) -> None:
         if self.settings.client_mode and allowed:
-            raise ParameterError("allow_state_sharing: a peer in client_mode cannot be asked by others")
+            raise ParameterError("allow_state_sharing: other peers cannot reach a peer in client_mode")
         self.donor.change(sharing=bool(allowed))
 
     @property
@@ -259,7 +259,7 @@ class DecentralizedAverager:
         """
         self.engine.run_in_background()
         if await_ready and not self.engine.await_ready(self.comm.clock.limit_s() if timeout is None else timeout):
-            raise Timeout((), "run_in_background", -1, f"rank {self.rank}: the background was not ready in time")
+            raise Timeout((), "run_in_background", -1, f"rank {self.rank}: the background task was not ready in time")
 
     # ------------------------------------------------------------------------------------------------ the rest
     def get_group_bits(self, wait: bool = True) -> str | Future[str]:

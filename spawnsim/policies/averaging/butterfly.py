@@ -247,7 +247,7 @@ class Butterfly:
         self.sending = PartSender(order, {each: len(parts) for each, parts in self.parts.items()})
         self._values = vector.read() if self.sends else []
         self._lost: set[int] = set()
-        self._heard_s = dict.fromkeys(group.ranks, now_s)
+        self._alive_s = dict.fromkeys(group.ranks, now_s)
         self._reduced_s = now_s  # when the last part was averaged
         # Number of elements that came back; by sender, the number of these that lack its values.
         self._returned, self._lacking = 0, Counter[int]()
@@ -267,7 +267,7 @@ class Butterfly:
             else:
                 self.out.append((rank, message))
                 # The time-out of an idle reducer begins now, not at its last message.
-                self._heard_s[rank] = max(self._heard_s[rank], now_s)
+                self._alive_s[rank] = max(self._alive_s[rank], now_s)
 
     def _message(self, part: Part, index: int) -> Message:
         codec = self.vector.segments[part.segment].codec
@@ -277,7 +277,7 @@ class Butterfly:
     # ---------------------------------------------------------------------------------------------- receiving
     def handle(self, source: int, message: Message, now_s: float) -> None:
         """Handle a PART, DELTA or ABSENT of this group."""
-        if source not in self._heard_s:
+        if source not in self._alive_s:
             self.counts["strangers"] += 1
         elif message.kind is Kind.ABSENT:
             self.lost(source, now_s)
@@ -301,7 +301,7 @@ class Butterfly:
         if not (known and self.reducer.take(source, message.part, values, weight)):
             self.counts["refused parts"] += 1
             return
-        self._heard_s[source] = now_s
+        self._alive_s[source] = now_s
         self._reduce(now_s)
 
     def _reduce(self, now_s: float) -> None:
@@ -330,7 +330,7 @@ class Butterfly:
         known = self.sends and 0 <= index < len(parts)
         delta = self._unpacked(parts[index], message) if known and message.value > 0 else None
         if known and self._answered(source, index, delta, message.meta or ()):
-            self._heard_s[source] = now_s
+            self._alive_s[source] = now_s
         else:
             self.counts["refused deltas"] += 1
 
@@ -369,10 +369,10 @@ class Butterfly:
             if rank != self.rank and self.reducer.awaits(rank):
                 # Silence begins no earlier than the last average: before it, this reducer may have waited for another
                 # sender.
-                since_s = max(self._heard_s[rank], self._reduced_s)
+                since_s = max(self._alive_s[rank], self._reduced_s)
                 yield min(since_s + limits.sender_timeout_s, end_s), True, rank
             if rank != self.rank and self.sending.awaits(rank):
-                yield min(self._heard_s[rank] + limits.reducer_timeout_s, end_s), False, rank
+                yield min(self._alive_s[rank] + limits.reducer_timeout_s, end_s), False, rank
 
     def tick(self, now_s: float) -> None:
         # Copied to a list, since a ban may average parts and so change the awaited members.

@@ -186,7 +186,7 @@ class DirectoryQuery:
         self.directory, self.number = directory, number
         self.due_s = now_s + directory.request_timeout_s
         self.awaited = set(directory.replicas(key, now_s))
-        self.heard = False  # whether any replica has answered
+        self.answered = False  # whether any replica has answered
         self._entries: dict[int, Entry] = {}
         question = Message(Kind.DECLARE, number, part=1, meta=(key, None))
         self.messages = [(replica, question) for replica in sorted(self.awaited)]
@@ -197,7 +197,7 @@ class DirectoryQuery:
             return
         self.awaited.discard(source)
         self.directory.suspects.pop(source, None)
-        self.heard = True
+        self.answered = True
         for entry in (Entry(*each) for each in message.meta[1]):
             known = self._entries.get(entry.rank)
             if known is None or known.until_s < entry.until_s:
@@ -352,7 +352,7 @@ class StateDownload:
         self._complete = self._over = False
         self._out: deque[Outgoing] = deque()
         self._question: DirectoryQuery | None = None
-        self._unheard, self._ask_s = 0, -math.inf  # queries without an answer; time of the next query
+        self._unanswered, self._ask_s = 0, -math.inf  # queries without an answer; time of the next query
         self._donors: deque[int] = deque()  # remaining donors, the best first
         self._donor: int | None = None
         self._chunks: list[Message] = []
@@ -429,15 +429,15 @@ class StateDownload:
 
     def _listed(self, question: DirectoryQuery, now_s: float) -> None:
         self._question = None
-        if question.heard:
+        if question.answered:
             donors = question.entries(now_s)
             # Ties in random order: simultaneous newcomers use different donors.
             ranked = zip(donors, self._ties.permutation(len(donors)), strict=True)
             order = sorted(ranked, key=lambda each: (-each[0].value, each[1]))
             self._donors = deque(entry.rank for entry, _ in order)
             self._fetch(now_s)
-        elif self._unheard < REPLICAS:  # all its replicas are silent: other ranks are replicas now
-            self._unheard, self._ask_s = self._unheard + 1, -math.inf
+        elif self._unanswered < REPLICAS:  # all its replicas are silent: other ranks are replicas now
+            self._unanswered, self._ask_s = self._unanswered + 1, -math.inf
 
     def wake_s(self) -> float:
         if self._question is not None:

@@ -176,13 +176,13 @@ class Settings:
             )
         if self.auxiliary and self.client_mode:
             raise ParameterError(
-                "auxiliary and client_mode: one only reduces, the other only sends; choose one"
+                "auxiliary and client_mode: an auxiliary peer only reduces, a client only sends; choose one"
             )
         if not 0 < self.averaging_alpha <= 1:
             raise ParameterError(f"averaging_alpha={self.averaging_alpha!r}: give a number in (0, 1]")
         if self.bandwidth is not None and not (self.bandwidth >= 0 and math.isfinite(self.bandwidth)):
             raise ParameterError(
-                f"bandwidth={self.bandwidth!r}: give bytes a second, 0 to let others reduce, or None"
+                f"bandwidth={self.bandwidth!r}: give bytes a second, 0 to let other ranks reduce, or None"
             )
 
     def _check_times(self) -> None:
@@ -266,7 +266,7 @@ def why_no_average(butterfly: Butterfly) -> str | None:
     others = set(butterfly.reducer.senders) - {butterfly.rank}
     missing = butterfly.missing()
     if butterfly.sends and others and all(missing.get(rank) == 1 for rank in others):
-        return "no other member's values came"
+        return "no values of other members arrived"
     return None
 
 

@@ -72,7 +72,7 @@ class Position(NamedTuple):
     """Progress of a rank in a static matchmaking: its current or next round, and the last round with a group."""
 
     round_: int
-    looking: bool
+    searching: bool
     formed: int
 
 
@@ -158,13 +158,13 @@ class Search:
         meta = (terms.place, terms.key, terms.schema, terms.member.plain())
         self.out.append((leader, Message(Kind.JOIN, self._request.number, meta=meta)))
 
-    def _give_up(self, now_s: float, *, tell: bool, hint: int | None = None) -> None:
+    def _give_up(self, now_s: float, *, notify: bool, hint: int | None = None) -> None:
         """End the open request: mark that place as refused, and send a request to the next candidate."""
         request, self._request = self._request, None
         if request is None:
             return
         # Cleared first: late answers of the leader are then recognised by their number and declined.
-        if tell:
+        if notify:
             self.out.append((request.leader, Message(Kind.LEAVE, request.number)))
         place = self._candidates.pop(request.leader, None)
         if place is not None:
@@ -190,7 +190,7 @@ class Search:
             self._refused.pop(message.meta[0][1], None)
             self.offer([message.meta[0]], now_s)
         elif message.kind is Kind.REPLY and isinstance(message.meta, tuple):
-            self.told(source, Position(*message.meta), now_s)
+            self.on_position(source, Position(*message.meta), now_s)
         elif message.kind is Kind.LEAVE:
             follower = self.followers.get(source)
             if follower is not None and follower.number == message.number:
@@ -202,7 +202,7 @@ class Search:
         elif message.kind is Kind.REPLY:
             self._replied(request, message, now_s)
         elif message.kind is Kind.DISBAND:
-            self._give_up(now_s, tell=False, hint=message.meta)
+            self._give_up(now_s, notify=False, hint=message.meta)
         elif message.kind is Kind.BEGIN:
             self.group = Group.of(message.meta)
             self._dismiss(None)
@@ -229,7 +229,7 @@ class Search:
             self.leave()
 
     # ---------------------------------------------------------------------------------------- expected members
-    def told(self, source: int, position: Position, now_s: float) -> None:
+    def on_position(self, source: int, position: Position, now_s: float) -> None:
         """Handle the position of a rank: it is beyond this round, or has formed a group of it without this rank."""
         if source not in self.awaited:
             return
@@ -247,7 +247,7 @@ class Search:
         self.followers.pop(rank, None)
         self.awaited.discard(rank)
         if self._request is not None and self._request.leader == rank:
-            self._give_up(now_s, tell=False)
+            self._give_up(now_s, notify=False)
         self._candidates.pop(rank, None)
         if self.terms.expected and not self.ended and self.leader is None:
             self._assemble_if_complete()
@@ -291,11 +291,11 @@ class Search:
             # A leader need not answer before its own search expires, so its silence counts from then on.
             self._dismiss(request.leader)
         elif message.part == Reply.NOT_A_LEADER:
-            self._give_up(now_s, tell=False, hint=message.meta)
+            self._give_up(now_s, notify=False, hint=message.meta)
         else:
             if message.part == Reply.BAD_SCHEMA_HASH:
                 self.mismatched.add(request.leader)
-            self._give_up(now_s, tell=False)
+            self._give_up(now_s, notify=False)
 
     def _dismiss(self, instead: int | None) -> None:
         for rank, follower in self.followers.items():
@@ -310,7 +310,7 @@ class Search:
             return
         if self._request is not None and now_s >= self._request.due_s:
             self.counts["silent leaders"] += 1
-            self._give_up(now_s, tell=True)
+            self._give_up(now_s, notify=True)
         if now_s >= self.terms.expires_s and self.leader is None:
             self._expire()
 

@@ -83,12 +83,12 @@ class Step:
         terms, ahead = search.terms, search.ahead
         again, why = True, f"too few peers under {terms.key} by {terms.expires_s:.6g} s"
         if search.late:
-            why = f"the group of {terms.key} was formed before this rank came"
+            why = f"the group of {terms.key} was formed before this rank arrived"
             self.counts["rounds missed"] += 1
         elif terms.expected and now_s < terms.expires_s:
             again, why = False, f"no other member of {terms.key} will come"
         if ahead is not None and ahead.round_ > self.averager.round:
-            again, self.averager.round, self.next_round = ahead.looking, ahead.round_, ahead.round_
+            again, self.averager.round, self.next_round = ahead.searching, ahead.round_, ahead.round_
         elif search.late:
             again = False
         if search.mismatched:
@@ -333,7 +333,7 @@ class StepQueue:
             if message.kind is Kind.JOIN:
                 self._early.append((source, message, now_s))
                 if step is not None and step.matchmaker is not None:
-                    step.matchmaker.search.told(source, Position(round_, True, -1), now_s)
+                    step.matchmaker.search.on_position(source, Position(round_, True, -1), now_s)
         elif step is None or round_ < self.averager.round or not step.handle(source, message, now_s):
             position = Position(self.averager.round, step is not None, self._formed)
             if step is not None and step.group is not None:

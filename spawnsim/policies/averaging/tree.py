@@ -125,7 +125,7 @@ class Leadership:
     def epoch_led_by(self, rank: int) -> int:
         return self.epoch + 1 + (rank - self.epoch - 1) % self.size
 
-    def heard(self, now_s: float) -> None:
+    def note_alive(self, now_s: float) -> None:
         """Record a sign of life of the coordinator."""
         self.ask_s = now_s + max(2 * self.pace.interval_s, self.pace.patience_s / 2)
         self.answer_s = math.inf
@@ -431,7 +431,7 @@ class TreeAverage:
         if epoch > self._leadership.epoch:
             self._adopt(epoch, now_s)
         if source == self._leadership.coordinator or message.kind in (Kind.OPEN, Kind.DOWN):
-            self._leadership.heard(now_s)
+            self._leadership.note_alive(now_s)
         if message.kind is Kind.PRESENT:
             self._presence(source, message, now_s)
         elif message.kind is Kind.SETTLED:

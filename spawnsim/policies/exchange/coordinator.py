@@ -138,8 +138,8 @@ class Coordinator:
 
     def _decide(self, round_: int, now_s: float) -> Decision:
         # A late report substitutes a missing one, but never replaces a report of this round, which is newer.
-        told = self._late | self._open[round_].reports
-        reports = [report for rank, report in told.items() if rank not in self._left]
+        known = self._late | self._open[round_].reports
+        reports = [report for rank, report in known.items() if rank not in self._left]
         self.closed, self._late = round_, {}
         # Older rounds are closed too: their metrics belong to weights that may have been replaced since.
         self._open = {other: entry for other, entry in self._open.items() if other > round_}

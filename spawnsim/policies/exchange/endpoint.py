@@ -72,7 +72,7 @@ class Endpoint:
         prefix: prefix of the averager that owns it; None for a policy's endpoint.
 
     Attributes:
-        failed: ranks found to be dead, by a send, by a receive, or by `look_for_failed`.
+        failed: ranks found to be dead, by a send, by a receive, or by `find_failed`.
         counts: messages and bytes, dropped messages ("unreadable", "foreign", "undeliverable") and messages without
             their body ("damaged").
         sent, received: messages sent, by destination; and number of messages received.
@@ -118,7 +118,7 @@ class Endpoint:
         if self.prefix is None or other is None:
             return (
                 f"{begin}a policy on this communicator already whose messages have the tag {self.tag}: shutdown() that "
-                "one first, or give each a communicator of its own, made before the training loop: group=comm.Dup()"
+                "one first, or give each its own communicator, made before the training loop: group=comm.Dup()"
             )
         if other == self.prefix:
             return (
@@ -343,7 +343,7 @@ class Endpoint:
             with self.comm.clock.deadline(seconds):
                 self._has_ended(receive, receive.request.Wait)
 
-    def look_for_failed(self) -> set[int]:
+    def find_failed(self) -> set[int]:
         """Return `failed`, including ranks that died without any communication; costs a call of the backend."""
         if self.comm.capabilities().survives:  # elsewhere the job ends with the first death
             failed = self._any.Get_failed()
@@ -401,7 +401,7 @@ class ProgressEngine:
             now_s = self._clock.now()
             if now_s >= self._check_s:
                 self._check_s = now_s + self._death_check_s
-                self.endpoint.look_for_failed()
+                self.endpoint.find_failed()
             dead = self.endpoint.failed - self._known_dead
             self._known_dead |= dead
             self.owner.advance(arrived, now_s, dead)
@@ -449,7 +449,7 @@ class ProgressEngine:
         """Make progress in parallel with the rank's program until `stop` or the communicator's end. May be repeated."""
         if self._task is None or not self._task.alive:
             self._stopping, self._ready = False, False
-            self._task = self.endpoint.comm.background(self._go_on)
+            self._task = self.endpoint.comm.background(self._loop)
 
     def await_ready(self, timeout_s: float) -> bool:
         """Wait until the background task has made progress once, at most `timeout_s`; return whether it has."""
@@ -458,7 +458,7 @@ class ProgressEngine:
             self._clock.sleep(min(self.poll_interval_s, left_s))
         return self._ready
 
-    def _go_on(self) -> None:
+    def _loop(self) -> None:
         try:
             while not self._stopping:
                 if self.progress():
@@ -525,7 +525,7 @@ class Absences:
         self._due_s = now_s + self._slice_s
         return True
 
-    def look(self) -> dict[int, str]:
+    def check(self) -> dict[int, str]:
         """Return the ranks that will not arrive, with the reason. A check is expensive: see `is_due`."""
         late = self._comm.clock.now() >= self._began_s + self._patience_s
         return {rank: why for rank, why in self._comm.absent().items() if late or why != SILENT}
@@ -559,7 +559,7 @@ class Attendance:
                     self._everyone.Wait()
                     return {}
             except Timeout:
-                if self.absences.is_due() and (absent := self.absences.look()):
+                if self.absences.is_due() and (absent := self.absences.check()):
                     return absent
 
 

@@ -462,14 +462,14 @@ def check_same(comm: Comm, layout: Layout, *, guard: bool) -> None:
     # Digest and its complement: damage to one of them on a link is detected; collectives carry no checksums.
     rows = np.empty((comm.Get_size(), 2), np.uint64)
     comm.Allgather(np.asarray([digest, ~digest ^ np.uint64(guard)]), rows)
-    told = rows[:, 0] ^ ~rows[:, 1]
-    if (rows == rows[0]).all() and told[0] <= 1:
+    guards = rows[:, 0] ^ ~rows[:, 1]
+    if (rows == rows[0]).all() and guards[0] <= 1:
         return
     who = f"rank {comm.Get_rank()}"
-    off, on, damaged = (np.flatnonzero(each).tolist() for each in (told == 0, told == 1, told > 1))
+    off, on, damaged = (np.flatnonzero(each).tolist() for each in (guards == 0, guards == 1, guards > 1))
     if damaged:
         raise MismatchError(
-            f"{who}: what ranks {damaged} have told of their models was damaged on its way here, so it is unknown "
+            f"{who}: the digests of the models of ranks {damaged} were damaged on the way, so it is unknown "
             f"whether the models of this group agree. Collectives carry no checksums: see the events of kind link"
         )
     if (rows[:, 0] == rows[0, 0]).all():

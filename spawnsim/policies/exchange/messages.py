@@ -276,7 +276,7 @@ def decode(buffer: Bytes, channel: int = 0) -> Message:
     if magic != MAGIC or known is None or start > buffer.size:
         raise Unreadable("the bytes are not a message of a policy: does another program use its tag?")
     if _head_checksum(data, start) != head_sum:
-        raise Unreadable("the header of a message was damaged on its way")
+        raise Unreadable("the header of a message was damaged on the way")
     if where != channel:
         raise Foreign(f"a message for channel {where}, not {channel}")
     meta: Any = None

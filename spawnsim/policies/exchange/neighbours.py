@@ -41,7 +41,7 @@ class NeighbourRounds:
         self._comm, self._tag, self._nbytes, self._allocate = comm, tag, nbytes, allocate
         self._under_way: deque[_Round] = deque()
         self._free: list[Bytes] = []
-        self._lent: list[Bytes] = []  # buffers returned by the latest `finish`
+        self._handed_out: list[Bytes] = []  # buffers returned by the latest `finish`
 
     @property
     def under_way(self) -> int:
@@ -56,8 +56,8 @@ class NeighbourRounds:
             to: destination ranks.
             sources: ranks to receive from.
         """
-        self._free += self._lent
-        self._lent = []
+        self._free += self._handed_out
+        self._handed_out = []
         mine, *theirs = (self._memory() for _ in range(1 + len(sources)))
         write(mine)
         # Receives first: large messages are then received in place, and no order of arrival can block a ring of sending
@@ -84,7 +84,7 @@ class NeighbourRounds:
             for request in oldest.requests:
                 request.Wait()
         self._under_way.popleft()
-        self._lent = [oldest.mine, *oldest.theirs]
+        self._handed_out = [oldest.mine, *oldest.theirs]
         return list(zip(oldest.sources, oldest.theirs, strict=True))
 
     def _memory(self) -> Bytes:

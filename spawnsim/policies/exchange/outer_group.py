@@ -177,9 +177,8 @@ class OuterGroup:
         if self.fragments and found.keys() != set(held):  # else they would stay each rank's own, unnoticed
             other = sorted(found.keys() ^ set(held))
             raise UsageError(
-                f"{len(other)} tensors were frozen or unfrozen since the policy began ({other[0]}, …): take "
-                "travels=StateScope() from the beginning, by which frozen ones move as well, or a new policy from "
-                "here on"
+                f"{len(other)} tensors were frozen or unfrozen since the policy began ({other[0]}, …): use "
+                "travels=StateScope() from the beginning, which also sends frozen tensors, or make a new policy now"
             )
         return found
 

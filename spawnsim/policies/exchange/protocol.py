@@ -82,9 +82,9 @@ class Exchange:
         settled, self.reported = self.inbox.settled, round_
         # Each report contains `settled`, so that a lost report costs at most one round.
         message = Message(Kind.REPORT, round_, iteration, value=metric, settled=settled, expired=expired)
-        self.tell_leader(message)
+        self.send_to_leader(message)
 
-    def tell_leader(self, message: Message) -> None:
+    def send_to_leader(self, message: Message) -> None:
         """Send to the coordinating rank; if it is known to be dead, to the next one, which takes over its role."""
         size = self.comm.Get_size()
         for _ in range(size):
@@ -250,11 +250,14 @@ class Unfinished:
     @classmethod
     def all_of(cls, comm: Comm, own: Unfinished) -> Unfinished:
         """Return the unfinished work of all ranks together; collective."""
-        told = comm.gather((own.open, own.settled, own.assigned), root=0)
+        gathered = comm.gather((own.open, own.settled, own.assigned), root=0)
         found = None
-        if told is not None:
-            assigned = [pair for _, _, each in told for pair in each.items()]
-            found = any(each[0] for each in told), any(told[rank][1] < round_ for rank, round_ in assigned)
+        if gathered is not None:
+            assigned = [pair for _, _, each in gathered for pair in each.items()]
+            found = (
+                any(each[0] for each in gathered),
+                any(gathered[rank][1] < round_ for rank, round_ in assigned),
+            )
         return cls(*comm.bcast(found, root=0))
 
 
@@ -284,7 +287,7 @@ class ShutdownDrain:
                 self.unfinished = Unfinished.of(exchange)
                 exchange.inbox.give_up()
             else:
-                exchange.tell_leader(Message(Kind.LEAVE, self._latest[0], self._latest[0]))
+                exchange.send_to_leader(Message(Kind.LEAVE, self._latest[0], self._latest[0]))
                 self._finish()
             if absent := self._absent():
                 return shown(absent)
@@ -307,7 +310,7 @@ class ShutdownDrain:
             if attendance.absences.is_due():
                 if attendance.all_here():  # a LEAVE was lost
                     break
-                absent |= attendance.absences.look()
+                absent |= attendance.absences.check()
                 for rank in absent:
                     exchange.coordinator.leave(rank)
                 continue
@@ -322,7 +325,7 @@ class ShutdownDrain:
         """Return whether all other ranks have left this coordinating rank, or have died."""
         coordinator = self.exchange.coordinator
         assert coordinator is not None
-        for rank in () if coordinator.alone else self.exchange.endpoint.look_for_failed():
+        for rank in () if coordinator.alone else self.exchange.endpoint.find_failed():
             coordinator.leave(rank)
         return coordinator.alone
 

@@ -263,8 +263,9 @@ class Replacement:
         fresh, fresh_optimizer = self.builder() if self.builder else (model, optimizer)
         if _is_scheduled(optimizer) and not _is_scheduled(fresh_optimizer):
             logger.warning(
-                "a replaced rank goes on with a new optimizer, whose learning rate the scheduler of the old one does "
-                "not move: give model_builder=None, by which a rank keeps its model and optimizer, with new values"
+                "a replaced rank continues with a new optimizer, whose learning rate the old scheduler does "
+                "not change: give model_builder=None, with which a rank keeps its model and optimizer, with "
+                "new values"
             )
         plain = StateScope(self.travels.frozen, self.travels.buffers)
         own, live = collect(model, None, plain), collect(fresh, None, plain)
@@ -272,7 +273,7 @@ class Replacement:
         if changed:
             name = changed[0]
             logger.warning(
-                "model_builder makes another model than the one that is replaced: %s is %s, and was %s",
+                "model_builder makes a different model from the replaced one: %s is %s, and was %s",
                 name, tuple(live[name].shape), tuple(own[name].shape),
             )  # fmt: skip
         values, unmatched = self._values(own, live, contributions, reference)
@@ -444,7 +445,9 @@ class ReplacementRecord:
         )  # fmt: skip
         if self.unmatched:
             shown = ", ".join(self.unmatched[:5]) + (", …" if len(self.unmatched) > 5 else "")
-            logger.warning("rank %d: no donor has a match for what stays as it is: %s", comm.rank, shown)
+            logger.warning(
+                "rank %d: no donor has a match for these tensors, which stay unchanged: %s", comm.rank, shown
+            )
 
 
 def usable(
@@ -470,7 +473,9 @@ def leave_out(comm: Comm, donors: Sequence[int]) -> None:
     if donors:
         world = comm.Get_group().members
         comm.record.event("left_out", donors=[world[donor] for donor in donors])
-        logger.warning("rank %d: what donors %s gave is not finite: left out", comm.rank, donors)
+        logger.warning(
+            "rank %d: donors %s sent values that are not finite: they are ignored", comm.rank, donors
+        )
 
 
 class _RunningMean:

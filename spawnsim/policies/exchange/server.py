@@ -363,7 +363,7 @@ class ServerNode:
             while self._members[tier]:
                 self.engine.drive(partial(not_, self._members[tier]), absences.wait_s())
                 if absences.is_due():
-                    self._members[tier] -= absences.look().keys()
+                    self._members[tier] -= absences.check().keys()
             if tier == 0 and self.tier is not None:
                 self._out.append((self.top, Message(Kind.LEAVE, 0, part=1)))
         self.engine.progress()

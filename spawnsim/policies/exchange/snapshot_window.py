@@ -111,14 +111,14 @@ class SlottedWindow:
         self.count, self._done = slots, 0
         self._header = np.zeros(HEADER.itemsize, np.uint8)
         self._spare: list[NDArray[np.uint8]] = []
-        self._lent: dict[int, NDArray[np.uint8]] = {}
-        self._tell(0 if live is not None else ABSENT)
+        self._borrowed: dict[int, NDArray[np.uint8]] = {}
+        self._write_header(0 if live is not None else ABSENT)
 
-    def _tell(self, begun: int) -> None:
+    def _write_header(self, begun: int) -> None:
         """Put the header, which announces that the owner has begun version `begun`."""
-        header, told = self._header.data, (begun, self._done, self.slot_nbytes, self.count)
-        FRONT_OUT.pack_into(header, 0, *told, 0)
-        FRONT_OUT.pack_into(header, 0, *told, zlib.crc32(header))
+        header, fields = self._header.data, (begun, self._done, self.slot_nbytes, self.count)
+        FRONT_OUT.pack_into(header, 0, *fields, 0)
+        FRONT_OUT.pack_into(header, 0, *fields, zlib.crc32(header))
         self.win.Put(self._header, self.rank, 0)
         self.win.Flush(self.rank)
 
@@ -132,7 +132,7 @@ class SlottedWindow:
         # `Put` and `Flush` and carries a checksum, so that no reader accepts a partial header.
         start = padded(len(layout.text))
         fits = start + layout.nbytes <= self.slot_nbytes
-        self._tell(version if fits else ABSENT)
+        self._write_header(version if fits else ABSENT)
         if not fits:
             return -1
         place = version % self.count
@@ -141,14 +141,14 @@ class SlottedWindow:
         lay_out(layout, as_tensor(slot[start:]), encoded.sources, device_of(live))
         self.win.Sync()
         sum_ = checksum(slot[start:]) if self._checksum else 0
-        told = iteration, len(layout.text), sum_, layout.nbytes, layout.digest
-        SLOT_OUT.pack_into(self._header.data, FRONT_OUT.size + place * SLOT_OUT.size, *told)
+        fields = iteration, len(layout.text), sum_, layout.nbytes, layout.digest
+        SLOT_OUT.pack_into(self._header.data, FRONT_OUT.size + place * SLOT_OUT.size, *fields)
         self._done = version
-        self._tell(version)
+        self._write_header(version)
         return layout.nbytes
 
     def withdraw(self, why: int = WITHDRAWN) -> None:
-        self._tell(why)
+        self._write_header(why)
 
     def get_header(self, donor: int) -> tuple[Request, Header]:
         """Start to read a donor's header; it is valid when the request has completed."""
@@ -168,7 +168,7 @@ class SlottedWindow:
         fitting = (index for index, buffer in enumerate(self._spare) if buffer.size >= length)
         index = next(fitting, None)
         buffer = self._room(length) if index is None else self._spare.pop(index)
-        self._lent[donor] = buffer
+        self._borrowed[donor] = buffer
         at = HEADER.itemsize + version % int(header["count"][0]) * int(header["slot_nbytes"][0]) + skip
         return self._get(buffer[:length], donor, at), buffer[:length]
 
@@ -178,8 +178,8 @@ class SlottedWindow:
 
     def reclaim(self, *, but: Collection[int]) -> None:
         """Reclaim the memory of earlier reads, except from donors whose answer may still arrive."""
-        self._spare += [buffer for donor, buffer in self._lent.items() if donor not in but]
-        self._lent = {}
+        self._spare += [buffer for donor, buffer in self._borrowed.items() if donor not in but]
+        self._borrowed = {}
 
 
 T = TypeVar("T")

@@ -110,7 +110,7 @@ class WaitAvoidingSums:
     def _contribute(self, round_: int, current: _Round) -> None:
         current.total, current.staleness = self._latest, round_ - self._latest_round
         self._send(round_, current)
-        self._go_on(round_, current)
+        self._advance(round_, current)
 
     def _send(self, round_: int, current: _Round) -> None:
         if current.phase < current.phases:
@@ -119,7 +119,7 @@ class WaitAvoidingSums:
             partner = current.members[current.members.index(self._comm.Get_rank()) ^ (1 << current.phase)]
             self.endpoint.send(partner, Message(Kind.SUM, round_, part=current.phase, body=body))
 
-    def _go_on(self, round_: int, current: _Round) -> None:
+    def _advance(self, round_: int, current: _Round) -> None:
         """Add the sums of the phases that are due. The sum of two is the same in either order."""
         while current.total is not None and current.phase in current.early:
             theirs = current.early.pop(current.phase)
@@ -138,7 +138,7 @@ class WaitAvoidingSums:
             if current.total is None:
                 self._contribute(message.number, current)
             else:
-                self._go_on(message.number, current)
+                self._advance(message.number, current)
 
     def wake_s(self) -> float:
         return math.inf  # until a message arrives

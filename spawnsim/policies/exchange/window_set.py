@@ -289,7 +289,7 @@ class OpenWindows:
                 return "the rank that holds the metrics did not answer"
             absent = Attendance(self.comm, patience_s).complete()
             if self.board.agree(KEEP if absent else FREE) != FREE:
-                return shown(absent) if absent else "another rank has waited for one in vain"
+                return shown(absent) if absent else "another rank has waited for a slot without success"
             # An explicit deadline, because a verdict may be lost under way.
             with self.comm.clock.deadline(self.comm.clock.limit_s()):
                 self.snapshots.withdraw()

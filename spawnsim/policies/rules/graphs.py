@@ -139,7 +139,7 @@ def _checked(graph: Any, size: int, round_: int, seed: int, rows: bool) -> Mixin
     named = getattr(graph, "__name__", repr(graph))
     ends = np.concatenate([found.receivers, found.senders])
     if found.size != size or not ((ends >= 0) & (ends < size)).all():
-        raise ParameterError(f"graph {named} of {size} ranks has an edge to a rank that is not there")
+        raise ParameterError(f"graph {named} of {size} ranks has an edge to a rank that does not exist")
     for what, key in (("column", found.senders), ("row", found.receivers))[: 1 + rows]:
         sums = np.bincount(key, found.weights, size)
         off = int(np.abs(sums - 1).argmax())

@@ -380,12 +380,12 @@ class ReportRounds:
         self._half = max(1, period // 2)
         self._open: tuple[int, ...] = ()
         self._made: tuple[int, ...] = ()
-        self._looked = True
+        self._was_read = True
 
     def reported(self, iteration: int, *, judged: bool) -> None:
         """Record a report; `judged`: whether it gets a verdict, not if the weights that it describes are replaced."""
         self._made = (*self._made[-(2 * MOST_REPORTS_BEHIND + 1) :], iteration)
-        self._looked = not judged
+        self._was_read = not judged
         if judged:
             self._open = (*self._open, iteration)
 
@@ -399,7 +399,7 @@ class ReportRounds:
     def due(self, iteration: int, *, last: bool) -> bool:
         """Return whether to read the board now; `last` if the next report is about to be made."""
         # One read per report: every read costs a round trip to the board's holder.
-        if self._looked or not self._open or self._open[-1] == iteration:
+        if self._was_read or not self._open or self._open[-1] == iteration:
             return False
         return last or iteration - self._open[-1] >= self._half
 
@@ -408,7 +408,7 @@ class ReportRounds:
 
         `replaces` returns whether given reports lead to the replacement of this rank.
         """
-        self._looked = True
+        self._was_read = True
         if not self._open:
             return None
         iteration, alive = self._open[0], lines.of_alive()

@@ -56,7 +56,7 @@ class StateScope:
         check_choice("optimizer_state", self.optimizer_state, get_args(OptimizerState))
         if self.settings and self.optimizer_state != "copy":
             raise ParameterError(
-                f"settings={self.settings!r} are taken over with optimizer_state='copy' alone"
+                f"settings={self.settings!r} are copied only with optimizer_state='copy' alone"
             )
 
     @property

@@ -409,7 +409,7 @@ class Comm(PointToPoint, Collectives):
     is_revoked = property(Is_revoked)
 
     def Get_failed(self) -> Group:
-        return Group.of(fault_tolerance.look_for_dead(self), self._rank.id)
+        return Group.of(fault_tolerance.find_dead(self), self._rank.id)
 
     def Ack_failed(self, num_to_ack: int | None = None) -> int:
         """Acknowledge failures: receives from any source continue without these dead ranks. Return their number."""

@@ -334,7 +334,7 @@ def dead_members(comm: Member) -> list[int]:
     return [rank for rank in comm._context.everyone if rank in dead] if dead else []
 
 
-def look_for_dead(comm: Member) -> list[int]:
+def find_dead(comm: Member) -> list[int]:
     """Return the dead members, and charge for the poll: a loop of such polls counts as waiting."""
     kernel = comm._world.kernel
     kernel.observe()

@@ -127,7 +127,7 @@ def test_ranks_that_are_alike_are_timed_as_one_to_the_last_bit(monkeypatch, oper
 
     def apart(self, *args):
         begin(self, *args)
-        self.tell_apart()
+        self.separate()
 
     for algorithm in catalogue.names(operation):
         for size in (12, 13, 16):

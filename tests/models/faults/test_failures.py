@@ -153,7 +153,7 @@ def test_parts_of_the_platform_fail_together(tmp_path: Path) -> None:
     plan = FaultPlan.parse("crash:node1@1s", ranks=RANKS, network=nodes)
     assert [fault.rank for fault in plan.faults] == [4, 5, 6, 7]
     for text, words in (
-        ("crash:node9@1s", "node0 to node2"), ("crash:region0@1s", "has none"), ("crash:nodex@1s", "node0"),
+        ("crash:node9@1s", "node0 to node2"), ("crash:region0@1s", "has no regions"), ("crash:nodex@1s", "node0"),
         ("mtbf:*@0s,5s", "LENGTH"), ("mtbf:*@0s+5s,0s", "above 0"), ("mtbf:*@0s+1e9s,1ms", "more than"),
         ("corrupt:0>1@0s,1,zero", "bit or nan"), ("crash:0-999999999@1s", "more than"),
     ):  # fmt: skip

@@ -335,7 +335,7 @@ def test_time_goes_forward_only():
         network.start(0.5, Flow((0,), 1.0))
     with pytest.raises(ParameterError, match="call advance first"):
         network.start(2.5, Flow((0,), 1.0))
-    with pytest.raises(ParameterError, match="forward only"):
+    with pytest.raises(ParameterError, match="only moves forward"):
         network.advance(0.5)
 
 

@@ -144,7 +144,7 @@ def test_the_run_goes_before_the_platform() -> None:
             'allreduce = "ring"',
             'allreduce = "rings"',
             22,
-            "collectives.allreduce: allreduce knows no algorithm",
+            "collectives.allreduce: allreduce has no algorithm",
         ),
         ('library = "openmpi"', 'library = "nompi"', 21, "choose one of mpich"),
         (

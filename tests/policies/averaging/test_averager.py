@@ -303,7 +303,7 @@ def test_run_in_background() -> None:
         assert ready.engine._ready
         ready.run_in_background(await_ready=False)
         late = averager_of(comm, prefix="u")
-        late.engine._go_on = lambda: comm.clock.sleep(3.0)  # type: ignore[method-assign]
+        late.engine._loop = lambda: comm.clock.sleep(3.0)  # type: ignore[method-assign]
         with pytest.raises(Timeout, match="not ready"):
             late.run_in_background(timeout=0.5)
         ready.shutdown()

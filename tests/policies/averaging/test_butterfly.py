@@ -328,7 +328,7 @@ def test_ones_own_values_are_no_average() -> None:
     alone.send_some(100, 0.0)
     alone.tick(1.0)
     assert (alone.finished, alone.received, alone.missing()) == (True, 1.0, {1: 1.0})
-    assert why_no_average(alone) == "no other member's values came"
+    assert why_no_average(alone) == "no values of other members arrived"
     assert dict(result_of(alone)) == {0: None}
 
 

@@ -294,13 +294,13 @@ def test_an_epoch_has_one_coordinator() -> None:
 def test_silence_is_asked_about_before_it_is_held_against_anybody() -> None:
     """Asked for again and again until patience is over; any sign of life ends the doubt."""
     leadership = Leadership(1, 3, Pace(0.1, 1.2))
-    leadership.heard(0.0)
+    leadership.note_alive(0.0)
     assert (leadership.ask_s, leadership.answer_s) == (0.6, math.inf)
     leadership.asked(0.6)
     assert (leadership.ask_s, leadership.answer_s) == pytest.approx((1.0, 1.8))
     leadership.asked(1.0)
     assert (leadership.ask_s, leadership.answer_s) == pytest.approx((1.4, 1.8))
-    leadership.heard(1.79)
+    leadership.note_alive(1.79)
     assert leadership.answer_s == math.inf
 
 

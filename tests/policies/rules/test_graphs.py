@@ -136,7 +136,7 @@ def test_weights_of_any_graph_and_bad_graphs() -> None:
         ParameterError, match=r"graph directed of 5 ranks is not doubly stochastic .* row 0 sums to 3"
     ):
         mixing(directed, 5, 0)
-    with pytest.raises(ParameterError, match="edge to a rank that is not there"):
+    with pytest.raises(ParameterError, match="edge to a rank that does not exist"):
         mixing(lambda *_: graphs.ring(6), 5, 0)
     with pytest.raises(ParameterError, match="degree=0"):
         BaseGraph(0)
