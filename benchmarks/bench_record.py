@@ -58,18 +58,18 @@ def end_of_a_run(rows: int, ranks: int = 100) -> None:
                 rank, 0.1 * iteration, values if rank % 10 else {"iteration": iteration, "loss": None, "n": 3}
             )
         shard.close()
-        told("recorded")
+        report("recorded")
         recorder = merge(folder).recorder
         table = recorder.table()
-        told("put together")
+        report("put together")
         Run({"file": "a.py"}, table, [], totals_of(table, [], {"digest": "x"})).save(folder)
-        told("saved, with its totals")
+        report("saved, with its totals")
         journal.discard(folder)
         assert Run.load(folder).table.digest() == table.digest()
-        told("loaded, and compared")
+        report("loaded, and compared")
 
 
-def told(what: str) -> None:
+def report(what: str) -> None:
     """Print the resources that the process has used."""
     most_mib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
     print(f"{what:24} {time.process_time():8.1f} s {most_mib:8.0f} MiB", flush=True)

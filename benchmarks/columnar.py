@@ -48,9 +48,9 @@ def measured(name: str, ranks: int, rounds: int) -> float:
     marks: list[float] = []
     sent: list[int] = []
 
-    def on_round(told: columnar.Round) -> None:
+    def on_round(done: columnar.Round) -> None:
         marks.append(time.process_time())
-        sent.append(told.messages)
+        sent.append(done.messages)
 
     columnar.run(
         policy(name), ranks=ranks, iterations=rounds + 1, model_nbytes=NBYTES, stragglers=STRAGGLERS, streams="bulk",

@@ -136,7 +136,7 @@ def main() -> None:
     parser.add_argument("--checkpoint-every", type=int, default=100)
     parser.add_argument("--policy", action="append", choices=POLICIES)
     parser.add_argument(
-        "--kept", type=Path, help="what is told of each policy, gone on with by the next call"
+        "--kept", type=Path, help="file of the results of each policy, from which the next call continues"
     )
     parser.add_argument("--out", help="figure of the goodput")
     options = parser.parse_args()

@@ -34,16 +34,16 @@ def hunt(policy: str, first: int, options: argparse.Namespace) -> tuple[Counter[
     )  # fmt: skip
     began_s = time.process_time()
     found = campaign(Target(PROGRAM), space, range(first, first + options.runs), seconds=options.seconds)
-    told = []
+    reports = []
     for key, failure in found.failures.items():
         small = found.small.get(key, failure)
-        told.append(
+        reports.append(
             f"{policy}: {found.counts[key]} × {small.message[:600]}\n  {small.case.command(str(PROGRAM))}"
         )
     counts = Counter({"cases": found.runs, "broken": sum(found.counts.values())})
     counts |= Counter({f"struck {kind}": times for kind, times in found.kinds().items()})
     counts["processor_ms"] = round(1000 * (time.process_time() - began_s))
-    return counts, told
+    return counts, reports
 
 
 def main() -> None:
@@ -57,14 +57,16 @@ def main() -> None:
     parser.add_argument("--iterations", type=int, default=12)
     parser.add_argument("--faults", default=FAULTS)
     parser.add_argument("--policy", action="append", choices=EVERY)
-    parser.add_argument("--out", type=Path, help="where counts are kept, and gone on with")
+    parser.add_argument("--out", type=Path, help="file of the counts, from which the next call continues")
     options = parser.parse_args()
     kept = json.loads(options.out.read_text()) if options.out and options.out.exists() else {}
     for policy in options.policy or EVERY:
         before = Counter(kept.get(policy, {}))
-        counts, told = hunt(policy, before["cases"], options)
+        counts, reports = hunt(policy, before["cases"], options)
         kept[policy] = before + counts
-        print("\n".join([f"{policy}: {counts['cases']} cases, {counts['broken']} broken", *told]), flush=True)
+        print(
+            "\n".join([f"{policy}: {counts['cases']} cases, {counts['broken']} broken", *reports]), flush=True
+        )
         if options.out:
             options.out.write_text(json.dumps(kept))
     print(table(kept))

@@ -104,8 +104,8 @@ def campaign(how: Any, folder: Path) -> int:
         if how.backend == "virtual":
             good = good and same(spawnsim.Run.load(folder / f"whole {policy}"), run)
         wrong += not good
-        told = "as it should be" if good else "WRONG"
-        print(f"{name}: killed after the checkpoints at {after}; statuses {stati}; {told}", flush=True)
+        verdict = "as it should be" if good else "WRONG"
+        print(f"{name}: killed after the checkpoints at {after}; statuses {stati}; {verdict}", flush=True)
     return wrong
 
 

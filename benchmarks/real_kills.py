@@ -188,7 +188,7 @@ class Trial:
         elif found["status"] != (wanted := self._status(early)):
             wrong.append(f"status {found['status']}, not {wanted}")
         elif self.job == "survive" and early and "no job survives" not in found["err"]:
-            wrong.append("untold")
+            wrong.append("unreported")
         named = re.findall(r"^spawnsim: rank (\d+)", found["err"], re.MULTILINE)
         if sorted(map(int, named)) != sorted(self.victims) and not self._at_its_start():
             wrong.append(f"named {','.join(named) or 'nobody'}")
@@ -275,7 +275,7 @@ def table(found: list[dict[str, Any]]) -> str:
         for stage in (each["stage"], "all"):
             cells[each["transport"], each["job"], stage].append(each)
     lines = [
-        "| transport | job | stage | kills | hung | told wrongly | over 5 s | median s | longest s |",
+        "| transport | job | stage | kills | hung | misreported | over 5 s | median s | longest s |",
         "|---" * 9 + "|",
     ]
     for key, trials in sorted(cells.items()):

@@ -164,7 +164,7 @@ def busy_donor(comm: TorchComm, fetch: Call, transfer_s: float) -> None:
             f"reader's wait, donor in blocks of {BATCH_S * 1e3:.0f} ms: {text} (wanted under {bound:.0f});",
             end=" ",
         )
-        print(f"each fetch costs the donor {spent * 1e3:.1f} ms of its own processor time")
+        print(f"each fetch costs the donor {spent * 1e3:.1f} ms of processor time")
     else:
         begin = time.thread_time()
         for _ in range(40):

@@ -90,12 +90,12 @@ LOOPS: dict[str, tuple[Loop, tuple[int, int] | None, tuple[int, int] | None]] = 
 def spent(name: str, ranks: int, iterations: int) -> float:
     """Return the processor seconds of a run; assert its number of events and garbage collections."""
     loop, events, scheduled = LOOPS[name]
-    looks, begin = gc.get_stats()[0]["collections"], time.process_time()
+    collections, begin = gc.get_stats()[0]["collections"], time.process_time()
     totals = simulate(lambda comm: loop(comm, iterations), Scenario(ranks), recorder=Recorder())
     seconds = time.process_time() - begin
     if events is not None:
         assert totals.events == ranks * (events[0] * iterations + events[1]), totals
-        assert gc.get_stats()[0]["collections"] - looks <= 2, (
+        assert gc.get_stats()[0]["collections"] - collections <= 2, (
             "objects of a collective outlive many collections"
         )
     if scheduled is not None:
@@ -152,10 +152,10 @@ def main() -> None:
                 "--iterations",
                 str(given.iterations),
             ]
-            told = subprocess.run(
+            output = subprocess.run(
                 [*command, str(ranks)], check=True, stdout=subprocess.PIPE, text=True
             ).stdout
-            found = json.loads(told)
+            found = json.loads(output)
             print(
                 f"{name:<12} {ranks:>9,} {found['cost_us']:>25.1f} {found['start_us']:>23.1f} "
                 f"{found['rank_B'] / 1e3:>11.1f}",

@@ -82,9 +82,9 @@ def measured(line: list[str]) -> str:
     )
     took = time.perf_counter() - began
     use = resource.getrusage(resource.RUSAGE_CHILDREN)
-    told = done.stdout.strip() if done.returncode == 0 else done.stderr.strip()[-300:]
+    output = done.stdout.strip() if done.returncode == 0 else done.stderr.strip()[-300:]
     return (
-        f"{told}  {took:.1f} s, processor {use.ru_utime + use.ru_stime:.1f} s, {use.ru_maxrss / 1e3:.0f} MB"
+        f"{output}  {took:.1f} s, processor {use.ru_utime + use.ru_stime:.1f} s, {use.ru_maxrss / 1e3:.0f} MB"
     )
 
 

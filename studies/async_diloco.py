@@ -116,7 +116,7 @@ def study(context: Context) -> None:
         mean, half = interval(losses[one, outer] - losses[other, outer])
         return mean > half
 
-    def told(outer):
+    def shown(outer):
         return ", ".join(f"{method} {losses[method, outer].mean():.3f}" for method in RULES)
 
     context.claim(
@@ -130,7 +130,7 @@ def study(context: Context) -> None:
             "with DyLU no worse than synchronous": not above("delayed Nesterov, DyLU", "synchronous"),
             "at every outer rate": all(above("asynchronous", "synchronous", outer) for outer in rates),
         },
-        found="loss of the server's weights: " + "; ".join(f"outer rate {outer}: {told(outer)}" for outer in rates)
+        found="loss of the server's weights: " + "; ".join(f"outer rate {outer}: {shown(outer)}" for outer in rates)
         + f" ({len(seeds)} seeds, {rounds} rounds, a smaller model than the paper's; verdict at {last})",
     )  # fmt: skip
 

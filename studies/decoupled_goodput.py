@@ -48,7 +48,7 @@ def study(context: Context) -> None:
             )
     context.save_table(rows, "goodput")
     context.save(figure([row for row in rows if row["network"] == networks[0]]), "goodput")
-    told = {row["learners"]: 100 * row["goodput"] for row in rows if row["network"] == networks[0]}
+    shown = {row["learners"]: 100 * row["goodput"] for row in rows if row["network"] == networks[0]}
     apart = [
         abs(100 * row["goodput"] - PUBLISHED[row["learners"]]) for row in rows if row["learners"] in PUBLISHED
     ]
@@ -63,11 +63,11 @@ def study(context: Context) -> None:
         checks={
             "goodput within 5 points": max(apart) <= 5,
             "goodput rises with learners": all(
-                a < b for a, b in zip(told.values(), [*told.values()][1:], strict=False)
+                a < b for a, b in zip(shown.values(), [*shown.values()][1:], strict=False)
             ),
             "up above 99 % from 4 on": min(up[4], up[8], up[16]) > 99,
         },
-        found=f"goodput {', '.join(f'{told[count]:.0f}' for count in PUBLISHED)} %; at least one up "
+        found=f"goodput {', '.join(f'{shown[count]:.0f}' for count in PUBLISHED)} %; at least one up "
         f"{', '.join(f'{up[count]:.1f}' for count in up)} % for 1, 2, 4, 8, 16 learners (the worst of {len(seeds)} "
         f"seeds; {', '.join(networks)}; 19.7 s a failure, fitted at 2.4 million chips)",
     )

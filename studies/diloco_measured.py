@@ -178,8 +178,9 @@ def study(context):
     points, measured = read_points(context.file("data/diloco_measured.csv"))
     found = fit(points)
     context.say(
-        f"fit: {1e3 * found.overhead_s:.1f} ms an exchange beside the wire; {1e3 * found.step_s:.2f} ms a step; below "
-        f"{8e-6 * found.lossless_rate:.0f} Mbit/s {math.log(2) * found.loss:.1%} more for each halving"
+        f"fit: {1e3 * found.overhead_s:.1f} ms an exchange in addition to the wire; {1e3 * found.step_s:.2f} "
+        f"ms a step; below {8e-6 * found.lossless_rate:.0f} Mbit/s {math.log(2) * found.loss:.1%} more for "
+        "each halving"
     )
     for rate, error in leave_one_out(points):
         context.say(f"{8e-6 * rate:5.0f} Mbit/s left out: predicted {error:+.1%} off")

@@ -58,7 +58,7 @@ def study(context: Context) -> None:
     }
     # Ranks that never wait: each is delayed in one step of eight, or one rank in all of its steps.
     alone = {"random": 1 / (1 + lags[-1] / RANKS), "consistent": (RANKS - 1 + 1 / (1 + lags[-1])) / RANKS}
-    told = "; ".join(
+    text = "; ".join(
         f"{kind}: "
         + ", ".join(f"{policy} {100 * min(share[kind, policy]):.0f} %" for policy in POLICIES)
         + f", without waits {100 * alone[kind]:.0f} %"
@@ -75,7 +75,7 @@ def study(context: Context) -> None:
             "A-EDiT above 80 % under both": min(share["random", "A-EDiT"] + share["consistent", "A-EDiT"])
             > 0.8,
         },
-        found=f"of the throughput without stragglers, at a lag of {lags[-1]:g} steps: {told} ({RANKS} ranks, "
+        found=f"of the throughput without stragglers, at a lag of {lags[-1]:g} steps: {text} ({RANKS} ranks, "
         f"H {EVERY}, {len(seeds)} seeds, the worst of {', '.join(NETWORKS)})",
     )
 
@@ -136,4 +136,4 @@ def figure(rows):
         axes[0].set_ylabel("steps a second, all ranks")
         axes[0].legend(frameon=False)
         caption = f"{RANKS} virtual ranks · steps of {STEP_S:g} s · bands: all seeds · timing alone"
-        return style.frame(drawn, "By the clock, nobody waits for the slowest", caption)
+        return style.frame(drawn, "By the clock, no rank waits for the slowest", caption)

@@ -70,7 +70,7 @@ def study(context: Context) -> None:
             without, _ = goodput(network, policy, np.inf, (ranks, seeds[0]))
             for mtbf_s in MTBFS_S:
                 found = [goodput(network, policy, mtbf_s, (ranks, seed)) for seed in seeds]
-                told = series.over_seeds([share for share, _ in found])
+                shown = series.over_seeds([share for share, _ in found])
                 failed = sum(deaths for _, deaths in found)
                 lost_s = (
                     ranks * LASTS_S * sum(without - share for share, _ in found) / max(failed, 1) - REPAIR_S
@@ -82,10 +82,10 @@ def study(context: Context) -> None:
                     "failures": failed,
                     "lost_s": lost_s,
                 }
-                rows.append(row | told._asdict())
+                rows.append(row | shown._asdict())
                 context.say(
-                    f"{network:8}{policy:26}MTBF {mtbf_s:6.0f} s: goodput {told.median:.3f} [{told.low:.3f}, "
-                    f"{told.high:.3f}], {failed} failures, {lost_s:.1f} s lost by others for each"
+                    f"{network:8}{policy:26}MTBF {mtbf_s:6.0f} s: goodput {shown.median:.3f} [{shown.low:.3f}, "
+                    f"{shown.high:.3f}], {failed} failures, {lost_s:.1f} s lost by other ranks for each"
                 )
     context.save_table(rows, "goodput")
     context.save(figure([row for row in rows if row["network"] == networks[0]], ranks), "goodput")
@@ -142,4 +142,4 @@ def figure(rows, ranks):
             f"{ranks} virtual ranks · steps of {STEP_S:g} s · back after {REPAIR_S:g} s · median over seeds, "
             f"{rows[0]['kind']} · timing alone"
         )
-        return style.frame(drawn, "What failures cost those that did not fail", caption)
+        return style.frame(drawn, "What failures cost the ranks that did not fail", caption)

@@ -159,10 +159,10 @@ def study(context):
                     parameters=learning | {"policy": policy},
                 )  # fmt: skip
             some = [runs[ranks, policy, seed] for seed in seeds]
-            told = series.over_seeds([len(first_finds(run)) for run in some])
+            shown = series.over_seeds([len(first_finds(run)) for run in some])
             context.say(
-                f"{ranks} ranks, {policy:10} {told.median:.0f} of 4 modes together ({told.kind} {told.low:.0f} to "
-                f"{told.high:.0f}), all after {all_after(some, learning['iterations']):.0f} iterations, "
+                f"{ranks} ranks, {policy:10} {shown.median:.0f} of 4 modes together ({shown.kind} {shown.low:.0f} to "
+                f"{shown.high:.0f}), all after {all_after(some, learning['iterations']):.0f} iterations, "
                 f"L1 {np.mean([distance(run) for run in some]):.2f}"
             )
     context.save(modes_figure(runs, learning["iterations"]), "modes")
@@ -256,4 +256,4 @@ def learnt_figure(runs):
             ax.grid(visible=False)
         drawn.colorbar(mesh, ax=axes, label="probability", shrink=0.8, pad=0.01)
         caption = f"torchgfn, HyperGrid 2 x {HEIGHT} x {HEIGHT} · where the last tenth of trajectories ended, one seed"
-        return style.frame(drawn, "What the ranks have learnt, beside the reward", caption)
+        return style.frame(drawn, "What the ranks have learnt, next to the reward", caption)

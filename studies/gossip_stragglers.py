@@ -38,10 +38,10 @@ def study(context: Context) -> None:
                 rates[network, trouble, policy] = [
                     rate(network, trouble, policy, (seed, count)) for seed in seeds
                 ]
-            told = ", ".join(
+            shown = ", ".join(
                 f"{policy} {np.mean(rates[network, trouble, policy]):.2f}" for policy in POLICIES
             )
-            context.say(f"{network:8}{trouble:10} {told} steps a second")
+            context.say(f"{network:8}{trouble:10} {shown} steps a second")
     context.save_table([{"case": list(case), "steps_s": found} for case, found in rates.items()], "rates")
 
     def gain(policy, trouble):
@@ -52,7 +52,7 @@ def study(context: Context) -> None:
         ]
         return float(np.min(found)), float(np.max(found))
 
-    def told(policy):
+    def shown(policy):
         return ", ".join(
             f"{trouble} {gain(policy, trouble)[0]:.2f} to {gain(policy, trouble)[1]:.2f}"
             for trouble in TROUBLES
@@ -67,7 +67,7 @@ def study(context: Context) -> None:
             "overlap quicker still": gain("overlap SGP", "noise")[0] > gain("SGP", "noise")[0],
             "three times": gain("overlap SGP", "noise")[1] >= 2.5,
         },
-        found=f"SGP: {told('SGP')} times; overlap SGP: {told('overlap SGP')} times {where}",
+        found=f"SGP: {shown('SGP')} times; overlap SGP: {shown('overlap SGP')} times {where}",
     )
     context.claim(
         "AD-PSGD is 4 to 8 times faster than synchronous training where links or ranks are slow",
@@ -76,7 +76,7 @@ def study(context: Context) -> None:
             "4 times with a slow rank": gain("AD-PSGD", "slow rank")[0] >= 4,
             "4 times with a slow link": gain("AD-PSGD", "slow link")[0] >= 4,
         },
-        found=f"AD-PSGD: {told('AD-PSGD')} times; slow is {SLOW} times as slow {where}",
+        found=f"AD-PSGD: {shown('AD-PSGD')} times; slow is {SLOW} times as slow {where}",
     )
 
 

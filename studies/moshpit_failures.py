@@ -52,9 +52,9 @@ def study(context: Context) -> None:
                     if not within
                 ]
             rows.append(row)
-            told = ", ".join(f"{way} {here:.1f}" for way, here in zip(WAYS, mean, strict=True))
+            text = ", ".join(f"{way} {here:.1f}" for way, here in zip(WAYS, mean, strict=True))
             context.say(
-                f"{ranks:5} ranks, p {chance:<5g}: {told}"
+                f"{ranks:5} ranks, p {chance:<5g}: {text}"
                 + (f" (published {published})" if published else "")
             )
     context.save_table(rows, "rounds")

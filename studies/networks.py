@@ -51,8 +51,8 @@ def study(context: Context) -> None:
                 rows.append(
                     {"platform": name, "size": size, "model": model, "ms": took, "ranking": ranking(took)}
                 )
-                told = " < ".join(f"{way} {took[way]:.2f} ms" for way in rows[-1]["ranking"])
-                context.say(f"{name:24}{size:7} {model:8} {told}")
+                text = " < ".join(f"{way} {took[way]:.2f} ms" for way in rows[-1]["ranking"])
+                context.say(f"{name:24}{size:7} {model:8} {text}")
     context.save_table(rows, "ranking")
     context.save(figure(rows, ranks), "ranking")
     differ = decided_by_model(rows)

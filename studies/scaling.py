@@ -123,7 +123,7 @@ def round_lengths(every, noise, ranks, drawn):
     left = []
     columnar.run(
         AverageAllPolicy(every), ranks=ranks, iterations=iterations, model_nbytes=4, platform=QUICK, stragglers=noise,
-        compute=1.0, seed=seed, streams="bulk", on_round=lambda told: left.append(float(told.left_s.max())),
+        compute=1.0, seed=seed, streams="bulk", on_round=lambda done: left.append(float(done.left_s.max())),
     )  # fmt: skip
     return np.diff(left)  # without the first round: an average is due in the first iteration already
 
@@ -210,7 +210,7 @@ def exchanges(network, sizes):
         left = []
         columnar.run(
             AverageAllPolicy(10), ranks=ranks, iterations=20, model_nbytes=4 * PARAMETERS, platform=NETWORKS[network],
-            stragglers=None, compute=1.0, on_round=lambda told, left=left: left.append(told),
+            stragglers=None, compute=1.0, on_round=lambda done, left=left: left.append(done),
         )  # fmt: skip
         took = float((left[-1].left_s - left[-1].entered_s).mean())
         rows.append({"network": network, "policy": "average", "ranks": ranks, "exchange_s": took})

@@ -38,7 +38,7 @@ MODES = {"iterations": 100, "dimensions": 4, "height": 8, "average_every": 10, "
          "cooldown": 20}  # fmt: skip
 NETWORKS = {"Hockney": "hockney-doubling", "LogGP": "loggp-doubling"}
 SLOW = "rank:5,10"
-BESIDE = {"none": "no exchange", "clock": "an average that does not wait"}
+REFERENCES = {"none": "no exchange", "clock": "an average that does not wait"}
 
 
 @dataclass(frozen=True, eq=False)
@@ -57,8 +57,8 @@ class Setting:
 
     def policies(self, network):
         """Return the policies to compare; under the second network, only the two of the question."""
-        beside = () if self.modes and self.slow else ("none", *(("clock",) if self.slow else ()))
-        return ("average", "selective", *(beside if network == "Hockney" else ()))
+        references = () if self.modes and self.slow else ("none", *(("clock",) if self.slow else ()))
+        return ("average", "selective", *(references if network == "Hockney" else ()))
 
     def cell(self, context, policy, network, seed):
         """Return one run."""
@@ -136,11 +136,11 @@ def compared(setting, runs, network, seeds, by_time):
     # Further policies that are ahead of replacement: a win over an average that waits is not a win over all policies.
     leads = {
         policy: series.over_seeds(np.subtract(values, ends["selective"]))
-        for policy, values in ends.items() if policy in BESIDE
+        for policy, values in ends.items() if policy in REFERENCES
     }  # fmt: skip
     form = "+.1f" if setting.modes else "+.2f"
     others = [
-        f"; but {BESIDE[policy]} is ahead of it by {lead.median:{form}}"
+        f"; but {REFERENCES[policy]} is ahead of it by {lead.median:{form}}"
         for policy, lead in leads.items()
         if lead.low > 0
     ]
@@ -186,13 +186,15 @@ def figure(rows, seeds):
         for ax, (name, found) in zip(axes[:, 0], some.items(), strict=True):
             for place, row in enumerate(found):
                 for policy, values in row["ends"].items():
-                    told = series.over_seeds(values)
+                    spread = series.over_seeds(values)
                     look = looks[policy]
-                    ax.plot([told.low, told.high], [place, place], color=look.colour, alpha=0.5, linewidth=4)
+                    ax.plot(
+                        [spread.low, spread.high], [place, place], color=look.colour, alpha=0.5, linewidth=4
+                    )
                     label = None if policy in named else policy
                     named.add(policy)
                     ax.plot(
-                        told.median,
+                        spread.median,
                         place,
                         look.marker,
                         color=look.colour,

@@ -100,7 +100,7 @@ def study(context: Context) -> None:
     )
     left = {name: genealogy.of_run(each).founders[-1] for name, each in trees.items()}
 
-    context.say(f"no exchange: {told(nothing)}")
+    context.say(f"no exchange: {shown(nothing)}")
     for strategy in strategies:
         mine = sorted((row for row in rows if row["strategy"] == strategy), key=lambda row: row["median"])
         best, worst = ("every {every}, ratio {ratio}: {median:.2f}".format(**mine[at]) for at in (-1, 0))
@@ -108,7 +108,7 @@ def study(context: Context) -> None:
             f"{strategy:14} best {best}; worst {worst}; {left[NAMES[strategy]]:.1f} founders left of {ranks}"
         )
     for row in aged:
-        context.say(f"messages of {row['age_s']:g} s: {row['staleness']:.0f} iterations old, {told(row)}")
+        context.say(f"messages of {row['age_s']:g} s: {row['staleness']:.0f} iterations old, {shown(row)}")
 
 
 def run(seed, ranks, latency_s=0.0, **parameters):
@@ -128,7 +128,7 @@ def over(seeds, ranks, **how):
     return series.over_seeds(ends)._asdict() | {"staleness": float(np.median(ages)) if ages else float("nan")}
 
 
-def told(row):
+def shown(row):
     """Return a median with its interval as text."""
     return f"{row['median']:.2f} [{row['low']:.2f}, {row['high']:.2f}]"
 
@@ -159,7 +159,7 @@ def heat_figure(rows, axes_of, nothing, seeds):
         axes[0].set_ylabel("iterations between rounds")
         caption = (
             f"accuracy of the median rank · digits, learning rates differ (σ {SPREAD:g}) · {ITERATIONS} iterations · "
-            f"median of {counted(len(seeds), 'seed')}, below it {nothing['kind']} · no exchange: {told(nothing)}"
+            f"median of {counted(len(seeds), 'seed')}, below it {nothing['kind']} · no exchange: {shown(nothing)}"
         )
         return style.frame(drawn, "How often, how many, from whom", caption)
 

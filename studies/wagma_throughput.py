@@ -42,8 +42,8 @@ def study(context: Context) -> None:
                     name: [rate(network, uneven, name, (ranks, seed)) for seed in seeds] for name in POLICIES
                 }
                 gains = {name: np.asarray(each) / found["all-reduce"] for name, each in found.items()}
-                told = ", ".join(f"{name} {np.mean(each):.2f}" for name, each in gains.items())
-                context.say(f"{network:8}{uneven:9}{ranks:5} ranks: {told} times all-reduce")
+                shown = ", ".join(f"{name} {np.mean(each):.2f}" for name, each in gains.items())
+                context.say(f"{network:8}{uneven:9}{ranks:5} ranks: {shown} times all-reduce")
                 rows += [
                     {
                         "network": network, "uneven": uneven, "ranks": ranks, "policy": name,
@@ -59,7 +59,7 @@ def study(context: Context) -> None:
         mine = [r for r in rows if (r["policy"], r["uneven"], r["ranks"]) == (policy, uneven, ranks)]
         return min(r["gain"] for r in mine), max(r["best"] for r in mine)
 
-    def told(policy):
+    def shown(policy):
         return ", ".join(
             f"{uneven} {gain(policy, uneven)[0]:.2f} to {gain(policy, uneven)[1]:.2f}" for uneven in UNEVEN
         )
@@ -75,9 +75,9 @@ def study(context: Context) -> None:
             ),
             "more ranks, more gain": gain("WAGMA", "episodes")[0] > gain("WAGMA", "episodes", sizes[0])[1],
         },
-        found=f"against all-reduce: WAGMA {told('WAGMA')}, SGP {told('SGP')}, D-PSGD {told('D-PSGD')} times at "
-        f"{sizes[-1]:,} ranks; local SGD that meets as rarely, each {SYNC}th step, {told('local SGD')}: what is "
-        f"gained is the waits in between ({', '.join(NETWORKS)}, {len(seeds)} seeds; steps of the median rank)",
+        found=f"against all-reduce: WAGMA {shown('WAGMA')}, SGP {shown('SGP')}, D-PSGD {shown('D-PSGD')} times at "
+        f"{sizes[-1]:,} ranks; local SGD that meets as rarely, each {SYNC}th step, {shown('local SGD')}: the "
+        f"gain is the waits in between ({', '.join(NETWORKS)}, {len(seeds)} seeds; steps of the median rank)",
     )
 
 
