@@ -253,7 +253,7 @@ def test_who_was_left_behind_is_told():
     assert only.startswith(
         "rank 3 restarted after its death, did not join the other ranks, and ended at 0.35 s: "
     )
-    assert only.endswith("recover() to join the other ranks; and 1 more: events.jsonl names them")
+    assert only.endswith("recover() to join the other ranks; and 1 more: events.jsonl lists them")
 
 
 def test_a_healthy_majority_is_not_fenced():
