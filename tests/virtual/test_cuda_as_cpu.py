@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -168,6 +170,31 @@ def test_torch_is_itself_afterwards(tmp_path: Path) -> None:
     with torch.device("meta"):
         assert torch.ones(2).is_meta
     assert torch.ones(2).cpu().device.type == "cpu"
+
+
+AFTERWARDS = """
+import sys
+import torch
+from spawnsim.run import run
+
+run(sys.argv[1], 2, options={"cuda_as_cpu": True})
+
+@torch.compile(fullgraph=True, backend="eager")
+def f(x):
+    return torch.zeros(3, device=x.device) + torch.zeros_like(x).to(x.device) + x.new_zeros(3) + x.cpu()
+
+print(f(torch.ones(3)))
+"""
+
+
+def test_the_compiler_works_afterwards(tmp_path: Path) -> None:
+    """Also if the run is the first of its process to load it: it keeps tables of torch's functions."""
+    (tmp_path / "program.py").write_text(
+        f"{HEAD}\ndist.init_process_group()\nDistributedDataParallel(nn.Linear(1, 1))\n"
+    )
+    command = [sys.executable, "-c", AFTERWARDS, str(tmp_path / "program.py")]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=300)
+    assert done.stdout == "tensor([1., 1., 1.])\n", done.stderr
 
 
 def test_devices_follow_the_platform(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

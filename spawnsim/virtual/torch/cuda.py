@@ -335,6 +335,8 @@ def _owner(path: str) -> Any:
 
 
 def _install(put: Put) -> None:
+    # The compiler keeps tables of torch's functions from its import, for the rest of the process.
+    import_module("torch._dynamo")
     tables = [(_owner(path), kinds) for path, kinds in TABLE.items()]
     parts = ("", ".memory", ".random", ".streams", ".graphs")
     tables += [(_owner(f"torch.cuda{part}"), OF_CUDA) for part in parts]
