@@ -14,7 +14,7 @@ The layers, top to bottom. Imports point down only; siblings separated by | do n
     training
     comm | models
     options
-    backends · checkpoints · columns · importing · phantoms · random · scenario · signals · units
+    backends · checkpoints · columns · importing · phantoms · random · scenario · signals · units · waits
     errors
 """
 

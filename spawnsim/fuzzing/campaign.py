@@ -44,7 +44,7 @@ from spawnsim.run.program import MODULE, ProgramFile, program
 from spawnsim.run.result import totals_of
 from spawnsim.run.virtual import execute
 from spawnsim.study.executors import pool
-from spawnsim.virtual.engine import diagnosis
+from spawnsim.waits import is_installed
 
 LIMIT_S = 60.0  # processor time for one case
 STARVED = 10  # wall-time factor: for a case on a busy machine, or one that waits for real
@@ -232,7 +232,7 @@ def _failure(error: BaseException, case: Case, table: str) -> Failure:
         message = f"{what}: {message}"
     if not isinstance(cause, (SpawnsimError, Overdue)):
         trace = traceback.extract_tb(cause.__traceback__)
-        own = [frame for frame in trace if not diagnosis.is_installed(frame.filename)]
+        own = [frame for frame in trace if not is_installed(frame.filename)]
         message += "".join(f"\n  {frame.filename}:{frame.lineno}: {frame.line}" for frame in own[-2:])
     found = re.search(r"[\w.-]+\.py:\d+", message)
     place, waits = found[0] if found else "", getattr(cause, "causes", ())

@@ -25,6 +25,7 @@ from spawnsim.virtual.engine.event_queue import LATE
 from spawnsim.virtual.engine.kernel import Task
 from spawnsim.virtual.engine.matching import undelivered
 from spawnsim.virtual.engine.world import World
+from spawnsim.waits import is_program
 
 LAST = LATE + (1 << 39)  # in the place of a rank: after all other events at a time
 SHOWN = 10  # rows, messages
@@ -152,7 +153,7 @@ def _plain(value: Any) -> Any:
 
 def _own(task: Task) -> list[FrameType]:
     stack = traceback.walk_stack(task.carrier.gr_frame or sys._getframe())
-    return [frame for frame, _ in stack if diagnosis.is_program(frame.f_code.co_filename)]
+    return [frame for frame, _ in stack if is_program(frame.f_code.co_filename)]
 
 
 class Prompt(pdb.Pdb):

@@ -56,6 +56,7 @@ from spawnsim.virtual.stalls import accepts_refused, stalls_noted
 from spawnsim.virtual.threads import join_all, virtual_threads
 from spawnsim.virtual.torch import entry as torch_distributed
 from spawnsim.virtual.torch_values import values_per_rank
+from spawnsim.waits import line
 
 if TYPE_CHECKING:
     from spawnsim.virtual.timeline import Timeline
@@ -436,7 +437,7 @@ def _placed(error: SpawnsimError, task: Task) -> SpawnsimError:
 
 def _line(error: BaseException) -> str:
     stack = [(frame.f_code.co_filename, number) for frame, number in walk_tb(error.__traceback__)]
-    found = diagnosis.line(stack[::-1])
+    found = line(stack[::-1])
     return f" ({found})" if found else ""
 
 

@@ -14,9 +14,9 @@ from functools import cache
 from types import FrameType
 from typing import Any
 
-from spawnsim.virtual.engine.diagnosis import is_program, line
 from spawnsim.virtual.engine.matching import undelivered
 from spawnsim.virtual.engine.world import World
+from spawnsim.waits import is_program, line
 
 SHOWN = 4  # of each kind
 

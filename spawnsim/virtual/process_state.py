@@ -30,9 +30,10 @@ from types import FrameType
 from typing import Any, NamedTuple
 
 from spawnsim.importing import after_import, amid_shared_import
-from spawnsim.virtual.engine.diagnosis import STANDARD, is_installed, place
+from spawnsim.virtual.engine.diagnosis import place
 from spawnsim.virtual.engine.kernel import Kernel, Task, current_task
 from spawnsim.virtual.interpreter import Patches, Put
+from spawnsim.waits import STANDARD, is_installed
 
 
 @dataclass(frozen=True, eq=False)

@@ -24,7 +24,6 @@ import numpy as np
 
 from spawnsim.importing import after_import
 from spawnsim.random import NUMPY, PYTHON, TORCH, GPUStates, Streams, gpu_states, set_gpu_states
-from spawnsim.virtual.engine.diagnosis import STANDARD, is_installed, is_program
 from spawnsim.virtual.engine.kernel import Kernel, Task, current_task
 from spawnsim.virtual.interpreter import (
     CLOCKS,
@@ -35,6 +34,7 @@ from spawnsim.virtual.interpreter import (
     torch_settings,
     torch_settings_differ,
 )
+from spawnsim.waits import STANDARD, is_installed, is_program
 
 _bits: Any = np.random.bit_generator  # its stub lacks the source of seeds
 _hidden: Any = np.random.mtrand

@@ -12,29 +12,21 @@ from __future__ import annotations
 import math
 import os
 import sys
-import sysconfig
 from collections import Counter
 from collections.abc import Callable, Collection, Sequence
-from functools import cache, partial
-from pathlib import Path
+from functools import partial
 from traceback import walk_stack
 from types import CodeType, FrameType
 
 from spawnsim.errors import Deadlock, Livelock, SpawnsimError, UsageError
-from spawnsim.units import text_table
 from spawnsim.virtual.engine.event_queue import ScheduledCall
 from spawnsim.virtual.engine.kernel import Kernel, Task, Wait
 from spawnsim.virtual.engine.matching import undelivered
 from spawnsim.virtual.engine.waiting import Waiting, WaitingForAny
 from spawnsim.virtual.engine.world import Rank, World
+from spawnsim.waits import PACKAGE, Row, line, ranks_text, ring, ring_text, table
 
-PACKAGE = str(Path(__file__).parents[2]) + os.sep  # folder of spawnsim's own files
 SIMULATOR = tuple(PACKAGE + folder + os.sep for folder in ("virtual", "models"))
-STANDARD = tuple(sysconfig.get_path(name) for name in ("stdlib", "platstdlib"))
-INSTALLED = ("site-packages", "dist-packages")  # the interpreter's, a user's, and Debian's, in any folder
-SHOWN = 24  # rows of the table
-SHOWN_ALIKE = 3  # ranks in one call at one line that have a row each; of more ranks, only the first has a row
-SHOWN_LINES = 8  # further calls and lines for which the number of ranks is shown
 SHOWN_LEFT = 4  # kinds of messages that match no receive
 WRAPPER = "watching"  # the function in which `timeline` wraps calls
 
@@ -44,23 +36,18 @@ def deadlock(tasks: Sequence[Task], ended: Sequence[int], died: str = "") -> Dea
 
     `ended` are the ranks that have finished, `died` is the text from `dead`.
     """
-    ring = cycle(tasks)
-    if len(ring) == 1:
-        reason = f"rank {ring[0]} waits for itself"
-    elif ring:
-        reason = "a cycle of waits: " + " → ".join(f"rank {rank}" for rank in [*ring, ring[0]])
-    else:
-        reason = _dead_end(tasks, ended)
+    found = cycle(tasks)
+    reason = ring_text(found) if found else _dead_end(tasks, ended)
     wait = "waits" if len(tasks) == 1 else "wait"
     error = Deadlock(
         f"deadlock: {len(tasks)} of {len(tasks) + len(ended)} ranks {wait} and nothing can end it; {reason}\n"
-        + standing(tasks, ring)
-        + _remedy([task for task in tasks if task.rank in ring])
+        + standing(tasks, found)
+        + _remedy([task for task in tasks if task.rank in found])
         + _unmatched(tasks)
         + died
     )
     ends = _waiting_for_ended(tasks, ended)
-    causes = [task for task in tasks if task.rank in ring] or ends[:1] or tasks
+    causes = [task for task in tasks if task.rank in found] or ends[:1] or tasks
     error.causes = tuple(sorted({f"{_call(task, None).partition('(')[0]} {where(task)}" for task in causes}))
     return error
 
@@ -141,25 +128,13 @@ def standing(tasks: Sequence[Task], first: Collection[int] = (), below: FrameTyp
 
     Of many ranks in one call at one line, a row shows the first, and a line below the table counts the rest.
     """
-    ordered = sorted(tasks, key=lambda task: (task.rank not in first, task.rank))
-    found = {task: (_call(task, below), where(task, below)) for task in ordered}
-    alike = {task: (call.partition("(")[0], line) for task, (call, line) in found.items()}
-    counts, rows, left = Counter(alike.values()), list[tuple[str, ...]](), Counter[tuple[str, str]]()
-    seen = set[tuple[str, str]]()
-    for task, kind in alike.items():
-        # At the debugger's prompt, the user wants to see each rank's clock.
-        own_row = task.rank in first or counts[kind] <= SHOWN_ALIKE or kind not in seen or below is not None
-        if own_row and len(rows) < SHOWN:
-            rows.append((task.name, f"{task.clock:.6g} s", *found[task]))
-        else:
-            left[kind] += 1
-        seen.add(kind)
-    lines = [f"\n  {left[kind]:,} more in {kind[0]} at {kind[1]}" for kind in [*left][:SHOWN_LINES]]
-    rest = left.total() - sum(left[kind] for kind in [*left][:SHOWN_LINES])
-    lines += [f"\n  … and {rest:,} more"] if rest else []
-    # A waiting rank's clock shows since when it waits; at the debugger's prompt, a computing rank's clock is ahead.
-    since = "since" if below is None else "clock"
-    return text_table(("rank", since, "call", "at"), rows, left=4, indent="  ") + "".join(lines)
+    rows = [
+        Row(task.rank, task.name, f"{task.clock:.6g} s", _call(task, below), where(task, below))
+        for task in tasks
+    ]
+    # A waiting rank's clock shows since when it waits; at the debugger's prompt, a computing rank's clock is ahead, and
+    # the user wants to see each rank's.
+    return table(rows, first, time="since" if below is None else "clock", alike=below is None)
 
 
 def doing(world: World) -> list[tuple[str, str]]:
@@ -186,10 +161,8 @@ def _dead_end(tasks: Sequence[Task], ended: Sequence[int]) -> str:
     """Return which wait no rank can end, when the waits form no cycle."""
     for task in _waiting_for_ended(tasks, ended)[:1]:
         peers = _others(task)
-        names = ", ".join(map(str, peers[:8]))
-        more = f" and {len(peers) - 8} more" if len(peers) > 8 else ""
-        ranks, program = ("rank", "program has") if len(peers) == 1 else ("ranks", "programs have")
-        return f"{task.name} waits for {ranks} {names}{more}, whose {program} ended"
+        program = "program has" if len(peers) == 1 else "programs have"
+        return f"{task.name} waits for {ranks_text(peers)}, whose {program} ended"
     return "no other rank can act"
 
 
@@ -206,18 +179,7 @@ def _others(task: Task) -> list[int]:
 
 def cycle(tasks: Sequence[Task]) -> list[int]:
     """Return ranks that wait for each other in a ring, or []. A wait for any of several ranks counts for the first."""
-    waits = {task.rank: _others(task) for task in tasks if task.wait is not None}
-    state: dict[int, int] = {}
-    for start in sorted(waits):
-        path: list[int] = []
-        rank = start
-        while rank in waits and rank not in state:
-            state[rank] = start
-            path.append(rank)
-            rank = next((peer for peer in waits[rank] if peer in waits), -1)
-        if rank in waits and state.get(rank) == start and rank in path:
-            return path[path.index(rank) :]
-    return []
+    return ring({task.rank: _others(task) for task in tasks if task.wait is not None})
 
 
 def where(task: Task, below: FrameType | None = None) -> str:
@@ -225,32 +187,9 @@ def where(task: Task, below: FrameType | None = None) -> str:
     return place(_frames(task, below)[0]) or "?"
 
 
-def is_installed(file: str) -> bool:
-    """Whether a file belongs to spawnsim or an installed package."""
-    return file.startswith(PACKAGE) or any(folder in file for folder in INSTALLED)
-
-
-@cache  # each run checks all loaded modules
-def is_program(file: str) -> bool:
-    """Whether a file belongs to a program: not installed, not Python's, and not generated code (`<string>`)."""
-    return not file.startswith((*STANDARD, "<")) and not is_installed(file)
-
-
 def place(frame: FrameType | None) -> str:
-    """Return the line of the program, as file:line, from which a frame comes, or "".
-
-    It is the innermost line that belongs neither to spawnsim nor to a library. If a library has made the call, the
-    library's line follows in brackets.
-    """
+    """Return the line of the program, as file:line, from which a frame comes, or ""; see `waits.line`."""
     return line([(each.f_code.co_filename, number) for each, number in walk_stack(frame)])
-
-
-def line(stack: Sequence[tuple[str, int]]) -> str:
-    """Return the line of the program for a stack of files and line numbers, innermost first; see `place`."""
-    foreign = [each for each in stack if not each[0].startswith((PACKAGE, "<"))]  # "<string>": generated
-    own = next((each for each in foreign if is_program(each[0])), None)
-    named = [f"{file.rpartition('/')[2]}:{number}" for file, number in ([own] if own else []) + foreign[:1]]
-    return f"{named[0]} (in {named[1]})" if len({*named}) == 2 else "".join(named[:1])
 
 
 def _call(task: Task, below: FrameType | None) -> str:
