@@ -24,7 +24,7 @@ from spawnsim.comm.ops import SUM, Op
 from spawnsim.phantoms import PhantomError
 from spawnsim.virtual.mpi.context import Member
 from spawnsim.virtual.mpi.instance import Call, CollectiveInstance, drop
-from spawnsim.virtual.mpi.payload import dumps, loads
+from spawnsim.virtual.mpi.payload import dumps, loads, watched
 from spawnsim.virtual.mpi.requests import Prequest, Request, request_for
 
 Outcome = Callable[[Any], object]
@@ -234,11 +234,15 @@ class Collectives(Member):
 
     def _start(self, call: Call) -> Request:
         # The program continues: it may write to its buffer once its result is there, before other ranks arrive.
+        unchanged = None
         if call.borrowed:
-            call.part, call.borrowed = call.part.copy(), False
+            own, call.part, call.borrowed = call.part, call.part.copy(), False
+            unchanged = watched(self._world, own, call.part, f"I{call.name.lower()}")
         departure = self._join(call)
 
-        def deliver(_: Any) -> None:
+        def deliver(status: Any) -> None:
+            if unchanged is not None:
+                unchanged(status)
             self._take(call, departure.instance.outcome(departure.me))
 
         return request_for(self._world, departure, departure, deliver)

@@ -470,7 +470,7 @@ class Member(Named):
         if type(dest) is not int or type(tag) is not int:
             dest, tag = integer(dest), integer(tag)
         transfer = self._dispatch(payload, dest, tag, mode, buf=buf)
-        collected = None if buf is None else watched(self._world, buf, payload, (operation, dest))
+        collected = None if buf is None else watched(self._world, buf, payload, f"{operation} to rank {dest}")
         if transfer is None:
             return request_over(self._world, collected, writes=False)
         about = (self, operation, dest, tag, "dest")

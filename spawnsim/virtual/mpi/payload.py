@@ -135,8 +135,14 @@ SAMPLES = 32  # bytes of a buffer that are compared; an odd step, so that they c
 
 
 def check_type(world: World, label: str, buf: Any, message: Message) -> None:
-    """Warn if a message of one numeric type is received as another. Bytes may be received as any type."""
+    """Warn if a message of one numeric type, or an object, is received as another. Bytes may become any type."""
     sent, received = message.dtype, buf.dtype
+    if sent is None and received is not None and received.itemsize > 1 and _is_pickle(message.payload):
+        _warn(
+            world,
+            f"received an object of rank {message.source} with tag {message.tag} on {label} into {received}: the "
+            "numbers are bytes of its pickle; lower-case calls such as send go with recv, upper-case ones with Recv",
+        )
     if sent is None or received is None or sent == received or 1 in (sent.itemsize, received.itemsize):
         return
     if message.nbytes and (sent.kind, sent.itemsize) != (received.kind, received.itemsize):
@@ -147,22 +153,26 @@ def check_type(world: World, label: str, buf: Any, message: Message) -> None:
         )
 
 
-def watched(world: World, buf: Any, payload: Any, call: tuple[str, int]) -> Callable[[Status], None] | None:
+def _is_pickle(payload: Any) -> bool:
+    return type(payload) is bytes and payload[:1] == b"\x80" and payload[-1:] == b"."
+
+
+def watched(world: World, buf: Any, payload: Any, call: str) -> Callable[[Status], None] | None:
     """Return a function that, when a send is collected, warns if the buffer differs from its payload.
 
-    `call` is the call's name and its destination. Returns None if the buffer is empty, or has gaps.
+    `call` is the call's name, and its destination. Returns None if the buffer is empty, or has gaps.
     """
     if type(payload) is bytes:
         if not payload or type(buf) is not ndarray:
             return None
         before = payload if len(payload) <= SHORT_NBYTES else _samples(payload)
-        return partial(_compare, world, buf, (before, *call))
+        return partial(_compare, world, buf, (before, call))
     if not payload.nbytes or is_phantom(payload):
         return None
     buf = as_buffer(buf)
     if not buf.datatype.is_predefined:
         return None
-    return partial(_compare, world, buf, (_samples(as_bytes(payload).data), *call))
+    return partial(_compare, world, buf, (_samples(as_bytes(payload).data), call))
 
 
 def _samples(memory: Any) -> bytes:
@@ -171,8 +181,8 @@ def _samples(memory: Any) -> bytes:
     return bytes(memory[::step])
 
 
-def _compare(world: World, buf: Any, sent: tuple[bytes, str, int], _status: Status) -> None:
-    before, operation, dest = sent
+def _compare(world: World, buf: Any, sent: tuple[bytes, str], _status: Status) -> None:
+    before, call = sent
     if type(buf) is not ndarray:
         now = _samples(as_bytes(buf.array).data)
     elif buf.nbytes <= SHORT_NBYTES:  # the usual case
@@ -182,7 +192,7 @@ def _compare(world: World, buf: Any, sent: tuple[bytes, str, int], _status: Stat
     if now != before:
         _warn(
             world,
-            f"changed the buffer of its {operation} to rank {dest} before its Wait or Test: real ranks may send the "
+            f"changed the buffer of its {call} before its Wait or Test: real ranks may send the "
             "new values or a mixture; virtual ranks sent the old values",
         )
 
