@@ -5,7 +5,7 @@ Names are loaded on first use: `import spawnsim` brings neither torch nor MPI no
 The layers, top to bottom. Imports point down only; siblings separated by | do not import one another (`lint-imports`):
 
     cli
-    study · report · fidelity · fuzzing · rerun · testing
+    study · report · fidelity · fuzzing · rerun · testing · explain
     columnar
     plots · run
     record

@@ -1,5 +1,5 @@
-"""`spawnsim calibrate`, `validate` and `import`: a platform from measurements of this cluster, or from files that
-clusters write; and how well it predicts a real run.
+"""`spawnsim calibrate`, `validate`, `import` and `explain`: a platform from measurements of this cluster, or from files
+that clusters write; how well it predicts a real run; and why a real job hangs.
 
 The first two run under mpiexec, where rank 0 alone fits, predicts and prints.
 """
@@ -414,6 +414,25 @@ class Import(Command):
             error = dict(platform.fitted).get("largest_error")
             use = f"--platform {out}" + (f" (one link for all: off by up to {error})" if error else "")
         sys.stdout.write(f"written: {out}; use it as {use}\n")
+        return 0
+
+
+@dataclass(kw_only=True)
+class Explain(Command):
+    """Read the dumps of a real job that hangs, and print who waits for whom, in which call, and who never arrived.
+    See docs/howto/hang.md.
+    """
+
+    examples = ("spawnsim explain dumps/", "spawnsim explain /tmp/fr_trace_rank_*")
+    dumps: Sequence[Path] = argument(
+        "one of each rank, with the rank in its name, or folders: of PyTorch's flight recorder, py-spy or faulthandler",
+        "DUMP",
+    )
+
+    def __call__(self) -> int:
+        from spawnsim.explain import explain
+
+        print(explain(self.dumps))
         return 0
 
 

@@ -1,0 +1,9 @@
+"""Explain a hang of real ranks from their dumps, in the form of the report on a deadlock of virtual ranks.
+
+`reading` reads the files, `recorder` compares the calls of flight recorders, `stacks` finds calls in stacks, `report`
+prints who waits for whom.
+"""
+
+from spawnsim.explain.report import explain
+
+__all__ = ["explain"]
