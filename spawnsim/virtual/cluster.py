@@ -218,8 +218,11 @@ class Cluster:
         self.world.ranks[rank].attachments["COMM_WORLD"] = comm
         return comm
 
-    def start(self, rank: int, program: Program) -> None:
-        self.crashes.begin(self.world.ranks[rank], self._memory.around(rank, program))
+    def start(self, rank: int, program: Program, clock_s: float = 0.0) -> None:
+        """Start a rank's program at a time."""
+        if clock_s and self.world.plan is not None:
+            self.crashes.skip(self.world.ranks[rank], clock_s)
+        self.crashes.begin(self.world.ranks[rank], self._memory.around(rank, program), clock_s)
 
     # -- endings ---------------------------------------------------------------------------------------------
 

@@ -262,6 +262,7 @@ class ProcessStates:
         if not self._outside:
             self._here = self._key(task)
             self._kernel.on_resume.append(self.enter)
+            self._kernel.on_leave.append(self.leave)
         if state not in self._outside:
             self._outside[state] = outside = state.get()
             begun = state.begin(outside)
@@ -282,6 +283,12 @@ class ProcessStates:
         key = self._key(task)
         if key != self._here:
             self._switch(key)
+
+    def leave(self) -> None:
+        """Put the state outside the run in place: a program outside all ranks continues."""
+        self._kept[OUTSIDE] = self._outside | self._kept.get(OUTSIDE, {})
+        if self._here != OUTSIDE:
+            self._switch(OUTSIDE)
 
     def _switch(self, key: tuple[int, int]) -> None:
         leaving, coming = self._kept.setdefault(self._here, {}), self._kept.get(key, {})
@@ -314,8 +321,8 @@ class ProcessStates:
     def _end(self) -> None:
         if self._outside:
             self._kernel.on_resume.remove(self.enter)
-            self._kept[OUTSIDE] = self._outside
-            self._switch(OUTSIDE)
+            self._kernel.on_leave.remove(self.leave)
+            self.leave()
             self._shut_down_logging()
 
     def _shut_down_logging(self) -> None:

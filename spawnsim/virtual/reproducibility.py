@@ -189,6 +189,7 @@ class TorchStates:
         self._kernel = kernel
         self._torch: Any = None
         self._here: Generators | None = None
+        self._resumed = False  # whether a program outside all ranks has continued in the middle of the run
         self._outside: Any = None
         self._of_torch: Any = None  # torch's own function that finds the GPUs
         self._gpus_outside: GPUStates = []
@@ -203,6 +204,9 @@ class TorchStates:
         if generators is not self._here:
             if self._here is not None:
                 self._leave(self._here)
+            elif self._resumed:  # the program outside all ranks may have drawn
+                self._outside = self._torch.default_generator.get_state()
+                self._settings = self._standing = torch_settings(self._torch)
             self._here = generators
             generators.resume(self._torch)
             if self._torch.cuda.default_generators:  # tested here, since switches of ranks are frequent
@@ -210,6 +214,16 @@ class TorchStates:
             self._set(generators.settings)
             if self._memory is not None:
                 self._seen = self._memory.raw
+
+    def leave(self) -> None:
+        """Put the state outside the run in place: a program outside all ranks continues."""
+        self._resumed = True
+        if self._here is not None:
+            self._leave(self._here)
+            self._here = None
+            self._torch.default_generator.set_state(self._outside)
+            set_gpu_states(self._torch, self._gpus_outside)
+            self._set(None)
 
     def _leave(self, generators: Generators) -> None:
         """Save the changes of the rank that has run until now."""
@@ -237,7 +251,9 @@ class TorchStates:
             finally:
                 if self._torch is not None:
                     self._kernel.on_resume.remove(self.enter)
-                    self._torch.default_generator.set_state(self._outside)
+                    self._kernel.on_leave.remove(self.leave)
+                    if self._here is not None or not self._resumed:
+                        self._torch.default_generator.set_state(self._outside)
                     set_gpu_states(self._torch, self._gpus_outside)
                     if self._torch.cuda._lazy_init == self._find_gpus:
                         self._torch.cuda._lazy_init = self._of_torch
@@ -255,6 +271,7 @@ class TorchStates:
         self._settings = self._standing = torch_settings(self._torch)
         self._memory = _memory_of_generator(self._torch)
         self._kernel.on_resume.append(self.enter)
+        self._kernel.on_leave.append(self.leave)
         task = current_task()
         if task is not None and task.kernel is self._kernel:
             self.enter(task)

@@ -31,8 +31,8 @@ from spawnsim.virtual.mpi.communicators import held
 
 STARTED = "threads"  # attachment of a rank: the threads it has started
 PROCESS = (
-    "a process that a virtual rank starts is outside of the simulation: write the program for one rank, as under "
-    "torchrun, and give --ranks; a DataLoader needs num_workers=0"
+    "rank {rank} starts a process ({name}), which would be outside of the simulation. If the main program starts its "
+    "ranks itself, leave --ranks out: they become virtual ranks, which start none; a DataLoader needs num_workers=0"
 )
 
 
@@ -199,8 +199,9 @@ def _asking(original: Callable[..., Any]) -> Callable[..., Any]:
 def _no_process(original: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(original)
     def start(process: Any) -> None:
-        if current_task() is not None:
-            raise UnsupportedError(PROCESS)
+        task = current_task()
+        if task is not None:
+            raise UnsupportedError(PROCESS.format(rank=task.rank, name=process.name))
         original(process)
 
     return start

@@ -220,12 +220,13 @@ MISMATCHED = {
         UsageError, "all_to_all: the tensor at index 1 has the shape"),
     "dist.scatter(torch.ones(4), [torch.ones(2, 2)] * N if R == 0 else None)": (UsageError, "scatter: the tensor at"),
     "dist.init_process_group('gloo')": (RankError, "rank 0 raised ValueError: trying to initialize the default"),
-    "import torch.multiprocessing as mp\nmp.spawn(print, nprocs=2)": (UnsupportedError, "starts processes"),
+    "import torch.multiprocessing as mp\nmp.spawn(print, nprocs=2)": (
+        UnsupportedError, "rank 0 starts a process .*leave --ranks out"),
     "import torch.distributed.rpc as rpc\nrpc.init_rpc('a', rank=R, world_size=N)": (UnsupportedError, "rpc is not"),
     "p = torch.autograd.profiler.profile\nwith p(), p(): dist.barrier()": (UsageError, "is already profiling"),
     "dist.all_reduce(torch.ones(1, device='meta'))": (UnsupportedError, "compute with CPU tensors"),
     "import multiprocessing\nmultiprocessing.get_context('spawn').Process(target=print).start()": (
-        UnsupportedError, "a process that a virtual rank starts is outside"),
+        UnsupportedError, "rank 0 starts a process .SpawnProcess-"),
     "from torch.utils.data import DataLoader\nnext(iter(DataLoader([1, 2], num_workers=1)))": (
         UnsupportedError, "a DataLoader needs num_workers=0"),
 }  # fmt: skip

@@ -379,7 +379,8 @@ class Crashes:
 
     def _await_restart(self, rank: Rank) -> float:
         """Schedule a rank's restart as planned; return its time, or inf."""
-        env, again_s = self._world.kernel.env, float(self._world.plan.restart_s(rank.id, rank.death_s))
+        env, plan = self._world.kernel.env, self._world.plan
+        again_s = math.inf if plan is None else float(plan.restart_s(rank.id, rank.death_s))
         if again_s < math.inf:
             env.at(max(again_s, env.now), rank.id, lambda: self._restart(rank, again_s))
         return again_s
@@ -387,6 +388,8 @@ class Crashes:
     def _lose_job(self, last: Rank) -> None:
         """Start a new job, with its own COMM_WORLD, of the ranks that restart: no rank remains that they could join."""
         world = self._world
+        if world.plan is None:  # these deaths are ends of processes
+            return
         for rank in world.ranks:
             # It ended before its planned death; but its job has not, and the job restarts as a whole.
             if not rank.dead and rank.death_s <= last.death_s:

@@ -216,6 +216,8 @@ class Kernel:
         self.releases: list[Callable[[], None]] = []  # called before time advances; may make tasks ready
         self.on_end: Callable[[Task], None] = lambda task: None
         self.on_resume: list[Callable[[Task], None]] = []  # called when a task that had left continues
+        # Called before a program outside all ranks continues in the middle of a run: see `scripts.spawning`.
+        self.on_leave: list[Callable[[], None]] = []
         self.on_wake: Callable[[Task], None] | None = None  # called when a task is about to receive an error
         self.failure: BaseException | None = None
         self.closed = False

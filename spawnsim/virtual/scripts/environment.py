@@ -69,6 +69,10 @@ class CEnvironment:
             set_environ(self._before)
             self._set(self._before)
 
+    def leave(self) -> None:
+        """Let `os.environ` hold the variables outside the run."""
+        set_environ(self._before)
+
     def _set(self, variables: Mapping[Any, Any]) -> None:
         for name in self._names - variables.keys():
             _unsetenv(name)

@@ -176,6 +176,8 @@ class Process:
     at_exit: list[Callable[[], Any]] = field(default_factory=list)
     builtins: tuple[Any, ...] | None = None  # None: as outside the run
     written: dict[bytes, bytes | None] = field(default_factory=dict)  # to C's environment; None: deleted
+    # Modules shared with the program that has started the rank: the names that are not in place.
+    globals: dict[ModuleType, dict[str, Any]] = field(default_factory=dict)
 
 
 class Processes:
@@ -187,9 +189,11 @@ class Processes:
         self._c_environment = CEnvironment(self.calling)
         self._all: dict[int, Process] = {}
         self._here: Process | None = None
+        self._attributes_outside: dict[str, Any] = {}
+        self._hidden: dict[str, ModuleType] = {}
         self._builtins = _builtins()
 
-    def add(self, rank: int, variables: Mapping[str, str]) -> None:
+    def add(self, rank: int, variables: Mapping[str, str]) -> Process:
         """Add a rank, at the start of its program; `variables` extend the environment that all ranks share."""
         attributes = self._attributes | {
             "argv": list(self._attributes["argv"]), "path": list(self._attributes["path"]),
@@ -199,7 +203,8 @@ class Processes:
             attributes["stdin"] = io.StringIO()  # as under mpiexec: rank 0 reads the terminal
         main = ModuleType("__main__")
         environ = self._c_environment.with_variables(variables)
-        self._all[rank] = Process(attributes, {"__main__": main}, environ=environ)
+        self._all[rank] = process = Process(attributes, {"__main__": main}, environ=environ)
+        return process
 
     def enter(self, task: Task) -> None:
         """Put the process of a task's rank in place."""
@@ -211,6 +216,8 @@ class Processes:
             return
         if here is not None:
             self._put_away(here)
+        else:
+            self._hide()
         self._here = process
         for name, value in process.attributes.items():
             setattr(sys, name, value)
@@ -219,8 +226,36 @@ class Processes:
         set_environ(process.environ)
         sys.modules.update(process.modules)
         _locks.update(process.locks)
+        self.swap_globals(process)
+
+    @staticmethod
+    def swap_globals(process: Process) -> None:
+        """Exchange the names of a rank's modules and those in place."""
+        for module, coming in process.globals.items():
+            names = vars(module)
+            process.globals[module] = dict(names)
+            for name in names.keys() - coming.keys():
+                del names[name]
+            names.update(coming)
+
+    def leave(self) -> None:
+        """Put the original state in place: a program outside all ranks continues."""
+        if self._here is not None:
+            self._put_away(self._here)
+            for name, value in self._attributes_outside.items():
+                setattr(sys, name, value)
+            self._c_environment.leave()
+            sys.modules.update(self._hidden)
+        self._here = None
+
+    def _hide(self) -> None:
+        """Remove the modules that would hide ranks' own from `sys.modules`."""
+        for name in {*self._hidden, *self.own.names}:
+            if name in sys.modules:
+                self._hidden[name] = sys.modules.pop(name)
 
     def _put_away(self, process: Process) -> None:
+        self.swap_globals(process)
         for name in ATTRIBUTES:
             process.attributes[name] = getattr(sys, name)
         now = _builtins()
@@ -241,21 +276,16 @@ class Processes:
     @contextmanager
     def in_place(self) -> Iterator[None]:
         """Swap processes while the block runs; afterwards restore the original state."""
-        attributes = {name: getattr(sys, name) for name in ATTRIBUTES}
-        hidden = self.own.hidden() | {"__main__": sys.modules["__main__"]}
-        for name in hidden:
-            sys.modules.pop(name, None)
+        self._attributes_outside = {name: getattr(sys, name) for name in ATTRIBUTES}
+        self._hidden = self.own.hidden() | {"__main__": sys.modules["__main__"]}
+        self._hide()
         environs = [process.environ for process in self._all.values()]
         try:
             with self.own.asked(), Patches(self._install).in_place(), self._c_environment.shared(environs):
                 yield
         finally:
-            if self._here is not None:
-                self._put_away(self._here)
-            self._here = None
-            for name, value in attributes.items():
-                setattr(sys, name, value)
-            sys.modules.update(hidden)
+            self.leave()
+            sys.modules.update(self._hidden)
 
     def _install(self, put: Put) -> None:
         put(atexit, "register", self._registering(atexit.register))

@@ -84,7 +84,7 @@ class ScriptRun:
             raise ParameterError(
                 "compute=counted counts torch's operations only for ranks in threads: give --carrier threads"
             )
-        self.code = _compiled(script.path)
+        self.code = self._compile()
         # A training step that is batched with other ranks' steps costs nothing at its call.
         self.cluster = Cluster(
             replace(scenario, compute=0.0, eager=scenario.eager or self.cost.runs),
@@ -104,8 +104,13 @@ class ScriptRun:
         self.out = Lines(sys.stdout, _rank, script.prefix, _output_is_shown, on_output=self._printed)
         self.err = Lines(sys.stderr, _rank, script.prefix, _output_is_shown)
         self.notices: list[str] = how.get("notices", [])
-        own = RankModules(script.path.resolve().parent, script.private, script.stubs)
-        self.processes = Processes(own, self._attributes())
+        self.processes = Processes(self._modules(), self._attributes())
+
+    def _compile(self) -> Any:
+        return compiled(self.script.path)
+
+    def _modules(self) -> RankModules:
+        return RankModules(self.script.path.resolve().parent, self.script.private, self.script.stubs)
 
     def _attributes(self) -> dict[str, Any]:
         folder = str(self.script.path.resolve().parent)
@@ -128,10 +133,14 @@ class ScriptRun:
         self._placements = placements(world)
         for rank in world.ranks:
             self._equip(rank)
-            self.cluster.start(rank.id, self._program)
+            self._start(rank.id)
         world.kernel.on_resume.append(self.processes.enter)
+        world.kernel.on_leave.append(self.processes.leave)
         with self._surroundings():
             return self.cluster.run(self._report, self.on_note)
+
+    def _start(self, rank: int) -> None:
+        self.cluster.start(rank, self._program)
 
     def _equip(self, rank: Rank) -> None:
         """Give a rank, or its next incarnation, its communicators and its process."""
@@ -185,7 +194,7 @@ class ScriptRun:
                 self._execute()
             join_all()
         except SystemExit as leaving:
-            self.outcome.statuses[task.rank] = _status(leaving)
+            self.outcome.statuses[task.rank] = status_of(leaving)
         except GreenletExit:
             raise
         except BaseException as error:
@@ -277,7 +286,8 @@ def _output_is_shown() -> bool:
     return task is None or not task.refused
 
 
-def _compiled(path: Path) -> Any:
+def compiled(path: Path) -> Any:
+    """Return the code of a program's file."""
     try:
         return compile(path.read_bytes(), str(path.absolute()), "exec", dont_inherit=True)
     except OSError as error:
@@ -286,7 +296,7 @@ def _compiled(path: Path) -> Any:
         raise ParameterError(f"{path} is not a Python program: {error}") from error
 
 
-def _status(leaving: SystemExit) -> int:
+def status_of(leaving: SystemExit) -> int:
     """Return the exit status of `sys.exit(...)`; print a text, as Python does."""
     if leaving.code is None:
         return 0

@@ -270,11 +270,6 @@ REFUSED = {
         "init_rpc",
     ): "torch.distributed.rpc is not offered on virtual ranks: use collectives, send and recv",
     (
-        "torch.multiprocessing.spawn",
-        "start_processes",
-    ): "torch.multiprocessing starts processes, which would be outside "
-    "of the simulation: write the program for one rank, as under torchrun, and give --ranks",
-    (
         "torch.distributed.elastic.multiprocessing",
         "start_processes",
     ): "a virtual rank cannot start a launcher: run the script that it would start, and give --ranks",
