@@ -162,7 +162,7 @@ class RunCommand(Command):
         command = cls(**vars(given))
         command.file = program_file(command.file)
         # On real ranks the call refuses them, with its own message.
-        takes_any = command.is_real or (command.file.is_file() and command.program.is_whole)
+        takes_any = command.is_real or (command.file.is_file() and command.runs_whole)
         if unknown and not takes_any:
             parser.error(f"unrecognized arguments: {' '.join(unknown)}")
         if rest and not takes_any:
@@ -183,6 +183,11 @@ class RunCommand(Command):
         return ProgramFile.read(self.file, whole=self.whole)
 
     @property
+    def runs_whole(self) -> bool:
+        """Whether virtual ranks run the file whole, or the processes that it starts are the ranks."""
+        return self.program.starts_ranks if self.ranks is None else self.program.is_whole
+
+    @property
     def wants_bar(self) -> bool:
         """Whether rank 0 shows a bar: a rank's standard error is not a terminal, so its launcher decides."""
         return PROGRESS in os.environ or (sys.stderr.isatty() and not self.quiet)
@@ -199,7 +204,7 @@ class RunCommand(Command):
             raise ParameterError(
                 "--check-calls is for --backend mpi and torch: virtual ranks always check their calls"
             )
-        if self.ranks is None:
+        if self.ranks is None and not self.program.starts_ranks:
             raise ParameterError("virtual ranks need their number: give --ranks N")
         self._require_own_folder()
         with stoppable(), ended_in_c(), stdout_for_the_totals(as_json=self.json):

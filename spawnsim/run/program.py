@@ -314,6 +314,15 @@ class ProgramFile:
         """Whether the file, or a module of its folder that it imports, names torch.distributed."""
         return any(_names_torch_distributed(node) for _, tree in self._own for node in ast.walk(tree))
 
+    @cached_property
+    def starts_ranks(self) -> bool:
+        """Whether the file starts its ranks itself: it, or a module of its folder, names multiprocessing."""
+        own = [] if self.main is None else self.main.args.args[:1]
+        takes_comm = [each.arg for each in own] == ["comm"]
+        return not takes_comm and any(
+            _names_multiprocessing(node) for _, tree in self._own for node in ast.walk(tree)
+        )
+
     @property
     def _calls_main(self) -> bool:
         """Whether the file calls `main` when it is run, at its top level or below an `if`."""
@@ -464,6 +473,24 @@ def _names_torch_distributed(node: ast.AST) -> bool:
     return (
         isinstance(node, ast.Attribute)
         and node.attr == "distributed"
+        and isinstance(node.value, ast.Name)
+        and node.value.id == "torch"
+    )
+
+
+def _names_multiprocessing(node: ast.AST) -> bool:
+    """Return whether a node imports multiprocessing, of Python or of torch, or names torch.multiprocessing."""
+    packages = ("multiprocessing.", "torch.multiprocessing.")
+    if isinstance(node, ast.Import):
+        return any(f"{alias.name}.".startswith(packages) for alias in node.names)
+    if isinstance(node, ast.ImportFrom):
+        names = {alias.name for alias in node.names}
+        return f"{node.module}.".startswith(packages) or (
+            node.module == "torch" and "multiprocessing" in names
+        )
+    return (
+        isinstance(node, ast.Attribute)
+        and node.attr == "multiprocessing"
         and isinstance(node.value, ast.Name)
         and node.value.id == "torch"
     )

@@ -13,6 +13,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal, TypedDict, Unpack
@@ -33,7 +34,7 @@ OnNote = Callable[[str], None]
 class Circumstances(TypedDict, total=False):
     """Fields of a `Scenario`, as keywords of `run`; `deadline_s` None: 30, or no limit for an unmodified program."""
 
-    ranks: int
+    ranks: int | None
     platform: Any
     stragglers: Any
     faults: Any
@@ -79,6 +80,7 @@ def run(
     """Run `main(comm, **parameters)` on virtual ranks and return their records.
 
     A file without a `main(comm)` is a program of mpi4py or torch.distributed: it runs whole, unmodified, on every rank.
+    Without a number of ranks, a file that uses multiprocessing runs once, and the processes that it starts are ranks.
 
     The same seed gives the same run, bit for bit. torch uses one thread meanwhile, unless OMP_NUM_THREADS is set. Runs
     in several threads of one process share the generators of Python, numpy and torch, and are not reproducible: use
@@ -121,24 +123,31 @@ def run(
             )
             raise TypeError(f"run() takes no {name}=; {hint}")
     given = {name: value for name, value in keywords.items() if name in Circumstances.__annotations__}
+    if given.get("ranks", 0) is None:
+        del given["ranks"]
+    starts = False  # whether the program starts its ranks itself
     limited = isinstance(scenario, Scenario) or given.get("deadline_s") is not None
     if given.get("deadline_s", 0.0) is None:
         del given["deadline_s"]
     if isinstance(scenario, Scenario):
         scenario = replace(scenario, **given)  # type: ignore[arg-type]  # a field's own type
     elif scenario is None and "ranks" not in given:
-        raise TypeError("run() needs the number of ranks: give ranks=N, or a Scenario")
+        if isinstance(main, (str, Path)):
+            main = ProgramFile.read(Path(main), whole=whole)
+        if not (isinstance(main, ProgramFile) and main.starts_ranks):
+            raise TypeError("run() needs the number of ranks: give ranks=N, or a Scenario")
+        starts, scenario = True, Scenario(ranks=1, **given)  # type: ignore[arg-type]
     else:
         scenario = Scenario(**({} if scenario is None else {"ranks": scenario}) | given)  # type: ignore[arg-type]
     kept = {name: value for name, value in keywords.items() if name in Keeping.__annotations__}
-    keeping = _Keeping.of(scenario.ranks, **kept)  # type: ignore[arg-type]
+    keeping = _Keeping.of(None if starts else scenario.ranks, **kept)  # type: ignore[arg-type]
     if isinstance(main, (str, Path)):
         main = ProgramFile.read(Path(main), whole=whole)
-    if isinstance(main, ProgramFile) and main.is_whole:
+    if isinstance(main, ProgramFile) and (starts or main.is_whole):
         if not limited:  # such a program was written for an MPI that knows no deadlines
             scenario = replace(scenario, deadline_s=math.inf)
         how = dict(options or {}) | dict(parameters or {})
-        return _run_unmodified(main, scenario, keeping, argv=argv, given=how)
+        return _run_unmodified(main, scenario, keeping, argv=argv, given=how, starts=starts)
     if substitutes := {"cuda_as_cpu", "stubs"} & {name for name, value in (options or {}).items() if value}:
         raise ParameterError(
             f"{', '.join(sorted(substitutes))}: for programs without a main(comm), and with --whole"
@@ -161,7 +170,7 @@ class _Keeping:
 
     @classmethod
     def of(
-        cls, ranks: int, *, out: str | Path | None = None, overwrite: bool = False, record_every: int = 1,
+        cls, ranks: int | None, *, out: str | Path | None = None, overwrite: bool = False, record_every: int = 1,
         record_ranks: str | Collection[int] | None = None, observe: Sequence[str] = (), **same: Any,
     ) -> _Keeping:  # fmt: skip
         """Return the settings; refuse impossible ones before anything is loaded: the folder stays as it was."""
@@ -363,14 +372,18 @@ NO_COST = "computing between two calls costs nothing: give compute (--compute me
 
 
 def _run_unmodified(
-    file: ProgramFile, scenario: Scenario, keeping: _Keeping, *, argv: Sequence[str], given: Mapping[str, Any]
-) -> Run:
-    """Run an unmodified program: `run.what["notes"]` and `run.what["warnings"]` hold a sentence each for the user."""
+    file: ProgramFile, scenario: Scenario, keeping: _Keeping, *, argv: Sequence[str], given: Mapping[str, Any],
+    starts: bool = False,
+) -> Run:  # fmt: skip
+    """Run an unmodified program: `run.what["notes"]` and `run.what["warnings"]` hold a sentence each for the user.
+
+    If it `starts` its ranks itself, their number is known only then.
+    """
     from spawnsim.models.platform import load_platform
     from spawnsim.record import manifest
-    from spawnsim.virtual.scripts import Cost, run_program
+    from spawnsim.virtual.scripts import Cost, run_main, run_program
 
-    options, path = _how(file, given), file.path
+    options, path = _how(file, ({"carrier": "threads"} if starts else {}) | dict(given)), file.path
     # Keep the names of modules that are imported from here on: computed names are in no program's text.
     notice_imports()
     named: dict[str, Any] = {"file": path.name, "main": None, "file_digest": manifest.file_digest(path)}
@@ -383,5 +396,8 @@ def _run_unmodified(
         # Without `compute`: here it is a cost of calls, which is checked above.
         require_possible(replace(scenario, compute=0.0))
     with keeping.recording(what, inputs) as (writer, hooks), _abort_as_error():
-        writer.counted = run_program(path, argv, scenario, warn=what["warnings"], **hooks, **options)
+        if starts:
+            hooks["on_ranks"] = partial(writer.what.__setitem__, "ranks")
+        start = run_main if starts else run_program
+        writer.counted = start(path, argv, scenario, warn=what["warnings"], **hooks, **options)
     return writer.run

@@ -31,7 +31,7 @@ from typing import Any, NamedTuple
 
 from spawnsim.importing import after_import, amid_shared_import
 from spawnsim.virtual.engine.diagnosis import place
-from spawnsim.virtual.engine.kernel import Kernel, Task, current_task
+from spawnsim.virtual.engine.kernel import Kernel, Task, current_task, current_world
 from spawnsim.virtual.interpreter import Patches, Put
 from spawnsim.waits import STANDARD, is_installed
 
@@ -221,6 +221,7 @@ class Shared(NamedTuple):
     matters: Callable[..., bool] = lambda *args, **kwargs: True  # whether a call matters, by its arguments
 
 
+PIDS = "process ids"  # attachment of a world whose ranks have process ids of their own
 _SIGNALS = (
     "signal handlers and timers belong to the process, and the last one that is set counts for all ranks"
 )
@@ -231,7 +232,11 @@ SHARED = (
     Shared("signal.alarm", _SIGNALS),
     Shared("os.dup2", _STREAMS, lambda fd, fd2, *_, **__: fd2 in (0, 1, 2)),
     Shared("os.close", _STREAMS, lambda fd: fd in (0, 1, 2)),
-    Shared("os.getpid", "the process id is the same on all ranks: name files by the rank"),
+    Shared(
+        "os.getpid",
+        "the process id is the same on all ranks: name files by the rank",
+        lambda: PIDS not in current_world().attachments,
+    ),
     Shared("resource.setrlimit", "limits of resources hold for all ranks"),
     Shared("time.tzset", "the time zone is the same on all ranks"),
 )

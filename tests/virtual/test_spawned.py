@@ -445,3 +445,22 @@ def test_runs_repeat() -> None:
             mp.spawn(_trains, args=(5, "env://", results), nprocs=5)
         digests.append(session.totals[0].digest)
     assert digests[0] == digests[1]
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_managers_share_dictionaries_and_lists(session: Session, method: str) -> None:
+    """Their values are copies: changes of a value that was read are lost, as with a server."""
+    with mp.get_context(method).Manager() as manager:
+        found, order, state = manager.dict({"begin": [0]}), manager.list(), manager.Namespace(total=0)
+        mp.start_processes(_registers, args=(found, order, state), nprocs=3, start_method=method)
+        assert dict(found) == {"begin": [0], 0: [0], 1: [1], 2: [4]} and len(found) == 4
+        assert list(order) == [2, 1, 0] and order[0] == 2 and 1 in order
+        assert state.total == 3
+
+
+def _registers(rank: int, found: Any, order: Any, state: Any) -> None:
+    time.sleep(3.0 - rank)
+    found[rank] = [rank * rank]
+    found["begin"].append(rank)
+    order.append(rank)
+    state.total += rank

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import io
+import multiprocessing.process
 import pickle
 import sys
 from contextlib import suppress
@@ -17,6 +18,7 @@ from typing import Any, NamedTuple
 
 # Definitions: a forked process shares them with its parent. It may set the names of a module, but not change them.
 DEFINITIONS = (FunctionType, BuiltinFunctionType, ModuleType, type, CodeType)
+KEPT = (*DEFINITIONS, multiprocessing.process.BaseProcess)
 # Memory of `multiprocessing.Value` and `Array`.
 MEMORY = (ctypes._SimpleCData, ctypes.Array, ctypes.Structure)
 
@@ -70,7 +72,7 @@ class _Copier(pickle.Pickler):
             obj.given(self._receiver)
         elif not (
             isinstance(obj, (*MEMORY, *self._synchronized))
-            or (self._forks and isinstance(obj, DEFINITIONS) and not getattr(obj, "__closure__", None))
+            or (self._forks and isinstance(obj, KEPT) and not getattr(obj, "__closure__", None))
         ):
             return None
         self.shared.append(obj)

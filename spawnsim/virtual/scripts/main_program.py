@@ -1,8 +1,8 @@
 """Turns the processes of a main program into virtual ranks: `multiprocessing` is replaced while the program runs.
 
 `run_main` runs a script; `processes_as_ranks` serves code of an ordinary process, such as a test. multiprocessing's own
-classes stay: only the parts below them that fork, exec and share memory between processes are replaced. Pools,
-managers and the workers of data loaders in the main program remain real processes.
+classes stay: only the parts below them that fork, exec and share memory between processes are replaced. Pools
+and the workers of data loaders in the main program remain real processes.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import builtins
 import math
 import multiprocessing.connection
 import multiprocessing.context
+import multiprocessing.managers
 import multiprocessing.popen_fork
 import multiprocessing.popen_forkserver
 import multiprocessing.popen_spawn_posix
@@ -19,6 +20,7 @@ import multiprocessing.queues
 import multiprocessing.sharedctypes
 import multiprocessing.synchronize
 import os
+import random
 import signal
 import sys
 import time
@@ -29,18 +31,23 @@ from pathlib import Path
 from types import FrameType, ModuleType
 from typing import Any
 
+import numpy as np
 from greenlet import getcurrent
 
-from spawnsim.errors import ProgramError, SpawnsimError
+from spawnsim.errors import ParameterError, ProgramError, SpawnsimError
 from spawnsim.importing import after_import
+from spawnsim.random import NUMPY, PYTHON, WORLD, Streams
 from spawnsim.scenario import Scenario
 from spawnsim.virtual.cluster import Totals
 from spawnsim.virtual.engine.kernel import current_task
 from spawnsim.virtual.engine.world import Recorder
 from spawnsim.virtual.interpreter import CLOCKS, Patches, Put
+from spawnsim.virtual.reproducibility import TORCHS_OWN
 from spawnsim.virtual.scripts import process_objects
+from spawnsim.virtual.scripts.process_managers import Manager
 from spawnsim.virtual.scripts.script import Script, status_of
-from spawnsim.virtual.scripts.spawning import ProcessExit, Session, Started, active, entered
+from spawnsim.virtual.scripts.spawned import ProcessExit
+from spawnsim.virtual.scripts.spawning import Session, Started, active, entered
 
 mp: Any = multiprocessing
 POPENS = {
@@ -170,6 +177,7 @@ def _install(put: Put) -> None:
         put(mp.queues, name, _made(getattr(mp.queues, name), virtual))
     for name, virtual in process_objects.IN_SYNCHRONIZE.items():
         put(mp.synchronize, name, _made(getattr(mp.synchronize, name), virtual))
+    put(mp.managers, "SyncManager", Manager)
     put(mp.connection, "Pipe", _piping(mp.connection.Pipe))
     put(mp.connection, "wait", _waiting(mp.connection.wait))
     base: Any = mp.process.BaseProcess
@@ -271,7 +279,8 @@ def run_main(
         argv: its arguments.
         scenario: as for `run_program`; its number of ranks does not count.
         recorder: receives rows and events.
-        how: hooks and options, as for `run_program`.
+        how: hooks and options, as for `run_program`; and `on_ranks`, which is called with the number of ranks when
+            processes begin.
 
     Returns:
         The totals of all its processes.
@@ -281,8 +290,11 @@ def run_main(
         SpawnsimError: any other error that ended the run.
     """
     warn: list[str] | None = how.pop("warn", None)
-    hooks = {name: how.pop(name, None) for name in ("progress", "on_error", "on_note", "trace", "prepare")}
+    names = ("progress", "on_error", "on_note", "trace", "prepare", "on_ranks")
+    hooks = {name: how.pop(name, None) for name in names}
     script = Script(Path(path), tuple(map(str, argv)), **how)
+    if script.futures or script.carrier != "threads":
+        raise ParameterError("processes of a main program are ranks in threads, without futures")
     session = Session(script, scenario, recorder, **hooks)
     with _as_main(session), _in_place(session, script.virtual_time):
         try:
@@ -331,7 +343,8 @@ def _as_main(session: Session) -> Iterator[None]:
     sys.modules |= {"__main__": main, "__mp_main__": main}
     environ = dict(os.environ)
     try:
-        yield
+        with _generators(session.scenario.seed):
+            yield
     finally:
         sys.argv, sys.path[:] = argv, places
         for name in [
@@ -345,6 +358,27 @@ def _as_main(session: Session) -> Iterator[None]:
         signal.signal(signal.SIGINT, handler)
         os.environ.clear()
         os.environ.update(environ)
+
+
+@contextmanager
+def _generators(seed: int) -> Iterator[None]:
+    """Let the generators of a main program start from the seed; restore them afterwards."""
+    streams, python, numpy = Streams(seed, WORLD), random.getstate(), np.random.get_state()
+    random.seed(streams.seed(PYTHON))
+    np.random.seed(streams.seed(NUMPY) & 0xFFFFFFFF)
+    with ExitStack() as stack:
+
+        def loaded() -> None:
+            torch: Any = sys.modules["torch"]
+            stack.callback(torch.default_generator.set_state, torch.default_generator.get_state())
+            torch.manual_seed(TORCHS_OWN + seed)
+
+        stack.enter_context(after_import("torch", loaded))
+        try:
+            yield
+        finally:
+            random.setstate(python)
+            np.random.set_state(numpy)
 
 
 def _beside(module: Any, folder: str) -> bool:

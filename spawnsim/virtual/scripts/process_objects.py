@@ -17,7 +17,7 @@ from spawnsim.virtual.scripts.copies import Copy, Shared, copied
 from spawnsim.virtual.scripts.spawning import Session, Started, active
 
 
-class _Object(Shared):
+class ProcessObject(Shared):
     """An object of the active session."""
 
     def __init__(self) -> None:
@@ -27,7 +27,7 @@ class _Object(Shared):
         return self._session.wait(ready, f"{type(self).__name__}.{what}()", timeout)
 
 
-class SimpleQueue(_Object):
+class SimpleQueue(ProcessObject):
     """A queue without a limit."""
 
     def __init__(self) -> None:
@@ -118,7 +118,7 @@ class Queue(SimpleQueue):
     cancel_join_thread = join_thread
 
 
-class Semaphore(_Object):
+class Semaphore(ProcessObject):
     """A counter that `acquire` reduces and never makes negative."""
 
     most: float = float("inf")
@@ -196,7 +196,7 @@ class RLock(Lock):
             super().release()
 
 
-class Condition(_Object):
+class Condition(ProcessObject):
     """A condition that processes wait for, with its lock."""
 
     def __init__(self, lock: Any = None) -> None:
@@ -242,7 +242,7 @@ class Condition(_Object):
         self.notify(len(self._sleepers))
 
 
-class Event(_Object):
+class Event(ProcessObject):
     """A flag that processes wait for."""
 
     def __init__(self) -> None:
@@ -269,7 +269,7 @@ class Event(_Object):
         return self._wait(lambda: self._flag, "wait", timeout)
 
 
-class Barrier(_Object):
+class Barrier(ProcessObject):
     """A barrier of a number of processes."""
 
     def __init__(
@@ -314,7 +314,7 @@ class Barrier(_Object):
         self.broken, self._arrived = False, 0
 
 
-class Connection(_Object):
+class Connection(ProcessObject):
     """One end of a pipe."""
 
     def __init__(self) -> None:
@@ -411,7 +411,11 @@ def wait(object_list: Sequence[Any], timeout: float | None = None) -> list[Any]:
 
 
 # Names that multiprocessing's modules hold, and what replaces them.
-IN_QUEUES: dict[str, type[_Object]] = {"Queue": Queue, "JoinableQueue": Queue, "SimpleQueue": SimpleQueue}
-IN_SYNCHRONIZE: dict[str, type[_Object]] = {
+IN_QUEUES: dict[str, type[ProcessObject]] = {
+    "Queue": Queue,
+    "JoinableQueue": Queue,
+    "SimpleQueue": SimpleQueue,
+}
+IN_SYNCHRONIZE: dict[str, type[ProcessObject]] = {
     each.__name__: each for each in (Semaphore, BoundedSemaphore, Lock, RLock, Condition, Event, Barrier)
 }

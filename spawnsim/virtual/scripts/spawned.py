@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import multiprocessing.process
 import sys
-import traceback
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from greenlet import GreenletExit
 
+from spawnsim.errors import program_traceback
 from spawnsim.scenario import Scenario
 from spawnsim.virtual.engine.kernel import RankDied, current_task
 from spawnsim.virtual.engine.world import Rank
+from spawnsim.virtual.process_state import PIDS
 from spawnsim.virtual.reproducibility import generators_of
 from spawnsim.virtual.scripts.rank_process import RankModules
 from spawnsim.virtual.scripts.script import ScriptRun, status_of
@@ -37,6 +38,7 @@ class Group(ScriptRun):
         self._own: dict[int, Any] = {}  # the process objects, as the ranks have them
         self._main_process = _process._current_process
         super().__init__(session.script, scenario, session.recorder, **session.how)
+        self.cluster.world.attachments[PIDS] = True
         self.cluster.world.kernel.on_resume.append(self._name)
         self.cluster.world.kernel.on_leave.append(self.unname)
 
@@ -97,10 +99,9 @@ class Group(ScriptRun):
             if task.kernel.closed:
                 raise
             code = started.ending
-        except BaseException:  # noqa: BLE001 - printed, as by multiprocessing
+        except BaseException as error:  # noqa: BLE001 - printed, as by multiprocessing
             code = 1
-            sys.stderr.write(f"Process {started.process.name}:\n")
-            traceback.print_exc()
+            sys.stderr.write(f"Process {started.process.name}:\n{program_traceback(error)}\n")
         self._end(started, code)
 
     def _bootstrap(self, started: Started) -> None:

@@ -160,6 +160,7 @@ class Session:
 
     def __init__(self, script: Script, scenario: Scenario, recorder: Recorder, **how: Any) -> None:
         self.script, self.scenario, self.recorder, self.how = script, scenario, recorder, how
+        self._on_ranks = how.pop("on_ranks", None)
         self.owned = how.pop("owned", True)  # whether the program is a script whose modules each rank imports
         self.code: Any = compiled(script.path) if self.owned else None
         self.main: Any = getcurrent()
@@ -218,10 +219,9 @@ class Session:
             given, list({id(each): each for each in modules.values()}.values()), started
         )
         if self.owned and started.names.uncopied:
-            names = ", ".join(started.names.uncopied)
-            self.warnings.append(
-                f"{process.name}, which is forked, shares {names} with the main program: no copy"
-            )
+            names = ", ".join(sorted(started.names.uncopied))
+            sentence = f"forked processes share {names} with the main program: pickle cannot copy all of it"
+            self.warnings += [] if sentence in self.warnings else [sentence]
 
     def _modules(self, process: Any) -> dict[str, ModuleType]:
         """Return the modules whose names a forked process may set without an effect on others."""
@@ -240,6 +240,8 @@ class Session:
         started, self.pending = self.pending, []
         scenario = replace(self.scenario, ranks=len(started))
         self.most_ranks = max(self.most_ranks, len(started))
+        if self._on_ranks is not None:
+            self._on_ranks(self.most_ranks)
         self.starting = True
         try:
             self.group = group = Group(self, started, scenario)
