@@ -92,7 +92,7 @@ def __getattr__(name: str) -> Any:
     if name not in _HOME:
         hint = "; for tests: from spawnsim.testing import virtual" if name == "virtual" else ""
         raise AttributeError(
-            f"module 'spawnsim' has no attribute {name!r}; it has: {', '.join(__all__)}{hint}"
+            f"module 'spawnsim' has no attribute {name!r}; its names are: {', '.join(__all__)}{hint}"
         )
     value = getattr(import_module(_HOME[name]), name)
     globals()[name] = value

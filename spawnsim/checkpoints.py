@@ -116,8 +116,8 @@ class Shard:
         short = _NAMES.get(dtype)
         if short is None or not hasattr(tree, "shape"):
             raise ParameterError(
-                f"checkpoint: {place} is a {dtype}: numbers, texts, None, tensors of real numbers, and lists and "
-                "mappings of these can be kept"
+                f"checkpoint: {place} is a {dtype}: give numbers, texts, None, tensors of real numbers, and lists and "
+                "mappings of these"
             )
         name = place
         while name in self.tensors or name == "__metadata__":  # "a" of "b/c", and "a/b" of "c", would collide
@@ -159,7 +159,7 @@ class Shard:
             return data.copy().view(TYPES[short]).reshape(shape)
         if kind == "tensor":
             return _tensor_of(data, TYPES[short], shape)
-        raise ValueError(f"no kind {kind!r}")
+        raise ValueError(f"unknown kind {kind!r}")
 
 
 def _bytes_of(tensor: Any) -> Bytes:
@@ -248,7 +248,7 @@ def read(path: Path) -> tuple[Shard, dict[str, Any]]:
             if isinstance(error, RecursionError)
             else f"{str(error) or type(error).__name__}"
         )
-        raise ParameterError(f"cannot read {path}: it is no checkpoint, or damaged ({why})") from error
+        raise ParameterError(f"cannot read {path}: it is not a checkpoint, or is damaged ({why})") from error
 
 
 def _read(file: BinaryIO, nbytes: int) -> tuple[Shard, dict[str, Any]]:
@@ -267,12 +267,12 @@ def _read(file: BinaryIO, nbytes: int) -> tuple[Shard, dict[str, Any]]:
         end += len(tensors[name][2])
     if end != len(data):
         raise ValueError(f"{end:,} bytes of tensors, and {len(data):,} in the file")
-    told = metadata.pop("checksum")
-    if _checksum(header, [data]) != told:
+    checksum = metadata.pop("checksum")
+    if _checksum(header, [data]) != checksum:
         raise ValueError("its checksum is wrong")
     about = json.loads(metadata["about"], parse_constant=_refused)
     if not isinstance(about, dict):
-        raise TypeError("it does not say whose it is")
+        raise TypeError("it does not name its rank")
     return Shard(json.loads(metadata["states"], parse_constant=_refused), tensors), about
 
 
@@ -280,14 +280,14 @@ def _placed(entry: Mapping[str, Any], data: Bytes, begin: int) -> tuple[str, tup
     """Return a tensor, if its place follows the previous tensor and matches its shape."""
     short, shape, (first, end) = entry["dtype"], entry["shape"], entry["data_offsets"]
     if not all(type(each) is int and each >= 0 for each in (*shape, first, end)):
-        raise ValueError("shapes and places are whole numbers")
+        raise ValueError("shapes and offsets must be whole numbers")
     if first != begin or end > len(data) or math.prod(shape) * _NBYTES[short] != end - first:
-        raise ValueError("a tensor lies outside of the file, or has another size than its shape")
+        raise ValueError("a tensor lies outside the file, or its size does not match its shape")
     return short, tuple(shape), data[first:end]
 
 
 def _refused(word: str) -> None:
-    raise ValueError(f"{word} is no number of JSON")
+    raise ValueError(f"{word} is not a JSON number")
 
 
 # ---------------------------------------------------------------------------------------------------------- folders
@@ -341,7 +341,7 @@ def newest(folder: Path) -> Found:
     for found in whole(folder):
         return found
     raise ParameterError(
-        f"{folder} holds no whole checkpoint: programs save one by comm.checkpoint(iteration=..., model=...)"
+        f"{folder} holds no complete checkpoint: programs save one by comm.checkpoint(iteration=..., model=...)"
     )
 
 
@@ -397,7 +397,7 @@ def part_of(found: Found, rank: int, shard: tuple[Shard, dict[str, Any]] | None 
     saved = about.get("ranks" if together else "members", list(range(found.ranks)))
     whole = isinstance(saved, list) and all(type(each) is int and each >= 0 for each in saved)
     if not whole or len(set(saved)) != found.ranks:
-        raise ParameterError(f"{found.files[place]} is damaged: it does not say whose states it holds")
+        raise ParameterError(f"{found.files[place]} is damaged: it does not name the ranks of its states")
     donor = rank if rank in saved and max(saved) < size else saved[rank % len(saved)]
     same = sorted(saved) == list(range(size))
     if together:
@@ -420,7 +420,7 @@ def clocks_s(found: Found) -> dict[int, float]:
         saves.add(_save_of(found, place, about))
         if len(saves) > 1:
             raise ParameterError(
-                f"{path} and {found.files[0].name} were not saved together: remove {path.parent} to go on from the "
+                f"{path} and {found.files[0].name} were not saved together: remove {path.parent} to continue from the "
                 "checkpoint before"
             )
         try:
@@ -429,7 +429,7 @@ def clocks_s(found: Found) -> dict[int, float]:
                 for rank, time_s in zip(about["ranks"], about["clocks_s"], strict=True)
             }
         except (KeyError, TypeError, ValueError) as error:
-            raise ParameterError(f"{path} is damaged: it does not say when it was made") from error
+            raise ParameterError(f"{path} is damaged: it does not name its iteration") from error
     return times
 
 
@@ -439,7 +439,7 @@ def _save_of(found: Found, place: int, about: Mapping[str, Any]) -> Any:
     own = {"iteration": found.iteration, "rank": place}
     for name, expected in own.items():
         if name in about and about[name] != expected:
-            raise ParameterError(f"{path} is of {name} {str(about[name])[:20]}, and not of {expected}")
+            raise ParameterError(f"{path} is of {name} {str(about[name])[:20]}, not of {expected}")
     save = about.get("save")
     return save if save is None else str(save)
 
@@ -484,12 +484,12 @@ def load(saved: Saved, **named: Any) -> None:
         state = getattr(saved, name)
         if state is None:
             raise ParameterError(
-                f"restore({name}=...): the checkpoint holds no {name}: none was given when it was saved"
+                f"restore({name}=...): the checkpoint holds no {name}, since none was passed when it was saved"
             )
         try:
             each.load_state_dict(state)
         except (RuntimeError, ValueError, KeyError, TypeError) as error:
-            raise ParameterError(f"restore({name}=...): what was saved does not fit: {error}") from error
+            raise ParameterError(f"restore({name}=...): the saved state does not fit: {error}") from error
 
 
 def require_iteration(iteration: Any) -> int:

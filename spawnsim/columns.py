@@ -108,7 +108,7 @@ def _reading(path: Path) -> Iterator[None]:
     except FileNotFoundError:
         raise ParameterError(f"{path.parent} is not a run folder: it holds no {path.name}") from None
     except KeyError as error:
-        raise ParameterError(f"cannot read {path}: it holds no column {error}") from error
+        raise ParameterError(f"cannot read {path}: it lacks the column {error}") from error
     except Exception as error:  # the errors of zipfile, zlib and numpy on damaged data have no common base
         raise ParameterError(f"cannot read {path}: {str(error) or type(error).__name__}") from error
 
@@ -132,7 +132,7 @@ def _claimed(archive: zipfile.ZipFile, member: zipfile.ZipInfo) -> tuple[int, np
         raise ValueError(f"column {member.filename!r} is not a column of numbers or texts")
     # A few bytes can claim an array of any size, for which numpy would allocate the memory at once.
     if shape[0] * dtype.itemsize > member.file_size:
-        raise ValueError(f"column {member.filename!r} claims {shape[0]:,} rows, and is shorter")
+        raise ValueError(f"column {member.filename!r} claims {shape[0]:,} rows, but is shorter")
     return shape[0], dtype
 
 
@@ -148,8 +148,8 @@ def _header(file: Any) -> tuple[tuple[int, ...], np.dtype[Any]]:
 def require_ranks(path: Path, ranks: Column, count: int | None = None) -> None:
     """Raise `ParameterError` unless a column `rank` holds numbers of ranks, of `count` ranks if that is known."""
     if ranks.dtype.kind not in "iu":
-        raise ParameterError(f"cannot read {path}: its column 'rank' holds no integers")
+        raise ParameterError(f"cannot read {path}: its column 'rank' does not hold integers")
     least, largest = (int(ranks.min()), int(ranks.max())) if len(ranks) else (0, 0)
     if least < 0 or largest >= (count or MOST_RANKS):
         of = f"of {count:,} ranks" if count else "of any job"
-        raise ParameterError(f"cannot read {path}: {least if least < 0 else largest} is no rank {of}")
+        raise ParameterError(f"cannot read {path}: {least if least < 0 else largest} is not a rank {of}")

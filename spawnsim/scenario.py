@@ -18,7 +18,9 @@ from spawnsim.errors import ParameterError
 DEADLINE_S = 30.0
 LEAST_B = 10_000  # bytes of memory of an idle rank; docs/figures.md
 MANY = 10_000  # number of ranks from which memory is checked
-COLUMNAR = "give fewer ranks, or let `spawnsim columnar` time a policy on so many, as rows of arrays"
+COLUMNAR = (
+    "give fewer ranks, or time the policy with `spawnsim columnar`, which holds ranks as rows of arrays"
+)
 
 
 @dataclass(frozen=True)
@@ -64,13 +66,13 @@ class Scenario:
         # Checked here because the operating system would not refuse: it kills the process once memory is exhausted.
         if self.ranks >= MANY and self.ranks * LEAST_B > available_B():
             raise ParameterError(
-                f"ranks={self.ranks:,}: each takes about {LEAST_B / 1e3:g} kB before it keeps anything, "
+                f"ranks={self.ranks:,}: each takes about {LEAST_B / 1e3:g} kB without its own data, "
                 f"{self.ranks * LEAST_B / 1e9:,.0f} GB in all, and {available_B() / 1e9:,.1f} GB are available; "
                 f"{COLUMNAR}"
             )
         if not self.deadline_s > 0:
             raise ParameterError(
-                f"deadline_s={self.deadline_s!r}: give seconds above 0; math.inf waits for ever"
+                f"deadline_s={self.deadline_s!r}: give seconds above 0; math.inf means no limit"
             )
 
     def described(self) -> dict[str, Any]:

@@ -37,7 +37,7 @@ def pytest_addoption(parser: Any) -> None:
         metavar="K",
         help="run only the case of this seed, unchanged, in tests on virtual ranks",
     )
-    group.addoption(CASE, metavar="JSON", help="run only this case, as a failure shows it")
+    group.addoption(CASE, metavar="JSON", help="run only this case, in the form that a failure report shows")
 
 
 def virtual(
@@ -136,24 +136,24 @@ def _hold(target: Any, space: Any, seeds: int, request: Any, *, shrink: bool) ->
         with one_thread():
             failure = attempt(target, Case.from_json(exact, space.world))[0]
         if failure is not None:
-            pytest.fail(_told(failure), pytrace=False)
+            pytest.fail(_described(failure), pytrace=False)
         return
     chosen = range(seeds) if one is None else range(one, one + 1)
     found = campaign(target, space, chosen, jobs=0, shrink=shrink and one is None, most=1)
     if not found.failures:
         return
     key, failure = next(iter(found.failures.items()))
-    parts = [f"{_told(failure)}\nas found:     {PYTEST} {node} {SEED} {failure.case.seed}"]
+    parts = [f"{_described(failure)}\nas found:     {PYTEST} {node} {SEED} {failure.case.seed}"]
     small = found.small.get(key, failure)
     if small.case != failure.case:
         case = shlex.quote(small.case.to_json())
         parts.append(
-            f"The same error in the smallest case:\n{_told(small)}\nreplay:       {PYTEST} {node} {CASE} {case}"
+            f"The same error in the smallest case:\n{_described(small)}\nreplay:       {PYTEST} {node} {CASE} {case}"
         )
     pytest.fail("\n\n".join(parts), pytrace=False)
 
 
-def _told(failure: Any) -> str:
+def _described(failure: Any) -> str:
     """Return the failure, its case, and the positions of the ranks."""
     from spawnsim.units import counted
 

@@ -39,8 +39,8 @@ SETTINGS: dict[str, tuple[Any, Callable[[str], Any]]] = {
 
 @dataclass(kw_only=True)
 class Advise(Command):
-    """Rank policies and cadences on a cluster by goodput, in timing alone. docs/clusters.md says what is simulated, and
-    what is not.
+    """Rank policies and cadences on a cluster by goodput, from timing alone. docs/clusters.md states the limits of the
+    simulation.
     """
 
     examples = ("spawnsim advise -n 1024 --model '14 GB' --compute 300ms --policy average --failures llama3",)
@@ -182,7 +182,7 @@ def _detail_lines(more: Mapping[str, Any]) -> Iterator[str]:
              f"{each['least']:.3g} to {each['most']:.3g} s")
             for place, each in enumerate(more["live"], start=1)
         ]  # fmt: skip
-        yield "\nby the time until a small live training (digits, skewed shards) is as good as the worst becomes:"
+        yield "\nranked by the time until a small training run (digits, skewed shards) reaches the worst final quality:"
         yield units.text_table(("", "policy", "steps", "time", "interval"), lines, left=2)
 
 

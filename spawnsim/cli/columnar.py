@@ -41,8 +41,8 @@ OF_METRIC = tuple(inspect.signature(columnar.RandomWalk).parameters)
 
 @dataclass(kw_only=True)
 class Columnar(Command):
-    """A policy on up to millions of ranks, each a row of arrays: all meet where it is due, with numbers that stand for
-    models, or (--train) models that train. docs/columnar.md says what it can and cannot run.
+    """Time a policy on up to millions of ranks, each a row of arrays. Ranks exchange numbers in place of
+    models, or (--train) models that train. docs/columnar.md lists the supported policies and limits.
     """
 
     examples = (

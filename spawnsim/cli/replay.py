@@ -87,7 +87,7 @@ class ReplayCommand(Command):
         elif found.outcome != FINISHED:
             print(f"ended: {found.outcome}")
         else:
-            print("ended, with another digest than recorded")
+            print("ended with a different digest than recorded")
         return 0
 
 

@@ -172,7 +172,7 @@ def _runs_of(folder: str) -> list[str | Path]:
     found: list[str | Path] = [sweep.store.root / cell.folder for cell in sweep.of_state(DONE)]
     missing = drawing.missing(sweep)
     if not found:
-        raise ParameterError(f"{folder}: no run is done yet ({sweep.says()})")
+        raise ParameterError(f"{folder}: no run has finished yet ({sweep.says()})")
     sys.stderr.write("".join(f"spawnsim: {line}\n" for line in missing.splitlines()))
     return found
 

@@ -115,7 +115,7 @@ class RunCommand(Command):
     )
     resume: bool = flag("continue from the newest checkpoint in --out DIR; without one, start", group=LONG)
     record_every: int = option(
-        "keep only the rows of every Nth iteration; default: of each. All events are kept",
+        "keep only the rows of every Nth iteration; default: all rows. Events are always kept",
         "N",
         group=LONG,
         default=1,
@@ -169,7 +169,7 @@ class RunCommand(Command):
             refuse_arguments(rest)
         for name, hint in parser.mistyped([] if command.is_real or command.quiet else unknown):
             print_note_above_bar(
-                f"{name} goes to the program; {hint} What follows -- is the program's, without this note"
+                f"{name} is passed to the program; {hint} Arguments after -- are passed without this note"
             )
         command.arguments = unknown + rest
         return command
@@ -262,7 +262,7 @@ class RunCommand(Command):
         refuse_arguments(self.arguments)
         if self.trace:
             raise ParameterError(
-                "--trace is for virtual ranks; of real ones `spawnsim trace` draws the recorded rows and events"
+                "--trace is for virtual ranks; for real ranks `spawnsim trace` draws the recorded rows and events"
             )
         from spawnsim.real.launch.launchers import detect_launcher
         from spawnsim.real.launch.processes import monitor
@@ -290,7 +290,7 @@ class RunCommand(Command):
             )
         if self.survive and self.check_calls:
             raise ParameterError(
-                "--check-calls and --survive: a rank that compares its call waits for the dead, too; give one"
+                "--check-calls and --survive: the comparison of calls also waits for dead ranks; give one of the two"
             )
         # A run that is resumed with fewer ranks keeps its own choice, restricted to the remaining ranks.
         ranks_named(self.record_ranks, None if self.resume else self.ranks if starts else here.size)
@@ -346,7 +346,7 @@ class RunCommand(Command):
         if ended.mismatch:
             print(
                 f"spawnsim: calls do not fit: `spawnsim run {self.file} --ranks {self.ranks}` shows them and their "
-                "lines; --check-calls shows those of collectives",
+                "lines; --check-calls shows collective calls",
                 file=sys.stderr,
             )
         return ended.status
@@ -450,7 +450,7 @@ def _never_began(error: Exception, here: LaunchContext) -> int:
     if first is None:  # the job was not started by spawnsim
         time.sleep(0.0 if here.rank == 0 else TURN_S)  # usually all ranks find the same fault
     if first is not False:
-        error.add_note(f"spawnsim: rank {here.rank} of {here.size} has not begun; the job ends")
+        error.add_note(f"spawnsim: rank {here.rank} of {here.size} did not start; the job ends")
         report_error(error) if isinstance(error, SpawnsimError) else report_internal_error(error)
         if first is None:
             end_job(status, os.environ)
@@ -461,8 +461,8 @@ def _never_began(error: Exception, here: LaunchContext) -> int:
 @dataclass(kw_only=True)
 class Resume(Command):
     """Continue a run from its newest checkpoint (comm.checkpoint): the program, its parameters and its circumstances
-    are those of the folder, unless they are given here, as options of `spawnsim run`. The program that the folder keeps
-    is executed: resume no folder that you do not trust.
+    come from the folder, unless options of `spawnsim run` replace them. The program in the folder keeps
+    is executed: resume only folders that you trust.
     """
 
     examples = ("spawnsim resume runs/a", "spawnsim resume runs/a --ranks 8")

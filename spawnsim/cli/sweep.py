@@ -42,8 +42,8 @@ Several = Sequence[str]
 @dataclass(kw_only=True)
 class SweepCommand(Command):
     """Run a file under all combinations of values, under several seeds; continue where it stopped. Options with LIST
-    take several values with commas between them, such as --set ratio=0.1,0.2, and may be repeated. A value that has
-    commas itself is put in quotes, within those of the shell: --set "name='a,b',c"; a tuple needs none, nor does a
+    take several values, separated by commas, such as --set ratio=0.1,0.2, and may be repeated. Put a value with
+    commas in quotes, inside the shell's quotes: --set "name='a,b',c"; a tuple needs no quotes, and neither does a
     straggler, --straggler none,slow:0.05,10. The same command continues a sweep that was stopped or killed, and
     repeats failed runs. See docs/sweeps.md.
     """
@@ -76,7 +76,7 @@ class SweepCommand(Command):
     seeds: int | None = option("how many seeds; default: one", "N")
     eager: bool = flag("execute each TrainingStep of virtual ranks by itself")
     whole: Whole = False
-    record_every: int = option("keep only the rows of every Nth iteration; default: of each", "N", default=1)
+    record_every: int = option("keep only the rows of every Nth iteration; default: all rows", "N", default=1)
     record_ranks: str | None = option("keep only the rows of these ranks, such as 0-9,100", "R")
     out: str | None = option("the sweep's folder; default: runs/NAME of the file", "DIR")
     dry_run: bool = flag("list the runs, and which are done")
@@ -241,7 +241,7 @@ def _require_possible(cell: Cell, whole: bool) -> None:
             Scenario(cell.ranks, seed=cell.seed, deadline_s=deadline_s, ties=ties, sums=sums, **world)
         )
     except ParameterError as error:
-        error.add_note("a value with commas is put in quotes: --straggler \"none,'slow:0.05,10'\"")
+        error.add_note("put a value with commas in quotes: --straggler \"none,'slow:0.05,10'\"")
         raise
 
 

@@ -88,28 +88,28 @@ class Case:
 
     def options(self) -> list[str]:
         """Return the options of `spawnsim fuzz` that run only this case."""
-        told = ["--runs", "1", "--seed", str(self.seed), "--ranks", str(self.ranks)]
-        told += ["--faults", self.faults or "none", "--ties", self.ties]
-        told += ["--straggler", self.straggler or "none", *arguments_of(self.parameters)]
+        words = ["--runs", "1", "--seed", str(self.seed), "--ranks", str(self.ranks)]
+        words += ["--faults", self.faults or "none", "--ties", self.ties]
+        words += ["--straggler", self.straggler or "none", *arguments_of(self.parameters)]
         for name, word in (
             ("platform", "--platform"),
             ("compute", "--compute"),
             ("deadline_s", "--deadline"),
         ):
-            told += [word, str(self.world[name])] if name in self.world else []
-        told += ["--alive", "none" if math.isinf(self.alive_s) else repr(self.alive_s)]
-        told += ["--survive"] if self.survive else []
+            words += [word, str(self.world[name])] if name in self.world else []
+        words += ["--alive", "none" if math.isinf(self.alive_s) else repr(self.alive_s)]
+        words += ["--survive"] if self.survive else []
         argv = self.world.get("argv", ())
-        return [*told, *(["--", *argv] if argv else [])]
+        return [*words, *(["--", *argv] if argv else [])]
 
     def command(self, file: str) -> str:
         return shlex.join(["spawnsim", "fuzz", file, *self.options()])
 
     def to_json(self) -> str:
         """Return the case as text for `from_json`, without its world, which may hold objects."""
-        told = {part.name: getattr(self, part.name) for part in fields(self) if part.name != "world"}
-        told["alive_s"] = None if math.isinf(self.alive_s) else self.alive_s  # JSON has no infinity
-        return json.dumps({n: v for n, v in told.items() if v not in UNSAID or type(v) in (int, float)})
+        values = {part.name: getattr(self, part.name) for part in fields(self) if part.name != "world"}
+        values["alive_s"] = None if math.isinf(self.alive_s) else self.alive_s  # JSON has no infinity
+        return json.dumps({n: v for n, v in values.items() if v not in UNSAID or type(v) in (int, float)})
 
     @classmethod
     def from_json(cls, text: str, world: Mapping[str, Any] | None = None) -> Case:
@@ -119,7 +119,7 @@ class Case:
             alive_s = float(math.inf if (given := values.pop("alive_s", None)) is None else given)
             return cls(alive_s=alive_s, world=dict(world or {}), **values)
         except (ValueError, TypeError, AttributeError, RecursionError) as error:
-            raise ParameterError(f"no case: {text!r} ({error}); copy it from a failure") from error
+            raise ParameterError(f"{text!r} is not a case ({error}); copy one from a failure") from error
 
     def quiet_s(self) -> float:
         """Return when the last fault ends; a permanent fault counts as ending when it begins."""

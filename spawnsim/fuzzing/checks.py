@@ -195,7 +195,7 @@ class Watch(Recorder):
         self._hold(
             began_s >= self._clocks.get(task, 0.0),
             "monotone clocks",
-            f"the clock went back to {began_s:.6g} s",
+            f"the clock moved back to {began_s:.6g} s",
         )
         try:
             model, optimizer, info = call()
@@ -211,18 +211,18 @@ class Watch(Recorder):
         # A replacement policy may find no donor for long: its completed calls count as progress.
         if averaged or "progress" not in policy.promises:
             self.progress_s[task.rank].append(task.clock)
-        self._look(task, policy, model, before)
+        self._check_call(task, policy, model, before)
         if key is not None and averaged:
             self._leave(task, policy, key, model)
         return model, optimizer, info
 
-    def _look(self, task: Task, policy: Any, model: Any, before: dict[str, Extent]) -> None:
+    def _check_call(self, task: Task, policy: Any, model: Any, before: dict[str, Extent]) -> None:
         """Check the invariants of the model that a policy returns."""
         name, after = type(policy).__name__, _extents(model)
         shapes = {key: each.shape for key, each in before.items()}
         now = {key: each.shape for key, each in after.items()}
         self._hold(
-            shapes == now, "same shapes", f"{name} returned a model of other tensors: {now}, not {shapes}"
+            shapes == now, "same shapes", f"{name} returned a model with other tensors: {now}, not {shapes}"
         )
         self._no_aliasing(task.rank, name, model)
         if self.spoiled:
@@ -233,8 +233,8 @@ class Watch(Recorder):
                 most = self._largest[key]
                 self._hold(
                     each.largest <= most * (1 + COMPRESSED), "range of parameters",
-                    f"{name}: {key} has {each.largest:.6g}, and no rank ever had more than {most:.6g}: no mixture of "
-                    "models",
+                    f"{name}: {key} has {each.largest:.6g}, but no rank ever had more than {most:.6g}: not a "
+                    "mixture of models",
                 )  # fmt: skip
         self._enlarge(after)
 
@@ -276,7 +276,7 @@ class Watch(Recorder):
             ):
                 self._hold(
                     bool((after[name] == taken[0][name]).all()), "equal models",
-                    f"{type(policy).__name__}: {name} is another one than on another rank after the same average",
+                    f"{type(policy).__name__}: {name} differs from another rank's after the same average",
                 )  # fmt: skip
         if len(taken) + 1 == key[3]:
             del self._sums[key]
@@ -339,7 +339,7 @@ class Watch(Recorder):
         if not behind or not math.isfinite(until_s) or not self.plan.faults or living == 1:
             return None
         return "progress after faults", (
-            f"ranks {behind} made no progress from {quiet_s:.6g} s, when the last fault was over, to {until_s:.6g} s"
+            f"ranks {behind} made no progress from {quiet_s:.6g} s, when the last fault ended, to {until_s:.6g} s"
         )
 
     def longest_gap_s(self) -> float:

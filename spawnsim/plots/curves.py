@@ -66,7 +66,7 @@ def curve(
     low, median, high = quantiles(grid, (band[0], 0.5, band[1]))
     known = ~np.isnan(median)
     if not known.any():
-        raise ParameterError(f"column {name!r}: fewer than half of the ranks have a number, at any time")
+        raise ParameterError(f"column {name!r}: at no time do half of the ranks have a number")
     return Curve(grid.x[known], median[known], low[known], high[known], held=is_clock(over))
 
 
@@ -93,13 +93,13 @@ def of_events(run: Recorded, name: str, over: str = "time_s") -> Curve:
     describes. For real ranks, time counts from the first row.
     """
     kind, _, field = name.partition(".")
-    told = [event for event in run.events if event.get("kind") == kind and field in event]
-    if not told:
+    chosen = [event for event in run.events if event.get("kind") == kind and field in event]
+    if not chosen:
         kinds = ", ".join(sorted({str(event.get("kind")) for event in run.events})) or "none"
         raise ParameterError(f"no event {kind!r} with {field!r} was recorded; kinds of events: {kinds}")
-    place = "at_s" if over == "time_s" and "at_s" in told[0] else over
+    place = "at_s" if over == "time_s" and "at_s" in chosen[0] else over
     x, values = (
-        np.array([event.get(each, np.nan) for event in told], dtype=float) for each in (place, field)
+        np.array([event.get(each, np.nan) for event in chosen], dtype=float) for each in (place, field)
     )
     x = np.maximum(x - _first_row_s(run), 0.0) if over == "time_s" else x
     order = np.argsort(x, kind="stable")
@@ -286,15 +286,15 @@ def lines_caption(found: Groups, curves: Sequence[Curve], one: str, *, of_ranks:
     if few:
         dots = drawn_as([info for info in curves if 1 < info.runs < FEW]) == "marker"
         small, large = ("small", "large") if dots else ("thin", "thick")
-        parts.append(f"{small}: each of {counts_of(few)} seeds; {large}: their median, while all go on")
+        parts.append(f"{small}: each of {counts_of(few)} seeds; {large}: their median, while all run")
     if many:
         what = drawn_as([info for info in curves if info.runs >= FEW])
         what += " and bar" if len(found.groups) > BANDS else " and band"
-        over = f"over {counts_of(many)} seeds, while all go on"
+        over = f"over {counts_of(many)} seeds, while all run"
         parts.append(f"{what}: median and its 90 % bootstrap interval {over}")
         whole = [info for info in curves if info.runs >= FEW and len(info.x)]
         if any(each.x[-1] > info.x[-1] for info in whole for each in info.seeds):
-            parts.append("thin: single seeds that go on longer")
+            parts.append("thin: single seeds that run longer")
     virtual = [group for group in found if not group.real]
     if len(virtual) < len(found.groups):
         made = [run.what.get("made") for group in found if group.real for run in group.runs]

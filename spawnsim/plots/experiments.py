@@ -290,7 +290,7 @@ def grouped(runs: Sequence[Recorded] | Groups, by: Sequence[str] = (), labels: S
     for name in by:
         if not any(name in found for found in known):
             differing = ", ".join(_differing(known)) or "nothing"
-            raise ParameterError(f"--by {name}: no run tells that; these runs differ in {differing}")
+            raise ParameterError(f"--by {name}: the runs do not differ in it; they differ in {differing}")
     # An interval is over seeds, so the seed distinguishes curves only on request.
     apart = list(by) if by else [name for name in _differing(known) if name != "seed"]
     members: dict[tuple[Any, ...], list[int]] = {}
@@ -311,7 +311,7 @@ def grouped(runs: Sequence[Recorded] | Groups, by: Sequence[str] = (), labels: S
         found_groups = [replace(group, name=name) for group, name in pairs]
         # From here on, labels are the keys of looks and of curves.
         if len({group.label for group in found_groups}) < len(found_groups):
-            raise ParameterError(f"labels {', '.join(labels)}: give each curve one of its own")
+            raise ParameterError(f"labels {', '.join(labels)}: give each curve a different label")
     # The caption names the facts that a chosen grouping pools: an interval over pooled runs is not over seeds alone.
     within = [name for places in members.values() for name in _differing([known[place] for place in places])]
     pooled = [name for name in dict.fromkeys(within) if name not in ("seed", *apart)] if by else []

@@ -72,7 +72,7 @@ def calibration_figure(curves: Mapping[str, Curve], caption: str) -> Figure:
             ax.tick_params(labelbottom=True)
         drawn.legend(*axes[0].get_legend_handles_labels(), loc="outside lower right", ncols=3)
 
-    title = "Measured times, and what the fitted platform predicts"
+    title = "Measured times, and predictions of the fitted platform"
     return style.compose(panels, title, caption, (11.6, 2.7 * rows + 1.3))
 
 
@@ -114,7 +114,7 @@ def validation_figure(errors: Errors, caption: str) -> Figure:
         drawn.legend(*ax.get_legend_handles_labels(), loc="outside right upper", title="compute times")
 
     caption = f"{caption} · grey: within {AIM:.0%}"
-    return style.compose(panels, "How far predictions are off", caption, (9.6, 5.2))
+    return style.compose(panels, "Prediction errors", caption, (9.6, 5.2))
 
 
 Cadences = Mapping[str, Sequence[tuple[float, float, float, float]]]
@@ -136,7 +136,7 @@ def draw_advice(curves: Cadences, asked: Sequence[int], target: float, ax: Axes 
     ax.minorticks_off()
     ax.set_ylim(0.0, 1.05)
     ax.yaxis.set_major_formatter(PercentFormatter(1.0))
-    ax.set_xlabel("steps between exchanges, in effect")
+    ax.set_xlabel("effective steps between exchanges")
     ax.set_ylabel("goodput")
     return ax
 
@@ -149,4 +149,4 @@ def advice_figure(curves: Cadences, asked: Sequence[int], target: float, caption
         drawn.legend(*ax.get_legend_handles_labels(), loc="outside right upper")
 
     caption = f"{caption} · dotted: target of {target:.0%}"
-    return style.compose(panels, "What is left of perfect training", caption, (9.6, 5.2))
+    return style.compose(panels, "Goodput: share of perfect training", caption, (9.6, 5.2))

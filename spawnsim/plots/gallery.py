@@ -54,13 +54,15 @@ def figures(runs: Sequence[Recorded] | Groups, columns: Sequence[str] = ()) -> I
     if not found.groups:
         return
     # A run that diverged at once must not cost the other runs their curves; for requested columns it is an error.
-    told = {name: found if columns else with_rows(found, name) for name in columns or metrics_of(found.runs)}
-    metrics = [name for name, those in told.items() if those.groups]
+    by_metric = {
+        name: found if columns else with_rows(found, name) for name in columns or metrics_of(found.runs)
+    }
+    metrics = [name for name, those in by_metric.items() if those.groups]
     for name in metrics:
-        yield f"convergence-{stem_of(name)}", convergence.figure(told[name], name)
+        yield f"convergence-{stem_of(name)}", convergence.figure(by_metric[name], name)
     # Only one: the spreads of several metrics mostly show the same, and a page has room for few figures.
     for name in metrics[:1]:
-        yield f"diversity-{stem_of(name)}", diversity.figure(told[name], name)
+        yield f"diversity-{stem_of(name)}", diversity.figure(by_metric[name], name)
     if (used := timeuse.figure(found)) is not None:
         yield "time-use", used
     # A run has three figures, and nobody would look at the figures of a sweep's hundreds of runs.

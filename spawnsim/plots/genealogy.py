@@ -229,9 +229,9 @@ def figure(runs: Mapping[str, Recorded], title: str = "") -> Figure:
     looks = len(style.LOOKS)
     most = f", of the {looks} with most heirs; grey: others" if max(sizes) > looks else ""
     caption = (
-        f"{grouped([*runs.values()]).caption()}\ncolour, and number at the right: the founder (a rank) whose first "
-        f"model a rank mostly descends from{most}\neffective number of founders: "
+        f"{grouped([*runs.values()]).caption()}\ncolour and number at the right: the founder (rank) of the first "
+        f"model that a rank mostly descends from{most}\neffective number of founders: "
         f"1/Σp² of their shares; dashed: ranks and donors drawn at random{since_first_row([*runs.values()])}"
     )
-    title = title or "Who descends from whom after replacements"
+    title = title or "Descent of the models after replacements"
     return style.compose(panels, title, caption, (max(4.6 * len(runs), 8), 7.2))

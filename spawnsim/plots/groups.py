@@ -83,7 +83,7 @@ def draw_contraction(info: Contraction, ax: Axes | None = None, *, look: style.L
     ax.set_yscale("symlog", linthresh=1e-4)
     ax.set_ylim(bottom=0)
     ax.set_xlabel("round")
-    ax.set_ylabel("variance ÷ that before")
+    ax.set_ylabel("variance ÷ variance before")
     ax.xaxis.set_major_locator(MaxNLocator(integer=True))
     ax.legend()
     return ax

@@ -68,10 +68,12 @@ class Measure:
         kind, colon, rest = text.partition(":")
         if not colon:
             if re.search("[<>]", text):
-                raise ParameterError(f"{text!r}: what of it? Write time_to:{text} or iterations_to:{text}")
+                raise ParameterError(
+                    f"{text!r} needs a quantity: write time_to:{text} or iterations_to:{text}"
+                )
             return cls(text, "total" if text in (*TOTALS, *SECONDS) else "final", text)
         if kind not in KINDS:
-            raise ParameterError(f"{text!r} is no measure: it begins with one of {', '.join(KINDS)}")
+            raise ParameterError(f"{text!r} is not a measure: it begins with one of {', '.join(KINDS)}")
         if not kind.endswith("_to"):
             return cls(text, kind, rest)
         found = _TARGET.fullmatch(rest)
@@ -81,7 +83,7 @@ class Measure:
         except ValueError:
             # In a shell, an unquoted > redirects to a file, and only the text before it arrives.
             raise ParameterError(
-                f"{text!r} has no target: write '{kind}:accuracy>0.8', in quotes, or the shell takes the > for its own"
+                f"{text!r} has no target: write '{kind}:accuracy>0.8', in quotes, or the shell interprets the >"
             ) from None
 
     @property
@@ -127,11 +129,11 @@ class Measure:
         """
         if run is None or self.kind == "total":
             # Virtual and real ranks may share a figure.
-            told = end_s(totals) if self.name in SECONDS else totals.get(self.name)
-            return float("nan") if told is None else float(told)
+            total = end_s(totals) if self.name in SECONDS else totals.get(self.name)
+            return float("nan") if total is None else float(total)
         if "." in self.name and self.name not in run.table:
-            told = of_events(run, self.name, "iteration" if self.kind == "iterations_to" else "time_s")
-            return self._of_one(told)
+            series = of_events(run, self.name, "iteration" if self.kind == "iterations_to" else "time_s")
+            return self._of_one(series)
         if self.kind == "final":
             return spread_at_end(run.table, self.name)[1]
         if self.kind in ("highest", "lowest"):
@@ -150,7 +152,7 @@ class Measure:
         known = np.isfinite(at) & ~np.isnan(values)
         values, rank, at = values[known], rank[known], at[known]
         if not len(values):
-            raise ParameterError(f"column {self.name!r} holds no number at all")
+            raise ParameterError(f"column {self.name!r} holds no numbers")
         order = np.lexsort((at, rank))
         rank, at, stands = rank[order], at[order], self._passes(values[order]).astype(int)
         # A rank counts from a row that meets the target until a row that does not.
@@ -160,11 +162,11 @@ class Measure:
         reached = np.flatnonzero(2 * np.cumsum(change[when]) >= first.sum())
         return float(at[when][reached[0]]) if len(reached) else float("inf")
 
-    def _of_one(self, told: Curve) -> float:
+    def _of_one(self, series: Curve) -> float:
         """Return the measure of one series, for example the series of the mean model."""
         if self.kind in ("highest", "lowest"):
-            return float(told.median.max() if self.kind == "highest" else told.median.min())
+            return float(series.median.max() if self.kind == "highest" else series.median.min())
         if self.kind == "final":
-            return float(told.median[-1])
-        reached = np.flatnonzero(self._passes(told.median))
-        return float(told.x[reached[0]]) if len(reached) else float("inf")
+            return float(series.median[-1])
+        reached = np.flatnonzero(self._passes(series.median))
+        return float(series.x[reached[0]]) if len(reached) else float("inf")

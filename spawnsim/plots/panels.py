@@ -66,7 +66,9 @@ class Asked:
         # The title has the whole name.
         unit = Measure.of(self.y).unit
         less = (
-            f"minus that of {self.against}" if self.kind == "paired" else _better(self.y).partition("\n")[2]
+            f"minus the value of {self.against}"
+            if self.kind == "paired"
+            else _better(self.y).partition("\n")[2]
         )
         return f"{unit}\n({less.strip('()')})"
 
@@ -122,7 +124,7 @@ def figure(found: Panels, asked: Asked, caption: str = "") -> Figure:
     # A panel without any value of the measure is left out.
     found = [(title, table) for title, table in found if not np.isnan(numbers(table, asked.y)).all()]
     if not found:
-        raise ParameterError(f"{asked.y}: no run that is done tells it")
+        raise ParameterError(f"{asked.y}: no finished run has this value")
     whole = {name: np.concatenate([np.asarray(table[name]) for _, table in found]) for name in found[0][1]}
     looks = _looks(asked, map(str, sweeps.distinct(texts(whole, asked.hue))))
     heights = numbers(whole, asked.y)
@@ -197,7 +199,7 @@ def _marks(found: Panels, asked: Asked, lines: bool) -> str:
         if asked.kind == "front"
         else "small: single seeds; large: median; bar or band: "
     )
-    line = "; line: those that no other beats in both" if lines else ""
+    line = "; line: settings that no other beats in both" if lines else ""
     what = "90 % bootstrap interval of the median" + several if max(counts) >= FEW else many
     return f"{single}{what}, {seeds} seeds{pairs}{line}"
 
@@ -251,7 +253,7 @@ def _bands(asked: Asked, each: Sequence[Sequence[Curve]]) -> str:
         return "band: 10–90 % of ranks" + (f"; {lines} and band: medians over {seeds}" if most > 1 else "")
     if most == 1:
         return "band: 10–90 % of ranks; one seed each"
-    few = f"{small}: single seeds" + ", of fewer than five and where not all go on" * (most >= FEW)
+    few = f"{small}: single seeds" + ", if fewer than five, or if some have ended" * (most >= FEW)
     band = "; band: its 90 % bootstrap interval" * (most >= FEW)
     return f"{large}: median over {seeds}{band}; {few}"
 

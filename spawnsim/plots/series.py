@@ -51,7 +51,7 @@ def numbers(table: Table, name: str) -> Floats:
     """Return a column as floats, or raise an error if it holds texts."""
     found = column(table, name)
     if found.dtype.kind not in "biuf":
-        raise ParameterError(f"column {name!r} holds texts, of which there is no curve")
+        raise ParameterError(f"column {name!r} holds texts, which have no curve")
     return np.asarray(found, dtype=np.float64)
 
 
@@ -68,7 +68,7 @@ def carried_forward(table: Table, name: str, over: str = "time_s", points: int =
     known = np.isfinite(position) & ~np.isnan(values)
     values, position, rank = values[known], position[known], rank[known]
     if not len(values):
-        raise ParameterError(f"column {name!r} holds no number at all")
+        raise ParameterError(f"column {name!r} holds no numbers")
     # By rank first, so that each rank's rows are one stretch that can be searched without a mask.
     order = np.lexsort((position, rank))
     values, position, rank = values[order], position[order], rank[order]

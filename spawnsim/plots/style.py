@@ -69,7 +69,7 @@ def looks(labels: Iterable[str]) -> dict[str, Look]:
     free = [look for look in (*LOOKS, *_marked()) if look not in taken.values()]
     others = [name for name in names if name not in taken]
     if len(others) > len(free):
-        raise ParameterError(f"{len(names)} curves in one figure: name fewer runs, or group them (--by NAME)")
+        raise ParameterError(f"{len(names)} curves in one figure: give fewer runs, or group them (--by NAME)")
     return taken | dict(zip(others, free, strict=False))
 
 

@@ -110,7 +110,7 @@ def response(table: Table, x: str, y: str, hue: str = "") -> Response:
         if at:
             lines[str(name)] = Line(np.array(at), tuple(intervals), tuple(seeds))
     if not lines:
-        raise ParameterError(f"{y}: no run that is done tells it")
+        raise ParameterError(f"{y}: no finished run has this value")
     return Response(lines, () if numeric else tuple(map(str, positions)))
 
 
@@ -160,13 +160,15 @@ def heat(table: Table, x: str, y: str, rows: str) -> Heat:
     names = (distinct(across), distinct(down))
     found = np.full((len(names[1]), len(names[0])), np.nan)
     for row, below in enumerate(names[1]):
-        for at, beside in enumerate(names[0]):
-            values = heights[(across == beside) & (down == below) & ~np.isnan(heights)]
+        for at, column_name in enumerate(names[0]):
+            values = heights[(across == column_name) & (down == below) & ~np.isnan(heights)]
             found[row, at] = np.median(values) if len(values) else np.nan
-    told = [tuple(f"{each:g}" if isinstance(each, float) else str(each) for each in group) for group in names]
+    labels = [
+        tuple(f"{each:g}" if isinstance(each, float) else str(each) for each in group) for group in names
+    ]
     # Numbers increase upwards, as on an axis; names keep their order, from the top.
     upwards = down.dtype.kind in "if"
-    return Heat(told[0], told[1][::-1], found[::-1]) if upwards else Heat(told[0], told[1], found)
+    return Heat(labels[0], labels[1][::-1], found[::-1]) if upwards else Heat(labels[0], labels[1], found)
 
 
 def edges(values: Floats) -> Edges:
@@ -278,8 +280,8 @@ def mark_edges(ax: Axes, values: Floats, edge: Edges, never: tuple[str, str] = (
         for tick in ax.get_yticks()
         if inside[0] < tick < inside[1] and all(_apart(ax, tick, height) for height, _ in found)
     ]
-    told = [style.short(tick) for tick in ticks]
-    ax.set_yticks([*ticks, *(height for height, _ in found)], [*told, *(name for _, name in found)])
+    labels = [style.short(tick) for tick in ticks]
+    ax.set_yticks([*ticks, *(height for height, _ in found)], [*labels, *(name for _, name in found)])
     ax.set_ylim(low, high)
     for height, _ in found:
         ax.axhline(height, color="#777777", linewidth=1.0, linestyle=":")
@@ -300,7 +302,7 @@ def draw_front(info: Front, ax: Axes | None = None, *, looks: Mapping[str, style
         edges(np.array([(each.low, each.high) for each in along]))
         for along in ([point.x for point in info.points], [point.y for point in info.points])
     ]
-    told: set[str] = set()
+    labelled: set[str] = set()
     names: dict[tuple[float, float], list[str]] = {}  # by the place of a mark; some marks have no name
     for at, point in enumerate(info.points):
         (x, left, right), (y, low, high) = (
@@ -310,9 +312,9 @@ def draw_front(info: Front, ax: Axes | None = None, *, looks: Mapping[str, style
         look = looks[point.hue]
         ax.plot([left, right], [y, y], color=look.colour, linewidth=1.4, alpha=0.7)
         ax.plot([x, x], [low, high], color=look.colour, linewidth=1.4, alpha=0.7)
-        label = None if point.hue in told else point.hue
+        label = None if point.hue in labelled else point.hue
         ax.plot(x, y, marker=look.marker, color=look.colour, markersize=9, linestyle="", label=label)
-        told.add(point.hue)
+        labelled.add(point.hue)
         written = names.setdefault((float(x), float(y)), [])
         if point.name and (len(info.points) <= MOST_NAMES or at in info.best):
             written.append(point.name)

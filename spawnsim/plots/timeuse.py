@@ -133,8 +133,8 @@ def figure(runs: Sequence[Recorded] | Groups) -> Figure | None:
         # At the top it would touch the title.
         drawn.legend(*axes[0, 0].get_legend_handles_labels(), loc="outside right center")
 
-    alone = " · of each curve the first run" if len(known) < len(used) else ""
-    since = "; real ranks: since the computing of each one's first row began" if real else ""
+    alone = " · first run of each curve" if len(known) < len(used) else ""
+    since = "; real ranks: since the computation of each rank's first row began" if real else ""
     caption = f"{found.caption()}\nshares are of the time of all ranks shown{alone}{since}"
     size = max(4.1 * columns + 1.6, 6.4), 4.0 * rows + 1.2
-    return style.compose(panels, "What the ranks do with their time", caption, size)
+    return style.compose(panels, "Time use of the ranks", caption, size)

@@ -55,7 +55,7 @@ def _replacing(path: Path) -> Iterator[BinaryIO]:
 def named(out: str | Path) -> Path:
     """Return the path that `out` (or --out) names; `ParameterError` for an empty text, which would mean "here"."""
     if not str(out):
-        raise ParameterError("--out '': name a place; '.' is this folder")
+        raise ParameterError("--out '': give a folder; '.' is the current one")
     return Path(out)
 
 
@@ -67,7 +67,7 @@ def require_free(folder: Path, *, overwrite: bool = False, empty_too: bool = Fal
     held = [name for name in HELD if (folder / name).exists()]
     if held and not overwrite and not (empty_too and _failed_with_nothing(folder)):
         raise ParameterError(
-            f"{folder} holds a run already ({', '.join(held)}): choose another folder, or overwrite it (--overwrite)"
+            f"{folder} already holds a run ({', '.join(held)}): choose another folder, or overwrite it (--overwrite)"
         )
 
 
@@ -79,7 +79,7 @@ def require_own(folder: Path) -> None:
     if found:
         some = ", ".join(found[:3]) + " …" * (len(found) > 3)
         raise ParameterError(
-            f"--out {folder} is a folder with files that are no run's ({some}): name a new folder, such as "
+            f"--out {folder} is a folder with other files ({some}): give a new folder, such as "
             f"{folder / 'run'}"
         )
 
@@ -100,7 +100,7 @@ def _failed_with_nothing(folder: Path) -> bool:
 def require_no_file_of_a_run(path: Path) -> None:
     """Raise `ParameterError` if `path`, which is going to be written, is a folder, or a file of a recorded run."""
     if path.is_dir():
-        raise ParameterError(f"{path} is a folder: name a file")
+        raise ParameterError(f"{path} is a folder: give a file")
     if path.name in HELD and (path.parent / MANIFEST).exists():
         raise ParameterError(
             f"{path} belongs to the run in {path.parent}, which would be lost: choose another name"
@@ -264,9 +264,9 @@ def read_manifest(folder: Path) -> dict[str, Any]:
         json.dumps(manifest, ensure_ascii=False).encode()  # half a character could not be written or drawn
     except OSError as error:
         if not Path(folder).exists():
-            raise ParameterError(f"{folder}: no such folder") from error
+            raise ParameterError(f"{folder}: this folder does not exist") from error
         # A sweep's or a study's folder.
-        hint = f"; runs lie in {folder}/runs" if (Path(folder) / "runs").is_dir() else ""
+        hint = f"; its runs are in {folder}/runs" if (Path(folder) / "runs").is_dir() else ""
         raise ParameterError(f"{folder} is not a run folder: it has no readable {MANIFEST}{hint}") from error
     except ValueError as error:
         raise ParameterError(f"{path} is not JSON: {error}") from error
@@ -274,11 +274,11 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     kinds = {"what": dict, "totals": dict, "outcome": str}
     wrong = [name for name, kind in kinds.items() if not isinstance(_entry(manifest, name), kind)]
     if wrong:
-        raise ParameterError(f"{path} is not a run's: its {wrong[0]!r} is missing, or not what it should be")
+        raise ParameterError(f"{path} does not describe a run: its {wrong[0]!r} is missing or invalid")
     ranks = manifest["totals"].get("ranks")
     # A damaged count would determine the size of arrays elsewhere.
     if ranks is not None and not _is_count(ranks, MOST_RANKS + 1):
-        raise ParameterError(f"{path}: {str(ranks)[:20]} is no number of ranks")
+        raise ParameterError(f"{path}: {str(ranks)[:20]} is not a number of ranks")
     found: dict[str, Any] = manifest
     totals = found["totals"]
     # Folders of earlier versions: the clock of real ranks was stored under the name of virtual time.
@@ -309,7 +309,7 @@ def read_table(folder: Path, ranks: int | None = None) -> Table:
     table = Table(stored if stored.nbytes > HELD_B else read_columns(path))
     lacks = [name for name in OWN if name not in table]
     if lacks:
-        raise ParameterError(f"cannot read {path}: it holds no column {lacks[0]!r}")
+        raise ParameterError(f"cannot read {path}: it lacks the column {lacks[0]!r}")
     for piece in table.pieces(*OWN):
         # Figures allocate by the largest rank: one damaged number must not request all memory.
         require_ranks(path, piece["rank"], ranks)
@@ -337,7 +337,7 @@ def _event(where: str, line: bytes, ranks: int | None) -> Event:
     try:
         event = _parsed(line.decode())
     except ValueError as error:
-        raise ParameterError(f"{where}: no JSON ({error})") from error
+        raise ParameterError(f"{where}: not JSON ({error})") from error
     time_s = _entry(event, "time_s")
     # A bool is an int in Python, and JSON has both.
     timed = isinstance(time_s, (int, float)) and not isinstance(time_s, bool) and 0 <= time_s < LONGEST_S
@@ -346,7 +346,7 @@ def _event(where: str, line: bytes, ranks: int | None) -> Event:
         and isinstance(_entry(event, "kind"), str)
         and _is_count(_entry(event, "rank"), ranks or MOST_RANKS)
     ):
-        raise ParameterError(f"{where}: no event, which has a kind, a rank and a time")
+        raise ParameterError(f"{where}: not an event: an event has a kind, a rank and a time")
     found: Event = event
     return found
 

@@ -311,7 +311,7 @@ class Hold:
         except BlockingIOError:
             self.release()
             raise ParameterError(
-                f"{folder}: a run is writing there now; wait for its end, stop it, or choose another folder"
+                f"{folder}: another run writes to it; wait for its end, stop it, or choose another folder"
             ) from None
         except OSError:  # a file system without locks: two runs in one folder stay undetected there
             self.release()

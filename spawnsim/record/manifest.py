@@ -226,10 +226,10 @@ def own_command() -> str:
 def threads() -> int:
     """Return how many threads numeric libraries use: torch's number, if torch is loaded."""
     torch = sys.modules.get("torch")
-    told = os.environ.get("OMP_NUM_THREADS", "")
+    threads = os.environ.get("OMP_NUM_THREADS", "")
     if torch is not None and hasattr(torch, "get_num_threads"):
         return int(torch.get_num_threads())
-    return int(told) if told.isdecimal() else os.cpu_count() or 1
+    return int(threads) if threads.isdecimal() else os.cpu_count() or 1
 
 
 def revision(folder: Path) -> str | None:

@@ -168,7 +168,7 @@ def ranks_named(text: str | Collection[int] | None, ranks: int | None = None) ->
     if ranks is not None and found is not None:
         for beyond in sorted(rank for rank in found if not 0 <= rank < ranks):
             raise ParameterError(
-                f"record_ranks={text!r}: the run has ranks 0 to {ranks - 1}, and no rank {beyond}"
+                f"record_ranks={text!r}: the run has ranks 0 to {ranks - 1}, but no rank {beyond}"
             )
     return found
 
@@ -182,7 +182,7 @@ def _named_ranks(text: str) -> frozenset[int]:
                 raise ValueError(word)
             found |= set(range(int(first), int(last or first) + 1))
     except ValueError:
-        raise ParameterError(f"record_ranks={text!r}: name ranks, such as 0-9,100") from None
+        raise ParameterError(f"record_ranks={text!r}: give ranks, such as 0-9,100") from None
     return frozenset(found)
 
 
@@ -200,7 +200,7 @@ class Block:
         clash = [name for name in names if name in OWN]
         if clash:
             raise ParameterError(
-                f"record({clash[0]}=...): {clash[0]} is added by itself; choose another name"
+                f"record({clash[0]}=...): spawnsim adds {clash[0]} itself; choose another name"
             )
         self.names, self.types = tuple(names), tuple(types)
         kept = [(name, kind) for name, kind in zip(names, types, strict=True) if kind is not type(None)]
@@ -302,7 +302,7 @@ class Recorder:
                 mixed = type(None) not in (kind, known) and (kind is str) != (known is str)
                 if mixed and name not in self.mixed and first is not None:
                     self.mixed[name] = (
-                        f"column {name!r} has texts and numbers, and is all text now: rank {first[0]} recorded a "
+                        f"column {name!r} mixes texts and numbers, and is now all text: rank {first[0]} recorded a "
                         f"{kind.__name__} at {first[1]:.6g} s, and rows before it a {known.__name__}"
                     )
         return block
@@ -367,7 +367,7 @@ class Recorder:
         """Keep one event; `ParameterError` if a field has the name of an automatic field."""
         clash = [name for name in fields if name in OWN_OF_EVENTS]
         if clash:
-            raise ParameterError(f"record.event({kind!r}, {clash[0]}=...): {clash[0]} is added by itself")
+            raise ParameterError(f"record.event({kind!r}, {clash[0]}=...): spawnsim adds {clash[0]} itself")
         self._events.append({"kind": kind, "time_s": float(time_s), "rank": rank} | document(fields))
 
     def events(self) -> list[Event]:
@@ -423,7 +423,9 @@ def _scalar(name: str, value: Any) -> Scalar:
     try:
         return scalar(value)
     except ParameterError as error:
-        raise ParameterError(f"record({name}=...): {error}; record arrays as several rows or names") from None
+        raise ParameterError(
+            f"record({name}=...): {error}; record an array as several rows or names"
+        ) from None
 
 
 def _too_large(values: Mapping[str, Any]) -> ParameterError:

@@ -30,13 +30,13 @@ class Table(Mapping[str, Column]):
             return
         lengths = {name: len(column) for name, column in self._columns.items()}
         if len(set(lengths.values())) > 1:
-            raise ParameterError(f"columns of one table have one length; found {lengths}")
+            raise ParameterError(f"the columns of a table must have equal lengths; found {lengths}")
 
     def __getitem__(self, name: str) -> Column:
         try:
             return self._columns[name]
         except KeyError:
-            raise KeyError(f"no column {name!r}; there are: {', '.join(self._columns)}") from None
+            raise KeyError(f"no column {name!r}; the columns are: {', '.join(self._columns)}") from None
 
     def __contains__(self, name: object) -> bool:
         return name in self._columns

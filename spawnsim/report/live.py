@@ -20,7 +20,7 @@ from spawnsim.report.page import Live, render
 
 HOST = "127.0.0.1"
 ALIVE_S = 5.0  # the longest time without a write: a write reveals a browser that has gone
-BEFORE = '<!doctype html><meta http-equiv="refresh" content="1"><title>spawnsim</title><p>The ranks begin.\n'
+BEFORE = '<!doctype html><meta http-equiv="refresh" content="1"><title>spawnsim</title><p>The ranks are starting.\n'
 LEFT_S = 5.0  # how long browsers may take to read the last page
 
 
@@ -127,7 +127,7 @@ class _Handler(BaseHTTPRequestHandler):
         found = [secrets.compare_digest(path, each) for each in known]
         if not any(found) or self.headers.get("Host") not in self.server.names:
             self._head(HTTPStatus.FORBIDDEN, "text/plain")
-            self._write("403: open the address that was printed\n")
+            self._write("403: open the address that spawnsim printed\n")
         elif self.command == "HEAD":
             self._head(HTTPStatus.OK, "text/event-stream" if found[1] else "text/html")
         elif found[0]:
@@ -165,5 +165,5 @@ class _Handler(BaseHTTPRequestHandler):
             self.wfile.write(text.encode())
             self.wfile.flush()
 
-    def log_message(self, *_said: Any) -> None:
+    def log_message(self, *_message: Any) -> None:
         """Log nothing: standard error belongs to the run, and a log would contain the token."""

@@ -23,7 +23,7 @@ from spawnsim.record.journal import RankStates, read_states
 from spawnsim.run.result import Run
 
 QUANTILES = {"median": 0.5, "p10": BAND[0], "p90": BAND[1]}
-LOOK_S = 1.0  # the least time between two polls of a run
+POLL_S = 1.0  # the least time between two polls of a run
 ENDS = (("died", DEAD), ("finished", ENDED))  # the stages that a monitor writes about its rank
 SILENT_S = 5.0  # after this silence a real rank's state is unknown: stopped, or in code that blocks threads
 SHARE = 0.01  # the largest share of a core that polls may take while the run executes
@@ -40,7 +40,7 @@ class Steps:
     """The steps of a run, each yielded once."""
 
     def __init__(self) -> None:
-        self._told = -1  # the last iteration that was yielded
+        self._last = -1  # the last iteration that was yielded
 
     def new(self, run: Run, *, ended: bool) -> Iterator[Step]:
         """Yield the new steps that all living ranks have completed; at the end of the run, all remaining steps."""
@@ -49,7 +49,7 @@ class Steps:
         if not len(iteration):
             return
         until = int(iteration.max()) + 1 if ended else self._passed(run, rank, iteration)
-        chosen = np.flatnonzero((iteration > self._told) & (iteration < until))
+        chosen = np.flatnonzero((iteration > self._last) & (iteration < until))
         # By iteration, so that each iteration is one stretch.
         chosen = chosen[np.argsort(iteration[chosen], kind="stable")]
         found, sizes = np.unique(iteration[chosen], return_counts=True)
@@ -67,7 +67,7 @@ class Steps:
                 for which, each in _quantiles(column[begin:end])
             }
             yield Step(int(found[place]), values | {"replacements": float(replaced[place])})
-            self._told = int(found[place])
+            self._last = int(found[place])
 
     @staticmethod
     def _passed(run: Run, rank: Any, iteration: Any) -> int:
@@ -211,7 +211,7 @@ def follow(
                 each.show(run, states)
         # The first poll loads much that later polls find loaded.
         spent_s = 0.0 if first else time.process_time() - begin_s
-        wait_s = max(LOOK_S, spent_s / SHARE * _crowding())
+        wait_s = max(POLL_S, spent_s / SHARE * _crowding())
     # A run that ended before it recorded anything has nothing to show.
     run = _loaded(folder)
     if run is not None:
@@ -238,11 +238,11 @@ def real_states(folder: Path, run: Run, registry: Path | None) -> RankStates:
 
     def state(rank: int) -> tuple[str, str]:
         ended = next((word for word, ranks in stages if rank in ranks), None)
-        told = read_states(folder, rank)
-        if ended is not None or told is None:
+        reported = read_states(folder, rank)
+        if ended is not None or reported is None:
             return ended or "running", ""
-        silent_s = time.time() - told.time_s
-        return told.ranks[0] if silent_s < SILENT_S else ("running", f"says nothing for {silent_s:.0f} s")
+        silent_s = time.time() - reported.time_s
+        return reported.ranks[0] if silent_s < SILENT_S else ("running", f"no report for {silent_s:.0f} s")
 
     last_s = float(np.max(run.table["time_s"], initial=0.0))
     return RankStates(last_s, [state(rank) for rank in range(int(run.what.get("ranks") or 0))])

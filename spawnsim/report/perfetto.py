@@ -96,15 +96,15 @@ def _about(run: Recorded, name: str, left_out: str) -> Entry:
     made, versions = run.what.get("made") or {}, run.what.get("versions") or {}
     about = {"run": name, "outcome": run.outcome.partition("\n")[0], "seed": run.what.get("seed")}
     about |= {"command": made.get("command"), "date": made.get("date"), "spawnsim": versions.get("spawnsim")}
-    return about | {"shown": f"only {left_out}" if left_out else "all that was recorded"}
+    return about | {"shown": f"only {left_out}" if left_out else "all recorded data"}
 
 
 def _notes(sheet: _Sheet, left_out: str, limit: int) -> Iterator[str]:
     """Yield a sentence about each kind of missing data."""
     if not sheet.lines[NAMES:]:
-        yield "nothing was recorded of these ranks in this time"
+        yield "these ranks recorded nothing in this time"
     if left_out:
-        yield f"only {left_out}: at most {limit:,} entries; choose by --ranks, --from, --until, --limit"
+        yield f"only {left_out}: at most {limit:,} entries; select with --ranks, --from, --until, --limit"
     if sheet.timeline is None:
         if not is_real(sheet.run):
             yield "no calls and messages: the run was recorded without --trace"
@@ -114,8 +114,8 @@ def _notes(sheet: _Sheet, left_out: str, limit: int) -> Iterator[str]:
     if full:
         first = min(full, key=lambda event: (event["time_s"], event["rank"]))
         yield (
-            f"{len(full):,} ranks were followed for the first part of the run alone, rank {first['rank']} until "
-            f"{first['time_s']:.6g} s: fewer ranks are followed longer"
+            f"{len(full):,} ranks were traced only in the first part of the run, rank {first['rank']} until "
+            f"{first['time_s']:.6g} s: with fewer ranks, the trace covers more time"
         )
 
 

@@ -94,7 +94,7 @@ def _ended(run: Recorded) -> list[tuple[str, str]]:
         if kind == "restart":
             found[event["rank"]] = (
                 "finished" if run.outcome == FINISHED else "not finished",
-                f"started again {at}",
+                f"restarted {at}",
             )
         elif kind in ("given_up", "not_joined"):
             found[event["rank"]] = ("given up", at)

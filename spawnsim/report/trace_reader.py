@@ -39,7 +39,7 @@ class Selection:
     def __post_init__(self) -> None:
         if not 0 <= self.from_s < self.until_s:
             raise ParameterError(
-                f"--from {self.from_s:g} --until {self.until_s:g}: there is no time in between"
+                f"--from {self.from_s:g} --until {self.until_s:g}: this range is empty; give a later --until"
             )
         if self.limit < 1:
             raise ParameterError(f"--limit {self.limit}: show at least 1 entry")
@@ -54,7 +54,7 @@ class Selection:
             first, dash, last = part.partition("-")
             if not first.isdecimal() or not (last.isdecimal() or not dash) or not ({"-", ","} & set(text)):
                 raise ParameterError(
-                    f"--ranks {text}: give how many (the first 16: 16), or which (0-15, or 3,40-47)"
+                    f"--ranks {text}: give a number (16: the first 16), or a list (0-15, or 3,40-47)"
                 )
             found |= set(range(int(first), int(last if dash else first) + 1))
         if not found:

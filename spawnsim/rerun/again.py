@@ -53,14 +53,16 @@ class Again:
         recorded = Run.load(folder)
         what = recorded.what
         if recorded.is_real:
-            raise ParameterError(f"{folder}: a run on real ranks does not repeat; virtual ones do")
+            raise ParameterError(
+                f"{folder}: a run on real ranks is not repeatable; runs on virtual ranks are"
+            )
         if not what.get("file") or what.get("main") not in (None, "main"):
             raise ParameterError(
                 f"{folder}: its program was a function, not a file with main(comm): call spawnsim.run again"
             )
         kept = file or folder / INPUTS / "program" / str(what["file"])
         if not kept.is_file():
-            raise ParameterError(f"{folder} keeps no copy of {what['file']}: name the program with --program")
+            raise ParameterError(f"{folder} holds no copy of {what['file']}: give the program with --program")
         try:
             scenario = _scenario(folder, what)
         except ParameterError:
@@ -119,7 +121,7 @@ def _scenario(folder: Path, what: Mapping[str, Any]) -> Scenario:
     for name, value in values.items():
         if isinstance(value, Mapping):
             raise ParameterError(
-                f"{folder}: {name} was an object of Python's, which a folder cannot give back: call spawnsim.run again"
+                f"{folder}: {name} was a Python object, which a folder cannot restore: call spawnsim.run again"
             )
         kept = folder / INPUTS / name / Path(str(value)).name
         values[name] = str(kept) if isinstance(value, str) and kept.is_file() else value

@@ -64,9 +64,9 @@ class Stop:
         names = ast.walk(ast.parse(self.condition, mode="eval")) if self.condition else ()
         for name in (each.id for each in names if isinstance(each, ast.Name)):
             if name not in known:
-                hint = nearest(name, known) or f"recorded were: {', '.join(recorded) or 'none'}"
+                hint = nearest(name, known) or f"recorded columns: {', '.join(recorded) or 'none'}"
                 raise ParameterError(
-                    f"--break {self.condition!r}: nothing that was recorded is called {name}; {hint}"
+                    f"--break {self.condition!r}: no recorded column is called {name}; {hint}"
                 )
 
     def met(self, names: Mapping[str, Any]) -> bool:
@@ -206,7 +206,7 @@ class Prompt(pdb.Pdb):
         before, self._rank = self._rank, int(arg) if arg.isdigit() else -1
         frame = self._frame()
         if frame is None:
-            self.error(f"rank {arg or 'N'}: give the number of a rank that runs")
+            self.error(f"rank {arg or 'N'}: give the number of a running rank")
             self._rank = before
         else:
             self.setup(frame, None)

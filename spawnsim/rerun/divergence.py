@@ -96,11 +96,11 @@ def verify(folder: Path, file: Path | None = None) -> Verdict:
     found = _first_difference(first, second if hashing else third)
     hint = HASHING if hashing else _hint([*first["leaks"], *third["leaks"]])
     if found is None:
-        return Verdict(False, f"digests differ, though no event of any rank does; {hint}", hint=hint)
+        return Verdict(False, f"digests differ, although no event of any rank differs; {hint}", hint=hint)
     rank, mine, theirs = found
     text = (
         f"the run does not repeat. First difference: rank {rank} at {mine[0]:.6g} s, {mine[1]} ({mine[2]}); "
-        f"another time: {theirs[1]} at {theirs[0]:.6g} s ({theirs[2]})\n{hint}"
+        f"in the other run: {theirs[1]} at {theirs[0]:.6g} s ({theirs[2]})\n{hint}"
     )
     return Verdict(False, text, rank, mine[0], mine[1].partition(" ")[0], mine[2], hint)
 
@@ -110,8 +110,8 @@ def _hint(leaks: list[str]) -> str:
     if found:
         return "likely: " + "; ".join(found)
     return (
-        "no read of a clock, of the system's entropy, no thread and no generator without a seed was noticed: look for "
-        "addresses (id(), sorting by them, texts of objects), files, and libraries that draw or measure by themselves"
+        "no clock or system entropy was read, and no thread or unseeded generator was seen: look for "
+        "addresses (id(), sorting by them, texts of objects), files, and libraries that draw numbers or read clocks"
     )
 
 
@@ -122,7 +122,7 @@ def _other_world(again: Again, now: Mapping[str, Any]) -> Verdict:
         f"{name} {old} → {new}" for name, new in today.items() if (old := before.get(name)) not in (None, new)
     ]
     reason = f"versions differ: {', '.join(changed)}" if changed else (
-        "the program may read files that have changed since, or the threads, the processor or libraries differ"
+        "the program may read files that changed since, or the threads, the processor or libraries differ"
     )  # fmt: skip
     resumed = again.recorded.what.get("made", {}).get("resumed_at")
     if resumed:
@@ -131,12 +131,12 @@ def _other_world(again: Again, now: Mapping[str, Any]) -> Verdict:
             f"it was resumed at iteration {at}, perhaps with another program, ranks or parameters; {reason}"
         )
     differing = list(_differing(again.recorded.table, now["rows"]))
-    told = f"the run repeats here, but not as it was recorded ({reason})"
+    text = f"the run repeats here, but not as it was recorded ({reason})"
     if not differing:
-        return Verdict(False, told, hint=reason)
+        return Verdict(False, text, hint=reason)
     time_s, rank, column = min(differing)
-    told += f". First recorded value that differs: {column} of rank {rank} at {time_s:.6g} s"
-    return Verdict(False, told, rank, time_s, "record", "", reason)
+    text += f". First recorded value that differs: {column} of rank {rank} at {time_s:.6g} s"
+    return Verdict(False, text, rank, time_s, "record", "", reason)
 
 
 def _differing(table: Any, rows: list[list[Any]]) -> Iterator[tuple[float, int, str]]:
@@ -182,7 +182,7 @@ def _elsewhere(again: Again, hash_seed: str) -> dict[str, Any]:
         )  # fmt: skip
         if done.returncode or not out.is_file():
             raise WorldError(
-                f"the run ended with status {done.returncode} when it was run again:\n{done.stderr[-2000:]}"
+                f"the run ended with status {done.returncode} when it was repeated:\n{done.stderr[-2000:]}"
             )
         found: dict[str, Any] = json.loads(out.read_text(encoding="utf-8"))
         return found
@@ -254,11 +254,11 @@ def unseeded(found: list[str]) -> Iterator[None]:
 
     def seeding(self: random.Random, a: Any = None, version: int = 2) -> None:
         if a is None:
-            noted("a generator was made without a seed")
+            noted("a generator was created without a seed")
         seed(self, a, version)
 
     def drawing(bits: int) -> Any:
-        noted("a generator was made without a seed")
+        noted("a generator was created without a seed")
         return randbits(bits)
 
     random.Random.seed = seeding  # type: ignore[method-assign]

@@ -55,7 +55,7 @@ def require_observers(names: Sequence[str], out: object) -> None:
     for name in names:
         known = OBSERVERS.get(name)
         if known is None:
-            hint = nearest(name, OBSERVERS) or f"there are: {', '.join(OBSERVERS)}"
+            hint = nearest(name, OBSERVERS) or f"the observers are: {', '.join(OBSERVERS)}"
             raise ParameterError(f"observe={name!r}: no such observer; {hint}")
         if find_spec(known.package) is None:
             raise UnsupportedError(

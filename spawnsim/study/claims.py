@@ -41,7 +41,7 @@ def verdict(checks: Mapping[str, bool]) -> str:
     'holds in part'
     """
     if not checks:
-        raise ValueError("a claim without a check has no verdict")
+        raise ValueError("a claim needs at least one check for its verdict")
     return HOLDS if all(checks.values()) else IN_PART if any(checks.values()) else FAILS
 
 

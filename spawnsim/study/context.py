@@ -139,10 +139,10 @@ class Context:
         """
         missed = [name for name, held in checks.items() if not held]
         found = found + (f" (not: {', '.join(missed)})" if missed else "")
-        told = claims.Claim(text, source, claims.verdict(checks), found, self.name)
-        claims.write(self.out, told)
-        self.say(f"{told.verdict}: {text}: {found}")
-        return told.verdict
+        claim = claims.Claim(text, source, claims.verdict(checks), found, self.name)
+        claims.write(self.out, claim)
+        self.say(f"{claim.verdict}: {text}: {found}")
+        return claim.verdict
 
     def save_table(self, rows: Sequence[Mapping[str, object]], stem: str) -> Path:
         """Write rows as JSON into the study's folder."""

@@ -109,9 +109,7 @@ def ask(
         x = next(iter(left), hue)
         left = [name for name in left if name != x]
         if not x:
-            raise ParameterError(
-                "the sweep varies nothing but the seed: name what is across, such as --x time_s"
-            )
+            raise ParameterError("the sweep varies only the seed: choose the x-axis, such as --x time_s")
     hue = hue or (x if x in columns else "")
     kind: panels.Kind = "response"
     if x in CLOCKS:
@@ -129,7 +127,7 @@ def ask(
     pooled = [name for name in left if name not in facet and kind != "front"]
     if pooled:
         raise ParameterError(
-            f"{' and '.join(pooled)} vary, too, and would be pooled: add --facet {pooled[0]}, or choose one value: "
+            f"{' and '.join(pooled)} also vary, and would be pooled: add --facet {pooled[0]}, or choose one value: "
             f"--where {pooled[0]}={_values(sweep, pooled[0])[0]}"
         )
     if kind != "curves":
@@ -152,7 +150,7 @@ def draw(sweep: Sweep, asked: Asked) -> Drawn:
     """
     done = sweep.keep(sweep.of_state(DONE))
     if not done.cells:
-        raise ParameterError(f"{sweep.folder}: no run is done yet ({sweep.says()})")
+        raise ParameterError(f"{sweep.folder}: no run has finished yet ({sweep.says()})")
     stem = gallery.stem_of(asked.stem)
 
     def caption(blank: str) -> str:
@@ -238,7 +236,7 @@ def metric_of(sweep: Sweep) -> str:
     """
     run = next(iter(sweep.runs()), None)
     if run is None:
-        raise ParameterError(f"{sweep.folder}: no run is done yet ({sweep.says()})")
+        raise ParameterError(f"{sweep.folder}: no run has finished yet ({sweep.says()})")
     metrics = gallery.metrics_of([run[1]])
     if not metrics:
         raise ParameterError(

@@ -121,14 +121,14 @@ class Processes(Executor):
 def out_of_time(limit_s: float | None) -> WorldError:
     """Return the error of a run that has exceeded its time limit."""
     return WorldError(
-        f"the run took longer than {limit_s:g} s, and was ended: a greater limit, or none, lets it go on"
+        f"the run took longer than {limit_s:g} s and was stopped: give a greater limit, or none"
     )
 
 
 def _ended(status: int | None) -> str:
     if status is None or status >= 0:
-        return f"the process of the run left with status {status}, and said nothing"
-    memory = "; the system does so when memory runs out" if status == -signal.SIGKILL else ""
+        return f"the process of the run exited with status {status}, without an error message"
+    memory = "; the system kills processes when memory runs out" if status == -signal.SIGKILL else ""
     return f"the process of the run was ended by {signal.Signals(-status).name}{memory}"
 
 
@@ -209,14 +209,14 @@ def _stop(executor: Executor, others: Collection[BaseProcess]) -> None:
     # In a thread, since `shutdown` waits for the processes that are stopped here.
     ending = Thread(target=partial(executor.shutdown, cancel_futures=True), daemon=True)
     ending.start()
-    told: set[BaseProcess] = set()
+    terminated: set[BaseProcess] = set()
     due_s = time.monotonic() + STOPPING_S
     while ending.is_alive():
         # Listed in each round: the executor may start a process while it shuts down.
         running = {*multiprocessing.active_children()} - {*others}
-        for process in running - told:
+        for process in running - terminated:
             process.terminate()
-        told |= running
+        terminated |= running
         # A run inside a library's loop does not react to the signal.
         if time.monotonic() > due_s:
             for process in running:

@@ -130,7 +130,7 @@ class Sweep:
             cells = tuple(Planned(**each) for each in plan["cells"])
             return cls(Path(path), cells, str(plan["command"]))
         except OSError as error:
-            raise ParameterError(f"{path} is not a sweep's folder: it has no readable {PLAN}") from error
+            raise ParameterError(f"{path} is not a sweep's folder: it lacks a readable {PLAN}") from error
         except (ValueError, TypeError, KeyError, RecursionError) as error:
             raise ParameterError(f"{place} is not a sweep's: {error}") from error
 
@@ -187,9 +187,9 @@ class Sweep:
         asked = [Measure.of(text) for text in measures]
         rows: list[dict[str, Any]] = [self._row(cell, asked) for cell in self.cells]
         for each in asked:
-            told = [row[each.text] for row in rows if row[each.text] is not None]
-            if told and all(isinstance(value, ParameterError) for value in told):
-                raise told[0]
+            errors = [row[each.text] for row in rows if row[each.text] is not None]
+            if errors and all(isinstance(value, ParameterError) for value in errors):
+                raise errors[0]
         # One policy may not record what another records.
         for row in rows:
             row |= {name: None for name, value in row.items() if isinstance(value, Exception)}
@@ -202,14 +202,14 @@ class Sweep:
         row: dict[str, Any] = {**cell.values, "state": state}
         if state != DONE:
             return row | {"outcome": state, "folder": cell.folder} | {each.text: None for each in measures}
-        told, cost = read_manifest(place), read_cost(place)
-        row |= {"outcome": told["outcome"], "folder": cell.folder}
-        clock = next(name for name in SECONDS[::-1] if name in told["totals"] or name == SECONDS[0])
-        row |= {name: told["totals"].get(name) for name in (clock, *TOTALS)}
+        manifest, cost = read_manifest(place), read_cost(place)
+        row |= {"outcome": manifest["outcome"], "folder": cell.folder}
+        clock = next(name for name in SECONDS[::-1] if name in manifest["totals"] or name == SECONDS[0])
+        row |= {name: manifest["totals"].get(name) for name in (clock, *TOTALS)}
         row |= {"wall_s": cost.wall_s, "peak_memory_B": cost.peak_memory_B}
         # Read the rows of a run only if a measure needs them.
         run = Run.load(place) if any(each.needs_rows for each in measures) else None
-        return row | {each.text: _value(each, run, told["totals"]) for each in measures}
+        return row | {each.text: _value(each, run, manifest["totals"]) for each in measures}
 
     def keep(self, cells: Sequence[Planned]) -> Sweep:
         """Return the sweep with only some of its cells."""
@@ -261,7 +261,7 @@ def _held(place: Path, cells: Sequence[Cell]) -> Iterator[Sweep]:
         there = Sweep.load(place)
         if {each.folder for each in there.cells} != {each.folder for each in found.cells}:
             raise ParameterError(
-                f"another sweep, of other runs, goes on in {place} ({there.command}): wait for its end, or give "
+                f"another sweep with other runs is active in {place} ({there.command}): wait for its end, or give "
                 "another folder (--out)"
             )
         yield found

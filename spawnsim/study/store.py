@@ -60,7 +60,7 @@ class Cell:
     def __post_init__(self) -> None:
         # Checked here, where the study names the cell: in a process of the pool it would be a failed run.
         if not Path(self.file).is_file():
-            raise ParameterError(f"the study asks for {self.file}, which is not a file")
+            raise ParameterError(f"the study uses {self.file}, which is not a file")
         if self.ranks < 1:
             raise ParameterError(f"ranks={self.ranks}: give at least 1")
         backend_of(self.backend)
@@ -99,11 +99,11 @@ class Cell:
         Returns:
             Name → value. A parameter with the same name as another column is "main's NAME".
         """
-        told = self.description()
-        seed, given, world = (told.pop(name) for name in ("seed", "parameters", "world"))
-        taken = {*told, *world, "seed"}
+        described = self.description()
+        seed, given, world = (described.pop(name) for name in ("seed", "parameters", "world"))
+        taken = {*described, *world, "seed"}
         own = {f"main's {name}" if name in taken else name: value for name, value in given.items()}
-        row: dict[str, Any] = told | own | world | {"seed": seed}
+        row: dict[str, Any] = described | own | world | {"seed": seed}
         return row
 
     @property

@@ -62,14 +62,14 @@ def by_command(cell: Cell, folder: Path, limit_s: float | None = None) -> None:
         env=dict.fromkeys(process_setup.VARIABLES, "1") | os.environ,
     ) as command:  # fmt: skip
         try:
-            told, _ = command.communicate(timeout=limit_s)
+            output, _ = command.communicate(timeout=limit_s)
         except BaseException as stop:
             _end(command)
             if isinstance(stop, subprocess.TimeoutExpired):
                 raise out_of_time(limit_s) from None
             raise
     if command.returncode:
-        tail = "\n".join(told.splitlines()[-LAST_LINES:])
+        tail = "\n".join(output.splitlines()[-LAST_LINES:])
         raise WorldError(f"{command_of(cell)} ended with status {command.returncode}:\n{tail}")
 
 
@@ -93,7 +93,7 @@ def execute(cell: Cell, root: Path, how: How = here, limit_s: float | None = Non
     # that key's result.
     if replace(cell).key != cell.key:
         raise ParameterError(
-            f"files that {cell.name} depends on were edited since the study began, or are others where it runs: "
+            f"files that {cell.name} depends on were edited since the study began, or differ where it runs: "
             "start it again"
         )
     commanded = how is by_command or cell.backend != "virtual"
@@ -124,7 +124,7 @@ def arguments(cell: Cell) -> list[str]:
             continue
         if name not in OPTIONS or not isinstance(value, (str, int, float, Path)):
             raise ParameterError(
-                f"{name}={value!r} cannot be given on a command line, as real ranks and foreign executors need it: "
+                f"{name}={value!r} cannot be passed on a command line, which real ranks and foreign executors need: "
                 "give text"
             )
         line += [OPTIONS[name]] if value is True else [OPTIONS[name], str(value)]
@@ -179,8 +179,8 @@ class Progress:
 def last_line(error: BaseException) -> str:
     """Return the line of an error's text that names the error: spawnsim's own line, or else the last."""
     lines = str(error).strip().splitlines() or [type(error).__name__]
-    told = [line for line in lines if line.startswith("spawnsim: ")]
-    return told[-1].removeprefix("spawnsim: ") if told else lines[-1]
+    own = [line for line in lines if line.startswith("spawnsim: ")]
+    return own[-1].removeprefix("spawnsim: ") if own else lines[-1]
 
 
 def duration(seconds: float) -> str:
@@ -249,7 +249,7 @@ def _sweep(
     # By key: cells with different descriptions may be the same run.
     missing = {cell.key: cell for cell in cells if not store.done(cell)}
     if len(missing) < len(cells):
-        say(f"{len(cells) - len(missing)} of {len(cells)} runs are there already")
+        say(f"{len(cells) - len(missing)} of {len(cells)} runs are already done")
     # Failures are kept and reported at the end, so that one bad cell does not stop the other runs of a night.
     progress, failures = Progress(say, len(missing), time.monotonic()), []
     names = labels(cells)

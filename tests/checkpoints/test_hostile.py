@@ -244,5 +244,5 @@ def test_a_checkpoint_counts_once_all_its_shards_are_there(tmp_path: Path) -> No
     assert checkpoints.clocks_s(checkpoints.newest(tmp_path)) == {0: 10.0, 1: 10.1, 2: 10.2}
     checkpoints.prune(tmp_path)
     assert [found.iteration for found in checkpoints.whole(tmp_path)] == [10, 5]
-    with pytest.raises(ParameterError, match="no whole checkpoint"):
+    with pytest.raises(ParameterError, match="no complete checkpoint"):
         checkpoints.newest(tmp_path / "nothing")

@@ -278,7 +278,7 @@ def test_a_run_is_overwritten_only_on_demand(train: Path, tmp_path: Path) -> Non
     assert spawnsim.Run.load(tmp_path / "a").what["seed"] == 9
     assert cli.main([*command, "--overwrite"]) == 0
     assert spawnsim.Run.load(tmp_path / "a").what["seed"] == 0
-    with pytest.raises(ParameterError, match="holds a run already"):
+    with pytest.raises(ParameterError, match="already holds a run"):
         spawnsim.run(train, ranks=2, out=tmp_path / "a")
 
 
@@ -312,7 +312,7 @@ def test_the_launcher_refuses_a_folder_that_holds_a_run(
     (tmp_path / "metrics.npz").touch()
     command = ["run", str(train), "--backend", backend, "-n", "2", "--out", str(tmp_path)]
     assert cli.main(command) == 2
-    assert "holds a run already (metrics.npz)" in capsys.readouterr().err
+    assert "already holds a run (metrics.npz)" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -476,7 +476,7 @@ def test_a_run_does_not_fill_a_folder_with_other_files(
     before = sorted(Path().iterdir())
     for backend in ("virtual", "mpi"):
         assert cli.main([*run, ".", "--backend", backend]) == 2
-        assert "name a new folder, such as run" in capsys.readouterr().err
+        assert "give a new folder, such as run" in capsys.readouterr().err
     assert sorted(Path().iterdir()) == before
     (tmp_path / "new").mkdir()
     (tmp_path / "new" / ".gitkeep").touch()
@@ -744,7 +744,7 @@ def test_settings_are_literals_words_or_text() -> None:
         ("run FILE -n 2 --survive", "virtual ranks always survive the death of others"),
         ("run FILE -n 2 --survive --backend torch", "ends when a rank dies; give --backend mpi"),
         ("run FILE -n 2 --check-calls", "virtual ranks always check their calls"),
-        ("run FILE -n 2 --check-calls --survive --backend mpi", "waits for the dead, too; give one"),
+        ("run FILE -n 2 --check-calls --survive --backend mpi", "waits for dead ranks; give one"),
         ("list fish", "fish: choose among platforms, stragglers, faults, policies, workloads, studies"),
         (
             "run FILE --rank 3",
@@ -773,9 +773,9 @@ def test_settings_are_literals_words_or_text() -> None:
             "run FILE -n 3 --set iterations=3 fail_on=1 x=2",
             "unrecognized arguments: fail_on=1 x=2; repeat --set for each: --set fail_on=1 --set x=2. See `spawnsim",
         ),
-        ("run FILE -n 4 --record-ranks 9", "record_ranks='9': the run has ranks 0 to 3, and no rank 9"),
-        ("run FILE -n 4 --record-ranks 2,7-9", "the run has ranks 0 to 3, and no rank 7"),
-        ("run FILE -n 4 --record-ranks 9 --backend mpi", "ranks 0 to 3, and no rank 9"),
+        ("run FILE -n 4 --record-ranks 9", "record_ranks='9': the run has ranks 0 to 3, but no rank 9"),
+        ("run FILE -n 4 --record-ranks 2,7-9", "the run has ranks 0 to 3, but no rank 7"),
+        ("run FILE -n 4 --record-ranks 9 --backend mpi", "ranks 0 to 3, but no rank 9"),
         (
             "run FILE -n 4 --faults kill:3@1",
             "no kind 'kill'; did you mean crash? kinds: crash, restart, pause, slow,",
@@ -938,8 +938,8 @@ def test_a_full_disk_is_told(unbuffered: str) -> None:
 @pytest.mark.parametrize(
     ("words", "told"),
     [
-        ("--stragler slow:0.5,4", "--stragler goes to the program; did you mean --straggler?"),
-        ("--seeds=3", "--seeds goes to the program; did you mean --seed?"),
+        ("--stragler slow:0.5,4", "--stragler is passed to the program; did you mean --straggler?"),
+        ("--seeds=3", "--seeds is passed to the program; did you mean --seed?"),
         ("--epochs 3 stragler", ""),
         ("-- --stragler slow:0.5,4", ""),
         ("--quiet --stragler slow:0.5,4", ""),
@@ -953,7 +953,7 @@ def test_an_option_that_is_mistyped_is_told_of(
     program.write_text("from mpi4py import MPI\nMPI.COMM_WORLD.Barrier()\n")
     assert cli.main(["run", str(program), "--ranks", "2", *words.split()]) == 0
     err = capsys.readouterr().err
-    assert (told in err) if told else ("goes to the program" not in err)
+    assert (told in err) if told else ("is passed to the program" not in err)
 
 
 @pytest.mark.parametrize("words", [["--help"], ["plot", "--help"], ["list"], ["doctor"]])

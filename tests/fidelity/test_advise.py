@@ -334,9 +334,9 @@ def test_a_small_training_tells_what_a_cadence_costs(capsys: pytest.CaptureFixtu
     assert told["budget"]["hours"] == 8.0
     said = "\n".join(advise_command._detail_lines(told))
     assert "the budget pays 8 h: " in said
-    assert "as good as the worst becomes" in said
+    assert "reaches the worst final quality" in said
     for wrong, said in (
-        ([*command, "--set", "price=2"], "Give a budget"),
+        ([*command, "--set", "price=2"], "add --set budget="),
         ([*command[:-1], "30"], "--train 30: give at least 25 steps, and as many as the rarest exchange, 40"),
     ):
         assert main(wrong) == 2

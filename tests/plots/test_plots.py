@@ -200,10 +200,10 @@ def test_a_user_may_pool_and_name():
     assert names(grouped(runs, labels=["few", "many"])) == [("few", 2), ("many", 2)]
     with pytest.raises(ParameterError, match=r"3 labels for 2 curves: ratio 0\.1; ratio 0\.5"):
         grouped(runs, labels=["a", "b", "c"])
-    with pytest.raises(ParameterError, match="labels a, a: give each curve one of its own"):
+    with pytest.raises(ParameterError, match="labels a, a: give each curve a different label"):
         grouped(runs, labels=["a", "a"])
     with pytest.raises(
-        ParameterError, match="--by rank: no run tells that; these runs differ in seed, ratio"
+        ParameterError, match="--by rank: the runs do not differ in it; they differ in seed, ratio"
     ):
         grouped(runs, by=["rank"])
 
@@ -391,7 +391,7 @@ def test_a_run_that_has_diverged_at_once_leaves_the_others_their_curves():
     lost = dataclasses.replace(lost, table=Table({**lost.table, "accuracy": nothing}))
     stems = {stem for stem, _ in gallery.figures([made(), lost])}
     assert {"convergence-accuracy", "diversity-accuracy"} <= stems
-    with pytest.raises(ParameterError, match="'accuracy' holds no number at all"):
+    with pytest.raises(ParameterError, match="'accuracy' holds no numbers"):
         list(gallery.figures([made(), lost], ["accuracy"]))
     assert "convergence-accuracy" not in {stem for stem, _ in gallery.figures([lost])}
 
@@ -610,7 +610,7 @@ def test_time_use_of_real_ranks_begins_with_training():
     drawn = timeuse.figure(runs)
     assert drawn is not None
     assert drawn.axes[0].get_ylabel() == "training time per rank (s)"
-    assert "real ranks: since the computing of each one's first row" in drawn.get_supxlabel()
+    assert "real ranks: since the computation of each rank's first row" in drawn.get_supxlabel()
 
 
 def test_no_panel_of_time_use_is_cropped():
@@ -666,7 +666,7 @@ def test_time_use_of_many_runs_is_a_page():
         f"every {every}" for every in range(5)
     ]
     assert drawn.get_figwidth() < 20
-    assert "of each curve the first run" in drawn.get_supxlabel()
+    assert "first run of each curve" in drawn.get_supxlabel()
 
 
 def test_imbalance_is_the_excess_of_the_slowest():

@@ -102,7 +102,7 @@ def test_a_response_has_an_interval_over_seeds_at_each_place():
     gap = {**TIDY, "accuracy": np.where(TIDY["seed"] > 2, np.nan, TIDY["accuracy"])}
     few = sweeps.response(gap, "policy", "accuracy")
     assert few.ticks == ("none", "average") and [len(values) for values in few.lines[""].seeds] == [6, 6]
-    with pytest.raises(ParameterError, match="no run that is done tells it"):
+    with pytest.raises(ParameterError, match="no finished run has this value"):
         sweeps.response({**TIDY, "accuracy": np.full(24, np.nan)}, "ratio", "accuracy")
 
 

@@ -186,8 +186,8 @@ def test_shards_that_were_not_saved_together_are_refused_in_one_line(tmp_path: P
     shard = checkpoints.shard_path(out, 2, 2, 1)
     whole, manifest = shard.read_bytes(), (out / "run.json").read_bytes()
     foreign = {
-        "is of rank 0, and not of 1": checkpoints.shard_path(out, 2, 2, 0),
-        "is of iteration 1, and not of 2": checkpoints.shard_path(out, 1, 2, 1),
+        "is of rank 0, not of 1": checkpoints.shard_path(out, 2, 2, 0),
+        "is of iteration 1, not of 2": checkpoints.shard_path(out, 1, 2, 1),
         "were not saved together": checkpoints.shard_path(other, 2, 2, 1),
     }
     cases = [(why, path.read_bytes(), ()) for why, path in foreign.items()]
@@ -229,7 +229,7 @@ def test_a_folder_in_use_is_refused_and_a_signal_before_the_end_of_the_time_is_t
             time.sleep(0.05)
         for words in (("--backend", "mpi", "-n", "2"), ("--backend", "virtual", "--ranks", "2")):
             second = spawn("resume", str(out), *words, "--quiet", "--set", "limit_s=0.0")
-            assert second.returncode == 2 and "a run is writing there now" in second.stderr, second.stderr
+            assert second.returncode == 2 and "another run writes to it" in second.stderr, second.stderr
             assert "Traceback" not in second.stderr
         first.send_signal(signal.SIGUSR1)
         _, told = first.communicate(timeout=30)

@@ -35,7 +35,7 @@ UNSURVIVED = " before its program had begun: no job survives that"
 RAISED = (
     r'Traceback \(most recent call last\):\n  File ".*train.py", line 10, in <module>\n'
     r'    raise OSError\("stale file handle"\)\nOSError: stale file handle\n'
-    r"spawnsim: .*train.py raised OSError while it was loaded\nspawnsim: rank \d of 3 has not begun; the job ends\n"
+    r"spawnsim: .*train.py raised OSError while it was loaded\nspawnsim: rank \d of 3 did not start; the job ends\n"
 )
 
 

@@ -119,7 +119,7 @@ def test_a_library_that_aborts_as_calls_do_not_fit_is_helped_out(tmp_path, backe
     assert found.returncode != 0
     last = (
         f"spawnsim: calls do not fit: `spawnsim run {program} --ranks 4` shows them and their lines; "
-        "--check-calls shows those of collectives\n"
+        "--check-calls shows collective calls\n"
     )
     assert found.stderr.endswith(last)
     if backend == "torch":

@@ -71,7 +71,7 @@ def test_a_column_of_numbers_and_texts_is_told_once(tmp_path: Path) -> None:
         comm.record(v=True, w=None, n=False, t="b")
 
     said = (
-        "column 'v' has texts and numbers, and is all text now: rank 1 recorded a str at 0.5 s, and rows before it a "
+        "column 'v' mixes texts and numbers, and is now all text: rank 1 recorded a str at 0.5 s, and rows before it a "
         "float"
     )
     for out in (None, tmp_path / "a"):
@@ -113,8 +113,8 @@ def test_a_tensor_is_read_when_it_is_recorded() -> None:
     ("values", "message"),
     [
         ({"weights": np.zeros(3)}, r"record\(weights=...\): a ndarray is not one number"),
-        ({"rank": 3}, "rank is added by itself"),
-        ({"time_s": 3.0}, "time_s is added by itself"),
+        ({"rank": 3}, "spawnsim adds rank itself"),
+        ({"time_s": 3.0}, "spawnsim adds time_s itself"),
         ({"big": 2**63}, "must fit 64 bits"),
     ],
 )
@@ -219,13 +219,13 @@ def test_a_table_chooses_rows() -> None:
 
 def test_a_table_names_its_columns_when_one_is_missing() -> None:
     """The KeyError lists what there is."""
-    with pytest.raises(KeyError, match="no column 'los'; there are: loss"):
+    with pytest.raises(KeyError, match="no column 'los'; the columns are: loss"):
         Table({"loss": np.zeros(1)})["los"]
 
 
 def test_a_table_has_columns_of_one_length() -> None:
     """Columns that do not fit together are refused."""
-    with pytest.raises(ParameterError, match="one length"):
+    with pytest.raises(ParameterError, match="equal lengths"):
         Table({"a": np.zeros(1), "b": np.zeros(2)})
 
 
@@ -634,9 +634,9 @@ def _saved(place: Path, **columns: bytes | np.ndarray) -> Path:
         ({"loss": np.zeros(2, "datetime64[s]")}, "not a column of numbers"),
         ({"loss": b"hello"}, "metrics.npz"),
         ({"loss": b"\x93NUMPY\x09\x00" + bytes(80)}, "metrics.npz"),
-        ({"rank": np.array([0, 2**31 - 1], np.int32)}, "2147483647 is no rank of 2 ranks"),
-        ({"rank": np.array([0, -5], np.int32)}, "-5 is no rank"),
-        ({"rank": np.array([0.0, 1.0])}, "holds no integers"),
+        ({"rank": np.array([0, 2**31 - 1], np.int32)}, "2147483647 is not a rank of 2 ranks"),
+        ({"rank": np.array([0, -5], np.int32)}, "-5 is not a rank"),
+        ({"rank": np.array([0.0, 1.0])}, "does not hold integers"),
         ({"time_s": np.array([0.0, np.nan])}, "values that are not times"),
         ({"time_s": np.array([0.0, -1.0])}, "values that are not times"),
         ({"time_s": np.array(["a", "b"])}, "values that are not times"),
@@ -671,16 +671,16 @@ def test_a_torn_archive_is_told_in_one_line(tmp_path: Path, at: int) -> None:
         (
             "run.json",
             '{"what": {}, "totals": {"ranks": 1e308}, "outcome": ""}',
-            r"1e\+308 is no number of ranks",
+            r"1e\+308 is not a number of ranks",
         ),
         ("run.json", '{"what": {"file": "\\ud800"}, "totals": {}, "outcome": ""}', "not JSON"),
         ("run.json", "[" * 100_000, "nested too deep"),
-        ("events.jsonl", "[" * 100_000, "line 1: no JSON"),
+        ("events.jsonl", "[" * 100_000, "line 1: not JSON"),
         ("events.jsonl", '{"kind": "x", "time_s": NaN, "rank": 0}', "NaN is not a JSON number"),
-        ("events.jsonl", '{"kind": "x", "time_s": 1e999, "rank": 0}', "line 1: no event"),
-        ("events.jsonl", '{"kind": "x", "time_s": 1.0, "rank": 2}', "line 1: no event"),
-        ("events.jsonl", '{"kind": "x", "time_s": 1.0, "rank": true}', "line 1: no event"),
-        ("events.jsonl", '"replacement"', "line 1: no event"),
+        ("events.jsonl", '{"kind": "x", "time_s": 1e999, "rank": 0}', "line 1: not an event"),
+        ("events.jsonl", '{"kind": "x", "time_s": 1.0, "rank": 2}', "line 1: not an event"),
+        ("events.jsonl", '{"kind": "x", "time_s": 1.0, "rank": true}', "line 1: not an event"),
+        ("events.jsonl", '"replacement"', "line 1: not an event"),
     ],
 )
 def test_damaged_texts_are_told_in_one_line(tmp_path: Path, name: str, text: str, says: str) -> None:
@@ -695,17 +695,17 @@ def test_an_event_file_of_other_bytes_is_told_in_one_line(tmp_path: Path) -> Non
     """It need not be UTF-8."""
     _run().save(tmp_path / "a")
     (tmp_path / "a" / "events.jsonl").write_bytes(b"\xff\xfe{}")
-    with pytest.raises(ParameterError, match="line 1: no JSON"):
+    with pytest.raises(ParameterError, match="line 1: not JSON"):
         Run.load(tmp_path / "a")
 
 
 @pytest.mark.parametrize(
     ("columns", "says"),
     [
-        ({}, "holds no column 'compute_s'"),
+        ({}, "lacks the column 'compute_s'"),
         ({"compute_s": np.array(["a", "b"])}, "holds no durations"),
         ({"compute_s": np.ones(2), "rank": np.array([0, 9_999_999], np.int32)}, "of rank 1 no duration"),
-        ({"compute_s": np.ones(2), "rank": np.array([0, 2**31 - 1], np.int32)}, "is no rank"),
+        ({"compute_s": np.ones(2), "rank": np.array([0, 2**31 - 1], np.int32)}, "is not a rank"),
         ({"compute_s": _npy("(10000000000000000,)")}, "claims"),
     ],
 )

@@ -278,7 +278,7 @@ def test_real_ranks_are_what_their_monitors_and_they_themselves_say(tmp_path: Pa
     run = dataclasses.replace(running(5), what={"backend": "mpi", "ranks": 5})
     found = observers.real_states(tmp_path, run, registry).ranks
     assert [word for word, _ in found] == ["waiting", "died", "finished", "running", "running"]
-    assert (found[0][1], found[3][1][:16]) == ("in Barrier number 4", "says nothing for")
+    assert (found[0][1], found[3][1][:13]) == ("in Barrier number 4", "no report for")
     assert [word for word, _ in observers.real_states(tmp_path, run, None).ranks][1:3] == [
         "waiting",
         "running",
@@ -379,7 +379,7 @@ def test_what_cannot_be_read_is_told_at_once(tmp_path: Path, capsys: pytest.Capt
             ParameterError,
             "observe='tensorbord': no such observer; did you mean tensorboard?",
         ),
-        (["x"], "a", ParameterError, "there are: live, tensorboard, wandb"),
+        (["x"], "a", ParameterError, "the observers are: live, tensorboard, wandb"),
         (["live"], None, ParameterError, r"an observer reads the run folder: give one \(--out DIR\)"),
         (
             ["wandb"],

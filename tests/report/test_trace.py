@@ -396,7 +396,7 @@ def test_a_rank_is_followed_as_long_as_there_is_room(tmp_path: Path, monkeypatch
     assert Counter(found.amounts.rank.tolist()) == dict.fromkeys(range(RANKS), 20)
     drawing = perfetto.draw([(Run.load(tmp_path / "run"), found)])
     assert any(
-        "12 ranks were followed for the first part of the run alone, rank " in note for note in drawing.notes
+        "12 ranks were traced only in the first part of the run, rank " in note for note in drawing.notes
     )
     checked(perfetto.write(drawing, tmp_path / "trace.json"))
 
@@ -418,7 +418,7 @@ def test_a_choice_without_anything_is_told(rings: Path):
     """Ranks that the run has not, or a time after its end."""
     for nothing in ({"ranks": frozenset((99,))}, {"from_s": 1e6}):
         drawing = perfetto.draw([(Run.load(rings), Timeline.of(rings))], Selection(**nothing))
-        assert drawing.notes == ["test_trace: nothing was recorded of these ranks in this time"]
+        assert drawing.notes == ["test_trace: these ranks recorded nothing in this time"]
 
 
 @pytest.mark.parametrize(
@@ -527,7 +527,7 @@ def test_the_command_line_traces_packs_and_says_what_is_missing(
     [
         (["run", "program.py", "--ranks", "2", "--trace"], "--out"),
         (["run", "program.py", "-n", "2", "--backend", "mpi", "--trace"], "virtual ranks"),
-        (["trace", "run", "--from", "2", "--until", "1"], "no time in between"),
+        (["trace", "run", "--from", "2", "--until", "1"], "this range is empty"),
         (["trace", "run", "--limit", "0"], "at least 1"),
         (["trace", "run", "--out", "run/trace.gz"], "belongs to the run"),
     ],

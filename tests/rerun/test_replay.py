@@ -72,7 +72,7 @@ def test_at_a_time_every_rank_can_be_looked_at(at_prompt):
     assert "stopped at 0.05 s" in out
     assert "since" not in out  # a rank that computes has a clock that is ahead of the time
     for words in (
-        "rank 11 ", "rank x: give the number of a rank that runs", "train.py(", "main()", "True\n{'rank': 11",
+        "rank 11 ", "rank x: give the number of a running rank", "train.py(", "main()", "True\n{'rank': 11",
         "\n0.0\n", "NameError: name 'nothing' is not defined", "ended as recorded",
     ):  # fmt: skip
         assert words in out
@@ -103,18 +103,18 @@ def test_a_statement_changes_the_run_from_there_on(at_prompt):
     commands = ["rank 3", "loss = 50.0", "rate.value = 0.0", "rank 4", "rank 3", "p loss, rate.value", "c"]
     out = at_prompt(commands, "--until", "0.05s")
     assert "(50.0, 0.0)" in out
-    assert "another digest than recorded" in out
+    assert "a different digest than recorded" in out
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ([], "where to stop"),
+        ([], "needs a place to stop"),
         (["--break", "loss >"], "write 'rank == 17"),
-        (["--break", "lss > 3"], "nothing that was recorded is called lss; did you mean loss"),
+        (["--break", "lss > 3"], "no recorded column is called lss; did you mean loss"),
         (
             ["--break", "rank == 3 and weight > abs(time_s)"],
-            "called weight; recorded were: .*iteration, loss",
+            "called weight; recorded columns: .*iteration, loss",
         ),
     ],
 )

@@ -18,7 +18,7 @@ LEAKS = {  # the reason that is named, and the rank that differs first; None: an
     "entropy": ("the system's entropy was read by rank 1", 1),
     "set_order": ("the order of a set", 1),
     "threads": ("a thread was started by rank 1", 1),
-    "generators": (r"made without a seed when the file was loaded.*generators\.py:5", None),
+    "generators": (r"created without a seed when the file was loaded.*generators\.py:5", None),
     "addresses": (r"addresses \(id\(\)", 1),
 }
 

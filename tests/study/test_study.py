@@ -241,7 +241,7 @@ def test_what_is_done_is_not_done_again(program: Path, tmp_path: Path, monkeypat
     again = sweeping.sweep(cells_of(program), Store(tmp_path / "runs"), say=said.append)
     assert len(recorder.ran) == 4
     assert again[:3] == first
-    assert "3 of 4 runs are there already" in said
+    assert "3 of 4 runs are already done" in said
 
 
 def test_equal_cells_run_once(program: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

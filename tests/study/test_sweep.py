@@ -108,7 +108,7 @@ def test_all_combinations_are_listed_then_run_then_kept(program: Path, capsys: p
     assert "[16/16] b, ratio 0.4, slow:0.25,10, seed 8: " in told and " in all" in told
     assert "16 runs: 16 done; figures: spawnsim plot q --x ratio" in told
     assert swept(*words) == 0
-    assert "16 of 16 runs are there already" in capsys.readouterr().out
+    assert "16 of 16 runs are already done" in capsys.readouterr().out
     assert sorted(folders) == sorted(path.name for path in Path("q/runs").iterdir())
     sweep = Sweep.load("q")
     table = sweep.table("final:accuracy", "time_to:accuracy>0.5", "bytes")
@@ -145,7 +145,7 @@ def test_real_seeds_may_be_listed(program: Path):
     [
         (["--set", "polcy=a"], "main takes no parameter polcy; did you mean policy?"),
         (["--set", "ratio=0.1,,0.2"], "a value is missing between two commas"),
-        (["--straggler", "none,slow:5,10"], "a value with commas is put in quotes"),
+        (["--straggler", "none,slow:5,10"], "put a value with commas in quotes"),
         (["--platform", "nowhere"], "nowhere"),
         (["--seeds", "0"], "--seeds 0: how many"),
         (["--seeds", "2", "--seed", "1,2"], "--seeds 2: how many"),
@@ -210,7 +210,7 @@ def test_two_sweeps_of_one_folder_share_its_plan_or_the_second_is_refused(
     def meanwhile(line: str) -> None:
         if line.startswith("[1/2]"):
             assert Sweep.plan(cells, "q").says() == "2 runs: 1 done, 1 missing"
-            with pytest.raises(ParameterError, match=r"another sweep, of other runs, goes on in q .*--out"):
+            with pytest.raises(ParameterError, match=r"another sweep with other runs is active in q .*--out"):
                 Sweep.run(cells[:1], "q", jobs=0)
             told.append(Sweep.load("q").says())
 
@@ -244,7 +244,7 @@ def test_a_run_that_takes_longer_than_its_limit_fails_alone(program: Path, monke
     # Of a machine that does much else, a process may take half a second to begin.
     with executors.pool(1, limit_s=4) as pool:
         late, fine = pool.submit(time.sleep, 600), pool.submit(pow, 2, 5)
-        with pytest.raises(WorldError, match=r"took longer than 4 s, and was ended"):
+        with pytest.raises(WorldError, match=r"took longer than 4 s and was stopped"):
             late.result(timeout=240)
         assert fine.result(timeout=240) == 32
     cells = grid("prog.py", ranks=[2], seeds=[0])
@@ -278,7 +278,9 @@ def test_a_process_that_is_killed_fails_its_own_task_alone():
         killed = pool.submit(signal.raise_signal, signal.SIGKILL)
         fine = [pool.submit(os.getpid) for _ in range(2)]
         wrong = pool.submit(int, "x")
-        with pytest.raises(WorldError, match=r"ended by SIGKILL; the system does so when memory runs out"):
+        with pytest.raises(
+            WorldError, match=r"ended by SIGKILL; the system kills processes when memory runs out"
+        ):
             killed.result()
         with pytest.raises(ValueError, match="invalid literal") as caught:
             wrong.result()
@@ -399,7 +401,7 @@ def test_circumstances_that_are_objects_are_for_our_own_processes(program: Path)
     cells = grid("prog.py", ranks=[12], seeds=[0], around={"stragglers": [Slow()]})
     with (
         ThreadPoolExecutor(1) as threads,
-        pytest.raises(StudyError, match=r"stragglers=.*cannot be given on a command"),
+        pytest.raises(StudyError, match=r"stragglers=.*cannot be passed on a command"),
     ):
         Sweep.run(cells, "q", executor=threads)
 
@@ -494,8 +496,8 @@ def test_what_one_policy_alone_has_recorded_is_drawn_of_it(half: Path, capsys: p
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        (["--y", "time_to:accuracy"], "in quotes, or the shell takes the >"),
-        (["--y", "accuracy>0.8"], "Write time_to:accuracy>0.8"),
+        (["--y", "time_to:accuracy"], "in quotes, or the shell interprets the >"),
+        (["--y", "accuracy>0.8"], "write time_to:accuracy>0.8"),
         (["--y", "first:accuracy"], "it begins with one of final"),
         (["--y", "acuracy"], "column 'acuracy' was not recorded; did you mean accuracy?"),
         (["--y", "final:consensus.accuracy"], "no event 'consensus' with 'accuracy' was recorded"),
@@ -527,7 +529,7 @@ def test_options_of_sweeps_are_refused_for_run_folders(program: Path, capsys: py
     assert cli.main(["plot", "run", "--heat"]) == 2
     assert "--heat is for a sweep's folder (spawnsim sweep); run is none\n" in capsys.readouterr().err
     assert cli.main(["plot", "runn"]) == 2
-    assert "runn: no such folder" in capsys.readouterr().err
+    assert "runn: this folder does not exist" in capsys.readouterr().err
 
 
 def test_a_report_shows_the_finished_runs_of_a_sweep(
@@ -546,8 +548,8 @@ def test_a_report_shows_the_finished_runs_of_a_sweep(
     assert [cli.main(["report", str(half)]), cli.main(["trace", str(half)])] == [2, 2]
     told = capsys.readouterr().err
     assert (
-        "no run is done yet (24 runs: 1 failed, 1 stopped, 22 missing)" in told
-        and f"runs lie in {half}/runs" in told
+        "no run has finished yet (24 runs: 1 failed, 1 stopped, 22 missing)" in told
+        and f"its runs are in {half}/runs" in told
     )
 
 
