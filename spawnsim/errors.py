@@ -94,7 +94,7 @@ class Revoked(WorldError):
 
 
 class Timeout(WorldError, TimeoutError):
-    """A call met its deadline. `ranks` are the missing ranks, `operation` and `sequence` name the call."""
+    """A call missed its deadline. `ranks` are the missing ranks, `operation` and `sequence` name the call."""
 
     def __init__(self, ranks: Iterable[int], operation: str, sequence: int = -1, message: str = "") -> None:
         self.ranks, self.operation, self.sequence = tuple(sorted(ranks)), operation, sequence
@@ -103,7 +103,7 @@ class Timeout(WorldError, TimeoutError):
 
     def __str__(self) -> str:
         missing = f"; missing: rank {', '.join(map(str, self.ranks))}" if self.ranks else ""
-        return self.args[3] or f"{self.operation} (number {self.sequence}) met its deadline{missing}"
+        return self.args[3] or f"{self.operation} (number {self.sequence}) missed its deadline{missing}"
 
 
 class StorageError(WorldError):

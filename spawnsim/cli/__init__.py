@@ -145,7 +145,7 @@ exit codes:
   1    the program raised on a rank; sys.exit(N) or Abort(N) gives N; fuzz and verify found a failure or a difference
   {UsageError.exit_status}    a parameter or file is not usable
   {Deadlock.exit_status}  the program's ranks wait for each other (deadlock, livelock)
-  {WorldError.exit_status}  a call exceeded its deadline, a rank failed that others needed, or all ranks died
+  {WorldError.exit_status}  a call missed its deadline, a rank failed that others needed, or all ranks died
   {InternalError.exit_status}  a defect of spawnsim: please report it
   130  Ctrl-C; 128 + N: stopped by signal N
 """

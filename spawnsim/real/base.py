@@ -45,7 +45,7 @@ from spawnsim.real.runtime.windows import Windows, WindowServer
 from spawnsim.real.runtime.wire import Bytes, Mailbox, Parcel, Receiver, Wire, as_payload
 
 CONTROL, EXIT, MET = 3, 4, 7
-LOOK_S = 2e-3  # a wait on the condition also polls this often, for events that do not notify it
+POLL_S = 2e-3  # a wait on the condition also polls this often, for events that do not notify it
 
 
 class ControlChannel(Receiver):
@@ -55,7 +55,7 @@ class ControlChannel(Receiver):
         self.rank, self.size = wire.rank, wire.size
         self._wire = wire
         self._pickle = Pickle()
-        self._heard: deque[tuple[int, dict[str, Any]]] = deque()
+        self._inbox: deque[tuple[int, dict[str, Any]]] = deque()
         wire.receivers[CONTROL] = self
 
     def send(self, to: int, message: dict[str, Any]) -> None:
@@ -64,10 +64,10 @@ class ControlChannel(Receiver):
             self._wire.send(to, Parcel(CONTROL), as_payload(self._pickle.dumps(message)))
 
     def receive(self) -> tuple[int, dict[str, Any]] | None:
-        return self._heard.popleft() if self._heard else None
+        return self._inbox.popleft() if self._inbox else None
 
     def done(self, parcel: Parcel, payload: Bytes) -> None:
-        self._heard.append((parcel.source, self._pickle.loads(payload.tobytes())))
+        self._inbox.append((parcel.source, self._pickle.loads(payload.tobytes())))
 
 
 class AbortReceiver(Receiver):
@@ -139,7 +139,7 @@ class WireRuntime(RankRuntime):
                         raise RankFailed((), f"{call[0]}: a rank has gone: {self.wire.fault}")
                     if left <= 0:
                         return False
-                    if not self.condition.wait(min(left, LOOK_S)):
+                    if not self.condition.wait(min(left, POLL_S)):
                         self.poll()
             self.registry.sweep()
             return True
@@ -323,7 +323,7 @@ class NullComm:
     __hash__ = None  # type: ignore[assignment]
 
     def __getattr__(self, name: str) -> Any:
-        raise CallError(ERR_COMM, f"{name} of COMM_NULL: this rank is in no such communicator")
+        raise CallError(ERR_COMM, f"{name} of COMM_NULL: this rank is not in the communicator")
 
 
 class CommKind(type):

@@ -44,7 +44,7 @@ def test_an_mpi_without_gpu_memory_is_no_fault_but_advice(vendor, word):
 
 
 @pytest.mark.parametrize(
-    ("cards", "said"), [(["A"], "all ranks share it"), (["A", "B"], "rank r number r mod 2")]
+    ("cards", "said"), [(["A"], "all ranks share it"), (["A", "B"], "rank r uses GPU r mod 2")]
 )
 def test_the_report_says_which_gpu_a_rank_takes(cards, said):
     """One card is shared, several are taken in turn."""

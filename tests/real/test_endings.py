@@ -66,7 +66,7 @@ def test_a_quiet_deserter_is_named(job):
     found = job(program("if rank == 1: sys.exit(0)", deadline_s=1.0), n=2)
     assert found.status == 122
     assert re.search(
-        r"Barrier number \d+ on world met its deadline of [\d.]+ s \(program\.py:\d+\)", found.err
+        r"Barrier number \d+ on world missed its deadline of [\d.]+ s \(program\.py:\d+\)", found.err
     )
     assert "missing: rank 1" in found.err
     assert "has ended its program" in found.err
@@ -85,7 +85,7 @@ def test_a_rank_that_computes_too_long_is_named(job):
     assert found.status == 122
     assert "missing: rank 1\n" in found.err
     assert "rank 1: computing for" in found.err
-    assert found.err.count("met its deadline") == 1
+    assert found.err.count("missed its deadline") == 1
 
 
 def test_a_stopped_rank_is_named_as_silent(job):
@@ -101,7 +101,7 @@ def test_different_collectives_are_told_with_lines_and_where_to_see_more(job):
     """The line of a rank that waits, and that of the one which is elsewhere."""
     found = job(program("if rank == 1: comm.allgather(1)", deadline_s=1.0), n=2)
     assert found.status == 122
-    assert re.search(r"Barrier number \d+ on world met its deadline of 1 s \(program.py:\d+\)", found.err)
+    assert re.search(r"Barrier number \d+ on world missed its deadline of 1 s \(program.py:\d+\)", found.err)
     assert re.search(r"rank 1: in allgather number \d+ on world for \d\.\d s \(program.py:\d+\)", found.err)
     assert "on virtual ranks (spawnsim run FILE --ranks N)" in found.err
 
@@ -159,7 +159,7 @@ def test_a_signal_to_one_rank_ends_the_job_with_one_line(job):
     )
     assert found.status == 143
     assert sorted(found.out.splitlines()) == [f"{rank}: stopped by SIGTERM" for rank in range(4)]
-    assert found.err.count("spawnsim: rank 1 was told to stop (SIGTERM); the job ends") == 1
+    assert found.err.count("spawnsim: rank 1 was asked to stop (SIGTERM); the job ends") == 1
     assert "Traceback" not in found.err
 
 

@@ -50,8 +50,8 @@ def test_the_first_end_is_the_one_that_counts(tmp_path: Path, environ: dict[str,
 def test_who_was_told_to_stop_may_be_the_launchers_work(tmp_path: Path, environ: dict[str, str]) -> None:
     """Open MPI's names the rank that it had seen dying before."""
     job = JobState(ProcessRegistry(tmp_path), 3, survive=False)
-    record_first_end(143, "rank 0 was told to stop (SIGTERM)", environ)
-    assert job.ended(143) == JobEnd(143, "rank 0 was told to stop (SIGTERM)")
+    record_first_end(143, "rank 0 was asked to stop (SIGTERM)", environ)
+    assert job.ended(143) == JobEnd(143, "rank 0 was asked to stop (SIGTERM)")
     job.filters[1](BANNER)
     assert job.ended(143) == JobEnd(137, "rank 2 (process 2449 on here) was killed by signal 9 (SIGKILL)")
 
@@ -60,13 +60,18 @@ def test_who_was_told_to_stop_may_be_the_launchers_work(tmp_path: Path, environ:
     ("status", "survive", "kept", "wanted"),
     [
         (0, False, range(3), JobEnd(0, "")),
-        (0, True, range(3), JobEnd(122, "no rank has lived to the end")),
-        (255, False, range(3), JobEnd(255, "the launcher has ended with status 255: no rank has said why")),
+        (0, True, range(3), JobEnd(122, "no rank survived to the end")),
+        (
+            255,
+            False,
+            range(3),
+            JobEnd(255, "the launcher has ended with status 255: no rank reported a reason"),
+        ),
         (
             -9,
             False,
             range(3),
-            JobEnd(137, "the launcher was killed by signal 9 (SIGKILL): no rank has said why"),
+            JobEnd(137, "the launcher was killed by signal 9 (SIGKILL): no rank reported a reason"),
         ),
         (9, True, (0, 1), JobEnd(9, "the launcher has ended with status 9: rank 2 died at its start")),
         (9, True, (1,), JobEnd(9, "the launcher has ended with status 9: ranks 0 and 2 died at their start")),

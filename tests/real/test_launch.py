@@ -72,7 +72,7 @@ def test_what_launchers_really_set_is_recognised(seen):
     [
         ("srun --mpi=none, 2 nodes", "MPICH", "no SLURM_MPI_TYPE.*--mpi=pmi2 with MPICH"),
         ("srun --mpi=pmi2, 2 nodes", "Open MPI", "SLURM_MPI_TYPE=pmi2.*--mpi=pmix with Open MPI"),
-        ("torchrun", "MPICH", "take --backend torch"),
+        ("torchrun", "MPICH", "use --backend torch"),
         ("mpiexec of MPICH", "Open MPI", "spawnsim run --backend mpi -n 2"),
     ],
 )

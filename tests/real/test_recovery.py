@@ -66,7 +66,7 @@ def test_a_late_message_whose_sender_dies_harms_nobody(ranks):
 
 
 def test_a_call_that_was_left_does_not_end_the_job(ranks):
-    """While the others are asked about it the watchdog looks: such a call has met its deadline, but is not hanging."""
+    """The watchdog checks while other ranks are asked: such a call has missed its deadline, but is not hanging."""
     ranks(
         """
     from spawnsim.real.mpi.abortable import _late
@@ -74,7 +74,7 @@ def test_a_call_that_was_left_does_not_end_the_job(ranks):
     ask_all = dog.ask_all
 
     def looking():
-        dog.do(dog._look)
+        dog.do(dog._check)
         return ask_all()
 
     dog.ask_all = looking

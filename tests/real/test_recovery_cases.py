@@ -168,10 +168,10 @@ def test_a_death_that_nobody_noticed_is_no_failure(survive):
 @pytest.mark.parametrize(
     ("case", "status", "text"),
     [
-        ("all_die", 122, "no rank has lived to the end"),
+        ("all_die", 122, "no rank survived to the end"),
         ("uncaught", 122, "missing: rank 1"),
         ("raises", 1, "ValueError: after all"),
-        ("hopeless", 122, "5 recoveries in a row have begun at step 3, and nobody has died"),
+        ("hopeless", 122, "5 recoveries in a row have begun at step 3, but no rank has died"),
     ],
 )
 def test_a_job_that_does_not_finish_ends_loudly(survive, case, status, text):

@@ -169,7 +169,7 @@ def test_a_build_with_nccl_is_of_no_use_without_a_gpu(monkeypatch):
     """As on the login node of a cluster."""
     monkeypatch.setattr(torch_comm.dist, "is_backend_available", lambda name: name in ("gloo", "nccl"))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    with pytest.raises(UnsupportedError, match="no backend 'nccl' here, but gloo: give"):
+    with pytest.raises(UnsupportedError, match="no backend 'nccl' here, but gloo: use"):
         torch_comm.join(LaunchContext("torchrun", 0, 1, "RANK"), "nccl")
 
 
@@ -217,9 +217,9 @@ def test_a_rank_that_is_stopped_is_named_also_by_who_would_recover(tmp_path):
     """
     status, _, err = run(tmp_path, text, n=2, deadline_s=1.5)
     assert status == 122
-    assert err.count("met its deadline") == 1, err
+    assert err.count("missed its deadline") == 1, err
     assert "missing: rank 1\n  rank 1: no answer" in err
-    assert "recover: not over torch.distributed; to survive a rank's death use" in err
+    assert "recover: not available over torch.distributed; to survive a rank's death use" in err
 
 
 def test_calls_that_need_a_rank_that_has_gone_say_so(tmp_path):

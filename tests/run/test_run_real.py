@@ -274,7 +274,7 @@ def test_a_raising_rank_ends_the_job_and_the_folder_is_kept(train: Path, tmp_pat
             ("kill_at_exit=1",), 137,
             r"rank 1 \(process .*\) was killed by signal 9 \(SIGKILL\), after all rows had been recorded",
         ),
-        (("kill_on=1", "signal=15"), 143, r"rank 1 was told to stop \(SIGTERM\)"),
+        (("kill_on=1", "signal=15"), 143, r"rank 1 was asked to stop \(SIGTERM\)"),
     ],
 )  # fmt: skip
 def test_the_outcome_agrees_with_the_status(

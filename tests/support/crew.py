@@ -22,7 +22,7 @@ import itertools, os, sys, time, warnings
 from contextlib import ExitStack
 from pathlib import Path
 from spawnsim.real.{backend} import Options, guarded, world
-warnings.filterwarnings("ignore", "NCCL is not used, since .* ranks share the GPU")  # a machine with one for all
+warnings.filterwarnings("ignore", "NCCL is not used, because .* ranks share the GPU")  # a machine with one for all
 FOLDER, TESTS = Path(sys.argv[1]), int(sys.argv[2])
 
 def texts():
@@ -60,7 +60,7 @@ if rank == 1:
         try:
             with comm.clock.deadline(0.2): receive()
         except Timeout as late:
-            assert "from rank 0, tag 4, met its deadline of 0.2 s" in str(late), late
+            assert "from rank 0, tag 4, missed its deadline of 0.2 s" in str(late), late
             assert "; a message from rank 0 with tag 3 is not received" in str(late), late
         else:
             raise AssertionError("no deadline")

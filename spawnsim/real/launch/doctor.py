@@ -25,7 +25,7 @@ from spawnsim.real.launch.launchers import INSTALL, cuda_aware, detect_launcher,
 
 PROBE_LIMIT_S = 30.0
 SHM_NEEDED = 256 * 2**20
-NO_ULFM = "none; under --survive a death is told by the launcher, from other nodes by time-out"
+NO_ULFM = "none; under --survive the launcher reports a death, and a time-out detects deaths on other nodes"
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ def _machine() -> list[Finding]:
     found = [
         Finding(
             "cores", "good", f"{usable} usable, load {load:.1f}",
-            f"more than {usable} real ranks share cores: they work, and wait for each other (oversubscription)",
+            f"more than {usable} real ranks share cores (oversubscription): they work, but wait for each other",
         ),
         _threads(usable),
     ]  # fmt: skip
@@ -171,15 +171,18 @@ def _fault_tolerance(probe: dict[str, Any]) -> Finding:
 
 
 DIRECT = {
-    "Open MPI": "one that was configured --with-cuda, best over such a UCX",
-    "MPICH": "one that was configured --with-cuda, and no MPIR_CVAR_ENABLE_GPU=0 (on Cray MPICH_GPU_SUPPORT_ENABLED=1)",
+    "Open MPI": "an Open MPI configured --with-cuda, best over a UCX configured so,",
+    "MPICH": "an MPICH configured --with-cuda, without MPIR_CVAR_ENABLE_GPU=0 (on Cray with "
+    "MPICH_GPU_SUPPORT_ENABLED=1),",
 }
 """Which MPI takes GPU memory by itself."""
 
 
 def _gpu_memory(probe: dict[str, Any]) -> Finding:
     if probe["cuda_aware"]:
-        found = "CUDA-aware: gets GPU tensors as they are, but for sums, non-blocking collectives and windows"
+        found = (
+            "CUDA-aware: receives GPU tensors directly, except in sums, non-blocking collectives and windows"
+        )
         return Finding("MPI and GPU memory", "good", found)
     advice = f"between nodes, {DIRECT.get(probe['vendor'], 'a CUDA-aware MPI')} saves two copies"
     found = "not CUDA-aware: GPU tensors are staged through pinned main memory"
@@ -213,14 +216,12 @@ def _gpus(names: Sequence[str]) -> Finding:
     chosen = ", ".join(f"{index}: {name}" for index, name in enumerate(names))
     count = len(names)
     taking = (
-        "all ranks share it"
-        if count == 1
-        else f"ranks of a node take them in turn, rank r number r mod {count}"
+        "all ranks share it" if count == 1 else f"ranks of a node take turns: rank r uses GPU r mod {count}"
     )
     advice = (
         "torch.cuda.set_device(gpu_of_rank(torch.cuda.device_count())) before the model is built, with "
-        "gpu_of_rank from spawnsim.real.launch.launchers; "
-        f"NCCL takes one rank per GPU: more than {count} per node share, over pinned memory"
+        f"gpu_of_rank from spawnsim.real.launch.launchers; NCCL allows one rank per GPU: more than {count} "
+        "per node share GPUs, through pinned memory"
     )
     return Finding("GPUs", "good", f"{chosen}; {taking}", advice)
 

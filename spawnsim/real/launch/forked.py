@@ -30,7 +30,7 @@ HOST = "127.0.0.1"
 STOPPING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 AWAITED = (*STOPPING, signal.SIGCHLD)
 PATIENCE_S = 30.0  # how long ranks may take to save their data after a stop signal, as under torchrun
-LOOK_S = 0.5
+POLL_S = 0.5
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -148,10 +148,10 @@ def _wait(children: dict[int, int]) -> int:
     """Wait until all ranks have ended; return the status of the first failed rank, or of the stop signal."""
     status, due_s = 0, float("inf")
     while children:
-        told = signal.sigtimedwait(AWAITED, LOOK_S)
-        if told is not None and told.si_signo in STOPPING:
-            status = status or 128 + told.si_signo
-            due_s = min(due_s, _tell(children, signal.SIGTERM))  # on which all ranks save their data
+        received = signal.sigtimedwait(AWAITED, POLL_S)
+        if received is not None and received.si_signo in STOPPING:
+            status = status or 128 + received.si_signo
+            due_s = min(due_s, _signal(children, signal.SIGTERM))  # on which all ranks save their data
         for child, rank in [*children.items()]:
             ended, how = os.waitpid(child, os.WNOHANG)
             if not ended:
@@ -160,13 +160,13 @@ def _wait(children: dict[int, int]) -> int:
             code = os.waitstatus_to_exitcode(how)
             if code and not status:
                 status = code if code > 0 else _killed(rank, child, -code)
-                due_s = min(due_s, _tell(children, signal.SIGTERM))
+                due_s = min(due_s, _signal(children, signal.SIGTERM))
         if time.monotonic() > due_s:
-            _tell(children, signal.SIGKILL)
+            _signal(children, signal.SIGKILL)
     return status
 
 
-def _tell(children: Iterable[int], number: int) -> float:
+def _signal(children: Iterable[int], number: int) -> float:
     """Send ranks a stop signal; return the time by which they must have ended."""
     for child in children:
         os.kill(child, number)  # the child has not been awaited, so its process id is valid

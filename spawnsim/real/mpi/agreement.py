@@ -41,7 +41,7 @@ from spawnsim.real.runtime.abort import AbortProtocol
 from spawnsim.real.runtime.watchdog import GRACE_S
 
 BEAT_S = 0.3  # interval at which waiting ranks report that they are alive
-LOOK_S = 2e-3
+POLL_S = 2e-3
 # Giving up a living rank is worse than waiting: on a busy machine some ranks answer late.
 SILENT_S = 2 * GRACE_S
 MAKING_S = SILENT_S  # for living members that create the communicator: no call of the program sets a deadline
@@ -49,8 +49,8 @@ MAKING_S = SILENT_S  # for living members that create the communicator: no call 
 AGREED, MADE = "agreed", "made"
 
 FENCED = (
-    "the others have given this rank up, because it was silent for too long (stopped, or busy in code that holds the "
-    "interpreter), and go on without it: it must leave"
+    "the other ranks have given this rank up, because it was silent for too long (stopped, or busy in code "
+    "that holds the interpreter), and continue without it: it must leave"
 )
 
 
@@ -83,7 +83,7 @@ class Lineage:
     came: dict[int, dict[int, int | None]] = field(default_factory=lambda: defaultdict(dict))
     decided: dict[int, Decision] = field(default_factory=dict)
     said: dict[tuple[str, int, int], set[int]] = field(default_factory=lambda: defaultdict(set))
-    heard_s: dict[int, float] = field(default_factory=dict)
+    alive_s: dict[int, float] = field(default_factory=dict)
     ended: set[int] = field(default_factory=set)  # members with an ended program: alive, but not awaited
 
 
@@ -100,7 +100,7 @@ class Agreement:
         self.dead: Callable[[], Collection[int]] = tuple  # world ranks that the library reports as dead
         self.fenced = False
         watchdog.handlers |= {
-            "come": self._on_come, "alive": self._heard_from, "ended": self._on_ended, "decided": self._on_decided,
+            "come": self._on_come, "alive": self._note_alive, "ended": self._on_ended, "decided": self._on_decided,
             AGREED: self._on_said, MADE: self._on_said, "fenced": self._on_fenced,
         }  # fmt: skip
 
@@ -109,7 +109,7 @@ class Agreement:
         if sender in self.lost:
             self._channel.send(sender, {"kind": "fenced"})
             return
-        state, number = self._heard_from(sender, message), message["number"]
+        state, number = self._note_alive(sender, message), message["number"]
         if self._over():
             self._channel.send(sender, {"kind": "ended", "lineage": message["lineage"]})
             return
@@ -119,17 +119,17 @@ class Agreement:
             self._revoke(message["lineage"])
         self._channel.send(sender, {"kind": "alive", "lineage": message["lineage"]})
 
-    def _heard_from(self, sender: int, message: dict[str, Any]) -> Lineage:
+    def _note_alive(self, sender: int, message: dict[str, Any]) -> Lineage:
         state = self.lineages[message["lineage"]]
         self.suspects.discard(sender)
-        state.heard_s[sender] = time.perf_counter()
+        state.alive_s[sender] = time.perf_counter()
         return state
 
     def _on_ended(self, sender: int, message: dict[str, Any]) -> None:
-        self._heard_from(sender, message).ended.add(sender)
+        self._note_alive(sender, message).ended.add(sender)
 
     def _on_decided(self, sender: int, message: dict[str, Any]) -> None:
-        state, number = self._heard_from(sender, message), message["number"]
+        state, number = self._note_alive(sender, message), message["number"]
         if number <= state.done or sender in self.lost:
             return
         if self._me not in message["members"]:
@@ -140,7 +140,7 @@ class Agreement:
             state.highest = max(state.highest, number + 1)
 
     def _on_said(self, sender: int, message: dict[str, Any]) -> None:
-        state = self._heard_from(sender, message)
+        state = self._note_alive(sender, message)
         state.said[message["kind"], message["number"], message["by"]].add(sender)
 
     def _on_fenced(self, _sender: int, _message: dict[str, Any]) -> None:
@@ -163,7 +163,7 @@ class Agreement:
             going_on = self._settled(meeting, began_s)
             if going_on and min(going_on) == self._me:
                 return self._decide(meeting, going_on)
-            time.sleep(LOOK_S)
+            time.sleep(POLL_S)
         return None
 
     def _settled(self, meeting: Round, began_s: float) -> list[int]:
@@ -184,7 +184,7 @@ class Agreement:
             return True
         # The watchdog has already waited GRACE_S for the answer of a suspect.
         limit_s = SILENT_S - GRACE_S if member in self.suspects else SILENT_S
-        return now_s - max(state.heard_s.get(member, began_s), began_s) > limit_s
+        return now_s - max(state.alive_s.get(member, began_s), began_s) > limit_s
 
     def _decide(self, meeting: Round, members: list[int]) -> Decision:
         state = self.lineages[meeting.lineage]
@@ -226,7 +226,7 @@ class Agreement:
         while not self.fenced and state.highest <= number:
             if self._me not in said and ready():
                 said.add(self._me)
-                self._tell(
+                self._send_to(
                     decision.members,
                     {"kind": stage, "lineage": meeting.lineage, "number": number, "by": decision.by},
                 )
@@ -238,16 +238,16 @@ class Agreement:
             if silent or now_s - began_s > limit_s:
                 state.highest = number + 1
             self._watchdog.serve()
-            time.sleep(LOOK_S)
+            time.sleep(POLL_S)
         return False
 
-    def _tell(self, members: tuple[int, ...], message: dict[str, Any]) -> None:
+    def _send_to(self, members: tuple[int, ...], message: dict[str, Any]) -> None:
         for member in members:
             if member != self._me:
                 self._channel.send(member, message)
 
-    def tell_lost(self) -> None:
-        self._tell(tuple(sorted(self.lost)), {"kind": "fenced"})
+    def notify_lost(self) -> None:
+        self._send_to(tuple(sorted(self.lost)), {"kind": "fenced"})
 
 
 class Heartbeat:
@@ -261,7 +261,7 @@ class Heartbeat:
         now_s = time.perf_counter()
         if now_s >= self._due_s:
             self._due_s = now_s + BEAT_S
-            self._agreement._tell(self._members, self._message)
+            self._agreement._send_to(self._members, self._message)
 
 
 class ShutdownBarrier:
@@ -276,14 +276,14 @@ class ShutdownBarrier:
         self._watchdog, self._gone, self._fence = abort.watchdog, gone, fence
         self._met = 0  # number of barriers that this rank has reached
         self._others: dict[int, int] = {}  # the same number for each other rank
-        self._watchdog.handlers["shutdown"] = self._heard
+        self._watchdog.handlers["shutdown"] = self._on_shutdown
 
     def begin_barrier(self) -> Callable[[], bool]:
         """Begin to wait for all living ranks; the result returns whether they have arrived."""
         self._met += 1
         number, channel = self._met, self._watchdog.channel
         others = set(range(channel.size)) - {channel.rank}
-        self._watchdog.do(lambda: self._watchdog.tell_all({"kind": "shutdown", "met": number}))
+        self._watchdog.do(lambda: self._watchdog.notify_all({"kind": "shutdown", "met": number}))
 
         def all_here() -> bool:
             self._fence()
@@ -297,5 +297,5 @@ class ShutdownBarrier:
         came = {rank for rank, met in self._others.items() if met >= self._met}
         return min({self._watchdog.channel.rank, *came})
 
-    def _heard(self, sender: int, message: dict[str, Any]) -> None:
+    def _on_shutdown(self, sender: int, message: dict[str, Any]) -> None:
         self._others[sender] = message["met"]

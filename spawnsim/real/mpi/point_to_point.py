@@ -264,14 +264,14 @@ class PointToPoint(CommCore):
     def _await(self, pattern: tuple[int, int], found: MPI.Status, what: tuple[str, int, int]) -> Any:
         runtime, got = self.runtime, []
 
-        def look() -> bool:
+        def poll() -> bool:
             message = self._find(pattern, found)
             if message is not None:
                 got.append(message)
             return message is not None
 
         limit_s = runtime.clock.limit_s()
-        if not runtime.wait(look, limit_s, (what[0], -1, self), what[1]):
+        if not runtime.wait(poll, limit_s, (what[0], -1, self), what[1]):
             raise self._late_receive(*what)
         return got[0]
 

@@ -239,7 +239,7 @@ class Survival:
         if awaited & dead:
             ranks = [comm.members.index(member) for member in sorted(awaited & dead)]
             who = ", ".join(map(str, ranks))
-            text = f"rank {comm.rank} of {comm.label}: {operation} waits for the dead; missing: rank {who}"
+            text = f"rank {comm.rank} of {comm.label}: {operation} waits for dead ranks; missing: rank {who}"
             raise RankFailed(ranks, text)
 
     def give_up(self, ranks: set[int]) -> None:
@@ -277,7 +277,7 @@ class Survival:
         rounds, name = number - state.done - 1, MPI.get_vendor()[0]
         raise WorldError(
             f"rank {comm.rank} of {comm.label}: no communicator of the survivors after {rounds} rounds. A call of "
-            f"{name} that makes one, and in which a rank has died, may keep it from making others"
+            f"{name} that creates one may prevent it from creating others if a rank died during the call"
         )
 
     def _gone(self) -> set[int]:
@@ -342,8 +342,8 @@ class Survival:
         self._step = -1 if step is None else step
         if self._futile >= FUTILE:
             raise WorldError(
-                f"rank {comm.rank} of {comm.label}: {FUTILE} recoveries in a row have begun at step {step}, and nobody "
-                f"has died; the last one was from: {sys.exc_info()[1]!r}"
+                f"rank {comm.rank} of {comm.label}: {FUTILE} recoveries in a row have begun at step {step}, but no "
+                f"rank has died; the last one was caused by {sys.exc_info()[1]!r}"
             ) from None
 
     def leave_alone(self) -> None:
@@ -358,7 +358,7 @@ class Survival:
         It does so if the launcher allows it. A plain mpiexec treats such an end as a failure and kills the other ranks,
         so under it ranks finalize together, unless one of them has died.
         """
-        self._watched(self.agreement.tell_lost)
+        self._watched(self.agreement.notify_lost)
         self._watched(partial(wait_until, self._runtime.channel.sent, LEFT_S))
         if ulfm() or SURVIVE in os.environ or self.agreement.lost or self.dead():
             self.leave_alone()
@@ -438,8 +438,8 @@ def _recovered(comm: CommCore, raw: Any, step: int | None) -> Recovery:
     if state.highest > state.done:  # another round has begun since
         survival.revoking(lineage, "ranks recover from a death; recover() too")
     survival.refuse_futile(survivors, step, dead)
-    told = {"dead": sorted(lost), "size": survivors.size, "step": -1 if step is None else step}
-    comm.record.event("recovered", **told)
+    facts = {"dead": sorted(lost), "size": survivors.size, "step": -1 if step is None else step}
+    comm.record.event("recovered", **facts)
     return Recovery(survivors, old, step, dead)
 
 
@@ -460,7 +460,7 @@ def _shrink_by_ulfm(comm: CommCore, step: int | None) -> tuple[Any, int | None]:
         if _all_agree(raw, whole):
             return raw, None if agreed[0] == NOWHERE else int(agreed[0])
     raise error or Timeout(
-        (), "recover", -1, f"rank {comm.rank} of {comm.label}: {ROUNDS} rounds, and no agreement"
+        (), "recover", -1, f"rank {comm.rank} of {comm.label}: no agreement after {ROUNDS} rounds"
     )
 
 

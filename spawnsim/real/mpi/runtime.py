@@ -122,7 +122,7 @@ class MPIRuntime(RankRuntime):
                 return True
         registry = self.registry
 
-        def look() -> bool:
+        def poll() -> bool:
             if registry:  # other requests make progress during this wait
                 registry.sweep()
             if call[2].revoked:
@@ -136,7 +136,7 @@ class MPIRuntime(RankRuntime):
         active, thread = self.watchdog.active, get_ident()
         active[thread] = entry = (*call, time.perf_counter(), float("inf"))
         try:
-            return wait_until(look, limit_s)
+            return wait_until(poll, limit_s)
         finally:
             self.watchdog.last = entry
             active.pop(thread, None)

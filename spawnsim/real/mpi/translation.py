@@ -55,7 +55,7 @@ def peer(rank: int) -> int:
         return MPI.PROC_NULL
     if rank in (MPI.ANY_SOURCE, MPI.PROC_NULL):
         raise failures.CallError(
-            failures.ERR_RANK, f"rank {rank} is none of a communicator's{ours.of_mpi4py(rank)}"
+            failures.ERR_RANK, f"rank {rank} is not a rank of a communicator{ours.of_mpi4py(rank)}"
         )
     return MPI.ROOT if rank == ours.ROOT else rank if rank >= 0 else -(2**20)
 
@@ -225,7 +225,7 @@ class Translator:
         for spec in given:
             dtype = getattr(spec[0] if type(spec) is list and spec else spec, "dtype", None)
             if dtype in self._float8:
-                raise UnsupportedError(f"{operation} of {dtype}: MPI cannot add such numbers; take bfloat16")
+                raise UnsupportedError(f"{operation} of {dtype}: MPI cannot add such numbers; use bfloat16")
         if not any(type(spec) is list and spec and spec[-1] is half for spec in given):
             return args, kwargs
         place = names.index("op")

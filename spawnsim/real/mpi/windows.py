@@ -208,7 +208,7 @@ class MPIWin(WindowSync):
             return
         what = f"{'a derived datatype' if derived else name} with {op.__reduce__()}"
         raise UnsupportedError(
-            f"rank {self._comm.rank}: Win.{operation} of {what}: over MPI it would give wrong numbers; take a window "
+            f"rank {self._comm.rank}: Win.{operation} of {what}: over MPI it would give wrong numbers; use a window "
             "of float32 (or another predefined type), or a lock, Get and Put"
         )
 

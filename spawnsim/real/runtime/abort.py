@@ -157,7 +157,7 @@ class AbortProtocol:
         if not known:
             self._request()
         self._report("" if known else text, summary)
-        self.watchdog.tell_all({"kind": "save", "summary": summary})
+        self.watchdog.notify_all({"kind": "save", "summary": summary})
         limit_s = GRANT_S if known else SAVE_S
         self.watchdog.serve_until(lambda: self._present() <= self._saved, limit_s)
         self._leave(status)
@@ -274,7 +274,7 @@ def _stop(number: int, abort: AbortProtocol) -> None:
     rank, name = abort.watchdog.channel.rank, signal.Signals(number).name
     everyone = "SLURM_STEP_ID" in os.environ  # Slurm sends the signal to all ranks: rank 0 reports it
     known = STARTED in os.environ or (everyone and rank > 0)
-    cause = f"rank {rank} was told to stop ({name})"
+    cause = f"rank {rank} was asked to stop ({name})"
     if STARTED in os.environ and not abort.remote:  # our launcher reports it, unless it got the signal itself
         record_first_end(128 + number, cause, os.environ)
     text = "" if known or abort.remote else f"spawnsim: {cause}; the job ends"

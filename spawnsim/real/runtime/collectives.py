@@ -198,9 +198,7 @@ def require_same_call(
     table = "\n".join(
         f"  rank{'s' * (len(ranks) > 1)} {spans(ranks)}: {said}" for said, ranks in alike.items()
     )
-    raise MismatchError(
-        f"ranks have met in different collectives:\n{table}\n  make the same call on every rank"
-    )
+    raise MismatchError(f"ranks called different collectives:\n{table}\n  make the same call on every rank")
 
 
 Sends = Iterable[tuple[int, Bytes]]

@@ -27,7 +27,7 @@ BUF = ("buf",)
 def outgoing(spec: Any) -> Bytes:
     """Return the bytes of a message: the user's own memory if they are contiguous, else a copy."""
     if spec is None:
-        raise SpecTypeError("None is no buffer: pass an array, a tensor or bytes")
+        raise SpecTypeError("None is not a buffer: pass an array, a tensor or bytes")
     if device_tensor(spec) is not None:
         (spec,) = Stage(HOST, Call("Send", BUF, (spec,))).args
     return bytes_of(as_buffer(spec))
@@ -293,13 +293,13 @@ class PointToPoint(RankComm):
 
     # ------------------------------------------------------------------------------------------------ probing
     def Iprobe(self, source: int = ANY_SOURCE, tag: int = ANY_TAG, status: Any = None) -> bool:
-        message = self._look(source, tag)
+        message = self._peek(source, tag)
         if message is not None and status is not None:
             status.fill(message.source, message.tag, message.nbytes)
         self.runtime.poll()
         return message is not None
 
-    def _look(self, source: int, tag: int) -> InboundMessage | None:
+    def _peek(self, source: int, tag: int) -> InboundMessage | None:
         if source == PROC_NULL:
             return InboundMessage(PROC_NULL, ANY_TAG, 0)
         if source != ANY_SOURCE:
@@ -309,7 +309,7 @@ class PointToPoint(RankComm):
 
     def Probe(self, source: int = ANY_SOURCE, tag: int = ANY_TAG, status: Any = None) -> bool:
         runtime, limit_s = self.runtime, self.runtime.clock.limit_s()
-        if not runtime.wait(lambda: self._look(source, tag) is not None, limit_s, ("Probe", -1, self)):
+        if not runtime.wait(lambda: self._peek(source, tag) is not None, limit_s, ("Probe", -1, self)):
             raise self._late_receive("Probe", source, tag)
         return self.Iprobe(source, tag, status)
 
@@ -387,4 +387,4 @@ class MissingCall(UnsupportedError, AttributeError):
 def missing_call(comm: Any, name: str, instead: str = "") -> MissingCall:
     """Return the error for an unavailable mpi4py call, which names the alternative."""
     advice = f"use {instead}, or --backend mpi" if instead else "--backend mpi has all of mpi4py's calls"
-    return MissingCall(f"{name}: not over {comm.runtime.over}; {advice}")
+    return MissingCall(f"{name}: not available over {comm.runtime.over}; {advice}")

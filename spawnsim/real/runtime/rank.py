@@ -99,7 +99,7 @@ def checkpoint(
     iteration = checkpoints.require_iteration(iteration)
     saving: Checkpoints = comm.runtime.checkpoints
     if saving.folder is None:
-        raise ParameterError("checkpoint(): where to? Give the run a folder (--out DIR)")
+        raise ParameterError("checkpoint(): the run has no folder: give it one (--out DIR)")
     if policy is not None and hasattr(policy, "drain"):
         policy.drain()
     # An iteration may be saved again (after a recovery, or by a second job in the folder), and that save may be cut
@@ -173,7 +173,7 @@ def _set_rank(comm: Any, state: Mapping[str, Any]) -> None:
 
 
 RECEIVES = ("recv", "Recv")
-LAST_LOOKS = 64  # polls for messages that may still be in flight after the barrier: under 1 ms
+LAST_POLLS = 64  # polls for messages that may still be in flight after the barrier: under 1 ms
 
 
 class RankRuntime:
@@ -296,19 +296,19 @@ class RankRuntime:
         # That is why there is a second barrier, during which each rank continues to drain.
         wait_until(self._drained, self.clock.limit_s())
         self._barrier(self._drained)
-        for _ in range(LAST_LOOKS):
+        for _ in range(LAST_POLLS):
             self._drained()
 
     def _barrier(self, meanwhile: Callable[[], object]) -> None:
         """Wait for all ranks. A silent (not a slow) rank ends the job, or is given up if the job survives deaths."""
         all_here = self.begin_barrier()
 
-        def look() -> bool:
+        def poll() -> bool:
             self.abort.hold()
             meanwhile()
             return all_here()
 
-        while not wait_until(look, max(self.clock.limit_s(), 1.0)):
+        while not wait_until(poll, max(self.clock.limit_s(), 1.0)):
             silent = [where for where in self.watchdog.ask_all() if not where.answered]
             if self.give_up is not None:
                 self.give_up(self._still({where.rank for where in silent}))

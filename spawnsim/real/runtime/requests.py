@@ -94,11 +94,11 @@ def _wait_for_some(
     runtime, found = waiting._runtime, _find_complete(requests, first=first)
     limit_s = runtime.clock.limit_s()
 
-    def look() -> bool:
+    def poll() -> bool:
         found.extend(_find_complete(requests, first=first))
         return bool(found)
 
-    if not found and not runtime.wait(look, limit_s, (operation, -1, waiting._what[2])):
+    if not found and not runtime.wait(poll, limit_s, (operation, -1, waiting._what[2])):
         raise waiting._timeout(operation, limit_s)
     return _report_found(requests, found, statuses)
 
@@ -218,7 +218,7 @@ class RealRequest:
     def _timeout(self, operation: str, limit_s: float) -> Timeout:
         peers = [self._what[1]] if self._what[1] >= 0 else []
         when = self._runtime.clock.met(limit_s)
-        text = f"{self._text()}: {operation} {when}; the request goes on and keeps its buffer"
+        text = f"{self._text()}: {operation} {when}; the request stays active and keeps its buffer"
         return Timeout(peers, operation, -1, text)
 
     # --------------------------------------------------------------------------------------- mpi4py's methods

@@ -121,7 +121,7 @@ class Clock:
         return self._default_s if limit is None else limit
 
     def met(self, limit_s: float) -> str:
-        return f"met its deadline of {limit_s:g} s at {self.now():.3f} s"
+        return f"missed its deadline of {limit_s:g} s at {self.now():.3f} s"
 
 
 class ComputeBlock:

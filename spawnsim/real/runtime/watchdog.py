@@ -124,7 +124,7 @@ class Watchdog(threading.Thread):
                 job = self._jobs.get(timeout=TICK_S)
             except queue.Empty:
                 self.serve()
-                self._look()
+                self._check()
                 self.looked()
                 continue
             if job is None:
@@ -137,7 +137,7 @@ class Watchdog(threading.Thread):
             sender, message = received
             self.handlers[message["kind"]](sender, message)
 
-    def tell_all(self, message: dict[str, Any]) -> None:
+    def notify_all(self, message: dict[str, Any]) -> None:
         for rank in range(self.channel.size):
             if rank != self.channel.rank:
                 self.channel.send(rank, message)
@@ -187,7 +187,7 @@ class Watchdog(threading.Thread):
     def _in(self, thread: int, call: Call) -> bool:
         return self.active.get(thread) is call
 
-    def _look(self) -> None:
+    def _check(self) -> None:
         now = time.perf_counter()
         if self.active:
             self.progress()
@@ -213,11 +213,11 @@ def verdict(call: Call, found: list[Where]) -> tuple[list[int], str]:
     wrong = any(c[2] == scope.label for i in missing for c in found[i].calls)
     advice = (
         "ranks are in different calls of one communicator: every rank must make the same collective calls in order; "
-        "on virtual ranks (spawnsim run FILE --ranks N) the error says both calls, with their lines"
+        "on virtual ranks (spawnsim run FILE --ranks N) the error names both calls, with their lines"
         if wrong
         else "a rank that is only slow needs a larger deadline (deadline_s, or comm.clock.deadline)"
     )
-    late = f"met its deadline of {limit_s:g} s{place and f' ({place})'}"
+    late = f"missed its deadline of {limit_s:g} s{place and f' ({place})'}"
     text = f"{call_name(operation, number)} on {scope.label} {late}; {who}"
     text = f"{text}\n{others}\n  {advice}"
     return missing, text

@@ -103,19 +103,19 @@ class WindowSync:
             )
         if rank in self._held:
             raise UsageError(
-                f"rank {self._comm.rank}: Lock of rank {rank}, which it holds already; Unlock it first"
+                f"rank {self._comm.rank}: Lock of rank {rank}, which it already holds; Unlock it first"
             )
         limit_s = self._runtime.clock.limit_s()
         if not self._acquire(rank, lock_type, limit_s, (f"Win.Lock of rank {rank}", -1, self._comm)):
             text = f"rank {self._comm.rank}: the lock of rank {rank}'s window part was not free for {limit_s:g} s"
-            raise Timeout([rank], "Win.Lock", -1, f"{text}: its holder may be dead, or has not called Unlock")
+            raise Timeout([rank], "Win.Lock", -1, f"{text}: its holder may be dead, or did not call Unlock")
         self._held[rank] = lock_type
 
     def Unlock(self, rank: int) -> None:
         rank = integer(rank)
         if rank not in self._held:
             raise UsageError(
-                f"rank {self._comm.rank}: Unlock of rank {rank}, which it has not locked; call Lock first"
+                f"rank {self._comm.rank}: Unlock of rank {rank}, which it did not lock; call Lock first"
             )
         self.Flush(rank)
         self._release(rank, self._held.pop(rank))
@@ -171,10 +171,10 @@ class WindowSync:
 
     def _expect(self, ranks: tuple[int, ...], token: int, operation: str) -> None:
         """Wait for a token of each rank and consume these tokens; past the deadline consume none."""
-        runtime, comm, look = self._runtime, self._comm, partial(self._silent, ranks, token)
+        runtime, comm, silent = self._runtime, self._comm, partial(self._silent, ranks, token)
         limit_s = runtime.clock.limit_s()
-        if not runtime.wait(lambda: not look(), limit_s, (f"Win.{operation}", -1, comm)) and (
-            missing := look()
+        if not runtime.wait(lambda: not silent(), limit_s, (f"Win.{operation}", -1, comm)) and (
+            missing := silent()
         ):
             who = ", ".join(map(str, missing))
             text = f"rank {comm.rank} of {comm.label}: Win.{operation} {runtime.clock.met(limit_s)}"

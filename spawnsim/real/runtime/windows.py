@@ -105,7 +105,7 @@ def accumulate_code(op: Op, datatype: Datatype) -> int:
     named = next((name for name, known in TYPES.items() if known is datatype), None)
     if named is None or op.name not in OPS:
         raise UnsupportedError(
-            "windows over messages combine predefined types by predefined ops: or use --backend mpi"
+            "windows over messages combine predefined types by predefined ops only: use these, or --backend mpi"
         )
     return OP_NAMES.index(op.name) * len(TYPE_NAMES) + TYPE_NAMES.index(named)
 
@@ -362,7 +362,7 @@ class DerivedWin(WindowSync):
         limit_s = self._runtime.clock.limit_s()
         call = (f"Win.Flush of rank {rank}", -1, self._comm)
         if not self._runtime.wait(lambda: all(wanted.complete for wanted in waiting), limit_s, call):
-            text = f"rank {self._comm.rank}: Win.Flush of rank {rank} met its deadline of {limit_s:g} s"
+            text = f"rank {self._comm.rank}: Win.Flush of rank {rank} missed its deadline of {limit_s:g} s"
             raise Timeout([rank], "Win.Flush", -1, text)
         if waiting:
             self._versions[rank] = waiting[-1].version

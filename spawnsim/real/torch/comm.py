@@ -70,7 +70,7 @@ class TorchComm(NativeCollectives):
         )
 
     def recover(self, step: int | None = None) -> Any:
-        refuse_recovery(f"recover: not over torch.distributed; {SURVIVAL}")
+        refuse_recovery(f"recover: not available over torch.distributed; {SURVIVAL}")
 
     def as_process_group(self) -> Any:
         """Return torch's process group of these ranks; `wrap` maps it to this object. Collective on the first call."""
@@ -223,8 +223,8 @@ def _require(backend: str) -> None:
         have = ", ".join(filter(_is_here, ("gloo", "mpi", "nccl", "ucc", "xccl")))
         package = f" (it comes with {PACKAGES[backend]})" if backend in PACKAGES else ""
         raise UnsupportedError(
-            f"torch {torch.__version__} has no backend {backend!r} here{package}, but {have}: give one of these, or "
-            "install what has it"
+            f"torch {torch.__version__} has no backend {backend!r} here{package}, but {have}: use one of these, or "
+            "install a torch that provides it"
         )
 
 

@@ -213,9 +213,9 @@ def can_use_nccl(reports: Sequence[GpuReport]) -> tuple[bool, str]:
         why = f"rank {held.index('')} sees no GPU"
     elif len(set(held)) < len(held):
         where = next(one for one in held if held.count(one) > 1)
-        why = f"{held.count(where)} ranks share the GPU {where}, and it takes one"
-    instead = "GPU tensors go over gloo by way of pinned memory; one rank per GPU is faster"
-    return False, f"NCCL is not used, since {why}: {instead}"
+        why = f"{held.count(where)} ranks share the GPU {where}, and NCCL allows one"
+    instead = "GPU tensors go over gloo through pinned memory; one rank per GPU is faster"
+    return False, f"NCCL is not used, because {why}: {instead}"
 
 
 class UnfinishedNccl:
@@ -228,16 +228,16 @@ class UnfinishedNccl:
     def __init__(self, watchdog: Watchdog) -> None:
         self._active, self._works = watchdog.active, dict[int, Any]()
         self._keys = itertools.count(-2, -1)  # threads, the other keys there, are positive
-        watchdog.progress = self.look
+        watchdog.progress = self.drop_finished
 
     def add(self, call: Call, work: Any) -> None:
         """Watch a collective until the GPU has finished it."""
-        self.look(2)
+        self.drop_finished(2)
         key = next(self._keys)
         self._works[key] = work
         self._active[key] = call
 
-    def look(self, most: int | None = None) -> None:
+    def drop_finished(self, most: int | None = None) -> None:
         """Drop finished collectives; `most`: check only this many, the oldest."""
         for key, work in list(itertools.islice(self._works.items(), most)):
             if work.is_completed():
