@@ -210,10 +210,10 @@ def test_the_asynchronous_policy_decides_alike_on_the_same_reports(ranks, parame
     ordinary = spawnsim.run(main, **how)
     rounds: dict[int, list[int]] = {}
 
-    def told(each):
+    def reported(each):
         rounds[each.iteration] = each.decision.replaced.tolist()
 
-    own = columns(policy(), iterations=iterations, model_nbytes=8, quality=ripple, on_round=told, **how)
+    own = columns(policy(), iterations=iterations, model_nbytes=8, quality=ripple, on_round=reported, **how)
     wanted = {event["round"]: event["replaced"] for event in ordinary.events if event["kind"] == "decision"}
     assert rounds == wanted
     assert list(wanted) == [10, 20]
@@ -326,7 +326,7 @@ def test_failures_come_as_often_as_their_mean_time_says():
     alive = []
     columnar.run(
         Selective(10), ranks=20_000, iterations=101, model_nbytes=1000, compute=0.1, mtbf_s=20.0, streams="bulk",
-        on_round=lambda told: alive.append(len(told.members)),
+        on_round=lambda reported: alive.append(len(reported.members)),
     )  # fmt: skip
     assert alive[-1] / 20_000 == pytest.approx(np.exp(-0.5), abs=0.02)
     assert alive == sorted(alive, reverse=True)

@@ -229,7 +229,7 @@ def test_numbers_stand_for_models_of_an_outer_optimizer():
     policy = OuterOptimizerPolicy(2, lr=0.5, momentum=0.5, nesterov=False)
     columnar.run(
         policy, ranks=4, iterations=6, model_nbytes=8, quality=Even(),
-        on_round=lambda told: seen.append(told.metrics.tolist()),
+        on_round=lambda reported: seen.append(reported.metrics.tolist()),
     )  # fmt: skip
     # From 1.0 on, two iterations each: the mean moves by 3, then momentum takes half of it along.
     begun = 1.0
@@ -290,11 +290,11 @@ def assert_replaced_as_by_torch(how, policy, ranks, iterations, **world):
     """Run over columns, and hold all models to those that plain torch and the policy's parts make; return reports."""
     decisions, reports = {}, []
 
-    def told(round_):
+    def reported(round_):
         decisions[round_.iteration] = round_.decision
         reports.append(round_.metrics)
 
-    columnar.run(policy, ranks=ranks, iterations=iterations, training=how, seed=3, on_round=told, **world)
+    columnar.run(policy, ranks=ranks, iterations=iterations, training=how, seed=3, on_round=reported, **world)
     wanted = by_plain_torch(how, ranks, iterations, 3, policy, decisions)
     for rank, model in enumerate(wanted):
         torch.testing.assert_close(vector(how.model(rank)), model, rtol=1e-3, atol=1e-4, equal_nan=True)
@@ -321,7 +321,11 @@ def test_what_is_reported_is_the_loss_or_a_score():
     seen = []
     how = training()
     run = columnar.run(
-        Selective(5), ranks=20, iterations=11, training=how, on_round=lambda told: seen.append(told.metrics)
+        Selective(5),
+        ranks=20,
+        iterations=11,
+        training=how,
+        on_round=lambda reported: seen.append(reported.metrics),
     )
     due = run.table.where(np.isfinite(run.table["local_metric"]))
     np.testing.assert_array_equal(due["local_metric"], -due["loss"])
@@ -341,7 +345,7 @@ def test_models_learn_and_averages_are_better_than_each():
     policy = AverageAllPolicy(10)
     columnar.run(
         policy, ranks=64, iterations=101, training=how,
-        on_round=lambda told: found.append(loss_of(how.model(), CENTRES, KINDS).item()),
+        on_round=lambda reported: found.append(loss_of(how.model(), CENTRES, KINDS).item()),
     )  # fmt: skip
     assert found[-1] < 0.5 < 1.2 < found[0]
 
@@ -423,7 +427,7 @@ def test_donors_that_are_not_finite_give_nothing():
     how, seen = training(data=spoilt, score=score), []
     columnar.run(
         Selective(4, donors=2, replacement_ratio=0.2), ranks=30, iterations=5, training=how,
-        on_round=lambda told: seen.append(told.decision),
+        on_round=lambda reported: seen.append(reported.decision),
     )  # fmt: skip
     [decision] = seen
     for rank, begin, count in zip(decision.replaced, decision.begins, decision.counts, strict=True):
@@ -515,7 +519,7 @@ def test_a_run_leaves_no_memory_behind_and_copies_are_fresh():
     finally:
         gc.enable()
 
-    def nested(told):
+    def nested(reported):
         columnar.run(AverageAllPolicy(2), ranks=3, iterations=1, training=outer)
 
     outer = training()
@@ -599,7 +603,7 @@ def test_policies_that_would_do_otherwise_are_refused(policy, words):
         columnar.run(policy, ranks=10, iterations=9, training=training())
 
 
-def test_batches_that_end_or_differ_are_told():
+def test_batches_that_end_or_differ_are_reported():
     """With the rank and the iteration."""
     short = training(data=lambda rng, rank, size: itertools.islice(batches(rng, rank, size), 5 + (rank != 8)))
     with pytest.raises(UsageError, match="batches of rank 8 ended before iteration 5"):
@@ -614,7 +618,7 @@ def test_batches_that_end_or_differ_are_told():
         columnar.run(AverageAllPolicy(4), ranks=10, iterations=9, training=numbers)
 
 
-def test_arguments_without_a_meaning_are_told():
+def test_arguments_without_a_meaning_are_reported():
     """Before anything runs."""
     with pytest.raises(ParameterError, match="quality and training"):
         columnar.run(
@@ -705,8 +709,8 @@ def test_models_of_a_file_train_from_the_command_line(tmp_path, capsys):
     assert last["error"].max() < 0.2
     path.write_text(PROGRAM.replace("def data", "def batches"))
     assert command([*line, "--overwrite"]) == 2
-    told = "has no data: --train needs build(rng), loss(model, *batch), data(rng, rank, size)"
-    assert told in capsys.readouterr().err
+    reported = "has no data: --train needs build(rng), loss(model, *batch), data(rng, rank, size)"
+    assert reported in capsys.readouterr().err
     assert command([*line, "--set", "drift=0.1"]) == 2
     assert "--train and --set drift" in capsys.readouterr().err
 

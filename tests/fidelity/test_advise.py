@@ -108,9 +108,9 @@ def test_failures_agree_with_ranks_that_die() -> None:
     ends: list[float] = []
     dead: list[int] = []
 
-    def note(told: columnar.Round) -> None:
-        ends[:] = [float(told.left_s.max())]
-        dead.extend(told.died.tolist())
+    def note(reported: columnar.Round) -> None:
+        ends[:] = [float(reported.left_s.max())]
+        dead.extend(reported.died.tolist())
 
     columnar.run(
         AverageAllPolicy(10),
@@ -173,7 +173,7 @@ def test_stragglers_make_intervals_and_ties() -> None:
     )
 
 
-def test_a_ranking_that_turns_is_told() -> None:
+def test_a_ranking_that_turns_is_reported() -> None:
     """A pair that changes places under a worse setting is named; one within the error is not."""
 
     def row(every: int, goodput: float, worse: float) -> Row:
@@ -234,7 +234,7 @@ def _row(policy: str, asked: int, every: float, goodput: float, utilisation: flo
     )
 
 
-def test_exchanges_that_are_left_out_are_told() -> None:
+def test_exchanges_that_are_left_out_are_reported() -> None:
     """Who skips does not win by it: the careful choice is by exchanges that took place, and others are told."""
     rows = (
         _row("clock", 1, 61.0, 0.98, 0.99),
@@ -329,10 +329,10 @@ def test_a_small_training_tells_what_a_cadence_costs(capsys: pytest.CaptureFixtu
     command = ["advise", "-n", "8", "--model", "1MB", "--compute", "100ms", "--every", "1,40"]
     command += ["--seeds", "1", "--train", "80"]
     assert main([*command, "--set", "budget=16", "--set", "price=2", "--json"]) == 0
-    told = json.loads(capsys.readouterr().out)
-    assert [each["choice"] for each in told["live"]] == ["average, every 1", "average, every 40"]
-    assert told["budget"]["hours"] == 8.0
-    said = "\n".join(advise_command._detail_lines(told))
+    reported = json.loads(capsys.readouterr().out)
+    assert [each["choice"] for each in reported["live"]] == ["average, every 1", "average, every 40"]
+    assert reported["budget"]["hours"] == 8.0
+    said = "\n".join(advise_command._detail_lines(reported))
     assert "the budget pays 8 h: " in said
     assert "reaches the worst final quality" in said
     for wrong, said in (
@@ -453,7 +453,7 @@ def test_worse_stragglers_are_worse() -> None:
     assert all(now != before for now, before in zip(worse, kinds, strict=True))
 
 
-def test_what_takes_minutes_is_told_before_it_runs():
+def test_what_takes_minutes_is_reported_before_it_runs():
     """Which policies' runs take it, and what to leave out; what is quick says nothing."""
 
     def stops(choices):

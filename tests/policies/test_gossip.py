@@ -161,9 +161,9 @@ def test_a_base_graph_of_13_ends_in_the_mean_and_stays_there() -> None:
     found = walk(lambda _: GossipPolicy(graph=BaseGraph(1)), ranks=13, steps=rounds + 2)
     for model in found.models.values():
         assert max(abs(number - 6) for number in numbers(model)) < 1e-6
-    told = [found.infos[3, step] for step in range(rounds)]
-    assert {info["donors"] for info in told} <= {0, 1}
-    assert all(info["bytes"] >= 2 * info["donors"] * 120_000 for info in told)
+    reported = [found.infos[3, step] for step in range(rounds)]
+    assert {info["donors"] for info in reported} <= {0, 1}
+    assert all(info["bytes"] >= 2 * info["donors"] * 120_000 for info in reported)
 
 
 def test_equal_models_stay_equal_to_the_bit_in_every_dtype() -> None:
@@ -242,7 +242,7 @@ def test_deaths_and_newcomers(make: Any) -> None:
 
 def test_a_neighbour_that_does_not_come_leaves_the_model_as_it_is() -> None:
     """A time-out, and the round that was missed is finished by the next call."""
-    told: dict[int, Any] = {}
+    reported: dict[int, Any] = {}
 
     def main(comm: Any) -> None:
         policy, (model, optimizer) = GossipPolicy(), line(float(comm.rank))
@@ -253,12 +253,12 @@ def test_a_neighbour_that_does_not_come_leaves_the_model_as_it_is() -> None:
         if comm.rank in (3, 5):
             with pytest.raises(Timeout), comm.clock.deadline(0.5):
                 policy(1, model, optimizer, group=comm)
-            told[comm.rank] = numbers(model) == before
+            reported[comm.rank] = numbers(model) == before
         policy(1, model, optimizer, group=comm)
         policy(2, model, optimizer, group=comm)
 
     spawnsim.run(main, ranks=10)
-    assert told == {3: True, 5: True}
+    assert reported == {3: True, 5: True}
 
 
 def test_a_checkpoint_goes_on_in_the_same_round() -> None:

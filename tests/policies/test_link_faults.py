@@ -151,7 +151,7 @@ def test_an_agreement_that_was_damaged_says_so() -> None:
 
 
 @each_policy
-def test_copies_change_nothing_but_are_told(name: str) -> None:
+def test_copies_change_nothing_but_are_reported(name: str) -> None:
     """A reliable connection takes each message once."""
     without, models = plain(name)
     doubled, same = train(name, f"duplicate:*>*{FROM}")

@@ -87,7 +87,7 @@ def test_a_policy_that_drops_nothing_reports_only_that_it_was_never_due(ends: bo
     assert "then in 50, and the last iteration was 19" in never
 
 
-def test_a_program_that_fails_is_not_told_of_its_shutdown() -> None:
+def test_a_program_that_fails_gets_no_warning_of_its_shutdown() -> None:
     """Its error is what counts."""
 
     def main(comm: Any) -> None:

@@ -590,7 +590,7 @@ def leaving(comm: Any) -> None:
     policy.shutdown()
 
 
-def test_few_are_told_who_leaves_and_the_next_to_merge_tells_the_others(
+def test_few_ranks_are_notified_of_a_leave_and_the_next_to_merge_notifies_the_rest(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Rank 1 leaves, then those that merge: the others follow, and wait for none that has gone."""

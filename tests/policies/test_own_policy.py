@@ -118,7 +118,7 @@ class _Forgetful(policies.SpawnPolicy):
 
 
 @pytest.mark.parametrize(
-    ("returned", "told"),
+    ("returned", "reported"),
     [
         ("no super", r"_Forgetful: its __init__ must call super\(\).__init__\(average_every\)"),
         (None, "_Forgetful.act returned nothing: end it with `return model, optimizer`"),
@@ -127,9 +127,9 @@ class _Forgetful(policies.SpawnPolicy):
         ((1, torch.nn.Linear(1, 1)), "_Forgetful.act returned int and Linear: end it"),
     ],
 )
-def test_slips_in_a_policy_of_ones_own_are_told_in_its_terms(returned: Any, told: str) -> None:
+def test_slips_in_a_policy_of_ones_own_are_reported_in_its_terms(returned: Any, reported: str) -> None:
     """Not as an error within spawnsim's own lines."""
-    with pytest.raises(UsageError, match=told):
+    with pytest.raises(UsageError, match=reported):
         walk(lambda _: _Forgetful(returned), ranks=2, steps=1)
 
 

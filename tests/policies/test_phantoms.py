@@ -208,7 +208,7 @@ print(peak() - before)
 
 def test_a_thousand_models_of_a_gigabyte_need_no_memory():
     """1 TB of models in 150 MB, over what two ranks need: policies, greenlets and optimizers of 1,000 ranks."""
-    told = subprocess.run(
+    reported = subprocess.run(
         [sys.executable, "-W", "ignore", "-c", LARGE], capture_output=True, text=True, check=True
     )
-    assert int(told.stdout) < 150
+    assert int(reported.stdout) < 150

@@ -17,7 +17,7 @@ RUNS = dict.fromkeys(KINDS, 20) | {"liveness": 6}
 @pytest.mark.parametrize("kind", KINDS)
 def test_random_programs_keep_their_promises_under_random_faults(kind: str) -> None:
     """Each ends in time, for a reason that its plan gives, with right results; the same again has the same digest."""
-    assert [told for seed in range(RUNS[kind]) if (told := broken(kind, seed))] == []
+    assert [reported for seed in range(RUNS[kind]) if (reported := broken(kind, seed))] == []
 
 
 def _no_mean(patch: pytest.MonkeyPatch) -> None:

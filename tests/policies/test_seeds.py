@@ -74,7 +74,7 @@ def test_the_base_class_is_abstract() -> None:
     assert issubclass(spawn_policy.AsyncSelectiveAveragingPolicympi4pyFast, spawn_policy.SpawnPolicy)
 
 
-def test_the_averager_must_be_told_whether_to_start() -> None:
+def test_the_averager_must_know_whether_to_start() -> None:
     """As in the original, where the argument has no default."""
     start = inspect.signature(DecentralizedAverager).parameters["start"]
     assert (start.kind, start.default) == (start.KEYWORD_ONLY, start.empty)

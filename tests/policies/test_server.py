@@ -187,7 +187,7 @@ def test_workers_die_and_come_back_and_nobody_notices_but_the_server() -> None:
 @pytest.mark.parametrize("dead", [0, 3])
 def test_survivors_go_on_with_another_server_and_newcomers_with_its_weights(dead: int) -> None:
     """The server's rank or a worker dies and comes back; all recover, and train from the server's weights."""
-    told: dict[int, list[tuple[float, float]]] = {rank: [] for rank in range(10)}
+    reported: dict[int, list[tuple[float, float]]] = {rank: [] for rank in range(10)}
 
     def main(comm: Any) -> None:
         policy, (model, optimizer) = AsyncServerPolicy(VANILLA, steps=2, patience_s=2), line(float(comm.rank))
@@ -197,7 +197,7 @@ def test_survivors_go_on_with_another_server_and_newcomers_with_its_weights(dead
                 with comm.compute(0.01):
                     pass
                 policy(iteration, model, optimizer, group=group)
-                told[comm.rank].append((comm.clock.now(), model.logZ.item()))
+                reported[comm.rank].append((comm.clock.now(), model.logZ.item()))
                 iteration += 1
             except (RankFailed, Revoked, Timeout):
                 found = group.recover(iteration)
@@ -205,9 +205,9 @@ def test_survivors_go_on_with_another_server_and_newcomers_with_its_weights(dead
         policy.shutdown()
 
     spawnsim.run(main, ranks=10, faults=f"crash:{dead}@0.1s;restart:{dead}@0.2s")
-    ends = {rank: each[-1][1] for rank, each in told.items()}
+    ends = {rank: each[-1][1] for rank, each in reported.items()}
     assert set(ends.values()) == {0.0}
-    assert all(each[-1][0] > 0.3 for each in told.values())
+    assert all(each[-1][0] > 0.3 for each in reported.values())
 
 
 def test_a_change_that_is_not_finite_is_refused_and_its_worker_healed() -> None:

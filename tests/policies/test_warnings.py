@@ -91,14 +91,14 @@ def test_a_policy_that_cannot_act_says_so_once(make: Any, sentence: str) -> None
     assert warned(make) == [f"{type(make()).__name__}: {sentence}"]
 
 
-def test_selection_without_a_metric_is_told() -> None:
+def test_selection_without_a_metric_is_reported() -> None:
     """Nobody is ever replaced then."""
     (found,) = warned(lambda: AsyncSelectiveAveragingPolicy(None, 5), metric=lambda rank: None)
     assert "no local_metric" in found
 
 
 @pytest.mark.parametrize("of", [range(RANKS), [2, 11]])
-def test_metrics_that_are_never_a_number_are_told_of_once(of: Any) -> None:
+def test_metrics_that_are_never_a_number_are_reported_once(of: Any) -> None:
     """Of all ranks, or of some."""
 
     def metric(rank: int) -> float:
@@ -108,7 +108,7 @@ def test_metrics_that_are_never_a_number_are_told_of_once(of: Any) -> None:
     assert "no finite local_metric was ever given on some ranks" in found
 
 
-def test_a_policy_of_which_a_checkpoint_saves_nothing_is_told_of(tmp_path: Any) -> None:
+def test_a_policy_of_which_a_checkpoint_saves_nothing_is_reported(tmp_path: Any) -> None:
     """What it keeps in arrays, also in lists and mappings; not where it says what is to be saved."""
 
     class Keeping(SpawnPolicy):
@@ -130,13 +130,13 @@ def test_a_policy_of_which_a_checkpoint_saves_nothing_is_told_of(tmp_path: Any) 
 
     for saves in (False, True):
         run = spawnsim.run(main, ranks=RANKS, parameters={"saves": saves}, out=tmp_path / str(saves))
-        told = run.what.get("warnings", [])
-        assert told == [
+        reported = run.what.get("warnings", [])
+        assert reported == [
             "Keeping: checkpoints do not save anchor, buffers: define state_dict() and load_state_dict()"
         ] * (not saves)
 
 
-def test_a_builder_that_makes_another_model_is_told_of(caplog: Any) -> None:
+def test_a_builder_that_makes_another_model_is_reported(caplog: Any) -> None:
     """With both shapes, and the name of what differs."""
 
     def build(width: int) -> Any:
@@ -192,10 +192,10 @@ def test_a_scheduler_that_a_replacement_leaves_behind_is_noticed(keeps: bool) ->
         policy.shutdown()
 
     run = spawnsim.run(main, ranks=RANKS)
-    told = run.what.get("warnings", [])
+    reported = run.what.get("warnings", [])
     assert run.totals["replacements"] > 0
     assert bool((run.table["lr"] == 0.1).any()) != keeps
-    assert ["model_builder=None" in each for each in told] == [True] * (not keeps)
+    assert ["model_builder=None" in each for each in reported] == [True] * (not keeps)
 
 
 @pytest.mark.parametrize("how", [{}, {"mode": "min"}])

@@ -67,7 +67,7 @@ def test_survivors_are_known_by_their_ranks_in_the_world(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("error", [MemoryError("none left"), ValueError("too long")])
-def test_whatever_keeps_a_shard_from_being_written_is_told(
+def test_whatever_keeps_a_shard_from_being_written_is_reported(
     error: Exception, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The thread that writes has nobody to raise to: the job ended well, with a checkpoint that misses a shard."""
@@ -197,8 +197,8 @@ def test_shards_that_were_not_saved_together_are_refused_in_one_line(tmp_path: P
         shard.write_bytes(data)
         refused = spawn("resume", str(out), "--quiet", *words)
         assert refused.returncode == 2, refused.stderr
-        _, *told = refused.stderr.splitlines()
-        assert len(told) == 1 and why in told[0], refused.stderr
+        _, *reported = refused.stderr.splitlines()
+        assert len(reported) == 1 and why in reported[0], refused.stderr
         assert (out / "run.json").read_bytes() == manifest
     shard.write_bytes(whole)
     assert spawn("resume", str(out), "--quiet").returncode == 0
@@ -216,7 +216,9 @@ def main(comm, limit_s=60.0):
 """
 
 
-def test_a_folder_in_use_is_refused_and_a_signal_before_the_end_of_the_time_is_told(tmp_path: Path) -> None:
+def test_a_folder_in_use_is_refused_and_a_signal_before_the_end_of_the_time_is_reported(
+    tmp_path: Path,
+) -> None:
     """A second job in the folder of one that runs would destroy both; SIGUSR1 stops a job as SIGTERM does."""
     (tmp_path / "long.py").write_text(LONG)
     out = tmp_path / "a"
@@ -232,11 +234,11 @@ def test_a_folder_in_use_is_refused_and_a_signal_before_the_end_of_the_time_is_t
             assert second.returncode == 2 and "another run writes to it" in second.stderr, second.stderr
             assert "Traceback" not in second.stderr
         first.send_signal(signal.SIGUSR1)
-        _, told = first.communicate(timeout=30)
+        _, reported = first.communicate(timeout=30)
     finally:
         first.kill()
         first.wait()
     assert first.returncode == 128 + signal.SIGUSR1
-    assert told.count("\n") == 1 and "stopped by SIGUSR1" in told
+    assert reported.count("\n") == 1 and "stopped by SIGUSR1" in reported
     assert spawnsim.Run.load(out).table.rows == 2
     assert spawn("resume", str(out), "--quiet", "--set", "limit_s=0.0").returncode == 0

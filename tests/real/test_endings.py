@@ -72,7 +72,7 @@ def test_a_quiet_deserter_is_named(job):
     assert "has ended its program" in found.err
 
 
-def test_an_error_of_a_compiled_library_is_told_with_the_programs_line():
+def test_an_error_of_a_compiled_library_is_reported_with_the_programs_line():
     """Cython's frames name source files by paths of their own, numpy's and mpi4py's do: none is the program's."""
     with pytest.raises(ValueError, match="cannot be empty") as caught:
         np.random.default_rng().choice([])
@@ -97,7 +97,7 @@ def test_a_stopped_rank_is_named_as_silent(job):
     assert "rank 1: no answer" in found.err
 
 
-def test_different_collectives_are_told_with_lines_and_where_to_see_more(job):
+def test_different_collectives_are_reported_with_lines_and_where_to_see_more(job):
     """The line of a rank that waits, and that of the one which is elsewhere."""
     found = job(program("if rank == 1: comm.allgather(1)", deadline_s=1.0), n=2)
     assert found.status == 122
@@ -124,9 +124,9 @@ def test_a_library_that_aborts_as_calls_do_not_fit_is_helped_out(tmp_path, backe
     assert found.stderr.endswith(last)
     if backend == "torch":
         return
-    told = subprocess.run(line, capture_output=True, text=True, timeout=60).stderr
-    assert "rank 3 calls Allreduce(op=SUM, count=5000" in told
-    assert "and waits at counts.py:5" in told
+    reported = subprocess.run(line, capture_output=True, text=True, timeout=60).stderr
+    assert "rank 3 calls Allreduce(op=SUM, count=5000" in reported
+    assert "and waits at counts.py:5" in reported
 
 
 def test_an_error_in_a_background_task_ends_the_job(job):

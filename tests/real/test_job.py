@@ -47,7 +47,7 @@ def test_the_first_end_is_the_one_that_counts(tmp_path: Path, environ: dict[str,
     assert job.ended(9) == JobEnd(1, "")
 
 
-def test_who_was_told_to_stop_may_be_the_launchers_work(tmp_path: Path, environ: dict[str, str]) -> None:
+def test_a_stop_request_may_be_the_launchers_work(tmp_path: Path, environ: dict[str, str]) -> None:
     """Open MPI's names the rank that it had seen dying before."""
     job = JobState(ProcessRegistry(tmp_path), 3, survive=False)
     record_first_end(143, "rank 0 was asked to stop (SIGTERM)", environ)
@@ -101,7 +101,7 @@ def test_a_job_never_ends_without_a_word(
         ((0, 1, 2), "a rank's monitor was killed by signal 9 (SIGKILL)"),
     ],
 )
-def test_a_signal_without_a_process_is_told_as_such(
+def test_a_signal_without_a_process_is_reported_as_such(
     tmp_path: Path, environ: dict[str, str], kept: tuple[int, ...], who: str
 ) -> None:
     """MPICH's launcher says no more of it in a job that survives its ranks, and ends it with that number as status."""

@@ -172,10 +172,10 @@ def test_ranks_meet_where_rank_0_is(how, host):
     assert point.host == host
     assert point.port in PORTS
     assert point.job
-    told = meeting_point(
+    reported = meeting_point(
         detect_launcher(ENVIRON[how]), ENVIRON[how] | {"MASTER_ADDR": "far", "MASTER_PORT": "7"}
     )
-    assert (told.host, told.port) == ("far", 7)
+    assert (reported.host, reported.port) == ("far", 7)
 
 
 def test_two_steps_of_one_job_do_not_meet():

@@ -93,19 +93,19 @@ def test_a_monitored_rank_ends_with_its_own_status(
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGUSR1])
-def test_a_death_is_told_once(tmp_path: Path, number: int) -> None:
+def test_a_death_is_reported_once(tmp_path: Path, number: int) -> None:
     """The record names rank, process, node and signal; on a node that cannot reach it, a line does."""
     body = f"{NO_CORE}os.kill(os.getpid(), {number:d})"
     monitor = started(tmp_path, body)
     assert (monitor.communicate(timeout=30)[1], monitor.returncode) == ("", 128 + number)
-    told = ProcessRegistry(tmp_path).first_end()
-    assert told is not None
-    assert told[0] == 128 + number
+    reported = ProcessRegistry(tmp_path).first_end()
+    assert reported is not None
+    assert reported[0] == 128 + number
     sentence = rf"rank 1 \(process \d+ on {os.uname().nodename}\) was killed by signal {number:d} \(SIG\w+\)"
-    assert re.fullmatch(sentence, told[1])
+    assert re.fullmatch(sentence, reported[1])
     assert record_first_end(9, "later", {}) is None
     assert record_first_end(9, "later", {"SPAWNSIM_REGISTRY": str(tmp_path)}) is False
-    assert ProcessRegistry(tmp_path).first_end() == told
+    assert ProcessRegistry(tmp_path).first_end() == reported
     far = started(tmp_path, body, SPAWNSIM_REGISTRY=f"{tmp_path}/nowhere")
     spoken = rf"\[spawnsim monitor\] {128 + number} {sentence}\n"
     assert re.fullmatch(spoken, far.communicate(timeout=30)[1])
@@ -168,7 +168,7 @@ def test_signals_reach_the_rank(tmp_path: Path, number: int) -> None:
     monitor.communicate()
 
 
-def test_a_rank_that_is_stopped_hears_that_it_is_told_to_stop(tmp_path: Path) -> None:
+def test_a_rank_that_is_stopped_reports_that_it_was_asked_to_stop(tmp_path: Path) -> None:
     """And whoever dies because it was told so is no first death."""
     monitor = started(tmp_path, "os.kill(os.getpid(), signal.SIGSTOP)")
     assert monitor.stdout is not None
@@ -247,7 +247,9 @@ def test_what_does_not_end_by_itself_is_killed(monkeypatch: pytest.MonkeyPatch) 
         ),
     ],
 )
-def test_the_first_death_is_the_one_that_is_told(tmp_path: Path, how: str, status: int, said: str) -> None:
+def test_the_first_death_is_the_one_that_is_reported(
+    tmp_path: Path, how: str, status: int, said: str
+) -> None:
     """Not the ones that MPICH's launcher brings about, and these leave nobody behind either."""
     if how == "socket" and find_library().name != "MPICH":
         how = "two"  # Open MPI's ranks have no such socket

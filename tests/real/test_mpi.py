@@ -243,7 +243,7 @@ def test_bfloat16_is_summed_as_on_virtual_ranks(ranks, options):
     )
 
 
-def test_bfloat16_is_told_from_other_types(ranks):
+def test_bfloat16_is_distinguished_from_other_types(ranks):
     """It has a type of its own, also in a program's op and in what a receive counts; objects are left alone."""
     ranks(
         """

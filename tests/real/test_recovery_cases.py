@@ -26,8 +26,10 @@ def test_survivors_finish_their_steps(survive):
         assert set(ended.column("size", number).values()) == {left}, (case, ended.err)
         assert set(ended.column("step", number).values()) == {12}, case
     (last,) = ended.column("size", number)  # by rank in the world, as is what the events tell
-    told = {rank for event in ended.events("recovered") if event["rank"] == last for rank in event["dead"]}
-    assert told == set(range(12)) - {last}
+    reported = {
+        rank for event in ended.events("recovered") if event["rank"] == last for rank in event["dead"]
+    }
+    assert reported == set(range(12)) - {last}
 
 
 def test_a_death_when_others_have_their_communicator_begins_another_round(survive):

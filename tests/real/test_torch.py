@@ -259,5 +259,5 @@ def test_calls_that_need_a_rank_that_has_gone_say_so(tmp_path):
     os._exit(0)
     """
     _, out, err = run(tmp_path, text, n=2)
-    told = [line.partition(":")[0] for line in out.splitlines() if "a rank has gone: " in line]
-    assert told == ["isend", "Isend", "Ibarrier", "Iallreduce", "Alltoall", "Barrier"], out + err
+    reported = [line.partition(":")[0] for line in out.splitlines() if "a rank has gone: " in line]
+    assert reported == ["isend", "Isend", "Ibarrier", "Iallreduce", "Alltoall", "Barrier"], out + err

@@ -27,14 +27,14 @@ CASES = (
 def real(tmp_path_factory: Any) -> Path:
     """Return the folder of what all programs print under torchrun: one launch, since each loads torch on each rank."""
     folder: Path = tmp_path_factory.mktemp("torchrun")
-    told = [f"{name}:{ranks}" + f",{folder / 'saved'}" * (name == "mesh") for name, ranks in CASES]
+    reported = [f"{name}:{ranks}" + f",{folder / 'saved'}" * (name == "mesh") for name, ranks in CASES]
     line = [
         "torch.distributed.run",
         "--standalone",
         "--nproc-per-node=4",
         PROGRAMS / "several.py",
         folder,
-        *told,
+        *reported,
     ]
     done = subprocess.run(
         [sys.executable, "-m", *map(str, line)], capture_output=True, text=True, check=False, timeout=230,

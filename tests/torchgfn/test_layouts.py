@@ -94,7 +94,7 @@ def _hold(layout: RankLayout, buffers: int, groups: int, coordinators: int) -> N
         ((1, 0, 1, 1), "leave one training"),
     ],
 )
-def test_numbers_that_do_not_fit_are_told(numbers: tuple[int, int, int, int], message: str) -> None:
+def test_numbers_that_do_not_fit_are_reported(numbers: tuple[int, int, int, int], message: str) -> None:
     """Before any group is made."""
     with pytest.raises(ParameterError, match=message):
         arithmetic_layout(*numbers)

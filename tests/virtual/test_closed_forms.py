@@ -85,7 +85,7 @@ def test_a_run_in_step_takes_its_slowest_rank() -> None:
             stragglers=(Exponential(1.0),),
             compute=step_s,
             sample=0,
-            on_round=lambda told, left=left: left.append(float(told.left_s.max())),  # type: ignore[misc]
+            on_round=lambda reported, left=left: left.append(float(reported.left_s.max())),  # type: ignore[misc]
         )
         # From one average to the next, whatever comes before the first.
         ends[every] = (left[-1] - left[0]) / (len(left) - 1) / every / step_s

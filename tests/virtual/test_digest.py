@@ -483,7 +483,7 @@ def test_the_digest_does_not_depend_on_the_number_of_threads(monkeypatch):
         weights = torch.randn(700, 700, generator=draw)
         comm.record(threads=torch.get_num_threads(), norm=float((weights @ weights.T).sum()))
 
-    told = torch.get_num_threads()
+    reported = torch.get_num_threads()
     try:
         digests = []
         for number in (1, 2, 3):
@@ -495,7 +495,7 @@ def test_the_digest_does_not_depend_on_the_number_of_threads(monkeypatch):
             digests.append(found.totals["digest"])
         assert len({*digests}) == 1
     finally:
-        torch.set_num_threads(told)
+        torch.set_num_threads(reported)
 
 
 def test_the_digest_of_a_rank_is_one_hash_over_its_packed_events():

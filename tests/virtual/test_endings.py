@@ -206,7 +206,7 @@ def test_who_has_left_before_the_mismatch_learns_of_none():
         (lambda comm, x, to: comm.Barrier() if comm.rank else comm.Recv(x, 1), None),
     ],
 )
-def test_a_cycle_of_sends_or_receives_is_told_what_helps(call, remedy):
+def test_a_cycle_of_sends_or_receives_is_reported_with_advice(call, remedy):
     """The two mistakes that most programs make first."""
 
     def main(comm):
@@ -217,7 +217,7 @@ def test_a_cycle_of_sends_or_receives_is_told_what_helps(call, remedy):
     assert remedy in str(caught.value) if remedy else "use Sendrecv" not in str(caught.value)
 
 
-def test_receives_that_fit_nothing_are_not_told_to_send_first():
+def test_receives_that_match_nothing_are_not_advised_to_send_first():
     """All have sent, with another tag: the ring of receives is no order of calls that could be changed."""
 
     def main(comm):
@@ -260,25 +260,25 @@ def test_a_deadline_ends_a_wait_and_the_program_may_go_on():
 
 def test_the_tighter_of_two_deadlines_holds_and_none_at_all_is_a_look():
     """As on real ranks: an inner block makes no wait longer, and one of 0 s takes what is there."""
-    told = []
+    reported = []
 
     def main(comm):
         if comm.rank == 1:
             for outer_s, inner_s in ((0.1, 5.0), (5.0, 0.1)):
                 with pytest.raises(Timeout), comm.clock.deadline(outer_s), comm.clock.deadline(inner_s):
                     comm.recv(source=0, tag=4)
-                told.append(comm.clock.now())
+                reported.append(comm.clock.now())
             comm.clock.sleep(0.1)
             with comm.clock.deadline(0):
-                told.append(comm.recv(source=0, tag=5))
+                reported.append(comm.recv(source=0, tag=5))
                 with pytest.raises(Timeout):
                     comm.recv(source=0, tag=5)
-            told.append(comm.clock.now())
+            reported.append(comm.clock.now())
         elif comm.rank == 0:
             comm.send("there", 1, 5)
 
     run(main, 2)
-    assert told == pytest.approx([0.1, 0.2, "there", 0.3])
+    assert reported == pytest.approx([0.1, 0.2, "there", 0.3])
 
 
 def test_the_default_deadline_names_who_is_missing():

@@ -99,7 +99,7 @@ def test_it_is_found_and_named(name: str, tmp_path: Path) -> None:
     assert time.process_time() - began_s < 60
 
 
-def test_a_wait_that_is_forgotten_is_told(tmp_path: Path) -> None:
+def test_a_wait_that_is_forgotten_is_reported(tmp_path: Path) -> None:
     """What is read is not there yet, as on real ranks; the run warns of the operation that nobody has waited for."""
     file = tmp_path / "program.py"
     file.write_text(
@@ -107,6 +107,6 @@ def test_a_wait_that_is_forgotten_is_told(tmp_path: Path) -> None:
         "mine = dist.irecv(got, (R - 1) % N)\ndist.send(torch.ones(4), (R + 1) % N)\nprint(got.sum().item())\n"
     )
     found: Any = spawnsim.run(file, ranks=12)
-    (told,) = (each for each in found.what["warnings"] if "never completed" in each)
-    assert "24 requests" in told
-    assert "rank 0: all_reduce" in told
+    (reported,) = (each for each in found.what["warnings"] if "never completed" in each)
+    assert "24 requests" in reported
+    assert "rank 0: all_reduce" in reported

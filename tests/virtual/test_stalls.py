@@ -52,7 +52,7 @@ def test_a_rank_that_computes_for_ever_is_named_with_its_line(soon: None) -> Non
     assert with_notes.totals["digest"] == spawnsim.run(main, ranks=12).totals["digest"]
 
 
-def test_long_steps_at_one_line_are_told_once(soon: None) -> None:
+def test_long_steps_at_one_line_are_reported_once(soon: None) -> None:
     """A program of many long steps is not in trouble."""
     notes: list[str] = []
 
@@ -67,7 +67,7 @@ def test_long_steps_at_one_line_are_told_once(soon: None) -> None:
 
 
 @pytest.mark.parametrize("carrier", ["greenlets", "threads"])
-def test_a_rank_that_waits_outside_of_mpi_is_told_what_helps(
+def test_a_rank_that_waits_outside_of_mpi_is_reported_with_advice(
     soon: None, tmp_path: Path, carrier: str
 ) -> None:
     """It uses no processor: it waits for something, and if that is another rank it waits for ever."""

@@ -86,9 +86,9 @@ def test_a_fault_fires_and_shows(name: str) -> None:
     """In the events, in the digest, and in what ranks see."""
     text, kind, fields = FIRES[name]
     found = spawnsim.run(gossip, ranks=RANKS, faults=text)
-    told = [event for event in found.events if event["kind"] == kind]
-    assert any(fields.items() <= event.items() for event in told), f"{kind}: {told[:3]}"
-    assert all(event["time_s"] >= 0.1 for event in told)
+    reported = [event for event in found.events if event["kind"] == kind]
+    assert any(fields.items() <= event.items() for event in reported), f"{kind}: {reported[:3]}"
+    assert all(event["time_s"] >= 0.1 for event in reported)
     plain = spawnsim.run(gossip, ranks=RANKS)
     assert found.totals["digest"] != plain.totals["digest"]
     if name == "nan":

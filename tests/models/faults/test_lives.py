@@ -152,8 +152,10 @@ def test_the_next_life_joins_by_recovery(faults, policy):
     assert len(set(notes.column("step").values())) == 1
     assert min(notes.column("step").values()) > 5
     assert [each for each in kinds(notes) if each[1] != "recovered"] == [(3, "crash"), (3, "restart")]
-    told = {tuple(fields["dead"]) for _, _, kind, fields in notes.events if kind == "recovered"}
-    assert told - {(3,)} == {()} and (faults == LATER or told == {()})  # once it has begun again, it lives
+    reported = {tuple(fields["dead"]) for _, _, kind, fields in notes.events if kind == "recovered"}
+    assert reported - {(3,)} == {()} and (
+        faults == LATER or reported == {()}
+    )  # once it has begun again, it lives
 
 
 def test_many_lives_join_one_after_the_other():
@@ -239,7 +241,7 @@ def test_who_does_not_join_leaves_alone():
     assert "recover()" in notes.events[-1][3]["error"]
 
 
-def test_who_was_left_behind_is_told():
+def test_ranks_left_behind_are_reported():
     """The run ends well, for the others do; its program has not recovered, which nothing else says."""
 
     def main(comm):

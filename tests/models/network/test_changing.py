@@ -424,7 +424,7 @@ background = "constant:0.5"
         ("initial_window = 3", "no such key"),
     ],
 )
-def test_bad_files_are_told(tmp_path: Path, lines: str, words: str) -> None:
+def test_bad_files_are_reported(tmp_path: Path, lines: str, words: str) -> None:
     """File, line and key."""
     write(tmp_path, "time,bandwidth\n0 s,8 Mbit/s\n1 s,fast\n", "bad.csv")
     write(tmp_path, "when,rate\n", "head.csv")

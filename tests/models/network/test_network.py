@@ -241,7 +241,7 @@ BAD = [
 
 
 @pytest.mark.parametrize(("build", "words"), BAD, ids=[words for _, words in BAD])
-def test_bad_input_is_told(build, words):
+def test_bad_input_is_reported(build, words):
     """A network that cannot be says which number is wrong and what to give."""
     with pytest.raises(ParameterError, match=words):
         build()

@@ -227,7 +227,7 @@ def test_strangers_and_rubbish_are_refused() -> None:
     assert member.finished
 
 
-def test_who_was_not_averaged_is_told_to_all() -> None:
+def test_ranks_that_were_not_averaged_are_reported_to_all() -> None:
     """A part that was damaged on its way to one reducer: its sender keeps local values there, and everybody knows."""
     vectors = [Vector(tensors(rank, torch.float64)) for rank in range(4)]
     before = [flat(vector.tensors) for vector in vectors]

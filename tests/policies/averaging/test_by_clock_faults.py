@@ -236,7 +236,7 @@ def test_a_rank_that_joins_in_warm_up_warms_up_with_the_others() -> None:
 @pytest.mark.parametrize("background", [False, True])
 def test_info_tells_of_averagings_since_the_last_call(background: bool) -> None:
     """Those of the background are told of by the next call."""
-    told: dict[int, tuple[int, int]] = {}
+    reported: dict[int, tuple[int, int]] = {}
 
     def main(comm: Any) -> None:
         policy, model, times = AsyncModelAveragePolicy("ring", 30, background=background), Model(1.0, 3), 0
@@ -245,11 +245,11 @@ def test_info_tells_of_averagings_since_the_last_call(background: bool) -> None:
             with comm.compute(0.01):
                 pass
             times += policy(step, model, optimizer, group=comm)[2]["averaged_this_iteration"]
-        told[comm.rank] = times, policy.num_averagings
+        reported[comm.rank] = times, policy.num_averagings
         policy.shutdown()
 
     spawnsim.run(main, ranks=4)
-    assert all(averagings / 2 <= times <= averagings for times, averagings in told.values()), told
+    assert all(averagings / 2 <= times <= averagings for times, averagings in reported.values()), reported
 
 
 @pytest.mark.parametrize("background", [False, True])

@@ -138,7 +138,7 @@ def test_random_faults_end_and_averaging_goes_on(
     check(seen, ranks)
 
 
-def test_damage_is_refused_and_told() -> None:
+def test_damage_is_refused_and_reported() -> None:
     """A fifth of all messages is damaged: no weight leaves the hull, and who was not averaged is named."""
     seen = train(6, None, "corrupt:*>*@0s,0.2", end_s=0.5)
     check(seen, 6, since_s=0.2)

@@ -225,5 +225,5 @@ def test_windows_have_room_for_values_that_leave_the_range(transport: str) -> No
 def test_only_compressed_runs_say_how_they_travel() -> None:
     """Events of the default setting are as they were."""
     assert walk(lambda comm: policy(comm, "flat", None), steps=3).events("transport") == []
-    told = walk(lambda comm: policy(comm, "messages", "bfloat16"), steps=3).events("transport")
-    assert {event["rank"]: event["compression"] for event in told} == dict.fromkeys(range(4), "bfloat16")
+    reported = walk(lambda comm: policy(comm, "messages", "bfloat16"), steps=3).events("transport")
+    assert {event["rank"]: event["compression"] for event in reported} == dict.fromkeys(range(4), "bfloat16")

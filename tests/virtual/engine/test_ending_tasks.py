@@ -43,7 +43,7 @@ def test_finally_blocks_run_and_their_calls_are_refused():
     assert log == ["first", "second"] * 3
 
 
-def test_the_error_is_told_before_anything_is_ended():
+def test_the_error_is_reported_before_anything_is_ended():
     """What programs do in `finally` may hang, or end the process."""
     log = []
 

@@ -150,7 +150,7 @@ def test_a_communicator_outlives_the_run():
     gc.collect()
 
 
-def test_a_rank_with_anothers_handle_is_told():
+def test_a_rank_with_anothers_handle_is_reported():
     """Functions that ranks share may hand one rank's communicator to another."""
     held = {}
 

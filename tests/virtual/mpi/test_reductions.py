@@ -102,7 +102,7 @@ def test_a_function_of_the_program_is_called_where_the_result_is_asked_for():
 
 
 @pytest.mark.parametrize("length", [3, LONG])
-def test_overflow_is_no_error_of_a_reduction_whatever_numpy_was_told(length):
+def test_overflow_is_no_error_of_a_reduction_whatever_numpy_was_set_to(length):
     """MPI libraries add without a word, and ranks that have told numpy other things share the result."""
 
     def main(comm):

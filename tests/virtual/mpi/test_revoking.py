@@ -190,8 +190,8 @@ def test_a_rank_that_does_not_come_is_given_up_after_the_deadline():
     assert notes.column("size") == {0: 2, 2: 2}
     assert set(notes.column("dead").values()) == {"(1,)"}
     assert notes.column("when")[0] == pytest.approx(5.0, abs=0.01)
-    told = [(rank, kind, fields.get("dead")) for rank, _, kind, fields in notes.events]
-    assert told == [(0, "recovered", [1]), (2, "recovered", [1]), (1, "given_up", None)]
+    reported = [(rank, kind, fields.get("dead")) for rank, _, kind, fields in notes.events]
+    assert reported == [(0, "recovered", [1]), (2, "recovered", [1]), (1, "given_up", None)]
     assert notes.events[-1][1] == 60.0
 
 

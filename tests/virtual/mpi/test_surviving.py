@@ -44,10 +44,12 @@ def test_survivors_recover_and_finish(ranks, faults, left):
     assert set(notes.column("size").values()) == {left}
     assert set(notes.column("total").values()) == {float(left)}
     assert set(notes.column("step").values()) == {40}
-    told = [(fields["dead"], fields["size"]) for rank, _, kind, fields in notes.events if kind == "recovered"]
+    reported = [
+        (fields["dead"], fields["size"]) for rank, _, kind, fields in notes.events if kind == "recovered"
+    ]
     died = sorted({rank for rank, _, kind, _ in notes.events if kind == "crash"})
-    assert sorted({rank for dead, _ in told for rank in dead}) == died  # by their ranks in the world
-    assert min(size for _, size in told) == left
+    assert sorted({rank for dead, _ in reported for rank in dead}) == died  # by their ranks in the world
+    assert min(size for _, size in reported) == left
 
 
 def test_a_death_inside_recovery_is_recovered_from():
@@ -249,7 +251,7 @@ def test_a_loop_of_looks_ends_when_its_peer_has_died(kind):
     assert notes.column("at")[0] == pytest.approx(1.1, abs=0.01)
 
 
-def test_what_is_over_is_told_before_a_death():
+def test_what_is_over_is_reported_before_a_death():
     """Of several requests one has come, and the other one's sender has died."""
 
     def main(comm):

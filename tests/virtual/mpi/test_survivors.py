@@ -95,7 +95,7 @@ def test_open_requests_end_in_revoked(survive):
     assert all(notes.column("untouched").values())
 
 
-def test_a_background_task_is_told(survive):
+def test_a_background_task_is_reported(survive):
     """A wait of a task on the old communicator ends."""
     notes = survive("background", faults="crash:3@1s")[1]
     went_on(notes, dead={3})

@@ -137,11 +137,11 @@ OPEN = {
 
 
 @pytest.mark.parametrize("main", OPEN, ids=lambda main: main.__name__)
-def test_what_a_program_leaves_open_is_told(main):
+def test_what_a_program_leaves_open_is_reported(main):
     """At the end of a run that went well: such a program is a race, or hangs, on a real MPI."""
-    told = spawnsim.run(main, ranks=12).what["warnings"]
-    assert len(told) == len(OPEN[main])
-    assert all(text.startswith(words) for text, words in zip(told, OPEN[main], strict=True)), told
+    reported = spawnsim.run(main, ranks=12).what["warnings"]
+    assert len(reported) == len(OPEN[main])
+    assert all(text.startswith(words) for text, words in zip(reported, OPEN[main], strict=True)), reported
 
 
 def test_what_is_collected_in_any_way_is_not_open():

@@ -143,7 +143,7 @@ def test_a_rank_may_wait_for_itself():
     assert "rank 0 waits for itself" in text
 
 
-def test_ranks_of_other_communicators_are_told_in_the_world():
+def test_ranks_of_other_communicators_are_reported_in_the_world():
     """Rank 1 of the odd ones is rank 3."""
 
     def main(comm):
@@ -201,7 +201,7 @@ def test_a_lock_has_no_tag():
     assert "tag" not in text
 
 
-def test_messages_on_another_communicator_are_told(tmp_path):
+def test_messages_on_another_communicator_are_reported(tmp_path):
     """Sent on the world, awaited on a part of it."""
     path = tmp_path / "script.py"
     path.write_text(
@@ -221,7 +221,7 @@ def test_messages_on_another_communicator_are_told(tmp_path):
     assert "rank 0 to rank 1, tag 6, on odd ones (ranks 1 and 3 of the world)" in notes
 
 
-def test_a_call_by_a_library_is_told_by_the_line_of_the_program():
+def test_a_call_by_a_library_is_reported_by_the_line_of_the_program():
     """Which line of the library it was comes after; both in a deadlock's table and in an error's note."""
 
     def main(comm):
@@ -277,7 +277,7 @@ def probed(comm, buf):
     [lambda n: np.zeros(n, np.int64), lambda n: torch.zeros(2 * n, dtype=torch.int32)],
     ids=["int64", "int32"],
 )
-def test_numbers_of_another_type_are_told(receive, sent, into):
+def test_numbers_of_another_type_are_reported(receive, sent, into):
     """A type of equal length made silent garbage, as on real ranks; each line of a program is told once."""
 
     def main(comm):
@@ -300,7 +300,7 @@ def test_numbers_of_another_type_are_told(receive, sent, into):
     )
 
 
-def test_what_may_differ_is_not_told():
+def test_what_may_differ_is_not_reported():
     """Another type of the same numbers, bytes, nothing at all, and objects."""
 
     def main(comm):
@@ -323,7 +323,7 @@ def test_what_may_differ_is_not_told():
 @pytest.mark.parametrize(
     "of", [lambda a: a, torch.from_numpy, lambda a: [a, DOUBLE]], ids=["numpy", "torch", "type"]
 )
-def test_a_buffer_that_changes_while_it_is_sent_is_told(call, nbytes, of):
+def test_a_buffer_that_changes_while_it_is_sent_is_reported(call, nbytes, of):
     """The simulator sends the old values, which hid the mistake."""
     got = {}
 
@@ -358,7 +358,7 @@ def test_each_byte_of_a_short_buffer_is_watched(place):
     assert len(mistakes(main, 1)) == 1
 
 
-def test_buffers_that_are_left_alone_are_not_told():
+def test_buffers_that_are_left_alone_are_not_reported():
     """Nor those that the call itself fills, nor gaps."""
 
     def main(comm):
