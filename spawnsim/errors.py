@@ -209,7 +209,7 @@ def did_you_mean(error: BaseException) -> str:
     return f"; did you mean {' or '.join(found)}?" if found else ""
 
 
-def told_place(error: BaseException) -> str:
+def reported_place(error: BaseException) -> str:
     """Return type and text of a program's exception, and the program's innermost line of it, in one line.
 
     For spawnsim's own errors, which are long, and for texts of several lines, return only the first words: the

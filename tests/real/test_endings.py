@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from spawnsim.errors import told_place
+from spawnsim.errors import reported_place
 
 pytestmark = [pytest.mark.mpi, pytest.mark.timeout(120)]
 
@@ -76,7 +76,7 @@ def test_an_error_of_a_compiled_library_is_reported_with_the_programs_line():
     """Cython's frames name source files by paths of their own, numpy's and mpi4py's do: none is the program's."""
     with pytest.raises(ValueError, match="cannot be empty") as caught:
         np.random.default_rng().choice([])
-    assert re.search(rf"\({Path(__file__).name}:\d+\)$", told_place(caught.value))
+    assert re.search(rf"\({Path(__file__).name}:\d+\)$", reported_place(caught.value))
 
 
 def test_a_rank_that_computes_too_long_is_named(job):

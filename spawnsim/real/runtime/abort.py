@@ -27,7 +27,7 @@ from spawnsim.errors import (
     WorldError,
     exit_status_of,
     program_traceback,
-    told_place,
+    reported_place,
 )
 from spawnsim.real.runtime.registry import (
     KNOWN_S,
@@ -136,7 +136,7 @@ class AbortProtocol:
     def _who(self, error: BaseException) -> str:
         after = "this rank leaves" if self.given_up() else "the job ends"
         who = f"rank {self.watchdog.channel.rank} of {self.watchdog.channel.size}"
-        return f"spawnsim: {who} raised {told_place(error)}; {after}"
+        return f"spawnsim: {who} raised {reported_place(error)}; {after}"
 
     # ------------------------------------------------------------------------------------ in the watchdog thread
     def _expired(self, call: Call, found: list[Where]) -> None:
