@@ -24,7 +24,7 @@ from spawnsim.virtual.torch import CUDA
 from spawnsim.virtual.torch.devices import GIB, Devices, Event, Stream
 
 CPU = torch.device("cpu")
-USED = "CUDA as CPU: all tensors are CPU tensors (`tensor.device` is cpu), and results are those of a CPU"
+USED = "CUDA as CPU: all tensors are CPU tensors (`tensor.device` is cpu), and results are a CPU's"
 COMPILED = "CUDA as CPU: torch.compile returns its argument, which runs eagerly"
 
 

@@ -52,8 +52,8 @@ class Devices:
         found: int = self.current if device is None or device < 0 else device
         if found >= self.count:
             self.warn(
-                f"CUDA as CPU: a rank used a device with a number above {self.count - 1}, and nodes of this platform "
-                "have none: LOCAL_RANK is a number that each node has, and --platform sets the ranks of a node"
+                f"CUDA as CPU: a rank used a device with a number above {self.count - 1}, which its node lacks: "
+                "use LOCAL_RANK, or a --platform with more ranks on a node"
             )
         return found
 
