@@ -15,8 +15,10 @@ from spawnsim.run import Run, run
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning")
 HEAD = """
+import copy
 import io
 import os
+import pickle
 
 import torch
 import torch.distributed as dist
@@ -55,6 +57,10 @@ with torch.device("cuda"), torch.cuda.device(local):
 torch.set_default_device("cuda")
 on_cpu.append(torch.ones(2))
 torch.set_default_device(None)
+assert torch.device(local) == device == torch.device(torch.cuda.current_device()) and isinstance(device, torch.device)
+assert copy.deepcopy(device) == pickle.loads(pickle.dumps(device)) == device and torch.device("cpu", 0).type == "cpu"
+def annotated(x: torch.device | None, y: torch.Generator | None = None): pass
+on_cpu.append(torch.ones(1, device=torch.device(rank)))
 file = io.BytesIO()
 torch.save(x, file)
 for place in ("cuda:0", device, lambda storage, location: storage.cuda() if False else storage):
@@ -75,6 +81,9 @@ assert torch.cuda.mem_get_info()[0] == torch.cuda.get_device_properties(local).t
 state = torch.get_rng_state()
 torch.cuda.manual_seed(rank), torch.cuda.manual_seed_all(3), torch.cuda.synchronize(device), torch.cuda.empty_cache()
 torch.cuda.set_rng_state(torch.cuda.get_rng_state()), torch.cuda.reset_peak_memory_stats(), torch.cuda.ipc_collect()
+assert torch.equal(state, torch.get_rng_state())
+with torch.random.fork_rng(devices=[local]):
+    torch.manual_seed(99)
 assert torch.equal(state, torch.get_rng_state())
 torch.cuda.nvtx.range_push("step"), torch.cuda.nvtx.range_pop()
 torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.benchmark = False
@@ -118,6 +127,21 @@ for scaler in (torch.amp.GradScaler("cuda"), torch.cuda.amp.GradScaler()):
         scaler.step(optimizer)
         scaler.update()
         optimizer.zero_grad()
+class Square(torch.autograd.Function):
+    @staticmethod
+    @torch.amp.custom_fwd(device_type="cuda")
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return x * x
+
+    @staticmethod
+    @torch.amp.custom_bwd(device_type="cuda")
+    def backward(ctx, gradient):
+        return 2 * ctx.saved_tensors[0] * gradient
+
+x = torch.tensor([3.0], device="cuda", requires_grad=True)
+torch.utils.checkpoint.checkpoint(Square.apply, x, use_reentrant=False).backward()
+assert x.grad.item() == 6.0
 mean = model.module.weight.detach().clone()
 dist.all_reduce(mean, op=dist.ReduceOp.AVG)
 assert torch.equal(mean, model.module.weight)
@@ -164,9 +188,9 @@ def test_a_program_for_gpus_runs_on_cpu_tensors(tmp_path: Path, text: str) -> No
 
 def test_torch_is_itself_afterwards(tmp_path: Path) -> None:
     """No replacement stays, and none acts outside of ranks."""
-    before = torch.Tensor.to, torch.zeros, torch.compile, torch.cuda.is_available, torch.Generator
+    before = torch.Tensor.to, torch.zeros, torch.compile, torch.cuda.is_available, torch.device
     _run(tmp_path, "", ranks=1)
-    assert before == (torch.Tensor.to, torch.zeros, torch.compile, torch.cuda.is_available, torch.Generator)
+    assert before == (torch.Tensor.to, torch.zeros, torch.compile, torch.cuda.is_available, torch.device)
     with torch.device("meta"):
         assert torch.ones(2).is_meta
     assert torch.ones(2).cpu().device.type == "cpu"

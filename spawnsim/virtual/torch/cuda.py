@@ -23,7 +23,7 @@ from spawnsim.virtual.interpreter import Patches, Put
 from spawnsim.virtual.torch import CUDA
 from spawnsim.virtual.torch.devices import GIB, Devices, Event, Stream
 
-CPU = torch.device("cpu")
+DEVICE, CPU = torch.device, torch.device("cpu")
 USED = "CUDA as CPU: all tensors are CPU tensors (`tensor.device` is cpu), and results are a CPU's"
 COMPILED = "CUDA as CPU: torch.compile returns its argument, which runs eagerly"
 
@@ -46,7 +46,7 @@ def placed(device: Any) -> Any:
     elif isinstance(device, str):
         gpu = device.partition(":")[0] == "cuda"
     else:
-        gpu = isinstance(device, torch.device) and device.type == "cuda"
+        gpu = isinstance(device, DEVICE) and device.type == "cuda"
     if not gpu:
         return device
     devices = here()
@@ -111,20 +111,30 @@ def adapting(adapt: Callable[..., Any]) -> Kind:
     return kind
 
 
-def standing_in(virtual: type) -> Kind:
-    """A class that makes a virtual object on ranks with GPUs in name, and torch's elsewhere."""
+def making(make: Callable[..., Any], *kinds: type) -> Kind:
+    """A class that makes objects by `make` on ranks with GPUs in name, and torch's elsewhere; `kinds` are its kinds."""
 
     def kind(original: Any) -> Any:
         class Choice(type):
             def __call__(cls, *args: Any, **kwargs: Any) -> Any:
-                return (original if here() is None else virtual)(*args, **kwargs)
+                return (original if here() is None else make)(*args, **kwargs)
 
             def __instancecheck__(cls, value: Any) -> bool:
-                return isinstance(value, (original, virtual))
+                return isinstance(value, (original, *kinds))
 
-        return Choice(original.__name__, (), {"__doc__": virtual.__doc__})
+        names = {
+            "__doc__": original.__doc__,
+            "__module__": original.__module__,
+            "__qualname__": original.__qualname__,
+        }
+        return Choice(original.__name__, (), names)
 
     return kind
+
+
+def standing_in(virtual: type) -> Kind:
+    """A class that makes a virtual object on ranks with GPUs in name."""
+    return making(virtual, virtual)
 
 
 # -- answers of torch.cuda and torch.accelerator ------------------------------------------------------------------
@@ -153,7 +163,8 @@ NOTHING, ZERO, YES = constant(None), constant(0), constant(True)
 _names: dict[Kind, str] = {
     NOTHING: "synchronize empty_cache ipc_collect init manual_seed manual_seed_all seed seed_all "
     "set_rng_state set_rng_state_all reset_peak_memory_stats reset_max_memory_allocated reset_max_memory_cached "
-    "reset_accumulated_memory_stats set_per_process_memory_fraction set_sync_debug_mode _record_memory_history",
+    "reset_accumulated_memory_stats set_per_process_memory_fraction set_sync_debug_mode "
+    "_record_memory_history _dump_snapshot",
     ZERO: "memory_allocated max_memory_allocated memory_reserved max_memory_reserved memory_cached "
     "max_memory_cached utilization memory_usage get_sync_debug_mode initial_seed",
     YES: "is_available is_initialized is_bf16_supported is_tf32_supported can_device_access_peer",
@@ -197,7 +208,7 @@ def _to(original: Any) -> Any:
     @wraps(original)
     def to(self: Any, *args: Any, **kwargs: Any) -> Any:
         named = kwargs.get("device", args[0] if args else None)
-        if isinstance(named, (str, int, torch.device)) and here() is not None:
+        if isinstance(named, (str, int, DEVICE)) and here() is not None:
             if named == "cpu" and isinstance(named, str):
                 kwargs["copy"] = True
             elif "device" in kwargs:
@@ -256,11 +267,14 @@ def _eager(devices: Devices, model: Any = None, **_: Any) -> Any:
 _Generator = torch.Generator
 
 
-class Generator(_Generator):
-    """A generator of the CPU, whatever device it was requested for."""
+def _generator(device: Any = CPU) -> Any:
+    return _Generator(placed(device))
 
-    def __new__(cls, device: Any = CPU) -> Any:
-        return _Generator(placed(device))
+
+def _device(*args: Any, **kwargs: Any) -> Any:
+    """Return a device; a number alone is a GPU's."""
+    number = bool(args) and isinstance(args[0], int)
+    return DEVICE("cuda", *args) if number else DEVICE(*args, **kwargs)
 
 
 TENSOR: dict[str, Kind] = {
@@ -294,7 +308,8 @@ TABLE: dict[str, dict[str, Kind]] = {
         "is_autocast_enabled": adapting(lambda kind="cuda": (("cpu" if kind == "cuda" else kind,), {})),
         "get_autocast_dtype": adapting(lambda kind="cuda": (("cpu" if kind == "cuda" else kind,), {})),
         "get_autocast_gpu_dtype": answering(lambda devices: torch.get_autocast_dtype("cpu")),
-        "Generator": standing_in(Generator),
+        "Generator": making(_generator),
+        "device": making(_device),
         "Stream": standing_in(Stream),
         "Event": standing_in(Event),
         **dict.fromkeys(LIKE, placing()),
