@@ -103,8 +103,8 @@ def run_page(page: list[Block], folder: Path) -> None:
             if printed is not None:
                 check_printed(block, printed)
             printed = None
-        elif block.not_run is None and block.language in ("python", "sh", "toml"):
-            out = _run(block, namespace, folder)
+        elif block.language in ("python", "sh", "toml"):
+            out = _run(block, namespace, folder) if block.not_run is None else None
             printed = None if block.note.startswith("in small") else out
 
 
