@@ -76,6 +76,41 @@ BUGS = {
         "import sys\nif R == 0:\n    time.sleep(0.5)\n    open(sys.argv[1], 'w').write('x')\n"
         "else:\n    time.sleep(0.1)\n    open(sys.argv[1]).read()",
         RankError, ("raised FileNotFoundError", "at 0.1", "program.py:13")),
+    "a collective in one branch": Bug(
+        "loss = torch.tensor(float(R))\nif R < 8:\n    dist.all_reduce(loss)",
+        Deadlock, ("8 of 12 ranks wait", "rank 0 waits for ranks 8, 9, 10, 11, whose programs have ended",
+                   "program.py:9")),
+    "a root that depends on the rank": Bug(
+        "dist.broadcast(torch.ones(2), src=5 if R == 5 else 0)",
+        MismatchError, ("rank 5 calls broadcast", "root=5", "root=0", "program.py:7")),
+    "an operation that depends on the rank": Bug(
+        "dist.all_reduce(torch.ones(3), op=dist.ReduceOp.MAX if R == 2 else dist.ReduceOp.SUM)",
+        MismatchError, ("rank 2 calls all_reduce", "op=MAX", "op=SUM", "program.py:7")),
+    "a barrier in an except clause": Bug(
+        "try:\n    if R == 3: raise ValueError\n    dist.all_reduce(torch.ones(1))\n"
+        "except ValueError:\n    dist.barrier()",
+        MismatchError, ("rank 3 calls barrier", "program.py:11", "all_reduce", "program.py:9")),
+    "a barrier for the rank that writes a file": Bug(
+        "if R == 0:\n    dist.barrier()\ndist.all_reduce(torch.ones(3))",
+        MismatchError, ("calls all_reduce", "program.py:9", "rank 0 called barrier()", "program.py:8")),
+    "a group whose ranks depend on the rank": Bug(
+        "group = dist.new_group([R, (R + 1) % N])\ndist.all_reduce(torch.ones(2), group=group)",
+        Deadlock, ("rank 1 → rank 2 → rank 1", "program.py:7")),
+    "a wrong source": Bug(
+        "x = torch.ones(2)\nif R == 0:\n    for other in range(1, N): dist.send(x, other)\nelse:\n"
+        "    dist.recv(x, 6 if R == 7 else 0)",
+        Deadlock, ("rank 7 waits for rank 6, whose program has ended", "send(dest=7", "program.py:9", "program.py:11",
+                   "rank 0 to rank 7")),
+    "a parameter that one rank does not use": Bug(
+        "class Net(nn.Module):\n    def __init__(self):\n        super().__init__()\n"
+        "        self.a, self.b = nn.Linear(4, 2), nn.Linear(4, 2)\n"
+        "    def forward(self, x): return self.a(x) if R == 6 else self.a(x) + self.b(x)\nmodel = DDP(Net())\n"
+        "for step in range(2):\n    model(torch.ones(1, 4)).sum().backward()",
+        RankError, ("rank 6", "Expected to have finished reduction", "did not receive grad for rank 6",
+                    "program.py:14")),
+    "a model of another size": Bug(
+        "model = DDP(nn.Linear(4, 3 if R == 3 else 2))",
+        RankError, ("rank 3", "sizes [3, 4]", "process 0", "program.py:7")),
     "a key that nobody sets": Bug(
         "store = dist.distributed_c10d._get_default_store()\nif R:\n    store.set(f'rank{R}', 'here')\n"
         "else:\n    store.wait([f'rank{other}' for other in range(N)])",
@@ -97,6 +132,24 @@ def test_it_is_found_and_named(name: str, tmp_path: Path) -> None:
         place = said.find(word, place)
         assert place >= 0, f"{word!r} is not said, or not here:\n{said}"
     assert time.process_time() - began_s < 60
+
+
+def test_silent_mistakes_are_warned_of(tmp_path: Path) -> None:
+    """A tensor is changed before its operation is over, or another type is received: a sum or a message is wrong."""
+    file = tmp_path / "program.py"
+    file.write_text(
+        HEAD + "x = torch.ones(1000)\nwork = dist.all_reduce(x, async_op=True)\nx.zero_()\nwork.wait()\n"
+        "work = dist.all_reduce(x, async_op=True)\nwork.wait()\nx += 1\nif R == 3:\n"
+        "    work = dist.isend(x, 9)\n    x.zero_()\n    work.wait()\n    dist.send(torch.ones(10), 9)\n"
+        "elif R == 9:\n    dist.recv(x, 3)\n    dist.recv(torch.ones(5, dtype=torch.float64), 3)\n"
+    )
+    run: Any = spawnsim.run(file, ranks=12)
+    said = "\n".join(run.what["warnings"])
+    assert "(program.py:10) changed the buffer of its all_reduce before" in said
+    assert "(program.py:17) changed the buffer of its send to rank 9 before" in said
+    assert "(program.py:21 (in distributed_c10d.py:" in said
+    assert "received float32 from rank 3 with tag 0 on default_pg into float64" in said
+    assert len(run.what["warnings"]) == 3
 
 
 def test_a_wait_that_is_forgotten_is_reported(tmp_path: Path) -> None:

@@ -192,8 +192,8 @@ def _compare(world: World, buf: Any, sent: tuple[bytes, str], _status: Status) -
     if now != before:
         _warn(
             world,
-            f"changed the buffer of its {call} before its Wait or Test: real ranks may send the "
-            "new values or a mixture; virtual ranks sent the old values",
+            f"changed the buffer of its {call} before its Wait or Test: real ranks may send the old values, the new "
+            "ones, or a mixture",
         )
 
 

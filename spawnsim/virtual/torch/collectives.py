@@ -79,6 +79,20 @@ def _memory(tensor: torch.Tensor) -> Bytes:
     return np.frombuffer(block, np.uint8)
 
 
+def dtype_of(tensor: torch.Tensor) -> np.dtype[Any] | None:
+    """Return a tensor's type as numpy's; None if numpy lacks it, such as bfloat16."""
+    try:
+        return np.dtype(name_of(tensor))
+    except TypeError:
+        return None
+
+
+def memory(tensor: torch.Tensor) -> Any:
+    """Return a tensor's own memory as an array of its type, if it is in one piece and numpy has the type; else None."""
+    dtype = dtype_of(tensor)
+    return None if dtype is None or not _in_one_piece(tensor) else _memory(tensor).view(dtype)
+
+
 def write(tensor: torch.Tensor, data: Bytes) -> None:
     """Write bytes to a tensor unchanged; autograd does not see this, as on real ranks."""
     if data.nbytes != tensor.nbytes:
@@ -99,10 +113,8 @@ def write(tensor: torch.Tensor, data: Bytes) -> None:
 class Target:
     """A tensor as the target of a receive."""
 
-    dtype = None  # bytes travel: a type that differs from the tensor's is up to the program
-
     def __init__(self, tensor: torch.Tensor) -> None:
-        self._tensor = tensor
+        self._tensor, self.dtype = tensor, dtype_of(tensor)
 
     def unpack(self, data: Bytes) -> None:
         """Write the bytes of a message to the tensor."""

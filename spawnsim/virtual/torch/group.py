@@ -19,9 +19,11 @@ import torch.distributed as dist
 from torch.distributed import ReduceOp
 
 from spawnsim.comm.constants import ANY_SOURCE
+from spawnsim.comm.status import Status
 from spawnsim.errors import Timeout, UnsupportedError, UsageError
 from spawnsim.virtual.engine.diagnosis import place
 from spawnsim.virtual.engine.wire import SYNCHRONOUS
+from spawnsim.virtual.mpi import payload
 from spawnsim.virtual.mpi.instance import CollectiveInstance
 from spawnsim.virtual.mpi.requests import request_for
 from spawnsim.virtual.timeline import watched
@@ -32,6 +34,7 @@ from spawnsim.virtual.torch.collectives import (
     TorchCall,
     combination,
     described,
+    memory,
     name_of,
     nbytes_of,
     op_name,
@@ -237,7 +240,12 @@ class VirtualProcessGroup(Base):  # type: ignore[misc]
             call.part = (
                 raw(tensors[0], borrowed=True) if call.borrowed else [raw(tensor) for tensor in tensors]
             )
-            collect = lambda found: _fill(tensors, found)  # noqa: E731
+            compare = _changes(self.comm._world, name, tensors, opts)
+
+            def collect(found: Any) -> None:
+                compare()
+                _fill(tensors, found)
+
         call.outcome = combination(op, dtypes)
         return self._run(call, collect, opts, outputs=list(tensors))
 
@@ -475,7 +483,7 @@ class VirtualProcessGroup(Base):  # type: ignore[misc]
     def send(self, tensors: Any, dst: int, tag: int = 0) -> VirtualWork:
         """Send a tensor. As over gloo, the send completes when the receiver reaches its receive, whatever the size."""
         (tensor,) = _listed(tensors)
-        request = self.comm._isend(raw(tensor), dst, tag, SYNCHRONOUS, operation="send")
+        request = self.comm._isend(raw(tensor), dst, tag, SYNCHRONOUS, operation="send", buf=memory(tensor))
         return self._kept(VirtualWork(request, [tensor], self._limit), "send", [list(tensor.shape)])
 
     def recv(self, tensors: Any, src: int, tag: int = 0) -> VirtualWork:
@@ -509,6 +517,18 @@ def _rows(tensors: Any) -> list[list[torch.Tensor]]:
         if tensors and isinstance(tensors[0], torch.Tensor)
         else [list(row) for row in tensors]
     )
+
+
+def _changes(world: Any, name: str, tensors: Tensors, opts: Any) -> Callable[[], None]:
+    """Return a function that warns if the program has changed the tensors meanwhile, before they are filled."""
+    found = [memory(tensor) for tensor in tensors] if getattr(opts, "asyncOp", True) else []
+    watches = [payload.watched(world, each, each, name) for each in found if each is not None and each.size]
+
+    def compare() -> None:
+        for watch in filter(None, watches):
+            watch(Status())
+
+    return compare
 
 
 def _op(opts: Any) -> Any:
