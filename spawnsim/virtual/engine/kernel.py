@@ -226,6 +226,7 @@ class Kernel:
         self.idle = 0  # polls without a result since the last progress
         self.fruitless: Callable[[], None] = lambda: None  # to be called by polls without a result
         self.stuck: Callable[[Task], Exception] = lambda task: UsageError(f"{task.name} cannot wait here")
+        self.stalled: Callable[[], bool] = lambda: False  # called at a deadlock; whether it has woken a task
         self.steps = 0  # events taken from the heap
         self._accident: Exception | None = None  # raised by an event that ran on a task's stack
 
@@ -511,6 +512,8 @@ class Kernel:
             # Only default deadlines remain, which mean "too late": nothing can end the remaining waits. Firing them
             # would report each deadlock as a timeout of the rank that waits longest, without its cycle.
             if env.scheduled() <= self._alarms:
+                if self.stalled():
+                    continue
                 return
             self.steps += 1
             env.step()

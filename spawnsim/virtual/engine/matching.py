@@ -57,6 +57,10 @@ class Mailbox:
         self._arrived: deque[Message] = deque()
         self._alarm_s = math.inf
 
+    def clear(self) -> None:
+        """Forget all messages and receives."""
+        vars(self).update(vars(Mailbox(self.kernel, self.rank, self.nic)))
+
     # -- delivery and posting ------------------------------------------------------------------------------
 
     def deliver(self, message: Message) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import builtins
 import sys
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -53,6 +53,8 @@ class Script:
         futures: rank 0 alone runs the program, the others work for its MPIPoolExecutor (`python -m mpi4py.futures`).
         cuda_as_cpu: CPU tensors take the place of CUDA's; see `virtual/torch/cuda.py`.
         stubs: trackers, such as wandb, that accept every call and record scalars; see `scripts/stubs.py`.
+        body: called on each rank with its number, in place of the file's code; the path is then a folder.
+        modules: the modules that belong to each rank; None: those of the file's folder, and `private`.
     """
 
     path: Path
@@ -64,6 +66,14 @@ class Script:
     carrier: str = "greenlets"
     cuda_as_cpu: bool = False
     stubs: tuple[str, ...] = ()
+    body: Callable[[int], Any] | None = None
+    modules: RankModules | None = None
+
+    @property
+    def folder(self) -> Path:
+        """The folder of the program."""
+        path = self.path.resolve()
+        return path.parent if self.body is None else path
 
 
 @dataclass
@@ -84,7 +94,7 @@ class ScriptRun:
             raise ParameterError(
                 "compute=counted counts torch's operations only for ranks in threads: give --carrier threads"
             )
-        self.code = self._compile()
+        self.code: Any = self._compile()
         # A training step that is batched with other ranks' steps costs nothing at its call.
         self.cluster = Cluster(
             replace(scenario, compute=0.0, eager=scenario.eager or self.cost.runs),
@@ -107,13 +117,14 @@ class ScriptRun:
         self.processes = Processes(self._modules(), self._attributes())
 
     def _compile(self) -> Any:
-        return compiled(self.script.path)
+        return compiled(self.script.path) if self.script.body is None else None
 
     def _modules(self) -> RankModules:
-        return RankModules(self.script.path.resolve().parent, self.script.private, self.script.stubs)
+        script = self.script
+        return script.modules or RankModules(script.folder, script.private, script.stubs)
 
     def _attributes(self) -> dict[str, Any]:
-        folder = str(self.script.path.resolve().parent)
+        folder = str(self.script.folder)
         return {
             "argv": [str(self.script.path), *self.script.argv],
             "path": [folder, *(entry for entry in sys.path if entry != folder)],
@@ -214,6 +225,9 @@ class ScriptRun:
             yield
 
     def _execute(self) -> None:
+        if self.script.body is not None:
+            self.script.body(self.cluster.world.here().id)
+            return
         main: Any = sys.modules["__main__"]
         main.__file__, main.__builtins__, main.__cached__ = self.code.co_filename, builtins, None
         if not self.script.futures:

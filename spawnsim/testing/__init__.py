@@ -18,6 +18,7 @@ import inspect
 import math
 import shlex
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ __all__ = ["virtual"]
 
 PYTEST = "pytest -p spawnsim.testing"
 SEED, CASE = "--spawnsim-seed", "--spawnsim-case"
+MODE, RANKS, PRIVATE = "--spawnsim", "--spawnsim-ranks", "--spawnsim-private"
 SEEDS = 20
 
 
@@ -38,6 +40,39 @@ def pytest_addoption(parser: Any) -> None:
         help="run only the case of this seed, unchanged, in tests on virtual ranks",
     )
     group.addoption(CASE, metavar="JSON", help="run only this case, in the form that a failure report shows")
+    group.addoption(
+        MODE, action="store_true", help="run tests that start processes on virtual ranks, in this process"
+    )
+    group.addoption(
+        RANKS,
+        type=lambda text: text if text == "marks" else int(text),
+        metavar="N",
+        help="run all tests on N virtual ranks, as mpiexec -n N pytest does; marks: each on as many as its mark says",
+    )
+    group.addoption(
+        PRIVATE,
+        action="append",
+        metavar="PACKAGE",
+        help="with the ranks, import an installed package once for each rank",
+    )
+
+
+def pytest_configure(config: Any) -> None:
+    """Let test cases run on virtual ranks, if the session asks for it."""
+    if ranks := config.getoption(RANKS, None):
+        from spawnsim.testing import sessions
+
+        for mark in ("parallel(n): run on n ranks", "mpi(min_size): run on so many ranks at least"):
+            config.addinivalue_line("markers", mark)
+        if not sessions.is_on_a_rank():
+            config.pluginmanager.register(sessions.Outer(None if ranks == "marks" else ranks))
+    elif config.getoption(MODE, False):
+        from spawnsim.testing import torch_cases
+
+        stack = ExitStack()
+        config.add_cleanup(stack.close)
+        torch_cases.on_virtual_ranks(stack.enter_context)
+        config.pluginmanager.register(torch_cases.Starting())
 
 
 def virtual(
