@@ -23,6 +23,7 @@ from spawnsim.virtual.engine import diagnosis
 from spawnsim.virtual.engine.world import World
 from spawnsim.virtual.scripts import run_program
 from spawnsim.virtual.scripts.rank_process import RankModules
+from spawnsim.waits import is_program
 
 
 class TestModules(RankModules):
@@ -36,7 +37,7 @@ class TestModules(RankModules):
 
     def __init__(self, module: ModuleType) -> None:
         self._module = module
-        self._separate = diagnosis.is_program(str(module.__file__))
+        self._separate = is_program(str(module.__file__))
         super().__init__(folder_of(module))
 
     def find_spec(self, name: str, path: Sequence[str] | None = None, target: Any = None) -> Any:

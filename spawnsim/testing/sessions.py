@@ -25,6 +25,7 @@ from spawnsim.virtual.engine.kernel import Task, current_task, current_world
 from spawnsim.virtual.engine.waiting import Unbroken
 from spawnsim.virtual.engine.world import World
 from spawnsim.virtual.scripts.rank_process import SHARED_PACKAGES, RankModules
+from spawnsim.waits import is_program
 
 # Plugins of the outer session alone: they change the process, or show the results.
 OUTER = (
@@ -68,7 +69,7 @@ class SessionModules(RankModules):
         self._common -= self._folders
 
     def _inside(self, file: str) -> bool:
-        return file.startswith(self._root) and diagnosis.is_program(file)
+        return file.startswith(self._root) and is_program(file)
 
     def hidden(self) -> dict[str, ModuleType]:
         """Return the modules that the session has imported and each rank imports again."""
@@ -136,10 +137,10 @@ class Meeting:
     def break_deadlock(self, world: World) -> bool:
         """Raise the deadlock in all ranks that wait within a test. Return whether there are any."""
         waiting = [task for task in world.kernel.tasks if task.parked]
-        stuck = [task for task in waiting if not task.beside and not isinstance(task.wait, EndOfTest)]
+        stuck = [task for task in waiting if not task.background and not isinstance(task.wait, EndOfTest)]
         if not stuck:
             return False
-        text = str(diagnosis.deadlock([task for task in waiting if not task.beside], []))
+        text = str(diagnosis.deadlock([task for task in waiting if not task.background], []))
         for task in stuck:
             world.kernel.throw(task, Deadlock(text))
         return True
@@ -176,7 +177,9 @@ class Results:
         for phase in PHASES:
             of_phase = {rank: [each for each in found[rank] if each.when == phase] for rank in sorted(found)}
             if any(of_phase.values()):
-                merged.append(_merged({rank: _whole(each) for rank, each in of_phase.items() if each}, self.ranks))
+                merged.append(
+                    _merged({rank: _whole(each) for rank, each in of_phase.items() if each}, self.ranks)
+                )
         if any(each.failed for each in merged):
             _realign(current_world())
         self.show(merged)

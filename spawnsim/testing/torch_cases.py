@@ -22,7 +22,7 @@ import pytest
 from spawnsim.importing import after_import
 from spawnsim.testing.ranks import SharedModules, TestModules, folder_of, on_ranks
 from spawnsim.virtual.interpreter import Patches, Put
-from spawnsim.virtual.scripts import processes_as_ranks
+from spawnsim.virtual.scripts.main_program import processes_as_ranks
 
 CASES = "torch.testing._internal.common_distributed"
 BODIES = "torch.testing._internal.distributed.distributed_test"
