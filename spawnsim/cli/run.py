@@ -461,7 +461,7 @@ def _never_began(error: Exception, here: LaunchContext) -> int:
 @dataclass(kw_only=True)
 class Resume(Command):
     """Continue a run from its newest checkpoint (comm.checkpoint): the program, its parameters and its circumstances
-    come from the folder, unless options of `spawnsim run` replace them. The program in the folder keeps
+    come from the folder, unless options of `spawnsim run` replace them. The program in the folder
     is executed: resume only folders that you trust.
     """
 

@@ -147,8 +147,8 @@ def test_real_seeds_may_be_listed(program: Path):
         (["--set", "ratio=0.1,,0.2"], "a value is missing between two commas"),
         (["--straggler", "none,slow:5,10"], "put a value with commas in quotes"),
         (["--platform", "nowhere"], "nowhere"),
-        (["--seeds", "0"], "--seeds 0: how many"),
-        (["--seeds", "2", "--seed", "1,2"], "--seeds 2: how many"),
+        (["--seeds", "0"], "--seeds 0: give a number"),
+        (["--seeds", "2", "--seed", "1,2"], "--seeds 2: give a number"),
         (["--seed", "x"], "--seed x: give whole numbers"),
         (["--jobs", "-1"], "--jobs: -1: give the number"),
         (["--backend", "mpii"], "--backend mpii: choose"),
@@ -505,7 +505,7 @@ def test_what_one_policy_alone_has_recorded_is_drawn_of_it(half: Path, capsys: p
             ["--y", "accuracy", "--hue", "polcy"],
             "--hue polcy: the sweep has no such column; did you mean policy?",
         ),
-        (["--y", "accuracy", "--x", "ratio", "--facet", "policy", "--hue", "policy"], "stragglers vary, too"),
+        (["--y", "accuracy", "--x", "ratio", "--facet", "policy", "--hue", "policy"], "stragglers also vary"),
         (["--y", "accuracy", "--where", "ratio=7"], "ratio is one of 0.1, 0.4"),
         (["--y", "accuracy", "--x", "ratio", "--against", "best"], "--against best: policy is one of"),
         (["--y", "accuracy", "--x", "time_s", "--heat"], "--x time_s with --heat: give a column that varies"),
@@ -527,7 +527,7 @@ def test_options_of_sweeps_are_refused_for_run_folders(program: Path, capsys: py
     """They would do nothing."""
     synthetic.run("none", ranks=2, iterations=2).save("run")
     assert cli.main(["plot", "run", "--heat"]) == 2
-    assert "--heat is for a sweep's folder (spawnsim sweep); run is none\n" in capsys.readouterr().err
+    assert "--heat is for a sweep's folder (spawnsim sweep); run is not a sweep\n" in capsys.readouterr().err
     assert cli.main(["plot", "runn"]) == 2
     assert "runn: this folder does not exist" in capsys.readouterr().err
 
