@@ -262,6 +262,65 @@ def test_test_cases_of_torch(tmp_path):
     assert len(re.findall(r"rank \d+\s+\S+ s\s+barrier\(.* at test_torch.py:\d+", text)) >= 6
 
 
+SPAWNING = """
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+
+def begin(rank, size):
+    dist.init_process_group("gloo", init_method="tcp://127.0.0.1:29501", rank=rank, world_size=size)
+
+
+def total_of(rank, size, queue):
+    begin(rank, size)
+    total = torch.ones(2) * rank
+    dist.all_reduce(total)
+    if rank == 0:
+        queue.put(total[0].item())
+
+
+def wrong(rank, size):
+    begin(rank, size)
+    assert rank != 1, "one is wrong"
+    dist.barrier()
+
+
+def wait(rank, size):
+    begin(rank, size)
+    if rank == 1:
+        dist.recv(torch.ones(1), 0)
+    dist.barrier()
+
+
+@pytest.mark.parametrize("size", [2, 11])
+def test_spawn(size):
+    queue = mp.get_context("spawn").SimpleQueue()
+    mp.spawn(total_of, (size, queue), nprocs=size)
+    assert queue.get() == sum(range(size))
+
+
+def test_wrong():
+    mp.spawn(wrong, (3,), nprocs=3)
+
+
+def test_deadlock():
+    mp.spawn(wait, (3,), nprocs=3)
+"""
+
+
+def test_tests_that_start_processes(tmp_path):
+    """`mp.spawn` in a test starts ranks; errors and deadlocks arrive in the test."""
+    (tmp_path / "test_spawning.py").write_text(SPAWNING)
+    text = pytest_in(tmp_path, "-p", "spawnsim.testing", "--spawnsim")
+    assert "2 failed, 2 passed" in text
+    assert "one is wrong" in text
+    assert (
+        re.search(r"rank 1\s+\S+ s\s+recv\(.*test_spawning.py:\d+", text) or "deadlock: 3 of 3 ranks" in text
+    )
+
+
 def test_nothing_happens_unasked(tmp_path):
     """Without its options the plugin changes nothing, and a session that does not name it does not load it."""
     (tmp_path / "test_plain.py").write_text(

@@ -25,6 +25,7 @@ from spawnsim.virtual.interpreter import Patches, Put
 from spawnsim.virtual.scripts.main_program import processes_as_ranks
 
 CASES = "torch.testing._internal.common_distributed"
+KINDS = ("MultiProcessTestCase", "MultiThreadedTestCase", "MultiProcContinuousTest")
 BODIES = "torch.testing._internal.distributed.distributed_test"
 
 
@@ -230,8 +231,13 @@ class Starting:
     """The plugin that turns processes that a test starts into virtual ranks."""
 
     @pytest.hookimpl(wrapper=True)
-    def pytest_runtest_call(self) -> Any:
+    def pytest_runtest_call(self, item: Any) -> Any:
         """Run a test; processes that still run at its end are awaited."""
+        cases = sys.modules.get(CASES)
+        kinds = [getattr(cases, name) for name in KINDS if hasattr(cases, name)]
+        own = getattr(item, "cls", None)
+        if own is not None and issubclass(own, tuple(kinds)):
+            return (yield)
         with processes_as_ranks():
             return (yield)
 
