@@ -140,7 +140,7 @@ def check_type(world: World, label: str, buf: Any, message: Message) -> None:
     if sent is None and received is not None and received.itemsize > 1 and _is_pickle(message.payload):
         _warn(
             world,
-            f"received an object of rank {message.source} with tag {message.tag} on {label} into {received}: the "
+            f"received an object from rank {message.source} with tag {message.tag} on {label} into {received}: the "
             "numbers are bytes of its pickle; lower-case calls such as send go with recv, upper-case ones with Recv",
         )
     if sent is None or received is None or sent == received or 1 in (sent.itemsize, received.itemsize):
@@ -148,8 +148,8 @@ def check_type(world: World, label: str, buf: Any, message: Message) -> None:
     if message.nbytes and (sent.kind, sent.itemsize) != (received.kind, received.itemsize):
         _warn(
             world,
-            f"received {sent} from rank {message.source} with tag {message.tag} on {label} into {received}: MPI copies "
-            "the bytes and does not convert them",
+            f"received {sent} from rank {message.source} with tag {message.tag} on {label} into {received}: the "
+            "bytes are copied and not converted",
         )
 
 
@@ -169,6 +169,8 @@ def watched(world: World, buf: Any, payload: Any, call: str) -> Callable[[Status
         return partial(_compare, world, buf, (before, call))
     if not payload.nbytes or is_phantom(payload):
         return None
+    if type(buf) is type(payload) is ndarray:  # a tensor's memory
+        return partial(_compare, world, buf, (_content(payload), call))
     buf = as_buffer(buf)
     if not buf.datatype.is_predefined:
         return None
@@ -181,14 +183,14 @@ def _samples(memory: Any) -> bytes:
     return bytes(memory[::step])
 
 
+def _content(array: Any) -> bytes:
+    """Return the bytes of a contiguous array that are compared."""
+    return array.tobytes() if array.nbytes <= SHORT_NBYTES else _samples(memoryview(array.data).cast("B"))
+
+
 def _compare(world: World, buf: Any, sent: tuple[bytes, str], _status: Status) -> None:
     before, call = sent
-    if type(buf) is not ndarray:
-        now = _samples(as_bytes(buf.array).data)
-    elif buf.nbytes <= SHORT_NBYTES:  # the usual case
-        now = buf.tobytes()
-    else:
-        now = _samples(memoryview(buf.data).cast("B"))
+    now = _content(buf) if type(buf) is ndarray else _samples(as_bytes(buf.array).data)
     if now != before:
         _warn(
             world,

@@ -10,6 +10,7 @@ import ctypes
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -79,17 +80,18 @@ def _memory(tensor: torch.Tensor) -> Bytes:
     return np.frombuffer(block, np.uint8)
 
 
-def dtype_of(tensor: torch.Tensor) -> np.dtype[Any] | None:
-    """Return a tensor's type as numpy's; None if numpy lacks it, such as bfloat16."""
+@cache
+def numpy_type(dtype: torch.dtype) -> np.dtype[Any] | None:
+    """Return a type as numpy's; None if numpy lacks it, such as bfloat16."""
     try:
-        return np.dtype(name_of(tensor))
+        return np.dtype(str(dtype).removeprefix("torch."))
     except TypeError:
         return None
 
 
 def memory(tensor: torch.Tensor) -> Any:
     """Return a tensor's own memory as an array of its type, if it is in one piece and numpy has the type; else None."""
-    dtype = dtype_of(tensor)
+    dtype = numpy_type(tensor.dtype)
     return None if dtype is None or not _in_one_piece(tensor) else _memory(tensor).view(dtype)
 
 
@@ -114,7 +116,7 @@ class Target:
     """A tensor as the target of a receive."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
-        self._tensor, self.dtype = tensor, dtype_of(tensor)
+        self._tensor, self.dtype = tensor, numpy_type(tensor.dtype)
 
     def unpack(self, data: Bytes) -> None:
         """Write the bytes of a message to the tensor."""

@@ -110,13 +110,13 @@ BUGS = {
         UsageError, ("rank 7 is not in communicator", "whose ranks are 0 to 6", "program.py:8")),
     "an array is received as an object": Bug(
         "if R == 0:\n    comm.Send(np.ones(4), dest=1)\nelif R == 1:\n    comm.recv(source=0)",
-        UsageError, ("from rank 0", "no pickled object", "Recv", "rank 1", "program.py:9")),
+        UsageError, ("from rank 0", "not a pickled object", "Recv", "rank 1", "program.py:9")),
     "an object is received as an array": Bug(
         "if R == 0:\n    comm.send([1.0, 2.0], dest=1)\nelif R == 1:\n    comm.Recv(np.empty(64), source=0)",
-        None, ("rank 1", "program.py:9", "received an object of rank 0", "float64", "lower-case")),
+        None, ("rank 1", "program.py:9", "received an object from rank 0", "float64", "lower-case")),
     "a type of another size is received": Bug(
         "if R == 0:\n    comm.Send(np.ones(10), dest=1)\nelif R == 1:\n    comm.Recv(np.empty(20, 'f4'), source=0)",
-        None, ("rank 1", "program.py:9", "received float64 of rank 0", "into float32")),
+        None, ("rank 1", "program.py:9", "received float64 from rank 0", "into float32")),
     "a buffer that is sent is used again": Bug(
         "big, requests = np.zeros(1 << 18), []\nif R == 0:\n    for other in range(1, N):\n        big[:] = other\n"
         "        requests.append(comm.Isend(big, dest=other))\n    MPI.Request.Waitall(requests)\n"
