@@ -262,3 +262,43 @@ def test_the_option(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path.write_text("def main(comm):\n    pass\n")
     with pytest.raises(ParameterError, match=r"cuda_as_cpu: for programs without a main"):
         run(path, 2, options={"cuda_as_cpu": True})
+
+
+SPAWNING = """
+import os
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+import wandb
+
+def work(rank, size):
+    os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": "12355"}
+    torch.cuda.set_device(rank)
+    dist.init_process_group("nccl", rank=rank, world_size=size)
+    x = torch.full((1,), float(rank), device="cuda")
+    dist.all_reduce(x)
+    wandb.log({"sum": x, "devices": torch.cuda.device_count()})
+
+if __name__ == "__main__":
+    torch.cuda.init()
+    mp.spawn(work, args=(torch.cuda.device_count(),), nprocs=torch.cuda.device_count())
+"""
+
+
+def test_a_main_program_starts_a_rank_for_each_device(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It has eight, and its own stubs; without the options, its errors name them."""
+    path = tmp_path / "program.py"
+    path.write_text(SPAWNING)
+    line = ["run", str(path), "--out", str(tmp_path / "out")]
+    assert cli.main(line) == 1
+    assert "raised ModuleNotFoundError; install it, or give --stub wandb" in capsys.readouterr().err
+    line = [*line, "--stub", "wandb", "--overwrite"]
+    assert cli.main(line) == 1
+    assert "give --cuda-as-cpu to run it on CPU tensors" in capsys.readouterr().err
+    assert cli.main([*line, "--cuda-as-cpu"]) == 0
+    assert capsys.readouterr().err.count("CUDA as CPU") == 1
+    table = Run.load(tmp_path / "out").table
+    assert [list(table[name]) for name in ("rank", "sum", "devices")] == [[*range(8)], [28] * 8, [8] * 8]
+    assert "wandb" not in sys.modules and torch.cuda.device_count() == 0

@@ -34,10 +34,11 @@ from typing import Any
 import numpy as np
 from greenlet import getcurrent
 
-from spawnsim.errors import ParameterError, ProgramError, SpawnsimError
+from spawnsim.errors import ParameterError, ProgramError, SpawnsimError, did_you_mean
 from spawnsim.importing import after_import
 from spawnsim.random import NUMPY, PYTHON, WORLD, Streams
 from spawnsim.scenario import Scenario
+from spawnsim.virtual.accounting import counted_device
 from spawnsim.virtual.cluster import Totals
 from spawnsim.virtual.engine.kernel import current_task
 from spawnsim.virtual.engine.world import Recorder
@@ -48,6 +49,9 @@ from spawnsim.virtual.scripts.process_managers import Manager
 from spawnsim.virtual.scripts.script import Script, status_of
 from spawnsim.virtual.scripts.spawned import ProcessExit
 from spawnsim.virtual.scripts.spawning import Session, Started, active, entered
+from spawnsim.virtual.scripts.stubs import stubbed
+from spawnsim.virtual.torch.devices import OF_MAIN, Devices
+from spawnsim.virtual.torch.entry import cuda_as_cpu, needs_gpu
 
 mp: Any = multiprocessing
 POPENS = {
@@ -296,7 +300,7 @@ def run_main(
     if script.futures or script.carrier != "threads":
         raise ParameterError("processes of a main program are ranks in threads, without futures")
     session = Session(script, scenario, recorder, **hooks)
-    with _as_main(session), _in_place(session, script.virtual_time):
+    with _as_main(session), _in_place(session, script.virtual_time), _substitutes(session):
         try:
             status = _execute(session)
             session.finish()
@@ -313,6 +317,21 @@ def run_main(
     return totals
 
 
+@contextmanager
+def _substitutes(session: Session) -> Iterator[None]:
+    """Give a main program its stubs, and its GPUs in name."""
+    script, warnings = session.script, session.warnings
+    session.how["notices"] = warnings
+    with ExitStack() as stack:
+        stack.enter_context(stubbed(script.stubs))
+        if script.cuda_as_cpu:
+            device = counted_device(session.scenario.compute)
+            devices = Devices(OF_MAIN, device, lambda text: warnings.extend({text}.difference(warnings)))
+            stack.enter_context(devices.of_main())
+            stack.enter_context(cuda_as_cpu())
+        yield
+
+
 def _execute(session: Session) -> int:
     """Run the main program; return its exit status."""
     main: Any = sys.modules["__main__"]
@@ -324,7 +343,8 @@ def _execute(session: Session) -> int:
         raise
     except Exception as error:
         raise ProgramError(
-            f"the main program raised {type(error).__name__} at {session.now_s:.6g} s"
+            f"the main program raised {type(error).__name__}{did_you_mean(error)} at {session.now_s:.6g} s"
+            + ("; give --cuda-as-cpu to run it on CPU tensors" if needs_gpu(error) else "")
         ) from error
     return 0
 

@@ -7,7 +7,9 @@ Each attribute and each result of a stub is a stub. Calls by which trackers log 
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from importlib.abc import Loader
 from importlib.machinery import ModuleSpec
 from types import ModuleType
@@ -36,6 +38,38 @@ class _Loader(Loader):
 
     def exec_module(self, module: ModuleType) -> None:
         """Leave the module as it is: attributes are made when they are used."""
+
+
+class Finder:
+    """A finder for `sys.meta_path` that finds stubs."""
+
+    def __init__(self, names: frozenset[str]) -> None:
+        self._names = names
+
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
+        """Return the spec of a stub, or None for other modules."""
+        return stub_spec(name) if self.finds(name) else None
+
+    def finds(self, name: str) -> bool:
+        """Return whether a module is a stub."""
+        return name in self._names or name.partition(".")[0] in self._names
+
+
+@contextmanager
+def stubbed(given: Sequence[str]) -> Iterator[None]:
+    """Let a main program outside of ranks import stubs while the block runs; there they record nothing."""
+    finder = Finder(stub_names(given))
+    hidden = {name: module for name, module in list(sys.modules.items()) if finder.finds(name)}
+    for name in hidden:
+        del sys.modules[name]
+    sys.meta_path.insert(0, finder)
+    try:
+        yield
+    finally:
+        sys.meta_path.remove(finder)
+        for name in list(filter(finder.finds, sys.modules)):
+            del sys.modules[name]
+        sys.modules.update(hidden)
 
 
 class Config(dict[str, Any]):

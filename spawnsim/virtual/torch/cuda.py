@@ -21,7 +21,7 @@ from spawnsim.errors import UnsupportedError
 from spawnsim.virtual.engine.kernel import current_task
 from spawnsim.virtual.interpreter import Patches, Put
 from spawnsim.virtual.torch import CUDA
-from spawnsim.virtual.torch.devices import GIB, Devices, Event, Stream
+from spawnsim.virtual.torch.devices import GIB, Devices, Event, Stream, outside
 
 DEVICE, CPU = torch.device, torch.device("cpu")
 USED = "CUDA as CPU: all tensors are CPU tensors (`tensor.device` is cpu), and results are a CPU's"
@@ -29,11 +29,12 @@ COMPILED = "CUDA as CPU: torch.compile returns its argument, which runs eagerly"
 
 
 def here() -> Devices | None:
-    """Return the devices of the calling rank; None outside of ranks, and in runs without `--cuda-as-cpu`."""
-    task = current_task()
-    if task is None:
-        return None
-    found: Devices | None = task.kernel.owner.ranks[task.rank].attachments.get(CUDA)
+    """Return the devices of the calling rank or main program; None elsewhere, and without `--cuda-as-cpu`."""
+    task, found = current_task(), None
+    if task is not None:
+        found = task.kernel.owner.ranks[task.rank].attachments.get(CUDA)
+    elif outside:
+        found = outside[-1]
     if found is not None:
         found.warn(USED)
     return found

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
-
-from spawnsim.virtual.mpi.module import MPI
 
 GIB = 1 << 30
 # Name, compute capability, multiprocessors and GiB of memory, from the maker's data sheets.
@@ -17,6 +17,7 @@ MODELS = {
     "h200": ("NVIDIA H200", (9, 0), 132, 141), "l40s": ("NVIDIA L40S", (8, 9), 142, 48),
 }  # fmt: skip
 UNNAMED = ("CPU as CUDA", *MODELS["h100"][1:])
+OF_MAIN = 8  # devices of a main program that starts its ranks: usually one process for each
 
 
 @dataclass
@@ -57,6 +58,15 @@ class Devices:
             )
         return found
 
+    @contextmanager
+    def of_main(self) -> Iterator[None]:
+        """Let a program that runs outside of ranks have these devices while the block runs."""
+        outside.append(self)
+        try:
+            yield
+        finally:
+            outside.remove(self)
+
     def set_device(self, device: Any) -> int:
         """Change the current device; return the earlier one's number."""
         before, self.current = self.current, self.index(device)
@@ -71,6 +81,9 @@ class Devices:
     def set_stream(self, stream: Any) -> None:
         """Change the current stream."""
         self.stream = stream
+
+
+outside: list[Devices] = []  # of the main programs that run
 
 
 class Stream:
@@ -126,7 +139,7 @@ class Event:
 
     def record(self, stream: Any = None) -> None:
         """Set the event's time to the rank's virtual time."""
-        self._at_s = MPI.Wtime()
+        self._at_s = time.perf_counter()
 
     def elapsed_time(self, end: Event) -> float:
         """Return the virtual milliseconds from this event to a later one."""

@@ -93,10 +93,15 @@ def is_offered() -> bool:
     return task is not None and isinstance(task.carrier, TaskThread)
 
 
+def needs_gpu(error: BaseException) -> bool:
+    """Return whether torch has raised the error for lack of a GPU."""
+    return any(part in str(error).partition("\n")[0] for part in _NO_GPU)
+
+
 def without_gpu(error: BaseException, task: Task, line: str) -> NotOnVirtualRanks | None:
     """Return a one-line error for a program that has requested a GPU from torch; None for other errors."""
     text = str(error).partition("\n")[0]
-    if not any(part in text for part in _NO_GPU):
+    if not needs_gpu(error):
         return None
     remedy = (
         "give --cuda-as-cpu to run it on them (options={'cuda_as_cpu': True} in Python), or use `device = 'cuda' if "
