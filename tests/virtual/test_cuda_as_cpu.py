@@ -264,6 +264,19 @@ def test_the_option(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         run(path, 2, options={"cuda_as_cpu": True})
 
 
+def test_an_mpi4py_program_may_use_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Its ranks are greenlets."""
+    path = tmp_path / "program.py"
+    path.write_text(
+        "import torch\nfrom mpi4py import MPI\nx = torch.empty(2, device='cuda')\n"
+        "torch.cuda.set_device(MPI.COMM_WORLD.rank)\n"
+        "MPI.COMM_WORLD.Allreduce(torch.ones(2).cuda(), x)\nprint(x, torch.cuda.current_device())\n"
+    )
+    run(path, 3, options={"cuda_as_cpu": True})
+    lines = sorted(capsys.readouterr().out.splitlines())
+    assert [line[9:] for line in lines] == [f"tensor([3., 3.]) {n}" for n in range(3)]
+
+
 SPAWNING = """
 import os
 import torch
