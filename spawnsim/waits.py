@@ -1,4 +1,4 @@
-"""Who waits for whom: cycles, tables of ranks, and lines of programs, for virtual ranks and for dumps of real ones."""
+"""Waits between ranks: cycles, tables, and lines of programs, for virtual ranks and for dumps of real ones."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def table(
         rows: a row for each rank or thread.
         first: ranks that have a row in any case.
         time: the head of the column of times; "" leaves the column out.
-        alike: of many ranks in one call at one line, show the first, and count the rest below the table.
+        alike: shows the first of many ranks in one call at one line, and counts the rest below the table.
     """
     ordered = sorted(rows, key=lambda row: (row.rank not in first, row.rank))
     kinds = [(row.call.partition("(")[0], row.line) for row in ordered]

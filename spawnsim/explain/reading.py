@@ -21,7 +21,7 @@ FRAME = re.compile(r"    (?P<name>\S.*) \((?P<file>[^()]+?)(?::(?P<line>\d+))?\)
 LOCAL = re.compile(r"            (?P<name>\w+): (?P<value>.*)")
 FAULT_THREAD = re.compile(r"(Current thread|Thread) 0x[0-9a-f]+.* \(most recent call first\):")
 FAULT_FRAME = re.compile(r'  File "(?P<file>.*)", line (?P<line>\d+) in (?P<name>.+)')
-OTHER_RANKS = 10  # a number that leaves more ranks without a dump for each dump is no rank
+OTHER_RANKS = 10  # more ranks without a dump for each dump: the number is not a rank
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class Frame:
 
 @dataclass
 class Dump:
-    """What is known of a rank: its flight recorder, and its main thread's stack, innermost frame first."""
+    """The dumps of a rank: its flight recorder, and its main thread's stack, innermost frame first."""
 
     rank: int
     recorder: dict[str, Any] | None = None
@@ -134,7 +134,7 @@ def _recorder(path: Path, loaded: Any) -> dict[str, Any]:
         or not isinstance(loaded.get("entries", []), list)
     ):
         raise _unknown(path)
-    entries = loaded.setdefault("entries", [])  # left out of JSON if there are none
+    entries = loaded.setdefault("entries", [])  # missing in JSON if nothing was recorded
     for entry in entries:
         needed = ("process_group", "profiling_name", "state")
         lacking = [key for key in needed if key not in entry] if isinstance(entry, dict) else needed

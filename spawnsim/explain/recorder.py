@@ -122,7 +122,7 @@ class Recorders:
         return next((call for call in self.calls[rank] if not call.over), None)
 
     def peers(self, call: Call) -> list[int]:
-        """Return the ranks for which a call waits: those that have not made it, or have made another."""
+        """Return the ranks for which a call waits: ranks that did not make it, or made another."""
         members = self._members.get(call.group[0], [])
         if (peer := _peer(call)) is not None:
             return [members[peer] if peer < len(members) else peer]

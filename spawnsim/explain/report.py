@@ -1,4 +1,4 @@
-"""The report on a hang: who waits for whom, in which call, at which line, and who never arrived."""
+"""The report on a hang: which rank waits for which, in which call, at which line, and which rank never arrived."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ def _absent(
         )  # fmt: skip
     rank = max(lacking, key=lambda each: (each not in missing, lacking[each], -each))
     waiters = [each for each, peers in waiting.items() if rank in peers]
-    why = "of which there is no dump" if rank in missing else "which has not made the call"
+    why = "whose dump is missing" if rank in missing else "which did not make the call"
     return f"{ranks_text(waiters)} {'waits' if len(waiters) == 1 else 'wait'} for rank {rank}, {why}"
 
 
@@ -120,7 +120,7 @@ def _notes(places: Mapping[int, _Place], missing: Sequence[int], recorders: Reco
         call.group_text for rank in unknown if rank in recorders.calls and (call := recorders.pending(rank)) is not None
     })  # fmt: skip
     if groups:
-        yield f"The ranks of {', '.join(groups)} are not recorded (gloo records those of the default group only)"
+        yield f"The ranks of {', '.join(groups)} are not recorded (gloo records the default group only)"
     elif unknown or (recorders.calls == {} and not any(place.pending for place in places.values())):
         yield (
             "For whom they wait is not in the stacks: `py-spy dump --native --locals` shows more, and so does "

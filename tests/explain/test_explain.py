@@ -101,11 +101,11 @@ def test_a_recorder_in_json_takes_its_lines_from_stacks(tmp_path: Path) -> None:
 
 
 def test_a_missing_rank_is_reported(capsys: pytest.CaptureFixture[str]) -> None:
-    """By the ranks that wait for it, and in a line of its own; it is no error."""
+    """By the ranks that wait for it, and in a separate line; the status is 0."""
     files = [DUMPS / "recorder" / f"trace_rank_{rank}" for rank in (0, 1, 3)]
     assert main(["explain", *map(str, files)]) == 0
     said = capsys.readouterr().out
-    assert "ranks 0, 1, 3 wait for rank 2, of which there is no dump" in said
+    assert "ranks 0, 1, 3 wait for rank 2, whose dump is missing" in said
     assert said.endswith("No dump: rank 2\n")
     assert "rank 3 waits for rank 0" in explain(files[2:])
 
@@ -155,7 +155,7 @@ def test_the_rank_that_never_arrived(made: Any) -> None:
     ranks[5] = ranks[5][:1]
     said = explain([made(ranks)])
     assert "hang: 10 of 11 ranks wait; ranks 0, 1, 2, 3, 4, 6, 7, 8 and 2 more wait for rank 5" in said
-    assert "which has not made the call" in said
+    assert "which did not make the call" in said
 
 
 @pytest.mark.parametrize(
@@ -195,10 +195,10 @@ def test_messages_in_a_ring_and_an_early_call_that_the_buffer_has_lost(made: Any
     assert "hang: 4 of 4 ranks wait; a cycle of waits: rank 0 → rank 1 → rank 2 → rank 0" in said
     ranks[0] = [entry("barrier", 7, done=True)]
     said = explain([made(ranks, {"0": [0, 1, 2, 3]})])
-    assert said.startswith("hang: 3 of 4 ranks wait; rank 2 waits for rank 0, which has not made the call")
+    assert said.startswith("hang: 3 of 4 ranks wait; rank 2 waits for rank 0, which did not make the call")
 
 
-# ------------------------------------------------------------------------------------------------ what is wrong
+# ------------------------------------------------------------------------------------------------ unusable files
 class _Runs:
     def __reduce__(self) -> tuple[Any, ...]:
         return print, ("it ran",)
