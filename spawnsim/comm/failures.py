@@ -252,7 +252,6 @@ class Absent(type):
 
 
 _PROCESSES = "start all ranks at once with --ranks N, and split COMM_WORLD"
-_MERGE = "Merge() the two groups, or send messages between them"
 _HANDLES = "no library of C or Fortran could use the number of a handle"
 
 ABSENT: Final[dict[str, dict[str, str]]] = {
@@ -280,15 +279,7 @@ ABSENT: Final[dict[str, dict[str, str]]] = {
         "Join": _PROCESSES,
         "Ishrink": "the survivors are known only after they have met; use Shrink",
     },
-    "Intracomm": {"Spawn Spawn_multiple Accept Connect": _PROCESSES},
-    "Intercomm": {
-        "Bcast Gather Gatherv Scatter Scatterv Allgather Allgatherv Alltoall Alltoallv Alltoallw Reduce Allreduce "
-        "Reduce_scatter_block Reduce_scatter Ibcast Igather Igatherv Iscatter Iscatterv Iallgather Iallgatherv "
-        "Ialltoall Ialltoallv Ialltoallw Ireduce Iallreduce Ireduce_scatter_block Ireduce_scatter Bcast_init "
-        "Gather_init Gatherv_init Scatter_init Scatterv_init Allgather_init Allgatherv_init Alltoall_init "
-        "Alltoallv_init Alltoallw_init Reduce_init Allreduce_init Reduce_scatter_block_init Reduce_scatter_init "
-        "bcast gather scatter allgather alltoall reduce allreduce": _MERGE,
-    },
+    "Intracomm": {"Accept Connect": _PROCESSES},
 }  # fmt: skip
 """By class ("" for the module `MPI`): the names that are absent, and what to use instead."""
 

@@ -21,6 +21,7 @@ from spawnsim.errors import (
     RankError,
     RankFailed,
     SpawnsimError,
+    UnsupportedError,
     WorldError,
     did_you_mean,
 )
@@ -168,6 +169,8 @@ class Cluster:
         LivelockWatchdog(kernel, self._under_way, self._livelock)
         self._whole = Context(self.world, (tuple(range(scenario.ranks)),))
         self.world.contexts += scenario.ranks  # each rank's COMM_SELF: see `communicators.held`
+        self.world.predefined = self.world.contexts
+        self._model = model
         self._services = [
             RankServices(self.world, rank, model.open(scenario.seed, rank.id)) for rank in ranks
         ]
@@ -211,9 +214,27 @@ class Cluster:
         again = {rank: self.world.ranks[rank].incarnation + 1 for rank in members}
         self._whole = Context(self.world, (members,), incarnations=again)
 
-    def comm_world(self, rank: int) -> Intracomm:
-        """Return COMM_WORLD as one rank holds it."""
-        comm: Intracomm = MPI.Intracomm.enter(self._whole, rank, WORLD)
+    def add_ranks(self, count: int) -> tuple[int, ...]:
+        """Add ranks that a program spawns; return their numbers."""
+        world, first = self.world, len(self.world.ranks)
+        world.platform.check(first + count)
+        if world.plan is not None or world.contention is not None or world.platform.crowded(first + count):
+            raise UnsupportedError(
+                "Spawn: not with a fault plan, contention of links, or more ranks than cores"
+            )
+        for rank in range(first, first + count):
+            new = Rank(rank, world.kernel, RankDigest(rank), Streams(world.seed, rank))
+            new.observers = world.observers_of(rank)
+            world.ranks.append(new)
+            self._services.append(RankServices(world, new, self._model.open(world.seed, rank)))
+            make_comm_self(new, self._services[rank], Context(world, ((rank,),), lasting=True))
+        if self._timeline:
+            self._timeline.add_ranks(count)
+        return tuple(range(first, first + count))
+
+    def comm_world(self, rank: int, whole: Context | None = None) -> Intracomm:
+        """Return COMM_WORLD as one rank holds it; `whole` is the context of spawned ranks."""
+        comm: Intracomm = MPI.Intracomm.enter(whole or self._whole, rank, WORLD)
         comm._own = self._services[rank]
         self.world.ranks[rank].attachments["COMM_WORLD"] = comm
         return comm

@@ -108,7 +108,7 @@ class ResourceLeaks:
 
     def _left_communicators(self, world: World) -> Iterator[str]:
         # Without COMM_WORLD and COMM_SELF.
-        own = [each for each in self._contexts if each.number > len(world.ranks) + 1]
+        own = [each for each in self._contexts if each.number > world.predefined]
         outer = [context for context in own if not context.inner and not context.lasting]
         left = [context for context in outer if not self._freed[context]]
         partly = [context for context in outer if 0 < self._freed[context] < len(context.everyone)]

@@ -147,6 +147,10 @@ class Timeline:
         self._left = [max(1, MOST // len(world.ranks))] * len(world.ranks)
         self._numbers: Counter[int] = Counter()
 
+    def add_ranks(self, count: int) -> None:
+        """Record ranks that the program has spawned, too."""
+        self._left += [self._left[0]] * count
+
     @contextmanager
     def followed(self) -> Iterator[None]:
         """Record the ranks while the block runs, inside the other watchers."""

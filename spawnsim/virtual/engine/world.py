@@ -133,6 +133,9 @@ class World:
     # late or left no survivor.
     mistakes: dict[tuple[str, str], str] = field(default_factory=dict)
     contexts: int = 0  # communicators created so far
+    predefined: int = (
+        0  # of them, the first: COMM_WORLD, and COMM_SELF of each rank that was there at the start
+    )
     open_contexts: weakref.WeakSet[Any] = field(default_factory=weakref.WeakSet)
     resource_leaks: Any = None  # is notified when requests and communicators open and close, if a script runs
     torch_seed: int | None = None  # start of torch's generator on all ranks; None: a different start for each

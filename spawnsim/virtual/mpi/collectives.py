@@ -99,7 +99,7 @@ def _in_place(spec: Any) -> bool:
     return spec is None or spec is IN_PLACE or type(spec).__name__ == "InPlaceType"
 
 
-def _fill(spec: Any, **how: Any) -> Outcome:
+def fill_blocks(spec: Any, **how: Any) -> Outcome:
     """Return a function that unpacks a list of blocks into a buffer specification; it ignores None."""
     target = as_buffer(spec, writable=True, **how)
 
@@ -127,7 +127,7 @@ def _fill_row(target: Buffer | Vector, blocks: Sequence[Any]) -> bool:
     return True
 
 
-def _taken_apart(spec: Any, size: int, **how: Any) -> list[Any]:
+def taken_apart(spec: Any, size: int, **how: Any) -> list[Any]:
     """Return snapshots of the blocks of a buffer specification, one for each of `size` ranks."""
     source = as_buffer(spec, blocks=size, **how)
     if isinstance(source, Vector) or source.blocks != size or source.phantom:
@@ -270,7 +270,7 @@ class Collectives(Member):
         me, size = self._me, len(self._peers)
         root = self._root(root)
         part = None if _in_place(sendbuf) and me == root else as_buffer(sendbuf).pack()
-        collect = _fill(recvbuf, vector=vector, blocks=size) if me == root else drop
+        collect = fill_blocks(recvbuf, vector=vector, blocks=size) if me == root else drop
         nbytes = 0 if part is None else part.nbytes
         outcome = lambda instance, rank: instance.parts() if rank == root else None  # noqa: E731
         # With equal blocks, one arrival determines the message size and so the algorithm; otherwise all must have
@@ -292,7 +292,7 @@ class Collectives(Member):
         part: list[Any] | None = None
         nbytes: Any = 0  # only the root knows how much the other ranks get
         if here:
-            part = _taken_apart(sendbuf, len(self._peers), vector=vector)
+            part = taken_apart(sendbuf, len(self._peers), vector=vector)
             nbytes = np.array([block.nbytes for block in part])
         outcome = lambda instance, rank: instance.calls[root].part[rank]  # noqa: E731
         keeps = _in_place(recvbuf) and here
@@ -328,17 +328,17 @@ class Collectives(Member):
         part = own.pack()
         return Call(
             "Allgather", "allgather", part, part.nbytes, sizes="each", outcome=_all_parts,
-            collect=_fill(recvbuf, **how),
+            collect=fill_blocks(recvbuf, **how),
         )  # fmt: skip
 
     def _alltoall(self, sendbuf: Any, recvbuf: Any, **how: Any) -> Call:
         size = len(self._peers)
         # In place, received data overwrite the sent data, so these are packed (copied) before anything is written.
-        blocks = _taken_apart(recvbuf if _in_place(sendbuf) else sendbuf, size, **how)
+        blocks = taken_apart(recvbuf if _in_place(sendbuf) else sendbuf, size, **how)
         return Call(
             "Alltoall", "alltoall", blocks, np.array([block.nbytes for block in blocks]), sizes="matrix",
             outcome=lambda instance, rank: [part[rank] for part in instance.parts()],
-            collect=_fill(recvbuf, blocks=size, **how),
+            collect=fill_blocks(recvbuf, blocks=size, **how),
         )  # fmt: skip
 
     @collective

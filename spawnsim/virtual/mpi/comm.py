@@ -34,12 +34,14 @@ from spawnsim.comm.failures import ERR_ARG, ERR_COMM, ERR_GROUP, ERR_LASTCODE, C
 from spawnsim.comm.group import Group
 from spawnsim.comm.handles import INFO_NULL, Info, Named, integer, same_kind
 from spawnsim.comm.protocols import Capabilities, Recovery
+from spawnsim.virtual.engine.kernel import current_task
 from spawnsim.virtual.mpi import checkpoints, fault_tolerance
 from spawnsim.virtual.mpi.collectives import Collectives
 from spawnsim.virtual.mpi.context import KINDS, NOWHERE, Context, Member
 from spawnsim.virtual.mpi.instance import Call
 from spawnsim.virtual.mpi.point_to_point import PointToPoint
 from spawnsim.virtual.mpi.requests import Request, request_for
+from spawnsim.virtual.mpi.spawning import PARENT
 from spawnsim.virtual.services import Background, Clock, Compute, Record
 
 
@@ -112,7 +114,7 @@ class Comm(PointToPoint, Collectives):
 
     def __reduce__(self) -> str | tuple[Any, ...]:
         if self._identity is None:
-            return type(self), ()
+            return "COMM_NULL" if self is COMM_NULL else (type(self), ())
         raise ValueError("cannot pickle a communicator: it means something on its own rank only")
 
     def __repr__(self) -> str:
@@ -130,8 +132,10 @@ class Comm(PointToPoint, Collectives):
 
     @classmethod
     def Get_parent(cls) -> Any:
-        """Return the null communicator: this program was not spawned by another one."""
-        return KINDS["Intercomm"]()
+        """Return the communicator with the ranks that have spawned this one; the null one if none has."""
+        task = current_task()
+        parent = None if task is None else task.kernel.owner.ranks[task.rank].attachments.get(PARENT)
+        return KINDS["Intercomm"]() if parent is None else parent
 
     def Set_name(self, name: str) -> None:
         super().Set_name(name)
@@ -325,11 +329,21 @@ class Comm(PointToPoint, Collectives):
         """Raise an error if the communicator is null or predefined."""
         if self._identity is None:
             self._need()
-        if self._context.number <= len(self._world.ranks) + 1 and self._name in (
-            "MPI_COMM_WORLD",
-            "MPI_COMM_SELF",
-        ):
-            raise CallError(ERR_COMM, f"{self._name} cannot be {what}")
+        if self._predefined:
+            raise CallError(ERR_COMM, f"MPI_{self._predefined} cannot be {what}")
+
+    def _number(self) -> int:
+        if self._identity is None:
+            return 0
+        # The context is the same object on all ranks, and their handles differ.
+        return id(self._rank.attachments.setdefault(("number", self._context), object()))
+
+    @property
+    def _predefined(self) -> str:
+        """COMM_WORLD or COMM_SELF, if it is one of them."""
+        held = self._rank.attachments if self._identity is not None else {}
+        names = (name for name in ("COMM_WORLD", "COMM_SELF") if name in held)
+        return next((name for name in names if held[name]._identity is self._identity), "")
 
     def _note_freed(self) -> None:
         if self._world.resource_leaks is not None:

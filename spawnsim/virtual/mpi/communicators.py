@@ -22,11 +22,13 @@ from spawnsim.errors import UsageError
 from spawnsim.importing import is_of_a_rank, loading
 from spawnsim.virtual.engine.kernel import current_task, refuse_stray
 from spawnsim.virtual.engine.world import Rank, World
+from spawnsim.virtual.mpi.between_groups import BetweenGroups
 from spawnsim.virtual.mpi.collectives import agreed_op, collective, folded
 from spawnsim.virtual.mpi.comm import COMM_NULL, Comm
 from spawnsim.virtual.mpi.context import KINDS, Context
 from spawnsim.virtual.mpi.instance import Call, CollectiveInstance
 from spawnsim.virtual.mpi.payload import dumps, loads
+from spawnsim.virtual.mpi.spawning import spawn_one, spawn_several
 from spawnsim.virtual.services import RankServices
 
 COLLECTIVE = {"Dup", "Split"}
@@ -95,6 +97,20 @@ class Intracomm(Comm):
         """Join this communicator's group with another group; the leaders meet on `peer_comm`."""
         return create_intercomm(self, local_leader, peer_comm, remote_leader, tag)
 
+    def Spawn(
+        self, command: Any, args: Sequence[str] | None = None, maxprocs: int = 1, info: Info = INFO_NULL,
+        root: int = 0, errcodes: list[int] | None = None,
+    ) -> Any:  # fmt: skip
+        """Start a Python program on new ranks; return the intercommunicator with them. Collective."""
+        return spawn_one(self, command, args, maxprocs, root, errcodes)
+
+    def Spawn_multiple(
+        self, command: Sequence[Any], args: Any = None, maxprocs: Any = None, info: Any = INFO_NULL, root: int = 0,
+        errcodes: list[list[int]] | None = None,
+    ) -> Any:  # fmt: skip
+        """Start several Python programs, which share a COMM_WORLD; collective."""
+        return spawn_several(self, (command, args, maxprocs, info), root, errcodes)
+
     def Cart_map(self, dims: Sequence[int], periods: Sequence[bool] | None = None) -> int:
         return KINDS["Cartcomm"]._map(self, dims)  # type: ignore[no-any-return]
 
@@ -102,11 +118,12 @@ class Intracomm(Comm):
         return KINDS["Graphcomm"]._map(self, index, edges)  # type: ignore[no-any-return]
 
     def __reduce__(self) -> str | tuple[Any, ...]:
-        # The predefined communicators are the first contexts created (the world's, then one per rank). They are pickled
-        # as a name, which refers to the receiver's own COMM_WORLD or COMM_SELF instead of the sender's.
-        if self._identity is not None and self._context.number <= 1 + len(self._world.ranks):
-            # In a world of one rank both have the same members, and only the context's number distinguishes them.
-            return predefined, (self._context.everyone == (self._rank.id,) and self._context.number > 1,)
+        # The predefined communicators are pickled as a name, which refers to the receiver's own COMM_WORLD or COMM_SELF
+        # instead of the sender's.
+        if name := self._predefined:
+            own = predefined(name == "COMM_SELF")
+            # A copy is pickled as a copy.
+            return (predefined, (own is COMM_SELF,)) if held(name) is self else (type(self), (own,))
         return super().__reduce__()
 
     # -- collectives of a single group -------------------------------------------------------------------------
@@ -258,8 +275,7 @@ def create_from_group(group: Group, name: str, errhandler: Any) -> Any:
     return new
 
 
-@lacking
-class Intercomm(Comm):
+class Intercomm(BetweenGroups, Comm):
     """A communicator with two groups. Ranks in its calls are ranks of the *other* group."""
 
     __slots__ = ()

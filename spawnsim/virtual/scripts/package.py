@@ -26,9 +26,10 @@ from spawnsim.comm.constants import ANY_SOURCE
 from spawnsim.comm.status import Status
 from spawnsim.errors import UnsupportedError
 from spawnsim.virtual.engine.kernel import current_task, current_world
-from spawnsim.virtual.mpi.communicators import COMM_WORLD
+from spawnsim.virtual.mpi.communicators import COMM_SELF, COMM_WORLD
 from spawnsim.virtual.mpi.module import MPI
 from spawnsim.virtual.mpi.payload import OPTIONS, pickler
+from spawnsim.virtual.mpi.spawning import Launch, spawn
 
 TASK, RESULT = 2**20 + 1, 2**20 + 2  # tags
 PoolTask = tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]
@@ -127,6 +128,10 @@ class Pool:
         while self._running or self._queue:
             self.collect()
 
+    def free(self) -> None:
+        """Free the communicator with spawned workers."""
+        self._comm.Free()
+
     def stop(self) -> None:
         """Stop the workers."""
         self.drain()
@@ -145,6 +150,15 @@ def serve(comm: Any, root: int) -> None:
             comm.send(outcome, root, RESULT)
         except Exception as error:  # noqa: BLE001 - a result that cannot be pickled: report it to the master
             comm.send((False, RuntimeError(f"the result cannot be sent: {error}"), ""), root, RESULT)
+
+
+def serve_parent() -> None:
+    """Execute tasks of the rank that has spawned this one, as a worker of its executor."""
+    parent = MPI.Comm.Get_parent()
+    pool = parent.Merge(high=True)
+    serve(pool, 0)
+    pool.Free()
+    parent.Disconnect()
 
 
 def run_task(task: PoolTask) -> tuple[bool, Any, str]:
@@ -241,22 +255,31 @@ class ThreadPoolExecutor(_Mapping, base.ThreadPoolExecutor):
 
 
 class MPIPoolExecutor(Executor):
-    """An executor over all other ranks, for a program that rank 0 alone runs."""
+    """An executor over ranks that it spawns; or over all other ranks, for a program that rank 0 alone runs."""
 
     Future = Future
 
     def __init__(
         self, max_workers: int | None = None, initializer: Any = None, initargs: tuple[Any, ...] = (), **kwargs: Any
     ) -> None:  # fmt: skip
-        pool = None if current_task() is None else COMM_WORLD._rank.attachments.get("futures")
+        pool, self._workers = COMM_WORLD._rank.attachments.get("futures"), None
         if pool is None:
-            raise UnsupportedError(
-                "MPIPoolExecutor starts processes, but all virtual ranks start together: run the program with "
-                "--set futures=true (as `python -m mpi4py.futures` does: rank 0 runs it, the others work), or use "
-                "MPICommExecutor"
-            )
+            count = max_workers or int(os.environ.get("MPI4PY_FUTURES_MAX_WORKERS") or 1)
+            self._workers = spawn(COMM_SELF, "MPIPoolExecutor", (Launch(count),), 0)
+            pool = Pool(self._workers.Merge(), 0)
+            COMM_WORLD._rank.attachments.setdefault("pools", []).append(self)
         super().__init__(pool)
         pool.begin(initializer, tuple(initargs))
+
+    def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
+        """Wait for all calls, and end the workers if they were spawned for this executor."""
+        pool = self._pool
+        super().shutdown(wait, cancel_futures=cancel_futures)
+        if pool is not None and self._workers is not None:
+            pool.stop()
+            pool.free()
+            self._workers.Disconnect()
+            COMM_WORLD._rank.attachments["pools"].remove(self)
 
 
 class MPICommExecutor:
@@ -377,26 +400,30 @@ def _value(text: str, usual: Any) -> Any:
     return _TRUTH.get(text.lower(), text.lower())
 
 
+OUTSIDE = Options()  # of code that no rank runs
+
+
 class Rc:
     """`mpi4py.rc`: the options of the calling rank."""
 
-    def __init__(self) -> None:
-        vars(self)["_outside"] = Options()
+    def __init__(self, **options: Any) -> None:
+        self(**options)
 
     def _here(self) -> Any:
-        outside = vars(self)["_outside"]
-        return outside if current_task() is None else current_world().here().attachments.get(OPTIONS, outside)
+        if current_task() is None:
+            return OUTSIDE
+        return current_world().here().attachments.get(OPTIONS, OUTSIDE)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._here(), name)
 
     def __setattr__(self, name: str, value: Any) -> None:
+        if name not in vars(self._here()):
+            raise TypeError(f"mpi4py.rc has no option {name!r}")
         setattr(self._here(), name, value)
 
     def __call__(self, **options: Any) -> None:
         for name, value in options.items():
-            if name not in vars(self._here()):
-                raise TypeError(f"unexpected argument {name!r}")
             setattr(self, name, value)
 
     def __dir__(self) -> list[str]:

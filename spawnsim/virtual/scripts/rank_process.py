@@ -82,6 +82,12 @@ class RankModules:
         """Return the finders that the program has put before all others: they determine how a module is loaded."""
         return list(takewhile(lambda finder: finder not in self._finders, list(sys.meta_path)[1:]))
 
+    def add_folder(self, file: str) -> str:
+        """Make the modules beside a file ranks' own; return their folder."""
+        folder = os.path.dirname(os.path.realpath(file))
+        self._folders.add(folder)
+        return folder
+
     @contextmanager
     def asked(self) -> Iterator[None]:
         """Make imports within the block ask this finder first."""
@@ -193,12 +199,17 @@ class Processes:
         self._hidden: dict[str, ModuleType] = {}
         self._builtins = _builtins()
 
-    def add(self, rank: int, variables: Mapping[str, str]) -> Process:
-        """Add a rank, at the start of its program; `variables` extend the environment that all ranks share."""
+    def add(self, rank: int, variables: Mapping[str, str], argv: Sequence[str] | None = None) -> Process:
+        """Add a rank, at the start of its program; `variables` extend the environment that all ranks share.
+
+        `argv` is the file and the arguments of another program that this one spawns.
+        """
         attributes = self._attributes | {
-            "argv": list(self._attributes["argv"]), "path": list(self._attributes["path"]),
+            "argv": list(argv or self._attributes["argv"]), "path": list(self._attributes["path"]),
             "excepthook": sys.__excepthook__,
         }  # fmt: skip
+        if argv is not None:
+            attributes["path"][0] = self.own.add_folder(argv[0])
         if rank:
             attributes["stdin"] = io.StringIO()  # as under mpiexec: rank 0 reads the terminal
         main = ModuleType("__main__")

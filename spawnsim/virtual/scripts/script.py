@@ -26,11 +26,14 @@ from spawnsim.virtual.engine.world import Rank, Recorder
 from spawnsim.virtual.interpreter import rare_collections
 from spawnsim.virtual.left_open import ResourceLeaks
 from spawnsim.virtual.mpi.communicators import COMM_WORLD
+from spawnsim.virtual.mpi.context import Context
+from spawnsim.virtual.mpi.module import MPI
 from spawnsim.virtual.mpi.payload import OPTIONS, pickler
+from spawnsim.virtual.mpi.spawning import PARENT, SPAWNER, Launch
 from spawnsim.virtual.reproducibility import TORCHS_OWN
 from spawnsim.virtual.scripts.environment import as_mpiexec, as_torchrun, placements
 from spawnsim.virtual.scripts.event_loops import EventLoops
-from spawnsim.virtual.scripts.package import Options, Pool, installed_as_mpi4py, serve
+from spawnsim.virtual.scripts.package import Options, Pool, installed_as_mpi4py, serve, serve_parent
 from spawnsim.virtual.scripts.rank_process import Lines, Processes, RankModules, virtual_time
 from spawnsim.virtual.threads import join_all
 from spawnsim.virtual.torch import CUDA
@@ -95,6 +98,7 @@ class ScriptRun:
                 "compute=counted counts torch's operations only for ranks in threads: give --carrier threads"
             )
         self.code: Any = self._compile()
+        self._spawned: dict[int, Any] = {}  # rank -> its code; None: it serves an executor
         # A training step that is batched with other ranks' steps costs nothing at its call.
         self.cluster = Cluster(
             replace(scenario, compute=0.0, eager=scenario.eager or self.cost.runs),
@@ -136,6 +140,7 @@ class ScriptRun:
         world = self.cluster.world
         world.resource_leaks, world.around_threads = self.resource_leaks, self._around_thread
         world.private = frozenset(self.script.private)
+        world.attachments[SPAWNER] = self._spawn
         if self.script.carrier == "threads":  # as under torchrun: programs that set no seed have equal models
             world.torch_seed = TORCHS_OWN + world.seed
         self.resource_leaks.made(self.cluster.comm_world(0)._context)
@@ -169,6 +174,28 @@ class ScriptRun:
     def _notice(self, sentence: str) -> None:
         if sentence not in self.notices:
             self.notices.append(sentence)
+
+    def _spawn(self, parents: Context, launches: Sequence[Launch]) -> Context:
+        """Start programs on new ranks, at the time of the running task; return the context of both groups."""
+        cluster, world = self.cluster, self.cluster.world
+        ranks = cluster.add_ranks(sum(launch.count for launch in launches))
+        whole, both = Context(world, (ranks,), lasting=True), parents.derive(parents.groups[0], ranks)
+        where = placements(world)
+        programs = [(launch, self._code_of(launch)) for launch in launches for _ in range(launch.count)]
+        for place, (rank, (launch, code)) in enumerate(zip(ranks, programs, strict=True)):
+            self._spawned[rank] = code
+            world.ranks[rank].attachments |= {
+                "OWN": cluster.comm_world(rank, whole)._own, OPTIONS: Options(),
+                PARENT: MPI.Intercomm.enter(both, rank),
+            }  # fmt: skip
+            world.ranks[rank].attachments[PARENT]._own = world.ranks[rank].attachments["OWN"]
+            variables = as_mpiexec(where[rank]._replace(rank=place, size=len(ranks)))
+            self.processes.add(rank, variables, [launch.path, *launch.argv] if launch.path else None)
+            world.crashes.begin(world.ranks[rank], self._program, world.kernel.current.clock)
+        return both
+
+    def _code_of(self, launch: Launch) -> Any:
+        return compiled(Path(launch.path)) if launch.path else None
 
     @contextmanager
     def _surroundings(self) -> Iterator[None]:
@@ -204,6 +231,8 @@ class ScriptRun:
             with self.call_costs.counting():
                 self._execute()
             join_all()
+            for executor in [*rank.attachments.get("pools", ())]:
+                executor.shutdown()
         except SystemExit as leaving:
             self.outcome.statuses[task.rank] = status_of(leaving)
         except GreenletExit:
@@ -229,9 +258,14 @@ class ScriptRun:
             self.script.body(self.cluster.world.here().id)
             return
         main: Any = sys.modules["__main__"]
-        main.__file__, main.__builtins__, main.__cached__ = self.code.co_filename, builtins, None
-        if not self.script.futures:
+        code = self._spawned.get(self.cluster.world.here().id, self.code)
+        main.__file__, main.__builtins__, main.__cached__ = (code or self.code).co_filename, builtins, None
+        if code is None:
+            main.__name__ = "__worker__"
             exec(self.code, main.__dict__)
+            serve_parent()
+        elif code is not self.code or not self.script.futures:
+            exec(code, main.__dict__)
         elif _rank() == 0:
             pool = self.cluster.world.here().attachments["futures"] = Pool(COMM_WORLD, 0)
             try:

@@ -12,7 +12,7 @@ from support.virtual_run import Notes, platform, run
 
 from spawnsim.comm import DOUBLE, MAX, SUM
 from spawnsim.comm.failures import Truncated, Unreadable
-from spawnsim.errors import Deadlock, MismatchError, UnsupportedError, UsageError
+from spawnsim.errors import Deadlock, MismatchError, UsageError
 from spawnsim.scenario import Scenario
 from spawnsim.virtual import simulate
 from spawnsim.virtual.scripts import run_program
@@ -174,15 +174,15 @@ def test_who_holds_a_lock_is_named():
     assert "Lock(target=1) on window on MPI_COMM_WORLD, locked by rank 0 " in text
 
 
-def test_two_groups_have_no_collectives_together():
-    """Collectives of intercommunicators are refused by name, with what to do instead."""
+def test_two_groups_without_a_root():
+    """Where no rank gives MPI.ROOT, the error says who gives what."""
 
     def main(comm):
         half = comm.Split(comm.rank % 2)
         half.Create_intercomm(0, comm, 1 - comm.rank % 2).Bcast(np.zeros(1), root=0)
 
     with pytest.raises(
-        UnsupportedError, match=r"Intercomm.Bcast is not available on virtual ranks: Merge\(\)"
+        UsageError, match=r"rank 0 of the other group has contributed nothing: .* root=MPI.ROOT"
     ):
         run(main, 4)
 
