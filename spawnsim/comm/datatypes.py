@@ -338,6 +338,21 @@ class Datatype(Constructors):
     # MPI's own types
 
     @classmethod
+    def Match_size(cls, typeclass: int, size: int) -> Datatype:
+        """Return the type of Fortran of a class (`TYPECLASS_REAL`, …) and a size in bytes."""
+        found = BY_NAME.get(f"{_TYPECLASSES.get(typeclass, '?')}{size}")
+        if not found:
+            raise CallError(ERR_ARG, f"Match_size({typeclass}, {size}): there is no such type")
+        return found
+
+    @classmethod
+    def Get_value_index(cls, value: Datatype, index: Datatype) -> Datatype:
+        """Return the predefined type of pairs of a value and an `INT`; the null type if there is none."""
+        value.live(), index.live()
+        pairs = (name for name in _PAIRS if index == INT and BY_NAME[name.removesuffix("_INT")] == value)
+        return next((BY_NAME[name] for name in pairs), DATATYPE_NULL)
+
+    @classmethod
     def fromcode(cls, code: str) -> Datatype:
         try:
             return typedict[code]
@@ -443,6 +458,10 @@ F_COMPLEX COMPLEX | F_FLOAT_COMPLEX COMPLEX | F_DOUBLE_COMPLEX DOUBLE_COMPLEX
 """
 _MPI_NAMES: Final = {
     "LONG_LONG": "MPI_LONG_LONG_INT", "C_FLOAT_COMPLEX": "MPI_C_COMPLEX", "INT_INT": "MPI_2INT",
+}  # fmt: skip
+_TYPECLASSES: Final = {
+    c.TYPECLASS_REAL: "REAL", c.TYPECLASS_INTEGER: "INTEGER", c.TYPECLASS_COMPLEX: "COMPLEX",
+    c.TYPECLASS_LOGICAL: "LOGICAL",
 }  # fmt: skip
 _PAIRS: Final = {"SHORT_INT": "h", "INT_INT": "i", "LONG_INT": "l", "FLOAT_INT": "f", "DOUBLE_INT": "d",
                  "LONG_DOUBLE_INT": "g"}  # fmt: skip

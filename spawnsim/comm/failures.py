@@ -237,18 +237,29 @@ class Revoked(errors.Revoked, MPIException):
         return self.message
 
 
+class NotAvailable(UnsupportedError, MPIException):
+    """A call that virtual ranks lack, as MPI's `ERR_UNSUPPORTED_OPERATION`: programs may have another way."""
+
+    def __init__(self, message: str) -> None:
+        self.ob_mpi, self.message = ERR_UNSUPPORTED_OPERATION, message
+        Exception.__init__(self, message)
+
+    def __str__(self) -> str:
+        return self.message
+
+
 class Absent(type):
     """An mpi4py name that virtual ranks lack: a program may mention it, but every use of it is an error."""
 
     advice: str
 
     def __call__(cls, *_: Any, **__: Any) -> NoReturn:
-        raise UnsupportedError(f"{cls.__name__} is not available on virtual ranks: {cls.advice}")
+        raise NotAvailable(f"{cls.__name__} is not available on virtual ranks: {cls.advice}")
 
     def __getattr__(cls, name: str) -> NoReturn:
         if name.startswith("__"):
             raise AttributeError(name)
-        raise UnsupportedError(f"{cls.__name__}.{name} is not available on virtual ranks: {cls.advice}")
+        raise NotAvailable(f"{cls.__name__}.{name} is not available on virtual ranks: {cls.advice}")
 
 
 _PROCESSES = "start all ranks at once with --ranks N, and split COMM_WORLD"
@@ -262,15 +273,15 @@ ABSENT: Final[dict[str, dict[str, str]]] = {
         "Grequest": "send a message to the rank itself, and wait for its receive",
         "Add_error_class Add_error_code Add_error_string Remove_error_class Remove_error_code Remove_error_string":
             "raise your own exception",
-        "Get_abi_version Get_abi_info Get_abi_fortran_info Get_hw_resource_info _sizeof _addressof _handleof "
+        "Get_abi_version Get_abi_info Get_abi_fortran_info _sizeof _addressof _handleof "
         "_datatype_create _datatype_decode": _HANDLES,
     },
-    "Identity": {"fromhandle fromint f2py py2f toint": _HANDLES},
+    "Identity": {"f2py": _HANDLES},
     "Group": {"Create_from_session_pset": "use Get_group() of a communicator"},
     "Status": {"f2py py2f tomemory": _HANDLES},
     "Datatype": {
         "Create_darray": "use Create_subarray, or Create_indexed",
-        "Create_f90_integer Create_f90_real Create_f90_complex Match_size Get_value_index": "name the type",
+        "Create_f90_integer Create_f90_real Create_f90_complex": "name the type",
         "Pack_external Unpack_external Pack_external_size": "convert the array with numpy: array.astype('>f8')",
         "Create_keyval Free_keyval Get_attr Set_attr Delete_attr": "keep a dictionary by datatype",
     },

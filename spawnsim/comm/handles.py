@@ -10,9 +10,11 @@ from __future__ import annotations
 
 import itertools
 import traceback
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from operator import index
 from typing import Any, ClassVar, Final, NoReturn, Self
+from weakref import WeakValueDictionary
 
 from spawnsim.comm.constants import KEYVAL_INVALID, MAX_INFO_KEY, MAX_INFO_VAL
 from spawnsim.comm.failures import (
@@ -56,6 +58,9 @@ def _fitting(value: int, limit: int) -> int:
     return value
 
 
+_numbered: WeakValueDictionary[int, Identity] = WeakValueDictionary()  # by the number that was given out
+
+
 @lacking
 class Identity:
     """An object that can be freed, whose copies (`MPI.Group(group)`) are equal to it: the behaviour, without slots."""
@@ -82,7 +87,39 @@ class Identity:
     @property
     def handle(self) -> int:
         """A number that is the same for equal objects; 0 for a null one. No C library knows it."""
+        number = self._number()
+        if number:
+            _numbered[number] = self
+        return number
+
+    def _number(self) -> int:
         return 0 if self._identity is None else id(self._identity)
+
+    def toint(self) -> int:
+        return self.handle
+
+    def py2f(self) -> int:
+        """Return -1, as mpi4py does without Fortran; a warning says so."""
+        warnings.warn(
+            "py2f() is -1: no library of Fortran can use virtual ranks", RuntimeWarning, stacklevel=2
+        )
+        return -1
+
+    @classmethod
+    def fromhandle(cls, handle: int) -> Any:
+        """Return the object of a number that `handle` or `toint` has given."""
+        found: Any = _numbered.get(handle)
+        if found is None and handle == 0:
+            return cls()
+        if not isinstance(found, cls) and not issubclass(cls, type(found)):
+            raise CallError(
+                ERR_ARG, f"{cls.__name__}.fromhandle({handle}): no {cls.__name__} has this number"
+            )
+        return type(found)(found)
+
+    @classmethod
+    def fromint(cls, arg: int) -> Any:
+        return cls.fromhandle(arg)
 
     def free(self) -> None:
         """Free the object unless it is predefined or freed already."""
@@ -149,6 +186,8 @@ class Attributes(Identity):
     _attributes: dict[int, Any]
 
     def Get_attr(self, keyval: int) -> int | Any | None:
+        if keyval == KEYVAL_INVALID:
+            raise CallError(ERR_KEYVAL, "KEYVAL_INVALID names no attribute")
         return self._attributes.get(keyval)
 
     def Set_attr(self, keyval: int, attrval: Any) -> None:
@@ -287,7 +326,9 @@ class Info(Handle):
         return cls.Create()
 
     def __reduce__(self) -> str | tuple[Any, ...]:
-        return (type(self).Create, (self.items(),)) if self else reduced(self, globals(), "INFO_NULL")
+        if self._identity in (None, INFO_ENV._identity):
+            return reduced(self, globals(), "INFO_ENV" if self else "INFO_NULL")
+        return type(self).Create, (self.items(),)
 
     def Free(self) -> None:
         self._live()
@@ -367,6 +408,8 @@ class Info(Handle):
         return list(self._items.items())
 
     def update(self, items: Info | Mapping[str, str] | Iterable[tuple[str, str]] = (), **kwds: str) -> None:
+        if not self:
+            raise KeyError("the info object is null")
         pairs = items.items() if isinstance(items, (Info, Mapping)) else items
         for key, value in [*pairs, *kwds.items()]:
             self.Set(key, value)
@@ -433,6 +476,8 @@ class Named(Attributes):
 
     def Set_errhandler(self, errhandler: Errhandler) -> None:
         self._exist()
+        if not errhandler:
+            raise CallError(ERR_ARG, "Set_errhandler(ERRHANDLER_NULL): give ERRORS_RETURN, or another one")
         self._errhandler = errhandler  # type: ignore[misc]  # a slot of the subclass
 
     def Call_errhandler(self, errorcode: int) -> None:

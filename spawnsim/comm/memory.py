@@ -11,6 +11,7 @@ from __future__ import annotations
 import ctypes
 import math
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Final, Self
 
 import numpy as np
@@ -70,10 +71,22 @@ class Borrowed:
     owner: Any
 
 
+def gpu_in_use() -> bool:
+    """Return whether a GPU's driver is loaded: without one, memory that claims to be on a GPU is the host's.
+
+    Simulators of GPUs have such memory.
+    """
+    try:
+        loaded = Path("/proc/self/maps").read_bytes()
+    except OSError:
+        return True
+    return any(driver in loaded for driver in (b"libcuda.so", b"libamdhip64.so"))
+
+
 def borrow(obj: Any, bf16: np.dtype[Any]) -> Borrowed:
     """Return the memory of an object with `__dlpack__`. Raises `SpecBufferError` for memory that cannot serve."""
     kind = int(obj.__dlpack_device__()[0])
-    if kind not in DL_HOST:
+    if kind not in DL_HOST and gpu_in_use():
         raise SpecBufferError(f"the memory is on a device of DLPack's kind {kind}: copy it to the host")
     # The host's memory needs no stream, and old exporters refuse the argument.
     wishes = {} if kind == DL_CPU else {"stream": EVERY_STREAM}
@@ -234,9 +247,11 @@ class buffer(np.ndarray[Any, np.dtype[np.uint8]]):  # noqa: N801  # mpi4py's nam
 class _Foreign:
     """Memory of another library, in the form in which numpy takes it; keeps its owner alive."""
 
-    def __init__(self, owner: Any, address: int, nbytes: int, readonly: bool = False) -> None:
+    def __init__(
+        self, owner: Any, address: int, nbytes: int, readonly: bool = False, interface: Any = None
+    ) -> None:
         self.owner = owner
-        self.__array_interface__ = {
+        self.__array_interface__ = interface or {
             "version": 3, "shape": (nbytes,), "typestr": "|u1", "data": (address, readonly), "strides": None,
         }  # fmt: skip
 
@@ -293,6 +308,8 @@ def flat(obj: Any) -> NDArray[Any]:
         # The buffer protocol before DLPack: it tells read-only memory, which DLPack before version 1.0 cannot.
         return _flatten(np.asarray(memoryview(obj)))
     except TypeError:
+        if hasattr(obj, "__cuda_array_interface__"):
+            return _of_gpu(obj)
         if not hasattr(obj, "__dlpack__"):
             raise SpecTypeError(
                 f"{type(obj).__name__} is not a buffer: pass an array, a tensor or bytes"
@@ -300,6 +317,17 @@ def flat(obj: Any) -> NDArray[Any]:
         return _dlpack(obj)
     except ValueError:
         return _flatten(np.asarray(memoryview(obj).cast("B")))
+
+
+def _of_gpu(obj: Any) -> NDArray[Any]:
+    if gpu_in_use():
+        raise SpecBufferError(f"the memory of {type(obj).__name__} is on a GPU: copy it to the host")
+    told = obj.__cuda_array_interface__
+    if told.get("mask") is not None or not (told["shape"] and told["typestr"]):
+        raise SpecBufferError(
+            f"the memory of {type(obj).__name__} has a mask, or no shape: pass a plain array"
+        )
+    return _flatten(np.asarray(_Foreign(obj, told["data"][0], 0, interface={**told, "version": 3})))
 
 
 def _unbounded(given: buffer) -> Unbounded:
@@ -372,4 +400,5 @@ def address(obj: Any) -> int:
     """Return where an object's memory starts (`MPI.Get_address`); an `int` is an address already."""
     if isinstance(obj, int) or obj is None:
         return int(obj or 0)
-    return int(flat(obj).ctypes.data)
+    memory = flat(obj)
+    return int(memory.ctypes.data) if memory.nbytes else 0  # numpy gives an empty array some address

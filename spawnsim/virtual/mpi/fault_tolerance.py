@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from spawnsim.comm.buffers import as_buffer
-from spawnsim.comm.failures import Revoked
+from spawnsim.comm.failures import ERR_COUNT, ArgumentError, Revoked
 from spawnsim.comm.objects import DIED, ENDED, SILENT
 from spawnsim.comm.protocols import Recovery
 from spawnsim.errors import Timeout
@@ -372,6 +372,8 @@ def agree(comm: Member, flag: int) -> int:
 def start_agree(comm: Member, flag: Any) -> Request:
     """Start `agree` on a buffer of one integer, which receives the result."""
     own = as_buffer(flag, writable=True)
+    if own.nbytes != 4:
+        raise ArgumentError(ERR_COUNT, f"Iagree: a buffer of {own.nbytes} bytes: give one integer of 4 bytes")
     agreement = _agreement(comm, _all_flags)
     completion = agreement.join(comm._rank.id, int(own.pack()[0]))
 

@@ -202,6 +202,11 @@ def Get_processor_name() -> str:
     return f"node{int(place[0])}"
 
 
+def Get_hw_resource_info() -> Info:
+    """Return the resources that a program may name: none."""
+    return Info.Create()
+
+
 def Get_version() -> tuple[int, int]:
     """Return the version of the MPI standard."""
     return constants.VERSION, constants.SUBVERSION

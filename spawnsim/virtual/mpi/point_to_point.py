@@ -8,12 +8,13 @@ MPI.
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Callable
 from typing import Any, Self
 
 from spawnsim.comm.constants import ANY_SOURCE, ANY_TAG, BSEND_OVERHEAD, BUFFER_AUTOMATIC, PROC_NULL
 from spawnsim.comm.failures import ERR_BUFFER, ERR_REQUEST, CallError, SpecBufferError
-from spawnsim.comm.handles import INFO_NULL, Handle, Info, integer, same_kind
+from spawnsim.comm.handles import INFO_NULL, Handle, Info, integer, reduced, same_kind
 from spawnsim.comm.memory import flat
 from spawnsim.comm.status import Status
 from spawnsim.virtual.engine.completion import Completion
@@ -66,6 +67,8 @@ class PointToPoint(Member):
         self, buf: Any = None, source: int = ANY_SOURCE, tag: int = ANY_TAG, status: Status | None = None
     ) -> Any:
         """Receive an object. `buf` is optional; in an unmodified program it limits the object, as in mpi4py."""
+        if buf is not None and OPTIONS in self._rank.attachments:
+            warnings.warn("recv needs no buffer: leave out buf", UserWarning, stacklevel=2)  # as mpi4py
         # A type check instead of a conversion of each: almost all calls pass plain ints, and `integer` costs more than
         # the rest of a fast receive.
         if type(source) is not int or type(tag) is not int:
@@ -443,6 +446,11 @@ class Message(Handle):
         self = cls.__new__(cls)
         self._identity = NOBODY
         return self
+
+    def __reduce__(self) -> str | tuple[Any, ...]:
+        if self._identity not in (None, NOBODY):
+            raise ValueError("cannot pickle a message: it means something on its own rank only")
+        return reduced(self, globals(), "MESSAGE_NO_PROC" if self else "MESSAGE_NULL")
 
     @classmethod
     def Probe(
