@@ -112,8 +112,12 @@ class Recorders:
             name: ranks for name, ranks in members(recorders).items() if name
         }  # gloo's has no name
         self._at: dict[tuple[str, int], dict[int, Call]] = defaultdict(dict)
+        self._last: dict[str, dict[int, int]] = defaultdict(dict)
         for call in (call for each in self.calls.values() for call in each if _peer(call) is None):
             self._at[call.group[0], call.number][call.rank] = call
+            self._last[call.group[0]][call.rank] = max(
+                call.number, self._last[call.group[0]].get(call.rank, 0)
+            )
             if "default_pg" in call.group or call.group[0] == "0":
                 self._members.setdefault(call.group[0], range(world))
 
@@ -126,14 +130,12 @@ class Recorders:
         members = self._members.get(call.group[0], [])
         if (peer := _peer(call)) is not None:
             return [members[peer] if peer < len(members) else peer]
-        here = self._at[call.group[0], call.number]
-        arrived = [rank for rank, other in here.items() if other.signature == call.signature]
+        here, last = self._at[call.group[0], call.number], self._last[call.group[0]]
         # A recorder keeps the last calls only: a rank that has made a later one has made this one, too.
-        passed = [
-            rank for rank, each in self.calls.items()
-            if rank not in here and any(it.group[0] == call.group[0] and it.number > call.number for it in each)
+        return [
+            rank for rank in members
+            if (here[rank].signature != call.signature if rank in here else last.get(rank, -1) < call.number)
         ]  # fmt: skip
-        return [rank for rank in members if rank not in arrived and rank not in passed]
 
     def knows(self, call: Call) -> bool:
         """Whether the ranks of a call's group are known."""

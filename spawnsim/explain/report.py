@@ -40,9 +40,10 @@ def explain(paths: Iterable[Path | str]) -> str:
     missing = [rank for rank in range(world) if rank not in dumps]
     reason = reason or _absent(places, waiting, missing)
     rows = [place.row for place in places.values()]
+    first = cycle or [rank for rank, _ in _lacking(waiting).most_common(3)]
     lines = [
         f"hang: {len(waiting)} of {world} ranks {'waits' if len(waiting) == 1 else 'wait'}; {reason}",
-        table(rows, cycle, time="since" if any(row.since for row in rows) else ""),
+        table(rows, first, time="since" if any(row.since for row in rows) else ""),
         *_notes(places, missing, recorders),
     ]
     return "\n".join(lines)
@@ -93,13 +94,18 @@ def _different(stacks: Mapping[int, Standing], places: Mapping[int, _Place]) -> 
     )
 
 
+def _lacking(waiting: Mapping[int, Sequence[int]]) -> Counter[int]:
+    """Return how many ranks wait for each rank that waits for none."""
+    return Counter(peer for peers in waiting.values() for peer in peers if peer not in waiting)
+
+
 def _absent(
     places: Mapping[int, _Place], waiting: Mapping[int, Sequence[int]], missing: Sequence[int]
 ) -> str:
     """Return for which rank others wait, when the waits form no cycle."""
     if not waiting:
         return "each has finished its calls, or stands outside of communication"
-    lacking = Counter(peer for peers in waiting.values() for peer in peers if peer not in waiting)
+    lacking = _lacking(waiting)
     if not lacking:
         unknown = any(places[rank].waits is None for rank in waiting)
         return "the dumps do not show for whom" if unknown else (

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import importlib.util
 import re
 import sys
 from collections.abc import Iterator, Sequence
@@ -11,7 +12,7 @@ from functools import cache
 from pathlib import Path
 
 from spawnsim.explain.reading import Frame
-from spawnsim.waits import is_program, line
+from spawnsim.waits import is_installed, is_program, line
 
 # py-spy shortens the names of files to those below a folder of sys.path.
 LIBRARIES = {"torch", "mpi4py", "numpy", "horovod", "deepspeed", "accelerate", "lightning", "pytorch_lightning",
@@ -59,12 +60,16 @@ class Standing:
         return self.collective or MESSAGE.fullmatch(self.name) is not None or self.name in WAITS
 
 
+@cache
 def own_file(file: str) -> bool:
     """Whether a file of a dump belongs to a program, on this machine or another."""
     first = file.partition("/")[0].removesuffix(".py")
-    return (
-        is_program(file) and not re.search(r"/lib/python3\.\d+/|\.so[.\d]*$", file) and first not in LIBRARIES
-    )
+    if not is_program(file) or re.search(r"/lib/python3\.\d+/|\.so[.\d]*$", file) or first in LIBRARIES:
+        return False
+    if not first.isidentifier() or first == "__main__":
+        return True
+    spec = importlib.util.find_spec(first)  # a package that is installed here, too
+    return spec is None or not is_installed(spec.origin or "")
 
 
 def standing(stack: Sequence[Frame]) -> Standing:

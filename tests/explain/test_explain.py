@@ -19,6 +19,7 @@ import pytest
 from spawnsim.cli import main
 from spawnsim.errors import ParameterError
 from spawnsim.explain import explain
+from spawnsim.explain.stacks import own_file
 from spawnsim.waits import Row, ring, table
 from tests.support.pages import blocks, check_printed
 
@@ -116,6 +117,20 @@ def test_faulthandler_and_the_programs_text(monkeypatch: pytest.MonkeyPatch) -> 
     said = explain([DUMPS / "fault"])
     assert "comm.Send(np.ones(1 << 20), dest=other)  exchange.py:12" in said
     assert "For whom they wait is not in the stacks" in said
+
+
+@pytest.mark.parametrize(
+    ("file", "own"),
+    [
+        ("train.py", True), ("__main__.py", True), ("models/net.py", True), ("/home/user/job/train.py", True), ("threading.py", False),
+        ("torch/nn/functional.py", False), ("simpy/core.py", False), ("importlib/__init__.py", False),
+        ("/opt/python/lib/python3.12/json/decoder.py", False), ("libmpi.so.12", False),
+        ("<frozen importlib._bootstrap>", False), ("/v/site-packages/deepspeed/runtime/engine.py", False),
+    ],
+)  # fmt: skip
+def test_files_of_programs(file: str, own: bool) -> None:
+    """On another machine, and as py-spy shortens them."""
+    assert own_file(file) is own
 
 
 def test_py_spys_json(tmp_path: Path) -> None:
