@@ -122,10 +122,11 @@ def test_faulthandler_and_the_programs_text(monkeypatch: pytest.MonkeyPatch) -> 
 @pytest.mark.parametrize(
     ("file", "own"),
     [
-        ("train.py", True), ("__main__.py", True), ("models/net.py", True), ("/home/user/job/train.py", True), ("threading.py", False),
-        ("torch/nn/functional.py", False), ("simpy/core.py", False), ("importlib/__init__.py", False),
-        ("/opt/python/lib/python3.12/json/decoder.py", False), ("libmpi.so.12", False),
-        ("<frozen importlib._bootstrap>", False), ("/v/site-packages/deepspeed/runtime/engine.py", False),
+        ("train.py", True), ("__main__.py", True), ("models/net.py", True), ("/home/user/job/train.py", True),
+        ("threading.py", False), ("torch/nn/functional.py", False), ("simpy/core.py", False),
+        ("importlib/__init__.py", False), ("/opt/python/lib/python3.12/json/decoder.py", False),
+        ("libmpi.so.12", False), ("<frozen importlib._bootstrap>", False),
+        ("/v/site-packages/deepspeed/runtime/engine.py", False),
     ],
 )  # fmt: skip
 def test_files_of_programs(file: str, own: bool) -> None:
