@@ -84,8 +84,9 @@ class Message:
     # Slots, all assigned: Python reads a class default four times slower than a slot.
     __slots__ = (
         "arrival_s", "drain_s", "dtype", "envelope_s", "nbytes", "number", "origin", "payload", "queued", "receive",
-        "receive_s", "sender", "sequence", "source", "tag",
+        "receive_s", "sender", "sequence", "source", "stamp", "tag",
     )  # fmt: skip
+    stamp: Any  # of the send, from `causality`: set only in runs that order events
     # Rank, call and time of the send: set only in traced runs.
     origin: tuple[int, int, float] | None
 
