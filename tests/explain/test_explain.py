@@ -1,6 +1,7 @@
 """Real hangs are explained: `dumps` has what four processes left, with gloo and with MPICH; a missing rank is reported.
 
 * recorder, stacks: the program of docs/howto/hang.md with gloo, by torch 2.13's flight recorder, and by py-spy 0.4.
+* ddp: a rank with fewer batches, with gloo, by `py-spy dump --native --locals`.
 * mpi, fault: exchange.py under mpiexec, by `py-spy dump --native --locals`, and by faulthandler.
 
 Dumps of NCCL are made here, in the documented format.
@@ -85,6 +86,13 @@ def test_stacks_alone_show_different_collectives() -> None:
         "hang: 4 of 4 ranks wait; rank 2 is in barrier at train.py:13 (in distributed_c10d.py:5356)"
     )
     assert "where ranks 0, 1, 3 are in all_reduce at train.py:12" in said
+
+
+def test_a_rank_with_fewer_batches_of_ddp() -> None:
+    """Others wait in C++, within backward()."""
+    said = explain([DUMPS / "ddp"])
+    assert "rank 2 is in all_gather_object at ddp.py:12" in said
+    assert "where ranks 0, 1, 3 are in backward at ddp.py:10" in said
 
 
 def test_a_recorder_in_json_takes_its_lines_from_stacks(tmp_path: Path) -> None:
