@@ -163,9 +163,14 @@ def test_errors_of_the_main_program(script: Callable[..., Any]) -> None:
 
 def test_a_script_without_processes_needs_a_number_of_ranks(script: Callable[..., Any]) -> None:
     """Also one whose main takes a communicator."""
-    with pytest.raises(TypeError, match="how many ranks"):
+    with pytest.raises(TypeError, match="number of ranks"):
         script("import torch.distributed")
-    with pytest.raises(TypeError, match="how many ranks"):
+    run = script("import multiprocessing")
+    assert any("give --ranks N" in sentence for sentence in run.what["warnings"])
+    with pytest.raises(ProgramError) as caught:
+        script("import multiprocessing, os; os.environ['RANK_']")
+    assert "give --ranks N" in caught.value.__notes__[0]
+    with pytest.raises(TypeError, match="number of ranks"):
         script("import multiprocessing\ndef main(comm): ...")
 
 

@@ -464,3 +464,24 @@ def _registers(rank: int, found: Any, order: Any, state: Any) -> None:
     found["begin"].append(rank)
     order.append(rank)
     state.total += rank
+
+
+def test_a_pool_of_the_main_program_is_real(session: Session) -> None:
+    """Its workers are processes of the operating system, whatever the start method."""
+    with multiprocessing.get_context("spawn").Pool(1) as pool:
+        assert pool.map(abs, [-1, -2]) == [1, 2]
+    assert not session.totals
+
+
+def _waits(rank: int, event: Any) -> None:
+    event.wait()
+
+
+def test_waits_for_nobody_are_no_cycle() -> None:
+    """All ranks wait for the main program, which waits for them."""
+    with (
+        pytest.raises(Deadlock, match=r"2 of 2 ranks wait.*\n.*\n.*Event.wait\(\)") as caught,
+        processes_as_ranks(),
+    ):
+        mp.spawn(_waits, args=(mp.Event(),), nprocs=2)
+    assert "cycle" not in str(caught.value)

@@ -54,6 +54,10 @@ from spawnsim.virtual.torch.devices import OF_MAIN, Devices
 from spawnsim.virtual.torch.entry import cuda_as_cpu, needs_gpu
 
 mp: Any = multiprocessing
+NONE_STARTED = (
+    "the main program has started no process that is a rank (pools remain real processes); if each rank runs the "
+    "program, as under torchrun, give --ranks N"
+)
 POPENS = {
     "fork": multiprocessing.popen_fork, "spawn": multiprocessing.popen_spawn_posix,
     "forkserver": multiprocessing.popen_forkserver,
@@ -87,10 +91,27 @@ def _starting(original: Any, method: str) -> Callable[[Any], Any]:
         module = getattr(target, "__module__", None) or getattr(type(target), "__module__", None)
         own = getattr(getattr(target, "__func__", None), "__module__", module)
         if _of_a_library(own):
-            return original(process)
+            with _originals():
+                return original(process)
         return active().start(process, "fork" if method == "fork" else "spawn")
 
     return start
+
+
+ORIGINALS: list[tuple[Any, str, Any]] = []  # classes that are replaced: module, name, class
+
+
+@contextmanager
+def _originals() -> Iterator[None]:
+    """Put the replaced classes back while the block starts a real process: pickle finds them by their names."""
+    now = [(module, name, getattr(module, name)) for module, name, _ in ORIGINALS]
+    try:
+        for module, name, original in ORIGINALS:
+            setattr(module, name, original)
+        yield
+    finally:
+        for module, name, replaced in now:
+            setattr(module, name, replaced)
 
 
 def _made(original: Any, virtual: type) -> type:
@@ -177,10 +198,12 @@ def _identifying(original: Callable[[], int], of: Callable[[Started], int]) -> C
 def _install(put: Put) -> None:
     for method, module in POPENS.items():
         put(module, "Popen", _starting(vars(module)["Popen"], method))
-    for name, virtual in process_objects.IN_QUEUES.items():
-        put(mp.queues, name, _made(getattr(mp.queues, name), virtual))
-    for name, virtual in process_objects.IN_SYNCHRONIZE.items():
-        put(mp.synchronize, name, _made(getattr(mp.synchronize, name), virtual))
+    ORIGINALS.clear()
+    replaced = {mp.queues: process_objects.IN_QUEUES, mp.synchronize: process_objects.IN_SYNCHRONIZE}
+    for module, kinds in replaced.items():
+        for name, virtual in kinds.items():
+            ORIGINALS.append((module, name, getattr(module, name)))
+            put(module, name, _made(getattr(module, name), virtual))
     put(mp.managers, "SyncManager", Manager)
     put(mp.connection, "Pipe", _piping(mp.connection.Pipe))
     put(mp.connection, "wait", _waiting(mp.connection.wait))
@@ -205,9 +228,10 @@ _installed, _torch_installed = Patches(_install).in_place, Patches(_install_torc
 @contextmanager
 def _clocks(session: Session, which: str) -> Iterator[None]:
     """Let the main program's `time.sleep` take virtual time, and with "all" its clocks show it."""
+    getpid, here = os.getpid, os.getpid()  # real processes, as of a pool, keep the real clocks
 
     def is_main() -> bool:
-        return getcurrent() is session.main and not session.starting
+        return getcurrent() is session.main and not session.starting and getpid() == here
 
     def sleeping(original: Callable[[float], None]) -> Callable[[float], None]:
         return lambda seconds: session.sleep(seconds) if is_main() else original(seconds)
@@ -309,7 +333,7 @@ def run_main(
             raise
     totals = _sum(session.totals)
     if warn is not None:
-        warn.extend(session.warnings)
+        warn.extend([*session.warnings, *([] if session.most_ranks else [NONE_STARTED])])
     if status:
         error = ProgramError(f"the main program ended with exit status {status} at {session.now_s:.6g} s")
         error.__dict__ |= {"totals": totals, "status": status}
@@ -342,10 +366,13 @@ def _execute(session: Session) -> int:
     except SpawnsimError:
         raise
     except Exception as error:
-        raise ProgramError(
+        raised = ProgramError(
             f"the main program raised {type(error).__name__}{did_you_mean(error)} at {session.now_s:.6g} s"
             + ("; give --cuda-as-cpu to run it on CPU tensors" if needs_gpu(error) else "")
-        ) from error
+        )
+        if not session.most_ranks:
+            raised.add_note(f"warning: {NONE_STARTED}")
+        raise raised from error
     return 0
 
 

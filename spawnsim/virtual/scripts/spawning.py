@@ -110,18 +110,17 @@ def entered(session: Session) -> Iterator[None]:
 class WaitingForProcess(Unbroken):
     """A rank that waits for an object that processes share."""
 
-    __slots__ = ("_what", "_world")
+    __slots__ = ("_what",)
 
-    def __init__(self, world: Any, what: str) -> None:
-        self._world, self._what = world, what
+    def __init__(self, what: str) -> None:
+        self._what = what
 
     def describe(self) -> str:
         return f"{self._what} of multiprocessing"
 
-    def peers(self) -> list[int]:
-        """Return the ranks that could end the wait; the main program could, too."""
-        here = getattr(self._world.kernel.current, "rank", -1)
-        return [rank.id for rank in self._world.ranks if rank.id != here]
+    def peers(self) -> tuple[int, ...]:
+        """Return (): any rank might end the wait, and so might the main program."""
+        return ()
 
     def missing(self, by_s: float = math.inf) -> tuple[int, ...]:
         """Return (): any rank might end the wait."""
@@ -307,7 +306,7 @@ class Session:
             try:
                 limit = nullcontext() if timeout is None else limited(task, end_s - task.clock, explicit=True)
                 with limit:
-                    await_one(world, entry[1], WaitingForProcess(world, what))
+                    await_one(world, entry[1], WaitingForProcess(what))
             except Timeout:
                 if timeout is None:
                     raise
