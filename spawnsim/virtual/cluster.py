@@ -169,8 +169,7 @@ class Cluster:
         LivelockWatchdog(kernel, self._under_way, self._livelock)
         self._whole = Context(self.world, (tuple(range(scenario.ranks)),))
         self.world.contexts += scenario.ranks  # each rank's COMM_SELF: see `communicators.held`
-        self.world.predefined = self.world.contexts
-        self._model = model
+        self.world.predefined, self._model = self.world.contexts, model
         self._services = [
             RankServices(self.world, rank, model.open(scenario.seed, rank.id)) for rank in ranks
         ]

@@ -102,7 +102,7 @@ class Intracomm(Comm):
         root: int = 0, errcodes: list[int] | None = None,
     ) -> Any:  # fmt: skip
         """Start a Python program on new ranks; return the intercommunicator with them. Collective."""
-        return spawn_one(self, command, args, maxprocs, root, errcodes)
+        return spawn_one(self, (command, args, maxprocs), root, errcodes)
 
     def Spawn_multiple(
         self, command: Sequence[Any], args: Any = None, maxprocs: Any = None, info: Any = INFO_NULL, root: int = 0,

@@ -16,10 +16,21 @@ from typing import Any, NoReturn, Self
 import numpy as np
 
 from spawnsim.comm import constants as c
-from spawnsim.comm import failures
 from spawnsim.comm.buffers import as_buffer
 from spawnsim.comm.datatypes import BYTE, Datatype
-from spawnsim.comm.failures import ERR_AMODE, ERR_ARG, ERR_FILE, ERR_NOT_SAME, CallError
+from spawnsim.comm.failures import (
+    ERR_ACCESS,
+    ERR_AMODE,
+    ERR_ARG,
+    ERR_COMM,
+    ERR_FILE,
+    ERR_IO,
+    ERR_NOT_SAME,
+    ERR_OTHER,
+    ERR_READ_ONLY,
+    ERR_UNSUPPORTED_OPERATION,
+    CallError,
+)  # fmt: skip
 from spawnsim.comm.group import Group
 from spawnsim.comm.handles import AINT, ERRORS_RETURN, INFO_NULL, Errhandler, Info, Named, integer, same_kind
 from spawnsim.comm.memory import as_bytes
@@ -174,9 +185,7 @@ class File(Named):
         """Open a file on all ranks of a communicator; collective."""
         comm._need()
         if not isinstance(comm, Intracomm):
-            raise CallError(
-                failures.ERR_COMM, "File.Open: a file belongs to one group: Merge() the two groups"
-            )
+            raise CallError(ERR_COMM, "File.Open: a file belongs to one group: Merge() the two groups")
         make = lambda parts: (_opened(parts), comm._context.derive(comm._members, inner=True))  # noqa: E731
         state, context = _agreed(comm, "File.Open", (_path(filename), integer(amode)), make)
         self = cls()
@@ -322,7 +331,7 @@ class File(Named):
 
     # -- access --------------------------------------------------------------------------------------------------
 
-    def _begin(self, name: str, buf: Any, where: Any) -> Request:
+    def _begin(self, name: str, where: Any, buf: Any) -> Request:
         """Start an access, and a collective one with all ranks; return its request."""
         self._exist()
         lower = name.lower()
@@ -330,18 +339,12 @@ class File(Named):
         buffer: Any = as_buffer(buf, writable=not writes)
         world, state, unit = self._comm._world, self._state, self._view.unit
         if state.amode & (c.MODE_RDONLY if writes else c.MODE_WRONLY):
-            code = failures.ERR_READ_ONLY if writes else failures.ERR_ACCESS
-            raise CallError(
-                code, f"{name}: {state.path} is open for {'reading' if writes else 'writing'} only"
-            )
+            code, only = (ERR_READ_ONLY, "reading") if writes else (ERR_ACCESS, "writing")
+            raise CallError(code, f"{name}: {state.path} is open for {only} only")
         if state.amode & c.MODE_SEQUENTIAL and where is not SHARED:
-            raise CallError(
-                failures.ERR_UNSUPPORTED_OPERATION, f"{name}: MODE_SEQUENTIAL has the shared pointer only"
-            )
+            raise CallError(ERR_UNSUPPORTED_OPERATION, f"{name}: MODE_SEQUENTIAL has the shared pointer only")
         if buffer.nbytes % unit:
-            raise CallError(
-                failures.ERR_IO, f"{name}: {buffer.nbytes} bytes are no whole elements of {unit} bytes"
-            )
+            raise CallError(ERR_IO, f"{name}: {buffer.nbytes} bytes are no whole elements of {unit} bytes")
         count = buffer.nbytes // unit
         if where is SHARED and together:
             places = self._comm._agree(name, count, state.advance)
@@ -384,30 +387,28 @@ class File(Named):
     # The four kinds of methods: blocking, non-blocking, and the two halves of a split collective.
 
     def _access(self, name: str, where: Any, buf: Any, status: Status | None) -> None:
-        self._begin(name, buf, where).Wait(status)
+        self._begin(name, where, buf).Wait(status)
 
-    def _start(self, name: str, where: Any, buf: Any, _: Status | None) -> Request:
-        return self._begin(name, buf, where)
-
-    def _begin_split(self, name: str, where: Any, buf: Any, _: Status | None) -> None:
+    def _begin_split(self, name: str, where: Any, buf: Any) -> None:
         self._exist()
         if self._split is not None:
-            began = self._split[0]
-            raise CallError(
-                failures.ERR_OTHER, f"{name}_begin before {began}_end: one split access at a time"
-            )
-        self._split = name, self._begin(name, buf, where)
+            raise CallError(ERR_OTHER, f"{name}_begin before {self._split[0]}_end: one at a time")
+        self._split = name, self._begin(name, where, buf)
 
     def _end_split(self, name: str, _where: Any, _buf: Any, status: Status | None) -> None:
         self._exist()
         if self._split is None or self._split[0] != name:
-            raise CallError(failures.ERR_OTHER, f"{name}_end without {name}_begin")
+            raise CallError(ERR_OTHER, f"{name}_end without {name}_begin")
         request, self._split = self._split[1], None
         request.Wait(status)
 
 
-def _method(name: str, run: Callable[..., Any], pointer: str | None) -> Callable[..., Any]:
-    """Return a method of `File`, which takes an offset unless it uses a pointer."""
+def _method(name: str, run: Callable[..., Any], pointer: str | None, *, status: bool = False) -> Any:
+    """Return a method of `File`, which takes an offset unless it uses a pointer, and perhaps a status."""
+    if not status:
+        if pointer is None:
+            return lambda self, offset, buf: run(self, name, offset, buf)
+        return lambda self, buf: run(self, name, pointer, buf)
     if pointer is None:
         return lambda self, offset, buf, status=None: run(self, name, offset, buf, status)
     return lambda self, buf, status=None: run(self, name, pointer, buf, status)
@@ -417,12 +418,12 @@ def _add_accesses() -> None:
     pointers = {"_at": None, "_at_all": None, "": OWN, "_all": OWN, "_shared": SHARED, "_ordered": SHARED}
     for (form, pointer), kind in product(pointers.items(), ("Read", "Write")):
         name = kind + form
-        setattr(File, name, _method(name, File._access, pointer))
+        setattr(File, name, _method(name, File._access, pointer, status=True))
         if form != "_ordered":
-            setattr(File, f"I{name.lower()}", _method(name, File._start, pointer))
+            setattr(File, f"I{name.lower()}", _method(name, File._begin, pointer))
         if form in ("_at_all", "_all", "_ordered"):
             setattr(File, f"{name}_begin", _method(name, File._begin_split, pointer))
-            setattr(File, f"{name}_end", _method(name, File._end_split, OWN))
+            setattr(File, f"{name}_end", _method(name, File._end_split, OWN, status=True))
 
 
 _add_accesses()

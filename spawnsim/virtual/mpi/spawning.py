@@ -48,12 +48,11 @@ def spawn(comm: Any, name: str, launches: tuple[Launch, ...] | CallError | None,
     return comm._entered(found, KINDS["Intercomm"])
 
 
-def spawn_one(
-    comm: Any, command: Any, args: Any, maxprocs: int, root: int, errcodes: list[int] | None
-) -> Any:
+def spawn_one(comm: Any, given: tuple[Any, Any, int], root: int, errcodes: list[int] | None) -> Any:
     """`Spawn`: one program on `maxprocs` ranks."""
-    root, maxprocs = integer(root), integer(maxprocs)
-    made = spawn(comm, "Spawn", _launches([(command, args, maxprocs)]) if comm._me == root else None, root)
+    root, (command, args, _), maxprocs = integer(root), given, integer(given[2])
+    launches = _launches([(command, args, maxprocs)]) if comm._me == root else None
+    made = spawn(comm, "Spawn", launches, root)
     if errcodes is not None:
         errcodes[:] = [SUCCESS] * maxprocs
     return made
