@@ -237,7 +237,7 @@ def test_public_names_are_there(name: str) -> None:
 
 def test_an_unknown_name_lists_the_known_ones() -> None:
     """The AttributeError helps."""
-    with pytest.raises(AttributeError, match=r"no attribute 'Rum'; it has: .*Run"):
+    with pytest.raises(AttributeError, match=r"no attribute 'Rum'; its names are: .*Run"):
         _ = spawnsim.Rum
 
 

@@ -270,7 +270,6 @@ ABSENT: Final[dict[str, dict[str, str]]] = {
         "Open_port Close_port Publish_name Unpublish_name Lookup_name": _PROCESSES,
         "Register_datarep": "convert the data with numpy before they are written",
         "Session SESSION_NULL": "use MPI.COMM_WORLD",
-        "Grequest": "send a message to the rank itself, and wait for its receive",
         "Add_error_class Add_error_code Add_error_string Remove_error_class Remove_error_code Remove_error_string":
             "raise your own exception",
         "Get_abi_version Get_abi_info Get_abi_fortran_info _sizeof _addressof _handleof "

@@ -424,7 +424,7 @@ class Info(Handle):
         return self.Dup() if self else type(self)()
 
     def clear(self) -> None:
-        self._live().clear()
+        self._items.clear()
 
 
 INFO_NULL: Final = Info()

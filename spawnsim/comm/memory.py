@@ -323,10 +323,10 @@ def _of_gpu(obj: Any) -> NDArray[Any]:
     if gpu_in_use():
         raise SpecBufferError(f"the memory of {type(obj).__name__} is on a GPU: copy it to the host")
     told = obj.__cuda_array_interface__
-    if told.get("mask") is not None or not (told["shape"] and told["typestr"]):
-        raise SpecBufferError(
-            f"the memory of {type(obj).__name__} has a mask, or no shape: pass a plain array"
-        )
+    if not isinstance(told, dict) or None in (told["shape"], told["typestr"]):
+        raise SpecTypeError(f"{type(obj).__name__} does not describe its memory by __cuda_array_interface__")
+    if told.get("mask") is not None:
+        raise SpecBufferError(f"the memory of {type(obj).__name__} has a mask: pass a plain array")
     return _flatten(np.asarray(_Foreign(obj, told["data"][0], 0, interface={**told, "version": 3})))
 
 

@@ -16,6 +16,7 @@ from spawnsim.virtual.mpi import functions
 from spawnsim.virtual.mpi.comm import COMM_NULL, Comm
 from spawnsim.virtual.mpi.communicators import COMM_SELF, COMM_WORLD, Intercomm, Intracomm
 from spawnsim.virtual.mpi.files import FILE_NULL, File
+from spawnsim.virtual.mpi.generalized import Grequest
 from spawnsim.virtual.mpi.payload import pickler
 from spawnsim.virtual.mpi.point_to_point import MESSAGE_NO_PROC, MESSAGE_NULL, Message
 from spawnsim.virtual.mpi.requests import Prequest, Request
@@ -23,7 +24,8 @@ from spawnsim.virtual.mpi.topology import Cartcomm, Distgraphcomm, Graphcomm, To
 from spawnsim.virtual.mpi.windows import Win
 
 CLASSES = (
-    Comm, Intracomm, Topocomm, Cartcomm, Graphcomm, Distgraphcomm, Intercomm, Request, Prequest, Message, Win, File,
+    Comm, Intracomm, Topocomm, Cartcomm, Graphcomm, Distgraphcomm, Intercomm, Request, Prequest, Grequest, Message,
+    Win, File,
 )  # fmt: skip
 
 

@@ -9,7 +9,7 @@ from support.virtual_run import run
 
 from spawnsim.comm import memory
 from spawnsim.comm.failures import SpecBufferError
-from spawnsim.errors import UnsupportedError
+from spawnsim.errors import Deadlock, UnsupportedError
 from spawnsim.virtual.mpi.module import MPI
 
 
@@ -98,3 +98,22 @@ def test_memory_of_a_simulated_gpu(monkeypatch):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert MPI.Get_address(np.zeros(0)) == 0
+
+
+def test_a_request_that_the_program_completes():
+    """It takes part in waits with others; one that nobody completes is a deadlock with its name."""
+    seen = []
+
+    def main(comm):
+        request = MPI.Grequest.Start(lambda status: status.Set_source(7), lambda: seen.append(comm.rank))
+        assert not request.Test()
+        send, status = comm.isend(1, comm.rank), MPI.Status()
+        assert comm.recv(source=comm.rank) == 1
+        request.complete("done")
+        MPI.Request.Waitall([send, request], [MPI.Status(), status])
+        assert status.source == 7 and not request
+
+    run(main, 3)
+    assert sorted(seen) == [0, 1, 2]
+    with pytest.raises(Deadlock, match="Grequest, until its Complete"):
+        run(lambda comm: MPI.Grequest.Start().Wait(), 2)
