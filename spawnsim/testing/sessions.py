@@ -27,16 +27,10 @@ from spawnsim.virtual.engine.world import World
 from spawnsim.virtual.scripts.rank_process import SHARED_PACKAGES, RankModules
 from spawnsim.waits import is_program
 
-# Plugins of the outer session alone: they change the process, or show the results.
-OUTER = (
-    "cacheprovider",
-    "faulthandler",
-    "junitxml",
-    "threadexception",
-    "timeout",
-    "unraisableexception",
-    "xdist",
-)
+# Options of the ranks' sessions: the outer session writes reports and watches the time.
+INNER = ("--capture=sys", "-pno:threadexception", "-pno:unraisableexception", "-ofaulthandler_timeout=0")
+# Options of plugins, by an option that exists if the plugin does: pytest-mpi skips its tests without its own.
+OF_PLUGINS = {"xmlpath": "--junitxml=", "timeout": "--timeout=0", "with_mpi": "--with-mpi"}
 PHASES = ("setup", "call", "teardown")
 USES_TORCH = re.compile(rb"^\s*(import|from)\s+torch\b", re.MULTILINE)
 
@@ -93,7 +87,7 @@ class EndOfTest(Unbroken):
         return self._what
 
     def peers(self) -> Sequence[int]:
-        """Return the ranks that have not arrived."""
+        """Return the absent ranks."""
         here = {task.rank for task in self._meeting.here}
         return [rank for rank in range(self._meeting.ranks) if rank not in here]
 
@@ -147,7 +141,7 @@ class Meeting:
 
 
 def _realign(world: World) -> None:
-    """Remove what a failed test has left: messages, and collectives that some ranks have not joined."""
+    """Remove what a failed test has left: messages, and collectives that some ranks never joined."""
     for context in world.open_contexts:
         for mailbox in context.mailboxes.values():
             mailbox.clear()
@@ -196,7 +190,7 @@ def _whole(reports: list[Any]) -> Any:
 
 
 def _merged(found: dict[int, Any], ranks: int) -> Any:
-    """Return one report for a phase of a test on all ranks: that of the first rank with the worst outcome."""
+    """Return one report for a phase of a test on all ranks: the report of the first rank with the worst outcome."""
     order = {"failed": 0, "passed": 1, "skipped": 2}
     rank, report = min(
         found.items(), key=lambda each: (order[each[1].outcome], getattr(each[1], "deadlock", ""), each[0])
@@ -285,9 +279,8 @@ def run_session(results: Results, only: Sequence[str] | None = None) -> None:
     """
     config, meeting = results.session.config, Meeting(results.ranks)
     keep = None if only is None else frozenset(only)
-    # pytest-mpi skips its tests without its option.
-    more = ["--with-mpi"] if config.getoption("with_mpi", None) is False else []
-    args = [*config.invocation_params.args, *more, "--capture=sys", *(f"-pno:{name}" for name in OUTER)]
+    more = [option for name, option in OF_PLUGINS.items() if hasattr(config.option, name)]
+    args = [*config.invocation_params.args, *INNER, *more]
 
     def body(rank: int) -> None:
         meeting.attend(current_world())
@@ -338,7 +331,7 @@ class Outer:
     def _run(
         self, session: pytest.Session, ranks: int, only: Sequence[str] | None = None, others: Any = None
     ) -> dict[int, list[str]]:
-        """Run tests on so many ranks; return those that ask for another number."""
+        """Run tests on so many ranks; return the tests that ask for another number."""
         results = Results(session, ranks, lambda reports: self._show(session, reports), others=others)
         try:
             run_session(results, only)

@@ -1,8 +1,9 @@
 """PyTorch's test cases that start processes or threads, on virtual ranks.
 
 `MultiProcessTestCase` starts a process for each rank before a test, and joins them in the test. Here the test runs the
-ranks; each executes `_run`, the function of its process, and their exit codes are judged as those of processes.
-`MultiThreadedTestCase` and `MultiProcContinuousTest` likewise. This module uses names of torch's internals.
+ranks; each executes `_run`, the function of its process, and the test case judges their exit codes. Ranks also replace
+the threads of `MultiThreadedTestCase` and the workers of `MultiProcContinuousTest`. This module uses names of torch's
+internals.
 """
 
 from __future__ import annotations
