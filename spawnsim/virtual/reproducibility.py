@@ -43,16 +43,13 @@ HEAD = 24  # bytes of torch's state that every draw changes: seed, remaining cou
 GENERATOR_NBYTES = 2624
 
 
-TORCHS_OWN = 67280421310721  # the seed of torch's generator in a process that does not set one
-
-
 class Generators:
-    """The generators of one rank, made when they are first used; torch's starts from a given seed, if there is one."""
+    """The generators of one rank, made when they are first used. Each rank starts differently, as processes do."""
 
-    __slots__ = ("_fresh", "_given", "_gpus", "_numpy", "_python", "_seed", "_streams", "_torch", "settings")
+    __slots__ = ("_fresh", "_gpus", "_numpy", "_python", "_seed", "_streams", "_torch", "settings")
 
-    def __init__(self, streams: Streams, torch_seed: int | None = None) -> None:
-        self._streams, self._given = streams, torch_seed
+    def __init__(self, streams: Streams) -> None:
+        self._streams = streams
         self._python: random.Random | None = None
         self._numpy: np.random.RandomState | None = None
         self._seed = -1  # initial seed of torch's generator
@@ -119,7 +116,7 @@ class Generators:
             return
         first = self._seed < 0
         if first:
-            self._seed = self._streams.seed(TORCH) if self._given is None else self._given
+            self._seed = self._streams.seed(TORCH)
         torch.default_generator.manual_seed(self._seed)
         if first:
             self._fresh = _head(torch.default_generator.get_state())
@@ -169,7 +166,7 @@ def generators_of(task: Task) -> Generators:
     """Return the generators of a task's rank."""
     rank = task.kernel.owner.ranks[task.rank]
     if rank.generators is None:
-        rank.generators = Generators(rank.streams, task.kernel.owner.torch_seed)
+        rank.generators = Generators(rank.streams)
     found: Generators = rank.generators
     return found
 

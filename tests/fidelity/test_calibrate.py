@@ -98,7 +98,7 @@ def test_ranks_that_share_cores_are_given_back(
     path = tmp_path / "measured.toml"
     monkeypatch.setattr(fidelity, "measure_here", lambda *_: measured)
     assert serve("calibrate", ["--out", str(path)]) == 0
-    assert "of the 4 ranks on a node 2 were measured" in capsys.readouterr().err
+    assert "measured 2 of the 4 ranks on a node" in capsys.readouterr().err
     assert load_platform(path).cores == found.cores
 
 

@@ -138,7 +138,6 @@ class World:
     )
     open_contexts: weakref.WeakSet[Any] = field(default_factory=weakref.WeakSet)
     resource_leaks: Any = None  # is notified when requests and communicators open and close, if a script runs
-    torch_seed: int | None = None  # start of torch's generator on all ranks; None: a different start for each
     watchers: list[Any] = field(default_factory=list)  # of the ranks' calls: see `calls`
     timeline: Any = None  # `timeline.Timeline`, if the run is traced
     attachments: dict[Any, Any] = field(default_factory=dict)  # objects of other modules that all ranks share

@@ -36,14 +36,13 @@ from greenlet import getcurrent
 
 from spawnsim.errors import ParameterError, ProgramError, SpawnsimError, did_you_mean
 from spawnsim.importing import after_import
-from spawnsim.random import NUMPY, PYTHON, WORLD, Streams
+from spawnsim.random import NUMPY, PYTHON, TORCH, WORLD, Streams
 from spawnsim.scenario import Scenario
 from spawnsim.virtual.accounting import counted_device
 from spawnsim.virtual.cluster import Totals
 from spawnsim.virtual.engine.kernel import current_task
 from spawnsim.virtual.engine.world import Recorder
 from spawnsim.virtual.interpreter import CLOCKS, Patches, Put
-from spawnsim.virtual.reproducibility import TORCHS_OWN
 from spawnsim.virtual.scripts import process_objects
 from spawnsim.virtual.scripts.process_managers import Manager
 from spawnsim.virtual.scripts.script import Script, status_of
@@ -418,7 +417,7 @@ def _generators(seed: int) -> Iterator[None]:
         def loaded() -> None:
             torch: Any = sys.modules["torch"]
             stack.callback(torch.default_generator.set_state, torch.default_generator.get_state())
-            torch.manual_seed(TORCHS_OWN + seed)
+            torch.manual_seed(streams.seed(TORCH))
 
         stack.enter_context(after_import("torch", loaded))
         try:

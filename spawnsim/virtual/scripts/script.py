@@ -30,7 +30,6 @@ from spawnsim.virtual.mpi.context import Context
 from spawnsim.virtual.mpi.module import MPI
 from spawnsim.virtual.mpi.payload import OPTIONS, pickler
 from spawnsim.virtual.mpi.spawning import PARENT, SPAWNER, Launch
-from spawnsim.virtual.reproducibility import TORCHS_OWN
 from spawnsim.virtual.scripts.environment import as_mpiexec, as_torchrun, placements
 from spawnsim.virtual.scripts.event_loops import EventLoops
 from spawnsim.virtual.scripts.package import Options, Pool, installed_as_mpi4py, serve, serve_parent
@@ -141,8 +140,6 @@ class ScriptRun:
         world.resource_leaks, world.around_threads = self.resource_leaks, self._around_thread
         world.private = frozenset(self.script.private)
         world.attachments[SPAWNER] = self._spawn
-        if self.script.carrier == "threads":  # as under torchrun: programs that set no seed have equal models
-            world.torch_seed = TORCHS_OWN + world.seed
         self.resource_leaks.made(self.cluster.comm_world(0)._context)
         if self.prepare is not None:
             self.prepare(world)
