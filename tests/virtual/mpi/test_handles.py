@@ -84,15 +84,16 @@ class OnGpu:
 
 
 def test_memory_of_a_simulated_gpu(monkeypatch):
-    """Without a GPU's driver it is the host's; with one it must be copied first."""
+    """Without a GPU it is the host's; with one it must be copied first."""
 
     def main(comm):
         data = np.full(3, comm.rank)
         comm.Bcast(OnGpu(data), root=10)
         assert (data == 10).all()
 
+    monkeypatch.setattr(memory, "gpu_here", lambda: False)
     run(main, 11)
-    monkeypatch.setattr(memory, "gpu_in_use", lambda: True)
+    monkeypatch.setattr(memory, "gpu_here", lambda: True)
     with pytest.raises(SpecBufferError, match="on a GPU: copy it"):
         memory.flat(OnGpu(np.zeros(3)))
     with warnings.catch_warnings():
