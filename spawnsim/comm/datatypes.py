@@ -211,7 +211,7 @@ class Datatype(Constructors):
 
     def __reduce__(self) -> str | tuple[Any, ...]:
         if not self:
-            return (_predefined, ("DATATYPE_NULL",))
+            return (_predefined, ("DATATYPE_NULL",)) if self is DATATYPE_NULL else (type(self), ())
         if self.recipe.name == "NAMED":
             known = _predefined(self._name)
             # A copy of a predefined type pickles as a copy, so that it does not become the constant itself.

@@ -211,6 +211,10 @@ class buffer(np.ndarray[Any, np.dtype[np.uint8]]):  # noqa: N801  # mpi4py's nam
         found: memoryview = view.cast(format) if shape is None else view.cast(format, shape)
         return found
 
+    def tobytes(self, order: Any = None) -> bytes:
+        """Return a copy; memory of one dimension has one order."""
+        return bytes(self.data)
+
     def toreadonly(self) -> Self:
         view = self.view()
         view.flags.writeable = False
