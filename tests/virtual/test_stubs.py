@@ -49,6 +49,12 @@ def test_scalars_are_rows_of_the_run(tmp_path: Path, name: str) -> None:
     assert "text" not in found.table
 
 
+def test_calls_without_a_step_are_counted(tmp_path: Path) -> None:
+    """On each rank, as in wandb: otherwise no figure could draw them."""
+    found = _run(tmp_path, "import wandb\nfor i in range(3):\n    wandb.log({'loss': i + rank})\n", "wandb")
+    assert _columns(found, "iteration", "loss") == [[0, 1, 2] * 2, [0, 1, 2, 1, 2, 3]]
+
+
 def test_every_known_tracker_is_tried() -> None:
     """The error names those."""
     assert set(CALLS) == set(TRACKERS)

@@ -19,6 +19,7 @@ from spawnsim.virtual.engine.kernel import current_task
 from spawnsim.virtual.mpi.communicators import COMM_WORLD
 
 ALSO = {"tensorboard": ("torch.utils.tensorboard",)}  # modules of other packages that need one
+LOGGED = "logged"  # attachment of a rank: the number of its last call that logs
 STEP, TAKEN = "iteration", ("rank", "time_s")  # columns for the step, and of every row
 
 
@@ -229,11 +230,14 @@ LOGGING: dict[str, Callable[..., Logged]] = {
 def record(values: Mapping[Any, Any], step: Any) -> None:
     """Add a row with the numbers among the values, and their step as `iteration`; other values are dropped.
 
-    Entries of mappings within mappings get names with a slash.
+    Without a step, the number of the rank's calls so far is the step, as in wandb. Entries of mappings within mappings
+    get names with a slash.
     """
     if current_task() is None:
         return
-    row: dict[str, Any] = {STEP: int(step)} if isinstance(step, (int, float)) else {}
+    rank = COMM_WORLD._rank.attachments
+    count = rank[LOGGED] = rank.get(LOGGED, -1) + 1
+    row: dict[str, Any] = {STEP: int(step) if isinstance(step, (int, float)) else count}
     for name, value in _flat(values):
         number = _number(value)
         if number is not None:
