@@ -26,6 +26,13 @@ from spawnsim.virtual.scripts.rank_process import RankModules
 from spawnsim.waits import is_program
 
 
+def hide_frames() -> None:
+    """Let pytest show the error of a call at the test's line, without the frames of the engine."""
+    for name, module in [*sys.modules.items()]:
+        if name.startswith(("spawnsim.virtual.", "spawnsim.testing.")):
+            vars(module)["__tracebackhide__"] = True
+
+
 class TestModules(RankModules):
     """A test's module and the modules of its folder, which each rank imports for itself.
 

@@ -19,7 +19,7 @@ from typing import Any, NoReturn
 import pytest
 
 from spawnsim.errors import Deadlock, Livelock, SpawnsimError
-from spawnsim.testing.ranks import on_ranks
+from spawnsim.testing.ranks import hide_frames, on_ranks
 from spawnsim.virtual.engine import diagnosis
 from spawnsim.virtual.engine.kernel import Task, current_task, current_world
 from spawnsim.virtual.engine.waiting import Unbroken
@@ -289,9 +289,7 @@ def run_session(results: Results, only: Sequence[str] | None = None) -> None:
         if status in (pytest.ExitCode.INTERNAL_ERROR, pytest.ExitCode.USAGE_ERROR):
             results.problem = f"rank {rank}: {shown.getvalue()}"
 
-    for name, module in [*sys.modules.items()]:
-        if name.startswith("spawnsim.virtual."):  # an error of a call is shown at the test's line
-            vars(module)["__tracebackhide__"] = True
+    hide_frames()
     modules = SessionModules(config.rootpath, config.getoption("spawnsim_private") or ())
     on_ranks(results.ranks, body, modules, carrier="threads" if _uses_torch(config) else "greenlets")
 

@@ -21,7 +21,7 @@ from typing import Any
 import pytest
 
 from spawnsim.importing import after_import
-from spawnsim.testing.ranks import SharedModules, TestModules, folder_of, on_ranks
+from spawnsim.testing.ranks import SharedModules, TestModules, folder_of, hide_frames, on_ranks
 from spawnsim.virtual.interpreter import Patches, Put
 from spawnsim.virtual.scripts.main_program import processes_as_ranks
 
@@ -239,8 +239,11 @@ class Starting:
         own = getattr(item, "cls", None)
         if own is not None and issubclass(own, tuple(kinds)):
             return (yield)
-        with processes_as_ranks():
-            return (yield)
+        try:
+            with processes_as_ranks():
+                return (yield)
+        finally:
+            hide_frames()
 
 
 def on_virtual_ranks(enter: Callable[[Any], Any]) -> None:
