@@ -127,6 +127,17 @@ class CheckFailed(SpawnsimError):
         return str(self.args[1])
 
 
+class DataRace(SpawnsimError):
+    """Conflicting accesses to exposed memory that nothing orders, found with `races=True`; `races` lists them."""
+
+    def __init__(self, message: str, races: tuple[str, ...] = ()) -> None:
+        self.races = races
+        super().__init__(message, races)
+
+    def __str__(self) -> str:
+        return str(self.args[0])
+
+
 class RankError(SpawnsimError):
     """A rank's program raised. The original exception is the `__cause__`; `rank` and `time_s` locate it."""
 

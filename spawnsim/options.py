@@ -16,8 +16,8 @@ WORDS = {"true": True, "false": False, "null": None}
 OPTIONS = {
     "ranks": "--ranks", "seed": "--seed", "backend": "--backend", "platform": "--platform", "stragglers": "--straggler",
     "faults": "--faults", "compute": "--compute", "deadline_s": "--deadline", "ties": "--ties", "sums": "--sums",
-    "eager": "--eager", "check_steps": "--check-steps", "whole": "--whole", "record_every": "--record-every",
-    "record_ranks": "--record-ranks",
+    "eager": "--eager", "check_steps": "--check-steps", "races": "--races", "whole": "--whole",
+    "record_every": "--record-every", "record_ranks": "--record-ranks",
 }  # fmt: skip
 """Keyword argument of `spawnsim.run` → option of the command; a value of True gives the option without a value."""
 VIRTUAL_ONLY = ("platform", "stragglers", "faults", "compute", "ties", "sums")

@@ -41,6 +41,7 @@ class Scenario:
         ties: the order of ranks that act at the same time: "fifo" (by their numbers), "reverse", "random:SEED".
         sums: the order in which communicators add floats: "mpi", or "gloo", which gives the bits of the torch backend.
         check_steps: whether each `TrainingStep` and `Evaluation` is compared with the same call executed alone.
+        races: whether a race of accesses to exposed memory is an error, `DataRace`, at the end of the run.
 
     Raises:
         ParameterError: a number out of its range, or more ranks than this machine's memory can hold.
@@ -57,6 +58,7 @@ class Scenario:
     ties: str = "fifo"
     sums: str = "mpi"
     check_steps: bool = False
+    races: bool = False
 
     def __post_init__(self) -> None:
         for name, least in (("ranks", 1), ("seed", 0)):

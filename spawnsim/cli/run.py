@@ -136,6 +136,9 @@ class RunCommand(Command):
     check_steps: bool = flag(
         "compare each TrainingStep with the same step executed by itself; default: the first ones, then 1 in 100"
     )
+    races: bool = flag(
+        "report accesses of virtual ranks to exposed memory that nothing orders (one-sided calls, loads and stores)"
+    )
     ties: str | None = option(
         "order of virtual ranks at the same time: fifo (by number; default), reverse, random:SEED",
         "ORDER",
@@ -221,6 +224,7 @@ class RunCommand(Command):
                 sums=self.sums or "mpi",
                 eager=self.eager,
                 check_steps=self.check_steps,
+                races=self.races,
                 parameters=parameters(self.set),
                 argv=self.arguments,
                 options=self._options,
@@ -264,6 +268,8 @@ class RunCommand(Command):
             raise ParameterError(
                 "--trace is for virtual ranks; for real ranks `spawnsim trace` draws the recorded rows and events"
             )
+        if self.races:
+            raise ParameterError("--races is for virtual ranks: real ones do not show their accesses")
         from spawnsim.real.launch.launchers import detect_launcher
         from spawnsim.real.launch.processes import monitor
 
@@ -507,7 +513,7 @@ class Resume(Command):
         recorded = what.get("parameters")
         if isinstance(recorded, dict):
             own += arguments_of({name: each for name, each in recorded.items() if each is not None})
-        own += [OPTIONS[name] for name in ("eager", "check_steps") if virtual and what.get(name)]
+        own += [OPTIONS[name] for name in ("eager", "check_steps", "races") if virtual and what.get(name)]
         line = [str(file), "--backend", backend, *own, "--out", str(self.run), "--resume", *self.arguments]
         return RunCommand.parse(line)()
 

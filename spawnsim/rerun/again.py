@@ -130,7 +130,7 @@ def _scenario(folder: Path, what: Mapping[str, Any]) -> Scenario:
         int(what["ranks"]), faults=_plan(folder, what.get("faults")), seed=int(what["seed"]),
         deadline_s=math.inf if deadline_s is None else float(deadline_s), eager=bool(what.get("eager", False)),
         ties=str(what.get("ties", "fifo")), sums=str(what.get("sums", "mpi")),
-        check_steps=bool(what.get("check_steps", False)), **values,
+        check_steps=bool(what.get("check_steps", False)), races=bool(what.get("races", False)), **values,
     )  # fmt: skip
 
 

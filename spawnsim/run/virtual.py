@@ -45,6 +45,7 @@ class Circumstances(TypedDict, total=False):
     ties: str
     sums: str
     check_steps: bool
+    races: bool
 
 
 class Keeping(TypedDict, total=False):

@@ -60,6 +60,7 @@ from spawnsim.virtual.torch_values import values_per_rank
 from spawnsim.waits import line
 
 if TYPE_CHECKING:
+    from spawnsim.virtual.races.detector import Races
     from spawnsim.virtual.timeline import Timeline
 
 WORLD = "MPI_COMM_WORLD"
@@ -178,6 +179,7 @@ class Cluster:
         self._finished = 0
         self._progress = progress
         self._timeline = _timeline(self.world, trace)
+        self._races = _races(self.world) if scenario.races else None
         self._counted: Totals | None = None
         self._error: BaseException | None = None
 
@@ -312,6 +314,7 @@ class Cluster:
             torch_distributed.offered(self.world) if threads else torch_distributed.refused(),
             stalls_noted(kernel, on_note), accepts_refused(),
             self._timeline.followed() if self._timeline else nullcontext(),
+            self._races.followed() if self._races else nullcontext(),
             virtual_threads() if threads else nullcontext(),
         ):  # fmt: skip
             kernel.run(self._judge)
@@ -378,7 +381,7 @@ class Cluster:
             alive = {task.rank for task in waiting}
             ended = [rank.id for rank in self.world.ranks if rank.id not in alive]
             return diagnosis.deadlock(waiting, ended, diagnosis.dead(self.world.ranks))
-        return None
+        return self._races.error() if self._races else None
 
     def _livelock(self, polls: int, since_s: float) -> Livelock:
         alive = [task for task in self.world.kernel.tasks if task.alive]
@@ -449,6 +452,13 @@ def _timeline(world: World, trace: Recorder | None) -> Timeline | None:
     from spawnsim.virtual.timeline import Timeline
 
     return Timeline(world, trace)
+
+
+def _races(world: World) -> Races:
+    """Return the detector of races. Other runs do not load the module."""
+    from spawnsim.virtual.races.detector import Races
+
+    return Races(world)
 
 
 def _placed(error: SpawnsimError, task: Task) -> SpawnsimError:

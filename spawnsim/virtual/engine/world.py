@@ -142,6 +142,7 @@ class World:
     timeline: Any = None  # `timeline.Timeline`, if the run is traced
     attachments: dict[Any, Any] = field(default_factory=dict)  # objects of other modules that all ranks share
     ordering: Any = None  # `ordering.Ordering`, if the run has vector clocks
+    races: Any = None  # `races.detector.Races`, if the run looks for them
     around_threads: Callable[[], Any] = nullcontext  # entered while a thread of a rank runs
     checkpoints: Any = None  # `checkpoints.Checkpoints`
     crashes: Any = None  # `injection.Crashes`

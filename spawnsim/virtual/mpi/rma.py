@@ -169,6 +169,8 @@ class Epochs(Attributes):
             raise
         self._epoch.locked = self._epoch.locked or set()
         self._epoch.locked.add(rank)
+        if rank == self._comm._me:
+            self._charge_spinning()
 
     def Unlock(self, rank: int) -> None:
         """End the access: all calls to that rank are then complete at the target."""

@@ -30,6 +30,7 @@ from spawnsim.virtual.mpi.context import Context
 from spawnsim.virtual.mpi.module import MPI
 from spawnsim.virtual.mpi.payload import OPTIONS, pickler
 from spawnsim.virtual.mpi.spawning import PARENT, SPAWNER, Launch
+from spawnsim.virtual.races.loads import reporting
 from spawnsim.virtual.scripts.environment import as_mpiexec, as_torchrun, placements
 from spawnsim.virtual.scripts.event_loops import EventLoops
 from spawnsim.virtual.scripts.package import Options, Pool, installed_as_mpi4py, serve, serve_parent
@@ -120,7 +121,9 @@ class ScriptRun:
         self.processes = Processes(self._modules(), self._attributes())
 
     def _compile(self) -> Any:
-        return compiled(self.script.path) if self.script.body is None else None
+        if self.script.body is not None:
+            return None
+        return compiled(self.script.path, reports=self.scenario.races)
 
     def _modules(self) -> RankModules:
         script = self.script
@@ -331,10 +334,13 @@ def _output_is_shown() -> bool:
     return task is None or not task.refused
 
 
-def compiled(path: Path) -> Any:
-    """Return the code of a program's file."""
+def compiled(path: Path, *, reports: bool = False) -> Any:
+    """Return the code of a program's file; one that `reports` its loads and stores, for the detector of races."""
     try:
-        return compile(path.read_bytes(), str(path.absolute()), "exec", dont_inherit=True)
+        source = path.read_bytes()
+        return compile(
+            reporting(source) if reports else source, str(path.absolute()), "exec", dont_inherit=True
+        )
     except OSError as error:
         raise ParameterError(f"cannot read {path}: {error.strerror}") from error
     except (SyntaxError, ValueError) as error:

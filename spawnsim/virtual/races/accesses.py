@@ -1,0 +1,178 @@
+"""One access to memory, and the rule for two: when they are a race, and which call is missing between them.
+
+An access begins with the call that starts it, and ends with the call that completes it: a flush, an unlock, a fence, a
+complete, or the wait for its request. It happens before another one if its end does.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from spawnsim.comm.buffers import Buffer
+from spawnsim.virtual.engine.causality import Stamp
+from spawnsim.waits import is_program
+
+Runs = tuple[tuple[int, int], ...]  # addresses: from, to; increasing
+SHARED, EXCLUSIVE = 1, 2
+ANY_OP = ("NO_OP", "REPLACE", "CAS")  # these are atomic with each other, as the usual locks need
+
+
+@dataclass(eq=False, slots=True)
+class Access:
+    """One access of a rank; `number` and `stamp` are of its begin, `end` is the number of the event that ends it."""
+
+    rank: int
+    call: str
+    line: str
+    number: int
+    stamp: Stamp
+    runs: Runs
+    writes: bool
+    atomic: tuple[str, str, int] | None = None  # operation, type and its size, of the atomic calls
+    lock: int = 0  # SHARED or EXCLUSIVE: which lock of the memory the rank holds
+    epoch: str = ""  # the kind of its epoch, of a remote access
+    end: int | None = None
+    origin: bool = False  # to the buffer of the rank that makes a one-sided call
+    remote: bool = False  # to a target's memory, by a one-sided call
+
+    def ended_before(self, other: Access) -> bool:
+        """Whether this access, which was noticed first, happens before another one."""
+        return self.end is not None and bool(other.stamp[self.rank] >= self.end)
+
+    def key(self) -> Any:
+        """Return what a later access must share, for this one to be superfluous once it has happened before that."""
+        return self.rank, self.writes, self.atomic, self.lock, self.runs, self.remote, self.origin
+
+    def text(self) -> str:
+        """Return the call with its rank and line."""
+        return f"{self.call} of rank {self.rank}" + (f" ({self.line})" if self.line else "")
+
+
+def runs_of(buffer: Buffer) -> Runs:
+    """Return the bytes of a buffer's elements, without gaps."""
+    if not buffer.nbytes or buffer.phantom:
+        return ()
+    start, layout = buffer.address, buffer.datatype.layout
+    if layout.dense:
+        return ((start, start + buffer.nbytes),)
+    blocks = sorted(
+        (start + number * layout.extent + int(offset), int(length))
+        for number in range(buffer.count * buffer.blocks)
+        for offset, length in zip(layout.offsets, layout.lengths, strict=True)
+    )
+    return merged((low, low + length) for low, length in blocks)
+
+
+def merged(runs: Any) -> Runs:
+    """Return increasing runs with neighbours joined."""
+    found: list[tuple[int, int]] = []
+    for low, high in runs:
+        if found and low <= found[-1][1]:
+            found[-1] = (found[-1][0], max(high, found[-1][1]))
+        else:
+            found.append((low, high))
+    return tuple(found)
+
+
+def overlap(one: Runs, other: Runs) -> tuple[int, int] | None:
+    """Return the first bytes that two accesses share."""
+    if not one or not other or one[-1][1] <= other[0][0] or other[-1][1] <= one[0][0]:
+        return None
+    if len(one) == 1 and len(other) == 1:
+        return max(one[0][0], other[0][0]), min(one[0][1], other[0][1])
+    place = 0
+    for low, high in one:
+        while place < len(other) and other[place][1] <= low:
+            place += 1
+        if place < len(other) and other[place][0] < high:
+            return max(low, other[place][0]), min(high, other[place][1])
+    return None
+
+
+def conflict(first: Access, second: Access) -> tuple[int, int] | None:
+    """Return the bytes for which two accesses are a race; None if they are not. `first` was noticed first."""
+    if not (first.writes or second.writes) or first.ended_before(second):
+        return None
+    # MPI: accesses under locks of one target exclude each other, unless both locks are shared.
+    if first.rank != second.rank and first.lock + second.lock > EXCLUSIVE:
+        return None
+    if _atomic_together(first, second):
+        return None
+    return overlap(first.runs, second.runs)
+
+
+def _atomic_together(first: Access, second: Access) -> bool:
+    """Whether two atomic calls may overlap: of one type, at the same elements, and with operations that go together."""
+    one, other = first.atomic, second.atomic
+    if one is None or other is None or one[1:] != other[1:] or not first.runs or not second.runs:
+        return False
+    if (first.runs[0][0] - second.runs[0][0]) % one[2]:
+        return False
+    return one[0] == other[0] or "NO_OP" in (one[0], other[0]) or {one[0], other[0]} <= {*ANY_OP}
+
+
+def missing(first: Access, second: Access, *, shared: bool) -> str:
+    """Return the call that would order two accesses, in words; called at the end of the run."""
+    complete = COMPLETES.get(first.epoch, "Flush")
+    if first.origin:
+        wait = f"the request's Wait, {complete}" if first.call.startswith("R") else complete
+        return f"{wait} before the second"
+    # If the begin of the first happens before the second, only the call that completes it comes too late.
+    if first.remote and second.stamp[first.rank] >= first.number:
+        who = "" if first.rank == second.rank else f" of rank {first.rank}, then a Barrier or a message,"
+        return f"{complete}{who} between them"
+    epochs = {first.epoch, second.epoch}
+    if "fence" in epochs:
+        return "Fence between them"
+    if "Start" in epochs:
+        return "Complete and Wait, or a Barrier, between them"
+    ends = f"{complete}, then " if first.remote and first.end is None else ""
+    sync = "Win.Sync, Barrier and Win.Sync" if shared else "a Barrier or a message"
+    locks = ", or exclusive locks around both" if first.lock or second.lock else ""
+    return f"{ends}{sync} between them{locks}"
+
+
+COMPLETES = {
+    "fence": "Fence",
+    "lock": "Flush or Unlock",
+    "lock_all": "Flush or Unlock_all",
+    "Start": "Complete",
+}
+
+
+def _frames() -> Iterator[Any]:
+    frame = sys._getframe(2)
+    while frame is not None:
+        yield frame
+        frame = frame.f_back  # type: ignore[assignment]
+
+
+_programs: dict[str, bool] = {}
+
+
+def line_of_program() -> str:
+    """Return the innermost line that belongs to the program."""
+    for frame in _frames():
+        file = frame.f_code.co_filename
+        ours = _programs.get(file)
+        if ours is None:
+            ours = _programs[file] = is_program(file)
+        if ours:
+            return f"{file.rpartition('/')[2]}:{frame.f_lineno}"
+    return ""
+
+
+def text_of(first: Access, second: Access, where: str, *, shared: bool) -> str:
+    """Return the report of a race; `where` says which bytes of which memory."""
+    epochs = [each.epoch for each in (first, second) if each.epoch]
+    kinds = {"lock": "a lock", "lock_all": "Lock_all", "fence": "a fence", "Start": "Start and Complete"}
+    epoch = (
+        f", in an epoch of {' and of '.join(kinds[each] for each in dict.fromkeys(epochs))}" if epochs else ""
+    )
+    return (
+        f"{first.text()} and {second.text()} access {where}{epoch}, and nothing orders them; "
+        f"missing: {missing(first, second, shared=shared)}"
+    )

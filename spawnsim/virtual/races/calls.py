@@ -1,0 +1,181 @@
+"""Shows the detector the one-sided calls: what they access, when they are complete, and who holds which lock.
+
+The functions of `mpi.rma` and `mpi.rma_service` are wrapped for the time of a run, so other runs pay nothing.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+from spawnsim.comm.buffers import as_buffer
+from spawnsim.comm.constants import PROC_NULL
+from spawnsim.comm.handles import AINT, integer
+from spawnsim.comm.memory import flat
+from spawnsim.comm.ops import NO_OP, Op
+from spawnsim.virtual.engine.kernel import Task, current_task
+from spawnsim.virtual.interpreter import Patches, Put
+from spawnsim.virtual.mpi.rma import Accesses, Epochs
+from spawnsim.virtual.mpi.rma_service import Target, WindowState
+from spawnsim.virtual.mpi.windows import Win
+
+Hook = Callable[..., None]
+
+
+def _hooked(raw: Callable[..., Any], *, before: Hook | None = None, after: Hook | None = None) -> Any:
+    """Return a function that also calls hooks with the detector, its task, and the arguments (after: the result)."""
+
+    @functools.wraps(raw)
+    def hooked(*args: Any, **kwargs: Any) -> Any:
+        task = current_task()
+        races = None if task is None else task.kernel.owner.races
+        if races is None:
+            return raw(*args, **kwargs)
+        if before is not None:
+            before(races, task, *args, **kwargs)
+        result = raw(*args, **kwargs)
+        if after is not None:
+            after(races, task, result, *args, **kwargs)
+        return result
+
+    return hooked
+
+
+def _on_service(raw: Callable[..., Any], *, before: Hook | None = None, after: Hook | None = None) -> Any:
+    """Return the same for a function that no rank calls: its second argument, or itself, leads to the world."""
+
+    @functools.wraps(raw)
+    def hooked(self: Any, given: Any, *args: Any) -> Any:
+        world = self.world if isinstance(self, WindowState) else self.rank.kernel.owner
+        races = world.races
+        if races is not None and before is not None:
+            before(races, self, given)
+        result = raw(self, given, *args)
+        if races is not None and after is not None:
+            after(races, self, given)
+        return result
+
+    return hooked
+
+
+def _type(buffer: Any) -> tuple[str, int]:
+    basic = buffer.datatype.basic
+    if basic is None or basic.dtype is None:
+        return buffer.type_name, 1
+    return str(basic.dtype), int(basic.size)
+
+
+def _put(races: Any, _task: Task, window: Any, origin: Any, rank: int, target: Any, op: Op) -> None:
+    place = integer(rank)
+    if place != PROC_NULL:
+        own = as_buffer(origin)
+        part = window._part(place, target, own, "Put")
+        # Rput and Put are not atomic; Accumulate(op=REPLACE) is.
+        plain = "put" in races.calls.get(_task, "").lower()
+        atomic = None if plain else (op.name, *_type(part))
+        races.begin(window, place, part, atomic=atomic, writes=plain or op != NO_OP, reads=[own], results=[])
+
+
+def _get(races: Any, _task: Task, window: Any, origin: Any, rank: int, target: Any) -> None:
+    place = integer(rank)
+    if place != PROC_NULL:
+        own = as_buffer(origin)
+        part = window._part(place, target, own, "Get")
+        races.begin(window, place, part, atomic=None, writes=False, reads=[], results=[own])
+
+
+def _swap(
+    races: Any, _task: Task, window: Any, origin: Any, result: Any, rank: int, target: Any, *, op: Op
+) -> None:
+    place = integer(rank)
+    if place != PROC_NULL:
+        found = as_buffer(result)
+        reads = [] if op == NO_OP else [as_buffer(origin)]
+        part = window._part(place, target, found, "Get_accumulate")
+        atomic = (op.name, *_type(part))
+        races.begin(window, place, part, atomic=atomic, writes=op != NO_OP, reads=reads, results=[found])
+
+
+def _compare(
+    races: Any, _task: Task, window: Any, origin: Any, compare: Any, result: Any, target_rank: int,
+    target_disp: int = 0,
+) -> None:  # fmt: skip
+    place = integer(target_rank)
+    if place != PROC_NULL:
+        found = as_buffer(result)
+        part = window._part(place, [integer(target_disp, AINT), 1], found, "Compare_and_swap")
+        reads = [as_buffer(origin), as_buffer(compare)]
+        races.begin(
+            window, place, part, atomic=("CAS", *_type(part)), writes=True, reads=reads, results=[found]
+        )
+
+
+def _request(races: Any, task: Task, windows: Any, origin: Any, place: int, access: Any) -> None:
+    issued = races.issuing.pop(task, None)
+    if issued is not None:
+        races.sent[access] = issued
+
+
+def _taken(races: Any, _task: Task, _result: Any, window: Any, begun: Any) -> None:
+    races.complete_here(begun[1])
+
+
+def _flushed(races: Any, task: Task, _result: Any, window: Any, rank: int, operation: str) -> None:
+    if not races.calls.get(task, "").startswith("Flush_local"):
+        races.complete_there(window._epoch, rank)
+
+
+def _flushed_all(races: Any, task: Task, _result: Any, window: Any, operation: str) -> None:
+    if not races.calls.get(task, "").startswith("Flush_local"):
+        races.complete_there(window._epoch, None)
+
+
+def _opened(races: Any, _task: Task, window: Any, *args: Any, **kwargs: Any) -> None:
+    races.opened(window)
+
+
+def _attached(races: Any, _task: Task, _result: Any, window: Any, memory: Any) -> None:
+    races.attached(window, flat(memory))
+
+
+def _freed(races: Any, _task: Task, _result: Any, window: Any) -> None:
+    races.closed(window)
+
+
+def _unlocked(races: Any, _task: Task, windows: Any, origin: Any, place: int) -> None:
+    races.unlocks(origin.id, windows.targets[place])
+
+
+def _served(races: Any, _windows: Any, access: Any) -> None:
+    races.served(access, access.connection.target)
+
+
+def _admitted(races: Any, target: Any, access: Any) -> None:
+    if access.lock:
+        races.granted(access.connection.origin.id, target, access.lock)
+
+
+def _released(races: Any, target: Any, who: int) -> None:
+    races.released(who, target)
+
+
+def _notice(put: Put) -> None:
+    put(Accesses, "_put", _hooked(Accesses._put, before=_put))
+    put(Accesses, "_get", _hooked(Accesses._get, before=_get))
+    put(Accesses, "_swap", _hooked(Accesses._swap, before=_swap))
+    put(Accesses, "Compare_and_swap", _hooked(Accesses.Compare_and_swap, before=_compare))
+    put(WindowState, "request", _hooked(WindowState.request, before=_request))
+    put(Epochs, "_take", _hooked(Epochs._take, after=_taken))
+    put(Epochs, "_flush", _hooked(Epochs._flush, after=_flushed))
+    put(Epochs, "_flush_all", _hooked(Epochs._flush_all, after=_flushed_all))
+    put(Win, "_open", classmethod(_hooked(Win._open.__func__, after=_opened)))  # type: ignore[attr-defined]
+    put(Win, "Attach", _hooked(Win.Attach, after=_attached))
+    put(Win, "Free", _hooked(Win.Free, after=_freed))
+    put(WindowState, "release", _hooked(WindowState.release, before=_unlocked))
+    put(WindowState, "serve", _on_service(WindowState.serve, before=None, after=_served))
+    put(Target, "_admit", _on_service(Target._admit, before=_admitted))
+    put(Target, "release", _on_service(Target.release, before=_released))
+
+
+noticing = Patches(_notice).in_place
