@@ -10,9 +10,11 @@ import json
 import math
 import os
 import sys
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +34,7 @@ from spawnsim.cli.listing import program_file
 from spawnsim.errors import ParameterError
 from spawnsim.fuzzing.campaign import Failure, Found, Target, campaign
 from spawnsim.fuzzing.cases import DEADLINE_S, DEFAULT_FAULTS, SURVIVED, Space
+from spawnsim.fuzzing.exploring import Covered, Exhaustion, crash_points
 from spawnsim.options import parameters
 from spawnsim.run.process_setup import stoppable
 from spawnsim.run.program import ProgramFile, refuse_arguments
@@ -48,9 +51,12 @@ class Fuzz(Command):
     """
 
     takes_arguments = True
-    examples = ("spawnsim fuzz train.py --runs 200 -n 2-8 --faults 'crash; delay' --limit 10min",)
+    examples = (
+        "spawnsim fuzz train.py --runs 200 -n 2-8 --faults 'crash; delay' --limit 10min",
+        "spawnsim fuzz train.py --exhaustive --deviations 2 -n 4",
+    )
     file: ProgramPath
-    runs: int = option("cases", "N", default=1000)
+    runs: int | None = option("cases (default: 1000; with --exhaustive, runs: no limit)", "N")
     seed: int = option("of the first case; each further case adds 1 (default: 0)", "K", default=0)
     ranks: str = option(
         "numbers of ranks to draw from, such as 8, 2-8 or 4,8,64", "LIST", "-n", default="2-8"
@@ -78,6 +84,15 @@ class Fuzz(Command):
     survive: bool = flag(
         "the program promises to continue when ranks die and calls exceed deadlines: an end by either is a failure, too"
     )
+    exhaustive: bool = flag(
+        "run every schedule instead of drawn cases: all outcomes of wildcards, of Waitany and tests, and all orders of "
+        "accesses to windows. 'crash' in --faults: one crash at any point"
+    )
+    deviations: int | None = option(
+        "with --exhaustive: schedules with at most D decisions taken otherwise than in virtual time (default: all)",
+        "D",
+    )
+    choices: str | None = option("decisions of every case, as --exhaustive prints them", "RECORD")
     whole: Whole = False
     jobs: int = option(
         "cases at once; 0: in this process (default: one per core)",
@@ -94,9 +109,14 @@ class Fuzz(Command):
         program = ProgramFile.read(self.file, whole=self.whole)
         if not program.is_whole:
             refuse_arguments(self.arguments)
-        if self.runs < 1 or self.seed < 0:
+        if (self.runs is not None and self.runs < 1) or self.seed < 0:
             raise ParameterError("--runs must be at least 1, --seed at least 0")
         space = _space(self, unmodified=program.is_whole)
+        if self.exhaustive:
+            return self._explore(space)
+        if self.deviations is not None:
+            raise ParameterError("--deviations bounds an exploration: give --exhaustive, too")
+        self.runs = 1000 if self.runs is None else self.runs
         # A pool takes two seconds to start, in which one process completes a few cases.
         jobs = self.jobs if self.runs > 1 else 0
         with stoppable(), _bar(self.runs, shown=sys.stderr.isatty() and not self.quiet) as progress:
@@ -107,6 +127,17 @@ class Fuzz(Command):
                 seconds=math.inf if self.limit is None else seconds(self.limit),
             )  # fmt: skip
         print(json.dumps(document(found, self.file)) if self.json else report(found, str(self.file)))
+        return 1 if found.failures else 0
+
+    def _explore(self, space: Space) -> int:
+        """Run all schedules."""
+        target, most = Target(self.file, self.whole), math.inf if self.deviations is None else self.deviations
+        with stoppable(), _counter(shown=sys.stderr.isatty() and not self.quiet) as progress:
+            found = Exhaustion(
+                target, deviations=most, jobs=self.jobs, runs=self.runs or math.inf, progress=progress,
+                seconds=math.inf if self.limit is None else seconds(self.limit),
+            ).run(space.every(partial(crash_points, target)))  # fmt: skip
+        print(json.dumps(_covered(found, self.file)) if self.json else explored(found, str(self.file), most))
         return 1 if found.failures else 0
 
 
@@ -125,7 +156,9 @@ def _space(asked: Fuzz, *, unmodified: bool) -> Space:
         world = {"deadline_s": math.inf} | world
     if asked.arguments:
         world["argv"] = tuple(asked.arguments)
-    how: dict[str, Any] = {}
+    how: dict[str, Any] = {"choices": asked.choices}
+    if asked.exhaustive:  # one calm case, unless options give more
+        how |= {"stragglers": (None,), "ties": ("fifo",)}
     if asked.straggler is not None:
         how["stragglers"] = [None if word in NONE else word for word in asked.straggler.split(";")]
     if asked.alive is not None:
@@ -134,9 +167,15 @@ def _space(asked: Fuzz, *, unmodified: bool) -> Space:
         how["ties"] = asked.ties.split(",")
     return Space(
         ranks=numbers(asked.ranks),
-        faults=DEFAULT_FAULTS + SURVIVED * asked.survive if asked.faults is None else asked.faults,
+        faults=_faults(asked),
         parameters=parameters(asked.set), world=world, survive=asked.survive, **how,
     )  # fmt: skip
+
+
+def _faults(asked: Fuzz) -> str:
+    if asked.faults is not None:
+        return asked.faults
+    return "" if asked.exhaustive else DEFAULT_FAULTS + SURVIVED * asked.survive
 
 
 def numbers(text: str) -> list[int]:
@@ -193,6 +232,47 @@ def _failure(found: Found, key: tuple[str, str], file: str) -> str:
     return "\n".join(filter(None, lines))
 
 
+def explored(found: Covered, file: str, most: float) -> str:
+    """Return the findings of an exploration as text."""
+    whole = Found(
+        runs=found.runs, failures=found.failures, small=found.small, counts=Counter(found.failures.keys())
+    )
+    parts = [_failure(whole, key, file) for key in sorted(found.failures)]
+    schedules = sum(found.schedules.values())
+    bound = "" if math.isinf(most) else f" with at most {counted(int(most), 'deviation')}"
+    within = f" in {counted(found.cases, 'case')}" if found.cases > 1 else ""
+    if found.failures:
+        verdict = f"{counted(schedules, 'schedule')}{within} until the first failure"
+    elif not found.left and not found.ended_early:
+        verdict = f"all {counted(schedules, 'schedule')}{bound}{within} pass"
+    else:
+        done = [f"{number:,} with {depth}" for depth, number in sorted(found.schedules.items())]
+        verdict = (
+            f"{counted(schedules, 'schedule')}{within} pass, by deviations: {', '.join(done)}; "
+            f"at least {found.left:,} more were found and not run{bound and ', of those'}{bound}"
+        )
+        if found.complete >= 0:
+            verdict += f"; complete up to {counted(int(found.complete), 'deviation')}"
+    rate = f", {found.runs / found.seconds * 60:,.0f} runs a minute" if found.seconds > 1 else ""
+    ended = f"; {found.ended:,} were ended by their faults, as MPI permits" if found.ended else ""
+    wrong = f"; {found.infeasible:,} records proved infeasible" if found.infeasible else ""
+    return "\n\n".join([*parts, f"{verdict} ({found.seconds:.1f} s{rate}){ended}{wrong}"])
+
+
+def _covered(found: Covered, file: Path) -> dict[str, Any]:
+    """Return the findings of an exploration as JSON values."""
+    return {
+        "cases": found.cases, "schedules": dict(sorted(found.schedules.items())), "runs": found.runs,
+        "infeasible": found.infeasible, "left": found.left, "ended": found.ended, "seconds": found.seconds,
+        "complete": None if math.isinf(found.complete) else found.complete,
+        "failures": [
+            {"what": small.what, "place": small.place, "message": small.message, "choices": small.case.choices,
+             "replay": small.case.command(str(file))}
+            for _, small in sorted(found.small.items())
+        ],
+    }  # fmt: skip
+
+
 def document(found: Found, file: Path) -> dict[str, Any]:
     """Return the findings of a campaign as JSON values."""
 
@@ -210,6 +290,15 @@ def document(found: Found, file: Path) -> dict[str, Any]:
             for key, failure in sorted(found.failures.items())
         ],
     }  # fmt: skip
+
+
+@contextmanager
+def _counter(*, shown: bool) -> Iterator[Callable[[Covered], None]]:
+    """Give a function that shows the progress of an exploration."""
+    from tqdm import tqdm
+
+    with tqdm(unit=" schedules", leave=False, dynamic_ncols=True, disable=not shown) as bar:
+        yield lambda found: bar.update(sum(found.schedules.values()) - bar.n) and None
 
 
 @contextmanager

@@ -9,9 +9,10 @@ from __future__ import annotations
 import json
 import math
 import shlex
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
+from itertools import product
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -62,6 +63,8 @@ class Case:
         alive_s: virtual seconds after the last fault within which each rank must have made progress; inf: not
             required.
         survive: whether the program promises to continue when ranks die or calls meet their deadlines.
+        choices: a record of choices as text, which virtual time completes; None: the run records none. See
+            `spawnsim.virtual.choices`.
     """
 
     seed: int
@@ -73,6 +76,7 @@ class Case:
     world: Mapping[str, Any] = field(default_factory=dict)
     alive_s: float = math.inf
     survive: bool = False
+    choices: str | None = None
 
     @property
     def plan(self) -> FaultPlan:
@@ -99,6 +103,7 @@ class Case:
             words += [word, str(self.world[name])] if name in self.world else []
         words += ["--alive", "none" if math.isinf(self.alive_s) else repr(self.alive_s)]
         words += ["--survive"] if self.survive else []
+        words += ["--choices", self.choices] if self.choices is not None else []
         argv = self.world.get("argv", ())
         return [*words, *(["--", *argv] if argv else [])]
 
@@ -146,6 +151,7 @@ class Space:
         alive_s: as in `Case`; None: in half of the cases, ten times the longest time without progress in a fault-free
             run; plus two deadlines if policies wait, or if a fault loses data that another rank waits for.
         survive: as in `Case`.
+        choices: as in `Case`.
 
     Raises:
         ParameterError: unknown kind of fault or order of ties, or no number of ranks.
@@ -159,6 +165,7 @@ class Space:
     world: Mapping[str, Any] = field(default_factory=dict)
     alive_s: float | None = None
     survive: bool = False
+    choices: str | None = None
 
     def __post_init__(self) -> None:
         if not self.ranks or min(self.ranks) < 1:
@@ -210,8 +217,33 @@ class Space:
             alive_s = self._alive_s(whole, faults) if quiet else math.inf
         return Case(
             seed=seed, ranks=ranks, faults=faults, ties=ties, straggler=straggler, parameters=self.parameters,
-            world=self.world, alive_s=alive_s, survive=self.survive,
+            world=self.world, alive_s=alive_s, survive=self.survive, choices=self.choices,
         )  # fmt: skip
+
+    def every(self, points: Callable[[Case], Iterable[tuple[int, float]]]) -> Iterator[Case]:
+        """Yield all cases for an exploration: each number of ranks, order of ties, straggler and crash.
+
+        Crashes are drawn from a finite set if `faults` names their kind: `points` returns ranks and times at which one
+        may occur in a case.
+
+        Raises:
+            ParameterError: there are infinitely many cases.
+        """
+        wide = [kind for kind in self.kinds if kind != "crash"]
+        wide += [f"--ties {ties}" for ties in self.ties if ties == "random"]
+        if wide:
+            raise ParameterError(
+                f"{wide[0]}: an exploration needs a finite set. Give faults with their times, 'crash' for one at any "
+                "point, and fixed orders of ties"
+            )
+        for ranks, ties, straggler in product(self.ranks, self.ties, self.stragglers):
+            case = replace(
+                self.calm(ranks), faults="; ".join(self.fixed), ties=ties, straggler=straggler, choices="",
+                alive_s=math.inf if self.alive_s is None else self.alive_s,
+            )  # fmt: skip
+            yield case
+            for rank, time_s in points(case) if self.kinds else ():
+                yield replace(case, faults="; ".join([*self.fixed, f"crash:{rank}@{time_s!r}s"]))
 
     def _alive_s(self, calm: Calm, faults: str) -> float:
         # A call that meets its deadline because of a fault ends that much after it, and so may `recover`. If all

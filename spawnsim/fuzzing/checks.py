@@ -15,7 +15,7 @@ import math
 import sys
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any, NamedTuple
@@ -24,6 +24,8 @@ from spawnsim.errors import CheckFailed
 from spawnsim.fuzzing.cases import Case
 from spawnsim.models.faults import DELIVERED, FaultPlan, Pause, Skew, SlowDown, Verdict
 from spawnsim.record import Recorder
+from spawnsim.virtual.choices import Choices, parsed
+from spawnsim.virtual.choosing import chosen
 from spawnsim.virtual.engine import diagnosis
 from spawnsim.virtual.engine.kernel import Task, current_task
 from spawnsim.virtual.engine.matching import undelivered
@@ -105,6 +107,7 @@ class Watch(Recorder):
         self.case = case
         self.plan = WatchedPlan(case.plan.faults, case.seed)
         self.world: World | None = None
+        self.choices: Choices | None = None
         self.progress_s: defaultdict[int, list[float]] = defaultdict(list)  # by rank: times of progress
         self.struck: Counter[tuple[str, str]] = Counter()  # crashes, restarts, skewed clocks, with calls
         self.lost = False  # whether a message was lost permanently
@@ -145,11 +148,16 @@ class Watch(Recorder):
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
-        with Patches(self._wrap).in_place():
+        with ExitStack() as stack:
+            stack.enter_context(Patches(self._wrap).in_place())
+            if self.case.choices is not None:
+                stack.enter_context(chosen())
             yield
 
     def prepare(self, world: World) -> None:
         self.world = world
+        if self.case.choices is not None:
+            self.choices = world.choices = Choices(world, parsed(self.case.choices))
         for rank in world.ranks:
             rank.skews = [WatchedSkew(fault, self.struck) for fault in rank.skews]
 

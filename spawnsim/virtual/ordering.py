@@ -39,7 +39,7 @@ class Ordering:
     def followed(self) -> Iterator[None]:
         """Keep the clocks while the block runs."""
         self._world.ordering = self
-        with _moving_clocks():
+        with moving_clocks():
             yield
 
     def event(self, rank: int) -> Stamp:
@@ -139,4 +139,4 @@ def _move_clocks(put: Put) -> None:
     put(CollectiveInstance, "outcome", noted(CollectiveInstance.outcome, _left, after=True))
 
 
-_moving_clocks = Patches(_move_clocks).in_place
+moving_clocks = Patches(_move_clocks).in_place

@@ -143,6 +143,7 @@ class World:
     attachments: dict[Any, Any] = field(default_factory=dict)  # objects of other modules that all ranks share
     ordering: Any = None  # `ordering.Ordering`, if the run has vector clocks
     races: Any = None  # `races.detector.Races`, if the run looks for them
+    choices: Any = None  # `choices.Choices`, if the run records its decisions
     around_threads: Callable[[], Any] = nullcontext  # entered while a thread of a rank runs
     checkpoints: Any = None  # `checkpoints.Checkpoints`
     crashes: Any = None  # `injection.Crashes`

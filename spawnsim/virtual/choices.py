@@ -1,0 +1,372 @@
+"""The choices of a run: every decision that a real system could take differently, and a record that forces them.
+
+A decision has a key: its kind, the rank that asks, and its number among that rank's decisions of this kind. Kinds:
+
+* `recv` and `probe`: the source of a wildcard receive or probe; `none` for a poll that finds no message;
+* `done`: the positions of the requests that a Waitany, Waitsome or test finds complete, such as `0+2`, or `none`;
+* `win4`: the rank whose access the window with context 4 admits next at the asking rank: locks, and accesses under
+  shared locks or fences.
+
+A record maps keys to outcomes; virtual time decides whatever the record leaves out. A forced wildcard waits for the
+chosen source as if the network delayed all other messages, a forced poll as if its rank were slow, and a forced window
+holds other accesses back. A forced outcome that can never come leaves its rank waiting: such a run is *infeasible*, and
+proves nothing.
+
+Each decision lists its other possible outcomes at the end of the run: those which do not happen after its end
+(`ordering`). Runs without a record of choices are not instrumented.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import combinations
+from typing import Any
+
+from spawnsim.comm.constants import ANY_SOURCE, ANY_TAG, LOCK_EXCLUSIVE, LOCK_SHARED
+from spawnsim.errors import ParameterError
+from spawnsim.virtual import ordering
+from spawnsim.virtual.engine.causality import Clocks, before
+from spawnsim.virtual.engine.completion import Completion, Message
+from spawnsim.virtual.engine.world import World
+from spawnsim.virtual.mpi.context import Member
+from spawnsim.virtual.mpi.requests import Reception
+from spawnsim.virtual.mpi.rma_service import Access, Target
+
+RECEIVE, PROBE, DONE, WINDOW = "recv", "probe", "done", "win"
+SUBSETS = (
+    3  # requests of one call up to which all subsets are alternatives; beyond: single ones, all and none
+)
+Key = tuple[str, int, int]
+Outcome = tuple[int, ...]
+"""A source or origin, or positions; () for a poll that finds nothing."""
+Record = Mapping[Key, Outcome]
+
+
+def written(record: Record) -> str:
+    """Return a record as text for `parsed`.
+
+    >>> written({("recv", 0, 2): (3,), ("done", 1, 0): ()})
+    'done:1.0=none,recv:0.2=3'
+    """
+    return ",".join(
+        f"{kind}:{rank}.{number}={'+'.join(map(str, outcome)) or 'none'}"
+        for (kind, rank, number), outcome in sorted(record.items())
+    )
+
+
+def parsed(text: str) -> dict[Key, Outcome]:
+    """Return the record that a text describes.
+
+    >>> parsed("recv:0.2=3, done:1.0=none")
+    {('recv', 0, 2): (3,), ('done', 1, 0): ()}
+    """
+    record: dict[Key, Outcome] = {}
+    for word in filter(None, (each.strip() for each in text.split(","))):
+        try:
+            key, outcome = word.split("=")
+            kind, place = key.split(":")
+            rank, number = map(int, place.split("."))
+            found = () if outcome == "none" else tuple(map(int, outcome.split("+")))
+        except ValueError as error:
+            raise ParameterError(
+                f"{word!r} is not a choice: write recv:RANK.NUMBER=SOURCE, as a failure shows"
+            ) from error
+        if kind not in (RECEIVE, PROBE, DONE) and not kind.startswith(WINDOW):
+            raise ParameterError(f"{word!r}: kinds of choices are {RECEIVE}, {PROBE}, {DONE}, {WINDOW}NUMBER")
+        record[kind, rank, number] = found
+    return record
+
+
+@dataclass(eq=False, slots=True)
+class Decision:
+    """One decision of a run.
+
+    Attributes:
+        key: names it.
+        forced: the outcome in the record; None: virtual time decides.
+        began: number of its rank's event that asks.
+        outcome: None while it is open.
+        ended: number of its rank's event that knows the outcome; 0 while it is open.
+        stamp: the events that happen before its end, or so far.
+        others: returns the other possible outcomes, at the end of the run.
+    """
+
+    key: Key
+    forced: Outcome | None
+    began: int
+    stamp: Any
+    outcome: Outcome | None = None
+    ended: int = 0
+    others: Callable[[], Iterable[Outcome]] = tuple
+
+
+@dataclass(eq=False, slots=True)
+class Posting:
+    """A receive or probe, and the message that it got."""
+
+    source: int
+    tag: int
+    takes: bool
+    number: int = 0  # its position among those of its mailbox
+    began: int = 0
+    ended: int = 0
+    message: Message | None = None
+    receive: Reception | None = None
+    decision: Decision | None = None
+
+    def got(self) -> Message | None:
+        """Return the message, also if the program has not collected it."""
+        return self.message if self.receive is None or self.message else self.receive.message
+
+    def accepts(self, message: Message) -> bool:
+        return self.source in (message.source, ANY_SOURCE) and self.tag in (message.tag, ANY_TAG)
+
+
+@dataclass(eq=False, slots=True)
+class Box:
+    """What a mailbox got: its messages in the order sent, and its receives and probes in the order posted."""
+
+    messages: list[Message] = field(default_factory=list)
+    postings: list[Posting] = field(default_factory=list)
+
+
+class TimedClocks(Clocks):
+    """Vector clocks that know the times of each rank's events."""
+
+    __slots__ = ("_world", "times_s")
+
+    def __init__(self, world: World) -> None:
+        super().__init__(len(world.ranks))
+        self._world = world
+        self.times_s: list[list[float]] = [[] for _ in world.ranks]
+
+    def count(self, rank: int) -> int:
+        task = self._world.kernel.current
+        if task.rank == rank:
+            self.times_s[rank].append(task.clock)
+        return super().count(rank)
+
+
+class Choices:
+    """The decisions of one run, as `World.choices`."""
+
+    def __init__(self, world: World, record: Record) -> None:
+        self.world, self._record = world, record
+        self.order = ordering.Ordering(world)
+        self.order.clocks = self.clocks = TimedClocks(world)
+        world.ordering = self.order
+        self.decisions: list[Decision] = []
+        self._numbers: Counter[tuple[str, int]] = Counter()
+        self.boxes: defaultdict[Any, Box] = defaultdict(Box)
+        self.receives: dict[Completion, Posting] = {}
+        self._put_off: set[int] = set()  # ranks whose last poll was forced to find nothing
+        self._held: defaultdict[Target, list[Access]] = defaultdict(list)
+        self._admitted: defaultdict[Target, list[Access]] = defaultdict(list)
+        self.requested: dict[Access, Any] = {}  # stamps
+        self.complete: dict[Access, int] = {}  # the origin's event that knows the end
+
+    # -- decisions ---------------------------------------------------------------------------------------------
+
+    def ask(self, kind: str, rank: int) -> Decision:
+        """Begin a decision of a rank."""
+        number = self._numbers[kind, rank]
+        self._numbers[kind, rank] = number + 1
+        key = kind, rank, number
+        decision = Decision(key, self._record.get(key), self.clocks.count(rank), self.clocks.stamp(rank))
+        self.decisions.append(decision)
+        return decision
+
+    def conclude(self, decision: Decision, outcome: Outcome) -> None:
+        """End a decision: the rank knows the outcome."""
+        rank = decision.key[1]
+        decision.outcome = outcome
+        decision.ended = self.clocks.count(rank)
+        decision.stamp = self.clocks.stamp(rank)
+
+    def open(self) -> list[Decision]:
+        """Return the forced decisions whose outcome has not come."""
+        return [each for each in self.decisions if each.forced is not None and each.outcome is None]
+
+    def infeasible(self) -> bool:
+        """Whether the record forces outcomes that no real run can have together."""
+        return bool(self.open()) or any(self._held.values()) or any(map(self._overtaken, self.boxes.values()))
+
+    def _overtaken(self, box: Box) -> bool:
+        """Whether a later receive of a mailbox took a message that MPI gives to an earlier, forced wildcard.
+
+        It may have taken it if the wildcard's own message can arrive before: if it is sent without knowledge of the
+        later receive.
+        """
+        forced = [each for each in box.postings if each.decision is not None and each.decision.forced]
+        for wildcard in forced:
+            own = wildcard.got()
+            for later in box.postings[wildcard.number + 1 :]:
+                taken = later.got()
+                if taken is None or not later.ended or not wildcard.accepts(taken):
+                    continue
+                rank = wildcard.decision.key[1] if wildcard.decision is not None else 0
+                if own is None or before(rank, later.ended, own.stamp):
+                    return True
+        return False
+
+    def settle(self) -> None:
+        """Conclude the receives that the program has not collected."""
+        for box in self.boxes.values():
+            for posting in box.postings:
+                decision, message = posting.decision, posting.got()
+                if decision is not None and decision.outcome is None and message is not None:
+                    decision.outcome = (message.source,)
+
+    def put_off(self, rank: int, *, now: bool) -> bool:
+        """Note whether a poll finds nothing although it could; return whether the previous one did.
+
+        Polls are not put off twice in a row: loops of polls would not end.
+        """
+        before_this = rank in self._put_off
+        (self._put_off.add if now else self._put_off.discard)(rank)
+        return before_this
+
+    # -- messages ----------------------------------------------------------------------------------------------
+
+    def post(self, member: Member, source: int, tag: int, *, takes: bool) -> Posting:
+        """Note a receive or probe."""
+        box = self.boxes[member._mailbox]
+        posting = Posting(source, tag, takes, len(box.postings))
+        posting.began = self.clocks.count(member._rank.id)
+        box.postings.append(posting)
+        return posting
+
+    def ask_source(self, kind: str, member: Member, posting: Posting) -> int:
+        """Begin the decision of a wildcard; return the source to use."""
+        decision = posting.decision = self.ask(kind, member._rank.id)
+        box = self.boxes[member._mailbox]
+        decision.others = lambda: self._sources(box, posting)
+        return decision.forced[0] if decision.forced else posting.source
+
+    def met(self, posting: Posting, message: Message, rank: int) -> None:
+        """Note the message that a receive or probe got."""
+        posting.message = message
+        posting.ended = self.clocks.count(rank)
+        if posting.decision is not None:
+            self.conclude(posting.decision, (message.source,))
+
+    def _sources(self, box: Box, posting: Posting) -> Iterator[Outcome]:
+        """Yield the other sources whose next message a receive or probe could get."""
+        decision = posting.decision
+        assert decision is not None
+        chosen, seen = decision.outcome, set()
+        gone = {id(each.got()) for each in box.postings[: posting.number] if each.takes}
+        for message in box.messages:
+            if message.source in seen or not posting.accepts(message) or id(message) in gone:
+                continue
+            seen.add(message.source)
+            known = decision.ended and before(decision.key[1], decision.ended, message.stamp)
+            if (message.source,) != chosen and not known:
+                yield (message.source,)
+
+    # -- requests ----------------------------------------------------------------------------------------------
+
+    def could_end(self, completion: Completion | None, decision: Decision) -> bool:
+        """Whether a request could be complete at a call that did not wait for it."""
+        posting = self.receives.get(completion) if completion is not None else None
+        message = None if posting is None else posting.got()
+        if message is None:
+            return completion is not None and completion.finish_s is not None
+        return not before(decision.key[1], decision.ended, message.stamp)
+
+    def positions(
+        self, decision: Decision, completions: Sequence[Completion | None], sizes: Callable[[int], bool]
+    ) -> Iterator[Outcome]:
+        """Yield the other sets of requests that a call could find complete."""
+        able = [
+            place
+            for place, each in enumerate(completions)
+            if each is not None and self.could_end(each, decision)
+        ]
+        few = len(able) <= SUBSETS
+        for size in range(len(able) + 1):
+            if sizes(size) and (few or size in (0, 1, len(able))):
+                yield from (
+                    each for each in combinations(able, size) if set(each) != set(decision.outcome or ())
+                )
+
+    # -- windows -----------------------------------------------------------------------------------------------
+
+    def admits(self, target: Target, access: Access) -> bool:
+        """Whether the record lets a target take an access now; otherwise it is held back."""
+        if target.exclusive is not None:
+            return True
+        kind, rank = f"{WINDOW}{access.connection.windows.context.number}", target.rank.id
+        forced = self._record.get((kind, rank, self._numbers[kind, rank]))
+        if forced in (None, (access.connection.origin.id,)):
+            return True
+        self._held[target].append(access)
+        return False
+
+    def admitted(self, target: Target, access: Access) -> None:
+        """Note the access that a target takes."""
+        if target.exclusive is not None:
+            return
+        number = access.connection.windows.context.number
+        decision = self.ask(f"{WINDOW}{number}", target.rank.id)
+        decision.outcome = (access.connection.origin.id,)
+        line = self._admitted[target]
+        line.append(access)
+        place = len(line)
+        decision.others = lambda: self._origins(access, line[place:])
+
+    def _origins(self, taken: Access, later: Sequence[Access]) -> Iterator[Outcome]:
+        """Yield the origins whose next access to a target could come before the one it took."""
+        seen = {taken.connection.origin.id}
+        ended = self.complete.get(taken, 0)
+        for access in later:
+            origin = access.connection.origin.id
+            known = ended and before(taken.connection.origin.id, ended, self.requested[access])
+            if origin not in seen and _conflict(taken, access) and not known:
+                yield (origin,)
+            seen.add(origin)
+
+    def resubmit(self, target: Target) -> None:
+        """Let a target consider the held accesses again."""
+        held, self._held[target] = self._held.pop(target, []), []
+        for access in held:
+            target.acquire(access)
+
+    # -- the tree ----------------------------------------------------------------------------------------------
+
+    def leaf(self) -> dict[Key, Outcome]:
+        """Return the whole record of the run."""
+        return {each.key: each.outcome for each in self.decisions if each.outcome is not None}
+
+    def branches(self) -> Iterator[dict[Key, Outcome]]:
+        """Yield the records that take one decision differently, and keep what does not depend on it."""
+        done = [each for each in self.decisions if each.outcome is not None]
+        # Windows order ranks in ways that the clocks do not know: then all later decisions count as dependent.
+        coarse = any(each.key[0].startswith(WINDOW) for each in done)
+        for place, decision in enumerate(done):
+            others = sorted(set(decision.others()))
+            if not others:
+                continue
+            kept = {each.key: each.outcome for each in done[:place] if each.outcome is not None}
+            for each in () if coarse else done[place + 1 :]:
+                rank = decision.key[1]
+                if (
+                    each.key[1] != rank
+                    and not before(rank, decision.began, each.stamp)
+                    and each.outcome is not None
+                ):
+                    kept[each.key] = each.outcome
+            for other in others:
+                yield {**kept, decision.key: other}
+
+
+def _conflict(one: Access, other: Access) -> bool:
+    """Whether the order of two accesses to a target matters."""
+    if one.lock or other.lock:
+        return LOCK_EXCLUSIVE in (one.lock, other.lock) or LOCK_SHARED not in (one.lock, other.lock)
+    return one.call not in READS or other.call not in READS
+
+
+READS = ("Get", "Rget")

@@ -1,0 +1,304 @@
+"""`spawnsim fuzz --exhaustive`: every schedule is run once, none is impossible, failures are small and are replayed."""
+
+import itertools
+import json
+import math
+import shlex
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from spawnsim.cli import serve
+from spawnsim.comm import ANY_SOURCE, SUM, Status
+from spawnsim.errors import ParameterError
+from spawnsim.fuzzing.campaign import Target, attempt
+from spawnsim.fuzzing.cases import Case, Space
+from spawnsim.fuzzing.exploring import Exhaustion, crash_points
+from spawnsim.virtual.choices import parsed, written
+
+PLANTED = Path(__file__).parent.parent / "programs" / "planted"
+
+
+def explored(program, ranks, **how):
+    """Return what an exploration of a function or file finds."""
+    parameters = how.pop("parameters", {})
+    case = Case(seed=0, ranks=ranks, choices="", parameters=parameters)
+    return Exhaustion(Target(program), **how).run([case])
+
+
+def count(found):
+    """Return the number of schedules."""
+    return sum(found.schedules.values())
+
+
+def farm(comm, tasks=6, seen=None):
+    """Rank 0 gives a task to each worker, and another to whoever is done."""
+    status, given = Status(), 0
+    if comm.rank == 0:
+        order = []
+        for worker in range(1, comm.size):
+            comm.send(given if given < tasks else None, worker)
+            given += 1
+        for _ in range(tasks):
+            comm.recv(source=ANY_SOURCE, status=status)
+            order.append(status.source)
+            comm.send(given if given < tasks else None, status.source)
+            given += 1
+        if seen is not None:
+            seen.append(tuple(order))
+    else:
+        while comm.recv(source=0) is not None:
+            comm.send(comm.rank, 0)
+
+
+def test_a_farm_has_as_many_schedules_as_orders_of_its_results():
+    """Three workers, six tasks: 3 choices for each of three results, then the three that are left in any order."""
+    seen = []
+    found = explored(farm, 4, parameters={"seen": seen})
+    assert (count(found), found.infeasible, found.left) == (3**3 * math.factorial(3), 0, 0)
+    assert len(seen) == len(set(seen)) == found.runs
+
+
+def test_independent_choices_are_combined_and_not_ordered():
+    """Two ranks that each receive from two others: all pairs, whatever the order of the two receives."""
+
+    def pairs(comm):
+        if comm.rank < 2:
+            for _ in range(2):
+                comm.recv(source=ANY_SOURCE)
+        else:
+            for dest in range(2):
+                comm.send(comm.rank, dest)
+
+    found = explored(pairs, 4)
+    assert (count(found), found.infeasible) == (4, 0)
+
+
+def test_a_message_that_another_choice_causes_is_an_alternative_of_an_earlier_receive():
+    """Rank 2 sends to rank 0 only if it took rank 3's message first; rank 0's receive, earlier in time, can get it."""
+    seen = set()
+
+    def chain(comm):
+        if comm.rank == 0:
+            first = comm.recv(source=ANY_SOURCE)
+            seen.add(first)
+            comm.recv(source=ANY_SOURCE)
+        elif comm.rank == 1:
+            comm.send("one", 0)
+            comm.send("one", 2)
+        elif comm.rank == 2:
+            got = [comm.recv(source=ANY_SOURCE) for _ in range(2)]
+            comm.send("two" if got[0] == "three" else "usual", 0)
+        else:
+            with comm.compute(1.0):
+                pass
+            comm.send("three", 2)
+
+    found = explored(chain, 4)
+    assert seen == {"one", "usual", "two"}
+    assert (count(found), found.left) == (4, 0)
+
+
+def test_what_happens_after_a_receive_is_no_alternative_of_it():
+    """The second message is the answer to the first."""
+
+    def answered(comm):
+        if comm.rank == 0:
+            comm.recv(source=ANY_SOURCE)
+            comm.send(None, 2)
+            comm.recv(source=ANY_SOURCE)
+        elif comm.rank == 1:
+            comm.send(None, 0)
+        else:
+            comm.recv(source=0)
+            comm.send(None, 0)
+
+    found = explored(answered, 3)
+    assert (count(found), found.runs) == (1, 1)
+
+
+def test_a_posted_wildcard_takes_what_arrives_before_its_own_message():
+    """Rank 2 sends when the second receive is complete: its message could be the first's in no real run."""
+
+    def posted(comm):
+        if comm.rank == 0:
+            requests = [comm.irecv(source=ANY_SOURCE) for _ in range(3)]
+            second = requests[1].wait()
+            comm.send(None, 2)
+            comm.check(requests[0].wait() != 2 and requests[2].wait() == 2 != second, "the order posted")
+        else:
+            if comm.rank == 2:
+                comm.recv(source=0)
+            comm.send(comm.rank, 0)
+
+    found = explored(posted, 4)
+    assert found.failures == {}
+    assert (count(found), found.infeasible > 0) == (2, True)
+
+
+def test_waitany_waitsome_and_tests_find_every_set():
+    """Two messages: Waitany finds either; Waitsome either or both; a test all or nothing."""
+    seen = {"any": set(), "some": set(), "test": set()}
+
+    def program(comm, call="any"):
+        if comm.rank:
+            comm.Send(np.ones(1), 0)
+            return
+        requests = [comm.Irecv(np.zeros(1), source) for source in (1, 2)]
+        kind = type(requests[0])
+        if call == "any":
+            seen[call].add(kind.Waitany(requests))
+        elif call == "some":
+            seen[call].add(tuple(sorted(kind.Waitsome(requests))))
+        else:
+            seen[call].add(kind.Testall(requests))
+        kind.Waitall(requests)
+
+    for call in seen:
+        explored(program, 3, parameters={"call": call})
+    assert seen == {"any": {0, 1}, "some": {(0,), (1,), (0, 1)}, "test": {False, True}}
+
+
+def test_a_loop_of_polls_ends():
+    """A poll that could find a message is put off once, not forever."""
+
+    def polls(comm):
+        if comm.rank == 0:
+            while not comm.iprobe(source=1):
+                pass
+            comm.recv(source=1)
+        else:
+            comm.send(None, 0)
+
+    found = explored(polls, 2)
+    assert found.left == 0
+    assert count(found) > 1
+
+
+def test_locks_are_granted_in_every_order():
+    """Three ranks note their turn in a window: six orders."""
+    seen = set()
+
+    def turns(comm):
+        window = comm.Win.Allocate(8 * 4, comm=comm)
+        np.frombuffer(window.tomemory(), np.int64)[:] = 0
+        comm.Barrier()
+        if comm.rank:
+            window.Lock(0)
+            mine = np.zeros(4, np.int64)
+            window.Get(mine, 0)
+            window.Flush(0)
+            mine[0] += 1
+            mine[mine[0]] = comm.rank
+            window.Put(mine, 0)
+            window.Unlock(0)
+        comm.Barrier()
+        if comm.rank == 0:
+            seen.add(tuple(np.frombuffer(window.tomemory(), np.int64)[1:].tolist()))
+        window.Free()
+
+    found = explored(turns, 4)
+    assert seen == set(itertools.permutations((1, 2, 3)))
+    assert (count(found), found.infeasible) == (6, 0)
+
+
+def test_atomic_operations_interleave_in_every_order():
+    """Two of each of three ranks: 6! / 2!³ orders; none that a barrier excludes."""
+
+    def counter(comm):
+        window = comm.Win.Allocate(8, comm=comm)
+        np.frombuffer(window.tomemory(), np.int64)[:] = 0
+        comm.Barrier()
+        window.Lock_all()
+        for _ in range(2):
+            window.Fetch_and_op(np.ones(1, np.int64), np.zeros(1, np.int64), 0, 0, SUM)
+            window.Flush(0)
+        window.Unlock_all()
+        comm.Barrier()
+        window.Free()
+
+    found = explored(counter, 3)
+    assert (count(found), found.infeasible) == (90, 0)
+
+
+def test_fewer_deviations_come_first():
+    """With one deviation: each decision of virtual time's schedule, otherwise."""
+    found = explored(farm, 4, deviations=1)
+    assert found.schedules == {0: 1, 1: 9}
+    assert found.left == 0
+
+
+def test_a_limit_is_reported(capsys):
+    """How many schedules were run, how many are left, and up to which bound all were."""
+    file = str(PLANTED / "arrival_order.py")
+    words = [
+        file,
+        "--exhaustive",
+        "--ranks",
+        "4",
+        "--jobs",
+        "0",
+        "--set",
+        "iterations=3",
+        "--set",
+        "fixed=True",
+    ]
+    assert serve("fuzz", [*words, "--runs", "20"]) == 0
+    text = capsys.readouterr().out
+    assert "pass, by deviations: 1 with 0" in text
+    assert "more were found and not run; complete up to" in text
+    assert serve("fuzz", [*words, "--deviations", "1"]) == 0
+    assert "all 10 schedules with at most 1 deviation pass" in capsys.readouterr().out
+
+
+def test_a_failure_is_small_and_replayed(capsys):
+    """The printed command has the few choices that matter, and finds the same."""
+    file = PLANTED / "arrival_order.py"
+    words = [str(file), "--exhaustive", "--ranks", "4", "--jobs", "0", "--set", "iterations=2", "--json"]
+    assert serve("fuzz", words) == 1
+    (failure,) = json.loads(capsys.readouterr().out)["failures"]
+    assert len(parsed(failure["choices"])) == 1
+    again = shlex.split(failure["replay"])[2:]
+    assert serve("fuzz", [*again, "--json"]) == 1
+    (same,) = json.loads(capsys.readouterr().out)["failures"]
+    assert same["message"] == failure["message"]
+
+
+def test_the_same_record_is_the_same_run():
+    """To the bit, also in a second process's place."""
+    record = "recv:0.0=3,recv:0.1=3"
+    runs = [attempt(Target(farm), Case(seed=0, ranks=4, choices=record))[1] for _ in range(2)]
+    assert runs[0].world.digest() == runs[1].world.digest()
+    leaf = runs[0].choices.leaf()
+    assert leaf["recv", 0, 0] == leaf["recv", 0, 1] == (3,)
+    assert parsed(written(leaf)) == leaf
+
+
+def test_two_processes_explore_the_same():
+    """The same schedules, each once."""
+    file = PLANTED / "arrival_order.py"
+    parameters = {"iterations": 2, "fixed": True}
+    alone, together = (explored(file, 4, parameters=parameters, jobs=jobs) for jobs in (0, 2))
+    assert count(alone) == count(together) == math.factorial(3) ** 2
+
+
+def test_a_crash_at_any_point_is_a_finite_set():
+    """One for each rank between any two of its events; other kinds need their times."""
+    target, space = Target(farm), Space(ranks=[3], faults="crash", ties=["fifo"], stragglers=[None])
+    cases = list(space.every(lambda case: crash_points(target, case)))
+    assert len(cases) == len({case.faults for case in cases})
+    assert {fault.rank for case in cases for fault in case.plan.faults} == {0, 1, 2}
+    found = Exhaustion(target).run(cases)
+    assert found.failures == {}
+    assert found.ended
+    with pytest.raises(ParameterError, match="pause: an exploration needs a finite set"):
+        list(Space(ranks=[3], faults="pause", ties=["fifo"]).every(lambda case: ()))
+
+
+def test_a_wrong_record_is_refused():
+    """With what a choice looks like, or with the kinds that there are."""
+    with pytest.raises(ParameterError, match="is not a choice"):
+        parsed("recv:0.0")
+    with pytest.raises(ParameterError, match="kinds of choices"):
+        parsed("lock:0.0=1")
