@@ -143,10 +143,8 @@ class Cluster:
             kernel, ranks, platform, platform.network, timing, recorder, scenario.seed, plan or None
         )
         self.world.sums = scenario.sums
-        if platform.crowded(scenario.ranks):
-            assert platform.cores is not None
-            places = platform.places(scenario.ranks)
-            self.world.cores = Cores(self.world, places, platform.cores.count)
+        if platform.cores is not None and platform.crowded(scenario.ranks):
+            self.world.cores = Cores(self.world, platform.places(scenario.ranks), platform.cores.count)
         if plan.links:
             self.world.links = FaultyLinks(self.world)
         self.world.batching = BatchedCalls(
