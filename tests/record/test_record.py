@@ -704,7 +704,10 @@ def test_an_event_file_of_other_bytes_is_told_in_one_line(tmp_path: Path) -> Non
     [
         ({}, "lacks the column 'compute_s'"),
         ({"compute_s": np.array(["a", "b"])}, "holds no durations"),
-        ({"compute_s": np.ones(2), "rank": np.array([0, 9_999_999], np.int32)}, "of rank 1 no duration"),
+        (
+            {"compute_s": np.ones(2), "rank": np.array([0, 9_999_999], np.int32)},
+            "no duration of rank 1 was recorded",
+        ),
         ({"compute_s": np.ones(2), "rank": np.array([0, 2**31 - 1], np.int32)}, "is not a rank"),
         ({"compute_s": _npy("(10000000000000000,)")}, "claims"),
     ],

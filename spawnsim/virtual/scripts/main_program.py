@@ -45,6 +45,7 @@ from spawnsim.virtual.engine.world import Recorder
 from spawnsim.virtual.interpreter import CLOCKS, Patches, Put
 from spawnsim.virtual.scripts import process_objects
 from spawnsim.virtual.scripts.process_managers import Manager
+from spawnsim.virtual.scripts.rank_process import RankModules
 from spawnsim.virtual.scripts.script import Script, status_of
 from spawnsim.virtual.scripts.spawned import ProcessExit
 from spawnsim.virtual.scripts.spawning import Session, Started, active, entered
@@ -386,6 +387,9 @@ def _as_main(session: Session) -> Iterator[None]:
     method, handler = context._actual_context, signal.getsignal(signal.SIGINT)
     sys.argv = [str(path), *session.script.argv]
     sys.path[:0] = [folder]
+    hidden = RankModules(path.resolve().parent, session.script.private).hidden()
+    for name in hidden:  # modules of an earlier program, in this process
+        del sys.modules[name]
     sys.modules |= {"__main__": main, "__mp_main__": main}
     environ = dict(os.environ)
     try:
@@ -397,6 +401,7 @@ def _as_main(session: Session) -> Iterator[None]:
             name for name in sys.modules if _beside(sys.modules[name], folder) or name == "__mp_main__"
         ]:
             del sys.modules[name]
+        sys.modules.update(hidden)
         sys.modules["__main__"] = before["__main__"]
         if "__mp_main__" in before:
             sys.modules["__mp_main__"] = before["__mp_main__"]

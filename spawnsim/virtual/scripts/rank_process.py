@@ -108,7 +108,11 @@ class RankModules:
 
     def hidden(self) -> dict[str, ModuleType]:
         """Return the loaded modules that would hide ranks' own modules."""
-        entries = list(Path(self.folder).iterdir())
+        return self.hidden_by(self.folder)
+
+    def hidden_by(self, folder: str) -> dict[str, ModuleType]:
+        """Return the loaded modules that would hide the modules of a folder."""
+        entries = list(Path(folder).iterdir())
         tops = {entry.stem for entry in entries if entry.suffix == ".py" or (entry / "__init__.py").exists()}
         tops |= {
             entry.name for entry in entries if entry.is_dir() and not _origin(sys.modules.get(entry.name))
@@ -209,7 +213,11 @@ class Processes:
             "excepthook": sys.__excepthook__,
         }  # fmt: skip
         if argv is not None:
-            attributes["path"][0] = self.own.add_folder(argv[0])
+            folder = attributes["path"][0] = self.own.add_folder(argv[0])
+            for name in (
+                self.own.hidden_by(folder).keys() - self.own.names
+            ):  # of another program, in this process
+                self._hidden[name] = sys.modules.pop(name)
         if rank:
             attributes["stdin"] = io.StringIO()  # as under mpiexec: rank 0 reads the terminal
         main = ModuleType("__main__")
