@@ -73,7 +73,9 @@ class Fuzz(Command):
     platform: PlatformName = None
     compute: str | None = option("seconds of a comm.compute() without an argument", "S")
     deadline: float | None = option(
-        f"seconds that one call may wait (default: {DEADLINE_S:g}; unmodified: no limit)", "S", parse=limit
+        f"seconds that one call may wait (default: {DEADLINE_S:g}; unmodified or --exhaustive: no limit)",
+        "S",
+        parse=limit,
     )
     set: Settings = ()
     alive: str | None = option(
@@ -91,6 +93,11 @@ class Fuzz(Command):
     deviations: int | None = option(
         "with --exhaustive: schedules with at most D decisions taken otherwise than in virtual time (default: all)",
         "D",
+    )
+    pct: int | None = option(
+        "draw priorities of ranks that find bugs of this depth with a known probability, in place of delays and drawn "
+        "faults (default: no)",
+        "DEPTH",
     )
     choices: str | None = option("decisions of every case, as --exhaustive prints them", "RECORD")
     whole: Whole = False
@@ -112,6 +119,8 @@ class Fuzz(Command):
         if (self.runs is not None and self.runs < 1) or self.seed < 0:
             raise ParameterError("--runs must be at least 1, --seed at least 0")
         space = _space(self, unmodified=program.is_whole)
+        if self.pct is not None and (self.pct < 1 or self.exhaustive):
+            raise ParameterError("--pct must be at least 1, and draws cases: without --exhaustive")
         if self.exhaustive:
             return self._explore(space)
         if self.deviations is not None:
@@ -126,7 +135,11 @@ class Fuzz(Command):
                 shrink=self.runs > 1, progress=progress,
                 seconds=math.inf if self.limit is None else seconds(self.limit),
             )  # fmt: skip
-        print(json.dumps(document(found, self.file)) if self.json else report(found, str(self.file)))
+        print(
+            json.dumps(document(found, self.file))
+            if self.json
+            else report(found, str(self.file), self.pct or 0)
+        )
         return 1 if found.failures else 0
 
     def _explore(self, space: Space) -> int:
@@ -152,11 +165,13 @@ def _space(asked: Fuzz, *, unmodified: bool) -> Space:
         )
         if value is not None
     }
-    if unmodified:  # written for an MPI that knows no deadlines
+    if (
+        unmodified or asked.exhaustive
+    ):  # written for an MPI that knows no deadlines; a forced choice may wait long
         world = {"deadline_s": math.inf} | world
     if asked.arguments:
         world["argv"] = tuple(asked.arguments)
-    how: dict[str, Any] = {"choices": asked.choices}
+    how: dict[str, Any] = {"choices": asked.choices, "depth": asked.pct or 0}
     if asked.exhaustive:  # one calm case, unless options give more
         how |= {"stragglers": (None,), "ties": ("fifo",)}
     if asked.straggler is not None:
@@ -175,7 +190,7 @@ def _space(asked: Fuzz, *, unmodified: bool) -> Space:
 def _faults(asked: Fuzz) -> str:
     if asked.faults is not None:
         return asked.faults
-    return "" if asked.exhaustive else DEFAULT_FAULTS + SURVIVED * asked.survive
+    return "" if asked.exhaustive or asked.pct else DEFAULT_FAULTS + SURVIVED * asked.survive
 
 
 def numbers(text: str) -> list[int]:
@@ -193,8 +208,8 @@ def numbers(text: str) -> list[int]:
     return found
 
 
-def report(found: Found, file: str) -> str:
-    """Return the findings of a campaign as text."""
+def report(found: Found, file: str, depth: int = 0) -> str:
+    """Return the findings of a campaign as text; `depth`, of its randomized priorities, if it has any."""
     parts = [_failure(found, key, file) for key in sorted(found.failures)]
     kinds = found.kinds()
     rows = [(kind, f"{found.drawn[kind]:,}", f"{kinds[kind]:,}") for kind in sorted(found.drawn | kinds)]
@@ -208,12 +223,25 @@ def report(found: Found, file: str) -> str:
     ]
     if pairs:
         parts.append(f"fault × call: {', '.join(pairs)}" + " …" * (len(found.fired) > PAIRS))
+    if found.steps:
+        parts.append(_chances(found, depth))
     rate = f", {found.runs / found.seconds * 60:,.0f} a minute" if found.seconds > 1 else ""
     ended = f"; {found.ended:,} were ended by their faults, as MPI permits" if found.ended else ""
     broken = sum(found.counts.values())
     verdict = f"{broken:,} failed, in {counted(len(found.failures), 'way')}" if broken else "nothing broke"
     parts.append(f"{counted(found.runs, 'case')} in {found.seconds:.1f} s{rate}: {verdict}{ended}")
     return "\n\n".join(parts)
+
+
+def _chances(found: Found, depth: int) -> str:
+    """Return the published probability with which randomized priorities find a bug."""
+    ranks, steps = max(found.steps.items(), key=lambda each: each[0] * each[1] ** (depth - 1))
+    one = 1 / (ranks * max(steps, 1) ** (depth - 1))
+    return (
+        f"priorities: {counted(ranks, 'rank')} and {counted(steps, 'step')}; a case finds a given bug of depth {depth} "
+        f"with a probability of at least 1/({ranks}·{steps:,}^{depth - 1}) = {one:.3g}, "
+        f"{counted(found.runs, 'case')} with {1 - (1 - one) ** found.runs:.3g}"
+    )
 
 
 def _failure(found: Found, key: tuple[str, str], file: str) -> str:

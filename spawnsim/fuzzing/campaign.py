@@ -145,6 +145,7 @@ class Found:
         counts: number of failures of each kind.
         small: the same failures in their smallest case.
         seconds: wall time.
+        steps: with randomized priorities, the calls of a run, by number of ranks.
     """
 
     runs: int = 0
@@ -155,8 +156,10 @@ class Found:
     counts: Counter[tuple[str, str]] = field(default_factory=Counter)
     small: dict[tuple[str, str], Failure] = field(default_factory=dict)
     seconds: float = 0.0
+    steps: dict[int, int] = field(default_factory=dict)
 
     def add(self, other: Found) -> None:
+        self.steps |= other.steps
         self.runs, self.ended = self.runs + other.runs, self.ended + other.ended
         self.drawn, self.fired, self.counts = (
             self.drawn + other.drawn, self.fired + other.fired, self.counts + other.counts
@@ -297,7 +300,7 @@ def portion(target: Target, space: Space, seeds: Sequence[int]) -> Found:
             _, watch, _ = attempt(target, space.calm(ranks))
             clocks = [0.0] if watch.world is None else [task.clock for task in watch.world.kernel.tasks]
             gap_s = watch.longest_gap_s() if watch.world is not None else 0.0
-            known[ranks] = Calm(max(clocks), gap_s, watch.has_policies)
+            known[ranks] = Calm(max(clocks), gap_s, watch.has_policies, watch.steps)
         return known[ranks]
 
     linecache.checkcache()
@@ -306,6 +309,8 @@ def portion(target: Target, space: Space, seeds: Sequence[int]) -> Found:
             case = space.case(seed, calm)
             failure, watch, ended = attempt(target, case)
             found.runs, found.ended = found.runs + 1, found.ended + ended
+            if space.depth:
+                found.steps[case.ranks] = known[case.ranks].steps
             found.drawn.update({fault.kind for fault in case.plan.faults})
             found.fired.update(watch.fired())
             if failure is not None:

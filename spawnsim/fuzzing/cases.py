@@ -18,12 +18,16 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from spawnsim.errors import ParameterError
+from spawnsim.models.compute.stragglers import Straggler, StreamKey
 from spawnsim.models.faults import FaultPlan, Swarm
 from spawnsim.models.faults.events import KINDS, LinkFault, Partition
+from spawnsim.models.network import Hockney, Switch
+from spawnsim.models.network.cost import FREE, Cost, Costs
+from spawnsim.models.platform import Platform
 from spawnsim.options import arguments_of, nearest
 from spawnsim.random import WORLD, generator
 from spawnsim.scenario import Scenario
-from spawnsim.virtual.engine.event_queue import tie_order
+from spawnsim.virtual.engine.event_queue import PCT, tie_order
 
 DEADLINE_S = 2.0  # of a call: short, so that a wait for dead ranks does not outlast the run
 # Faults that MPI's rules allow. MPI rules out lost, duplicated and corrupted messages, and most programs rely on this:
@@ -37,15 +41,43 @@ UNSAID: tuple[Any, ...] = ("", "fifo", None, {}, False)  # default values of a c
 RANDOM = "*"  # in the place of a fault's ranks, links and times: drawn anew in each case
 
 
+class Timeless(Switch):
+    """A network whose messages arrive at the time of their send."""
+
+    def cost(self, source: int, dest: int, nbytes: int) -> Cost:
+        return FREE
+
+    def costs(self, source: Any, dest: Any, nbytes: Any) -> Costs:
+        return Costs(*FREE)
+
+
+# Polls advance time, so that a loop of polls lets the other ranks act.
+TIMELESS = Platform("timeless", Timeless(Hockney(0.0, 1.0), call_overhead_s=1e-9, eager_bytes=1 << 60))
+
+
+class Still(Straggler):
+    """Blocks that take no time."""
+
+    @property
+    def mean(self) -> float:
+        """Mean factor: 0."""
+        return 0.0
+
+    def open(self, key: StreamKey) -> Callable[[float, float], float]:
+        return lambda _duration_s, _now_s: 0.0
+
+
 class Calm(NamedTuple):
     """A program's behavior without faults: its duration, and the longest time of any rank without progress.
 
-    `waits`: whether it has policies, whose own timers may make ranks wait for each other.
+    `waits`: whether it has policies, whose own timers may make ranks wait for each other. `steps`: its calls, in a
+    space with priorities.
     """
 
     lasts_s: float
     step_s: float
     waits: bool = False
+    steps: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,9 +117,12 @@ class Case:
     def scenario(self, faults: Any = None) -> Scenario:
         """Return the scenario of the run; `faults`, if given, replaces the fault plan."""
         world = {name: value for name, value in self.world.items() if name != "argv"}
+        stragglers: Any = self.straggler
+        if self.ties.startswith(PCT):  # no time passes, so that priorities alone order the ranks
+            world, stragglers = world | {"platform": TIMELESS}, Still()
         return Scenario(
             self.ranks, faults=self.faults if faults is None else faults, seed=self.seed, ties=self.ties,
-            stragglers=self.straggler, **({"deadline_s": DEADLINE_S} | world),
+            stragglers=stragglers, **({"deadline_s": DEADLINE_S} | world),
         )  # fmt: skip
 
     def options(self) -> list[str]:
@@ -152,6 +187,7 @@ class Space:
             run; plus two deadlines if policies wait, or if a fault loses data that another rank waits for.
         survive: as in `Case`.
         choices: as in `Case`.
+        depth: of the bugs that randomized priorities look for, in place of delays, drawn faults and ties; 0: none.
 
     Raises:
         ParameterError: unknown kind of fault or order of ties, or no number of ranks.
@@ -166,6 +202,7 @@ class Space:
     alive_s: float | None = None
     survive: bool = False
     choices: str | None = None
+    depth: int = 0
 
     def __post_init__(self) -> None:
         if not self.ranks or min(self.ranks) < 1:
@@ -199,12 +236,18 @@ class Space:
 
     def calm(self, ranks: int) -> Case:
         """Return the case without faults; its duration determines when faults can strike."""
-        return Case(seed=0, ranks=ranks, parameters=self.parameters, world=self.world, survive=self.survive)
+        ties = f"{PCT}:0:1:1" if self.depth else "fifo"
+        return Case(
+            seed=0, ranks=ranks, ties=ties, parameters=self.parameters, world=self.world, survive=self.survive
+        )
 
     def case(self, seed: int, calm: Callable[[int], Calm]) -> Case:
         """Return the case of a seed; `calm` returns the behavior of the calm case on a number of ranks."""
         draw = generator(seed, WORLD, "fuzzing.case")
         ranks = int(draw.choice(self.ranks))
+        if self.depth:
+            ties = f"{PCT}:{seed}:{self.depth}:{calm(ranks).steps}"
+            return replace(self.calm(ranks), seed=seed, ties=ties, faults="; ".join(self.fixed))
         ties = self.ties[int(draw.integers(len(self.ties)))]
         ties = f"random:{seed}" if ties == "random" else ties
         straggler = self.stragglers[int(draw.integers(len(self.stragglers)))]

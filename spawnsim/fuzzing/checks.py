@@ -25,8 +25,9 @@ from spawnsim.fuzzing.cases import Case
 from spawnsim.models.faults import DELIVERED, FaultPlan, Pause, Skew, SlowDown, Verdict
 from spawnsim.record import Recorder
 from spawnsim.virtual.choices import Choices, parsed
-from spawnsim.virtual.choosing import chosen
+from spawnsim.virtual.choosing import chosen, stepped
 from spawnsim.virtual.engine import diagnosis
+from spawnsim.virtual.engine.event_queue import PCT, Priorities
 from spawnsim.virtual.engine.kernel import Task, current_task
 from spawnsim.virtual.engine.matching import undelivered
 from spawnsim.virtual.engine.world import World
@@ -123,6 +124,12 @@ class Watch(Recorder):
         self._sums: defaultdict[Any, dict[int, tuple[Any, Any]]] = defaultdict(dict)
         self._limit_s = _limit_s(case)
 
+    @property
+    def steps(self) -> int:
+        """The calls of a run with randomized priorities, 0 in other runs."""
+        order = None if self.world is None else self.world.kernel.env.place
+        return order.taken if isinstance(order, Priorities) else 0
+
     # -- records -----------------------------------------------------------------------------------------------
 
     def row(self, rank: int, time_s: float, values: Mapping[str, Any]) -> None:
@@ -152,6 +159,8 @@ class Watch(Recorder):
             stack.enter_context(Patches(self._wrap).in_place())
             if self.case.choices is not None:
                 stack.enter_context(chosen())
+            if self.case.ties.startswith(PCT):
+                stack.enter_context(stepped())
             yield
 
     def prepare(self, world: World) -> None:

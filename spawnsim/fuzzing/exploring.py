@@ -25,6 +25,7 @@ from spawnsim.fuzzing.cases import Case
 from spawnsim.run.process_setup import one_thread
 from spawnsim.study.executors import pool
 from spawnsim.virtual.choices import Key, Outcome, parsed, written
+from spawnsim.virtual.choosing import chosen
 
 PORTION = 8  # records that a process receives at once
 ENDLESS = {each.__name__ for each in (Deadlock, Livelock, Timeout, Overdue)}
@@ -41,7 +42,7 @@ class Explored(NamedTuple):
 
 def explore(target: Target, case: Case, records: Sequence[str], *, expand: bool = True) -> list[Explored]:
     """Run records of choices of one case."""
-    with one_thread(), _silent() if len(records) > 1 else nullcontext():
+    with one_thread(), chosen(), _silent() if len(records) > 1 else nullcontext():
         return [_explore(target, replace(case, choices=record), expand) for record in records]
 
 

@@ -15,6 +15,7 @@ from spawnsim.comm.constants import ANY_SOURCE, PROC_NULL
 from spawnsim.comm.handles import integer
 from spawnsim.virtual.choices import DONE, PROBE, RECEIVE, Choices, Outcome
 from spawnsim.virtual.engine.completion import Completion, Message
+from spawnsim.virtual.engine.event_queue import Priorities
 from spawnsim.virtual.engine.kernel import current_task
 from spawnsim.virtual.engine.waiting import await_one, poll_ahead
 from spawnsim.virtual.engine.world import World
@@ -251,3 +252,31 @@ def chosen() -> Iterator[None]:
         stack.enter_context(moving_clocks())
         stack.enter_context(_choosing())
         yield
+
+
+def _stepping(raw: Callable[..., Any]) -> Any:
+    """Return a call that is a step of its rank: ranks with higher priorities act before it."""
+
+    @functools.wraps(raw)
+    def stepping(*args: Any, **kwargs: Any) -> Any:
+        task = current_task()
+        order = None if task is None else task.kernel.env.place
+        if task is not None and isinstance(order, Priorities):
+            order.step(task.rank)
+            task.kernel.observe()
+        return raw(*args, **kwargs)
+
+    return stepping
+
+
+def _install_steps(put: Put) -> None:
+    for owner, name in (
+        (members, "send"), (Member, "_accept"), (Member, "_irecv"), (PointToPoint, "_probe"),
+        (PointToPoint, "_iprobe"), (Member, "_join"), (WindowState, "request"), (requested, "_await_some"),
+        (requested, "done_now"), (requested, "over_now"),
+    ):  # fmt: skip
+        put(owner, name, _stepping(getattr(owner, name)))
+
+
+stepped = Patches(_install_steps).in_place
+"""Let the calls of worlds with `Priorities` be steps while the block runs."""

@@ -6,6 +6,7 @@ program must also be correct.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator
 from heapq import heappop, heappush
 from typing import Any
@@ -25,13 +26,44 @@ WAITED, UNDER_WAY, ARRIVING, DECIDING, BATCHED, LATE = (
     -3 * _ROOM, -2 * _ROOM, -_ROOM, _ROOM, 2 * _ROOM, 3 * _ROOM,
 )  # fmt: skip
 
-TIES = "fifo, reverse or random:SEED"
+TIES = "fifo, reverse, random:SEED or pct:SEED:DEPTH:STEPS"
+PCT = "pct"
 Place = Callable[[int, float], int]
 """Returns a rank's place among the events of a time; an event stays among its own kind."""
 
 
+class Priorities:
+    """Randomized priorities of ranks (PCT: Burckhardt et al., ASPLOS 2010), as an order of ranks at one time.
+
+    Each rank has a random priority. At `depth - 1` steps, drawn from the first `steps` of the run, the rank that takes
+    the step falls behind all others. `choosing` counts the steps.
+    """
+
+    def __init__(self, seed: int, depth: int, steps: int) -> None:
+        self._seed, self._lowered = seed, dict[int, int]()
+        self._changes = Counter(1 + hash((seed, ~number)) % max(steps, 1) for number in range(depth - 1))
+        self.taken = 0  # steps so far
+
+    def __call__(self, rank: int, _time_s: float) -> int:
+        """Return the place of a rank: the first half for its first priority, the second half for later ones."""
+        kind, rank = divmod(rank, _ROOM)
+        place = self._lowered.get(rank)
+        half = _ROOM // 2
+        return kind * _ROOM + (hash((self._seed, rank)) % half if place is None else half + place)
+
+    def step(self, rank: int) -> None:
+        """Count a step of a rank."""
+        self.taken += 1
+        if self.taken in self._changes:
+            self.lower(rank)
+
+    def lower(self, rank: int) -> None:
+        """Put a rank behind all others."""
+        self._lowered[rank] = 1 + max(self._lowered.values(), default=0)
+
+
 def tie_order(text: str) -> Place | None:
-    """Return the order of ranks at one time: "fifo" (by rank: None), "reverse", or "random:SEED".
+    """Return the order of ranks at one time: "fifo" (by rank: None), "reverse", "random:SEED", or `Priorities`.
 
     Raises:
         ParameterError: `text` is not one of these.
@@ -46,6 +78,9 @@ def tie_order(text: str) -> Place | None:
         # consists of the rank and the time, without the event.
         key = int(seed)
         return lambda rank, time_s: rank // _ROOM * _ROOM + hash((key, rank, time_s)) % _ROOM
+    numbers = seed.split(":")
+    if order == PCT and len(numbers) == 3 and all(map(str.isdigit, numbers)) and int(numbers[1]):
+        return Priorities(*map(int, numbers))
     raise ParameterError(f"ties={text!r}: write {TIES}")
 
 

@@ -29,7 +29,7 @@ from typing import Any
 
 from spawnsim.comm.constants import ANY_SOURCE, ANY_TAG
 from spawnsim.virtual.engine.completion import Completion, Message, Receive, ReceivingNic
-from spawnsim.virtual.engine.event_queue import ARRIVING
+from spawnsim.virtual.engine.event_queue import ARRIVING, Priorities
 from spawnsim.virtual.engine.kernel import Kernel
 
 KEPT = 16  # pairs kept per source before pairs that have met, or whose receive was collected, are dropped
@@ -342,6 +342,8 @@ class Mailbox:
     def _order(self, message: Message) -> tuple[float, int, int]:
         """Return the sorting key of messages: arrival, then at one time the places of their senders."""
         place, envelope_s = self.kernel.env.place, message.envelope_s
+        if isinstance(place, Priorities):  # they order the sends already
+            return envelope_s, 0, message.number
         source = message.source if place is None else place(message.source, envelope_s)
         return envelope_s, source, message.number
 
