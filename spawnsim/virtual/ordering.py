@@ -8,7 +8,7 @@ other ranks none). Probes and polls order nothing. Runs without vector clocks ar
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -23,6 +23,7 @@ from spawnsim.virtual.mpi.context import Member
 from spawnsim.virtual.mpi.instance import Call, CollectiveInstance
 
 FROM_ROOT = ("bcast", "scatter")
+WHOLE = -1  # key of the stamp after all arrivals
 TO_ROOT = ("reduce", "gather", "gatherv")
 
 
@@ -62,7 +63,14 @@ class Ordering:
         stamps, call = self._arrived.get(instance), instance.calls[me]
         if stamps is None or call is None:
             return
-        found = joined(stamps.get(each) for each in _needed(instance, call, me))
+        needed = _needed(instance, call, me)
+        size = len(instance.members)
+        if len(needed) == size and len(stamps) == size:  # joined once for all members
+            stamps[WHOLE] = joined([*stamps.values()])
+        if len(needed) == size and WHOLE in stamps:
+            found = stamps[WHOLE]
+        else:
+            found = joined(stamps.get(each) for each in needed)
         if found is not None:
             self.clocks.learn(instance.members[me], found)
         self._left[instance] = self._left.get(instance, 0) + 1
@@ -70,7 +78,7 @@ class Ordering:
             del self._left[instance], self._arrived[instance]
 
 
-def _needed(instance: CollectiveInstance, call: Call, me: int) -> Iterable[int]:
+def _needed(instance: CollectiveInstance, call: Call, me: int) -> Sequence[int]:
     if call.needs is not None:
         return call.needs
     everyone = range(len(instance.members))

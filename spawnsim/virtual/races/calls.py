@@ -85,7 +85,7 @@ def _get(races: Any, _task: Task, window: Any, origin: Any, rank: int, target: A
         races.begin(window, place, part, atomic=None, writes=False, reads=[], results=[own])
 
 
-def _swap(
+def _get_accumulate(
     races: Any, _task: Task, window: Any, origin: Any, result: Any, rank: int, target: Any, *, op: Op
 ) -> None:
     place = integer(rank)
@@ -97,7 +97,7 @@ def _swap(
         races.begin(window, place, part, atomic=atomic, writes=op != NO_OP, reads=reads, results=[found])
 
 
-def _compare(
+def _compare_and_swap(
     races: Any, _task: Task, window: Any, origin: Any, compare: Any, result: Any, target_rank: int,
     target_disp: int = 0,
 ) -> None:  # fmt: skip
@@ -111,39 +111,38 @@ def _compare(
         )
 
 
-def _request(races: Any, task: Task, windows: Any, origin: Any, place: int, access: Any) -> None:
+def _requested(races: Any, task: Task, *given: Any) -> None:
     issued = races.issuing.pop(task, None)
     if issued is not None:
-        races.sent[access] = issued
+        races.sent[given[-1]] = issued
 
 
-def _taken(races: Any, _task: Task, _result: Any, window: Any, begun: Any) -> None:
+def _taken(races: Any, _task: Task, *given: Any) -> None:
+    _, _, begun = given
     races.complete_here(begun[1])
 
 
-def _flushed(races: Any, task: Task, _result: Any, window: Any, rank: int, operation: str) -> None:
+def _flushed(races: Any, task: Task, *given: Any) -> None:
+    _, window, *rank, _ = given
     if not races.calls.get(task, "").startswith("Flush_local"):
-        races.complete_there(window._epoch, rank)
+        races.complete_there(window._epoch, rank[0] if rank else None)
 
 
-def _flushed_all(races: Any, task: Task, _result: Any, window: Any, operation: str) -> None:
-    if not races.calls.get(task, "").startswith("Flush_local"):
-        races.complete_there(window._epoch, None)
-
-
-def _opened(races: Any, _task: Task, window: Any, *args: Any, **kwargs: Any) -> None:
+def _opened(races: Any, _task: Task, window: Any, *_given: Any, **_how: Any) -> None:
     races.opened(window)
 
 
-def _attached(races: Any, _task: Task, _result: Any, window: Any, memory: Any) -> None:
+def _attached(races: Any, _task: Task, *given: Any) -> None:
+    _, window, memory = given
     races.attached(window, flat(memory))
 
 
-def _freed(races: Any, _task: Task, _result: Any, window: Any) -> None:
-    races.closed(window)
+def _freed(races: Any, _task: Task, *given: Any) -> None:
+    races.closed(given[1])
 
 
-def _unlocked(races: Any, _task: Task, windows: Any, origin: Any, place: int) -> None:
+def _unlocked(races: Any, _task: Task, *given: Any) -> None:
+    windows, origin, place = given
     races.unlocks(origin.id, windows.targets[place])
 
 
@@ -163,12 +162,12 @@ def _released(races: Any, target: Any, who: int) -> None:
 def _notice(put: Put) -> None:
     put(Accesses, "_put", _hooked(Accesses._put, before=_put))
     put(Accesses, "_get", _hooked(Accesses._get, before=_get))
-    put(Accesses, "_swap", _hooked(Accesses._swap, before=_swap))
-    put(Accesses, "Compare_and_swap", _hooked(Accesses.Compare_and_swap, before=_compare))
-    put(WindowState, "request", _hooked(WindowState.request, before=_request))
+    put(Accesses, "_swap", _hooked(Accesses._swap, before=_get_accumulate))
+    put(Accesses, "Compare_and_swap", _hooked(Accesses.Compare_and_swap, before=_compare_and_swap))
+    put(WindowState, "request", _hooked(WindowState.request, before=_requested))
     put(Epochs, "_take", _hooked(Epochs._take, after=_taken))
     put(Epochs, "_flush", _hooked(Epochs._flush, after=_flushed))
-    put(Epochs, "_flush_all", _hooked(Epochs._flush_all, after=_flushed_all))
+    put(Epochs, "_flush_all", _hooked(Epochs._flush_all, after=_flushed))
     put(Win, "_open", classmethod(_hooked(Win._open.__func__, after=_opened)))  # type: ignore[attr-defined]
     put(Win, "Attach", _hooked(Win.Attach, after=_attached))
     put(Win, "Free", _hooked(Win.Free, after=_freed))

@@ -18,6 +18,7 @@ from spawnsim.errors import DataRace
 from spawnsim.virtual.engine.causality import Stamp, joined
 from spawnsim.virtual.engine.kernel import Task, current_task
 from spawnsim.virtual.engine.world import World
+from spawnsim.virtual.mpi.rma import Epochs
 from spawnsim.virtual.ordering import Ordering
 from spawnsim.virtual.races.accesses import (
     EXCLUSIVE,
@@ -32,6 +33,13 @@ from spawnsim.virtual.races.accesses import (
 from spawnsim.virtual.races.memory import Part, Private, touching
 from spawnsim.virtual.timeline import being_watched
 
+# Calls that start an access and order nothing: stores before and after them are alike, except to the bytes they access.
+STARTING = frozenset(
+    (
+        "Put", "Get", "Accumulate", "Get_accumulate", "Fetch_and_op", "Compare_and_swap", "Rput", "Rget", "Raccumulate",
+        "Rget_accumulate",
+    )
+)  # fmt: skip
 SHOWN = 20  # races that are shown
 
 
@@ -63,6 +71,7 @@ class Races:
             self.clocks.stamp(rank) for rank in range(size)
         ]  # of each rank's last call
         self.since_line = [""] * size
+        self.seen_now: list[set[Any]] = [set() for _ in range(size)]  # loads and stores since its last call
         self.calls: dict[Task, str] = {}  # the active call of each task
         self.issuing: dict[Task, Issued] = {}
         self.sent: dict[Any, Issued] = {}  # by `rma_service.Access`
@@ -103,16 +112,17 @@ class Races:
         assert task is not None
         if task in self.calls:
             return call()
-        rank = task.rank
-        if self.parts[rank] or self.private[rank]:
+        rank, orders = task.rank, name not in STARTING
+        self.seen_now[rank].clear()
+        if orders and (self.parts[rank] or self.private[rank]):
             self.look(rank)
         self.calls[task] = name
         try:
             return call()
         finally:
             del self.calls[task]
-            if self.parts[rank] or self.private[rank]:
-                self._after(rank, name)
+            if orders and (self.parts[rank] or self.private[rank]):
+                self._after(rank, name, stores=not isinstance(subject, Epochs))
 
     def look(self, rank: int) -> None:
         """Record the local stores of a rank since its last call."""
@@ -132,19 +142,27 @@ class Races:
             use, [where] if isinstance(where, Part) else [], where if isinstance(where, Private) else None
         )
 
-    def _after(self, rank: int, name: str) -> None:
-        """Record what a call itself has stored in exposed memory, such as Recv."""
+    def _look_at(self, rank: int, runs: Runs) -> None:
+        """Record the local stores to these bytes, which a one-sided call is about to access."""
+        for part in touching(self.parts[rank], runs):
+            found = part.changes_in(runs)
+            if found:
+                self._stored(rank, part, found, f"a store after {self.since_line[rank]}")
+
+    def _after(self, rank: int, name: str, *, stores: bool) -> None:
+        """Record what a call itself has stored in exposed memory, if it may, such as Recv."""
         line = ""
         for part in self.parts[rank]:
-            runs = part.changes()
+            runs = part.changes() if stores else ()
             if runs:
                 line = line or line_of_program()
                 number = self.clocks.count(rank)
                 stamp = self.clocks.stamp(rank)
                 self._local(Access(rank, name, line, number, stamp, runs, writes=True, end=number), [part])
             part.prune(self.clocks.known_to_all)
-        for own in self.private[rank]:
-            own.changes()
+        if stores:
+            for own in self.private[rank]:
+                own.changes()
         self.since[rank], self.since_line[rank] = self.clocks.stamp(rank), line_of_program()
 
     def seen(self, runs: Runs, *, writes: bool, line: str) -> None:
@@ -152,7 +170,10 @@ class Races:
         task = current_task()
         if task is None or not runs:
             return
-        rank = task.rank
+        rank, access = task.rank, (runs, writes, line)
+        if access in self.seen_now[rank]:  # again, since its last call
+            return
+        self.seen_now[rank].add(access)
         parts = touching(self.parts[rank], runs)
         private = [each for each in self.private[rank] if overlap(((each.low, each.high),), runs)]
         if not parts and not private:
@@ -240,6 +261,8 @@ class Races:
             rank, call, line, number, stamp, runs_of(part), writes=writes, atomic=atomic, lock=lock, epoch=kind,
             remote=True,
         )  # fmt: skip
+        if target.rank.id == rank:
+            self._look_at(rank, remote.runs)
         issued = Issued(remote, place, [], not writes)
         # Also the parts of other windows on the same memory.
         exposed = dict.fromkeys([*self.targets.get(target, []), *self.parts[target.rank.id]])
@@ -248,6 +271,7 @@ class Races:
             self._check(remote, each)
         for buffer, stores in [*((each, False) for each in reads), *((each, True) for each in results)]:
             runs = runs_of(buffer)
+            self._look_at(rank, runs)
             own = Access(
                 rank, call, line, number, stamp, runs, writes=stores, epoch=kind, origin=True, lock=0
             )

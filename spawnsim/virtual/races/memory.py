@@ -6,6 +6,7 @@ applied to the copy as well, so that they are not mistaken for stores.
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -16,6 +17,8 @@ from spawnsim.comm.memory import address
 from spawnsim.virtual.races.accesses import Access, Runs, conflict, merged, overlap
 
 FULL = 256  # accesses to a part, before those that happen before everything are dropped
+_differ = ctypes.CDLL(None).memcmp  # without a copy: a window may have many megabytes
+_differ.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
 LONGEST = 1000  # changed runs of one interval that are kept
 
 
@@ -26,20 +29,21 @@ class Watched:
     memory: Any  # flat uint8 array
     low: int = field(init=False)
     high: int = field(init=False)
-    before: bytearray = field(init=False)
+    before: Any = field(init=False)
+    copy: int = field(init=False)  # the address of `before`
 
     def __post_init__(self) -> None:
         self.low = address(self.memory)
         self.high = self.low + self.memory.nbytes
-        self.before = bytearray(self.memory.tobytes())
+        self.before = self.memory.copy()
+        self.copy = address(self.before)
 
     def changes(self) -> Runs:
         """Return the bytes that have changed since the last look, as addresses; update the copy."""
-        now = self.memory.tobytes()
-        if now == self.before:
+        if not _differ(self.low, self.copy, self.high - self.low):
             return ()
-        places = np.flatnonzero(np.frombuffer(now, np.uint8) != np.frombuffer(self.before, np.uint8))
-        self.before[:] = now
+        places = np.flatnonzero(self.memory != self.before)
+        self.before[:] = self.memory
         breaks = np.flatnonzero(np.diff(places) > 1)
         lows = places[np.concatenate(([0], breaks + 1))] + self.low
         highs = places[np.concatenate((breaks, [len(places) - 1]))] + self.low + 1
@@ -50,7 +54,18 @@ class Watched:
         for low, high in runs:
             low, high = max(low, self.low) - self.low, min(high, self.high) - self.low
             if low < high:
-                self.before[low:high] = self.memory[low:high].tobytes()
+                self.before[low:high] = self.memory[low:high]
+
+    def changes_in(self, runs: Runs) -> Runs:
+        """Return which of these bytes have changed since the last look; update the copy of these."""
+        found: list[tuple[int, int]] = []
+        for low, high in runs:
+            low, high = max(low, self.low) - self.low, min(high, self.high) - self.low
+            if low < high and _differ(self.low + low, self.copy + low, high - low):
+                places = np.flatnonzero(self.memory[low:high] != self.before[low:high]) + self.low + low
+                found += [(place, place + 1) for place in places.tolist()[:LONGEST]]
+                self.before[low:high] = self.memory[low:high]
+        return merged(found)
 
 
 @dataclass(eq=False, slots=True)
@@ -68,11 +83,13 @@ class Part(Watched):
 
     def races(self, new: Access) -> Iterator[tuple[Access, tuple[int, int]]]:
         """Yield the earlier accesses that race with a new one, with the bytes; keep the new one."""
+        known = new.stamp.tolist()
         for each in self.accesses.values():
             for old in each:
-                found = conflict(old, new)
-                if found is not None:
-                    yield old, found
+                if (old.writes or new.writes) and (old.end is None or known[old.rank] < old.end):
+                    found = conflict(old, new)
+                    if found is not None:
+                        yield old, found
         held = self.accesses.setdefault(new.key(), [])
         # What races with an access that happened before an equal one races with that one, too.
         kept = [old for old in held if not old.ended_before(new)]
