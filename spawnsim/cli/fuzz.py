@@ -100,6 +100,9 @@ class Fuzz(Command):
         "DEPTH",
     )
     choices: str | None = option("decisions of every case, as --exhaustive prints them", "RECORD")
+    races: bool = flag(
+        "accesses to exposed memory that nothing orders are failures, as in `spawnsim run --races`"
+    )
     whole: Whole = False
     jobs: int = option(
         "cases at once; 0: in this process (default: one per core)",
@@ -169,6 +172,8 @@ def _space(asked: Fuzz, *, unmodified: bool) -> Space:
         unmodified or asked.exhaustive
     ):  # written for an MPI that knows no deadlines; a forced choice may wait long
         world = {"deadline_s": math.inf} | world
+    if asked.races:
+        world["races"] = True
     if asked.arguments:
         world["argv"] = tuple(asked.arguments)
     how: dict[str, Any] = {"choices": asked.choices, "depth": asked.pct or 0}

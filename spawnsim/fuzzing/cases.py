@@ -91,7 +91,7 @@ class Case:
         ties: the order of ranks at equal times.
         straggler: as for `spawnsim run`, or None.
         parameters: keyword arguments of `main`.
-        world: further settings, the same in all cases: platform, compute, deadline_s, argv.
+        world: further settings, the same in all cases: platform, compute, deadline_s, races, argv.
         alive_s: virtual seconds after the last fault within which each rank must have made progress; inf: not
             required.
         survive: whether the program promises to continue when ranks die or calls meet their deadlines.
@@ -139,6 +139,7 @@ class Case:
         words += ["--alive", "none" if math.isinf(self.alive_s) else repr(self.alive_s)]
         words += ["--survive"] if self.survive else []
         words += ["--choices", self.choices] if self.choices is not None else []
+        words += ["--races"] if self.world.get("races") else []
         argv = self.world.get("argv", ())
         return [*words, *(["--", *argv] if argv else [])]
 

@@ -249,8 +249,12 @@ class Races:
         """Record a one-sided call that is about to be sent."""
         rank, task, epoch = window._comm._rank.id, current_task(), window._epoch
         assert task is not None
+        self.seen_now[rank].clear()
         number, line = self.clocks.count(rank), line_of_program()
-        stamp, call = self.clocks.stamp(rank), self.calls.get(task, "an access")
+        stamp, call = (
+            self.clocks.stamp(rank),
+            self.calls.get(task, "Get_accumulate"),
+        )  # whose name alone is not watched
         target = window._windows.targets[place]
         lock = self.held.get((rank, target), SHARED * epoch.locked_all)
         kind = next(kind for kind, holds in (

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 import spawnsim
+from spawnsim import cli
 from spawnsim.errors import DataRace
 from spawnsim.virtual.races.accesses import merged, overlap
 from spawnsim.virtual.races.loads import reporting
@@ -146,3 +147,20 @@ def test_bytes_of_arrays() -> None:
     array[1, 1:3] = -1.0
     assert all(first + 40 <= low < high <= first + 56 for low, high in watched.changes())
     assert watched.changes() == ()
+
+
+def test_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A race is an error of the run, and a failure of a case under fuzz, whose command searches again."""
+    path = tmp_path / "program.py"
+    path.write_text(f"{HEAD}win.Fence()\nif rank != 1:\n    win.Put(value, 1)\nwin.Fence()\n{TAIL}")
+    assert cli.main(["run", str(path), "--ranks", "3"]) == 0
+    assert cli.main(["run", str(path), "--ranks", "3", "--races"]) == 1
+    assert "1 data race:\nPut of rank" in capsys.readouterr().err
+    assert cli.main(["run", str(path), "--ranks", "3", "--races", "--backend", "mpi"]) == 2
+    assert "--races is for virtual ranks" in capsys.readouterr().err
+    one = ["fuzz", str(path), "--runs", "2", "--ranks", "3-5", "--faults", "none", "--jobs", "0"]
+    assert cli.main([*one, "--races"]) == 1
+    found = capsys.readouterr().out
+    assert "DataRace at program.py:14: 2 of 2 cases" in found
+    assert "--ranks 3 --faults none --ties fifo" in found
+    assert "--alive none --races" in found
