@@ -105,7 +105,7 @@ def conflict(first: Access, second: Access) -> tuple[int, int] | None:
 
 
 def _atomic_together(first: Access, second: Access) -> bool:
-    """Whether two atomic calls may overlap: of one type, at the same elements, and with operations that go together."""
+    """Whether two atomic calls may overlap: their types, elements and operations go together."""
     one, other = first.atomic, second.atomic
     if one is None or other is None or one[1:] != other[1:] or not first.runs or not second.runs:
         return False

@@ -1,4 +1,4 @@
-"""Shows the detector the one-sided calls: what they access, when they are complete, and who holds which lock.
+"""Shows the detector the one-sided calls: their memory, their completion, and the locks of each rank.
 
 The functions of `mpi.rma` and `mpi.rma_service` are wrapped for the time of a run, so other runs pay nothing.
 """

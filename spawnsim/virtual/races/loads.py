@@ -189,7 +189,7 @@ def load(value: Any) -> Any:
 
 
 def at(value: Any) -> Any:
-    """Return what to index in place of a value: of an array, an object that reports its accesses."""
+    """Return an object that reports its accesses in place of an array that is indexed; other values as they are."""
     if not isinstance(value, (np.ndarray, memoryview)) or (races := _races()) is None:
         return value
     return _Elements(value, races)

@@ -16,7 +16,7 @@ import numpy as np
 from spawnsim.comm.memory import address
 from spawnsim.virtual.races.accesses import Access, Runs, conflict, merged, overlap
 
-FULL = 256  # accesses to a part, before those that happen before everything are dropped
+FULL = 256  # accesses to a part; then accesses that happen before everything are dropped
 _differ = ctypes.CDLL(None).memcmp  # without a copy: a window may have many megabytes
 _differ.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
 LONGEST = 1000  # changed runs of one interval that are kept
