@@ -35,6 +35,8 @@ HELD = {
     "one-sided accesses": ("virtual/engine/test_nic.py", "test_gets_queue_at_the_targets_up_link"),
     "ranks that share cores": ("virtual/engine/test_cores.py", "test_unequal_blocks_by_hand"),
     "TCP's slow start": ("models/network/test_changing.py", "test_slow_start"),
+    "rounds of a slow start": ("models/network/test_changing.py", "test_rounds_of_a_slow_start"),
+    "a cold all-reduce": ("models/network/test_changing.py", "test_a_cold_all_reduce_and_a_warm_one"),
     "TCP's goodput: line, window, loss": (
         "models/network/test_changing.py", "test_goodput_is_the_least_of_line_window_and_loss"
     ),

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_right
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import NamedTuple, Protocol, Self
 
@@ -200,16 +201,28 @@ class Tcp:
 
     def pieces(self) -> tuple[Piece, ...]:
         """Return one piece, or with slow start one for each number of stalls."""
-        beta = 1.0 / self.goodput_Bps
-        slope, stalls_s, begin = Costs(0.0, beta, beta, 0.0, beta), 0.0, 0
+        beta, stalls_s = 1.0 / self.goodput_Bps, 0.0
+        slope = Costs(0.0, beta, beta, 0.0, beta)
         found = [Piece(0, Costs(0.0, 0.0, self.latency_s, 0.0, 0.0), slope)]
-        sent = self.mss * (self.initial_window or 0)
-        stall_s = self.mss * beta + 2.0 * self.latency_s - sent * beta
-        while sent and stall_s > 0.0:
-            begin, stalls_s, sent = begin + sent, stalls_s + stall_s, 2 * sent
-            found.append(Piece(begin + 1, Costs(0.0, 0.0, self.latency_s + stalls_s, 0.0, 0.0), slope))
-            stall_s = self.mss * beta + 2.0 * self.latency_s - sent * beta
+        for sent, stall_s in self._stalls():
+            stalls_s += stall_s
+            found.append(Piece(sent + 1, Costs(0.0, 0.0, self.latency_s + stalls_s, 0.0, 0.0), slope))
         return tuple(found)
+
+    def _stalls(self) -> Iterator[tuple[int, float]]:
+        """Yield the bytes sent before each stall of a slow start, and how long it lasts."""
+        beta, sent, window = 1.0 / self.goodput_Bps, 0, self.mss * (self.initial_window or 0)
+        while window and (stall_s := self.mss * beta + 2.0 * self.latency_s - window * beta) > 0.0:
+            sent, window = sent + window, 2 * window
+            yield sent, stall_s
+
+    def slow_start_s(self, nbytes: float) -> float:
+        """Return how much longer `nbytes` take on a connection that was idle than on one that was busy.
+
+        A busy connection keeps its window. One that was idle for a retransmission time-out (Linux: 200 ms at least)
+        begins again with the initial window.
+        """
+        return sum(stall_s for sent, stall_s in self._stalls() if nbytes > sent)
 
     def farther(self, latency_s: float, share: float = 1.0) -> Tcp:
         return replace(self, latency_s=self.latency_s + latency_s, bandwidth_Bps=self.bandwidth_Bps * share)

@@ -12,6 +12,8 @@ import pytest
 from support.virtual_run import BANDWIDTH, LATENCY, platform, run
 
 from spawnsim.errors import ParameterError, UnsupportedError
+from spawnsim.models.collectives import Selection
+from spawnsim.models.collectives.timing import finish
 from spawnsim.models.network import BandwidthTrace, Changing, Hockney, HomeLinks, Nodes, Regions, Switch, Tcp
 from spawnsim.models.network.changing import Capacity, Constant, OnOff, PoissonFlows
 from spawnsim.models.platform import Platform, load_platform, to_toml
@@ -315,6 +317,57 @@ def test_slow_start(nbytes, window):
     """To the byte, as a simulation by windows has it."""
     link = Tcp(0.04, 1.25e8, window=window, initial_window=2)
     assert Switch(link).cost(0, 1, nbytes).flight_s == pytest.approx(slow_start(nbytes, link), rel=1e-12)
+
+
+@pytest.mark.parametrize("nbytes", [1, 14_600, 14_601, 10**5, 10**6, 10**8])
+@pytest.mark.parametrize("trip_s", [0.0, 1e-4, 0.01, 0.2])
+def test_rounds_of_a_slow_start(nbytes, trip_s):
+    """Kurose and Ross: Q stalls of S/R + RTT, less the time in which their windows are sent, (2^Q - 1) wS/R.
+
+    Q is the least of two counts: stalls until the window covers a round trip, and windows that the bytes fill.
+    """
+    link = Tcp(trip_s / 2, 1.25e8, initial_window=10)
+    segment_s = link.mss / link.goodput_Bps
+    until_open = max(0, math.ceil(math.log2((trip_s + segment_s) / (10 * segment_s))))
+    needed = math.ceil(math.log2(nbytes / 14_600 + 1)) - 1
+    stalls = min(until_open, needed)
+    expected = stalls * (segment_s + trip_s) - (2**stalls - 1) * 10 * segment_s
+    assert link.slow_start_s(nbytes) == pytest.approx(expected, rel=1e-9, abs=1e-15)
+    assert replace(link, initial_window=None).slow_start_s(nbytes) == 0.0
+
+
+def ring_on_connections(size, nbytes, link, *, cold):
+    """Return the time of a ring all-reduce whose connections keep their windows, window by window."""
+    rate, trip_s = link.goodput_Bps, 2 * link.latency_s
+    at_s, window = 0.0, link.initial_window * link.mss
+    left = window if cold else math.inf
+    for _ in range(2 * (size - 1)):
+        block = nbytes / size
+        while block > left:  # the rest of a window, then a pause until its first segment is acknowledged
+            block -= left
+            at_s = max(at_s + left / rate, at_s + link.mss / rate + trip_s)
+            window *= 2
+            left = window if window / rate < link.mss / rate + trip_s else math.inf
+        left -= block
+        at_s += block / rate + link.latency_s
+    return at_s
+
+
+@pytest.mark.parametrize("size", [2, 4, 9])
+@pytest.mark.parametrize("trip_s", [0.001, 0.04, 0.2])
+def test_a_cold_all_reduce_and_a_warm_one(size, trip_s):
+    """The first block of a long ring opens the window: only it begins slowly; the other rounds are warm."""
+    link = Tcp(trip_s / 2, 1.25e8, initial_window=10)
+    warm = Switch(replace(link, initial_window=None))
+    nbytes, ring = 1e8 * size, Selection(fixed=(("allreduce", "ring"),))
+    warm_s = finish("allreduce", np.zeros(size), int(nbytes), network=warm, selection=ring).times.max()
+    assert warm_s == pytest.approx(ring_on_connections(size, nbytes, link, cold=False), rel=1e-9)
+    cold_s = warm_s + link.slow_start_s(nbytes / size)
+    assert cold_s == pytest.approx(ring_on_connections(size, nbytes, link, cold=True), rel=1e-9)
+    every_s = finish(
+        "allreduce", np.zeros(size), int(nbytes), network=Switch(link), selection=ring
+    ).times.max()
+    assert every_s == pytest.approx(warm_s + 2 * (size - 1) * link.slow_start_s(nbytes / size), rel=1e-9)
 
 
 def test_goodput_is_the_least_of_line_window_and_loss():
