@@ -12,7 +12,7 @@ import pytest
 from spawnsim.cli import serve
 from spawnsim.comm import ANY_SOURCE, SUM, Status
 from spawnsim.errors import ParameterError
-from spawnsim.fuzzing.campaign import Target, attempt
+from spawnsim.fuzzing.campaign import Target, attempt, campaign
 from spawnsim.fuzzing.cases import Case, Space
 from spawnsim.fuzzing.exploring import Exhaustion, crash_points
 from spawnsim.virtual.choices import parsed, written
@@ -302,3 +302,68 @@ def test_a_wrong_record_is_refused():
         parsed("recv:0.0")
     with pytest.raises(ParameterError, match="kinds of choices"):
         parsed("lock:0.0=1")
+
+
+DEEP = sorted((PLANTED.parent / "deep").glob("*.py"))
+SMALL = ("cancel_missed", "late_register", "two_locks")  # for three ranks
+
+
+@pytest.mark.parametrize("file", DEEP, ids=lambda file: file.stem)
+def test_a_deep_bug_is_found_and_made_small(file):
+    """Ten thousand drawn cases miss them: times that differ a thousandfold would have to change places."""
+    ranks = 3 if file.stem in SMALL else 4
+    case = Case(seed=0, ranks=ranks, choices="", world={"deadline_s": math.inf})
+    found = Exhaustion(Target(file)).run([case])
+    (small,) = found.small.values()
+    record = parsed(small.case.choices)
+    assert 1 <= len(record) <= 3
+    assert attempt(Target(file), small.case)[0].is_same(small)
+    fixed = Case(seed=0, ranks=ranks, choices="", world={"deadline_s": math.inf}, parameters={"fixed": True})
+    assert Exhaustion(Target(file), deviations=2).run([fixed]).failures == {}
+
+
+def test_there_are_eight_deep_bugs():
+    """A glob that finds nothing would pass."""
+    assert len(DEEP) == 8
+
+
+@pytest.mark.parametrize("name", ["arrival_order", "lost_update", "lost_wakeup", "reused_tag"])
+def test_priorities_find_bugs_and_replay_them(name, capsys):
+    """Those that depend on the order of events alone; the same program without the bug passes."""
+    words = [str(PLANTED / f"{name}.py"), "--pct", "2", "--ranks", "3", "--jobs", "0", "--runs", "60"]
+    words += ["--set", "iterations=2"]
+    assert serve("fuzz", [*words, "--json"]) == 1
+    failure = json.loads(capsys.readouterr().out.splitlines()[-1])["failures"][0]
+    assert "pct:" in failure["replay"]
+    assert serve("fuzz", shlex.split(failure["replay"])[2:]) == 1
+    capsys.readouterr()
+    assert serve("fuzz", [*words, "--set", "fixed=True"]) == 0
+    text = capsys.readouterr().out
+    assert "a case finds a given bug of depth 2 with a probability of at least 1/(3·" in text
+
+
+def test_priorities_are_strict():
+    """With depth 1, a rank acts only if all ranks with a higher priority wait or have ended."""
+    orders = set()
+
+    def chatter(comm):
+        if comm.rank == 0:
+            orders.add(tuple(comm.recv(source=ANY_SOURCE) for _ in range(6)))
+        else:
+            for _ in range(2):
+                with comm.compute(0.01):
+                    pass
+                comm.send(comm.rank, 0)
+
+    space = Space(ranks=[4], depth=1)
+    campaign(Target(chatter), space, range(40), shrink=False)
+    assert all(order[0::2] == order[1::2] for order in orders)
+    assert len(orders) == math.factorial(3)
+
+
+def test_wrong_options_are_refused():
+    """Bounds without a search, a search that also draws, and priorities of no depth."""
+    file = str(PLANTED / "arrival_order.py")
+    for words in (["--deviations", "1"], ["--exhaustive", "--pct", "2"], ["--pct", "0"]):
+        with pytest.raises(ParameterError, match=words[0] if len(words) == 2 else "--pct"):
+            serve("fuzz", [file, *words])
