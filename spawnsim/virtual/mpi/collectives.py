@@ -9,6 +9,7 @@ copies of pickled objects.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from inspect import Parameter, Signature, signature
 from typing import Any
 
@@ -22,9 +23,10 @@ from spawnsim.comm.handles import INFO_NULL, each_integer, integer
 from spawnsim.comm.memory import as_bytes
 from spawnsim.comm.ops import SUM, Op
 from spawnsim.phantoms import PhantomError
+from spawnsim.virtual.engine.kernel import current_task
 from spawnsim.virtual.mpi.context import Member
 from spawnsim.virtual.mpi.instance import Call, CollectiveInstance, drop
-from spawnsim.virtual.mpi.payload import dumps, loads, watched
+from spawnsim.virtual.mpi.payload import differ, dumps, loads, warn, watched
 from spawnsim.virtual.mpi.requests import Prequest, Request, request_for
 
 Outcome = Callable[[Any], object]
@@ -109,9 +111,25 @@ def fill_blocks(spec: Any, **how: Any) -> Outcome:
         for block, data in zip(target, blocks, strict=True):
             # A missing block is the root's own, which IN_PLACE left in position.
             if data is not None:
-                block.unpack(data)
+                _unpack_alike("a collective", block, data)
 
     return unpack
+
+
+def _unpack_alike(call: str, target: Buffer, data: Any) -> None:
+    """Unpack data, and warn if they are less than the buffer, or of another type."""
+    nbytes = target.unpack(data)
+    if nbytes < target.nbytes:
+        _warn(f"received {nbytes} bytes in {call} into {target.nbytes}: MPI requires equal counts")
+    elif nbytes and differ(data.dtype, target.dtype):
+        kinds = f"{data.dtype} in {call} into {target.dtype}"
+        _warn(f"received {kinds}: MPI copies the bytes and does not convert them")
+
+
+def _warn(what: str) -> None:
+    task = current_task()
+    if task is not None:
+        warn(task.kernel.owner, what)
 
 
 def _fill_row(target: Buffer | Vector, blocks: Sequence[Any]) -> bool:
@@ -158,6 +176,8 @@ def _reducing(
     `blocks` blocks.
     """
     sendbuf, recvbuf = buffers
+    if sendbuf is recvbuf and type(sendbuf) is np.ndarray:
+        _warn(f"passed one buffer twice to {name}, which MPI forbids: MPI.IN_PLACE stands for the second")
     own = as_buffer(recvbuf if _in_place(sendbuf) else sendbuf, blocks=blocks)
     op.check(own.datatype)
     call = Call(name, name.lower(), None, own.nbytes)
@@ -263,7 +283,7 @@ class Collectives(Member):
         return Call(
             "Bcast", "bcast", own.pack() if here else None, own.nbytes, root, sizes="root", outcome=outcome,
             # The root's buffer already holds the data; unpacking into it would cost a pass over memory.
-            collect=drop if here else own.unpack,
+            collect=drop if here else partial(_unpack_alike, "Bcast", own),
         )  # fmt: skip
 
     def _gather(self, sendbuf: Any, recvbuf: Any, root: int, vector: bool) -> Call:

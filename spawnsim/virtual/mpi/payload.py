@@ -138,19 +138,24 @@ def check_type(world: World, label: str, buf: Any, message: Message) -> None:
     """Warn if a message of one numeric type, or an object, is received as another. Bytes may become any type."""
     sent, received = message.dtype, buf.dtype
     if sent is None and received is not None and received.itemsize > 1 and _is_pickle(message.payload):
-        _warn(
+        warn(
             world,
             f"received an object from rank {message.source} with tag {message.tag} on {label} into {received}: the "
             "numbers are bytes of its pickle; lower-case calls such as send go with recv, upper-case ones with Recv",
         )
-    if sent is None or received is None or sent == received or 1 in (sent.itemsize, received.itemsize):
-        return
-    if message.nbytes and (sent.kind, sent.itemsize) != (received.kind, received.itemsize):
-        _warn(
+    if message.nbytes and differ(sent, received):
+        warn(
             world,
             f"received {sent} from rank {message.source} with tag {message.tag} on {label} into {received}: the "
             "bytes are copied and not converted",
         )
+
+
+def differ(sent: Any, received: Any) -> bool:
+    """Whether elements are received as another numeric type; bytes may become any type."""
+    if sent is None or received is None or sent == received or 1 in (sent.itemsize, received.itemsize):
+        return False
+    return bool((sent.kind, sent.itemsize) != (received.kind, received.itemsize))
 
 
 def _is_pickle(payload: Any) -> bool:
@@ -192,14 +197,15 @@ def _compare(world: World, buf: Any, sent: tuple[bytes, str], _status: Status) -
     before, call = sent
     now = _content(buf) if type(buf) is ndarray else _samples(as_bytes(buf.array).data)
     if now != before:
-        _warn(
+        warn(
             world,
             f"changed the buffer of its {call} before its Wait or Test: real ranks may send the old values, the new "
             "ones, or a mixture",
         )
 
 
-def _warn(world: World, what: str) -> None:
+def warn(world: World, what: str) -> None:
+    """Warn once for each line of the program and kind of mistake: `what` continues a sentence about the rank."""
     task = world.kernel.current
     where = place(sys._getframe())
     kind = what.partition(" ")[0]

@@ -38,6 +38,7 @@ from spawnsim.virtual.engine.waiting import Waiting, await_one
 from spawnsim.virtual.engine.wire import STANDARD
 from spawnsim.virtual.mpi.collectives import agree
 from spawnsim.virtual.mpi.instance import Call
+from spawnsim.virtual.mpi.payload import warn
 from spawnsim.virtual.mpi.requests import Request, request_for, request_over
 from spawnsim.virtual.mpi.rma_service import NOBODY, Access, Serve, WindowState
 
@@ -60,6 +61,8 @@ class Epoch:
     own_s: float = -1.0  # when this rank last completed accesses to its own part
     own: int = 0  # how many times in a row
     tokens: Sequence[Request] = ()  # receives of the ranks that Post has admitted
+    accessing: bool = False  # between Start and Complete
+    exposed: bool = False  # between Post and Wait
 
 
 @dataclass(slots=True)
@@ -141,6 +144,18 @@ class Epochs(Attributes):
                 f"{operation} to rank {rank} of {self._label} outside an epoch: Lock, Fence or Start first",
             )
 
+    def _refuse_open_epoch(self) -> None:
+        """Refuse to free a window with an epoch that has not ended; after a fence, warn of accesses without another."""
+        epoch = self._epoch
+        for is_open, name in (
+            (epoch.locked, "Unlock"), (epoch.locked_all, "Unlock_all"), (epoch.accessing, "Complete"),
+            (epoch.exposed, "Wait"),
+        ):  # fmt: skip
+            if is_open:
+                raise CallError(ERR_RMA_SYNC, f"Free of {self._label} before {name}, which ends its epoch")
+        if epoch.fenced and epoch.under_way:
+            warn(self._windows.world, f"freed {self._label} with accesses that no Fence has completed")
+
     # -- passive target --------------------------------------------------------------------------------------
 
     def Lock(self, rank: int, lock_type: int = LOCK_EXCLUSIVE, assertion: int = 0) -> None:
@@ -210,6 +225,9 @@ class Epochs(Attributes):
 
     def Flush_all(self) -> None:
         self._need()
+        epoch = self._epoch
+        if not (epoch.locked_all or epoch.locked or epoch.fenced or epoch.accessing):
+            raise CallError(ERR_RMA_SYNC, f"Flush_all of {self._label} outside an epoch: Lock_all first")
         self._flush_all("Flush_all")
 
     def Flush_local(self, rank: int) -> None:
@@ -298,10 +316,13 @@ class Epochs(Attributes):
 
     def Post(self, group: Group, assertion: int = 0) -> None:
         self._need()
+        if self._epoch.exposed:
+            raise CallError(ERR_RMA_SYNC, f"Post of {self._label} again: Wait first, which ends the exposure")
         exposed = self._places(group)
         for rank in exposed:
             self._comm._deliver(b"", rank, POST, STANDARD, operation="Post")
         self._epoch.tokens = [self._comm._irecv(rank, COMPLETE, "Wait") for rank in exposed]
+        self._epoch.exposed = True
 
     def Start(self, group: Group, assertion: int = 0) -> None:
         """Begin to access the parts of a group's ranks; waits for their Post."""
@@ -310,28 +331,32 @@ class Epochs(Attributes):
         for rank in places:
             # MPI lets Start wait or not; waiting here means that no access reaches a part before its exposure.
             self._comm._accept(rank, POST, "Start")
-        self._epoch.started = frozenset(places)
+        self._epoch.started, self._epoch.accessing = frozenset(places), True
 
     def Complete(self) -> None:
         self._need()
+        if not self._epoch.accessing:
+            raise CallError(ERR_RMA_SYNC, f"Complete of {self._label} without Start")
         # Sorted: sets have no order on which a run may depend.
         for rank in sorted(self._epoch.started):
             # The flush precedes the token: the target may read its memory as soon as it has the token.
             self._flush(rank, "Complete")
             self._comm._deliver(b"", rank, COMPLETE, STANDARD, operation="Complete")
-        self._epoch.started = frozenset()
+        self._epoch.started, self._epoch.accessing = frozenset(), False
 
     def Wait(self) -> bool:
         self._need()
+        if not self._epoch.exposed:
+            raise CallError(ERR_RMA_SYNC, f"Wait of {self._label} without Post")
         Request.waitall(self._epoch.tokens)
-        self._epoch.tokens = ()
+        self._epoch.tokens, self._epoch.exposed = (), False
         return True
 
     def Test(self) -> bool:
         self._need()
         over = Request.Testall(self._epoch.tokens)
         if over:
-            self._epoch.tokens = ()
+            self._epoch.tokens, self._epoch.exposed = (), False
         return over
 
     def _places(self, group: Group) -> list[int]:

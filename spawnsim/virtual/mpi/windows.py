@@ -136,6 +136,7 @@ class Win(Accesses, Named, np.ndarray[Any, np.dtype[np.uint8]]):  # type: ignore
         """Close the window; collective, unless its communicator was revoked."""
         if self._identity is None or not self._comm._why_revoked():
             self._need()
+            self._refuse_open_epoch()
             self._flush_all("Free")
             self.delete_attributes()
             self._comm._meet(Call("Win.Free", "barrier"))

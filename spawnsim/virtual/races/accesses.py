@@ -118,6 +118,8 @@ def missing(first: Access, second: Access, *, shared: bool) -> str:
     """Return the call that would order two accesses, in words; called at the end of the run."""
     complete = COMPLETES.get(first.epoch, "Flush")
     if first.origin:
+        if not first.epoch:
+            return "the request's Wait before the second"
         wait = f"the request's Wait, {complete}" if first.call.startswith("R") else complete
         return f"{wait} before the second"
     # If the begin of the first happens before the second, only the call that completes it comes too late.

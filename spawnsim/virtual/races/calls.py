@@ -7,15 +7,20 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from types import MethodType
 from typing import Any
 
-from spawnsim.comm.buffers import as_buffer
+import numpy as np
+
+from spawnsim.comm.buffers import Buffer, as_buffer
 from spawnsim.comm.constants import PROC_NULL
 from spawnsim.comm.handles import AINT, integer
 from spawnsim.comm.memory import flat
 from spawnsim.comm.ops import NO_OP, Op
 from spawnsim.virtual.engine.kernel import Task, current_task
 from spawnsim.virtual.interpreter import Patches, Put
+from spawnsim.virtual.mpi.context import Member
+from spawnsim.virtual.mpi.requests import Request
 from spawnsim.virtual.mpi.rma import Accesses, Epochs
 from spawnsim.virtual.mpi.rma_service import Target, WindowState
 from spawnsim.virtual.mpi.windows import Win
@@ -128,6 +133,60 @@ def _flushed(races: Any, task: Task, *given: Any) -> None:
         races.complete_there(window._epoch, rank[0] if rank else None)
 
 
+def _received(races: Any, task: Task, request: Any, *given: Any) -> None:
+    member, _, _, call, *into = given
+    if into and isinstance(into[0], (np.ndarray, Buffer)) and request._completion is not None:
+        races.starts(member._rank.id, request._completion, as_buffer(into[0]), call=call, writes=True)
+
+
+def _sends(races: Any, task: Task, request: Any, *given: Any, operation: str, buf: Any = None) -> None:
+    if isinstance(buf, np.ndarray) and request._completion is not None:
+        races.starts(given[0]._rank.id, request._completion, as_buffer(buf), call=operation, writes=False)
+
+
+ROOTS = {
+    "Ibcast": 1,
+    "Igather": 2,
+    "Igatherv": 2,
+    "Iscatter": 2,
+    "Iscatterv": 2,
+    "Ireduce": 3,
+}  # places of `root`
+STARTED = frozenset(
+    (
+        *ROOTS, "Iallgather", "Iallgatherv", "Ialltoall", "Ialltoallv", "Iallreduce", "Ireduce_scatter",
+        "Ireduce_scatter_block", "Iscan", "Iexscan",
+    )
+)  # fmt: skip
+"""Collectives that use their buffers until their requests are complete."""
+
+
+def buffers_of(name: str, call: Any) -> list[tuple[Any, bool]]:
+    """Return the arrays that a started collective uses on this rank, and whether it writes to them."""
+    while isinstance(call.func, MethodType):  # another watcher makes the call
+        call = call.args[-1]
+    subject, *given = call.args
+    place = ROOTS.get(name)
+    root = 0 if place is None else given[place] if len(given) > place else call.keywords.get("root", 0)
+    here = place is None or subject.Get_rank() == root
+    if name == "Ibcast":
+        found = [(given[0] if given else call.keywords.get("buf"), not here)]
+    else:
+        names = [*given[:2], *(call.keywords.get(each) for each in ("sendbuf", "recvbuf")[len(given) :])]
+        found = [(names[0], False), (names[1], True)]
+        if not here:  # the root alone receives, or sends
+            found = found[1:] if name.startswith("Iscatter") else found[:1]
+    arrays = [
+        (spec[0] if isinstance(spec, (list, tuple)) and spec else spec, writes) for spec, writes in found
+    ]
+    return [(spec, writes) for spec, writes in arrays if isinstance(spec, np.ndarray) and spec.size]
+
+
+def _collected(races: Any, _task: Task, request: Any, *_given: Any) -> None:
+    if request._completion is not None:
+        races.ends(request._completion)
+
+
 def _opened(races: Any, _task: Task, window: Any, *_given: Any, **_how: Any) -> None:
     races.opened(window)
 
@@ -168,6 +227,10 @@ def _notice(put: Put) -> None:
     put(Epochs, "_take", _hooked(Epochs._take, after=_taken))
     put(Epochs, "_flush", _hooked(Epochs._flush, after=_flushed))
     put(Epochs, "_flush_all", _hooked(Epochs._flush_all, after=_flushed))
+    put(Member, "_irecv", _hooked(Member._irecv, after=_received))
+    put(Member, "_isend", _hooked(Member._isend, after=_sends))
+    put(Request, "_collect", _hooked(Request._collect, before=_collected))
+    put(Request, "Free", _hooked(Request.Free, before=_collected))
     put(Win, "_open", classmethod(_hooked(Win._open.__func__, after=_opened)))  # type: ignore[attr-defined]
     put(Win, "Attach", _hooked(Win.Attach, after=_attached))
     put(Win, "Free", _hooked(Win.Free, after=_freed))

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-from spawnsim.comm.buffers import Buffer
+from spawnsim.comm.buffers import Buffer, as_buffer
 from spawnsim.comm.constants import LOCK_EXCLUSIVE, WIN_FLAVOR_SHARED
 from spawnsim.comm.memory import as_bytes
 from spawnsim.errors import DataRace
@@ -30,6 +30,7 @@ from spawnsim.virtual.races.accesses import (
     runs_of,
     text_of,
 )
+from spawnsim.virtual.races.calls import STARTED, buffers_of, noticing
 from spawnsim.virtual.races.memory import Part, Private, touching
 from spawnsim.virtual.timeline import being_watched
 
@@ -75,6 +76,7 @@ class Races:
         self.calls: dict[Task, str] = {}  # the active call of each task
         self.issuing: dict[Task, Issued] = {}
         self.sent: dict[Any, Issued] = {}  # by `rma_service.Access`
+        self.transfers: dict[Any, list[Access]] = {}  # sends and receives with a request, by completion
         self.pending: dict[Any, list[Issued]] = {}  # by epoch
         self.held: dict[tuple[int, Any], int] = {}  # locks, by rank and target
         self.freed: dict[
@@ -87,8 +89,6 @@ class Races:
     @contextmanager
     def followed(self) -> Iterator[None]:
         """Follow the ranks while the block runs."""
-        from spawnsim.virtual.races.calls import noticing
-
         self.world.races = self
         self.world.watchers.append(self.watching)
         with self.ordering.followed(), being_watched(), noticing():
@@ -118,7 +118,11 @@ class Races:
             self.look(rank)
         self.calls[task] = name
         try:
-            return call()
+            result = call()
+            if name in STARTED and result._completion is not None:
+                for array, writes in buffers_of(name, call):
+                    self.starts(rank, result._completion, as_buffer(array), call=name, writes=writes)
+            return result
         finally:
             del self.calls[task]
             if orders and (self.parts[rank] or self.private[rank]):
@@ -300,6 +304,25 @@ class Races:
                 self._report(old, own, "one buffer", shared=False)
         if buffer.datatype.layout.dense and buffer.array.flags.c_contiguous:
             self.private[rank].append(Private(as_bytes(buffer.array), own))
+
+    def starts(self, rank: int, completion: Any, buffer: Buffer, *, call: str, writes: bool) -> None:
+        """Record a send or receive that uses a buffer until its request is complete."""
+        number = self.clocks.count(rank)
+        runs = runs_of(buffer)
+        use = Access(
+            rank, call, line_of_program(), number, self.clocks.stamp(rank), runs, writes=writes, origin=True
+        )
+        self._look_at(rank, runs)
+        self._begin_own(use, buffer)
+        self.transfers.setdefault(completion, []).append(use)
+
+    def ends(self, completion: Any) -> None:
+        """End the use of the buffers of a request, or of several in one."""
+        for part in (completion, *getattr(completion, "parts", ())):
+            for use in self.transfers.pop(part, ()):
+                use.end = self.clocks.count(use.rank)
+                pending = self.private[use.rank]
+                self.private[use.rank] = [each for each in pending if each.access.end is None]
 
     def complete_here(self, access: Any) -> None:
         """Complete a call at its origin: its buffers may be used again."""
