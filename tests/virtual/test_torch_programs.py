@@ -24,7 +24,9 @@ from spawnsim.errors import (
     UsageError,
 )
 from spawnsim.fidelity.inputs import read_kineto
-from spawnsim.models.platform import load_platform
+from spawnsim.models.collectives import Selection
+from spawnsim.models.network import Hockney, Switch
+from spawnsim.models.platform import Platform, load_platform
 from spawnsim.models.platform.files import to_toml
 
 PROGRAMS = Path(__file__).parent.parent / "programs" / "torchrun"
@@ -230,6 +232,18 @@ MISMATCHED = {
     "from torch.utils.data import DataLoader\nnext(iter(DataLoader([1, 2], num_workers=1)))": (
         UnsupportedError, "a DataLoader needs num_workers=0"),
 }  # fmt: skip
+
+
+@pytest.mark.parametrize("masked", [0, 629_146])
+def test_a_step_of_data_parallel_training_by_buckets(masked: int, program: Any) -> None:
+    """Buckets take as long as one all-reduce of all gradients; buffers in addition, which rank 0 sends twice."""
+    platform = Platform("p", Switch(Hockney(50e-6, 1.24e8)), collectives=Selection("gloo"))
+    _, (line,) = program(PROGRAMS / "buckets.py", 4, str(masked), platform=platform)
+    step_s, alone_s = map(float, line.split())
+    buckets = 3
+    assert alone_s == pytest.approx(6 * 50e-6 + 1.5 * 4 * 3_084_672 / 1.24e8, rel=1e-3)
+    buffers_s = 2 * (50e-6 + 4 * masked / 1.24e8) if masked else 0.0
+    assert step_s == pytest.approx(alone_s + (buckets - 1) * 6 * 50e-6 + buffers_s, rel=2e-3)
 
 
 @pytest.mark.parametrize("text", MISMATCHED)
