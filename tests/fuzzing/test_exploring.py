@@ -310,7 +310,7 @@ SMALL = ("cancel_missed", "late_register", "two_locks")  # for three ranks
 
 @pytest.mark.parametrize("file", DEEP, ids=lambda file: file.stem)
 def test_a_deep_bug_is_found_and_made_small(file):
-    """Ten thousand drawn cases miss them: times that differ a thousandfold would have to change places."""
+    """Drawn delays hardly reach them: times that differ a thousandfold would have to change places."""
     ranks = 3 if file.stem in SMALL else 4
     case = Case(seed=0, ranks=ranks, choices="", world={"deadline_s": math.inf})
     found = Exhaustion(Target(file)).run([case])
