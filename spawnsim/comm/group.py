@@ -10,7 +10,7 @@ from typing import Any, Final, Self
 
 from spawnsim.comm.constants import IDENT, PROC_NULL, SIMILAR, UNDEFINED, UNEQUAL
 from spawnsim.comm.failures import ERR_ARG, ERR_GROUP, ERR_RANK, CallError, lacking
-from spawnsim.comm.handles import Handle, each_integer, reduced, same_kind
+from spawnsim.comm.handles import Handle, each_integer, integer, reduced, same_kind
 
 
 @lacking
@@ -139,7 +139,8 @@ class Group(Handle):
     def _range(self, triplets: Sequence[tuple[int, int, int]]) -> list[int]:
         size = len(self.live())
         found: list[int] = []
-        for first, last, stride in map(each_integer, triplets):
+        for triplet in triplets:
+            first, last, stride = map(integer, triplet)  # mpi4py truncates floats here, but not in Incl
             if stride == 0:
                 raise CallError(ERR_ARG, f"stride 0 in the range ({first}, {last}, {stride})")
             ranks = range(first, last + (1 if stride > 0 else -1), stride)

@@ -232,6 +232,7 @@ def inclusion_and_exclusion_of_ranks(MPI, comm, size):
         (group.Incl(everyone[::-1]), everyone[::-1]),
         (group.Range_incl([(0, size - 1, 2)]), everyone[::2]),
         (group.Range_incl([(size - 1, 0, -1)]), everyone[::-1]),
+        (group.Range_incl([(0.0, size - 0.5, 2)]), everyone[::2]),  # of programs that divide by /
         (group.Excl([0]), everyone[1:]),
         (group.Range_excl([(0, size - 1, 2)]), everyone[1::2]),
         (group.Excl(everyone), []),
