@@ -34,7 +34,7 @@ from spawnsim.comm.failures import ERR_ARG, ERR_COMM, ERR_GROUP, ERR_LASTCODE, C
 from spawnsim.comm.group import Group
 from spawnsim.comm.handles import INFO_NULL, Info, Named, integer, same_kind
 from spawnsim.comm.protocols import Capabilities, Recovery
-from spawnsim.virtual.engine.kernel import current_task
+from spawnsim.virtual.engine.kernel import Kernel, current_task
 from spawnsim.virtual.mpi import checkpoints, fault_tolerance
 from spawnsim.virtual.mpi.collectives import Collectives
 from spawnsim.virtual.mpi.context import KINDS, NOWHERE, Context, Member
@@ -51,6 +51,12 @@ class ProgramAbort(BaseException):
     def __init__(self, errorcode: int, rank: int, time_s: float) -> None:
         self.errorcode, self.rank, self.time_s = errorcode, rank, time_s
         super().__init__(errorcode, rank, time_s)
+
+
+def abort(world: Any, errorcode: int) -> NoReturn:
+    """End the run with this status, whatever the calling program catches, as on real ranks."""
+    kernel: Kernel = world.kernel
+    kernel.stop(ProgramAbort(errorcode, world.here().id, kernel.current.clock))
 
 
 @lacking
@@ -125,7 +131,7 @@ class Comm(PointToPoint, Collectives):
     # -- the communicator itself -------------------------------------------------------------------------------
 
     def Abort(self, errorcode: int = 0) -> NoReturn:
-        raise ProgramAbort(integer(errorcode), self._rank.id, self._world.kernel.current.clock)
+        abort(self._world, integer(errorcode))
 
     def _abort(self, errorcode: int) -> NoReturn:
         self.Abort(errorcode)

@@ -36,7 +36,7 @@ from spawnsim.comm.handles import AINT, ERRORS_RETURN, INFO_NULL, Errhandler, In
 from spawnsim.comm.memory import as_bytes
 from spawnsim.comm.status import Status
 from spawnsim.virtual.engine.kernel import current_world
-from spawnsim.virtual.mpi.comm import ProgramAbort
+from spawnsim.virtual.mpi.comm import abort
 from spawnsim.virtual.mpi.communicators import Intracomm
 from spawnsim.virtual.mpi.file_views import View, errors_of_mpi
 from spawnsim.virtual.mpi.instance import Call
@@ -175,8 +175,7 @@ class File(Named):
             raise CallError(ERR_FILE, "the file is null, or was closed before")
 
     def _abort(self, errorcode: int) -> NoReturn:
-        world = current_world()
-        raise ProgramAbort(errorcode, world.here().id, world.kernel.current.clock)
+        abort(current_world(), errorcode)
 
     # -- opening and closing -------------------------------------------------------------------------------------
 

@@ -13,7 +13,7 @@ from spawnsim.comm.group import Group
 from spawnsim.comm.handles import AINT, INFO_NULL, Info, Named, integer, same_kind
 from spawnsim.comm.memory import address, as_bytes, buffer, flat
 from spawnsim.phantoms import is_phantom
-from spawnsim.virtual.mpi.comm import ProgramAbort
+from spawnsim.virtual.mpi.comm import abort
 from spawnsim.virtual.mpi.communicators import COMM_SELF
 from spawnsim.virtual.mpi.context import KINDS, Context, Member
 from spawnsim.virtual.mpi.instance import Call
@@ -205,7 +205,7 @@ class Win(Accesses, Named, np.ndarray[Any, np.dtype[np.uint8]]):  # type: ignore
         return self.Get_group().Get_rank()
 
     def _abort(self, errorcode: int) -> NoReturn:
-        raise ProgramAbort(errorcode, self._comm._rank.id, self._windows.world.kernel.current.clock)
+        abort(self._windows.world, errorcode)
 
     def __enter__(self) -> Self:
         return self
