@@ -256,7 +256,8 @@ def test_test_cases_of_torch(tmp_path):
     text = pytest_in(tmp_path, "-p", "spawnsim.testing", "--spawnsim", "-p", "no:logging")
     assert "4 failed, 3 passed, 1 skipped" in text
     assert re.search(r"Process 2 exited with error code 10(?s:.*)assert 4.0 == 5", text)
-    assert len(re.findall(r"rank [013]\s+\S+ s\s+all_reduce\(.* at test_torch.py:\d+", text)) == 3
+    # A set: with CI in the environment, pytest's summary repeats the whole error.
+    assert len({*re.findall(r"rank [013]\s+\S+ s\s+all_reduce\(.* at test_torch.py:\d+", text)}) == 3
     assert re.search(r"deadlock: 4 of 4 ranks wait", text)
     assert "ValueError: rank 3 is wrong" in text
     assert len(re.findall(r"rank \d+\s+\S+ s\s+barrier\(.* at test_torch.py:\d+", text)) >= 6

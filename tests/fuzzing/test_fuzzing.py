@@ -435,7 +435,7 @@ def test_check_on_a_real_rank_records_a_warning():
         (["--faults", "drop:0@1s"], "needs a link"),
         (["--ranks", "0"], "at least 1"),
         (["--ranks", "2-x"], "write 8, 2-8"),
-        (["--ties", "lifo"], "fifo, reverse or random:SEED"),
+        (["--ties", "lifo"], "write fifo, reverse, random:SEED or pct:"),
         (["--runs", "0"], "at least 1"),
         (["--set", "nonsense=1"], "main takes no parameter nonsense"),
         (["--", "argument"], "argument"),

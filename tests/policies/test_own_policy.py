@@ -146,7 +146,7 @@ class _Anew(policies.SpawnPolicy):
 
 def test_a_new_model_needs_an_optimizer_of_its_own() -> None:
     """With that of the old one nothing would be trained from then on; a wrapper keeps the old one's parameters."""
-    with pytest.raises(UsageError, match=r"Anew\.act returned a new model, of which the optimizer"):
+    with pytest.raises(UsageError, match=r"Anew\.act returned a new model, but the returned optimizer"):
         walk(lambda _: _Anew(lambda model: torch.nn.Linear(1, 1)), ranks=2, steps=1)
     walk(lambda _: _Anew(torch.nn.Sequential), ranks=2, steps=1)
 

@@ -66,7 +66,7 @@ def test_more_ranks_than_fit_in_what_is_available_are_refused_before_anything_is
     """A rank that does nothing takes 10 kB."""
     monkeypatch.setattr(scenario, "available_B", lambda: 1_000_000_000)
     with pytest.raises(
-        ParameterError, match=r"2 GB in all, and 1\.0 GB are available; give fewer ranks, or let"
+        ParameterError, match=r"2 GB in all, and 1\.0 GB are available; give fewer ranks, or time the policy"
     ):
         Scenario(200_000)
 

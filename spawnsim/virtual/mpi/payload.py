@@ -146,8 +146,8 @@ def check_type(world: World, label: str, buf: Any, message: Message) -> None:
     if message.nbytes and differ(sent, received):
         warn(
             world,
-            f"received {sent} from rank {message.source} with tag {message.tag} on {label} into {received}: the "
-            "bytes are copied and not converted",
+            f"received {sent} from rank {message.source} with tag {message.tag} on {label} into {received}: MPI "
+            "copies the bytes and does not convert them",
         )
 
 

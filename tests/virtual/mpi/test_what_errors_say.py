@@ -295,7 +295,7 @@ def test_numbers_of_another_type_are_reported(receive, sent, into):
     (only,) = mistakes(main)
     assert re.fullmatch(
         r"rank 1 at \S+ s \(test_what_errors_say.py:\d+\) received float64 from rank 0 with tag 3 on MPI_COMM_WORLD "
-        r"into int(32|64): the bytes are copied and not converted",
+        r"into int(32|64): MPI copies the bytes and does not convert them",
         only,
     )
 
