@@ -16,8 +16,8 @@ import itertools
 import math
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -110,16 +110,14 @@ def solve(columns: FloatArray, seconds: FloatArray, wanted: FloatArray | None = 
     return np.asarray(found / scale, dtype=np.float64)
 
 
-def unseen(columns: FloatArray, seconds: FloatArray) -> FloatArray:
+def unseen(columns: FloatArray, seconds: FloatArray, fit: Solver = solve) -> FloatArray:
     """Return the relative error of each row by the fit to all other rows; NaN where that fit does not know it."""
     errors = np.full(len(seconds), np.nan)
     for left in range(len(seconds)):
         others = np.arange(len(seconds)) != left
         known = (columns[others] != 0.0).any(axis=0)
         if not (columns[left][~known] != 0.0).any():
-            errors[left] = (
-                float(columns[left] @ solve(columns[others], seconds[others])) / seconds[left] - 1.0
-            )
+            errors[left] = float(columns[left] @ fit(columns[others], seconds[others])) / seconds[left] - 1.0
     return errors
 
 
@@ -339,11 +337,7 @@ def _fit_nccl(samples: Sequence[Sample], name: str, machine: Nccl | None) -> Tab
         seconds = np.array([row.seconds for row in rows])
         values = _factors(columns, seconds)
         factors.append((pair, float(values[0]), float(values[1])))
-        for left in range(len(rows)):
-            others = np.arange(len(rows)) != left
-            if others.any():
-                predicted = float(columns[left] @ _factors(columns[others], seconds[others]))
-                errors[places[left]] = predicted / rows[left].seconds - 1.0
+        errors[places] = unseen(columns, seconds, _factors)
         low, high = intervals(columns, seconds, _factors)
         parameters += [
             Parameter(f"{pair} {what}", float(values[i]), float(low[i]), float(high[i]))
@@ -359,19 +353,15 @@ def _fit_nccl(samples: Sequence[Sample], name: str, machine: Nccl | None) -> Tab
             Hockney(1e-6, 4.0 * machine.bus_Bps), Hockney(5e-6, machine.bus_Bps),
             max(1, samples[0].ranks // samples[0].nodes),
         ),
-        collectives=Selection("nccl", nccl=Nccl(**{**_fields(machine), "factors": tuple(factors)})),
+        collectives=Selection("nccl", nccl=replace(machine, factors=tuple(factors))),
         description=_description(samples),
         fitted=(("rows", str(len(samples))),),
     )  # fmt: skip
     return TableFit(platform, tuple(parameters), tuple(missing), errors)
 
 
-def _fields(machine: Nccl) -> dict[str, Any]:
-    return {name: getattr(machine, name) for name in machine.__dataclass_fields__}
-
-
 def _machine_of(machine: Nccl, sample: Sample) -> Nccl:
-    return Nccl(**{**_fields(machine), "algorithm": sample.algorithm}) if sample.algorithm else machine
+    return replace(machine, algorithm=sample.algorithm) if sample.algorithm else machine
 
 
 def _total(sample: Sample) -> int:

@@ -54,18 +54,12 @@ def _nccl(section: Section) -> Nccl:
         channels=section.integer("channels", 8),
         gpu=section.choice("gpu", GPUS, "hopper"),
         cpu=section.choice("cpu", CPUS, "intel"),
-        ll128=section.get("ll128", _flag, True),
+        ll128=section.flag("ll128", True),
         algorithm=section.choice("algorithm", ("ring", "tree"), ""),
         factors=tuple((pair, *factors.get(pair, _factor)) for pair in factors.values),
     )
     section.close()
     return built
-
-
-def _flag(value: Any) -> bool:
-    if not isinstance(value, bool):
-        raise ParameterError(f"{value!r}: write true or false")
-    return value
 
 
 def _factor(value: Any) -> tuple[float, float]:

@@ -200,7 +200,7 @@ def read_network(section: Section) -> Network:
         "call_overhead_s": section.seconds("call_overhead", 1e-6),
         "eager_bytes": section.nbytes("eager", 65536),
         "contention": section.choice("contention", get_args(Contention), "serial"),
-        "collective_rendezvous": section.get("collective_rendezvous", _flag, False),
+        "collective_rendezvous": section.flag("collective_rendezvous", False),
         "gamma_s_per_B": 1.0 / section.bytes_per_second("reduction") if section.has("reduction") else 0.0,
         "gamma_beyond": section.get("reduction_beyond", _beyond) if section.has("reduction_beyond") else None,
         "copy_s_per_B": 1.0 / section.bytes_per_second("copy") if section.has("copy") else 0.0,
@@ -212,12 +212,6 @@ def read_network(section: Section) -> Network:
     built = TOPOLOGIES[topology](section, overheads)
     section.close()
     return built
-
-
-def _flag(value: Any) -> bool:
-    if not isinstance(value, bool):
-        raise ParameterError(f"{value!r}: write true or false")
-    return value
 
 
 def _beyond(value: Any) -> tuple[int, float]:

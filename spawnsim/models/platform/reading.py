@@ -135,6 +135,9 @@ class Section:
     def choice(self, key: str, choices: Sequence[str], default: str | None = None) -> str:
         return self.get(key, lambda value: _one_of(value, choices), default)
 
+    def flag(self, key: str, default: bool) -> bool:
+        return self.get(key, _flag, default)
+
     def integer(self, key: str, default: int | None = None, *, least: int = 1, most: int = MOST) -> int:
         """Return an integer from `least` to `most`."""
         return self.get(key, lambda value: _within(_integer(value), least, most), default)
@@ -213,6 +216,12 @@ def _within(value: int, least: int, most: int) -> int:
     if value > most:
         raise ParameterError(f"{value}: must be at most {most:,}")
     return int(_least(value, least))
+
+
+def _flag(value: Any) -> bool:
+    if not isinstance(value, bool):
+        raise ParameterError(f"{value!r}: write true or false")
+    return value
 
 
 def _string(value: Any) -> str:

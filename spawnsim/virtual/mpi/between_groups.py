@@ -118,18 +118,6 @@ class BetweenGroups(Collectives):
         return self._exchange("Alltoall", taken_apart(sendbuf, size, **how), choose, fill)
 
     @collective
-    def Alltoall(self, sendbuf: Any, recvbuf: Any) -> Call:
-        return self._alltoall(sendbuf, recvbuf)
-
-    @collective
-    def Alltoallv(self, sendbuf: Any, recvbuf: Any) -> Call:
-        return self._alltoall(sendbuf, recvbuf, vector=True)
-
-    @collective
-    def Alltoallw(self, sendbuf: Any, recvbuf: Any) -> Call:
-        return self._alltoall(sendbuf, recvbuf, vector=True, types=True)
-
-    @collective
     def Reduce(self, sendbuf: Any, recvbuf: Any, op: Op = SUM, root: int = 0) -> Call:
         """Combine the buffers of the other group at the root."""
         root = self._end(root)

@@ -10,10 +10,11 @@ from spawnsim.comm.handles import same_kind
 from spawnsim.comm.status import Status
 from spawnsim.virtual.engine.completion import Completion
 from spawnsim.virtual.engine.kernel import current_world
+from spawnsim.virtual.engine.waiting import Unbroken
 from spawnsim.virtual.mpi.requests import Request, request_for
 
 
-class WaitingForProgram:
+class WaitingForProgram(Unbroken):
     """A wait for the program's own `Complete`: no rank can end it."""
 
     def describe(self) -> str:
@@ -25,17 +26,6 @@ class WaitingForProgram:
 
     def missing(self, by_s: float = 0.0) -> Sequence[int]:
         return ()
-
-    def doomed(self, by_s: float) -> Sequence[int]:
-        """Return the ranks whose death would end the wait: none."""
-        return ()
-
-    def contexts(self) -> Sequence[Any]:
-        return ()
-
-    def sequence(self) -> int:
-        """Return -1: the call is not a collective."""
-        return -1
 
 
 class Grequest(Request):
