@@ -24,7 +24,7 @@ from spawnsim.cli.declaring import (
     option,
 )
 from spawnsim.cli.run import print_result
-from spawnsim.columnar.running import SAMPLE
+from spawnsim.columnar.experiment import SAMPLE
 from spawnsim.errors import ParameterError
 from spawnsim.options import nearest, parameters
 from spawnsim.record.folder import named, require_own

@@ -5,6 +5,7 @@ Knows rows; must not know losses, policies, or when a step is due.
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -104,6 +105,13 @@ class Rows:
             dtype = torch.promote_types(torch.get_default_dtype(), torch.float32)
             self.of[STEP] = torch.zeros(ranks, len(plan.trained), dtype=dtype)
         self._pieces: dict[tuple[str, int], tuple[Tensor, ...]] = {}
+
+    def part(self, rows: slice) -> Rows:
+        """Return some rows, as views of the same memory."""
+        found = copy.copy(self)
+        found.of = {name: each[rows] for name, each in self.of.items()}
+        found._pieces = {}
+        return found
 
     def pieces(self, name: str, group: int) -> tuple[Tensor, ...]:
         """Return a group's columns of each row, (columns,) each: views, cached."""
