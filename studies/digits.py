@@ -11,15 +11,24 @@ installs the images.
 """
 
 from contextlib import nullcontext
+from functools import cache
 from typing import Literal
 
-from spawnsim import AsyncSelectiveAveragingPolicy, AverageAllPolicy
+from spawnsim import AsyncSelectiveAveragingPolicy, AverageAllPolicy, columnar
 from spawnsim.errors import ParameterError
 from spawnsim.policies import AsyncModelAveragePolicy, Consensus, DecentralizedAveragingPolicy
 from spawnsim.policies.averaging import RandomGroups
 from spawnsim.workloads import Digits
+from spawnsim.workloads.digits import accuracy_of, load, loss_of
 
 POLICIES = ("none", "average", "selective", "groups", "clock")
+# By judge: the parts of the held-out images that decide, and that are reported.
+JUDGED = {"loss": (None, slice(None)), "accuracy": (slice(0, None, 2), slice(1, None, 2))}
+
+
+def rate(rng, spread):
+    """Return the rank's learning rate."""
+    return 0.1 * float(rng("rate").lognormal(0.0, spread))
 
 
 def main(
@@ -56,9 +65,14 @@ def main(
             main(**given | {"policy": each})
             comm.Barrier()
         return
-    lr = 0.1 * float(comm.rng("rate").lognormal(0.0, spread))
     digits = Digits(
-        comm.rng, comm.Get_rank(), comm.Get_size(), alpha=alpha, hidden=hidden, lr=lr, device=device
+        comm.rng,
+        comm.Get_rank(),
+        comm.Get_size(),
+        alpha=alpha,
+        hidden=hidden,
+        lr=rate(comm.rng, spread),
+        device=device,
     )
     model, optimizer = digits.build()
 
@@ -79,7 +93,7 @@ def main(
         exchange = AsyncModelAveragePolicy(sync_interval_ms=interval_ms, background=True)
         training = exchange.weights  # held while a step changes them
 
-    judged, reported = (slice(0, None, 2), slice(1, None, 2)) if judge == "accuracy" else (None, slice(None))
+    judged, reported = JUDGED[judge]
     consensus = Consensus(comm, model, consensus_every_s) if consensus_every_s else None
     for iteration in range(iterations):
         with comm.compute() as block, training():
@@ -104,3 +118,41 @@ def main(
     if consensus is not None:
         for at_s, mean in consensus.means():
             comm.record.event("consensus", at_s=at_s, accuracy=digits.accuracy(mean, reported))
+
+
+def training(alpha=0.3, spread=0.0, hidden=(32,), device="cpu", judge="loss"):
+    """Return how models train over columns (`--columns`), as in `main`."""
+
+    def learner(rng, rank, size):
+        return Digits(rng, rank, size, alpha=alpha, hidden=hidden, lr=rate(rng, spread), device=device)
+
+    def data(rng, rank, size):
+        images = learner(rng, rank, size)
+        while True:
+            yield images.indices()
+
+    score = None if JUDGED[judge][0] is None else accuracy_on("judged", judge, device)
+    return columnar.Training(
+        lambda rng: learner(rng, 0, 1).build(),
+        loss,
+        data,
+        score=score,
+        report=(accuracy_on("accuracy", judge, device),),
+    )
+
+
+def loss(model, chosen):
+    """Return the mean cross-entropy of some training images."""
+    return loss_of(model, chosen, str(chosen.device))
+
+
+@cache  # models train together if their functions are equal
+def accuracy_on(name, judge, device):
+    """Return the function that gives a model's accuracy on the held-out images that decide, or are reported."""
+    test, part = load(device)[1], JUDGED[judge][name == "accuracy"]
+
+    def accuracy(model):
+        return accuracy_of(model, test.x[part], test.y[part])
+
+    accuracy.__name__ = name
+    return accuracy

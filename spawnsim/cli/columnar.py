@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import dataclasses
-import inspect
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Literal
 
-from spawnsim import columnar, units
+from spawnsim import columnar
 from spawnsim.cli.declaring import (
     Command,
     Json,
@@ -25,18 +23,10 @@ from spawnsim.cli.declaring import (
 )
 from spawnsim.cli.run import print_result
 from spawnsim.columnar.experiment import SAMPLE
-from spawnsim.errors import ParameterError
-from spawnsim.options import nearest, parameters
+from spawnsim.columnar.named import ITERATIONS, MODEL, OF_METRIC, experiment
+from spawnsim.options import parameters
 from spawnsim.record.folder import named, require_own
 from spawnsim.run.process_setup import stoppable
-from spawnsim.run.program import ProgramFile
-
-if TYPE_CHECKING:
-    from spawnsim.policies import SpawnPolicy
-
-MODEL = "100 MB"
-OF_RUN = ("iterations", "streams", "sample", "mtbf", "detection")  # settings that do not belong to the policy
-OF_METRIC = tuple(inspect.signature(columnar.RandomWalk).parameters)
 
 
 @dataclass(kw_only=True)
@@ -58,11 +48,13 @@ class Columnar(Command):
         "BYTES",
     )
     train: Path | None = option(
-        "of Python, that defines build(rng), loss(model, *batch), data(rng, rank, size), perhaps score(model)",
+        "of Python, that defines build(rng), loss(model, *batch), data(rng, rank, size), perhaps score(model); or "
+        "training(), which returns a columnar.Training",
         "FILE",
     )
     set: Sequence[str] = option(
-        f"a parameter of the policy; of the random walk of the metric: {', '.join(OF_METRIC)}; or iterations=100, "
+        f"a parameter of the policy, or of training(); of the random walk of the metric: {', '.join(OF_METRIC)}; or "
+        f"iterations={ITERATIONS}, "
         f"sample={SAMPLE} (ranks with rows and events), streams=ranks (draws of an ordinary run) or bulk (for all "
         "ranks at once), mtbf=50000h (mean time between failures of one rank), detection=30s (how long the other ranks "
         "wait until they notice a death; default: 0 s); repeatable",
@@ -80,80 +72,23 @@ class Columnar(Command):
     quiet: Quiet = False
 
     def __call__(self) -> int:
-        given = parameters(self.set)
-        own = {name: given.pop(name) for name in OF_RUN if name in given}
-        metric = {name: given.pop(name) for name in OF_METRIC if name in given}
-        policy = made(self.policy, given)
-        if self.train is not None and metric:
-            raise ParameterError(
-                f"--train and --set {next(iter(metric))}: give one of them: models, or numbers in their place"
-            )
-        training = None if self.train is None else trained(self.train)
         if self.out is not None and not self.overwrite:
             require_own(named(self.out))
-        model = self.model if self.model is not None or training is not None else MODEL
+        asked = experiment(
+            self.policy,
+            parameters(self.set),
+            file=self.train,
+            model=self.model,
+            ranks=self.ranks,
+            platform=self.platform,
+            stragglers=self.straggler,
+            faults=self.faults,
+            seed=self.seed,
+            compute=self.compute,
+            out=self.out,
+            overwrite=self.overwrite,
+        )
         with stoppable():
-            run = columnar.run(
-                policy,
-                ranks=self.ranks,
-                iterations=own.get("iterations", 100),
-                model_nbytes=None if model is None else units.nbytes(model),
-                quality=_called(columnar.RandomWalk, metric) if training is None else None,
-                training=training,
-                platform=self.platform,
-                stragglers=self.straggler,
-                faults=self.faults,
-                mtbf_s=units.seconds(own["mtbf"]) if "mtbf" in own else None,
-                detection_s=units.seconds(own.get("detection", 0.0)),
-                seed=self.seed,
-                compute=self.compute,
-                streams=own.get("streams", "ranks"),
-                sample=own.get("sample", SAMPLE),
-                out=self.out,
-                overwrite=self.overwrite,
-            )
+            run = columnar.run_all([asked])[0]
         print_result(run, out=self.out, as_json=self.json, quiet=self.quiet)
         return 0
-
-
-def made(name: str, given: dict[str, Any]) -> SpawnPolicy:
-    """Return the policy with this name."""
-    from spawnsim.policies import AsyncSelectiveAveragingPolicy, AverageAllPolicy, OuterOptimizerPolicy
-
-    kinds: dict[str, tuple[type[SpawnPolicy], dict[str, Any]]] = {
-        "average": (AverageAllPolicy, {}),
-        "selective": (AsyncSelectiveAveragingPolicy, {"model_builder": None}),
-        "diloco": (OuterOptimizerPolicy, {}),
-    }
-    kind, own = kinds[name]
-    policy: SpawnPolicy = _called(kind, {"average_every": 1} | own | given)
-    return policy
-
-
-def trained(path: Path) -> columnar.Training:
-    """Return the training that a file defines: `build`, `loss` and `data`, and perhaps more of `Training`."""
-    defined = vars(ProgramFile.read(path).module())
-    fields = [each for each in dataclasses.fields(columnar.Training) if each.init]
-    lacking = [
-        each.name for each in fields if each.default is dataclasses.MISSING and each.name not in defined
-    ]
-    if lacking:
-        raise ParameterError(
-            f"{path} has no {', '.join(lacking)}: --train needs build(rng), loss(model, *batch), data(rng, rank, size)"
-        )
-    return columnar.Training(**{each.name: defined[each.name] for each in fields if each.name in defined})
-
-
-def _called(kind: Any, given: dict[str, Any]) -> Any:
-    names = kind.parameters() if hasattr(kind, "parameters") else inspect.signature(kind).parameters
-    takes = [name for name in names if name != "model_builder"]
-    unknown = [name for name in given if name not in takes and name != "model_builder"]
-    if unknown:
-        hint = nearest(unknown[0], takes)
-        raise ParameterError(
-            f"{kind.__name__} takes no {', '.join(unknown)}; {hint}{' ' * bool(hint)}its parameters: {', '.join(takes)}"
-        )
-    try:
-        return kind(**given)
-    except TypeError as error:
-        raise ParameterError(f"{kind.__name__}: {error}") from error

@@ -30,7 +30,7 @@ from spawnsim.study.context import Context
 from spawnsim.study.executors import load_ahead
 from spawnsim.study.results import DONE, Sweep
 from spawnsim.study.store import Cell, grid
-from spawnsim.study.sweeping import require_limit
+from spawnsim.study.sweeping import experiment_of, require_limit
 from spawnsim.units import counted, limit, seconds, text_table
 
 AROUND = ("platform", "stragglers", "faults", "compute", "deadline_s", "ties", "sums", "backend")
@@ -74,6 +74,9 @@ class SweepCommand(Command):
     )
     seed: Several = option("the seeds, or the first of --seeds; default: 0", "LIST", default=())
     seeds: int | None = option("how many seeds; default: one", "N")
+    columns: bool = flag(
+        "run all runs at once, as rows of arrays; the file defines training() (docs/columnar.md)"
+    )
     eager: bool = flag("execute each TrainingStep of virtual ranks by itself")
     whole: Whole = False
     record_every: int = option("keep only the rows of every Nth iteration; default: all rows", "N", default=1)
@@ -138,16 +141,28 @@ def cells_of(asked: SweepCommand) -> list[Cell]:
         raise ParameterError(
             f"unrecognized arguments: {shlex.join(argv)}; main(comm) has parameters: --set NAME=VALUE"
         )
-    if not program.is_whole:
+    if asked.columns:
+        unfit = [
+            each for each in ("eager", "whole", "deadline", "ties", "sums", "backend") if getattr(asked, each)
+        ]
+        unfit += ["executor"] * (asked.executor != "processes") + ["limit"] * (asked.limit is not None)
+        unfit += ["record-every"] * (asked.record_every != 1) + ["record-ranks"] * (asked.record_ranks is not None)
+        if unfit:
+            raise ParameterError(f"--columns has no --{unfit[0]}: leave out one of them")
+    elif not program.is_whole:
         program.require_main()
         _require_parameters(program, over)
     around = {name: _around(name, given) for name in AROUND if (given := getattr(asked, OPTIONS[name][2:]))}
     more = {"eager": asked.eager, "whole": asked.whole, "argv": argv, "record_ranks": asked.record_ranks}
+    more |= {"columns": asked.columns}
     more |= {} if asked.record_every == 1 else {"record_every": asked.record_every}
     cells = grid(
         program.path, ranks=_whole_numbers("--ranks", asked.ranks), seeds=_seeds_of(asked.seed, asked.seeds),
         over=over, around=around, **{name: value for name, value in more.items() if value},
     )  # fmt: skip
+    if asked.columns:
+        for cell in {str([*cell.parameters.items()]): cell for cell in cells}.values():
+            experiment_of(cell)
     for cell in {str([cell.ranks, cell.backend, *cell.world.items()]): cell for cell in cells}.values():
         _require_possible(cell, program.is_whole)
     return cells

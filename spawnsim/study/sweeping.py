@@ -15,11 +15,11 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Executor, Future, as_completed
-from contextlib import nullcontext, redirect_stdout
+from contextlib import ExitStack, nullcontext, redirect_stdout
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from spawnsim.errors import ParameterError, SpawnsimError, StudyError, WorldError
 from spawnsim.options import OPTIONS, arguments_of
@@ -29,11 +29,15 @@ from spawnsim.run.process_setup import stoppable
 from spawnsim.study.executors import STOPPING_S, Processes, out_of_time, pool
 from spawnsim.study.store import Cell, Cost, Store, labels, write_cost
 
+if TYPE_CHECKING:
+    from spawnsim.columnar import Experiment
+
 LAST_LINES = 12
 MOST_S = 24 * 86_400.0  # the longest limit of a run: the system counts a wait in milliseconds, in 31 bits
 WHOLE = 3  # failures that are reported with all lines
 PRINTED = "output.txt"  # in a run's folder: the output of its ranks
 How = Callable[[Cell, Path], None]
+T = TypeVar("T")
 
 
 def here(cell: Cell, folder: Path) -> None:
@@ -111,6 +115,39 @@ def execute(cell: Cell, root: Path, how: How = here, limit_s: float | None = Non
     return cost
 
 
+def experiment_of(cell: Cell, out: Path | None = None) -> Experiment:
+    """Return a cell's run over columns, into a folder."""
+    from spawnsim.columnar.named import experiment  # imports torch
+
+    world = {name: value for name, value in cell.world.items() if name != "columns"}
+    return experiment(
+        None,
+        cell.parameters,
+        file=Path(cell.file),
+        ranks=cell.ranks,
+        seed=cell.seed,
+        out=out,
+        overwrite=True,
+        **world,
+    )
+
+
+def execute_columns(cells: Sequence[Cell], root: Path) -> list[Cost]:
+    """Run cells over columns, at once, each into its folder under `root`; return the cost of each."""
+    from spawnsim import columnar
+
+    store, load, began_s = Store(root), os.getloadavg()[0], time.monotonic()
+    with stoppable(), ExitStack() as drafts:
+        folders = [drafts.enter_context(store.draft(cell)) for cell in cells]
+        columnar.run_all([experiment_of(cell, place) for cell, place in zip(cells, folders, strict=True)])
+        cost = Cost(
+            round((time.monotonic() - began_s) / len(cells), 3), _peak_memory(commanded=False), round(load, 2)
+        )
+        for place in folders:
+            write_cost(place, cost)
+    return [cost] * len(cells)
+
+
 def arguments(cell: Cell) -> list[str]:
     """Return the arguments of `spawnsim` that run a cell; values are Python literals, the form that `--set` reads.
 
@@ -118,9 +155,11 @@ def arguments(cell: Cell) -> list[str]:
         ParameterError: a circumstance is an object, which a command line cannot hold.
     """
     line = ["run", str(cell.file), "--ranks", str(cell.ranks), "--seed", str(cell.seed)]
+    if cell.world.get("columns"):
+        line = ["sweep", str(cell.file), "--columns", *line[2:]]
     line += [] if cell.backend == "virtual" else ["--backend", cell.backend]
     for name, value in cell.world.items():
-        if value is None or value is False or name == "argv":
+        if value is None or value is False or name in ("argv", "columns"):
             continue
         if name not in OPTIONS or not isinstance(value, (str, int, float, Path)):
             raise ParameterError(
@@ -228,7 +267,7 @@ def sweep(
     prepare(store.root)
     try:
         with pool(jobs, limit_s=limit_s) if own_pool else nullcontext(executor) as carrier:
-            return _sweep(cells, store, carrier, limit_s=limit_s, say=say, ended=ended)
+            return _sweep(cells, store, carrier, limit_s=limit_s, jobs=jobs, say=say, ended=ended)
     except KeyboardInterrupt as stop:
         # Counted on disk: processes may have finished runs after the interrupt.
         kept = f"{sum(map(store.done, cells))} of {len(cells)} runs are done and kept"
@@ -242,6 +281,7 @@ def _sweep(
     executor: Executor | None,
     *,
     limit_s: float | None,
+    jobs: int,
     say: Say,
     ended: Ended,
 ) -> list[Path]:
@@ -253,7 +293,7 @@ def _sweep(
     # Failures are kept and reported at the end, so that one bad cell does not stop the other runs of a night.
     progress, failures = Progress(say, len(missing), time.monotonic()), []
     names = labels(cells)
-    outcomes = _outcomes(missing.values(), store.root.absolute(), executor, limit_s)
+    outcomes = _outcomes(missing.values(), store.root.absolute(), executor, limit_s, jobs)
     for cell in {cell.key: cell for cell in cells if cell.key not in missing}.values():
         ended(cell)
     for done, (cell, outcome) in enumerate(outcomes, start=1):
@@ -298,9 +338,26 @@ def require_limit(limit_s: float | None, jobs: int, executor: object) -> None:
         )
 
 
-def _outcomes(
-    cells: Iterable[Cell], root: Path, executor: Executor | None, limit_s: float | None
+def _columns(
+    cells: Sequence[Cell], root: Path, executor: Executor | None, jobs: int
 ) -> Iterator[tuple[Cell, Cost | Exception]]:
+    """Run cells over columns: as many batches as there are processes, each batch at once."""
+    batches = [batch for number in range(max(jobs, 1)) if (batch := cells[number :: max(jobs, 1)])]
+    attempts: list[Callable[[], list[Cost]]] = [partial(execute_columns, batch, root) for batch in batches]
+    if executor is not None:  # all batches run at once
+        attempts = [executor.submit(attempt).result for attempt in attempts]
+    for batch, attempt in zip(batches, attempts, strict=True):
+        costs = _outcome(attempt)
+        yield from zip(batch, costs if isinstance(costs, list) else [costs] * len(batch), strict=True)
+
+
+def _outcomes(
+    cells: Iterable[Cell], root: Path, executor: Executor | None, limit_s: float | None, jobs: int
+) -> Iterator[tuple[Cell, Cost | Exception]]:
+    cells = [*cells]
+    if any(cell.world.get("columns") for cell in cells):
+        yield from _columns(cells, root, executor, jobs)
+        return
     if executor is None:
         yield from ((cell, _outcome(partial(execute, cell, root))) for cell in cells)
         return
@@ -312,8 +369,8 @@ def _outcomes(
         yield pending[future], _outcome(future.result)
 
 
-def _outcome(attempt: Callable[[], Cost]) -> Cost | Exception:
-    """Return the cost of a run, or its failure: an error of the run, or of the executor."""
+def _outcome(attempt: Callable[[], T]) -> T | Exception:
+    """Return the cost of a run, or of several, or the failure: an error of the run, or of the executor."""
     try:
         return attempt()
     except Exception as error:  # noqa: BLE001  reported at the end

@@ -6,7 +6,9 @@ import numpy as np
 import pytest
 import torch
 
+import spawnsim
 from spawnsim import columnar
+from spawnsim.cli import main as command
 from spawnsim.errors import ParameterError, UsageError
 from spawnsim.policies import AsyncSelectiveAveragingPolicy, AverageAllPolicy, OuterOptimizerPolicy
 from tests.columnar.test_training import batches, built, loss_of
@@ -136,3 +138,39 @@ def test_reports_need_names_of_their_own():
         columnar.Training(built, loss_of, batches, report=(margin, margin))
     with pytest.raises(ParameterError, match="names of their own"):
         columnar.Training(built, loss_of, batches, report=(lambda model: margin(model),))
+
+
+def test_a_sweep_over_columns_has_the_numbers_of_ordinary_runs(tmp_path, capsys):
+    """Averages of digits: the same models, clocks and bytes; the second command finds all runs done."""
+    line = "sweep digits -n 12 --set iterations=20 --seeds 2 --compute 10ms --straggler lognormal:0.3"
+    assert (
+        command([*line.split(), "--set", "policy=average", "--out", str(tmp_path / "a"), "--jobs", "0"]) == 0
+    )
+    columns = [*line.split(), "--columns", "--jobs", "0", "--out", str(tmp_path / "b")]
+    assert command([*columns, "--set", "policy=average,selective"]) == 0
+    names = ("virtual_seconds", "bytes", "messages", "final:accuracy", "final:loss")
+    ordinary, own = (spawnsim.Sweep.load(tmp_path / each).table(*names[3:]) for each in "ab")
+    own = own.where(own["policy"] == "average")
+    for name in names:
+        np.testing.assert_allclose(own[name], ordinary[name], rtol=1e-6, err_msg=name)
+    capsys.readouterr()
+    assert command([*columns, "--set", "policy=average,selective", "--dry-run"]) == 0
+    assert "4 runs, 0 to do" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("more", "words"),
+    [
+        ("--set policy=clock", "policy='clock': over columns choose average,"),
+        ("--set alpah=1", "takes no alpah; did you mean alpha?"),
+        ("--set interval_ms=5", "takes no interval_ms"),
+        ("--ties reverse", "--columns has no --ties"),
+        ("--record-every 2", "--columns has no --record-every"),
+    ],
+)
+def test_a_sweep_refuses_settings_without_a_form_over_columns(more, words, tmp_path, capsys):
+    """Before anything runs."""
+    line = f"sweep digits --columns -n 12 --out {tmp_path / 'a'}"
+    assert command([*line.split(), *more.split()]) == 2
+    assert words in capsys.readouterr().err
+    assert not (tmp_path / "a").exists()

@@ -709,10 +709,10 @@ def test_models_of_a_file_train_from_the_command_line(tmp_path, capsys):
     assert last["error"].max() < 0.2
     path.write_text(PROGRAM.replace("def data", "def batches"))
     assert command([*line, "--overwrite"]) == 2
-    reported = "has no data: --train needs build(rng), loss(model, *batch), data(rng, rank, size)"
+    reported = "has no data: columns need build(rng), loss(model, *batch), data(rng, rank, size)"
     assert reported in capsys.readouterr().err
     assert command([*line, "--set", "drift=0.1"]) == 2
-    assert "--train and --set drift" in capsys.readouterr().err
+    assert "AverageAllPolicy takes no drift; its parameters" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
