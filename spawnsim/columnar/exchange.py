@@ -15,9 +15,11 @@ from torch import Tensor
 
 from spawnsim.columnar.rows import WEIGHTS, Members, Rows
 from spawnsim.errors import UnsupportedError
+from spawnsim.models.network.cost import Floats, Ints
 from spawnsim.policies import (
     AsyncSelectiveAveragingPolicy,
     AverageAllPolicy,
+    GossipPolicy,
     OuterOptimizerPolicy,
     SpawnPolicy,
 )
@@ -35,7 +37,8 @@ def travels_of(policy: SpawnPolicy) -> StateScope:
     """Return the parts of a model that a policy exchanges."""
     if isinstance(policy, AsyncSelectiveAveragingPolicy):
         return policy.replacement.travels
-    return policy.travels if isinstance(policy, (AverageAllPolicy, OuterOptimizerPolicy)) else StateScope()
+    kinds = AverageAllPolicy, OuterOptimizerPolicy, GossipPolicy
+    return policy.travels if isinstance(policy, kinds) else StateScope()
 
 
 def check_policy(policy: SpawnPolicy) -> None:
@@ -45,9 +48,10 @@ def check_policy(policy: SpawnPolicy) -> None:
             f"columnar: {type(policy).__name__} with a model_builder: give None, with which a replaced rank keeps its "
             "optimizer, with new values"
         )
-    if travels_of(policy).settings:
+    if other := {*travels_of(policy).settings} - {"lr"}:
         raise UnsupportedError(
-            "columnar: settings that travel with the optimizer's state have no form over columns"
+            f"columnar: the setting {min(other)!r} travels with the optimizer's state, but over columns only learning "
+            "rates (lr) differ from rank to rank"
         )
 
 
@@ -120,6 +124,45 @@ def _reset_if_not_finite(models: Rows, members: Members, healed: Tensor) -> None
     _reset(models, [rank for rank in ranks if not all(bool(rows[rank].isfinite().all()) for rows in state)])
 
 
+# --------------------------------------------------------------------------------------------------------- mixing
+@torch.no_grad()
+def mix(models: Rows, receivers: Ints, senders: Ints, weights: Floats, *, travels: StateScope) -> None:
+    """Add to rows the weighted differences of other rows from them: θ_i ← θ_i + Σ_j w_ij (θ_j − θ_i).
+
+    As in `blend`, equal rows stay equal to the bit. All differences are of the rows as they were.
+
+    Args:
+        models: the rows.
+        receivers: row i of each pair, int64 (pairs,), ascending.
+        senders: row j of each pair.
+        weights: w of each pair, float64 (pairs,).
+        travels: the parts that are mixed.
+    """
+    rows = _travelling(models, travels, state=False)[WEIGHTS]
+    starts = np.flatnonzero(np.r_[True, receivers[1:] != receivers[:-1]][: len(receivers)])
+    place = np.arange(len(receivers)) - np.repeat(starts, np.diff(np.r_[starts, len(receivers)]))
+    # The first senders of all rows at once, then the second ones, and so on: the order of the sums of `blend`.
+    turns = [np.flatnonzero(place == number) for number in range(int(place.max(initial=-1)) + 1)]
+    pairs = [
+        (torch.from_numpy(receivers[each]), torch.from_numpy(senders[each]), _column(weights[each], rows))
+        for each in turns
+    ]
+    for some in torch.split(rows, max(1, AT_ONCE_NBYTES // max(rows[:, :1].nbytes, 1)), 1):
+        drift = torch.zeros_like(some)
+        for to, of, share in pairs:
+            drift[to] += _difference(some[of], some[to]).mul_(share)
+        some += drift
+
+
+def _column(weights: Floats, like: Tensor) -> Tensor:
+    return torch.from_numpy(weights).to(like)[:, None]
+
+
+def _difference(value: Tensor, anchor: Tensor) -> Tensor:
+    """Return value − anchor, and 0 where they are equal, such as for two infinities of a mask."""
+    return (value - anchor).masked_fill_(value == anchor, 0)
+
+
 # -------------------------------------------------------------------------------------------------- global weights
 class GlobalWeights:
     """The weights from which all ranks continue, and the outer momentum.
@@ -170,23 +213,28 @@ def step_together(
 
 # ----------------------------------------------------------------------------------------------------- replacement
 @torch.no_grad()
-def replace(models: Rows, decision: Decision, policy: AsyncSelectiveAveragingPolicy) -> None:
-    """Set replaced ranks to the weighted mean of their donors, and treat optimizer state as the policy says."""
+def replace(models: Rows, decision: Decision, policy: AsyncSelectiveAveragingPolicy) -> dict[int, int]:
+    """Set replaced ranks to the weighted mean of their donors, and treat optimizer state as the policy says.
+
+    Returns:
+        The heaviest donor of each replaced rank; none for a rank that keeps its model.
+    """
     how = policy.replacement
     state = how.travels.optimizer_state
     rows = _travelling(models, how.travels, state=how.travels.with_optimizer)
     found: dict[int, dict[str, Tensor]] = {}
+    heaviest: dict[int, int] = {}
     for rank, given in _contributions(rows, decision).items():
         out = nonfinite_donors(given, partial(_row_of, rows, rank)) if policy.guard else []
         kept = normalized([each for each in given if each.donor not in out])
         if not kept:  # the rank keeps its model
             continue
-        own = rows[WEIGHTS][rank]
+        own, most = rows[WEIGHTS][rank], max(kept, key=lambda each: each.precedence)
+        heaviest[rank] = most.donor
         found[rank] = {WEIGHTS: with_momentum(_mixed(WEIGHTS, own, kept), own, how.momentum)}
         names = [name for name in rows if name != WEIGHTS]
         if state == "copy":
-            heaviest = max(kept, key=lambda each: each.precedence)
-            found[rank] |= {name: heaviest.tensors[name].clone() for name in names}
+            found[rank] |= {name: most.tensors[name].clone() for name in names}
         elif state == "average":
             found[rank] |= {name: _mixed(name, rows[name][rank], kept) for name in names}
     # Assign only after all mixtures: a donor may be replaced as well.
@@ -195,6 +243,7 @@ def replace(models: Rows, decision: Decision, policy: AsyncSelectiveAveragingPol
             rows[name][rank] = value
     if state == "reset":
         _reset(models, torch.tensor([*found], dtype=torch.int64))
+    return heaviest
 
 
 def _row_of(rows: dict[str, Tensor], rank: int) -> dict[str, Tensor]:

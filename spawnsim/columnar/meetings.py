@@ -16,7 +16,7 @@ from spawnsim import random
 from spawnsim.columnar.durations import Streams
 from spawnsim.columnar.models import Models
 from spawnsim.columnar.transfers import Cards, exchange
-from spawnsim.errors import ParameterError, UnsupportedError
+from spawnsim.errors import UnsupportedError
 from spawnsim.models.collectives import Timing
 from spawnsim.models.collectives.catalogue import CallSize
 from spawnsim.models.faults import FaultPlan
@@ -28,9 +28,8 @@ from spawnsim.policies import (
     OuterOptimizerPolicy,
     SpawnPolicy,
 )
-from spawnsim.policies.exchange.coordinator import ExchangeOptions
 from spawnsim.policies.exchange.messages import HEADER_NBYTES
-from spawnsim.policies.rules.donors import Decision, Rules, decide, how_many
+from spawnsim.policies.rules.donors import Decision, decide, how_many
 from spawnsim.policies.rules.selection import Mask, Reports
 
 # Algorithms with one step per rank: with a million ranks, a million steps of a million ranks take too long.
@@ -201,7 +200,7 @@ class AveragingTurn(Turn):
 
     def __init__(self, policy: AverageAllPolicy, group: Group, nbytes: int) -> None:
         super().__init__(policy, group, nbytes)
-        self._policy = policy
+        self._policy, self._sum_nbytes = policy, nbytes
         self._agreed = 0  # ranks of the group that has agreed on the layout of its models
 
     def act(self, iteration: int, metrics: Floats, models: Models) -> Decision | None:
@@ -215,7 +214,7 @@ class AveragingTurn(Turn):
             for _ in range(3 if equal else 1):
                 group.meet("allreduce", DIGEST_NBYTES)
         if not equal:
-            group.meet("allreduce", self.nbytes)
+            group.meet("allreduce", self._sum_nbytes)
         models.average(group.at, self._policy, equal=equal)
         return None
 
@@ -269,7 +268,6 @@ class SelectiveTurn(Turn):
         self, policy: AsyncSelectiveAveragingPolicy, group: Group, nbytes: int, *, seed: int, streams: Streams
     ) -> None:
         super().__init__(policy, group, nbytes)
-        _check_selective(policy, group.platform)
         self.rules, self._policy = policy.rules, policy
         self._cooldown, self._coordinator = policy.cooldown, policy.wiring.coordinator
         self._last_trigger = -self._cooldown
@@ -368,100 +366,3 @@ class Ages:
             stream = self._streams[rank] = random.generator(self._seed, rank, "age")
             stream.integers(self._low, self._high + 1)
         return int(stream.integers(self._low, self._high + 1))
-
-
-def turn_of(
-    policy: SpawnPolicy,
-    group: Group,
-    nbytes: int | None,
-    *,
-    seed: int,
-    streams: Streams,
-    whole_nbytes: int | None = None,
-) -> Turn:
-    """Return the turn of a policy.
-
-    Args:
-        policy: the policy.
-        group: the ranks.
-        nbytes: size of one model on the wire.
-        seed: seed of the run.
-        streams: how donors and ages are drawn.
-        whole_nbytes: size of the whole model that a rank adopts at the beginning; None: `nbytes`.
-
-    Returns:
-        Its turn over columns.
-
-    Raises:
-        UnsupportedError: the policy, or one of its parts, has no form over columns.
-        ParameterError: `nbytes` is not a whole number of at least 1.
-    """
-    if nbytes is None or isinstance(nbytes, bool) or int(nbytes) != nbytes or nbytes < 1:
-        raise ParameterError(f"model_nbytes={nbytes!r}: give the bytes of one model, at least 1")
-    # Compare methods, not classes: a subclass that overrides `act` is a different policy.
-    kind = type(policy)
-    act, turn = getattr(kind, "act", None), getattr(kind, "turn", None)
-    if isinstance(policy, AverageAllPolicy) and act is AverageAllPolicy.act:
-        return AveragingTurn(policy, group, int(nbytes))
-    if isinstance(policy, OuterOptimizerPolicy) and (act, turn) == OF_OUTER:
-        _check_outer(policy)
-        return OuterTurn(policy, group, int(nbytes), int(nbytes if whole_nbytes is None else whole_nbytes))
-    if isinstance(policy, AsyncSelectiveAveragingPolicy) and act is AsyncSelectiveAveragingPolicy.act:
-        return SelectiveTurn(policy, group, int(nbytes), seed=seed, streams=streams)
-    raise UnsupportedError(
-        f"columnar: {kind.__name__} has no form over columns (AverageAllPolicy, OuterOptimizerPolicy and "
-        "AsyncSelectiveAveragingPolicy have): each of its ranks acts at its own time, or on messages. Run it "
-        "on virtual ranks: spawnsim.run(main, ranks=...)"
-    )
-
-
-OF_OUTER = OuterOptimizerPolicy.act, OuterOptimizerPolicy.turn
-
-
-def _check_outer(policy: OuterOptimizerPolicy) -> None:
-    """Raise `UnsupportedError` for an outer optimizer that has no form over columns."""
-    if policy.outer.feedback is not None:
-        raise UnsupportedError(
-            f"columnar: {type(policy).__name__} with compression has no form over columns: run it on virtual ranks"
-        )
-
-
-def _check_selective(policy: AsyncSelectiveAveragingPolicy, platform: Platform) -> None:
-    """Raise `UnsupportedError` for options that selective replacement in lockstep lacks."""
-    _check_rules(policy.rules)
-    plain, wiring = ExchangeOptions(), policy.wiring
-    refused = [
-        (policy.replacement.explore is not None, "explore", "there are no models to change"),
-        (policy.compression is not None, "compression", "give model_nbytes as they travel"),
-        (wiring.quorum != plain.quorum, "a quorum", "in lockstep each round waits for all reports"),
-        (wiring.deadline is not None, "a deadline", "in lockstep each round waits for all reports"),
-        (
-            platform.network.contention in ("fifo", "fair"),
-            f"contention = {platform.network.contention!r}",
-            'its order of messages needs events; choose "serial" or "none"',
-        ),
-        (platform.network.changes, "links that change with time", "its snapshots are timed without a clock"),
-    ]
-    for is_so, what, why in refused:
-        if is_so:
-            raise UnsupportedError(f"columnar: {type(policy).__name__} with {what} cannot run: {why}")
-
-
-def _check_rules(rules: Rules) -> None:
-    """Raise `UnsupportedError` for rules that have no form over columns."""
-    refused = [
-        (not hasattr(rules.selection, "columns"), f"selection={_name(rules.selection)}"),
-        (not hasattr(rules.donors, "columns"), f"donors={_name(rules.donors)}"),
-        (rules.mixing is not None, f"mixing={_name(rules.mixing)}"),
-        (rules.strategy == "reset_weights", "averaging_strategy='reset_weights'"),
-    ]
-    for is_so, what in refused:
-        if is_so:
-            raise UnsupportedError(
-                f"columnar: {what} has no form over columns: it decides on one object per rank. "
-                "Run the policy on virtual ranks, or give it a method `columns` as `rules.selection.WorstRatio` has"
-            )
-
-
-def _name(value: object) -> str:
-    return getattr(value, "__qualname__", type(value).__qualname__)

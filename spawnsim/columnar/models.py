@@ -17,8 +17,13 @@ from spawnsim import random
 from spawnsim.columnar.exchange import GlobalWeights
 from spawnsim.columnar.rows import Members
 from spawnsim.errors import ParameterError
-from spawnsim.models.network.cost import Floats
-from spawnsim.policies import AsyncSelectiveAveragingPolicy, AverageAllPolicy, OuterOptimizerPolicy
+from spawnsim.models.network.cost import Floats, Ints
+from spawnsim.policies import (
+    AsyncSelectiveAveragingPolicy,
+    AverageAllPolicy,
+    GossipPolicy,
+    OuterOptimizerPolicy,
+)
 from spawnsim.policies.rules.donors import Decision
 from spawnsim.record.recorder import document
 from spawnsim.virtual.digest import checksum
@@ -29,7 +34,8 @@ class Models(ABC):
 
     Attributes:
         nbytes: size of one model on the wire; None: unknown.
-        whole_nbytes: size of the whole model that a rank adopts at the beginning; None: `nbytes`.
+        whole_nbytes: size of the whole model that a rank adopts at the beginning, or of the sum of models that gossip
+            takes from time to time; None: `nbytes`.
     """
 
     nbytes: int | None = None
@@ -54,6 +60,13 @@ class Models(ABC):
     @abstractmethod
     def replace(self, decision: Decision, policy: AsyncSelectiveAveragingPolicy) -> None:
         """Replace models by the mixtures of their donors' models, as a policy says."""
+
+    @abstractmethod
+    def mix(self, receivers: Ints, senders: Ints, weights: Floats, policy: GossipPolicy) -> None:
+        """Add to some ranks' models the weighted differences of other ranks' models from them, all at once.
+
+        `weights[e]` is the weight of rank `senders[e]` for rank `receivers[e]`; pairs are in the order of receivers.
+        """
 
     @abstractmethod
     def begin_together(self, members: Members, policy: OuterOptimizerPolicy) -> None:
@@ -185,6 +198,10 @@ class Numbers(Models):
         mixed = np.add.reduceat(decision.weights * self.values[decision.donors], decision.begins)
         momentum, own = policy.replacement.momentum, self.values[decision.replaced]
         self.values[decision.replaced] = mixed + momentum * _finite(own - mixed) if momentum else mixed
+
+    def mix(self, receivers: Ints, senders: Ints, weights: Floats, policy: GossipPolicy) -> None:
+        drift = weights * (self.values[senders] - self.values[receivers])
+        self.values += np.bincount(receivers, drift, len(self.values))
 
     def begin_together(self, members: Members, policy: OuterOptimizerPolicy) -> None:
         self.values[members] = self.values[members][0]

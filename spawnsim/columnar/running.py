@@ -17,11 +17,12 @@ import numpy as np
 
 from spawnsim.columnar.durations import Durations
 from spawnsim.columnar.experiment import Experiment
-from spawnsim.columnar.meetings import Group, Turn, turn_of
+from spawnsim.columnar.meetings import Group, Turn
 from spawnsim.columnar.models import Models, Numbers, RandomWalk
 from spawnsim.columnar.records import Kept, Round
 from spawnsim.columnar.rows import Members
 from spawnsim.columnar.training import train_together, trained
+from spawnsim.columnar.turns import turn_of
 from spawnsim.models.network.cost import Ints
 from spawnsim.policies import (
     AsyncSelectiveAveragingPolicy,

@@ -9,6 +9,7 @@ import copy
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -21,16 +22,18 @@ from spawnsim.columnar.models import Models
 from spawnsim.columnar.program import name_of
 from spawnsim.columnar.rows import WEIGHTS, Members, at
 from spawnsim.errors import ParameterError, UnsupportedError, UsageError
-from spawnsim.models.network.cost import Floats
+from spawnsim.models.network.cost import Floats, Ints
 from spawnsim.policies import (
     AsyncSelectiveAveragingPolicy,
     AverageAllPolicy,
+    GossipPolicy,
     OuterOptimizerPolicy,
     SpawnPolicy,
 )
+from spawnsim.policies.gossip import WEIGHT
 from spawnsim.policies.rules.donors import Decision
 from spawnsim.policies.state.layout import Layout, StateScope, collect
-from spawnsim.random import Streams
+from spawnsim.random import Streams, generator
 from spawnsim.record.recorder import document
 from spawnsim.training.optimizers import STEP
 from spawnsim.virtual.digest import checksum
@@ -40,7 +43,7 @@ Data = Callable[[Streams, int, int], Iterable[Any]]
 Score = Callable[[nn.Module], Tensor]
 # Columns of a run's rows: a score with one of these names becomes "score".
 COLUMNS = {
-    "rank", "time_s", "iteration", "local_metric", "compute_s", "wait_s", "is_replaced", "donors", "loss",
+    "rank", "time_s", "iteration", "local_metric", "compute_s", "wait_s", "is_replaced", "donors", "loss", "lr",
 }  # fmt: skip
 
 
@@ -127,8 +130,14 @@ class Trained(Models):
         self._fleet, self._share, self._rows = fleet, share, fleet.part(share)
         self._members = np.arange(share.ranks)  # the living ranks
         self._scores: dict[Score, Floats] = {}  # of the present weights
+        self._explore: dict[int, np.random.Generator] = {}  # by rank, from its first replacement on
+        self._settings = exchange.travels_of(policy).settings
         self.nbytes = self._nbytes_of(policy)
-        self.whole_nbytes = Layout.of(collect(fleet.pattern, None, StateScope())).nbytes
+        whole = collect(fleet.pattern, None, StateScope())
+        self.whole_nbytes = Layout.of(whole).nbytes
+        if isinstance(policy, GossipPolicy):
+            whole = collect(fleet.pattern, None, policy.travels)
+            self.whole_nbytes = sum(each.nbytes for each in whole.values())
 
     def _nbytes_of(self, policy: SpawnPolicy) -> int:
         """Return the size in bytes of the part of one model that travels."""
@@ -139,6 +148,10 @@ class Trained(Models):
                 given[f"{name} of {place.name}"] = rows.of[name].new_empty(place.shape)
             if STEP in rows.of:
                 given[f"{STEP} of {place.name}"] = rows.of[STEP].new_empty(())
+        for number in range(len(self._fleet.settings)):
+            given |= {f"{number}/{key}": torch.empty((), dtype=torch.float64) for key in travels.settings}
+        if isinstance(policy, GossipPolicy) and policy.push_sum:
+            given[WEIGHT] = torch.empty((), dtype=torch.float64)
         # Sums run over the tensors themselves; a message has a layout that aligns each dtype to a cache line.
         if isinstance(policy, (AverageAllPolicy, OuterOptimizerPolicy)):
             return sum(each.nbytes for each in given.values())
@@ -168,6 +181,8 @@ class Trained(Models):
 
     def columns(self) -> dict[str, Floats]:
         found = {"loss": self._losses}
+        if self._settings:
+            found["lr"] = np.asarray([each[0] for each in self._share.rates])
         if (score := self._how.score) is not None:
             name = name_of(score)
             found[name if name.isidentifier() and name not in COLUMNS else "score"] = self._evaluated(score)
@@ -186,7 +201,24 @@ class Trained(Models):
         exchange.average(self._rows, members, policy, equal=equal)
 
     def replace(self, decision: Decision, policy: AsyncSelectiveAveragingPolicy) -> None:
-        exchange.replace(self._rows, decision, policy)
+        heaviest, how = exchange.replace(self._rows, decision, policy), policy.replacement
+        rates = self._share.rates
+        taken = {rank: rates[donor] for rank, donor in heaviest.items()} if how.travels.settings else {}
+        for rank in heaviest if how.explore is not None else ():
+            taken[rank] = self._explored(rank, taken.get(rank, rates[rank]), how.explore)
+        for rank, own in taken.items():
+            rates[rank] = own
+
+    def _explored(self, rank: int, rates: tuple[float, ...], explore: Any) -> tuple[float, ...]:
+        """Return the learning rates to which a replaced rank varies its own, from its own stream."""
+        if rank not in self._explore:
+            self._explore[rank] = generator(self._share.seed, rank, "explore")
+        optimizer = SimpleNamespace(param_groups=[{"lr": rate} for rate in rates])
+        explore(None, optimizer, self._explore[rank])
+        return tuple([float(group["lr"]) for group in optimizer.param_groups])
+
+    def mix(self, receivers: Ints, senders: Ints, weights: Floats, policy: GossipPolicy) -> None:
+        exchange.mix(self._rows, receivers, senders, weights, travels=policy.travels)
 
     def begin_together(self, members: Members, policy: OuterOptimizerPolicy) -> None:
         self._outer = exchange.begin_together(self._rows, members, policy)

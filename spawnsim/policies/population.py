@@ -109,7 +109,7 @@ class PopulationBasedTrainingPolicy(AsyncSelectiveAveragingPolicy):
             settings = tuple(explore.settings) if isinstance(explore, Perturb) else ()
         # Only ranks that are not replaced are candidates: the best quantile of all ranks is a larger share of them.
         selection, donors = exploit or (None, OneOfBest(quantile / (1 - quantile), how.get("mode", "max")))
-        self._settings = settings
+        self._settings, self.quantile, self.burn_in = settings, float(quantile), int(burn_in)
         super().__init__(
             None, average_every, quantile, "best_only", cooldown=0, donors=donors, selection=selection,
             cadence=Every(average_every, start=burn_in), explore=explore,

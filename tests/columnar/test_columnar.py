@@ -173,7 +173,7 @@ def test_rounds_in_lockstep_are_those_of_real_messages(case):
 @pytest.mark.parametrize(
     ("where", "name", "changed"),
     [
-        (transfers.__name__, "admitted", lambda arrived, drain_s: arrived),
+        (transfers.__name__, "admitted", lambda arrived, drain_s, booked: arrived),
         (transfers.__name__, "HEADER_NBYTES", 128),
         (durations.__name__, "_times", lambda factors: lambda seconds, begins_s: seconds),
     ],

@@ -593,7 +593,10 @@ def test_what_has_no_form_over_columns_is_refused_by_name(name):
     ("policy", "words"),
     [
         (AsyncSelectiveAveragingPolicy(lambda: built(None), 4), "model_builder"),
-        (Selective(4, travels=StateScope(optimizer_state="copy", settings=("lr",))), "settings"),
+        (
+            Selective(4, travels=StateScope(optimizer_state="copy", settings=("momentum",))),
+            "setting 'momentum'",
+        ),
         (DecentralizedAveragingPolicy(4), "no form"),
     ],
 )
