@@ -19,15 +19,16 @@ from spawnsim.models.network.cost import Floats, Ints
 from spawnsim.policies import (
     AsyncSelectiveAveragingPolicy,
     AverageAllPolicy,
+    EASGDPolicy,
     GossipPolicy,
-    OuterOptimizerPolicy,
     SpawnPolicy,
 )
 from spawnsim.policies.exchange.replacement import Contribution, mixture, nonfinite_donors, normalized
+from spawnsim.policies.outer_optimizer import GlobalWeightsPolicy
 from spawnsim.policies.rules.donors import Decision
 from spawnsim.policies.state.arithmetic import with_momentum
+from spawnsim.policies.state.difference_codecs import RandomMask
 from spawnsim.policies.state.layout import StateScope
-from spawnsim.policies.state.outer import OuterSGD
 
 AT_ONCE_NBYTES = 64 << 20  # memory for differences from the global weights
 BITS = {torch.float32: torch.int32, torch.float64: torch.int64}
@@ -37,7 +38,7 @@ def travels_of(policy: SpawnPolicy) -> StateScope:
     """Return the parts of a model that a policy exchanges."""
     if isinstance(policy, AsyncSelectiveAveragingPolicy):
         return policy.replacement.travels
-    kinds = AverageAllPolicy, OuterOptimizerPolicy, GossipPolicy
+    kinds = AverageAllPolicy, GlobalWeightsPolicy, GossipPolicy
     return policy.travels if isinstance(policy, kinds) else StateScope()
 
 
@@ -61,6 +62,15 @@ def _travelling(models: Rows, travels: StateScope, *, state: bool) -> dict[str, 
     return {WEIGHTS: weights} | (_of_state(models) if state else {})
 
 
+def _places(models: Rows, travels: StateScope, mask: RandomMask) -> Tensor:
+    """Return the columns of a mask's places: rows are ordered by the optimizer's group, masks by the model."""
+    plan = models.plan
+    places = plan.places if travels.frozen else plan.trained
+    ordered = sorted(places, key=lambda place: plan.names.index(place.name))
+    columns = np.concatenate([np.arange(place.columns.start, place.columns.stop) for place in ordered])
+    return torch.from_numpy(columns[mask.places(len(columns))])
+
+
 def _of_state(models: Rows) -> dict[str, Tensor]:
     return {name: rows for name, rows in models.of.items() if name != WEIGHTS}
 
@@ -71,11 +81,15 @@ def _reset(models: Rows, rows: Any) -> None:
 
 
 # ------------------------------------------------------------------------------------------------------- averaging
-def are_equal(models: Rows, members: Members, policy: AverageAllPolicy) -> bool:
-    """Return whether the travelling parts of some models are equal, to the bit."""
+def are_equal(
+    models: Rows, members: Members, policy: AverageAllPolicy, mask: RandomMask | None = None
+) -> bool:
+    """Return whether the travelling parts of some models are equal, to the bit; with a mask, at its places."""
     state = policy.travels.optimizer_state == "average"
     for each in _travelling(models, policy.travels, state=state).values():
         rows = each[members].view(BITS[each.dtype])
+        if mask is not None:
+            rows = rows[:, _places(models, policy.travels, mask)]
         # Most differ in the first two rows.
         if not bool((rows[:2] == rows[0]).all()) or not bool((rows == rows[0]).all()):
             return False
@@ -83,10 +97,21 @@ def are_equal(models: Rows, members: Members, policy: AverageAllPolicy) -> bool:
 
 
 @torch.no_grad()
-def average(models: Rows, members: Members, policy: AverageAllPolicy, *, equal: bool) -> None:
-    """Set some rows to their mean, unless they are equal, and treat the optimizer's state as the policy says."""
+def average(
+    models: Rows, members: Members, policy: AverageAllPolicy, *, equal: bool, mask: RandomMask | None = None
+) -> None:
+    """Set some rows to their mean, unless they are equal, and treat the optimizer's state as the policy says.
+
+    With a mask only the weights at its places are averaged, and what is not finite elsewhere stays.
+    """
     how = policy.travels.optimizer_state
-    if not equal:
+    if not equal and mask is not None:
+        rows = _travelling(models, policy.travels, state=False)[WEIGHTS]
+        places = _places(models, policy.travels, mask)
+        few = rows[:, places]
+        _average(few, members, 0.0, guard=policy.guard)
+        rows[:, places] = few
+    elif not equal:
         healed = torch.zeros(0, dtype=torch.bool)
         for each in _travelling(models, policy.travels, state=how == "average").values():
             # Step counts are in main memory, even if the weights are on a GPU.
@@ -174,24 +199,41 @@ class GlobalWeights:
     def __init__(self, row: Tensor) -> None:
         self.weights, self._momentum = row.clone(), torch.zeros_like(row)
 
-    def step(self, rows: Tensor, rule: OuterSGD, scale: float) -> Tensor:
-        """Make an outer step by the mean difference from some rows; return which were not finite, bool (rows,).
+    def step(self, rows: Tensor, members: Members, policy: GlobalWeightsPolicy, scale: float) -> Tensor:
+        """Make an outer step by the mean difference from some rows, and move these; return which were not finite.
 
         A non-finite number counts as a difference of 0.
+
+        Args:
+            rows: the weights of all ranks, (rows, columns); changed in place.
+            members: the rows that take part.
+            policy: its outer optimizer; `EASGDPolicy` moves rows by a share of their difference, others all the way.
+            scale: see `OuterSGD.step`.
+
+        Returns:
+            bool (members,).
         """
-        mean, healed = torch.zeros_like(self.weights), []
-        count = max(1, AT_ONCE_NBYTES // max(self.weights.nbytes, 1))
-        for some in torch.split(rows, count):
-            difference = self.weights - some
+        before, mean, healed = self.weights.clone(), torch.zeros_like(self.weights), []
+        chosen = torch.arange(len(rows))[members]
+        pieces = torch.split(chosen, max(1, AT_ONCE_NBYTES // max(before.nbytes, 1)))
+        for some in pieces:
+            difference = before - rows[some]
             finite = difference.isfinite()
             healed.append(~finite.all(1))
             mean += torch.where(finite, difference, 0.0).sum(0)
-        rule.step([self.weights], [self._momentum], [mean.div_(len(rows))], scale)
+        policy.rule.step([self.weights], [self._momentum], [mean.div_(len(chosen))], scale)
+        if not isinstance(policy, EASGDPolicy):
+            rows[members] = self.weights
+            return torch.cat(healed)
+        kept = 1 - policy.rule.lr / len(chosen)
+        for some in pieces:
+            difference = before - rows[some]
+            rows[some] = torch.sub(before, torch.where(difference.isfinite(), difference, 0.0), alpha=kept)
         return torch.cat(healed)
 
 
 @torch.no_grad()
-def begin_together(models: Rows, members: Members, policy: OuterOptimizerPolicy) -> GlobalWeights:
+def begin_together(models: Rows, members: Members, policy: GlobalWeightsPolicy) -> GlobalWeights:
     """Give some ranks the model of the lowest one; return the global weights."""
     whole = models.of[WEIGHTS]
     whole[members] = whole[members][0].clone()
@@ -200,12 +242,11 @@ def begin_together(models: Rows, members: Members, policy: OuterOptimizerPolicy)
 
 @torch.no_grad()
 def step_together(
-    models: Rows, members: Members, policy: OuterOptimizerPolicy, *, outer: GlobalWeights, scale: float
+    models: Rows, members: Members, policy: GlobalWeightsPolicy, *, outer: GlobalWeights, scale: float
 ) -> None:
-    """Make an outer step from the movements of some ranks, and set their weights to the result."""
+    """Make an outer step from the movements of some ranks, and move their weights to the result, or towards it."""
     rows = _travelling(models, policy.travels, state=False)[WEIGHTS]
-    healed = outer.step(rows[members], policy.rule, scale)
-    rows[members] = outer.weights
+    healed = outer.step(rows, members, policy, scale)
     _reset_if_not_finite(models, members, healed)
     if policy.travels.optimizer_state == "reset":
         _reset(models, members)

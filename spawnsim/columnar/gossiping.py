@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from spawnsim.columnar.meetings import AveragingTurn, Group
+from spawnsim.columnar.meetings import AveragingTurn, Group, take_mean
 from spawnsim.columnar.models import Models
 from spawnsim.columnar.transfers import swap
 from spawnsim.errors import UnsupportedError
@@ -43,7 +43,7 @@ class GossipTurn(AveragingTurn):
         every = self._gossip.global_every
         if every is not None and (self._rounds + 1) % every == 0:
             if self.group.size > 1:
-                super().act(iteration, metrics, models)
+                take_mean(self.group, models, self._policy, nbytes=self._sum_nbytes)
         else:
             self._mix(models)
         self._rounds += 1

@@ -25,12 +25,14 @@ from spawnsim.models.platform import Platform
 from spawnsim.policies import (
     AsyncSelectiveAveragingPolicy,
     AverageAllPolicy,
-    OuterOptimizerPolicy,
+    SPARTAPolicy,
     SpawnPolicy,
 )
 from spawnsim.policies.exchange.messages import HEADER_NBYTES
+from spawnsim.policies.outer_optimizer import GlobalWeightsPolicy
 from spawnsim.policies.rules.donors import Decision, decide, how_many
 from spawnsim.policies.rules.selection import Mask, Reports
+from spawnsim.policies.state.difference_codecs import RandomMask
 
 # Algorithms with one step per rank: with a million ranks, a million steps of a million ranks take too long.
 STEPWISE = ("ring", "pairwise", "linear", "chain", "scatter_ring")
@@ -195,43 +197,57 @@ class Turn(ABC):
         """
 
 
+def take_mean(
+    group: Group, models: Models, policy: AverageAllPolicy, *, nbytes: int, mask: RandomMask | None = None
+) -> None:
+    """Execute the calls of `GroupMean` on backends that survive deaths, such as virtual ranks.
+
+    Args:
+        group: the ranks.
+        models: their models, whose mean is taken.
+        policy: what is averaged, and how.
+        nbytes: size of the sum.
+        mask: the weights that are averaged; None: all.
+    """
+    equal = group.size == 1
+    # If rounding could change the mean of equal models, ranks compare digests first: three if they agree, else one.
+    if group.size & (group.size - 1):
+        equal = models.are_equal(group.at, policy, mask)
+        for _ in range(3 if equal else 1):
+            group.meet("allreduce", DIGEST_NBYTES)
+    if not equal:
+        group.meet("allreduce", nbytes)
+    models.average(group.at, policy, equal=equal, mask=mask)
+
+
 class AveragingTurn(Turn):
-    """`AverageAllPolicy`: the calls of `GroupMean` on backends that survive deaths, such as virtual ranks."""
+    """`AverageAllPolicy`: one mean per turn."""
 
     def __init__(self, policy: AverageAllPolicy, group: Group, nbytes: int) -> None:
         super().__init__(policy, group, nbytes)
-        self._policy, self._sum_nbytes = policy, nbytes
+        self._policy = policy
         self._agreed = 0  # ranks of the group that has agreed on the layout of its models
 
     def act(self, iteration: int, metrics: Floats, models: Models) -> Decision | None:
-        group = self.group
-        if self._agreed != group.size:
-            self._agree()
-        equal = group.size == 1
-        # If rounding could change the mean of equal models, ranks compare digests first: three if they agree, else one.
-        if group.size & (group.size - 1):
-            equal = models.are_equal(group.at, self._policy)
-            for _ in range(3 if equal else 1):
-                group.meet("allreduce", DIGEST_NBYTES)
-        if not equal:
-            group.meet("allreduce", self._sum_nbytes)
-        models.average(group.at, self._policy, equal=equal)
+        self._agree()
+        take_mean(self.group, models, self._policy, nbytes=self.nbytes)
         return None
 
     def _agree(self) -> None:
         """Let a new group compare the layouts of its models, once."""
-        self._agreed = self.group.size
-        self._meet_once("allgather", DIGEST_NBYTES, "compares layouts in an Allgather")
+        if self._agreed != self.group.size:
+            self._agreed = self.group.size
+            self._meet_once("allgather", DIGEST_NBYTES, "compares layouts in an Allgather")
 
 
 class OuterTurn(Turn):
-    """`OuterOptimizerPolicy` of one fragment, uncompressed: ranks begin together, and make one outer step per round.
+    """Policies with global weights of one fragment, uncompressed: `OuterOptimizerPolicy`, `EASGDPolicy`.
 
     The ranks of a new group exchange their progress (`Allgather`, 24 bytes) and compare layouts. At the beginning all
     ranks adopt the whole model of the lowest rank (`Bcast`). A round is one `Allreduce`.
     """
 
-    def __init__(self, policy: OuterOptimizerPolicy, group: Group, nbytes: int, whole_nbytes: int) -> None:
+    def __init__(self, policy: GlobalWeightsPolicy, group: Group, nbytes: int, whole_nbytes: int) -> None:
         super().__init__(policy, group, nbytes)
         self._policy, self._whole_nbytes = policy, whole_nbytes
         self._met = 0  # ranks of the group that has met
@@ -240,20 +256,46 @@ class OuterTurn(Turn):
         return not iteration or self.cadence.due(iteration)
 
     def act(self, iteration: int, metrics: Floats, models: Models) -> Decision | None:
-        group, begin = self.group, not self._met
-        if self._met != group.size:
-            for nbytes in (PLACE_NBYTES, DIGEST_NBYTES):
-                self._meet_once(
-                    "allgather", nbytes, "compares how far all are, and layouts, in an Allgather each"
-                )
-            self._met = group.size
-        if begin:
-            self._meet_once("bcast", self._whole_nbytes, "copies the first rank's model in a Bcast")
-            models.begin_together(group.at, self._policy)
-        else:
-            group.meet("allreduce", self.nbytes)
-            models.step_together(group.at, self._policy, iteration)
+        begin = not self._met
+        if self._met != self.group.size:
+            self._join(models)
+        if not begin:
+            self._round(iteration, models)
         return None
+
+    def _join(self, models: Models) -> None:
+        """Let a new group meet."""
+        for nbytes in (PLACE_NBYTES, DIGEST_NBYTES):
+            self._meet_once(
+                "allgather", nbytes, "compares how far all are, and layouts, in an Allgather each"
+            )
+        if not self._met:
+            self._meet_once("bcast", self._whole_nbytes, "copies the first rank's model in a Bcast")
+            models.begin_together(self.group.at, self._policy)
+        self._met = self.group.size
+
+    def _round(self, iteration: int, models: Models) -> None:
+        self.group.meet("allreduce", self.nbytes)
+        models.step_together(self.group.at, self._policy, iteration)
+
+
+class SharesTurn(OuterTurn):
+    """`SPARTAPolicy`: ranks begin together; a round is the mean of a few weights, at places that all ranks draw."""
+
+    def __init__(
+        self, policy: SPARTAPolicy, group: Group, nbytes: int, whole_nbytes: int, *, seed: int
+    ) -> None:
+        super().__init__(policy, group, nbytes, whole_nbytes)
+        self._share, self._seed = policy.share, seed
+        self._mean = AverageAllPolicy(1, travels=policy.travels)
+
+    def _join(self, models: Models) -> None:
+        super()._join(models)
+        self._meet_once("allgather", DIGEST_NBYTES, "compares the layouts of its means in an Allgather")
+
+    def _round(self, iteration: int, models: Models) -> None:
+        mask = RandomMask(self._share, self._seed, iteration)
+        take_mean(self.group, models, self._mean, nbytes=self.nbytes, mask=mask)
 
 
 class SelectiveTurn(Turn):

@@ -22,9 +22,10 @@ from spawnsim.policies import (
     AsyncSelectiveAveragingPolicy,
     AverageAllPolicy,
     GossipPolicy,
-    OuterOptimizerPolicy,
 )
+from spawnsim.policies.outer_optimizer import GlobalWeightsPolicy
 from spawnsim.policies.rules.donors import Decision
+from spawnsim.policies.state.difference_codecs import RandomMask
 from spawnsim.record.recorder import document
 from spawnsim.virtual.digest import checksum
 
@@ -50,12 +51,17 @@ class Models(ABC):
         """Return the metric of each rank, float64 (ranks,)."""
 
     @abstractmethod
-    def are_equal(self, members: Members, policy: AverageAllPolicy) -> bool:
-        """Return whether the parts that a policy averages are equal on some ranks."""
+    def are_equal(self, members: Members, policy: AverageAllPolicy, mask: RandomMask | None = None) -> bool:
+        """Return whether the parts that a policy averages are equal on some ranks; for the mask see `average`."""
 
     @abstractmethod
-    def average(self, members: Members, policy: AverageAllPolicy, *, equal: bool) -> None:
-        """Set the models of some ranks to their mean, as a policy says; `equal` if they are equal already."""
+    def average(
+        self, members: Members, policy: AverageAllPolicy, *, equal: bool, mask: RandomMask | None = None
+    ) -> None:
+        """Set the models of some ranks to their mean, as a policy says; `equal` if they are equal already.
+
+        With a mask, only the weights at its places change: places among all weights, in the order of the model.
+        """
 
     @abstractmethod
     def replace(self, decision: Decision, policy: AsyncSelectiveAveragingPolicy) -> None:
@@ -69,12 +75,12 @@ class Models(ABC):
         """
 
     @abstractmethod
-    def begin_together(self, members: Members, policy: OuterOptimizerPolicy) -> None:
+    def begin_together(self, members: Members, policy: GlobalWeightsPolicy) -> None:
         """Give some ranks the model of the lowest one: the global weights from now on."""
 
     @abstractmethod
-    def step_together(self, members: Members, policy: OuterOptimizerPolicy, iteration: int) -> None:
-        """Move the global weights by the mean movement of some ranks, and set their models to the result."""
+    def step_together(self, members: Members, policy: GlobalWeightsPolicy, iteration: int) -> None:
+        """Move the global weights by the mean movement of some ranks, and their models to them, or towards them."""
 
     @abstractmethod
     def checksum(self) -> int:
@@ -182,17 +188,21 @@ class Numbers(Models):
     def metrics(self, iteration: int) -> Floats:
         return np.array(self._quality.metric(self.values, iteration), np.float64)
 
-    def are_equal(self, members: Members, policy: AverageAllPolicy) -> bool:
+    def are_equal(self, members: Members, policy: AverageAllPolicy, mask: RandomMask | None = None) -> bool:
         values = self.values[members]
         return bool((values == values[0]).all())
 
-    def average(self, members: Members, policy: AverageAllPolicy, *, equal: bool) -> None:
+    def average(
+        self, members: Members, policy: AverageAllPolicy, *, equal: bool, mask: RandomMask | None = None
+    ) -> None:
         if equal:
             return
         values = self.values[members]
         counted = values[np.isfinite(values)] if policy.guard else values
         mean = counted.mean() if counted.size else np.nan
-        self.values[members] = mean + policy.momentum * _finite(values - mean)
+        # A model that averages a share of its weights moves by this share of the way.
+        kept = policy.momentum if mask is None else 1 - mask.share
+        self.values[members] = mean + kept * _finite(values - mean)
 
     def replace(self, decision: Decision, policy: AsyncSelectiveAveragingPolicy) -> None:
         mixed = np.add.reduceat(decision.weights * self.values[decision.donors], decision.begins)
@@ -203,13 +213,13 @@ class Numbers(Models):
         drift = weights * (self.values[senders] - self.values[receivers])
         self.values += np.bincount(receivers, drift, len(self.values))
 
-    def begin_together(self, members: Members, policy: OuterOptimizerPolicy) -> None:
+    def begin_together(self, members: Members, policy: GlobalWeightsPolicy) -> None:
         self.values[members] = self.values[members][0]
         self._outer = GlobalWeights(torch.from_numpy(self.values[members][:1]))
 
-    def step_together(self, members: Members, policy: OuterOptimizerPolicy, iteration: int) -> None:
-        self._outer.step(torch.from_numpy(self.values[members]).unsqueeze(1), policy.rule, 1.0)
-        self.values[members] = self._outer.weights.item()
+    def step_together(self, members: Members, policy: GlobalWeightsPolicy, iteration: int) -> None:
+        rows = torch.from_numpy(self.values).unsqueeze(1)
+        self._outer.step(rows, members, policy, 1.0)
 
     def checksum(self) -> int:
         return checksum(self.values)

@@ -46,6 +46,7 @@ class Plan:
 
     Attributes:
         places: Places of all parameters. Parameters of one group are adjacent; untrained parameters are at the end.
+        names: Names of all parameters, in the model's order.
         trained: Places of the trained parameters.
         fixed: Places of the untrained parameters.
         width: Columns of a row, padding included.
@@ -61,6 +62,7 @@ class Plan:
             (group_of.get(id(p), -1) if p.requires_grad else -1, name, p)
             for name, p in model.named_parameters()
         ]
+        self.names = [name for _, name, _ in named]
         named.sort(key=lambda item: item[0] % (count + 1))  # stable; -1 comes last
         self.places: list[Place] = []
         start = 0

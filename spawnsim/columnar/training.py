@@ -28,10 +28,13 @@ from spawnsim.policies import (
     AverageAllPolicy,
     GossipPolicy,
     OuterOptimizerPolicy,
+    SPARTAPolicy,
     SpawnPolicy,
 )
 from spawnsim.policies.gossip import WEIGHT
+from spawnsim.policies.outer_optimizer import GlobalWeightsPolicy
 from spawnsim.policies.rules.donors import Decision
+from spawnsim.policies.state.difference_codecs import RandomMask
 from spawnsim.policies.state.layout import Layout, StateScope, collect
 from spawnsim.random import Streams, generator
 from spawnsim.record.recorder import document
@@ -153,7 +156,10 @@ class Trained(Models):
         if isinstance(policy, GossipPolicy) and policy.push_sum:
             given[WEIGHT] = torch.empty((), dtype=torch.float64)
         # Sums run over the tensors themselves; a message has a layout that aligns each dtype to a cache line.
-        if isinstance(policy, (AverageAllPolicy, OuterOptimizerPolicy)):
+        if isinstance(policy, SPARTAPolicy):
+            weights = [each for each in given.values() if each.is_floating_point()]
+            return RandomMask(policy.share).kept(sum(each.numel() for each in weights)) * weights[0].itemsize
+        if isinstance(policy, (AverageAllPolicy, GlobalWeightsPolicy)):
             return sum(each.nbytes for each in given.values())
         return Layout.of(given).nbytes
 
@@ -194,11 +200,13 @@ class Trained(Models):
         return self._scores[score]
 
     # ------------------------------------------------------------------------------------------------- exchange
-    def are_equal(self, members: Members, policy: AverageAllPolicy) -> bool:
-        return exchange.are_equal(self._rows, members, policy)
+    def are_equal(self, members: Members, policy: AverageAllPolicy, mask: RandomMask | None = None) -> bool:
+        return exchange.are_equal(self._rows, members, policy, mask)
 
-    def average(self, members: Members, policy: AverageAllPolicy, *, equal: bool) -> None:
-        exchange.average(self._rows, members, policy, equal=equal)
+    def average(
+        self, members: Members, policy: AverageAllPolicy, *, equal: bool, mask: RandomMask | None = None
+    ) -> None:
+        exchange.average(self._rows, members, policy, equal=equal, mask=mask)
 
     def replace(self, decision: Decision, policy: AsyncSelectiveAveragingPolicy) -> None:
         heaviest, how = exchange.replace(self._rows, decision, policy), policy.replacement
@@ -220,12 +228,13 @@ class Trained(Models):
     def mix(self, receivers: Ints, senders: Ints, weights: Floats, policy: GossipPolicy) -> None:
         exchange.mix(self._rows, receivers, senders, weights, travels=policy.travels)
 
-    def begin_together(self, members: Members, policy: OuterOptimizerPolicy) -> None:
+    def begin_together(self, members: Members, policy: GlobalWeightsPolicy) -> None:
         self._outer = exchange.begin_together(self._rows, members, policy)
 
-    def step_together(self, members: Members, policy: OuterOptimizerPolicy, iteration: int) -> None:
+    def step_together(self, members: Members, policy: GlobalWeightsPolicy, iteration: int) -> None:
         ranks = np.arange(self._share.ranks)[members].tolist()
-        rates = {own[0] for own in self._share.rates_of(ranks, iteration)} if policy.inner_lr else {1.0}
+        inner_lr = isinstance(policy, OuterOptimizerPolicy) and policy.inner_lr
+        rates = {own[0] for own in self._share.rates_of(ranks, iteration)} if inner_lr else {1.0}
         if len(rates) > 1:
             raise UsageError(
                 f"columnar: {type(policy).__name__} with inner_lr, and ranks whose learning rates differ: "

@@ -7,20 +7,24 @@ from __future__ import annotations
 
 from spawnsim.columnar.durations import Streams
 from spawnsim.columnar.gossiping import GossipTurn, check_neighbours
-from spawnsim.columnar.meetings import AveragingTurn, Group, OuterTurn, SelectiveTurn, Turn
+from spawnsim.columnar.meetings import AveragingTurn, Group, OuterTurn, SelectiveTurn, SharesTurn, Turn
 from spawnsim.errors import ParameterError, UnsupportedError
 from spawnsim.models.platform import Platform
 from spawnsim.policies import (
     AsyncSelectiveAveragingPolicy,
     AverageAllPolicy,
+    EASGDPolicy,
     ExchangeOptions,
     GossipPolicy,
     OuterOptimizerPolicy,
     Perturb,
+    SPARTAPolicy,
     SpawnPolicy,
 )
 from spawnsim.policies.exchange.replacement import Explore
+from spawnsim.policies.outer_optimizer import GlobalWeightsPolicy
 from spawnsim.policies.rules.donors import Rules
+from spawnsim.policies.state.difference_codecs import RandomMask
 
 
 def turn_of(
@@ -51,15 +55,21 @@ def turn_of(
     """
     if nbytes is None or isinstance(nbytes, bool) or int(nbytes) != nbytes or nbytes < 1:
         raise ParameterError(f"model_nbytes={nbytes!r}: give the bytes of one model, at least 1")
+    measured = whole_nbytes is not None
     whole_nbytes = int(nbytes if whole_nbytes is None else whole_nbytes)
     # Compare methods, not classes: a subclass that overrides `act` is a different policy.
     kind = type(policy)
     act, turn = getattr(kind, "act", None), getattr(kind, "turn", None)
     if isinstance(policy, AverageAllPolicy) and act is AverageAllPolicy.act:
         return AveragingTurn(policy, group, int(nbytes))
-    if isinstance(policy, OuterOptimizerPolicy) and (act, turn) == OF_OUTER:
+    if isinstance(policy, GlobalWeightsPolicy) and act is GlobalWeightsPolicy.act:
         _check_outer(policy)
-        return OuterTurn(policy, group, int(nbytes), whole_nbytes)
+        if isinstance(policy, SPARTAPolicy) and turn is SPARTAPolicy.turn:
+            if not measured:
+                nbytes = RandomMask(policy.share).encoded_nbytes(int(nbytes) // 4)
+            return SharesTurn(policy, group, int(nbytes), whole_nbytes, seed=seed)
+        if turn in (OuterOptimizerPolicy.turn, EASGDPolicy.turn):
+            return OuterTurn(policy, group, int(nbytes), whole_nbytes)
     if isinstance(policy, GossipPolicy) and act is GossipPolicy.act:
         return GossipTurn(policy, group, int(nbytes), seed=seed, sum_nbytes=whole_nbytes)
     if isinstance(policy, AsyncSelectiveAveragingPolicy) and act is AsyncSelectiveAveragingPolicy.act:
@@ -71,10 +81,7 @@ def turn_of(
     )
 
 
-OF_OUTER = OuterOptimizerPolicy.act, OuterOptimizerPolicy.turn
-
-
-def _check_outer(policy: OuterOptimizerPolicy) -> None:
+def _check_outer(policy: GlobalWeightsPolicy) -> None:
     """Raise `UnsupportedError` for an outer optimizer that has no form over columns."""
     if policy.outer.feedback is not None:
         raise UnsupportedError(

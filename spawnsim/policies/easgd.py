@@ -33,6 +33,7 @@ class EASGDPolicy(GlobalWeightsPolicy):
         if not 0 <= moving_rate <= 1:
             raise ParameterError(f"moving_rate={moving_rate!r}: give a number from 0 to 1")
         super().__init__(average_every, rule=OuterSGD(moving_rate, 0.0, nesterov=False), **how)
+        self.moving_rate = float(moving_rate)
 
     def turn(
         self, iteration: int, model: torch.nn.Module, optimizer: torch.optim.Optimizer, info: Info
