@@ -14,14 +14,11 @@ import torch
 from torch import Tensor
 
 from spawnsim.columnar.rows import WEIGHTS, Members, Rows
-from spawnsim.errors import UnsupportedError
 from spawnsim.models.network.cost import Floats, Ints
 from spawnsim.policies import (
     AsyncSelectiveAveragingPolicy,
     AverageAllPolicy,
     EASGDPolicy,
-    GossipPolicy,
-    SpawnPolicy,
 )
 from spawnsim.policies.exchange.replacement import Contribution, mixture, nonfinite_donors, normalized
 from spawnsim.policies.outer_optimizer import GlobalWeightsPolicy
@@ -32,28 +29,6 @@ from spawnsim.policies.state.layout import StateScope
 
 AT_ONCE_NBYTES = 64 << 20  # memory for differences from the global weights
 BITS = {torch.float32: torch.int32, torch.float64: torch.int64}
-
-
-def travels_of(policy: SpawnPolicy) -> StateScope:
-    """Return the parts of a model that a policy exchanges."""
-    if isinstance(policy, AsyncSelectiveAveragingPolicy):
-        return policy.replacement.travels
-    kinds = AverageAllPolicy, GlobalWeightsPolicy, GossipPolicy
-    return policy.travels if isinstance(policy, kinds) else StateScope()
-
-
-def check_policy(policy: SpawnPolicy) -> None:
-    """Raise `UnsupportedError` for options whose effect on models would differ from virtual ranks."""
-    if isinstance(policy, AsyncSelectiveAveragingPolicy) and policy.replacement.builder is not None:
-        raise UnsupportedError(
-            f"columnar: {type(policy).__name__} with a model_builder: give None, with which a replaced rank keeps its "
-            "optimizer, with new values"
-        )
-    if other := {*travels_of(policy).settings} - {"lr"}:
-        raise UnsupportedError(
-            f"columnar: the setting {min(other)!r} travels with the optimizer's state, but over columns only learning "
-            "rates (lr) differ from rank to rank"
-        )
 
 
 def _travelling(models: Rows, travels: StateScope, *, state: bool) -> dict[str, Tensor]:

@@ -6,10 +6,10 @@ import numpy as np
 
 from spawnsim.columnar.meetings import AveragingTurn, Group, take_mean
 from spawnsim.columnar.models import Models
+from spawnsim.columnar.supported import check_neighbours
 from spawnsim.columnar.transfers import swap
 from spawnsim.errors import UnsupportedError
 from spawnsim.models.network.cost import Floats
-from spawnsim.models.platform import Platform
 from spawnsim.policies import AverageAllPolicy, GossipPolicy
 from spawnsim.policies.rules.donors import Decision
 from spawnsim.policies.rules.graphs import mixing
@@ -63,17 +63,3 @@ class GossipTurn(AveragingTurn):
         group.traffic.messages += moved.messages
         group.traffic.nbytes += moved.nbytes
         models.mix(receivers, senders, graph.weights[order], policy)
-
-
-def check_neighbours(name: str, platform: Platform) -> None:
-    """Raise `UnsupportedError` for a network on which messages between neighbours have no form over columns."""
-    network = platform.network
-    if network.contention in ("fifo", "fair"):
-        raise UnsupportedError(
-            f"columnar: {name} with contention = {network.contention!r} cannot run: its order of messages needs "
-            'events; choose "serial" or "none"'
-        )
-    if network.changes:
-        raise UnsupportedError(
-            f"columnar: {name} with links that change with time cannot run: its messages are timed without a clock"
-        )

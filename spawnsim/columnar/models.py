@@ -22,6 +22,7 @@ from spawnsim.policies import (
     AsyncSelectiveAveragingPolicy,
     AverageAllPolicy,
     GossipPolicy,
+    SpawnPolicy,
 )
 from spawnsim.policies.outer_optimizer import GlobalWeightsPolicy
 from spawnsim.policies.rules.donors import Decision
@@ -31,16 +32,14 @@ from spawnsim.virtual.digest import checksum
 
 
 class Models(ABC):
-    """The models of all ranks of a run.
+    """The models of all ranks of a run."""
 
-    Attributes:
-        nbytes: size of one model on the wire; None: unknown.
-        whole_nbytes: size of the whole model that a rank adopts at the beginning, or of the sum of models that gossip
-            takes from time to time; None: `nbytes`.
-    """
+    def sizes(self, policy: SpawnPolicy) -> tuple[int | None, int | None]:
+        """Return the bytes of a policy's messages: usual, and of the whole model; None: unknown, or as usual.
 
-    nbytes: int | None = None
-    whole_nbytes: int | None = None
+        The whole model is adopted at the beginning, or (by gossip) summed from time to time.
+        """
+        return None, None
 
     @abstractmethod
     def train(self, first: int, count: int, members: Members) -> None:
@@ -180,6 +179,7 @@ class Numbers(Models):
 
     def __init__(self, quality: Quality, ranks: int, seed: int) -> None:
         self._quality = quality
+        self._outer: dict[SpawnPolicy, GlobalWeights] = {}
         self.values: Floats = quality.begin(ranks, seed)
 
     def train(self, first: int, count: int, members: Members) -> None:
@@ -215,11 +215,11 @@ class Numbers(Models):
 
     def begin_together(self, members: Members, policy: GlobalWeightsPolicy) -> None:
         self.values[members] = self.values[members][0]
-        self._outer = GlobalWeights(torch.from_numpy(self.values[members][:1]))
+        self._outer[policy] = GlobalWeights(torch.from_numpy(self.values[members][:1]))
 
     def step_together(self, members: Members, policy: GlobalWeightsPolicy, iteration: int) -> None:
         rows = torch.from_numpy(self.values).unsqueeze(1)
-        self._outer.step(rows, members, policy, 1.0)
+        self._outer[policy].step(rows, members, policy, 1.0)
 
     def checksum(self) -> int:
         return checksum(self.values)

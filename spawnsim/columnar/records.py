@@ -11,8 +11,9 @@ from typing import Any
 
 import numpy as np
 
+from spawnsim.columnar.supported import selective_of
 from spawnsim.models.network.cost import Floats, Ints
-from spawnsim.policies import AsyncSelectiveAveragingPolicy, SpawnPolicy
+from spawnsim.policies import SpawnPolicy
 from spawnsim.policies.rules.donors import Decision
 from spawnsim.policies.rules.selection import Mask
 from spawnsim.record.recorder import Recorder
@@ -158,12 +159,13 @@ class Kept:
 
 def _how(policy: SpawnPolicy) -> Mapping[str, Any]:
     """Return the fields of replacement events that describe the policy."""
-    if not isinstance(policy, AsyncSelectiveAveragingPolicy):
+    selective = selective_of(policy)
+    if selective is None:
         return {}
-    how = policy.replacement
+    how = selective.replacement
     return {
         "served": "before", "strategy": how.strategy, "momentum": how.momentum, "rule": how.rule,
-        "optimizer_state": how.travels.optimizer_state, "mode": policy.mode,
+        "optimizer_state": how.travels.optimizer_state, "mode": selective.mode,
     }  # fmt: skip
 
 

@@ -21,17 +21,18 @@ from spawnsim.columnar.meetings import Group, Turn
 from spawnsim.columnar.models import Models, Numbers, RandomWalk
 from spawnsim.columnar.records import Kept, Round
 from spawnsim.columnar.rows import Members
+from spawnsim.columnar.supported import InTurn, name_of
 from spawnsim.columnar.training import train_together, trained
-from spawnsim.columnar.turns import turn_of
+from spawnsim.columnar.turns import Sizes, turn_of
 from spawnsim.models.network.cost import Ints
 from spawnsim.policies import (
     AsyncSelectiveAveragingPolicy,
     AverageAllPolicy,
     Every,
-    OuterOptimizerPolicy,
     SpawnPolicy,
     StateScope,
 )
+from spawnsim.policies.outer_optimizer import GlobalWeightsPolicy
 from spawnsim.policies.rules.selection import selection_for
 from spawnsim.record import folder, manifest
 from spawnsim.record.recorder import document, vars_of
@@ -134,13 +135,14 @@ class _Running:
         self.how = how
         self.group = Group(how.ranks, platform, self._plan)
         # This may refuse the policy; building models may take long.
-        self.turn = self._turn(1 if how.model_nbytes is None else how.model_nbytes)
+        nbytes = 1 if how.model_nbytes is None else how.model_nbytes
+        self.turn = self._turn(lambda _: (nbytes, None))
 
     def begin(self, models: Models) -> None:
         """Take the models; open the streams of compute times."""
         how, self.models = self.how, models
         if how.model_nbytes is None:
-            self.turn = self._turn(models.nbytes, models.whole_nbytes)
+            self.turn = self._turn(models.sizes)
         self.durations = Durations(
             self._model, self._plan, how.ranks, blocks=how.iterations, seed=how.seed, streams=how.streams
         )
@@ -153,9 +155,9 @@ class _Running:
         self.digest = hashlib.blake2b(digest_size=16)
         self.ended = False
 
-    def _turn(self, nbytes: int | None, whole_nbytes: int | None = None) -> Turn:
+    def _turn(self, sizes: Sizes) -> Turn:
         draws: dict[str, Any] = {"seed": self.how.seed, "streams": self.how.streams}
-        return turn_of(self.how.policy, self.group, nbytes, whole_nbytes=whole_nbytes, **draws)
+        return turn_of(self.how.policy, self.group, sizes, **draws)
 
     @contextmanager
     def named(self, count: int) -> Iterator[None]:
@@ -256,7 +258,7 @@ class _Running:
         return Run(what, table, recorder.events(), ordered(known))
 
     def _described(self) -> dict[str, Any]:
-        own = {"policy": type(self.how.policy).__name__.removesuffix("Policy")} | _made_of(self.how.policy)
+        own = {"policy": name_of(self.how.policy)} | _made_of(self.how.policy)
         about: dict[str, Any] = {"file": None, "main": "columnar", "parameters": own}
         about |= {"backend": "virtual", "columnar": True} | self.models.described()
         about |= self.how.described() | {"model_nbytes": self.turn.nbytes}
@@ -268,13 +270,18 @@ NO_PARAMETERS = {"timing", "wiring"}  # they do not affect decisions
 # The default scopes of policies; for every other policy the whole state travels.
 USUAL: dict[type[SpawnPolicy], StateScope] = {
     AsyncSelectiveAveragingPolicy: StateScope(optimizer_state="reset"),
-    OuterOptimizerPolicy: StateScope(frozen=False, buffers=False),
+    GlobalWeightsPolicy: StateScope(frozen=False, buffers=False),
 }
 
 
 def _made_of(policy: SpawnPolicy) -> dict[str, Any]:
     """Return the parameters of a policy by name, read from the policy itself, its rules and its other parts."""
-    own = vars(policy)
+    if isinstance(policy, InTurn):
+        own: dict[str, Any] = {"report_every": policy.report_every}
+        for number, each in enumerate(policy.policies, 1):
+            own |= {f"{name} {number}": value for name, value in _made_of(each).items()}
+        return own
+    own = dict(vars(policy))
     held = [own, *[vars_of(each) for each in own.values() if is_dataclass(each)]]
     # Only its declared parameters: a policy also holds counters.
     kinds = [kind for kind in type(policy).__mro__ if issubclass(kind, SpawnPolicy)]

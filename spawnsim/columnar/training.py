@@ -21,6 +21,7 @@ from spawnsim.columnar.fleet import Fleet, Order, Share, fleets
 from spawnsim.columnar.models import Models
 from spawnsim.columnar.program import name_of
 from spawnsim.columnar.rows import WEIGHTS, Members, at
+from spawnsim.columnar.supported import check_policy, parts_of, travels_of
 from spawnsim.errors import ParameterError, UnsupportedError, UsageError
 from spawnsim.models.network.cost import Floats, Ints
 from spawnsim.policies import (
@@ -122,9 +123,6 @@ class Trained(Models):
         fleet: the rows.
         share: the experiment's share of them.
         policy: its policy.
-
-    Attributes:
-        nbytes: size of the part of one model that travels.
     """
 
     def __init__(self, how: Training, fleet: Fleet, share: Share, policy: SpawnPolicy) -> None:
@@ -133,18 +131,20 @@ class Trained(Models):
         self._fleet, self._share, self._rows = fleet, share, fleet.part(share)
         self._members = np.arange(share.ranks)  # the living ranks
         self._scores: dict[Score, Floats] = {}  # of the present weights
+        self._settings = any(travels_of(each).settings for each in parts_of(policy))
         self._explore: dict[int, np.random.Generator] = {}  # by rank, from its first replacement on
-        self._settings = exchange.travels_of(policy).settings
-        self.nbytes = self._nbytes_of(policy)
-        whole = collect(fleet.pattern, None, StateScope())
-        self.whole_nbytes = Layout.of(whole).nbytes
+        self._outer: dict[SpawnPolicy, exchange.GlobalWeights] = {}
+
+    def sizes(self, policy: SpawnPolicy) -> tuple[int | None, int | None]:
         if isinstance(policy, GossipPolicy):
-            whole = collect(fleet.pattern, None, policy.travels)
-            self.whole_nbytes = sum(each.nbytes for each in whole.values())
+            summed = collect(self._fleet.pattern, None, policy.travels).values()
+            return self._nbytes_of(policy), sum(each.nbytes for each in summed)
+        whole = collect(self._fleet.pattern, None, StateScope())
+        return self._nbytes_of(policy), Layout.of(whole).nbytes
 
     def _nbytes_of(self, policy: SpawnPolicy) -> int:
         """Return the size in bytes of the part of one model that travels."""
-        travels, rows = exchange.travels_of(policy), self._rows
+        travels, rows = travels_of(policy), self._rows
         given = collect(self._fleet.pattern, None, travels)
         for place in rows.plan.trained if travels.with_optimizer else ():
             for name in rows.rule.states(self._fleet.settings[place.group]):
@@ -229,7 +229,7 @@ class Trained(Models):
         exchange.mix(self._rows, receivers, senders, weights, travels=policy.travels)
 
     def begin_together(self, members: Members, policy: GlobalWeightsPolicy) -> None:
-        self._outer = exchange.begin_together(self._rows, members, policy)
+        self._outer[policy] = exchange.begin_together(self._rows, members, policy)
 
     def step_together(self, members: Members, policy: GlobalWeightsPolicy, iteration: int) -> None:
         ranks = np.arange(self._share.ranks)[members].tolist()
@@ -240,7 +240,7 @@ class Trained(Models):
                 f"columnar: {type(policy).__name__} with inner_lr, and ranks whose learning rates differ: "
                 "each would have its own global weights"
             )
-        exchange.step_together(self._rows, members, policy, outer=self._outer, scale=rates.pop())
+        exchange.step_together(self._rows, members, policy, outer=self._outer[policy], scale=rates.pop())
 
     # -------------------------------------------------------------------------------------------------- looking
     def model(self, rank: int | None) -> nn.Module:
@@ -269,7 +269,8 @@ def trained(given: Sequence[tuple[Training, int, int, SpawnPolicy]]) -> list[Tra
         UnsupportedError: models, optimizers, the score, or the policy with such models have no form over columns.
     """
     for *_, policy in given:
-        exchange.check_policy(policy)
+        for part in parts_of(policy):
+            check_policy(part)
     if torch._C._is_any_autocast_enabled():
         raise UnsupportedError("columnar: models train in their own dtype: leave the autocast block")
     shares = [Share(copy.copy(how), ranks, seed) for how, ranks, seed, _ in given]

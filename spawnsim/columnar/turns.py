@@ -5,54 +5,89 @@ A turn class lists the calls of its policy: collectives in `meetings`, messages 
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from spawnsim.columnar.durations import Streams
-from spawnsim.columnar.gossiping import GossipTurn, check_neighbours
+from spawnsim.columnar.gossiping import GossipTurn
 from spawnsim.columnar.meetings import AveragingTurn, Group, OuterTurn, SelectiveTurn, SharesTurn, Turn
+from spawnsim.columnar.models import Models
+from spawnsim.columnar.supported import InTurn, check_outer, check_selective
 from spawnsim.errors import ParameterError, UnsupportedError
-from spawnsim.models.platform import Platform
+from spawnsim.models.network.cost import Floats
 from spawnsim.policies import (
     AsyncSelectiveAveragingPolicy,
     AverageAllPolicy,
     EASGDPolicy,
-    ExchangeOptions,
     GossipPolicy,
     OuterOptimizerPolicy,
-    Perturb,
     SPARTAPolicy,
     SpawnPolicy,
 )
-from spawnsim.policies.exchange.replacement import Explore
 from spawnsim.policies.outer_optimizer import GlobalWeightsPolicy
-from spawnsim.policies.rules.donors import Rules
+from spawnsim.policies.rules.donors import Decision
 from spawnsim.policies.state.difference_codecs import RandomMask
+
+Sizes = Callable[[SpawnPolicy], tuple[int | None, int | None]]  # as `Models.sizes`
+
+
+class TurnsInOrder(Turn):
+    """`InTurn`: the turns of its policies that are due, in order."""
+
+    def __init__(self, policy: InTurn, group: Group, turns: list[Turn]) -> None:
+        selective = [each.nbytes for each in turns if isinstance(each, SelectiveTurn)]
+        super().__init__(policy, group, [*selective, *[each.nbytes for each in turns], 0][0])
+        self._turns = turns
+        for each in turns:
+            each.notes = self.notes
+
+    def due(self, iteration: int) -> bool:
+        return super().due(iteration) or any(each.due(iteration) for each in self._turns)
+
+    def tick(self) -> None:
+        for each in self._turns:
+            each.tick()
+
+    def act(self, iteration: int, metrics: Floats, models: Models) -> Decision | None:
+        found: Decision | None = None
+        for each in self._turns:
+            if each.due(iteration):
+                decision = each.act(iteration, metrics, models)
+                found = decision if decision is not None else found
+        return found
 
 
 def turn_of(
     policy: SpawnPolicy,
     group: Group,
-    nbytes: int | None,
+    sizes: Sizes,
     *,
     seed: int,
     streams: Streams,
-    whole_nbytes: int | None = None,
 ) -> Turn:
     """Return the turn of a policy.
 
     Args:
         policy: the policy.
         group: the ranks.
-        nbytes: size of one model on the wire.
+        sizes: returns the bytes of a policy's messages, see `Models.sizes`.
         seed: seed of the run.
         streams: how donors and ages are drawn.
-        whole_nbytes: see `Models`; None: `nbytes`.
 
     Returns:
         Its turn over columns.
 
     Raises:
         UnsupportedError: the policy, or one of its parts, has no form over columns.
-        ParameterError: `nbytes` is not a whole number of at least 1.
+        ParameterError: a size is not a whole number of at least 1.
     """
+    if isinstance(policy, InTurn):
+        turns = [turn_of(each, group, sizes, seed=seed, streams=streams) for each in policy.policies]
+        if sum(isinstance(each, SelectiveTurn) for each in turns) > 1:
+            raise UnsupportedError(
+                "columnar: InTurn of two policies that replace ranks has no form over columns"
+            )
+        return TurnsInOrder(policy, group, turns)
+    nbytes, whole_nbytes = sizes(policy)
     if nbytes is None or isinstance(nbytes, bool) or int(nbytes) != nbytes or nbytes < 1:
         raise ParameterError(f"model_nbytes={nbytes!r}: give the bytes of one model, at least 1")
     measured = whole_nbytes is not None
@@ -63,7 +98,7 @@ def turn_of(
     if isinstance(policy, AverageAllPolicy) and act is AverageAllPolicy.act:
         return AveragingTurn(policy, group, int(nbytes))
     if isinstance(policy, GlobalWeightsPolicy) and act is GlobalWeightsPolicy.act:
-        _check_outer(policy)
+        check_outer(policy)
         if isinstance(policy, SPARTAPolicy) and turn is SPARTAPolicy.turn:
             if not measured:
                 nbytes = RandomMask(policy.share).encoded_nbytes(int(nbytes) // 4)
@@ -73,62 +108,9 @@ def turn_of(
     if isinstance(policy, GossipPolicy) and act is GossipPolicy.act:
         return GossipTurn(policy, group, int(nbytes), seed=seed, sum_nbytes=whole_nbytes)
     if isinstance(policy, AsyncSelectiveAveragingPolicy) and act is AsyncSelectiveAveragingPolicy.act:
-        _check_selective(policy, group.platform)
+        check_selective(policy, group.platform)
         return SelectiveTurn(policy, group, int(nbytes), seed=seed, streams=streams)
     raise UnsupportedError(
         f"columnar: {kind.__name__} has no form over columns (docs/columnar.md lists the policies that have): each of "
         "its ranks acts at its own time, or on messages. Run it on virtual ranks: spawnsim.run(main, ranks=...)"
     )
-
-
-def _check_outer(policy: GlobalWeightsPolicy) -> None:
-    """Raise `UnsupportedError` for an outer optimizer that has no form over columns."""
-    if policy.outer.feedback is not None:
-        raise UnsupportedError(
-            f"columnar: {type(policy).__name__} with compression has no form over columns: run it on virtual ranks"
-        )
-
-
-def _check_selective(policy: AsyncSelectiveAveragingPolicy, platform: Platform) -> None:
-    """Raise `UnsupportedError` for options that selective replacement in lockstep lacks."""
-    _check_rules(policy.rules)
-    check_neighbours(type(policy).__name__, platform)
-    plain, wiring = ExchangeOptions(), policy.wiring
-    refused = [
-        (
-            not _perturbs_rates(policy.replacement.explore),
-            "explore",
-            "give a Perturb of the learning rate, lr",
-        ),
-        (policy.compression is not None, "compression", "give model_nbytes as they travel"),
-        (wiring.quorum != plain.quorum, "a quorum", "in lockstep each round waits for all reports"),
-        (wiring.deadline is not None, "a deadline", "in lockstep each round waits for all reports"),
-    ]
-    for is_so, what, why in refused:
-        if is_so:
-            raise UnsupportedError(f"columnar: {type(policy).__name__} with {what} cannot run: {why}")
-
-
-def _perturbs_rates(explore: Explore | None) -> bool:
-    """Return whether a function that explores changes learning rates alone, or is None."""
-    return explore is None or (isinstance(explore, Perturb) and not {*explore.settings} - {"lr"})
-
-
-def _check_rules(rules: Rules) -> None:
-    """Raise `UnsupportedError` for rules that have no form over columns."""
-    refused = [
-        (not hasattr(rules.selection, "columns"), f"selection={_name(rules.selection)}"),
-        (not hasattr(rules.donors, "columns"), f"donors={_name(rules.donors)}"),
-        (rules.mixing is not None, f"mixing={_name(rules.mixing)}"),
-        (rules.strategy == "reset_weights", "averaging_strategy='reset_weights'"),
-    ]
-    for is_so, what in refused:
-        if is_so:
-            raise UnsupportedError(
-                f"columnar: {what} has no form over columns: it decides on one object per rank. "
-                "Run the policy on virtual ranks, or give it a method `columns` as `rules.selection.WorstRatio` has"
-            )
-
-
-def _name(value: object) -> str:
-    return getattr(value, "__qualname__", type(value).__qualname__)

@@ -4,13 +4,25 @@ from functools import partial
 
 import numpy as np
 import pytest
+import torch
 from support.lockstep import Ripple, train_under
 
 import spawnsim
+from spawnsim import columnar
 from spawnsim.cli import main as command
-from spawnsim.errors import UnsupportedError
+from spawnsim.errors import ParameterError, UnsupportedError
 from spawnsim.models.network import Hockney, Switch
-from spawnsim.policies import EASGDPolicy, GossipPolicy, Perturb, SPARTAPolicy, StateScope, graphs
+from spawnsim.policies import (
+    AsyncSelectiveAveragingPolicy,
+    AverageAllPolicy,
+    EASGDPolicy,
+    Every,
+    GossipPolicy,
+    Perturb,
+    SPARTAPolicy,
+    StateScope,
+    graphs,
+)
 from spawnsim.policies import PopulationBasedTrainingPolicy as Population
 from tests.columnar.test_columnar import (
     FREE,
@@ -29,9 +41,11 @@ from tests.columnar.test_training import (
     built,
     half_spoilt,
     of_bias,
+    on_ordinary_ranks,
     partly,
     spread_of,
     training,
+    vector,
 )
 
 
@@ -233,6 +247,79 @@ def test_elastic_and_sparse_averages_make_the_models_of_ordinary_ranks(name):
     assert_as_on_ordinary_ranks(training(**how), policy, ranks)
 
 
+# ------------------------------------------------------------------------------------------------------------- in turn
+class Both:
+    """What an ordinary program does: it calls one policy after the other."""
+
+    def __init__(self, *policies):
+        self.policies = policies
+
+    def __call__(self, iteration, model, optimizer, metric, comm):
+        """Call them."""
+        info = {}
+        for policy in self.policies:
+            model, optimizer, info = policy(iteration, model, optimizer, metric, comm)
+        return model, optimizer, info
+
+    def shutdown(self):
+        """Shut them down."""
+        for policy in self.policies:
+            policy.shutdown()
+
+
+@pytest.mark.parametrize("ranks", [37, 64])
+def test_policies_in_turn_are_those_of_a_program_that_calls_each(ranks):
+    """Weights, losses, clocks and bytes."""
+
+    def policies():
+        return GossipPolicy(2, graph=graphs.exponential), AverageAllPolicy(6), EASGDPolicy(4)
+
+    how, world = training(), {"ranks": ranks, "stragglers": STRAGGLERS, "seed": 5}
+    ordinary, models = on_ordinary_ranks(how, lambda: Both(*policies()), iterations=19, **world)
+    own = columns(columnar.InTurn(*policies()), iterations=19, training=how, **world)
+    assert_same(own, ordinary, "none")
+    for rank, model in enumerate(models):
+        torch.testing.assert_close(vector(how.model(rank)), model, rtol=1e-4, atol=1e-5)
+    assert own.what["parameters"]["policy"] == "Gossip + AverageAll + EASGD"
+
+
+def test_a_mean_follows_replacement():
+    """In the same iteration; the decision is that of replacement alone, whose models are averaged."""
+    alone, both, seen = training(), training(), []
+    world = {"ranks": 37, "iterations": 5, "seed": 3, "stragglers": STRAGGLERS}
+    select = partial(AsyncSelectiveAveragingPolicy, None, 4, donors=2)
+    wanted = columns(select(), training=alone, **world)
+    average = AverageAllPolicy(1, cadence=Every(4))
+    own = columns(columnar.InTurn(select(), average), training=both, on_round=seen.append, **world)
+    assert decided(own) == decided(wanted)
+    assert [each.iteration for each in seen] == [4]
+    for rank in range(37):
+        torch.testing.assert_close(vector(both.model(rank)), vector(alone.model()), rtol=1e-4, atol=1e-5)
+    # The mean: one comparison of layouts, one of digests, one sum of the model.
+    assert own.totals["bytes"] > wanted.totals["bytes"]
+
+
+def test_ranks_that_train_alone_exchange_nothing():
+    """They report; clocks, models and losses are those of a program without a policy."""
+    how, world, seen = training(), {"ranks": 37, "stragglers": STRAGGLERS, "seed": 5}, []
+    own = columns(columnar.InTurn(report_every=5), iterations=19, training=how, on_round=seen.append, **world)
+    ordinary, models = on_ordinary_ranks(how, Both, iterations=19, **world)
+    assert_same(own, ordinary, "none")
+    assert (own.totals["messages"], own.what["parameters"]["policy"]) == (0, "none")
+    assert [each.iteration for each in seen] == [5, 10, 15]
+    for rank, model in enumerate(models):
+        torch.testing.assert_close(vector(how.model(rank)), model, rtol=1e-4, atol=1e-5)
+
+
+def test_arguments_of_policies_in_turn():
+    """Policies, at most one of which replaces."""
+    with pytest.raises(ParameterError, match="give policies"):
+        columnar.InTurn([GossipPolicy()])
+    two = [AsyncSelectiveAveragingPolicy(None, 4), Population(4)]
+    with pytest.raises(UnsupportedError, match="two policies that replace"):
+        columns(columnar.InTurn(*two), 8, iterations=3, model_nbytes=8)
+
+
 # --------------------------------------------------------------------------------------------------- the command line
 @pytest.mark.parametrize(
     "words",
@@ -251,7 +338,7 @@ def test_policies_from_the_command_line(words, tmp_path, capsys):
     assert command([*line, "--out", str(tmp_path / "run"), "--quiet"]) == 0
     run = spawnsim.Run.load(tmp_path / "run")
     assert sum(event["kind"] == "round" for event in run.events) == 5
-    name, _, value = setting.partition("=")
+    name, _, value = setting.replace("average", "report" if policy == "none" else "average").partition("=")
     assert str(run.what["parameters"][name]) == value
     capsys.readouterr()
     assert command(["columnar", "gossip", "-n", "4", "--set", "graph=star"]) == 2
