@@ -178,7 +178,9 @@ def metropolis(neighbours: Sequence[Iterable[int]]) -> Mixing:
     return _with_own(len(near), edges, weights)
 
 
-def _with_own(size: int, edges: Sequence[tuple[int, int]], weights: Sequence[float]) -> Mixing:
+def _with_own(
+    size: int, edges: Sequence[tuple[int, int]] | Ranks, weights: Sequence[float] | Weights
+) -> Mixing:
     """Return a mixing of (receiver, sender) edges, with the remainder to 1 as each rank's own weight."""
     rows, columns = np.asarray(edges, np.int64).reshape(-1, 2).T
     given, everyone = np.asarray(weights, np.float64), np.arange(size)
@@ -198,20 +200,17 @@ def ring(size: int, round_: int = 0, seed: int = 0) -> Mixing:
     >>> ring(4).matrix()[0].round(3).tolist()
     [0.333, 0.333, 0.0, 0.333]
     """
-    return metropolis([{(rank - 1) % size, (rank + 1) % size} - {rank} for rank in range(size)])
+    return _circulant(size, sorted({1, size - 1} - {0, size}))
 
 
 def torus(size: int, round_: int = 0, seed: int = 0) -> Mixing:
     """Each rank averages with four neighbours on a periodic grid, as square as the number of ranks allows."""
     rows = next(each for each in range(math.isqrt(size), 0, -1) if size % each == 0)
     columns = size // rows
-    near = []
-    for rank in range(size):
-        row, column = divmod(rank, columns)
-        vertical = {(row + step) % rows * columns + column for step in (-1, 1)}
-        horizontal = {row * columns + (column + step) % columns for step in (-1, 1)}
-        near.append((vertical | horizontal) - {rank})
-    return metropolis(near)
+    row, column = np.divmod(np.arange(size), columns)
+    near = [(row + step) % rows * columns + column for step in sorted({1, rows - 1} - {0, rows})]
+    near += [row * columns + (column + step) % columns for step in sorted({1, columns - 1} - {0, columns})]
+    return _equal_shares(size, near)
 
 
 def complete(size: int, round_: int = 0, seed: int = 0) -> Mixing:
@@ -233,9 +232,14 @@ def one_peer_exponential(size: int, round_: int = 0, seed: int = 0) -> Mixing:
 
 
 def _circulant(size: int, steps: Sequence[int]) -> Mixing:
-    share = 1 / (1 + len(steps))
-    edges = [(rank, (rank - step) % size) for step in steps for rank in range(size)]
-    return _with_own(size, edges, [share] * len(edges))
+    return _equal_shares(size, [(np.arange(size) - step) % size for step in steps])
+
+
+def _equal_shares(size: int, near: Sequence[Ranks]) -> Mixing:
+    """Return a mixing of all ranks with the same number of neighbours; each entry has one neighbour of every rank."""
+    senders = np.concatenate([*near, np.empty(0, np.int64)])
+    edges = np.stack([np.tile(np.arange(size), len(near)), senders], 1)
+    return _with_own(size, edges, np.full(len(edges), 1 / (1 + len(near))))
 
 
 def random_pairs(size: int, round_: int, seed: int) -> Mixing:
@@ -243,7 +247,7 @@ def random_pairs(size: int, round_: int, seed: int) -> Mixing:
     order = generator(seed, WORLD, f"random pairs {round_}").permutation(size)
     pairs = order[: size // 2 * 2].reshape(-1, 2)
     edges = np.concatenate([pairs, pairs[:, ::-1]])
-    return _with_own(size, edges.tolist(), [0.5] * len(edges))
+    return _with_own(size, edges, np.full(len(edges), 0.5))
 
 
 def butterfly_group(rank: int, size: int, wanted: int, round_: int, seed: int) -> list[int]:
@@ -339,7 +343,7 @@ def _stochastic(size: int, exchanges: Exchanges) -> Mixing:
     if not exchanges:
         return _with_own(size, [], [])
     rows, columns, weights = (np.concatenate(each) for each in zip(*exchanges, strict=True))
-    return _with_own(size, np.stack([rows, columns], 1), weights)  # type: ignore[arg-type]
+    return _with_own(size, np.stack([rows, columns], 1), weights)
 
 
 def _factors(number: int, base: int) -> list[int]:
