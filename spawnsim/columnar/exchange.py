@@ -24,7 +24,7 @@ from spawnsim.policies.exchange.replacement import Contribution, mixture, nonfin
 from spawnsim.policies.outer_optimizer import GlobalWeightsPolicy
 from spawnsim.policies.rules.donors import Decision
 from spawnsim.policies.state.arithmetic import with_momentum
-from spawnsim.policies.state.difference_codecs import RandomMask
+from spawnsim.policies.state.difference_codecs import ErrorFeedback, RandomMask
 from spawnsim.policies.state.layout import StateScope
 
 AT_ONCE_NBYTES = 64 << 20  # memory for differences from the global weights
@@ -38,12 +38,18 @@ def _travelling(models: Rows, travels: StateScope, *, state: bool) -> dict[str, 
 
 
 def _places(models: Rows, travels: StateScope, mask: RandomMask) -> Tensor:
-    """Return the columns of a mask's places: rows are ordered by the optimizer's group, masks by the model."""
+    """Return the columns of a mask's places."""
+    columns = _in_order(models, travels)
+    return columns[torch.from_numpy(mask.places(len(columns)))]
+
+
+def _in_order(models: Rows, travels: StateScope) -> Tensor:
+    """Return the columns that travel in the model's order: rows are ordered by the optimizer's group."""
     plan = models.plan
     places = plan.places if travels.frozen else plan.trained
     ordered = sorted(places, key=lambda place: plan.names.index(place.name))
     columns = np.concatenate([np.arange(place.columns.start, place.columns.stop) for place in ordered])
-    return torch.from_numpy(columns[mask.places(len(columns))])
+    return torch.from_numpy(columns)
 
 
 def _of_state(models: Rows) -> dict[str, Tensor]:
@@ -169,10 +175,15 @@ class GlobalWeights:
 
     Args:
         row: the initial weights, (columns,).
+        encoder: encodes the differences of ranks; None: they travel as they are.
+        order: the columns in the model's order, in which differences are encoded.
     """
 
-    def __init__(self, row: Tensor) -> None:
+    def __init__(
+        self, row: Tensor, encoder: ErrorFeedback | None = None, order: Tensor | None = None
+    ) -> None:
         self.weights, self._momentum = row.clone(), torch.zeros_like(row)
+        self._encoder, self._order = encoder, order
 
     def step(self, rows: Tensor, members: Members, policy: GlobalWeightsPolicy, scale: float) -> Tensor:
         """Make an outer step by the mean difference from some rows, and move these; return which were not finite.
@@ -195,7 +206,8 @@ class GlobalWeights:
             difference = before - rows[some]
             finite = difference.isfinite()
             healed.append(~finite.all(1))
-            mean += torch.where(finite, difference, 0.0).sum(0)
+            difference = torch.where(finite, difference, 0.0)
+            mean += difference.sum(0) if self._encoder is None else self._decoded(difference, some.tolist())
         policy.rule.step([self.weights], [self._momentum], [mean.div_(len(chosen))], scale)
         if not isinstance(policy, EASGDPolicy):
             rows[members] = self.weights
@@ -206,13 +218,28 @@ class GlobalWeights:
             rows[some] = torch.sub(before, torch.where(difference.isfinite(), difference, 0.0), alpha=kept)
         return torch.cat(healed)
 
+    def _decoded(self, differences: Tensor, ranks: list[int]) -> Tensor:
+        """Return the sum of differences as the other ranks decode them; each rank keeps its encoding error."""
+        encoder, total = self._encoder, torch.zeros_like(self.weights)
+        assert encoder is not None
+        for rank, values in zip(ranks, differences[:, self._order].cpu().numpy(), strict=True):
+            body = encoder.encode(rank, values)
+            encoder.commit(rank)
+            total[self._order] += torch.from_numpy(encoder.codec.decode(body, values.size)).to(total)
+        return total
+
 
 @torch.no_grad()
 def begin_together(models: Rows, members: Members, policy: GlobalWeightsPolicy) -> GlobalWeights:
     """Give some ranks the model of the lowest one; return the global weights."""
     whole = models.of[WEIGHTS]
     whole[members] = whole[members][0].clone()
-    return GlobalWeights(_travelling(models, policy.travels, state=False)[WEIGHTS][members][0])
+    row, feedback = (
+        _travelling(models, policy.travels, state=False)[WEIGHTS][members][0],
+        policy.outer.feedback,
+    )
+    encoder = None if feedback is None else ErrorFeedback(feedback.codec, feedback.decay)
+    return GlobalWeights(row, encoder, _in_order(models, policy.travels))
 
 
 @torch.no_grad()

@@ -241,10 +241,10 @@ class AveragingTurn(Turn):
 
 
 class OuterTurn(Turn):
-    """Policies with global weights of one fragment, uncompressed: `OuterOptimizerPolicy`, `EASGDPolicy`.
+    """Policies with global weights of one fragment: `OuterOptimizerPolicy`, `EASGDPolicy`.
 
     The ranks of a new group exchange their progress (`Allgather`, 24 bytes) and compare layouts. At the beginning all
-    ranks adopt the whole model of the lowest rank (`Bcast`). A round is one `Allreduce`.
+    ranks adopt the whole model of the lowest rank (`Bcast`). A round is one `Allreduce`, or an `Allgather` of codes.
     """
 
     def __init__(self, policy: GlobalWeightsPolicy, group: Group, nbytes: int, whole_nbytes: int) -> None:
@@ -275,7 +275,7 @@ class OuterTurn(Turn):
         self._met = self.group.size
 
     def _round(self, iteration: int, models: Models) -> None:
-        self.group.meet("allreduce", self.nbytes)
+        self.group.meet("allreduce" if self._policy.outer.feedback is None else "allgather", self.nbytes)
         models.step_together(self.group.at, self._policy, iteration)
 
 

@@ -98,14 +98,6 @@ def check_neighbours(name: str, platform: Platform) -> None:
         )
 
 
-def check_outer(policy: GlobalWeightsPolicy) -> None:
-    """Raise `UnsupportedError` for an outer optimizer that has no form over columns."""
-    if policy.outer.feedback is not None:
-        raise UnsupportedError(
-            f"columnar: {type(policy).__name__} with compression has no form over columns: run it on virtual ranks"
-        )
-
-
 def check_selective(policy: AsyncSelectiveAveragingPolicy, platform: Platform) -> None:
     """Raise `UnsupportedError` for options that selective replacement in lockstep lacks."""
     _check_rules(policy.rules)

@@ -35,6 +35,7 @@ from spawnsim.policies import (
 from spawnsim.policies.gossip import WEIGHT
 from spawnsim.policies.outer_optimizer import GlobalWeightsPolicy
 from spawnsim.policies.rules.donors import Decision
+from spawnsim.policies.state.codecs import encoded_nbytes
 from spawnsim.policies.state.difference_codecs import RandomMask
 from spawnsim.policies.state.layout import Layout, StateScope, collect
 from spawnsim.random import Streams, generator
@@ -156,9 +157,13 @@ class Trained(Models):
         if isinstance(policy, GossipPolicy) and policy.push_sum:
             given[WEIGHT] = torch.empty((), dtype=torch.float64)
         # Sums run over the tensors themselves; a message has a layout that aligns each dtype to a cache line.
-        if isinstance(policy, SPARTAPolicy):
+        if isinstance(policy, GlobalWeightsPolicy):
             weights = [each for each in given.values() if each.is_floating_point()]
-            return RandomMask(policy.share).kept(sum(each.numel() for each in weights)) * weights[0].itemsize
+            count = sum(each.numel() for each in weights)
+            if isinstance(policy, SPARTAPolicy):
+                return RandomMask(policy.share).kept(count) * weights[0].itemsize
+            if (feedback := policy.outer.feedback) is not None:
+                return encoded_nbytes(feedback.codec, count)
         if isinstance(policy, (AverageAllPolicy, GlobalWeightsPolicy)):
             return sum(each.nbytes for each in given.values())
         return Layout.of(given).nbytes

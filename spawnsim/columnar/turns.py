@@ -11,7 +11,7 @@ from spawnsim.columnar.durations import Streams
 from spawnsim.columnar.gossiping import GossipTurn
 from spawnsim.columnar.meetings import AveragingTurn, Group, OuterTurn, SelectiveTurn, SharesTurn, Turn
 from spawnsim.columnar.models import Models
-from spawnsim.columnar.supported import InTurn, check_outer, check_selective
+from spawnsim.columnar.supported import InTurn, check_selective
 from spawnsim.errors import ParameterError, UnsupportedError
 from spawnsim.models.network.cost import Floats
 from spawnsim.policies import (
@@ -25,6 +25,7 @@ from spawnsim.policies import (
 )
 from spawnsim.policies.outer_optimizer import GlobalWeightsPolicy
 from spawnsim.policies.rules.donors import Decision
+from spawnsim.policies.state.codecs import encoded_nbytes
 from spawnsim.policies.state.difference_codecs import RandomMask
 
 Sizes = Callable[[SpawnPolicy], tuple[int | None, int | None]]  # as `Models.sizes`
@@ -98,12 +99,13 @@ def turn_of(
     if isinstance(policy, AverageAllPolicy) and act is AverageAllPolicy.act:
         return AveragingTurn(policy, group, int(nbytes))
     if isinstance(policy, GlobalWeightsPolicy) and act is GlobalWeightsPolicy.act:
-        check_outer(policy)
         if isinstance(policy, SPARTAPolicy) and turn is SPARTAPolicy.turn:
             if not measured:
                 nbytes = RandomMask(policy.share).encoded_nbytes(int(nbytes) // 4)
             return SharesTurn(policy, group, int(nbytes), whole_nbytes, seed=seed)
         if turn in (OuterOptimizerPolicy.turn, EASGDPolicy.turn):
+            if policy.outer.feedback is not None and not measured:
+                nbytes = encoded_nbytes(policy.outer.feedback.codec, int(nbytes) // 4)
             return OuterTurn(policy, group, int(nbytes), whole_nbytes)
     if isinstance(policy, GossipPolicy) and act is GossipPolicy.act:
         return GossipTurn(policy, group, int(nbytes), seed=seed, sum_nbytes=whole_nbytes)

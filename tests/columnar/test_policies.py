@@ -18,9 +18,12 @@ from spawnsim.policies import (
     EASGDPolicy,
     Every,
     GossipPolicy,
+    LowBit,
+    OuterOptimizerPolicy,
     Perturb,
     SPARTAPolicy,
     StateScope,
+    TopK,
     graphs,
 )
 from spawnsim.policies import PopulationBasedTrainingPolicy as Population
@@ -232,6 +235,12 @@ SHARED = {
     "EASGD, state begun anew": (
         12, partial(EASGDPolicy, 4, travels=StateScope(frozen=False, optimizer_state="reset")), {},
     ),
+    "EASGD, compressed": (37, partial(EASGDPolicy, 4, compression="uniform8"), {"optimizer": "groups"}),
+    "DiLoCo, compressed": (64, partial(OuterOptimizerPolicy, 4, compression="float16"), {}),
+    "SparseLoCo": (
+        37, partial(OuterOptimizerPolicy.sparseloco, 4, compression=TopK(32, 4, LowBit(2))), {"optimizer": "groups"},
+    ),
+    "DeMo": (12, partial(OuterOptimizerPolicy.demo, 0.01, chunk=16, keep=4), {"optimizer": "plain"}),
     "SPARTA": (64, SPARTAPolicy, {}),
     "SPARTA, groups": (37, partial(SPARTAPolicy, 2, share=0.3), {"optimizer": "groups"}),
     "SPARTA, a frozen layer": (37, partial(SPARTAPolicy, 2, share=0.3), {"build": partly}),

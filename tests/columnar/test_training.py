@@ -24,6 +24,7 @@ from spawnsim.policies import (
     DecentralizedAveragingPolicy,
     OuterOptimizerPolicy,
     StateScope,
+    StreamingDiLoCoPolicy,
 )
 from spawnsim.policies.exchange.replacement import Contribution, nonfinite_donors, normalized
 from spawnsim.policies.state.layout import collect
@@ -240,10 +241,8 @@ def test_numbers_stand_for_models_of_an_outer_optimizer():
 
 def test_an_outer_optimizer_without_a_form_over_columns_is_refused():
     """By name."""
-    with pytest.raises(UnsupportedError, match="compression"):
-        columnar.run(
-            OuterOptimizerPolicy(4, compression="float16"), ranks=10, iterations=9, training=training()
-        )
+    with pytest.raises(UnsupportedError, match="StreamingDiLoCoPolicy has no form"):
+        columnar.run(StreamingDiLoCoPolicy(4), ranks=10, iterations=9, training=training())
 
 
 def test_learning_rates_that_differ_cannot_scale_one_outer_step():
