@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
 
 from spawnsim import columnar
 from spawnsim.cli.declaring import (
@@ -23,7 +22,7 @@ from spawnsim.cli.declaring import (
 )
 from spawnsim.cli.run import print_result
 from spawnsim.columnar.experiment import SAMPLE
-from spawnsim.columnar.named import ITERATIONS, MODEL, OF_METRIC, experiment
+from spawnsim.columnar.named import GRAPHS, ITERATIONS, MODEL, NONE, OF_METRIC, POLICIES, experiment
 from spawnsim.options import parameters
 from spawnsim.record.folder import named, require_own
 from spawnsim.run.process_setup import stoppable
@@ -39,8 +38,11 @@ class Columnar(Command):
         "spawnsim columnar average -n 1000000 --straggler lognormal:0.3 --set average_every=10",
         "spawnsim columnar selective -n 1000000 --set streams=bulk --set mtbf=50000h --set detection=30s",
     )
-    policy: Literal["average", "selective", "diloco"] = argument(
-        "AverageAllPolicy, AsyncSelectiveAveragingPolicy (lockstep), OuterOptimizerPolicy"
+    policy: str = argument(
+        f"{', '.join([NONE, *POLICIES])} (graphs: --set graph={', '.join(GRAPHS)}); or several in turn, such as "
+        "selective+average",
+        "POLICY",
+        names=lambda: [NONE, *POLICIES],
     )
     ranks: Ranks
     model: str | None = option(

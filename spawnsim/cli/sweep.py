@@ -146,7 +146,9 @@ def cells_of(asked: SweepCommand) -> list[Cell]:
             each for each in ("eager", "whole", "deadline", "ties", "sums", "backend") if getattr(asked, each)
         ]
         unfit += ["executor"] * (asked.executor != "processes") + ["limit"] * (asked.limit is not None)
-        unfit += ["record-every"] * (asked.record_every != 1) + ["record-ranks"] * (asked.record_ranks is not None)
+        unfit += ["record-every"] * (asked.record_every != 1) + ["record-ranks"] * (
+            asked.record_ranks is not None
+        )
         if unfit:
             raise ParameterError(f"--columns has no --{unfit[0]}: leave out one of them")
     elif not program.is_whole:

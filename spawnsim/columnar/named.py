@@ -16,14 +16,20 @@ from typing import Any
 from spawnsim import units
 from spawnsim.columnar.experiment import Experiment
 from spawnsim.columnar.models import RandomWalk
+from spawnsim.columnar.supported import InTurn
 from spawnsim.columnar.training import Training
 from spawnsim.errors import ParameterError
 from spawnsim.options import nearest
 from spawnsim.policies import (
     AsyncSelectiveAveragingPolicy,
     AverageAllPolicy,
+    EASGDPolicy,
+    GossipPolicy,
     OuterOptimizerPolicy,
+    PopulationBasedTrainingPolicy,
+    SPARTAPolicy,
     SpawnPolicy,
+    graphs,
 )
 from spawnsim.run.program import ProgramFile
 
@@ -31,7 +37,13 @@ POLICIES: dict[str, tuple[type[SpawnPolicy], dict[str, Any]]] = {
     "average": (AverageAllPolicy, {}),
     "selective": (AsyncSelectiveAveragingPolicy, {"model_builder": None}),
     "diloco": (OuterOptimizerPolicy, {}),
+    "gossip": (GossipPolicy, {}),
+    "population": (PopulationBasedTrainingPolicy, {}),
+    "easgd": (EASGDPolicy, {}),
+    "sparta": (SPARTAPolicy, {}),
 }
+NONE = "none"  # ranks train alone, and report every `average_every` iterations
+GRAPHS = ("ring", "torus", "complete", "exponential", "one_peer_exponential", "random_pairs")
 OF_RUN = ("iterations", "streams", "sample", "mtbf", "detection")  # settings that do not belong to the policy
 OF_METRIC = tuple(inspect.signature(RandomWalk).parameters)
 MODEL = "100 MB"
@@ -57,40 +69,38 @@ def experiment(
     of_main = {} if module is None else _defaults(module.get("main"))
     asked = dict(given)
     name = policy or asked.pop("policy", of_main.get("policy"))
-    if name not in POLICIES:
-        raise ParameterError(f"policy={name!r}: over columns choose {', '.join(POLICIES)}")
+    parts = [] if name == NONE else str(name).split("+")
+    if not {*parts} <= {*POLICIES}:
+        raise ParameterError(
+            f"policy={name!r}: over columns choose {', '.join([NONE, *POLICIES])}, or several, as a+b"
+        )
     of_training = OF_METRIC if module is None else _takes(module.get("training"))
-    of_policy = _parameters_of(name)
+    of_policy = [*dict.fromkeys(each for part in parts for each in _parameters_of(part))] or ["average_every"]
     if both := {*of_training} & {*of_policy} & {*asked}:
         raise ParameterError(
             f"{min(both)}: training() and the policy {name} both have this parameter; rename one"
         )
-    others = {each for kind in POLICIES for each in _parameters_of(kind)}
-    unknown = [
-        each
-        for each in asked
-        if each not in (*OF_RUN, *of_training, *of_policy) and not (each in of_main and each in others)
-    ]
-    if unknown:
-        known = [*of_policy, *of_training, *OF_RUN]
-        hint = nearest(unknown[0], known)
+    # Parameters of `main` for other policies change nothing, as in `main` itself.
+    others = {each for kind in POLICIES for each in _parameters_of(kind)} & {*of_main}
+    if unknown := [each for each in asked if each not in {*OF_RUN, *of_training, *of_policy, *others}]:
+        hint = nearest(unknown[0], [*of_policy, *of_training, *OF_RUN])
+        kinds = " and ".join(POLICIES[part][0].__name__ for part in parts) or NONE
         raise ParameterError(
-            f"{POLICIES[name][0].__name__} takes no {', '.join(unknown)}; {hint}{' ' * bool(hint)}its parameters: "
-            f"{', '.join(of_policy)}; further: {', '.join([*of_training, *OF_RUN])}"
+            f"{kinds} takes no {', '.join(unknown)}; {hint}{' ' * bool(hint)}its parameters: {', '.join(of_policy)}; "
+            f"further: {', '.join([*of_training, *OF_RUN])}"
         )
     asked = {
         each: value for each, value in of_main.items() if each not in OF_RUN or each == "iterations"
     } | asked
     own = {each: asked[each] for each in OF_RUN if each in asked}
     learning = {each: asked[each] for each in of_training if each in asked}
-    kind, usual = POLICIES[name]
-    made: SpawnPolicy = called(
-        kind, {"average_every": 1} | usual | {each: asked[each] for each in of_policy if each in asked}
-    )
+    of_policies = {"average_every": 1} | {each: asked[each] for each in of_policy if each in asked}
+    policies = [_policy(part, of_policies) for part in parts]
+    alone: SpawnPolicy = InTurn(*policies, report_every=None if policies else of_policies["average_every"])
     training = None if module is None or file is None else _training(file, module, learning)
     nbytes = model if model is not None or training is not None else MODEL
     return Experiment(
-        policy=made,
+        policy=policies[0] if len(policies) == 1 else alone,
         iterations=own.get("iterations", ITERATIONS),
         model_nbytes=None if nbytes is None else units.nbytes(nbytes),
         quality=called(RandomWalk, learning) if training is None else None,
@@ -100,6 +110,18 @@ def experiment(
         **{each: own[each] for each in ("streams", "sample") if each in own},
         **more,
     )
+
+
+def _policy(name: str, given: Mapping[str, Any]) -> SpawnPolicy:
+    """Return a policy with its parameters among those given; a graph may be given by name."""
+    kind, usual = POLICIES[name]
+    own = usual | {each: given[each] for each in _parameters_of(name) if each in given}
+    if isinstance(graph := own.get("graph"), str):
+        if graph not in GRAPHS:
+            raise ParameterError(f"graph={graph!r}: choose one of {', '.join(GRAPHS)}")
+        own["graph"] = getattr(graphs, graph)
+    made: SpawnPolicy = called(kind, own)
+    return made
 
 
 def _parameters_of(policy: str) -> list[str]:

@@ -161,7 +161,7 @@ def test_a_sweep_over_columns_has_the_numbers_of_ordinary_runs(tmp_path, capsys)
 @pytest.mark.parametrize(
     ("more", "words"),
     [
-        ("--set policy=clock", "policy='clock': over columns choose average,"),
+        ("--set policy=clock", "policy='clock': over columns choose none, average,"),
         ("--set alpah=1", "takes no alpah; did you mean alpha?"),
         ("--set interval_ms=5", "takes no interval_ms"),
         ("--ties reverse", "--columns has no --ties"),
