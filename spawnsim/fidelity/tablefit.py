@@ -1,8 +1,8 @@
 """From tables of collectives to a platform: links by message size, reductions, and NCCL's protocols, with intervals.
 
 Messages: in a collective in lockstep, each round takes α(m) + β(m)·m for its longest message m, and γ(m)·m if its
-receivers combine it. So the time of a row is linear in α, β and γ of each range of sizes, and non-negative least
-squares of relative errors finds them. The ranges are found one after the other: a further one must lower the error
+receivers combine it. So the time of a row is linear in α, β and γ of each range of sizes (or γ of each dtype), and
+non-negative least squares of relative errors finds them. The ranges are found one after the other: a further one must lower the error
 of rows that its fit has not seen (each row is left out once). NCCL: α and β of each protocol over the tuner's, of
 the rows for which the tuner chooses that protocol; the tuner's values are the prior.
 
@@ -84,7 +84,8 @@ def fit_table(
             own. None: a size that rows show.
 
     Raises:
-        ParameterError: rows of both kinds, too few rows, or rows that no model of this module describes.
+        ParameterError: rows of both kinds, too few rows, rows that no model of this module describes, or speeds of
+            reductions both by dtype and by size.
         UnsupportedError: scipy is not installed.
     """
     kinds = {sample.library for sample in samples}
@@ -176,37 +177,42 @@ def report(samples: Sequence[Sample], found: TableFit) -> str:
 
 # ------------------------------------------------------------------------------------------------------------ messages
 class Cuts(NamedTuple):
-    """Where ranges of sizes begin, in bytes: of messages, and of operands of reductions; 0 is understood."""
+    """Where ranges of sizes begin, in bytes: of messages, and of operands of reductions; 0 is understood.
+
+    With rows of several dtypes, these have the ranges of operands: a speed each.
+    """
 
     messages: tuple[int, ...] = ()
     operands: tuple[int, ...] = ()
+    dtypes: tuple[str, ...] = ("",)
 
 
-def _rounds(sample: Sample) -> list[tuple[float, bool]]:
-    """Return the longest message of each round, and whether it is combined."""
+def _rounds(sample: Sample) -> list[tuple[float, str | None]]:
+    """Return the longest message of each round, and the dtype as which it is combined, if it is."""
     choice = Selection(fixed=((sample.operation, sample.algorithm),)) if sample.algorithm else Selection()
     plan = Planner(Switch(Hockney(1e-6, 1e9)), choice).plan(sample.operation, sample.ranks, sample.nbytes)
     return [
-        (max(float(np.max(plan.amounts.of(lane))) for lane in each.lanes), each.reduces)
+        (max(float(np.max(plan.amounts.of(lane))) for lane in each.lanes), sample.dtype if each.reduces else None)
         for each in plan.schedule.rounds
     ]
 
 
-def _columns(rounds: Sequence[Sequence[tuple[float, bool]]], cuts: Cuts) -> FloatArray:
+def _columns(rounds: Sequence[Sequence[tuple[float, str | None]]], cuts: Cuts) -> FloatArray:
     """Return (rows, parameters): counts of messages and bytes for each range, then bytes combined for each range."""
-    ranges = len(cuts.messages) + 1
-    found = np.zeros((len(rounds), 2 * ranges + len(cuts.operands) + 1))
+    ranges, dtypes = len(cuts.messages) + 1, cuts.dtypes
+    found = np.zeros((len(rounds), 2 * ranges + len(cuts.operands) + len(dtypes)))
     for row, each in zip(found, rounds, strict=True):
-        for nbytes, reduces in each:
+        for nbytes, dtype in each:
             place = int(np.searchsorted(cuts.messages, nbytes, side="right"))
             row[2 * place] += 1.0
             row[2 * place + 1] += nbytes
-            if reduces:
-                row[2 * ranges + int(np.searchsorted(cuts.operands, nbytes, side="right"))] += nbytes
+            if dtype is not None:
+                kind = int(np.searchsorted(cuts.operands, nbytes, side="right")) + dtypes.index(dtype)
+                row[2 * ranges + kind] += nbytes
     return found
 
 
-def _candidates(rounds: Sequence[Sequence[tuple[float, bool]]]) -> list[int]:
+def _candidates(rounds: Sequence[Sequence[tuple[float, str | None]]]) -> list[int]:
     """Return the sizes between the messages of the rows, at which a range may begin."""
     sizes = sorted({nbytes for each in rounds for nbytes, _ in each if nbytes > 0})
     # One more than the middle: a protocol's largest message is often a power of two, as measured sizes are.
@@ -218,7 +224,13 @@ def _find_cuts(samples: Sequence[Sample], cache_bytes: int | None) -> Cuts:
     rounds = [_rounds(sample) for sample in samples]
     seconds = np.array([sample.seconds for sample in samples])
     candidates = _candidates(rounds)
-    cuts = Cuts() if cache_bytes is None else Cuts(operands=(cache_bytes + 1,))
+    dtypes = tuple(sorted({sample.dtype for sample in samples}))
+    if len(dtypes) > 1 and (cache_bytes is not None or "" in dtypes):
+        raise ParameterError(
+            f"rows of several dtypes ({', '.join(dtype or 'none given' for dtype in dtypes)}): each gets one speed of "
+            "reductions: name the dtype in all rows, and leave out cache="
+        )
+    cuts = Cuts((), () if cache_bytes is None else (cache_bytes + 1,), dtypes)
     judged = np.isfinite(unseen(_columns(rounds, cuts), seconds))
     missing = int((~determined(_columns(rounds, cuts), seconds)).sum())
 
@@ -233,7 +245,7 @@ def _find_cuts(samples: Sequence[Sample], cache_bytes: int | None) -> Cuts:
         for at in candidates:
             if at not in cuts.messages:
                 yield cuts._replace(messages=tuple(sorted({*cuts.messages, at})))
-            if not cuts.operands and at >= LEAST_CACHE:
+            if not cuts.operands and len(cuts.dtypes) == 1 and at >= LEAST_CACHE:
                 yield cuts._replace(operands=(at,))
 
     least = error(cuts)
@@ -283,6 +295,8 @@ def _fit_messages(samples: Sequence[Sample], name: str, cache_bytes: int | None)
 def _names(cuts: Cuts) -> list[str]:
     links = [f"from {at} B" for at in (0, *cuts.messages)]
     named = [f"{what} {link}" for link in links for what in ("latency", "time per byte")]
+    if len(cuts.dtypes) > 1:
+        return [*named, *(f"reduction per byte of {dtype}" for dtype in cuts.dtypes)]
     return [*named, *(f"reduction per byte from {at} B" for at in (0, *cuts.operands))]
 
 
@@ -294,6 +308,11 @@ def _switch(samples: Sequence[Sample], values: FloatArray, cuts: Cuts, *, name: 
     ]
     gammas = values[2 * ranges :]
     beyond = (cuts.operands[0], float(gammas[1])) if cuts.operands else None
+    gamma_s = float(gammas[0])
+    own: tuple[tuple[str, float], ...] = ()
+    if len(cuts.dtypes) > 1:
+        own = tuple((dtype, max(float(g), LEAST_S_PER_B)) for dtype, g in zip(cuts.dtypes, gammas, strict=True))
+        gamma_s = max(gamma for _, gamma in own)  # dtypes without rows: as the slowest of the others
     link = steps[0][1] if ranges == 1 else Piecewise(tuple(steps))
     fixed = {sample.operation: sample.algorithm for sample in samples if sample.algorithm}
     several = {
@@ -301,7 +320,7 @@ def _switch(samples: Sequence[Sample], values: FloatArray, cuts: Cuts, *, name: 
     }
     return Platform(
         name,
-        Switch(link, gamma_s_per_B=float(gammas[0]), gamma_beyond=beyond),
+        Switch(link, gamma_s_per_B=gamma_s, gamma_beyond=beyond, gamma_of=own),
         collectives=Selection(fixed=tuple((op, alg) for op, alg in fixed.items() if op not in several)),
         description=_description(samples),
         fitted=(("rows", str(len(samples))),),

@@ -28,6 +28,7 @@ class Sample(NamedTuple):
         nbytes: bytes of the vector (allreduce, bcast, reduce) or of one rank's block.
         seconds: how long it took.
         where: file and line.
+        dtype: "float32" and so on; "" if the table does not say.
     """
 
     operation: str
@@ -38,9 +39,10 @@ class Sample(NamedTuple):
     nbytes: int
     seconds: float
     where: str
+    dtype: str = ""
 
 
-OPTIONAL = ("collective", "algorithm", "library", "ranks", "ranks_per_node")
+OPTIONAL = ("collective", "algorithm", "library", "ranks", "ranks_per_node", "dtype")
 _SECONDS = ("seconds", "median_s")
 _NCCL_LINE = re.compile(r"\s*(\d+)\s+\d+\s+\w+\s+\w+\s+-?\d+\s+([\d.]+)\s")
 _NCCL_RANK = re.compile(r"#\s+Rank\s+\d+.*?\bon\s+(\S+)")
@@ -55,7 +57,7 @@ def read_table(
 
     Args:
         path: a CSV file with the columns nodes, bytes, seconds (or median_s) and, optionally, collective (default:
-            allreduce), algorithm, library, ranks or ranks_per_node (default: 1) and machine; the output of an
+            allreduce), algorithm, library, ranks or ranks_per_node (default: 1), dtype and machine; the output of an
             nccl-tests program; or the output of a collective of the OSU benchmarks, which names no ranks.
         machine: the value of the column `machine`, if the file has several.
         nodes: number of nodes, for the OSU benchmarks.
@@ -127,6 +129,7 @@ def _csv(path: Path, text: str, machine: str | None) -> Iterator[Sample]:
             (row.get("algorithm") or "").strip(),
             "nccl" if library == "nccl" else "",
             nodes, ranks, int(_number(where, row, "bytes")), _number(where, row, seconds), where,
+            (row.get("dtype") or "").strip(),
         )  # fmt: skip
 
 

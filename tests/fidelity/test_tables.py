@@ -23,14 +23,15 @@ CLUSTER = Switch(LINK, gamma_s_per_B=2e-10, gamma_beyond=((32 << 20) + 1, 4e-10)
 SIZES = [1 << k for k in range(8, 30, 2)]
 
 
-def rows(network: Switch, algorithms: tuple[str, ...], ranks: int = 16) -> list[Sample]:
+def rows(network: Switch, algorithms: tuple[str, ...], ranks: int = 16, dtype: str = "") -> list[Sample]:
     """Return what a machine with this network measures."""
     found = []
     for algorithm in algorithms:
         timing = Timing(network, Selection(fixed=(("allreduce", algorithm),)))
         for nbytes in SIZES:
-            seconds = float(timing.finish("allreduce", np.zeros(ranks), nbytes).times.max())
-            found.append(Sample("allreduce", algorithm, "", ranks, ranks, nbytes, seconds, f"row {nbytes}"))
+            seconds = float(timing.finish("allreduce", np.zeros(ranks), nbytes, dtype=dtype).times.max())
+            where = f"row {nbytes}"
+            found.append(Sample("allreduce", algorithm, "", ranks, ranks, nbytes, seconds, where, dtype))
     return found
 
 
@@ -62,6 +63,24 @@ def test_what_rows_do_not_determine_is_reported_and_not_fitted() -> None:
     timing = Timing(found.platform.network, Selection(fixed=(("allreduce", "ring"),)))
     again = timing.finish("allreduce", np.zeros(16), 1 << 26).times.max()
     assert again == pytest.approx(samples[SIZES.index(1 << 26)].seconds, rel=0.01)
+
+
+def test_each_dtype_of_a_table_has_its_speed_of_reductions(tmp_path: Path) -> None:
+    """From a column dtype to a platform file: a dtype without rows is as slow as the slowest. Gaps are refused."""
+    truth = (("bfloat16", 6e-10), ("float32", 2e-10))
+    cluster = Switch(LINK, gamma_s_per_B=6e-10, gamma_of=truth)
+    samples = [each for dtype, _ in truth for each in rows(cluster, ("ring", "recursive_doubling"), dtype=dtype)]
+    table, out = tmp_path / "table.csv", tmp_path / "found.toml"
+    lines = [f"{s.nodes},{s.algorithm},{s.nbytes},{s.seconds!r},{s.dtype}" for s in samples]
+    table.write_text("\n".join(["nodes,algorithm,bytes,seconds,dtype", *lines]))
+    assert main(["calibrate", "--from", str(table), "--out", str(out)]) == 0
+    network = load_platform(out).network
+    assert dict(network.gamma_of) == pytest.approx(dict(truth), rel=0.01)
+    assert network.gamma_s_per_B == pytest.approx(6e-10, rel=0.01)
+    with pytest.raises(ParameterError, match=r"several dtypes \(none given, float32\)"):
+        fit_table([samples[0]._replace(dtype=""), *samples[-5:]], "found")
+    with pytest.raises(ParameterError, match="leave out cache="):
+        fit_table(samples, "found", cache_bytes=32 << 20)
 
 
 def test_rows_that_disagree_are_reported_by_line() -> None:

@@ -85,7 +85,7 @@ class Performer:
             self._send(step, tag, key)
             for source, nbytes, reduced in step.receives:
                 self._take(source, round(nbytes), tag)
-                self._spend(self.world.network.reduce_s(reduced))
+                self._spend(self.world.network.reduce_s(reduced, plan.amounts.dtype))
         self.rank.advance_to(self.world.kernel.current, self._stay_s)
 
     def _send(self, step: Step, tag: int, key: tuple[int, ...] | None) -> None:

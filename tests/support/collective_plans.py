@@ -37,6 +37,7 @@ NETWORKS = [
     switch(), switch(overlap=False), Switch(LogGP(2.5e-6, 1.5e-6, 4e-6, 6e-9), gamma_s_per_B=1e-10),
     Nodes(Hockney(1e-6, 1e10), LogGP(1e-5, 1e-6, 2e-6, 1e-9), 4, gamma_s_per_B=1e-10),
     Switch(Hockney(1e-5, 1e9), gamma_s_per_B=1e-10, gamma_beyond=(1000, 3e-10)),
+    Switch(Hockney(1e-5, 1e9), gamma_s_per_B=1e-10, gamma_of=(("bfloat16", 3e-10),)),
     Switch(LogGP(2.5e-6, 1.5e-6, 4e-6, 6e-9), collective_rendezvous=True, eager_bytes=900),
     Nodes(Hockney(1e-6, 1e10), LogGP(1e-5, 1e-6, 2e-6, 1e-9), 4, collective_rendezvous=True, eager_bytes=2000),
     Switch(Tcp(1e-5, 1e9, initial_window=2)),
@@ -64,8 +65,9 @@ def calls(draw):
     arrivals = rng.choice([0.0, 1e-4, 1e-2]) * rng.random(size) + rng.choice([0.0, 100.0])
     network = draw(st.sampled_from(NETWORKS))
     selection = Selection(fixed=((operation, name),), segment_bytes=50_000)
+    dtype = draw(st.sampled_from(["", "bfloat16"]))
     return (
-        Planner(network, selection).plan(operation, size, nbytes, root, ranks=ranks),
+        Planner(network, selection).plan(operation, size, nbytes, root, ranks=ranks, dtype=dtype),
         network,
         arrivals,
         ranks,

@@ -267,16 +267,16 @@ class Evaluation:
         after = np.cumsum(busy_s)
         self.clock[hub] = after[-1] + np.maximum(self.clock[hub], (arrival - (after - busy_s)).max())
 
-    def work_s(self, nbytes: Lengths, reduces: bool) -> Floats | float:
+    def work_s(self, nbytes: Lengths, reduces: bool, dtype: str) -> Floats | float:
         """Return the seconds for which the receivers of messages combine them."""
-        return self.network.reduce_s(nbytes) if reduces else 0.0
+        return self.network.reduce_s(nbytes, dtype) if reduces else 0.0
 
     def star(self, star: Lane, amounts: MessageSizes, reduces: bool) -> None:
         """Execute the one round of a star."""
         self.separate()
         self.meet()
         pattern, nbytes = star.pattern, amounts.of(star)
-        costs, work_s = self.costs(pattern, nbytes), self.work_s(nbytes, reduces)
+        costs, work_s = self.costs(pattern, nbytes), self.work_s(nbytes, reduces, amounts.dtype)
         if pattern.source[0] == pattern.source[-1]:
             arrival, costs = self.fan_out(pattern, costs, nbytes)
             self.take(pattern, costs, arrival, work_s)
@@ -297,7 +297,7 @@ class Evaluation:
         self.meet()
         sent = [self.send(pattern, costs, nbytes) for pattern, nbytes, costs in asked]
         for (pattern, nbytes, _), (arrival, costs) in zip(asked, sent, strict=True):
-            self.take(pattern, costs, arrival, self.work_s(nbytes, reduces))
+            self.take(pattern, costs, arrival, self.work_s(nbytes, reduces, amounts.dtype))
 
     def narrow(self, ranks: Ints) -> None:
         """Keep the vectors of these ranks alone, until `widen`: rounds among them need no gathering and scattering."""

@@ -110,7 +110,7 @@ class FaultyEvaluation(Evaluation):
             arrival, costs = self.send(lane.pattern, costs, nbytes)
             cargo = self.load(lane, nbytes, arrival)
             self.lanes += 1
-            flying.append((lane, costs, arrival, self.work_s(nbytes, reduces), cargo))
+            flying.append((lane, costs, arrival, self.work_s(nbytes, reduces, amounts.dtype), cargo))
         for lane, costs, arrival, work_s, cargo in flying:
             self.take(lane.pattern, costs, arrival, work_s)
             self.unload(lane, cargo, reduces)

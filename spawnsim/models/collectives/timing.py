@@ -188,7 +188,14 @@ class Planner:
         self.network, self.selection = network, selection or Selection()
 
     def plan(
-        self, operation: str, size: int, sizes: Sizes | Edges, root: int = 0, *, ranks: Ints | None = None
+        self,
+        operation: str,
+        size: int,
+        sizes: Sizes | Edges,
+        root: int = 0,
+        *,
+        ranks: Ints | None = None,
+        dtype: str = "",
     ) -> CollectivePlan:
         """Return the plan of one collective among `size` ranks.
 
@@ -198,6 +205,7 @@ class Planner:
             sizes: Bytes: see `schedule`; `Edges` for a neighbour exchange.
             root: The root's rank in the group.
             ranks: World ranks of the members, int (P,); None if they are 0 to P-1.
+            dtype: Name of the elements' type, for the speed of reductions; "" if it is not known.
         """
         name = base_name(operation)
         sizes = 0 if name == "barrier" else sizes
@@ -208,7 +216,7 @@ class Planner:
         nbytes = sizes.nbytes if isinstance(sizes, Edges) else sizes
         if root and isinstance(nbytes, np.ndarray):
             nbytes = np.roll(nbytes, -root)
-        return CollectivePlan(name, algorithm, schedule, MessageSizes(schedule, nbytes), root)
+        return CollectivePlan(name, algorithm, schedule, MessageSizes(schedule, nbytes, dtype), root)
 
     def _nccl(self, name: str) -> bool:
         """Return whether NCCL runs this operation."""
@@ -262,7 +270,7 @@ class Timing(Planner):
 
     def __init__(self, network: Network, selection: Selection | None = None) -> None:
         super().__init__(network, selection)
-        self._known: dict[tuple[str, int, int, int, bytes], Finish] = {}
+        self._known: dict[tuple[str, int, int, int, bytes, str], Finish] = {}
 
     def finish(
         self,
@@ -273,6 +281,7 @@ class Timing(Planner):
         *,
         ranks: Ints | None = None,
         out_free: Floats | None = None,
+        dtype: str = "",
     ) -> Finish:
         """Return when each rank leaves: see the function `finish`."""
         # Ranks in step, by far the most common case, arrive at one time, and then a collective takes as long as any
@@ -284,18 +293,18 @@ class Timing(Planner):
         together = out_free is None and size and (arrivals == arrivals[0]).all()
         together = together and base_name(operation) in catalogue.SYNCHRONISING
         if self.network.changes or not together or isinstance(sizes, (np.ndarray, Edges)):
-            plan = self.plan(operation, size, sizes, root, ranks=ranks)
+            plan = self.plan(operation, size, sizes, root, ranks=ranks, dtype=dtype)
             return plan.finish(arrivals, self.network, ranks, out_free=out_free)
-        key = (operation, size, int(sizes), root, b"" if ranks is None else ranks.tobytes())
+        key = (operation, size, int(sizes), root, b"" if ranks is None else ranks.tobytes(), dtype)
         found = self._known.get(key)
         if found is None:
-            plan = self.plan(operation, size, sizes, root, ranks=ranks)
+            plan = self.plan(operation, size, sizes, root, ranks=ranks, dtype=dtype)
             found = plan.finish(np.zeros(size), self.network, ranks)
             self._remember(key, found)
         begin_s = arrivals[0]
         return found._replace(times=found.times + begin_s, out_free=found.out_free + begin_s)
 
-    def _remember(self, key: tuple[str, int, int, int, bytes], together: Finish) -> None:
+    def _remember(self, key: tuple[str, int, int, int, bytes, str], together: Finish) -> None:
         if len(self._known) >= self._ROOM:
             self._known.clear()
         self._known[key] = together
@@ -311,6 +320,7 @@ def finish(
     ranks: Ints | None = None,
     selection: Selection | None = None,
     out_free: Floats | None = None,
+    dtype: str = "",
 ) -> Finish:
     """Return when each rank completes a collective.
 
@@ -325,12 +335,13 @@ def finish(
         ranks: World ranks of the members, int (P,); None if they are 0 to P-1.
         selection: The choice of algorithms; MPICH's choice if None.
         out_free: When each rank's NIC can begin to inject, float64 (P,), seconds; None: all are idle.
+        dtype: Name of the elements' type, for the speed of reductions; "" if it is not known.
 
     Raises:
         ParameterError: An unknown operation, or sizes that do not fit it.
     """
     timing = Timing(network, selection)
-    return timing.finish(operation, arrivals, sizes, root, ranks=ranks, out_free=out_free)
+    return timing.finish(operation, arrivals, sizes, root, ranks=ranks, out_free=out_free, dtype=dtype)
 
 
 def depends(operation: str, algorithm: str, size: int, root: int = 0, *, rank: int) -> frozenset[int] | None:

@@ -116,7 +116,12 @@ class Network(Protocol):
         """(bytes, seconds per byte) of operands from this length on; None: one speed for all."""
         ...
 
-    def reduce_s(self, nbytes: Ints | Floats | float) -> Floats | float:
+    @property
+    def gamma_of(self) -> tuple[tuple[str, float], ...]:
+        """(dtype, seconds per byte) of dtypes with a speed of their own."""
+        ...
+
+    def reduce_s(self, nbytes: Ints | Floats | float, dtype: str = "") -> Floats | float:
         """Return the seconds of arithmetic with which a rank combines operands of these lengths."""
         ...
 

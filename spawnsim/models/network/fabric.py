@@ -82,6 +82,13 @@ class CostTable:
         return Costs(*self.per_byte[:, self.begin[kind] + at_least])
 
 
+DTYPES = (
+    "float16", "bfloat16", "float32", "float64", "complex64", "complex128", "bool",
+    *(f"{sign}int{bits}" for sign in ("", "u") for bits in (8, 16, 32, 64)),
+)  # fmt: skip
+"""The names that `gamma_of` may use: numpy's, and bfloat16."""
+
+
 @dataclass(frozen=True)
 class Overheads:
     """The properties of every network besides its links.
@@ -94,6 +101,8 @@ class Overheads:
         gamma_s_per_B: Seconds of arithmetic per reduced byte.
         gamma_beyond: (bytes, seconds per byte) of operands from this length on, which exceed the caches; None: one
             speed for all.
+        gamma_of: (dtype, seconds per byte) of dtypes with a speed of their own, such as ("bfloat16", 5e-10); then
+            `gamma_s_per_B` is that of all others.
         contention: How messages contend: "serial", "fifo", "fair" or "none": see `cost.Contention`.
         copy_s_per_B: Seconds per byte to copy a rank's own block in gather, scatter, allgather and alltoall.
         window: The cost of an access to a window between ranks that map the same memory: the origin's processor
@@ -109,6 +118,7 @@ class Overheads:
     collective_rendezvous: bool = field(default=False, kw_only=True)
     gamma_s_per_B: float = field(default=0.0, kw_only=True)  # noqa: N815
     gamma_beyond: tuple[int, float] | None = field(default=None, kw_only=True)
+    gamma_of: tuple[tuple[str, float], ...] = field(default=(), kw_only=True)
     copy_s_per_B: float = field(default=0.0, kw_only=True)  # noqa: N815
     window: Link | None = field(default=None, kw_only=True)
 
@@ -118,15 +128,26 @@ class Overheads:
         at_least(self.gamma_s_per_B, 0.0, "gamma_s_per_B")
         for value in self.gamma_beyond or ():
             at_least(value, 0.0, "gamma_beyond")
+        if self.gamma_of:
+            self._check_dtypes()
         at_least(self.copy_s_per_B, 0.0, "copy_s_per_B")
         if self.contention not in get_args(Contention):
             raise ParameterError(
                 f"contention={self.contention!r}: give one of {', '.join(get_args(Contention))}"
             )
 
-    def reduce_s(self, nbytes: Ints | Floats | float) -> Floats | float:
+    def _check_dtypes(self) -> None:
+        """Raise ParameterError for a dtype that does not exist, or speeds that `gamma_of` cannot have."""
+        if self.gamma_beyond is not None:
+            raise ParameterError("reductions have speeds by dtype or by size: give one of the two")
+        for dtype, gamma in (*self.gamma_of, ("default", self.gamma_s_per_B)):
+            at_least(gamma, 0.0, f"seconds per byte of {dtype}", above=True)
+            if dtype not in DTYPES and dtype != "default":
+                raise ParameterError(f"{dtype!r} is not a dtype: give {', '.join(DTYPES)}")
+
+    def reduce_s(self, nbytes: Ints | Floats | float, dtype: str = "") -> Floats | float:
         """Return the seconds of arithmetic with which a rank combines operands of these lengths."""
-        gamma: Floats | float = self.gamma_s_per_B
+        gamma: Floats | float = dict(self.gamma_of).get(dtype, self.gamma_s_per_B)
         if self.gamma_beyond is not None:
             from_bytes, beyond = self.gamma_beyond
             if isinstance(nbytes, np.ndarray):

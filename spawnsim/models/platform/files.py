@@ -10,6 +10,7 @@
     call_overhead = "1 us"
     reduction = "4 GB/s"               # speed of additions in a reduction; default: no time at all
     reduction_beyond = ["32 MiB", "3 GB/s"]  # of operands from this size on, which exceed the caches
+                                       # or by dtype: reduction = { default = "4 GB/s", bfloat16 = "2 GB/s" }
     copy = "20 GB/s"                   # speed of copying a rank's own block in a collective; default: no time at all
     [network.link]
     latency = "25 us"
@@ -201,9 +202,9 @@ def read_network(section: Section) -> Network:
         "eager_bytes": section.nbytes("eager", 65536),
         "contention": section.choice("contention", get_args(Contention), "serial"),
         "collective_rendezvous": section.flag("collective_rendezvous", False),
-        "gamma_s_per_B": 1.0 / section.bytes_per_second("reduction") if section.has("reduction") else 0.0,
         "gamma_beyond": section.get("reduction_beyond", _beyond) if section.has("reduction_beyond") else None,
         "copy_s_per_B": 1.0 / section.bytes_per_second("copy") if section.has("copy") else 0.0,
+        **_reductions(section),
     }
     if section.has("window"):
         overheads["window"] = read_link(section.section("window"))
@@ -212,6 +213,15 @@ def read_network(section: Section) -> Network:
     built = TOPOLOGIES[topology](section, overheads)
     section.close()
     return built
+
+
+def _reductions(section: Section) -> dict[str, Any]:
+    """Return the speed of reductions, and of those of dtypes with a speed of their own."""
+    if not isinstance(section.values.get("reduction"), dict):
+        return {"gamma_s_per_B": 1.0 / section.bytes_per_second("reduction", math.inf)}
+    table = section.section("reduction")
+    gammas = {name: 1.0 / table.bytes_per_second(name) for name in ("default", *table.values)}
+    return {"gamma_s_per_B": gammas.pop("default"), "gamma_of": tuple(gammas.items())}
 
 
 def _beyond(value: Any) -> tuple[int, float]:
@@ -496,7 +506,9 @@ def _network_lines(network: Network) -> Iterator[str]:
     if network.collective_rendezvous:
         yield "collective_rendezvous = true"
     if network.gamma_s_per_B:
-        yield f"reduction = {quoted(speed_text(1.0 / network.gamma_s_per_B))}"
+        default = quoted(speed_text(1.0 / network.gamma_s_per_B))
+        own = "".join(f", {name} = {quoted(speed_text(1.0 / gamma))}" for name, gamma in network.gamma_of)
+        yield f"reduction = {{ default = {default}{own} }}" if own else f"reduction = {default}"
     if network.gamma_beyond is not None:
         from_bytes, gamma = network.gamma_beyond
         yield f"reduction_beyond = [{quoted(f'{from_bytes} B')}, {quoted(speed_text(1.0 / gamma))}]"

@@ -20,6 +20,7 @@ from spawnsim.comm.buffers import Buffer, Vector, as_buffer
 from spawnsim.comm.constants import IN_PLACE
 from spawnsim.comm.failures import ERR_COUNT, ERR_TYPE, ArgumentError, Truncated
 from spawnsim.comm.handles import INFO_NULL, each_integer, integer
+from spawnsim.comm.layouts import BF16
 from spawnsim.comm.memory import as_bytes
 from spawnsim.comm.ops import SUM, Op
 from spawnsim.phantoms import PhantomError
@@ -180,7 +181,9 @@ def _reducing(
         _warn(f"passed one buffer twice to {name}, which MPI forbids: MPI.IN_PLACE stands for the second")
     own = as_buffer(recvbuf if _in_place(sendbuf) else sendbuf, blocks=blocks)
     op.check(own.datatype)
-    call = Call(name, name.lower(), None, own.nbytes)
+    numbers = own.datatype.dtype
+    dtype = "" if numbers is None else "bfloat16" if numbers == BF16 else numbers.name
+    call = Call(name, name.lower(), None, own.nbytes, dtype=dtype)
     # The arguments on which all ranks must agree are separate from the data, so that a mismatch raises an error with
     # both values instead of returning a wrong sum.
     call.agree = (op.name or "user-defined", own.count * own.blocks, own.type_name)

@@ -131,6 +131,7 @@ class Call:
     # `ops.reduce_tree`.
     op: Any = None
     datatype: Any = None
+    dtype: str = ""  # of the elements that a reduction combines, if the platform may know its speed
     terms: tuple[str, ...] = ("op", "count", "datatype")
     line: str = ""  # of the program, if `describe` includes it
 
@@ -391,10 +392,13 @@ class CollectiveInstance:
         members = np.asarray(self.members)
         root, out_free, sizes = max(first.root, 0), self._out_free(), self._sizes(first)
         if self.strikes is None or first.timing not in EARLY:  # `_release` cannot foresee faults
-            found = timing.finish(first.timing, self.arrivals, sizes, root, ranks=members, out_free=out_free)
+            found = timing.finish(
+                first.timing, self.arrivals, sizes, root, ranks=members, out_free=out_free, dtype=first.dtype
+            )
             if self.strikes is None or self.world.plan.quiet(self.arrivals.min(), found.times.max()):
                 return found
-        return self._struck(timing.plan(first.timing, len(members), sizes, root, ranks=members), out_free)
+        plan = timing.plan(first.timing, len(members), sizes, root, ranks=members, dtype=first.dtype)
+        return self._struck(plan, out_free)
 
     def _struck(self, plan: CollectivePlan, out_free: Any) -> Finish:
         assert self.strikes is not None
@@ -470,7 +474,7 @@ class CollectiveInstance:
             return  # all have left; or the size is unknown, and all depend on the root
         members = np.asarray(self.members)
         plan = self.world.timing.plan(
-            first.timing, len(members), self._sizes(first), max(first.root, 0), ranks=members
+            first.timing, len(members), self._sizes(first), max(first.root, 0), ranks=members, dtype=first.dtype
         )
         free = [] if self.after else self._free_to_leave(plan)
         if free:

@@ -34,6 +34,9 @@ class TorchCall(Call):
 
     shapes: Sequence[list[int]] = ()
 
+    def __post_init__(self) -> None:
+        self.dtype = dict(self.agree).get("dtype", "")
+
     def describe(self) -> str:
         """Return the call as in the program, and its line."""
         parts = [f"shape={self.shapes[0] if len(self.shapes) == 1 else self.shapes}"] if self.shapes else []

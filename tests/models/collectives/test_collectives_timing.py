@@ -107,6 +107,19 @@ def test_powers_of_two_with_arithmetic(key, size):
     assert makespan(switch(), *key, size, 1 << 20) == pytest.approx(expected, rel=1e-9)
 
 
+@pytest.mark.parametrize("size", [2, 4, 8, 16, 32, 64, 256, 1024])
+@pytest.mark.parametrize("name", ["ring", "recursive_doubling", "rabenseifner", "reduce_bcast"])
+def test_each_dtype_is_reduced_at_its_own_speed(name, size):
+    """γ in the closed form is that of the dtype; other dtypes take the default. The cache tells them apart."""
+    speeds = {"float32": 2 * GAMMA, "bfloat16": 5 * GAMMA, "int64": GAMMA, "": GAMMA}
+    network = replace(switch(), gamma_of=(("float32", 2 * GAMMA), ("bfloat16", 5 * GAMMA)))
+    timing = Timing(network, Selection(fixed=(("allreduce", name),)))
+    for dtype, gamma in speeds.items():
+        expected = TEXTBOOK["allreduce", name](size, 1 << 20, ALPHA, BETA, gamma)
+        found = timing.finish("allreduce", np.zeros(size), 1 << 20, dtype=dtype).times.max()
+        assert found == pytest.approx(expected, rel=1e-9)
+
+
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("key", TEXTBOOK | PIPELINED, ids=" ".join)
 def test_bandwidth_limit_by_default(key, size):

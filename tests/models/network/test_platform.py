@@ -291,6 +291,23 @@ def test_a_measured_platform_is_written_and_read_back(tmp_path: Path) -> None:
         )
 
 
+def test_speeds_of_reductions_by_dtype_are_read_written_and_checked(tmp_path: Path) -> None:
+    """A dtype without a speed of its own takes the default; a misspelt one is an error."""
+    text = GOOD.replace("[network]", '[network]\nreduction = { default = "4 GB/s", bfloat16 = "2 GB/s" }', 1)
+    text = "\n".join(line for line in text.splitlines() if not line.startswith('reduction = "'))
+    platform = load_platform(_file(tmp_path, text))
+    for again in (platform, load_platform(_file(tmp_path, to_toml(platform)))):
+        for dtype, speed in {"bfloat16": 2e9, "float32": 4e9, "": 4e9}.items():
+            assert again.network.reduce_s(4e9, dtype) == pytest.approx(4e9 / speed)
+    for old, new, message in (
+        ("bfloat16", "bfloat61", "'bfloat61' is not a dtype: give float16, bfloat16"),
+        ('default = "4 GB/s", ', "", "network.reduction.default: missing"),
+        ("reduction =", 'reduction_beyond = ["1 MiB", "1 GB/s"]\nreduction =', "by dtype or by size"),
+    ):
+        with pytest.raises(ParameterError, match=re.escape(message)):
+            load_platform(_file(tmp_path, text.replace(old, new, 1)))
+
+
 def test_what_no_file_can_hold_is_refused() -> None:
     """A trace is a file of its own."""
     with pytest.raises(UnsupportedError, match="--compute"):
