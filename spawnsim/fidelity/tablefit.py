@@ -2,9 +2,9 @@
 
 Messages: in a collective in lockstep, each round takes α(m) + β(m)·m for its longest message m, and γ(m)·m if its
 receivers combine it. So the time of a row is linear in α, β and γ of each range of sizes (or γ of each dtype), and
-non-negative least squares of relative errors finds them. The ranges are found one after the other: a further one must lower the error
-of rows that its fit has not seen (each row is left out once). NCCL: α and β of each protocol over the tuner's, of
-the rows for which the tuner chooses that protocol; the tuner's values are the prior.
+non-negative least squares of relative errors finds them. The ranges are found one after the other: a further one must
+lower the error of rows that its fit has not seen (each row is left out once). NCCL: α and β of each protocol over the
+tuner's, of the rows for which the tuner chooses that protocol; the tuner's values are the prior.
 
 A parameter that the rows do not determine is reported and not fitted. Every reported error is of a row that its
 fit has not seen.
@@ -192,7 +192,10 @@ def _rounds(sample: Sample) -> list[tuple[float, str | None]]:
     choice = Selection(fixed=((sample.operation, sample.algorithm),)) if sample.algorithm else Selection()
     plan = Planner(Switch(Hockney(1e-6, 1e9)), choice).plan(sample.operation, sample.ranks, sample.nbytes)
     return [
-        (max(float(np.max(plan.amounts.of(lane))) for lane in each.lanes), sample.dtype if each.reduces else None)
+        (
+            max(float(np.max(plan.amounts.of(lane))) for lane in each.lanes),
+            sample.dtype if each.reduces else None,
+        )
         for each in plan.schedule.rounds
     ]
 
@@ -311,7 +314,9 @@ def _switch(samples: Sequence[Sample], values: FloatArray, cuts: Cuts, *, name: 
     gamma_s = float(gammas[0])
     own: tuple[tuple[str, float], ...] = ()
     if len(cuts.dtypes) > 1:
-        own = tuple((dtype, max(float(g), LEAST_S_PER_B)) for dtype, g in zip(cuts.dtypes, gammas, strict=True))
+        own = tuple(
+            (dtype, max(float(g), LEAST_S_PER_B)) for dtype, g in zip(cuts.dtypes, gammas, strict=True)
+        )
         gamma_s = max(gamma for _, gamma in own)  # dtypes without rows: as the slowest of the others
     link = steps[0][1] if ranges == 1 else Piecewise(tuple(steps))
     fixed = {sample.operation: sample.algorithm for sample in samples if sample.algorithm}

@@ -69,7 +69,9 @@ def test_each_dtype_of_a_table_has_its_speed_of_reductions(tmp_path: Path) -> No
     """From a column dtype to a platform file: a dtype without rows is as slow as the slowest. Gaps are refused."""
     truth = (("bfloat16", 6e-10), ("float32", 2e-10))
     cluster = Switch(LINK, gamma_s_per_B=6e-10, gamma_of=truth)
-    samples = [each for dtype, _ in truth for each in rows(cluster, ("ring", "recursive_doubling"), dtype=dtype)]
+    samples = [
+        each for dtype, _ in truth for each in rows(cluster, ("ring", "recursive_doubling"), dtype=dtype)
+    ]
     table, out = tmp_path / "table.csv", tmp_path / "found.toml"
     lines = [f"{s.nodes},{s.algorithm},{s.nbytes},{s.seconds!r},{s.dtype}" for s in samples]
     table.write_text("\n".join(["nodes,algorithm,bytes,seconds,dtype", *lines]))

@@ -160,6 +160,36 @@ assert ddp._get_ddp_logging_data()["backend_name"] == dist.get_backend() == "glo
     program(text, 11)
 
 
+def test_a_reduction_takes_the_time_of_its_dtype(program: Any, tmp_path: Path) -> None:
+    """1 MB in bfloat16 at half the default speed; each reducing collective, and a gathering one, which has none."""
+    text = """
+def took(name, work):
+    dist.barrier()
+    began = time.time()
+    work()
+    dist.barrier()
+    print(name, f"{1e6 * (time.time() - began):.3f}")
+for dtype in (torch.float32, torch.bfloat16):
+    whole = torch.zeros(1_000_000 // dtype.itemsize, dtype=dtype)
+    part, name = torch.zeros_like(whole[:len(whole) // N]), str(dtype).removeprefix("torch.")
+    took(f"{name}-all_reduce", lambda: dist.all_reduce(whole))
+    took(f"{name}-reduce", lambda: dist.reduce(whole, 0))
+    took(f"{name}-reduce_scatter", lambda: dist.reduce_scatter_tensor(part, whole))
+    took(f"{name}-all_gather", lambda: dist.all_gather_into_tensor(whole, part))
+"""
+    place = tmp_path / "own.toml"
+    network = 'topology = "switch"\nreduction = { default = "1 GB/s", bfloat16 = "0.5 GB/s" }'
+    link = '[network.link]\nlatency = "1 us"\nbandwidth = "1 GB/s"\n[collectives]\nallreduce = "ring"\n'
+    place.write_text(f'[network]\n{network}\n{link}reduce = "binomial"\nreduce_scatter = "pairwise"\n')
+    _, lines = program(text, 2, platform=str(place))
+    found = {name: float(number) for name, number in (line.split() for line in lines if "-" in line)}
+    more = {name: found[f"bfloat16-{name}"] - found[f"float32-{name}"] for name in
+            ("all_reduce", "reduce", "reduce_scatter", "all_gather")}  # fmt: skip
+    assert more == pytest.approx(
+        {"all_reduce": 500, "reduce": 1000, "reduce_scatter": 500, "all_gather": 0}, abs=0.01
+    )
+
+
 def test_counted_computing(program: Any, tmp_path: Path) -> None:
     """Products of matrices by their operations, all else by its bytes; in backward passes, too."""
     text = """

@@ -474,7 +474,12 @@ class CollectiveInstance:
             return  # all have left; or the size is unknown, and all depend on the root
         members = np.asarray(self.members)
         plan = self.world.timing.plan(
-            first.timing, len(members), self._sizes(first), max(first.root, 0), ranks=members, dtype=first.dtype
+            first.timing,
+            len(members),
+            self._sizes(first),
+            max(first.root, 0),
+            ranks=members,
+            dtype=first.dtype,
         )
         free = [] if self.after else self._free_to_leave(plan)
         if free:

@@ -62,7 +62,9 @@ def interpret(one: CollectivePlan, network: Network, arrivals, ranks, free=None)
                 arrival = (max(begin + trip_s, posted) + trip_s if trip_s else begin) + flight_s
                 in_free[rank] = max(arrival, in_free[rank] + into) if into else in_free[rank]
                 arrival = in_free[rank] if into else arrival
-                clock[rank] = max(clock[rank], arrival) + receive_s + network.reduce_s(reduced, one.amounts.dtype)
+                clock[rank] = (
+                    max(clock[rank], arrival) + receive_s + network.reduce_s(reduced, one.amounts.dtype)
+                )
 
     going = [program(rank) for rank in range(size)]
     while going:

@@ -1,10 +1,15 @@
 """Messages, collectives and one-sided accesses of a rank share its network card."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from support.virtual_run import BANDWIDTH, LATENCY, platform, run
 
+from spawnsim.comm import BFLOAT16_T, FLOAT, INT64_T
 from spawnsim.errors import RankFailed, Timeout
+from spawnsim.models.collectives import Selection
+from spawnsim.models.platform import Platform
 from spawnsim.virtual.mpi.requests import Request
 
 MEGABYTE = 1_000_000
@@ -144,6 +149,30 @@ def test_reduce_scatter_is_timed_by_its_blocks():
         comm.record(at=comm.clock.now() - begin)
 
     assert times(main, 4) == pytest.approx([2 * LATENCY + 3000 / BANDWIDTH] * 4)
+
+
+@pytest.mark.parametrize(("datatype", "speed"), [(FLOAT, 4e6), (BFLOAT16_T, 1e6), (INT64_T, 2e6)])
+def test_a_reduction_takes_the_time_of_its_dtype(datatype, speed):
+    """Recursive doubling among four, 2 (α + nβ + nγ), and a tree to one root, whatever the dtype of other calls."""
+    gammas = (("float32", 1 / 4e6), ("bfloat16", 1 / 1e6))
+    network = replace(platform().network, gamma_s_per_B=1 / 2e6, gamma_of=gammas)
+    choice = Selection(fixed=(("allreduce", "recursive_doubling"), ("reduce", "binomial")))
+
+    def main(comm):
+        def call():
+            mine = [np.zeros(800, np.uint8), datatype]
+            into = [np.zeros(800, np.uint8), datatype]
+            comm.Allreduce(mine, into)
+            comm.Reduce(mine, into)
+
+        comm.Allreduce(np.zeros(100, np.float32), np.zeros(100, np.float32))
+        comm.Barrier()
+        begin = comm.clock.now()
+        call()
+        comm.record(at=comm.clock.now() - begin)
+
+    found = run(main, 4, platform=Platform("test", network, collectives=choice))[1].column("at")
+    assert found[0] == pytest.approx(4 * (LATENCY + 800 / BANDWIDTH + 800 / speed))
 
 
 # ------------------------------------------------------------------------------------------------ to oneself
