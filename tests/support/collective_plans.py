@@ -13,7 +13,12 @@ SIZES = (2, 3, 5, 8, 16, 64, 1000)
 ALPHA, BANDWIDTH, GAMMA = 1e-5, 1.25e9, 1e-10
 BETA = 1 / BANDWIDTH
 NAMED = [(operation, name) for operation, known in ALGORITHMS.items() for name in known]
-NAMED += [("bcast", "chain"), ("allreduce", "two_level"), ("allreduce", "two_level:ring")]
+NAMED += [
+    ("bcast", "chain"),
+    ("allreduce", "two_level"),
+    ("allreduce", "two_level:ring"),
+    ("allreduce", "double_tree"),
+]
 
 
 def switch(overlap=True, gamma=GAMMA, alpha=ALPHA, bandwidth=BANDWIDTH):

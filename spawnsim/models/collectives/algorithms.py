@@ -174,6 +174,74 @@ def segmented_ring_allreduce(size: int, segments: int) -> Schedule:
     return Schedule(size, rounds(1, reduces=True) + rounds(0, reduces=False), parts=size * segments)
 
 
+def _tree_in_order(size: int) -> tuple[Ints, Ints]:
+    """Return the parents and depths of all ranks but 0, the root of a binary tree whose inner ranks are even.
+
+    A rank whose lowest bit is b is a child of the one of rank ± b that 2b divides and 4b does not; without such a
+    rank, of rank - b.
+    """
+    ranks = np.arange(1, size)
+    low = ranks & -ranks
+    above = ranks - low | 2 * low
+    parent = np.where(above < size, above, ranks - low)
+    depth, at = np.zeros(size - 1, np.int64), ranks
+    while at.any():
+        depth += at > 0
+        at = np.where(at > 0, parent[at - 1], 0)
+    return parent, depth
+
+
+def _partners(ends: Ints) -> Ints:
+    """Return for each edge the other edge with the same end, of which there is at most one; -1 without one."""
+    order, found = np.argsort(ends, kind="stable"), np.full(len(ends), -1)
+    one, other = order[:-1], order[1:]
+    same = ends[one] == ends[other]
+    found[one[same]], found[other[same]] = other[same], one[same]
+    return found
+
+
+def _two_colours(source: Ints, dest: Ints) -> Ints:
+    """Colour edges with 0 and 1 so that no two of a colour have the same source or the same dest."""
+    beside = np.stack([_partners(source), _partners(dest)], axis=1).tolist()
+    colours = [-1] * len(source)
+    for first in range(len(source)):
+        reached = [(first, 0)]
+        while reached:
+            edge, colour = reached.pop()
+            if colours[edge] < 0:
+                colours[edge] = colour
+                reached += [(other, 1 - colour) for other in beside[edge] if other >= 0]
+    return np.array(colours, np.int64)
+
+
+def double_tree_allreduce(size: int, segments: int) -> Schedule:
+    """NCCL's double binary tree: the ranks that are inner in one tree are leaves in the other; each has half the bytes.
+
+    Each half travels up its tree in S segments, and then down: 2(D + S - 1) rounds for trees of depth D, in each of
+    which a rank sends and receives at most two segments: at most 2(D + S - 1)(α + nβ/S) in all, without arithmetic
+    (Sanders, Speck, Träff, Parallel Computing 35 (2009) 581-594).
+    """
+    parent, depth = _tree_in_order(size)
+    ranks, deepest = np.arange(size), int(depth.max(initial=0))
+    trees = (ranks, (ranks + 1) % size if size % 2 else ranks[::-1])
+    source = np.concatenate([rank_at[1:] for rank_at in trees])
+    dest = np.concatenate([rank_at[parent] for rank_at in trees])
+    colours, late = _two_colours(source, dest), deepest - np.tile(depth, 2)
+    half = np.repeat([0, segments], size - 1)
+    patterns: dict[tuple[int, bytes], Pattern] = {}
+    up = []
+    for step in range(deepest + segments - 1 if size > 1 else 0):
+        segment, lanes = step - late, []
+        for colour in (0, 1):
+            who = (segment >= 0) & (segment < segments) & (colours == colour)
+            pattern = patterns.setdefault((colour, who.tobytes()), Pattern(source[who], dest[who], size))
+            lanes.append(Lane(pattern, (half + segment)[who]))
+        up.append(Round(tuple(each for each in lanes if len(each.pattern.source)), True))
+    back = {id(each): Pattern(each.dest, each.source, size) for each in patterns.values()}
+    down = (tuple(Lane(back[id(each.pattern)], each.first) for each in one.lanes) for one in reversed(up))
+    return Schedule(size, (*up, *map(Round, down)), parts=2 * segments)
+
+
 def pairwise_reduce_scatter(size: int) -> Schedule:
     """(P-1)α + (P-1)/P n(β + γ): in step k each rank sends block r+k to its owner."""
     circle = _Circle(size)

@@ -80,7 +80,7 @@ ALGORITHMS: Mapping[str, Mapping[str, Builder]] = MappingProxyType(
     }
 )
 """Operation -> algorithm -> builder from the number of ranks. Besides these: bcast "chain", allreduce "segmented_ring"
-(of segments of at most 1 MiB, and at least two in each block, as in gloo) and "two_level"
+(of segments of at most 1 MiB, and at least two in each block, as in gloo), "double_tree" and "two_level"
 (also "two_level:ring" and so on, naming the algorithm among the leaders), and the neighbour exchange."""
 
 SYNCHRONISING = frozenset({"barrier", "allreduce", "allgather", "alltoall", "reduce_scatter"})
@@ -94,7 +94,7 @@ OWN_BLOCK = frozenset({"gather", "scatter", "allgather", "alltoall"})
 def names(operation: str) -> tuple[str, ...]:
     """Return the names of an operation's algorithms."""
     special = {
-        "bcast": ("chain",), "allreduce": ("two_level", "segmented_ring"), "neighbor": ("linear",),
+        "bcast": ("chain",), "allreduce": ("two_level", "segmented_ring", "double_tree"), "neighbor": ("linear",),
     }  # fmt: skip
     return (*ALGORITHMS.get(operation, {}), *special.get(operation, ()))
 
@@ -130,6 +130,12 @@ def chain(size: int, segments: int) -> Schedule:
 def segmented_ring(size: int, segments: int) -> Schedule:
     """Return the ring allreduce whose blocks travel in `segments` segments."""
     return algorithms.segmented_ring_allreduce(size, segments)
+
+
+@lru_cache(maxsize=64)
+def double_tree(size: int, segments: int) -> Schedule:
+    """Return the double binary tree, each half of the vector in `segments` segments."""
+    return algorithms.double_tree_allreduce(size, segments)
 
 
 @lru_cache(maxsize=64)
@@ -274,7 +280,7 @@ class Selection:
     Args:
         library: "mpich", "openmpi", "gloo" or "nccl": the library whose thresholds decide.
         fixed: (operation, algorithm) pairs of fixed choices.
-        segment_bytes: Length of the segments of the pipelined chain.
+        segment_bytes: Length of the segments of the pipelined chain and of the double tree.
         nccl: The machine as NCCL sees it; None unless the library is "nccl".
 
     Raises:

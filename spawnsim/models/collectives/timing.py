@@ -235,8 +235,8 @@ class Planner:
         chosen = machine.choice(name, total, ranks=size, nodes=nodes) if size > 1 else None
         seconds = machine.seconds(name, total, ranks=size, nodes=nodes)
         algorithm = "ring" if chosen is None else chosen.algorithm
-        # A double tree moves the same bytes as a tree up and down: two halves of the vector over two trees.
-        schedule = catalogue.schedule(name, "reduce_bcast" if algorithm == "tree" else "ring", size)
+        tree = algorithm == "tree"
+        schedule = catalogue.double_tree(size, 1) if tree else catalogue.schedule(name, "ring", size)
         known = f"nccl {algorithm}" if chosen is None else f"nccl {algorithm} {chosen.protocol}"
         return CollectivePlan(name, known, schedule, MessageSizes(schedule, sizes), seconds=seconds)
 
@@ -247,6 +247,8 @@ class Planner:
             return catalogue.neighbours(size, _frozen(sizes.source), _frozen(sizes.dest))
         if algorithm == "chain":
             return catalogue.chain(size, max(1, -(-int(sizes) // self.selection.segment_bytes)))
+        if algorithm == "double_tree":
+            return catalogue.double_tree(size, max(1, -(-int(sizes) // (2 * self.selection.segment_bytes))))
         if algorithm == "segmented_ring":
             return catalogue.segmented_ring(size, max(2, -(-int(sizes) // (size * GLOO_SEGMENT))))
         if algorithm.startswith("two_level"):

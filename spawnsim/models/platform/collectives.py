@@ -3,7 +3,7 @@
 [collectives]
 library = "nccl"                   # or "mpich" (default), "openmpi", "gloo"
 bcast = "chain"                    # a fixed choice
-segment = "64 KiB"                 # of the chain
+segment = "64 KiB"                 # of the chain and the double tree
 [collectives.nccl]
 bus = "96 GB/s"                    # of the rings of all channels together
 channels = 8

@@ -46,6 +46,12 @@ def doubling(size, n, a, b, c):
     return log(power) * (a + n * (b + c)) + rest * (2 * (a + n * b) + n * c)
 
 
+def double_tree(size, n, a, b, c, segments=8):
+    """(⌈lg P⌉ + S - 1)(2α + s(4β + γ)) - 2sβ with segments of s = n/2S; less for 2 and 3 ranks: one child."""
+    rounds, segment = log(size) + segments - 1, n / (2 * segments)
+    return 2 * rounds * a + segment * (rounds * (4 * b + c) - {2: 2 * rounds, 3: 4}.get(size, 2) * b)
+
+
 # With the telephone model (a card is busy for all of α + nβ) the textbook's forms hold for any number of ranks.
 # m: bytes of a block; n: bytes of a vector; a, b, c: α, β, γ.
 TEXTBOOK = {
@@ -82,6 +88,7 @@ PIPELINED = {  # where cards overlap latency, a star takes one latency only
     ("allreduce", "segmented_ring"): lambda P, n, a, b, c: (
         2 * (P - 1) * a + (P - 1) / P * n * (2 * b + c / 2 + max(c - b, 0) / 2)
     ),
+    ("allreduce", "double_tree"): double_tree,
     ("bcast", "chain"): lambda P, n, a, b, c: (P - 1) * (a + 65536 * b) + (n / 65536 - 1) * 65536 * b,
 }
 # α, β, γ. The forms add up arithmetic that really goes on beside other traffic where P is no power of two.
@@ -105,6 +112,31 @@ def test_powers_of_two_with_arithmetic(key, size):
     """With cards that overlap latency, as they do by default, the forms still hold where P is a power of two."""
     expected = (TEXTBOOK | PIPELINED)[key](size, 1 << 20, ALPHA, BETA, GAMMA)
     assert makespan(switch(), *key, size, 1 << 20) == pytest.approx(expected, rel=1e-9)
+
+
+@pytest.mark.parametrize("size", [2, 4, 8, 16, 32, 64, 256, 1024])
+@pytest.mark.parametrize("segments", [1, 2, 5, 16])
+def test_a_double_tree_takes_its_closed_form(size, segments):
+    """Every rank is inner in one tree at most, and no card has more than two segments to send or receive in a round."""
+    nbytes = 2 * segments * 65536
+    expected = double_tree(size, nbytes, ALPHA, BETA, GAMMA, segments)
+    assert makespan(switch(), "allreduce", "double_tree", size, nbytes) == pytest.approx(expected, rel=1e-9)
+    rounds = plan(switch(), "allreduce", "double_tree", size, nbytes).schedule.rounds
+    assert len(rounds) == 2 * (log(size) + segments - 1)
+
+
+@pytest.mark.parametrize("size", [2, 3, 4, 5, 7, 12, 31, 100])
+def test_both_trees_of_a_double_tree_add_all_ranks_at_all_ranks(size):
+    """Followed block by block, every rank ends with the sum of all ranks, each once."""
+    schedule = plan(switch(), "allreduce", "double_tree", size, 6 * 65536).schedule
+    sums = np.broadcast_to(np.eye(size, dtype=int)[:, None], (size, schedule.parts, size)).copy()
+    for each in schedule.rounds:
+        before = sums.copy()
+        for lane in each.lanes:
+            source, dest, block = lane.pattern.source, lane.pattern.dest, lane.first
+            assert len(set(source)) == len(source) and len(set(dest)) == len(dest)
+            sums[dest, block] = before[source, block] + (sums[dest, block] if each.reduces else 0)
+    assert (sums == 1).all()
 
 
 @pytest.mark.parametrize("size", [2, 4, 8, 16, 32, 64, 256, 1024])
