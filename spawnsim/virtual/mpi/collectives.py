@@ -9,7 +9,7 @@ copies of pickled objects.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
+from functools import cache, partial
 from inspect import Parameter, Signature, signature
 from typing import Any
 
@@ -168,6 +168,11 @@ def _all_parts(instance: CollectiveInstance, rank: int) -> list[Any]:
     return found
 
 
+@cache  # numpy takes four microseconds for a name
+def _name(dtype: np.dtype[Any] | None) -> str:
+    return "" if dtype is None else "bfloat16" if dtype == BF16 else dtype.name
+
+
 def _reducing(
     name: str, buffers: tuple[Any, Any], op: Op, *, for_all: bool = False, blocks: int = 1
 ) -> tuple[Call, Buffer]:
@@ -181,9 +186,7 @@ def _reducing(
         _warn(f"passed one buffer twice to {name}, which MPI forbids: MPI.IN_PLACE stands for the second")
     own = as_buffer(recvbuf if _in_place(sendbuf) else sendbuf, blocks=blocks)
     op.check(own.datatype)
-    numbers = own.datatype.dtype
-    dtype = "" if numbers is None else "bfloat16" if numbers == BF16 else numbers.name
-    call = Call(name, name.lower(), None, own.nbytes, dtype=dtype)
+    call = Call(name, name.lower(), None, own.nbytes, dtype=_name(own.datatype.dtype))
     # The arguments on which all ranks must agree are separate from the data, so that a mismatch raises an error with
     # both values instead of returning a wrong sum.
     call.agree = (op.name or "user-defined", own.count * own.blocks, own.type_name)
