@@ -441,6 +441,7 @@ def table(context):
             best[groups, eager] = min(of_kind, key=of_kind.__getitem__)
     context.save_table(rows, "table")
     gains = {n: 1 - near[n, False]["slowdown"] / near[n, True]["slowdown"] for n, eager in near if eager}
+    times, up = ({key: row[name] for key, row in near.items()} for name in ("slowdown", "available"))
     away = {key: row["slowdown"] / row["published"] - 1 for key, row in near.items()}
     context.claim(
         "On 600,000 GPUs in 200, 600 and 1,000 groups SPARe trains in 2.92, 2.49 and 2.34 times the ideal time at 87, "
@@ -458,9 +459,10 @@ def table(context):
             "replication best at r = 3": all(r == 3 for (_, eager), r in best.items() if eager),
         },
         found="; ".join(
-            f"N {groups}: {'replication' if eager else 'SPARe'} {row['slowdown']:.2f} at "
-            f"{100 * row['available']:.0f} %, best r {best[groups, eager]}"
-            for (groups, eager), row in near.items()
+            f"{name} {', '.join(f'{times[n, eager]:.2f}' for n in gains)} at "
+            f"{', '.join(f'{100 * up[n, eager]:.0f}' for n in gains)} %, best r "
+            f"{', '.join(f'{best[n, eager]}' for n in gains)}"
+            for name, eager in (("SPARe", False), ("replication", True))
         )
         + f"; {', '.join(f'{100 * gain:.0f}' for gain in gains.values())} % less time ({len(seeds)} seeds)",
     )
@@ -597,18 +599,18 @@ def verdict(context, rows, covered, same):
             "elastic before SPARe": all(row["elastic"] < row["spare"] for row in rows),
             "decoupled least": all(row["decoupled"] < row["elastic"] for row in rows),
             "closed forms": inside >= cells - 1,
-            "SPARe's closed form within 10 %": apart < 0.1,
+            "SPARe's form within 10 %": apart < 0.1,
             "virtual ranks take the same steps": same,
         },
-        found="; ".join(
+        found=f"at {SIZES[-1]:,} ranks "
+        + "; ".join(
             f"{row['mix']}: {row['restart']:.0f}, {row['spare']:.2f}, {row['elastic']:.2f}, {row['decoupled']:.2f} "
-            f"times the ideal at {row['ranks']:,} ranks (elastic as slow as SPARe at {row['break_even_s']:.0f} s a "
-            f"recovery), SPARe before restart from {wins[row['mix']]:,}"
+            f"times the ideal, elastic as slow as SPARe at {row['break_even_s']:.0f} s a recovery, SPARe before "
+            f"restart from {wins[row['mix']]:,}"
             for row in rows
             if row["ranks"] == SIZES[-1]
         )
-        + f"; {inside} of {cells} simulations within 99 % intervals of closed forms, SPARe's off by "
-        f"{100 * apart:.0f} %",
+        + f"; {inside} of {cells} simulations within 99 % intervals, SPARe's off by {100 * apart:.0f} %",
     )
 
 
