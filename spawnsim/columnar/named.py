@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 from collections.abc import Mapping
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,7 @@ from spawnsim.policies import (
     SpawnPolicy,
     graphs,
 )
+from spawnsim.record.manifest import file_digest
 from spawnsim.run.program import ProgramFile
 
 POLICIES: dict[str, tuple[type[SpawnPolicy], dict[str, Any]]] = {
@@ -65,7 +67,7 @@ def experiment(
     Raises:
         ParameterError: an unknown policy or parameter, or a file without a training.
     """
-    module = None if file is None else vars(ProgramFile.read(file).module())
+    module = None if file is None else _module(file.absolute(), file_digest(file))
     of_main = {} if module is None else _defaults(module.get("main"))
     asked = dict(given)
     name = policy or asked.pop("policy", of_main.get("policy"))
@@ -110,6 +112,12 @@ def experiment(
         **{each: own[each] for each in ("streams", "sample") if each in own},
         **more,
     )
+
+
+@lru_cache(maxsize=4)
+def _module(file: Path, digest: str) -> dict[str, Any]:
+    """Return the names that a file defines; loaded once, since models train together if their functions are equal."""
+    return vars(ProgramFile.read(file).module())
 
 
 def _policy(name: str, given: Mapping[str, Any]) -> SpawnPolicy:

@@ -293,7 +293,7 @@ def _sweep(
     # Failures are kept and reported at the end, so that one bad cell does not stop the other runs of a night.
     progress, failures = Progress(say, len(missing), time.monotonic()), []
     names = labels(cells)
-    outcomes = _outcomes(missing.values(), store.root.absolute(), executor, limit_s, jobs)
+    outcomes = _outcomes(missing.values(), store.root.absolute(), executor, limit_s=limit_s, jobs=jobs)
     for cell in {cell.key: cell for cell in cells if cell.key not in missing}.values():
         ended(cell)
     for done, (cell, outcome) in enumerate(outcomes, start=1):
@@ -352,7 +352,7 @@ def _columns(
 
 
 def _outcomes(
-    cells: Iterable[Cell], root: Path, executor: Executor | None, limit_s: float | None, jobs: int
+    cells: Iterable[Cell], root: Path, executor: Executor | None, *, limit_s: float | None, jobs: int
 ) -> Iterator[tuple[Cell, Cost | Exception]]:
     cells = [*cells]
     if any(cell.world.get("columns") for cell in cells):
