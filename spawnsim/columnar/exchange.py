@@ -6,12 +6,14 @@ policies; must not know how models train.
 
 from __future__ import annotations
 
+from collections import deque
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from spawnsim.columnar.rows import WEIGHTS, Members, Rows
 from spawnsim.models.network.cost import Floats, Ints
@@ -19,13 +21,14 @@ from spawnsim.policies import (
     AsyncSelectiveAveragingPolicy,
     AverageAllPolicy,
     EASGDPolicy,
+    StreamingDiLoCoPolicy,
 )
 from spawnsim.policies.exchange.replacement import Contribution, mixture, nonfinite_donors, normalized
 from spawnsim.policies.outer_optimizer import GlobalWeightsPolicy
 from spawnsim.policies.rules.donors import Decision
 from spawnsim.policies.state.arithmetic import with_momentum
 from spawnsim.policies.state.difference_codecs import ErrorFeedback, RandomMask
-from spawnsim.policies.state.layout import StateScope
+from spawnsim.policies.state.layout import StateScope, collect
 
 AT_ONCE_NBYTES = 64 << 20  # memory for differences from the global weights
 BITS = {torch.float32: torch.int32, torch.float64: torch.int64}
@@ -38,18 +41,17 @@ def _travelling(models: Rows, travels: StateScope, *, state: bool) -> dict[str, 
 
 
 def _places(models: Rows, travels: StateScope, mask: RandomMask) -> Tensor:
-    """Return the columns of a mask's places."""
-    columns = _in_order(models, travels)
+    """Return the columns of a mask's places: rows are ordered by the optimizer's group, masks by the model."""
+    plan = models.plan
+    travelling = {place.name for place in (plan.places if travels.frozen else plan.trained)}
+    columns = _columns(models, [name for name in plan.names if name in travelling])
     return columns[torch.from_numpy(mask.places(len(columns)))]
 
 
-def _in_order(models: Rows, travels: StateScope) -> Tensor:
-    """Return the columns that travel in the model's order: rows are ordered by the optimizer's group."""
-    plan = models.plan
-    places = plan.places if travels.frozen else plan.trained
-    ordered = sorted(places, key=lambda place: plan.names.index(place.name))
-    columns = np.concatenate([np.arange(place.columns.start, place.columns.stop) for place in ordered])
-    return torch.from_numpy(columns)
+def _columns(models: Rows, names: Sequence[str]) -> Tensor:
+    """Return the columns of some parameters, in the order of their names."""
+    places = {place.name: place.columns for place in models.plan.places}
+    return torch.cat([torch.arange(places[name].start, places[name].stop) for name in names])
 
 
 def _of_state(models: Rows) -> dict[str, Tensor]:
@@ -175,81 +177,140 @@ class GlobalWeights:
 
     Args:
         row: the initial weights, (columns,).
+        fragments: the columns of each part that has its own steps; None: one part with all columns.
         encoder: encodes the differences of ranks; None: they travel as they are.
-        order: the columns in the model's order, in which differences are encoded.
     """
 
     def __init__(
-        self, row: Tensor, encoder: ErrorFeedback | None = None, order: Tensor | None = None
+        self, row: Tensor, fragments: Sequence[Tensor] | None = None, encoder: ErrorFeedback | None = None
     ) -> None:
         self.weights, self._momentum = row.clone(), torch.zeros_like(row)
-        self._encoder, self._order = encoder, order
+        self._fragments: Sequence[Tensor | slice] = [slice(None)] if fragments is None else fragments
+        self._encoder = encoder
+        self._means: deque[Tensor] = deque()
 
-    def step(self, rows: Tensor, members: Members, policy: GlobalWeightsPolicy, scale: float) -> Tensor:
-        """Make an outer step by the mean difference from some rows, and move these; return which were not finite.
+    def send(self, rows: Tensor, members: Members, place: int = 0) -> Tensor:
+        """Take the mean difference of some rows from the weights, for a later `step`.
 
         A non-finite number counts as a difference of 0.
 
         Args:
-            rows: the weights of all ranks, (rows, columns); changed in place.
+            rows: the weights of all ranks, (rows, columns).
             members: the rows that take part.
-            policy: its outer optimizer; `EASGDPolicy` moves rows by a share of their difference, others all the way.
-            scale: see `OuterSGD.step`.
+            place: the fragment.
 
         Returns:
-            bool (members,).
+            Which rows were not finite, bool (members,).
         """
-        before, mean, healed = self.weights.clone(), torch.zeros_like(self.weights), []
-        chosen = torch.arange(len(rows))[members]
-        pieces = torch.split(chosen, max(1, AT_ONCE_NBYTES // max(before.nbytes, 1)))
-        for some in pieces:
-            difference = before - rows[some]
+        columns = self._fragments[place]
+        before = self.weights[columns]
+        mean, healed, chosen = torch.zeros_like(before), [], torch.arange(len(rows))[members]
+        for some in self._pieces(chosen):
+            difference = before - rows[some][:, columns]
             finite = difference.isfinite()
             healed.append(~finite.all(1))
             difference = torch.where(finite, difference, 0.0)
-            mean += difference.sum(0) if self._encoder is None else self._decoded(difference, some.tolist())
-        policy.rule.step([self.weights], [self._momentum], [mean.div_(len(chosen))], scale)
-        if not isinstance(policy, EASGDPolicy):
-            rows[members] = self.weights
-            return torch.cat(healed)
-        kept = 1 - policy.rule.lr / len(chosen)
-        for some in pieces:
-            difference = before - rows[some]
-            rows[some] = torch.sub(before, torch.where(difference.isfinite(), difference, 0.0), alpha=kept)
+            mean += (
+                difference.sum(0)
+                if self._encoder is None
+                else self._decoded(difference, place, some.tolist())
+            )
+        self._means.append(mean.div_(len(chosen)))
         return torch.cat(healed)
 
-    def _decoded(self, differences: Tensor, ranks: list[int]) -> Tensor:
+    def step(
+        self,
+        rows: Tensor,
+        members: Members,
+        policy: GlobalWeightsPolicy,
+        *,
+        place: int = 0,
+        scale: float = 1.0,
+    ) -> None:
+        """Make the outer step of the oldest mean that was sent, and move some rows.
+
+        Args:
+            rows: the weights of all ranks, (rows, columns); changed in place.
+            members: the rows to move.
+            policy: its outer optimizer. `EASGDPolicy` moves rows by a share of their difference, streaming leaves them
+                a share of their own weights, others move them all the way.
+            place: the fragment.
+            scale: see `OuterSGD.step`.
+        """
+        columns, chosen = self._fragments[place], torch.arange(len(rows))[members]
+        anchor, weights, momentum = (
+            each[columns].clone() for each in (self.weights, self.weights, self._momentum)
+        )
+        policy.rule.step([weights], [momentum], [self._means.popleft()], scale)
+        self.weights[columns], self._momentum[columns] = weights, momentum
+        kept = policy.blend if isinstance(policy, StreamingDiLoCoPolicy) else 0.0
+        if isinstance(policy, EASGDPolicy):
+            kept = 1 - policy.rule.lr / len(chosen)
+        else:
+            anchor = weights
+        for some in self._pieces(chosen):
+            at = some if isinstance(columns, slice) else (some[:, None], columns)
+            difference = anchor - rows[at] if kept else torch.zeros_like(anchor)
+            rows[at] = torch.sub(anchor, torch.where(difference.isfinite(), difference, 0.0), alpha=kept)
+
+    def _pieces(self, chosen: Tensor) -> Sequence[Tensor]:
+        return torch.split(chosen, max(1, AT_ONCE_NBYTES // max(self.weights.nbytes, 1)))
+
+    def _decoded(self, differences: Tensor, place: int, ranks: list[int]) -> Tensor:
         """Return the sum of differences as the other ranks decode them; each rank keeps its encoding error."""
-        encoder, total = self._encoder, torch.zeros_like(self.weights)
+        encoder, total = self._encoder, torch.zeros_like(differences[0])
         assert encoder is not None
-        for rank, values in zip(ranks, differences[:, self._order].cpu().numpy(), strict=True):
-            body = encoder.encode(rank, values)
-            encoder.commit(rank)
-            total[self._order] += torch.from_numpy(encoder.codec.decode(body, values.size)).to(total)
+        for rank, values in zip(ranks, differences.cpu().numpy(), strict=True):
+            body = encoder.encode((place, rank), values)
+            encoder.commit((place, rank))
+            total += torch.from_numpy(encoder.codec.decode(body, values.size)).to(total)
         return total
 
 
+def cut(pattern: nn.Module, policy: GlobalWeightsPolicy) -> list[list[str]]:
+    """Return the names of the parameters of each of a policy's fragments, in the model's order."""
+    live = collect(pattern, None, policy.travels)
+    floats = {name: each for name, each in live.items() if each.is_floating_point()}
+    return [[name.partition("/")[2] for name in part] for part in policy.outer.split(floats)]
+
+
 @torch.no_grad()
-def begin_together(models: Rows, members: Members, policy: GlobalWeightsPolicy) -> GlobalWeights:
+def begin_together(
+    models: Rows, members: Members, policy: GlobalWeightsPolicy, fragments: Sequence[Sequence[str]]
+) -> GlobalWeights:
     """Give some ranks the model of the lowest one; return the global weights."""
-    whole = models.of[WEIGHTS]
+    whole, feedback = models.of[WEIGHTS], policy.outer.feedback
     whole[members] = whole[members][0].clone()
-    row, feedback = (
-        _travelling(models, policy.travels, state=False)[WEIGHTS][members][0],
-        policy.outer.feedback,
-    )
+    row = _travelling(models, policy.travels, state=False)[WEIGHTS][members][0]
+    if feedback is None and len(fragments) == 1:
+        return GlobalWeights(row)
+    # Differences are encoded in the model's order.
     encoder = None if feedback is None else ErrorFeedback(feedback.codec, feedback.decay)
-    return GlobalWeights(row, encoder, _in_order(models, policy.travels))
+    return GlobalWeights(row, [_columns(models, part) for part in fragments], encoder)
+
+
+@torch.no_grad()
+def send_difference(
+    models: Rows, members: Members, policy: GlobalWeightsPolicy, *, outer: GlobalWeights, place: int
+) -> None:
+    """Take the mean difference of some ranks from the global weights."""
+    healed = outer.send(_travelling(models, policy.travels, state=False)[WEIGHTS], members, place)
+    _reset_if_not_finite(models, members, healed)
 
 
 @torch.no_grad()
 def step_together(
-    models: Rows, members: Members, policy: GlobalWeightsPolicy, *, outer: GlobalWeights, scale: float
+    models: Rows,
+    members: Members,
+    policy: GlobalWeightsPolicy,
+    *,
+    outer: GlobalWeights,
+    place: int,
+    scale: float,
 ) -> None:
-    """Make an outer step from the movements of some ranks, and move their weights to the result, or towards it."""
+    """Make an outer step by the oldest mean, and move the weights of some ranks to the result, or towards it."""
     rows = _travelling(models, policy.travels, state=False)[WEIGHTS]
-    healed = outer.step(rows, members, policy, scale)
-    _reset_if_not_finite(models, members, healed)
+    outer.step(rows, members, policy, place=place, scale=scale)
     if policy.travels.optimizer_state == "reset":
         _reset(models, members)
 

@@ -8,6 +8,7 @@ Each turn class lists the collectives of its policy in order. Tests compare the 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections import deque
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -27,6 +28,7 @@ from spawnsim.policies import (
     AverageAllPolicy,
     SPARTAPolicy,
     SpawnPolicy,
+    StreamingDiLoCoPolicy,
 )
 from spawnsim.policies.exchange.messages import HEADER_NBYTES
 from spawnsim.policies.outer_optimizer import GlobalWeightsPolicy
@@ -112,18 +114,26 @@ class Group:
         return self.platform.collectives.algorithm(operation, CallSize(self.size, nbytes))
 
     def meet(self, operation: str, nbytes: int, root: int = 0) -> None:
-        """Execute one collective call of all living ranks.
+        """Execute one collective call of all living ranks; see `start`."""
+        self.cards.clock[self.at] = self.start(operation, nbytes, root)
+        self.wake()
+
+    def start(self, operation: str, nbytes: int, root: int = 0) -> Floats:
+        """Start one collective call of all living ranks.
 
         Args:
             operation: name of the collective, such as "allreduce".
             nbytes: size of the vector, or of a rank's block.
             root: rank of the root in the group.
 
+        Returns:
+            When it ends on each rank, float64 (size,), seconds.
+
         Raises:
             UnsupportedError: the algorithm takes one step per rank, and there are too many ranks.
         """
         if self.size == 1:
-            return
+            return self.cards.clock[self.at].copy()
         if not self.feasible(operation, nbytes):
             algorithm = self._algorithm(operation, nbytes)
             raise UnsupportedError(
@@ -136,12 +146,11 @@ class Group:
         busy = free > arrivals
         out_free = np.where(busy, free, -np.inf) if busy.any() else None
         found = self._timing.finish(operation, arrivals, nbytes, root, ranks=self.members, out_free=out_free)
-        cards.clock[at] = found.times
         if out_free is not None:  # else no NIC is busy after its rank has left
             cards.out_free[at] = np.maximum(free, found.out_free)
         self.traffic.messages += found.messages
         self.traffic.nbytes += found.nbytes
-        self.wake()
+        return found.times
 
     def wake(self) -> None:
         """Defer ranks that would continue during a pause to the end of the pause."""
@@ -275,8 +284,54 @@ class OuterTurn(Turn):
         self._met = self.group.size
 
     def _round(self, iteration: int, models: Models) -> None:
+        models.send_difference(self.group.at, self._policy)
         self.group.meet("allreduce" if self._policy.outer.feedback is None else "allgather", self.nbytes)
         models.step_together(self.group.at, self._policy, iteration)
+
+
+class StreamingTurn(OuterTurn):
+    """`StreamingDiLoCoPolicy`: a fragment's mean starts at its turn, and is applied `overlap` iterations later."""
+
+    def __init__(
+        self, policy: StreamingDiLoCoPolicy, group: Group, nbytes: list[int], whole_nbytes: int
+    ) -> None:
+        super().__init__(policy, group, sum(nbytes), whole_nbytes)
+        self._streaming, self._nbytes = policy, nbytes
+        self._under_way: deque[tuple[int, int, Floats]] = deque()  # fragment, iteration of the send, ends
+
+    def due(self, iteration: int) -> bool:
+        return super().due(iteration) or self._arrives(iteration)
+
+    def _arrives(self, iteration: int) -> bool:
+        return bool(self._under_way) and iteration >= self._under_way[0][1] + self._streaming.overlap
+
+    def _join(self, models: Models) -> None:
+        if self._met and self._under_way:
+            raise UnsupportedError(
+                "columnar: StreamingDiLoCoPolicy with overlap, whose ranks die while means are under way, has no form "
+                "over columns: run it on virtual ranks"
+            )
+        super()._join(models)
+
+    def _round(self, iteration: int, models: Models) -> None:
+        policy, group = self._streaming, self.group
+        while self._arrives(iteration):
+            self._apply(models, iteration)
+        if not self.cadence.due(iteration):
+            return
+        place = policy.place_at(iteration)
+        models.send_difference(group.at, policy, place)
+        operation = "allreduce" if policy.outer.feedback is None else "allgather"
+        self._under_way.append((place, iteration, group.start(operation, self._nbytes[place])))
+        if not policy.overlap:
+            self._apply(models, iteration)
+
+    def _apply(self, models: Models, iteration: int) -> None:
+        place, _, ends = self._under_way.popleft()
+        clock, at = self.group.cards.clock, self.group.at
+        clock[at] = np.maximum(clock[at], ends)
+        self.group.wake()
+        models.step_together(at, self._streaming, iteration, place)
 
 
 class SharesTurn(OuterTurn):

@@ -16,7 +16,7 @@ import torch
 from spawnsim import random
 from spawnsim.columnar.exchange import GlobalWeights
 from spawnsim.columnar.rows import Members
-from spawnsim.errors import ParameterError
+from spawnsim.errors import ParameterError, UnsupportedError
 from spawnsim.models.network.cost import Floats, Ints
 from spawnsim.policies import (
     AsyncSelectiveAveragingPolicy,
@@ -30,12 +30,16 @@ from spawnsim.policies.state.difference_codecs import RandomMask
 from spawnsim.record.recorder import document
 from spawnsim.virtual.digest import checksum
 
+Sizes = tuple[int | list[int] | None, int | None]
+
 
 class Models(ABC):
     """The models of all ranks of a run."""
 
-    def sizes(self, policy: SpawnPolicy) -> tuple[int | None, int | None]:
+    def sizes(self, policy: SpawnPolicy) -> Sizes:
         """Return the bytes of a policy's messages: usual, and of the whole model; None: unknown, or as usual.
+
+        If fragments of the model take turns, the first is a list with the bytes of each.
 
         The whole model is adopted at the beginning, or (by gossip) summed from time to time.
         """
@@ -78,8 +82,14 @@ class Models(ABC):
         """Give some ranks the model of the lowest one: the global weights from now on."""
 
     @abstractmethod
-    def step_together(self, members: Members, policy: GlobalWeightsPolicy, iteration: int) -> None:
-        """Move the global weights by the mean movement of some ranks, and their models to them, or towards them."""
+    def send_difference(self, members: Members, policy: GlobalWeightsPolicy, place: int = 0) -> None:
+        """Take the mean difference of some ranks' models from the global weights, of one fragment."""
+
+    @abstractmethod
+    def step_together(
+        self, members: Members, policy: GlobalWeightsPolicy, iteration: int, place: int = 0
+    ) -> None:
+        """Move the global weights by the oldest mean of a fragment, and some ranks' models to them, or towards them."""
 
     @abstractmethod
     def checksum(self) -> int:
@@ -217,9 +227,17 @@ class Numbers(Models):
         self.values[members] = self.values[members][0]
         self._outer[policy] = GlobalWeights(torch.from_numpy(self.values[members][:1]))
 
-    def step_together(self, members: Members, policy: GlobalWeightsPolicy, iteration: int) -> None:
-        rows = torch.from_numpy(self.values).unsqueeze(1)
-        self._outer[policy].step(rows, members, policy, 1.0)
+    def send_difference(self, members: Members, policy: GlobalWeightsPolicy, place: int = 0) -> None:
+        if policy.fragments != 1:
+            raise UnsupportedError(
+                f"columnar: numbers have no fragments that could take turns: give {type(policy).__name__} training="
+            )
+        self._outer[policy].send(torch.from_numpy(self.values).unsqueeze(1), members)
+
+    def step_together(
+        self, members: Members, policy: GlobalWeightsPolicy, iteration: int, place: int = 0
+    ) -> None:
+        self._outer[policy].step(torch.from_numpy(self.values).unsqueeze(1), members, policy)
 
     def checksum(self) -> int:
         return checksum(self.values)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import is_dataclass
 from typing import Any
@@ -18,12 +18,12 @@ import numpy as np
 from spawnsim.columnar.durations import Durations
 from spawnsim.columnar.experiment import Experiment
 from spawnsim.columnar.meetings import Group, Turn
-from spawnsim.columnar.models import Models, Numbers, RandomWalk
+from spawnsim.columnar.models import Models, Numbers, RandomWalk, Sizes
 from spawnsim.columnar.records import Kept, Round
 from spawnsim.columnar.rows import Members
 from spawnsim.columnar.supported import InTurn, name_of
 from spawnsim.columnar.training import train_together, trained
-from spawnsim.columnar.turns import Sizes, turn_of
+from spawnsim.columnar.turns import turn_of
 from spawnsim.models.network.cost import Ints
 from spawnsim.policies import (
     AsyncSelectiveAveragingPolicy,
@@ -155,7 +155,7 @@ class _Running:
         self.digest = hashlib.blake2b(digest_size=16)
         self.ended = False
 
-    def _turn(self, sizes: Sizes) -> Turn:
+    def _turn(self, sizes: Callable[[SpawnPolicy], Sizes]) -> Turn:
         draws: dict[str, Any] = {"seed": self.how.seed, "streams": self.how.streams}
         return turn_of(self.how.policy, self.group, sizes, **draws)
 

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from spawnsim.columnar import exchange
 from spawnsim.columnar.fleet import Fleet, Order, Share, fleets
-from spawnsim.columnar.models import Models
+from spawnsim.columnar.models import Models, Sizes
 from spawnsim.columnar.program import name_of
 from spawnsim.columnar.rows import WEIGHTS, Members, at
 from spawnsim.columnar.supported import check_policy, parts_of, travels_of
@@ -136,12 +136,26 @@ class Trained(Models):
         self._explore: dict[int, np.random.Generator] = {}  # by rank, from its first replacement on
         self._outer: dict[SpawnPolicy, exchange.GlobalWeights] = {}
 
-    def sizes(self, policy: SpawnPolicy) -> tuple[int | None, int | None]:
+    def sizes(self, policy: SpawnPolicy) -> Sizes:
         if isinstance(policy, GossipPolicy):
             summed = collect(self._fleet.pattern, None, policy.travels).values()
             return self._nbytes_of(policy), sum(each.nbytes for each in summed)
-        whole = collect(self._fleet.pattern, None, StateScope())
-        return self._nbytes_of(policy), Layout.of(whole).nbytes
+        whole = Layout.of(collect(self._fleet.pattern, None, StateScope())).nbytes
+        if isinstance(policy, GlobalWeightsPolicy):
+            each = [
+                self._nbytes_of_fragment(policy, names) for names in exchange.cut(self._fleet.pattern, policy)
+            ]
+            return (each if policy.fragments != 1 else each[0]), whole
+        return self._nbytes_of(policy), whole
+
+    def _nbytes_of_fragment(self, policy: GlobalWeightsPolicy, names: Sequence[str]) -> int:
+        """Return the bytes of a difference."""
+        named = dict(self._fleet.pattern.named_parameters())
+        count, itemsize = sum(named[name].numel() for name in names), named[names[0]].itemsize
+        if isinstance(policy, SPARTAPolicy):
+            return RandomMask(policy.share).kept(count) * itemsize
+        feedback = policy.outer.feedback
+        return count * itemsize if feedback is None else encoded_nbytes(feedback.codec, count)
 
     def _nbytes_of(self, policy: SpawnPolicy) -> int:
         """Return the size in bytes of the part of one model that travels."""
@@ -157,14 +171,7 @@ class Trained(Models):
         if isinstance(policy, GossipPolicy) and policy.push_sum:
             given[WEIGHT] = torch.empty((), dtype=torch.float64)
         # Sums run over the tensors themselves; a message has a layout that aligns each dtype to a cache line.
-        if isinstance(policy, GlobalWeightsPolicy):
-            weights = [each for each in given.values() if each.is_floating_point()]
-            count = sum(each.numel() for each in weights)
-            if isinstance(policy, SPARTAPolicy):
-                return RandomMask(policy.share).kept(count) * weights[0].itemsize
-            if (feedback := policy.outer.feedback) is not None:
-                return encoded_nbytes(feedback.codec, count)
-        if isinstance(policy, (AverageAllPolicy, GlobalWeightsPolicy)):
+        if isinstance(policy, AverageAllPolicy):
             return sum(each.nbytes for each in given.values())
         return Layout.of(given).nbytes
 
@@ -234,9 +241,16 @@ class Trained(Models):
         exchange.mix(self._rows, receivers, senders, weights, travels=policy.travels)
 
     def begin_together(self, members: Members, policy: GlobalWeightsPolicy) -> None:
-        self._outer[policy] = exchange.begin_together(self._rows, members, policy)
+        self._outer[policy] = exchange.begin_together(
+            self._rows, members, policy, exchange.cut(self._fleet.pattern, policy)
+        )
 
-    def step_together(self, members: Members, policy: GlobalWeightsPolicy, iteration: int) -> None:
+    def send_difference(self, members: Members, policy: GlobalWeightsPolicy, place: int = 0) -> None:
+        exchange.send_difference(self._rows, members, policy, outer=self._outer[policy], place=place)
+
+    def step_together(
+        self, members: Members, policy: GlobalWeightsPolicy, iteration: int, place: int = 0
+    ) -> None:
         ranks = np.arange(self._share.ranks)[members].tolist()
         inner_lr = isinstance(policy, OuterOptimizerPolicy) and policy.inner_lr
         rates = {own[0] for own in self._share.rates_of(ranks, iteration)} if inner_lr else {1.0}
@@ -245,7 +259,9 @@ class Trained(Models):
                 f"columnar: {type(policy).__name__} with inner_lr, and ranks whose learning rates differ: "
                 "each would have its own global weights"
             )
-        exchange.step_together(self._rows, members, policy, outer=self._outer[policy], scale=rates.pop())
+        exchange.step_together(
+            self._rows, members, policy, outer=self._outer[policy], place=place, scale=rates.pop()
+        )
 
     # -------------------------------------------------------------------------------------------------- looking
     def model(self, rank: int | None) -> nn.Module:

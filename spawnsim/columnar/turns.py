@@ -9,8 +9,16 @@ from collections.abc import Callable
 
 from spawnsim.columnar.durations import Streams
 from spawnsim.columnar.gossiping import GossipTurn
-from spawnsim.columnar.meetings import AveragingTurn, Group, OuterTurn, SelectiveTurn, SharesTurn, Turn
-from spawnsim.columnar.models import Models
+from spawnsim.columnar.meetings import (
+    AveragingTurn,
+    Group,
+    OuterTurn,
+    SelectiveTurn,
+    SharesTurn,
+    StreamingTurn,
+    Turn,
+)
+from spawnsim.columnar.models import Models, Sizes
 from spawnsim.columnar.supported import InTurn, check_selective
 from spawnsim.errors import ParameterError, UnsupportedError
 from spawnsim.models.network.cost import Floats
@@ -22,13 +30,12 @@ from spawnsim.policies import (
     OuterOptimizerPolicy,
     SPARTAPolicy,
     SpawnPolicy,
+    StreamingDiLoCoPolicy,
 )
 from spawnsim.policies.outer_optimizer import GlobalWeightsPolicy
 from spawnsim.policies.rules.donors import Decision
 from spawnsim.policies.state.codecs import encoded_nbytes
 from spawnsim.policies.state.difference_codecs import RandomMask
-
-Sizes = Callable[[SpawnPolicy], tuple[int | None, int | None]]  # as `Models.sizes`
 
 
 class TurnsInOrder(Turn):
@@ -60,7 +67,7 @@ class TurnsInOrder(Turn):
 def turn_of(
     policy: SpawnPolicy,
     group: Group,
-    sizes: Sizes,
+    sizes: Callable[[SpawnPolicy], Sizes],
     *,
     seed: int,
     streams: Streams,
@@ -88,14 +95,18 @@ def turn_of(
                 "columnar: InTurn of two policies that replace ranks has no form over columns"
             )
         return TurnsInOrder(policy, group, turns)
+    act, turn = getattr(type(policy), "act", None), getattr(type(policy), "turn", None)
     nbytes, whole_nbytes = sizes(policy)
+    if isinstance(policy, StreamingDiLoCoPolicy) and turn is StreamingDiLoCoPolicy.turn:
+        sent = nbytes if isinstance(nbytes, list) else [int(nbytes or 1)] * max(policy.fragments, 1)
+        return StreamingTurn(policy, group, sent, int(whole_nbytes or sum(sent)))
+    assert not isinstance(nbytes, list)
     if nbytes is None or isinstance(nbytes, bool) or int(nbytes) != nbytes or nbytes < 1:
         raise ParameterError(f"model_nbytes={nbytes!r}: give the bytes of one model, at least 1")
     measured = whole_nbytes is not None
     whole_nbytes = int(nbytes if whole_nbytes is None else whole_nbytes)
     # Compare methods, not classes: a subclass that overrides `act` is a different policy.
     kind = type(policy)
-    act, turn = getattr(kind, "act", None), getattr(kind, "turn", None)
     if isinstance(policy, AverageAllPolicy) and act is AverageAllPolicy.act:
         return AveragingTurn(policy, group, int(nbytes))
     if isinstance(policy, GlobalWeightsPolicy) and act is GlobalWeightsPolicy.act:

@@ -23,6 +23,7 @@ from spawnsim.policies import (
     Perturb,
     SPARTAPolicy,
     StateScope,
+    StreamingDiLoCoPolicy,
     TopK,
     graphs,
 )
@@ -241,6 +242,16 @@ SHARED = {
         37, partial(OuterOptimizerPolicy.sparseloco, 4, compression=TopK(32, 4, LowBit(2))), {"optimizer": "groups"},
     ),
     "DeMo": (12, partial(OuterOptimizerPolicy.demo, 0.01, chunk=16, keep=4), {"optimizer": "plain"}),
+    "streaming": (64, partial(StreamingDiLoCoPolicy, 4, fragments=2), {}),
+    "streaming, at once": (
+        37,
+        partial(StreamingDiLoCoPolicy, 4, fragments=2, overlap=0, blend=0.0, compression="none"),
+        {"optimizer": "adam"},
+    ),
+    "streaming, several under way": (
+        37, partial(StreamingDiLoCoPolicy, 4, fragments=2, overlap=3, compression="none"), {"optimizer": "groups"},
+    ),
+    "streaming of one fragment": (12, partial(StreamingDiLoCoPolicy, 3, fragments=1, overlap=2), {}),
     "SPARTA": (64, SPARTAPolicy, {}),
     "SPARTA, groups": (37, partial(SPARTAPolicy, 2, share=0.3), {"optimizer": "groups"}),
     "SPARTA, a frozen layer": (37, partial(SPARTAPolicy, 2, share=0.3), {"build": partly}),

@@ -22,6 +22,7 @@ from spawnsim.policies import (
     AsyncSelectiveAveragingPolicy,
     AverageAllPolicy,
     DecentralizedAveragingPolicy,
+    EDiTPolicy,
     OuterOptimizerPolicy,
     StateScope,
     StreamingDiLoCoPolicy,
@@ -241,8 +242,10 @@ def test_numbers_stand_for_models_of_an_outer_optimizer():
 
 def test_an_outer_optimizer_without_a_form_over_columns_is_refused():
     """By name."""
-    with pytest.raises(UnsupportedError, match="StreamingDiLoCoPolicy has no form"):
-        columnar.run(StreamingDiLoCoPolicy(4), ranks=10, iterations=9, training=training())
+    with pytest.raises(UnsupportedError, match="EDiTPolicy has no form"):
+        columnar.run(EDiTPolicy(4), ranks=10, iterations=9, training=training())
+    with pytest.raises(UnsupportedError, match="numbers have no fragments"):
+        columnar.run(StreamingDiLoCoPolicy(4), ranks=10, iterations=9, model_nbytes=800)
 
 
 def test_learning_rates_that_differ_cannot_scale_one_outer_step():

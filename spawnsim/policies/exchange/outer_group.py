@@ -127,6 +127,7 @@ class OuterGroup:
         feedback: encodes differences.
 
     Attributes:
+        split: cuts the tensors that travel into fragments.
         comm: the communicator of the latest meeting.
         steps: outer steps of this rank's global weights; `NEVER` before the first meeting.
         last: the iteration of this rank's last round.
@@ -135,7 +136,7 @@ class OuterGroup:
     def __init__(
         self, split: Split, travels: StateScope, settings: str, feedback: ErrorFeedback | None = None
     ) -> None:
-        self._split, self._settings, self.feedback = split, settings, feedback
+        self.split, self._settings, self.feedback = split, settings, feedback
         self._collect = Collector(travels)
         self.comm: Comm | None = None
         self.fragments: list[Fragment] = []
@@ -219,7 +220,7 @@ class OuterGroup:
         everything = Collector(StateScope())(model, None)
         _broadcast(comm, everything, donor, take=behind)
         if not self.fragments:
-            self.fragments = [Fragment(part) for part in self._split(self.live(model))]
+            self.fragments = [Fragment(part) for part in self.split(self.live(model))]
         if fresh:
             return
         live = self.live(model)
