@@ -230,7 +230,7 @@ class Numbers(Models):
     def send_difference(self, members: Members, policy: GlobalWeightsPolicy, place: int = 0) -> None:
         if policy.fragments != 1:
             raise UnsupportedError(
-                f"columnar: numbers have no fragments that could take turns: give {type(policy).__name__} training="
+                f"columnar: {type(policy).__name__} needs models that train (--train): numbers have no fragments"
             )
         self._outer[policy].send(torch.from_numpy(self.values).unsqueeze(1), members)
 

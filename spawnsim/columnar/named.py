@@ -30,6 +30,7 @@ from spawnsim.policies import (
     PopulationBasedTrainingPolicy,
     SPARTAPolicy,
     SpawnPolicy,
+    StreamingDiLoCoPolicy,
     graphs,
 )
 from spawnsim.record.manifest import file_digest
@@ -43,6 +44,7 @@ POLICIES: dict[str, tuple[type[SpawnPolicy], dict[str, Any]]] = {
     "population": (PopulationBasedTrainingPolicy, {}),
     "easgd": (EASGDPolicy, {}),
     "sparta": (SPARTAPolicy, {}),
+    "streaming": (StreamingDiLoCoPolicy, {}),
 }
 NONE = "none"  # ranks train alone, and report every `average_every` iterations
 GRAPHS = ("ring", "torus", "complete", "exponential", "one_peer_exponential", "random_pairs")

@@ -115,7 +115,7 @@ def test_bash_completes_commands_options_and_names(
     assert completed(script, "spawnsim run train.py --observe t") == ["tensorboard"]
     assert "convergence" in completed(script, "spawnsim study conv")
     assert completed(script, "spawnsim new p") == ["policy", "program"]
-    assert completed(script, "spawnsim columnar s") == ["selective", "sparta"]
+    assert completed(script, "spawnsim columnar s") == ["selective", "sparta", "streaming"]
     assert completed(script, "spawnsim list wo") == ["workloads"]
     assert " -o default -F " in script.read_text()  # or no file would be offered where names are known
 
