@@ -99,6 +99,10 @@ class Models(ABC):
     def described(self) -> dict[str, Any]:
         """Return the entries of the run description about the models."""
 
+    def of_mean(self) -> dict[str, float]:
+        """Return numbers of the mean of all living ranks' models, by name."""
+        return {}
+
     def columns(self) -> dict[str, Floats]:
         """Return further columns of the ranks' reports: by name, float64 (ranks,)."""
         return {}

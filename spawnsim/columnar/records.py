@@ -95,8 +95,8 @@ class Kept:
             }
         )
 
-    def round(self, done: Round, since_s: Floats) -> None:
-        """Add the events of a turn."""
+    def round(self, done: Round, since_s: Floats, mean: Mapping[str, float]) -> None:
+        """Add the events of a turn; `mean` are numbers of the mean of all models."""
         wait_s, compute_s = done.left_s - done.entered_s, done.entered_s - since_s
         metrics = np.empty(0) if done.metrics is None else done.metrics
         if not np.isfinite(metrics.sum()):  # a sum is faster than a check of each metric
@@ -118,6 +118,7 @@ class Kept:
                 "wait_mean_s": float(wait_s.mean()),
                 "wait_max_s": float(wait_s.max()),
                 **({} if not metrics.size else _spread(metrics)),
+                **mean,
             },
         )
         if done.decision is not None:

@@ -221,7 +221,7 @@ class _Running:
         entered_s = cards.clock.copy()
         if len(died) and self.how.detection_s:
             cards.clock[at] = cards.clock[at].max() + self.how.detection_s
-        metrics, more = self.models.metrics(iteration), self.models.columns()
+        metrics, more, mean = self.models.metrics(iteration), self.models.columns(), self.models.of_mean()
         before = group.traffic.messages, group.traffic.nbytes
         decision = self.turn.act(iteration, metrics, self.models)
         self.replaced += 0 if decision is None else len(decision.replaced)
@@ -229,7 +229,7 @@ class _Running:
             iteration, group.world(), entered_s[at], cards.clock[at].copy(), metrics[at], decision, died,
             group.traffic.messages - before[0], group.traffic.nbytes - before[1],
         )  # fmt: skip
-        self.kept.round(done, self.left_s[at])
+        self.kept.round(done, self.left_s[at], mean)
         self.kept.rows(iteration, entered_s, self.left_s, (cards.clock, metrics, decision), more=more)
         self.left_s[:] = cards.clock
         parts = [cards.clock] if decision is None else [cards.clock, decision.replaced, decision.donors]
@@ -289,7 +289,7 @@ def _made_of(policy: SpawnPolicy) -> dict[str, Any]:
     # None, the default, where other parameters determine the value: comparisons ignore values that only one run has.
     if policy.cadence == Every(policy.average_every, at_zero=isinstance(policy, AverageAllPolicy)):
         found["cadence"] = None
-    if isinstance(policy, AsyncSelectiveAveragingPolicy) and found["selection"] == selection_for(
+    if isinstance(policy, AsyncSelectiveAveragingPolicy) and found.get("selection") == selection_for(
         policy.replacement_mode, ratio=policy.replacement_ratio, threshold=policy.threshold, mode=policy.mode
     ):
         found["selection"] = None

@@ -64,7 +64,8 @@ class Training:
         score: maps a model to the scalar that each rank reports; None: minus the loss of the latest batch.
         max_norm: the norm to which gradients are clipped; None: no clipping.
         schedule: maps an iteration to a factor of the learning rates, as for torch's `LambdaLR`; None: 1.
-        report: further functions like `score`, recorded in rows under their names.
+        report: further functions like `score`, recorded in rows under their names, and in "round" events as
+            "mean_NAME" of the mean of all models before the exchange.
 
     Raises:
         ParameterError: an argument is not a function, or `max_norm` is not above 0.
@@ -205,6 +206,13 @@ class Trained(Models):
             name = name_of(score)
             found[name if name.isidentifier() and name not in COLUMNS else "score"] = self._evaluated(score)
         return found | {name_of(each): self._evaluated(each) for each in self._how.report}
+
+    def of_mean(self) -> dict[str, float]:
+        if not self._how.report:
+            return {}
+        mean = self.model(None)
+        with torch.no_grad():
+            return {f"mean_{name_of(each)}": float(each(mean)) for each in self._how.report}
 
     def _evaluated(self, score: Score) -> Floats:
         if score not in self._scores:

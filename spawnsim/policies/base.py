@@ -133,6 +133,7 @@ class SpawnPolicy:
 
     acts_in_every_call: ClassVar[bool] = False
     option_types: ClassVar[tuple[type, ...]] = ()  # their fields are further arguments of the constructor
+    decided: ClassVar[tuple[str, ...]] = ()  # arguments of its bases that the class itself gives
     paper: ClassVar[str] = ""  # where the rule was published, for `spawnsim list policies`
     promises: tuple[str, ...] = ()
     _draining = False
@@ -398,7 +399,7 @@ class SpawnPolicy:
             taken = inspect.signature(kind).parameters.values()
             names |= dict.fromkeys(each.name for each in taken if each.kind is not each.VAR_KEYWORD)
             names |= dict.fromkeys(field.name for options in kind.option_types for field in fields(options))
-        return list(names)
+        return [name for name in names if name not in cls.decided]
 
     @property
     def stats(self) -> dict[str, float]:

@@ -91,6 +91,11 @@ class PopulationBasedTrainingPolicy(AsyncSelectiveAveragingPolicy):
 
     paper = "arXiv 1711.09846"
 
+    decided = (
+        "model_builder", "replacement_ratio", "averaging_strategy", "cooldown", "donors", "selection", "cadence",
+        "travels",
+    )  # fmt: skip
+
     def __init__(
         self,
         average_every: int,

@@ -63,6 +63,10 @@ def test_experiments_end_as_separate_runs():
         for name in alone.table:
             np.testing.assert_array_equal(own.table[name], alone.table[name], err_msg=name)
     assert {"margin", "middle", "loss"} <= {*together[0].table}
+    for event in together[6].events:  # after the first average, models differ by four steps
+        if event["kind"] == "round":
+            own = together[6].table.where(together[6].table["iteration"] == event["iteration"])["middle"]
+            assert event["mean_middle"] == pytest.approx(own.mean(), rel=0.1)
     assert len({own.totals["digest"] for own in together}) == len(together)
 
 
